@@ -8,25 +8,30 @@ PyTorch expresses well (cache writes) are ordinary functions that trace and fuse
 from __future__ import annotations
 
 import contextvars
-import importlib.util
 import math
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-OPERATIONS = ("tree_attention",)
+try:  # machines without Triton still run every reference
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+_jit = triton.jit if triton else (lambda function: function)
+
+OPERATIONS = ("packed_linear", "packed_experts", "tree_attention")
 
 
 def _triton_missing(device_type: str) -> str:
     """Why Triton kernels cannot run on tensors of this device type; '' when they can."""
-    if importlib.util.find_spec("triton") is None:
+    if triton is None:
         return "triton is not installed (pip install triton)"
-    if device_type == "cuda":
-        return ""
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    if device_type != "cuda" and not _INTERPRETED:
         return f"Triton runs on '{device_type}' tensors only under TRITON_INTERPRET=1 (set before starting)"
     return ""
 
@@ -124,6 +129,602 @@ def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
     kv.scatter_(4, target[None, None, :, None, :, None].expand(shape), rows)
 
 
+# ---------------------------------------------------------------------------------------------- Triton: linears
+# Layout "planes": a block of 128 k values of one output row is 16 (int4) or 32 (int8) int32 words; word i holds
+# k = i, i + KP, i + 2 KP, ... (KP = words per block), so one load feeds every tl.dot of the block from registers.
+
+# Both halves of a register pair are decoded at once: OR the nibble into the mantissa of 1024.0 (fp16) or 128.0 (bf16),
+# then subtract. fp16 reads odd nibbles in place, as 16 q, and scales by 1/16; bf16 has 7 mantissa bits: shift first.
+_SPLIT = "prmt.b32 lo, $%d, $%d, 0x5410; prmt.b32 hi, $%d, $%d, 0x7632;"
+
+
+def _ptx(bits: int, bf16: bool) -> str:
+    """PTX for `inline_asm_elementwise(pack=2)`: two words in, 32 / bits f16x2 or bf16x2 registers out."""
+    planes = 32 // bits
+    half = planes // 2
+    body = [_SPLIT % (planes, planes + 1, planes, planes + 1)]
+    constants = {
+        (4, False): "mov.b32 c1, 0x64086408; mov.b32 c2, 0x2c002c00; mov.b32 c3, 0xd480d480;",
+        (4, True): "mov.b32 c1, 0xc308c308; mov.b32 c2, 0x3f803f80; mov.b32 c3, 0x43004300;",
+        (8, False): "mov.b32 c1, 0x64806480;",
+        (8, True): "mov.b32 c1, 0xbf80bf80; mov.b32 c3, 0x43004300;",
+    }[bits, bf16]
+    for plane in range(planes):
+        word, j = ("lo", plane) if plane < half else ("hi", plane - half)
+        shift = bits * j if bits == 8 or bf16 else 8 * (j // 2)
+        if shift and (bits == 8 or bf16 or j % 2 == 0):
+            body.append(f"shr.u32 s, {word}, {shift};")
+        source, out = ("s" if shift else word), f"${plane}"
+        if bits == 4 and not bf16:
+            body.append(f"lop3.b32 t, {source}, {'0x00f000f0' if j % 2 else '0x000f000f'}, 0x64006400, 0xEA;")
+            body.append(f"fma.rn.f16x2 {out}, t, c2, c3;" if j % 2 else f"sub.rn.f16x2 {out}, t, c1;")
+        elif bits == 4:
+            body.append(f"lop3.b32 t, {source}, 0x000f000f, c3, 0xEA; fma.rn.bf16x2 {out}, t, c2, c1;")
+        elif not bf16:
+            body.append(f"lop3.b32 t, {source}, 0x00ff00ff, c1, 0x6A; sub.rn.f16x2 {out}, t, c1;")
+        else:
+            body.append(
+                f"lop3.b32 t, {source}, 0x007f007f, c3, 0xEA; lop3.b32 u, {source}, 0x00800080, c3, 0xEA;"
+            )
+            body.append(f"fma.rn.bf16x2 {out}, u, c1, t;")
+    return "{ .reg .b32 lo, hi, s, t, u, c1, c2, c3; " + constants + " ".join(body) + " }"
+
+
+_constexpr = tl.constexpr if triton else str
+_PTX4_FP16, _PTX4_BF16 = _constexpr(_ptx(4, False)), _constexpr(_ptx(4, True))
+_PTX8_FP16, _PTX8_BF16 = _constexpr(_ptx(8, False)), _constexpr(_ptx(8, True))
+_REGS4, _REGS8 = _constexpr("=r," * 8 + "r,r"), _constexpr("=r," * 4 + "r,r")
+
+
+@_jit
+def _decode4(w, DT: tl.constexpr, DEVICE: tl.constexpr):
+    """int32 words -> 8 planes of (nibble - 8) in DT. Without DEVICE: the twin that the interpreter can run."""
+    if DEVICE:
+        if DT == tl.float16:
+            return tl.inline_asm_elementwise(_PTX4_FP16, _REGS4, [w], (tl.float16,) * 8, is_pure=True, pack=2)
+        else:
+            return tl.inline_asm_elementwise(
+                _PTX4_BF16, _REGS4, [w], (tl.bfloat16,) * 8, is_pure=True, pack=2
+            )
+    else:
+        return (
+            ((w & 15) - 8).to(tl.float32).to(DT),
+            (((w >> 4) & 15) - 8).to(tl.float32).to(DT),
+            (((w >> 8) & 15) - 8).to(tl.float32).to(DT),
+            (((w >> 12) & 15) - 8).to(tl.float32).to(DT),
+            (((w >> 16) & 15) - 8).to(tl.float32).to(DT),
+            (((w >> 20) & 15) - 8).to(tl.float32).to(DT),
+            (((w >> 24) & 15) - 8).to(tl.float32).to(DT),
+            (((w >> 28) & 15) - 8).to(tl.float32).to(DT),
+        )
+
+
+_INTERPRETED = triton is not None and not isinstance(
+    _decode4, triton.runtime.JITFunction
+)  # TRITON_INTERPRET=1
+
+
+def _on_device(x: Tensor) -> bool:
+    """Whether kernels may use PTX and 16-bit dots; False selects the twins (interpreter, fp32 activations)."""
+    return not _INTERPRETED and x.dtype in (torch.float16, torch.bfloat16)
+
+
+@_jit
+def _decode8(w, DT: tl.constexpr, DEVICE: tl.constexpr):
+    """int32 words -> 4 planes of signed bytes in DT."""
+    if DEVICE:
+        if DT == tl.float16:
+            return tl.inline_asm_elementwise(_PTX8_FP16, _REGS8, [w], (tl.float16,) * 4, is_pure=True, pack=2)
+        else:
+            return tl.inline_asm_elementwise(
+                _PTX8_BF16, _REGS8, [w], (tl.bfloat16,) * 4, is_pure=True, pack=2
+            )
+    else:
+        return (
+            ((w << 24) >> 24).to(tl.float32).to(DT),
+            ((w << 16) >> 24).to(tl.float32).to(DT),
+            ((w << 8) >> 24).to(tl.float32).to(DT),
+            (w >> 24).to(tl.float32).to(DT),
+        )
+
+
+@_jit
+def _dot(a, b, acc, DEVICE: tl.constexpr):
+    """a @ b + acc in acc's dtype; off the device through fp32, as the interpreter's tl.dot misreads bfloat16."""
+    if DEVICE:
+        return tl.dot(a, b, acc, input_precision="ieee", out_dtype=acc.dtype)
+    else:
+        wide = tl.dot(a.to(tl.float32), b.to(tl.float32), acc.to(tl.float32), input_precision="ieee")
+        return wide.to(acc.dtype)
+
+
+@_jit
+def _multiply_block(
+    acc, w, s, z, x, rows, live, rn, k0, K, N,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    ACC: tl.constexpr, DEVICE: tl.constexpr,
+):  # fmt: skip
+    """acc[BN, BT] += W[rn, k0 : k0 + 128] @ x[rows, k0 : k0 + 128]^T, weights as the A operand, tokens on N."""
+    DT: tl.constexpr = x.dtype.element_ty
+    PLANES: tl.constexpr = 32 // BITS if BITS < 16 else 1
+    KP: tl.constexpr = 128 // PLANES
+    kp = tl.arange(0, KP)
+    if BITS == 16:
+        wp = w + rn[:, None] * K + (k0 + kp)[None, :]
+        if EVEN_K and EVEN_N:
+            q = (tl.load(wp, eviction_policy="evict_first"),)
+        else:
+            q = (
+                tl.load(
+                    wp,
+                    mask=(rn < N)[:, None] & (k0 + kp < K)[None, :],
+                    other=0,
+                    eviction_policy="evict_first",
+                ),
+            )
+    else:
+        wp = w + rn[:, None] * (tl.cdiv(K, 128) * KP) + (k0 // PLANES + kp)[None, :]
+        if EVEN_N:
+            words = tl.load(wp, eviction_policy="evict_first")
+        else:
+            words = tl.load(wp, mask=(rn < N)[:, None], other=0, eviction_policy="evict_first")
+        q = _decode4(words, DT, DEVICE) if BITS == 4 else _decode8(words, DT, DEVICE)
+    part = acc
+    for p in tl.static_range(PLANES):
+        k = k0 + p * KP + kp
+        mask = live[None, :] if EVEN_K else live[None, :] & (k < K)[:, None]
+        xp = tl.load(x + rows[None, :] * K + k[:, None], mask=mask, other=0, eviction_policy="evict_last")
+        if BITS != 4:  # one scale per output row, applied at the end
+            part = _dot(q[p], xp, part, DEVICE)
+        else:
+            if p * KP % GROUP == 0:
+                group = (k0 + p * KP) // GROUP
+                ok = rn < N if EVEN_K else (rn < N) & (k0 + p * KP + 0 * rn < K)
+                scale = tl.load(s + group * N + rn, mask=ok, other=0).to(tl.float32)
+                part = tl.zeros(acc.shape, ACC)
+                if ZEROS:
+                    zero = (tl.load(z + group * N + rn, mask=ok, other=8).to(tl.float32) - 8).to(DT)
+            a = q[p] - zero[:, None] if ZEROS else q[p]
+            part = _dot(a, xp, part, DEVICE)
+            if (p + 1) * KP % GROUP == 0:  # promote to fp32 once per group
+                acc += part.to(tl.float32) * scale[:, None]
+    return acc if BITS == 4 else part
+
+
+@_jit
+def _finish(
+    acc, up, s, bias, residual, out, rn, out_rows, live, N, N_OUT,
+    BITS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Epilogue in fp32: output-channel scale, bias, SiLU(gate) * up, residual; then one rounding."""
+    ok = rn < N_OUT
+    if BITS == 8:
+        acc *= tl.load(s + rn, mask=ok, other=0).to(tl.float32)[:, None]
+        if GATED:
+            up *= tl.load(s + N_OUT + rn, mask=ok, other=0).to(tl.float32)[:, None]
+    if BIAS:
+        acc += tl.load(bias + rn, mask=ok, other=0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias + N_OUT + rn, mask=ok, other=0).to(tl.float32)[:, None]
+    if GATED:
+        acc = acc / (1 + tl.exp(-acc)) * up
+    at = out_rows[None, :] * N_OUT + rn[:, None]
+    mask = live[None, :] & ok[:, None]
+    if RESIDUAL:
+        acc += tl.load(residual + at, mask=mask, other=0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@_jit
+def _linear_kernel(
+    x, w, s, z, bias, residual, out, part, count, M, N, K, N_OUT,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    SPLIT: tl.constexpr, ACC: tl.constexpr, DEVICE: tl.constexpr,
+):  # fmt: skip
+    """out[M, N_OUT] for M <= BT tokens. Grid (row tiles, SPLIT). Partials are summed in split order by the CTA that
+    arrives last; it also resets the counter, so the buffer is ready for the next launch (or graph replay)."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    rm, rn = tl.arange(0, BT), tile * BN + tl.arange(0, BN)
+    live = rm < M
+    acc = tl.zeros((BN, BT), tl.float32)
+    up = tl.zeros((BN, BT), tl.float32)
+    blocks = tl.cdiv(K, 128)
+    for b in range(blocks * split // SPLIT, blocks * (split + 1) // SPLIT):
+        acc = _multiply_block(acc, w, s, z, x, rm, live, rn, b * 128, K, N,
+                              BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, DEVICE)  # fmt: skip
+        if GATED:
+            up = _multiply_block(up, w, s, z, x, rm, live, rn + N_OUT, b * 128, K, N,
+                                 BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, DEVICE)  # fmt: skip
+    if SPLIT == 1:
+        _finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED)
+    else:
+        size = tl.num_programs(0) * BN * BT
+        step = size * 2 if GATED else size
+        at = rn[:, None] * BT + rm[None, :]
+        tl.store(part + split * step + at, acc)
+        if GATED:
+            tl.store(part + split * step + size + at, up)
+        tl.debug_barrier()
+        if tl.atomic_add(count + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            acc = tl.zeros((BN, BT), tl.float32)
+            up = tl.zeros((BN, BT), tl.float32)
+            for j in range(SPLIT):
+                acc += tl.load(part + j * step + at, cache_modifier=".cg")
+                if GATED:
+                    up += tl.load(part + j * step + size + at, cache_modifier=".cg")
+            _finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED)
+            tl.store(count + tile, 0)
+
+
+@_jit
+def _expert_kernel(
+    x, w, s, z, out, pairs, offsets, N, K, N_OUT, DIV,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr, DEVICE: tl.constexpr,
+):  # fmt: skip
+    """Grouped GEMM. Grid (token tiles, row tiles, experts); programs of idle experts leave at once. `pairs` lists
+    (token, slot) pairs sorted by expert, expert e owns pairs[offsets[e] : offsets[e + 1]]; pair p reads row p // DIV.
+    Token tiles of one weight tile are neighbours in launch order, so its weights come from DRAM once."""
+    e = tl.program_id(2)
+    first = tl.load(offsets + e) + tl.program_id(0) * BT
+    end = tl.load(offsets + e + 1)
+    if first < end:
+        at = first + tl.arange(0, BT)
+        live = at < end
+        pair = tl.load(pairs + at, mask=live, other=0)
+        rows = pair // DIV
+        rn = tl.program_id(1) * BN + tl.arange(0, BN)
+        words = K if BITS == 16 else tl.cdiv(K, 128) * (4 * BITS)
+        w += e.to(tl.int64) * N * words
+        s += e * N * (K // GROUP if BITS == 4 else 1)
+        z += e * N * (K // GROUP if BITS == 4 else 1)
+        acc = tl.zeros((BN, BT), tl.float32)
+        up = tl.zeros((BN, BT), tl.float32)
+        for b in range(tl.cdiv(K, 128)):
+            acc = _multiply_block(acc, w, s, z, x, rows, live, rn, b * 128, K, N,
+                                  BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, DEVICE)  # fmt: skip
+            if GATED:
+                up = _multiply_block(up, w, s, z, x, rows, live, rn + N_OUT, b * 128, K, N,
+                                     BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, DEVICE)  # fmt: skip
+        _finish(acc, up, s, s, s, out, rn, pair, live, N, N_OUT, BITS, False, False, GATED)
+
+
+# ---------------------------------------------------------------------------------------------- packed weights
+
+
+class LinearConfig(NamedTuple):
+    """Tiling of one (GPU, layer shape), used for every M so that a row's bits never depend on M."""
+
+    block_n: int = 128
+    split_k: int = 1
+    warps: int = 4
+    stages: int = 4
+    accumulate: str = "float32"  # "float16": full-rate MMA on GeForce, promoted to fp32 once per group
+
+
+def linear_config(n: int, k: int, bits: int, multiprocessors: int = 82) -> LinearConfig:
+    """Default tiling: a pure function of shape and SM count. split_k fills whole waves of two CTAs per SM with at
+    least four K blocks each (performance.md 3.3); fewest splits win ties."""
+    block_n = 128 if bits == 4 and n >= 4096 else 64
+    tiles, slots = -(-n // block_n), 2 * multiprocessors
+
+    def use(split: int) -> float:
+        waves = -(-tiles * split // slots)
+        return round(tiles * split / (waves * slots), 2)
+
+    split_k = max(range(1, max(2, min(16, -(-k // 512)) + 1)), key=lambda split: (use(split), -split))
+    return LinearConfig(block_n, split_k)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A weight in the layout its backend reads; made by `pack_*`, used by `packed_linear` / `packed_experts`.
+
+    layout 'planes' (Triton), 'plain' (as stored; the reference), 'dense' (dequantized once), 'cpu' (torch's int4pack).
+    Leading dimensions of `weight` before [N, ...] are experts. n, k: logical out and in features.
+    """
+
+    layout: str
+    bits: int
+    group_size: int
+    n: int
+    k: int
+    weight: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    perm: Tensor | None = None
+    counters: Tensor | None = None
+    config: LinearConfig = LinearConfig()
+
+
+def _unpack_nibbles(qweight: Tensor) -> Tensor:
+    """uint8 [..., K/2] -> uint8 [..., K]: byte j holds k = 2j in its low nibble."""
+    return torch.stack((qweight & 15, qweight >> 4), -1).flatten(-2)
+
+
+def _to_planes(values: Tensor, bits: int) -> Tensor:
+    """Integer codes [..., K] (0..15, or int8) -> int32 words [..., ceil(K/128) * 4 bits] in the plane layout."""
+    planes, k = 32 // bits, values.shape[-1]
+    fill = 8 if bits == 4 else 0
+    blocks = F.pad(values, (0, -k % 128), value=fill).unflatten(-1, (-1, planes, 4 * bits)).to(torch.int64)
+    shifts = bits * torch.arange(planes, device=values.device)[:, None]
+    words = ((blocks & (2**bits - 1)) << shifts).sum(-2).flatten(-2)
+    return words.to(torch.uint32).view(torch.int32)
+
+
+def _from_planes(words: Tensor, bits: int, k: int) -> Tensor:
+    """Inverse of `_to_planes`: int32 codes [..., K], nibbles 0..15 or signed bytes."""
+    shifts = bits * torch.arange(32 // bits, dtype=torch.int32, device=words.device)[:, None]
+    codes = (words.unflatten(-1, (-1, 1, 4 * bits)) >> shifts) & (2**bits - 1)
+    codes = codes.flatten(-3)[..., :k]
+    return codes if bits == 4 else ((codes + 128) & 255) - 128
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The [..., N, K] matrix a packed weight stands for, computed in `dtype` from fp32 products (columns in stored
+    order when `perm` is set). Not for layout 'cpu'."""
+    if weight.layout == "dense" or weight.bits == 16:
+        return weight.weight.to(dtype)
+    if weight.layout == "planes":
+        codes = _from_planes(weight.weight, weight.bits, weight.k)
+    else:
+        codes = _unpack_nibbles(weight.weight) if weight.bits == 4 else weight.weight
+    wide = torch.promote_types(dtype, torch.float32)
+    if weight.bits == 8:
+        return (codes.to(wide) * weight.scales.to(wide)[..., None]).to(dtype)
+    zeros = 8 if weight.zeros is None else weight.zeros.to(wide).mT[..., None]
+    grouped = codes.to(wide).unflatten(-1, (-1, weight.group_size)) - zeros
+    return (grouped * weight.scales.to(wide).mT[..., None]).flatten(-2).to(dtype)
+
+
+def _pack(plain: PackedWeight, dtype: torch.dtype, layout: str, config: LinearConfig | None) -> PackedWeight:
+    device = plain.weight.device
+    if layout == "auto":
+        triton_runs = _use_triton("packed_linear", plain.weight)
+        cpu_int4 = (
+            plain.bits == 4 and dtype == torch.bfloat16 and plain.weight.dim() == 2 and plain.n % 16 == 0
+        )
+        layout = "planes" if triton_runs else "cpu" if cpu_int4 and device.type == "cpu" else "dense"
+        if layout == "dense" and (device.type != "cpu" or (plain.bits == 8 and dtype == torch.bfloat16)):
+            layout = "plain"
+    if layout == "dense":
+        return replace(plain, layout=layout, weight=dequantize(plain, dtype), scales=None, zeros=None)
+    if layout == "cpu":
+        codes = _unpack_nibbles(plain.weight).to(torch.int32)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        shift = 0 * plain.scales if plain.zeros is None else (8 - plain.zeros.float()) * plain.scales.float()
+        scales = torch.stack((plain.scales.to(dtype), shift.to(dtype)), -1)
+        return replace(plain, layout=layout, weight=packed, scales=scales, zeros=None)
+    if layout != "planes":
+        return plain
+    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 82
+    codes = _unpack_nibbles(plain.weight) if plain.bits == 4 else plain.weight
+    return replace(
+        plain,
+        layout=layout,
+        weight=plain.weight.contiguous() if plain.bits == 16 else _to_planes(codes, plain.bits),
+        counters=torch.zeros(-(-plain.n // 16), dtype=torch.int32, device=device),
+        config=config or linear_config(plain.n, plain.k, plain.bits, multiprocessors=count),
+    )
+
+
+def pack_int4(
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    group_size: int = 128,
+    perm: Tensor | None = None,
+    dtype: torch.dtype = torch.float16,
+    layout: str = "auto",
+    config: LinearConfig | None = None,
+) -> PackedWeight:
+    """Stored int4 -> what the active backend reads, for activations of `dtype`.
+
+    qweight uint8 [..., N, K/2]; scales [..., K/G, N]; zeros uint8 like scales or None (8); leading dims are experts.
+    perm int [K]: column j of the stored matrix multiplies x[..., perm[j]] (desc_act). layout 'auto': planes on Triton;
+    on CPU torch's int4pack for bf16, else the matrix dequantized once (fastest there, at K N values of memory).
+    Raises ValueError for a group size other than 32, 64, 128 or one that does not divide K.
+    """
+    n, k = qweight.shape[-2], 2 * qweight.shape[-1]
+    if group_size not in (32, 64, 128) or k % group_size:
+        raise ValueError(
+            f"int4: group size {group_size} does not fit K = {k}; use 32, 64 or 128, a divisor of K"
+        )
+    if scales.shape != (*qweight.shape[:-2], k // group_size, n):
+        raise ValueError(
+            f"int4: scales {tuple(scales.shape)} do not match a [{n}, {k}] weight, want [K/G, N]"
+        )
+    plain = PackedWeight("plain", 4, group_size, n, k, qweight, scales, zeros, perm)
+    return _pack(plain, dtype, layout, config)
+
+
+def pack_int8(
+    qweight: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype = torch.float16,
+    layout: str = "auto",
+    config: LinearConfig | None = None,
+) -> PackedWeight:
+    """Stored int8 [..., N, K] with scales [..., N] -> what the active backend reads (see `pack_int4`). On CPU bf16 keeps
+    int8 (torch's int8pack), other dtypes are dequantized once."""
+    if scales.shape != qweight.shape[:-1]:
+        raise ValueError(f"int8: scales {tuple(scales.shape)} do not match the weight {tuple(qweight.shape)}")
+    plain = PackedWeight("plain", 8, 0, *qweight.shape[-2:], qweight, scales)
+    return _pack(plain, dtype, layout, config)
+
+
+def pack_half(weight: Tensor, layout: str = "auto", config: LinearConfig | None = None) -> PackedWeight:
+    """A 16-bit (or wider) weight [..., N, K] for our own small-M kernel, or torch's matmul where that is the backend."""
+    plain = PackedWeight("plain", 16, 0, *weight.shape[-2:], weight)
+    if layout == "auto" and not _use_triton("packed_linear", weight):
+        layout = "dense"
+    return _pack(plain, weight.dtype, layout, config)
+
+
+SMALL_M = 64  # rows; above it the weight is dequantized and multiplied by cuBLAS
+
+
+def packed_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """x [..., K] @ W^T [+ bias] [SiLU(first half) * second half if gated] [+ residual] -> [..., N] (gated: N/2).
+
+    No host sync. 'planes': up to SMALL_M rows run our kernel, whose rows are independent of M and of each other, bit for
+    bit; more rows dequantize and use cuBLAS. Bias and epilogue are computed in fp32 there, in x's dtype elsewhere.
+    """
+    if weight.perm is not None:
+        x = x.index_select(-1, weight.perm)
+    if weight.layout == "planes":
+        return torch.ops.eaglet.planes_linear(
+            x, weight.weight, weight.scales, weight.zeros, weight.counters, bias, residual,
+            weight.bits, weight.group_size, weight.n, gated, weight.config[:4], weight.config.accumulate == "float16",
+        )  # fmt: skip
+    rows = x.reshape(-1, weight.k)
+    if weight.layout == "cpu":
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight.weight, weight.group_size, weight.scales)
+    elif weight.bits == 8 and weight.layout == "plain" and rows.dtype == torch.bfloat16 and not rows.is_cuda:
+        y = torch.ops.aten._weight_int8pack_mm(rows, weight.weight, weight.scales.to(rows.dtype))
+    else:
+        y = rows @ dequantize(weight, x.dtype).mT
+    return _epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
+
+
+def _epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
+    y = y if bias is None else y + bias
+    if gated:
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
+    return y if residual is None else y + residual
+
+
+@torch.library.custom_op("eaglet::planes_linear", mutates_args=())
+def planes_linear(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor | None,
+    zeros: Tensor | None,
+    counters: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    bits: int,
+    group: int,
+    n: int,
+    gated: bool,
+    config: list[int],
+    half_accumulate: bool,
+) -> Tensor:
+    """`packed_linear` on the plane layout. `counters` is all zero before and after, so it does not count as mutated."""
+    k, n_out = x.shape[-1], n // 2 if gated else n
+    rows = x.reshape(-1, k).contiguous()
+    tokens = rows.shape[0]
+    block_n, split, warps, stages = config
+    block_n = block_n // 2 if gated else block_n  # gate and up tiles together are one tile
+    if tokens > SMALL_M or x.dtype == torch.float64:
+        weight = PackedWeight("planes", bits, group, n, k, words, scales, zeros)
+        y = rows @ dequantize(weight, x.dtype).mT
+        return _epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
+    out = x.new_empty((*x.shape[:-1], n_out))
+    tile = max(16, triton.next_power_of_2(tokens))
+    tiles = triton.cdiv(n_out, block_n)
+    partial = x.new_empty((split if split > 1 else 0, 1 + gated, tiles * block_n, tile), dtype=torch.float32)
+    half, device = half_accumulate and x.dtype == torch.float16, _on_device(x)
+    _linear_kernel[tiles, split](
+        rows, words, rows if scales is None else scales, rows if zeros is None else zeros,
+        rows if bias is None else bias, rows if residual is None else residual.contiguous(), out, partial, counters,
+        tokens, n, k, n_out, BITS=bits, GROUP=group, ZEROS=zeros is not None, BIAS=bias is not None,
+        RESIDUAL=residual is not None, GATED=gated, EVEN_K=k % 128 == 0, EVEN_N=n_out % block_n == 0,
+        BN=block_n, BT=tile, SPLIT=split, ACC=tl.float16 if half else tl.float32, DEVICE=not _INTERPRETED,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+@planes_linear.register_fake
+def _(x, words, scales, zeros, counters, bias, residual, bits, group, n, gated, config, half_accumulate):
+    return x.new_empty((*x.shape[:-1], n // 2 if gated else n))
+
+
+def packed_experts(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: PackedWeight, down: PackedWeight
+) -> Tensor:
+    """Mixture-of-experts MLP: sum over slots j, in slot order, of expert_weights[t, j] * MLP_{expert_ids[t, j]}(x[t]).
+
+    x [T,H]; expert_ids [T,k] int64; expert_weights [T,k]; gate_up packs [E,2I,H], down packs [E,H,I]. Returns [T,H] in
+    x's dtype, summed in fp32. On Triton: no host sync, an active expert's weights are read once; elsewhere the host reads
+    which experts are active.
+    """
+    hidden = _expert_linear_packed(x, expert_ids, gate_up, True)
+    y = _expert_linear_packed(hidden, expert_ids, down, False)
+    weights = expert_weights.to(torch.promote_types(x.dtype, torch.float32))[..., None]
+    out = y[:, 0] * weights[:, 0]
+    for slot in range(1, expert_ids.shape[1]):
+        out = out + y[:, slot] * weights[:, slot]
+    return out.to(x.dtype)
+
+
+def _expert_linear_packed(x: Tensor, expert_ids: Tensor, weight: PackedWeight, gated: bool) -> Tensor:
+    if weight.perm is not None:
+        x = x.index_select(-1, weight.perm)
+    return torch.ops.eaglet.expert_linear(
+        x, expert_ids, weight.weight, weight.scales, weight.zeros, weight.layout, weight.bits, weight.group_size,
+        weight.n, gated, weight.config[:4], weight.config.accumulate == "float16",
+    )  # fmt: skip
+
+
+@torch.library.custom_op("eaglet::expert_linear", mutates_args=())
+def expert_linear(
+    x: Tensor,
+    expert_ids: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    zeros: Tensor | None,
+    layout: str,
+    bits: int,
+    group: int,
+    n: int,
+    gated: bool,
+    config: list[int],
+    half_accumulate: bool,
+) -> Tensor:
+    """Row (t, j) of the [T,k,N] result is expert expert_ids[t, j] applied to x[t] (x [T,K]) or x[t, j] (x [T,k,K])."""
+    tokens, slots = expert_ids.shape
+    k, n_out = x.shape[-1], n // 2 if gated else n
+    rows, div = x.reshape(-1, k).contiguous(), slots if x.dim() == 2 else 1
+    out = x.new_empty(tokens, slots, n_out)
+    experts = expert_ids.flatten()
+    if layout != "planes":
+        flat = out.view(-1, n_out)
+        for e in experts.unique().tolist():
+            pick = [None if t is None else t[e] for t in (weight, scales, zeros)]
+            matrix = dequantize(PackedWeight(layout, bits, group, n, k, *pick), x.dtype)
+            pairs = (experts == e).nonzero().squeeze(1)
+            flat[pairs] = _epilogue(rows[pairs // div] @ matrix.mT, None, None, gated)
+        return out
+    pairs = experts.argsort(stable=True).to(torch.int32)
+    bounds = torch.arange(weight.shape[0] + 1, device=x.device)
+    offsets = (experts[None, :] < bounds[:, None]).sum(1, dtype=torch.int32)
+    block_n, _, warps, stages = config
+    block_n = block_n // 2 if gated else block_n
+    half = half_accumulate and x.dtype == torch.float16
+    _expert_kernel[triton.cdiv(tokens, 16), triton.cdiv(n_out, block_n), weight.shape[0]](
+        rows, weight, rows if scales is None else scales, rows if zeros is None else zeros, out, pairs, offsets,
+        n, k, n_out, div, BITS=bits, GROUP=group, ZEROS=zeros is not None, GATED=gated, EVEN_K=k % 128 == 0,
+        EVEN_N=n_out % block_n == 0, BN=block_n, BT=16, ACC=tl.float16 if half else tl.float32,
+        DEVICE=_on_device(x), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+@expert_linear.register_fake
+def _(x, expert_ids, weight, scales, zeros, layout, bits, group, n, gated, config, half_accumulate):
+    return x.new_empty(*expert_ids.shape, n // 2 if gated else n)
+
+
 # ---------------------------------------------------------------------------------------------- tree attention
 
 
@@ -168,6 +769,188 @@ def tree_attention_reference(
     return out.reshape(q.shape)
 
 
+@_jit
+def _row_geometry(start, positions, b, m, T, R, ROWS, REGION: tl.constexpr):
+    """Query rows m = g * T + t of sequence b: (valid, t, position, end of the keys that the chunk kernel handles)."""
+    ok = m < ROWS
+    t = m % T
+    n = tl.load(start + b).to(tl.int32)
+    p = tl.load(positions + b * T + t, mask=ok, other=0).to(tl.int32)
+    if REGION:
+        limit = tl.zeros_like(p) + n + R
+    else:
+        limit = tl.minimum(tl.maximum(p - 16, 0) // 16 * 16, n)
+    return ok, t, n, p, tl.where(ok, limit, 0)
+
+
+@_jit
+def _attend_chunks_kernel(
+    q, kv, start, visible, positions, acc_out, ml_out, v_offset, S, T, R, ROWS, SPLITS, scale,
+    HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, WINDOW: tl.constexpr, REGION: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, DEVICE: tl.constexpr,
+):  # fmt: skip
+    """Tensor-core part: keys [0, limit) of every query row, limit = 16 floor((p - 16) / 16) (REGION: all of them, for
+    prefill). Grid (B Hkv, splits, row tiles). Key blocks sit at absolute multiples of BK and a masked block changes
+    nothing, bit for bit, so a row's partial depends on its position and its keys alone."""
+    bh, split = tl.program_id(0), tl.program_id(1)
+    b = bh // HKV
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, R, ROWS, REGION)
+    end = tl.max(limit, 0)
+    low = split * SPLIT
+    if WINDOW > 0:
+        low = tl.maximum(low, (tl.min(tl.where(ok, p, 2147483647), 0) - WINDOW + 1) // BK * BK)
+    high = tl.minimum(split * SPLIT + SPLIT, end)
+    if split * SPLIT < end:
+        d = tl.arange(0, HDP)
+        base = bh.to(tl.int64) * S * HD
+        query = tl.load(
+            q + (bh * ROWS + m[:, None]) * HD + d[None, :], mask=ok[:, None] & (d < HD)[None, :], other=0
+        )
+        top = tl.full((BM,), float("-inf"), tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        acc = tl.zeros((BM, HDP), tl.float32)
+        for j0 in range(low, high, BK):
+            j = j0 + tl.arange(0, BK)
+            slot = tl.minimum(j, S - 1)
+            there = (j < end)[:, None] & (d < HD)[None, :]
+            at = base + slot[:, None] * HD + d[None, :]
+            k = tl.load(kv + at, mask=there, other=0)
+            v = tl.load(kv + v_offset + at, mask=there, other=0)
+            see = j[None, :] < limit[:, None]
+            if WINDOW > 0:
+                see = see & ((j[None, :] > p[:, None] - WINDOW) | (j[None, :] >= n))
+            if REGION:
+                r = j - n
+                inside = ok[:, None] & ((r >= 0) & (r < R))[None, :]
+                vis = tl.load(visible + (b * T + t[:, None]) * R + r[None, :], mask=inside, other=0)
+                see = see & ((r < 0)[None, :] | (vis != 0))
+            dots = _dot(query, tl.trans(k), tl.zeros((BM, BK), tl.float32), DEVICE)
+            score = tl.where(see, dots * scale, float("-inf"))
+            new = tl.maximum(top, tl.max(score, 1))
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            shrink = tl.exp(top - safe)
+            weight = tl.exp(score - safe[:, None])
+            total = total * shrink + tl.sum(weight, 1)
+            acc = _dot(weight.to(v.dtype), v, acc * shrink[:, None], DEVICE)
+            top = new
+        at = (bh * SPLITS + split) * ROWS + m
+        tl.store(acc_out + at[:, None] * HD + d[None, :], acc, mask=ok[:, None] & (d < HD)[None, :])
+        tl.store(ml_out + at * 2, top, mask=ok)
+        tl.store(ml_out + at * 2 + 1, total, mask=ok)
+
+
+@_jit
+def _attend_tail_kernel(
+    q, kv, start, visible, positions, acc_in, ml_in, out, v_offset, S, T, R, ROWS, SPLITS, scale,
+    HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
+    REGION: tl.constexpr, RT: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Merge a row's partials in split order, then its tail: key i of the tail is position limit + i, whichever slot
+    it is in (history, or the i-th visible region row), so verify and plain decoding reduce the same operands in the same
+    places. Every query gathers only rows it sees; others are loaded as zero. Grid (B Hkv, row tiles)."""
+    bh = tl.program_id(0)
+    b = bh // HKV
+    m = tl.program_id(1) * RT + tl.arange(0, RT)
+    ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, R, ROWS, REGION)
+    d = tl.arange(0, HDP)
+    real = ok[:, None] & (d < HD)[None, :]
+    top = tl.full((RT,), float("-inf"), tl.float32)
+    total = tl.zeros((RT,), tl.float32)
+    acc = tl.zeros((RT, HDP), tl.float32)
+    for split in range(tl.cdiv(tl.max(limit, 0), SPLIT)):
+        live = split * SPLIT < limit
+        at = (bh * SPLITS + split) * ROWS + m
+        top_s = tl.load(ml_in + at * 2, mask=live, other=float("-inf"))
+        total_s = tl.load(ml_in + at * 2 + 1, mask=live, other=0)
+        acc_s = tl.load(acc_in + at[:, None] * HD + d[None, :], mask=live[:, None] & real, other=0)
+        new = tl.maximum(top, top_s)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        mine, theirs = tl.exp(top - safe), tl.exp(top_s - safe)
+        total = total * mine + total_s * theirs
+        acc = acc * mine[:, None] + acc_s * theirs[:, None]
+        top = new
+    if not REGION:
+        base = kv + bh.to(tl.int64) * S * HD
+        query = tl.load(q + (bh * ROWS + m[:, None]) * HD + d[None, :], mask=real, other=0).to(tl.float32)
+        r = tl.arange(0, RP)
+        seen = ok[:, None] & (r < R)[None, :]
+        vis = tl.load(visible + (b * T + t[:, None]) * R + r[None, :], mask=seen, other=0).to(tl.int32)
+        rank = (
+            tl.cumsum(vis, 1) * vis
+        )  # 1, 2, ... for the visible region rows, in slot order = position order
+        count = tl.sum(vis, 1)
+        for step in range(tl.cdiv(tl.max(tl.where(ok, n - limit + count, 0), 0), 16)):
+            j = limit[:, None] + step * 16 + tl.arange(0, 16)[None, :]
+            nth = j - n
+            row = tl.sum(tl.where(rank[:, None, :] == nth[:, :, None] + 1, r[None, None, :], 0), 2)
+            slot = tl.where(nth < 0, j, tl.minimum(n + row, S - 1))
+            see = ok[:, None] & (nth < count[:, None])
+            if WINDOW > 0:
+                see = see & ((nth >= 0) | (j > p[:, None] - WINDOW))
+            at = slot[:, :, None] * HD + d[None, None, :]
+            there = see[:, :, None] & (d < HD)[None, None, :]
+            k = tl.load(base + at, mask=there, other=0).to(tl.float32)
+            v = tl.load(base + v_offset + at, mask=there, other=0).to(tl.float32)
+            score = tl.where(see, tl.sum(query[:, None, :] * k, 2) * scale, float("-inf"))
+            new = tl.maximum(top, tl.max(score, 1))
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            shrink = tl.exp(top - safe)
+            weight = tl.exp(score - safe[:, None])
+            total = total * shrink + tl.sum(weight, 1)
+            acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * v, 1)
+            top = new
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(out + (bh * ROWS + m[:, None]) * HD + d[None, :], acc.to(out.dtype.element_ty), mask=real)
+
+
+def _tree_attention_triton(
+    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float
+) -> Tensor:
+    """Two launches; the grid depends on S and T alone, loop bounds are read on device."""
+    (batch, query_heads, T, dim), (kv_heads, S, R) = q.shape, (kv.shape[2], kv.shape[3], visible.shape[2])
+    rows, region, size = query_heads // kv_heads * T, T > 64 or R > 128, triton.next_power_of_2(S)
+    split = size if region else max(128, size // 16)
+    splits = triton.cdiv(S, split)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    acc = q.new_empty(batch * kv_heads, splits, rows, dim, dtype=torch.float32)
+    ml = q.new_empty(batch * kv_heads, splits, rows, 2, dtype=torch.float32)
+    tensors = (
+        q.contiguous(),
+        kv,
+        start,
+        visible.contiguous().view(torch.uint8),
+        positions.contiguous(),
+        acc,
+        ml,
+    )
+    sizes = (kv.stride(0), S, T, R, rows, splits, scale)
+    fixed = dict(HKV=kv_heads, HD=dim, HDP=triton.next_power_of_2(dim), WINDOW=max(window, 0), REGION=region)
+    tile = min(64, max(16, triton.next_power_of_2(rows)))
+    _attend_chunks_kernel[batch * kv_heads, splits, triton.cdiv(rows, tile)](
+        *tensors,
+        *sizes,
+        **fixed,
+        BM=tile,
+        BK=64,
+        SPLIT=split,
+        DEVICE=_on_device(q),
+        num_warps=4,
+        num_stages=3,
+    )
+    _attend_tail_kernel[batch * kv_heads, triton.cdiv(rows, 4)](
+        *tensors,
+        out,
+        *sizes,
+        **fixed,
+        RP=1 if region else triton.next_power_of_2(R),
+        RT=4,
+        SPLIT=split,
+        num_warps=4,
+    )
+    return out
+
+
 @torch.library.custom_op("eaglet::tree_attention", mutates_args=())
 def tree_attention(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float
@@ -180,7 +963,8 @@ def tree_attention(
     j > position - window when window > 0. Returns [B,Hq,T,hd] in q's dtype. A row that a query may not see never
     influences it, even if it holds NaN. Inference only (no autograd). On CPU it reads `start` on the host.
     """
-    return tree_attention_reference(q, kv, start, visible, positions, window, scale)
+    use = _tree_attention_triton if _use_triton("tree_attention", q) else tree_attention_reference
+    return use(q, kv, start, visible, positions, window, scale)
 
 
 @tree_attention.register_fake

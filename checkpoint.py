@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -604,3 +604,397 @@ def _joined(pieces: list[Entry], split: int, head_dim: int) -> Entry:
         return whole
 
     return Entry(tuple(shape), first.dtype, first.file, read)
+
+
+# ---- EAGLE heads -----------------------------------------------------------------------------------------------
+
+# Hugging Face name inside the head's decoder layer -> ours; several names to one are fused by rows, in this order
+HEAD_NAMES = {
+    "self_attn.q_proj": "attention.qkv",
+    "self_attn.k_proj": "attention.qkv",
+    "self_attn.v_proj": "attention.qkv",
+    "self_attn.o_proj": "attention.o",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+    "mlp.gate_proj": "mlp.gate_up",
+    "mlp.up_proj": "mlp.gate_up",
+    "mlp.down_proj": "mlp.down",
+    "input_layernorm": "input_norm",
+    "hidden_norm": "hidden_norm",
+    "post_attention_layernorm": "post_norm",
+}
+# Norms that HASS-like EAGLE-1 heads add (eagle.md 4.5)
+HASS = (
+    "embed_layernorm",
+    "hidden_layernorm",
+    "lm_head_layernorm",
+    "embedding_layernorm",
+    "pre_lm_head_layernorm",
+)
+AUX = "eagle_aux_hidden_state_layer_ids"
+HEAD_GEOMETRY = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+)
+HEAD_OVERRIDES = (*HEAD_GEOMETRY, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
+SIZES = {2048: "1B", 3072: "3B", 4096: "7B or 8B", 5120: "13B", 6656: "33B", 8192: "70B"}
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Geometry of an EAGLE head. `layer.vocab_size` is the draft vocabulary; `taps` name the target layers whose *input*
+    is read (the number of layers = the output of the last one, before the final norm), () for version 1."""
+
+    version: int
+    layer: ModelConfig
+    target_hidden_size: int
+    taps: tuple[int, ...] = ()
+    fc_bias: bool = False
+    norm_before_residual: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_output: bool = False
+    has_embed: bool = False
+    has_lm_head: bool = False
+    target_vocab_size: int = 0  # needed to save a head with a draft vocabulary of its own
+
+
+@dataclass(frozen=True)
+class EagleFile:
+    """A head as read: tensors under the state-dict names of `eagle_draft.EagleHead`, and what had to be assumed."""
+
+    config: EagleConfig
+    tensors: dict[str, Tensor]
+    notes: list[str]
+
+
+def read_eagle(
+    path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None
+) -> EagleFile:
+    """Read a published EAGLE-1/2/3 head: SafeAILab, SpecForge or speculators layout, ours, or a bare weight file.
+
+    Generation, draft vocabulary and biases follow from the tensors, RoPE and eps from the head's own config, never from
+    the target's (eagle.md 4.7).
+
+    Args:
+        path: a folder, or one `.safetensors` / `.bin` / `.pth` file (with or without a config.json beside it).
+        target: the model the head shall draft for.
+        overrides: config keys (HEAD_OVERRIDES) to replace, values as JSON text.
+
+    Returns:
+        EagleFile; tensors on the CPU in their stored dtype.
+
+    Raises:
+        ValueError: one line, if the head is damaged, does not fit the target, or needs something not implemented.
+    """
+    path = Path(path)
+    raw, entries, notes = _open_head(path)
+    given = _parse_overrides(overrides or {})
+    nested = raw.get("transformer_layer_config", {}) if "speculators_model_type" in raw else raw
+    extra = raw.get("eagle_config") or {}
+    ours = raw.get("eaglet_eagle") or {}
+    if not all(isinstance(part, dict) for part in (nested, extra, ours)):
+        raise ValueError(f"{path}: transformer_layer_config / eagle_config must be JSON objects.")
+    geometry = {**nested, **given}
+    flags = ConfigReader({**raw, **extra, **ours, **given}, str(path))
+    if "rope_theta" in given and isinstance(geometry.get("rope_parameters"), dict):
+        geometry["rope_parameters"] = {**geometry["rope_parameters"], "rope_theta": given["rope_theta"]}
+
+    version, taps = _head_version(path, entries, flags, target, notes)
+    own_vocab = _draft_ids(path, entries, target)
+    layer = _head_layer(path, entries, geometry, target, notes, bare=not raw)
+    speculators = "speculators_model_type" in raw
+    if version == 3 and not speculators and not ours and not flags.boolean("norm_output", True):
+        raise ValueError(f"{path}: norm_output = false (an LM head without its norm) is not implemented.")
+    has_embed = version == 3 and "embed_tokens.weight" in entries
+    config = EagleConfig(
+        version=version,
+        layer=layer,
+        target_hidden_size=target.hidden_size,
+        taps=taps,
+        fc_bias="fc.bias" in entries,
+        norm_before_residual=version == 3 and flags.boolean("norm_before_residual", speculators),
+        fc_norm="fc_norm.0.weight" in entries,
+        norm_before_fc="input_norm.weight" in entries,
+        norm_output=(speculators or bool(ours)) and flags.boolean("norm_output", False),
+        # An embedding of the target's width is the target's own, unless the layout provides for a different one.
+        has_embed=has_embed and (speculators or bool(ours) or layer.hidden_size != target.hidden_size),
+        has_lm_head=version == 3 and "lm_head.weight" in entries,
+        target_vocab_size=target.vocab_size,
+    )
+    for key, found in (("fc_norm", config.fc_norm), ("norm_before_fc", config.norm_before_fc)):
+        if flags.config.get(key) is not None and flags.boolean(key, False) != found:
+            raise ValueError(f"{path}: config.json has {key} = {not found}, the tensors say {found}.")
+    check_entries(_head_shapes(config, entries, target), entries, str(path))
+
+    tensors: dict[str, Tensor] = {} if own_vocab is None else {"draft_ids": own_vocab}
+    parts: dict[str, list[Tensor]] = {}
+    dropped = set() if config.has_embed else {"embed_tokens.weight"}
+    dropped |= {"lm_head.weight"} if version == 1 else set()
+    order = [f"layers.0.{name}" for name in HEAD_NAMES]
+    for name in sorted(entries, key=lambda n: (order + [n.rpartition(".")[0]]).index(n.rpartition(".")[0])):
+        if name in dropped or IGNORED.fullmatch(name):
+            continue
+        tensor = entries[name].read()
+        check_finite(tensor, name, entries[name].file)
+        stem, _, kind = name.removeprefix("layers.0.").rpartition(".")
+        inside = f"layer.{HEAD_NAMES[stem]}.{kind}" if name.startswith("layers.0.") else name
+        parts.setdefault(inside.replace("fc_norm.", "fc_norms."), []).append(tensor)
+    tensors |= {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in parts.items()}
+    return EagleFile(config, tensors, notes)
+
+
+def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: str | Path) -> None:
+    """Write a head in the SafeAILab layout (`config.json`, `model.safetensors`), as other engines read it.
+
+    `tensors` as in EagleFile. Raises ValueError if draft_ids are given but config.target_vocab_size is not.
+    """
+    directory, layer = Path(directory), config.layer
+    directory.mkdir(parents=True, exist_ok=True)
+    q, kv = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
+    prefix = "layers.0." if config.version == 1 else "midlayer."
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        inner, _, kind = name.removeprefix("layer.").rpartition(".")
+        names = [hf for hf, own in HEAD_NAMES.items() if own == inner] if name.startswith("layer.") else []
+        sizes = [q, kv, kv] if inner == "attention.qkv" else tensor.shape[0] // max(1, len(names))
+        for hf, piece in zip(names, tensor.split(sizes), strict=bool(names)):
+            out[f"{prefix}{hf}.{kind}"] = piece
+        if not names and name != "draft_ids":
+            out[name.replace("fc_norms.", "fc_norm.")] = tensor
+    vocab = config.target_vocab_size or layer.vocab_size
+    if (ids := tensors.get("draft_ids")) is not None:
+        if not config.target_vocab_size:
+            raise ValueError("save_eagle: a head with draft_ids needs config.target_vocab_size.")
+        out["d2t"] = ids - torch.arange(ids.numel(), device=ids.device)
+        out["t2d"] = torch.zeros(vocab, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
+    write_safetensors(directory / "model.safetensors", out)
+    keys = config_to_hf(layer)
+    keys |= {"vocab_size": vocab, "bias": config.fc_bias, "qkv_bias": layer.qkv_bias}
+    if config.version == 3:
+        keys |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": layer.vocab_size}
+        keys |= {"norm_before_residual": config.norm_before_residual}
+        # Our own key: entry convention and the meaning of norm_output are ambiguous in the published layouts.
+        keys["eaglet_eagle"] = {AUX: list(config.taps), "norm_output": config.norm_output, "entry": True}
+        keys["eagle_config"] = {AUX: list(config.taps)}
+    if config.target_hidden_size != layer.hidden_size:
+        keys["target_hidden_size"] = config.target_hidden_size
+    write_json(directory / "config.json", keys)
+
+
+def _open_head(path: Path) -> tuple[dict[str, Any], dict[str, Entry], list[str]]:
+    """Config ({} if there is none), tensors under `layers.0.` names, notes."""
+    notes: list[str] = []
+    if path.is_dir():
+        files = tensor_files(path) or sorted(path.glob("*.pth"))[:1]
+        config = path / "config.json"
+    elif path.is_file():
+        files, config = [path], path.parent / "config.json"
+        if path.suffix not in (".safetensors", ".bin", ".pth", ".pt"):
+            raise ValueError(f"{path}: expected a .safetensors, .bin or .pth file, or a folder.")
+    else:
+        raise ValueError(f"{path}: no such head file or folder.")
+    if not files:
+        raise ValueError(
+            f"{path}: no model*.safetensors, pytorch_model*.bin or *.pth. Is the download complete?"
+        )
+    raw = read_json(config) if config.exists() else {}
+    head_like = {"speculators_model_type", "draft_vocab_size", "eagle_config", "eaglet_eagle"} & raw.keys()
+    if raw and not path.is_dir() and not head_like and raw.get("num_hidden_layers") != 1:
+        notes.append(f"{config} describes a whole model, not this head: ignored")
+        raw = {}
+    entries: dict[str, Entry] = {}
+    for name, entry in read_entries(files).items():
+        plain = re.sub(r"^(draft_model\.|model\.)", "", name)
+        plain = re.sub(r"^(midlayer|transformer)\.", "layers.0.", plain)
+        plain = re.sub(r"^fusion_fc\.", "fc.", plain)
+        if plain in entries:
+            raise ValueError(f"{path}: two tensors are called {plain!r} once prefixes are removed.")
+        if plain.split(".")[0] in HASS:
+            raise ValueError(f"{path}: {name!r}: the extra norms of HASS-like heads are not implemented.")
+        if re.match(r"layers\.[1-9]", plain):
+            raise ValueError(f"{path}: {name!r}: heads with more than one decoder layer are not implemented.")
+        entries[plain] = entry
+    return raw, entries, notes
+
+
+def _parse_overrides(overrides: Mapping[str, str]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for key, text in overrides.items():
+        if key not in HEAD_OVERRIDES:
+            raise ValueError(f"--eagle-config {key}: unknown key; known: {', '.join(HEAD_OVERRIDES)}.")
+        try:
+            given[key] = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(
+                f"--eagle-config {key}={text}: the value must be JSON (a number, true, [1,2])."
+            ) from error
+    return given
+
+
+def _head_version(
+    path: Path, entries: dict[str, Entry], flags: ConfigReader, target: ModelConfig, notes: list[str]
+) -> tuple[int, tuple[int, ...]]:
+    """(1 or 3, taps) from tensor shapes; refuses a head that was made for another target."""
+    need = [
+        "fc.weight",
+        *(f"layers.0.self_attn.{x}_proj.weight" for x in "qk"),
+        "layers.0.mlp.gate_proj.weight",
+    ]
+    if absent := [n for n in need if n not in entries or len(entries[n].shape) != 2]:
+        raise ValueError(f"{path}: not an EAGLE head (no matrix {absent[0]!r}).")
+    (hidden, wide), seen = entries["fc.weight"].shape, entries[need[1]].shape[1]
+    size, layers = target.hidden_size, target.num_hidden_layers
+    if seen == hidden and wide == 2 * hidden:
+        version, many, made_for = 1, 2, hidden
+    elif seen == 2 * hidden:
+        ids = flags.config.get(AUX)
+        ids = [2, layers // 2, layers - 3] if ids is None else ids
+        if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+            raise ValueError(f"{path}: {AUX} = {ids!r}, expected a list of layer numbers.")
+        version, many, made_for = 3, len(ids), wide // len(ids)
+    else:
+        raise ValueError(
+            f"{path}: fc.weight {[hidden, wide]} with a q_proj input of {seen} is neither EAGLE-1/2 (2 x {hidden} and "
+            f"{hidden}) nor EAGLE-3 (3 x target hidden size and {2 * hidden})."
+        )
+    if wide != many * size:
+        what = f" ({SIZES[made_for]}?)" if made_for in SIZES else ""
+        raise ValueError(
+            f"{path} does not fit this model: fc.weight is {[hidden, wide]}, expected {[size, many * size]} ({many} x "
+            f"hidden_size {size}). The head looks made for hidden_size {made_for}{what}. Pass the matching --checkpoint."
+        )
+    if version == 1:
+        return 1, ()
+    if not flags.boolean("use_aux_hidden_state", True):
+        raise ValueError(f"{path}: use_aux_hidden_state = false is not implemented.")
+    if hidden != size and "embed_tokens.weight" not in entries:
+        raise ValueError(
+            f"{path}: hidden size {hidden} differs from the target's {size}, but embed_tokens is missing."
+        )
+    if ids[0] == 1 and not flags.config.get("entry"):
+        notes.append(
+            f"aux layers {ids} are read as layer outputs: the target's states entering {[i + 1 for i in ids]}"
+        )
+        ids = [i + 1 for i in ids]
+    if not all(0 <= i <= layers for i in ids):
+        raise ValueError(f"{path}: aux layers {ids} do not exist in a target of {layers} layers.")
+    return 3, tuple(ids)
+
+
+def _draft_ids(path: Path, entries: dict[str, Entry], target: ModelConfig) -> Tensor | None:
+    """Takes d2t and t2d out of `entries`: absolute target ids [Vd], or None if the vocabularies are one (4.3)."""
+    offsets, member = entries.pop("d2t", None), entries.pop("t2d", None)
+    rows = entries["lm_head.weight"].shape[0] if entries.get("lm_head.weight", None) else target.vocab_size
+    for name in ("embed_tokens.weight",):
+        if name in entries and entries[name].shape[:1] != (target.vocab_size,):
+            raise ValueError(
+                f"{path} does not fit this model: {name} has {entries[name].shape[0]} rows, the target's vocabulary "
+                f"{target.vocab_size}. Pass the matching --checkpoint."
+            )
+    if offsets is None:
+        if rows != target.vocab_size:
+            raise ValueError(
+                f"{path}: the LM head has {rows} rows and the target's vocabulary {target.vocab_size}, but there is no d2t "
+                "table: damaged, or made for another --checkpoint."
+            )
+        return None
+    if offsets.dtype not in (torch.int64, torch.int32) or offsets.shape != (rows,):
+        raise ValueError(
+            f"{path}: d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}] as lm_head."
+        )
+    ids = offsets.read().long() + torch.arange(rows)
+    if rows > 1 and not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= target.vocab_size:
+        raise ValueError(
+            f"{path}: d2t does not give ascending token ids below {target.vocab_size}: another target?"
+        )
+    if member is not None:
+        mask = member.read()
+        if mask.shape != (target.vocab_size,) or not torch.equal(mask.nonzero().flatten(), ids):
+            raise ValueError(
+                f"{path}: t2d {list(mask.shape)} and d2t disagree, or are for another vocabulary."
+            )
+    return None if rows == target.vocab_size else ids
+
+
+def _head_layer(
+    path: Path,
+    entries: dict[str, Entry],
+    geometry: dict[str, Any],
+    target: ModelConfig,
+    notes: list[str],
+    bare: bool,
+) -> ModelConfig:
+    """The head's decoder layer: sizes from tensors, heads, RoPE and eps from its own config (defaults: 4.7, 1.4)."""
+    at = "layers.0.self_attn."
+    read = ConfigReader(geometry, str(path))
+    rows, kv_rows = (entries[f"{at}{x}_proj.weight"].shape[0] for x in "qk")
+    known = geometry.get("num_attention_heads") is not None
+    hd = read.integer(
+        "head_dim", max(1, rows // read.integer("num_attention_heads")) if known else target.head_dim
+    )
+    lm_head, dtype = entries.get("lm_head.weight"), entries["fc.weight"].dtype
+    default = target.max_position_embeddings if bare else read.integer("max_sequence_length", 2048)
+    hf = {
+        key: geometry.get(key)
+        for key in (*HEAD_GEOMETRY, "rope_parameters", "hidden_act", "partial_rotary_factor")
+    }
+    hf |= {
+        "model_type": "llama",
+        "hidden_size": entries["fc.weight"].shape[0],
+        "intermediate_size": entries["layers.0.mlp.gate_proj.weight"].shape[0],
+        "num_hidden_layers": 1,
+        "num_attention_heads": read.integer("num_attention_heads", max(1, rows // hd)),
+        "num_key_value_heads": read.integer("num_key_value_heads", max(1, kv_rows // hd)),
+        "head_dim": hd,
+        "vocab_size": lm_head.shape[0] if lm_head else target.vocab_size,
+        "max_position_embeddings": read.integer("max_position_embeddings", default),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if bare:
+        assumed = {"head_dim": hd, "rope_theta": 10000, "rms_norm_eps": 1e-6}
+        said = ", ".join(f"{key} {value}" for key, value in assumed.items() if key not in geometry)
+        notes.append(
+            f"no config.json for {path.name}: assumed {said or 'nothing'} (--eagle-config key=value)"
+        )
+    layer = ModelConfig.from_hf(hf, str(path))
+    biases = {name: f"{at}{name}_proj.bias" in entries for name in "qo"}
+    return replace(layer, qkv_bias=biases["q"], o_bias=biases["o"], qk_norm=f"{at}q_norm.weight" in entries)
+
+
+def _head_shapes(
+    config: EagleConfig, entries: dict[str, Entry], target: ModelConfig
+) -> dict[str, tuple[int, ...]]:
+    """File names (prefixes removed) and shapes that a head of this config must have."""
+    c, H, wide = (
+        config.layer,
+        config.layer.hidden_size,
+        config.layer.hidden_size * (2 if config.version == 3 else 1),
+    )
+    width = len(config.taps) * config.target_hidden_size if config.version == 3 else 2 * H
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    at, mlp = "layers.0.self_attn.", "layers.0.mlp."
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, width)}
+    for name, rows in (("q", q), ("k", kv), ("v", kv)):
+        shapes[f"{at}{name}_proj.weight"] = (rows, wide)
+        if c.qkv_bias:
+            shapes[f"{at}{name}_proj.bias"] = (rows,)
+        if c.qk_norm and name != "v":
+            shapes[f"{at}{name}_norm.weight"] = (c.head_dim,)
+    shapes[f"{at}o_proj.weight"] = (H, q)
+    shapes[f"{mlp}gate_proj.weight"] = shapes[f"{mlp}up_proj.weight"] = (c.intermediate_size, H)
+    shapes[f"{mlp}down_proj.weight"] = (H, c.intermediate_size)
+    shapes["layers.0.post_attention_layernorm.weight"] = (H,)
+    optional = {"fc.bias": (H,), f"{at}o_proj.bias": (H,), "embed_tokens.weight": (target.vocab_size, H)}
+    optional["lm_head.weight"] = (c.vocab_size, H)
+    if config.version == 3:
+        for name in ("layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight", "norm.weight"):
+            shapes[name] = (H,)
+        optional["input_norm.weight"] = (width,)
+        if config.fc_norm:
+            shapes |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(len(config.taps))}
+    return shapes | {name: shape for name, shape in optional.items() if name in entries}

@@ -1,0 +1,445 @@
+"""The EAGLE head (generations 1, 2 and 3), its cache, drafting, and its training losses.
+
+A head guesses the target's next *feature* from (feature of token i, embedding of token i+1), so it drafts several
+tokens ahead with one small layer. EAGLE-1 and EAGLE-2 share weights and differ only in the tree; EAGLE-3 reads three
+residual states of the target and has its own norms and LM head. One class serves all, the generation is data
+(`EagleConfig`). It does not know the decoding loop, sampling of the target, text or files.
+
+Row i of the draft cache holds (feature i, token i+1) at position i. Rows below n are made from true target features
+only; the rows of a tree come after them and are overwritten in the next step (eagle.md 1.6, 2.4).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import sampling
+import tree as trees
+from checkpoint import EagleConfig
+from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, chain_ancestors, make_nodes
+
+FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (eagle.md 7.2)
+
+
+class EagleLayer(nn.Module):
+    """The head's decoder layer. EAGLE-1: no input norm. EAGLE-3: attention reads norm(embedding) and norm(feature)."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        geometry, wide = config.layer, config.version == 3
+        self.attention = Attention(geometry, in_size=geometry.hidden_size * (2 if wide else 1))
+        self.post_norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
+        self.mlp = MLP(geometry.hidden_size, geometry.intermediate_size)
+        self.norm_before_residual = config.norm_before_residual
+        if wide:
+            self.input_norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
+            self.hidden_norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
+
+    def inputs(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """(residual, attention input) of an EAGLE-3 layer."""
+        normed = self.hidden_norm(feature)
+        residual = normed if self.norm_before_residual else feature
+        return residual, torch.cat((self.input_norm(embedding), normed), -1)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        x = residual + attended
+        return x + self.mlp(self.post_norm(x))
+
+
+class EagleHead(nn.Module):
+    """A draft head bound to a target, whose embedding (and for EAGLE-1/2 LM head) it shares unless it has its own."""
+
+    def __init__(self, config: EagleConfig, target: Transformer, draft_vocab: Tensor | None = None):
+        """draft_vocab int64 [Vd]: absolute target ids of a trimmed vocabulary for EAGLE-1/2 (FR-Spec), sorted."""
+        super().__init__()
+        self.config = config
+        geometry = config.layer
+        H, taps = geometry.hidden_size, len(config.taps)
+        width = 2 * H if config.version == 1 else taps * config.target_hidden_size
+        self.fc = nn.Linear(width, H, bias=config.fc_bias)
+        self.layer = EagleLayer(config)
+        self.norm = RMSNorm(H, geometry.rms_norm_eps) if config.version == 3 else None
+        self.fc_norms = self.input_norm = self.embed_tokens = self.lm_head = None
+        if config.fc_norm:
+            size = config.target_hidden_size
+            self.fc_norms = nn.ModuleList(RMSNorm(size, geometry.rms_norm_eps) for _ in range(taps))
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(width, geometry.rms_norm_eps)
+        if config.has_embed:
+            self.embed_tokens = nn.Embedding(target.config.vocab_size, H)
+        if config.has_lm_head:
+            self.lm_head = nn.Linear(H, geometry.vocab_size, bias=False)
+        trimmed = geometry.vocab_size != target.config.vocab_size or draft_vocab is not None
+        ids = torch.arange(geometry.vocab_size) if draft_vocab is None else draft_vocab
+        self.register_buffer("draft_ids", ids if trimmed else None)
+        self.rotary = RotaryTable(geometry.rope, geometry.head_dim, target.config.max_positions)
+        object.__setattr__(self, "target", target)  # shared, not owned: stays out of the state dict
+        self.run_layer = EagleHead.layer_forward  # the engine may put a compiled function here
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens the head can draft (Vd)."""
+        return self.draft_ids.numel() if self.draft_ids is not None else self.config.layer.vocab_size
+
+    @property
+    def feature_size(self) -> int:
+        """Width of what the target hands over per token: H, or taps x H."""
+        return self.config.target_hidden_size * max(1, len(self.config.taps))
+
+    def new_cache(self, batch_size: int, slots: int) -> Tensor:
+        """A zeroed draft cache [2, B, Hkv, S, hd]."""
+        c, weight = self.config.layer, self.layer.post_norm.weight
+        shape = (2, batch_size, c.num_key_value_heads, slots, c.head_dim)
+        return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return (self.embed_tokens or self.target.embed_tokens)(tokens)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """True target features [..., feature_size] -> what the layer reads [..., H]. EAGLE-1/2: unchanged."""
+        if self.config.version == 1:
+            return features
+        if self.fc_norms is not None:
+            parts = features.chunk(len(self.fc_norms), -1)
+            features = torch.cat([norm(p) for norm, p in zip(self.fc_norms, parts, strict=True)], -1)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        return self.fc(features)
+
+    def layer_forward(self, embedding: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+        if self.config.version == 1:
+            residual = x = self.fc(torch.cat((embedding, feature), -1))
+        else:
+            residual, x = self.layer.inputs(embedding, feature)
+        return self.layer.finish(residual, self.layer.attention(x, nodes, kv))
+
+    def forward(self, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+        """tokens int64 [B, T] paired with feature [B, T, H] (fused, or the head's own output) -> output [B, T, H].
+
+        kv [2, B, Hkv, S, hd] is written at nodes.slots. The output is what `predict` and the next level read.
+        """
+        out = self.run_layer(self, self.embed(tokens), feature, nodes, kv)
+        return self.norm(out) if self.config.norm_output else out
+
+    def predict(self, output: Tensor) -> Tensor:
+        """output [..., H] -> draft logits [..., Vd], float32 (float64 stays)."""
+        if self.config.version == 1:
+            if self.draft_ids is None:
+                return self.target.logits(output)
+            logits = F.linear(output, self._rows())
+        else:
+            normed = output if self.config.norm_output else self.norm(output)
+            if self.lm_head is None:
+                return self.target.logits(normed)
+            logits = self.lm_head(normed)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def trim(self) -> None:
+        """Copy the LM head rows of the draft vocabulary (EAGLE-1/2 with --draft-vocab); once, after loading."""
+        if self.config.version == 1 and self.draft_ids is not None:
+            head = self.target.lm_head or self.target.embed_tokens
+            weight = head.dequantize() if hasattr(head, "dequantize") else head.weight
+            rows = weight[self.draft_ids].to(self.target.dtype)
+            self.register_buffer("trimmed_head", rows, persistent=False)
+
+    def _rows(self) -> Tensor:
+        return self.trimmed_head
+
+    def forward_train(
+        self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None
+    ) -> Tensor:
+        """Whole sequences with gradients: tokens [B, T] paired with feature [B, T, H] -> output [B, T, H].
+
+        `memory` (EAGLE-3's training-time test) collects each step's keys and values: step s attends step 0 causally
+        and, of steps 1..s, its own row only; rotary positions are row + s (eagle.md 7.3).
+        """
+        embedding = self.embed(tokens)
+        if self.config.version == 1:
+            residual = x = self.fc(torch.cat((embedding, feature), -1))
+        else:
+            residual, x = self.layer.inputs(embedding, feature)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + shift
+        cos, sin = self.rotary(positions)
+        if memory is None:
+            attended = self.layer.attention.forward_train(x, cos, sin)
+        else:
+            attended = self._attend_own_rows(x, cos, sin, memory)
+        out = self.layer.finish(residual, attended)
+        return self.norm(out) if self.config.norm_output else out
+
+    def _attend_own_rows(self, x: Tensor, cos: Tensor, sin: Tensor, memory: list) -> Tensor:
+        attention = self.layer.attention
+        q, k, v = attention.project(x, cos, sin)
+        group = attention.heads // attention.kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        memory.append((k, v))
+        T, scale = x.shape[1], 1 / math.sqrt(attention.head_dim)
+        causal = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
+        scores = [(q @ memory[0][0].mT * scale).masked_fill(~causal, -math.inf)]
+        scores += [(q * own).sum(-1, keepdim=True) * scale for own, _ in memory[1:]]
+        weights = torch.cat(scores, -1).softmax(-1)
+        out = weights[..., :T] @ memory[0][1]
+        for s, (_, own) in enumerate(memory[1:]):
+            out = out + weights[..., T + s : T + s + 1] * own
+        return attention.o(out.transpose(1, 2).flatten(2))
+
+
+class Draft(NamedTuple):
+    """A proposed tree (see tree.py for shapes) and, for multi-round verification, the draft's probabilities."""
+
+    tokens: Tensor
+    parent: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    valid: Tensor
+    scores: Tensor  # [B, N] cumulative draft score, root 0 (what --html shows)
+    q: Tensor | None = None  # [B, run_rows, V]
+
+
+class Request(NamedTuple):
+    """What a drafter may look at in one step: static buffers of the engine, and the step's noise."""
+
+    tokens: Tensor  # [B, S] committed ids; tokens[n] is the root
+    n: Tensor  # [B] cached target tokens = the root's position
+    root: Tensor  # [B]
+    features: Tensor  # [B, D + 1, F] of positions n - count .. n - 1
+    count: Tensor  # [B] valid rows of features
+    noise: Tensor | None  # [B, D + 1, V] shared noise, or None
+    state: sampling.SamplingState
+    mode: sampling.SamplingMode
+    seen: Tensor  # [B, V] bool, prompt and output
+    counts: Tensor  # [B, V] generated so far, root included
+
+
+class EagleDrafter:
+    """Drafts static or dynamic trees with a head. `draft` is device-only and of fixed shape."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        tree: trees.DynamicTree | trees.TreeTables,
+        batch_size: int,
+        slots: int,
+        shared_noise: bool = True,
+        multi_round: str = "",
+    ):
+        """multi_round: '' (choice-and-walk), 'without' or 'with' replacement (static trees only)."""
+        self.head, self.tree, self.shared_noise, self.multi_round = head, tree, shared_noise, multi_round
+        self.taps, self.feature_size = head.config.taps, head.feature_size
+        self.dynamic = isinstance(tree, trees.DynamicTree)
+        if multi_round and self.dynamic:
+            raise ValueError(
+                "--verify multi-round needs a static tree or a chain: re-ranking sampled children breaks its proof. "
+                "Use --tree paper25 or chain:K."
+            )
+        scratch = tree.depth * tree.topk if self.dynamic else tree.run_rows
+        self.slots = slots + scratch
+        self.cache = head.new_cache(batch_size, self.slots)
+
+    @property
+    def N(self) -> int:
+        return self.tree.N
+
+    @property
+    def D(self) -> int:
+        return self.tree.D
+
+    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
+        """Append true pairs of one sequence: tokens [1, T] (each row's *next* token), features [1, T, F], start [1]."""
+        T = tokens.shape[1]
+        positions = start[:, None] + torch.arange(T, device=tokens.device)
+        seen = chain_ancestors(1, T, tokens.device)
+        nodes = make_nodes(self.head.rotary, start, positions, start, seen, self.slots)
+        self.head(tokens, self.head.fuse(features), nodes, self.cache[:, row : row + 1])
+
+    def draft(self, request: Request) -> Draft:
+        """One tree per sequence. No host sync."""
+        output = self._extend(request)
+        if self.dynamic:
+            return self._dynamic(request, output)
+        return self._static(request, output)
+
+    def _extend(self, request: Request) -> Tensor:
+        """Re-feed the accepted tokens with their true features (always D + 1 rows) -> the last valid output [B, 1, H]."""
+        n, count, rows = request.n, request.count, request.features.shape[1]
+        start = n - count
+        row = torch.arange(rows, device=n.device)
+        positions = start[:, None] + row
+        tokens = request.tokens.gather(1, (positions + 1).clamp(max=request.tokens.shape[1] - 1))
+        seen = chain_ancestors(n.shape[0], rows, n.device)
+        nodes = make_nodes(self.head.rotary, start, positions, start, seen, self.slots)
+        output = self.head(tokens, self.head.fuse(request.features), nodes, self.cache)
+        last = (count - 1)[:, None, None].expand(-1, 1, output.shape[-1])
+        return output.gather(1, last)
+
+    def _level(self, request: Request, depth: int, first: int, tokens, feature, visible) -> Tensor:
+        """Run the rows of one level: nodes at `depth`, cached from slot n + first; visible [B, W, first + W]."""
+        n = request.n
+        positions = (n + depth - 1)[:, None].expand(tokens.shape)
+        nodes = make_nodes(self.head.rotary, n, positions, n + first, visible, self.slots)
+        return self.head(tokens, feature, nodes, self.cache)
+
+    def _keys(
+        self, request: Request, output: Tensor, depth: int, paths: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Ranking keys, scores and processed logits [B, W, Vd] for the children of rows at `depth`.
+
+        paths [B, W, depth] are the draft-vocabulary ids from below the root to each row (penalties follow them).
+        """
+        head = self.head
+        logits = head.predict(output)
+        if request.mode.penalties:
+            seen, counts = request.seen, request.counts
+            if head.draft_ids is not None:
+                seen, counts = seen[:, head.draft_ids], counts[:, head.draft_ids]
+            known = torch.ones_like(paths, dtype=torch.bool)
+            logits = sampling.apply_penalties(logits, seen, counts, paths, known, request.state)
+        noise = None
+        if request.noise is not None and self.shared_noise:
+            noise = request.noise[:, depth : depth + 1]
+            noise = noise if head.draft_ids is None else noise[..., head.draft_ids]
+        mode = request.mode if self.shared_noise else sampling.SamplingMode()
+        keys, scores = sampling.draft_keys(logits, noise, request.state, mode)
+        return keys, scores, logits
+
+    def _ids(self, local: Tensor) -> Tensor:
+        return local if self.head.draft_ids is None else self.head.draft_ids[local]
+
+    def _children(self, request, output, depth: int, paths, width: int, first_row: int = 0):
+        """The `width` best children of each row: (local ids, scores, q), each [B, W, ...]."""
+        keys, scores, logits = self._keys(request, output, depth, paths)
+        q = None
+        if self.multi_round:
+            local, q = self._draw(request, logits, width, first_row)
+        else:
+            local = keys.topk(width, -1).indices
+        return local, scores.gather(-1, local), q
+
+    def _draw(self, request: Request, logits: Tensor, width: int, first_row: int) -> tuple[Tensor, Tensor]:
+        """Children sampled from the draft's processed distribution, with noise of their own stream, and that q [B, W, V]."""
+        B, W, _ = logits.shape
+        q = sampling.probabilities(logits, request.state, request.mode)
+        rows = first_row + torch.arange(W, device=q.device)
+        draws = width if self.multi_round == "with" else 1
+        keys = (rows[:, None] * draws + torch.arange(draws, device=q.device)).flatten()
+        # one fresh stream per (step, row, draw): the root's position numbers the step
+        where = (request.n[:, None] << 12) + keys
+        ids = torch.arange(q.shape[-1], device=q.device)
+        noise = sampling.gumbel_noise(sampling.stream(request.state.seed, 1), where, ids)
+        perturbed = q.log()[:, :, None] + noise.unflatten(1, (W, draws))
+        local = (
+            perturbed.argmax(-1) if draws > 1 or width == 1 else perturbed[:, :, 0].topk(width, -1).indices
+        )
+        if self.head.draft_ids is not None:
+            full = q.new_zeros(B, W, self.head.target.config.vocab_size)
+            q = full.index_copy_(-1, self.head.draft_ids, q)
+        return local, q
+
+    def _static(self, request: Request, output: Tensor) -> Draft:
+        tables, B = self.tree, request.n.shape[0]
+        width = max(tables.max_children, 1)
+        paths = request.root.new_zeros(B, 1, 0)
+        local, scores, q = self._children(request, output, 0, paths, width)
+        candidates, values, outputs, laws = [local], [scores], [output], [q]
+        run_paths = {0: paths}
+        totals = scores.new_zeros(B, 1)  # cumulative score of every run row
+        first = 0
+        for level in tables.levels:
+            so_far, feature = torch.cat(candidates, 1), torch.cat(outputs, 1)
+            flat = level.source * width + level.rank
+            chosen = so_far.flatten(1).gather(1, flat)
+            gained = torch.cat(values, 1).flatten(1).gather(1, flat)
+            totals = torch.cat((totals, totals.gather(1, level.source) + gained), 1)
+            feature = feature.gather(1, level.source[..., None].expand(-1, -1, feature.shape[-1]))
+            output = self._level(request, level.depth, first, self._ids(chosen), feature, level.visible)
+            parents = torch.cat([_padded(p, level.depth - 1) for p in run_paths.values()], 1)
+            inherited = parents.gather(1, level.source[..., None].expand(-1, -1, level.depth - 1))
+            paths = torch.cat((inherited, chosen[..., None]), -1)
+            run_paths[level.depth] = paths
+            local, scores, q = self._children(request, output, level.depth, paths, width, 1 + first)
+            first += chosen.shape[1]
+            for kept, new in ((candidates, local), (values, scores), (outputs, output), (laws, q)):
+                kept.append(new)
+        candidates, values = torch.cat(candidates, 1), torch.cat(values, 1)
+        tokens = tables.tokens(request.root, self._ids(candidates))
+        pick = (tables.source_row * width + tables.rank)[:, 1:]
+        scored = values.flatten(1).gather(1, pick) + totals.gather(1, tables.source_row[:, 1:])
+        scores = F.pad(scored, (1, 0))
+        q = torch.cat(laws, 1) if self.multi_round else None
+        return Draft(tokens, tables.parent, tables.depth, tables.ancestors, tables.valid, scores, q)
+
+    def _dynamic(self, request: Request, output: Tensor) -> Draft:
+        K, depth = self.tree.topk, self.tree.depth
+        paths = request.root.new_zeros(request.n.shape[0], 1, 0)
+        local, scores, _ = self._children(request, output, 0, paths, K)
+        pool = trees.first_level(local[:, 0], scores[:, 0])
+        feature, parent_paths = output.expand(-1, K, -1), paths.expand(-1, K, -1)
+        for level in range(depth):
+            chosen = pool.frontier_tokens
+            output = self._level(request, level + 1, level * K, self._ids(chosen), feature, pool.visible)
+            paths = torch.cat((parent_paths, chosen[..., None]), -1)
+            local, scores, _ = self._children(request, output, level + 1, paths, K)
+            pool = trees.expand(pool, local, scores)
+            feature = output.gather(1, pool.source[..., None].expand(-1, -1, output.shape[-1]))
+            parent_paths = paths.gather(1, pool.source[..., None].expand(-1, -1, paths.shape[-1]))
+        drafted = trees.select(pool._replace(tokens=self._ids(pool.tokens)), request.root, self.N, self.D)
+        return Draft(*drafted)
+
+
+def _padded(paths: Tensor, length: int) -> Tensor:
+    return F.pad(paths, (0, length - paths.shape[-1]))
+
+
+def loss_eagle1(head: EagleHead, tokens: Tensor, features: Tensor, mask: Tensor, noise: Tensor | None):
+    """EAGLE-1's objective (eagle.md 7.2): smooth L1 to the true feature + 0.1 x soft cross-entropy.
+
+    tokens [B, T] ids t_0..; features [B, T, H] of the same tokens; mask [B, T] 1 where the loss counts; noise [B, T, H]
+    uniform in [-1, 1] or None. Returns (loss, top-1 agreement with the target's argmax).
+    """
+    T = tokens.shape[1]
+    noisy = features if noise is None else features + noise * (FEATURE_NOISE / 2) * 512 / T
+    predicted = head.forward_train(tokens[:, 1:], noisy[:, :-1])
+    target, weight = features[:, 1:], mask[:, 1:].float()
+    count = weight.sum() + 1e-5
+    regression = F.smooth_l1_loss(predicted, target, reduction="none").mean(-1)
+    with torch.no_grad():
+        law = head.target.logits(target).softmax(-1)
+    log_q = head.target.logits(predicted).log_softmax(-1)
+    cross_entropy = -(law * log_q).sum(-1)
+    hit = (log_q.argmax(-1) == law.argmax(-1)).float()
+    loss = ((regression + 0.1 * cross_entropy) * weight).sum() / count
+    return loss, (hit * weight).sum().detach() / count
+
+
+def loss_eagle3(head: EagleHead, tokens: Tensor, taps: Tensor, logits: Tensor, mask: Tensor, steps: int = 7):
+    """EAGLE-3's training-time test (eagle.md 7.3): the head runs `steps` times on its own outputs, weights 0.8^s.
+
+    tokens [B, T]; taps [B, T, 3H]; logits [B, T, V] of the target; mask [B, T]. Rows count where the mask is set and
+    the target's argmax can be drafted. Returns (loss, top-1 accuracy of each step [steps]).
+    """
+    T = tokens.shape[1]
+    ids = (
+        head.draft_ids if head.draft_ids is not None else torch.arange(logits.shape[-1], device=logits.device)
+    )
+    draftable = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    draftable[ids] = True
+    law = logits[..., ids].softmax(-1)
+    best, counted = logits.argmax(-1), mask.bool() & draftable[logits.argmax(-1)]
+    feature, memory, total, accuracy = head.fuse(taps[:, :-1]), [], 0.0, []
+    for s in range(steps):
+        rows = T - 1 - s  # the last rows run out of known tokens
+        nexts = F.pad(tokens[:, 1 + s :], (0, s))
+        feature = head.forward_train(nexts, feature, s, memory)
+        log_q = head.predict(feature[:, :rows]).log_softmax(-1)
+        keep = counted[:, 1 + s :].float()
+        loss = -(law[:, 1 + s :] * log_q).sum(-1)
+        total = total + 0.8**s * (loss * keep).sum() / keep.numel()
+        hit = (ids[log_q.argmax(-1)] == best[:, 1 + s :]).float()
+        accuracy.append((hit * keep).sum().detach() / keep.sum().clamp(min=1))
+    return total, torch.stack(accuracy)

@@ -1,0 +1,516 @@
+"""The engine: prefill, the speculative step, stop rules, results. It speaks token ids; text only passes through.
+
+A step is draft -> forward -> accept -> commit on static buffers (DESIGN: "the step"). Nothing in it waits for the host,
+so it can be compiled whole or captured as one CUDA graph. Plain decoding is the same step with a one-node tree. The
+emitted tokens are a function of (prompt, seed): the drafter decides only how many of them one forward yields.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+import kernels
+import sampling
+import tree as trees
+from eagle_draft import Draft, Request
+from model import Transformer, chain_ancestors
+from sampling import SamplingMode, SamplingParams, SamplingState
+
+PREFILL_CHUNKS = (32, 256)  # fixed widths, so no prompt length compiles anything new
+MAX_STOP_IDS = 32
+
+
+class Drafter(Protocol):
+    """What the step needs of a drafter. All of it is of fixed shape and never waits for the host."""
+
+    N: int  # nodes, root included
+    D: int  # greatest depth below the root
+    taps: tuple[int, ...]  # layers of the target whose input it wants; () = the post-norm hidden state
+    feature_size: int
+
+    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None: ...
+
+    def draft(self, request: Request) -> Draft: ...
+
+
+class PlainDrafter:
+    """Drafts nothing: the root alone, padded to `width` rows that never match (--prove keeps the forward's width)."""
+
+    D, taps, multi_round = 0, (), ""
+
+    def __init__(self, model: Transformer, batch_size: int, width: int = 1):
+        self.N, self.feature_size = width, model.config.hidden_size
+        zeros = torch.zeros(batch_size, width, dtype=torch.int64, device=model.device)
+        self.zeros, self.scores, self.valid = zeros, zeros.float(), (zeros == 1)
+        self.valid[:, 0] = True
+        self.ancestors = torch.eye(width, dtype=torch.bool, device=model.device).expand(batch_size, -1, -1)
+
+    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
+        pass
+
+    def draft(self, request: Request) -> Draft:
+        tokens = request.root[:, None].expand(-1, self.N)
+        return Draft(tokens, self.zeros, self.zeros, self.ancestors, self.valid, self.scores)
+
+
+class DecodeState:
+    """Every buffer a step reads or writes, allocated once. S = ctx + N + 1: the last slot takes writes past the end."""
+
+    def __init__(self, model: Transformer, drafter: Drafter, batch_size: int, ctx: int):
+        B, D, V, device = batch_size, drafter.D, model.config.vocab_size, model.device
+        self.ctx, self.slots = ctx, ctx + drafter.N + 1
+        self.kv = model.new_cache(B, self.slots)
+        with torch.device(device):
+            self.tokens = torch.zeros(B, self.slots, dtype=torch.int64)
+            self.n = torch.zeros(B, dtype=torch.int64)  # cached tokens = position of the root
+            self.root = torch.zeros(B, dtype=torch.int64)
+            self.count = torch.ones(B, dtype=torch.int64)  # valid rows of features
+            self.features = torch.zeros(B, D + 1, drafter.feature_size, dtype=model.dtype)
+            self.done = torch.ones(B, dtype=torch.bool)
+            self.produced = torch.zeros(B, dtype=torch.int64)
+            self.limit = torch.zeros(B, dtype=torch.int64)
+            self.stop_ids = torch.full((MAX_STOP_IDS,), -1)
+            self.seen = torch.zeros(B, V, dtype=torch.bool)
+            self.counts = torch.zeros(B, V, dtype=torch.int32)
+        self.sampling = SamplingState(B, device)
+
+    def nbytes(self) -> int:
+        tensors = [t for t in vars(self).values() if isinstance(t, Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class StepOutput(NamedTuple):
+    emitted: Tensor  # [B, D + 1] ids
+    count: Tensor  # [B] how many of them; 0 for a sequence that had finished
+    finite: Tensor  # [B] bool: every logit row of the accepted path was usable
+    path: Tensor  # [B, D + 1] accepted nodes, root first
+    draft: Draft
+
+
+def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: SamplingMode) -> StepOutput:
+    """One step for all sequences: fixed shapes, in-place on `state`, no host sync (DESIGN section 3)."""
+    V, S, D, n = model.config.vocab_size, state.slots, drafter.D, state.n
+    level = torch.arange(D + 1, device=n.device)
+    ids = torch.arange(V, device=n.device)
+    noise = None
+    if mode.sample:
+        noise = sampling.gumbel_noise(state.sampling.seed, n[:, None] + 1 + level, ids)
+    request = Request(
+        state.tokens,
+        n,
+        state.root,
+        state.features,
+        state.count,
+        noise,
+        state.sampling,
+        mode,
+        state.seen,
+        state.counts,
+    )
+    draft = drafter.draft(request)
+    nodes = model.nodes(n, draft.depth, draft.ancestors, S)
+    hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps)
+    logits = model.logits(hidden_states)
+    usable = sampling.finite(logits)
+    if mode.penalties:
+        below_root = draft.ancestors.clone()
+        below_root[:, :, 0] = False
+        paths = draft.tokens[:, None].expand_as(below_root)
+        logits = sampling.apply_penalties(logits, state.seen, state.counts, paths, below_root, state.sampling)
+    if drafter.multi_round:
+        accepted = _verify_multi_round(drafter, draft, logits, state, mode)
+    else:
+        if noise is not None and draft.tokens.shape[1] > 1:
+            noise = noise.gather(1, draft.depth[..., None].expand(-1, -1, V))
+        choice = sampling.choose(logits, noise, state.sampling, mode)
+        accepted = trees.accept(
+            draft.tokens, draft.parent, draft.depth, draft.ancestors, draft.valid, choice, D
+        )
+    features = hidden_states if taps is None else taps
+    live = ~state.done
+    count = accepted.count * live
+    new = level < count[:, None]
+    if D > 0:
+        source = (n[:, None] + accepted.path).clamp(max=S - 1)
+        kernels.commit_kv(state.kv, source, torch.where(new, n[:, None] + level, S - 1))
+    state.tokens.scatter_(1, torch.where(new, n[:, None] + 1 + level, S - 1), accepted.emitted)
+    kept = features.gather(1, accepted.path[..., None].expand(-1, -1, features.shape[-1]))
+    state.features.copy_(torch.where(live[:, None, None], kept, state.features))
+    state.root.copy_(torch.where(live, accepted.bonus, state.root))
+    state.count.copy_(torch.where(live, count, state.count))
+    state.n.add_(count)
+    state.produced.add_(count)
+    if mode.penalties:
+        state.counts.scatter_add_(1, accepted.emitted, new.int())
+        state.seen.copy_(state.seen | (state.counts > 0))
+    stopped = ((accepted.emitted[..., None] == state.stop_ids).any(-1) & new).any(-1)
+    state.done.copy_(state.done | stopped | (state.produced >= state.limit))
+    finite = (usable.gather(1, accepted.path) | ~new).all(-1)
+    return StepOutput(accepted.emitted, count, finite, accepted.path, draft)
+
+
+def _verify_multi_round(drafter, draft: Draft, logits: Tensor, state: DecodeState, mode: SamplingMode):
+    """The paper's Algorithm 1. Three noise streams that share nothing: draft (1), acceptance (2), bonus (3)."""
+    n, seed = state.n, state.sampling.seed
+    p = sampling.probabilities(logits, state.sampling, mode)
+    node = torch.arange(draft.tokens.shape[1], device=n.device)
+    u = sampling.uniform_noise(sampling.stream(seed, 2), n[:, None], node)[:, 0]
+    ids = torch.arange(p.shape[-1], device=n.device)
+    noise = sampling.gumbel_noise(sampling.stream(seed, 3), n[:, None], ids)[:, 0]
+    return trees.multi_round(draft.tokens, drafter.tree, p, draft.q, u, noise, drafter.multi_round == "with")
+
+
+class Chunk(NamedTuple):
+    """What a step added to one sequence, after truncation by stop rules."""
+
+    row: int
+    token_ids: list[int]
+    text: str  # '' without a tokenizer; never half a character, never part of a stop string
+
+
+@dataclass
+class GenerationResult:
+    """One sequence's outcome. tokens_per_step lists the ids of every step; token 1 comes from the prompt's forward, so
+    new_tokens = 1 + sum of their lengths and tau is their mean (the target's own token included)."""
+
+    prompt_tokens: int
+    temperature: float
+    seed: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    stop_reason: str = "unfinished"
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    tokens_per_step: list[list[int]] = field(default_factory=list)
+    cached_tokens: int = 0
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def steps(self) -> int:
+        return len(self.tokens_per_step)
+
+    @property
+    def tau(self) -> float:
+        """Tokens per target forward, the target's own included; 0 when nothing was decoded."""
+        return sum(map(len, self.tokens_per_step)) / self.steps if self.steps else 0.0
+
+    @property
+    def accepted_by_depth(self) -> list[float]:
+        """Share of steps that emitted more than d tokens, d = 1, 2, ...; tau = 1 + their sum."""
+        longest = max(map(len, self.tokens_per_step), default=0)
+        return [sum(len(t) > d for t in self.tokens_per_step) / self.steps for d in range(1, longest)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Ids after the first over decode time."""
+        return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("new_tokens", "steps", "tau", "accepted_by_depth", "tokens_per_second")
+        return asdict(self) | {name: getattr(self, name) for name in names}
+
+
+class _Row:
+    """Host side of one sequence: truncates at stop ids, stop strings and the length limit; decodes text."""
+
+    def __init__(self, result: GenerationResult, params: SamplingParams, stop_ids: set[int], tokenizer):
+        self.result, self.params, self.stop_ids = result, params, stop_ids
+        self.decoder = tokenizer.stream() if tokenizer is not None else None
+        self.text, self.shown, self.finished = "", 0, False
+
+    def push(self, ids: Sequence[int], step: bool = True) -> Chunk:
+        """Take a step's ids; returns what of them counts."""
+        kept: list[int] = []
+        for token in ids:
+            if self.finished:
+                break
+            kept.append(token)
+            self._take(token, self.result.new_tokens + len(kept))
+        self.result.token_ids += kept
+        if step and kept:
+            self.result.tokens_per_step.append(kept)
+        if self.finished and self.decoder is not None and self.result.stop_reason != "stop":
+            self.text += self.decoder.flush()
+            self._cut_at_stop_string()
+        return Chunk(0, kept, self._show())
+
+    def _take(self, token: int, produced: int) -> None:
+        if token in self.stop_ids:
+            self.finish("eos")
+            return
+        if self.decoder is not None:
+            self.text += self.decoder.push([token])
+            if self._cut_at_stop_string():
+                return
+        if produced >= self.params.max_new_tokens:
+            self.finish("length")
+
+    def _cut_at_stop_string(self) -> bool:
+        found = [at for at in (self.text.find(s, max(0, self.shown)) for s in self.params.stop) if at >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.finish("stop")
+        return bool(found)
+
+    def finish(self, reason: str) -> None:
+        self.finished, self.result.stop_reason = True, reason
+
+    def _show(self) -> str:
+        """New text, without a tail that could still become a stop string."""
+        hold = 0
+        if not self.finished:
+            for stop in self.params.stop:
+                for size in range(min(len(stop) - 1, len(self.text)), hold, -1):
+                    if self.text.endswith(stop[:size]):
+                        hold = size
+                        break
+        end = max(self.shown, len(self.text) - hold)
+        new, self.shown, self.result.text = self.text[self.shown : end], end, self.text
+        return new
+
+
+class Stream:
+    """An iterator of Chunks whose `results` fill as it runs. Leaving it early (break, exception, Ctrl-C) is safe."""
+
+    def __init__(self, chunks: Iterator[Chunk], results: list[GenerationResult]):
+        self._chunks, self.results = chunks, results
+
+    @property
+    def result(self) -> GenerationResult:
+        return self.results[0]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self._chunks
+
+    def close(self) -> None:
+        self._chunks.close()
+
+    def run(self) -> list[GenerationResult]:
+        """Run to the end and return the results."""
+        for _ in self._chunks:
+            pass
+        return self.results
+
+
+class Engine:
+    """Decodes one batch at a time with a target, a drafter and static buffers. Built by `generate.load`."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer=None,
+        drafter: Drafter | None = None,
+        batch_size: int = 1,
+        ctx: int | None = None,
+        compile: bool = False,
+        backend: kernels.KernelBackend | None = None,
+    ):
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.drafter = drafter or PlainDrafter(model, batch_size)
+        self.ctx = ctx or model.config.max_positions
+        if not 2 <= self.ctx <= model.config.max_positions:
+            raise ValueError(
+                f"ctx is {self.ctx}; allowed: 2 to {model.config.max_positions} (the model's max_position_embeddings)."
+            )
+        self.backend = backend or kernels.KernelBackend("auto", model.device.type)
+        self.compiled = compile
+        self.state = DecodeState(model, self.drafter, batch_size, self.ctx)
+        self._step: Callable = decode_step
+        self._forward: Callable = _prefill_chunk
+        if compile:
+            self._step = torch.compile(decode_step, fullgraph=True, dynamic=False)
+            self._forward = torch.compile(_prefill_chunk, fullgraph=True, dynamic=False)
+        # What the caches hold: per row, ids whose target rows are valid, and how many draft rows are.
+        self._cached: list[list[int]] = [[] for _ in range(batch_size)]
+        self._drafted = [0] * batch_size
+        self.observer: Callable[[StepOutput], None] | None = (
+            None  # sees every step's tensors (--show-tree, --html)
+        )
+
+    def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """The request's stop ids, or else the tokenizer's, or else the config's."""
+        if params.stop_ids:
+            return params.stop_ids
+        if self.tokenizer is not None and self.tokenizer.eos_ids:
+            return tuple(self.tokenizer.eos_ids)
+        return self.model.config.eos_token_ids
+
+    def generate(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Stream:
+        """Decode one prompt. Returns a Stream of Chunks; its `result` is complete when the stream ends.
+
+        Raises ValueError (before any kernel runs) for ids outside the vocabulary and for a prompt that does not fit.
+        """
+        return self.generate_batch([prompt_ids], params)
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
+    ) -> Stream:
+        """Decode up to batch_size prompts of any lengths together; row b draws with seed + b."""
+        params = params or SamplingParams()
+        prompts = [list(p) for p in prompts]
+        self._check(prompts, params)
+        results = [
+            GenerationResult(len(p), params.temperature, params.seed + b) for b, p in enumerate(prompts)
+        ]
+        return Stream(self._run(prompts, params, results), results)
+
+    def _check(self, prompts: list[list[int]], params: SamplingParams) -> None:
+        if not 1 <= len(prompts) <= self.batch_size:
+            raise ValueError(
+                f"{len(prompts)} prompts, but the engine holds 1 to {self.batch_size}; use --batch-size."
+            )
+        if len(self.stop_ids(params)) > MAX_STOP_IDS:
+            raise ValueError(f"{len(self.stop_ids(params))} stop ids; allowed: at most {MAX_STOP_IDS}.")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this checkpoint has none; use stop ids.")
+        V = self.model.config.vocab_size
+        for prompt in prompts:
+            if not prompt:
+                raise ValueError("the prompt is empty; give at least one token (or text).")
+            bad = next(
+                (t for t in prompt if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < V), None
+            )
+            if bad is not None:
+                raise ValueError(f"prompt id {bad!r} is outside the vocabulary; allowed: 0 to {V - 1}.")
+            need = len(prompt) + params.max_new_tokens
+            if need > self.ctx:
+                longest = self.model.config.max_positions
+                hint = f"Try --ctx {need}." if need <= longest else f"The model's limit is {longest:,}."
+                raise ValueError(
+                    f"prompt is {len(prompt):,} tokens; with --max-new-tokens {params.max_new_tokens:,} it needs "
+                    f"{need:,} of the {self.ctx:,} allocated. {hint}"
+                )
+
+    @torch.inference_mode()
+    def _run(self, prompts, params: SamplingParams, results: list[GenerationResult]) -> Iterator[Chunk]:
+        state, B = self.state, self.batch_size
+        stop_ids = self.stop_ids(params)
+        rows = [_Row(r, params, set(stop_ids), self.tokenizer) for r in results]
+        lengths = [0] * B  # tokens in the target cache, as the host knows them
+        reuse = [list(ids) for ids in self._cached], list(self._drafted)
+        self._cached, self._drafted = [[] for _ in range(B)], [0] * B  # nothing is valid until we end well
+        try:
+            with self.backend.active():
+                state.sampling.set(params)
+                state.stop_ids.fill_(-1)
+                state.stop_ids[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
+                state.done.fill_(True)
+                state.limit.fill_(params.max_new_tokens)
+                state.seen.zero_()
+                state.counts.zero_()
+                for b, prompt in enumerate(prompts):
+                    started = time.perf_counter()
+                    first = self._prefill(b, prompt, params.mode, reuse[0][b], reuse[1][b], results[b])
+                    lengths[b] = len(prompt)
+                    results[b].prefill_seconds = time.perf_counter() - started
+                    yield rows[b].push([first], step=False)._replace(row=b)
+                    if rows[b].finished:
+                        state.done[b] = True
+                started = time.perf_counter()
+                counts = [1] * B
+                while not all(row.finished for row in rows):
+                    out = self._step(self.model, self.drafter, state, params.mode)
+                    if self.observer is not None:
+                        self.observer(out)
+                    emitted, counts_now, finite = (
+                        out.emitted.tolist(),
+                        out.count.tolist(),
+                        out.finite.tolist(),
+                    )
+                    seconds = time.perf_counter() - started
+                    for b, row in enumerate(rows):
+                        if row.finished:
+                            continue
+                        if not finite[b]:
+                            raise ArithmeticError(self._not_finite(lengths[b]))
+                        counts[b] = counts_now[b]
+                        lengths[b] += counts_now[b]
+                        results[b].decode_seconds = seconds
+                        chunk = row.push(emitted[b][: counts_now[b]])
+                        if row.finished:
+                            state.done[b] = True
+                        yield chunk._replace(row=b)
+                for b, prompt in enumerate(prompts):
+                    text = prompt + results[b].token_ids
+                    self._cached[b] = text[: min(lengths[b], len(text))]
+                    self._drafted[b] = max(0, min(lengths[b] - counts[b], len(text) - 1))
+        finally:
+            for result in results:
+                if result.stop_reason == "unfinished":
+                    result.stop_reason = "interrupted"
+
+    def _not_finite(self, position: int) -> str:
+        low = self.model.dtype == torch.float16
+        hint = "fp16 overflow? Try --dtype bfloat16 or float32." if low else "Are the weights damaged?"
+        return f"logits became non-finite at token {position}. {hint}"
+
+    def _prefill(self, row: int, prompt: list[int], mode, cached: list[int], drafted: int, result) -> int:
+        """Run the prompt (less what the caches still hold) in fixed chunks; set up the row; returns token 1."""
+        state, P = self.state, len(prompt)
+        start = 0
+        for ours, theirs in zip(prompt[:-1], cached, strict=False):
+            if ours != theirs:
+                break
+            start += 1
+        if self.drafter.D > 0:
+            start = min(start, drafted)  # draft row i holds token i + 1
+        result.cached_tokens = start
+        device = self.model.device
+        ids = torch.tensor(prompt + [0], dtype=torch.int64)
+        while start < P:
+            width = next((w for w in PREFILL_CHUNKS if P - start <= w), PREFILL_CHUNKS[-1])
+            take = min(width, P - start)
+            chunk, nexts = torch.zeros(2, 1, width, dtype=torch.int64)
+            chunk[0, :take], nexts[0, :take] = ids[start : start + take], ids[start + 1 : start + take + 1]
+            where = torch.tensor([start], device=device)
+            hidden_states, features = self._forward(
+                self.model,
+                self.drafter,
+                state.kv[:, :, row : row + 1],
+                row,
+                chunk.to(device),
+                nexts.to(device),
+                where,
+            )
+            start += take
+        logits = self.model.logits(hidden_states[:, take - 1 : take])
+        if not bool(sampling.finite(logits).all()):
+            raise ArithmeticError(self._not_finite(P - 1))
+        state.seen[row, ids[:-1].to(device)] = True
+        noise = None
+        if mode.sample:
+            vocabulary = torch.arange(logits.shape[-1], device=device)
+            position = torch.tensor([[P]], device=device)
+            noise = sampling.gumbel_noise(state.sampling.seed[row : row + 1], position, vocabulary)
+        if mode.penalties:
+            empty = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
+            seen, counts = state.seen[row : row + 1], state.counts[row : row + 1]
+            logits = sampling.apply_penalties(logits, seen, counts, empty, empty.bool(), state.sampling)
+        first = sampling.choose(logits, noise, state.sampling, mode)[0, 0]
+        state.tokens[row, :P] = ids[:-1].to(device)
+        state.tokens[row, P] = first
+        state.n[row], state.root[row], state.count[row] = P, first, 1
+        state.features[row, 0] = features[0, take - 1]
+        state.produced[row], state.done[row] = 1, False
+        state.seen[row, first], state.counts[row, first] = True, 1
+        return int(first)
+
+
+def _prefill_chunk(model, drafter, kv: Tensor, row: int, tokens: Tensor, nexts: Tensor, start: Tensor):
+    """A chunk of known tokens [1, T] from position start [1] -> hidden_states [1, T, H], features [1, T, F]."""
+    T = tokens.shape[1]
+    depth = torch.arange(T, device=tokens.device)[None]
+    nodes = model.nodes(start, depth, chain_ancestors(1, T, tokens.device), kv.shape[4])
+    hidden_states, taps = model(tokens, nodes, kv, drafter.taps)
+    features = hidden_states if taps is None else taps
+    drafter.prefill(row, nexts, features, start)
+    return hidden_states, features

@@ -1,0 +1,1101 @@
+"""Trees and acceptance against brute force in plain Python and exact rational arithmetic.
+
+Checks are functions of an implementation (the `trees` module or a mutated copy of its source), so that every
+mutant of `test_mutants_are_caught` fails the very check that guards the real code.
+"""
+
+import functools
+import itertools
+import json
+import math
+import random
+import types
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tree as alias
+import trees as real
+
+SOURCE = Path(real.__file__).read_text()
+
+
+def mutant(old, new):
+    """A copy of trees.py with one piece of its source replaced."""
+    assert SOURCE.count(old) == 1, f"{old!r} occurs {SOURCE.count(old)} times"
+    module = types.ModuleType("mutated_tree")
+    exec(compile(SOURCE.replace(old, new), "mutated_tree", "exec"), module.__dict__)
+    return module
+
+
+# ------------------------------------------------------------------------------------------- shapes of trees
+
+
+@functools.cache
+def forests(nodes):
+    """All ordered forests with that many nodes; a tree is the forest of its root's subtrees."""
+    if nodes == 0:
+        return [()]
+    split = range(1, nodes + 1)
+    return [(sub, *rest) for k in split for sub in forests(k - 1) for rest in forests(nodes - k)]
+
+
+def forest_paths(forest, prefix=()):
+    for rank, sub in enumerate(forest):
+        yield (*prefix, rank)
+        yield from forest_paths(sub, (*prefix, rank))
+
+
+def all_trees(drafted):
+    """Every static tree with up to `drafted` nodes below the root (1, 1, 2, 5, 14, 42, 132 per size)."""
+    return [real.StaticTree(tuple(forest_paths(f))) for n in range(drafted + 1) for f in forests(n)]
+
+
+def random_tree(rng, most=14, bias=0.5):
+    """A random static tree: new nodes go below a random node or, with chance `bias`, below the latest."""
+    children = {(): 0}
+    for _ in range(rng.randint(0, most)):
+        options = [p for p in children if len(p) < 6]
+        path = options[-1] if rng.random() < bias else rng.choice(options)
+        children[(*path, children[path])] = 0
+        children[path] += 1
+    return real.StaticTree(tuple(p for p in children if p))
+
+
+def medusa(counts):
+    """Paths from 'parent path: number of children' as eagle.md 10.2 lists the published trees."""
+    return tuple((*map(int, above), rank) for above, n in counts.items() for rank in range(n))
+
+
+MC_SIM = {"": 10, "0": 10, "1": 7, "2": 3, "3": 2} | dict.fromkeys("456789", 1)
+MC_SIM |= {"00": 10, "01": 3, "02": 2} | dict.fromkeys(("03", "04", "05", "06", "07"), 1)
+MC_SIM |= {"10": 2, "20": 1, "000": 2}
+STAGE2 = {"": 10, "0": 10, "1": 5, "2": 2, "3": 2} | dict.fromkeys("4567", 1)
+STAGE2 |= {"00": 9, "01": 4, "02": 2, "03": 1, "04": 1, "05": 1, "10": 3, "11": 1, "20": 1}
+STAGE2 |= {"000": 4, "001": 1, "002": 1, "010": 1}
+
+
+def test_paper25_is_the_published_tree():
+    """A wrong node order or parent in the paper's tree: drafts would land in the wrong rows."""
+    t = real.PAPER25
+    assert (t.N, t.D, t.max_children, t.branching) == (26, 5, 4, (4, 3, 3, 3, 2))
+    below = [0] * 5 + [1] * 3 + [2, 2, 3, 3, 4] + [5] * 3 + [6, 6, 7, 7, 8] + [13] * 3 + [21, 21]
+    assert list(t.parent) == below
+    assert [t.depth.count(d) for d in range(6)] == [1, 4, 8, 8, 3, 2]
+    assert t.paths[12] == (0, 0, 0) and t.paths[20] == (0, 0, 0, 0) and t.paths[24] == (0, 0, 0, 0, 1)
+    assert [len(level) for level in t.levels] == [4, 4, 1, 1]
+    assert t.levels == ((1, 2, 3, 4), (5, 6, 7, 8), (13,), (21,))
+
+
+def test_paper25_tables_match_the_official_buffers():
+    """A draft mask or candidate index unlike EAGLE-1's buffers (eagle.md 2.2) lowers acceptance."""
+    t = real.tree_tables([real.PAPER25])
+    flat = [
+        0,
+        1,
+        2,
+        3,
+        4,
+        11,
+        12,
+        13,
+        21,
+        22,
+        31,
+        32,
+        41,
+        51,
+        52,
+        53,
+        61,
+        62,
+        71,
+        72,
+        81,
+        91,
+        92,
+        93,
+        101,
+        102,
+    ]
+    assert [0] + (t.rank + 10 * t.source_row + 1)[0, 1:].tolist() == flat
+    assert t.run_rows == 11
+    assert [tuple(v.visible.shape[1:]) for v in t.levels] == [(4, 4), (4, 8), (1, 9), (1, 10)]
+    first = [0, 1, 5, 9]  # run row that starts the level before
+    index = [(v.rank + 10 * (v.source - f))[0].tolist() for v, f in zip(t.levels, first, strict=True)]
+    assert index == [[0, 1, 2, 3], [0, 1, 2, 10], [0], [0]]
+    assert [v.depth for v in t.levels] == [1, 2, 3, 4]
+
+
+def test_medusa_shapes():
+    """A published Medusa tree that cannot be expressed, or comes out with other depths."""
+    for counts, by_depth in ((MC_SIM, [1, 10, 28, 23, 2]), (STAGE2, [1, 10, 23, 23, 7])):
+        t = real.StaticTree(medusa(counts))
+        assert t.N == 64 and [t.depth.count(d) for d in range(5)] == by_depth
+        nodes = ["", *("".join(map(str, path)) for path in t.paths)]
+        assert {nodes[i]: t.parent[1:].count(i) for i in set(t.parent[1:])} == counts
+
+
+def test_chain_and_root_only():
+    """Off-by-one in the two degenerate trees that plain decoding and speculative sampling use."""
+    c = real.chain(5)
+    assert (c.N, c.D, c.parent, c.depth) == (6, 5, (0, 0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5))
+    assert c.levels == ((1,), (2,), (3,), (4,))
+    r = real.root_only()
+    assert (r.N, r.D, r.parent, r.levels, r.max_children) == (1, 0, (0,), (), 0)
+    t = real.tree_tables([r, r])
+    assert t.levels == () and t.run_rows == 1
+    assert t.tokens(torch.tensor([7, 8]), torch.zeros(2, 1, 0, dtype=torch.int64)).tolist() == [[7], [8]]
+    assert real.StaticTree(((0, 0), (1,), (0,))) == real.StaticTree(([0], [1], [0, 0]))
+
+
+BAD_PATHS = [
+    ([[0, 0]], "needs path (0,)"),
+    ([[1]], "needs path (0,)"),
+    ([[0], [0, 1]], "needs path (0, 0)"),
+    ([[0], [0]], "twice"),
+    ([[0], []], "1 to 16"),
+    ([[0], [-1]], "integers >= 0"),
+    ([[0], [True]], "integers >= 0"),
+    ([[0], [0.0]], "integers >= 0"),
+    ([[0], "1"], "must be a list"),
+    ([[0] * 17], "1 to 16"),
+    ([[i] for i in range(256)], "255"),
+    ([[10**4000]], "needs path"),
+]
+
+
+@pytest.mark.parametrize("paths, message", BAD_PATHS, ids=[m for _, m in BAD_PATHS])
+def test_bad_paths_are_refused(paths, message):
+    """A tree with a missing parent or skipped rank would read another node's candidates silently."""
+    with pytest.raises(ValueError, match="tree: ") as error:
+        real.StaticTree(tuple(paths))
+    assert message in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 200
+
+
+def test_parse_tree(tmp_path):
+    """A spec that is misread (depth for D, drafted nodes for N) builds another tree than asked for."""
+    assert real.parse_tree("paper25") is real.PAPER25
+    assert real.parse_tree("chain:3") == real.chain(3)
+    d = real.parse_tree("dynamic:60,5,10")
+    assert (d.N, d.depth, d.topk, d.D, d.pool) == (60, 5, 10, 6, 510)
+    assert real.DynamicTree(60, 7, 10).pool == 710
+    file = tmp_path / "t.json"
+    for data, want in (
+        ([[0], [1], [0, 0]], real.StaticTree(((0,), (1,), (0, 0)))),
+        ({"paths": medusa(MC_SIM), "gpu": "any"}, real.StaticTree(medusa(MC_SIM))),
+        ({"dynamic": [24, 6, 8], "note": 1}, real.DynamicTree(24, 6, 8)),
+    ):
+        file.write_text(json.dumps(data))
+        assert real.parse_tree(str(file)) == want
+
+
+BAD_SPECS = (
+    "chain chain:0 chain:17 chain:-1 chain:x chain:1,2 paper26 dynamic:1,5,10 dynamic:60,5 dynamic:257,5,10"
+)
+BAD_SPECS = [
+    *BAD_SPECS.split(),
+    "dynamic:60,16,10",
+    "dynamic:60,5,0",
+    "dynamic:60,0,10",
+    "dynamic:9,,1",
+    "",
+    "x" * 999,
+]
+
+
+@pytest.mark.parametrize("spec", BAD_SPECS)
+def test_bad_specs_are_refused(spec):
+    """A typo in --tree that falls back to some other tree, or a traceback instead of one line."""
+    with pytest.raises(ValueError) as error:
+        real.parse_tree(spec)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 200
+
+
+BAD_FILES = [
+    b"",
+    b"{",
+    b"[]",
+    b"{}",
+    b"3",
+    b"null",
+    b'{"paths": []}',
+    b'{"paths": [[0]], "dynamic": [9, 2, 4]}',
+]
+BAD_FILES += [
+    b'{"dynamic": [9, 2]}',
+    b'{"dynamic": [9, 2, "4"]}',
+    b"\xff\xfe\x00",
+    b"[" * 100_000,
+    b"[[0], 1]",
+]
+BAD_FILES += [b"[[0]," + b" " * (1 << 20) + b"[1]]", b"[[" + b"9" * 5000 + b"]]"]
+
+
+@pytest.mark.parametrize("content", BAD_FILES, ids=range(len(BAD_FILES)))
+def test_bad_tree_files_are_refused(tmp_path, content):
+    """A broken, hostile or huge tree file ending in a traceback (deep nesting, huge numbers, wrong keys)."""
+    file = tmp_path / "bad.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="bad.json") as error:
+        real.parse_tree(str(file))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300 + len(str(file))
+    with pytest.raises(ValueError, match="missing.json"):
+        real.parse_tree(str(tmp_path / "missing.json"))
+
+
+# ------------------------------------------------------------------------------------------ tables and masks
+
+
+def check_tables(impl, trees):
+    """Every tensor of tree_tables against the paths themselves."""
+    t = impl.tree_tables(trees)
+    N, K = max(s.N for s in trees), max(s.max_children for s in trees)
+    assert (t.N, t.D, t.max_children) == (N, max(s.D for s in trees), K)
+    candidates = torch.arange(len(trees) * t.run_rows * K).view(len(trees), t.run_rows, K)
+    tokens = t.tokens(torch.full((len(trees),), -7), candidates)
+    for b, s in enumerate(trees):
+        nodes = [(), *s.paths]
+        inner = {p[:-1] for p in s.paths} - {()}
+        run = {(): 0}  # which run row holds each node's own prediction
+        seen, seen_nodes, row = [], [], 1
+        for d, level in enumerate(t.levels, 1):
+            want = [i for i, p in enumerate(nodes) if len(p) == d and p in inner]
+            live = level.valid[b].tolist()
+            assert level.depth == d
+            assert level.node[b].tolist() == want + [0] * (len(live) - len(want))
+            assert live == [True] * len(want) + [False] * (len(live) - len(want))
+            rows = [nodes[i] for i in want]
+            for w, path in enumerate(rows):
+                run[path] = row + w
+                assert level.source[b, w] == run[path[:-1]] and level.rank[b, w] == path[-1]
+            seen_nodes += [*rows, *[None] * (len(live) - len(rows))]
+            seen = [*[None] * (len(seen_nodes) - len(live)), *range(len(live))]
+            for w in range(len(live)):
+                mine = rows[w] if w < len(rows) else None
+                for r, other in enumerate(seen_nodes):
+                    ancestor = mine is not None and other is not None and mine[: len(other)] == other
+                    assert level.visible[b, w, r].item() == (ancestor or seen[r] == w), (b, d, w, r)
+            row += len(live)
+        assert row == t.run_rows
+        for i in range(N):
+            path = nodes[i] if i < s.N else None
+            assert t.valid[b, i].item() == (path is not None)
+            for j in range(N):
+                other = nodes[j] if j < s.N else None
+                sees = i == j if path is None else other is not None and path[: len(other)] == other
+                assert t.ancestors[b, i, j].item() == sees
+            kids = [j for j, p in enumerate(nodes) if path is not None and p and p[:-1] == path]
+            assert t.children[b, i].tolist() == kids + [0] * (K - len(kids))
+            if path is None or path == ():
+                assert t.parent[b, i] == t.depth[b, i] == t.rank[b, i] == t.source_row[b, i] == 0
+            else:
+                assert nodes[t.parent[b, i]] == path[:-1] and t.depth[b, i] == len(path)
+                assert tokens[b, i] == candidates[b, run[path[:-1]], path[-1]]
+        assert tokens[b, 0] == -7
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32), st.integers(1, 4))
+def test_tables_of_random_batches(seed, batch):
+    """A mask, source row or padding row of a batch of different trees that sees another branch."""
+    rng = random.Random(seed)
+    check_tables(real, [random_tree(rng, bias=rng.random()) for _ in range(batch)])
+
+
+def test_tables_of_known_trees():
+    """Padding of small trees beside big ones: a one-node tree with the paper's tree and a chain."""
+    trees = [real.PAPER25, real.root_only(), real.chain(3), real.StaticTree(medusa(STAGE2)), real.chain(1)]
+    check_tables(real, trees)
+    for t in trees:
+        check_tables(real, [t, t])
+
+
+def check_ancestors(impl):
+    rng = random.Random(1)
+    for _ in range(100):
+        t = random_tree(rng, most=20, bias=0.8)
+        for D in {t.D, t.D + 3}:
+            seen, depth = impl.ancestors_from_parents(torch.tensor([t.parent]), D)
+            assert depth[0].tolist() == list(t.depth)
+            for i in range(t.N):
+                above, node = {0, i}, i
+                while node:
+                    node = t.parent[node]
+                    above.add(node)
+                assert {j for j in range(t.N) if seen[0, i, j]} == above
+
+
+def test_ancestors_by_pointer_doubling():
+    """One doubling step too few cuts the ancestors of the deepest nodes (chain of 16: depths 1 to 16)."""
+    check_ancestors(real)
+    for K in range(1, 17):
+        seen, depth = real.ancestors_from_parents(torch.tensor([real.chain(K).parent]), K)
+        assert torch.equal(seen[0], torch.ones(K + 1, K + 1).tril().bool())
+        assert depth[0].tolist() == list(range(K + 1))
+
+
+# --------------------------------------------------------------------------------------------- dynamic trees
+
+
+def official_tree(model, N, depth, K):
+    """EAGLE-2's tree after eagle.md 3.2 in Python lists: (tokens, parent, depth), ties to the lower flat id.
+
+    model(path) gives the K (token, log-probability) candidates after the drafted path, best first.
+    """
+    pool = [(token, value, None, (token,)) for token, value in model(())]
+    frontier = list(range(K))
+    for _ in range(depth):
+        block = []
+        for f in frontier:
+            _, score, _, path = pool[f]
+            block += [(token, score + value, f, (*path, token)) for token, value in model(path)]
+        order = sorted(range(len(block)), key=lambda j: (-block[j][1], j))
+        frontier = [len(pool) + j for j in order[:K]]
+        pool += block
+    best = sorted(range(len(pool)), key=lambda j: (-pool[j][1], j))[: N - 1]
+    kept = sorted(best)
+    parent = [0] + [0 if pool[f][2] is None else 1 + kept.index(pool[f][2]) for f in kept]
+    return [pool[f][0] for f in kept], parent, [0] + [len(pool[f][3]) for f in kept]
+
+
+def table_model(seed, K, kind):
+    """Deterministic candidates per path. All values but those of 'random' are dyadic: exact in fp32."""
+
+    @functools.cache
+    def model(path):
+        rng = random.Random(f"{seed} {path}")
+        if kind == "random":
+            logits = [rng.gauss(0, 2) for _ in range(K + 3)]
+            total = math.log(sum(map(math.exp, logits)))
+            values = [x - total for x in logits]
+        elif kind == "ties":
+            values = [-rng.randint(0, 2) for _ in range(K)]
+        elif kind == "equal":
+            values = [-1.0] * K
+        elif kind == "peaked":  # a sure child scores exactly what its parent scores
+            values = [0.0] + [-30.0 - rng.randint(0, 3) / 4 for _ in range(K - 1)]
+        else:  # "inf": candidates that the head gives no probability at all
+            values = [rng.choice([0.0, -0.5, -math.inf]) for _ in range(K)]
+        values = sorted(values, reverse=True)[:K]
+        return list(zip(rng.sample(range(1000), K), values, strict=True))
+
+    return model
+
+
+def draft(impl, models, depth, K, dtype, follow=True):
+    """The pool when every frontier row asks its model; checks draft masks and feature sources on the way."""
+    first = [model(()) for model in models]
+    pool = impl.first_level(
+        torch.tensor([[t for t, _ in row] for row in first]),
+        torch.tensor([[v for _, v in row] for row in first], dtype=dtype),
+    )
+    run = [[] for _ in models]
+    for i in range(depth):
+        tokens, scores = [], []
+        for b, model in enumerate(models):
+            flat, above, ids = pool.frontier[b].tolist(), pool.parent[b].tolist(), pool.tokens[b].tolist()
+            assert pool.frontier_tokens[b].tolist() == [ids[f] for f in flat]
+            lines = []
+            for f in flat:
+                line = [f]
+                while above[line[-1]] >= 0:
+                    line.append(above[line[-1]])
+                lines.append(line)
+            if i:  # `source` names the row of the forward before whose output feature is passed on
+                before = run[b][-K:]
+                assert [before[s] for s in pool.source[b].tolist()] == [line[1] for line in lines]
+            run[b] += flat
+            for k, line in enumerate(lines):
+                assert len(line) == i + 1
+                assert pool.visible[b, k].tolist() == [f in line for f in run[b]]
+            rows = [model(tuple(ids[f] for f in reversed(line))) for line in lines]
+            tokens.append([[t for t, _ in row] for row in rows])
+            scores.append([[v for _, v in row] for row in rows])
+        pool = impl.expand(pool, torch.tensor(tokens), torch.tensor(scores, dtype=dtype))
+    return pool
+
+
+def check_dynamic(impl, kinds=("random", "ties", "equal", "peaked", "inf"), cases=12):
+    for kind in kinds:
+        for case in range(cases):
+            rng = random.Random(f"{kind}{case}")
+            K, depth = rng.randint(1, 5), rng.randint(0, 4)
+            size = K + depth * K * K
+            N = 1 + rng.randint(1, size)
+            models = [table_model(f"{case} {b}", K, kind) for b in range(3)]
+            dtype = torch.float64 if kind == "random" else torch.float32
+            pool = draft(impl, models, depth, K, dtype)
+            root = torch.tensor([5, 6, 7])
+            tree = impl.select(pool, root, N, depth + 1)
+            small = [rng.randint(1, N) for _ in models]
+            less = impl.select(pool, root, N, depth + 1, live=torch.tensor(small))
+            assert tree.valid.all() and tree.tokens[:, 0].tolist() == [5, 6, 7]
+            for b, model in enumerate(models):
+                for got, n in ((tree, N), (less, small[b])):
+                    tokens, parent, depths = official_tree(model, n, depth, K)
+                    assert got.tokens[b, 1:n].tolist() == tokens
+                    assert got.parent[b, :n].tolist() == parent
+                    assert got.depth[b, :n].tolist() == depths
+                    assert got.valid[b].tolist() == [True] * n + [False] * (N - n)
+                    assert not got.parent[b, n:].any() and not got.depth[b, n:].any()
+                    for i in range(N):
+                        line = {i}
+                        while i < n and max(line) and min(line):
+                            line.add(parent[min(line)])
+                        assert {j for j in range(N) if got.ancestors[b, i, j]} == line
+
+
+def test_dynamic_tree_is_the_official_one():
+    """Any difference from EAGLE-2's algorithm: node for node equal to Python lists, also with exact ties."""
+    check_dynamic(real)
+
+
+def test_dynamic_tree_at_published_sizes():
+    """Overflow or wrong offsets that small pools hide: 60/5/10, 32/8/4 and 60/7/10 as published."""
+    for N, depth, K in ((60, 5, 10), (32, 8, 4), (60, 7, 10)):
+        models = [table_model(f"big {b}", K, kind) for b, kind in enumerate(("random", "peaked"))]
+        pool = draft(real, models, depth, K, torch.float64)
+        assert pool.tokens.shape[1] == real.DynamicTree(N, depth, K).pool
+        tree = real.select(pool, torch.tensor([1, 2]), N, depth + 1)
+        for b, model in enumerate(models):
+            tokens, parent, depths = official_tree(model, N, depth, K)
+            assert tree.tokens[b, 1:].tolist() == tokens and tree.parent[b].tolist() == parent
+            assert tree.depth[b].tolist() == depths
+
+
+def check_parents_survive(impl):
+    """Whatever the scores, every node's parent is in the tree: tokens are flat ids, which show lineage."""
+    values = torch.tensor([0.0, -0.0, -1e-7, -1.0, 1e-7, 2.0, -math.inf, math.inf, math.nan])
+    for case in range(120):
+        gen = torch.Generator().manual_seed(case)
+        B, K, depth = 4, 1 + case % 4, 1 + case % 3
+        some = values[torch.randperm(len(values), generator=gen)[: 1 + case % len(values)]]
+        dtype = (torch.float32, torch.float64, torch.bfloat16, torch.float16)[case % 4]
+
+        def scores(*shape, some=some, gen=gen, dtype=dtype):
+            return some[torch.randint(len(some), shape, generator=gen)].to(dtype)
+
+        pool = impl.first_level(torch.arange(K).expand(B, K), scores(B, K))
+        for _ in range(depth):
+            size = pool.tokens.shape[1]
+            ids = torch.arange(size, size + K * K).view(1, K, K).expand(B, K, K)
+            pool = impl.expand(pool, ids, scores(B, K, K))
+        P = pool.tokens.shape[1]
+        assert not pool.scores.isnan().any()
+        for N in range(2, P + 2):
+            tree = impl.select(pool, torch.full((B,), -1), N, depth + 1)
+            mine = tree.tokens[:, 1:]
+            assert torch.equal(pool.parent.gather(1, mine), tree.tokens.gather(1, tree.parent[:, 1:]))
+            assert (tree.parent[:, 1:] < torch.arange(1, N)).all() and (mine.diff(dim=1) > 0).all()
+
+
+def test_child_never_outlives_its_parent():
+    """Equal, infinite, positive or NaN scores and half precision that keep a child and drop its parent."""
+    check_parents_survive(real)
+
+
+def test_nan_scores_come_last():
+    """A NaN draft score sorting as the best candidate instead of the worst (torch sorts NaN first)."""
+    scores = torch.tensor([[math.nan, -1.0, -math.inf, -2.0]])
+    pool = real.first_level(torch.tensor([[10, 11, 12, 13]]), scores)
+    assert real.select(pool, torch.tensor([0]), 3, 1).tokens.tolist() == [[0, 11, 13]]
+
+
+def test_half_precision_scores_are_widened():
+    """Cumulative scores rounded in bf16: -0.0039 vanishes beside -1 and a child ties with its parent."""
+    pool = real.first_level(torch.tensor([[0, 1]]), torch.tensor([[-1.0, -2.0]], dtype=torch.bfloat16))
+    pool = real.expand(
+        pool, torch.zeros(1, 2, 2, dtype=torch.int64), torch.full((1, 2, 2), -0.00390625).bfloat16()
+    )
+    assert pool.scores.dtype == torch.float32 and pool.scores[0, 2].item() == -1.00390625
+
+
+def test_select_size_is_checked():
+    """A request for more nodes than the pool holds must be one clear line, not an index error."""
+    pool = real.first_level(torch.tensor([[0, 1]]), torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="allowed 1 to 3"):
+        real.select(pool, torch.tensor([0]), 4, 1)
+
+
+# ------------------------------------------------------------------------------------------- choice-and-walk
+
+
+def run_accept(impl, t, tokens, choice, valid=None):
+    return impl.accept(
+        tokens, t.parent, t.depth, t.ancestors, t.valid if valid is None else valid, choice, t.D
+    )
+
+
+def check_accept_walk(impl, cases=200):
+    """accept() against a recursive walk, on batches of trees with invalid nodes and repeated tokens."""
+    rng = random.Random(3)
+    for _ in range(cases):
+        trees = [random_tree(rng, most=10, bias=rng.random()) for _ in range(3)]
+        t = impl.tree_tables(trees)
+        V = rng.randint(1, 3)
+        tokens = torch.tensor([[rng.randrange(V) for _ in range(t.N)] for _ in trees])
+        choice = torch.tensor([[rng.randrange(V) for _ in range(t.N)] for _ in trees])
+        live = t.valid & (torch.tensor([[rng.random() for _ in range(t.N)] for _ in trees]) < 0.9)
+        got = run_accept(impl, t, tokens, choice, live)
+        for b, s in enumerate(trees):
+
+            def deepest(i, b=b, s=s, live=live, tokens=tokens, choice=choice):
+                found = [(s.depth[i], -i)]
+                for j in range(1, s.N):
+                    if s.parent[j] == i and live[b, j] and tokens[b, j] == choice[b, i]:
+                        found.append(deepest(j))
+                return max(found)
+
+            node = -deepest(0)[1]
+            path = [node]
+            while path[-1]:
+                path.append(s.parent[path[-1]])
+            path = path[::-1]
+            bonus = choice[b, node].item()
+            emitted = [tokens[b, i].item() for i in path[1:]] + [bonus]
+            pad = t.D + 1 - len(path)
+            assert got.count[b].item() == len(path) and got.bonus[b].item() == bonus
+            assert got.path[b].tolist() == path + [node] * pad
+            assert got.emitted[b].tolist() == emitted + [bonus] * pad
+
+
+def test_accept_equals_a_sequential_walk():
+    """Skipped levels, wrong tie-breaks, invalid nodes accepted, one sequence reading another's tree."""
+    check_accept_walk(real)
+
+
+def test_accept_prefers_the_deeper_copy():
+    """Unmerged look-alike branches: of two equal siblings the one whose branch goes on must win."""
+    t = real.tree_tables([real.StaticTree(((0,), (1,), (1, 0)))])
+    got = run_accept(real, t, torch.tensor([[9, 5, 5, 6]]), torch.tensor([[5, 6, 6, 7]]))
+    assert got.path.tolist() == [[0, 2, 3]] and got.emitted.tolist() == [[5, 6, 7]]
+    got = run_accept(real, t, torch.tensor([[9, 5, 5, 6]]), torch.tensor([[5, 8, 8, 7]]))
+    assert got.path.tolist() == [[0, 1, 1]] and got.count.tolist() == [2]  # equally deep: the lowest
+
+
+def test_root_only_accepts_nothing_and_emits_the_choice():
+    """Plain decoding is the tree with one node: one token per step, the target's choice."""
+    t = real.tree_tables([real.root_only()])
+    got = run_accept(real, t, torch.tensor([[3]]), torch.tensor([[8]]))
+    assert [x.tolist() for x in got] == [[[0]], [1], [8], [[8]]]
+
+
+V, DEN = 3, 16
+WEIGHTS = [(16, 0, 0), (9, 4, 3), (14, 1, 1), (11, 5, 0), (8, 8, 0), (6, 5, 5), (2, 7, 7), (13, 2, 1)]
+
+
+@functools.cache
+def weights(context, which):
+    """Sixteenths of a context-dependent distribution over V tokens, with zeros, ties and sure tokens."""
+    rng = random.Random(f"{which} {context}")
+    row = list(rng.choice(WEIGHTS))
+    rng.shuffle(row)
+    return tuple(row)
+
+
+def rational(context, which):
+    return [Fraction(w, DEN) for w in weights(context, which)]
+
+
+def assert_law_is_the_target(blocks, length, equal):
+    """blocks: probability of each emitted block. Continued by the target itself to `length` tokens, all
+    strings must have exactly the target's probabilities."""
+    for string in itertools.product(range(V), repeat=length):
+        want, got = Fraction(1), 0
+        for i in range(length):
+            want *= rational(string[:i], "target")[string[i]]
+        for n in range(1, length + 1):
+            share = blocks.get(string[:n], 0)
+            if share:
+                rest = Fraction(1)
+                for i in range(n, length):
+                    rest *= rational(string[:i], "target")[string[i]]
+                got += share * rest
+        assert equal(got, want), (string, float(got), float(want))
+
+
+def check_accept_law(impl, drafted=6, assignments=2):
+    """Exact: all choice vectors of every tree through accept(), weighted by the target, sum to the target."""
+    rng = random.Random(4)
+    for s in all_trees(drafted):
+        t = impl.tree_tables([s])
+        for _ in range(assignments):
+            tokens = [rng.randrange(V) for _ in range(s.N)]
+            context = [()]
+            for i in range(1, s.N):
+                context.append((*context[s.parent[i]], tokens[i]))
+            distinct = sorted(set(context))
+            vectors = torch.tensor(list(itertools.product(range(V), repeat=len(distinct))))
+            probs = torch.tensor([weights(c, "target") for c in distinct])  # of the shared denominator 16
+            mass = probs.gather(1, vectors.T).prod(0)  # <= 16^7: exact in int64
+            vectors, mass = vectors[mass > 0], mass[mass > 0]
+            choice = vectors[:, [distinct.index(c) for c in context]]
+            many = lambda x, n=mass.shape[0]: x.expand(n, *x.shape[1:])  # noqa: E731
+            got = impl.accept(
+                many(torch.tensor([tokens])), many(t.parent), many(t.depth), many(t.ancestors), many(t.valid),
+                choice, t.D,
+            )  # fmt: skip
+            assert torch.equal(got.emitted.gather(1, got.count[:, None] - 1)[:, 0], got.bonus)
+            key = torch.cat([got.count[:, None], got.emitted], 1)
+            rows, index = key.unique(dim=0, return_inverse=True)
+            total = torch.zeros(len(rows), dtype=torch.int64).index_add(0, index, mass)
+            blocks = {}
+            for row, w in zip(rows.tolist(), total.tolist(), strict=True):
+                blocks[tuple(row[1 : 1 + row[0]])] = Fraction(w, DEN ** len(distinct))
+            assert sum(blocks.values()) == 1
+            assert_law_is_the_target(blocks, s.D + 1, lambda a, b: a == b)
+
+
+def test_accept_law_is_exact_for_all_small_trees():
+    """Choice-and-walk that is not lossless on any of the 197 trees with up to 6 drafted nodes (rationals)."""
+    check_accept_law(real)
+
+
+# ----------------------------------------------------------------------------------------------- multi-round
+
+
+def rounds(p, q, tokens, replacement):
+    """The rule at one node in rationals: the acceptance probability of each drawn child (None if it cannot be
+    reached or drawn), and what is left of p when all are rejected (None if that cannot happen)."""
+    ratios, reached = [], True
+    for x in tokens:
+        if not reached or q[x] == 0:
+            ratios.append(None)
+        else:
+            ratios.append(min(Fraction(1), p[x] / q[x]))
+            reached = ratios[-1] < 1
+            if reached:
+                p = [max(Fraction(0), a - b) for a, b in zip(p, q, strict=True)]
+                p = [a / sum(p) for a in p]
+        if not replacement:
+            q = [Fraction(0) if v == x else a for v, a in enumerate(q)]
+            q = [a / sum(q) for a in q] if sum(q) else q
+    return ratios, p if reached else None
+
+
+def draws(q, k, replacement):
+    """All draws of k children with their probability; with no token left it is one with q' = 0."""
+    if k == 0:
+        yield (), Fraction(1)
+        return
+    if not any(q):
+        yield (0,) * k, Fraction(1)
+        return
+    for x in range(V):
+        if q[x]:
+            rest = q
+            if not replacement:
+                rest = [Fraction(0) if v == x else a for v, a in enumerate(q)]
+                rest = [a / sum(rest) for a in rest] if sum(rest) else rest
+            for more, w in draws(rest, k - 1, replacement):
+                yield (x, *more), q[x] * w
+
+
+@functools.cache
+def twin_blocks(forest, context, replacement):
+    """Probabilities of the blocks that Algorithm 1 emits below a node, drafts included, in rationals."""
+    p, q, blocks = rational(context, "target"), rational(context, "draft"), {}
+    for tokens, weight in draws(q, len(forest), replacement):
+        ratios, left = rounds(p, q, tokens, replacement)
+        for x, ratio, sub in zip(tokens, ratios, forest, strict=True):
+            if ratio is not None:
+                if ratio:
+                    for block, w in twin_blocks(sub, (*context, x), replacement).items():
+                        blocks[x, *block] = blocks.get((x, *block), 0) + weight * ratio * w
+                weight *= 1 - ratio
+        for y in range(V):
+            if weight and left[y]:
+                blocks[y,] = blocks.get((y,), 0) + weight * left[y]
+    return blocks
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_multi_round_rule_is_exact_for_all_small_trees(replacement):
+    """The rule itself: Algorithm 1 in rationals gives exactly the target's law, trees up to 6 drafts."""
+    depth = lambda forest: 1 + max((depth(f) for f in forest), default=-1)  # noqa: E731
+    for forest in (f for n in range(7) for f in forests(n)):
+        blocks = twin_blocks(forest, (), replacement)
+        assert sum(blocks.values()) == 1
+        length = depth(forest) + 1
+        assert_law_is_the_target(blocks, length, lambda a, b: a == b)
+
+
+def drafts(s, replacement):
+    """All drafts of a static tree: tokens per node, contexts per node, probability."""
+
+    def grow(node, tokens, context, weight):
+        if node == s.N:
+            yield tokens, context, weight
+            return
+        kids = [i for i in range(1, s.N) if s.parent[i] == node]
+        for drawn, w in draws(rational(context[node], "draft"), len(kids), replacement):
+            more = dict(zip(kids, drawn, strict=True))
+            below = {i: (*context[node], x) for i, x in more.items()}
+            yield from grow(node + 1, tokens | more, context | below, weight * w)
+
+    return grow(0, {0: 0}, {0: ()}, Fraction(1))
+
+
+def check_multi_round_law(impl, replacement, drafted=5):
+    """Exact integration of the real code in float64: all drafts, both sides of every threshold."""
+    run_order = lambda s: [0, *(i for level in s.levels for i in level)]  # noqa: E731
+    for s in all_trees(drafted):
+        t = impl.tree_tables([s])
+        kids = {i: [j for j in range(1, s.N) if s.parent[j] == i] for i in range(s.N)}
+        batch = {"tokens": [], "p": [], "q": [], "u": [], "mass": []}
+        for tokens, context, weight in drafts(s, replacement):
+            p = [[float(x) for x in rational(context[i], "target")] for i in range(s.N)]
+            q = [[float(x) for x in rational(context[i], "draft")] for i in run_order(s)]
+            options = {0: [(0.5, 1.0)]}
+            for i in range(s.N):
+                drawn = [tokens[j] for j in kids[i]]
+                ratios, _ = rounds(
+                    rational(context[i], "target"), rational(context[i], "draft"), drawn, replacement
+                )
+                for j, ratio in zip(kids[i], ratios, strict=True):
+                    ratio = 0.5 if ratio is None else float(ratio)
+                    sides = [(ratio - 1e-9, ratio), (ratio + 1e-9, 1 - ratio)]
+                    options[j] = [side for side in sides if side[1] > 0]
+            for combo in itertools.product(*(options[i] for i in range(s.N))):
+                batch["u"].append([u for u, _ in combo])
+                batch["mass"].append(float(weight) * math.prod(w for _, w in combo))
+                batch["tokens"].append([tokens[i] for i in range(s.N)])
+                batch["p"].append(p)
+                batch["q"].append(q)
+        u, mass, p, q = (torch.tensor(batch[k], dtype=torch.float64) for k in ("u", "mass", "p", "q"))
+        many = impl.tree_tables([s] * len(mass))
+        tokens = torch.tensor(batch["tokens"])
+        path, count, law = impl._multi_round_walk(tokens, many, p, q, u, replacement)
+        assert torch.allclose(law.sum(-1), torch.ones_like(mass))
+        key = torch.cat([count[:, None], tokens.gather(1, path)], 1)
+        key = key.where(torch.arange(t.D + 2) <= count[:, None], 0)
+        rows, index = key.unique(dim=0, return_inverse=True)
+        total = torch.zeros(len(rows), V, dtype=torch.float64).index_add(0, index, mass[:, None] * law)
+        blocks = {}
+        for row, share in zip(rows.tolist(), total.tolist(), strict=True):
+            for y in range(V):
+                blocks[*row[2 : 1 + row[0]], y] = share[y]
+        assert_law_is_the_target(blocks, s.D + 1, lambda a, b: abs(a - float(b)) < 1e-9)
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_multi_round_law_of_the_real_code(replacement):
+    """A verifier that follows the paper on paper only: the real code, integrated, gives the target's law."""
+    check_multi_round_law(real, replacement)
+
+
+def sequential_multi_round(s, valid, tokens, p, q, u, replacement):
+    """Algorithm 1 for one sequence in rationals: path and law of the bonus. q: draft law by node."""
+    path = [0]
+    while True:
+        law, left, here = p[path[-1]], q.get(path[-1]), None
+        for child in (j for j in range(1, s.N) if s.parent[j] == path[-1]):
+            if not valid[child]:
+                continue
+            x = tokens[child]
+            if left[x] and u[child] < law[x] / left[x]:
+                here = child
+                break
+            if left[x]:
+                law = [max(Fraction(0), a - b) for a, b in zip(law, left, strict=True)]
+                law = [a / sum(law) for a in law]
+            if not replacement:
+                left = [Fraction(0) if v == x else a for v, a in enumerate(left)]
+                left = [a / sum(left) for a in left] if sum(left) else left
+        if here is None:
+            return path, law
+        path.append(here)
+
+
+def check_multi_round_twin(impl, cases=60):
+    """Decision by decision: batches of different trees on a dense grid of uniforms, with invalid nodes."""
+    rng = random.Random(5)
+    for case in range(cases):
+        replacement = bool(case % 2)
+        trees = [random_tree(rng, most=9, bias=rng.random()) for _ in range(16)]
+        t = impl.tree_tables(trees)
+        tokens, p, q, u, want = [], [], [], [], []
+        valid = torch.ones(len(trees), t.N, dtype=torch.bool)
+        for b, s in enumerate(trees):
+            law = lambda: rational(rng.random(), "any")  # noqa: E731
+            laws = [law() for _ in range(t.N)]
+            draft_laws = {i: law() for i in range(s.N) if i in s.parent}
+            if not replacement and case % 3 == 0:  # invalid nodes; siblings after them are tried without them
+                valid[b, 1 + rng.randrange(t.N) :] = False
+            drawn = [0] * t.N
+            for i in draft_laws:
+                kids, left = [j for j in range(1, s.N) if s.parent[j] == i], draft_laws[i]
+                for j in kids:
+                    options = [v for v in range(V) if left[v]]
+                    drawn[j] = rng.choice(options) if options else rng.randrange(V)
+                    if not replacement:
+                        left = [0 if v == drawn[j] else a for v, a in enumerate(left)]
+            grid = [Fraction(rng.randrange(64), 64) + Fraction(1, 10007) for _ in range(t.N)]
+            args = (s, valid[b].tolist(), drawn, laws, draft_laws, grid, replacement)
+            want.append(sequential_multi_round(*args))
+            rows = [[0.0] * V for _ in range(t.run_rows)]
+            for j in range(1, s.N):
+                rows[t.source_row[b, j]] = [float(x) for x in draft_laws[s.parent[j]]]
+            tokens.append(drawn)
+            p.append([[float(x) for x in row] for row in laws])
+            q.append(rows)
+            u.append([float(x) for x in grid])
+        t = impl.TreeTables(**{**t.__dict__, "valid": t.valid & valid})
+        p, q, u = (torch.tensor(x, dtype=torch.float64) for x in (p, q, u))
+        tokens = torch.tensor(tokens)
+        path, count, law = impl._multi_round_walk(tokens, t, p, q, u, replacement)
+        noise = torch.zeros(len(trees), V, dtype=torch.float64)
+        got = impl.multi_round(tokens, t, p, q, u, noise, replacement)
+        assert torch.equal(got.path, path) and torch.equal(got.count, count)
+        for b, (nodes, left) in enumerate(want):
+            pad = t.D + 1 - len(nodes)
+            assert count[b].item() == len(nodes) and path[b].tolist() == nodes + nodes[-1:] * pad
+            assert law[b].tolist() == pytest.approx([float(x) for x in left], abs=1e-12)
+            bonus = law[b].argmax().item()  # no noise: the likeliest token
+            assert got.bonus[b].item() == bonus
+            assert got.emitted[b].tolist() == [tokens[b, i].item() for i in nodes[1:]] + [bonus] * (pad + 1)
+
+
+def test_multi_round_equals_its_rational_twin():
+    """A decision taken with the wrong threshold, or a residual that differs, on any of 960 random trees."""
+    check_multi_round_twin(real)
+
+
+def test_multi_round_accepts_a_perfect_draft():
+    """Rounding in u * q < p must never reject when draft and target agree, whatever the uniform."""
+    t = real.tree_tables([real.chain(4)] * 64)
+    law = torch.rand(64, 1, 7).softmax(-1)
+    u = torch.full((64, 5), 1 - 2**-24)
+    tokens = torch.randint(0, 7, (64, 5), generator=torch.Generator().manual_seed(0))
+    got = real.multi_round(
+        tokens, t, law.expand(-1, 5, -1), law.expand(-1, 4, -1), u, torch.zeros(64, 7), True
+    )
+    assert (got.count == 5).all() and torch.equal(got.emitted[:, :4], tokens[:, 1:])
+
+
+def test_multi_round_survives_degenerate_drafts():
+    """NaN or empty draft laws, and a residual that rounds to nothing, must not reach the output."""
+    t = real.tree_tables([real.StaticTree(((0,), (1,)))] * 4)
+    p = torch.tensor([0.5, 0.25, 0.25]).expand(4, 3, 3)
+    q = torch.tensor([[math.nan] * 3, [0.0] * 3, [0.25, 0.5, 0.25], [1.0, 0.0, 0.0]])[:, None]
+    tokens = torch.tensor([[0, 1, 2], [0, 1, 2], [0, 1, 1], [0, 1, 2]])
+    noise = torch.tensor([0.0, 0.0, 9.0]).expand(4, 3)
+    for replacement in (False, True):
+        got = real.multi_round(tokens, t, p, q, torch.full((4, 3), 0.99), noise, replacement)
+        assert got.count.tolist() == [1] * 4
+        assert got.bonus.tolist() == [2, 2, 0, 2]  # row 2: only token 0 is left in the residual
+    p = torch.tensor([1.0, 0.0]).expand(1, 3, 2)  # an unnormalised draft law that leaves no residual at all
+    q = torch.tensor([1.5, 0.5]).expand(1, 1, 2)
+    t = real.tree_tables([real.StaticTree(((0,), (1,)))])
+    got = real.multi_round(
+        torch.tensor([[0, 1, 1]]), t, p, q, torch.full((1, 3), 0.9), torch.zeros(1, 2), True
+    )
+    assert got.bonus.tolist() == [0]
+
+
+def test_multi_round_checks_its_shapes():
+    """Probabilities of another tree would be gathered silently; gather accepts larger sources."""
+    t = real.tree_tables([real.chain(2)])
+    with pytest.raises(ValueError, match=r"q \[B, 2, V\]"):
+        shape = torch.zeros(1, 3)
+        real.multi_round(shape.long(), t, torch.zeros(1, 3, 5), torch.zeros(1, 3, 5), shape, shape, True)
+
+
+def distribution_statistic(impl, replacement, n=400_000, seed=6):
+    """Chi-square, 24 degrees of freedom, of the first two tokens of fp32 multi_round against the target."""
+    gen = torch.Generator().manual_seed(seed)
+    size = 5
+    p0, p1, q0, q1 = (torch.randn(k, size, generator=gen).softmax(-1) for k in (1, size, 1, size))
+    s = real.StaticTree(((0,), (1,), (2,), (0, 0), (0, 1)))
+    t = impl.tree_tables([s])
+    t = impl.TreeTables(
+        **{k: v.expand(n, *v.shape[1:]) if isinstance(v, torch.Tensor) else v for k, v in t.__dict__.items()}
+    )
+    first = torch.multinomial(q0.expand(n, size), 3, replacement, generator=gen)
+    second = torch.multinomial(q1[first[:, 0]], 2, replacement, generator=gen)
+    tokens = torch.cat([torch.zeros(n, 1, dtype=torch.int64), first, second], 1)
+    p = torch.stack([p0[0].expand(n, size), *(p1[first[:, j]] for j in range(3))], 1)
+    p = torch.cat([p, torch.full((n, 2, size), 1 / size)], 1)
+    q = torch.stack([q0[0].expand(n, size), q1[first[:, 0]]], 1)
+    noise = -torch.log(-torch.log(torch.rand(n, size, generator=gen).clamp(1e-30, 1 - 2**-24)))
+    got = impl.multi_round(tokens, t, p, q, torch.rand(n, t.N, generator=gen), noise, replacement)
+    later = torch.multinomial(p1[got.emitted[:, 0]], 1, generator=gen)[:, 0]
+    two = torch.where(got.count > 1, got.emitted[:, 1], later)
+    seen = torch.bincount(got.emitted[:, 0] * size + two, minlength=size * size).double()
+    want = (n * p0[0, :, None] * p1).flatten().double()
+    return ((seen - want) ** 2 / want).sum().item()
+
+
+CHI2_24_LIMIT = 70.0  # P(chi-square with 24 degrees of freedom > 70) = 2.1e-6
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_multi_round_distribution(replacement):
+    """fp32, real draws: 400,000 steps. False alarm 2e-6; a law that is off by sum (p'-p)^2/p = 5e-4 (about
+    1 % in total variation) adds 200 to a statistic of mean 24, missed with probability below 1e-6."""
+    assert distribution_statistic(real, replacement) < CHI2_24_LIMIT
+
+
+def test_multi_round_distribution_has_power():
+    """The distribution test must see a residual that is not used, by a wide margin."""
+    broken = mutant("law = torch.where(replace, normalize", "law = torch.where(replace & False, normalize")
+    assert distribution_statistic(broken, False, n=40_000) > 4 * CHI2_24_LIMIT
+
+
+# ---------------------------------------------------------------------------------------------------- mutants
+
+LATE = "flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :count].neg() + scores.shape[-1] - 1"
+MUTANTS = {
+    "accept: parent off by one": (
+        "accept law", "choice.gather(1, parent)", "choice.gather(1, (parent - 1).clamp(min=0))"),
+    "accept: bonus from the wrong row": (
+        "accept law", "choice.gather(1, last)", "choice.gather(1, parent.gather(1, last))"),
+    "accept: emitted tokens from the wrong rows": (
+        "accept law", "choice.gather(1, path)", "tokens.gather(1, path)"),
+    "accept: child without parent": (
+        "accept law", "(match[:, None] | ~ancestors).all(-1)", "match"),
+    "accept: invalid nodes count": (check_accept_walk, "(valid & (tokens == ", "((tokens == "),
+    "accept: first instead of deepest": (check_accept_walk, "depth.where(ok, -1)", "ok.long()"),
+    "multi-round: residual not zeroed": (
+        "law", "law = torch.where(replace, normalize", "law = torch.where(replace & False, normalize"),
+    "multi-round: bonus from the wrong row": (
+        "law", "torch.where(moved[:, None], p[b, node], law)",
+        "torch.where(moved[:, None], p[b, tables.parent[b, node]], law)"),
+    "multi-round: bonus ignores the residual": (
+        "law", "return torch.stack(path, 1), tables.depth[b, node] + 1, law",
+        "return torch.stack(path, 1), tables.depth[b, node] + 1, p[b, node]"),
+    "multi-round: parent off by one": (
+        "law", "left = q[b, tables.source_row[b, children[:, 0]]]",
+        "left = q[b, tables.source_row[b, node]]"),
+    "multi-round: draft law not renormalised": (
+        "law", "left = normalize(left.scatter(1, x[:, None], 0), p=1, dim=-1, eps=1e-30)",
+        "left = left.scatter(1, x[:, None], 0)"),
+    "multi-round: earlier siblings stay in the draft law": ("law", "if not replacement:", "if False:"),
+    "multi-round: with and without replacement swapped": ("law", "if not replacement:", "if replacement:"),
+    "multi-round: acceptance ignores the draft": ("law", "(u[b, child] * qx < px)", "(u[b, child] < px)"),
+    "multi-round: one uniform for all nodes": (check_multi_round_twin, "u[b, child]", "u[b, node]"),
+    "multi-round: goes on after a full rejection": (check_multi_round_twin, "walking & ~moved", "~moved"),
+    "dynamic: parent off by one": (
+        check_dynamic, "torch.searchsorted(flat, above) + 1)", "torch.searchsorted(flat, above))"),
+    "dynamic: ties to the higher id": (
+        check_dynamic, "sort(dim=-1, descending=True, stable=True).indices[..., :count]", LATE),
+    "dynamic: order by score instead of flat id": (
+        check_dynamic, "flat = flat.sort(dim=-1).values", "flat = flat"),
+    "dynamic: scores not cumulative": (
+        check_dynamic, "torch.minimum(_usable(_usable(scores) + base), base)", "_usable(scores)"),
+    "dynamic: feature of the wrong row": (
+        check_dynamic, "gather(1, best), best // K, visible)", "gather(1, best), best % K, visible)"),
+    "dynamic: mask of the wrong row": (
+        check_dynamic, "pool.visible.gather(1, (best // K)", "pool.visible.gather(1, (best % K)"),
+    "dynamic: a child may outscore its parent": (
+        check_parents_survive, "torch.minimum(_usable(_usable(scores) + base), base)",
+        "_usable(_usable(scores) + base)"),
+    "dynamic: NaN is the best score": (
+        check_parents_survive, "return scores.where(~scores.isnan(), -torch.inf)", "return scores"),
+    "ancestors: one doubling too few": (
+        check_ancestors, "range(D.bit_length())", "range(D.bit_length() - 1)"),
+    "tables: source row off by one": ("tables", "(i, run_rows + w)", "(i, run_rows + w - 1)"),
+    "tables: padding rows see the tree": (
+        "tables", "visible &= seen_live[:, None] & live[..., None]", "visible &= True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name):
+    """A test suite that would not notice the named bug."""
+    check, old, new = MUTANTS[name]
+    broken = mutant(old, new)
+    if check == "law":
+        check = lambda impl: [check_multi_round_law(impl, r, drafted=3) for r in (False, True)]  # noqa: E731
+    elif check == "accept law":
+        check = functools.partial(check_accept_law, drafted=4)
+    elif check == "tables":
+        trees = [real.PAPER25, real.chain(3), real.root_only()]
+        check = functools.partial(check_tables, trees=trees)
+    check(real)
+    with pytest.raises(AssertionError):
+        check(broken)
+
+
+# --------------------------------------------------------------------------------- one graph, no host reads
+
+
+def accept_step(t, tokens, choice):
+    return run_accept(real, t, tokens, choice)
+
+
+def multi_round_step(t, tokens, p, q, u, noise):
+    return real.multi_round(tokens, t, p, q, u, noise, False), real.multi_round(
+        tokens, t, p, q, u, noise, True
+    )
+
+
+def dynamic_step(root, first, ids, scores, live):
+    pool = real.first_level(*first)
+    for i in range(len(ids)):
+        pool = real.expand(pool, ids[i], scores[i])
+    tree = real.select(pool, root, 12, len(ids) + 1, live)
+    return tree, real.accept(
+        tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid, tree.tokens.roll(1, 1), len(ids) + 1
+    )
+
+
+def draft_tokens_step(t, root, candidates):
+    return t.tokens(root, candidates), real.ancestors_from_parents(t.parent, t.D)
+
+
+def step_inputs(seed, device="cpu"):
+    """The four functions with their arguments; another seed, other values, the same shapes."""
+    gen = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.rand(*shape, generator=gen).to(device)  # noqa: E731
+    ints = lambda *shape: torch.randint(0, 4, shape, generator=gen).to(device)  # noqa: E731
+    t = real.tree_tables([real.PAPER25, real.chain(3)], device)
+    law = lambda rows: rand(2, rows, 4).softmax(-1)  # noqa: E731
+    yield accept_step, (t, ints(2, 26), ints(2, 26))
+    yield multi_round_step, (t, ints(2, 26), law(26), law(t.run_rows), rand(2, 26), rand(2, 4))
+    expansions = [ints(2, 3, 3) for _ in range(3)], [rand(2, 3, 3).log() for _ in range(3)]
+    yield dynamic_step, (ints(2), (ints(2, 3), rand(2, 3).log()), *expansions, 6 + ints(2))
+    yield draft_tokens_step, (t, ints(2), ints(2, t.run_rows, 4))
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_traces_as_one_graph_and_never_recompiles(which):
+    """A graph break or a guard on a value: the step would leave its CUDA graph, or recompile."""
+    torch._dynamo.reset()
+    function, inputs = list(step_inputs(0))[which]
+    compiled = torch.compile(function, fullgraph=True, backend="eager", dynamic=False)
+    leaves = torch.utils._pytree.tree_leaves
+    compiled(*inputs)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed in (1, 2, 3):
+            _, inputs = list(step_inputs(seed))[which]
+            pairs = zip(leaves(compiled(*inputs)), leaves(function(*inputs)), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_never_reads_a_value_or_leaves_the_device(which):
+    """A hidden host read (.item(), x[0-d tensor]), a copy off the device or a CPU constant mixed in, which
+    fullgraph alone lets pass: on the meta device each of them raises."""
+    function, inputs = list(step_inputs(0))[which]
+
+    def move(x):
+        if isinstance(x, real.TreeTables):
+            return real.TreeTables(**torch.utils._pytree.tree_map(move, dict(x.__dict__)))
+        return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+    out = torch.utils._pytree.tree_leaves(function(*torch.utils._pytree.tree_map(move, inputs)))
+    assert out and all(x.device.type == "meta" for x in out)
+
+
+def test_dynamo_does_not_skip_the_source_file():
+    """TorchDynamo skips files called tree.py (the dm-tree package): code there would never be traced."""
+    from torch._dynamo.trace_rules import check_file
+
+    assert not check_file(real.__file__).skipped
+    assert alias.accept is real.accept and alias.PAPER25 is real.PAPER25

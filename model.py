@@ -98,7 +98,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Geometry of a target model. Field names are Hugging Face's; `windows[i]` is layer i's attention window, 0 = full."""
+    """Geometry of a target model. Names are Hugging Face's; `windows[i]` is layer i's attention window, 0 = full."""
 
     model_type: str
     hidden_size: int
@@ -153,10 +153,9 @@ class ModelConfig:
         read = ConfigReader(config, where)
         family = read.text("model_type", None, tuple(FAMILIES))
         defaults = FAMILIES[family]
-        if config.get("architectures") and not any(
-            str(a).endswith("ForCausalLM") for a in config["architectures"]
-        ):
-            raise ValueError(f"{where}: architectures {config['architectures']} holds no *ForCausalLM model.")
+        kinds = config.get("architectures") or ["ForCausalLM"]
+        if not isinstance(kinds, list) or not any(str(kind).endswith("ForCausalLM") for kind in kinds):
+            raise ValueError(f"{where}: architectures = {kinds!r} holds no *ForCausalLM model.")
         read.text("hidden_act", "silu", ("silu", "swish"))
         for key, neutral in (("partial_rotary_factor", 1.0), ("pretraining_tp", 1)):
             if config.get(key, neutral) not in (neutral, None):
@@ -299,7 +298,8 @@ def _read_windows(config: dict[str, Any], read: ConfigReader, family: str, layer
     if kinds is None:
         first = read.integer("max_window_layers", 28, low=0)
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
-    if len(kinds) != layers or any(k not in ("full_attention", "sliding_attention") for k in kinds):
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
         raise ValueError(
             f"{read.where}: layer_types must name full_attention or sliding_attention for each layer."
         )
@@ -467,7 +467,7 @@ class RotaryTable(nn.Module):
             self.cos, self.sin = (t.to(device) for t in (angles.cos() * scale, angles.sin() * scale))
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions int64 [...] -> cos, sin [..., hd / 2]; past the table the last row answers (such rows never count)."""
+        """positions int64 [...] -> cos, sin [..., hd / 2]; past the table: its last row (such rows never count)."""
         flat = positions.clamp(max=self.length - 1)
         return self.cos[flat], self.sin[flat]
 

@@ -1,0 +1,101 @@
+"""Fixtures shared by all tests: tiny random checkpoints of every family, and which tests run where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+BASE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.125,  # 1 / sqrt(hidden_size): logits spread by about 1
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+def rope(kind: str, theta: float = 10000.0, **more: float) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+# family -> (transformers config class, what differs from BASE)
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "llama-mha": ("LlamaConfig", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    "llama-bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": (
+        "LlamaConfig",
+        {"tie_word_embeddings": True, **rope("llama3", 5e5, factor=32.0, **LLAMA3)},
+    ),
+    "llama31": ("LlamaConfig", rope("llama3", 5e5, factor=8.0, **LLAMA3)),
+    "codellama": ("LlamaConfig", rope("default", 1e6)),
+    "linear": ("LlamaConfig", rope("linear", factor=4.0)),
+    "yarn": ("LlamaConfig", rope("yarn", factor=4.0, original_max_position_embeddings=128)),
+    "mistral": ("MistralConfig", {"sliding_window": 8}),
+    "mistral-full": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2": ("Qwen2Config", {"sliding_window": 8, "use_sliding_window": False}),
+    "qwen2-window": (
+        "Qwen2Config",
+        {
+            "sliding_window": 8,
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = config.getoption("-m") or ""
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if "slow" in item.keywords and not config.getoption("--slow") and "slow" not in wanted:
+            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+def build_hf(family: str, **changes):
+    """A random transformers model of the family in float32; norms and biases are random too, so that none is inert."""
+    transformers = pytest.importorskip("transformers")
+    cls, more = FAMILIES[family]
+    config = getattr(transformers, cls)(**{**BASE, **more, **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(sum(map(ord, family)))
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    if "mixtral" in family:
+        model.set_experts_implementation("eager")  # the grouped kernel has no float64
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory):
+    """tiny_checkpoint(family) -> directory written by transformers' save_pretrained (made once per session)."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            directory = tmp_path_factory.mktemp(family)
+            build_hf(family).save_pretrained(directory)
+            made[family] = directory
+        return made[family]
+
+    return make

@@ -1,0 +1,341 @@
+"""model.py: equal to transformers for every family, and a tree forward equal to its paths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import BASE, FAMILIES, build_hf
+
+import checkpoint
+import kernels
+from model import ModelConfig, Transformer, chain_ancestors
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_checkpoint):
+    """pair(family, dtype) -> (transformers model, ours) with the same weights."""
+    made = {}
+
+    def make(family: str, dtype: torch.dtype = torch.float32):
+        if (family, dtype) not in made:
+            ours = checkpoint.load_model(tiny_checkpoint(family), dtype=dtype)
+            made[family, dtype] = (build_hf(family).to(dtype), ours)
+        return made[family, dtype]
+
+    return make
+
+
+def tokens_of(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, BASE["vocab_size"], (batch, length), generator=generator)
+
+
+def feed(
+    model: Transformer, cache: torch.Tensor, tokens: torch.Tensor, n: int, rows: int | None = None, taps=()
+):
+    """One chunk at n as a chain, padded to `rows` rows; returns hidden states of the real rows, and taps."""
+    B, T = tokens.shape
+    rows = rows or T
+    padded = torch.cat((tokens, tokens.new_zeros(B, rows - T)), 1)
+    depth = torch.arange(rows).expand(B, -1)
+    nodes = model.nodes(torch.full((B,), n), depth, chain_ancestors(B, rows, "cpu"), cache.shape[4])
+    hidden, tapped = model(padded, nodes, cache, taps)
+    return hidden[:, :T], None if tapped is None else tapped[:, :T]
+
+
+def run(model: Transformer, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Logits of a whole prompt fed in fixed chunks, the last one padded."""
+    length = tokens.shape[1]
+    cache = model.new_cache(tokens.shape[0], length + chunk + 1)
+    out = [feed(model, cache, tokens[:, i : i + chunk], i, chunk)[0] for i in range(0, length, chunk)]
+    return model.logits(torch.cat(out, 1))
+
+
+def random_tree(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(parent [N], ancestors [N, N] incl. self) with parent[i] < i, branching and of some depth."""
+    generator = torch.Generator().manual_seed(seed)
+    parent = torch.tensor(
+        [0] + [int(torch.randint(max(0, i - 4), i, (), generator=generator)) for i in range(1, size)]
+    )
+    ancestors = torch.eye(size, dtype=torch.bool)
+    for i in range(1, size):
+        ancestors[i] |= ancestors[parent[i]]
+    return parent, ancestors
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [LENGTH, 16, 7, 1])
+def test_logits_equal_transformers(pair, family, chunk):
+    """A wrong norm, bias, head order, RoPE type, window, router or tie; a chunk border or padding that leaks."""
+    hf, ours = pair(family)
+    tokens = tokens_of(LENGTH, batch=2)
+    want = hf(tokens).logits
+    assert 0.3 < want.std() < 4
+    assert (run(ours, tokens, chunk) - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers(pair, family):
+    """An error too small for one forward that adds up over the cache, e.g. keys stored before their rotation."""
+    hf, ours = pair(family, torch.float64)
+    prompt = tokens_of(9, seed=1)
+    want = hf.generate(prompt, max_new_tokens=64, do_sample=False, eos_token_id=None)[0, 9:].tolist()
+    cache = ours.new_cache(1, 80)
+    hidden, _ = feed(ours, cache, prompt, 0)
+    got = [int(ours.logits(hidden[:, -1]).argmax())]
+    while len(got) < 64:
+        hidden, _ = feed(ours, cache, torch.tensor([got[-1:]]), 8 + len(got))
+        got.append(int(ours.logits(hidden[:, -1]).argmax()))
+    assert got == want
+
+
+@pytest.mark.parametrize("family", ["llama31", "llama-tied", "yarn", "linear", "codellama"])
+def test_long_positions(pair, family):
+    """Scaled RoPE that is right at the first positions only: the original length is 64 or 128, this prompt has 400."""
+    hf, ours = pair(family)
+    tokens = tokens_of(400, seed=2)
+    assert (run(ours, tokens, 128) - hf(tokens).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2-window", "qwen2"])
+def test_window_is_honoured_where_the_config_says(pair, family):
+    """A window that is ignored, applied off by one, or taken from a number that a flag switches off (Qwen2)."""
+    _, ours = pair(family, torch.float64)
+    layers = {"mistral": (8, 8, 8), "qwen2-window": (0, 8, 8), "qwen2": (0, 0, 0)}[family]
+    assert ours.config.windows == layers
+    tokens = tokens_of(30)
+    changed = tokens.clone()
+    changed[0, 0] = (tokens[0, 0] + 1) % 100 + 3
+    reach = {"mistral": 3 * 7, "qwen2-window": 29, "qwen2": 29}[family]  # how far token 0 is heard
+    differs = (run(ours, tokens, 30) != run(ours, changed, 30)).any(-1)[0]
+    assert differs[: reach + 1].all() and not differs[reach + 1 :].any()
+
+
+def test_positions_of_dynamic_rope_end_at_the_original_length():
+    """Dynamic NTK scaling would change its base under keys that are already cached."""
+    raw = {**BASE, "model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    assert ModelConfig.from_hf(raw).max_positions == 512
+    raw["rope_scaling"]["original_max_position_embeddings"] = 100
+    config = ModelConfig.from_hf(raw)
+    assert config.max_positions == 100
+    assert torch.equal(
+        config.rope.frequencies(16)[0],
+        ModelConfig.from_hf({**raw, "rope_scaling": None}).rope.frequencies(16)[0],
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2-window", "qwen3"])
+def test_every_path_of_a_tree_equals_its_plain_forward(pair, family):
+    """A node that sees a sibling, misses an ancestor, or stands at its slot instead of its depth."""
+    _, model = pair(family, torch.float64)
+    n, N = 21, 12
+    prompt, nodes = tokens_of(n), tokens_of(N, seed=5)
+    parent, ancestors = random_tree(N, seed=3)
+    cache = model.new_cache(1, 64)
+    feed(model, cache, prompt, 0)
+    before = cache.clone()
+    depth = ancestors.sum(-1)[None] - 1
+    got, _ = model(nodes, model.nodes(torch.tensor([n]), depth, ancestors[None], 64), cache)
+    for node in range(N):
+        path = ancestors[node].nonzero().flatten()
+        plain = before.clone()
+        want, _ = feed(model, plain, nodes[:, path], n)
+        assert (got[0, path] - want[0]).abs().max() < 1e-10
+        # and committing that path leaves the cache as if only it had been run
+        moved, place = cache.clone(), torch.arange(len(path))
+        kernels.commit_kv(moved, (n + path)[None], (n + place)[None])
+        end = n + len(path)
+        assert (moved[:, :, :, :, :end] - plain[:, :, :, :, :end]).abs().max() < 1e-10
+    assert depth.max() >= 3 and len(set(parent.tolist())) < N - 1
+
+
+def test_sequences_of_different_length_share_a_batch(pair):
+    """Rows of a batch that share one start, one position or one mask."""
+    _, model = pair("mistral", torch.float64)
+    lengths, N = torch.tensor([5, 17]), 6
+    nodes = tokens_of(N, seed=7, batch=2)
+    trees = torch.stack([random_tree(N, seed=s)[1] for s in (1, 2)])
+    both = model.new_cache(2, 40)
+    alone = []
+    for b, n in enumerate(lengths.tolist()):
+        cache = model.new_cache(1, 40)
+        feed(model, cache, tokens_of(n, seed=b), 0)
+        both[:, :, b] = cache[:, :, 0]
+        depth = trees[b].sum(-1)[None] - 1
+        alone.append(
+            model(nodes[b : b + 1], model.nodes(lengths[b : b + 1], depth, trees[b : b + 1], 40), cache)[0]
+        )
+    got, _ = model(nodes, model.nodes(lengths, trees.sum(-1) - 1, trees, 40), both)
+    assert (got - torch.cat(alone)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_taps_are_the_states_entering_layers(pair, family):
+    """EAGLE-3 taps off by one layer, or taken after a norm: acceptance would drop without any error."""
+    hf, ours = pair(family)
+    tokens = tokens_of(20)
+    states = hf(tokens, output_hidden_states=True).hidden_states
+    hidden, taps = feed(ours, ours.new_cache(1, 24), tokens, 0, taps=(0, 1, 2, 3))
+    trained_hidden, trained_taps = ours.forward_train(tokens, (0, 1, 2, 3))
+    parts = taps.chunk(4, -1)
+    for i in range(3):
+        assert (parts[i] - states[i]).abs().max() < 1e-4
+    assert (ours.norm(parts[3]) - states[3]).abs().max() < 1e-4  # transformers norms its last entry
+    assert (hidden - states[3]).abs().max() < 1e-4
+    assert (trained_hidden - hidden).abs().max() < 1e-4 and (trained_taps - taps).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "mistral"])
+def test_a_branch_of_nan_changes_nothing_else(tiny_checkpoint, family):
+    """0 x NaN: a rejected branch that overflows must not reach its siblings through masked attention or experts."""
+    model = checkpoint.load_model(tiny_checkpoint(family), dtype=torch.float64)
+    n, N, bad = 11, 8, 2
+    ancestors = torch.eye(N, dtype=torch.bool)
+    ancestors[:, 0] = True
+    ancestors[6, 5] = ancestors[7, bad] = True  # node 7 hangs below the bad node
+    nodes = tokens_of(N, seed=4)
+    nodes[0, bad] = 100
+    nodes[nodes == 101] = 99
+
+    def forward() -> torch.Tensor:
+        cache = model.new_cache(1, 32)
+        feed(model, cache, tokens_of(n), 0)
+        depth = ancestors.sum(-1)[None] - 1
+        return model(nodes, model.nodes(torch.tensor([n]), depth, ancestors[None], 32), cache)[0][0]
+
+    clean = forward()
+    nodes[0, bad] = 101
+    model.embed_tokens.weight[101] = float("nan")
+    broken = forward()
+    keep = [i for i in range(N) if i not in (bad, 7)]
+    assert broken[[bad, 7]].isnan().all()
+    assert torch.equal(clean[keep], broken[keep])
+
+
+def test_stale_cache_rows_are_never_read(pair):
+    """Rows past the live length (old branches, padding) that leak into attention."""
+    _, model = pair("llama", torch.float64)
+    prompt = tokens_of(10)
+    clean, dirty = model.new_cache(1, 40), torch.full_like(model.new_cache(1, 40), float("nan"))
+    assert torch.equal(feed(model, clean, prompt, 0)[0], feed(model, dirty, prompt, 0)[0])
+
+
+def test_cost_functions_equal_hand_counts(pair):
+    """Bandwidth shares in the report that rest on a forgotten matrix, a counted embedding table, or all experts."""
+    H, I, V, L, hd = 64, 96, 128, 3, 16
+    attention = H * (4 + 2 * 2) * hd + 4 * hd * H
+    layer = attention + 3 * H * I + 2 * H
+    _, llama = pair("llama")
+    assert llama.weight_bytes(5) == 4 * (L * layer + H + V * H + 5 * H)
+    _, tied = pair("llama-tied")
+    assert tied.weight_bytes(1) == llama.weight_bytes(1)  # a tied LM head is read as well
+    _, mixtral = pair("mixtral")
+    touched = 4 * (1 - (1 - 2 / 4) ** 3)
+    sparse = attention + 2 * H + 4 * H + touched * 3 * H * I
+    assert mixtral.weight_bytes(3) == pytest.approx(4 * (L * sparse + H + V * H + 3 * H))
+    assert llama.kv_bytes(100) == 100 * L * 2 * 2 * hd * 4
+    assert llama.kv_bytes(100, element_size=1) == 100 * L * 2 * 2 * hd
+    _, mistral = pair("mistral")
+    assert mistral.kv_bytes(100) == 8 * L * 2 * 2 * hd * 4
+    attend = 4 * 7 * L * 107 * 4 * hd
+    assert llama.flops(7, 100) == 2 * 7 * (L * (attention + 3 * H * I) + V * H) + attend
+    assert mixtral.flops(1, 0) == 2 * (L * (attention + 2 * 3 * H * I + 4 * H) + V * H) + 4 * L * 4 * hd
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2-window"])
+def test_forward_traces_whole_and_is_not_recompiled(pair, family):
+    """A data-dependent branch or a guard on a value: it would cost seconds in the middle of a reply."""
+    _, model = pair(family)
+    _, ancestors = random_tree(8)
+    cache = model.new_cache(1, 64)
+
+    def step(tokens, n, depth, ancestors, cache):
+        hidden, _ = model(tokens, model.nodes(n, depth, ancestors, 64), cache)
+        return model.logits(hidden)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    for n, seed in ((3, 0), (4, 1), (50, 2)):
+        tree = random_tree(8, seed)[1][None]
+        args = (tokens_of(8, seed), torch.tensor([n]), tree.sum(-1) - 1, tree)
+        with torch._dynamo.config.patch(error_on_recompile=n > 3):
+            got = compiled(*args, cache.clone())
+        assert torch.equal(got, step(*args, cache.clone()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_close(pair, dtype):
+    """A float32 island (norm, RoPE, softmax) lost, or an operation that silently promotes to float32."""
+    _, exact = pair("llama31")
+    _, model = pair("llama31", dtype)
+    hidden, _ = feed(model, model.new_cache(1, 41), tokens_of(LENGTH), 0)
+    assert hidden.dtype == dtype and model.logits(hidden).dtype == torch.float32
+    assert (model.logits(hidden) - run(exact, tokens_of(LENGTH), LENGTH)).abs().mean() < 0.05
+
+
+def test_batch_training_forward_equals_the_cached_one(pair):
+    """A training path that drifts from the inference path, e.g. without the window."""
+    for family in ("mistral", "mixtral", "qwen3"):
+        _, model = pair(family, torch.float64)
+        tokens = tokens_of(24, batch=2)
+        assert (
+            model.forward_train(tokens)[0] - feed(model, model.new_cache(2, 32), tokens, 0)[0]
+        ).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"model_type": "gemma"}, "model_type"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ({"architectures": 7}, "architectures"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_attention_heads": 3}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"head_dim": 17}, "head_dim"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"pretraining_tp": 2}, "pretraining_tp"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": [1]}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_theta": 0.5}, "rope_theta"),
+        (
+            {"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True, "layer_types": 3},
+            "layer_types",
+        ),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
+    ],
+)
+def test_config_errors_name_the_key(change, word):
+    """A config value that is ignored, coerced, or ends in a traceback far away from its cause."""
+    with pytest.raises(ValueError, match=word) as error:
+        ModelConfig.from_hf({**BASE, "model_type": "llama", **change})
+    assert "\n" not in str(error.value)
+
+
+def test_both_spellings_of_transformers_give_one_config():
+    """transformers 5 moved RoPE base and scaling to rope_parameters and torch_dtype to dtype: silently default before."""
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}, "torch_dtype": "bfloat16"}
+    new = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}, "dtype": "bfloat16"}
+    base = {**BASE, "model_type": "llama"}
+    config = ModelConfig.from_hf({**base, **old})
+    assert config == ModelConfig.from_hf({**base, **new})
+    assert config.rope.theta == 5e5 and config.rope.kind == "llama3" and config.dtype == "bfloat16"

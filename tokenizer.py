@@ -136,7 +136,9 @@ class Tokenizer:
         outside = [i for i in used if type(i) is not int or not 0 <= i < limit]
         outside += [i for i in files.pieces if not 0 <= i < limit and i not in self.special_ids]
         if outside:
-            raise ValueError(f"token id {outside[0]!r} is outside the model's vocabulary of {limit}.")
+            raise ValueError(
+                f"token id {outside[0]!r} is outside the model's vocabulary of {limit} (files of another model?)."
+            )
         self._control = {content: i for content, i in files.special.items() if 0 <= i < limit}
         self._control_pattern = _any_of(self._control)
         # User text may not yield these; a one-character special (pad_token "!") is an ordinary character too.
@@ -445,5 +447,5 @@ if __name__ == "__main__":
         answer = {"prompts": _render_here(json.load(sys.stdin))}
     except Exception as failure:  # whatever a template raises is reported with its own message
         name = type(failure).__name__
-        answer = {"error": str(failure) if name == "ValueError" else f"{name}: {failure}"}
+        answer = {"error": str(failure) if name == "ValueError" else f"{name} {failure}"}
     print(json.dumps(answer))

@@ -5,7 +5,8 @@ greatest depth below the root, so a step emits 1 to D+1 tokens. Plain decoding i
 
 Shape letters: B batch, N nodes, D depth, K candidates per row, W rows of a draft level, R draft rows so far,
 P size of the dynamic pool, V vocabulary. Ids are int64. Functions of tensors have fixed shapes, never read a
-value back to the host (`tree_tables`, run once, aside) and take their randomness as arguments.
+value back to the host (`tree_tables`, run once, aside) and take their randomness as arguments. The code is in this
+file and not in tree.py because TorchDynamo never traces a file of that name (it takes it for the dm-tree package).
 """
 
 import json
@@ -160,11 +161,9 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeTables:
-    """Static trees of a batch as device tensors, padded to common sizes; built by `tree_tables`.
-
-    Run rows number the drafter's rows: 0 is the root's prediction, then the rows of each level in order.
-    Padding nodes have valid False, parent 0, depth 0 and see only themselves.
-    """
+    """Static trees of a batch as device tensors, padded to common sizes; built by `tree_tables`. Run rows number the
+    drafter's rows: 0 is the root's prediction, then the rows of each level in order. Padding nodes have valid False,
+    parent 0, depth 0 and see only themselves."""
 
     N: int
     D: int
@@ -242,8 +241,7 @@ def ancestors_from_parents(parent: Tensor, D: int, valid: Tensor | None = None) 
 
 
 class Pool(NamedTuple):
-    """A dynamic tree's candidates so far (flat ids 0..P-1, parents before children) and its frontier: the K
-    of them that the next draft forward runs."""
+    """A dynamic tree's candidates so far (flat ids, parents first) and the frontier that is drafted from next."""
 
     tokens: Tensor  # [B, P]
     scores: Tensor  # [B, P] cumulative, fp32 or wider
@@ -287,9 +285,9 @@ def first_level(tokens: Tensor, scores: Tensor) -> Pool:
 
 
 def expand(pool: Pool, tokens: Tensor, scores: Tensor) -> Pool:
-    """The pool after one expansion (eagle.md 3.2). tokens, scores [B, K, K]: the K candidates of each
-    frontier row and their log-probabilities, chosen by the caller (shared noise selects by other keys than it
-    scores by). The next frontier is the best K of these K*K by cumulative score."""
+    """The pool after one expansion. tokens, scores [B, K, K]: the K candidates of each frontier row and their
+    log-probabilities, chosen by the caller (shared noise selects by other keys than it scores by). The next
+    frontier is the best K of these K*K by cumulative score (EAGLE-2, expansion phase)."""
     B, K = pool.frontier.shape
     base = pool.scores.gather(1, pool.frontier)[..., None]
     # A child scores no higher than its parent and has a higher flat id, so it never outlives it in `select`.
@@ -304,10 +302,9 @@ def expand(pool: Pool, tokens: Tensor, scores: Tensor) -> Pool:
 
 
 def select(pool: Pool, root: Tensor, N: int, D: int, live: Tensor | None = None) -> DraftTree:
-    """Re-rank the pool: keep the best N-1 candidates and number them in flat order, parents first.
-
-    root [B]: the root's token. D: one more than the expansions. live [B] int64: keep only that many nodes,
-    root included, and pad up to N (a smaller tree in a larger captured size)."""
+    """Re-rank the pool (EAGLE-2): keep the best N-1 candidates and number them in flat order, parents first. root [B]: the
+    root's token. D: one more than the expansions. live [B] int64: keep only that many nodes, root included, and
+    pad up to N (a smaller tree in a larger captured size)."""
     P = pool.tokens.shape[1]
     if not 1 <= N <= P + 1:
         raise ValueError(f"dynamic tree: N is {N}, allowed 1 to {P + 1} for a pool of {P} candidates")
@@ -317,8 +314,7 @@ def select(pool: Pool, root: Tensor, N: int, D: int, live: Tensor | None = None)
     flat = flat.sort(dim=-1).values
     valid, flat = pad(flat < P, (1, 0), value=True), flat.clamp(max=P - 1)
     above = pool.parent.gather(1, flat)
-    parent = torch.where((above < 0) | ~valid[:, 1:], 0, torch.searchsorted(flat, above) + 1)
-    parent = pad(parent, (1, 0))
+    parent = pad(torch.where((above < 0) | ~valid[:, 1:], 0, torch.searchsorted(flat, above) + 1), (1, 0))
     ancestors, depth = ancestors_from_parents(parent, D, valid)
     tokens = torch.cat([root[:, None], pool.tokens.gather(1, flat)], 1)
     return DraftTree(tokens, parent, depth, ancestors, valid, pad(pool.scores.gather(1, flat), (1, 0)))
@@ -362,7 +358,7 @@ def multi_round(
 
     A node's children, drawn from the draft distribution q, are tried in drawn order: accepted with
     probability min(1, p/q'); on rejection p becomes norm(max(0, p - q')). q' is q itself with replacement;
-    without, q with the earlier siblings zeroed, renormalised (eagle.md 5.2). The bonus comes from the p left.
+    without, q with the earlier siblings zeroed, renormalised (as EAGLE-1 drafts). The bonus comes from the p left.
 
     tokens [B, N]; p [B, N, V] processed target probabilities after each node; q [B, run_rows, V] the draft's,
     by run row, processed the same way; u [B, N] uniforms in [0, 1), one per node; noise [B, V] Gumbel, for
@@ -382,7 +378,7 @@ def _multi_round_walk(
     B, N, V = p.shape
     if tokens.shape != (B, N) or tables.N != N or q.shape != (B, tables.run_rows, V):
         want = f"p [B, {tables.N}, V] and q [B, {tables.run_rows}, V]"
-        raise ValueError(f"multi-round: this tree needs {want}, got {tuple(p.shape)} and {tuple(q.shape)}")
+        raise ValueError(f"multi-round: the tree needs {want}, got {tuple(p.shape)} and {tuple(q.shape)}")
     b, node = torch.arange(B, device=p.device), torch.zeros_like(tokens[:, 0])
     law, walking, path = p[:, 0], torch.ones_like(node, dtype=torch.bool), [node]
     for width in tables.branching:

@@ -67,7 +67,7 @@ def random_tree(rng, most=14, bias=0.5):
 
 
 def medusa(counts):
-    """Paths from 'parent path: number of children' as eagle.md 10.2 lists the published trees."""
+    """Paths from 'parent path: number of children', how the published trees are listed."""
     return tuple((*map(int, above), rank) for above, n in counts.items() for rank in range(n))
 
 
@@ -92,7 +92,7 @@ def test_paper25_is_the_published_tree():
 
 
 def test_paper25_tables_match_the_official_buffers():
-    """A draft mask or candidate index unlike EAGLE-1's buffers (eagle.md 2.2) lowers acceptance."""
+    """A draft mask or candidate index unlike EAGLE-1's buffers lowers acceptance."""
     t = real.tree_tables([real.PAPER25])
     flat = [
         0,
@@ -343,7 +343,7 @@ def test_ancestors_by_pointer_doubling():
 
 
 def official_tree(model, N, depth, K):
-    """EAGLE-2's tree after eagle.md 3.2 in Python lists: (tokens, parent, depth), ties to the lower flat id.
+    """EAGLE-2's tree in Python lists: (tokens, parent, depth), ties to the lower flat id.
 
     model(path) gives the K (token, log-probability) candidates after the drafted path, best first.
     """

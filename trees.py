@@ -302,9 +302,9 @@ def expand(pool: Pool, tokens: Tensor, scores: Tensor) -> Pool:
 
 
 def select(pool: Pool, root: Tensor, N: int, D: int, live: Tensor | None = None) -> DraftTree:
-    """Re-rank the pool (EAGLE-2): keep the best N-1 candidates and number them in flat order, parents first. root [B]: the
-    root's token. D: one more than the expansions. live [B] int64: keep only that many nodes, root included, and
-    pad up to N (a smaller tree in a larger captured size)."""
+    """EAGLE-2's re-ranking: keep the best N-1 of the pool, numbered in flat order, parents first. root [B]: the root's
+    token. D: one more than the expansions. live [B] int64: keep only that many nodes, root included, and pad up to N
+    (a smaller tree in a larger captured size). ValueError if the pool is smaller than N-1."""
     P = pool.tokens.shape[1]
     if not 1 <= N <= P + 1:
         raise ValueError(f"dynamic tree: N is {N}, allowed 1 to {P + 1} for a pool of {P} candidates")

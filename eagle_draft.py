@@ -22,7 +22,17 @@ from torch import Tensor
 import sampling
 import tree as trees
 from checkpoint import EagleConfig
-from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, chain_ancestors, make_nodes
+from model import (
+    MLP,
+    Attention,
+    Nodes,
+    RMSNorm,
+    RotaryTable,
+    Transformer,
+    chain_ancestors,
+    make_nodes,
+    weight_bytes,
+)
 
 FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (eagle.md 7.2)
 
@@ -250,6 +260,24 @@ class EagleDrafter:
     def D(self) -> int:
         return self.tree.D
 
+    def bytes_per_step(self, model: Transformer) -> float:
+        """Weight bytes one draft reads: the layer once per forward, the LM head (own, trimmed or shared) likewise."""
+        forwards = 1 + (self.tree.depth if self.dynamic else len(self.tree.levels))
+        head = self.head
+        shared = 0.0
+        if (
+            head.config.version == 1
+            and head.draft_ids is None
+            or head.config.version == 3
+            and head.lm_head is None
+        ):
+            shared = (
+                weight_bytes(model.lm_head) if model.lm_head is not None else model.embed_tokens.weight.nbytes
+            )
+        elif head.config.version == 1:
+            shared = head.trimmed_head.nbytes
+        return forwards * (weight_bytes(head) + shared)
+
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
         """Append true pairs of one sequence: tokens [1, T] (each row's *next* token), features [1, T, F], start [1]."""
         T = tokens.shape[1]
@@ -396,50 +424,78 @@ def _padded(paths: Tensor, length: int) -> Tensor:
     return F.pad(paths, (0, length - paths.shape[-1]))
 
 
-def loss_eagle1(head: EagleHead, tokens: Tensor, features: Tensor, mask: Tensor, noise: Tensor | None):
+def loss_eagle1(
+    head: EagleHead,
+    tokens: Tensor,
+    features: Tensor,
+    mask: Tensor,
+    noise: Tensor | None = None,
+    count: float | None = None,
+    weights: tuple[float, float] = (1.0, 0.1),
+) -> tuple[Tensor, Tensor]:
     """EAGLE-1's objective (eagle.md 7.2): smooth L1 to the true feature + 0.1 x soft cross-entropy.
 
-    tokens [B, T] ids t_0..; features [B, T, H] of the same tokens; mask [B, T] 1 where the loss counts; noise [B, T, H]
-    uniform in [-1, 1] or None. Returns (loss, top-1 agreement with the target's argmax).
+    tokens [B, T] ids t_0..; features [B, T, H] of the same tokens; noise [B, T, H] uniform in [-1, 1], scaled here, or
+    None. Row i sees (h_i, t_{i+1}) and counts where mask [B, T] holds for t_{i+1}: the rows that draft. Returns (loss,
+    top-1 agreement with the target [1]), both sums over rows / `count` (default: the rows that count here), so that parts
+    of a batch add up to the whole. One host sync.
     """
-    T = tokens.shape[1]
-    noisy = features if noise is None else features + noise * (FEATURE_NOISE / 2) * 512 / T
-    predicted = head.forward_train(tokens[:, 1:], noisy[:, :-1])
-    target, weight = features[:, 1:], mask[:, 1:].float()
-    count = weight.sum() + 1e-5
-    regression = F.smooth_l1_loss(predicted, target, reduction="none").mean(-1)
+    if noise is not None:
+        noise = noise * (FEATURE_NOISE / 2) * 512 / tokens.shape[1]
+    noisy = features if noise is None else features + noise
+    keep = mask[:, 1:].bool()
+    count = max(1.0, float(keep.sum()) if count is None else count)
+    predicted = head.forward_train(tokens[:, 1:], noisy[:, :-1])[keep]
+    target = features[:, 1:][keep]
     with torch.no_grad():
-        law = head.target.logits(target).softmax(-1)
-    log_q = head.target.logits(predicted).log_softmax(-1)
-    cross_entropy = -(law * log_q).sum(-1)
-    hit = (log_q.argmax(-1) == law.argmax(-1)).float()
-    loss = ((regression + 0.1 * cross_entropy) * weight).sum() / count
-    return loss, (hit * weight).sum().detach() / count
+        law = head.predict(target).softmax(-1)
+    logits = head.predict(predicted)
+    regression = F.smooth_l1_loss(predicted.to(law.dtype), target.to(law.dtype), reduction="none").mean(-1)
+    cross_entropy = F.cross_entropy(logits, law, reduction="sum")
+    hits = (logits.argmax(-1) == law.argmax(-1)).sum()
+    return (weights[0] * regression.sum() + weights[1] * cross_entropy) / count, hits[None] / count
 
 
-def loss_eagle3(head: EagleHead, tokens: Tensor, taps: Tensor, logits: Tensor, mask: Tensor, steps: int = 7):
-    """EAGLE-3's training-time test (eagle.md 7.3): the head runs `steps` times on its own outputs, weights 0.8^s.
+def loss_eagle3(
+    head: EagleHead,
+    tokens: Tensor,
+    taps: Tensor,
+    hidden_states: Tensor,
+    mask: Tensor,
+    steps: int = 7,
+    count: float | None = None,
+    decay: float = 0.8,
+) -> tuple[Tensor, Tensor]:
+    """EAGLE-3's training-time test (eagle.md 7.3): the head runs `steps` times on its own outputs, weights decay^s.
 
-    tokens [B, T]; taps [B, T, 3H]; logits [B, T, V] of the target; mask [B, T]. Rows count where the mask is set and
-    the target's argmax can be drafted. Returns (loss, top-1 accuracy of each step [steps]).
+    tokens [B, T]; taps [B, T, 3H] and hidden_states [B, T, H] of the target. Row i of step s embeds t_{i+1+s} and counts
+    where mask [B, T] holds for that token and the target's argmax can be drafted. Returns (loss, top-1 agreement with the
+    target by step [steps], an argmax that cannot be drafted being a miss), both sums over rows / `count` (default: the
+    masked rows of step 0), so that parts of a batch add up to the whole. Host syncs: one per step.
     """
-    T = tokens.shape[1]
-    ids = (
-        head.draft_ids if head.draft_ids is not None else torch.arange(logits.shape[-1], device=logits.device)
-    )
-    draftable = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-    draftable[ids] = True
-    law = logits[..., ids].softmax(-1)
-    best, counted = logits.argmax(-1), mask.bool() & draftable[logits.argmax(-1)]
-    feature, memory, total, accuracy = head.fuse(taps[:, :-1]), [], 0.0, []
+    keep = mask[:, 1:].bool()
+    count = max(1.0, float(keep.sum()) if count is None else count)
+    ids = head.draft_ids
+    with torch.no_grad():
+        logits = head.target.logits(hidden_states[:, 1:][keep])
+        best = logits.argmax(-1)
+        if ids is not None:
+            local = torch.full((logits.shape[-1],), -1, device=ids.device)
+            local[ids] = torch.arange(ids.numel(), device=ids.device)
+            best, logits = local[best], logits[:, ids]
+        drafted = best >= 0
+        law, best = logits[drafted].softmax(-1), best[drafted]
+        keep = keep.masked_scatter(keep, drafted)
+        where = torch.zeros_like(tokens[:, 1:]).masked_scatter(
+            keep, torch.arange(len(best), device=best.device)
+        )
+    feature, memory, total, hits = head.fuse(taps[:, :-1]), [], 0.0, []
     for s in range(steps):
-        rows = T - 1 - s  # the last rows run out of known tokens
-        nexts = F.pad(tokens[:, 1 + s :], (0, s))
-        feature = head.forward_train(nexts, feature, s, memory)
-        log_q = head.predict(feature[:, :rows]).log_softmax(-1)
-        keep = counted[:, 1 + s :].float()
-        loss = -(law[:, 1 + s :] * log_q).sum(-1)
-        total = total + 0.8**s * (loss * keep).sum() / keep.numel()
-        hit = (ids[log_q.argmax(-1)] == best[:, 1 + s :]).float()
-        accuracy.append((hit * keep).sum().detach() / keep.sum().clamp(min=1))
-    return total, torch.stack(accuracy)
+        rows = tokens.shape[1] - 1 - s  # the last rows run out of known tokens
+        feature = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), feature, s, memory)
+        counted = keep[:, s:]
+        logits = head.predict(feature[:, :rows][counted])
+        which = where[:, s:][counted]
+        total = total + decay**s * F.cross_entropy(logits, law[which], reduction="sum") / count
+        hits.append((logits.argmax(-1) == best[which]).sum() / count)
+    return total, torch.stack(hits)

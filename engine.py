@@ -224,7 +224,7 @@ class _Row:
 
     def __init__(self, result: GenerationResult, params: SamplingParams, stop_ids: set[int], tokenizer):
         self.result, self.params, self.stop_ids = result, params, stop_ids
-        self.decoder = tokenizer.stream() if tokenizer is not None else None
+        self.decoder = tokenizer.stream(continuation=True) if tokenizer is not None else None
         self.text, self.shown, self.finished = "", 0, False
 
     def push(self, ids: Sequence[int], step: bool = True) -> Chunk:
@@ -448,6 +448,36 @@ class Engine:
                 if result.stop_reason == "unfinished":
                     result.stop_reason = "interrupted"
 
+    @torch.inference_mode()
+    def margin(
+        self, row: int, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int
+    ) -> float:
+        """How far apart tokens a and b are as successors of `text` (whose first `prompt` ids are the prompt): the
+        difference of their sampling keys z + T g. For judging whether a fork is a rounding tie."""
+        self._cached, self._drafted = [[] for _ in self._cached], [0] * self.batch_size
+        with self.backend.active():
+            self.state.sampling.set(params)
+            logits, noise = self._prompt_logits(row, list(text), params.mode)
+            if params.mode.penalties:
+                self._count(row, text, prompt)
+                logits = self._penalised(row, logits)
+            keys = logits[0, 0] if noise is None else (logits + self.state.sampling.temperature * noise)[0, 0]
+        return abs(float(keys[a] - keys[b]))
+
+    def _count(self, row: int, text: Sequence[int], prompt: int) -> None:
+        """Set the penalty counters as after generating text[prompt:]."""
+        state, device = self.state, self.model.device
+        state.seen[row], state.counts[row] = False, 0
+        state.seen[row, torch.tensor(text, device=device)] = True
+        generated = torch.tensor(text[prompt:], dtype=torch.int64, device=device)
+        state.counts[row].scatter_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
+
+    def _penalised(self, row: int, logits: Tensor) -> Tensor:
+        state = self.state
+        empty = torch.zeros(1, 1, 1, dtype=torch.int64, device=logits.device)
+        seen, counts = state.seen[row : row + 1], state.counts[row : row + 1]
+        return sampling.apply_penalties(logits, seen, counts, empty, empty.bool(), state.sampling)
+
     def _not_finite(self, position: int) -> str:
         low = self.model.dtype == torch.float16
         hint = "fp16 overflow? Try --dtype bfloat16 or float32." if low else "Are the weights damaged?"
@@ -456,16 +486,28 @@ class Engine:
     def _prefill(self, row: int, prompt: list[int], mode, cached: list[int], drafted: int, result) -> int:
         """Run the prompt (less what the caches still hold) in fixed chunks; set up the row; returns token 1."""
         state, P = self.state, len(prompt)
-        start = 0
-        for ours, theirs in zip(prompt[:-1], cached, strict=False):
-            if ours != theirs:
-                break
-            start += 1
+        start = next((i for i, (x, y) in enumerate(zip(prompt, cached, strict=False)) if x != y), len(cached))
+        start = min(start, P - 1)
         if self.drafter.D > 0:
             start = min(start, drafted)  # draft row i holds token i + 1
         result.cached_tokens = start
-        device = self.model.device
-        ids = torch.tensor(prompt + [0], dtype=torch.int64)
+        logits, noise = self._prompt_logits(row, prompt, mode, start)
+        if mode.penalties:
+            self._count(row, prompt, P)
+            logits = self._penalised(row, logits)
+        first = sampling.choose(logits, noise, state.sampling, mode)[0, 0]
+        state.tokens[row, :P] = torch.tensor(prompt, device=first.device)
+        state.tokens[row, P] = first
+        state.n[row], state.root[row], state.count[row] = P, first, 1
+        state.produced[row], state.done[row] = 1, False
+        state.seen[row, first], state.counts[row, first] = True, 1
+        return int(first)
+
+    def _prompt_logits(self, row: int, text: list[int], mode, start: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Fill the caches with text[start:]; logits [1, 1, V] after its last token and that position's noise. The last
+        token's feature becomes the pending one."""
+        state, P, device = self.state, len(text), self.model.device
+        ids = torch.tensor([*text, 0], dtype=torch.int64)
         while start < P:
             width = next((w for w in PREFILL_CHUNKS if P - start <= w), PREFILL_CHUNKS[-1])
             take = min(width, P - start)
@@ -482,27 +524,17 @@ class Engine:
                 where,
             )
             start += take
+        state.features[row, 0] = features[0, take - 1]
         logits = self.model.logits(hidden_states[:, take - 1 : take])
         if not bool(sampling.finite(logits).all()):
             raise ArithmeticError(self._not_finite(P - 1))
-        state.seen[row, ids[:-1].to(device)] = True
-        noise = None
-        if mode.sample:
-            vocabulary = torch.arange(logits.shape[-1], device=device)
-            position = torch.tensor([[P]], device=device)
-            noise = sampling.gumbel_noise(state.sampling.seed[row : row + 1], position, vocabulary)
-        if mode.penalties:
-            empty = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
-            seen, counts = state.seen[row : row + 1], state.counts[row : row + 1]
-            logits = sampling.apply_penalties(logits, seen, counts, empty, empty.bool(), state.sampling)
-        first = sampling.choose(logits, noise, state.sampling, mode)[0, 0]
-        state.tokens[row, :P] = ids[:-1].to(device)
-        state.tokens[row, P] = first
-        state.n[row], state.root[row], state.count[row] = P, first, 1
-        state.features[row, 0] = features[0, take - 1]
-        state.produced[row], state.done[row] = 1, False
-        state.seen[row, first], state.counts[row, first] = True, 1
-        return int(first)
+        if not mode.sample:
+            return logits, None
+        vocabulary, position = (
+            torch.arange(logits.shape[-1], device=device),
+            torch.tensor([[P]], device=device),
+        )
+        return logits, sampling.gumbel_noise(state.sampling.seed[row : row + 1], position, vocabulary)
 
 
 def _prefill_chunk(model, drafter, kv: Tensor, row: int, tokens: Tensor, nexts: Tensor, start: Tensor):

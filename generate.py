@@ -1,0 +1,703 @@
+"""Load a model (and a draft head) and decode: the Python API `load` and the command line that uses it.
+
+    python generate.py                                              # the demo model continues a built-in prompt
+    python generate.py --checkpoint DIR --eagle HEAD --compile -p "Why is the sky blue?"
+    python generate.py --checkpoint DIR --chat
+
+    from generate import load
+    engine = load("demo", eagle="demo/eagle1")
+    for chunk in engine.generate(prompt_ids, SamplingParams(max_new_tokens=100)): ...
+
+The text goes to stdout, the report to stderr. Exit codes: 2 usage, 3 bad file, 4 memory, 5 internal, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import checkpoint
+import kernels
+import tree as trees
+from eagle_draft import EagleDrafter, EagleHead
+from engine import Engine, GenerationResult, PlainDrafter
+from model import DTYPES, ModelConfig, Transformer
+from sampling import SamplingParams
+from tokenizer import load_tokenizer
+
+DEMO = Path(__file__).resolve().parent / "demo"
+DEMO_PROMPT = '''class Stack:
+    """A last-in, first-out stack."""
+
+    def __init__(self, items=None):
+'''
+USAGE, BAD_FILE, MEMORY, INTERNAL, INTERRUPTED = 2, 3, 4, 5, 130
+
+
+class UserError(ValueError):
+    """A one-line message for the user and the exit code that goes with it."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What `load` builds. Everything about one request is in SamplingParams instead."""
+
+    checkpoint: str = str(DEMO)
+    eagle: str | None = None
+    eagle_config: tuple[str, ...] = ()  # key=value, for a head without a config.json
+    tree: str | tuple[str, ...] = "paper25"  # a tuple: one static tree per sequence of the batch
+    draft_vocab: int = 0  # EAGLE-1/2: draft only the K most frequent tokens
+    draft_noise: bool = True  # the draft sees the target's noise
+    verify: str = "match"  # match | multi-round | multi-round-replacement
+    batch_size: int = 1
+    ctx: int | None = None
+    device: str | None = None
+    dtype: str | None = None
+    compile: bool = False
+    kernels: str = "auto"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes the engine will hold, computed before anything is loaded."""
+
+    weights: int
+    head: int
+    kv: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.head + self.kv + self.buffers
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "head": self.head, "kv": self.kv, "buffers": self.buffers}
+        return f"{size(self.total)}: " + "  ".join(f"{k} {size(v)}" for k, v in parts.items() if v)
+
+
+def size(count: float) -> str:
+    """Bytes for people, decimal units."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def plan_memory(config: ModelConfig, options: LoadOptions, head=None, stored_weights: int = 0) -> MemoryPlan:
+    """What `load` will allocate. head: EagleFile or None; stored_weights: bytes on disk of a quantized model."""
+    dtype = DTYPES[options.dtype or config.dtype]
+    element, B, ctx = dtype.itemsize, options.batch_size, options.ctx or config.max_positions
+    model = checkpoint.build_model(config)
+    weights = stored_weights or sum(p.numel() for p in model.parameters()) * element
+    rotary = 4 * ctx * config.head_dim
+    tree = trees.parse_tree(options.tree if isinstance(options.tree, str) else options.tree[0])
+    N, D = (tree.N, tree.D) if head is not None else (1, 0)
+    slots = ctx + N + 1
+    row = 2 * config.num_key_value_heads * config.head_dim * element
+    buffers = B * slots * 8 + B * config.vocab_size * 5 + rotary
+    head_bytes = draft_kv = 0
+    if head is not None:
+        layer = head.config.layer
+        draft_row = 2 * layer.num_key_value_heads * layer.head_dim * element
+        draft_kv = B * (slots + 128) * draft_row
+        head_bytes = sum(t.numel() for n, t in head.tensors.items() if n != "draft_ids") * element
+        buffers += B * (D + 1) * max(1, len(head.config.taps)) * config.hidden_size * element
+        buffers += 4 * ctx * layer.head_dim
+    return MemoryPlan(weights, head_bytes, B * slots * row * config.num_hidden_layers + draft_kv, buffers)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_memory(plan: MemoryPlan, free: int, options: LoadOptions, config: ModelConfig) -> None:
+    """UserError(4) naming the smallest change that fits, before anything is allocated."""
+    if plan.total <= free:
+        return
+    ctx = options.ctx or config.max_positions
+    per_token = plan.kv / ctx
+    fits = int(ctx - (plan.total - free) / per_token) if per_token else 0
+    hint = (
+        f"Try --ctx {fits // 64 * 64}."
+        if fits >= 64
+        else "Use a quantized model (quantize.py) or a larger device."
+    )
+    raise UserError(f"not enough memory: plan {size(plan.total)}, free {size(free)}. {hint}", MEMORY)
+
+
+def load(
+    checkpoint_dir: str | Path = DEMO,
+    *,
+    progress: Callable[[int, int, str], None] | None = None,
+    report: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Engine:
+    """Build an Engine from a model directory and, with `eagle=`, a draft head.
+
+    Keyword options are the fields of LoadOptions. `progress(done, total, name)` is called while weights stream in;
+    `report(line)` gets notes (what was assumed about a bare head, the memory plan). Raises ValueError in one line.
+    """
+    opts = LoadOptions(checkpoint=str(checkpoint_dir), **options)
+    return _load(opts, progress, report or (lambda line: None))
+
+
+def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
+    device = torch.device(opts.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but this torch sees no CUDA device. Use --device cpu.", USAGE)
+    backend = kernels.KernelBackend(opts.kernels, device.type)
+    if opts.batch_size < 1:
+        raise UserError(f"batch_size is {opts.batch_size}; allowed: 1 or more.", USAGE)
+    try:
+        directory = Path(opts.checkpoint)
+        config = checkpoint.load_config(directory)
+        tokenizer = load_tokenizer(directory, config.vocab_size)
+        pairs = dict(item.split("=", 1) for item in opts.eagle_config)
+        head_file = checkpoint.read_eagle(opts.eagle, config, pairs) if opts.eagle else None
+    except ValueError as error:
+        raise UserError(str(error), BAD_FILE) from error
+    if opts.dtype is None:  # half precision is slow on CPUs without native support for it
+        opts = replace(opts, dtype="float32" if device.type == "cpu" else config.dtype)
+    if opts.ctx is None:
+        opts = replace(opts, ctx=min(config.max_positions, 8192))
+    plan = plan_memory(config, opts, head_file, _quantized_bytes(directory))
+    check_memory(plan, free_memory(device), opts, config)
+    for note in head_file.notes if head_file else ():
+        report(f"note    {note}")
+    try:
+        dtype = DTYPES[opts.dtype]
+        model = checkpoint.load_model(directory, device, dtype, progress, max_positions=opts.ctx)
+        head = build_head(head_file, model, opts.draft_vocab) if head_file else None
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise UserError(
+            f"out of memory while loading ({size(plan.total)} planned): {error}", MEMORY
+        ) from error
+    except ValueError as error:
+        raise UserError(str(error), BAD_FILE) from error
+    drafter = build_drafter(model, head, opts) if head else None
+    engine = Engine(
+        model, tokenizer, drafter, opts.batch_size, ctx=opts.ctx, compile=opts.compile, backend=backend
+    )
+    engine.options, engine.plan, engine.head = opts, plan, head
+    if head and head.config.layer.max_position_embeddings < opts.ctx:
+        limit = head.config.layer.max_position_embeddings
+        report(
+            f"note    this head was trained to {limit:,} positions; past them expect fewer accepted tokens."
+        )
+    return engine
+
+
+def _quantized_bytes(directory: Path) -> int:
+    config = checkpoint.read_json(directory / "config.json") if (directory / "config.json").exists() else {}
+    if config.get("eaglet_quant") or config.get("quantization_config"):
+        return sum(f.stat().st_size for f in directory.glob("*.safetensors"))
+    return 0
+
+
+def build_head(file: checkpoint.EagleFile, model: Transformer, draft_vocab: int = 0) -> EagleHead:
+    """An EagleHead on the model's device and dtype, its tensors loaded strictly."""
+    ids = file.tensors.get("draft_ids")
+    if draft_vocab:
+        if file.config.version != 1:
+            raise ValueError(
+                "--draft-vocab trims EAGLE-1/2 heads; an EAGLE-3 head brings its own draft vocabulary."
+            )
+        if not 1 <= draft_vocab <= model.config.vocab_size:
+            raise ValueError(f"--draft-vocab is {draft_vocab}; allowed: 1 to {model.config.vocab_size}.")
+        # BPE and sentencepiece number their pieces by rank, so the first ids are the most frequent ones
+        ids = torch.arange(draft_vocab)
+    with torch.device("meta"):
+        head = EagleHead(file.config, model, ids).eval().requires_grad_(False)
+    head.to(dtype=model.dtype).to_empty(device=model.device)
+    tensors = {name: t.to(model.device) for name, t in file.tensors.items()}
+    if ids is not None:
+        tensors["draft_ids"] = ids.to(model.device, torch.int64)
+        head.draft_ids = head.draft_ids.to(torch.int64)
+    head.load_state_dict(tensors, strict=True)
+    head.rotary.build(model.device, model.rotary.length)
+    head.trim()
+    return head
+
+
+def build_drafter(model: Transformer, head: EagleHead, opts: LoadOptions) -> EagleDrafter:
+    """The drafter for options' tree(s), noise and verification rule."""
+    specs = [opts.tree] if isinstance(opts.tree, str) else list(opts.tree)
+    parsed = [trees.parse_tree(spec) for spec in specs]
+    B = opts.batch_size
+    if len(parsed) not in (1, B):
+        raise ValueError(f"{len(parsed)} trees for a batch of {B}; give one tree, or one per sequence.")
+    if any(isinstance(t, trees.DynamicTree) for t in parsed):
+        if len(set(parsed)) > 1:
+            raise ValueError("trees of a batch must all be static, or all the same dynamic tree.")
+        tree: Any = parsed[0]
+    else:
+        tree = trees.tree_tables(parsed * B if len(parsed) == 1 else parsed, model.device)
+    rules = {"match": "", "multi-round": "without", "multi-round-replacement": "with"}
+    if opts.verify not in rules:
+        raise ValueError(f"--verify is {opts.verify!r}; allowed: {', '.join(rules)}.")
+    slots = opts.ctx + tree.N + 1
+    return EagleDrafter(head, tree, B, slots, opts.draft_noise, rules[opts.verify])
+
+
+def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult]):
+    """Replay without the drafter; returns (identical tokens, total tokens, None or (row, index, margin)).
+
+    On the GPU the replay keeps the width of the forward (one live node, the rest padding) and its kernels, so equality
+    is bitwise; on a CPU in fp32 a fork at a near-tie is possible and its margin says so.
+    """
+    width = engine.drafter.N if engine.model.device.type == "cuda" else 1
+    drafter = PlainDrafter(engine.model, engine.batch_size, width)
+    plain = Engine(
+        engine.model,
+        engine.tokenizer,
+        drafter,
+        engine.batch_size,
+        engine.ctx,
+        engine.compiled,
+        engine.backend,
+    )
+    replayed = plain.generate_batch(prompts, params).run()
+    same = total = 0
+    fork = None
+    for b, (ours, theirs) in enumerate(zip(results, replayed, strict=True)):
+        pairs = list(zip(ours.token_ids, theirs.token_ids, strict=False))
+        agree = next((i for i, (x, y) in enumerate(pairs) if x != y), len(pairs))
+        same, total = same + agree, total + len(ours.token_ids)
+        if agree < max(len(ours.token_ids), len(theirs.token_ids)) and fork is None:
+            margin = float("inf")
+            if agree < len(pairs):
+                text = prompts[b] + ours.token_ids[:agree]
+                margin = plain.margin(b, text, len(prompts[b]), params, *pairs[agree])
+            fork = (b, agree, margin)
+    return same, total, fork
+
+
+def measure_copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second (read + write) of a large copy: the ceiling that the report's shares refer to."""
+    count = (1 << 28) if device.type == "cuda" else (1 << 26)
+    source = torch.zeros(count, dtype=torch.float32, device=device)
+    target, best = torch.empty_like(source), 0.0
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2 * source.nbytes / (time.perf_counter() - started))
+    return best
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    names = [line for line in _cpuinfo() if line.startswith("model name")]
+    name = names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__}
+
+
+def result_json(engine: Engine, results: list[GenerationResult]) -> dict[str, Any]:
+    """The object `--json` prints: row 0 at the top level, all rows under "batch" when there are several."""
+    opts = engine.options
+    shared = {
+        "checkpoint": opts.checkpoint,
+        "quant": getattr(engine.model, "quant", None) or "none",
+        "dtype": opts.dtype,
+        "device": describe_device(engine.model.device),
+        "tree": opts.tree if engine.head else None,
+        "eagle": opts.eagle,
+        "verify": opts.verify if engine.head else None,
+        "compile": opts.compile,
+        "peak_memory_bytes": peak_memory(engine.model.device),
+        "versions": versions(),
+    }
+    rows = [r.to_dict() for r in results]
+    return rows[0] | shared | ({"batch": rows} if len(rows) > 1 else {})
+
+
+class Report:
+    """The lines on stderr. Colours only on a terminal, and never under NO_COLOR."""
+
+    def __init__(self, quiet: bool):
+        self.quiet = quiet
+        self.live = sys.stderr.isatty() and not quiet
+
+    def line(self, text: str = "") -> None:
+        if not self.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def progress(self, done: int, total: int, name: str) -> None:
+        if self.live and total > 50e6:
+            end = "\r" if done < total else "\r\033[K"
+            print(
+                f"loading {done / total:4.0%}  {size(done)} of {size(total)}",
+                end=end,
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def head(self, engine: Engine, seconds: float) -> None:
+        opts, model = engine.options, engine.model
+        quant = getattr(model, "quant", None)
+        head = ""
+        if engine.head:
+            trimmed = f" vocabulary {engine.head.vocab_size:,}" if engine.head.draft_ids is not None else ""
+            head = f"   head EAGLE-{engine.head.config.version}  {size(engine.plan.head)}{trimmed}  tree {opts.tree}"
+        template = engine.tokenizer.chat_template_source if engine.tokenizer else "no tokenizer"
+        name = Path(opts.checkpoint).name or opts.checkpoint
+        what = f"{quant}  {opts.dtype}" if quant else opts.dtype
+        extra = f"   template: {template}" if template else ""
+        self.line(f"model   {name}   {what}   {size(engine.plan.weights)}{head}   ctx {engine.ctx}{extra}")
+        self.line(
+            f"device  {describe_device(model.device)}     plan {engine.plan}   loaded in {seconds:.1f} s"
+        )
+        if engine.compiled:
+            self.line("compile the first steps compile; later prompts, lengths and sampling values do not")
+
+    def tail(
+        self, engine: Engine, results: list[GenerationResult], params: SamplingParams, bandwidth: float
+    ) -> None:
+        model, r = engine.model, results[0]
+        cached = f"  ({r.cached_tokens} cached)" if r.cached_tokens else ""
+        fresh = r.prompt_tokens - r.cached_tokens
+        self.line()
+        for r in results:
+            if r.prefill_seconds > 0:
+                rate = fresh / r.prefill_seconds
+                ms = r.prefill_seconds * 1e3
+                self.line(f"prompt   {r.prompt_tokens:5d} tok  {ms:8.0f} ms  {rate:8.1f} tok/s{cached}")
+            seconds, rate = r.decode_seconds, r.tokens_per_second
+            self.line(
+                f"generate {r.new_tokens:5d} tok  {seconds:8.2f} s   {rate:8.1f} tok/s   {r.steps} steps"
+            )
+        r = results[0]
+        if engine.head and r.steps:
+            depth = " ".join(f"{share:.2f}"[1:] if share < 1 else "1.0" for share in r.accepted_by_depth)
+            self.line(f"accepted tau {r.tau:.2f} tokens/step   by depth {depth or '-'} (1 + sum = tau)")
+        if r.steps and bandwidth:
+            rows = engine.drafter.N * engine.batch_size
+            context = r.prompt_tokens + r.new_tokens // 2
+            moved = model.weight_bytes(rows) + engine.batch_size * model.kv_bytes(context)
+            moved += engine.drafter.bytes_per_step(model) if engine.head else 0
+            share = moved * r.steps / r.decode_seconds / bandwidth
+            per_step = r.decode_seconds / r.steps * 1e3
+            self.line(
+                f"speed    {bar(share)} {share:.0%} of the {bandwidth / 1e9:.0f} GB/s measured for a copy   "
+                f"{per_step:.2f} ms/step, {size(moved)} read"
+            )
+        self.line(f"memory   peak {size(peak_memory(model.device))} (plan {size(engine.plan.total)})")
+        settings = [f"seed {params.seed}", f"T {params.temperature:g}"]
+        defaults = SamplingParams()
+        for name in (
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            if getattr(params, name) != getattr(defaults, name):
+                settings.append(f"{name.replace('_', '-')} {getattr(params, name):g}")
+        if engine.head:
+            noise = "" if engine.options.draft_noise else "  draft-noise off"
+            settings.append(f"verify {engine.options.verify}{noise}")
+        self.line(f"stop     {', '.join(r.stop_reason for r in results)}        {'  '.join(settings)}")
+
+
+def bar(share: float, width: int = 32) -> str:
+    full = round(min(max(share, 0.0), 1.0) * width)
+    return "#" * full + "." * (width - full)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--checkpoint", default=str(DEMO), metavar="DIR", help="model directory (default: the embedded demo)")
+    add("-p", "--prompt", help="text to continue")
+    add("--prompt-ids", metavar="5,17,9", help="token ids to continue; needs no tokenizer")
+    add("--prompt-file", metavar="FILE", help="continue the text of a file")
+    add("--chat", action="store_true", help="interactive chat; keeps history and the cache between turns")
+    add("--system", help="system message of the chat")
+    add(
+        "--template",
+        metavar="NAME",
+        help="chat template: vicuna, llama-2-chat, mixtral, or one the model names",
+    )
+    add("--max-new-tokens", type=int, default=200)
+    add("--temperature", type=float, default=0.0)
+    add("--top-k", type=int, default=0)
+    add("--top-p", type=float, default=1.0)
+    add("--min-p", type=float, default=0.0)
+    add("--repetition-penalty", type=float, default=1.0)
+    add("--presence-penalty", type=float, default=0.0)
+    add("--frequency-penalty", type=float, default=0.0)
+    add("--seed", type=int, default=0)
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop string (repeatable)")
+    add("--stop-ids", default="", metavar="2,13", help="stop ids instead of the model's own")
+    add("--batch-size", type=int, default=1, help="continue the prompt B times, with seeds seed .. seed+B-1")
+    add("--ctx", type=int, help="context to allocate (default: the model's, at most 8192)")
+    add("--device", choices=("cuda", "cpu"))
+    add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's; float32 on a CPU")
+    add("--compile", action="store_true", help="compile the step (and on a GPU capture it as one CUDA graph)")
+    add("--kernels", default="auto", choices=("auto", "triton", "reference"))
+    spec = parser.add_argument_group("speculative decoding")
+    add = spec.add_argument
+    add("--eagle", metavar="HEAD", help="EAGLE-1/2/3 head: folder, .safetensors, .bin or .pth")
+    add(
+        "--eagle-config",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="for a head without config.json",
+    )
+    add("--tree", default="paper25", help="paper25 | chain:K | dynamic:N,DEPTH,TOPK | FILE.json")
+    add(
+        "--draft-vocab",
+        type=int,
+        default=0,
+        metavar="K",
+        help="EAGLE-1/2: draft only the K most frequent tokens",
+    )
+    add("--draft-noise", choices=("on", "off"), default="on", help="off: draft without the target's noise")
+    add("--verify", default="match", choices=("match", "multi-round", "multi-round-replacement"))
+    add(
+        "--prove",
+        action="store_true",
+        help="replay without the head and compare; exit 1 on a real difference",
+    )
+    add("--show-tree", action="store_true", help="colour accepted tokens by depth")
+    add("--html", metavar="FILE", help="write a page that shows every step's tree")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="one JSON object on stdout instead of text")
+    out.add_argument("-q", "--quiet", action="store_true", help="no report")
+    out.add_argument("--debug", action="store_true", help="full tracebacks")
+    return parser
+
+
+def parse_ids(text: str, flag: str) -> tuple[int, ...]:
+    """Comma-separated ids; UserError otherwise."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UserError(
+            f"{flag} {text!r:.60}: expected comma-separated integers, like 5,17,9.", USAGE
+        ) from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        return _main(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except (ValueError, ArithmeticError, torch.OutOfMemoryError, RuntimeError, OSError) as error:
+        if args.debug:
+            raise
+        known = {ValueError: USAGE, ArithmeticError: INTERNAL, torch.OutOfMemoryError: MEMORY}
+        code = getattr(error, "code", None) or known.get(type(error), INTERNAL)
+        hint = "" if code != INTERNAL or isinstance(error, ArithmeticError) else " (--debug shows where)"
+        print(f"error  {' '.join(str(error).split())}{hint}", file=sys.stderr)
+        return code
+
+
+def _main(args: argparse.Namespace) -> int:
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        seed=args.seed,
+        max_new_tokens=args.max_new_tokens,
+        stop_ids=parse_ids(args.stop_ids, "--stop-ids"),
+        stop=tuple(args.stop),
+    )
+    if args.prove and args.verify != "match":
+        raise UserError(
+            "--prove compares tokens; --verify multi-round promises only the distribution.", USAGE
+        )
+    if args.prove and not args.eagle:
+        raise UserError("--prove replays without the draft head; it needs --eagle.", USAGE)
+    given = [name for name in ("prompt", "prompt_ids", "prompt_file") if getattr(args, name) is not None]
+    if len(given) > 1 or (args.chat and given):
+        raise UserError("give one of --prompt, --prompt-ids, --prompt-file, --chat.", USAGE)
+    if any("=" not in item for item in args.eagle_config):
+        raise UserError("--eagle-config takes KEY=VALUE, like rope_theta=500000.", USAGE)
+    report = Report(args.quiet or args.json)
+    started = time.perf_counter()
+    engine = load(
+        args.checkpoint,
+        progress=report.progress,
+        report=report.line,
+        eagle=args.eagle,
+        eagle_config=tuple(args.eagle_config),
+        tree=args.tree,
+        draft_vocab=args.draft_vocab,
+        draft_noise=args.draft_noise == "on",
+        verify=args.verify,
+        batch_size=args.batch_size,
+        ctx=args.ctx,
+        device=args.device,
+        dtype=args.dtype,
+        compile=args.compile,
+        kernels=args.kernels,
+    )
+    if args.template and engine.tokenizer:
+        engine.tokenizer.use_template(args.template)
+    report.head(engine, time.perf_counter() - started)
+    bandwidth = 0.0 if report.quiet else measure_copy_bandwidth(engine.model.device)
+    if args.chat:
+        return chat(engine, params, args, report, bandwidth)
+    prompts = [prompt_ids(engine, args)] * args.batch_size
+    return run_once(engine, prompts, params, args, report, bandwidth)
+
+
+def prompt_ids(engine: Engine, args: argparse.Namespace) -> list[int]:
+    """Ids of the prompt that the flags name, or of the built-in one."""
+    if args.prompt_ids is not None:
+        return list(parse_ids(args.prompt_ids, "--prompt-ids"))
+    text = args.prompt
+    if args.prompt_file is not None:
+        try:
+            text = Path(args.prompt_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompt-file {args.prompt_file}: {error}", USAGE) from error
+    if engine.tokenizer is None:
+        raise UserError(
+            f"{args.checkpoint} has no tokenizer files (tokenizer.json or tokenizer.model). Pass --prompt-ids.",
+            BAD_FILE,
+        )
+    if text is None:
+        text = DEMO_PROMPT
+    if len(text) > 16 * engine.ctx:  # tokenise no more than could ever fit
+        raise UserError(
+            f"the prompt has {len(text):,} characters, far more than ctx {engine.ctx:,} holds.", USAGE
+        )
+    return engine.tokenizer.encode(text)
+
+
+def run_once(engine, prompts, params, args, report: Report, bandwidth: float) -> int:
+    recorder = None
+    if args.show_tree or args.html:
+        from viewer import StepRecorder
+
+        recorder = StepRecorder(engine)
+        engine.observer = recorder
+    stream = engine.generate_batch(prompts, params)
+    show = not args.json and engine.tokenizer is not None and not args.show_tree
+    if show and args.prompt_ids is None:
+        print(args.prompt if args.prompt is not None else "" if args.prompt_file else DEMO_PROMPT, end="")
+    interrupted = False
+    try:
+        for chunk in stream:
+            if show and args.batch_size == 1:
+                print(chunk.text, end="", flush=True)
+            elif not args.json and engine.tokenizer is None:
+                print(*chunk.token_ids, sep=",", end=",", flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+    results = stream.results
+    if args.json:
+        print(json.dumps(result_json(engine, results)))
+    elif show and args.batch_size > 1:
+        for b, result in enumerate(results):
+            print(f"\n--- seed {params.seed + b} ---\n{result.text}", end="")
+    if args.show_tree and recorder and not args.json:
+        print(recorder.coloured(results[0]), end="")
+    if not args.json:
+        print(flush=True)
+    report.tail(engine, results, params, bandwidth)
+    if args.html and recorder:
+        recorder.write_html(args.html, results[0])
+        report.line(f"html     {args.html}")
+    if interrupted:
+        return INTERRUPTED
+    return _prove(engine, prompts, params, results, report, args) if args.prove else 0
+
+
+def _prove(engine, prompts, params, results, report: Report, args) -> int:
+    same, total, fork = prove(engine, prompts, params, results)
+    if fork is None:
+        print(f"identical {same}/{total}", file=sys.stderr)
+        return 0
+    row, index, margin = fork
+    tie = margin < 1e-4
+    verdict = "near-tie: rounding" if tie else "NOT a rounding tie: this is a bug"
+    print(f"fork at token {index} of row {row}: logit margin {margin:.3g} ({verdict})", file=sys.stderr)
+    return 0 if tie else 1
+
+
+def chat(engine, params, args, report: Report, bandwidth: float) -> int:
+    """Read user turns from the terminal; /reset forgets, /exit or end of file leaves, Ctrl-C stops a reply."""
+    if engine.tokenizer is None:
+        raise UserError(f"{args.checkpoint} has no tokenizer files; --chat needs one.", BAD_FILE)
+    opening = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(opening)
+    while True:
+        try:
+            text = input("\n> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return 0
+        if not text or text == "/exit":
+            return 0
+        if text == "/reset":
+            messages = list(opening)
+            continue
+        messages.append({"role": "user", "content": text})
+        stream, first = engine.generate(engine.tokenizer.encode_chat(messages), params), True
+        try:
+            for chunk in stream:
+                piece = chunk.text.lstrip() if first else chunk.text
+                first = first and not piece
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            stream.close()
+        print(flush=True)
+        messages.append({"role": "assistant", "content": stream.result.text.strip()})
+        report.tail(engine, stream.results, params, bandwidth)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,7 +1,7 @@
 """Every weight file format in and out: Hugging Face directories, Meta `.pth`, our own directories, EAGLE heads.
 
-Loading is strict: names, shapes and dtypes of all tensors are checked before memory is allocated, values while they are
-copied. It does not know how anything decodes.
+Loading is strict: names, shapes and dtypes of all tensors are checked before memory is allocated, values while they
+are copied. It does not know how anything decodes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,27 +22,19 @@ from torch import Tensor
 from model import DTYPES, ConfigReader, ModelConfig, RopeConfig, Transformer
 
 Progress = Callable[[int, int, str], None]
-JSON_LIMIT = 4 << 20  # bytes of a config.json
-INDEX_LIMIT = 64 << 20  # bytes of a shard index or of a safetensors header
-SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+JSON_LIMIT, INDEX_LIMIT = (
+    4 << 20,
+    64 << 20,
+)  # bytes of a config.json; of a shard index or a safetensors header
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+KINDS = dict(zip("F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL".split(), FLOATS + INTEGERS, strict=True))
 # Buffers that old exporters stored and that follow from the config: the one thing a checkpoint may hold unused.
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|rope\.freqs")
 
 
 class Entry(NamedTuple):
-    """One tensor on disk: known shape and dtype (a str if torch has none for it), read on demand to the CPU."""
+    """One tensor on disk: shape and dtype are known (a str if we have none for it), `read()` brings it to the CPU."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
@@ -50,14 +42,14 @@ class Entry(NamedTuple):
     read: Callable[[], Tensor]
 
 
-# ---- files -----------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------------------
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
     """A JSON object from `path`. ValueError in one line for a missing, oversized, malformed or non-object file."""
 
-    def refuse(token: str) -> None:
-        raise ValueError(f"{token} is not JSON")
+    def refuse(token: str) -> NoReturn:
+        raise json.JSONDecodeError(f"{token} is not JSON", token, 0)
 
     try:
         if (size := path.stat().st_size) > limit:
@@ -80,26 +72,24 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors (any device, views allowed) one by one: at most one is copied at a time. Temp name, then rename."""
-    kinds = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+    """Write tensors (any device, views allowed) one by one, at most one copied at a time. Temp name, then rename."""
+    kinds = {dtype: kind for kind, dtype in KINDS.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    # Wide dtypes first keeps every tensor aligned to its element size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    at = 0
-    for name in order:
-        t = tensors[name]
-        end = at + t.numel() * t.element_size()
-        header[name] = {"dtype": kinds[t.dtype], "shape": list(t.shape), "data_offsets": [at, end]}
-        at = end
+    # wide dtypes first: every tensor then starts at a multiple of its element size
+    order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    end = 0
+    for name, t in order:
+        start, end = end, end + t.numel() * t.element_size()
+        header[name] = {"dtype": kinds[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     part = path.with_name(path.name + ".part")
     with open(part, "wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            flat = tensors[name].detach().to("cpu").contiguous().reshape(-1)
+        for _, t in order:
+            flat = t.detach().cpu().contiguous().reshape(-1)
             out.write(memoryview(flat.view(torch.uint8).numpy()))
         out.flush()
         os.fsync(out.fileno())
@@ -111,12 +101,11 @@ def read_entries(files: Iterable[Path]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for path in files:
         found = _safetensors_entries(path) if path.suffix == ".safetensors" else _pickle_entries(path)
-        if both := entries.keys() & found.keys():
-            name = min(both)
+        for name in entries.keys() & found.keys():
             raise ValueError(
-                f"{path}: tensor {name!r} is also in {entries[name].file}. Remove the stale file."
+                f"{path}: {_names([name])} is also in {entries[name].file}. Remove the stale file."
             )
-        entries.update(found)
+        entries |= found
     return entries
 
 
@@ -128,103 +117,77 @@ def _safetensors_entries(path: Path) -> dict[str, Entry]:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error}).") from error
     except SafetensorError as error:
         raise ValueError(f"{path}: not a readable safetensors file ({error}). Download it again.") from error
-
-    def reader(name: str) -> Callable[[], Tensor]:
-        return lambda: handle.get_tensor(name)
-
-    return {
-        name: Entry(
-            tuple(info["shape"]),
-            SAFETENSORS_DTYPES.get(info["dtype"], info["dtype"]),
-            path.name,
-            reader(name),
-        )
-        for name, info in header.items()
-        if name != "__metadata__"
-    }
+    found = {}
+    for name, info in header.items():
+        dtype = KINDS.get(info["dtype"], info["dtype"])
+        found[name] = Entry(tuple(info["shape"]), dtype, path.name, lambda name=name: handle.get_tensor(name))
+    return found
 
 
 def _safetensors_header(path: Path) -> dict[str, Any]:
-    """The header alone, to name a truncated file and duplicated keys; all else is left to the library's checks."""
-    broken = f"{path}: not a readable safetensors file"
+    """The header alone, to name a truncated file and duplicated keys; the library checks everything else."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(value := dict(pairs)) != len(pairs):
-            raise ValueError("duplicated key")
+            raise ValueError("a key occurs twice")
         return value
 
     size = path.stat().st_size
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, INDEX_LIMIT):
-            raise ValueError(
-                f"{broken}: header claims {length:,} bytes, file has {size:,}. Download it again."
-            )
-        text = file.read(length)
-    try:
-        header = json.loads(text, object_pairs_hook=unique)
-        spans = [info["data_offsets"][1] for name, info in header.items() if name != "__metadata__"]
-        claimed = 8 + length + max(spans, default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{broken} (header: {type(error).__name__} {error}). Download it again.") from error
-    if claimed > size:
-        raise ValueError(
-            f"{path} is cut short: header claims {claimed:,} bytes, file has {size:,}. Download it again."
-        )
+        length = claimed = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length <= INDEX_LIMIT else b""
+    if len(text) == length:
+        try:
+            header = json.loads(text, object_pairs_hook=unique)
+            header.pop("__metadata__", None)
+            claimed = 8 + length + max((info["data_offsets"][1] for info in header.values()), default=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            reason = f"{type(error).__name__} {error}"
+            raise ValueError(f"{path}: broken safetensors header ({reason}). Download it again.") from error
+    if claimed > size or size < 8:
+        sizes = f"header claims {claimed:,} bytes, file has {size:,}"
+        raise ValueError(f"{path} is cut short: {sizes}. Download it again.")
     return header
 
 
 def _pickle_entries(path: Path) -> dict[str, Entry]:
-    if tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2]) < (2, 10):
-        raise ValueError(
-            f"{path}: pickle files need torch 2.10 or newer (older ones can be made to run code, CVE-2026-24747); this "
-            f"is torch {torch.__version__}. Convert it to safetensors elsewhere."
-        )
+    if [int(n) for n in torch.__version__.split(".")[:2]] < [2, 10]:
+        why = f"pickle files need torch 2.10 or newer (CVE-2026-24747), this is {torch.__version__}"
+        raise ValueError(f"{path}: {why}. Convert it to safetensors elsewhere.")
     try:
-        try:
-            value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            value = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
-    except Exception as error:  # a hostile pickle may raise anything
-        first = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-        raise ValueError(f"{path}: refused or unreadable as a plain tensor file ({first}).") from error
+        with open(path, "rb") as file:
+            mapped = file.read(2) == b"PK"  # the format before torch 1.6 cannot be mapped
+        value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # what an untrusted pickle raises is up to the pickle
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        raise ValueError(f"{path}: refused, not a plain tensor file ({reason}).") from error
     if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
         value = value["state_dict"]
-    if not isinstance(value, dict) or not all(
-        isinstance(k, str) and isinstance(v, Tensor) and v.layout is torch.strided for k, v in value.items()
-    ):
-        raise ValueError(f"{path}: expected a dictionary of names and dense tensors.")
-
-    def reader(tensor: Tensor) -> Callable[[], Tensor]:
-        return lambda: tensor
-
-    return {name: Entry(tuple(t.shape), t.dtype, path.name, reader(t)) for name, t in value.items()}
+    plain = isinstance(value, dict) and all(
+        isinstance(k, str) and isinstance(t, Tensor) and t.layout is torch.strided for k, t in value.items()
+    )
+    if not plain:
+        raise ValueError(f"{path}: refused, not a dictionary of names and dense tensors.")
+    return {n: Entry(tuple(t.shape), t.dtype, path.name, lambda t=t: t) for n, t in value.items()}
 
 
 def tensor_files(directory: Path) -> list[Path]:
-    """The weight files of a directory: the shard index if there is one, else `model*.safetensors`, else `.bin`."""
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        index = directory / f"{stem}.{suffix}.index.json"
+    """The weight files of a directory: those of the shard index, else `model*.safetensors`, else `.bin`, else none."""
+    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+        index = directory / f"{stem}{suffix}.index.json"
         if index.exists():
             shards = read_json(index, INDEX_LIMIT).get("weight_map")
             if not isinstance(shards, dict) or not shards:
                 raise ValueError(f"{index}: weight_map must name at least one tensor.")
             for name in shards.values():
-                plain = (
-                    isinstance(name, str)
-                    and re.fullmatch(r"[\w][\w.-]*", name)
-                    and name.endswith("." + suffix)
-                )
-                if not plain:
-                    raise ValueError(f"{index}: shard name {name!r} is not a plain .{suffix} file name.")
-            files = [directory / name for name in sorted(set(shards.values()))]
-            for file in files:
-                if not file.is_file():
-                    raise ValueError(f"{file} is missing, but {index.name} names it. Download it again.")
-            return files
-        if files := sorted(directory.glob(f"{stem}*.{suffix}")):
+                if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name) and name.endswith(suffix)):
+                    raise ValueError(f"{index}: shard name {name!r} is not a plain {suffix} file name.")
+                if not (directory / name).is_file():
+                    raise ValueError(
+                        f"{directory / name} is missing, {index.name} names it. Download it again."
+                    )
+            return [directory / name for name in sorted(set(shards.values()))]
+        if files := sorted(directory.glob(f"{stem}*{suffix}")):
             return files
     return []
 
@@ -232,48 +195,44 @@ def tensor_files(directory: Path) -> list[Path]:
 def check_entries(expected: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry], where: str) -> None:
     """ValueError in one line unless `entries` holds exactly the expected names with these shapes and a float dtype."""
     if missing := expected.keys() - entries.keys():
-        hint = " (does config.json lack tie_word_embeddings?)" if "lm_head.weight" in missing else ""
+        hint = " (tie_word_embeddings not set?)" if "lm_head.weight" in missing else ""
         raise ValueError(f"{where}: missing {_names(missing)}{hint}. Is a shard missing? Download it again.")
-    if extra := {n for n in entries.keys() - expected.keys() if not IGNORED.fullmatch(n)}:
-        raise ValueError(f"{where}: unexpected {_names(extra)}; config.json does not describe this model.")
+    if extra := [name for name in entries.keys() - expected.keys() if not IGNORED.fullmatch(name)]:
+        raise ValueError(f"{where}: unexpected {_names(extra)}; config.json does not describe such a model.")
     for name, shape in expected.items():
         entry = entries[name]
         if entry.shape != shape:
-            raise ValueError(
-                f"{entry.file}: {name} is {list(entry.shape)}, expected {list(shape)} by config.json. "
-                "Do the weights and config.json belong together?"
-            )
+            found = f"{name} is {list(entry.shape)}, expected {list(shape)}"
+            raise ValueError(f"{where}: {found}. Do {entry.file} and config.json belong together?")
         if entry.dtype not in FLOATS:
-            raise ValueError(
-                f"{entry.file}: {name} has dtype {entry.dtype}, expected a float of 16 to 64 bits."
-            )
+            raise ValueError(f"{where}: {name} has dtype {entry.dtype}, expected a float of 16 to 64 bits.")
 
 
 def _names(names: Iterable[str]) -> str:
     """A few tensor names, safe to print on one line."""
-    first, *rest = sorted(names)
-    shown = [repr(name)[:120] for name in [first, *rest[:2]]]
-    return f"tensor {', '.join(shown)}" + (f" and {len(rest) - 2} more" if len(rest) > 2 else "")
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return f"tensor {', '.join(repr(name)[:120] for name in ordered[:3])}{more}"
 
 
 def check_finite(tensor: Tensor, name: str, file: str) -> None:
     """ValueError if a float tensor holds NaN or inf. One pass, no temporary; syncs with the device."""
     if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+        kind = str(tensor.dtype).removeprefix("torch.")
         raise ValueError(
-            f"{file}: {name} holds NaN or infinite values in {str(tensor.dtype).removeprefix('torch.')}. Damaged "
-            "file, or values too large for this --dtype."
+            f"{file}: {name} holds NaN or infinite values in {kind}: damaged, or too large for {kind}."
         )
 
 
-# ---- target models ---------------------------------------------------------------------------------------------
+# ---- target models -------------------------------------------------------------------------------------------
 
 
 def load_config(directory: str | Path) -> ModelConfig:
     """The geometry of the model in `directory` (Hugging Face, ours, or Meta). ValueError in one line if unusable."""
     directory = _existing(directory)
-    if (directory / "config.json").exists() or not (directory / "params.json").exists():
-        return ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
-    return _read_meta(directory)[0]
+    if _is_meta(directory):
+        return _read_meta(directory)[0]
+    return ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
 
 
 def load_model(
@@ -299,29 +258,32 @@ def load_model(
         ValueError: one line that names the file and the tensor or key, and what to do.
     """
     directory = _existing(directory)
-    meta = not (directory / "config.json").exists() and (directory / "params.json").exists()
-    if not meta:
+    if _is_meta(directory):
+        config, entries = _read_meta(directory)
+    else:
         raw = read_json(directory / "config.json")
         if raw.get("eaglet_quant") or raw.get("quantization_config"):
             import quantize
 
             return quantize.load_quantized(directory, raw, device, dtype, progress, max_positions)
-    config, entries = _read_meta(directory) if meta else (load_config(directory), _read_directory(directory))
-    model = build_model(config)
-    views = hf_views(model, fused_experts=any(n.endswith(".experts.gate_up_proj") for n in entries))
-    duplicate = entries.pop("lm_head.weight", None) if config.tie_word_embeddings else None
-    check_entries({name: tuple(v.shape) for name, v in views.items()}, entries, str(directory))
-    materialise(model, device, dtype or DTYPES[config.dtype], max_positions)
-    views = hf_views(model, fused_experts=any(n.endswith(".experts.gate_up_proj") for n in entries))
-    copy_tensors(views, entries, progress)
-    if duplicate is not None:
-        embedding = views["model.embed_tokens.weight"]
-        stored = duplicate.read()
-        if stored.shape != embedding.shape or not torch.equal(stored.to(embedding), embedding):
+        config = ModelConfig.from_hf(raw, str(directory / "config.json"))
+        if not (files := tensor_files(directory)):
             raise ValueError(
-                f"{duplicate.file}: lm_head.weight differs from the embedding, but config.json has "
-                "tie_word_embeddings = true. Set it to false if the model has its own LM head."
+                f"{directory}: no model*.safetensors or pytorch_model*.bin. Is it all downloaded?"
             )
+        entries = read_entries(files)
+    model = build_model(config)
+    fused = any(name.endswith(".experts.gate_up_proj") for name in entries)
+    duplicate = entries.pop("lm_head.weight", None) if config.tie_word_embeddings else None
+    shapes = {name: tuple(view.shape) for name, view in hf_views(model, fused).items()}
+    check_entries(shapes, entries, str(directory))
+    materialise(model, device, dtype or DTYPES[config.dtype], max_positions)
+    copy_tensors(hf_views(model, fused), entries, progress)
+    if duplicate is not None:
+        stored, embedding = duplicate.read(), model.embed_tokens.weight
+        if stored.shape != embedding.shape or not torch.equal(stored.to(embedding), embedding):
+            why = "lm_head.weight differs from the embedding although tie_word_embeddings is true"
+            raise ValueError(f"{directory}: {why}. Set it to false if the model has its own LM head.")
     return model
 
 
@@ -331,9 +293,8 @@ def build_model(config: ModelConfig) -> Transformer:
         with torch.device("meta"):
             return Transformer(config).eval().requires_grad_(False)
     except (RuntimeError, OverflowError) as error:
-        raise ValueError(
-            f"config.json: sizes are too large for a tensor ({str(error).splitlines()[0]})."
-        ) from error
+        reason = str(error).splitlines()[0][:160]
+        raise ValueError(f"config.json: sizes are too large for a tensor ({reason}).") from error
 
 
 def materialise(
@@ -341,20 +302,20 @@ def materialise(
 ) -> None:
     """Give a meta model uninitialised memory on `device` and build its rotary tables."""
     model.to(dtype=dtype).to_empty(device=device)
-    model.rotary.build(device, min(max_positions or model.config.max_positions, model.config.max_positions))
+    longest = model.config.max_positions
+    model.rotary.build(device, min(max_positions or longest, longest))
 
 
 def copy_tensors(
     views: Mapping[str, Tensor], entries: Mapping[str, Entry], progress: Progress | None = None
 ) -> None:
-    """Copy checked entries into views of the model's parameters, casting; ValueError where a value is not finite."""
-    total = sum(math.prod(entries[name].shape) * entries[name].dtype.itemsize for name in views)
-    done = 0
-    for name, view in sorted(views.items(), key=lambda item: entries[item[0]].file):
-        entry = entries[name]
-        view.copy_(entry.read())
-        check_finite(view, name, entry.file)
-        done += math.prod(entry.shape) * entry.dtype.itemsize
+    """Copy checked entries into views of parameters, casting; ValueError where a value is not finite then."""
+    sizes = {name: math.prod(entries[name].shape) * entries[name].dtype.itemsize for name in views}
+    total, done = sum(sizes.values()), 0
+    for name in sorted(views, key=lambda name: entries[name].file):
+        views[name].copy_(entries[name].read())
+        check_finite(views[name], name, entries[name].file)
+        done += sizes[name]
         if progress is not None:
             progress(done, total, name)
 
@@ -365,39 +326,39 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
     fused_experts: Mixtral's transformers-5 names (one tensor for all experts) instead of the usual ones.
     """
     c = model.config
-    qkv = [c.num_attention_heads * c.head_dim, *[c.num_key_value_heads * c.head_dim] * 2]
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     views: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed_tokens.weight}
 
-    def linear(
-        at: str, names: tuple[str, ...], module: torch.nn.Linear, sizes: list[int] | None = None
-    ) -> None:
+    def put(at: str, names: str, module: torch.nn.Module, sizes: list[int] | None = None) -> None:
         for kind, parameter in module.named_parameters():
-            parts = parameter.split(sizes) if sizes else (parameter,)
-            views.update({f"{at}.{name}.{kind}": part for name, part in zip(names, parts, strict=True)})
+            parts = parameter.split(sizes) if sizes else [parameter]
+            views.update(
+                {f"{at}.{name}.{kind}": part for name, part in zip(names.split(), parts, strict=True)}
+            )
 
     for i, block in enumerate(model.layers):
         at = f"model.layers.{i}"
-        views[f"{at}.input_layernorm.weight"] = block.input_norm.weight
-        linear(f"{at}.self_attn", ("q_proj", "k_proj", "v_proj"), block.attention.qkv, qkv)
-        linear(f"{at}.self_attn", ("o_proj",), block.attention.o)
+        put(at, "input_layernorm", block.input_norm)
+        put(f"{at}.self_attn", "q_proj k_proj v_proj", block.attention.qkv, [q, kv, kv])
+        put(f"{at}.self_attn", "o_proj", block.attention.o)
         if c.qk_norm:
-            views[f"{at}.self_attn.q_norm.weight"] = block.attention.q_norm.weight
-            views[f"{at}.self_attn.k_norm.weight"] = block.attention.k_norm.weight
-        views[f"{at}.post_attention_layernorm.weight"] = block.post_norm.weight
+            put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
+            put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
+        put(at, "post_attention_layernorm", block.post_norm)
         if not c.num_local_experts:
-            linear(f"{at}.mlp", ("gate_proj", "up_proj"), block.mlp.gate_up, [c.intermediate_size] * 2)
-            linear(f"{at}.mlp", ("down_proj",), block.mlp.down)
-        elif fused_experts:
-            views[f"{at}.mlp.gate.weight"] = block.mlp.router.weight
+            put(f"{at}.mlp", "gate_proj up_proj", block.mlp.gate_up, [c.intermediate_size] * 2)
+            put(f"{at}.mlp", "down_proj", block.mlp.down)
+            continue
+        put(f"{at}.mlp" if fused_experts else f"{at}.block_sparse_moe", "gate", block.mlp.router)
+        if fused_experts:
             views[f"{at}.mlp.experts.gate_up_proj"] = block.mlp.gate_up
             views[f"{at}.mlp.experts.down_proj"] = block.mlp.down
-        else:
-            views[f"{at}.block_sparse_moe.gate.weight"] = block.mlp.router.weight
-            for e in range(c.num_local_experts):
-                expert = f"{at}.block_sparse_moe.experts.{e}"
-                views[f"{expert}.w1.weight"], views[f"{expert}.w3.weight"] = block.mlp.gate_up[e].chunk(2)
-                views[f"{expert}.w2.weight"] = block.mlp.down[e]
-    views["model.norm.weight"] = model.norm.weight
+            continue
+        for e in range(c.num_local_experts):
+            expert = f"{at}.block_sparse_moe.experts.{e}"
+            views[f"{expert}.w1.weight"], views[f"{expert}.w3.weight"] = block.mlp.gate_up[e].chunk(2)
+            views[f"{expert}.w2.weight"] = block.mlp.down[e]
+    put("model", "norm", model.norm)
     if model.lm_head is not None:
         views["lm_head.weight"] = model.lm_head.weight
     return views
@@ -411,118 +372,82 @@ def save_hf(model: Transformer, directory: str | Path) -> None:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_safetensors(directory / "model.safetensors", hf_views(model))
-    name = next(name for name, dtype in DTYPES.items() if dtype == model.dtype)
-    write_json(directory / "config.json", config_to_hf(replace(model.config, dtype=name)))
+    dtype = str(model.dtype).removeprefix("torch.")
+    write_json(directory / "config.json", config_to_hf(replace(model.config, dtype=dtype)))
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """A ModelConfig as config.json keys that transformers 4 and 5 and `ModelConfig.from_hf` understand."""
-    family = {
-        "llama": "Llama",
-        "mistral": "Mistral",
-        "mixtral": "Mixtral",
-        "qwen2": "Qwen2",
-        "qwen3": "Qwen3",
-    }
-    plain = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    plain += ("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps")
-    plain += ("tie_word_embeddings", "bos_token_id")
-    out: dict[str, Any] = {key: getattr(config, key) for key in plain}
-    eos = config.eos_token_ids
+    same = """model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+        vocab_size max_position_embeddings rms_norm_eps tie_word_embeddings bos_token_id"""
+    family, eos = config.model_type, config.eos_token_ids
+    out = {key: getattr(config, key) for key in same.split()}
+    out |= {"architectures": [f"{family.capitalize()}ForCausalLM"], "hidden_act": "silu"}
     out |= {
-        "architectures": [f"{family[config.model_type]}ForCausalLM"],
-        "hidden_act": "silu",
         "torch_dtype": config.dtype,
-        "eos_token_id": (list(eos) if len(eos) > 1 else eos[0]) if eos else None,
-        **_rope_to_hf(config.rope),
+        "eos_token_id": list(eos) if len(eos) > 1 else eos[0] if eos else None,
     }
-    if config.model_type in ("llama", "qwen3"):
+    out |= {"rope_theta": config.rope.theta, "rope_scaling": _scaling_to_hf(config.rope)}
+    if family in ("llama", "qwen3"):
         out["attention_bias"] = config.qkv_bias
-    if config.model_type == "llama":
+    if family == "llama":
         out["mlp_bias"] = config.mlp_bias
-    if config.model_type == "mixtral":
-        out |= {
-            "num_local_experts": config.num_local_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
-        }
-    if config.model_type != "llama":
+    else:
         out["sliding_window"] = max(config.windows) or None
-    if config.model_type.startswith("qwen"):
-        out["use_sliding_window"] = any(config.windows)
-        out["layer_types"] = ["sliding_attention" if w else "full_attention" for w in config.windows]
-        full = [i for i, w in enumerate(config.windows) if not w]
-        out["max_window_layers"] = max(full) + 1 if full else 0
+    if family == "mixtral":
+        out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok")}
+    if family.startswith("qwen"):
+        kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
+        full = len(kinds) - kinds[::-1].index("full_attention") if "full_attention" in kinds else 0
+        out |= {"use_sliding_window": any(config.windows), "layer_types": kinds, "max_window_layers": full}
     return out
 
 
-def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+def _scaling_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "default":
-        return {"rope_theta": rope.theta, "rope_scaling": None}
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+        return None
+    keys = {"llama3": "low_freq_factor high_freq_factor", "yarn": "beta_fast beta_slow truncate"}.get(
+        rope.kind, ""
+    )
+    scaling = {"rope_type": rope.kind, "factor": rope.factor} | {
+        key: getattr(rope, key) for key in keys.split()
+    }
     if rope.kind != "linear":
         scaling["original_max_position_embeddings"] = rope.original_max_positions
-    if rope.kind == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.kind == "yarn":
-        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-        scaling |= {key: getattr(rope, key) for key in ("mscale", "mscale_all_dim") if getattr(rope, key)}
-        if rope.attention_factor is not None:
-            scaling["attention_factor"] = rope.attention_factor
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+        optional = {key: getattr(rope, key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+        scaling |= {key: value for key, value in optional.items() if value}
+    return scaling
 
 
 def _existing(directory: str | Path) -> Path:
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise ValueError(
-            f"{directory} is not a directory. Pass a folder with config.json and weights (python -m scripts.download REPO)."
-        )
+    if not (directory := Path(directory)).is_dir():
+        hint = "Pass a folder with config.json and weights (python -m scripts.download REPO fetches one)."
+        raise ValueError(f"{directory} is not a directory. {hint}")
     return directory
 
 
-def _read_directory(directory: Path) -> dict[str, Entry]:
-    files = tensor_files(directory)
-    if not files:
-        raise ValueError(
-            f"{directory}: no model*.safetensors or pytorch_model*.bin. Is the download complete?"
-        )
-    return read_entries(files)
+def _is_meta(directory: Path) -> bool:
+    return (directory / "params.json").exists() and not (directory / "config.json").exists()
 
 
-# ---- Meta's consolidated.*.pth ---------------------------------------------------------------------------------
+# ---- Meta's consolidated.*.pth -------------------------------------------------------------------------------
 
-# Meta name -> (Hugging Face name, dimension that model-parallel shards split, None if every shard holds it whole)
-META_TOP = {
-    "tok_embeddings.weight": ("model.embed_tokens.weight", 1),
-    "norm.weight": ("model.norm.weight", None),
-    "output.weight": ("lm_head.weight", 0),
-}
-META_LAYER = {
-    "attention.wq.weight": ("self_attn.q_proj.weight", 0),
-    "attention.wk.weight": ("self_attn.k_proj.weight", 0),
-    "attention.wv.weight": ("self_attn.v_proj.weight", 0),
-    "attention.wo.weight": ("self_attn.o_proj.weight", 1),
-    "feed_forward.w1.weight": ("mlp.gate_proj.weight", 0),
-    "feed_forward.w3.weight": ("mlp.up_proj.weight", 0),
-    "feed_forward.w2.weight": ("mlp.down_proj.weight", 1),
-    "attention_norm.weight": ("input_layernorm.weight", None),
-    "ffn_norm.weight": ("post_attention_layernorm.weight", None),
-}
-META_KEYS = (
-    "dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps rope_theta head_dim"
-)
-META_KEYS += " hidden_dim sliding_window use_scaled_rope rope_scaling_factor max_seq_len max_batch_size"
+# Meta name = Hugging Face name : dimension that model-parallel shards split ("-": every shard holds all of it)
+META_TOP = "tok_embeddings=model.embed_tokens:1 norm=model.norm:- output=lm_head:0"
+META_LAYER = """attention.wq=self_attn.q_proj:0 attention.wk=self_attn.k_proj:0 attention.wv=self_attn.v_proj:0
+    attention.wo=self_attn.o_proj:1 feed_forward.w1=mlp.gate_proj:0 feed_forward.w3=mlp.up_proj:0
+    feed_forward.w2=mlp.down_proj:1 attention_norm=input_layernorm:- ffn_norm=post_attention_layernorm:-"""
+META_KEYS = """dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps rope_theta head_dim
+    hidden_dim sliding_window use_scaled_rope rope_scaling_factor max_seq_len max_batch_size"""
 
 
 def _read_meta(directory: Path) -> tuple[ModelConfig, dict[str, Entry]]:
-    """params.json and consolidated.*.pth as a config and entries under Hugging Face names, shards joined.
-
-    Meta rotates neighbouring pairs of dimensions; rows of q and k are reordered to the half-rotation layout.
-    """
+    """params.json and consolidated.*.pth as a config and entries under Hugging Face names, shards joined."""
     where = str(directory / "params.json")
     params = read_json(directory / "params.json")
-    if unknown := sorted(params.keys() - set(META_KEYS.split())):
-        raise ValueError(f"{where}: {unknown[0]!r} is not implemented.")
+    for key in params.keys() - set(META_KEYS.split()):
+        raise ValueError(f"{where}: {key!r} is not implemented.")
     files = sorted(directory.glob("consolidated.*.pth"))
     if not files or [f.name for f in files] != [f"consolidated.{i:02}.pth" for i in range(len(files))]:
         raise ValueError(
@@ -532,17 +457,20 @@ def _read_meta(directory: Path) -> tuple[ModelConfig, dict[str, Entry]]:
     for file, shard in zip(files, shards, strict=True):
         if odd := shard.keys() ^ shards[0].keys():
             raise ValueError(f"{file}: {_names(odd)} is not in every shard. Download it again.")
-    read = ConfigReader(params, where)
-    dim, heads = read.integer("dim"), read.integer("n_heads")
-    embedding, w1 = (shards[0].get(n) for n in ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight"))
+    embedding, w1 = (shards[0].get(f"{n}.weight") for n in ("tok_embeddings", "layers.0.feed_forward.w1"))
     if embedding is None or w1 is None or len(embedding.shape) != 2 or len(w1.shape) != 2:
         raise ValueError(
-            f"{files[0]}: no tok_embeddings / feed_forward.w1: not a LLaMA checkpoint of Meta's format."
+            f"{files[0]}: no tok_embeddings and feed_forward.w1 matrices: not a LLaMA of Meta's format."
         )
+    read = ConfigReader(params, where)
+    dim, heads = read.integer("dim"), read.integer("n_heads")
     by_rows = embedding.shape[1] == dim  # LLaMA 3 splits the embedding by vocabulary, 1 and 2 by dimension
     vocab = embedding.shape[0] * (len(shards) if by_rows else 1)
-    llama3 = vocab == 128256
-    hf: dict[str, Any] = {
+    llama3, scaled = vocab == 128256, read.boolean("use_scaled_rope", False)
+    # 3.2 (1B and 3B, the only ones below 4096) scales by 32, 3.1 and 3.3 by 8
+    factor = read.number("rope_scaling_factor", 8.0 if dim >= 4096 else 32.0, 1.0)
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    hf = {
         "model_type": "mistral" if params.get("sliding_window") else "llama",
         "hidden_size": dim,
         "intermediate_size": w1.shape[0] * len(shards),
@@ -553,86 +481,70 @@ def _read_meta(directory: Path) -> tuple[ModelConfig, dict[str, Entry]]:
         "vocab_size": vocab,
         "rms_norm_eps": read.number("norm_eps", 1e-5),
         "rope_theta": read.number("rope_theta", 10000.0, 1.0),
+        "rope_scaling": {**scaling, "original_max_position_embeddings": 8192} if scaled else None,
         # params.json does not tell how long the model was trained for: add max_seq_len to it for LLaMA 1 or CodeLlama
-        "max_position_embeddings": read.integer("max_seq_len", 8192 if llama3 else 4096),
+        "max_position_embeddings": read.integer(
+            "max_seq_len", 131072 if scaled else 8192 if llama3 else 4096
+        ),
         "sliding_window": params.get("sliding_window"),
         "tie_word_embeddings": "output.weight" not in shards[0],
         "torch_dtype": str(w1.dtype).removeprefix("torch."),
         "bos_token_id": 128000 if llama3 else 1,
         "eos_token_id": [128001, 128008, 128009] if llama3 else 2,
     }
-    if read.boolean("use_scaled_rope", False):
-        # 3.2 (1B and 3B, the only ones below 4096) scales by 32, 3.1 and 3.3 by 8
-        factor = read.number("rope_scaling_factor", 8.0 if dim >= 4096 else 32.0, 1.0)
-        hf["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        }
-        hf["rope_scaling"]["original_max_position_embeddings"] = 8192
-        hf["max_position_embeddings"] = read.integer("max_seq_len", 131072)
     config = ModelConfig.from_hf(hf, where)
-    entries: dict[str, Entry] = {}
+    entries = {}
     for name in shards[0]:
-        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-        target, split = (META_LAYER.get(layer[2]) if layer else META_TOP.get(name)) or (name, None)
-        if name == "tok_embeddings.weight" and by_rows:
-            split = 0
-        target = f"model.layers.{layer[1]}.{target}" if layer and layer[2] in META_LAYER else target
-        pieces = [shard[name] for shard in shards] if split is not None else [shards[0][name]]
-        rotated = config.head_dim if name.endswith(("wq.weight", "wk.weight")) else 0
-        entries[target] = _joined(pieces, split or 0, rotated)
+        _, layer, inner, kind = re.fullmatch(r"(layers\.(\d+)\.)?(.*?)(\.weight)?", name, re.DOTALL).groups()
+        names = dict(pair.split("=") for pair in (META_LAYER if layer else META_TOP).split())
+        target, _, split = names.get(inner, "").partition(":")
+        if not target or not kind:
+            target, split = name, "-"  # unknown: check_entries will say so
+        else:
+            target = f"model.layers.{layer}.{target}.weight" if layer else f"{target}.weight"
+        if inner == "tok_embeddings" and by_rows:
+            split = "0"
+        rotated = config.head_dim if inner in ("attention.wq", "attention.wk") else 0
+        pieces = [shard[name] for shard in (shards[:1] if split == "-" else shards)]
+        entries[target] = _joined(pieces, 0 if split == "-" else int(split), rotated)
     return config, entries
 
 
 def _joined(pieces: list[Entry], split: int, head_dim: int) -> Entry:
-    """One entry from model-parallel pieces; with head_dim the rows go from Meta's to the half-rotation order."""
-    first = pieces[0]
-    shape = list(first.shape)
+    """One entry from model-parallel pieces. head_dim > 0: q or k, whose rows Meta orders for rotating neighbouring
+    pairs of dimensions; they are put in half-rotation order."""
+    shape = list(pieces[0].shape)
     if len(shape) > split:
-        shape[split] = sum(piece.shape[split] for piece in pieces if len(piece.shape) > split)
+        shape[split] *= len(pieces)
     if head_dim and shape[0] % head_dim:
         raise ValueError(
-            f"{first.file}: q/k projection has {shape[0]} rows, not a multiple of head_dim {head_dim}."
+            f"{pieces[0].file}: q or k has {shape[0]} rows, not a multiple of head_dim {head_dim}."
         )
+    if any(piece.shape != pieces[0].shape for piece in pieces):
+        raise ValueError(f"{pieces[0].file}: shards of one tensor differ in shape. Download them again.")
 
     def read() -> Tensor:
-        whole = torch.cat([piece.read() for piece in pieces], split) if len(pieces) > 1 else first.read()
-        if head_dim:
-            whole = whole.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-        return whole
+        whole = torch.cat([piece.read() for piece in pieces], split) if len(pieces) > 1 else pieces[0].read()
+        return whole.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2) if head_dim else whole
 
-    return Entry(tuple(shape), first.dtype, first.file, read)
+    return Entry(tuple(shape), pieces[0].dtype, pieces[0].file, read)
 
 
-# ---- EAGLE heads -----------------------------------------------------------------------------------------------
+# ---- EAGLE heads ---------------------------------------------------------------------------------------------
 
-# Hugging Face name inside the head's decoder layer -> ours; several names to one are fused by rows, in this order
-HEAD_NAMES = {
-    "self_attn.q_proj": "attention.qkv",
-    "self_attn.k_proj": "attention.qkv",
-    "self_attn.v_proj": "attention.qkv",
-    "self_attn.o_proj": "attention.o",
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
-    "mlp.gate_proj": "mlp.gate_up",
-    "mlp.up_proj": "mlp.gate_up",
-    "mlp.down_proj": "mlp.down",
-    "input_layernorm": "input_norm",
-    "hidden_norm": "hidden_norm",
-    "post_attention_layernorm": "post_norm",
-}
-# Norms that HASS-like EAGLE-1 heads add (eagle.md 4.5)
-HASS = (
-    "embed_layernorm",
-    "hidden_layernorm",
-    "lm_head_layernorm",
-    "embedding_layernorm",
-    "pre_lm_head_layernorm",
+# Hugging Face name inside the head's decoder layer = ours; several to one are fused by rows, in this order
+HEAD_NAMES = """self_attn.q_proj=attention.qkv self_attn.k_proj=attention.qkv self_attn.v_proj=attention.qkv
+    self_attn.o_proj=attention.o self_attn.q_norm=attention.q_norm self_attn.k_norm=attention.k_norm
+    mlp.gate_proj=mlp.gate_up mlp.up_proj=mlp.gate_up mlp.down_proj=mlp.down
+    input_layernorm=input_norm hidden_norm=hidden_norm post_attention_layernorm=post_norm"""
+PREFIXES = (
+    (r"^(draft_model|model)\.", ""),
+    (r"^(midlayer|transformer)\.", "layers.0."),
+    (r"^fusion_fc\.", "fc."),
 )
-AUX = "eagle_aux_hidden_state_layer_ids"
-HEAD_GEOMETRY = (
+ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
+# what --eagle-config may set, and what the head's decoder layer takes from its own config
+HEAD_KEYS = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
@@ -640,14 +552,14 @@ HEAD_GEOMETRY = (
     "rope_theta",
     "rope_scaling",
 )
-HEAD_OVERRIDES = (*HEAD_GEOMETRY, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
+OVERRIDES = (*HEAD_KEYS, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
 SIZES = {2048: "1B", 3072: "3B", 4096: "7B or 8B", 5120: "13B", 6656: "33B", 8192: "70B"}
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Geometry of an EAGLE head. `layer.vocab_size` is the draft vocabulary; `taps` name the target layers whose *input*
-    is read (the number of layers = the output of the last one, before the final norm), () for version 1."""
+    """Geometry of an EAGLE head. `layer.vocab_size` is the draft vocabulary; `taps` name the target layers whose
+    *input* is read (the number of layers: after the last one, before the final norm), () for version 1."""
 
     version: int
     layer: ModelConfig
@@ -660,7 +572,7 @@ class EagleConfig:
     norm_output: bool = False
     has_embed: bool = False
     has_lm_head: bool = False
-    target_vocab_size: int = 0  # needed to save a head with a draft vocabulary of its own
+    target_vocab_size: int = 0  # needed to save a head that has a draft vocabulary
 
 
 @dataclass(frozen=True)
@@ -683,7 +595,7 @@ def read_eagle(
     Args:
         path: a folder, or one `.safetensors` / `.bin` / `.pth` file (with or without a config.json beside it).
         target: the model the head shall draft for.
-        overrides: config keys (HEAD_OVERRIDES) to replace, values as JSON text.
+        overrides: config keys (OVERRIDES) to replace, values as JSON text.
 
     Returns:
         EagleFile; tensors on the CPU in their stored dtype.
@@ -691,61 +603,7 @@ def read_eagle(
     Raises:
         ValueError: one line, if the head is damaged, does not fit the target, or needs something not implemented.
     """
-    path = Path(path)
-    raw, entries, notes = _open_head(path)
-    given = _parse_overrides(overrides or {})
-    nested = raw.get("transformer_layer_config", {}) if "speculators_model_type" in raw else raw
-    extra = raw.get("eagle_config") or {}
-    ours = raw.get("eaglet_eagle") or {}
-    if not all(isinstance(part, dict) for part in (nested, extra, ours)):
-        raise ValueError(f"{path}: transformer_layer_config / eagle_config must be JSON objects.")
-    geometry = {**nested, **given}
-    flags = ConfigReader({**raw, **extra, **ours, **given}, str(path))
-    if "rope_theta" in given and isinstance(geometry.get("rope_parameters"), dict):
-        geometry["rope_parameters"] = {**geometry["rope_parameters"], "rope_theta": given["rope_theta"]}
-
-    version, taps = _head_version(path, entries, flags, target, notes)
-    own_vocab = _draft_ids(path, entries, target)
-    layer = _head_layer(path, entries, geometry, target, notes, bare=not raw)
-    speculators = "speculators_model_type" in raw
-    if version == 3 and not speculators and not ours and not flags.boolean("norm_output", True):
-        raise ValueError(f"{path}: norm_output = false (an LM head without its norm) is not implemented.")
-    has_embed = version == 3 and "embed_tokens.weight" in entries
-    config = EagleConfig(
-        version=version,
-        layer=layer,
-        target_hidden_size=target.hidden_size,
-        taps=taps,
-        fc_bias="fc.bias" in entries,
-        norm_before_residual=version == 3 and flags.boolean("norm_before_residual", speculators),
-        fc_norm="fc_norm.0.weight" in entries,
-        norm_before_fc="input_norm.weight" in entries,
-        norm_output=(speculators or bool(ours)) and flags.boolean("norm_output", False),
-        # An embedding of the target's width is the target's own, unless the layout provides for a different one.
-        has_embed=has_embed and (speculators or bool(ours) or layer.hidden_size != target.hidden_size),
-        has_lm_head=version == 3 and "lm_head.weight" in entries,
-        target_vocab_size=target.vocab_size,
-    )
-    for key, found in (("fc_norm", config.fc_norm), ("norm_before_fc", config.norm_before_fc)):
-        if flags.config.get(key) is not None and flags.boolean(key, False) != found:
-            raise ValueError(f"{path}: config.json has {key} = {not found}, the tensors say {found}.")
-    check_entries(_head_shapes(config, entries, target), entries, str(path))
-
-    tensors: dict[str, Tensor] = {} if own_vocab is None else {"draft_ids": own_vocab}
-    parts: dict[str, list[Tensor]] = {}
-    dropped = set() if config.has_embed else {"embed_tokens.weight"}
-    dropped |= {"lm_head.weight"} if version == 1 else set()
-    order = [f"layers.0.{name}" for name in HEAD_NAMES]
-    for name in sorted(entries, key=lambda n: (order + [n.rpartition(".")[0]]).index(n.rpartition(".")[0])):
-        if name in dropped or IGNORED.fullmatch(name):
-            continue
-        tensor = entries[name].read()
-        check_finite(tensor, name, entries[name].file)
-        stem, _, kind = name.removeprefix("layers.0.").rpartition(".")
-        inside = f"layer.{HEAD_NAMES[stem]}.{kind}" if name.startswith("layers.0.") else name
-        parts.setdefault(inside.replace("fc_norm.", "fc_norms."), []).append(tensor)
-    tensors |= {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in parts.items()}
-    return EagleFile(config, tensors, notes)
+    return _HeadReader(Path(path), target, overrides or {}).read()
 
 
 def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: str | Path) -> None:
@@ -754,247 +612,294 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
     `tensors` as in EagleFile. Raises ValueError if draft_ids are given but config.target_vocab_size is not.
     """
     directory, layer = Path(directory), config.layer
-    directory.mkdir(parents=True, exist_ok=True)
     q, kv = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
     prefix = "layers.0." if config.version == 1 else "midlayer."
-    out: dict[str, Tensor] = {}
+    pairs = [pair.split("=") for pair in HEAD_NAMES.split()]
+    vocab, out = config.target_vocab_size or layer.vocab_size, {}
     for name, tensor in tensors.items():
         inner, _, kind = name.removeprefix("layer.").rpartition(".")
-        names = [hf for hf, own in HEAD_NAMES.items() if own == inner] if name.startswith("layer.") else []
-        sizes = [q, kv, kv] if inner == "attention.qkv" else tensor.shape[0] // max(1, len(names))
-        for hf, piece in zip(names, tensor.split(sizes), strict=bool(names)):
-            out[f"{prefix}{hf}.{kind}"] = piece
-        if not names and name != "draft_ids":
+        names = [hf for hf, ours in pairs if ours == inner] if name.startswith("layer.") else []
+        if names:
+            sizes = [q, kv, kv] if inner == "attention.qkv" else [tensor.shape[0] // len(names)] * len(names)
+            pieces = zip(names, tensor.split(sizes), strict=True)
+            out |= {f"{prefix}{hf}.{kind}": piece for hf, piece in pieces}
+        elif name != "draft_ids":
             out[name.replace("fc_norms.", "fc_norm.")] = tensor
-    vocab = config.target_vocab_size or layer.vocab_size
-    if (ids := tensors.get("draft_ids")) is not None:
-        if not config.target_vocab_size:
+        elif not config.target_vocab_size:
             raise ValueError("save_eagle: a head with draft_ids needs config.target_vocab_size.")
-        out["d2t"] = ids - torch.arange(ids.numel(), device=ids.device)
-        out["t2d"] = torch.zeros(vocab, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
+        else:
+            out["d2t"] = tensor - torch.arange(tensor.numel(), device=tensor.device)
+            out["t2d"] = torch.zeros(vocab, dtype=torch.bool, device=tensor.device).index_fill_(
+                0, tensor, True
+            )
+    directory.mkdir(parents=True, exist_ok=True)
     write_safetensors(directory / "model.safetensors", out)
-    keys = config_to_hf(layer)
-    keys |= {"vocab_size": vocab, "bias": config.fc_bias, "qkv_bias": layer.qkv_bias}
+    keys = config_to_hf(layer) | {"vocab_size": vocab, "bias": config.fc_bias, "qkv_bias": layer.qkv_bias}
     if config.version == 3:
         keys |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": layer.vocab_size}
-        keys |= {"norm_before_residual": config.norm_before_residual}
-        # Our own key: entry convention and the meaning of norm_output are ambiguous in the published layouts.
-        keys["eaglet_eagle"] = {AUX: list(config.taps), "norm_output": config.norm_output, "entry": True}
-        keys["eagle_config"] = {AUX: list(config.taps)}
+        keys |= {
+            "norm_before_residual": config.norm_before_residual,
+            "eagle_config": {AUX: list(config.taps)},
+        }
+        # Layer ids by entry, norm_output = what is fed back: both are ambiguous in the published layouts.
+        keys["eaglet_eagle"] = {AUX: list(config.taps), "norm_output": config.norm_output}
     if config.target_hidden_size != layer.hidden_size:
         keys["target_hidden_size"] = config.target_hidden_size
     write_json(directory / "config.json", keys)
 
 
-def _open_head(path: Path) -> tuple[dict[str, Any], dict[str, Entry], list[str]]:
-    """Config ({} if there is none), tensors under `layers.0.` names, notes."""
-    notes: list[str] = []
-    if path.is_dir():
-        files = tensor_files(path) or sorted(path.glob("*.pth"))[:1]
-        config = path / "config.json"
-    elif path.is_file():
-        files, config = [path], path.parent / "config.json"
-        if path.suffix not in (".safetensors", ".bin", ".pth", ".pt"):
-            raise ValueError(f"{path}: expected a .safetensors, .bin or .pth file, or a folder.")
-    else:
-        raise ValueError(f"{path}: no such head file or folder.")
-    if not files:
-        raise ValueError(
-            f"{path}: no model*.safetensors, pytorch_model*.bin or *.pth. Is the download complete?"
-        )
-    raw = read_json(config) if config.exists() else {}
-    head_like = {"speculators_model_type", "draft_vocab_size", "eagle_config", "eaglet_eagle"} & raw.keys()
-    if raw and not path.is_dir() and not head_like and raw.get("num_hidden_layers") != 1:
-        notes.append(f"{config} describes a whole model, not this head: ignored")
-        raw = {}
-    entries: dict[str, Entry] = {}
-    for name, entry in read_entries(files).items():
-        plain = re.sub(r"^(draft_model\.|model\.)", "", name)
-        plain = re.sub(r"^(midlayer|transformer)\.", "layers.0.", plain)
-        plain = re.sub(r"^fusion_fc\.", "fc.", plain)
-        if plain in entries:
-            raise ValueError(f"{path}: two tensors are called {plain!r} once prefixes are removed.")
-        if plain.split(".")[0] in HASS:
-            raise ValueError(f"{path}: {name!r}: the extra norms of HASS-like heads are not implemented.")
-        if re.match(r"layers\.[1-9]", plain):
-            raise ValueError(f"{path}: {name!r}: heads with more than one decoder layer are not implemented.")
-        entries[plain] = entry
-    return raw, entries, notes
+class _HeadReader:
+    """One head while it is being understood: its config in parts, its tensors under `layers.0.` names."""
 
+    def __init__(self, path: Path, target: ModelConfig, overrides: Mapping[str, str]):
+        self.path, self.target, self.notes = path, target, []
+        raw = self._open()
+        given = self._parse(overrides)
+        self.bare, self.speculators = not raw, "speculators_model_type" in raw
+        layer = raw.get("transformer_layer_config") if self.speculators else raw
+        parts = [layer, raw.get("eagle_config") or {}, raw.get("eaglet_eagle") or {}]
+        if not all(isinstance(part, dict) for part in parts):
+            self.fail("transformer_layer_config and eagle_config must be JSON objects.")
+        self.ours = bool(parts[2])  # flags mean what we say they mean
+        self.geometry = ConfigReader({**layer, **given}, str(path))
+        self.flags = ConfigReader({**raw, **parts[1], **parts[2], **given}, str(path))
+        nested = layer.get("rope_parameters")
+        if "rope_theta" in given and isinstance(nested, dict):
+            self.geometry.config["rope_parameters"] = {**nested, "rope_theta": given["rope_theta"]}
 
-def _parse_overrides(overrides: Mapping[str, str]) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    for key, text in overrides.items():
-        if key not in HEAD_OVERRIDES:
-            raise ValueError(f"--eagle-config {key}: unknown key; known: {', '.join(HEAD_OVERRIDES)}.")
-        try:
-            given[key] = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(
-                f"--eagle-config {key}={text}: the value must be JSON (a number, true, [1,2])."
-            ) from error
-    return given
+    def fail(self, text: str) -> NoReturn:
+        raise ValueError(f"{self.path}: {text}")
 
-
-def _head_version(
-    path: Path, entries: dict[str, Entry], flags: ConfigReader, target: ModelConfig, notes: list[str]
-) -> tuple[int, tuple[int, ...]]:
-    """(1 or 3, taps) from tensor shapes; refuses a head that was made for another target."""
-    need = [
-        "fc.weight",
-        *(f"layers.0.self_attn.{x}_proj.weight" for x in "qk"),
-        "layers.0.mlp.gate_proj.weight",
-    ]
-    if absent := [n for n in need if n not in entries or len(entries[n].shape) != 2]:
-        raise ValueError(f"{path}: not an EAGLE head (no matrix {absent[0]!r}).")
-    (hidden, wide), seen = entries["fc.weight"].shape, entries[need[1]].shape[1]
-    size, layers = target.hidden_size, target.num_hidden_layers
-    if seen == hidden and wide == 2 * hidden:
-        version, many, made_for = 1, 2, hidden
-    elif seen == 2 * hidden:
-        ids = flags.config.get(AUX)
-        ids = [2, layers // 2, layers - 3] if ids is None else ids
-        if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
-            raise ValueError(f"{path}: {AUX} = {ids!r}, expected a list of layer numbers.")
-        version, many, made_for = 3, len(ids), wide // len(ids)
-    else:
-        raise ValueError(
-            f"{path}: fc.weight {[hidden, wide]} with a q_proj input of {seen} is neither EAGLE-1/2 (2 x {hidden} and "
-            f"{hidden}) nor EAGLE-3 (3 x target hidden size and {2 * hidden})."
-        )
-    if wide != many * size:
-        what = f" ({SIZES[made_for]}?)" if made_for in SIZES else ""
-        raise ValueError(
-            f"{path} does not fit this model: fc.weight is {[hidden, wide]}, expected {[size, many * size]} ({many} x "
-            f"hidden_size {size}). The head looks made for hidden_size {made_for}{what}. Pass the matching --checkpoint."
-        )
-    if version == 1:
-        return 1, ()
-    if not flags.boolean("use_aux_hidden_state", True):
-        raise ValueError(f"{path}: use_aux_hidden_state = false is not implemented.")
-    if hidden != size and "embed_tokens.weight" not in entries:
-        raise ValueError(
-            f"{path}: hidden size {hidden} differs from the target's {size}, but embed_tokens is missing."
-        )
-    if ids[0] == 1 and not flags.config.get("entry"):
-        notes.append(
-            f"aux layers {ids} are read as layer outputs: the target's states entering {[i + 1 for i in ids]}"
-        )
-        ids = [i + 1 for i in ids]
-    if not all(0 <= i <= layers for i in ids):
-        raise ValueError(f"{path}: aux layers {ids} do not exist in a target of {layers} layers.")
-    return 3, tuple(ids)
-
-
-def _draft_ids(path: Path, entries: dict[str, Entry], target: ModelConfig) -> Tensor | None:
-    """Takes d2t and t2d out of `entries`: absolute target ids [Vd], or None if the vocabularies are one (4.3)."""
-    offsets, member = entries.pop("d2t", None), entries.pop("t2d", None)
-    rows = entries["lm_head.weight"].shape[0] if entries.get("lm_head.weight", None) else target.vocab_size
-    for name in ("embed_tokens.weight",):
-        if name in entries and entries[name].shape[:1] != (target.vocab_size,):
-            raise ValueError(
-                f"{path} does not fit this model: {name} has {entries[name].shape[0]} rows, the target's vocabulary "
-                f"{target.vocab_size}. Pass the matching --checkpoint."
+    def _open(self) -> dict[str, Any]:
+        """Fills self.entries; returns the head's config, {} if it has none."""
+        path, folder = self.path, self.path if self.path.is_dir() else self.path.parent
+        if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pth", ".pt"):
+            self.fail("expected a .safetensors, .bin or .pth file, or a folder.")
+        files = [path] if path.is_file() else tensor_files(path) or sorted(path.glob("*.pth"))[:1]
+        if not files:
+            self.fail(
+                "no head here: expected model.safetensors, pytorch_model.bin, a .pth file, or a file itself."
             )
-    if offsets is None:
-        if rows != target.vocab_size:
-            raise ValueError(
-                f"{path}: the LM head has {rows} rows and the target's vocabulary {target.vocab_size}, but there is no d2t "
-                "table: damaged, or made for another --checkpoint."
+        raw = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+        known = raw.keys() & {"speculators_model_type", "draft_vocab_size", "eagle_config", "eaglet_eagle"}
+        if raw and not known and path.is_file() and raw.get("num_hidden_layers") != 1:
+            self.notes.append(f"{folder / 'config.json'} describes a whole model, not this head: ignored")
+            raw = {}
+        self.entries: dict[str, Entry] = {}
+        for name, entry in read_entries(files).items():
+            plain = name
+            for pattern, prefix in PREFIXES:
+                plain = re.sub(pattern, prefix, plain)
+            if plain in self.entries:
+                self.fail(f"two tensors are called {plain!r} once prefixes are removed.")
+            if re.match(r"layers\.[1-9]", plain):
+                self.fail(f"{name!r}: heads with more than one decoder layer are not implemented.")
+            if re.match(r"(pre_)?(embed|embedding|hidden|lm_head)_layernorm\.", plain):
+                self.fail(f"{name!r}: the extra norms of HASS-like heads are not implemented.")
+            self.entries[plain] = entry
+        return raw
+
+    def _parse(self, overrides: Mapping[str, str]) -> dict[str, Any]:
+        given = {}
+        for key, text in overrides.items():
+            if key not in OVERRIDES:
+                raise ValueError(f"--eagle-config {key}: unknown key; known: {', '.join(OVERRIDES)}.")
+            try:
+                given[key] = json.loads(text)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ValueError(
+                    f"--eagle-config {key}={text}: give a JSON value: 1e-5, true, [1,2]."
+                ) from error
+        return given
+
+    def read(self) -> EagleFile:
+        taps = self._taps()
+        wide = bool(taps)
+        draft_ids = self._draft_ids()
+        layer, flags = self._layer(), self.flags
+        own_embed = self.speculators or self.ours or layer.hidden_size != self.target.hidden_size
+        if wide and not self.speculators and not self.ours and not flags.boolean("norm_output", True):
+            self.fail("norm_output = false (an LM head without its norm) is not implemented.")
+        config = EagleConfig(
+            version=3 if wide else 1,
+            layer=layer,
+            target_hidden_size=self.target.hidden_size,
+            taps=taps,
+            fc_bias="fc.bias" in self.entries,
+            norm_before_residual=wide and flags.boolean("norm_before_residual", self.speculators),
+            fc_norm="fc_norm.0.weight" in self.entries,
+            norm_before_fc="input_norm.weight" in self.entries,
+            norm_output=(self.speculators or self.ours) and flags.boolean("norm_output", False),
+            # an embedding of the target's width is a copy, unless the layout provides for a different one
+            has_embed=wide and own_embed and "embed_tokens.weight" in self.entries,
+            has_lm_head=wide and "lm_head.weight" in self.entries,
+            target_vocab_size=self.target.vocab_size,
+        )
+        for key in ("fc_norm", "norm_before_fc"):
+            if flags.config.get(key) is not None and flags.boolean(key, False) != getattr(config, key):
+                self.fail(
+                    f"config.json has {key} = {not getattr(config, key)}, the tensors say the opposite."
+                )
+        check_entries(self._shapes(config), self.entries, str(self.path))
+        tensors = {} if draft_ids is None else {"draft_ids": draft_ids}
+        return EagleFile(config, tensors | self._tensors(config), self.notes)
+
+    def _shape(self, name: str) -> tuple[int, int]:
+        entry = self.entries.get(name)
+        if entry is None or len(entry.shape) != 2 or 0 in entry.shape:
+            self.fail(f"not an EAGLE head: it has no matrix {name}.")
+        return entry.shape
+
+    def _taps(self) -> tuple[int, ...]:
+        """Entry-convention layers, () for EAGLE-1/2, from tensor shapes; refuses a head made for another target."""
+        (hidden, width), seen = self._shape("fc.weight"), self._shape(f"{ATTENTION}q_proj.weight")[1]
+        size, layers = self.target.hidden_size, self.target.num_hidden_layers
+        ids, many = None, 2
+        if seen == 2 * hidden:
+            ids = self.flags.config.get(AUX)
+            ids = [2, layers // 2, layers - 3] if ids is None else ids
+            if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+                self.fail(f"{AUX} = {ids!r}, expected a list of layer numbers.")
+            many = len(ids)
+        elif seen != hidden or width != 2 * hidden:
+            kinds = (
+                f"EAGLE-1/2 (2 x {hidden} and {hidden}) nor EAGLE-3 (3 x target hidden size and {2 * hidden})"
             )
-        return None
-    if offsets.dtype not in (torch.int64, torch.int32) or offsets.shape != (rows,):
-        raise ValueError(
-            f"{path}: d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}] as lm_head."
-        )
-    ids = offsets.read().long() + torch.arange(rows)
-    if rows > 1 and not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= target.vocab_size:
-        raise ValueError(
-            f"{path}: d2t does not give ascending token ids below {target.vocab_size}: another target?"
-        )
-    if member is not None:
-        mask = member.read()
-        if mask.shape != (target.vocab_size,) or not torch.equal(mask.nonzero().flatten(), ids):
+            self.fail(f"fc.weight {[hidden, width]} with a q_proj input of {seen} is neither {kinds}.")
+        if width != many * size:
+            made_for = width // many
+            looks = f"{made_for} ({SIZES[made_for]}?)" if made_for in SIZES else str(made_for)
             raise ValueError(
-                f"{path}: t2d {list(mask.shape)} and d2t disagree, or are for another vocabulary."
+                f"{self.path} does not fit this model: fc.weight is {[hidden, width]}, expected {[size, many * size]} "
+                f"({many} x hidden_size {size}). The head looks made for hidden_size {looks}. "
+                "Pass the matching --checkpoint."
             )
-    return None if rows == target.vocab_size else ids
+        if ids is None:
+            return ()
+        if hidden != size and "embed_tokens.weight" not in self.entries:
+            self.fail(f"hidden size {hidden} differs from the target's {size}, but embed_tokens is missing.")
+        if not self.flags.boolean("use_aux_hidden_state", True):
+            self.fail("use_aux_hidden_state = false is not implemented.")
+        if ids[0] == 1 and not self.ours:
+            self.notes.append(
+                f"aux layers {ids} are read as layer outputs: the states entering {[i + 1 for i in ids]}"
+            )
+            ids = [i + 1 for i in ids]
+        if ids != sorted(ids) or not 0 <= ids[0] <= ids[-1] <= layers:
+            self.fail(f"the aux layers {ids} are not ascending layers of a target with {layers}.")
+        return tuple(ids)
 
+    def _draft_ids(self) -> Tensor | None:
+        """Takes d2t and t2d out of the entries: absolute target ids [Vd], None if the vocabularies are one (4.3)."""
+        offsets, member = self.entries.pop("d2t", None), self.entries.pop("t2d", None)
+        vocab, misfit = self.target.vocab_size, f"but the target's vocabulary is {self.target.vocab_size}"
+        rows = self._shape("lm_head.weight")[0] if "lm_head.weight" in self.entries else vocab
+        if (
+            "embed_tokens.weight" in self.entries
+            and (found := self._shape("embed_tokens.weight")[0]) != vocab
+        ):
+            self.fail(f"embed_tokens has {found} rows, {misfit}. Pass the matching --checkpoint.")
+        if member is not None and member.shape != (vocab,):
+            self.fail(f"t2d is {list(member.shape)}, {misfit}. Pass the matching --checkpoint.")
+        if offsets is None:
+            if rows != vocab:
+                self.fail(
+                    f"the LM head has {rows} rows, {misfit}, and there is no d2t: damaged, or another target's."
+                )
+            return None
+        if offsets.dtype not in (torch.int64, torch.int32) or offsets.shape != (rows,):
+            self.fail(f"d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}] like lm_head.")
+        ids = offsets.read().long() + torch.arange(rows)
+        if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= vocab:
+            self.fail(
+                f"d2t holds no offsets to ascending token ids below {vocab}: damaged, or another target's."
+            )
+        if member is not None and not torch.equal(member.read().nonzero().flatten(), ids):
+            self.fail("t2d and d2t disagree: damaged.")
+        return None if rows == vocab else ids
 
-def _head_layer(
-    path: Path,
-    entries: dict[str, Entry],
-    geometry: dict[str, Any],
-    target: ModelConfig,
-    notes: list[str],
-    bare: bool,
-) -> ModelConfig:
-    """The head's decoder layer: sizes from tensors, heads, RoPE and eps from its own config (defaults: 4.7, 1.4)."""
-    at = "layers.0.self_attn."
-    read = ConfigReader(geometry, str(path))
-    rows, kv_rows = (entries[f"{at}{x}_proj.weight"].shape[0] for x in "qk")
-    known = geometry.get("num_attention_heads") is not None
-    hd = read.integer(
-        "head_dim", max(1, rows // read.integer("num_attention_heads")) if known else target.head_dim
-    )
-    lm_head, dtype = entries.get("lm_head.weight"), entries["fc.weight"].dtype
-    default = target.max_position_embeddings if bare else read.integer("max_sequence_length", 2048)
-    hf = {
-        key: geometry.get(key)
-        for key in (*HEAD_GEOMETRY, "rope_parameters", "hidden_act", "partial_rotary_factor")
-    }
-    hf |= {
-        "model_type": "llama",
-        "hidden_size": entries["fc.weight"].shape[0],
-        "intermediate_size": entries["layers.0.mlp.gate_proj.weight"].shape[0],
-        "num_hidden_layers": 1,
-        "num_attention_heads": read.integer("num_attention_heads", max(1, rows // hd)),
-        "num_key_value_heads": read.integer("num_key_value_heads", max(1, kv_rows // hd)),
-        "head_dim": hd,
-        "vocab_size": lm_head.shape[0] if lm_head else target.vocab_size,
-        "max_position_embeddings": read.integer("max_position_embeddings", default),
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    if bare:
-        assumed = {"head_dim": hd, "rope_theta": 10000, "rms_norm_eps": 1e-6}
-        said = ", ".join(f"{key} {value}" for key, value in assumed.items() if key not in geometry)
-        notes.append(
-            f"no config.json for {path.name}: assumed {said or 'nothing'} (--eagle-config key=value)"
+    def _layer(self) -> ModelConfig:
+        """The head's decoder layer: sizes from tensors, heads, RoPE and eps from its own config (defaults: 1.4, 4.7)."""
+        read, target = self.geometry, self.target
+        rows, kv_rows = (self._shape(f"{ATTENTION}{x}_proj.weight")[0] for x in "qk")
+        known = read.config.get("num_attention_heads") is not None
+        head_dim = max(1, rows // read.integer("num_attention_heads")) if known else target.head_dim
+        head_dim = read.integer("head_dim", head_dim)
+        longest = target.max_position_embeddings if self.bare else read.integer("max_sequence_length", 2048)
+        lm_head = self.entries.get("lm_head.weight")
+        passed = (*HEAD_KEYS, "rope_parameters", "hidden_act", "partial_rotary_factor")
+        hf = {key: read.config.get(key) for key in passed} | {
+            "model_type": "llama",
+            "hidden_size": self._shape("fc.weight")[0],
+            "intermediate_size": self._shape("layers.0.mlp.gate_proj.weight")[0],
+            "num_hidden_layers": 1,
+            "num_attention_heads": read.integer("num_attention_heads", max(1, rows // head_dim)),
+            "num_key_value_heads": read.integer("num_key_value_heads", max(1, kv_rows // head_dim)),
+            "head_dim": head_dim,
+            "vocab_size": lm_head.shape[0] if lm_head else target.vocab_size,
+            "max_position_embeddings": read.integer("max_position_embeddings", longest),
+            "torch_dtype": str(self.entries["fc.weight"].dtype).removeprefix("torch."),
+        }
+        if self.bare:
+            assumed = {"head_dim": head_dim, "rope_theta": 10000, "rms_norm_eps": 1e-6}
+            text = ", ".join(f"{key} {value}" for key, value in assumed.items() if key not in read.config)
+            self.notes.append(
+                f"{self.path.name} has no config.json: assumed {text or 'nothing'} (--eagle-config)"
+            )
+        biases = {
+            f"{x}kv_bias" if x == "q" else "o_bias": f"{ATTENTION}{x}_proj.bias" in self.entries for x in "qo"
+        }
+        layer = ModelConfig.from_hf(hf, str(self.path))
+        return replace(layer, **biases, qk_norm=f"{ATTENTION}q_norm.weight" in self.entries)
+
+    def _shapes(self, config: EagleConfig) -> dict[str, tuple[int, ...]]:
+        """The names and shapes that a head of this config must have."""
+        c, third = config.layer, config.version == 3
+        H, I = c.hidden_size, c.intermediate_size
+        q, kv, wide = (
+            c.num_attention_heads * c.head_dim,
+            c.num_key_value_heads * c.head_dim,
+            2 * H if third else H,
         )
-    layer = ModelConfig.from_hf(hf, str(path))
-    biases = {name: f"{at}{name}_proj.bias" in entries for name in "qo"}
-    return replace(layer, qkv_bias=biases["q"], o_bias=biases["o"], qk_norm=f"{at}q_norm.weight" in entries)
-
-
-def _head_shapes(
-    config: EagleConfig, entries: dict[str, Entry], target: ModelConfig
-) -> dict[str, tuple[int, ...]]:
-    """File names (prefixes removed) and shapes that a head of this config must have."""
-    c, H, wide = (
-        config.layer,
-        config.layer.hidden_size,
-        config.layer.hidden_size * (2 if config.version == 3 else 1),
-    )
-    width = len(config.taps) * config.target_hidden_size if config.version == 3 else 2 * H
-    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    at, mlp = "layers.0.self_attn.", "layers.0.mlp."
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, width)}
-    for name, rows in (("q", q), ("k", kv), ("v", kv)):
-        shapes[f"{at}{name}_proj.weight"] = (rows, wide)
-        if c.qkv_bias:
-            shapes[f"{at}{name}_proj.bias"] = (rows,)
-        if c.qk_norm and name != "v":
-            shapes[f"{at}{name}_norm.weight"] = (c.head_dim,)
-    shapes[f"{at}o_proj.weight"] = (H, q)
-    shapes[f"{mlp}gate_proj.weight"] = shapes[f"{mlp}up_proj.weight"] = (c.intermediate_size, H)
-    shapes[f"{mlp}down_proj.weight"] = (H, c.intermediate_size)
-    shapes["layers.0.post_attention_layernorm.weight"] = (H,)
-    optional = {"fc.bias": (H,), f"{at}o_proj.bias": (H,), "embed_tokens.weight": (target.vocab_size, H)}
-    optional["lm_head.weight"] = (c.vocab_size, H)
-    if config.version == 3:
-        for name in ("layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight", "norm.weight"):
-            shapes[name] = (H,)
-        optional["input_norm.weight"] = (width,)
+        width = len(config.taps) * config.target_hidden_size if third else 2 * H
+        shapes: dict[str, tuple[int, ...]] = {"fc": (H, width), f"{ATTENTION}o_proj": (H, q)}
+        shapes |= {f"{ATTENTION}{x}_proj": (rows, wide) for x, rows in zip("qkv", (q, kv, kv), strict=True)}
+        shapes |= {
+            f"layers.0.mlp.{x}_proj": (H, I) if x == "down" else (I, H) for x in ("gate", "up", "down")
+        }
+        norms = ["layers.0.post_attention_layernorm"]
+        norms += ["layers.0.input_layernorm", "layers.0.hidden_norm", "norm"] if third else []
+        shapes |= {name: (H,) for name in norms}
+        if c.qk_norm:
+            shapes |= {f"{ATTENTION}{x}_norm": (c.head_dim,) for x in "qk"}
         if config.fc_norm:
-            shapes |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(len(config.taps))}
-    return shapes | {name: shape for name, shape in optional.items() if name in entries}
+            shapes |= {f"fc_norm.{i}": (config.target_hidden_size,) for i in range(len(config.taps))}
+        optional = {
+            "embed_tokens": (self.target.vocab_size, H),
+            "lm_head": (c.vocab_size, H),
+            "input_norm": (width,),
+        }
+        shapes |= {name: shape for name, shape in optional.items() if f"{name}.weight" in self.entries}
+        shapes = {f"{name}.weight": shape for name, shape in shapes.items()}
+        if c.qkv_bias:
+            shapes |= {
+                f"{ATTENTION}{x}_proj.bias": (rows,) for x, rows in zip("qkv", (q, kv, kv), strict=True)
+            }
+        return shapes | {n: (H,) for n in ("fc.bias", f"{ATTENTION}o_proj.bias") if n in self.entries}
+
+    def _tensors(self, config: EagleConfig) -> dict[str, Tensor]:
+        """The tensors under our names, fused. An EAGLE-1 head's embedding and LM head are copies of the target's."""
+        parts: dict[str, list[Tensor]] = {}
+        renamed = dict(pair.split("=") for pair in HEAD_NAMES.split())
+        order = {f"layers.0.{name}": i for i, name in enumerate(renamed)}
+        kept = {"embed_tokens.weight": config.has_embed, "lm_head.weight": config.has_lm_head}
+        for name in sorted(self.entries, key=lambda n: order.get(n.rpartition(".")[0], -1)):
+            if not kept.get(name, True) or IGNORED.fullmatch(name):
+                continue
+            stem, _, kind = name.rpartition(".")
+            ours = name.replace("fc_norm.", "fc_norms.")
+            if stem in order:
+                ours = f"layer.{renamed[stem.removeprefix('layers.0.')]}.{kind}"
+            parts.setdefault(ours, []).append(self.entries[name].read())
+            check_finite(parts[ours][-1], name, self.entries[name].file)
+        return {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in parts.items()}

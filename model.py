@@ -166,7 +166,7 @@ class ModelConfig:
             raise ValueError(
                 f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}."
             )
-        positions = read.integer("max_position_embeddings", 2048)
+        positions = read.integer("max_position_embeddings", 2048, high=2**24)
         experts = read.integer("num_local_experts", 8) if family == "mixtral" else 0
         per_token = read.integer("num_experts_per_tok", 2) if family == "mixtral" else 0
         if per_token > experts:

@@ -1,0 +1,954 @@
+"""checkpoint.py: every layout gives the same tensors, every damaged file gives one line, nothing else gets through."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BASE, FAMILIES, build_hf
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+from checkpoint import EagleConfig, load_config, load_model, read_eagle, save_eagle, save_hf
+from model import ModelConfig, chain_ancestors
+
+
+def logits_of(model, length: int = 20) -> torch.Tensor:
+    tokens = torch.arange(5, 5 + length)[None]
+    nodes = model.nodes(
+        torch.tensor([0]), torch.arange(length)[None], chain_ancestors(1, length, "cpu"), length + 1
+    )
+    return model.logits(model(tokens, nodes, model.new_cache(1, length + 1))[0])
+
+
+def same_weights(a, b) -> bool:
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def one_line(call, *words: str) -> str:
+    """Runs `call`, which must raise a ValueError of one line holding all words."""
+    with pytest.raises(ValueError) as error:
+        call()
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 500
+    assert all(word in text for word in words), text
+    return text
+
+
+def edit_json(path: Path, **changes) -> None:
+    value = json.loads(path.read_text())
+    value.update(changes)
+    path.write_text(json.dumps(value))
+
+
+def edit_tensors(directory: Path, change) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+@pytest.fixture
+def llama(tiny_checkpoint, tmp_path) -> Path:
+    """A private copy of a tiny LLaMA directory."""
+    return Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "llama"))
+
+
+# ---- layouts of target models ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_through_our_own_writer(tiny_checkpoint, tmp_path, family):
+    """save_hf that loses a switch (bias, window, tie, head_dim, RoPE scaling) or swaps fused slices."""
+    transformers = pytest.importorskip("transformers")
+    model = load_model(tiny_checkpoint(family))
+    save_hf(model, tmp_path)
+    again = load_model(tmp_path)
+    assert again.config == model.config and same_weights(model, again)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    tokens = torch.arange(5, 25)[None]
+    assert torch.equal(hf(tokens).logits, build_hf(family)(tokens).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_dtype_of_file_and_of_memory(tiny_checkpoint, tmp_path, dtype):
+    """A dtype argument that is ignored, or a file whose header names another dtype than its bytes."""
+    model = load_model(tiny_checkpoint("llama"), dtype=dtype)
+    assert model.dtype == dtype and not any(p.requires_grad for p in model.parameters())
+    save_hf(model, tmp_path)
+    again = load_model(tmp_path)
+    assert again.dtype == dtype and same_weights(model, again)
+
+
+def test_sharded_safetensors_and_bin_equal_the_single_file(tiny_checkpoint, tmp_path):
+    """A shard that is skipped, or a .bin read only in part."""
+    want = load_model(tiny_checkpoint("qwen2"))
+    tensors = load_file(tiny_checkpoint("qwen2") / "model.safetensors")
+    names, config = sorted(tensors), tiny_checkpoint("qwen2") / "config.json"
+    for kind in ("safetensors", "bin", "old.bin", "single.bin"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        shutil.copy(config, folder)
+        suffix, stem = ("safetensors", "model") if kind == "safetensors" else ("bin", "pytorch_model")
+        weight_map, many = {}, 1 if kind == "single.bin" else 3
+        for i in range(many):
+            part = {name: tensors[name] for name in names[i::many]}
+            file = f"{stem}-{i + 1:05}-of-{many:05}.{suffix}" if many > 1 else f"{stem}.bin"
+            if suffix == "safetensors":
+                save_file(part, folder / file)
+            else:
+                torch.save(part, folder / file, _use_new_zipfile_serialization=kind != "old.bin")
+            weight_map.update(dict.fromkeys(part, file))
+        if many > 1:
+            (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        assert same_weights(load_model(folder), want)
+
+
+def test_tied_weights_may_be_stored_twice_but_not_differ(tiny_checkpoint, tmp_path):
+    """Llama-3.2 1B/3B: a stored copy of the tied head must not fail the load, a different one must not be ignored."""
+    folder = Path(shutil.copytree(tiny_checkpoint("llama-tied"), tmp_path / "tied"))
+    want = load_model(folder)
+    assert want.lm_head is None
+
+    def store(tensors, scale=1.0):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * scale
+
+    edit_tensors(folder, store)
+    assert same_weights(load_model(folder), want)
+    edit_tensors(folder, lambda tensors: store(tensors, 2.0))
+    one_line(lambda: load_model(folder), "lm_head.weight", "tie_word_embeddings")
+
+
+def test_both_mixtral_layouts(tiny_checkpoint, tmp_path):
+    """transformers 5's fused experts with gate and up swapped, or experts in another order."""
+    model = load_model(tiny_checkpoint("mixtral"))
+    for fused in (False, True):
+        views = {name: view.clone() for name, view in checkpoint.hf_views(model, fused_experts=fused).items()}
+        folder = tmp_path / str(fused)
+        folder.mkdir()
+        shutil.copy(tiny_checkpoint("mixtral") / "config.json", folder)
+        save_file(views, folder / "model.safetensors")
+        assert same_weights(load_model(folder), model)
+        assert any("experts.gate_up_proj" in name for name in views) == fused
+    tensors = load_file(tmp_path / "True" / "model.safetensors")
+    plain = load_file(tmp_path / "False" / "model.safetensors")
+    at = "model.layers.1"
+    for e in range(4):
+        w1, w3 = (plain[f"{at}.block_sparse_moe.experts.{e}.{w}.weight"] for w in ("w1", "w3"))
+        assert torch.equal(tensors[f"{at}.mlp.experts.gate_up_proj"][e], torch.cat((w1, w3)))
+
+
+META = {
+    "attention.wq": ("self_attn.q_proj", 0),
+    "attention.wk": ("self_attn.k_proj", 0),
+    "attention.wv": ("self_attn.v_proj", 0),
+    "attention.wo": ("self_attn.o_proj", 1),
+    "feed_forward.w1": ("mlp.gate_proj", 0),
+    "feed_forward.w3": ("mlp.up_proj", 0),
+    "feed_forward.w2": ("mlp.down_proj", 1),
+    "attention_norm": ("input_layernorm", None),
+    "ffn_norm": ("post_attention_layernorm", None),
+}
+
+
+def write_meta(hf: dict, folder: Path, shards: int, embed_dim: int, **params) -> None:
+    """Meta's files from Hugging Face tensors: interleaved rotary rows, model-parallel pieces, the freqs buffer."""
+    whole = {
+        "tok_embeddings.weight": (hf["model.embed_tokens.weight"], embed_dim),
+        "norm.weight": (hf["model.norm.weight"], None),
+        "output.weight": (hf["lm_head.weight"], 0),
+        "rope.freqs": (torch.ones(8), None),
+    }
+    for i in range(BASE["num_hidden_layers"]):
+        for meta, (name, dim) in META.items():
+            tensor = hf[f"model.layers.{i}.{name}.weight"]
+            if meta in ("attention.wq", "attention.wk"):  # [heads, 2 halves, 8, in] -> neighbouring pairs
+                tensor = tensor.view(-1, 2, 8, 64).transpose(1, 2).reshape(tensor.shape)
+            whole[f"layers.{i}.{meta}.weight"] = (tensor, dim)
+    folder.mkdir()
+    for s in range(shards):
+        part = {n: (t if dim is None else t.chunk(shards, dim)[s].clone()) for n, (t, dim) in whole.items()}
+        torch.save(part, folder / f"consolidated.{s:02}.pth")
+    base = {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-6, "vocab_size": -1}
+    (folder / "params.json").write_text(json.dumps({**base, "multiple_of": 32, **params}))
+
+
+@pytest.mark.parametrize(("shards", "embed_dim"), [(1, 0), (2, 1), (2, 0)])
+def test_meta_checkpoints(tiny_checkpoint, tmp_path, shards, embed_dim):
+    """Interleaved rotary rows taken as half-rotation (fluent nonsense), or shards joined along the wrong dimension."""
+    want = load_model(tiny_checkpoint("llama"))
+    write_meta(load_file(tiny_checkpoint("llama") / "model.safetensors"), tmp_path / "m", shards, embed_dim)
+    got = load_model(tmp_path / "m")
+    assert same_weights(got, want) and torch.equal(logits_of(got), logits_of(want))
+    assert load_config(tmp_path / "m") == got.config
+    assert (got.config.max_position_embeddings, got.config.eos_token_ids) == (4096, (2,))
+
+
+def test_meta_errors_and_rope_switches(tiny_checkpoint, tmp_path):
+    """A missing model-parallel shard joined silently, an unknown switch ignored, LLaMA-3.1's scaling forgotten."""
+    hf = load_file(tiny_checkpoint("llama") / "model.safetensors")
+    write_meta(hf, tmp_path / "a", 2, 1, use_scaled_rope=True, rope_theta=5e5, max_seq_len=300)
+    config = load_config(tmp_path / "a")
+    assert (config.rope.kind, config.rope.theta, config.rope.factor) == ("llama3", 5e5, 32.0)
+    assert config.max_position_embeddings == 300
+    (tmp_path / "a" / "consolidated.00.pth").unlink()
+    one_line(lambda: load_model(tmp_path / "a"), "consolidated.00.pth")
+    write_meta(hf, tmp_path / "b", 1, 0, moe={"num_experts": 8})
+    one_line(lambda: load_model(tmp_path / "b"), "moe")
+    write_meta(hf, tmp_path / "c", 1, 0)
+    torch.save({"x": torch.ones(1)}, tmp_path / "c" / "consolidated.00.pth")
+    one_line(lambda: load_model(tmp_path / "c"), "tok_embeddings")
+
+
+def test_tensors_are_read_one_by_one(tiny_checkpoint, monkeypatch):
+    """Two copies of the model in memory while it loads; a progress bar that does not end at 100 %."""
+    alive: list[weakref.ref] = []
+    original = checkpoint.read_entries
+
+    def watch(entry):
+        def read():
+            assert not any(ref() is not None for ref in alive), "the previous tensor is still held"
+            tensor = entry.read()
+            alive.append(weakref.ref(tensor))
+            return tensor
+
+        return entry._replace(read=read)
+
+    monkeypatch.setattr(
+        checkpoint, "read_entries", lambda files: {n: watch(e) for n, e in original(files).items()}
+    )
+    seen = []
+    model = load_model(tiny_checkpoint("llama"), progress=lambda *report: seen.append(report))
+    done = [report[0] for report in seen]
+    stored = sum(p.numel() * 4 for p in model.parameters())
+    assert done == sorted(done) and done[-1] == stored == seen[0][1] and len(alive) == len(seen) > 20
+
+
+def test_rotary_buffers_of_old_exporters_are_ignored(llama):
+    """`rotary_emb.inv_freq`, the one listed exception to 'no unexpected tensors'."""
+    want = load_model(llama)
+    edit_tensors(llama, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    assert same_weights(load_model(llama), want)
+
+
+# ---- damaged and hostile target files --------------------------------------------------------------------------
+
+
+def test_truncated_file_is_named_with_sizes(llama):
+    """A cut download that loads as zeros or dies inside a library."""
+    file = llama / "model.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, size - 1000)
+    one_line(
+        lambda: load_model(llama),
+        "model.safetensors is cut short",
+        f"{size:,}",
+        f"{size - 1000:,}",
+        "Download it again",
+    )
+    for keep in (0, 4, 8, 100):
+        os.truncate(file, keep)
+        one_line(lambda: load_model(llama), "model.safetensors", "Download it again")
+
+
+def test_tensors_that_do_not_belong(llama):
+    """strict=False: a missing tensor left at random, an unused one dropped, a wrong shape broadcast."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    good = load_file(llama / "model.safetensors")[name]
+    edit_tensors(llama, lambda t: t.pop(name))
+    one_line(lambda: load_model(llama), "missing", name)
+    edit_tensors(llama, lambda t: t.update({name: good[:, :32].contiguous()}))
+    one_line(lambda: load_model(llama), name, "[96, 32]", "[96, 64]")
+    edit_tensors(llama, lambda t: t.update({name: good.to(torch.int8)}))
+    one_line(lambda: load_model(llama), name, "int8")
+    edit_tensors(llama, lambda t: t.update({name: good.to(torch.float8_e4m3fn)}))
+    one_line(lambda: load_model(llama), name, "F8_E4M3")
+    edit_tensors(llama, lambda t: t.update({name: good, "model.layers.7.extra\n.weight": good.clone()}))
+    one_line(lambda: load_model(llama), "unexpected", "model.layers.7.extra")
+    edit_tensors(llama, lambda t: [t.pop(n) for n in list(t) if "layers.2" in n])
+    assert "more" in one_line(lambda: load_model(llama), "missing", "model.layers.2")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_weights(llama, value):
+    """safetensors does not look at values: one NaN weight makes every reply token 0."""
+
+    def poison(tensors):
+        tensors["model.layers.2.self_attn.k_proj.weight"][3, 4] = value
+
+    edit_tensors(llama, poison)
+    one_line(lambda: load_model(llama), "model.layers.2.self_attn.k_proj.weight", "NaN or infinite")
+
+
+def test_values_too_large_for_the_dtype(llama):
+    """A bf16 model cast to fp16 that overflows silently."""
+
+    def enlarge(tensors):
+        tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = 1e6
+
+    edit_tensors(llama, enlarge)
+    load_model(llama, dtype=torch.bfloat16)
+    one_line(lambda: load_model(llama, dtype=torch.float16), "down_proj", "float16")
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "x.bin", 3, ".safetensors"]
+)
+def test_shard_names_stay_inside_the_folder(llama, name):
+    """An index that makes us open, and complain about the content of, files elsewhere."""
+    (llama / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": name}})
+    )
+    one_line(lambda: load_model(llama), "not a plain .safetensors file name")
+
+
+def test_broken_indexes_and_duplicated_tensors(llama):
+    """A shard that is missing, an index without a map, a tensor whose value depends on the order of files."""
+    index = llama / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}))
+    one_line(lambda: load_model(llama), "model-00002-of-00002.safetensors", "missing")
+    index.write_text(json.dumps({"weight_map": ["x"]}))
+    one_line(lambda: load_model(llama), "weight_map")
+    index.unlink()
+    save_file({"model.norm.weight": torch.zeros(64)}, llama / "model-00002-of-00002.safetensors")
+    one_line(lambda: load_model(llama), "model.norm.weight", "also in")
+
+
+class Hostile:
+    def __reduce__(self):
+        return (os.mkdir, ("pwned",))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
+def test_hostile_pickles_do_not_run(llama, name, monkeypatch, tmp_path):
+    """A checkpoint that executes code when it is opened."""
+    monkeypatch.chdir(tmp_path)
+    (llama / "model.safetensors").unlink()
+    if name.endswith(".pth"):
+        (llama / "config.json").unlink()
+        (llama / "params.json").write_text(json.dumps({"dim": 64, "n_layers": 3, "n_heads": 4}))
+    for zipped in (True, False):
+        torch.save({"model.norm.weight": Hostile()}, llama / name, _use_new_zipfile_serialization=zipped)
+        one_line(lambda: load_model(llama), name, "refused")
+    assert not (tmp_path / "pwned").exists()
+    for content in (b"", b"not a pickle", b"\x80\x04N.", os.urandom(500)):
+        (llama / name).write_bytes(content)
+        one_line(lambda: load_model(llama), name)
+    torch.save([torch.ones(1)], llama / name)
+    one_line(lambda: load_model(llama), name, "dictionary")
+
+
+def test_old_torch_may_not_open_pickles(llama, monkeypatch):
+    """CVE-2026-24747: weights_only=True is not safe before torch 2.10."""
+    (llama / "model.safetensors").unlink()
+    torch.save({}, llama / "pytorch_model.bin")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    one_line(lambda: load_model(llama), "2.10", "2.9.1")
+
+
+def test_config_file_errors(llama, tmp_path):
+    """Tracebacks, or gigabytes read, for a config.json that is not one."""
+    one_line(lambda: load_model(tmp_path / "nowhere"), "nowhere is not a directory")
+    config = llama / "config.json"
+    for text in ("", "{", "[1]", "7", '{"hidden_size": NaN}', "[" * 100_000, '{"a": "\\ud800"', "\xff"):
+        config.write_bytes(text.encode("latin-1"))
+        one_line(lambda: load_model(llama), "config.json")
+        one_line(lambda: load_config(llama), "config.json")
+    config.write_bytes(b"{" + b" " * (5 << 20) + b"}")
+    one_line(lambda: load_model(llama), "config.json", "bytes")
+    config.unlink()
+    one_line(lambda: load_model(llama), "config.json")
+    shutil.copy(tmp_path / "llama" / "model.safetensors", tmp_path)
+    (llama / "model.safetensors").unlink()
+    (llama / "config.json").write_text(json.dumps({**BASE, "model_type": "llama"}))
+    one_line(lambda: load_model(llama), "no model*.safetensors")
+
+
+def test_huge_sizes_are_refused_before_memory_is_taken(llama):
+    """A config that asks for terabytes must fail on the shapes in the file, not in the allocator."""
+    for change in (
+        {"hidden_size": 2**31, "head_dim": 16},
+        {"vocab_size": 10_000_000},
+        {"intermediate_size": 2**31},
+    ):
+        original = (llama / "config.json").read_text()
+        edit_json(llama / "config.json", **change)
+        one_line(lambda: load_model(llama))
+        (llama / "config.json").write_text(original)
+
+
+def test_a_failed_write_leaves_the_old_file(tiny_checkpoint, tmp_path, monkeypatch):
+    """A crash in the middle of saving that destroys the only copy."""
+    model = load_model(tiny_checkpoint("llama"))
+    save_hf(model, tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError):
+        save_hf(model, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_mutated_files_give_clean_errors_or_load(llama):
+    """Anything but a one-line ValueError for a damaged config.json or safetensors header: 400 seeded mutations."""
+    rng = random.Random(7)
+    config_file, file = llama / "config.json", llama / "model.safetensors"
+    config_bytes, data = config_file.read_bytes(), file.read_bytes()
+    header_end = 8 + struct.unpack("<Q", data[:8])[0]
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        3,
+        65,
+        2**31,
+        10**30,
+        -1.5,
+        1e-40,
+        1e308,
+        "",
+        "x",
+        [],
+        [1],
+        {},
+        {"rope_type": "yarn"},
+    ]
+    loaded = 0
+    for i in range(400):
+        if i % 2:
+            raw = json.loads(config_bytes)
+            nested = raw["rope_parameters"]
+            at = nested if rng.random() < 0.15 else raw
+            key = rng.choice(
+                [*at, "head_dim", "rope_scaling", "sliding_window", "model_type", "quantization_config"]
+            )
+            at[key] = rng.choice(values)
+            if key == "model_type":
+                at[key] = rng.choice(["qwen2", "qwen3", "mixtral", "mistral", "gpt2"])
+            if key == "quantization_config":
+                at.pop(key)  # that door belongs to quantize.py
+            config_file.write_text(json.dumps(raw))
+            file.write_bytes(data)
+        else:
+            config_file.write_bytes(config_bytes)
+            broken = bytearray(data)
+            for _ in range(rng.choice([1, 1, 2, 5])):
+                broken[rng.randrange(header_end)] = rng.choice([rng.randrange(256), *b'0123456789,:"[]{}'])
+            if rng.random() < 0.2:
+                del broken[rng.randrange(len(broken)) :]
+            file.write_bytes(broken)
+        try:
+            logits_of(load_model(llama, max_positions=64), 4)
+            loaded += 1
+        except ValueError as error:
+            assert "\n" not in str(error), str(error)
+    assert 10 < loaded < 200
+
+
+# ---- EAGLE heads -----------------------------------------------------------------------------------------------
+
+TARGET = ModelConfig.from_hf({**BASE, "model_type": "llama", "num_hidden_layers": 8, "rope_theta": 5e5})
+H, I, V, VD = 64, 96, 128, 40
+GEOMETRY = {
+    "hidden_size": H,
+    "intermediate_size": I,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": V,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+
+def layer_tensors(
+    prefix: str, wide: int, hidden: int = H, heads: int = 4, kv_heads: int = 2, hd: int = 16
+) -> dict:
+    q, kv = heads * hd, kv_heads * hd
+    shapes = {
+        "self_attn.q_proj": (q, wide),
+        "self_attn.k_proj": (kv, wide),
+        "self_attn.v_proj": (kv, wide),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (I, hidden),
+        "mlp.up_proj": (I, hidden),
+        "mlp.down_proj": (hidden, I),
+        "post_attention_layernorm": (hidden,),
+    }
+    return {f"{prefix}{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+
+
+def eagle1(bias: bool = True, **geometry) -> dict:
+    head = {"fc.weight": torch.randn(H, 2 * H), **layer_tensors("layers.0.", H, **geometry)}
+    head["embed_tokens.weight"] = torch.randn(V, H)
+    return head | ({"fc.bias": torch.randn(H)} if bias else {})
+
+
+def eagle3(prefix: str = "midlayer.", vocab: int = VD, hidden: int = H, taps: int = 3, **geometry) -> dict:
+    head = {
+        "fc.weight": torch.randn(hidden, taps * H),
+        **layer_tensors(prefix, 2 * hidden, hidden, **geometry),
+    }
+    for name in (f"{prefix}hidden_norm", f"{prefix}input_layernorm", "norm"):
+        head[f"{name}.weight"] = torch.randn(hidden)
+    head["lm_head.weight"] = torch.randn(vocab, hidden)
+    if vocab != V:
+        ids = torch.randperm(V)[:vocab].sort().values
+        head["d2t"] = ids - torch.arange(vocab)
+        head["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
+    return head
+
+
+def write_head(folder: Path, tensors: dict, config: dict | None, name: str = "pytorch_model.bin") -> Path:
+    folder.mkdir(exist_ok=True)
+    if name.endswith(".safetensors"):
+        save_file(tensors, folder / name)
+    else:
+        torch.save(tensors, folder / name)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def check_layer(read, source: dict, prefix: str) -> None:
+    def cat(*names: str, kind: str = "weight") -> torch.Tensor:
+        return torch.cat([source[f"{prefix}{name}.{kind}"] for name in names])
+
+    got = read.tensors
+    assert torch.equal(
+        got["layer.attention.qkv.weight"], cat("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    )
+    assert torch.equal(got["layer.attention.o.weight"], cat("self_attn.o_proj"))
+    assert torch.equal(got["layer.mlp.gate_up.weight"], cat("mlp.gate_proj", "mlp.up_proj"))
+    assert torch.equal(got["layer.mlp.down.weight"], cat("mlp.down_proj"))
+    assert torch.equal(got["layer.post_norm.weight"], cat("post_attention_layernorm"))
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors", "head.pth"])
+@pytest.mark.parametrize("by_file", [False, True])
+def test_eagle1_as_published(tmp_path, file, by_file):
+    """The official layout of Vicuna and LLaMA-2 heads; RoPE or eps inherited from the target (theta 5e5) by mistake."""
+    source = eagle1()
+    folder = write_head(tmp_path / "h", source, GEOMETRY, file)
+    read = read_eagle(folder / file if by_file else folder, TARGET)
+    config = read.config
+    assert (config.version, config.taps, config.fc_bias, config.has_embed, config.has_lm_head) == (
+        1,
+        (),
+        True,
+        False,
+        False,
+    )
+    assert (config.layer.rope.theta, config.layer.rms_norm_eps) == (10000.0, 1e-5)
+    assert (config.layer.max_position_embeddings, config.layer.vocab_size) == (256, V)
+    assert (config.layer.num_attention_heads, config.layer.num_key_value_heads) == (4, 2)
+    check_layer(read, source, "layers.0.")
+    assert torch.equal(read.tensors["fc.weight"], source["fc.weight"])
+    assert torch.equal(read.tensors["fc.bias"], source["fc.bias"])
+    assert len(read.tensors) == 7 and read.notes == []
+
+
+def test_eagle1_llama3_and_qwen2_variants(tmp_path):
+    """`bias` of the config read as attention bias, fc.bias decided by config instead of tensors, q/k/v biases lost."""
+    config = {**GEOMETRY, "bias": True, "rope_theta": 500000.0, "qkv_bias": False}
+    read = read_eagle(write_head(tmp_path / "a", eagle1(bias=False), config), TARGET)
+    assert not read.config.fc_bias and not read.config.layer.qkv_bias and read.config.layer.rope.theta == 5e5
+    source = eagle1()
+    for name, rows in (("q", 64), ("k", 32), ("v", 32)):
+        source[f"layers.0.self_attn.{name}_proj.bias"] = torch.randn(rows)
+    read = read_eagle(write_head(tmp_path / "b", source, GEOMETRY), TARGET)
+    want = torch.cat([source[f"layers.0.self_attn.{name}_proj.bias"] for name in "qkv"])
+    assert read.config.layer.qkv_bias and torch.equal(read.tensors["layer.attention.qkv.bias"], want)
+    del source["layers.0.self_attn.k_proj.bias"]
+    one_line(
+        lambda: read_eagle(write_head(tmp_path / "c", source, GEOMETRY), TARGET), "missing", "k_proj.bias"
+    )
+
+
+def test_geometry_is_the_heads_own(tmp_path):
+    """Vicuna-33B (GQA head, MHA target) and Mixtral (dense MHA head, GQA MoE target with eps 1e-5 and theta 1e6)."""
+    target = replace(TARGET, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+    source = eagle1(heads=4, kv_heads=4)
+    config = {
+        **GEOMETRY,
+        "model_type": "mixtral",
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "num_local_experts": 8,
+    }
+    layer = read_eagle(write_head(tmp_path / "mixtral", source, config), target).config.layer
+    assert (layer.num_key_value_heads, layer.num_local_experts, layer.rope.theta) == (4, 0, 10000.0)
+    assert layer.rms_norm_eps == 1e-6
+    config = {
+        k: v for k, v in GEOMETRY.items() if k not in ("num_key_value_heads", "max_position_embeddings")
+    }
+    source = eagle1(heads=4, kv_heads=1)
+    folder = write_head(tmp_path / "vicuna", source, {**config, "max_sequence_length": 2000})
+    layer = read_eagle(folder, replace(TARGET, num_key_value_heads=4)).config.layer
+    assert (layer.num_key_value_heads, layer.max_position_embeddings) == (1, 2000)
+
+
+def test_eagle3_as_published(tmp_path):
+    """The offset table read as absolute ids, norms swapped, taps off by one."""
+    source = eagle3()
+    read = read_eagle(write_head(tmp_path / "h", source, {**GEOMETRY, "draft_vocab_size": VD}), TARGET)
+    config = read.config
+    assert (config.version, config.taps) == (3, (2, 4, 5))
+    assert not (config.fc_bias or config.has_embed or config.norm_before_residual or config.norm_output)
+    assert config.has_lm_head and config.layer.vocab_size == VD and config.target_vocab_size == V
+    check_layer(read, source, "midlayer.")
+    assert torch.equal(read.tensors["layer.input_norm.weight"], source["midlayer.input_layernorm.weight"])
+    assert torch.equal(read.tensors["layer.hidden_norm.weight"], source["midlayer.hidden_norm.weight"])
+    assert torch.equal(read.tensors["draft_ids"], source["t2d"].nonzero().flatten())
+    assert read.tensors["draft_ids"].dtype == torch.int64
+    full = read_eagle(write_head(tmp_path / "full", eagle3(vocab=V), GEOMETRY), TARGET)
+    assert "draft_ids" not in full.tensors and full.config.layer.vocab_size == V
+    shared = eagle3(vocab=V)
+    del shared["lm_head.weight"]
+    assert not read_eagle(write_head(tmp_path / "shared", shared, GEOMETRY), TARGET).config.has_lm_head
+
+
+def test_specforge_layout(tmp_path):
+    """Exports that carry the target's embedding, a head_dim of their own, aux layers as outputs and EAGLE-3.1 norms."""
+    source = eagle3(heads=3, kv_heads=1, hd=32)
+    source["embed_tokens.weight"] = torch.randn(V, H)
+    source |= {f"fc_norm.{i}.weight": torch.randn(H) for i in range(3)}
+    config = {
+        **GEOMETRY,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "rope_theta": 7e5,
+        "norm_output": True,
+        "draft_vocab_size": VD,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7], "use_aux_hidden_state": True},
+    }
+    read = read_eagle(write_head(tmp_path / "h", source, config, "model.safetensors"), TARGET)
+    assert read.config.taps == (2, 4, 8) and "outputs" in read.notes[0]
+    assert read.config.fc_norm and not read.config.has_embed and not read.config.norm_output
+    assert (read.config.layer.head_dim, read.config.layer.rope.theta) == (32, 7e5)
+    assert torch.equal(read.tensors["fc_norms.2.weight"], source["fc_norm.2.weight"])
+    config["rope_scaling"] = config["rope_parameters"] = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 4096, "rope_theta": 6e5,
+    }  # fmt: skip
+    rope = read_eagle(
+        write_head(tmp_path / "h", source, config, "model.safetensors"), TARGET
+    ).config.layer.rope
+    assert (rope.kind, rope.original_max_positions, rope.theta) == ("llama3", 4096, 6e5)
+    config["norm_output"] = False
+    one_line(lambda: read_eagle(write_head(tmp_path / "h", source, config), TARGET), "norm_output")
+
+
+def speculators(**changes) -> dict:
+    config = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": {
+            **GEOMETRY,
+            "model_type": "llama",
+            "rope_parameters": {"rope_theta": 4e5},
+        },
+        "draft_vocab_size": VD,
+        "target_hidden_size": H,
+        "eagle_aux_hidden_state_layer_ids": None,
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": []},
+    }
+    return config | changes
+
+
+def test_speculators_layout(tmp_path):
+    """The nested config ignored, norm_before_residual false by default, its own embedding replaced by the target's."""
+    source = eagle3("layers.0.")
+    source |= {"embed_tokens.weight": torch.randn(V, H), "input_norm.weight": torch.randn(3 * H)}
+    changes = {"norm_before_fc": True, "norm_output": True}
+    read = read_eagle(write_head(tmp_path / "h", source, speculators(**changes), "model.safetensors"), TARGET)
+    config = read.config
+    assert config.norm_before_residual and config.norm_before_fc and config.norm_output and config.has_embed
+    assert config.layer.rope.theta == 4e5 and config.taps == (2, 4, 5)
+    check_layer(read, source, "layers.0.")
+    assert torch.equal(read.tensors["embed_tokens.weight"], source["embed_tokens.weight"])
+    assert torch.equal(read.tensors["input_norm.weight"], source["input_norm.weight"])
+    source.pop("input_norm.weight")
+    changes = {"norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": [2, 3, 8]}
+    read = read_eagle(write_head(tmp_path / "i", source, speculators(**changes)), TARGET)
+    assert not read.config.norm_before_residual and read.config.taps == (2, 3, 8)
+    one_line(
+        lambda: read_eagle(write_head(tmp_path / "j", source, speculators(norm_before_fc=True)), TARGET),
+        "norm_before_fc",
+    )
+    source |= {f"layers.0.self_attn.{x}_norm.weight": torch.randn(16) for x in "qk"}
+    read = read_eagle(write_head(tmp_path / "k", source, speculators()), TARGET)
+    assert read.config.layer.qk_norm and torch.equal(
+        read.tensors["layer.attention.q_norm.weight"], source["layers.0.self_attn.q_norm.weight"]
+    )
+
+
+def test_head_narrower_than_its_target(tmp_path):
+    """target_hidden_size: fc reads the target's width, the embedding must come from the head's file."""
+    source = eagle3(hidden=32, heads=2)
+    config = {**GEOMETRY, "hidden_size": 32, "num_attention_heads": 2, "target_hidden_size": H}
+    one_line(lambda: read_eagle(write_head(tmp_path / "h", source, config), TARGET), "embed_tokens")
+    source["embed_tokens.weight"] = torch.randn(V, 32)
+    read = read_eagle(write_head(tmp_path / "h", source, config), TARGET)
+    assert (
+        read.config.has_embed and read.config.layer.hidden_size == 32 and read.config.target_hidden_size == H
+    )
+    assert read.config.layer.head_dim == 16
+
+
+def test_other_prefixes_and_old_speculators_names(tmp_path):
+    """model. / draft_model. prefixes, fusion_fc and transformer. of old exports."""
+    source = eagle1()
+    want = read_eagle(write_head(tmp_path / "a", source, GEOMETRY), TARGET)
+    renamed = {f"draft_model.{name}": t for name, t in source.items()}
+    got = read_eagle(write_head(tmp_path / "b", renamed, GEOMETRY), TARGET)
+    assert all(torch.equal(got.tensors[n], want.tensors[n]) for n in want.tensors)
+    renamed = {
+        n.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): t for n, t in source.items()
+    }
+    got = read_eagle(write_head(tmp_path / "c", renamed, GEOMETRY), TARGET)
+    assert all(torch.equal(got.tensors[n], want.tensors[n]) for n in want.tensors)
+    source["model.fc.weight"] = source["fc.weight"]
+    one_line(lambda: read_eagle(write_head(tmp_path / "d", source, GEOMETRY), TARGET), "fc.weight", "prefix")
+
+
+def test_bare_head_file(tmp_path):
+    """A head.pth without a config: refused, or silently given the target's RoPE base."""
+    folder = write_head(tmp_path / "bare", eagle1(kv_heads=1), None, "head.pth")
+    read = read_eagle(folder / "head.pth", TARGET)
+    layer = read.config.layer
+    assert (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim) == (4, 1, 16)
+    assert (layer.rope.theta, layer.rms_norm_eps, layer.max_position_embeddings) == (10000.0, 1e-6, 512)
+    assert len(read.notes) == 1 and "rope_theta 10000" in read.notes[0] and "head_dim 16" in read.notes[0]
+    given = {
+        "rope_theta": "500000",
+        "rms_norm_eps": "1e-5",
+        "head_dim": "32",
+        "max_position_embeddings": "99",
+    }
+    folder = write_head(tmp_path / "wide", eagle1(heads=2, kv_heads=1, hd=32), None, "head.pth")
+    read = read_eagle(folder / "head.pth", TARGET, given)
+    layer = read.config.layer
+    assert (layer.num_attention_heads, layer.head_dim, layer.rope.theta, layer.rms_norm_eps) == (
+        2,
+        32,
+        5e5,
+        1e-5,
+    )
+    assert layer.max_position_embeddings == 99 and "rope_theta" not in read.notes[0]
+    shutil.copy(write_head(tmp_path / "x", {}, {**GEOMETRY, "num_hidden_layers": 8}) / "config.json", folder)
+    read = read_eagle(folder / "head.pth", TARGET, given)  # the target's config lies beside it
+    assert read.config.layer == layer and any("ignored" in note for note in read.notes)
+    one_line(lambda: read_eagle(folder / "head.pth", TARGET, {"rope": "1"}), "rope", "known")
+    one_line(lambda: read_eagle(folder / "head.pth", TARGET, {"rope_theta": "big"}), "rope_theta=big")
+    one_line(lambda: read_eagle(folder / "head.pth", TARGET, {"rope_theta": '"big"'}), "rope_theta")
+
+
+def test_overrides_beat_the_heads_config(tmp_path):
+    """--eagle-config that loses against rope_parameters or a nested config."""
+    source = eagle3("layers.0.")
+    folder = write_head(tmp_path / "h", source, speculators())
+    given = {
+        "rope_theta": "10000",
+        "norm_before_residual": "false",
+        "eagle_aux_hidden_state_layer_ids": "[2,3,4]",
+    }
+    config = read_eagle(folder, TARGET, given).config
+    assert config.layer.rope.theta == 10000.0 and not config.norm_before_residual and config.taps == (2, 3, 4)
+
+
+def test_heads_for_another_target_are_refused(tmp_path):
+    """A head that fits by accident or dies in a matmul: shapes, vocabulary, tables and layers must match the target."""
+    big = replace(TARGET, hidden_size=80, head_dim=20)
+    one = write_head(tmp_path / "one", eagle1(), GEOMETRY)
+    three = write_head(tmp_path / "three", eagle3(), GEOMETRY)
+    one_line(
+        lambda: read_eagle(one, big),
+        "does not fit",
+        "[64, 128]",
+        "[80, 160]",
+        "hidden_size 64",
+        "--checkpoint",
+    )
+    one_line(lambda: read_eagle(three, big), "does not fit", "[64, 192]", "[80, 240]", "3 x hidden_size 80")
+    one_line(lambda: read_eagle(one, replace(TARGET, vocab_size=200)), "128", "200")
+    one_line(lambda: read_eagle(three, replace(TARGET, vocab_size=200)), "128", "200")
+    short = replace(TARGET, num_hidden_layers=3, windows=())
+    one_line(lambda: read_eagle(three, short), "layers")
+    llama2 = {**GEOMETRY, "hidden_size": 4096}
+    one_line(
+        lambda: read_eagle(write_head(tmp_path / "x", {"fc.weight": torch.ones(3)}, llama2), TARGET),
+        "fc.weight",
+    )
+    odd = eagle3()
+    odd["fc.weight"] = torch.randn(H, H)
+    one_line(lambda: read_eagle(write_head(tmp_path / "y", odd, GEOMETRY), TARGET), "[64, 64]", "[64, 192]")
+    odd = eagle1()
+    odd["layers.0.self_attn.q_proj.weight"] = torch.randn(64, 50)
+    one_line(lambda: read_eagle(write_head(tmp_path / "z", odd, GEOMETRY), TARGET), "neither")
+
+
+def broken_head(change) -> dict:
+    source = eagle3()
+    change(source)
+    return source
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("d2t"), ("no d2t",)),
+        (
+            lambda t: t.update(d2t=t["d2t"] + torch.arange(VD)),
+            ("d2t", "offsets"),
+        ),  # absolute ids where offsets belong
+        (lambda t: t.update(d2t=t["d2t"] + 100), ("d2t",)),
+        (lambda t: t.update(d2t=t["d2t"].float()), ("d2t", "float32")),
+        (lambda t: t.update(d2t=t["d2t"][:-1]), ("d2t", "[39]")),
+        (lambda t: t.update(t2d=t["t2d"].roll(1)), ("t2d",)),
+        (lambda t: t.update(t2d=t["t2d"][:-1]), ("t2d",)),
+        (lambda t: t.update(t2d=torch.ones(V, dtype=torch.float32)), ("t2d",)),
+        (lambda t: t.pop("norm.weight"), ("missing", "norm.weight")),
+        (lambda t: t.update(extra=torch.ones(2)), ("unexpected", "extra")),
+        (lambda t: t.update({"lm_head.weight": torch.randn(VD, 32)}), ("lm_head.weight", "[40, 32]")),
+        (lambda t: t["midlayer.mlp.up_proj.weight"].fill_(float("nan")), ("up_proj", "NaN")),
+        (
+            lambda t: t.update({"midlayer.self_attn.k_proj.weight": torch.randn(48, 2 * H)}),
+            ("k_proj", "[32, 128]"),
+        ),
+        (
+            lambda t: t.update({"layers.1.mlp.up_proj.weight": torch.randn(2, 2)}),
+            ("more than one decoder layer",),
+        ),
+        (
+            lambda t: t.update({"embed_layernorm.weight": torch.randn(H)}),
+            ("embed_layernorm", "not implemented"),
+        ),
+        (lambda t: t.update({"fc_norm.0.weight": torch.randn(H)}), ("missing", "fc_norm.1")),
+        (lambda t: t.update({"midlayer.mlp.up_proj.bias": torch.randn(I)}), ("unexpected", "up_proj.bias")),
+    ],
+)
+def test_broken_heads(tmp_path, change, words):
+    """A damaged or unusual head that loads anyway and only lowers acceptance, which no output check would show."""
+    folder = write_head(tmp_path / "h", broken_head(change), {**GEOMETRY, "draft_vocab_size": VD})
+    one_line(lambda: read_eagle(folder, TARGET), *words)
+
+
+def test_eagle1_with_extra_norms_is_refused(tmp_path):
+    """HASS-like EAGLE-1 heads (an input norm): without it the head would draft noise."""
+    source = eagle1() | {"layers.0.input_layernorm.weight": torch.randn(H)}
+    one_line(lambda: read_eagle(write_head(tmp_path / "h", source, GEOMETRY), TARGET), "input_layernorm")
+
+
+@pytest.mark.parametrize(
+    "ids", ["x", [], [2.0, 3, 4], [True, 2, 3], [2, 3, 9], [-1, 2, 3], [4, 3, 2], [1, 4, 8], {"a": 1}]
+)
+def test_bad_aux_layers(tmp_path, ids):
+    """Layer ids outside the target, unordered, or of the wrong type."""
+    folder = write_head(tmp_path / "h", eagle3(), {**GEOMETRY, "eagle_aux_hidden_state_layer_ids": ids})
+    one_line(lambda: read_eagle(folder, TARGET), "layer")
+
+
+def test_more_than_three_taps(tmp_path):
+    """The number of taps assumed to be three."""
+    config = {**GEOMETRY, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 6, 8]}}
+    assert read_eagle(write_head(tmp_path / "h", eagle3(taps=4), config), TARGET).config.taps == (2, 4, 6, 8)
+
+
+@pytest.mark.parametrize("kind", ["one", "three", "full", "speculators"])
+def test_save_eagle_round_trip(tmp_path, kind):
+    """Our export read back differently: lost switches, ids turned into offsets twice, taps shifted."""
+    if kind == "one":
+        source, config = eagle1(), GEOMETRY
+    elif kind == "speculators":
+        source, config = eagle3("layers.0."), speculators(norm_output=True, norm_before_fc=True)
+        source |= {"embed_tokens.weight": torch.randn(V, H), "input_norm.weight": torch.randn(3 * H)}
+    else:
+        source, config = eagle3(vocab=V if kind == "full" else VD), GEOMETRY
+    read = read_eagle(write_head(tmp_path / "a", source, config), TARGET)
+    head = replace(read.config, taps=(1, 4, 8)) if read.config.taps else read.config
+    save_eagle(head, read.tensors, tmp_path / "b")
+    again = read_eagle(tmp_path / "b", TARGET)
+    assert again.config == head and again.notes == []
+    assert again.tensors.keys() == read.tensors.keys()
+    assert all(torch.equal(again.tensors[n], read.tensors[n]) for n in read.tensors)
+    stored = load_file(tmp_path / "b" / "model.safetensors")
+    prefix = "layers.0." if kind == "one" else "midlayer."
+    assert torch.equal(
+        stored[f"{prefix}self_attn.k_proj.weight"],
+        source[f"{'layers.0.' if kind in ('one', 'speculators') else 'midlayer.'}self_attn.k_proj.weight"],
+    )
+    if "d2t" in source:
+        assert torch.equal(stored["d2t"], source["d2t"]) and torch.equal(stored["t2d"], source["t2d"])
+
+
+def test_save_eagle_needs_the_target_vocabulary():
+    """A t2d mask of a guessed length."""
+    layer = replace(TARGET, num_hidden_layers=1, windows=(), vocab_size=VD)
+    with pytest.raises(ValueError, match="target_vocab_size"):
+        save_eagle(EagleConfig(3, layer, H, (2, 4, 5)), {"draft_ids": torch.arange(VD)}, "/nonexistent")
+
+
+def test_mutated_head_configs_give_clean_errors_or_load(tmp_path):
+    """Anything but a one-line ValueError for a strange head config: 300 seeded mutations of two layouts."""
+    rng = random.Random(11)
+    values = [
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        3,
+        16,
+        2**31,
+        10**30,
+        -1.5,
+        1e308,
+        "",
+        "x",
+        [],
+        [1],
+        [[1]],
+        {},
+        {"factor": "a"},
+    ]
+    folders = [
+        write_head(tmp_path / "flat", eagle3(), None, "model.safetensors"),
+        write_head(tmp_path / "nested", eagle3("layers.0."), None, "model.safetensors"),
+    ]
+    loaded = 0
+    for i in range(300):
+        raw = json.loads(
+            json.dumps(speculators() if i % 2 else {**GEOMETRY, "eagle_config": {}, "rope_scaling": None})
+        )
+        at = raw["transformer_layer_config"] if i % 2 and rng.random() < 0.6 else raw
+        extra = [
+            "head_dim",
+            "eagle_config",
+            "eaglet_eagle",
+            "norm_output",
+            "fc_norm",
+            "rope_parameters",
+            checkpoint.AUX,
+        ]
+        at[rng.choice([*at, *extra])] = rng.choice(values)
+        (folders[i % 2] / "config.json").write_text(json.dumps(raw))
+        try:
+            read_eagle(folders[i % 2], TARGET)
+            loaded += 1
+        except ValueError as error:
+            assert "\n" not in str(error), str(error)
+    assert 30 < loaded < 290

@@ -489,7 +489,7 @@ class Engine:
         start = next((i for i, (x, y) in enumerate(zip(prompt, cached, strict=False)) if x != y), len(cached))
         start = min(start, P - 1)
         if self.drafter.D > 0:
-            start = min(start, drafted)  # draft row i holds token i + 1
+            start = max(0, min(start - 1, drafted))  # draft row i holds token i + 1, which must agree too
         result.cached_tokens = start
         logits, noise = self._prompt_logits(row, prompt, mode, start)
         if mode.penalties:

@@ -68,7 +68,7 @@ class DecodeState:
         self.kv = model.new_cache(B, self.slots)
         with torch.device(device):
             self.tokens = torch.zeros(B, self.slots, dtype=torch.int64)
-            self.n = torch.zeros(B, dtype=torch.int64)  # cached tokens = position of the root
+            self.n = torch.ones(B, dtype=torch.int64)  # cached tokens = position of the root; n >= count always
             self.root = torch.zeros(B, dtype=torch.int64)
             self.count = torch.ones(B, dtype=torch.int64)  # valid rows of features
             self.features = torch.zeros(B, D + 1, drafter.feature_size, dtype=model.dtype)

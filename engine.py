@@ -88,7 +88,7 @@ class DecodeState:
 class StepOutput(NamedTuple):
     emitted: Tensor  # [B, D + 1] ids
     count: Tensor  # [B] how many of them; 0 for a sequence that had finished
-    finite: Tensor  # [B] bool: every logit row of the accepted path was usable
+    finite: Tensor  # [B, D + 1] bool: the logits behind each emitted token were usable
     path: Tensor  # [B, D + 1] accepted nodes, root first
     draft: Draft
 
@@ -151,7 +151,7 @@ def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: 
         state.seen.copy_(state.seen | (state.counts > 0))
     stopped = ((accepted.emitted[..., None] == state.stop_ids).any(-1) & new).any(-1)
     state.done.copy_(state.done | stopped | (state.produced >= state.limit))
-    finite = (usable.gather(1, accepted.path) | ~new).all(-1)
+    finite = usable.gather(1, accepted.path) | ~new
     return StepOutput(accepted.emitted, count, finite, accepted.path, draft)
 
 
@@ -430,15 +430,18 @@ class Engine:
                     for b, row in enumerate(rows):
                         if row.finished:
                             continue
-                        if not finite[b]:
-                            raise ArithmeticError(self._not_finite(lengths[b]))
                         counts[b] = counts_now[b]
+                        usable = [*finite[b], False].index(False)  # what follows is noise, unless a stop comes first
+                        position = lengths[b] + usable
                         lengths[b] += counts_now[b]
                         results[b].decode_seconds = seconds
-                        chunk = row.push(emitted[b][: counts_now[b]])
+                        chunk = row.push(emitted[b][: min(usable, counts_now[b])])
                         if row.finished:
                             state.done[b] = True
-                        yield chunk._replace(row=b)
+                        if row.finished or usable > 0:
+                            yield chunk._replace(row=b)
+                        if not row.finished and usable < counts_now[b]:
+                            raise ArithmeticError(self._not_finite(position))
                 for b, prompt in enumerate(prompts):
                     text = prompt + results[b].token_ids
                     self._cached[b] = text[: min(lengths[b], len(text))]

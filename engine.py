@@ -332,6 +332,7 @@ class Engine:
         # What the caches hold: per row, ids whose target rows are valid, and how many draft rows are.
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
         self._drafted = [0] * batch_size
+        self._owner: list[GenerationResult] | None = None  # of the request that the state belongs to
         self.observer: Callable[[StepOutput], None] | None = (
             None  # sees every step's tensors (--show-tree, --html)
         )
@@ -398,54 +399,55 @@ class Engine:
         lengths = [0] * B  # tokens in the target cache, as the host knows them
         reuse = [list(ids) for ids in self._cached], list(self._drafted)
         self._cached, self._drafted = [[] for _ in range(B)], [0] * B  # nothing is valid until we end well
+        self._owner = results
         try:
-            with self.backend.active():
-                state.sampling.set(params)
-                state.stop_ids.fill_(-1)
-                state.stop_ids[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
-                state.done.fill_(True)
-                state.limit.fill_(params.max_new_tokens)
-                state.seen.zero_()
-                state.counts.zero_()
-                for b, prompt in enumerate(prompts):
-                    started = time.perf_counter()
-                    first = self._prefill(b, prompt, params.mode, reuse[0][b], reuse[1][b], results[b])
-                    lengths[b] = len(prompt)
-                    results[b].prefill_seconds = time.perf_counter() - started
-                    yield rows[b].push([first], step=False)._replace(row=b)
-                    if rows[b].finished:
-                        state.done[b] = True
+            state.sampling.set(params)
+            state.stop_ids.fill_(-1)
+            state.stop_ids[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
+            state.done.fill_(True)
+            state.limit.fill_(params.max_new_tokens)
+            state.seen.zero_()
+            state.counts.zero_()
+            for b, prompt in enumerate(prompts):
                 started = time.perf_counter()
-                counts = [1] * B
-                while not all(row.finished for row in rows):
+                with self.backend.active():
+                    first = self._prefill(b, prompt, params.mode, reuse[0][b], reuse[1][b], results[b])
+                lengths[b] = len(prompt)
+                results[b].prefill_seconds = time.perf_counter() - started
+                chunk = rows[b].push([first], step=False)
+                if rows[b].finished:
+                    state.done[b] = True
+                yield chunk._replace(row=b)
+                self._check_owner(results)
+            started = time.perf_counter()
+            counts = [1] * B
+            while not all(row.finished for row in rows):
+                with self.backend.active():
                     out = self._step(self.model, self.drafter, state, params.mode)
-                    if self.observer is not None:
-                        self.observer(out)
-                    emitted, counts_now, finite = (
-                        out.emitted.tolist(),
-                        out.count.tolist(),
-                        out.finite.tolist(),
-                    )
-                    seconds = time.perf_counter() - started
-                    for b, row in enumerate(rows):
-                        if row.finished:
-                            continue
-                        counts[b] = counts_now[b]
-                        usable = [*finite[b], False].index(False)  # what follows is noise, unless a stop comes first
-                        position = lengths[b] + usable
-                        lengths[b] += counts_now[b]
-                        results[b].decode_seconds = seconds
-                        chunk = row.push(emitted[b][: min(usable, counts_now[b])])
-                        if row.finished:
-                            state.done[b] = True
-                        if row.finished or usable > 0:
-                            yield chunk._replace(row=b)
-                        if not row.finished and usable < counts_now[b]:
-                            raise ArithmeticError(self._not_finite(position))
-                for b, prompt in enumerate(prompts):
-                    text = prompt + results[b].token_ids
-                    self._cached[b] = text[: min(lengths[b], len(text))]
-                    self._drafted[b] = max(0, min(lengths[b] - counts[b], len(text) - 1))
+                if self.observer is not None:
+                    self.observer(out)
+                emitted, counts_now, finite = out.emitted.tolist(), out.count.tolist(), out.finite.tolist()
+                seconds = time.perf_counter() - started
+                for b, row in enumerate(rows):
+                    if row.finished:
+                        continue
+                    counts[b] = counts_now[b]
+                    usable = [*finite[b], False].index(False)  # what follows is noise, unless a stop comes first
+                    position = lengths[b] + usable
+                    lengths[b] += counts_now[b]
+                    results[b].decode_seconds = seconds
+                    chunk = row.push(emitted[b][: min(usable, counts_now[b])])
+                    if row.finished:
+                        state.done[b] = True
+                    if row.finished or usable > 0:
+                        yield chunk._replace(row=b)
+                        self._check_owner(results)
+                    if not row.finished and usable < counts_now[b]:
+                        raise ArithmeticError(self._not_finite(position))
+            for b, prompt in enumerate(prompts):
+                text = prompt + results[b].token_ids
+                self._cached[b] = text[: min(lengths[b], len(text))]
+                self._drafted[b] = max(0, min(lengths[b] - counts[b], len(text) - 1))
         finally:
             for result in results:
                 if result.stop_reason == "unfinished":
@@ -480,6 +482,13 @@ class Engine:
         empty = torch.zeros(1, 1, 1, dtype=torch.int64, device=logits.device)
         seen, counts = state.seen[row : row + 1], state.counts[row : row + 1]
         return sampling.apply_penalties(logits, seen, counts, empty, empty.bool(), state.sampling)
+
+    def _check_owner(self, results: list[GenerationResult]) -> None:
+        if self._owner is not results:
+            raise RuntimeError(
+                "another request started on this engine and replaced this stream's state; finish one stream, or close it, "
+                "before the next (several prompts at once: generate_batch)."
+            )
 
     def _not_finite(self, position: int) -> str:
         low = self.model.dtype == torch.float16

@@ -102,9 +102,7 @@ def read_entries(files: Iterable[Path]) -> dict[str, Entry]:
     for path in files:
         found = _safetensors_entries(path) if path.suffix == ".safetensors" else _pickle_entries(path)
         for name in entries.keys() & found.keys():
-            raise ValueError(
-                f"{path}: {_names([name])} is also in {entries[name].file}. Remove the stale file."
-            )
+            raise ValueError(f"{path}: {_names([name])} is also in {entries[name].file}; remove one.")
         entries |= found
     return entries
 
@@ -183,9 +181,7 @@ def tensor_files(directory: Path) -> list[Path]:
                 if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name) and name.endswith(suffix)):
                     raise ValueError(f"{index}: shard name {name!r} is not a plain {suffix} file name.")
                 if not (directory / name).is_file():
-                    raise ValueError(
-                        f"{directory / name} is missing, {index.name} names it. Download it again."
-                    )
+                    raise ValueError(f"{directory / name} is missing, the index names it. Download it again.")
             return [directory / name for name in sorted(set(shards.values()))]
         if files := sorted(directory.glob(f"{stem}*{suffix}")):
             return files
@@ -219,9 +215,7 @@ def check_finite(tensor: Tensor, name: str, file: str) -> None:
     """ValueError if a float tensor holds NaN or inf. One pass, no temporary; syncs with the device."""
     if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"{file}: {name} holds NaN or infinite values in {kind}: damaged, or too large for {kind}."
-        )
+        raise ValueError(f"{file}: {name} holds NaN or infinite values (as {kind}). Damaged file?")
 
 
 # ---- target models -------------------------------------------------------------------------------------------
@@ -268,9 +262,7 @@ def load_model(
             return quantize.load_quantized(directory, raw, device, dtype, progress, max_positions)
         config = ModelConfig.from_hf(raw, str(directory / "config.json"))
         if not (files := tensor_files(directory)):
-            raise ValueError(
-                f"{directory}: no model*.safetensors or pytorch_model*.bin. Is it all downloaded?"
-            )
+            raise ValueError(f"{directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?")
         entries = read_entries(files)
     model = build_model(config)
     fused = any(name.endswith(".experts.gate_up_proj") for name in entries)
@@ -450,18 +442,14 @@ def _read_meta(directory: Path) -> tuple[ModelConfig, dict[str, Entry]]:
         raise ValueError(f"{where}: {key!r} is not implemented.")
     files = sorted(directory.glob("consolidated.*.pth"))
     if not files or [f.name for f in files] != [f"consolidated.{i:02}.pth" for i in range(len(files))]:
-        raise ValueError(
-            f"{directory}: expected consolidated.00.pth, 01, ... without gaps, found {len(files)} files."
-        )
+        raise ValueError(f"{directory}: consolidated.00.pth, 01, ... are not without gaps.")
     shards = [_pickle_entries(file) for file in files]
     for file, shard in zip(files, shards, strict=True):
         if odd := shard.keys() ^ shards[0].keys():
             raise ValueError(f"{file}: {_names(odd)} is not in every shard. Download it again.")
     embedding, w1 = (shards[0].get(f"{n}.weight") for n in ("tok_embeddings", "layers.0.feed_forward.w1"))
     if embedding is None or w1 is None or len(embedding.shape) != 2 or len(w1.shape) != 2:
-        raise ValueError(
-            f"{files[0]}: no tok_embeddings and feed_forward.w1 matrices: not a LLaMA of Meta's format."
-        )
+        raise ValueError(f"{files[0]}: no tok_embeddings / feed_forward.w1: not a LLaMA of Meta's.")
     read = ConfigReader(params, where)
     dim, heads = read.integer("dim"), read.integer("n_heads")
     by_rows = embedding.shape[1] == dim  # LLaMA 3 splits the embedding by vocabulary, 1 and 2 by dimension
@@ -517,9 +505,7 @@ def _joined(pieces: list[Entry], split: int, head_dim: int) -> Entry:
     if len(shape) > split:
         shape[split] *= len(pieces)
     if head_dim and shape[0] % head_dim:
-        raise ValueError(
-            f"{pieces[0].file}: q or k has {shape[0]} rows, not a multiple of head_dim {head_dim}."
-        )
+        raise ValueError(f"{pieces[0].file}: {shape[0]} rows of q or k do not fit head_dim {head_dim}.")
     if any(piece.shape != pieces[0].shape for piece in pieces):
         raise ValueError(f"{pieces[0].file}: shards of one tensor differ in shape. Download them again.")
 
@@ -707,9 +693,7 @@ class _HeadReader:
             try:
                 given[key] = json.loads(text)
             except (json.JSONDecodeError, RecursionError) as error:
-                raise ValueError(
-                    f"--eagle-config {key}={text}: give a JSON value: 1e-5, true, [1,2]."
-                ) from error
+                raise ValueError(f"--eagle-config {key}={text}: not a JSON value.") from error
         return given
 
     def read(self) -> EagleFile:

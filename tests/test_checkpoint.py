@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 import struct
+import sys
+import types
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import checkpoint
 from checkpoint import EagleConfig, load_config, load_model, read_eagle, save_eagle, save_hf
 from model import ModelConfig, chain_ancestors
+from scripts import convert, download
 
 
 def logits_of(model, length: int = 20) -> torch.Tensor:
@@ -952,3 +955,89 @@ def test_mutated_head_configs_give_clean_errors_or_load(tmp_path):
         except ValueError as error:
             assert "\n" not in str(error), str(error)
     assert 30 < loaded < 290
+
+
+# ---- scripts.convert and scripts.download ----------------------------------------------------------------------
+
+
+def test_convert_writes_our_format_from_every_source(tiny_checkpoint, tmp_path, capsys):
+    """A converted model that differs from its source, or loses its tokenizer."""
+    want = load_model(tiny_checkpoint("llama"))
+    write_meta(load_file(tiny_checkpoint("llama") / "model.safetensors"), tmp_path / "meta", 2, 1)
+    hub = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "hub"))
+    torch.save(load_file(hub / "model.safetensors"), hub / "pytorch_model.bin")
+    (hub / "model.safetensors").unlink()
+    for source in (tmp_path / "meta", hub):
+        (source / "tokenizer.model").write_bytes(b"abc")
+        (source / "private.txt").write_bytes(b"x")
+        out = tmp_path / f"{source.name}-out"
+        assert convert.main([str(source), str(out)]) == 0
+        assert capsys.readouterr().out.strip() == str(out)
+        assert same_weights(load_model(out), want)
+        files = {f.name for f in out.iterdir()} - {"generation_config.json"}
+        assert files == {"config.json", "model.safetensors", "tokenizer.model"}
+    assert convert.main([str(hub), str(out)]) == 3 and "already holds" in capsys.readouterr().err
+    assert convert.main([str(tmp_path / "no"), str(tmp_path / "x")]) == 3
+    assert capsys.readouterr().err.startswith("error  ")
+    assert convert.main([str(hub), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert load_model(tmp_path / "half").dtype == torch.bfloat16
+    with pytest.raises(SystemExit) as error:
+        convert.main([str(tmp_path / "only-one")])
+    assert error.value.code == 2
+
+
+def test_convert_eagle(tiny_checkpoint, tmp_path, capsys):
+    """A pickled bare head converted with a lost override."""
+    head = write_head(tmp_path / "h", eagle1(), None, "head.pth") / "head.pth"
+    target = tiny_checkpoint("llama")
+    args = ["--eagle", str(head), "--target", str(target), str(tmp_path / "out"), "--eagle-config"]
+    assert convert.main([*args, "rope_theta=5e5"]) == 0
+    assert "assumed" in capsys.readouterr().err
+    read = read_eagle(tmp_path / "out", load_config(target))
+    assert read.config.layer.rope.theta == 5e5 and read.notes == []
+    assert convert.main([*args[:4], str(tmp_path / "two"), "--eagle-config", "rope_theta"]) == 3
+
+
+def test_download_takes_only_what_we_read(tmp_path, monkeypatch, capsys):
+    """Pickles fetched unasked, weights fetched twice, a moving branch used without naming its commit."""
+    files = [
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.model",
+    ]
+    noise = [
+        "consolidated.safetensors",
+        "pytorch_model.bin",
+        "original/consolidated.00.pth",
+        "x.gguf",
+        "run.py",
+    ]
+    assert download.select(files + noise, False) == sorted(files)
+    assert download.select(["config.json", "pytorch_model.bin", "t.bin"], True) == [
+        "config.json",
+        "pytorch_model.bin",
+    ]
+    calls = {}
+
+    class Api:
+        def model_info(self, repo, revision):
+            siblings = [types.SimpleNamespace(rfilename=name) for name in calls.get("files", files + noise)]
+            return types.SimpleNamespace(sha="c0ffee", siblings=siblings)
+
+    fake = types.ModuleType("huggingface_hub")
+    fake.HfApi, fake.snapshot_download = Api, lambda repo, **options: calls.update(options, repo=repo)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    assert download.main(["a/b", "--out", str(tmp_path / "m")]) == 0
+    assert calls == {
+        "repo": "a/b",
+        "revision": "c0ffee",
+        "allow_patterns": sorted(files),
+        "local_dir": tmp_path / "m",
+    }
+    assert "c0ffee" in capsys.readouterr().err
+    calls["files"] = ["config.json", "pytorch_model.bin"]
+    assert download.main(["a/b"]) == 3 and "--allow-pickle" in capsys.readouterr().err
+    assert download.main(["../b"]) == 3 and "OWNER/NAME" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert download.main(["a/b"]) == 3 and "pip install huggingface_hub" in capsys.readouterr().err

@@ -357,7 +357,7 @@ class EagleDrafter:
         draws = width if self.multi_round == "with" else 1
         keys = (rows[:, None] * draws + torch.arange(draws, device=q.device)).flatten()
         # one fresh stream per (step, row, draw): the root's position numbers the step
-        where = (request.n[:, None] << 12) + keys
+        where = (request.n[:, None] << 14) + keys  # MAX_NODES x MAX_TOPK draws
         ids = torch.arange(q.shape[-1], device=q.device)
         noise = sampling.gumbel_noise(sampling.stream(request.state.seed, 1), where, ids)
         perturbed = q.log()[:, :, None] + noise.unflatten(1, (W, draws))

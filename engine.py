@@ -68,7 +68,7 @@ class DecodeState:
         self.kv = model.new_cache(B, self.slots)
         with torch.device(device):
             self.tokens = torch.zeros(B, self.slots, dtype=torch.int64)
-            self.n = torch.ones(B, dtype=torch.int64)  # cached tokens = position of the root; n >= count always
+            self.n = torch.ones(B, dtype=torch.int64)  # cached tokens = the root's position; >= count
             self.root = torch.zeros(B, dtype=torch.int64)
             self.count = torch.ones(B, dtype=torch.int64)  # valid rows of features
             self.features = torch.zeros(B, D + 1, drafter.feature_size, dtype=model.dtype)
@@ -432,7 +432,7 @@ class Engine:
                     if row.finished:
                         continue
                     counts[b] = counts_now[b]
-                    usable = [*finite[b], False].index(False)  # what follows is noise, unless a stop comes first
+                    usable = [*finite[b], False].index(False)  # what follows is an error, unless a stop precedes
                     position = lengths[b] + usable
                     lengths[b] += counts_now[b]
                     results[b].decode_seconds = seconds
@@ -486,7 +486,7 @@ class Engine:
     def _check_owner(self, results: list[GenerationResult]) -> None:
         if self._owner is not results:
             raise RuntimeError(
-                "another request started on this engine and replaced this stream's state; finish one stream, or close it, "
+                "another request started on this engine and replaced this stream's state; finish one stream "
                 "before the next (several prompts at once: generate_batch)."
             )
 

@@ -1,14 +1,16 @@
 """Every operation with a hand-written kernel, next to its plain-PyTorch reference of the same signature.
 
-The reference is also the CPU path. An operation whose cost or result may depend on the backend is a torch operator
-(`torch.ops.eaglet.*`), opaque to torch.compile, which asks the active `KernelBackend` at run time; operations that plain
-PyTorch expresses well (cache writes) are ordinary functions that trace and fuse.
+The reference is also the CPU path. What may differ by backend is a torch operator (`torch.ops.eaglet.*`), opaque to
+torch.compile, that asks the active `KernelBackend` when it runs; packed weights choose theirs when they are packed.
+Source of layouts and limits: performance.md sections 3, 5, 6 and 7. Bits of a row never depend on other rows or on M.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,17 +25,9 @@ except ImportError:
     triton = tl = None
 
 _jit = triton.jit if triton else (lambda function: function)
+_constexpr = tl.constexpr if triton else str
 
-OPERATIONS = ("packed_linear", "packed_experts", "tree_attention")
-
-
-def _triton_missing(device_type: str) -> str:
-    """Why Triton kernels cannot run on tensors of this device type; '' when they can."""
-    if triton is None:
-        return "triton is not installed (pip install triton)"
-    if device_type != "cuda" and not _INTERPRETED:
-        return f"Triton runs on '{device_type}' tensors only under TRITON_INTERPRET=1 (set before starting)"
-    return ""
+OPERATIONS = ("packed_linear", "packed_experts", "tree_attention", "rms_norm", "rope_write_kv")
 
 
 @dataclass(frozen=True)
@@ -41,9 +35,8 @@ class KernelBackend:
     """Which implementation every operation uses on one device, decided once on the host.
 
     mode 'auto': Triton on CUDA, reference elsewhere. 'triton' / 'reference': exactly that, or ValueError naming why not.
-    `table` maps operation -> (backend, reason) for reports. Use it as `with backend.active(): ...` around a step: operators
-    read it when they run (also while a CUDA graph is captured); outside of any such block 'auto' for the tensor's device
-    holds. Per context, not per process: two engines may differ.
+    `table` maps operation -> (backend, reason). Use `with backend.active():` around packing and steps: operators read it
+    when they run (or are captured); outside any such block 'auto' for the tensor's device holds.
     """
 
     mode: str = "auto"
@@ -53,22 +46,30 @@ class KernelBackend:
     def __post_init__(self):
         if self.mode not in ("auto", "triton", "reference"):
             raise ValueError(f"kernels: unknown backend '{self.mode}', use one of auto, triton, reference")
+        choice = ("triton", "asked for" if self.mode == "triton" else "auto: the device is CUDA")
         if self.mode == "reference":
             choice = ("reference", "asked for")
         elif self.mode == "auto" and self.device_type != "cuda":
             choice = ("reference", f"auto: '{self.device_type}' has no Triton target")
-        else:
-            missing = _triton_missing(self.device_type)
-            if missing:
-                raise ValueError(
-                    f"kernels: backend '{self.mode}' needs Triton, but {missing}; use --kernels reference"
-                )
-            choice = ("triton", "asked for" if self.mode == "triton" else "auto: device is CUDA")
+        elif triton is None:
+            raise ValueError(
+                "kernels: triton is not installed (pip install triton); or use --kernels reference"
+            )
+        elif self.device_type != "cuda" and not _INTERPRETED:
+            raise ValueError(
+                f"kernels: Triton runs on '{self.device_type}' only under TRITON_INTERPRET=1, set before starting; "
+                "or use --kernels reference"
+            )
         object.__setattr__(self, "table", dict.fromkeys(OPERATIONS, choice))
 
-    def active(self):
-        """Context manager: operators called inside use this backend."""
-        return _Activation(self)
+    @contextlib.contextmanager
+    def active(self) -> Iterator[KernelBackend]:
+        """Operators called inside the block use this backend."""
+        token = _ACTIVE.set(self)
+        try:
+            yield self
+        finally:
+            _ACTIVE.reset(token)
 
     def report(self) -> str:
         """One line per operation: name, backend, why."""
@@ -78,23 +79,14 @@ class KernelBackend:
 _ACTIVE: contextvars.ContextVar[KernelBackend | None] = contextvars.ContextVar("eaglet_kernels", default=None)
 
 
-class _Activation:
-    def __init__(self, backend: KernelBackend):
-        self.backend = backend
-
-    def __enter__(self) -> KernelBackend:
-        self.token = _ACTIVE.set(self.backend)
-        return self.backend
-
-    def __exit__(self, *exc):
-        _ACTIVE.reset(self.token)
-
-
 def _use_triton(operation: str, x: Tensor) -> bool:
-    backend = _ACTIVE.get()
-    if backend is None:
-        backend = KernelBackend("auto", x.device.type) if x.is_cuda else None
-    return backend is not None and backend.table[operation][0] == "triton"
+    backend = _ACTIVE.get() or KernelBackend("auto", x.device.type)
+    return backend.table[operation][0] == "triton" and x.dtype != torch.float64
+
+
+def _on_device(x: Tensor) -> bool:
+    """Whether kernels use PTX and native 16-bit dots; False selects the twins (interpreter, fp32 activations)."""
+    return not _INTERPRETED and x.dtype in (torch.float16, torch.bfloat16)
 
 
 # ---------------------------------------------------------------------------------------------- KV cache
@@ -130,102 +122,78 @@ def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- Triton: linears
-# Layout "planes": a block of 128 k values of one output row is 16 (int4) or 32 (int8) int32 words; word i holds
-# k = i, i + KP, i + 2 KP, ... (KP = words per block), so one load feeds every tl.dot of the block from registers.
-
-# Both halves of a register pair are decoded at once: OR the nibble into the mantissa of 1024.0 (fp16) or 128.0 (bf16),
-# then subtract. fp16 reads odd nibbles in place, as 16 q, and scales by 1/16; bf16 has 7 mantissa bits: shift first.
-_SPLIT = "prmt.b32 lo, $%d, $%d, 0x5410; prmt.b32 hi, $%d, $%d, 0x7632;"
+# fmt: off
+#
+# Layout "planes": 128 k values of one output row are KP = 16 (int4) or 32 (int8) int32 words; word i holds
+# k = i, i + KP, i + 2 KP, ..., lowest bits first, so one load feeds every tl.dot of the block from registers. Codes are
+# unsigned with the zero point in the middle (8 or 128).
 
 
 def _ptx(bits: int, bf16: bool) -> str:
-    """PTX for `inline_asm_elementwise(pack=2)`: two words in, 32 / bits f16x2 or bf16x2 registers out."""
+    """PTX for `inline_asm_elementwise(pack=2)`: two words in, 32 / bits registers of two fp16 or bf16 values out.
+
+    The code is ORed into the mantissa of 1024.0 (fp16) or 128.0 (bf16), then the offset is subtracted. fp16 reads odd
+    nibbles in place, as 16 q, and scales by 1/16. bf16 has 7 mantissa bits: the top bit of a byte becomes a 128 or 256.
+    """
     planes = 32 // bits
-    half = planes // 2
-    body = [_SPLIT % (planes, planes + 1, planes, planes + 1)]
     constants = {
-        (4, False): "mov.b32 c1, 0x64086408; mov.b32 c2, 0x2c002c00; mov.b32 c3, 0xd480d480;",
-        (4, True): "mov.b32 c1, 0xc308c308; mov.b32 c2, 0x3f803f80; mov.b32 c3, 0x43004300;",
-        (8, False): "mov.b32 c1, 0x64806480;",
-        (8, True): "mov.b32 c1, 0xbf80bf80; mov.b32 c3, 0x43004300;",
+        (4, False): (0x64086408, 0x2C002C00, 0xD480D480), (4, True): (0xC308C308, 0x3F803F80, 0x43004300),
+        (8, False): (0x64806480, 0, 0), (8, True): (0xBF80BF80, 0x43804380, 0x43004300),
     }[bits, bf16]
+    body = [f"mov.b32 c{i + 1}, 0x{c:08x};" for i, c in enumerate(constants) if c]
+    body += [f"prmt.b32 {w}, ${planes}, ${planes + 1}, {pick};" for w, pick in (("lo", "0x5410"), ("hi", "0x7632"))]
     for plane in range(planes):
-        word, j = ("lo", plane) if plane < half else ("hi", plane - half)
-        shift = bits * j if bits == 8 or bf16 else 8 * (j // 2)
-        if shift and (bits == 8 or bf16 or j % 2 == 0):
+        word, j, out = ("lo", "hi")[2 * plane // planes], plane % (planes // 2), f"${plane}"
+        in_place = bits == 4 and not bf16 and j % 2 == 1
+        shift = bits * (j - in_place)
+        if shift and not in_place:
             body.append(f"shr.u32 s, {word}, {shift};")
-        source, out = ("s" if shift else word), f"${plane}"
-        if bits == 4 and not bf16:
-            body.append(f"lop3.b32 t, {source}, {'0x00f000f0' if j % 2 else '0x000f000f'}, 0x64006400, 0xEA;")
-            body.append(f"fma.rn.f16x2 {out}, t, c2, c3;" if j % 2 else f"sub.rn.f16x2 {out}, t, c1;")
-        elif bits == 4:
+        source = "s" if shift else word
+        if bits == 4 and bf16:
             body.append(f"lop3.b32 t, {source}, 0x000f000f, c3, 0xEA; fma.rn.bf16x2 {out}, t, c2, c1;")
-        elif not bf16:
-            body.append(f"lop3.b32 t, {source}, 0x00ff00ff, c1, 0x6A; sub.rn.f16x2 {out}, t, c1;")
-        else:
-            body.append(
-                f"lop3.b32 t, {source}, 0x007f007f, c3, 0xEA; lop3.b32 u, {source}, 0x00800080, c3, 0xEA;"
-            )
+        elif bits == 8 and bf16:
+            body.append(f"lop3.b32 t, {source}, 0x007f007f, c3, 0xEA; lop3.b32 u, {source}, 0x00800080, c2, 0x6A;")
             body.append(f"fma.rn.bf16x2 {out}, u, c1, t;")
-    return "{ .reg .b32 lo, hi, s, t, u, c1, c2, c3; " + constants + " ".join(body) + " }"
+        elif in_place:
+            body.append(f"lop3.b32 t, {source}, 0x00f000f0, 0x64006400, 0xEA; fma.rn.f16x2 {out}, t, c2, c3;")
+        else:
+            mask = "0x000f000f" if bits == 4 else "0x00ff00ff"
+            body.append(f"lop3.b32 t, {source}, {mask}, 0x64006400, 0xEA; sub.rn.f16x2 {out}, t, c1;")
+    return "{ .reg .b32 lo, hi, s, t, u, c1, c2, c3; " + " ".join(body) + " }"
 
 
-_constexpr = tl.constexpr if triton else str
 _PTX4_FP16, _PTX4_BF16 = _constexpr(_ptx(4, False)), _constexpr(_ptx(4, True))
 _PTX8_FP16, _PTX8_BF16 = _constexpr(_ptx(8, False)), _constexpr(_ptx(8, True))
 _REGS4, _REGS8 = _constexpr("=r," * 8 + "r,r"), _constexpr("=r," * 4 + "r,r")
 
 
 @_jit
-def _decode4(w, DT: tl.constexpr, DEVICE: tl.constexpr):
-    """int32 words -> 8 planes of (nibble - 8) in DT. Without DEVICE: the twin that the interpreter can run."""
-    if DEVICE:
-        if DT == tl.float16:
-            return tl.inline_asm_elementwise(_PTX4_FP16, _REGS4, [w], (tl.float16,) * 8, is_pure=True, pack=2)
-        else:
-            return tl.inline_asm_elementwise(
-                _PTX4_BF16, _REGS4, [w], (tl.bfloat16,) * 8, is_pure=True, pack=2
-            )
-    else:
-        return (
-            ((w & 15) - 8).to(tl.float32).to(DT),
-            (((w >> 4) & 15) - 8).to(tl.float32).to(DT),
-            (((w >> 8) & 15) - 8).to(tl.float32).to(DT),
-            (((w >> 12) & 15) - 8).to(tl.float32).to(DT),
-            (((w >> 16) & 15) - 8).to(tl.float32).to(DT),
-            (((w >> 20) & 15) - 8).to(tl.float32).to(DT),
-            (((w >> 24) & 15) - 8).to(tl.float32).to(DT),
-            (((w >> 28) & 15) - 8).to(tl.float32).to(DT),
-        )
-
-
-_INTERPRETED = triton is not None and not isinstance(
-    _decode4, triton.runtime.JITFunction
-)  # TRITON_INTERPRET=1
-
-
-def _on_device(x: Tensor) -> bool:
-    """Whether kernels may use PTX and 16-bit dots; False selects the twins (interpreter, fp32 activations)."""
-    return not _INTERPRETED and x.dtype in (torch.float16, torch.bfloat16)
+def _plane(w, p: tl.constexpr, BITS: tl.constexpr, DT: tl.constexpr):
+    return (((w >> (BITS * p)) & (2**BITS - 1)) - 2 ** (BITS - 1)).to(tl.float32).to(DT)
 
 
 @_jit
-def _decode8(w, DT: tl.constexpr, DEVICE: tl.constexpr):
-    """int32 words -> 4 planes of signed bytes in DT."""
-    if DEVICE:
+def _decode(w, BITS: tl.constexpr, DT: tl.constexpr, DEVICE: tl.constexpr):
+    """int32 words -> 32 / BITS planes of centred codes in DT. Without DEVICE: the twin that the interpreter can run."""
+    if not DEVICE:
+        low = _plane(w, 0, BITS, DT), _plane(w, 1, BITS, DT), _plane(w, 2, BITS, DT), _plane(w, 3, BITS, DT)
+        if BITS == 8:
+            return low
+        else:
+            return low + (_plane(w, 4, BITS, DT), _plane(w, 5, BITS, DT), _plane(w, 6, BITS, DT), _plane(w, 7, BITS, DT))
+    elif BITS == 4:
+        if DT == tl.float16:
+            return tl.inline_asm_elementwise(_PTX4_FP16, _REGS4, [w], (tl.float16,) * 8, is_pure=True, pack=2)
+        else:
+            return tl.inline_asm_elementwise(_PTX4_BF16, _REGS4, [w], (tl.bfloat16,) * 8, is_pure=True, pack=2)
+    else:
         if DT == tl.float16:
             return tl.inline_asm_elementwise(_PTX8_FP16, _REGS8, [w], (tl.float16,) * 4, is_pure=True, pack=2)
         else:
-            return tl.inline_asm_elementwise(
-                _PTX8_BF16, _REGS8, [w], (tl.bfloat16,) * 4, is_pure=True, pack=2
-            )
-    else:
-        return (
-            ((w << 24) >> 24).to(tl.float32).to(DT),
-            ((w << 16) >> 24).to(tl.float32).to(DT),
-            ((w << 8) >> 24).to(tl.float32).to(DT),
-            (w >> 24).to(tl.float32).to(DT),
-        )
+            return tl.inline_asm_elementwise(_PTX8_BF16, _REGS8, [w], (tl.bfloat16,) * 4, is_pure=True, pack=2)
+
+
+_INTERPRETED = triton is not None and not isinstance(_decode, triton.runtime.JITFunction)  # TRITON_INTERPRET=1
 
 
 @_jit
@@ -239,36 +207,41 @@ def _dot(a, b, acc, DEVICE: tl.constexpr):
 
 
 @_jit
-def _multiply_block(
-    acc, w, s, z, x, rows, live, rn, k0, K, N,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    ACC: tl.constexpr, DEVICE: tl.constexpr,
-):  # fmt: skip
+def _group_row(s, rn, group, K, N, GROUP: tl.constexpr):
+    return tl.load(s + group * N + rn, mask=(rn < N) & (group * GROUP + 0 * rn < K), other=0)
+
+
+@_jit
+def _group_rows(s, rn, block, K, N, GROUP: tl.constexpr, USED: tl.constexpr):
+    """The 1, 2 or 4 rows of `scales` (or `zeros`) for one K block, as four values, loaded one turn ahead of their use:
+    2-byte loads cannot be asynchronous copies. Not USED: placeholders."""
+    if USED:
+        COUNT: tl.constexpr = 128 // GROUP
+        a = _group_row(s, rn, block * COUNT, K, N, GROUP)
+        b = _group_row(s, rn, block * COUNT + 1, K, N, GROUP) if COUNT > 1 else a
+        c = _group_row(s, rn, block * COUNT + 2, K, N, GROUP) if COUNT > 2 else a
+        d = _group_row(s, rn, block * COUNT + 3, K, N, GROUP) if COUNT > 2 else a
+        return a, b, c, d
+    else:
+        return rn, rn, rn, rn
+
+
+@_jit
+def _multiply_block(acc, w, scales, zeros, x, rows, live, rn, k0, K, N,
+                    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, EVEN_K: tl.constexpr,
+                    EVEN_N: tl.constexpr, ACC: tl.constexpr, DEVICE: tl.constexpr):
     """acc[BN, BT] += W[rn, k0 : k0 + 128] @ x[rows, k0 : k0 + 128]^T, weights as the A operand, tokens on N."""
     DT: tl.constexpr = x.dtype.element_ty
     PLANES: tl.constexpr = 32 // BITS if BITS < 16 else 1
     KP: tl.constexpr = 128 // PLANES
     kp = tl.arange(0, KP)
-    if BITS == 16:
-        wp = w + rn[:, None] * K + (k0 + kp)[None, :]
-        if EVEN_K and EVEN_N:
-            q = (tl.load(wp, eviction_policy="evict_first"),)
-        else:
-            q = (
-                tl.load(
-                    wp,
-                    mask=(rn < N)[:, None] & (k0 + kp < K)[None, :],
-                    other=0,
-                    eviction_policy="evict_first",
-                ),
-            )
+    wp = w + rn[:, None] * (K if BITS == 16 else tl.cdiv(K, 128) * KP) + (k0 // PLANES + kp)[None, :]
+    if EVEN_N and (EVEN_K or BITS < 16):
+        words = tl.load(wp, eviction_policy="evict_first")
     else:
-        wp = w + rn[:, None] * (tl.cdiv(K, 128) * KP) + (k0 // PLANES + kp)[None, :]
-        if EVEN_N:
-            words = tl.load(wp, eviction_policy="evict_first")
-        else:
-            words = tl.load(wp, mask=(rn < N)[:, None], other=0, eviction_policy="evict_first")
-        q = _decode4(words, DT, DEVICE) if BITS == 4 else _decode8(words, DT, DEVICE)
+        inside = (rn < N)[:, None] & (kp < (K - k0 if BITS == 16 else KP))[None, :]
+        words = tl.load(wp, mask=inside, other=0, eviction_policy="evict_first")
+    q = _decode(words, BITS, DT, DEVICE) if BITS < 16 else (words,)
     part = acc
     for p in tl.static_range(PLANES):
         k = k0 + p * KP + kp
@@ -278,24 +251,44 @@ def _multiply_block(
             part = _dot(q[p], xp, part, DEVICE)
         else:
             if p * KP % GROUP == 0:
-                group = (k0 + p * KP) // GROUP
-                ok = rn < N if EVEN_K else (rn < N) & (k0 + p * KP + 0 * rn < K)
-                scale = tl.load(s + group * N + rn, mask=ok, other=0).to(tl.float32)
                 part = tl.zeros(acc.shape, ACC)
-                if ZEROS:
-                    zero = (tl.load(z + group * N + rn, mask=ok, other=8).to(tl.float32) - 8).to(DT)
-            a = q[p] - zero[:, None] if ZEROS else q[p]
+            a = q[p]
+            if ZEROS:  # exact: small integers
+                zero = zeros[p * KP // GROUP].to(tl.float32) - 8
+                a = a - zero.to(DT)[:, None] if DEVICE else (a.to(tl.float32) - zero[:, None]).to(DT)
             part = _dot(a, xp, part, DEVICE)
             if (p + 1) * KP % GROUP == 0:  # promote to fp32 once per group
-                acc += part.to(tl.float32) * scale[:, None]
+                acc += part.to(tl.float32) * scales[p * KP // GROUP].to(tl.float32)[:, None]
     return acc if BITS == 4 else part
 
 
 @_jit
-def _finish(
-    acc, up, s, bias, residual, out, rn, out_rows, live, N, N_OUT,
-    BITS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
+def _accumulate(x, w, s, z, rows, live, rn, first, last, K, N, N_OUT, BN: tl.constexpr, BT: tl.constexpr,
+                BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr,
+                EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, ACC: tl.constexpr, DEVICE: tl.constexpr):
+    """The main loop: K blocks [first, last) of weight rows rn (and, GATED, of rows rn + N_OUT)."""
+    FOUR: tl.constexpr = BITS == 4
+    acc = tl.zeros((BN, BT), tl.float32)
+    up = tl.zeros((BN, BT), tl.float32)
+    scales, zeros = _group_rows(s, rn, first, K, N, GROUP, FOUR), _group_rows(z, rn, first, K, N, GROUP, ZEROS)
+    up_scales = _group_rows(s, rn + N_OUT, first, K, N, GROUP, FOUR and GATED)
+    up_zeros = _group_rows(z, rn + N_OUT, first, K, N, GROUP, ZEROS and GATED)
+    for b in range(first, last):
+        scales_b, zeros_b, up_scales_b, up_zeros_b = scales, zeros, up_scales, up_zeros
+        scales, zeros = _group_rows(s, rn, b + 1, K, N, GROUP, FOUR), _group_rows(z, rn, b + 1, K, N, GROUP, ZEROS)
+        acc = _multiply_block(acc, w, scales_b, zeros_b, x, rows, live, rn, b * 128, K, N,
+                              BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, DEVICE)
+        if GATED:
+            up_scales = _group_rows(s, rn + N_OUT, b + 1, K, N, GROUP, FOUR)
+            up_zeros = _group_rows(z, rn + N_OUT, b + 1, K, N, GROUP, ZEROS)
+            up = _multiply_block(up, w, up_scales_b, up_zeros_b, x, rows, live, rn + N_OUT, b * 128, K, N,
+                                 BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, DEVICE)
+    return acc, up
+
+
+@_jit
+def _finish(acc, up, s, bias, residual, out, rn, out_rows, live, N, N_OUT,
+            BITS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr):
     """Epilogue in fp32: output-channel scale, bias, SiLU(gate) * up, residual; then one rounding."""
     ok = rn < N_OUT
     if BITS == 8:
@@ -316,26 +309,18 @@ def _finish(
 
 
 @_jit
-def _linear_kernel(
-    x, w, s, z, bias, residual, out, part, count, M, N, K, N_OUT,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
-    SPLIT: tl.constexpr, ACC: tl.constexpr, DEVICE: tl.constexpr,
-):  # fmt: skip
+def _linear_kernel(x, w, s, z, bias, residual, out, part, count, M, N, K, N_OUT,
+                   BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
+                   RESIDUAL: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+                   BN: tl.constexpr, BT: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr, DEVICE: tl.constexpr):
     """out[M, N_OUT] for M <= BT tokens. Grid (row tiles, SPLIT). Partials are summed in split order by the CTA that
     arrives last; it also resets the counter, so the buffer is ready for the next launch (or graph replay)."""
     tile, split = tl.program_id(0), tl.program_id(1)
     rm, rn = tl.arange(0, BT), tile * BN + tl.arange(0, BN)
     live = rm < M
-    acc = tl.zeros((BN, BT), tl.float32)
-    up = tl.zeros((BN, BT), tl.float32)
     blocks = tl.cdiv(K, 128)
-    for b in range(blocks * split // SPLIT, blocks * (split + 1) // SPLIT):
-        acc = _multiply_block(acc, w, s, z, x, rm, live, rn, b * 128, K, N,
-                              BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, DEVICE)  # fmt: skip
-        if GATED:
-            up = _multiply_block(up, w, s, z, x, rm, live, rn + N_OUT, b * 128, K, N,
-                                 BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, DEVICE)  # fmt: skip
+    acc, up = _accumulate(x, w, s, z, rm, live, rn, blocks * split // SPLIT, blocks * (split + 1) // SPLIT, K, N, N_OUT,
+                          BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, EVEN_N, ACC, DEVICE)
     if SPLIT == 1:
         _finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED)
     else:
@@ -358,11 +343,10 @@ def _linear_kernel(
 
 
 @_jit
-def _expert_kernel(
-    x, w, s, z, out, pairs, offsets, N, K, N_OUT, DIV,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
-    EVEN_N: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr, DEVICE: tl.constexpr,
-):  # fmt: skip
+def _expert_kernel(x, w, s, z, out, pairs, offsets, N, K, N_OUT, DIV,
+                   BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr,
+                   EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+                   ACC: tl.constexpr, DEVICE: tl.constexpr):
     """Grouped GEMM. Grid (token tiles, row tiles, experts); programs of idle experts leave at once. `pairs` lists
     (token, slot) pairs sorted by expert, expert e owns pairs[offsets[e] : offsets[e + 1]]; pair p reads row p // DIV.
     Token tiles of one weight tile are neighbours in launch order, so its weights come from DRAM once."""
@@ -379,14 +363,8 @@ def _expert_kernel(
         w += e.to(tl.int64) * N * words
         s += e * N * (K // GROUP if BITS == 4 else 1)
         z += e * N * (K // GROUP if BITS == 4 else 1)
-        acc = tl.zeros((BN, BT), tl.float32)
-        up = tl.zeros((BN, BT), tl.float32)
-        for b in range(tl.cdiv(K, 128)):
-            acc = _multiply_block(acc, w, s, z, x, rows, live, rn, b * 128, K, N,
-                                  BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, DEVICE)  # fmt: skip
-            if GATED:
-                up = _multiply_block(up, w, s, z, x, rows, live, rn + N_OUT, b * 128, K, N,
-                                     BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, DEVICE)  # fmt: skip
+        acc, up = _accumulate(x, w, s, z, rows, live, rn, 0, tl.cdiv(K, 128), K, N, N_OUT,
+                              BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, EVEN_N, ACC, DEVICE)
         _finish(acc, up, s, s, s, out, rn, pair, live, N, N_OUT, BITS, False, False, GATED)
 
 
@@ -394,7 +372,7 @@ def _expert_kernel(
 
 
 class LinearConfig(NamedTuple):
-    """Tiling of one (GPU, layer shape), used for every M so that a row's bits never depend on M."""
+    """Tiling of one (GPU, layer shape). Only `split_k` orders a row's sum; nothing depends on M."""
 
     block_n: int = 128
     split_k: int = 1
@@ -404,25 +382,33 @@ class LinearConfig(NamedTuple):
 
 
 def linear_config(n: int, k: int, bits: int, multiprocessors: int = 82) -> LinearConfig:
-    """Default tiling: a pure function of shape and SM count. split_k fills whole waves of two CTAs per SM with at
-    least four K blocks each (performance.md 3.3); fewest splits win ties."""
-    block_n = 128 if bits == 4 and n >= 4096 else 64
+    """Default tiling: a pure function of shape and SM count. split_k fills whole waves of two CTAs per SM with at least
+    four K blocks each (performance.md 3.3); fewest splits win ties."""
+    block_n = 128 if bits < 16 and n >= 4096 else 64
     tiles, slots = -(-n // block_n), 2 * multiprocessors
 
     def use(split: int) -> float:
-        waves = -(-tiles * split // slots)
-        return round(tiles * split / (waves * slots), 2)
+        return round(tiles * split / (-(-tiles * split // slots) * slots), 2)
 
-    split_k = max(range(1, max(2, min(16, -(-k // 512)) + 1)), key=lambda split: (use(split), -split))
-    return LinearConfig(block_n, split_k)
+    split_k = max(range(1, max(1, min(16, -(-k // 512))) + 1), key=lambda split: (use(split), -split))
+    return LinearConfig(block_n, split_k, stages=4 if bits == 4 else 3)
+
+
+def _launch(config: list[int], dtype: torch.dtype, tokens: int, gated: bool) -> tuple[int, int, int, int, int]:
+    """(BN, BT, split_k, warps, stages) of a launch. BN halves where the accumulator would not fit in registers, and for
+    gate-up, whose two tiles share a program; neither changes the order of any sum."""
+    block_n, split, warps, stages = config
+    tile = max(16, triton.next_power_of_2(tokens))
+    wide = block_n * tile * (2 if dtype == torch.bfloat16 else 1) > 4096
+    return max(16, block_n // (1 + wide) // (1 + gated)), tile, split, warps, stages
 
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A weight in the layout its backend reads; made by `pack_*`, used by `packed_linear` / `packed_experts`.
+    """A weight in the layout its backend reads; made by `pack_*`, used by `packed_linear` and `packed_experts`.
 
-    layout 'planes' (Triton), 'plain' (as stored; the reference), 'dense' (dequantized once), 'cpu' (torch's int4pack).
-    Leading dimensions of `weight` before [N, ...] are experts. n, k: logical out and in features.
+    layout 'planes' (Triton), 'plain' (as stored), 'dense' (dequantized once), 'cpu' (torch's int4pack). Leading
+    dimensions of `weight` before [N, ...] are experts. n, k: logical out and in features.
     """
 
     layout: str
@@ -443,36 +429,35 @@ def _unpack_nibbles(qweight: Tensor) -> Tensor:
     return torch.stack((qweight & 15, qweight >> 4), -1).flatten(-2)
 
 
-def _to_planes(values: Tensor, bits: int) -> Tensor:
-    """Integer codes [..., K] (0..15, or int8) -> int32 words [..., ceil(K/128) * 4 bits] in the plane layout."""
-    planes, k = 32 // bits, values.shape[-1]
-    fill = 8 if bits == 4 else 0
-    blocks = F.pad(values, (0, -k % 128), value=fill).unflatten(-1, (-1, planes, 4 * bits)).to(torch.int64)
-    shifts = bits * torch.arange(planes, device=values.device)[:, None]
-    words = ((blocks & (2**bits - 1)) << shifts).sum(-2).flatten(-2)
-    return words.to(torch.uint32).view(torch.int32)
+def _to_planes(codes: Tensor, bits: int) -> Tensor:
+    """Unsigned codes [..., K] -> int32 words [..., ceil(K/128) * 4 bits] in the plane layout, padded with zero points."""
+    blocks = F.pad(codes.to(torch.int32), (0, -codes.shape[-1] % 128), value=2 ** (bits - 1))
+    blocks = blocks.unflatten(-1, (-1, 32 // bits, 4 * bits))
+    words = blocks[..., 0, :].clone()
+    for plane in range(1, 32 // bits):
+        words |= blocks[..., plane, :] << bits * plane
+    return words.flatten(-2)
 
 
 def _from_planes(words: Tensor, bits: int, k: int) -> Tensor:
-    """Inverse of `_to_planes`: int32 codes [..., K], nibbles 0..15 or signed bytes."""
+    """Inverse of `_to_planes`: unsigned int32 codes [..., K]."""
     shifts = bits * torch.arange(32 // bits, dtype=torch.int32, device=words.device)[:, None]
-    codes = (words.unflatten(-1, (-1, 1, 4 * bits)) >> shifts) & (2**bits - 1)
-    codes = codes.flatten(-3)[..., :k]
-    return codes if bits == 4 else ((codes + 128) & 255) - 128
+    return ((words.unflatten(-1, (-1, 1, 4 * bits)) >> shifts) & (2**bits - 1)).flatten(-3)[..., :k]
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The [..., N, K] matrix a packed weight stands for, computed in `dtype` from fp32 products (columns in stored
-    order when `perm` is set). Not for layout 'cpu'."""
+    """The [..., N, K] matrix a packed weight stands for: computed in fp32 (or wider), rounded once to `dtype`. Columns
+    stay in stored order when `perm` is set. Not for layout 'cpu'."""
     if weight.layout == "dense" or weight.bits == 16:
         return weight.weight.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
     if weight.layout == "planes":
         codes = _from_planes(weight.weight, weight.bits, weight.k)
     else:
         codes = _unpack_nibbles(weight.weight) if weight.bits == 4 else weight.weight
-    wide = torch.promote_types(dtype, torch.float32)
     if weight.bits == 8:
-        return (codes.to(wide) * weight.scales.to(wide)[..., None]).to(dtype)
+        codes = codes.to(wide) - (128 if weight.layout == "planes" else 0)
+        return (codes * weight.scales.to(wide)[..., None]).to(dtype)
     zeros = 8 if weight.zeros is None else weight.zeros.to(wide).mT[..., None]
     grouped = codes.to(wide).unflatten(-1, (-1, weight.group_size)) - zeros
     return (grouped * weight.scales.to(wide).mT[..., None]).flatten(-2).to(dtype)
@@ -480,118 +465,69 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 def _pack(plain: PackedWeight, dtype: torch.dtype, layout: str, config: LinearConfig | None) -> PackedWeight:
     device = plain.weight.device
-    if layout == "auto":
-        triton_runs = _use_triton("packed_linear", plain.weight)
-        cpu_int4 = (
-            plain.bits == 4 and dtype == torch.bfloat16 and plain.weight.dim() == 2 and plain.n % 16 == 0
-        )
-        layout = "planes" if triton_runs else "cpu" if cpu_int4 and device.type == "cpu" else "dense"
-        if layout == "dense" and (device.type != "cpu" or (plain.bits == 8 and dtype == torch.bfloat16)):
-            layout = "plain"
+    if layout == "auto":  # measured on CPU: int4pack / int8pack win in bf16 alone, a dequantized matrix in the rest
+        two_d, cpu_bf16 = plain.weight.dim() == 2, device.type == "cpu" and dtype == torch.bfloat16
+        if _use_triton("packed_linear", plain.weight):
+            layout = "planes"
+        elif plain.bits == 16 or (device.type == "cpu" and not cpu_bf16):
+            layout = "dense"
+        else:
+            layout = "cpu" if cpu_bf16 and two_d and plain.bits == 4 and plain.n % 16 == 0 else "plain"
     if layout == "dense":
         return replace(plain, layout=layout, weight=dequantize(plain, dtype), scales=None, zeros=None)
     if layout == "cpu":
-        codes = _unpack_nibbles(plain.weight).to(torch.int32)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(_unpack_nibbles(plain.weight).to(torch.int32), 1)
         shift = 0 * plain.scales if plain.zeros is None else (8 - plain.zeros.float()) * plain.scales.float()
         scales = torch.stack((plain.scales.to(dtype), shift.to(dtype)), -1)
         return replace(plain, layout=layout, weight=packed, scales=scales, zeros=None)
-    if layout != "planes":
+    if layout == "plain":
         return plain
+    weight = plain.weight.contiguous()
+    if plain.bits < 16:
+        weight = _to_planes(_unpack_nibbles(weight) if plain.bits == 4 else weight.to(torch.int32) + 128, plain.bits)
     count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 82
-    codes = _unpack_nibbles(plain.weight) if plain.bits == 4 else plain.weight
     return replace(
-        plain,
-        layout=layout,
-        weight=plain.weight.contiguous() if plain.bits == 16 else _to_planes(codes, plain.bits),
+        plain, layout=layout, weight=weight, config=config or linear_config(plain.n, plain.k, plain.bits, count),
         counters=torch.zeros(-(-plain.n // 16), dtype=torch.int32, device=device),
-        config=config or linear_config(plain.n, plain.k, plain.bits, multiprocessors=count),
     )
 
 
 def pack_int4(
-    qweight: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None = None,
-    group_size: int = 128,
-    perm: Tensor | None = None,
-    dtype: torch.dtype = torch.float16,
-    layout: str = "auto",
-    config: LinearConfig | None = None,
+    qweight: Tensor, scales: Tensor, zeros: Tensor | None = None, group_size: int = 128, perm: Tensor | None = None,
+    dtype: torch.dtype = torch.float16, layout: str = "auto", config: LinearConfig | None = None,
 ) -> PackedWeight:
     """Stored int4 -> what the active backend reads, for activations of `dtype`.
 
     qweight uint8 [..., N, K/2]; scales [..., K/G, N]; zeros uint8 like scales or None (8); leading dims are experts.
-    perm int [K]: column j of the stored matrix multiplies x[..., perm[j]] (desc_act). layout 'auto': planes on Triton;
-    on CPU torch's int4pack for bf16, else the matrix dequantized once (fastest there, at K N values of memory).
+    perm int [K]: column j of the stored matrix multiplies x[..., perm[j]] (desc_act). layout 'auto': planes on Triton; on
+    CPU torch's int4pack for bf16, else the matrix dequantized once (fastest there, at N K values of memory).
     Raises ValueError for a group size other than 32, 64, 128 or one that does not divide K.
     """
     n, k = qweight.shape[-2], 2 * qweight.shape[-1]
     if group_size not in (32, 64, 128) or k % group_size:
-        raise ValueError(
-            f"int4: group size {group_size} does not fit K = {k}; use 32, 64 or 128, a divisor of K"
-        )
+        raise ValueError(f"int4: group size {group_size} does not fit K = {k}; use 32, 64 or 128, a divisor of K")
     if scales.shape != (*qweight.shape[:-2], k // group_size, n):
-        raise ValueError(
-            f"int4: scales {tuple(scales.shape)} do not match a [{n}, {k}] weight, want [K/G, N]"
-        )
-    plain = PackedWeight("plain", 4, group_size, n, k, qweight, scales, zeros, perm)
-    return _pack(plain, dtype, layout, config)
+        raise ValueError(f"int4: scales {tuple(scales.shape)} do not match a [{n}, {k}] weight, want [K/G, N]")
+    return _pack(PackedWeight("plain", 4, group_size, n, k, qweight, scales, zeros, perm), dtype, layout, config)
 
 
 def pack_int8(
-    qweight: Tensor,
-    scales: Tensor,
-    dtype: torch.dtype = torch.float16,
-    layout: str = "auto",
+    qweight: Tensor, scales: Tensor, dtype: torch.dtype = torch.float16, layout: str = "auto",
     config: LinearConfig | None = None,
 ) -> PackedWeight:
     """Stored int8 [..., N, K] with scales [..., N] -> what the active backend reads (see `pack_int4`). On CPU bf16 keeps
     int8 (torch's int8pack), other dtypes are dequantized once."""
     if scales.shape != qweight.shape[:-1]:
         raise ValueError(f"int8: scales {tuple(scales.shape)} do not match the weight {tuple(qweight.shape)}")
-    plain = PackedWeight("plain", 8, 0, *qweight.shape[-2:], qweight, scales)
-    return _pack(plain, dtype, layout, config)
+    return _pack(PackedWeight("plain", 8, 0, *qweight.shape[-2:], qweight, scales), dtype, layout, config)
 
 
 def pack_half(weight: Tensor, layout: str = "auto", config: LinearConfig | None = None) -> PackedWeight:
-    """A 16-bit (or wider) weight [..., N, K] for our own small-M kernel, or torch's matmul where that is the backend."""
-    plain = PackedWeight("plain", 16, 0, *weight.shape[-2:], weight)
-    if layout == "auto" and not _use_triton("packed_linear", weight):
-        layout = "dense"
-    return _pack(plain, weight.dtype, layout, config)
+    """A 16-bit weight [..., N, K] for our own small-M kernel, or for torch's matmul where that is the backend."""
+    return _pack(PackedWeight("plain", 16, 0, *weight.shape[-2:], weight), weight.dtype, layout, config)
 
 
 SMALL_M = 64  # rows; above it the weight is dequantized and multiplied by cuBLAS
-
-
-def packed_linear(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
-    """x [..., K] @ W^T [+ bias] [SiLU(first half) * second half if gated] [+ residual] -> [..., N] (gated: N/2).
-
-    No host sync. 'planes': up to SMALL_M rows run our kernel, whose rows are independent of M and of each other, bit for
-    bit; more rows dequantize and use cuBLAS. Bias and epilogue are computed in fp32 there, in x's dtype elsewhere.
-    """
-    if weight.perm is not None:
-        x = x.index_select(-1, weight.perm)
-    if weight.layout == "planes":
-        return torch.ops.eaglet.planes_linear(
-            x, weight.weight, weight.scales, weight.zeros, weight.counters, bias, residual,
-            weight.bits, weight.group_size, weight.n, gated, weight.config[:4], weight.config.accumulate == "float16",
-        )  # fmt: skip
-    rows = x.reshape(-1, weight.k)
-    if weight.layout == "cpu":
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight.weight, weight.group_size, weight.scales)
-    elif weight.bits == 8 and weight.layout == "plain" and rows.dtype == torch.bfloat16 and not rows.is_cuda:
-        y = torch.ops.aten._weight_int8pack_mm(rows, weight.weight, weight.scales.to(rows.dtype))
-    else:
-        y = rows @ dequantize(weight, x.dtype).mT
-    return _epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
 
 
 def _epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
@@ -602,45 +538,55 @@ def _epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bo
     return y if residual is None else y + residual
 
 
+def packed_linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, residual: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """x [..., K] @ W^T [+ bias], [SiLU(first half) * second half if gated], [+ residual] -> [..., N] (gated: N/2).
+
+    No host sync. 'planes': up to SMALL_M rows run our kernel, where a row's bits depend neither on M nor on other rows;
+    more rows dequantize and use cuBLAS. Bias and epilogue are computed in fp32 there, in x's dtype elsewhere.
+    """
+    if weight.perm is not None:
+        x = x.index_select(-1, weight.perm)
+    if weight.layout == "planes":
+        return torch.ops.eaglet.planes_linear(
+            x, weight.weight, weight.scales, weight.zeros, weight.counters, bias, residual, weight.bits,
+            weight.group_size, weight.n, gated, weight.config[:4], weight.config.accumulate == "float16",
+        )
+    rows = x.reshape(-1, weight.k)
+    if weight.layout == "cpu":
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight.weight, weight.group_size, weight.scales)
+    elif weight.bits == 8 and weight.layout == "plain" and rows.dtype == torch.bfloat16 and not rows.is_cuda:
+        y = torch.ops.aten._weight_int8pack_mm(rows, weight.weight, weight.scales.to(rows.dtype))
+    else:
+        y = rows @ dequantize(weight, x.dtype).mT
+    return _epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
+
+
 @torch.library.custom_op("eaglet::planes_linear", mutates_args=())
 def planes_linear(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor | None,
-    zeros: Tensor | None,
-    counters: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    bits: int,
-    group: int,
-    n: int,
-    gated: bool,
-    config: list[int],
-    half_accumulate: bool,
+    x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor | None, counters: Tensor, bias: Tensor | None,
+    residual: Tensor | None, bits: int, group: int, n: int, gated: bool, config: list[int], half_accumulate: bool,
 ) -> Tensor:
     """`packed_linear` on the plane layout. `counters` is all zero before and after, so it does not count as mutated."""
     k, n_out = x.shape[-1], n // 2 if gated else n
     rows = x.reshape(-1, k).contiguous()
     tokens = rows.shape[0]
-    block_n, split, warps, stages = config
-    block_n = block_n // 2 if gated else block_n  # gate and up tiles together are one tile
     if tokens > SMALL_M or x.dtype == torch.float64:
-        weight = PackedWeight("planes", bits, group, n, k, words, scales, zeros)
-        y = rows @ dequantize(weight, x.dtype).mT
+        y = rows @ dequantize(PackedWeight("planes", bits, group, n, k, words, scales, zeros), x.dtype).mT
         return _epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
     out = x.new_empty((*x.shape[:-1], n_out))
-    tile = max(16, triton.next_power_of_2(tokens))
+    block_n, tile, split, warps, stages = _launch(config, x.dtype, tokens, gated)
     tiles = triton.cdiv(n_out, block_n)
     partial = x.new_empty((split if split > 1 else 0, 1 + gated, tiles * block_n, tile), dtype=torch.float32)
-    half, device = half_accumulate and x.dtype == torch.float16, _on_device(x)
     _linear_kernel[tiles, split](
         rows, words, rows if scales is None else scales, rows if zeros is None else zeros,
         rows if bias is None else bias, rows if residual is None else residual.contiguous(), out, partial, counters,
         tokens, n, k, n_out, BITS=bits, GROUP=group, ZEROS=zeros is not None, BIAS=bias is not None,
-        RESIDUAL=residual is not None, GATED=gated, EVEN_K=k % 128 == 0, EVEN_N=n_out % block_n == 0,
-        BN=block_n, BT=tile, SPLIT=split, ACC=tl.float16 if half else tl.float32, DEVICE=not _INTERPRETED,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        RESIDUAL=residual is not None, GATED=gated, EVEN_K=k % 128 == 0, EVEN_N=n_out % block_n == 0, BN=block_n,
+        BT=tile, SPLIT=split, ACC=tl.float16 if half_accumulate and x.dtype == torch.float16 else tl.float32,
+        DEVICE=_on_device(x), num_warps=warps, num_stages=stages,
+    )
     return out
 
 
@@ -655,11 +601,11 @@ def packed_experts(
     """Mixture-of-experts MLP: sum over slots j, in slot order, of expert_weights[t, j] * MLP_{expert_ids[t, j]}(x[t]).
 
     x [T,H]; expert_ids [T,k] int64; expert_weights [T,k]; gate_up packs [E,2I,H], down packs [E,H,I]. Returns [T,H] in
-    x's dtype, summed in fp32. On Triton: no host sync, an active expert's weights are read once; elsewhere the host reads
-    which experts are active.
+    x's dtype, summed in fp32. On Triton: no host sync, an active expert's weights are read once; elsewhere the host
+    reads which experts are active.
     """
-    hidden = _expert_linear_packed(x, expert_ids, gate_up, True)
-    y = _expert_linear_packed(hidden, expert_ids, down, False)
+    hidden = _experts(x, expert_ids, gate_up, True)
+    y = _experts(hidden, expert_ids, down, False)
     weights = expert_weights.to(torch.promote_types(x.dtype, torch.float32))[..., None]
     out = y[:, 0] * weights[:, 0]
     for slot in range(1, expert_ids.shape[1]):
@@ -667,62 +613,177 @@ def packed_experts(
     return out.to(x.dtype)
 
 
-def _expert_linear_packed(x: Tensor, expert_ids: Tensor, weight: PackedWeight, gated: bool) -> Tensor:
+def _experts(x: Tensor, expert_ids: Tensor, weight: PackedWeight, gated: bool) -> Tensor:
     if weight.perm is not None:
         x = x.index_select(-1, weight.perm)
     return torch.ops.eaglet.expert_linear(
         x, expert_ids, weight.weight, weight.scales, weight.zeros, weight.layout, weight.bits, weight.group_size,
         weight.n, gated, weight.config[:4], weight.config.accumulate == "float16",
-    )  # fmt: skip
+    )
 
 
 @torch.library.custom_op("eaglet::expert_linear", mutates_args=())
 def expert_linear(
-    x: Tensor,
-    expert_ids: Tensor,
-    weight: Tensor,
-    scales: Tensor | None,
-    zeros: Tensor | None,
-    layout: str,
-    bits: int,
-    group: int,
-    n: int,
-    gated: bool,
-    config: list[int],
-    half_accumulate: bool,
+    x: Tensor, expert_ids: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None, layout: str, bits: int,
+    group: int, n: int, gated: bool, config: list[int], half_accumulate: bool,
 ) -> Tensor:
     """Row (t, j) of the [T,k,N] result is expert expert_ids[t, j] applied to x[t] (x [T,K]) or x[t, j] (x [T,k,K])."""
     tokens, slots = expert_ids.shape
     k, n_out = x.shape[-1], n // 2 if gated else n
     rows, div = x.reshape(-1, k).contiguous(), slots if x.dim() == 2 else 1
-    out = x.new_empty(tokens, slots, n_out)
-    experts = expert_ids.flatten()
-    if layout != "planes":
-        flat = out.view(-1, n_out)
+    out, experts = x.new_empty(tokens, slots, n_out), expert_ids.flatten()
+    if layout != "planes" or x.dtype == torch.float64:
         for e in experts.unique().tolist():
             pick = [None if t is None else t[e] for t in (weight, scales, zeros)]
             matrix = dequantize(PackedWeight(layout, bits, group, n, k, *pick), x.dtype)
             pairs = (experts == e).nonzero().squeeze(1)
-            flat[pairs] = _epilogue(rows[pairs // div] @ matrix.mT, None, None, gated)
+            out.view(-1, n_out)[pairs] = _epilogue(rows[pairs // div] @ matrix.mT, None, None, gated)
         return out
     pairs = experts.argsort(stable=True).to(torch.int32)
     bounds = torch.arange(weight.shape[0] + 1, device=x.device)
     offsets = (experts[None, :] < bounds[:, None]).sum(1, dtype=torch.int32)
-    block_n, _, warps, stages = config
-    block_n = block_n // 2 if gated else block_n
-    half = half_accumulate and x.dtype == torch.float16
-    _expert_kernel[triton.cdiv(tokens, 16), triton.cdiv(n_out, block_n), weight.shape[0]](
+    block_n, tile, _, warps, stages = _launch(config, x.dtype, 16, gated)
+    _expert_kernel[triton.cdiv(tokens, tile), triton.cdiv(n_out, block_n), weight.shape[0]](
         rows, weight, rows if scales is None else scales, rows if zeros is None else zeros, out, pairs, offsets,
         n, k, n_out, div, BITS=bits, GROUP=group, ZEROS=zeros is not None, GATED=gated, EVEN_K=k % 128 == 0,
-        EVEN_N=n_out % block_n == 0, BN=block_n, BT=16, ACC=tl.float16 if half else tl.float32,
+        EVEN_N=n_out % block_n == 0, BN=block_n, BT=tile,
+        ACC=tl.float16 if half_accumulate and x.dtype == torch.float16 else tl.float32,
         DEVICE=_on_device(x), num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    )
     return out
 
 
 @expert_linear.register_fake
 def _(x, expert_ids, weight, scales, zeros, layout, bits, group, n, gated, config, half_accumulate):
     return x.new_empty(*expert_ids.shape, n // 2 if gated else n)
+
+
+# ---------------------------------------------------------------------------------------------- norm, rope
+
+
+@_jit
+def _rms_norm_kernel(x, w, out, SIZE, eps, BLOCK: tl.constexpr):
+    """One program per row: variance in fp32, rounded to x's dtype before the weight (LLaMA's order)."""
+    d = tl.arange(0, BLOCK)
+    at = tl.program_id(0) * SIZE + d
+    row = tl.load(x + at, mask=d < SIZE, other=0).to(tl.float32)
+    row = (row * tl.rsqrt(tl.sum(row * row, 0) / SIZE + eps)).to(x.dtype.element_ty).to(tl.float32)
+    y = row * tl.load(w + d, mask=d < SIZE, other=0).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=d < SIZE)
+
+
+@_jit
+def _rope_kernel(qkv, cos, sin, kv, slots, q_weight, k_weight, out, v_offset, T, S, eps,
+                 HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr):
+    """Grid (B T, HQ + 2 HKV): one head of one token: [norm,] rotate, write to q, the key cache or the value cache."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    b, t = row // T, row % T
+    d = tl.arange(0, BLOCK)
+    ok = d < HD
+    at = (row * (HQ + 2 * HKV) + head) * HD
+    x = tl.load(qkv + at + d, mask=ok, other=0)
+    slot = tl.load(slots + row)
+    cache = ((b * HKV + (head - HQ) % HKV).to(tl.int64) * S + slot) * HD
+    if head >= HQ + HKV:
+        tl.store(kv + v_offset + cache + d, x.to(kv.dtype.element_ty), mask=ok)
+    else:
+        half: tl.constexpr = HD // 2
+        other = tl.where(d < half, d + half, d - half)
+        a = x.to(tl.float32)
+        c = tl.load(qkv + at + other, mask=ok, other=0).to(tl.float32)
+        if NORM:
+            w = q_weight if head < HQ else k_weight
+            inverse = tl.rsqrt(tl.sum(a * a, 0) / HD + eps)
+            DT: tl.constexpr = qkv.dtype.element_ty
+            wa = tl.load(w + d, mask=ok, other=0).to(tl.float32)
+            wc = tl.load(w + other, mask=ok, other=0).to(tl.float32)
+            a = ((a * inverse).to(DT).to(tl.float32) * wa).to(DT).to(tl.float32)
+            c = ((c * inverse).to(DT).to(tl.float32) * wc).to(DT).to(tl.float32)
+        co = tl.load(cos + row * half + d % half, mask=ok, other=0).to(tl.float32)
+        si = tl.load(sin + row * half + d % half, mask=ok, other=0).to(tl.float32)
+        y = a * co + tl.where(d < half, -c, c) * si
+        if head < HQ:
+            tl.store(out + ((b * HQ + head) * T + t) * HD + d, y.to(out.dtype.element_ty), mask=ok)
+        else:
+            tl.store(kv + cache + d, y.to(kv.dtype.element_ty), mask=ok)
+
+
+def _rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last axis of x [..., H]; weight [H]. On Triton one program per row, so rows are independent."""
+    if x.is_cuda or _INTERPRETED:
+        return torch.ops.eaglet.rms_norm(x, weight, eps)
+    return _rms_norm_reference(x, weight, eps)
+
+
+@torch.library.custom_op("eaglet::rms_norm", mutates_args=())
+def _rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if not _use_triton("rms_norm", x):
+        return _rms_norm_reference(x, weight, eps)
+    x, out, size = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
+    _rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, BLOCK=triton.next_power_of_2(size))
+    return out
+
+
+@_rms_norm_op.register_fake
+def _(x, weight, eps):
+    return x.new_empty(x.shape)
+
+
+def _rope_reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps: float) -> Tensor:
+    kv_heads = kv.shape[2]
+    q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), 2)
+    if q_weight is not None:
+        q, k = _rms_norm_reference(q, q_weight, eps), _rms_norm_reference(k, k_weight, eps)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+
+    def rotate(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, -1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype).transpose(1, 2)
+
+    write_kv(kv, rotate(k), v.transpose(1, 2), slots)
+    return rotate(q)
+
+
+def rope_write_kv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:
+    """Rotate q and k (after a per-head RMS norm if weights [hd] are given), write k, v into the cache, return q.
+
+    qkv [B,T,Hq+2Hkv,hd]; cos, sin [B,T,hd/2] fp32, dimension i pairs with i + hd/2; kv [2,B,Hkv,S,hd] contiguous, written
+    in place at slots [B,T] int64. Returns q [B,Hq,T,hd]. No host sync.
+    """
+    op = torch.ops.eaglet.rope_write_kv if qkv.is_cuda or _INTERPRETED else _rope_reference
+    return op(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)
+
+
+@torch.library.custom_op("eaglet::rope_write_kv", mutates_args=("kv",))
+def _rope_op(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None,
+    k_weight: Tensor | None, eps: float,
+) -> Tensor:
+    if not _use_triton("rope_write_kv", qkv):
+        return _rope_reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps).contiguous()
+    (B, T, heads, dim), (kv_heads, S) = qkv.shape, kv.shape[2:4]
+    out = qkv.new_empty(B, heads - 2 * kv_heads, T, dim)
+    qkv, norm = qkv.contiguous(), q_weight is not None
+    _rope_kernel[B * T, heads](
+        qkv, cos.contiguous(), sin.contiguous(), kv, slots.contiguous(), q_weight if norm else qkv,
+        k_weight if norm else qkv, out, kv.stride(0), T, S, eps, HQ=heads - 2 * kv_heads, HKV=kv_heads, HD=dim,
+        BLOCK=triton.next_power_of_2(dim), NORM=norm, num_warps=1,
+    )
+    return out
+
+
+@_rope_op.register_fake
+def _(qkv, cos, sin, kv, slots, q_weight, k_weight, eps):
+    B, T, heads, dim = qkv.shape
+    return qkv.new_empty(B, heads - 2 * kv.shape[2], T, dim)
 
 
 # ---------------------------------------------------------------------------------------------- tree attention
@@ -784,11 +845,10 @@ def _row_geometry(start, positions, b, m, T, R, ROWS, REGION: tl.constexpr):
 
 
 @_jit
-def _attend_chunks_kernel(
-    q, kv, start, visible, positions, acc_out, ml_out, v_offset, S, T, R, ROWS, SPLITS, scale,
-    HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, WINDOW: tl.constexpr, REGION: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, DEVICE: tl.constexpr,
-):  # fmt: skip
+def _attend_chunks_kernel(q, kv, start, visible, positions, acc_out, ml_out, v_offset, S, T, R, ROWS, SPLITS, scale,
+                          HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, WINDOW: tl.constexpr,
+                          REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+                          DEVICE: tl.constexpr):
     """Tensor-core part: keys [0, limit) of every query row, limit = 16 floor((p - 16) / 16) (REGION: all of them, for
     prefill). Grid (B Hkv, splits, row tiles). Key blocks sit at absolute multiples of BK and a masked block changes
     nothing, bit for bit, so a row's partial depends on its position and its keys alone."""
@@ -804,9 +864,8 @@ def _attend_chunks_kernel(
     if split * SPLIT < end:
         d = tl.arange(0, HDP)
         base = bh.to(tl.int64) * S * HD
-        query = tl.load(
-            q + (bh * ROWS + m[:, None]) * HD + d[None, :], mask=ok[:, None] & (d < HD)[None, :], other=0
-        )
+        real = ok[:, None] & (d < HD)[None, :]
+        query = tl.load(q + (bh * ROWS + m[:, None]) * HD + d[None, :], mask=real, other=0)
         top = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
         acc = tl.zeros((BM, HDP), tl.float32)
@@ -835,17 +894,15 @@ def _attend_chunks_kernel(
             acc = _dot(weight.to(v.dtype), v, acc * shrink[:, None], DEVICE)
             top = new
         at = (bh * SPLITS + split) * ROWS + m
-        tl.store(acc_out + at[:, None] * HD + d[None, :], acc, mask=ok[:, None] & (d < HD)[None, :])
+        tl.store(acc_out + at[:, None] * HD + d[None, :], acc, mask=real)
         tl.store(ml_out + at * 2, top, mask=ok)
         tl.store(ml_out + at * 2 + 1, total, mask=ok)
 
 
 @_jit
-def _attend_tail_kernel(
-    q, kv, start, visible, positions, acc_in, ml_in, out, v_offset, S, T, R, ROWS, SPLITS, scale,
-    HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
-    REGION: tl.constexpr, RT: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
+def _attend_tail_kernel(q, kv, start, visible, positions, acc_in, ml_in, out, v_offset, S, T, R, ROWS, SPLITS, scale,
+                        HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
+                        REGION: tl.constexpr, RT: tl.constexpr, SPLIT: tl.constexpr):
     """Merge a row's partials in split order, then its tail: key i of the tail is position limit + i, whichever slot
     it is in (history, or the i-th visible region row), so verify and plain decoding reduce the same operands in the same
     places. Every query gathers only rows it sees; others are loaded as zero. Grid (B Hkv, row tiles)."""
@@ -876,9 +933,7 @@ def _attend_tail_kernel(
         r = tl.arange(0, RP)
         seen = ok[:, None] & (r < R)[None, :]
         vis = tl.load(visible + (b * T + t[:, None]) * R + r[None, :], mask=seen, other=0).to(tl.int32)
-        rank = (
-            tl.cumsum(vis, 1) * vis
-        )  # 1, 2, ... for the visible region rows, in slot order = position order
+        rank = tl.cumsum(vis, 1) * vis  # 1, 2, ... for the visible region rows, in slot order = position order
         count = tl.sum(vis, 1)
         for step in range(tl.cdiv(tl.max(tl.where(ok, n - limit + count, 0), 0), 16)):
             j = limit[:, None] + step * 16 + tl.arange(0, 16)[None, :]
@@ -915,38 +970,15 @@ def _tree_attention_triton(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     acc = q.new_empty(batch * kv_heads, splits, rows, dim, dtype=torch.float32)
     ml = q.new_empty(batch * kv_heads, splits, rows, 2, dtype=torch.float32)
-    tensors = (
-        q.contiguous(),
-        kv,
-        start,
-        visible.contiguous().view(torch.uint8),
-        positions.contiguous(),
-        acc,
-        ml,
-    )
+    tensors = (q.contiguous(), kv, start, visible.contiguous().view(torch.uint8), positions.contiguous(), acc, ml)
     sizes = (kv.stride(0), S, T, R, rows, splits, scale)
     fixed = dict(HKV=kv_heads, HD=dim, HDP=triton.next_power_of_2(dim), WINDOW=max(window, 0), REGION=region)
     tile = min(64, max(16, triton.next_power_of_2(rows)))
     _attend_chunks_kernel[batch * kv_heads, splits, triton.cdiv(rows, tile)](
-        *tensors,
-        *sizes,
-        **fixed,
-        BM=tile,
-        BK=64,
-        SPLIT=split,
-        DEVICE=_on_device(q),
-        num_warps=4,
-        num_stages=3,
+        *tensors, *sizes, **fixed, BM=tile, BK=64, SPLIT=split, DEVICE=_on_device(q), num_warps=4, num_stages=3
     )
     _attend_tail_kernel[batch * kv_heads, triton.cdiv(rows, 4)](
-        *tensors,
-        out,
-        *sizes,
-        **fixed,
-        RP=1 if region else triton.next_power_of_2(R),
-        RT=4,
-        SPLIT=split,
-        num_warps=4,
+        *tensors, out, *sizes, **fixed, RP=1 if region else triton.next_power_of_2(R), RT=4, SPLIT=split, num_warps=4
     )
     return out
 

@@ -1,0 +1,270 @@
+"""Compile every Triton kernel ahead of time, without a GPU, and read the machine code.
+
+`python -m scripts.kernel_report [--json FILE] [--arch 86 89 90 120] [--quick]` prints, per kernel variant and GPU
+architecture: registers, spills, shared memory, instructions per weight in the main loop, and the kind of matrix
+instruction. Exit status 1 when a kernel spills, when the fp16 symmetric g128 int4 loop needs more than 3.5 instructions
+per weight, or when a quantized loop stores decoded weights to shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import kernels
+
+ARCHITECTURES = (86, 89, 90, 120)
+LIMIT = 3.5  # thread instructions per int4 weight, performance.md section 2.2
+MATRIX = ("HMMA", "HGMMA", "IMMA", "WGMMA", "UTCHMMA")
+
+
+class Variant(NamedTuple):
+    """One kernel with the constants it is compiled for. `weights`: decoded per thread and loop turn (0: no GEMM)."""
+
+    name: str
+    kernel: object
+    pointers: dict[str, str]
+    constants: dict[str, object]
+    warps: int = 4
+    stages: int = 4
+    weights: float = 0.0
+    gate: bool = False  # the LIMIT applies
+    quantized: bool = False
+
+
+def _linear(
+    bits: int,
+    dtype: str,
+    tokens: int = 16,
+    group: int = 128,
+    zeros: bool = False,
+    gated: bool = False,
+    **more,
+) -> Variant:
+    config = kernels.LinearConfig()
+    block = more.get("block_n", config.block_n if bits == 4 else 64) // (2 if gated else 1)
+    half = more.get("half", False)
+    act = "*fp16" if dtype == "fp16" else "*bf16"
+    pointers = dict(
+        x=act, w=act if bits == 16 else "*i32", s="*fp16", z="*u8", bias=act, residual=act, out=act
+    )
+    constants = dict(
+        BITS=bits, GROUP=group, ZEROS=zeros, GATED=gated, EVEN_K=True, EVEN_N=more.get("even_n", True), BN=block,
+        BT=tokens, ACC=tl.float16 if half else tl.float32, DEVICE=True,
+    )  # fmt: skip
+    expert = more.get("expert", False)
+    if expert:
+        pointers.update(pairs="*i32", offsets="*i32")
+        pointers = {k: v for k, v in pointers.items() if k not in ("bias", "residual")}
+    else:
+        pointers.update(part="*fp32", count="*i32")
+        constants.update(BIAS=False, RESIDUAL=not gated, SPLIT=more.get("split", 4))
+    tags = [f"{'experts' if expert else 'linear'} w{bits} {dtype} M<={tokens}"]
+    tags += [f"g{group}"] if bits == 4 else []
+    tags += [text for text, on in (("zeros", zeros), ("gate-up", gated), ("fp16-acc", half)) if on]
+    tags += [] if constants["EVEN_N"] else ["ragged N"]
+    weights = block * 128 / (config.warps * 32) * (2 if gated else 1)
+    return Variant(
+        " ".join(tags), kernels._expert_kernel if expert else kernels._linear_kernel, pointers, constants, config.warps,
+        config.stages, weights, bits == 4 and dtype == "fp16" and group == 128 and not (zeros or half or expert),
+        bits < 16,
+    )  # fmt: skip
+
+
+def _attention(dtype: str, rows: int, region: bool = False, window: int = 0) -> list[Variant]:
+    act = "*fp16" if dtype == "fp16" else "*bf16"
+    shared = dict(q=act, kv=act, start="*i64", visible="*u8", positions="*i64")
+    fixed = dict(HKV=8, HD=128, HDP=128, WINDOW=window, REGION=region, SPLIT=2048 if region else 128)
+    label = f"{dtype}{' prefill' if region else ''}{f' window {window}' if window else ''}"
+    chunks = Variant(
+        f"attention chunks {label} {rows} rows", kernels._attend_chunks_kernel,
+        shared | dict(acc_out="*fp32", ml_out="*fp32"), fixed | dict(BM=rows, BK=64, DEVICE=True), stages=3,
+    )  # fmt: skip
+    tail = Variant(
+        f"attention tail {label}", kernels._attend_tail_kernel,
+        shared | dict(acc_in="*fp32", ml_in="*fp32", out=act), fixed | dict(RP=32, RT=4),
+    )  # fmt: skip
+    return [chunks] if region else [chunks, tail]
+
+
+def variants(quick: bool = False) -> list[Variant]:
+    """All kernel variants of the report; quick: the main int4 loop only."""
+    main = [_linear(4, "fp16")]
+    if quick:
+        return main
+    main += [_linear(4, "fp16", tokens) for tokens in (32, 64)]
+    main += [
+        _linear(4, "fp16", gated=True),
+        _linear(4, "fp16", 32, gated=True),
+        _linear(4, "fp16", even_n=False),
+    ]
+    main += [_linear(4, "fp16", group=64), _linear(4, "fp16", group=32), _linear(4, "fp16", zeros=True)]
+    main += [_linear(4, "fp16", half=True), _linear(4, "bf16"), _linear(4, "bf16", 32)]
+    main += [_linear(8, "fp16", tokens) for tokens in (16, 32, 64)] + [
+        _linear(8, "bf16"),
+        _linear(8, "fp16", gated=True),
+    ]
+    main += [_linear(16, "fp16"), _linear(16, "bf16"), _linear(16, "bf16", 32)]
+    main += [
+        _linear(bits, "fp16", gated=gated, expert=True) for bits in (4, 8, 16) for gated in (True, False)
+    ]
+    main += _attention("fp16", 64) + _attention("bf16", 64) + _attention("fp16", 32, window=4096)
+    main += _attention("fp16", 64, region=True)
+    main.append(
+        Variant(
+            "rms_norm", kernels._rms_norm_kernel, dict(x="*fp16", w="*fp16", out="*fp16"), dict(BLOCK=4096)
+        )
+    )
+    rope = dict(
+        qkv="*fp16", cos="*fp32", sin="*fp32", kv="*fp16", slots="*i64", q_weight="*fp16", k_weight="*fp16"
+    )
+    sizes = dict(HQ=32, HKV=8, HD=128, BLOCK=128)
+    for norm in (False, True):
+        name = "rope + kv write" + (" + q/k norm" if norm else "")
+        main.append(
+            Variant(name, kernels._rope_kernel, rope | dict(out="*fp16"), sizes | dict(NORM=norm), warps=1)
+        )
+    return main
+
+
+def _compile(variant: Variant, arch: int):
+    signature, attributes = {}, {}
+    for i, name in enumerate(variant.kernel.arg_names):
+        if name in variant.constants:
+            signature[name] = "constexpr"
+        else:
+            signature[name] = variant.pointers.get(name, "fp32" if name in ("scale", "eps") else "i32")
+            if name not in ("scale", "eps", "M", "T", "R", "ROWS", "SPLITS", "DIV"):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attributes)
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+@functools.cache
+def _tool(name: str) -> str:
+    return str(Path(triton.__file__).parent / "backends/nvidia/bin" / name)
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """(SASS text, resource usage text) of one cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        sass = subprocess.run(
+            [_tool("nvdisasm"), "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
+        usage = subprocess.run(
+            [_tool("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True
+        ).stdout
+    return sass, usage
+
+
+def _main_loop(sass: str) -> list[str]:
+    """Lines of the backward-branch region with most matrix instructions; everything if there is no such loop."""
+    lines = sass.splitlines()
+    labels, best = {}, (0, (0, len(lines)))
+    for i, line in enumerate(lines):
+        if match := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[match.group(1)] = i
+    for i, line in enumerate(lines):
+        match = re.search(r"BRA[^`]*`\((\.L_x_\d+)\)", line)
+        if match and labels.get(match.group(1), i) < i:
+            first = labels[match.group(1)]
+            best = max(best, (sum(op in x for x in lines[first:i] for op in MATRIX), (first, i + 1)))
+    return lines[slice(*best[1])]
+
+
+def _opcodes(lines: list[str]) -> collections.Counter:
+    """Opcode counts: 'HMMA.16816.F32' style for matrix and memory instructions, the bare name otherwise."""
+    count: collections.Counter = collections.Counter()
+    for line in lines:
+        match = re.match(
+            r"\s*(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.[A-Z0-9_]+)*)", line
+        )
+        if match and not line.strip().startswith("."):
+            op = match.group(1)
+            wide = op in MATRIX or op in ("LDG", "LDS", "LDSM", "STS", "LDGSTS", "LDL", "STL")
+            count[op + ".".join(match.group(2).split(".")[:3]) if wide else op] += 1
+    return count
+
+
+def inspect(variant: Variant, arch: int) -> dict:
+    """Compile one variant for one architecture and return its numbers and the gates it fails (`failures`)."""
+    compiled = _compile(variant, arch)
+    sass, usage = _disassemble(compiled.asm["cubin"])
+    loop = _opcodes(_main_loop(sass))
+    everything = _opcodes(sass.splitlines())
+    spill_ops = sum(n for op, n in everything.items() if op.startswith(("LDL", "STL")))
+    stack = re.search(r"STACK:(\d+)", usage)
+    registers = re.search(r"REG:(\d+)", usage)
+    per_weight = sum(loop.values()) / variant.weights if variant.weights else None
+    # A round trip would store 16-bit values of every decoded weight: two per register, at most eight bytes a store.
+    stores = sum(n for op, n in loop.items() if op.startswith("STS"))
+    round_trip = variant.quantized and stores >= variant.weights / 8
+    failures = []
+    if spill_ops or (stack and int(stack.group(1))):
+        failures.append(f"spills ({spill_ops} local memory instructions)")
+    if variant.gate and per_weight > LIMIT:
+        failures.append(f"{per_weight:.2f} instructions per weight, limit {LIMIT}")
+    if round_trip:
+        failures.append(f"decoded weights go through shared memory ({stores} STS in the loop)")
+    return dict(
+        kernel=variant.name, arch=f"sm_{arch}", registers=int(registers.group(1)) if registers else None,
+        spills=spill_ops, shared_bytes=compiled.metadata.shared,
+        instructions_per_weight=None if per_weight is None else round(per_weight, 2),
+        loop_instructions=sum(loop.values()), shared_stores=stores,
+        matrix=sorted(op for op in everything if op.startswith(MATRIX)), failures=failures,
+    )  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table; 0 when every gate holds."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.kernel_report", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
+    parser.add_argument("--quick", action="store_true", help="only the main int4 loop")
+    args = parser.parse_args(argv)
+    rows, failed = [], 0
+    header = (
+        f"{'kernel':48} {'arch':7} {'regs':>4} {'spills':>6} {'smem':>7} {'instr/w':>7}  matrix instruction"
+    )
+    print(header)
+    for variant in variants(args.quick):
+        for arch in args.arch:
+            row = inspect(variant, arch)
+            rows.append(row)
+            failed += bool(row["failures"])
+            ratio = "" if row["instructions_per_weight"] is None else f"{row['instructions_per_weight']:.2f}"
+            print(
+                f"{row['kernel']:48} {row['arch']:7} {row['registers'] or '?':>4} {row['spills']:>6} "
+                f"{row['shared_bytes']:>7} {ratio:>7}  {' '.join(row['matrix']) or '-'}"
+                + "".join(f"  FAIL: {text}" for text in row["failures"]),
+                flush=True,
+            )
+    if args.json:
+        draft = args.json.with_name(args.json.name + ".tmp")
+        draft.write_text(json.dumps(dict(triton=triton.__version__, rows=rows), indent=1) + "\n")
+        os.replace(draft, args.json)
+    print(f"{len(rows)} kernels compiled, {failed} failed a gate")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,588 @@
+"""kernels.py: references against definitions, Triton kernels against references under the interpreter, PTX by emulation.
+
+Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported; `test_triton_interpreter` runs them in
+a process of their own, so the rest of the suite keeps the compiler.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import kernels
+from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = LinearConfig(block_n=32, split_k=2)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
+interpreted = pytest.mark.skipif(not kernels._INTERPRETED, reason="run by test_triton_interpreter")
+
+
+def error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def stored(bits, n, k, group=32, zeros=False, seed=0, experts=()):
+    """Random weights as stored: arguments of pack_int4 / pack_int8 / pack_half without the layout."""
+    g = torch.Generator().manual_seed(seed)
+    if bits == 4:
+        q = torch.randint(0, 256, (*experts, n, k // 2), dtype=torch.uint8, generator=g)
+        s = (torch.rand(*experts, k // group, n, generator=g) * 0.02 + 0.001).half()
+        z = torch.randint(0, 16, s.shape, dtype=torch.uint8, generator=g) if zeros else None
+        return dict(qweight=q, scales=s, zeros=z, group_size=group)
+    if bits == 8:
+        q = torch.randint(-128, 128, (*experts, n, k), dtype=torch.int8, generator=g)
+        return dict(qweight=q, scales=torch.rand(*experts, n, generator=g) * 0.002 + 0.0001)
+    return dict(weight=torch.randn(*experts, n, k, generator=g) * 0.1)
+
+
+def pack(bits, weights, dtype, layout, config=TINY):
+    if bits == 16:
+        return kernels.pack_half(weights["weight"].to(dtype), layout, config)
+    make = kernels.pack_int4 if bits == 4 else kernels.pack_int8
+    return make(**weights, dtype=dtype, layout=layout, config=config)
+
+
+def matrix(bits, weights):
+    """The float64 matrix the stored weights stand for, straight from the format's definition."""
+    if bits == 16:
+        return weights["weight"].double()
+    if bits == 8:
+        return weights["qweight"].double() * weights["scales"].double()[..., None]
+    q, s = weights["qweight"], weights["scales"].double()
+    codes = torch.empty(*q.shape[:-1], 2 * q.shape[-1], dtype=torch.float64)
+    codes[..., 0::2], codes[..., 1::2] = (q & 15).double(), (q >> 4).double()
+    z = weights["zeros"].double() if weights["zeros"] is not None else torch.full_like(s, 8)
+    group = weights["group_size"]
+    spread = [t.mT.repeat_interleave(group, -1) for t in (s, z)]
+    return (codes - spread[1]) * spread[0]
+
+
+def linear_definition(x, w, bias, residual, gated):
+    y = x.double() @ w.mT + (0 if bias is None else bias.double())
+    if gated:
+        gate, up = y.chunk(2, -1)
+        y = gate * torch.sigmoid(gate) * up
+    return y if residual is None else y + residual.double()
+
+
+# ------------------------------------------------------------------------------------------ decode
+
+
+def run_ptx(text, words):
+    """Execute the PTX of `kernels._ptx` on uint32 arrays with NumPy / torch arithmetic: the emulated machine."""
+    r = {}
+    bits, bf16 = re.search(r"c1, (0x\w+)", text), "bf16x2" in text
+    assert bits is not None
+    planes = max(int(i) for i in re.findall(r"\$(\d+)", text)) - 1
+    r[f"${planes}"], r[f"${planes + 1}"] = words
+
+    def value(name):
+        return r[name] if name in r else np.uint32(int(name, 0))
+
+    def floats(v):
+        half = torch.from_numpy(
+            np.ascontiguousarray(np.broadcast_to(v, words[0].shape)).view(np.int16).copy()
+        )
+        return half.view(torch.bfloat16 if bf16 else torch.float16).double()
+
+    def pack_halves(x):  # one rounding of an exact double: what fma does
+        return x.to(torch.bfloat16 if bf16 else torch.float16).view(torch.int16).numpy().view(np.uint32)
+
+    for line in re.sub(r"\.reg[^;]*;|[{}]", "", text).split(";"):
+        if not line.strip():
+            continue
+        op, *args = line.replace(",", " ").split()
+        out, args = args[0], [value(a) for a in args[1:]]
+        if op == "mov.b32":
+            r[out] = args[0]
+        elif op == "shr.u32":
+            r[out] = args[0] >> args[1]
+        elif op == "prmt.b32":
+            both = [(w >> np.uint32(8 * i)) & np.uint32(255) for w in args[:2] for i in range(4)]
+            picks = [both[int(args[2]) >> (4 * i) & 7] << np.uint32(8 * i) for i in range(4)]
+            r[out] = picks[0] | picks[1] | picks[2] | picks[3]
+        elif op == "lop3.b32":
+            a, b, c, table = *args[:3], int(args[3])
+            terms = [
+                (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+                for i in range(8)
+                if table >> i & 1
+            ]
+            r[out] = np.bitwise_or.reduce([np.broadcast_to(t, words[0].shape) for t in terms])
+        elif op.startswith("sub.rn"):
+            r[out] = pack_halves(floats(args[0]) - floats(args[1]))
+        elif op.startswith("fma.rn"):
+            r[out] = pack_halves(floats(args[0]) * floats(args[1]) + floats(args[2]))
+        else:
+            raise AssertionError(f"unknown instruction {op}")
+    return [floats(r[f"${p}"]).numpy().reshape(-1, 2) for p in range(planes)]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_ptx_decodes_every_code_in_every_place(bits, bf16):
+    """A wrong mask, constant or operand order in the inline PTX, which no interpreter would execute."""
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 2**32, (2, 4096), dtype=np.uint64).astype(np.uint32)
+    codes = np.arange(2**bits, dtype=np.uint32)
+    for p in range(32 // bits):  # and every code alone in every place
+        words[p % 2, p * 256 : p * 256 + len(codes)] = codes << np.uint32(bits * p)
+    planes = run_ptx(kernels._ptx(bits, bf16), words)
+    assert len(planes) == 32 // bits
+    want = kernels._from_planes(torch.from_numpy(words.view(np.int32)), bits, words.shape[1] * 32 // bits)
+    want = want.reshape(2, -1, 32 // bits, 4 * bits).double().numpy() - (8 if bits == 4 else 128)
+    for p, plane in enumerate(planes):
+        assert np.array_equal(plane[:, 0], want[0, :, p].ravel()) and np.array_equal(
+            plane[:, 1], want[1, :, p].ravel()
+        )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_plane_layout_is_the_documented_one(bits):
+    """Packing that disagrees with the kernel's reading of word i, or that loses the ragged last block."""
+    codes = torch.randint(0, 2**bits, (3, 160))
+    words = kernels._to_planes(codes, bits)
+    assert words.shape == (3, 2 * 4 * bits) and words.dtype == torch.int32
+    assert torch.equal(kernels._from_planes(words, bits, 160).long(), codes)
+    per_block = 4 * bits
+    for row, k in [(0, 0), (1, 17), (2, 127), (1, 130)]:
+        word = words[row, k // 128 * per_block + k % 128 % per_block].item()
+        assert (word >> (bits * (k % 128 // per_block))) & (2**bits - 1) == codes[row, k]
+
+
+# ------------------------------------------------------------------------------------------ linears on CPU
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "bits,group,zeros", [(4, 32, False), (4, 64, True), (4, 128, False), (8, 0, False), (16, 0, False)]
+)
+def test_cpu_linear_equals_the_format_definition(dtype, bits, group, zeros):
+    """The CPU layouts (int4pack, int8pack, dequantized, plain) drifting from the stored format or from each other."""
+    weights = stored(bits, 64, 256, group or 32, zeros)
+    if bits == 16:
+        weights["weight"] = weights["weight"].to(dtype)
+    x, bias, residual = (
+        torch.randn(*s, dtype=torch.float64).to(dtype) for s in ((2, 3, 256), (64,), (2, 3, 32))
+    )
+    for layout in ("auto", "plain"):
+        packed = pack(bits, weights, dtype, layout)
+        for gated, add in ((False, None), (True, residual)):
+            want = linear_definition(x, matrix(bits, weights), bias, add, gated)
+            got = packed_linear(x, packed, bias, add, gated)
+            assert got.shape == want.shape and got.dtype == dtype
+            assert error(got, want) < TOLERANCE[dtype]
+
+
+def test_cpu_layout_choice():
+    """bf16 on CPU silently keeping a dequantized copy (4x the memory), or fp32 using the slow packed kernels."""
+    four, eight = stored(4, 64, 256), stored(8, 64, 256)
+    assert pack(4, four, torch.bfloat16, "auto").layout == "cpu"
+    assert pack(8, eight, torch.bfloat16, "auto").layout == "plain"
+    assert (
+        pack(4, four, torch.float32, "auto").layout == pack(8, eight, torch.float32, "auto").layout == "dense"
+    )
+
+
+def test_desc_act_permutation():
+    """Columns of a desc_act checkpoint multiplied with the wrong activations."""
+    weights, perm = stored(4, 16, 64), torch.randperm(64)
+    x = torch.randn(3, 64, dtype=torch.float64)
+    packed = kernels.pack_int4(**weights, perm=perm, dtype=torch.float64)
+    assert error(packed_linear(x, packed), x[:, perm] @ matrix(4, weights).T) < 1e-12
+
+
+def test_planes_beyond_small_m_and_float64_dequantize():
+    """Prefill through the plane layout reading nibbles in another order than the small-M kernel."""
+    weights = stored(4, 48, 160, zeros=True)
+    packed = pack(4, weights, torch.float64, "planes")
+    for rows in (3, 70):
+        x = torch.randn(rows, 160, dtype=torch.float64)
+        assert error(packed_linear(x, packed), x @ matrix(4, weights).T) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [(dict(group_size=48), "group size 48"), (dict(scales=torch.ones(2, 3)), "scales (2, 3)")],
+)
+def test_bad_int4_is_one_clear_error(change, words):
+    """A mis-shaped checkpoint reaching a kernel as garbage addresses."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        kernels.pack_int4(**(stored(4, 64, 128) | change))
+    with pytest.raises(ValueError, match="int8: scales"):
+        kernels.pack_int8(torch.zeros(4, 8, dtype=torch.int8), torch.ones(5))
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_experts_equal_a_loop_over_tokens(bits):
+    """A token sent to the wrong expert, or slots summed with each other's weight."""
+    up, down = stored(bits, 64, 32, 32, experts=(4,)), stored(bits, 32, 32, 32, seed=1, experts=(4,))
+    x, weights = torch.randn(5, 32, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64)
+    ids = torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0], [0, 1]])  # expert 2 is idle
+    got = packed_experts(
+        x, ids, weights, pack(bits, up, torch.float64, "plain"), pack(bits, down, torch.float64, "plain")
+    )
+    for t in range(5):
+        want = 0
+        for j in range(2):
+            e = ids[t, j]
+            hidden = linear_definition(x[t], matrix(bits, up)[e], None, None, True)
+            want = want + weights[t, j] * (hidden @ matrix(bits, down)[e].T)
+        assert error(got[t], want) < (1e-12 if bits < 16 else 1e-6)
+
+
+def test_linear_config_is_a_function_of_shape_alone():
+    """A tiling that depends on M would make verify and plain decoding differ."""
+    assert kernels.linear_config(4096, 4096, 4) == kernels.linear_config(4096, 4096, 4)
+    for n, k, bits in [(12288, 4096, 4), (4096, 11008, 4), (32000, 4096, 8), (22016, 4096, 4), (64, 128, 4)]:
+        for count in (82, 128, 132, 170):
+            config = kernels.linear_config(n, k, bits, count)
+            assert 1 <= config.split_k <= max(1, k // 128) and config.block_n in (64, 128)
+
+
+# ------------------------------------------------------------------------------------------ cache
+
+
+def test_write_and_commit_overlapping_rows():
+    """Commit reading a row it has already overwritten (source and target ranges overlap), for B = 1 and B = 2."""
+    for batch in (1, 2):
+        kv = torch.randn(3, 2, batch, 2, 10, 4)
+        before = kv.clone()
+        source = torch.tensor([[3, 5, 6], [2, 4, 8]])[:batch]
+        target = torch.tensor([[3, 4, 5], [2, 3, 4]])[:batch]
+        kernels.commit_kv(kv, source, target)
+        for b in range(batch):
+            before[:, :, b, :, target[b]] = before[:, :, b][:, :, :, source[b]].clone()
+        assert torch.equal(kv, before)
+        rows = torch.randn(batch, 2, 3, 4)
+        kernels.write_kv(kv[1], rows, rows * 2, target)
+        for b in range(batch):
+            before[1, 0, b, :, target[b]], before[1, 1, b, :, target[b]] = rows[b], rows[b] * 2
+        assert torch.equal(kv, before)
+
+
+# ------------------------------------------------------------------------------------------ attention
+
+
+TREE_PARENTS, TREE_DEPTH = [0, 0, 0, 1, 1, 3], torch.tensor([0, 1, 1, 2, 2, 3])
+TREE = torch.eye(6, dtype=torch.bool)
+for _child in range(1, 6):
+    TREE[_child] |= TREE[TREE_PARENTS[_child]]
+
+
+def attention_case(dtype, starts, slots, heads=(4, 2), dim=16, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    start = torch.tensor(starts)
+    q = torch.randn(len(starts), heads[0], 6, dim, generator=g).to(dtype)
+    kv = torch.randn(2, len(starts), heads[1], slots, dim, generator=g).to(dtype)
+    return q, kv, start, TREE[None].repeat(len(starts), 1, 1), start[:, None] + TREE_DEPTH
+
+
+def attention_definition(q, kv, start, visible, positions, window, scale):
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    slots, group = kv.shape[3], q.shape[1] // kv.shape[2]
+    for b, h, t in np.ndindex(*q.shape[:3]):
+        n, p = int(start[b]), int(positions[b, t])
+        rows = [j for j in range(n) if window <= 0 or j > p - window]
+        rows += [min(n + r, slots - 1) for r in range(visible.shape[2]) if visible[b, t, r]]
+        k, v = kv[:, b, h // group][:, rows].double()
+        if rows:
+            out[b, h, t] = ((k @ q[b, h, t].double()) * scale).softmax(0) @ v
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 7])
+def test_attention_equals_definition(dtype, window):
+    """Wrong GQA packing, window edge, per-sequence start, or the clamped trash row."""
+    for starts in ([0, 17], [30, 5], [37, 36]):
+        case = attention_case(dtype, starts, 40)
+        assert (
+            error(kernels.tree_attention(*case, window, 0.3), attention_definition(*case, window, 0.3))
+            < TOLERANCE[dtype]
+        )
+
+
+def test_attention_single_row_and_empty_history():
+    """The unmasked T = 1 fast path, or a query that sees nothing, returning NaN."""
+    q, kv, start, _, positions = attention_case(torch.float32, [5], 20)
+    one = (q[:, :, :1], kv, start, torch.ones(1, 1, 1, dtype=torch.bool), positions[:, :1])
+    assert error(kernels.tree_attention(*one, 0, 0.3), attention_definition(*one, 0, 0.3)) < 1e-5
+    nothing = torch.zeros(1, 6, 6, dtype=torch.bool)
+    out = kernels.tree_attention(q, kv, torch.tensor([0]), nothing, positions, 0, 0.3)
+    assert not out.any()
+
+
+def check_poison(run, dtype):
+    q, kv, start, visible, positions = attention_case(dtype, [33], 60)
+    clean = run(q, kv, start, visible, positions, 0, 0.3)
+    for which, bad in ((0, float("nan")), (1, float("inf")), (0, float("inf"))):
+        poisoned = kv.clone()
+        poisoned[which, :, :, 33 + 1, 3] = bad  # node 1: seen by nodes 1, 3, 4, 5
+        poisoned[:, :, :, 33 + 6 :] = float("nan")  # stale rows past the tree
+        out = run(q, poisoned, start, visible, positions, 0, 0.3)
+        blind = ~TREE[:, 1]
+        assert torch.equal(out[:, :, blind], clean[:, :, blind])
+        assert not torch.isfinite(out[:, :, TREE[:, 1]]).all(-1).any()
+
+
+def test_attention_unseen_nan_has_no_influence():
+    """0 x NaN: an overflowing rejected branch spoiling its siblings; or a poisoned path looking healthy."""
+    for dtype in (torch.float32, torch.bfloat16):
+        check_poison(kernels.tree_attention, dtype)
+
+
+def test_attention_traces_without_recompiling():
+    """The opaque operator breaking the graph, or guarding on the live length."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    run = torch.compile(lambda *a: kernels.tree_attention(*a, 0, 0.3) * 2, fullgraph=True, backend=backend)
+    for starts in ([3, 4], [11, 30]):
+        case = attention_case(torch.float32, starts, 40)
+        assert torch.equal(run(*case), kernels.tree_attention(*case, 0, 0.3) * 2)
+    assert len(compiled) == 1
+
+
+def test_operators_have_shapes_on_fake_cuda():
+    """A step that cannot be checked (or captured) because an operator has no fake implementation."""
+    weights = stored(4, 64, 128)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        cuda = dict(device="cuda", dtype=torch.float16)
+        q, kv = torch.empty(1, 4, 6, 16, **cuda), torch.empty(2, 1, 2, 40, 16, **cuda)
+        ints = torch.empty(1, 6, device="cuda", dtype=torch.int64)
+        out = kernels.tree_attention(
+            q, kv, ints[:, 0], torch.empty(1, 6, 6, device="cuda", dtype=torch.bool), ints, 0, 0.3
+        )
+        assert out.shape == q.shape and out.device.type == "cuda"
+        x = torch.empty(6, 128, **cuda)
+        y = torch.ops.eaglet.planes_linear(
+            x, torch.empty(64, 16, device="cuda", dtype=torch.int32), weights["scales"].to("cuda"), None, ints, None, None,
+            4, 32, 64, True, [64, 1, 4, 4], False,
+        )  # fmt: skip
+        assert y.shape == (6, 32) and y.dtype == torch.float16
+        rope = kernels.rope_write_kv(
+            torch.empty(1, 6, 8, 16, **cuda), q[0, 0, :, :8][None], q[0, 0, :, :8][None], kv, ints
+        )
+        assert rope.shape == (1, 4, 6, 16) and kernels.rms_norm(x, x[0], 1e-5).shape == x.shape
+
+
+# ------------------------------------------------------------------------------------------ backend
+
+
+def test_backend_choice_is_reported_and_never_silent():
+    """`--kernels triton` quietly running the reference."""
+    assert set(KernelBackend().table) == set(kernels.OPERATIONS)
+    assert "tree_attention: reference (auto" in KernelBackend().report()
+    with pytest.raises(ValueError, match="auto, triton, reference"):
+        KernelBackend("cuda")
+    if not kernels._INTERPRETED:
+        with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+            KernelBackend("triton", "cpu")
+
+
+def test_imports_and_runs_without_triton():
+    """kernels.py failing to import on a machine that has no Triton."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, kernels\n"
+        "kernels.rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5)\n"
+        "try: kernels.KernelBackend('auto', 'cuda')\n"
+        "except ValueError as e: print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "triton is not installed" in done.stdout, done.stderr
+
+
+@needs_triton
+def test_triton_interpreter():
+    """Runs the test_interpreted_* tests below in a process that has TRITON_INTERPRET=1."""
+    if kernels._INTERPRETED:
+        pytest.skip("already interpreting")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-k",
+        "test_interpreted",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+    ]
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+@needs_triton
+def test_kernel_report_gates_hold():
+    """The main int4 loop growing past 3.5 instructions per weight, spilling, or bouncing through shared memory."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "scripts.kernel_report", "--quick", "--arch", "86"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sm_86" in done.stdout and "HMMA.16816.F32" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------ interpreted kernels
+
+
+TRITON = KernelBackend("triton", "cpu") if kernels._INTERPRETED else None
+
+# bits, dtype, N, K, group, zeros, M, gated, config
+LINEARS = [
+    (4, torch.float16, 64, 256, 128, False, 5, False, TINY),
+    (4, torch.float16, 40, 192, 64, True, 3, True, TINY),  # ragged N and K
+    (4, torch.float16, 50, 96, 32, False, 17, False, LinearConfig(32, 1)),
+    (4, torch.float16, 32, 384, 128, True, 2, False, LinearConfig(32, 3)),
+    (4, torch.bfloat16, 64, 128, 32, True, 2, True, LinearConfig(64, 1)),
+    (4, torch.bfloat16, 32, 256, 128, False, 33, False, TINY),
+    (4, torch.float32, 32, 128, 64, False, 4, False, TINY),
+    (4, torch.float16, 64, 256, 128, False, 4, True, LinearConfig(64, 2, accumulate="float16")),
+    (8, torch.float16, 48, 256, 0, False, 5, True, LinearConfig(64, 2)),
+    (8, torch.bfloat16, 40, 160, 0, False, 20, False, TINY),
+    (16, torch.float16, 48, 256, 0, False, 3, False, TINY),
+    (16, torch.bfloat16, 40, 160, 0, False, 3, True, LinearConfig(64, 2)),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("bits,dtype,n,k,group,zeros,m,gated,config", LINEARS)
+def test_interpreted_linear(bits, dtype, n, k, group, zeros, m, gated, config):
+    """A wrong address, mask, group, epilogue or partial sum in the small-M GEMM; a counter left set for the next call."""
+    weights = stored(bits, n, k, group or 32, zeros)
+    if bits == 16:
+        weights["weight"] = weights["weight"].to(dtype)
+    packed = pack(bits, weights, dtype, "planes", config)
+    x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
+    residual = torch.randn(m, n // 2 if gated else n).to(dtype)
+    want = linear_definition(x, matrix(bits, weights), bias, residual, gated)
+    assert error(packed_linear(x, packed, bias, residual, gated), want) < TOLERANCE[dtype]
+    assert not packed.counters.any()
+    want = linear_definition(x[:1], matrix(bits, weights), None, None, gated)
+    assert error(packed_linear(x[:1], packed, None, None, gated), want) < TOLERANCE[dtype]
+
+
+@interpreted
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_interpreted_linear_rows_are_independent(bits):
+    """A row's bits depending on M or on its neighbours (even NaN ones): verify and plain decoding would then differ."""
+    packed = pack(bits, stored(bits, 32, 256, 128), torch.float16, "planes")
+    x = torch.randn(20, 256).half()
+    alone = torch.cat([packed_linear(x[i : i + 1], packed) for i in (0, 13, 19)])
+    many = packed_linear(x, packed)
+    noisy = torch.full_like(x, float("nan"))
+    noisy[[0, 13, 19]] = x[[0, 13, 19]]
+    assert torch.equal(many[[0, 13, 19]], alone) and torch.equal(
+        packed_linear(noisy, packed)[[0, 13, 19]], alone
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (8, torch.bfloat16), (16, torch.float16)])
+def test_interpreted_experts(bits, dtype):
+    """Tokens gathered or scattered to the wrong pair; idle experts; more than one token tile; row dependence."""
+    up, down = stored(bits, 64, 64, 32, experts=(3,)), stored(bits, 64, 32, 32, seed=1, experts=(3,))
+    layouts = [
+        [pack(bits, w, dtype, layout, LinearConfig(64, 1)) for w in (up, down)]
+        for layout in ("plain", "planes")
+    ]
+    x, weights = torch.randn(18, 64).to(dtype), torch.rand(18, 2)
+    ids = torch.stack([torch.tensor([0, 2]) if i else torch.tensor([2, 0]) for i in range(18)])
+    want = packed_experts(x.double(), ids, weights, *layouts[0])
+    got = packed_experts(x, ids, weights, *layouts[1])
+    assert error(got, want) < TOLERANCE[dtype]
+    assert torch.equal(packed_experts(x[7:8], ids[7:8], weights[7:8], *layouts[1])[0], got[7])
+
+
+def triton_attention(*args):
+    with TRITON.active():
+        return kernels.tree_attention(*args)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "dtype,window", [(torch.float32, 0), (torch.float32, 21), (torch.float16, 0), (torch.bfloat16, 0)]
+)
+@pytest.mark.parametrize("starts,slots", [([33, 12], 60), ([57, 59], 60), ([200, 140], 300)])
+def test_interpreted_attention(dtype, window, starts, slots):
+    """Chunk, boundary, window, trash row or combine errors of the split-KV kernels."""
+    case = attention_case(dtype, starts, slots)
+    want = attention_definition(*case, window, 0.3)
+    assert error(triton_attention(*case, window, 0.3), want) < TOLERANCE[dtype]
+
+
+@interpreted
+def test_interpreted_attention_poison_and_prefill():
+    """Unseen NaN rows leaking into the Triton kernels; the prefill variant (many rows) masking the wrong region."""
+    check_poison(triton_attention, torch.float16)
+    for window in (0, 9):
+        start, T = torch.tensor([20]), 66
+        q, kv = torch.randn(1, 2, T, 16), torch.randn(2, 1, 1, 100, 16)
+        age = torch.arange(T)[:, None] - torch.arange(T)
+        visible = (age >= 0) & (age < (window or T))
+        case = (q, kv, start, visible[None], 20 + torch.arange(T)[None])
+        assert (
+            error(
+                triton_attention(*case, window, 0.3),
+                kernels.tree_attention(
+                    *(c.double() if c.is_floating_point() else c for c in case), window, 0.3
+                ),
+            )
+            < 1e-5
+        )
+
+
+@interpreted
+@pytest.mark.parametrize("start", [29, 140])
+def test_interpreted_attention_verify_equals_plain_bitwise(start):
+    """The tail rule broken: a tree node's attention differing in any bit from plain decoding of the same path."""
+    q, kv, starts, visible, positions = attention_case(torch.float16, [start], 300)
+    verify = triton_attention(q, kv, starts, visible, positions, 0, 0.3)
+    path = [0, 1, 3, 5]
+    committed = kv.clone()
+    committed[:, :, :, start : start + 4] = kv[:, :, :, [start + node for node in path]]
+    for depth, node in enumerate(path):
+        alone = torch.randn_like(q)
+        alone[:, :, 0] = q[:, :, node]
+        later = committed.clone()
+        later[:, :, :, start + depth + 1 :] = float("nan")  # slots plain decoding has not written yet
+        root = torch.eye(6, dtype=torch.bool)[None]
+        out = triton_attention(alone, later, starts + depth, root, torch.full((1, 6), start + depth), 0, 0.3)
+        assert torch.equal(out[:, :, 0], verify[:, :, node])
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_interpreted_norm_and_rope(dtype):
+    """Rows, heads or halves mixed up; keys or values written to the wrong slot."""
+    x, w = torch.randn(3, 5, 100).to(dtype), torch.randn(100).to(dtype)
+    want = kernels._rms_norm_reference(x, w, 1e-5)
+    with TRITON.active():
+        assert error(kernels.rms_norm(x, w, 1e-5), want.double()) < TOLERANCE[dtype]
+    qkv, angle = torch.randn(2, 3, 8, 24).to(dtype), torch.randn(2, 3, 12)
+    slots = torch.tensor([[3, 4, 10], [0, 9, 5]])
+    for weight in (None, torch.randn(24).to(dtype)):
+        caches = [torch.zeros(2, 2, 2, 11, 24, dtype=dtype) for _ in range(2)]
+        args = (angle.cos(), angle.sin())
+        want = kernels._rope_reference(qkv, *args, caches[0], slots, weight, weight, 1e-5)
+        with TRITON.active():
+            got = kernels.rope_write_kv(qkv, *args, caches[1], slots, weight, weight, 1e-5)
+        assert (
+            error(got, want.double()) < TOLERANCE[dtype]
+            and error(caches[1], caches[0].double()) < TOLERANCE[dtype]
+        )

@@ -42,7 +42,9 @@ VERSION = 1  # of the stored format
 MODES, ALGORITHMS, HEADS, GROUPS = ("int8", "int4"), ("rtn", "gptq"), ("fp16", "int8", "int4"), (32, 64, 128)
 ABSURD_KL = 2.0  # nats per token: past this the result is broken, not merely bad, and is never written
 WINDOW, CALIBRATION_WINDOWS, EVALUATION_WINDOWS, BATCH = 512, 128, 16, 8  # tokens; sequences
-CLIPS = [1 - 0.02 * i for i in range(21)]  # clip ratios tried per group; the first one clips nothing
+CLIPS = [
+    1 - i / 40 for i in range(17)
+]  # clip ratios tried per group: the first clips nothing, 7/8 uses -8 for the peak
 GPTQ_BLOCK, GPTQ_DAMPING = 128, 0.01  # columns updated together; share of the mean diagonal
 COPIED = "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json "
 COPIED += "generation_config.json chat_template.jinja chat_template.json"
@@ -191,7 +193,7 @@ def quantize_gptq(weight: Tensor, hessian: Tensor, bits: int, group_size: int, a
 def _inverse_factor(hessian: Tensor, act_order: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Damped diagonal, upper Cholesky factor of the inverse in update order, update order."""
     eye = torch.eye(hessian.shape[0], device=hessian.device)
-    hessian = hessian if hessian.diagonal().sum() > 0 else eye
+    hessian = eye if hessian.diagonal().sum() == 0 else hessian
     energy = hessian.diagonal()
     order = torch.arange(energy.numel(), device=energy.device)
     if act_order:
@@ -417,14 +419,14 @@ def fill_(
     """Fill a meta module from entries (checkpoint.Entry) with exactly its state-dict names, shapes and kinds."""
     import checkpoint
 
-    expected = {name: t for name, t in module.state_dict().items()}
-    for what, odd in (
-        ("missing", expected.keys() - entries.keys()),
-        ("unexpected", entries.keys() - expected.keys()),
-    ):
-        if odd:
-            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            raise ValueError(f"{where}: {what} tensor {min(odd)!r}{more}. Quantize the original again.")
+    expected = dict(module.state_dict())
+    missing, extra = expected.keys() - entries.keys(), entries.keys() - expected.keys()
+    if odd := missing or extra:
+        what, more = (
+            "missing" if missing else "unexpected",
+            f" and {len(odd) - 1} more" if len(odd) > 1 else "",
+        )
+        raise ValueError(f"{where}: {what} tensor {min(odd)!r}{more}. Quantize the original again.")
     for name, slot in expected.items():
         entry, floats = entries[name], slot.is_floating_point()
         kind = entry.dtype in checkpoint.FLOATS if floats else entry.dtype == slot.dtype
@@ -437,14 +439,10 @@ def fill_(
         tensor = entries[name].read()
         if slot.is_floating_point():
             checkpoint.check_finite(tensor, name, where)
-        elif name.endswith(".perm") and not torch.equal(
-            tensor.sort().values, torch.arange(len(tensor)).int()
-        ):
+        if name.endswith(".perm") and tensor.sort().values.tolist() != list(range(len(tensor))):
             raise ValueError(f"{where}: {name} is not a permutation of the inputs.")
-        scales = name.endswith(".scales")
-        set_tensor(
-            module, name, tensor.to(device, dtype if slot.is_floating_point() and not scales else None)
-        )
+        keep = not slot.is_floating_point() or name.endswith(".scales")
+        set_tensor(module, name, tensor.to(device, None if keep else dtype))
         if progress is not None:
             progress(done + 1, len(expected), name)
 
@@ -486,19 +484,18 @@ def _published_kind(config: Any, where: str) -> str:
     return kind
 
 
-def _published_weight(
-    read: Callable[[str], Tensor | None], kind: str, base: str, where: str
-) -> dict[str, Tensor]:
+def _published_weight(read: Callable, kind: str, base: str, where: str) -> dict[str, Tensor | None]:
     """One published linear as codes [N, K], scales and zeros [K/G, N], g_idx [K] or None."""
-    required = (
-        ("weight_packed", "weight_scale") if kind == "pack-quantized" else ("qweight", "scales", "qzeros")
-    )
-    packed, scales, zeros = (read(f"{base}.{name}") for name in (*required, "weight_zero_point")[:3])
-    for name, tensor in zip(required, (packed, scales, zeros), strict=False):
+    ct = kind == "pack-quantized"
+    names = ("weight_packed", "weight_scale", "weight_zero_point") if ct else ("qweight", "scales", "qzeros")
+    packed, scales, zeros = found = [read(f"{base}.{name}") for name in names]
+    for name, tensor in zip(names[: 3 - ct], found, strict=False):
         if tensor is None:
             raise ValueError(f"{where}: tensor {base + '.' + name!r} is missing. Is a shard missing?")
-    g_idx = read(f"{base}.g_idx" if kind.startswith("gptq") else f"{base}.weight_g_idx")
-    if kind == "pack-quantized":
+    if not scales.isfinite().all():
+        raise ValueError(f"{where}: the scales of {base} hold NaN or infinite values.")
+    g_idx = read(f"{base}.weight_g_idx" if ct else f"{base}.g_idx")
+    if ct:
         shape = read(f"{base}.weight_shape")
         N, K = shape.tolist() if shape is not None else (packed.shape[0], packed.shape[1] * 8)
         codes, scales = _nibbles(packed, 1)[:, :K], scales.T
@@ -522,20 +519,15 @@ def fuse_published(parts: list[dict[str, Tensor]], where: str) -> dict[str, Tens
     """Stored tensors of one weight whose rows are these parts (q, k, v), exactly. Groups longer than 128 (or the whole
     row) repeat their scale; act-order becomes `perm`, which all parts must share since they share their input."""
     K, groups = parts[0]["codes"].shape[1], parts[0]["scales"].shape[0]
-    size, g_idx = K // groups, parts[0]["g_idx"]
+    size = K // groups
     natural = torch.arange(K) // size
     orders = [natural if part["g_idx"] is None else part["g_idx"] for part in parts]
-    if any(
-        part["scales"].shape[0] != groups or not torch.equal(o, orders[0])
-        for part, o in zip(parts, orders, strict=True)
-    ):
-        raise ValueError(
-            f"{where}: fused projections differ in group size or act-order; this is not supported."
-        )
+    if any(len(p["scales"]) != groups for p in parts) or any(not torch.equal(o, orders[0]) for o in orders):
+        raise ValueError(f"{where}: fused projections differ in group size or act-order: not supported.")
     ours = next((g for g in reversed(GROUPS) if size % g == 0), 0)
     if not ours or not torch.equal(orders[0].sort().values, natural):
         raise ValueError(
-            f"{where}: groups of {size} columns (or an uneven g_idx) are not supported; 32, 64, 128, -1 are."
+            f"{where}: groups of {size} columns or an uneven g_idx: supported are 32, 64, 128, -1."
         )
     perm = None if torch.equal(orders[0], natural) else orders[0].argsort(stable=True)
     codes = torch.cat([part["codes"] for part in parts])
@@ -582,31 +574,24 @@ def _fill_published(model, entries, config, where: str, device, dtype, progress:
                 raise ValueError(f"{where}: tensor {lacking[0]!r} is missing. Is a shard missing?")
             tensor = torch.cat(parts)
             if tensor.numel() != slot.numel() or tensor.shape[-1] != slot.shape[-1]:
-                raise ValueError(
-                    f"{where}: {names[0]} has {list(parts[0].shape)}: it does not fit config.json."
-                )
+                raise ValueError(f"{where}: {names[0]} {list(parts[0].shape)} does not fit config.json.")
             checkpoint.check_finite(tensor, names[0], entries[names[0]].file)
             set_tensor(model, ours, tensor.view(slot.shape).to(device, dtype))
         if progress is not None:
             progress(done + 1, len(sources), ours)
     for name in entries.keys() - used:
         spare = checkpoint.IGNORED.fullmatch(name) or (tied and name == "lm_head.weight")
-        if not spare and not (
-            name.endswith(".bias") and not entries[name].read().any()
-        ):  # AutoGPTQ's zero biases
-            raise ValueError(
-                f"{where}: unexpected tensor {name!r}; config.json does not describe this model."
-            )
+        spare = spare or name.endswith(".bias") and not entries[name].read().any()  # AutoGPTQ's zero biases
+        if not spare:
+            raise ValueError(f"{where}: unexpected tensor {name!r}; config.json describes another model.")
 
 
 def _stack_experts(fused: list[dict[str, Tensor]], where: str) -> dict[str, Tensor]:
     perms = [one.pop("perm", None) for one in fused]
     if any(
-        (p is None) != (perms[0] is None) or p is not None and not torch.equal(p, perms[0]) for p in perms
+        p is not perms[0] and (p is None or perms[0] is None or not torch.equal(p, perms[0])) for p in perms
     ):
-        raise ValueError(
-            f"{where}: experts with different act-orders are not supported; requantize with static groups."
-        )
+        raise ValueError(f"{where}: experts with different act-orders are not supported; use static groups.")
     if any("zeros" in one for one in fused):
         for one in fused:
             one.setdefault("zeros", torch.full(one["scales"].shape, 8, dtype=torch.uint8))
@@ -622,15 +607,11 @@ def _install(model: nn.Module, parameter: str, stored: dict[str, Tensor], slot: 
     if slot.dim() == 3 and isinstance(holder, Experts):
         holder = QuantExperts(holder.router, nn.Module(), nn.Module(), holder.per_token)
         model.get_submodule(parent.rpartition(".")[0]).mlp = holder
-    options = {
-        "bias": getattr(getattr(holder, leaf), "bias", None),
-        "per_token": getattr(holder, "per_token", 0),
-    }
-    linear = QuantLinear(stored, **options)
-    if (linear.out_features, linear.in_features) != tuple(slot.shape[-2:]):
-        raise ValueError(
-            f"{where} is [{linear.out_features}, {linear.in_features}], expected {list(slot.shape[-2:])} by config.json."
-        )
+    bias = getattr(getattr(holder, leaf), "bias", None)
+    linear = QuantLinear(stored, bias, getattr(holder, "per_token", 0))
+    shape, expected = [linear.out_features, linear.in_features], list(slot.shape[-2:])
+    if shape != expected:
+        raise ValueError(f"{where} is {shape}, expected {expected} by config.json.")
     setattr(holder, leaf, linear)
 
 
@@ -942,16 +923,19 @@ def _partial(out: Path, identity: Any) -> Path:
 
 
 def _write_whole(out: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a temporary directory and rename it to `out`; whatever goes wrong, no half-written directory is left."""
-    unfinished, old = (out.with_name(out.name + end) for end in (".tmp", ".old"))
+    """Fill a temporary directory and rename it to `out`, which appears whole or not at all; an older one stays till then."""
+    unfinished, old = (out.with_name(f"{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     try:
         with _one_line(out):
-            shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
             fill(unfinished)
-            if out.exists():  # an earlier result of ours: the command line refuses anything else
+            if out.exists():
                 os.replace(out, old)
             os.replace(unfinished, out)
+    except BaseException:
+        if old.exists():
+            os.replace(old, out)
+        raise
     finally:
         for rest in (unfinished, old):
             shutil.rmtree(rest, ignore_errors=True)
@@ -1028,27 +1012,22 @@ def token_windows(texts: list[str], tokenizer: Any, vocab_size: int, count: int,
     return torch.tensor([ids[at : at + length] for at in starts])
 
 
-def quantize_head(path: str | Path, target: ModelConfig, spec: QuantSpec, out: Path) -> dict[str, Any]:
-    """Write the EAGLE head `path`, rounded (RTN), to the directory `out`; returns its part of the receipt."""
+def quantize_head(path: str | Path, target: ModelConfig, spec: QuantSpec):
+    """The EAGLE head at `path` rounded (RTN): (config.json, tensors, its part of the receipt)."""
     import checkpoint
     from eagle_draft import EagleHead
 
-    file = checkpoint.read_eagle(path, target)
+    file, spec = checkpoint.read_eagle(path, target), replace(spec, algorithm="rtn", act_order=False)
     with torch.device("meta"):
         head = EagleHead(file.config, checkpoint.build_model(target), file.tensors.get("draft_ids"))
     for name, tensor in file.tensors.items():
         set_tensor(head, name, tensor)
-    errors = quantize_(head, replace(spec, algorithm="rtn", act_order=False))
-    tensors = {
-        n: t.half() if t.dtype == torch.float32 and not n.endswith("scales") else t
-        for n, t in head.state_dict().items()
-    }
-    out.mkdir()
-    checkpoint.write_safetensors(out / "model.safetensors", tensors)
-    quant = {"version": VERSION, **asdict(spec), "algorithm": "rtn", "act_order": False}
-    checkpoint.write_json(out / "config.json", {"eaglet_quant": quant, "eaglet_head": asdict(file.config)})
-    sizes = [sum(t.numel() * t.element_size() for t in ts.values()) for ts in (file.tensors, tensors)]
-    return {"bytes_before": sizes[0], "bytes_after": sizes[1], "worst_error": max(errors.values())}
+    errors = quantize_(head, spec)
+    wide = {n for n, t in head.state_dict().items() if t.dtype == torch.float32 and not n.endswith(".scales")}
+    tensors = {n: t.half() if n in wide else t for n, t in head.state_dict().items()}
+    config = {"eaglet_quant": {"version": VERSION, **asdict(spec)}, "eaglet_head": asdict(file.config)}
+    sizes = [sum(t.numel() * t.element_size() for t in group.values()) for group in (file.tensors, tensors)]
+    return config, tensors, {"bytes_before": sizes[0], "bytes_after": sizes[1], "worst": max(errors.values())}
 
 
 def measure_tau(directory: Path, head: Path, prompts: list[list[int]], new_tokens: int = 128) -> float:
@@ -1134,9 +1113,7 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
     out = Path(args.out) if args.out else directory.with_name(f"{directory.resolve().name}-{args.mode}")
     if not directory.is_dir():
         raise UsageError(f"--checkpoint {directory} is not a directory.")
-    if out.exists() and "eaglet_quant" not in (
-        checkpoint.read_json(out / "config.json") if out.is_dir() else {}
-    ):
+    if out.exists() and not (out / "receipt.json").is_file():
         raise UsageError(f"--out {out} exists and is not an earlier result; choose another name.")
     if args.refuse_kl is not None and not args.refuse_kl > 0:
         raise UsageError(f"--refuse-kl is {args.refuse_kl}; it must be above 0 nats.")
@@ -1157,16 +1134,18 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
             flush=True,
         )
 
+    head = quantize_head(args.eagle, config, spec) if args.eagle else None
+
     def finish(unfinished: Path) -> dict[str, Any]:
-        if not args.eagle:
+        if head is None:
             return {}
-        part = quantize_head(args.eagle, config, spec, unfinished / "eagle")
+        (target := unfinished / "eagle").mkdir()
+        checkpoint.write_json(target / "config.json", head[0])
+        checkpoint.write_safetensors(target / "model.safetensors", head[1])
         prompts = [row[: min(64, length // 2)].tolist() for row in evaluation[:4]]
-        tau = [
-            measure_tau(*pair, prompts)
-            for pair in ((directory, args.eagle), (unfinished, unfinished / "eagle"))
-        ]
-        return {"head": part, "tau_before": tau[0], "tau_after": tau[1]}
+        pairs = ((directory, args.eagle), (unfinished, target))
+        before, after = (measure_tau(*pair, prompts) for pair in pairs)
+        return {"head": head[2], "tau_before": before, "tau_after": after}
 
     return quantize_checkpoint(
         directory, out, spec, calibration, evaluation, args.device, progress, args.refuse_kl, finish

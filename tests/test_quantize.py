@@ -1,0 +1,810 @@
+import ast
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+import quantize
+from model import Experts, ModelConfig, Transformer
+from quantize import QuantLinear, QuantSpec, quantize_gptq, quantize_rtn
+
+CONFIG = ModelConfig(
+    model_type="llama",
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=192,
+    max_position_embeddings=40,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+UNTIED = replace(CONFIG, tie_word_embeddings=False)
+MIXTRAL = replace(UNTIED, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+GQA_BIAS = replace(UNTIED, model_type="qwen2", qkv_bias=True)
+
+
+def tiny(config: ModelConfig, seed: int = 0) -> Transformer:
+    """Random, with logits as calm as a trained model's, so that KL means something."""
+    torch.manual_seed(seed)
+    model = Transformer(config).eval().requires_grad_(False)
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            nn.init.normal_(p, std=0.05 if "embed" in name or "lm_head" in name else p.shape[-1] ** -0.5)
+    model.rotary.build("cpu")
+    return model
+
+
+def saved(path: Path, config: ModelConfig, seed: int = 0) -> Path:
+    checkpoint.save_hf(tiny(config, seed), path)
+    return path
+
+
+def run(*argv) -> int:
+    return quantize.main([str(a) for a in argv])
+
+
+def tokens(count: int = 4, length: int = 33, seed: int = 1) -> torch.Tensor:
+    return torch.randint(192, (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+def correlated(n: int, k: int, rows: int = 2048):
+    """Weights and inputs with a few strong shared directions, as activations have them."""
+    g = torch.Generator().manual_seed(5)
+    mix = (
+        torch.randn(k, k, generator=g) / k**0.5
+        + torch.randn(k, 4, generator=g) @ torch.randn(4, k, generator=g) / 4
+    )
+    x = torch.randn(rows, k, generator=g) @ mix
+    return torch.randn(n, k, generator=g), x
+
+
+# ---- numbers and storage -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits, group", [(8, 128), (4, 32), (4, 64), (4, 128)])
+def test_stored_codes_mean_what_the_format_says(bits, group):
+    """Prevents swapped nibbles, transposed scales or an off-by-one zero: decoded by hand, byte by byte."""
+    weight = torch.randn(6, 256)
+    stored = quantize_rtn(weight, bits, group)
+    restored = QuantLinear(stored).dequantize()
+    assert stored["scales"].dtype == (torch.float16 if bits == 4 else torch.float32)
+    for n, k in [(0, 0), (1, 1), (5, 255), (3, 130), (2, 77)]:
+        if bits == 4:
+            byte = int(stored["qweight"][n, k // 2])
+            value = ((byte >> 4 if k % 2 else byte & 15) - 8) * float(stored["scales"][k // group, n])
+        else:
+            value = int(stored["qweight"][n, k]) * float(stored["scales"][n])
+        assert restored[n, k] == pytest.approx(value, rel=1e-6)
+    again = QuantLinear(quantize_rtn(restored, bits, group)).dequantize()  # levels are found again
+    assert quantize.relative_error(restored, again) < 0.01
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_error_is_at_most_half_a_step_without_clipping(bits):
+    """Prevents truncation instead of rounding, and scales rounded after the codes were chosen."""
+    weight = torch.randn(16, 128)
+    stored = quantize_rtn(weight, bits, 64, clip=False)
+    steps = stored["scales"].float().abs()
+    steps = steps.T.repeat_interleave(64, 1) if bits == 4 else steps[:, None]
+    error = (QuantLinear(stored).dequantize() - weight).abs()
+    assert (error <= steps * 0.505).all()  # fp16 scales: the largest value may lie a hair past the last level
+
+
+def test_clip_search_is_never_worse_than_no_clip():
+    """Prevents a search that judges candidates before their scale is rounded, or that mishandles odd groups."""
+    g = torch.Generator().manual_seed(0)
+    normal = torch.randn(64, 64, generator=g)
+    cases = [normal, normal**3, normal.exp(), normal * 1e-6, normal * 3e4, normal.sign(), torch.zeros(4, 64)]
+    cases += [torch.cat((torch.full((4, 1), 100.0), normal[:4, :63]), 1)]
+    for groups in cases:
+        for bits in (4, 8):
+
+            def loss(clip, groups=groups, bits=bits):
+                scales = quantize.fit_scales(groups, bits, clip=clip)
+                return (
+                    (quantize._round(groups, scales, bits) * scales.float()[:, None] - groups)
+                    .square()
+                    .sum(-1)
+                )
+
+            assert (loss(True) <= loss(False)).all()
+    gain = [
+        quantize.relative_error(normal, QuantLinear(quantize_rtn(normal, 4, 64, c)).dequantize())
+        for c in (True, False)
+    ]
+    assert gain[0] < 0.93 * gain[1]
+
+
+def test_zero_and_too_large_weights():
+    """Prevents 0 / 0 in an all-zero group and silently infinite fp16 scales."""
+    assert not QuantLinear(quantize_rtn(torch.zeros(4, 64), 4, 32)).dequantize().any()
+    for bad in (1e6, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="too large for fp16 scales"):
+            quantize_rtn(torch.full((2, 32), bad), 4, 32)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("bits, group", [(4, 128), (4, 32), (8, 0)])
+def test_gptq_beats_rtn_where_inputs_are_correlated(bits, group, act_order):
+    """Prevents a GPTQ whose error feedback has the wrong sign, order or factor: it would be worse than rounding."""
+    weight, x = correlated(48, 256)
+    held_out = x[1024:]
+    hessian = x[:1024].T @ x[:1024]
+    y = held_out @ weight.T
+
+    def error(stored):
+        return float((held_out @ QuantLinear(stored).dequantize().T - y).norm() / y.norm())
+
+    rtn, gptq = (
+        error(quantize_rtn(weight, bits, group)),
+        error(quantize_gptq(weight, hessian, bits, group, act_order)),
+    )
+    assert gptq < 0.75 * rtn, (gptq, rtn)
+
+
+def test_gptq_without_correlation_is_rtn():
+    """Prevents GPTQ from touching columns that nothing correlates with (also: an expert no token was routed to)."""
+    weight = torch.randn(8, 256)
+    plain = quantize_rtn(weight, 4, 64)
+    for hessian in (torch.eye(256) * 3, torch.zeros(256, 256)):
+        for act_order in (False, True):
+            stored = quantize_gptq(weight, hessian, 4, 64, act_order)
+            assert all(torch.equal(stored[k], plain[k]) for k in plain)
+
+
+def test_gptq_survives_a_singular_hessian_and_refuses_nan():
+    """Prevents a crash on rank-deficient calibration (fewer tokens than inputs), and NaN weights from NaN inputs."""
+    weight, x = correlated(8, 128, rows=5)
+    stored = quantize_gptq(weight, x.T @ x, 4, 32)
+    assert quantize.relative_error(weight, QuantLinear(stored).dequantize()) < 0.5
+    with pytest.raises(ValueError, match="calibration"):
+        quantize_gptq(weight, torch.full((128, 128), float("nan")), 4, 32)
+
+
+# ---- modules -----------------------------------------------------------------------------------------------
+
+
+def random_stored(bits=4, n=48, k=128, group=32, zeros=False, perm=False, lead=()):
+    g = torch.Generator().manual_seed(3)
+    if bits == 8:
+        codes = torch.randint(-128, 128, (*lead, n, k), generator=g).to(torch.int8)
+        return {"qweight": codes, "scales": torch.rand(*lead, n, generator=g) / 500}
+    stored = {
+        "qweight": torch.randint(256, (*lead, n, k // 2), generator=g).to(torch.uint8),
+        "scales": (torch.rand(*lead, k // group, n, generator=g) / 50 - 0.004).half(),
+    }
+    if zeros:
+        stored["zeros"] = torch.randint(16, (*lead, k // group, n), generator=g).to(torch.uint8)
+    return stored | ({"perm": torch.randperm(k, generator=g).int()} if perm else {})
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"zeros": True}, {"perm": True}, {"zeros": True, "perm": True}, {"bits": 8}]
+)
+def test_quant_linear_multiplies_by_its_matrix(options, dtype, tolerance):
+    """Prevents a forward that disagrees with dequantize (permuted columns, zero points, bias, packing per dtype)."""
+    stored = random_stored(**options)
+    layer = QuantLinear(stored, torch.randn(48)).to(dtype)
+    x = torch.randn(2, 3, 128).to(dtype)
+    want = x.double() @ layer.dequantize(torch.float64).T + layer.bias.double()
+    assert (layer(x).double() - want).abs().max() <= tolerance * want.abs().max()
+    gate, up = want.chunk(2, -1)
+    residual = torch.randn(2, 3, 24).to(dtype)
+    fused = layer(x, residual=residual, gated=True).double()
+    want = torch.nn.functional.silu(gate) * up + residual.double()
+    assert (fused - want).abs().max() <= 4 * tolerance * want.abs().max()
+
+
+def test_changing_the_dtype_keeps_scales_and_repacks():
+    """Prevents `model.to(bfloat16)` from rounding scales, and a stale packing from serving another dtype."""
+    layer = QuantLinear(random_stored())
+    scales, x = layer.scales.clone(), torch.randn(4, 128)
+    first = layer(x)
+    layer.to(torch.bfloat16)
+    assert layer.scales.dtype == torch.float16 and torch.equal(layer.scales, scales) and layer.packed is None
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+    assert torch.equal(layer(x), first)
+    meta = QuantLinear.empty((48, 128), 4, 32).to(torch.bfloat16)
+    assert meta.scales.dtype == torch.float16
+
+
+@pytest.mark.parametrize("mode", ["int4", "int8"])
+def test_quant_experts_route_and_multiply_like_experts(mode):
+    """Prevents a mixed-up expert axis, gate/up order or routing weights in the quantized experts."""
+    model = tiny(MIXTRAL)
+    block = model.layers[0]
+    quantize.quantize_(block, QuantSpec(mode, 32))
+    assert isinstance(block.mlp, quantize.QuantExperts) and isinstance(block.mlp.router, nn.Linear)
+    plain = Experts(MIXTRAL)
+    plain.router = block.mlp.router
+    plain.gate_up.data, plain.down.data = block.mlp.gate_up.dequantize(), block.mlp.down.dequantize()
+    for rows in (1, 2, 17):
+        x = torch.randn(1, rows, 128)
+        torch.testing.assert_close(block.mlp(x), plain(x), atol=1e-5, rtol=1e-5)
+
+
+def test_bytes_read_count_codes_scales_and_touched_experts():
+    """Prevents reports that count fp16 bytes for int4 weights, or all experts when a token reads two of four."""
+    from model import weight_bytes
+
+    layer = QuantLinear(random_stored(zeros=True))
+    assert layer.weight_bytes_read(1) == 48 * 64 + 48 * 4 * 2 + 48 * 4 == weight_bytes(layer)
+    experts = tiny(MIXTRAL).layers[0].mlp
+    router = experts.router.weight.numel() * 4
+    full = weight_bytes(experts, 10**6) - router
+    wrapper = nn.Module()
+    wrapper.mlp = experts
+    quantize.quantize_(wrapper, QuantSpec("int4", 128))
+    assert weight_bytes(wrapper, 10**6) - router == pytest.approx(full * (0.5 + 2 / 128) / 4)
+    assert weight_bytes(wrapper, 1) - router == pytest.approx((weight_bytes(wrapper, 10**6) - router) / 2)
+
+
+def test_packed_modules_trace_as_one_graph():
+    """Prevents lazy packing inside a trace, or a graph break per linear, in compiled steps."""
+    model = tiny(CONFIG)
+    quantize.quantize_(model, QuantSpec("int4", 32))
+    quantize.pack_(model, torch.float32)
+    x = torch.randn(1, 3, 128)
+    compiled = torch.compile(model.layers[0].mlp, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model.layers[0].mlp(x))
+
+
+def test_specs_are_validated():
+    """Prevents silent acceptance of a mode, group or combination that no kernel has."""
+    for bad in (
+        {"mode": "int3"},
+        {"group_size": 48},
+        {"algorithm": "awq"},
+        {"lm_head": "fp8"},
+        {"act_order": True},
+    ):
+        with pytest.raises(ValueError, match="allowed|add --algorithm"):
+            QuantSpec(**bad)
+    spec = QuantSpec("int4", 128, lm_head="fp16")
+    assert [spec.bits(n, 128) for n in ("fc", "layers.0.mlp.router", "lm_head")] == [4, 16, 16]
+    with pytest.raises(
+        quantize.UsageError, match=r"layers\.0\.mlp\.down: .* 128 does not divide its 320 .*32 or 64"
+    ):
+        spec.bits("layers.0.mlp.down", 320)
+    with pytest.raises(quantize.UsageError, match="use --mode int8"):
+        spec.bits("o", 100)
+
+
+def test_tied_heads_get_a_copy_and_fp16_heads_stay_tied():
+    """Prevents a tied LM head from quantizing the embedding itself, or from being lost."""
+    model = tiny(CONFIG)
+    embedding = model.embed_tokens.weight.clone()
+    quantize.quantize_(model, QuantSpec("int4", 64))
+    assert model.lm_head.bits == 8 and torch.equal(model.embed_tokens.weight, embedding)
+    assert quantize.relative_error(embedding, model.lm_head.dequantize()) < 0.02
+    model = tiny(CONFIG)
+    quantize.quantize_(model, QuantSpec("int4", 64, lm_head="fp16"))
+    assert model.lm_head is None
+
+
+# ---- directories -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, options",
+    [
+        (CONFIG, ["--mode", "int8"]),
+        (CONFIG, ["--group-size", 32, "--lm-head", "int4"]),
+        (CONFIG, ["--algorithm", "gptq", "--lm-head", "fp16"]),
+        (GQA_BIAS, ["--algorithm", "gptq", "--act-order", "--group-size", 64]),
+        (MIXTRAL, ["--algorithm", "gptq", "--group-size", 32]),
+    ],
+    ids=["int8", "int4-head4", "gptq-tied-fp16-head", "gptq-act-order-bias", "gptq-experts"],
+)
+def test_receipts_are_true(tmp_path, config, options, capsys):
+    """Prevents a receipt that describes something else than the files: reload both models and measure again."""
+    source = saved(tmp_path / "m", config)
+    out = tmp_path / "q"
+    assert run("--checkpoint", source, "--out", out, *options) == 0, capsys.readouterr().err
+    receipt = json.loads((out / "receipt.json").read_text())
+    text = quantize.token_windows([], None, 192, quantize.EVALUATION_WINDOWS, 40)
+    before, after = checkpoint.load_model(source), checkpoint.load_model(out, dtype=torch.float32)
+    again = quantize.measure(before, after, text)
+    for key in ("perplexity_before", "perplexity_after", "mean_kl"):
+        assert receipt[key] == pytest.approx(again[key], rel=2e-3, abs=1e-6), key
+    assert receipt["top1_agreement"] == pytest.approx(again["top1_agreement"], abs=0.005)
+    assert 0 < receipt["mean_kl"] < 0.3
+    assert (
+        receipt["bytes_after"]
+        <= (out / "model.safetensors").stat().st_size
+        <= receipt["bytes_after"] + 20_000
+    )
+    assert receipt["bytes_before"] > 2 * receipt["bytes_after"] and receipt["peak_memory_bytes"] > 0
+    worst = receipt["worst_layers"][0]
+    errors = {
+        name: quantize.relative_error(
+            dict(before.named_parameters()).get(name + ".weight", dict(before.named_parameters()).get(name)),
+            child.dequantize(),
+        )
+        for name, child in after.named_modules()
+        if isinstance(child, QuantLinear) and name != "lm_head"
+    }
+    assert max(errors.values()) == pytest.approx(worst["relative_error"], rel=1e-4)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "q"]
+    assert "perplexity" in capsys.readouterr().out
+
+
+def test_gptq_beats_rtn_on_a_whole_model(tmp_path):
+    """Prevents calibration that sees the wrong layer's inputs: then GPTQ would not beat rounding end to end."""
+    source = saved(tmp_path / "m", UNTIED)
+    model = tiny(UNTIED)
+    model.embed_tokens.weight.data = torch.randn(192, 6) @ torch.randn(6, 128) * 0.05  # inputs of low rank
+    checkpoint.save_hf(model, source)
+    kl = {}
+    for algorithm in ("rtn", "gptq"):
+        spec = QuantSpec("int4", 128, algorithm)
+        receipt = quantize.quantize_checkpoint(
+            source, tmp_path / algorithm, spec, tokens(16, 32, 7), tokens()
+        )
+        kl[algorithm] = receipt["mean_kl"]
+    assert kl["gptq"] < 0.7 * kl["rtn"], kl
+
+
+def quantized(tmp_path, config=CONFIG, *options) -> Path:
+    source, out = saved(tmp_path / "m", config), tmp_path / "q"
+    assert run("--checkpoint", source, "--out", out, "--group-size", 32, *options) == 0
+    return out
+
+
+def test_loading_keeps_codes_and_scales_whatever_the_dtype(tmp_path):
+    """Prevents the load dtype from rounding scales or embeddings from staying in the file's dtype."""
+    out = quantized(tmp_path, UNTIED)
+    stored, seen = load_file(out / "model.safetensors"), []
+    model = checkpoint.load_model(
+        out, dtype=torch.bfloat16, progress=lambda done, total, name: seen.append((done, total))
+    )
+    assert seen[-1][0] == seen[-1][1] == len(stored)
+    state = model.state_dict()
+    assert state.keys() == stored.keys() and not any(p.requires_grad for p in model.parameters())
+    for name, tensor in state.items():
+        quant = name.endswith(("qweight", "scales"))
+        assert tensor.dtype == (stored[name].dtype if quant else torch.bfloat16), name
+        assert torch.equal(tensor, stored[name].to(tensor.dtype))
+    assert model.rotary.length == 40 and stored["embed_tokens.weight"].dtype == torch.float16
+    assert checkpoint.load_model(out).dtype == torch.float16
+
+
+def test_broken_quantized_directories_give_one_line(tmp_path):
+    """Prevents missing scales, a newer version or mangled tensors from loading as something wrong."""
+    out = quantized(tmp_path)
+    config, good = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    name = "layers.0.attention.qkv.scales"
+
+    def fails(match, tensors=None, quant=None):
+        save_file(tensors or good, out / "model.safetensors")
+        (out / "config.json").write_text(
+            json.dumps(config | {"eaglet_quant": config["eaglet_quant"] | (quant or {})})
+        )
+        with pytest.raises(ValueError, match=match) as error:
+            checkpoint.load_model(out)
+        assert "\n" not in str(error.value)
+
+    fails("missing tensor 'layers.0.attention.qkv.scales'", {k: v for k, v in good.items() if k != name})
+    fails("unexpected tensor 'extra'", good | {"extra": torch.zeros(1)})
+    fails(r"qkv.scales is torch.float16 \[2, 256\], expected", good | {name: good[name][:2].contiguous()})
+    fails(
+        "qweight is torch.int8",
+        good | {"layers.0.mlp.down.qweight": good["layers.0.mlp.down.qweight"].view(torch.int8)},
+    )
+    fails("qkv.scales holds NaN", good | {name: good[name] * float("nan")})
+    fails("not a permutation", good | {"layers.0.mlp.down.perm": torch.zeros(256, dtype=torch.int32)})
+    fails("version 2, this program reads version 1", quant={"version": 2})
+    fails("mode = 'int5' is not supported", quant={"mode": "int5"})
+    fails("group_size = 'x'", quant={"group_size": "x"})
+    fails("group_size = 48", quant={"group_size": 48})
+    fails("do not belong together", quant={"group_size": 64})
+
+
+def test_unusable_requests_exit_with_one_line(tmp_path, capsys):
+    """Prevents tracebacks, wrong exit codes or files left behind for broken requests."""
+    out = quantized(tmp_path)
+    source = tmp_path / "m"
+    odd = saved(tmp_path / "odd", replace(CONFIG, intermediate_size=288))
+    busy = tmp_path / "busy"
+    busy.mkdir()
+    (tmp_path / "short.txt").write_text("x")
+    nan = saved(tmp_path / "nan", CONFIG)
+    tensors = load_file(nan / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.1.mlp.down_proj.weight": tensors["model.layers.1.mlp.down_proj.weight"] / 0},
+        nan / "model.safetensors",
+    )
+    before = sorted(p.name for p in tmp_path.iterdir())
+    capsys.readouterr()
+    cases = [
+        (2, "already quantized", ["--checkpoint", out]),
+        (2, "group size 128 does not divide its 288 inputs; use --group-size 32", ["--checkpoint", odd]),
+        (2, "is not a directory", ["--checkpoint", tmp_path / "none"]),
+        (2, "not an earlier result", ["--checkpoint", source, "--out", busy]),
+        (2, "add --algorithm gptq", ["--checkpoint", source, "--act-order"]),
+        (2, "must be above 0", ["--checkpoint", source, "--refuse-kl", "nan"]),
+        (3, "config.json", ["--checkpoint", busy]),
+        (3, "cannot be read", ["--checkpoint", source, "--eval-text", tmp_path / "none.txt"]),
+        (3, "refused: mean KL", ["--checkpoint", source, "--refuse-kl", "1e-9"]),
+        (3, "layers.1.mlp.down.weight holds NaN", ["--checkpoint", nan]),
+    ]
+    for code, message, argv in cases:
+        new = [] if "--out" in argv else ["--out", tmp_path / "new"]
+        assert run(*argv, *new) == code, message
+        err = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert len(err) == 1 and message in err[0], (message, err)
+        assert sorted(p.name for p in tmp_path.iterdir()) == before, message
+    with pytest.raises(SystemExit) as usage:
+        run("--mode", "int3")
+    assert usage.value.code == 2
+
+
+@pytest.mark.parametrize("algorithm", ["rtn", "gptq"])
+@pytest.mark.parametrize("when", ["layer-0001", "model"])
+def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, capsys, algorithm, when):
+    """Prevents a truncated model.safetensors that a later run would load, and leftovers that fill the disk further."""
+    source, real = saved(tmp_path / "m", CONFIG), checkpoint.write_safetensors
+
+    def full(path, tensors, *rest):
+        if path.stem == when:
+            path.with_name(path.name + ".part").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return real(path, tensors, *rest)
+
+    monkeypatch.setattr(checkpoint, "write_safetensors", full)
+    assert run("--checkpoint", source, "--algorithm", algorithm) == 3
+    assert "No space left on device" in capsys.readouterr().err
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == (["m"] if algorithm == "rtn" else ["m", "m-int4.partial"])
+    for part in (tmp_path / "m-int4.partial").glob("*.safetensors"):
+        load_file(part)  # what GPTQ keeps for resuming is complete
+    monkeypatch.setattr(checkpoint, "write_safetensors", real)
+    assert run("--checkpoint", source, "--algorithm", algorithm) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "m-int4"]
+
+
+def test_interrupted_gptq_resumes_to_the_same_bytes(tmp_path):
+    """Prevents a resumed run that calibrates later layers on other inputs, or that reuses another job's layers."""
+    source, spec = saved(tmp_path / "m", UNTIED), QuantSpec("int4", 32, "gptq")
+    calibration, text = tokens(8, 32, 7), tokens()
+    whole = quantize.quantize_checkpoint(source, tmp_path / "whole", spec, calibration, text)
+
+    def stop(done, total, name):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "q"
+    with pytest.raises(KeyboardInterrupt):
+        quantize.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
+    kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "q.partial").glob("*.safetensors")}
+    assert "layer-0000.safetensors" in kept and not out.exists()
+    with pytest.raises(KeyboardInterrupt):  # the same job again: the finished layer is not written anew
+        quantize.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
+    assert kept == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "q.partial").glob("*.safetensors")}
+    resumed = quantize.quantize_checkpoint(source, out, spec, calibration, text)
+    same = [(tmp_path / d / "model.safetensors").read_bytes() for d in ("whole", "q")]
+    assert same[0] == same[1] and not (tmp_path / "q.partial").exists()
+    for key in ("mean_kl", "perplexity_after", "worst_layers"):
+        assert resumed[key] == whole[key]
+    shutil.rmtree(out)
+    with pytest.raises(KeyboardInterrupt):
+        quantize.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
+    other = quantize.quantize_checkpoint(source, out, replace(spec, mode="int8"), calibration, text)
+    assert other["mean_kl"] < whole["mean_kl"] / 10  # not a mixture of both jobs
+
+
+def test_only_one_layer_is_in_memory(tmp_path):
+    """Prevents host memory from growing with the model: finished blocks must have given their floats back."""
+    import gc
+
+    source, seen = saved(tmp_path / "m", replace(CONFIG, num_hidden_layers=4, windows=())), []
+    gc.collect()
+
+    def count(done, total, name):
+        gc.collect()
+        floats = [
+            t for t in gc.get_objects() if type(t) is nn.Parameter and t.shape == (512, 128) and not t.is_meta
+        ]
+        seen.append(len(floats))
+
+    quantize.quantize_checkpoint(
+        source, tmp_path / "q", QuantSpec("int4", 64), tokens(0, 32), tokens(), progress=count
+    )
+    assert len(seen) == 4 and max(seen) == 0
+
+
+def test_an_earlier_result_is_replaced_whole(tmp_path):
+    """Prevents mixing old and new files when the same output is written twice."""
+    out = quantized(tmp_path)
+    (out / "stale.txt").write_text("old")
+    assert run("--checkpoint", tmp_path / "m", "--out", out, "--mode", "int8") == 0
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors", "receipt.json"]
+    assert json.loads((out / "config.json").read_text())["eaglet_quant"]["mode"] == "int8"
+
+
+# ---- published formats -------------------------------------------------------------------------------------
+
+PLAIN = ("input_layernorm.weight", "post_attention_layernorm.weight")
+
+
+def pack_words(values: torch.Tensor, dim: int, order=range(8)) -> torch.Tensor:
+    """Nibbles [.., 8 m, ..] -> int32 words along dim; nibble i of a word is value order[i]."""
+    values = values.movedim(dim, -1).long()
+    eights = values.unflatten(-1, (-1, 8))[..., list(order)]
+    words = (eights << (4 * torch.arange(8))).sum(-1)
+    return (words - ((words >> 31) << 32)).to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def published(
+    path: Path, kind: str, config=UNTIED, group=32, symmetric=True, act_order=False, v2=False, seed=0, **quant
+):
+    """Write a checkpoint in a published layout from known integers; returns HF name -> exact fp64 matrix."""
+    model, g = tiny(config), torch.Generator().manual_seed(seed)
+    matrices, tensors, orders = {}, {}, {}
+    for name, view in checkpoint.hf_views(model).items():
+        base, leaf = name.rsplit(".", 1)
+        if (
+            leaf != "weight"
+            or view.dim() < 2
+            or "embed" in name
+            or "lm_head" in name
+            or "gate.weight" in name
+        ):
+            tensors[name] = view.clone().half()
+            continue
+        N, K = view.shape
+        G = K if group == -1 else group
+        q = torch.randint(16, (N, K), generator=g)
+        scales = (torch.rand(K // G, N, generator=g) / 60 + 0.003).half()
+        zeros = (
+            torch.full((K // G, N), 8)
+            if symmetric
+            else torch.randint(16 if v2 or kind != "gptq" else 15, (K // G, N), generator=g)
+        )
+        if kind == "gptq" and not v2:
+            zeros = zeros.clamp(min=1)  # the first format cannot say 0
+        groups = torch.arange(K) // G
+        if act_order:  # projections of the same input share their order
+            key = (base.rsplit(".", 1)[0].split(".experts")[0], K)
+            groups = orders.setdefault(key, groups[torch.randperm(K, generator=g)])
+        matrices[name] = (q - zeros[groups].T).double() * scales.double()[groups].T
+        if kind == "gptq":
+            stored = {
+                "qweight": pack_words(q.T, 0),
+                "qzeros": pack_words(zeros if v2 else zeros - 1, 1),
+                "scales": scales,
+            }
+            stored |= {"g_idx": groups.int()}
+            if "down" in name:
+                stored["bias"] = torch.zeros(N).half()
+        elif kind == "awq":
+            order = (0, 2, 4, 6, 1, 3, 5, 7)
+            stored = {
+                "qweight": pack_words(q.T, 1, order),
+                "qzeros": pack_words(zeros, 1, order),
+                "scales": scales,
+            }
+        else:
+            stored = {"weight_packed": pack_words(q, 1), "weight_scale": scales.T.contiguous()}
+            stored["weight_shape"] = torch.tensor([N, K])
+            if not symmetric:
+                stored["weight_zero_point"] = (
+                    pack_words(zeros.T, 0) if v2 else (zeros.T - 8).to(torch.int8).contiguous()
+                )
+            if act_order:
+                stored["weight_g_idx"] = groups.int()
+        tensors |= {f"{base}.{k}": v for k, v in stored.items()}
+    section = {
+        "gptq": {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": group,
+            "sym": symmetric,
+            "desc_act": act_order,
+        },
+        "awq": {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"},
+        "ct": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": symmetric}}},
+        },
+    }[kind]
+    section |= ({"checkpoint_format": "gptq_v2"} if kind == "gptq" and v2 else {}) | quant
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    raw = checkpoint.config_to_hf(replace(config, dtype="float16"))
+    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": section}))
+    return matrices
+
+
+PUBLISHED = [
+    ("gptq", {}),
+    ("gptq", {"symmetric": False}),
+    ("gptq", {"symmetric": False, "v2": True, "group": 64}),
+    ("gptq", {"group": 128, "v2": True}),
+    ("gptq", {"group": -1}),
+    ("gptq", {"group": -1, "symmetric": False}),
+    ("gptq", {"act_order": True}),
+    ("gptq", {"act_order": True, "symmetric": False, "group": 64, "config": GQA_BIAS}),
+    ("gptq", {"config": MIXTRAL, "symmetric": False}),
+    ("gptq", {"config": MIXTRAL, "act_order": True}),
+    ("awq", {"symmetric": False}),
+    ("awq", {"symmetric": False, "group": 128, "config": MIXTRAL}),
+    ("awq", {"symmetric": True, "group": 64, "config": GQA_BIAS}),
+    ("ct", {}),
+    ("ct", {"group": -1}),
+    ("ct", {"symmetric": False}),
+    ("ct", {"symmetric": False, "v2": True, "group": 64}),
+    ("ct", {"act_order": True, "group": 128}),
+]
+
+
+@pytest.mark.parametrize(
+    "kind, options", PUBLISHED, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v)) or "plain"
+)
+def test_published_checkpoints_load_to_the_exact_matrices(tmp_path, kind, options):
+    """Prevents any slip in nibble order, the zero-minus-one convention, act-order or fusion of q/k/v and gate/up."""
+    config = options.get("config", UNTIED)
+    matrices = published(tmp_path / "m", kind, **options)
+    model = checkpoint.load_model(tmp_path / "m")
+    floats = tiny(config)
+    for name, view in checkpoint.hf_views(floats).items():
+        if name in matrices:
+            view.copy_(matrices[name])
+        else:
+            view.copy_(view.half().float())
+    restored = {
+        n: c.dequantize(torch.float64) for n, c in model.named_modules() if isinstance(c, QuantLinear)
+    }
+    assert len(restored) == 8
+    for name, matrix in restored.items():
+        want = dict(floats.named_parameters()).get(
+            f"{name}.weight", dict(floats.named_parameters()).get(name)
+        )
+        torch.testing.assert_close(matrix.float(), want.float(), rtol=0, atol=0)
+    plain = any(c.zeros is None for c in model.modules() if isinstance(c, QuantLinear))
+    assert plain == options.get("symmetric", True)  # symmetric ones must not carry zero points
+    x = tokens(1, 9)
+    got, want = (
+        m.logits(m.forward_train(x)[0])
+        for m in (checkpoint.load_model(tmp_path / "m", dtype=torch.float32), floats)
+    )
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_mislabelled_symmetric_gptq_is_understood(tmp_path):
+    """Prevents the known off-by-one garbage of writers that store zeros of the second format under the first's name."""
+    matrices = published(tmp_path / "m", "gptq", v2=True, checkpoint_format="gptq")
+    model = checkpoint.load_model(tmp_path / "m")
+    want = matrices["model.layers.0.self_attn.o_proj.weight"].float()
+    assert torch.equal(model.layers[0].attention.o.dequantize(), want)
+
+
+def test_scales_that_fp16_cannot_hold_stay_exact(tmp_path):
+    """Prevents bfloat16 scales of compressed-tensors from being rounded to fp16 subnormals."""
+    published(tmp_path / "m", "ct")
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.self_attn.o_proj.weight_scale"
+    tensors[name] = tensors[name].bfloat16() * 1e-5
+    save_file(tensors, file)
+    linear = checkpoint.load_model(tmp_path / "m").layers[0].attention.o
+    assert linear.scales.dtype == torch.float32
+    assert torch.equal(linear.scales, tensors[name].T.float())
+
+
+def test_unsupported_published_checkpoints_give_one_line(tmp_path):
+    """Prevents silently wrong weights from layouts that look similar: other bits, act-orders that differ, leftovers."""
+    file, base = tmp_path / "m" / "model.safetensors", "model.layers.0.self_attn."
+    cases = [
+        ("gptq", {"bits": 8}, {}, "8 bits is not supported"),
+        ("awq", {"version": "gemv"}, {}, "is not supported"),
+        ("gptq", {"checkpoint_format": "marlin"}, {}, "format 'marlin'"),
+        ("gptq", {"quant_method": "bitsandbytes"}, {}, "quant_method 'bitsandbytes'"),
+        ("ct", {"format": "int-quantized"}, {}, "format 'int-quantized'"),
+        (
+            "gptq",
+            {},
+            {base + "q_proj.g_idx": torch.arange(128).flip(0).int() // 32},
+            "differ in group size or act-order",
+        ),
+        ("gptq", {}, {base + "o_proj.g_idx": torch.zeros(128).int()}, "uneven g_idx"),
+        ("gptq", {"group": 16}, {}, "groups of 16 columns"),
+        ("gptq", {}, {base + "k_proj.qzeros": None}, "k_proj.qzeros' is missing"),
+        ("gptq", {}, {base + "k_proj.scales": torch.ones(4, 63).half()}, "do not fit a"),
+        ("gptq", {}, {base + "o_proj.bias": torch.ones(128).half()}, "unexpected tensor"),
+        ("gptq", {}, {"model.norm.weight": None}, "model.norm.weight' is missing"),
+        ("gptq", {}, {"model.norm.weight": torch.ones(64).half()}, "does not fit config.json"),
+        (
+            "gptq",
+            {},
+            {base + "o_proj.scales": torch.full((4, 128), float("inf")).half()},
+            "scales of .*o_proj hold NaN",
+        ),
+        ("ct", {}, {base + "o_proj.weight_shape": torch.tensor([128, 96])}, "fit a|expected"),
+    ]
+    for kind, options, changes, message in cases:
+        shutil.rmtree(tmp_path / "m", ignore_errors=True)
+        published(tmp_path / "m", kind, **options)
+        tensors = load_file(file) | changes
+        save_file({k: v for k, v in tensors.items() if v is not None}, file)
+        with pytest.raises(ValueError, match=message) as error:
+            checkpoint.load_model(tmp_path / "m")
+        assert "\n" not in str(error.value)
+
+
+def test_published_checkpoints_cannot_be_quantized_again(tmp_path, capsys):
+    """Prevents rounding rounded weights, which a receipt against them would call lossless."""
+    published(tmp_path / "m", "awq")
+    assert run("--checkpoint", tmp_path / "m") == 2
+    assert "already quantized (quantization_config" in capsys.readouterr().err
+
+
+# ---- texts and heads ---------------------------------------------------------------------------------------
+
+
+def test_default_texts_respect_the_demo_models_split():
+    """Prevents calibrating or measuring on the wrong side of the demo model's training split."""
+    tree = ast.parse((Path(quantize.__file__).parent / "scripts" / "train_demo.py").read_text())
+    named = {
+        t.id: n.value
+        for n in tree.body
+        if isinstance(n, ast.Assign)
+        for t in n.targets
+        if isinstance(t, ast.Name)
+    }
+    assert list(ast.literal_eval(named["HELD_OUT"])) == quantize.HELD_OUT
+    assert list(ast.literal_eval(named["LEFT_OUT"])) == quantize.LEFT_OUT
+    held = quantize.stdlib_texts(True)
+    assert any("class ArgumentParser" in text for text in held)
+    assert not any("class ArgumentParser" in text for text in quantize.stdlib_texts(False))
+
+
+def test_calibration_files(tmp_path):
+    """Prevents .jsonl lines of the usual shapes from being skipped, or a broken file from passing as text."""
+    lines = [
+        '"plain"',
+        '{"text": "a"}',
+        '{"messages": [{"role": "user", "content": "b"}, {"content": "c"}]}',
+        "",
+    ]
+    lines += ['{"conversations": [{"from": "human", "value": "d"}]}']
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    assert quantize.read_texts(tmp_path / "x.jsonl") == ["plain", "a", "b\n\nc", "", "d"]
+    (tmp_path / "x.txt").write_text("one\ntwo")
+    assert quantize.read_texts(tmp_path / "x.txt") == ["one\ntwo"]
+    for bad in ("{", "3", '{"other": 1}', '{"messages": [1]}'):
+        (tmp_path / "bad.jsonl").write_text(bad)
+        with pytest.raises(ValueError, match="not JSON lines with text"):
+            quantize.read_texts(tmp_path / "bad.jsonl")
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        quantize.read_texts(tmp_path / "bad.txt")
+
+
+def test_token_windows_cover_the_text():
+    """Prevents measuring only the first file, windows past the end, or a crash on short texts."""
+
+    class Letters:
+        def encode(self, text):
+            return [ord(c) for c in text]
+
+    text = "".join(chr(i) for i in range(1000))
+    windows = quantize.token_windows([text], Letters(), 2000, 5, 100)
+    assert windows.shape == (5, 100) and windows[0, 0] == 0 and windows[-1, -1] == 999
+    assert quantize.token_windows([text], Letters(), 2000, 50, 300).shape == (3, 300)
+    with pytest.raises(ValueError, match="has 1000 tokens, at least 1001"):
+        quantize.token_windows([text], Letters(), 2000, 5, 1001)
+    random = quantize.token_windows([], None, 50, 3, 10)
+    assert torch.equal(random, quantize.token_windows([], None, 50, 3, 10)) and random.max() < 50

@@ -22,10 +22,8 @@ from torch import Tensor
 from model import DTYPES, ConfigReader, ModelConfig, RopeConfig, Transformer
 
 Progress = Callable[[int, int, str], None]
-JSON_LIMIT, INDEX_LIMIT = (
-    4 << 20,
-    64 << 20,
-)  # bytes of a config.json; of a shard index or a safetensors header
+# bytes of a config.json; of a shard index or a safetensors header
+JSON_LIMIT, INDEX_LIMIT = 4 << 20, 64 << 20
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 KINDS = dict(zip("F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL".split(), FLOATS + INTEGERS, strict=True))
@@ -161,12 +159,13 @@ def _pickle_entries(path: Path) -> dict[str, Entry]:
         raise ValueError(f"{path}: refused, not a plain tensor file ({reason}).") from error
     if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
         value = value["state_dict"]
-    plain = isinstance(value, dict) and all(
-        isinstance(k, str) and isinstance(t, Tensor) and t.layout is torch.strided for k, t in value.items()
-    )
-    if not plain:
-        raise ValueError(f"{path}: refused, not a dictionary of names and dense tensors.")
-    return {n: Entry(tuple(t.shape), t.dtype, path.name, lambda t=t: t) for n, t in value.items()}
+    found: dict[str, Entry] = {}
+    for name, t in value.items() if isinstance(value, dict) else [("", None)]:
+        dense = isinstance(t, Tensor) and t.layout is torch.strided and t.device.type == "cpu"
+        if not (dense and isinstance(name, str)):
+            raise ValueError(f"{path}: refused, not a dictionary of names and dense tensors.")
+        found[name] = Entry(tuple(t.shape), t.dtype, path.name, t.detach)
+    return found
 
 
 def tensor_files(directory: Path) -> list[Path]:
@@ -324,9 +323,8 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
     def put(at: str, names: str, module: torch.nn.Module, sizes: list[int] | None = None) -> None:
         for kind, parameter in module.named_parameters():
             parts = parameter.split(sizes) if sizes else [parameter]
-            views.update(
-                {f"{at}.{name}.{kind}": part for name, part in zip(names.split(), parts, strict=True)}
-            )
+            for name, part in zip(names.split(), parts, strict=True):
+                views[f"{at}.{name}.{kind}"] = part
 
     for i, block in enumerate(model.layers):
         at = f"model.layers.{i}"
@@ -375,10 +373,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     family, eos = config.model_type, config.eos_token_ids
     out = {key: getattr(config, key) for key in same.split()}
     out |= {"architectures": [f"{family.capitalize()}ForCausalLM"], "hidden_act": "silu"}
-    out |= {
-        "torch_dtype": config.dtype,
-        "eos_token_id": list(eos) if len(eos) > 1 else eos[0] if eos else None,
-    }
+    out |= {"torch_dtype": config.dtype, "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None}
     out |= {"rope_theta": config.rope.theta, "rope_scaling": _scaling_to_hf(config.rope)}
     if family in ("llama", "qwen3"):
         out["attention_bias"] = config.qkv_bias
@@ -398,18 +393,14 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 def _scaling_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "default":
         return None
-    keys = {"llama3": "low_freq_factor high_freq_factor", "yarn": "beta_fast beta_slow truncate"}.get(
-        rope.kind, ""
-    )
-    scaling = {"rope_type": rope.kind, "factor": rope.factor} | {
-        key: getattr(rope, key) for key in keys.split()
-    }
+    keys = {"llama3": "low_freq_factor high_freq_factor"}
+    keys["yarn"] = "beta_fast beta_slow truncate attention_factor mscale mscale_all_dim"
+    scaling = {key: getattr(rope, key) for key in keys.get(rope.kind, "").split()}
     if rope.kind != "linear":
         scaling["original_max_position_embeddings"] = rope.original_max_positions
-    if rope.kind == "yarn":
-        optional = {key: getattr(rope, key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
-        scaling |= {key: value for key, value in optional.items() if value}
-    return scaling
+    unset = (None, 0.0) if rope.kind == "yarn" else ()
+    scaling = {key: value for key, value in scaling.items() if value is False or value not in unset}
+    return {"rope_type": rope.kind, "factor": rope.factor, **scaling}
 
 
 def _existing(directory: str | Path) -> Path:
@@ -458,6 +449,7 @@ def _read_meta(directory: Path) -> tuple[ModelConfig, dict[str, Entry]]:
     # 3.2 (1B and 3B, the only ones below 4096) scales by 32, 3.1 and 3.3 by 8
     factor = read.number("rope_scaling_factor", 8.0 if dim >= 4096 else 32.0, 1.0)
     scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    longest = 131072 if scaled else 8192 if llama3 else 4096
     hf = {
         "model_type": "mistral" if params.get("sliding_window") else "llama",
         "hidden_size": dim,
@@ -471,9 +463,7 @@ def _read_meta(directory: Path) -> tuple[ModelConfig, dict[str, Entry]]:
         "rope_theta": read.number("rope_theta", 10000.0, 1.0),
         "rope_scaling": {**scaling, "original_max_position_embeddings": 8192} if scaled else None,
         # params.json does not tell how long the model was trained for: add max_seq_len to it for LLaMA 1 or CodeLlama
-        "max_position_embeddings": read.integer(
-            "max_seq_len", 131072 if scaled else 8192 if llama3 else 4096
-        ),
+        "max_position_embeddings": read.integer("max_seq_len", longest),
         "sliding_window": params.get("sliding_window"),
         "tie_word_embeddings": "output.weight" not in shards[0],
         "torch_dtype": str(w1.dtype).removeprefix("torch."),
@@ -523,21 +513,10 @@ HEAD_NAMES = """self_attn.q_proj=attention.qkv self_attn.k_proj=attention.qkv se
     self_attn.o_proj=attention.o self_attn.q_norm=attention.q_norm self_attn.k_norm=attention.k_norm
     mlp.gate_proj=mlp.gate_up mlp.up_proj=mlp.gate_up mlp.down_proj=mlp.down
     input_layernorm=input_norm hidden_norm=hidden_norm post_attention_layernorm=post_norm"""
-PREFIXES = (
-    (r"^(draft_model|model)\.", ""),
-    (r"^(midlayer|transformer)\.", "layers.0."),
-    (r"^fusion_fc\.", "fc."),
-)
+PREFIXES = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
 ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
 # what --eagle-config may set, and what the head's decoder layer takes from its own config
-HEAD_KEYS = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-)
+HEAD_KEYS = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling".split()
 OVERRIDES = (*HEAD_KEYS, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
 SIZES = {2048: "1B", 3072: "3B", 4096: "7B or 8B", 5120: "13B", 6656: "33B", 8192: "70B"}
 
@@ -614,10 +593,9 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
         elif not config.target_vocab_size:
             raise ValueError("save_eagle: a head with draft_ids needs config.target_vocab_size.")
         else:
-            out["d2t"] = tensor - torch.arange(tensor.numel(), device=tensor.device)
-            out["t2d"] = torch.zeros(vocab, dtype=torch.bool, device=tensor.device).index_fill_(
-                0, tensor, True
-            )
+            ids = tensor.cpu()
+            out["d2t"] = ids - torch.arange(ids.numel())
+            out["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
     directory.mkdir(parents=True, exist_ok=True)
     write_safetensors(directory / "model.safetensors", out)
     keys = config_to_hf(layer) | {"vocab_size": vocab, "bias": config.fc_bias, "qkv_bias": layer.qkv_bias}
@@ -663,9 +641,7 @@ class _HeadReader:
             self.fail("expected a .safetensors, .bin or .pth file, or a folder.")
         files = [path] if path.is_file() else tensor_files(path) or sorted(path.glob("*.pth"))[:1]
         if not files:
-            self.fail(
-                "no head here: expected model.safetensors, pytorch_model.bin, a .pth file, or a file itself."
-            )
+            self.fail("no head here: expected model.safetensors, pytorch_model.bin or a .pth file.")
         raw = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
         known = raw.keys() & {"speculators_model_type", "draft_vocab_size", "eagle_config", "eaglet_eagle"}
         if raw and not known and path.is_file() and raw.get("num_hidden_layers") != 1:
@@ -674,7 +650,7 @@ class _HeadReader:
         self.entries: dict[str, Entry] = {}
         for name, entry in read_entries(files).items():
             plain = name
-            for pattern, prefix in PREFIXES:
+            for pattern, prefix in PREFIXES.items():
                 plain = re.sub(pattern, prefix, plain)
             if plain in self.entries:
                 self.fail(f"two tensors are called {plain!r} once prefixes are removed.")
@@ -721,9 +697,7 @@ class _HeadReader:
         )
         for key in ("fc_norm", "norm_before_fc"):
             if flags.config.get(key) is not None and flags.boolean(key, False) != getattr(config, key):
-                self.fail(
-                    f"config.json has {key} = {not getattr(config, key)}, the tensors say the opposite."
-                )
+                self.fail(f"config.json and the tensors disagree about {key}.")
         check_entries(self._shapes(config), self.entries, str(self.path))
         tensors = {} if draft_ids is None else {"draft_ids": draft_ids}
         return EagleFile(config, tensors | self._tensors(config), self.notes)
@@ -746,10 +720,9 @@ class _HeadReader:
                 self.fail(f"{AUX} = {ids!r}, expected a list of layer numbers.")
             many = len(ids)
         elif seen != hidden or width != 2 * hidden:
-            kinds = (
-                f"EAGLE-1/2 (2 x {hidden} and {hidden}) nor EAGLE-3 (3 x target hidden size and {2 * hidden})"
+            self.fail(
+                f"fc.weight {[hidden, width]} with q_proj inputs {seen} is neither EAGLE-1/2 nor EAGLE-3."
             )
-            self.fail(f"fc.weight {[hidden, width]} with a q_proj input of {seen} is neither {kinds}.")
         if width != many * size:
             made_for = width // many
             looks = f"{made_for} ({SIZES[made_for]}?)" if made_for in SIZES else str(made_for)
@@ -765,10 +738,8 @@ class _HeadReader:
         if not self.flags.boolean("use_aux_hidden_state", True):
             self.fail("use_aux_hidden_state = false is not implemented.")
         if ids[0] == 1 and not self.ours:
-            self.notes.append(
-                f"aux layers {ids} are read as layer outputs: the states entering {[i + 1 for i in ids]}"
-            )
-            ids = [i + 1 for i in ids]
+            outputs, ids = ids, [i + 1 for i in ids]
+            self.notes.append(f"aux layers {outputs} are read as layer outputs: states entering layers {ids}")
         if ids != sorted(ids) or not 0 <= ids[0] <= ids[-1] <= layers:
             self.fail(f"the aux layers {ids} are not ascending layers of a target with {layers}.")
         return tuple(ids)
@@ -778,26 +749,20 @@ class _HeadReader:
         offsets, member = self.entries.pop("d2t", None), self.entries.pop("t2d", None)
         vocab, misfit = self.target.vocab_size, f"but the target's vocabulary is {self.target.vocab_size}"
         rows = self._shape("lm_head.weight")[0] if "lm_head.weight" in self.entries else vocab
-        if (
-            "embed_tokens.weight" in self.entries
-            and (found := self._shape("embed_tokens.weight")[0]) != vocab
-        ):
-            self.fail(f"embed_tokens has {found} rows, {misfit}. Pass the matching --checkpoint.")
+        embedded = self._shape("embed_tokens.weight")[0] if "embed_tokens.weight" in self.entries else vocab
+        if embedded != vocab:
+            self.fail(f"embed_tokens has {embedded} rows, {misfit}. Pass the matching --checkpoint.")
         if member is not None and member.shape != (vocab,):
             self.fail(f"t2d is {list(member.shape)}, {misfit}. Pass the matching --checkpoint.")
         if offsets is None:
             if rows != vocab:
-                self.fail(
-                    f"the LM head has {rows} rows, {misfit}, and there is no d2t: damaged, or another target's."
-                )
+                self.fail(f"the LM head has {rows} rows, {misfit}, and there is no d2t table.")
             return None
         if offsets.dtype not in (torch.int64, torch.int32) or offsets.shape != (rows,):
             self.fail(f"d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}] like lm_head.")
         ids = offsets.read().long() + torch.arange(rows)
         if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= vocab:
-            self.fail(
-                f"d2t holds no offsets to ascending token ids below {vocab}: damaged, or another target's."
-            )
+            self.fail(f"d2t holds no offsets to ascending token ids below {vocab}: damaged?")
         if member is not None and not torch.equal(member.read().nonzero().flatten(), ids):
             self.fail("t2d and d2t disagree: damaged.")
         return None if rows == vocab else ids
@@ -830,46 +795,39 @@ class _HeadReader:
             self.notes.append(
                 f"{self.path.name} has no config.json: assumed {text or 'nothing'} (--eagle-config)"
             )
-        biases = {
-            f"{x}kv_bias" if x == "q" else "o_bias": f"{ATTENTION}{x}_proj.bias" in self.entries for x in "qo"
-        }
-        layer = ModelConfig.from_hf(hf, str(self.path))
-        return replace(layer, **biases, qk_norm=f"{ATTENTION}q_norm.weight" in self.entries)
+        switches = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
+        found = {key: ATTENTION + name in self.entries for key, name in switches.items()}
+        return replace(ModelConfig.from_hf(hf, str(self.path)), **found)
 
     def _shapes(self, config: EagleConfig) -> dict[str, tuple[int, ...]]:
         """The names and shapes that a head of this config must have."""
         c, third = config.layer, config.version == 3
-        H, I = c.hidden_size, c.intermediate_size
-        q, kv, wide = (
-            c.num_attention_heads * c.head_dim,
-            c.num_key_value_heads * c.head_dim,
-            2 * H if third else H,
-        )
+        H, I, q = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim
+        rows = {"q_proj": q, "k_proj": (kv := c.num_key_value_heads * c.head_dim), "v_proj": kv}
         width = len(config.taps) * config.target_hidden_size if third else 2 * H
         shapes: dict[str, tuple[int, ...]] = {"fc": (H, width), f"{ATTENTION}o_proj": (H, q)}
-        shapes |= {f"{ATTENTION}{x}_proj": (rows, wide) for x, rows in zip("qkv", (q, kv, kv), strict=True)}
-        shapes |= {
-            f"layers.0.mlp.{x}_proj": (H, I) if x == "down" else (I, H) for x in ("gate", "up", "down")
-        }
-        norms = ["layers.0.post_attention_layernorm"]
-        norms += ["layers.0.input_layernorm", "layers.0.hidden_norm", "norm"] if third else []
-        shapes |= {name: (H,) for name in norms}
+        shapes |= {ATTENTION + name: (size, 2 * H if third else H) for name, size in rows.items()}
+        shapes |= {"layers.0.mlp.gate_proj": (I, H), "layers.0.mlp.up_proj": (I, H)}
+        shapes |= {"layers.0.mlp.down_proj": (H, I), "layers.0.post_attention_layernorm": (H,)}
+        if third:
+            shapes |= {"layers.0.input_layernorm": (H,), "layers.0.hidden_norm": (H,), "norm": (H,)}
         if c.qk_norm:
             shapes |= {f"{ATTENTION}{x}_norm": (c.head_dim,) for x in "qk"}
         if config.fc_norm:
             shapes |= {f"fc_norm.{i}": (config.target_hidden_size,) for i in range(len(config.taps))}
-        optional = {
+        if config.norm_before_fc:
+            shapes["input_norm"] = (width,)
+        either = {
             "embed_tokens": (self.target.vocab_size, H),
             "lm_head": (c.vocab_size, H),
-            "input_norm": (width,),
+        }  # kept or dropped
+        shapes |= {name: shape for name, shape in either.items() if f"{name}.weight" in self.entries}
+        biases = {ATTENTION + name: (size,) for name, size in rows.items() if c.qkv_bias}
+        biases |= {
+            name: (H,) for name, has in (("fc", config.fc_bias), (f"{ATTENTION}o_proj", c.o_bias)) if has
         }
-        shapes |= {name: shape for name, shape in optional.items() if f"{name}.weight" in self.entries}
-        shapes = {f"{name}.weight": shape for name, shape in shapes.items()}
-        if c.qkv_bias:
-            shapes |= {
-                f"{ATTENTION}{x}_proj.bias": (rows,) for x, rows in zip("qkv", (q, kv, kv), strict=True)
-            }
-        return shapes | {n: (H,) for n in ("fc.bias", f"{ATTENTION}o_proj.bias") if n in self.entries}
+        named = {f"{name}.weight": shape for name, shape in shapes.items()}
+        return named | {f"{name}.bias": shape for name, shape in biases.items()}
 
     def _tensors(self, config: EagleConfig) -> dict[str, Tensor]:
         """The tensors under our names, fused. An EAGLE-1 head's embedding and LM head are copies of the target's."""

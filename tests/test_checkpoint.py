@@ -350,6 +350,19 @@ def test_hostile_pickles_do_not_run(llama, name, monkeypatch, tmp_path):
     one_line(lambda: load_model(llama), name, "dictionary")
 
 
+def test_pickled_parameters_and_strange_tensors(llama):
+    """A .bin of nn.Parameters that drags autograd into the model; tensors without values (meta) or sparse ones."""
+    want = load_model(llama)
+    tensors = load_file(llama / "model.safetensors")
+    (llama / "model.safetensors").unlink()
+    torch.save({name: torch.nn.Parameter(t) for name, t in tensors.items()}, llama / "pytorch_model.bin")
+    model = load_model(llama)
+    assert same_weights(model, want) and not any(p.requires_grad or p.grad_fn for p in model.parameters())
+    for strange in (torch.empty(64, device="meta"), torch.ones(64).to_sparse()):
+        torch.save({**tensors, "model.norm.weight": strange}, llama / "pytorch_model.bin")
+        one_line(lambda: load_model(llama), "refused")
+
+
 def test_old_torch_may_not_open_pickles(llama, monkeypatch):
     """CVE-2026-24747: weights_only=True is not safe before torch 2.10."""
     (llama / "model.safetensors").unlink()

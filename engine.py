@@ -432,7 +432,7 @@ class Engine:
                     if row.finished:
                         continue
                     counts[b] = counts_now[b]
-                    usable = [*finite[b], False].index(False)  # what follows is an error, unless a stop precedes
+                    usable = [*finite[b], False].index(False)  # then an error, unless a stop comes first
                     position = lengths[b] + usable
                     lengths[b] += counts_now[b]
                     results[b].decode_seconds = seconds

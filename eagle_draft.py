@@ -350,7 +350,7 @@ class EagleDrafter:
         return local, scores.gather(-1, local), q
 
     def _draw(self, request: Request, logits: Tensor, width: int, first_row: int) -> tuple[Tensor, Tensor]:
-        """Children sampled from the draft's processed distribution, with noise of their own stream, and that q [B, W, V]."""
+        """Children sampled from the draft's processed distribution, with noise of their own stream, and q [B, W, V]."""
         B, W, _ = logits.shape
         q = sampling.probabilities(logits, request.state, request.mode)
         rows = first_row + torch.arange(W, device=q.device)

@@ -1,0 +1,574 @@
+"""eagle_draft.py: the head against explicit arithmetic, trees against brute force, the draft cache, acceptance."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny import CTX, DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, randomise, tiny_head, tiny_model
+
+import sampling
+import tree as trees
+from eagle_draft import EagleDrafter, EagleHead
+from engine import Engine
+from sampling import SamplingParams
+
+# ------------------------------------------------------------------ the head, written out once more
+
+
+def rms(x, weight, eps):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotate(x, theta):
+    """x [rows, heads, hd] at positions 0, 1, ...: half rotation as Hugging Face does it (tables in float32)."""
+    rows, _, size = x.shape
+    inverse = 1.0 / theta ** (torch.arange(0, size, 2).float() / size)
+    angles = torch.arange(rows).float()[:, None] * inverse
+    cos, sin = (torch.cat((t, t), -1)[:, None] for t in (angles.cos(), angles.sin()))
+    half = torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1)
+    return x * cos + half * sin
+
+
+class Reference:
+    """The head of eagle.md 1.1 and 4.1 with Hugging Face's separate tensors: no cache, no tree, one path at a time."""
+
+    def __init__(self, head: EagleHead):
+        c, g, t = head.config, head.config.layer, dict(head.state_dict())
+        self.c, self.g, self.t, self.target = c, g, t, head.target
+        sizes = [
+            n * g.head_dim for n in (g.num_attention_heads, g.num_key_value_heads, g.num_key_value_heads)
+        ]
+        self.qkv = t["layer.attention.qkv.weight"].split(sizes)
+        zero = torch.zeros(sum(sizes), dtype=head.target.dtype)
+        self.qkv_bias = t.get("layer.attention.qkv.bias", zero).split(sizes)
+        self.gate, self.up = t["layer.mlp.gate_up.weight"].chunk(2)
+        self.embedding = t.get("embed_tokens.weight", head.target.embed_tokens.weight)
+        self.ids = t.get("draft_ids", torch.arange(head.target.config.vocab_size))
+
+    def fuse(self, features):
+        if self.c.version == 1:
+            return features
+        eps, H = self.g.rms_norm_eps, self.c.target_hidden_size
+        if self.c.fc_norm:
+            parts = features.split(H, -1)
+            features = torch.cat(
+                [rms(p, self.t[f"fc_norms.{i}.weight"], eps) for i, p in enumerate(parts)], -1
+            )
+        if self.c.norm_before_fc:
+            features = rms(features, self.t["input_norm.weight"], eps)
+        return features @ self.t["fc.weight"].T + self.t.get("fc.bias", 0)
+
+    def rows(self, tokens, features):
+        """(output, keys, values) of rows that pair tokens [R] with features [R, H], under full causal attention."""
+        t, g, eps = self.t, self.g, self.g.rms_norm_eps
+        e = self.embedding[tokens]
+        if self.c.version == 1:
+            x = residual = torch.cat((e, features), -1) @ t["fc.weight"].T + t.get("fc.bias", 0)
+        else:
+            normed = rms(features, t["layer.hidden_norm.weight"], eps)
+            x = torch.cat((rms(e, t["layer.input_norm.weight"], eps), normed), -1)
+            residual = normed if self.c.norm_before_residual else features
+        q, k, v = (
+            (x @ w.T + b).view(len(x), -1, g.head_dim) for w, b in zip(self.qkv, self.qkv_bias, strict=True)
+        )
+        q, k = rotate(q, g.rope.theta), rotate(k, g.rope.theta)
+        attended = []
+        for h in range(g.num_attention_heads):
+            kv = h // (g.num_attention_heads // g.num_key_value_heads)
+            scores = q[:, h] @ k[:, kv].T / math.sqrt(g.head_dim)
+            scores = scores.masked_fill(~torch.ones_like(scores).tril().bool(), -math.inf)
+            attended.append(scores.softmax(-1) @ v[:, kv])
+        x = residual + torch.cat(attended, -1) @ t["layer.attention.o.weight"].T
+        y = rms(x, t["layer.post_norm.weight"], eps)
+        gated = torch.nn.functional.silu(y @ self.gate.T) * (y @ self.up.T)
+        x = x + gated @ t["layer.mlp.down.weight"].T
+        if self.c.norm_output:
+            x = rms(x, t["norm.weight"], eps)
+        return x, k, v
+
+    def logits(self, output):
+        weight = self.target.lm_head.weight
+        if self.c.version == 1:
+            return output @ weight[self.ids].T
+        normed = output if self.c.norm_output else rms(output, self.t["norm.weight"], self.g.rms_norm_eps)
+        return normed @ self.t.get("lm_head.weight", weight).T
+
+    def true_features(self, ids):
+        hidden, taps = self.target.forward_train(torch.tensor(ids)[None], self.c.taps)
+        return self.fuse((hidden if taps is None else taps)[0])
+
+    def after(self, ids, features, path):
+        """Output of the last row when `path` is drafted after ids t_0..t_n; features of t_0..t_{n-1} are true."""
+        tokens = torch.tensor(ids[1:])
+        output, _, _ = self.rows(tokens, features)
+        for token in path:
+            tokens = torch.cat((tokens, torch.tensor([token])))
+            features = torch.cat((features, output[-1:]))
+            output, _, _ = self.rows(tokens, features)
+        return output[-1]
+
+
+class BruteForce:
+    """Trees as Python lists, from the reference head's law after every path."""
+
+    def __init__(self, head, ids, params: SamplingParams, noise: bool):
+        self.reference, self.ids, self.params = Reference(head), ids, params
+        self.features = self.reference.true_features(ids[:-1])
+        self.noise, self.known = noise, {}
+
+    def law(self, path):
+        """(keys, scores, target ids) of the children of the node at the end of `path`."""
+        if path not in self.known:
+            z = self.reference.logits(self.reference.after(self.ids, self.features, path))
+            T, targets, keys = self.params.temperature, self.reference.ids, z
+            scores = z.log_softmax(-1)
+            if self.noise and T > 0:
+                where = torch.tensor([[len(self.ids) + len(path)]])
+                seed = torch.tensor([self.params.seed])
+                keys = z + T * sampling.gumbel_noise(seed, where, targets)[0, 0]
+                scores = (keys / max(T, 0.5)).log_softmax(-1)
+            self.known[path] = keys, scores, targets
+        return self.known[path]
+
+    def children(self, path, count):
+        keys, scores, targets = self.law(path)
+        best = keys.argsort(descending=True)[:count]
+        return [(int(targets[i]), float(scores[i])) for i in best]
+
+    def static(self, tree):
+        """(path, cumulative score) of every node but the root, in the tree's order."""
+        nodes = {(): ((), 0.0)}
+        for ranks in tree.paths:
+            path, score = nodes[ranks[:-1]]
+            token, gained = self.children(path, ranks[-1] + 1)[-1]
+            nodes[ranks] = (*path, token), score + gained
+        return [nodes[ranks] for ranks in tree.paths]
+
+    def dynamic(self, tree):
+        """EAGLE-2 as in eagle.md 3.2: pool, frontier, re-ranking."""
+        pool = [((token,), score) for token, score in self.children((), tree.topk)]
+        frontier = list(pool)
+        for _ in range(tree.depth):
+            new = [((*p, t), s + g) for p, s in frontier for t, g in self.children(p, tree.topk)]
+            pool += new
+            frontier = sorted(new, key=lambda node: -node[1])[: tree.topk]
+        order = sorted(range(len(pool)), key=lambda i: (-pool[i][1], i))[: tree.N - 1]
+        return [pool[i] for i in sorted(order)]
+
+
+def record(engine: Engine, keep: int = 99):
+    """Every step's (committed ids per row, count, Draft) of the engine's next runs, as the drafter saw them."""
+    seen, real = [], engine.drafter.draft
+
+    def draft(request):
+        out = real(request)
+        ids = [row[: n + 1] for row, n in zip(request.tokens.tolist(), request.n.tolist(), strict=True)]
+        if len(seen) < keep:
+            seen.append((ids, request.count.clone(), out))
+        return out
+
+    engine.drafter.draft = draft
+    return seen
+
+
+def drafted_nodes(draft, b):
+    """(path of tokens below the root, score) of every valid node but the root."""
+    tokens, parent, valid = draft.tokens[b].tolist(), draft.parent[b].tolist(), draft.valid[b].tolist()
+    paths = {0: ()}
+    for i in range(1, len(tokens)):
+        if valid[i]:
+            paths[i] = (*paths[parent[i]], tokens[i])
+            assert int(draft.depth[b, i]) == len(paths[i])
+    return [(paths[i], float(draft.scores[b, i])) for i in sorted(paths) if i]
+
+
+HEADS = {
+    "eagle1": dict(version=1),
+    "eagle1 no bias, trimmed": dict(version=1, fc_bias=False, vocab=DRAFT_VOCAB),
+    "eagle1 qkv bias, own embedding, MHA": dict(
+        version=1, qkv_bias=True, has_embed=True, num_key_value_heads=4
+    ),
+    "eagle3": dict(version=3, vocab=DRAFT_VOCAB),
+    "eagle3 one KV head, shared lm_head": dict(version=3, num_key_value_heads=1, has_lm_head=False),
+    "eagle3 residual after norm, fc_norm": dict(
+        version=3, vocab=DRAFT_VOCAB, norm_before_residual=True, fc_norm=True, fc_bias=True
+    ),
+    "eagle3 norm_before_fc, norm_output, own embedding": dict(
+        version=3, norm_before_fc=True, norm_output=True, has_embed=True, qkv_bias=True, head_dim=16
+    ),
+}
+SHAPES = {"paper25": trees.PAPER25, "medusa": MEDUSA, "dynamic": trees.DynamicTree(14, 3, 4)}
+
+
+def check_drafts(head, tree, params, shared_noise=True, steps=4):
+    engine = eagle_engine(head, tree, shared_noise=shared_noise)
+    seen = record(engine)
+    engine.generate(PROMPT, params).run()
+    most = max(range(len(seen)), key=lambda i: int(seen[i][1]))  # a step after a long acceptance
+    for ids, _, draft in seen[:steps] + [seen[most]]:
+        brute = BruteForce(head, ids[0], params, shared_noise)
+        expected = brute.static(tree) if isinstance(tree, trees.StaticTree) else brute.dynamic(tree)
+        got = drafted_nodes(draft, 0)
+        assert [path for path, _ in got] == [path for path, _ in expected]
+        assert max(abs(a[1] - b[1]) for a, b in zip(got, expected, strict=True)) < 1e-6
+    return max(int(count) for _, count, _ in seen)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", HEADS)
+def test_drafted_tree_is_the_brute_force_one(kind, shape):
+    """A wrong norm, residual, bias, KV head, mask, position, feature or re-ranking in the head: output stays right,
+    acceptance silently falls. Greedy and sampled (shared noise), also after re-feeding several accepted tokens."""
+    options = dict(HEADS[kind])
+    head = tiny_head(tiny_model(), options.pop("version"), options.pop("vocab", None), **options)
+    greedy = SamplingParams(max_new_tokens=5)
+    sampled = SamplingParams(
+        temperature=3.0, seed=3, max_new_tokens=16
+    )  # the shared noise makes drafts right
+    check_drafts(head, SHAPES[shape], greedy, steps=2)
+    assert check_drafts(head, SHAPES[shape], sampled, steps=2) > 1
+
+
+def test_noise_off_drafts_the_official_tree():
+    """`--draft-noise off` must ignore temperature and noise, as the official EAGLE-2/3 drafting does."""
+    head = tiny_head(tiny_model())
+    params = SamplingParams(temperature=1.3, seed=5, top_k=7, max_new_tokens=8)
+    check_drafts(head, SHAPES["dynamic"], params, shared_noise=False)
+    check_drafts(head, SHAPES["medusa"], params, shared_noise=False)
+
+
+@pytest.mark.parametrize("version", (1, 3))
+def test_whole_sequence_forward_equals_the_reference(version):
+    """Training and decoding must be the same function: a head trained on another one drafts badly."""
+    model = tiny_model()
+    head = tiny_head(model, version, DRAFT_VOCAB if version == 3 else None)
+    reference, ids = Reference(head), [(7 * i + 3) % V for i in range(30)]
+    features = reference.true_features(ids[:-1])
+    expected = reference.rows(torch.tensor(ids[1:]), features)[0]
+    got = head.forward_train(torch.tensor([ids[1:]]), features[None])
+    torch.testing.assert_close(got[0], expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(head.predict(got)[0], reference.logits(expected), rtol=0, atol=1e-9)
+
+
+# ------------------------------------------------------------------ the draft cache
+
+
+def check_cache(engine, ids, rows, row=0):
+    """Rows [0, rows) of the draft cache equal one pass over the true features of `ids`."""
+    reference = Reference(engine.drafter.head)
+    features = reference.true_features(ids[:rows])
+    _, k, v = reference.rows(torch.tensor(ids[1 : rows + 1]), features)
+    got = engine.drafter.cache[:, row, :, :rows].transpose(1, 2)
+    torch.testing.assert_close(got[0], k, rtol=0, atol=1e-9)
+    torch.testing.assert_close(got[1], v, rtol=0, atol=1e-9)
+
+
+def run_and_check_cache(engine, prompt, params):
+    """A run; the stable draft rows are checked at every step, as the drafter leaves them."""
+    seen, real = [0], engine.drafter.draft
+
+    def draft(request):
+        out = real(request)
+        n = int(request.n[0])
+        check_cache(engine, request.tokens[0, : n + 1].tolist(), n)
+        seen[0] += 1
+        return out
+
+    engine.drafter.draft = draft
+    try:
+        result = engine.generate(prompt, params).run()[0]
+    finally:
+        engine.drafter.draft = real
+    assert seen[0] == result.steps > 0
+    return result
+
+
+@pytest.mark.parametrize("version", (1, 3))
+@pytest.mark.parametrize("shape", ("paper25", "dynamic"))
+def test_incremental_cache_equals_one_pass(version, shape):
+    """Tree rows that survive into the stable cache, accepted tokens not re-fed with true features, wrong positions."""
+    head = tiny_head(tiny_model(), version, DRAFT_VOCAB if version == 3 else None)
+    engine = eagle_engine(head, SHAPES[shape])
+    result = run_and_check_cache(engine, PROMPT, SamplingParams(temperature=1.0, seed=3, max_new_tokens=30))
+    assert max(map(len, result.tokens_per_step)) > 1  # several rows were re-fed at once
+
+
+def test_cache_after_a_diverging_turn():
+    """Draft row i holds token i+1: reusing it when the next prompt differs at token i+1 keeps a stale pair for good."""
+    engine = eagle_engine(tiny_head(tiny_model()), SHAPES["paper25"])
+    params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=12)
+    text = PROMPT + run_and_check_cache(engine, PROMPT, params).token_ids
+    for cut in (
+        len(PROMPT),
+        len(PROMPT) - 3,
+        len(text) - 1,
+        len(text),
+    ):  # where the new turn parts from the old
+        again = text[:cut] + [(text[cut] + 1) % V if cut < len(text) else 5, 8, 2]
+        result = run_and_check_cache(engine, again, params)
+        assert 0 < result.cached_tokens < len(again)
+        run_and_check_cache(engine, PROMPT, params)
+        text = PROMPT + engine.generate(PROMPT, params).run()[0].token_ids
+
+
+# ------------------------------------------------------------------ acceptance of the machinery around a head
+
+
+class OracleHead(EagleHead):
+    """Knows the target: the output of a row is the true next feature, if every row it sees pairs the right feature with
+    the right token at the right position, and zero otherwise. So acceptance is perfect if and only if the machinery is.
+
+    Its cache rows hold (token, position, whether the row was fed rightly)."""
+
+    first = PROMPT[0]  # token 0 is never fed to a head
+
+    def fuse(self, features):
+        return features
+
+    def predict(self, output):
+        if self.config.version == 1:
+            return super().predict(output)
+        logits = self.target.logits(self.target.norm(output))
+        return logits if self.draft_ids is None else logits[..., self.draft_ids]
+
+    def truth(self, ids):
+        if ids not in self.__dict__.setdefault("_truth", {}):
+            hidden, taps = self.target.forward_train(torch.tensor(ids)[None], self.config.taps)
+            self._truth[ids] = (hidden if taps is None else taps)[0]
+        return self._truth[ids]
+
+    def forward(self, tokens, feature, nodes, kv):
+        out = torch.zeros_like(feature)
+        for b in range(tokens.shape[0]):
+            start, region = int(nodes.start[b]), nodes.visible.shape[2]
+            for t in range(tokens.shape[1]):
+                own, slot = kv[0, b, 0], int(nodes.slots[b, t])
+                own[slot, :3] = torch.tensor([tokens[b, t], nodes.positions[b, t], 1])
+                seen = torch.cat(
+                    (torch.arange(start), start + torch.arange(region)[nodes.visible[b, t]])
+                ).clamp(max=kv.shape[3] - 1)
+                rows = own[seen][own[seen, 1].argsort(stable=True)]
+                ids = (self.first, *rows[:, 0].long().tolist())
+                if rows[:, 1].tolist() != list(range(len(rows))):
+                    own[slot, 2] = 0
+                    continue
+                true = self.truth(ids)
+                right = torch.allclose(feature[b, t], true[-2], rtol=0, atol=1e-9)
+                own[slot, 2] = float(right)
+                if right and bool(rows[:, 2].all()):
+                    out[b, t] = true[-1]
+        return out
+
+
+def peaked_model():
+    model = tiny_model(seed=2)
+    model.lm_head.weight.mul_(6)
+    return model
+
+
+GREEDY = SamplingParams(max_new_tokens=22)
+SAMPLED = SamplingParams(temperature=1.0, seed=11, max_new_tokens=22)
+
+
+def oracle_engine(version=1, tree=None, vocab=None, **options):
+    tree = trees.chain(4) if tree is None else tree
+    head = tiny_head(
+        peaked_model(), version, vocab, cls=OracleHead, **(dict(taps=(2,)) if version == 3 else {})
+    )
+    return eagle_engine(head, tree, **options)
+
+
+def vocabulary(params):
+    """Draft ids that hold every token of the plain run, so that only a wrong table can lower acceptance."""
+    plain = Engine(peaked_model()).generate(PROMPT, params).run()[0].token_ids
+    return torch.tensor(sorted({*plain, *range(2, V, 3)}))
+
+
+def tau(engine, params=GREEDY):
+    """Mean tokens per step, the truncated last step aside; the tokens must be plain decoding's."""
+    result = engine.generate(PROMPT, params).run()[0]
+    assert result.token_ids == Engine(engine.model).generate(PROMPT, params).run()[0].token_ids
+    sizes = [len(ids) for ids in result.tokens_per_step[:-1]]
+    return sum(sizes) / len(sizes)
+
+
+@pytest.mark.parametrize("params", (GREEDY, SAMPLED), ids=("greedy", "T=1"))
+@pytest.mark.parametrize("version", (1, 3))
+def test_a_perfect_head_is_accepted_whole(version, params):
+    """Any slip in feature alignment, positions, masks, re-feeding, draft ids or noise costs acceptance, never output:
+    with a head that knows the target every static tree must yield D+1 tokens in every step."""
+    for tree in (trees.chain(4), MEDUSA, trees.PAPER25):
+        assert tau(oracle_engine(version, tree), params) == tree.D + 1
+    assert tau(oracle_engine(version, vocab=vocabulary(params)), params) == 5
+    assert tau(oracle_engine(version, trees.DynamicTree(24, 4, 4)), params) > 4
+
+
+def rolled(request):
+    return request._replace(tokens=request.tokens.roll(1, 1))
+
+
+def wrong_token(self, request, real):
+    return real(self, rolled(request))
+
+
+def wrong_feature(self, request, real):
+    return real(self, request._replace(features=request.features.roll(1, 1)))
+
+
+def surviving_rows(self, request, real):
+    """The accepted tokens' tree rows stay, instead of being fed again with true features."""
+    before = self.cache.clone()
+    output = real(self, request)
+    start, end = int(request.n[0] - request.count[0]) + 1, int(request.n[0])
+    self.cache[..., start:end, :] = before[..., start:end, :]
+    return output
+
+
+def one_row_short(self, request, real):
+    """a instead of a+1 rows: the root's own pair is never fed."""
+    short = request._replace(count=(request.count - 1).clamp(min=1), features=request.features.roll(-1, 1))
+    return real(self, short if int(request.count[0]) > 1 else request)
+
+
+def first_row_read(self, request, real):
+    outputs, forward = [], self.head.forward
+    self.head.forward = lambda *args: outputs.append(forward(*args)) or outputs[-1]
+    try:
+        real(self, request)
+    finally:
+        del self.head.forward
+    return outputs[0][:, :1]
+
+
+@pytest.mark.parametrize("mutant", (wrong_token, wrong_feature, surviving_rows, first_row_read))
+def test_extend_mutants_lose_acceptance(mutant, monkeypatch):
+    """That the floor above can fail: each of these slips in re-feeding accepted tokens must fall below it."""
+    real = EagleDrafter._extend
+    monkeypatch.setattr(EagleDrafter, "_extend", lambda self, request: mutant(self, request, real))
+    assert tau(oracle_engine()) < 4.5
+
+
+@pytest.mark.parametrize("mutant", (wrong_token, wrong_feature, surviving_rows, one_row_short))
+def test_extend_mutants_spoil_the_cache(mutant, monkeypatch):
+    """That the cache test can fail (an imperfect head's tree rows differ from the true ones)."""
+    real = EagleDrafter._extend
+    monkeypatch.setattr(EagleDrafter, "_extend", lambda self, request: mutant(self, request, real))
+    params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
+    with pytest.raises(AssertionError, match="not close"):
+        run_and_check_cache(eagle_engine(tiny_head(tiny_model()), SHAPES["paper25"]), PROMPT, params)
+
+
+@pytest.mark.parametrize(
+    "tree", (trees.chain(4), MEDUSA, trees.DynamicTree(24, 4, 4)), ids=("chain", "static", "dynamic")
+)
+def test_shifted_draft_positions_lose_acceptance(tree, monkeypatch):
+    """Mutant: draft rows one position too far (the eaglefast defect, eagle.md 2.6)."""
+    real = EagleDrafter._level
+    monkeypatch.setattr(
+        EagleDrafter, "_level", lambda self, request, depth, *rest: real(self, request, depth + 1, *rest)
+    )
+    assert tau(oracle_engine(tree=tree)) < 2.5
+
+
+def test_a_row_that_sees_its_sibling_loses_acceptance(monkeypatch):
+    """Mutant: tree rows see every earlier tree row instead of their ancestors."""
+    real = EagleDrafter._level
+
+    def level(self, request, depth, first, tokens, feature, visible):
+        return real(self, request, depth, first, tokens, feature, torch.ones_like(visible))
+
+    monkeypatch.setattr(EagleDrafter, "_level", level)
+    assert tau(oracle_engine(tree=MEDUSA)) < 3
+
+
+@pytest.mark.parametrize("version", (1, 3))
+def test_offset_table_read_as_absolute_loses_acceptance(version):
+    """Mutant: d2t's offsets taken for target ids (eagle.md 4.3)."""
+    engine = oracle_engine(version, vocab=vocabulary(GREEDY))
+    engine.drafter.head.draft_ids.sub_(torch.arange(engine.drafter.head.vocab_size))
+    assert tau(engine) < 2
+
+
+def noise_by_draft_id(request, head):
+    noise = request.noise.clone()
+    noise[..., head.draft_ids] = request.noise[..., : head.vocab_size]
+    return request._replace(noise=noise)
+
+
+def noise_of_the_root(request, head):
+    return request._replace(noise=request.noise[:, :1].expand_as(request.noise))
+
+
+def noise_one_late(request, head):
+    return request._replace(noise=request.noise.roll(1, 1))
+
+
+@pytest.mark.parametrize("mutant", (noise_by_draft_id, noise_of_the_root, noise_one_late))
+@pytest.mark.parametrize("tree", (trees.chain(4), trees.DynamicTree(24, 4, 4)), ids=("chain", "dynamic"))
+def test_noise_mutants_lose_acceptance(mutant, tree, monkeypatch):
+    """Mutants: the draft's noise looked up by draft id, reused across depth, or of the wrong position."""
+    params = SamplingParams(temperature=8.0, seed=11, max_new_tokens=22)  # the noise decides
+    real = EagleDrafter._keys
+    vocab = vocabulary(params)
+    assert tau(oracle_engine(vocab=vocab, tree=tree), params) > 4
+    monkeypatch.setattr(
+        EagleDrafter, "_keys", lambda self, request, *rest: real(self, mutant(request, self.head), *rest)
+    )
+    assert tau(oracle_engine(vocab=vocab, tree=tree), params) < 3
+
+
+def test_batch_rows_of_a_perfect_head():
+    """Rows of different lengths and trees: a row's drafts must use its own length, features, noise and cache."""
+    shapes = [trees.chain(4), MEDUSA, trees.chain(2)]
+    head = tiny_head(peaked_model(), cls=OracleHead)
+    engine = eagle_engine(head, shapes, batch_size=3)
+    prompts = [PROMPT, PROMPT[:5], PROMPT + PROMPT[:9]]
+    results = engine.generate_batch(prompts, SAMPLED).run()
+    for result, tree in zip(results, shapes, strict=True):
+        assert all(len(ids) == tree.D + 1 for ids in result.tokens_per_step[:-1])
+
+
+# ------------------------------------------------------------------ penalties and filters on the draft side
+
+
+def test_penalties_follow_the_drafted_path():
+    """Draft penalties that miss the drafted path, or count in the wrong vocabulary, cost acceptance."""
+    params = SamplingParams(
+        temperature=1.0,
+        repetition_penalty=1.8,
+        frequency_penalty=1.5,
+        presence_penalty=0.5,
+        seed=2,
+        max_new_tokens=40,
+    )
+    for vocab in (None, vocabulary(params)):
+        for tree in (trees.chain(4), MEDUSA):
+            assert tau(oracle_engine(tree=tree, vocab=vocab), params) == tree.D + 1
+
+
+@pytest.mark.parametrize("tree", ("paper25", "medusa", "dynamic"))
+def test_top_k_1_is_greedy(tree):
+    """top_k = 1 at T = 1 leaves one survivor: its tokens and its tau must be greedy's exactly."""
+    head = tiny_head(tiny_model())
+    head.target.lm_head.weight.mul_(4)
+    greedy = eagle_engine(head, SHAPES[tree]).generate(PROMPT, SamplingParams(max_new_tokens=40)).run()[0]
+    one = SamplingParams(temperature=1.0, top_k=1, seed=9, max_new_tokens=40)
+    sampled = eagle_engine(head, SHAPES[tree]).generate(PROMPT, one).run()[0]
+    assert sampled.tokens_per_step == greedy.tokens_per_step and sampled.token_ids == greedy.token_ids
+
+
+def test_refusals():
+    """Multi-round on a dynamic tree would silently stop being lossless."""
+    head = tiny_head(tiny_model())
+    with pytest.raises(ValueError, match="multi-round needs a static tree"):
+        eagle_engine(head, trees.DynamicTree(8, 2, 2), multi_round="with")
+
+
+def test_norms_are_not_inert():
+    """The reference test above would miss a dropped norm if random heads had unit norms."""
+    head = tiny_head(tiny_model(), 3, fc_norm=True)
+    assert all(float((p - 1).abs().max()) > 0.01 for p in head.parameters() if p.dim() == 1)
+    randomise(head, 5)
+    assert CTX >= 64

@@ -254,16 +254,16 @@ def _read_rope(config: dict[str, Any], where: str, default_theta: float, max_pos
     read = ConfigReader({**flat, "rope_type": flat.get("rope_type") or flat.get("type") or "default"}, where)
     kind = read.text("rope_type", "default", ROPE_TYPES)
     theta_from = flat if flat.get("rope_theta") is not None else config
-    theta = ConfigReader(theta_from, where).number("rope_theta", default_theta, 1.0)
+    theta = ConfigReader(theta_from, where).number("rope_theta", default_theta, 1.01)
     if kind == "default":
         return RopeConfig(theta=theta)
     original = flat.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
     if kind == "llama3" and original is None:
         raise ValueError(f"{where}: rope type llama3 needs original_max_position_embeddings.")
-    if original is not None and (isinstance(original, bool) or not isinstance(original, int) or original < 1):
-        raise ValueError(
-            f"{where}: original_max_position_embeddings = {original!r}, expected a positive integer."
-        )
+    original = {"original_max_position_embeddings": original}
+    original = ConfigReader(original, where).integer(
+        "original_max_position_embeddings", max_positions, high=2**24
+    )
     llama3 = kind == "llama3"
     scaling = RopeConfig(
         theta=theta,
@@ -271,7 +271,7 @@ def _read_rope(config: dict[str, Any], where: str, default_theta: float, max_pos
         factor=read.number("factor", None, 1.0, 1e6),
         low_freq_factor=read.number("low_freq_factor", None if llama3 else 1.0, 1e-6, 1e6),
         high_freq_factor=read.number("high_freq_factor", None if llama3 else 4.0, 1e-6, 1e6),
-        original_max_positions=original or max_positions,
+        original_max_positions=original,
         beta_fast=read.number("beta_fast", 32.0, 1e-6, 1e6),
         beta_slow=read.number("beta_slow", 1.0, 1e-6, 1e6),
         mscale=read.number("mscale", 0.0, 0.0, 1e6),

@@ -40,6 +40,18 @@ FAMILIES = {
     "codellama": ("LlamaConfig", rope("default", 1e6)),
     "linear": ("LlamaConfig", rope("linear", factor=4.0)),
     "yarn": ("LlamaConfig", rope("yarn", factor=4.0, original_max_position_embeddings=128)),
+    "yarn-set": (
+        "LlamaConfig",
+        rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=64,
+            beta_fast=8.0,
+            beta_slow=2.0,
+            truncate=False,
+        )
+        | {"num_hidden_layers": 2},
+    ),
     "mistral": ("MistralConfig", {"sliding_window": 8}),
     "mistral-full": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),

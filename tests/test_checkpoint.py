@@ -92,6 +92,37 @@ def test_dtype_of_file_and_of_memory(tiny_checkpoint, tmp_path, dtype):
     assert again.dtype == dtype and same_weights(model, again)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 99}},
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "truncate": False,
+                "attention_factor": 1.5,
+                "beta_slow": 3,
+            }
+        },
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
+        {"eos_token_id": [3, 4], "bos_token_id": None, "torch_dtype": "bfloat16"},
+        {"eos_token_id": None, "head_dim": 20, "rms_norm_eps": 1e-5},
+        {
+            "model_type": "qwen3",
+            "attention_bias": True,
+            "sliding_window": 4,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ],
+)
+def test_configs_survive_writing(change):
+    """A switch that our own directories forget: the converted model would differ from its source."""
+    config = ModelConfig.from_hf({**BASE, "model_type": "llama", **change})
+    assert ModelConfig.from_hf(json.loads(json.dumps(checkpoint.config_to_hf(config)))) == config
+
+
 def test_sharded_safetensors_and_bin_equal_the_single_file(tiny_checkpoint, tmp_path):
     """A shard that is skipped, or a .bin read only in part."""
     want = load_model(tiny_checkpoint("qwen2"))
@@ -331,6 +362,7 @@ class Hostile:
         return (os.mkdir, ("pwned",))
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
 def test_hostile_pickles_do_not_run(llama, name, monkeypatch, tmp_path):
     """A checkpoint that executes code when it is opened."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from conftest import BASE, FAMILIES, build_hf
 
 import checkpoint
 import kernels
-from model import ModelConfig, Transformer, chain_ancestors
+from model import ROPE_TYPES, ModelConfig, Transformer, chain_ancestors
 
 LENGTH = 40
 
@@ -91,7 +93,7 @@ def test_greedy_tokens_equal_transformers(pair, family):
     assert got == want
 
 
-@pytest.mark.parametrize("family", ["llama31", "llama-tied", "yarn", "linear", "codellama"])
+@pytest.mark.parametrize("family", ["llama31", "llama-tied", "yarn", "yarn-set", "linear", "codellama"])
 def test_long_positions(pair, family):
     """Scaled RoPE that is right at the first positions only: the original length is 64 or 128, this prompt has 400."""
     hf, ours = pair(family)
@@ -310,6 +312,11 @@ def test_batch_training_forward_equals_the_cached_one(pair):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_theta": 0.5}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}}, "rope_theta"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**30}},
+            "original_max",
+        ),
         (
             {"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True, "layer_types": 3},
             "layer_types",
@@ -339,3 +346,49 @@ def test_both_spellings_of_transformers_give_one_config():
     config = ModelConfig.from_hf({**base, **old})
     assert config == ModelConfig.from_hf({**base, **new})
     assert config.rope.theta == 5e5 and config.rope.kind == "llama3" and config.dtype == "bfloat16"
+
+
+def test_mutated_rope_settings_never_crash():
+    """A division by zero or an overflow deep in a table, for odd but well-typed scaling values: 3000 seeded mutations."""
+    rng = random.Random(3)
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        1.0,
+        1e-7,
+        3,
+        64,
+        2**31,
+        10**30,
+        -1.5,
+        1e308,
+        "x",
+        [],
+        0.999999,
+        1.0000001,
+    ]
+    usable = 0
+    for _ in range(3000):
+        scaling = {"rope_type": rng.choice(ROPE_TYPES), "factor": 4.0, "rope_theta": 1e4, "truncate": True}
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+        scaling |= {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "attention_factor": None,
+            "mscale": None,
+            "mscale_all_dim": 1.0,
+        }
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            scaling[rng.choice(list(scaling))] = rng.choice(values)
+        try:
+            config = ModelConfig.from_hf({**BASE, "model_type": "llama", "rope_parameters": scaling})
+        except ValueError as error:
+            assert "\n" not in str(error)
+            continue
+        frequencies, scale = config.rope.frequencies(16)
+        assert frequencies.isfinite().all() and 0 <= scale < 1e9
+        usable += 1
+    assert usable > 300

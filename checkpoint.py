@@ -228,6 +228,17 @@ def load_config(directory: str | Path) -> ModelConfig:
     return ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
 
 
+def open_model(directory: str | Path) -> tuple[ModelConfig, dict[str, Entry]]:
+    """Config and unread tensors (Hugging Face names) of an unquantized directory. ValueError in one line if unusable."""
+    directory = _existing(directory)
+    if _is_meta(directory):
+        return _read_meta(directory)
+    config = load_config(directory)
+    if not (files := tensor_files(directory)):
+        raise ValueError(f"{directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?")
+    return config, read_entries(files)
+
+
 def load_model(
     directory: str | Path,
     device: torch.device | str = "cpu",
@@ -251,18 +262,12 @@ def load_model(
         ValueError: one line that names the file and the tensor or key, and what to do.
     """
     directory = _existing(directory)
-    if _is_meta(directory):
-        config, entries = _read_meta(directory)
-    else:
-        raw = read_json(directory / "config.json")
-        if raw.get("eaglet_quant") or raw.get("quantization_config"):
-            import quantize
+    raw = {} if _is_meta(directory) else read_json(directory / "config.json")
+    if raw.get("eaglet_quant") or raw.get("quantization_config"):
+        import quantize  # heavy, and not needed otherwise
 
-            return quantize.load_quantized(directory, raw, device, dtype, progress, max_positions)
-        config = ModelConfig.from_hf(raw, str(directory / "config.json"))
-        if not (files := tensor_files(directory)):
-            raise ValueError(f"{directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?")
-        entries = read_entries(files)
+        return quantize.load_quantized(directory, raw, device, dtype, progress, max_positions)
+    config, entries = open_model(directory)
     model = build_model(config)
     fused = any(name.endswith(".experts.gate_up_proj") for name in entries)
     duplicate = entries.pop("lm_head.weight", None) if config.tie_word_embeddings else None

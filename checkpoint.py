@@ -644,7 +644,7 @@ class _HeadReader:
         path, folder = self.path, self.path if self.path.is_dir() else self.path.parent
         if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pth", ".pt"):
             self.fail("expected a .safetensors, .bin or .pth file, or a folder.")
-        files = [path] if path.is_file() else tensor_files(path) or sorted(path.glob("*.pth"))[:1]
+        files = [path] if path.is_file() else tensor_files(path) or sorted(path.glob("*.pth"))
         if not files:
             self.fail("no head here: expected model.safetensors, pytorch_model.bin or a .pth file.")
         raw = read_json(folder / "config.json") if (folder / "config.json").exists() else {}

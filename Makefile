@@ -1,0 +1,36 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer: they create .venv and install what they use.
+BASE_PYTHON ?= python3
+VENV := .venv
+PYTHON ?= $(VENV)/bin/python
+
+.PHONY: demo test lint gpu gpu-full clean
+
+$(VENV)/runtime: requirements.txt
+	test -x $(VENV)/bin/python || $(BASE_PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/dev: requirements.txt requirements-dev.txt
+	test -x $(VENV)/bin/python || $(BASE_PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -r requirements-dev.txt
+	touch $@ $(VENV)/runtime
+
+demo: $(VENV)/runtime
+	$(PYTHON) -m scripts.demo
+
+test: $(VENV)/dev
+	$(PYTHON) -m pytest
+
+lint: $(VENV)/dev
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+# Uses $(PYTHON) as it is and installs nothing: for a machine with a GPU, torch and pytest.
+gpu:
+	$(PYTHON) -m scripts.gpu
+
+gpu-full:
+	$(PYTHON) -m scripts.gpu --full
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -25,6 +25,9 @@ except ImportError:
     triton = tl = None
 
 _jit = triton.jit if triton else (lambda function: function)
+_jit_any_m = (
+    triton.jit(do_not_specialize=["M"]) if triton else _jit
+)  # one binary per token tile, also for M = 1
 _constexpr = tl.constexpr if triton else str
 
 OPERATIONS = ("packed_linear", "packed_experts", "tree_attention", "rms_norm", "rope_write_kv")
@@ -80,8 +83,10 @@ _ACTIVE: contextvars.ContextVar[KernelBackend | None] = contextvars.ContextVar("
 
 
 def _use_triton(operation: str, x: Tensor) -> bool:
-    backend = _ACTIVE.get() or KernelBackend("auto", x.device.type)
-    return backend.table[operation][0] == "triton" and x.dtype != torch.float64
+    backend = _ACTIVE.get()
+    if x.dtype == torch.float64 or (backend is None and not x.is_cuda):
+        return False
+    return (backend or KernelBackend("auto", "cuda")).table[operation][0] == "triton"
 
 
 def _on_device(x: Tensor) -> bool:
@@ -308,7 +313,7 @@ def _finish(acc, up, s, bias, residual, out, rn, out_rows, live, N, N_OUT,
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@_jit
+@_jit_any_m
 def _linear_kernel(x, w, s, z, bias, residual, out, part, count, M, N, K, N_OUT,
                    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
                    RESIDUAL: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
@@ -394,13 +399,13 @@ def linear_config(n: int, k: int, bits: int, multiprocessors: int = 82) -> Linea
     return LinearConfig(block_n, split_k, stages=4 if bits == 4 else 3)
 
 
-def _launch(config: list[int], dtype: torch.dtype, tokens: int, gated: bool) -> tuple[int, int, int, int, int]:
-    """(BN, BT, split_k, warps, stages) of a launch. BN halves where the accumulator would not fit in registers, and for
-    gate-up, whose two tiles share a program; neither changes the order of any sum."""
+def _launch(config: list[int], tokens: int, gated: bool) -> tuple[int, int, int, dict[str, int | None]]:
+    """(BN, BT, split_k, compiler options) of a launch; only split_k orders a sum. Gate-up halves BN: two tiles share a
+    program. At 32 tokens ptxas would rather spill than pass 128 registers."""
     block_n, split, warps, stages = config
     tile = max(16, triton.next_power_of_2(tokens))
-    wide = block_n * tile * (2 if dtype == torch.bfloat16 else 1) > 4096
-    return max(16, block_n // (1 + wide) // (1 + gated)), tile, split, warps, stages
+    options = dict(num_warps=warps, num_stages=stages, maxnreg=168 if tile == 32 else None)
+    return max(16, block_n // (1 + gated)), tile, split, options
 
 
 @dataclass(frozen=True, eq=False)
@@ -576,7 +581,7 @@ def planes_linear(
         y = rows @ dequantize(PackedWeight("planes", bits, group, n, k, words, scales, zeros), x.dtype).mT
         return _epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
     out = x.new_empty((*x.shape[:-1], n_out))
-    block_n, tile, split, warps, stages = _launch(config, x.dtype, tokens, gated)
+    block_n, tile, split, options = _launch(config, tokens, gated)
     tiles = triton.cdiv(n_out, block_n)
     partial = x.new_empty((split if split > 1 else 0, 1 + gated, tiles * block_n, tile), dtype=torch.float32)
     _linear_kernel[tiles, split](
@@ -585,7 +590,7 @@ def planes_linear(
         tokens, n, k, n_out, BITS=bits, GROUP=group, ZEROS=zeros is not None, BIAS=bias is not None,
         RESIDUAL=residual is not None, GATED=gated, EVEN_K=k % 128 == 0, EVEN_N=n_out % block_n == 0, BN=block_n,
         BT=tile, SPLIT=split, ACC=tl.float16 if half_accumulate and x.dtype == torch.float16 else tl.float32,
-        DEVICE=_on_device(x), num_warps=warps, num_stages=stages,
+        DEVICE=_on_device(x), **options,
     )
     return out
 
@@ -642,13 +647,13 @@ def expert_linear(
     pairs = experts.argsort(stable=True).to(torch.int32)
     bounds = torch.arange(weight.shape[0] + 1, device=x.device)
     offsets = (experts[None, :] < bounds[:, None]).sum(1, dtype=torch.int32)
-    block_n, tile, _, warps, stages = _launch(config, x.dtype, 16, gated)
+    block_n, tile, _, options = _launch(config, 16, gated)
     _expert_kernel[triton.cdiv(tokens, tile), triton.cdiv(n_out, block_n), weight.shape[0]](
         rows, weight, rows if scales is None else scales, rows if zeros is None else zeros, out, pairs, offsets,
         n, k, n_out, div, BITS=bits, GROUP=group, ZEROS=zeros is not None, GATED=gated, EVEN_K=k % 128 == 0,
         EVEN_N=n_out % block_n == 0, BN=block_n, BT=tile,
         ACC=tl.float16 if half_accumulate and x.dtype == torch.float16 else tl.float32,
-        DEVICE=_on_device(x), num_warps=warps, num_stages=stages,
+        DEVICE=_on_device(x), **options,
     )
     return out
 
@@ -975,7 +980,8 @@ def _tree_attention_triton(
     fixed = dict(HKV=kv_heads, HD=dim, HDP=triton.next_power_of_2(dim), WINDOW=max(window, 0), REGION=region)
     tile = min(64, max(16, triton.next_power_of_2(rows)))
     _attend_chunks_kernel[batch * kv_heads, splits, triton.cdiv(rows, tile)](
-        *tensors, *sizes, **fixed, BM=tile, BK=64, SPLIT=split, DEVICE=_on_device(q), num_warps=4, num_stages=3
+        *tensors, *sizes, **fixed, BM=tile, BK=64, SPLIT=split, DEVICE=_on_device(q),
+        num_warps=tile // 8 if tile > 16 else 4, num_stages=2
     )
     _attend_tail_kernel[batch * kv_heads, triton.cdiv(rows, 4)](
         *tensors, out, *sizes, **fixed, RP=1 if region else triton.next_power_of_2(R), RT=4, SPLIT=split, num_warps=4

@@ -3,7 +3,8 @@
 `python -m scripts.kernel_report [--json FILE] [--arch 86 89 90 120] [--quick]` prints, per kernel variant and GPU
 architecture: registers, spills, shared memory, instructions per weight in the main loop, and the kind of matrix
 instruction. Exit status 1 when a kernel spills, when the fp16 symmetric g128 int4 loop needs more than 3.5 instructions
-per weight, or when a quantized loop stores decoded weights to shared memory.
+per weight (gated up to 32 rows: at 64 the matrix instructions alone double), or when a quantized loop stores decoded
+weights to shared memory.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ class Variant(NamedTuple):
     kernel: object
     pointers: dict[str, str]
     constants: dict[str, object]
-    warps: int = 4
-    stages: int = 4
+    options: dict[str, object]
     weights: float = 0.0
     gate: bool = False  # the LIMIT applies
     quantized: bool = False
@@ -55,33 +55,30 @@ def _linear(
     gated: bool = False,
     **more,
 ) -> Variant:
-    config = kernels.LinearConfig()
-    block = more.get("block_n", config.block_n if bits == 4 else 64) // (2 if gated else 1)
-    half = more.get("half", False)
-    act = "*fp16" if dtype == "fp16" else "*bf16"
+    """The kernel as `packed_linear` launches it for a 4096 x 4096 layer. more: half, ragged, expert."""
+    half, ragged, expert = (more.get(key, False) for key in ("half", "ragged", "expert"))
+    config = kernels.linear_config(4096, 4096, bits)
+    block, tile, _, options = kernels._launch(config[:4], tokens, gated)
+    act = f"*{dtype}"
     pointers = dict(
-        x=act, w=act if bits == 16 else "*i32", s="*fp16", z="*u8", bias=act, residual=act, out=act
+        x=act, w=act if bits == 16 else "*i32", s="*fp32" if bits == 8 else "*fp16", z="*u8", out=act
     )
     constants = dict(
-        BITS=bits, GROUP=group, ZEROS=zeros, GATED=gated, EVEN_K=True, EVEN_N=more.get("even_n", True), BN=block,
-        BT=tokens, ACC=tl.float16 if half else tl.float32, DEVICE=True,
+        BITS=bits, GROUP=group, ZEROS=zeros, GATED=gated, EVEN_K=not ragged, EVEN_N=not ragged, BN=block, BT=tile,
+        ACC=tl.float16 if half else tl.float32, DEVICE=True,
     )  # fmt: skip
-    expert = more.get("expert", False)
     if expert:
-        pointers.update(pairs="*i32", offsets="*i32")
-        pointers = {k: v for k, v in pointers.items() if k not in ("bias", "residual")}
+        pointers |= dict(pairs="*i32", offsets="*i32")
     else:
-        pointers.update(part="*fp32", count="*i32")
-        constants.update(BIAS=False, RESIDUAL=not gated, SPLIT=more.get("split", 4))
-    tags = [f"{'experts' if expert else 'linear'} w{bits} {dtype} M<={tokens}"]
-    tags += [f"g{group}"] if bits == 4 else []
-    tags += [text for text, on in (("zeros", zeros), ("gate-up", gated), ("fp16-acc", half)) if on]
-    tags += [] if constants["EVEN_N"] else ["ragged N"]
-    weights = block * 128 / (config.warps * 32) * (2 if gated else 1)
+        pointers |= dict(bias=act, residual=act, part="*fp32", count="*i32")
+        constants |= dict(BIAS=False, RESIDUAL=not gated, SPLIT=4)
+    tags = [f"{'experts' if expert else 'linear'} w{bits} {dtype} M<={tokens}"] + [f"g{group}"] * (bits == 4)
+    flags = (("zeros", zeros), ("gate-up", gated), ("fp16-acc", half), ("ragged", ragged))
+    plain = bits == 4 and dtype == "fp16" and group == 128 and tokens <= 32 and not (zeros or half or expert)
     return Variant(
-        " ".join(tags), kernels._expert_kernel if expert else kernels._linear_kernel, pointers, constants, config.warps,
-        config.stages, weights, bits == 4 and dtype == "fp16" and group == 128 and not (zeros or half or expert),
-        bits < 16,
+        " ".join(tags + [text for text, on in flags if on]),
+        kernels._expert_kernel if expert else kernels._linear_kernel,
+        pointers, constants, options, block * 128 / (options["num_warps"] * 32) * (1 + gated), plain, bits < 16,
     )  # fmt: skip
 
 
@@ -92,11 +89,12 @@ def _attention(dtype: str, rows: int, region: bool = False, window: int = 0) -> 
     label = f"{dtype}{' prefill' if region else ''}{f' window {window}' if window else ''}"
     chunks = Variant(
         f"attention chunks {label} {rows} rows", kernels._attend_chunks_kernel,
-        shared | dict(acc_out="*fp32", ml_out="*fp32"), fixed | dict(BM=rows, BK=64, DEVICE=True), stages=3,
+        shared | dict(acc_out="*fp32", ml_out="*fp32"), fixed | dict(BM=rows, BK=64, DEVICE=True),
+        dict(num_warps=rows // 8, num_stages=2),
     )  # fmt: skip
     tail = Variant(
         f"attention tail {label}", kernels._attend_tail_kernel,
-        shared | dict(acc_in="*fp32", ml_in="*fp32", out=act), fixed | dict(RP=32, RT=4),
+        shared | dict(acc_in="*fp32", ml_in="*fp32", out=act), fixed | dict(RP=32, RT=4), dict(num_warps=4),
     )  # fmt: skip
     return [chunks] if region else [chunks, tail]
 
@@ -107,37 +105,28 @@ def variants(quick: bool = False) -> list[Variant]:
     if quick:
         return main
     main += [_linear(4, "fp16", tokens) for tokens in (32, 64)]
-    main += [
-        _linear(4, "fp16", gated=True),
-        _linear(4, "fp16", 32, gated=True),
-        _linear(4, "fp16", even_n=False),
+    main += [_linear(4, "fp16", tokens, gated=True) for tokens in (16, 32)] + [
+        _linear(4, "fp16", ragged=True)
     ]
-    main += [_linear(4, "fp16", group=64), _linear(4, "fp16", group=32), _linear(4, "fp16", zeros=True)]
-    main += [_linear(4, "fp16", half=True), _linear(4, "bf16"), _linear(4, "bf16", 32)]
-    main += [_linear(8, "fp16", tokens) for tokens in (16, 32, 64)] + [
-        _linear(8, "bf16"),
-        _linear(8, "fp16", gated=True),
-    ]
+    main += [_linear(4, "fp16", group=group) for group in (64, 32)] + [_linear(4, "fp16", zeros=True)]
+    main += [_linear(4, "fp16", half=True)] + [_linear(4, "bf16", tokens) for tokens in (16, 32, 64)]
+    main += [_linear(8, "fp16", tokens) for tokens in (16, 32, 64)]
+    main += [_linear(8, "bf16"), _linear(8, "fp16", gated=True)]
     main += [_linear(16, "fp16"), _linear(16, "bf16"), _linear(16, "bf16", 32)]
     main += [
         _linear(bits, "fp16", gated=gated, expert=True) for bits in (4, 8, 16) for gated in (True, False)
     ]
     main += _attention("fp16", 64) + _attention("bf16", 64) + _attention("fp16", 32, window=4096)
     main += _attention("fp16", 64, region=True)
-    main.append(
-        Variant(
-            "rms_norm", kernels._rms_norm_kernel, dict(x="*fp16", w="*fp16", out="*fp16"), dict(BLOCK=4096)
-        )
-    )
+    norm = dict(x="*fp16", w="*fp16", out="*fp16")
+    main.append(Variant("rms_norm", kernels._rms_norm_kernel, norm, dict(BLOCK=4096), dict(num_warps=4)))
     rope = dict(
         qkv="*fp16", cos="*fp32", sin="*fp32", kv="*fp16", slots="*i64", q_weight="*fp16", k_weight="*fp16"
     )
-    sizes = dict(HQ=32, HKV=8, HD=128, BLOCK=128)
-    for norm in (False, True):
-        name = "rope + kv write" + (" + q/k norm" if norm else "")
-        main.append(
-            Variant(name, kernels._rope_kernel, rope | dict(out="*fp16"), sizes | dict(NORM=norm), warps=1)
-        )
+    for norms in (False, True):
+        name = "rope + kv write" + (" + q/k norm" if norms else "")
+        sizes = dict(HQ=32, HKV=8, HD=128, BLOCK=128, NORM=norms)
+        main.append(Variant(name, kernels._rope_kernel, rope | dict(out="*fp16"), sizes, dict(num_warps=1)))
     return main
 
 
@@ -151,7 +140,7 @@ def _compile(variant: Variant, arch: int):
             if name not in ("scale", "eps", "M", "T", "R", "ROWS", "SPLITS", "DIV"):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attributes)
-    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    options = {k: v for k, v in variant.options.items() if v is not None}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -4,6 +4,7 @@ Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is import
 a process of their own, so the rest of the suite keeps the compiler.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -321,10 +322,10 @@ def test_attention_single_row_and_empty_history():
     assert not out.any()
 
 
-def check_poison(run, dtype):
+def check_poison(run, dtype, kinds):
     q, kv, start, visible, positions = attention_case(dtype, [33], 60)
     clean = run(q, kv, start, visible, positions, 0, 0.3)
-    for which, bad in ((0, float("nan")), (1, float("inf")), (0, float("inf"))):
+    for which, bad in kinds:
         poisoned = kv.clone()
         poisoned[which, :, :, 33 + 1, 3] = bad  # node 1: seen by nodes 1, 3, 4, 5
         poisoned[:, :, :, 33 + 6 :] = float("nan")  # stale rows past the tree
@@ -337,7 +338,7 @@ def check_poison(run, dtype):
 def test_attention_unseen_nan_has_no_influence():
     """0 x NaN: an overflowing rejected branch spoiling its siblings; or a poisoned path looking healthy."""
     for dtype in (torch.float32, torch.bfloat16):
-        check_poison(kernels.tree_attention, dtype)
+        check_poison(kernels.tree_attention, dtype, [(0, float("nan")), (1, float("inf")), (0, float("inf"))])
 
 
 def test_attention_traces_without_recompiling():
@@ -357,25 +358,24 @@ def test_attention_traces_without_recompiling():
 
 def test_operators_have_shapes_on_fake_cuda():
     """A step that cannot be checked (or captured) because an operator has no fake implementation."""
-    weights = stored(4, 64, 128)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        cuda = dict(device="cuda", dtype=torch.float16)
-        q, kv = torch.empty(1, 4, 6, 16, **cuda), torch.empty(2, 1, 2, 40, 16, **cuda)
-        ints = torch.empty(1, 6, device="cuda", dtype=torch.int64)
-        out = kernels.tree_attention(
-            q, kv, ints[:, 0], torch.empty(1, 6, 6, device="cuda", dtype=torch.bool), ints, 0, 0.3
-        )
+
+        def cuda(*shape, dtype=torch.float16):
+            return torch.empty(*shape, device="cuda", dtype=dtype)
+
+        q, kv, slots = cuda(1, 4, 6, 16), cuda(2, 1, 2, 40, 16), cuda(1, 6, dtype=torch.int64)
+        visible, start = cuda(1, 6, 6, dtype=torch.bool), cuda(1, dtype=torch.int64)
+        out = kernels.tree_attention(q, kv, start, visible, slots, 0, 0.3)
         assert out.shape == q.shape and out.device.type == "cuda"
-        x = torch.empty(6, 128, **cuda)
-        y = torch.ops.eaglet.planes_linear(
-            x, torch.empty(64, 16, device="cuda", dtype=torch.int32), weights["scales"].to("cuda"), None, ints, None, None,
-            4, 32, 64, True, [64, 1, 4, 4], False,
-        )  # fmt: skip
-        assert y.shape == (6, 32) and y.dtype == torch.float16
-        rope = kernels.rope_write_kv(
-            torch.empty(1, 6, 8, 16, **cuda), q[0, 0, :, :8][None], q[0, 0, :, :8][None], kv, ints
+        x = cuda(6, 128)
+        counters = cuda(4, dtype=torch.int32)
+        weight = kernels.PackedWeight(
+            "planes", 4, 32, 64, 128, cuda(64, 16, dtype=torch.int32), cuda(4, 64), counters=counters
         )
-        assert rope.shape == (1, 4, 6, 16) and kernels.rms_norm(x, x[0], 1e-5).shape == x.shape
+        y = packed_linear(x, weight, gated=True)
+        assert y.shape == (6, 32) and y.dtype == torch.float16 and y.device.type == "cuda"
+        rope = kernels.rope_write_kv(cuda(1, 6, 8, 16), cuda(1, 6, 8), cuda(1, 6, 8), kv, slots)
+        assert rope.shape == (1, 4, 6, 16) and kernels.rms_norm(x, cuda(128), 1e-5).shape == x.shape
 
 
 # ------------------------------------------------------------------------------------------ backend
@@ -436,6 +436,27 @@ def test_kernel_report_gates_hold():
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sm_86" in done.stdout and "HMMA.16816.F32" in done.stdout
+
+
+def test_bench_script_runs_on_cpu():
+    """The GPU micro-benchmark failing in argument parsing, its shape table or its loop, on the day there is a GPU."""
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.bench_kernels",
+        "--device",
+        "cpu",
+        "--quick",
+        "--dtype",
+        "float32",
+    ]
+    command += ["--models", "llama-3-8b", "--kernels", "int4", "int8", "half", "tinygemm", "--m", "1", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {r["layer"] for r in rows} == {"qkv", "o", "gate_up", "down", "lm_head"}
+    assert all("not a GPU measurement" in r["device"] for r in rows)
+    assert all("us" in r for r in rows if r["kernel"] != "tinygemm")
 
 
 # ------------------------------------------------------------------------------------------ interpreted kernels
@@ -529,22 +550,16 @@ def test_interpreted_attention(dtype, window, starts, slots):
 @interpreted
 def test_interpreted_attention_poison_and_prefill():
     """Unseen NaN rows leaking into the Triton kernels; the prefill variant (many rows) masking the wrong region."""
-    check_poison(triton_attention, torch.float16)
+    check_poison(triton_attention, torch.float16, [(0, float("nan")), (1, float("inf"))])
     for window in (0, 9):
         start, T = torch.tensor([20]), 66
         q, kv = torch.randn(1, 2, T, 16), torch.randn(2, 1, 1, 100, 16)
         age = torch.arange(T)[:, None] - torch.arange(T)
         visible = (age >= 0) & (age < (window or T))
         case = (q, kv, start, visible[None], 20 + torch.arange(T)[None])
-        assert (
-            error(
-                triton_attention(*case, window, 0.3),
-                kernels.tree_attention(
-                    *(c.double() if c.is_floating_point() else c for c in case), window, 0.3
-                ),
-            )
-            < 1e-5
-        )
+        wide = [c.double() if c.is_floating_point() else c for c in case]
+        want = kernels.tree_attention(*wide, window, 0.3)
+        assert error(triton_attention(*case, window, 0.3), want) < 1e-5
 
 
 @interpreted

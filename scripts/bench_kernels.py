@@ -1,0 +1,206 @@
+"""Micro-benchmark of the small-M linears by layer shape: one JSON line per (model, layer, kernel, M).
+
+`python -m scripts.bench_kernels [--models NAME ...] [--m 1 4 8 ...] [--kernels ...] [--json FILE]` measures GB/s of
+weight bytes, the share of the copy bandwidth measured first on the same device, and the time over the M = 1 time.
+Weights rotate through buffers larger than the last-level cache, so every call reads DRAM; calls are timed inside a CUDA
+graph where there is one. Peers that are not installed are reported as such, never guessed. `--device cpu --quick` runs
+the references on small shapes: it proves that the script runs, its times mean nothing for a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import kernels
+
+# layer -> (out features, in features); experts: one expert's matrices
+LAYERS = {
+    "llama-2-7b": {"qkv": (12288, 4096), "o": (4096, 4096), "gate_up": (22016, 4096), "down": (4096, 11008)},
+    "llama-2-13b": {"qkv": (15360, 5120), "o": (5120, 5120), "gate_up": (27648, 5120), "down": (5120, 13824)},
+    "llama-2-70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
+    "llama-3-8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
+    "mixtral-8x7b": {
+        "qkv": (6144, 4096),
+        "o": (4096, 4096),
+        "expert_up": (28672, 4096),
+        "expert_down": (4096, 14336),
+    },
+}
+HEADS = {
+    "llama-2-7b": 32000,
+    "llama-2-13b": 32000,
+    "llama-2-70b": 32000,
+    "llama-3-8b": 128256,
+    "mixtral-8x7b": 32000,
+}
+TOKENS = (1, 4, 8, 16, 24, 32, 48, 64)
+KERNELS = ("int4", "int8", "half", "cublas", "tinygemm", "torchao", "gemlite")
+
+
+def layers(model: str) -> dict[str, tuple[int, int]]:
+    """All layer shapes of a model, its LM head included."""
+    shapes = LAYERS[model]
+    return shapes | {"lm_head": (HEADS[model], shapes["qkv"][1])}
+
+
+def measure(calls: list[Callable[[], Tensor]], device: torch.device, repeats: int) -> float:
+    """Median seconds per call; the list holds the same call on different weight buffers."""
+    for call in calls:
+        call()
+    samples = []
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        for _ in range(repeats):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            samples.append(begin.elapsed_time(end) / 1e3 / len(calls))
+    else:
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            for call in calls:
+                call()
+            samples.append((time.perf_counter() - begin) / len(calls))
+    return statistics.median(samples)
+
+
+def copy_bandwidth(device: torch.device, size: int) -> float:
+    """Bytes per second (read plus written) of a plain copy: the yardstick of every share."""
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / measure([lambda: target.copy_(source)], device, 9)
+
+
+def make_kernel(name: str, n: int, k: int, dtype: torch.dtype, device: torch.device, buffers: int):
+    """(functions x -> y on rotating weights, weight bytes a call reads); ImportError or RuntimeError if absent."""
+    functions, size = [], 0
+    for _ in range(buffers):
+        if name in ("half", "cublas"):
+            weight = torch.randn(n, k, device=device, dtype=dtype)
+            packed = kernels.pack_half(weight) if name == "half" else kernels.pack_half(weight, "dense")
+            size = weight.numel() * weight.element_size()
+        elif name == "int8":
+            weight = torch.randint(-128, 128, (n, k), dtype=torch.int8, device=device)
+            packed = kernels.pack_int8(weight, torch.rand(n, device=device), dtype)
+            size = n * k + 4 * n
+        elif name == "int4":
+            weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+            scales = torch.rand(k // 128, n, device=device).half()
+            packed = kernels.pack_int4(weight, scales, dtype=dtype)
+            size = n * k // 2 + 2 * scales.numel()
+        elif name == "tinygemm":
+            codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+            weight = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
+            scales = torch.rand(k // 128, n, 2, device=device, dtype=torch.bfloat16)
+            size = n * k // 2 + 2 * scales.numel()
+            functions.append(
+                lambda x, w=weight, s=scales: torch.ops.aten._weight_int4pack_mm(
+                    x.to(torch.bfloat16), w, 128, s
+                )
+            )
+            continue
+        elif name == "torchao":
+            from torchao.quantization import Int4WeightOnlyConfig, quantize_
+
+            module = torch.nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
+            quantize_(module, Int4WeightOnlyConfig(group_size=128))
+            size = n * k // 2 + 4 * n * k // 128
+            functions.append(lambda x, f=module: f(x.to(torch.bfloat16)))
+            continue
+        elif name == "gemlite":
+            from gemlite.helper import A16W4
+
+            half = torch.nn.Linear(k, n, bias=False, device="cpu", dtype=torch.float16)
+            codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)
+            scales = torch.rand(n, k // 128, device=device).half()
+            module = A16W4(device=str(device)).from_weights(
+                codes, scales, torch.full_like(scales, 8), 4, 128, half.bias
+            )
+            size = n * k // 2 + 4 * n * k // 128
+            functions.append(lambda x, f=module: f(x.half()))
+            continue
+        else:
+            raise ValueError(f"unknown kernel '{name}', use one of {', '.join(KERNELS)}")
+        functions.append(lambda x, w=packed: kernels.packed_linear(x, w))
+    return functions, size
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print one JSON line per cell; 0 unless nothing could be measured."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench_kernels", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--models", nargs="+", choices=sorted(LAYERS), default=sorted(LAYERS))
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--m", type=int, nargs="+", default=list(TOKENS), help="rows of x")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--quick", action="store_true", help="shapes divided by 16, two M, one repeat")
+    parser.add_argument("--json", type=Path, help="append the lines to this file")
+    args = parser.parse_args(argv)
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: no CUDA device here; use --device cpu --quick to try the script")
+    if min(args.m) < 1 or args.repeats < 1:
+        parser.error("--m and --repeats must be at least 1")
+    divide, tokens, repeats = (16, args.m[:2], 1) if args.quick else (1, args.m, args.repeats)
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 16
+    bandwidth = copy_bandwidth(device, (1 << 24) if args.quick else (1 << 29))
+    where = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else "cpu (reference; not a GPU measurement)"
+    )
+    common = dict(device=where, torch=torch.__version__, dtype=args.dtype, copy_gbs=round(bandwidth / 1e9, 1))
+    out = args.json.open("a") if args.json else None
+    measured = 0
+    for model in args.models:
+        for layer, (n, k) in layers(model).items():
+            n, k = n // divide, max(128, k // divide // 128 * 128)
+            for name in args.kernels:
+                row = common | dict(model=model, layer=layer, n=n, k=k, kernel=name)
+                bits = dict(int4=4, int8=8, half=16, cublas=16).get(name, 4)
+                buffers = min(64, max(2, 4 * cache // (n * k * bits // 8) + 1))
+                first, lines = None, []
+                try:
+                    functions, size = make_kernel(name, n, k, dtype, device, buffers)
+                    for m in tokens:
+                        x = torch.randn(m, k, device=device, dtype=dtype)
+                        seconds = measure([lambda f=f, x=x: f(x) for f in functions], device, repeats)
+                        first = first or seconds
+                        lines.append(row | dict(
+                            m=m, us=round(seconds * 1e6, 2), gbs=round(size / seconds / 1e9, 1),
+                            share_of_copy=round(size / seconds / bandwidth, 3), over_first_m=round(seconds / first, 3),
+                        ))  # fmt: skip
+                except (ImportError, RuntimeError, NotImplementedError, TypeError, AttributeError) as problem:
+                    lines.append(
+                        row | dict(skipped=f"{type(problem).__name__}: {str(problem).splitlines()[0][:120]}")
+                    )
+                for line in lines:
+                    measured += "us" in line
+                    print(json.dumps(line), flush=True)
+                    if out:
+                        out.write(json.dumps(line) + "\n")
+    if out:
+        out.close()
+    return 0 if measured else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

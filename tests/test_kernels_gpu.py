@@ -1,0 +1,174 @@
+"""kernels.py on a CUDA device: correctness against float64, and bit-for-bit independence of a row from M and its
+neighbours. `make gpu` (pytest -m gpu); skipped where there is no device."""
+
+import pytest
+import torch
+
+import kernels
+from kernels import packed_experts, packed_linear
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SHAPES = [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (6144, 4096), (1000, 1120)]
+TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+
+
+def quantized(bits, n, k, dtype, group=128, zeros=False, experts=(), config=None):
+    """(packed weight on the device, its float64 matrix)."""
+    g = torch.Generator("cuda").manual_seed(n + k)
+    options = dict(device="cuda", generator=g)
+    if bits == 16:
+        weight = (torch.randn(*experts, n, k, **options) * 0.02).to(dtype)
+        return kernels.pack_half(weight, "planes", config), weight.double()
+    if bits == 8:
+        q = torch.randint(-128, 128, (*experts, n, k), dtype=torch.int8, **options)
+        args = dict(qweight=q, scales=torch.rand(*experts, n, **options) * 2e-4 + 1e-5)
+        pack = kernels.pack_int8
+    else:
+        q = torch.randint(0, 256, (*experts, n, k // 2), dtype=torch.uint8, **options)
+        s = (torch.rand(*experts, k // group, n, **options) * 0.002 + 0.0001).half()
+        z = torch.randint(0, 16, s.shape, dtype=torch.uint8, **options) if zeros else None
+        args, pack = dict(qweight=q, scales=s, zeros=z, group_size=group), kernels.pack_int4
+    plain = pack(**args, dtype=dtype, layout="plain")
+    return pack(**args, dtype=dtype, layout="planes", config=config), kernels.dequantize(plain, torch.float64)
+
+
+def error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("n,k", SHAPES)
+@pytest.mark.parametrize("bits,dtype,group,zeros", [
+    (4, torch.float16, 128, False), (4, torch.bfloat16, 128, False), (4, torch.float16, 32, True),
+    (8, torch.float16, 0, False), (8, torch.bfloat16, 0, False), (16, torch.bfloat16, 0, False),
+])  # fmt: skip
+def test_linear_on_device(n, k, bits, dtype, group, zeros):
+    """Operand order of the inline PTX, the atomic hand-over, or an address wrong on real hardware."""
+    if bits == 4 and k % group:
+        group = 32
+    packed, matrix = quantized(bits, n, k, dtype, group, zeros)
+    for m in (1, 7, 16, 24, 33, 64, 200):
+        x = torch.randn(m, k, device="cuda").to(dtype)
+        for gated in (False, True):
+            y = x.double() @ matrix.T
+            if gated:
+                gate, up = y.chunk(2, -1)
+                y = torch.nn.functional.silu(gate) * up
+            residual = torch.randn_like(y).to(dtype)
+            got = packed_linear(x, packed, residual=residual, gated=gated)
+            assert error(got, y + residual.double()) < TOLERANCE[dtype]
+            assert not packed.counters.any()
+
+
+@pytest.mark.parametrize("n,k", SHAPES)
+@pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (4, torch.bfloat16), (8, torch.float16), (8, torch.bfloat16),
+                                        (16, torch.float16), (16, torch.bfloat16)])  # fmt: skip
+def test_linear_rows_are_bitwise_independent(n, k, bits, dtype):
+    """Verify (M = N) and plain decoding (M = 1) rounding differently: the promise of identical tokens rests on this."""
+    group = 128 if k % 128 == 0 else 32
+    packed, _ = quantized(bits, n, k, dtype, group)
+    x = torch.randn(64, k, device="cuda").to(dtype)
+    for gated in (False, True):
+        alone = torch.cat([packed_linear(x[i : i + 1], packed, gated=gated) for i in range(64)])
+        for m in (8, 16, 17, 32, 64):
+            assert torch.equal(packed_linear(x[:m], packed, gated=gated), alone[:m])
+        noisy = torch.full_like(x, float("nan"))
+        noisy[5] = x[5]
+        assert torch.equal(packed_linear(noisy, packed, gated=gated)[5], alone[5])
+        for _ in range(20):  # a race in the split-K hand-over
+            assert torch.equal(packed_linear(x[:32], packed, gated=gated), alone[:32])
+
+
+@pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (8, torch.float16), (16, torch.bfloat16)])
+def test_experts_on_device(bits, dtype):
+    """The grouped GEMM against the dense definition; rows independent bit for bit."""
+    (up, up_matrix), (down, down_matrix) = (
+        quantized(bits, n, k, dtype, experts=(8,)) for n, k in ((2048, 1024), (1024, 1024))
+    )
+    for tokens in (1, 5, 26, 60):
+        x = torch.randn(tokens, 1024, device="cuda").to(dtype)
+        ids = torch.rand(tokens, 8, device="cuda").topk(2).indices
+        weights = torch.rand(tokens, 2, device="cuda")
+        want = torch.zeros(tokens, 1024, device="cuda", dtype=torch.float64)
+        for t in range(tokens):
+            for j in range(2):
+                gate, value = (up_matrix[ids[t, j]] @ x[t].double()).chunk(2)
+                hidden = torch.nn.functional.silu(gate) * value
+                want[t] += weights[t, j].double() * (down_matrix[ids[t, j]] @ hidden)
+        got = packed_experts(x, ids, weights, up, down)
+        assert error(got, want) < 2 * TOLERANCE[dtype]
+        one = packed_experts(x[:1], ids[:1], weights[:1], up, down)
+        assert torch.equal(got[:1], one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(
+    "heads,dim,start", [((32, 8), 128, 700), ((32, 32), 128, 37), ((8, 2), 64, 2000), ((4, 4), 80, 129)]
+)
+def test_attention_on_device(dtype, window, heads, dim, start):
+    """Triton attention against float64; a committed path run again as plain decoding must agree in every bit."""
+    slots, T = 2100, 26
+    parent = torch.tensor([max(0, (i - 1) // 3) for i in range(T)])
+    tree, depth = torch.eye(T, dtype=torch.bool), torch.zeros(T, dtype=torch.int64)
+    for i in range(1, T):
+        tree[i] |= tree[parent[i]]
+        depth[i] = depth[parent[i]] + 1
+    q = torch.randn(1, heads[0], T, dim, device="cuda").to(dtype)
+    kv = torch.randn(2, 1, heads[1], slots, dim, device="cuda").to(dtype)
+    n, scale = torch.tensor([start], device="cuda"), dim**-0.5
+    case = (n, tree[None].cuda(), (start + depth)[None].cuda(), window, scale)
+    got = kernels.tree_attention(q, kv, *case)
+    want = kernels.tree_attention_reference(
+        q.double().cpu(), kv.double().cpu(), *(c.cpu() if hasattr(c, "cpu") else c for c in case)
+    )
+    assert error(got.cpu(), want) < TOLERANCE[dtype]
+    path = [int(i) for i in tree[T - 1].nonzero()]
+    moved = kv.clone()
+    moved[:, :, :, start : start + len(path)] = kv[:, :, :, [start + i for i in path]]
+    for d, node in enumerate(path):
+        alone = torch.randn_like(q)
+        alone[:, :, 0] = q[:, :, node]
+        later = moved.clone()
+        later[:, :, :, start + d + 1 :] = float("nan")
+        positions = torch.full((1, T), start + d, device="cuda")
+        out = kernels.tree_attention(
+            alone, later, n + d, torch.eye(T, dtype=torch.bool, device="cuda")[None], positions, window, scale
+        )
+        assert torch.equal(out[:, :, 0], got[:, :, node])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norm_and_rope_on_device(dtype):
+    """Row-per-program kernels against their references; rows independent bit for bit."""
+    x, w = torch.randn(26, 4096, device="cuda").to(dtype), torch.randn(4096, device="cuda").to(dtype)
+    got = kernels.rms_norm(x, w, 1e-5)
+    assert error(got, kernels._rms_norm_reference(x.double(), w.double(), 1e-5)) < TOLERANCE[dtype]
+    assert torch.equal(kernels.rms_norm(x[3:4], w, 1e-5), got[3:4])
+    qkv, angle = torch.randn(1, 26, 48, 128, device="cuda").to(dtype), torch.randn(1, 26, 64, device="cuda")
+    slots = torch.arange(30, 56, device="cuda")[None]
+    caches = [torch.zeros(2, 1, 8, 64, 128, device="cuda", dtype=dtype) for _ in range(2)]
+    out = kernels.rope_write_kv(qkv, angle.cos(), angle.sin(), caches[0], slots)
+    want = kernels._rope_reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
+    assert (
+        error(out, want.double()) < TOLERANCE[dtype]
+        and error(caches[0], caches[1].double()) < TOLERANCE[dtype]
+    )
+
+
+def test_linear_in_a_cuda_graph():
+    """A counter or a partial left over from one replay spoiling the next."""
+    packed, matrix = quantized(4, 4096, 4096, torch.float16)
+    x = torch.randn(16, 4096, device="cuda").half()
+    packed_linear(x, packed)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = packed_linear(x, packed)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn(16, 4096))
+        graph.replay()
+        assert error(y, x.double() @ matrix.T) < TOLERANCE[torch.float16]

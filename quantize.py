@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from model import DTYPES, ConfigReader, Experts, ModelConfig, Transformer
+from model import DTYPES, ConfigReader, Experts, ModelConfig, RopeConfig, Transformer
 from tokenizer import load_tokenizer
 
 VERSION = 1  # of the stored format
@@ -377,6 +377,22 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in owner._parameters else tensor)
 
 
+def adopt_(module: nn.Module, tensors: Mapping[str, Tensor], device, dtype: torch.dtype) -> None:
+    """Put tensors into a module (an EAGLE head), swapping the linears whose codes are among them; scales keep theirs."""
+    for name, tensor in tensors.items():
+        base, _, leaf = name.rpartition(".")
+        if leaf == "qweight":
+            old, (parent, _, own) = module.get_submodule(base), base.rpartition(".")
+            parts = {key: tensors.get(f"{base}.{key}") for key in ("qweight", "scales", "zeros", "perm")}
+            new = QuantLinear({k: v.to(device) for k, v in parts.items() if v is not None}, old.bias)
+            shapes = [[linear.out_features, linear.in_features] for linear in (new, old)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(f"{base} is {shapes[0]}, expected {shapes[1]}: not a head for this model.")
+            setattr(module.get_submodule(parent), own, new)
+        elif leaf not in ("scales", "zeros", "perm"):
+            set_tensor(module, name, tensor.to(device, dtype if tensor.is_floating_point() else None))
+
+
 # ---- reading quantized directories (called by checkpoint.load_model) -------------------------------------------
 
 
@@ -398,64 +414,59 @@ def load_quantized(
     where = str(Path(directory) / "config.json")
     config = ModelConfig.from_hf(raw, where)
     entries = checkpoint.read_entries(checkpoint.tensor_files(Path(directory)))
-    model, dtype = checkpoint.build_model(config), dtype or DTYPES[config.dtype]
-    if "eaglet_quant" in raw:
-        apply_spec_(model, QuantSpec.read(raw["eaglet_quant"], where), entries)
+    model, dtype, spec = checkpoint.build_model(config), dtype or DTYPES[config.dtype], None
+    if raw.get("eaglet_quant"):
+        spec = QuantSpec.read(raw["eaglet_quant"], where)
+        apply_spec_(model, spec, entries)
         fill_(model, entries, str(directory), device, dtype, progress)
     else:
         _fill_published(model, entries, raw["quantization_config"], where, device, dtype, progress)
+    model.quant = spec.mode if spec else f"int4 ({raw['quantization_config']['quant_method']})"  # for reports
     model.rotary.build(device, min(max_positions or config.max_positions, config.max_positions))
     return model.eval().requires_grad_(False)
 
 
 def fill_(
-    module: nn.Module,
-    entries: Mapping[str, Any],
-    where: str,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
+    module: nn.Module, entries: Mapping[str, Any], where: str, device, dtype, progress: Progress | None
 ) -> None:
     """Fill a meta module from entries (checkpoint.Entry) with exactly its state-dict names, shapes and kinds."""
     import checkpoint
 
-    expected = dict(module.state_dict())
-    missing, extra = expected.keys() - entries.keys(), entries.keys() - expected.keys()
-    if odd := missing or extra:
-        what, more = (
-            "missing" if missing else "unexpected",
-            f" and {len(odd) - 1} more" if len(odd) > 1 else "",
-        )
-        raise ValueError(f"{where}: {what} tensor {min(odd)!r}{more}. Quantize the original again.")
+    expected, done = dict(module.state_dict()), 0
+    for what, odd in (("missing", expected.keys() - entries), ("unexpected", entries.keys() - expected)):
+        if odd:
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            raise ValueError(f"{where}: {what} tensor {min(odd)!r}{more}. Quantize the original again.")
     for name, slot in expected.items():
         entry, floats = entries[name], slot.is_floating_point()
         kind = entry.dtype in checkpoint.FLOATS if floats else entry.dtype == slot.dtype
         if entry.shape != tuple(slot.shape) or not kind:
-            raise ValueError(
-                f"{where}: {name} is {entry.dtype} {list(entry.shape)}, expected {slot.dtype} {list(slot.shape)}; "
-                "eaglet_quant in config.json and the weights do not belong together."
-            )
-    for done, (name, slot) in enumerate(expected.items()):
-        tensor = entries[name].read()
-        if slot.is_floating_point():
+            found, wanted = f"{entry.dtype} {list(entry.shape)}", f"{slot.dtype} {list(slot.shape)}"
+            hint = "eaglet_quant in config.json and the weights do not belong together"
+            raise ValueError(f"{where}: {name} is {found}, expected {wanted}; {hint}.")
+    total = sum(t.numel() * t.element_size() for t in expected.values())
+    for name, slot in expected.items():
+        tensor, floats = entries[name].read(), slot.is_floating_point()
+        if floats:
             checkpoint.check_finite(tensor, name, where)
         if name.endswith(".perm") and tensor.sort().values.tolist() != list(range(len(tensor))):
             raise ValueError(f"{where}: {name} is not a permutation of the inputs.")
-        keep = not slot.is_floating_point() or name.endswith(".scales")
-        set_tensor(module, name, tensor.to(device, None if keep else dtype))
+        half = dtype if floats and not name.endswith(".scales") else None
+        set_tensor(module, name, tensor.to(device, half, copy=True))  # off the mapped file
+        done += slot.numel() * slot.element_size()
         if progress is not None:
-            progress(done + 1, len(expected), name)
+            progress(done, total, name)
 
 
-def parameter_sources(model: Transformer, entries: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Our parameter name -> the Hugging Face tensors whose rows it consists of, in order."""
-    import checkpoint
+def parameter_sources(model: Transformer, entries: Mapping[str, Any]):
+    """(our parameter -> the Hugging Face tensors whose rows it consists of, in order; Hugging Face name -> view)."""
+    from checkpoint import hf_views
 
-    names, sources = {id(p): name for name, p in model.named_parameters()}, {}
-    fused = any(".experts.gate_up_proj" in name for name in entries)
-    for hf, view in checkpoint.hf_views(model, fused_experts=fused).items():
-        sources.setdefault(names[id(view if view._base is None else view._base)], []).append(hf)
-    return sources
+    views = hf_views(model, any(name.endswith(".experts.gate_up_proj") for name in entries))
+    ours: dict[int, list[str]] = {}
+    for hf, view in views.items():
+        ours.setdefault(id(view if view._base is None else view._base), []).append(hf)
+    return {name: ours[id(p)] for name, p in model.named_parameters()}, views
 
 
 def _nibbles(words: Tensor, dim: int) -> Tensor:
@@ -548,7 +559,7 @@ def _fill_published(model, entries, config, where: str, device, dtype, progress:
 
     kind, used, tied = _published_kind(config, where), set(), model.lm_head is None
     marker = ".weight_packed" if kind == "pack-quantized" else ".qweight"
-    sources, slots = parameter_sources(model, entries), dict(model.named_parameters())
+    (sources, _), slots = parameter_sources(model, entries), dict(model.named_parameters())
 
     def read(name: str) -> Tensor | None:
         used.add(name)
@@ -728,6 +739,42 @@ def _through(forward: Callable[[Tensor], Tensor], states: Tensor, device, keep: 
             states[i : i + BATCH] = out.cpu()
 
 
+class _Source:
+    """An unquantized model directory, read one parameter of ours at a time; `model` stays on the meta device."""
+
+    def __init__(self, directory: Path):
+        import checkpoint
+
+        config_file, self.directory = directory / "config.json", directory
+        self.raw = checkpoint.read_json(config_file) if config_file.exists() else None
+        if done := [key for key in ("eaglet_quant", "quantization_config") if (self.raw or {}).get(key)]:
+            raise UsageError(
+                f"{directory} is already quantized ({done[0]} in config.json); use the original."
+            )
+        self.config, self.entries = checkpoint.open_model(directory)
+        self.raw = self.raw or checkpoint.config_to_hf(self.config)  # Meta's format has no config.json
+        self.tied = self.config.tie_word_embeddings and bool(self.entries.pop("lm_head.weight", None) or True)
+        self.model = checkpoint.build_model(self.config)
+        self.names, views = parameter_sources(self.model, self.entries)
+        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        shapes = {name: tuple(view.shape) for name, view in views.items()}
+        checkpoint.check_entries(shapes, self.entries, str(directory))
+        dtype = self.entries[self.names["embed_tokens.weight"][0]].dtype
+        self.half = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
+
+    def identity(self) -> list:
+        """Changes when the files do."""
+        stats = [(self.directory / file).stat() for file in sorted({e.file for e in self.entries.values()})]
+        return [self.raw, [(stat.st_size, stat.st_mtime_ns) for stat in stats]]
+
+    def read(self, name: str, device) -> Tensor:
+        from checkpoint import check_finite
+
+        tensor = torch.cat([self.entries[hf].read() for hf in self.names[name]]).view(self.shapes[name])
+        check_finite(tensor, name, str(self.directory))
+        return tensor.to(device, torch.float32)
+
+
 @torch.no_grad()
 def quantize_checkpoint(
     directory: str | Path,
@@ -742,9 +789,9 @@ def quantize_checkpoint(
 ) -> dict[str, Any]:
     """Quantize a model directory layer by layer into the directory `out`; returns its receipt.
 
-    One layer is in memory (in fp32) beside the activations of the texts, which pass through the float and the quantized
-    layers side by side, so that quality is measured without ever loading a model. Finished layers wait in OUT.partial;
-    the same call after an interruption goes on from there. `out` appears complete or not at all.
+    One layer is in memory (in fp32) beside the activations of the texts. These pass through the float and the quantized
+    layers side by side, so quality is measured without ever holding a model. Finished layers wait in OUT.partial: after
+    an interruption the same call goes on from there. `out` appears complete or not at all.
 
     Args:
         calibration: int64 [W, T], what GPTQ sees; evaluation: int64 [W, T + 1], what the receipt measures.
@@ -753,122 +800,83 @@ def quantize_checkpoint(
     """
     import checkpoint
 
-    directory, out, started = Path(directory), Path(out), time.time()
-    config, entries, raw = _open_source(directory)
-    model = checkpoint.build_model(config)
-    apply_spec_(copy.deepcopy(model), spec)  # group sizes that do not fit are refused before any work
-    views = checkpoint.hf_views(model, fused_experts=any(".experts.gate_up_proj" in name for name in entries))
-    if config.tie_word_embeddings:
-        entries.pop("lm_head.weight", None)
-    checkpoint.check_entries(
-        {name: tuple(view.shape) for name, view in views.items()}, entries, str(directory)
-    )
-    sources, slots = parameter_sources(model, entries), dict(model.named_parameters())
-    identity = [
-        asdict(spec),
-        raw,
-        [f.stat()[6:9:2] for f in checkpoint.tensor_files(directory)],
-        _digest(calibration),
-    ]
-    work, stored_dtype = _partial(out, identity), entries[sources["embed_tokens.weight"][0]].dtype
-    half = stored_dtype if stored_dtype in (torch.float16, torch.bfloat16) else torch.float16
+    out, started, source = Path(out), time.time(), _Source(Path(directory))
+    apply_spec_(copy.deepcopy(source.model), spec)  # refuses groups that do not fit before any work
+    model, gptq, errors, stored = source.model, spec.algorithm == "gptq", {}, {}
+    work = _partial(out, [asdict(spec), source.identity(), _digest(calibration)])
 
-    def read(name: str) -> Tensor:
-        tensor = torch.cat([entries[hf].read() for hf in sources[name]]).view(slots[name].shape)
-        checkpoint.check_finite(tensor, name, str(directory))
-        return tensor.to(device, torch.float32)
+    def step(unit: str, module: nn.Module, prefix: str, forward: Callable[[Tensor], Tensor]) -> None:
+        """Quantize `module`, or take over what an interrupted run has stored of it."""
+        path, fed = work / f"{unit}.safetensors", lambda: _through(forward, inputs, device, keep=False)
+        known = {k: e.read() for k, e in checkpoint.read_entries([path]).items()} if path.exists() else {}
+        errors.update(quantize_module_(module, prefix, spec, known, source.half, fed))
+        for name in (n for n, tensor in known.items() if tensor.is_floating_point()):
+            checkpoint.check_finite(known[name], name, "result")
+        if not path.exists():
+            with _one_line(path):
+                checkpoint.write_safetensors(path, known)
+        stored.update(
+            {k: e.read() for k, e in checkpoint.read_entries([path]).items()}
+        )  # mapped, not in memory
 
-    def step(module: nn.Module, prefix: str, unit: str, run: Callable[[], None]) -> dict[str, Tensor]:
-        path = work / f"{unit}.safetensors"
-        stored = {k: e.read() for k, e in checkpoint.read_entries([path]).items()} if path.exists() else {}
-        errors.update(quantize_module_(module, prefix, spec, stored, half, run))
-        for name in [n for n, tensor in stored.items() if tensor.is_floating_point()]:
-            checkpoint.check_finite(stored[name], name, "result")
-        with _one_line(path):
-            checkpoint.write_safetensors(path, stored) if not path.exists() else None
-        return stored
-
-    errors: dict[str, float] = {}
-    gptq = spec.algorithm == "gptq"
-    embedding, T = nn.Embedding(1, 1), evaluation.shape[1] - 1
-    set_tensor(embedding, "weight", read("embed_tokens.weight"))
     try:
+        embedding = nn.Embedding(1, 1)
+        set_tensor(embedding, "weight", source.read("embed_tokens.weight", device))
+        table, inputs = embedding.weight.clone(), calibration[:0]
         before = embedding(evaluation[:, :-1].to(device)).cpu()
-        original = embedding.weight.clone()
-        step(embedding, "embed_tokens.", "embedding", lambda: None)
-        after, inputs = (
-            embedding(evaluation[:, :-1].to(device)).cpu(),
-            embedding(calibration.to(device)).cpu(),
-        )
-        model.rotary.build(device, max(T, calibration.shape[1]))
+        step("embedding", embedding, "embed_tokens.", embedding)
+        after, inputs = (embedding(ids.to(device)).cpu() for ids in (evaluation[:, :-1], calibration))
+        model.rotary.build(device, max(after.shape[1], inputs.shape[1]))
         for i, block in enumerate(model.layers):
             for name in [name for name, _ in block.named_parameters()]:
-                set_tensor(block, name, read(f"layers.{i}.{name}"))
+                set_tensor(block, name, source.read(f"layers.{i}.{name}", device))
 
             def forward(x: Tensor, block: nn.Module = block) -> Tensor:
                 return block.forward_train(x, *model.rotary(torch.arange(x.shape[1], device=x.device)[None]))
 
             _through(forward, before, device)
-            step(
-                block,
-                f"layers.{i}.",
-                f"layer-{i:04}",
-                lambda f=forward: _through(f, inputs, device, keep=False),
-            )
-            _through(forward, after, device)
-            if gptq:
-                _through(forward, inputs, device)
+            step(f"layer-{i:04}", block, f"layers.{i}.", forward)
+            for states in (after, inputs):
+                _through(forward, states, device)
             block.to("meta")
             if progress is not None:
                 progress(i + 1, len(model.layers) + 1, f"layer {i}")
         head = nn.Sequential(OrderedDict(norm=model.norm, lm_head=nn.Linear(1, 1, bias=False)))
-        set_tensor(head, "norm.weight", read("norm.weight"))
-        tied = config.tie_word_embeddings
-        set_tensor(head, "lm_head.weight", original if tied else read("lm_head.weight"))
-        plain = copy.deepcopy(head)
-        step(head, "", "head", lambda: _through(head, inputs, device, keep=False))
-        tally = Tally()
+        set_tensor(head, "norm.weight", source.read("norm.weight", device))
+        set_tensor(head, "lm_head.weight", table if source.tied else source.read("lm_head.weight", device))
+        plain, tally = copy.deepcopy(head), Tally()
+        step("head", head, "", head)
         for row, x, y in zip(evaluation, before, after, strict=True):
             tally.add(plain(x.to(device)).cpu(), head(y.to(device)).cpu(), row[1:])
-        quality = tally.report()
-        limit = min(ABSURD_KL, ABSURD_KL if refuse_kl is None else refuse_kl)
-        if not quality["mean_kl"] <= limit or not math.isfinite(quality["perplexity_after"]):
-            raise ValueError(
-                f"refused: mean KL {quality['mean_kl']:.4f} nats, perplexity {quality['perplexity_before']:.3f} -> "
-                f"{quality['perplexity_after']:.3f}; the limit is {limit:g}. Use gptq, int8 or smaller groups."
-            )
-        tensors = {
-            k: e.read() for k, e in checkpoint.read_entries(sorted(work.glob("*.safetensors"))).items()
-        }
-        if tied and spec.lm_head == "fp16":
-            del tensors["lm_head.weight"]
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        if source.tied and spec.lm_head == "fp16":
+            del stored["lm_head.weight"]
+        quality, limit = tally.report(), min(ABSURD_KL, ABSURD_KL if refuse_kl is None else refuse_kl)
+        if not quality["mean_kl"] <= limit:  # NaN too
+            change = f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f}"
+            why = f"mean KL {quality['mean_kl']:.4f} nats, {change}; the limit is {limit:g}"
+            raise ValueError(f"refused: {why}. Nothing was written; try gptq, int8 or smaller groups.")
         worst = sorted(errors.items(), key=lambda item: -item[1])[:5]
         receipt = {
             "spec": asdict(spec),
             **quality,
             "worst_layers": [{"name": name, "relative_error": error} for name, error in worst],
-            "bytes_before": sum(math.prod(e.shape) * e.dtype.itemsize for e in entries.values()),
-            "bytes_after": size,
+            "bytes_before": sum(math.prod(e.shape) * e.dtype.itemsize for e in source.entries.values()),
+            "bytes_after": sum(t.numel() * t.element_size() for t in stored.values()),
             "evaluation": {"tokens": evaluation[:, 1:].numel(), "sha256": _digest(evaluation)},
             "calibration": {"tokens": calibration.numel(), "sha256": _digest(calibration)} if gptq else None,
-            "computed_in": "float32 on " + str(device),
+            "computed_in": f"float32 on {device}",
         }
-        raw = {k: v for k, v in raw.items() if k not in ("dtype", "torch_dtype")}
-        raw |= {
-            "torch_dtype": str(half).removeprefix("torch."),
-            "eaglet_quant": {"version": VERSION, **asdict(spec)},
-        }
+        raw = {k: v for k, v in source.raw.items() if k != "dtype"}
+        raw["torch_dtype"] = str(source.half).removeprefix("torch.")
+        raw["eaglet_quant"] = {"version": VERSION, **asdict(spec)}
 
         def fill(unfinished: Path) -> None:
-            checkpoint.write_safetensors(unfinished / "model.safetensors", tensors)
+            checkpoint.write_safetensors(unfinished / "model.safetensors", stored)
             checkpoint.write_json(unfinished / "config.json", raw)
-            places = (
-                [directory.absolute().parent, directory]
-                if not (directory / "config.json").exists()
-                else [directory]
-            )
-            for file in [place / name for place in places for name in COPIED.split()]:
+            files = [source.directory / name for name in COPIED.split()]
+            if not (source.directory / "config.json").exists():  # Meta keeps the tokenizer one folder up
+                files.insert(0, source.directory.absolute().parent / "tokenizer.model")
+            for file in files:
                 if file.is_file():
                     shutil.copyfile(file, unfinished / file.name)
             receipt.update(finish(unfinished))
@@ -881,27 +889,9 @@ def quantize_checkpoint(
             shutil.rmtree(work, ignore_errors=True)
         raise
     shutil.rmtree(work)
+    if progress is not None:
+        progress(1, 1, "")
     return receipt
-
-
-def _open_source(directory: Path):
-    """(config, entries, config.json as a dict) of an unquantized model directory."""
-    import checkpoint
-
-    if not (directory / "config.json").exists() and (directory / "params.json").exists():
-        config, entries = checkpoint._read_meta(directory)
-        return config, entries, checkpoint.config_to_hf(config)
-    raw = checkpoint.read_json(directory / "config.json")
-    if done := [key for key in ("eaglet_quant", "quantization_config") if raw.get(key)]:
-        raise UsageError(
-            f"{directory} is already quantized ({done[0]} in config.json); start from the original."
-        )
-    files = checkpoint.tensor_files(directory)
-    if not files:
-        raise ValueError(
-            f"{directory}: no model*.safetensors or pytorch_model*.bin. Is the download complete?"
-        )
-    return checkpoint.load_config(directory), checkpoint.read_entries(files), raw
 
 
 def _digest(value: Any) -> str:
@@ -923,7 +913,7 @@ def _partial(out: Path, identity: Any) -> Path:
 
 
 def _write_whole(out: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a temporary directory and rename it to `out`, which appears whole or not at all; an older one stays till then."""
+    """Fill a temporary directory and rename it to `out`: it appears whole or not at all; an older one stays till then."""
     unfinished, old = (out.with_name(f"{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     try:
         with _one_line(out):
@@ -964,7 +954,7 @@ def peak_memory() -> int | None:
 # ---- texts and command line -------------------------------------------------------------------------------
 
 
-def stdlib_texts(held_out: bool) -> list[str]:
+def stdlib_texts(held_out: bool) -> Iterator[str]:
     """Sources of the running interpreter's standard library, in a fixed shuffled order."""
     root, paths = Path(sysconfig.get_paths()["stdlib"]), []
     for path in sorted(root.rglob("*.py")):
@@ -973,7 +963,8 @@ def stdlib_texts(held_out: bool) -> list[str]:
         if not skip and (parts[0] in HELD_OUT) == held_out:
             paths.append(path)
     random.Random(0).shuffle(paths)
-    return [path.read_text(encoding="utf-8", errors="ignore").replace("\r\n", "\n") for path in paths]
+    for path in paths:
+        yield path.read_text(encoding="utf-8", errors="ignore").replace("\r\n", "\n")
 
 
 def read_texts(path: str | Path) -> list[str]:
@@ -996,7 +987,7 @@ def read_texts(path: str | Path) -> list[str]:
     return texts if path.suffix == ".jsonl" else [content]
 
 
-def token_windows(texts: list[str], tokenizer: Any, vocab_size: int, count: int, length: int) -> Tensor:
+def token_windows(texts: Iterable[str], tokenizer: Any, vocab_size: int, count: int, length: int) -> Tensor:
     """Up to `count` windows [W, length] spread evenly over the texts; without a tokenizer uniformly random ids."""
     if tokenizer is None:
         return torch.randint(vocab_size, (count, length), generator=torch.Generator().manual_seed(length))
@@ -1030,15 +1021,41 @@ def quantize_head(path: str | Path, target: ModelConfig, spec: QuantSpec):
     return config, tensors, {"bytes_before": sizes[0], "bytes_after": sizes[1], "worst": max(errors.values())}
 
 
-def measure_tau(directory: Path, head: Path, prompts: list[list[int]], new_tokens: int = 128) -> float:
-    """Mean tokens per step (greedy) of a target with an EAGLE head, both as stored."""
+def read_head(directory: str | Path):
+    """A directory of `--eagle` as a checkpoint.EagleFile; its tensors have stored names: `adopt_` puts them in a head."""
+    import checkpoint
+
+    where = Path(directory) / "config.json"
+    raw = checkpoint.read_json(where)
+    QuantSpec.read(raw.get("eaglet_quant"), str(where))
+    try:
+        given = raw["eaglet_head"]
+        layer = {k: tuple(v) if isinstance(v, list) else v for k, v in given["layer"].items()}
+        layer = ModelConfig(**layer | {"rope": RopeConfig(**layer["rope"])})
+        config = checkpoint.EagleConfig(**given | {"layer": layer, "taps": tuple(given["taps"])})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{where}: eaglet_head does not describe a head ({error}). Quantize it again."
+        ) from error
+    entries = checkpoint.read_entries(checkpoint.tensor_files(Path(directory)))
+    return checkpoint.EagleFile(config, {name: entry.read() for name, entry in entries.items()}, [])
+
+
+def measure_tau(
+    directory: Path, head: str, tensors: dict[str, Tensor] | None, prompts: list[list[int]]
+) -> float:
+    """Mean tokens per greedy step of a model directory with an EAGLE head, or with `tensors` in that head."""
     from generate import load
     from sampling import SamplingParams
 
-    engine = load(directory, eagle=str(head))
-    results = [engine.generate(ids, SamplingParams(max_new_tokens=new_tokens)).run()[0] for ids in prompts]
-    steps = [emitted for result in results for emitted in result.tokens_per_step]
-    return sum(map(len, steps)) / max(1, len(steps))
+    engine = load(directory, eagle=head)
+    if tensors is not None:
+        adopt_(engine.head, tensors, engine.model.device, engine.model.dtype)
+    steps: list[int] = []
+    for ids in prompts:
+        params = SamplingParams(max_new_tokens=min(128, engine.ctx - len(ids)))
+        steps += map(len, engine.generate(ids, params).run()[0].tokens_per_step)
+    return sum(steps) / max(1, len(steps))
 
 
 def show(receipt: dict[str, Any]) -> str:
@@ -1101,7 +1118,8 @@ def main(argv: list[str] | None = None) -> int:
             raise
         code = next((code for kind, code in kinds.items() if isinstance(error, kind)), 5)
         name = "" if code in (2, 3) else f"{type(error).__name__}: "
-        print(f"error  {name}{' '.join(str(error).split())}", file=sys.stderr)
+        line_start = "\r\033[K" if sys.stderr.isatty() else ""
+        print(f"{line_start}error  {name}{' '.join(str(error).split())}", file=sys.stderr)
         return code
 
 
@@ -1127,12 +1145,9 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
         calibration = token_windows(texts, tokenizer, config.vocab_size, CALIBRATION_WINDOWS, length)
 
     def progress(done: int, total: int, what: str) -> None:
-        print(
-            f"\rquantizing  {done}/{total}  {what:<12}",
-            end="\r\033[K" if done == total else "",
-            file=sys.stderr,
-            flush=True,
-        )
+        if sys.stderr.isatty():
+            end = "" if done < total else "\r\033[K"
+            print(f"\rquantizing  {done}/{total}  {what:<12}", end=end, file=sys.stderr, flush=True)
 
     head = quantize_head(args.eagle, config, spec) if args.eagle else None
 
@@ -1143,8 +1158,8 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
         checkpoint.write_json(target / "config.json", head[0])
         checkpoint.write_safetensors(target / "model.safetensors", head[1])
         prompts = [row[: min(64, length // 2)].tolist() for row in evaluation[:4]]
-        pairs = ((directory, args.eagle), (unfinished, target))
-        before, after = (measure_tau(*pair, prompts) for pair in pairs)
+        before = measure_tau(directory, args.eagle, None, prompts)
+        after = measure_tau(unfinished, args.eagle, head[1], prompts)
         return {"head": head[2], "tau_before": before, "tau_after": after}
 
     return quantize_checkpoint(

@@ -210,12 +210,18 @@ class GenerationResult:
         return [sum(len(t) > d for t in self.tokens_per_step) / self.steps for d in range(1, longest)]
 
     @property
+    def n_alpha(self) -> list[float]:
+        """On a chain: k-alpha, k = 0..4, the share of drafts at depth k + 1 accepted once all shallower ones were."""
+        deeper = [sum(len(t) > d for t in self.tokens_per_step) for d in range(6)]
+        return [b / a for a, b in zip(deeper, deeper[1:], strict=False) if a]
+
+    @property
     def tokens_per_second(self) -> float:
         """Ids after the first over decode time."""
         return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("new_tokens", "steps", "tau", "accepted_by_depth", "tokens_per_second")
+        names = ("new_tokens", "steps", "tau", "accepted_by_depth", "n_alpha", "tokens_per_second")
         return asdict(self) | {name: getattr(self, name) for name in names}
 
 

@@ -60,7 +60,8 @@ class LoadOptions:
     eagle: str | None = None
     eagle_config: tuple[str, ...] = ()  # key=value, for a head without a config.json
     tree: str | tuple[str, ...] = "paper25"  # a tuple: one static tree per sequence of the batch
-    draft_vocab: int = 0  # EAGLE-1/2: draft only the K most frequent tokens
+    draft_vocab: int = 0  # EAGLE-1/2: draft only the K most frequent tokens ...
+    draft_vocab_text: str | None = None  # ... of this text file; default: the K first ids (merge rank)
     draft_noise: bool = True  # the draft sees the target's noise
     verify: str = "match"  # match | multi-round | multi-round-replacement
     batch_size: int = 1
@@ -181,7 +182,7 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
     try:
         dtype = DTYPES[opts.dtype]
         model = checkpoint.load_model(directory, device, dtype, progress, max_positions=opts.ctx)
-        head = build_head(head_file, model, opts.draft_vocab) if head_file else None
+        head = build_head(head_file, model, draft_vocabulary(opts, config, tokenizer)) if head_file else None
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise UserError(
             f"out of memory while loading ({size(plan.total)} planned): {error}", MEMORY
@@ -208,18 +209,34 @@ def _quantized_bytes(directory: Path) -> int:
     return 0
 
 
-def build_head(file: checkpoint.EagleFile, model: Transformer, draft_vocab: int = 0) -> EagleHead:
-    """An EagleHead on the model's device and dtype, its tensors loaded strictly."""
-    ids = file.tensors.get("draft_ids")
-    if draft_vocab:
-        if file.config.version != 1:
-            raise ValueError(
-                "--draft-vocab trims EAGLE-1/2 heads; an EAGLE-3 head brings its own draft vocabulary."
-            )
-        if not 1 <= draft_vocab <= model.config.vocab_size:
-            raise ValueError(f"--draft-vocab is {draft_vocab}; allowed: 1 to {model.config.vocab_size}.")
-        # BPE and sentencepiece number their pieces by rank, so the first ids are the most frequent ones
-        ids = torch.arange(draft_vocab)
+def draft_vocabulary(opts: LoadOptions, config: ModelConfig, tokenizer) -> torch.Tensor | None:
+    """Sorted ids of the K most frequent tokens (FR-Spec), or None. Without a text to count, the first K ids: BPE and
+    sentencepiece number their pieces by merge rank, which follows frequency."""
+    K = opts.draft_vocab
+    if not K:
+        return None
+    if not 1 <= K <= config.vocab_size:
+        raise ValueError(f"--draft-vocab is {K}; allowed: 1 to {config.vocab_size}.")
+    if opts.draft_vocab_text is None:
+        return torch.arange(K)
+    if tokenizer is None:
+        raise ValueError("--draft-vocab-text needs a tokenizer, and this checkpoint has none.")
+    try:
+        text = Path(opts.draft_vocab_text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--draft-vocab-text {opts.draft_vocab_text}: {error}") from error
+    counts = torch.bincount(torch.tensor(tokenizer.encode(text)), minlength=config.vocab_size)
+    counts[list(tokenizer.eos_ids)] += 1  # a draft must be able to end
+    return counts.sort(descending=True, stable=True).indices[:K].sort().values
+
+
+def build_head(file: checkpoint.EagleFile, model: Transformer, ids: torch.Tensor | None = None) -> EagleHead:
+    """An EagleHead on the model's device and dtype, its tensors loaded strictly. ids: a trimmed draft vocabulary."""
+    if ids is not None and file.config.version != 1:
+        raise ValueError(
+            "--draft-vocab trims EAGLE-1/2 heads; an EAGLE-3 head brings its own draft vocabulary."
+        )
+    ids = file.tensors.get("draft_ids") if ids is None else ids
     with torch.device("meta"):
         head = EagleHead(file.config, model, ids).eval().requires_grad_(False)
     head.to(dtype=model.dtype).to_empty(device=model.device)
@@ -407,6 +424,9 @@ class Report:
         if engine.head and r.steps:
             depth = " ".join(f"{share:.2f}"[1:] if share < 1 else "1.0" for share in r.accepted_by_depth)
             self.line(f"accepted tau {r.tau:.2f} tokens/step   by depth {depth or '-'} (1 + sum = tau)")
+            if str(engine.options.tree).startswith("chain"):
+                alphas = "  ".join(f"{k}-alpha {a:.2f}" for k, a in enumerate(r.n_alpha))
+                self.line(f"         {alphas}")
         if r.steps and bandwidth:
             rows = engine.drafter.N * engine.batch_size
             context = r.prompt_tokens + r.new_tokens // 2
@@ -493,6 +513,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="K",
         help="EAGLE-1/2: draft only the K most frequent tokens",
     )
+    add(
+        "--draft-vocab-text",
+        metavar="FILE",
+        help="count the tokens of this text instead of taking the first K ids",
+    )
     add("--draft-noise", choices=("on", "off"), default="on", help="off: draft without the target's noise")
     add("--verify", default="match", choices=("match", "multi-round", "multi-round-replacement"))
     add(
@@ -575,6 +600,7 @@ def _main(args: argparse.Namespace) -> int:
         eagle_config=tuple(args.eagle_config),
         tree=args.tree,
         draft_vocab=args.draft_vocab,
+        draft_vocab_text=args.draft_vocab_text,
         draft_noise=args.draft_noise == "on",
         verify=args.verify,
         batch_size=args.batch_size,

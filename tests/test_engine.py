@@ -1,0 +1,1096 @@
+"""engine.py: same tokens with every drafter, stop rules, damage control, multi-round's law, one graph per step."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from test_sampling import chi_square_z
+from tiny import (
+    CTX,
+    DRAFT_VOCAB,
+    MEDUSA,
+    PROMPT,
+    TREES,
+    PieceTokenizer,
+    ScriptedDrafter,
+    V,
+    eagle_engine,
+    heads,
+    tables,
+    tiny_head,
+    tiny_model,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import engine as engine_module
+import kernels
+import sampling
+import tree as trees
+from eagle_draft import Draft, EagleDrafter
+from engine import DecodeState, Engine, PlainDrafter, decode_step
+from model import Transformer
+from sampling import SamplingParams
+
+MODEL = tiny_model()
+HEADS = heads(MODEL)
+PROMPTS = [PROMPT, PROMPT[:5], [11] + PROMPT * 2]
+SETTINGS = [
+    dict(),
+    dict(temperature=0.7),
+    dict(temperature=1.0),
+    dict(temperature=1.0, top_p=0.9),
+    dict(temperature=1.0, top_k=5),
+    dict(temperature=0.8, min_p=0.1),
+    dict(repetition_penalty=1.3, frequency_penalty=0.4),
+    dict(temperature=1.0, top_p=0.95, top_k=20, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.5),
+]
+
+
+def settings(index: int, **more) -> SamplingParams:
+    return SamplingParams(**({"seed": 3, "max_new_tokens": 24} | SETTINGS[index % len(SETTINGS)] | more))
+
+
+@functools.cache
+def plain(params: SamplingParams, row: int = 0) -> tuple[int, ...]:
+    """Plain decoding of PROMPTS[row] in float64; row b of a batch draws with seed + b."""
+    seed = {**vars(params), "seed": params.seed + row}
+    return tuple(Engine(MODEL).generate(PROMPTS[row], SamplingParams(**seed)).run()[0].token_ids)
+
+
+def consistent(result) -> bool:
+    """The counting rules of DESIGN section 3."""
+    flat = [token for step in result.tokens_per_step for token in step]
+    assert result.token_ids[1:] == flat and all(result.tokens_per_step)
+    assert result.new_tokens == 1 + len(flat) and result.steps == len(result.tokens_per_step)
+    if result.steps:
+        assert result.tau == pytest.approx(len(flat) / result.steps)
+        assert result.tau == pytest.approx(1 + sum(result.accepted_by_depth))
+    return True
+
+
+# ------------------------------------------------------------------ the same tokens
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", HEADS)
+def test_same_tokens_as_plain_decoding(kind, tree):
+    """A drafter that changes the output: the promise of the project. Exact in float64; pairs of heads and trees, with the
+    settings in rotation so that every tree and every head meets all of them."""
+    first = list(HEADS).index(kind) + 2 * list(TREES).index(tree)
+    engine = eagle_engine(HEADS[kind], TREES[tree])
+    for index in (first, first + 3, first + 5):
+        params = settings(index)
+        result = engine.generate(PROMPT, params).run()[0]
+        assert tuple(result.token_ids) == plain(params) and consistent(result)
+        assert result.stop_reason == "length"
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_same_tokens_in_a_batch(kind):
+    """Rows that leak into each other: other lengths, trees, seeds, penalties, and rows that finish at other times."""
+    mixed = [trees.chain(4), MEDUSA, trees.root_only()]
+    for index, tree in ((2, mixed), (7, mixed), (3, TREES["dynamic"]), (6, TREES["dynamic"])):
+        index += list(HEADS).index(kind)
+        engine = eagle_engine(HEADS[kind], tree, batch_size=3)
+        everything = [plain(settings(index), b) for b in range(3)]
+        stop = everything[1][4]  # row 1 stops early
+        results = engine.generate_batch(PROMPTS, settings(index, stop_ids=(stop,))).run()
+        for result, tokens in zip(results, everything, strict=True):
+            end = tokens.index(stop) + 1 if stop in tokens else len(tokens)
+            assert tuple(result.token_ids) == tokens[:end] and consistent(result)
+
+
+def test_plain_batch_rows_equal_single_runs():
+    """Batch row b must draw with seed + b and see its own prompt, penalties and length only."""
+    for index in (2, 7):
+        results = Engine(MODEL, batch_size=3).generate_batch(PROMPTS, settings(index)).run()
+        assert [tuple(r.token_ids) for r in results] == [plain(settings(index), b) for b in range(3)]
+        assert [r.seed for r in results] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("tree", ("chain4", "dynamic"))
+def test_fewer_prompts_than_rows(tree):
+    """Rows without a prompt used to re-feed draft row -1 and crash; they must change nothing."""
+    engine = eagle_engine(HEADS["eagle1"], TREES[tree], batch_size=3)
+    for rows in (1, 3, 2, 1):
+        results = engine.generate_batch(PROMPTS[:rows], settings(2)).run()
+        assert [tuple(r.token_ids) for r in results] == [plain(settings(2), b) for b in range(rows)]
+
+
+def test_wide_plain_forward_is_plain():
+    """`--prove` replays through a forward of the tree's width: its padding rows must not count."""
+    for index in (0, 7):
+        engine = Engine(MODEL, drafter=PlainDrafter(MODEL, 1, width=9))
+        assert tuple(engine.generate(PROMPT, settings(index)).run()[0].token_ids) == plain(settings(index))
+
+
+def key_margin(model, ids, params, a, b):
+    """Difference of the sampling keys of tokens a and b after `ids`, recomputed in float64 without a cache."""
+    hidden, _ = model.forward_train(torch.tensor([ids]))
+    keys = model.logits(hidden[0, -1])
+    if params.temperature > 0:
+        where, vocabulary = torch.tensor([[len(ids)]]), torch.arange(keys.shape[0])
+        seed = torch.tensor([params.seed])
+        keys = keys + params.temperature * sampling.gumbel_noise(seed, where, vocabulary)[0, 0]
+    return abs(float(keys[a] - keys[b]))
+
+
+def test_float32_forks_are_near_ties(record_property):
+    """In float32 a wide forward rounds differently: a fork is allowed only where two keys are equal to rounding."""
+    model, exact, forks, tokens = tiny_model(torch.float32), tiny_model(torch.float32).double(), 0, 0
+    requests = [SamplingParams(temperature=T, seed=s, max_new_tokens=40) for s in (0, 1) for T in (0.0, 1.0)]
+    narrow = [Engine(model).generate(PROMPT, params).run()[0].token_ids for params in requests]
+    for (kind, head), tree in zip(
+        heads(model).items(), ("paper25", "dynamic", "medusa", "chain4"), strict=True
+    ):
+        engine = eagle_engine(head, TREES[tree])
+        for params, theirs in zip(requests, narrow, strict=True):
+            ours = engine.generate(PROMPT, params).run()[0].token_ids
+            tokens += len(ours)
+            fork = next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), None)
+            if fork is not None:
+                forks += 1
+                margin = key_margin(exact, PROMPT + ours[:fork], params, ours[fork], theirs[fork])
+                assert margin < 1e-4, (kind, tree, params, fork)
+    record_property("forks", f"{forks} in {tokens} tokens")
+    assert forks <= 2
+
+
+# ------------------------------------------------------------------ drafters that know
+
+
+class RandomShapes(ScriptedDrafter):
+    """Another random tree in every step and row, always with one right path of D nodes (as dynamic trees vary)."""
+
+    def __init__(self, truth, shift=0, N=14, D=5):
+        super().__init__(trees.chain(D), truth, shift)
+        self.N, self.D, self.random = N, D, random.Random(0)
+
+    def shape(self, request):
+        parents, ranks = [], []
+        for _ in range(request.n.shape[0]):
+            depth, parent, rank, right = [0], [0], [0], self.random.sample(range(1, self.N), self.D)
+            above, on_path = 0, 0
+            for i in range(1, self.N):
+                if i in right:
+                    above, on_path = on_path, i
+                    rank.append(0)
+                else:
+                    above = self.random.choice([j for j in range(i) if depth[j] < self.D])
+                    rank.append(i)  # wrong, and unlike its siblings
+                parent.append(above)
+                depth.append(depth[above] + 1)
+            parents.append(parent)
+            ranks.append(rank)
+        parent, rank = torch.tensor(parents), torch.tensor(ranks)
+        ancestors, depth = trees.ancestors_from_parents(parent, self.D)
+        return parent, depth, ancestors, torch.ones_like(parent, dtype=torch.bool), rank
+
+
+def scripted(tree, params, rows=1, shift=0):
+    """An engine whose drafter knows (or avoids) the plain continuation of every row."""
+    longer = SamplingParams(**{**vars(params), "max_new_tokens": params.max_new_tokens + 20, "stop_ids": ()})
+    truth = [PROMPTS[b] + list(plain(longer, b)) for b in range(rows)]
+    drafter = RandomShapes(truth, shift) if tree == "random" else ScriptedDrafter(TREES[tree], truth, shift)
+    return Engine(MODEL, drafter=drafter, batch_size=rows)
+
+
+@pytest.mark.parametrize("rows", (1, 3))
+@pytest.mark.parametrize("tree", ("paper25", "chain4", "medusa", "random", "root"))
+def test_oracle_is_accepted_whole_and_hostile_not_at_all(tree, rows):
+    """Acceptance lost in the engine (positions, slots, masks, noise rows, commits): an oracle must give D+1 tokens in
+    every step, a drafter that is always wrong one, and the text must be the same. Also sampled, with penalties."""
+    for index in (0, 2, 7):
+        params = settings(index)
+        for shift in (0, 1):
+            engine = scripted(tree, params, rows, shift)
+            full = 1 if shift else engine.drafter.D + 1
+            for b, result in enumerate(engine.generate_batch(PROMPTS[:rows], params).run()):
+                assert tuple(result.token_ids) == plain(params, b) and consistent(result)
+                assert all(len(step) == full for step in result.tokens_per_step[:-1])
+
+
+# ------------------------------------------------------------------ engine mutants
+
+
+def check_identity(index=2):
+    params = settings(index)
+    engine = eagle_engine(HEADS["eagle1"], TREES["paper25"])
+    assert tuple(engine.generate(PROMPT, params).run()[0].token_ids) == plain(params)
+    assert tuple(scripted("medusa", params).generate(PROMPT, params).run()[0].token_ids) == plain(params)
+
+
+def bonus_of_the_root(monkeypatch):
+    real = trees.accept
+
+    def accept(tokens, parent, depth, ancestors, valid, choice, D):
+        out = real(tokens, parent, depth, ancestors, valid, choice, D)
+        emitted = out.emitted.scatter(1, (out.count - 1)[:, None], choice[:, :1])
+        return out._replace(bonus=choice[:, 0], emitted=emitted)
+
+    monkeypatch.setattr(trees, "accept", accept)
+
+
+def parent_off_by_one(monkeypatch):
+    real = trees.accept
+
+    def accept(tokens, parent, *rest):
+        return real(tokens, (parent - 1).clamp(min=0), *rest)
+
+    monkeypatch.setattr(trees, "accept", accept)
+
+
+def noise_of_one_depth(monkeypatch):
+    real = sampling.gumbel_noise
+
+    def gumbel_noise(seed, positions, ids):
+        return real(seed, positions[:, :1].expand_as(positions), ids)
+
+    monkeypatch.setattr(sampling, "gumbel_noise", gumbel_noise)
+
+
+def no_commit(monkeypatch):
+    monkeypatch.setattr(kernels, "commit_kv", lambda *args: None)
+
+
+def siblings_share_a_position(monkeypatch):
+    """Node i at position n + i instead of n + depth: slots taken for positions."""
+    real = Transformer.nodes
+
+    def nodes(self, n, depth, ancestors, slots):
+        return real(self, n, torch.arange(depth.shape[1]).expand_as(depth), ancestors, slots)
+
+    monkeypatch.setattr(Transformer, "nodes", nodes)
+
+
+MUTANTS = (bonus_of_the_root, parent_off_by_one, noise_of_one_depth, no_commit, siblings_share_a_position)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_engine_mutants_change_tokens(mutant, monkeypatch):
+    """That the identity test can fail: each of these bugs in verification must change the text."""
+    for row in range(1):
+        plain(settings(2), row), plain(settings(2, max_new_tokens=44), row)  # computed by the real code
+    check_identity()
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_identity()
+
+
+# ------------------------------------------------------------------ stop rules
+
+
+def check_stops(engine_for):
+    """Every first occurrence of a token as a stop id: ids, reason and counts end with it."""
+    params = settings(2)
+    tokens = plain(params)
+    for k in range(len(tokens)):
+        if tokens[k] in tokens[:k]:
+            continue
+        stopping = settings(2, stop_ids=(96, tokens[k]))
+        result = engine_for(stopping).generate(PROMPT, stopping).run()[0]
+        assert tuple(result.token_ids) == tokens[: k + 1] and result.stop_reason == "eos"
+        assert consistent(result)
+        sizes = [len(step) for step in result.tokens_per_step]
+        assert sizes == [5] * (k // 5) + ([k % 5] if k % 5 else [])
+
+
+def test_stop_ids_inside_an_accepted_run():
+    """Tokens after a stop id leaking into ids, counts, tau or acceptance (eagle.md 5.7); k = 0 is the first token."""
+    check_stops(lambda params: scripted("chain4", params))
+
+
+def test_a_stop_ignored_inside_a_run_is_caught(monkeypatch):
+    """Mutant: only the last token of a step is compared with the stop ids."""
+    real = engine_module._Row._take
+
+    def push(self, ids, step=True):
+        if not ids:  # the device has stopped
+            self.finish("eos")
+            return engine_module.Chunk(0, [], "")
+        real_ids, self.stop_ids = self.stop_ids, set()
+        for token in ids[:-1]:
+            real(self, token, 0)
+        self.stop_ids = real_ids
+        self.result.token_ids += ids
+        real(self, ids[-1], self.result.new_tokens)
+        if step:
+            self.result.tokens_per_step.append(list(ids))
+        return engine_module.Chunk(0, list(ids), "")
+
+    monkeypatch.setattr(engine_module._Row, "push", push)
+    with pytest.raises(AssertionError):
+        check_stops(lambda params: scripted("chain4", params))
+
+
+@pytest.mark.parametrize("tree", ("chain4", "random"))
+def test_length_limit_inside_an_accepted_run(tree):
+    """max_new_tokens overshot by an accepted run, or counted without the token from prefill."""
+    for limit in range(1, 14):
+        params = settings(2, max_new_tokens=limit)
+        result = scripted(tree, params).generate(PROMPT, params).run()[0]
+        assert tuple(result.token_ids) == plain(settings(2))[:limit] and result.stop_reason == "length"
+        assert consistent(result)
+
+
+def test_the_last_slot_of_the_context():
+    """Tree rows that reach past the context must go to the trash row, not over live rows."""
+    for tree in ("paper25", "dynamic", "chain4"):
+        prompt = (PROMPT * 9)[: CTX - 30]
+        params = settings(2, max_new_tokens=30)
+        expected = Engine(MODEL).generate(prompt, params).run()[0].token_ids
+        assert (
+            eagle_engine(HEADS["eagle1"], TREES[tree]).generate(prompt, params).run()[0].token_ids == expected
+        )
+        with pytest.raises(ValueError, match="model's limit"):
+            eagle_engine(HEADS["eagle1"], TREES[tree]).generate([1, *prompt], params)
+
+
+def letters() -> PieceTokenizer:
+    """Tokens of one to three bytes over a small alphabet, some of them halves of characters."""
+    pieces = [
+        b"a",
+        b"b",
+        b"ab",
+        b"ba",
+        b"c",
+        b" ",
+        b"\xc3",
+        b"\xa9",
+        "é".encode(),
+        b"abc",
+        b"x\xe2",
+        b"\x82\xac",
+    ]
+    return PieceTokenizer([pieces[i % len(pieces)] for i in range(V)])
+
+
+def expected_stop(tokenizer, tokens, stops, limit):
+    """(ids, text, reason) by definition: the shortest prefix whose text holds a stop string."""
+    stream, text = tokenizer.stream(), ""
+    for i, token in enumerate(tokens[:limit]):
+        text += stream.push([token])
+        cuts = [text.find(s) for s in stops if s in text]
+        if cuts:
+            return tokens[: i + 1], text[: min(cuts)], "stop"
+    text += stream.flush()
+    cuts = [text.find(s) for s in stops if s in text]
+    return tokens[:limit], text[: min(cuts)] if cuts else text, "stop" if cuts else "length"
+
+
+def test_stop_strings_across_tokens_and_steps():
+    """Stop strings that span tokens or steps: text after (or part of) one shown, ids miscounted, a chunk taken back."""
+    tokenizer, rng = letters(), random.Random(1)
+    tokens = plain(settings(2, max_new_tokens=44))
+    text = tokenizer.decode(tokens)
+    for trial in range(40):
+        at = [rng.randrange(len(text)) for _ in range(rng.choice((1, 1, 2, 3)))]
+        stops = tuple(text[i : i + rng.randint(1, 6)] for i in at) + (("zz", "é€é", "\ufffd")[trial % 3],)
+        params = settings(2, max_new_tokens=rng.choice((7, 24)), stop=stops)
+        engine = scripted(("chain4", "medusa", "random")[trial % 3], settings(2))
+        engine.tokenizer = tokenizer
+        stream, shown = engine.generate(PROMPT, params), ""
+        ids, final, reason = expected_stop(tokenizer, tokens, stops, params.max_new_tokens)
+        for chunk in stream:
+            shown += chunk.text
+            assert final.startswith(shown)
+        result = stream.result
+        assert (tuple(result.token_ids), result.text, result.stop_reason) == (ids, final, reason)
+        assert shown == result.text and consistent(result)
+
+
+def test_text_streams_as_soon_as_it_may():
+    """Text held back although no stop string could still match: the user would see a frozen stream."""
+    params = settings(2, stop=("zzz",))
+    engine = Engine(MODEL, letters())
+    shown = ""
+    for i, chunk in enumerate(engine.generate(PROMPT, params)):
+        shown += chunk.text
+        stream = letters().stream()
+        assert shown == "".join(stream.push([t]) for t in plain(settings(2))[: i + 1]) or i == 23
+
+
+# ------------------------------------------------------------------ several requests on one engine
+
+
+def steps_of(engine, prompt, params):
+    result = engine.generate(prompt, params).run()[0]
+    return result.token_ids, result.tokens_per_step
+
+
+@pytest.mark.parametrize("kind, tree", (("eagle1", "paper25"), ("eagle3", "dynamic")))
+def test_a_turn_after_a_stop_equals_a_fresh_run(kind, tree):
+    """Rows of tokens that a stop cut off, or stale draft rows, surviving in a cache that the next turn reuses: tokens and
+    tokens per step must be a fresh engine's, and the common prefix must really be reused."""
+    hot = dict(temperature=4.0, seed=8)  # the shared noise makes long accepted runs
+    engine = eagle_engine(HEADS[kind], TREES[tree])
+    free = SamplingParams(max_new_tokens=24, **hot)
+    first = engine.generate(PROMPT, free).run()[0]
+    step = max(range(first.steps), key=lambda i: len(first.tokens_per_step[i]))
+    assert len(first.tokens_per_step[step]) > 2
+    stop = first.tokens_per_step[step][0]  # the rest of this run is cut off
+    params = SamplingParams(max_new_tokens=24, stop_ids=(stop,), **hot)
+    for more in ([stop, 4, 8], [4], PROMPT):
+        engine = eagle_engine(HEADS[kind], TREES[tree])
+        ids = engine.generate(PROMPT, params).run()[0].token_ids
+        prompt = PROMPT + ids + more
+        fresh = steps_of(eagle_engine(HEADS[kind], TREES[tree]), prompt, free)
+        again = engine.generate(prompt, free)
+        assert (again.run()[0].token_ids, again.result.tokens_per_step) == fresh
+        assert len(PROMPT) <= again.result.cached_tokens < len(prompt)
+
+
+def test_prefix_reuse_counts():
+    """cached_tokens wrong by one, or a cache believed valid further than it is."""
+    engine = Engine(MODEL)
+    params = settings(0, max_new_tokens=6)
+    ids = engine.generate(PROMPT, params).run()[0].token_ids
+    for prompt, cached in (
+        (PROMPT + ids + [4], len(PROMPT) + 5),  # the last token never went through the model
+        (PROMPT + ids[:3], len(PROMPT) + 2),  # its own last token runs again for its logits
+        (PROMPT[:4] + [90], 4),
+        ([90], 0),
+        (PROMPT, 0),
+        (PROMPT, len(PROMPT) - 1),
+    ):
+        result = engine.generate(prompt, params).run()[0]
+        assert result.cached_tokens == cached
+        assert result.token_ids == Engine(MODEL).generate(prompt, params).run()[0].token_ids
+
+
+class Boom(Exception):
+    pass
+
+
+def abandon_early(engine):
+    stream = engine.generate(PROMPT, settings(2))
+    next(iter(stream))
+    stream.close()
+    return stream
+
+
+def abandon_later(engine):
+    stream = engine.generate(PROMPT, settings(2))
+    for i, _ in enumerate(stream):
+        if i == 3:
+            break
+    stream.close()
+    return stream
+
+
+def consumer_raises(engine):
+    stream = engine.generate(PROMPT, settings(2))
+    with pytest.raises(Boom):
+        for i, _ in enumerate(stream):
+            if i == 2:
+                raise Boom
+    return stream
+
+
+def interrupt_in_a_step(engine):
+    def observer(out):
+        raise KeyboardInterrupt
+
+    engine.observer = observer
+    stream = engine.generate(PROMPT, settings(2))
+    with pytest.raises(KeyboardInterrupt):
+        stream.run()
+    engine.observer = None
+    return stream
+
+
+def failing_draft(engine):
+    real = engine.drafter.draft
+
+    def draft(request):
+        if int(request.n[0]) > len(PROMPT) + 3:
+            raise MemoryError
+        return real(request)
+
+    engine.drafter.draft = draft
+    stream = engine.generate(PROMPT, settings(2))
+    with pytest.raises(MemoryError):
+        stream.run()
+    engine.drafter.draft = real
+    return stream
+
+
+def failing_forward(engine):
+    """Out of memory in the middle of prefill."""
+    real, engine._forward = engine._forward, lambda *args: (_ for _ in ()).throw(MemoryError())
+    stream = engine.generate(PROMPT, settings(2))
+    with pytest.raises(MemoryError):
+        stream.run()
+    engine._forward = real
+    return stream
+
+
+@functools.cache
+def fresh_steps(index, prompt):
+    fresh = eagle_engine(HEADS["eagle1"], TREES["paper25"])
+    return steps_of(fresh, list(prompt), settings(index, max_new_tokens=12))
+
+
+ACCIDENTS = (
+    abandon_early,
+    abandon_later,
+    consumer_raises,
+    interrupt_in_a_step,
+    failing_draft,
+    failing_forward,
+)
+
+
+@pytest.mark.parametrize("accident", ACCIDENTS)
+def test_the_engine_survives(accident):
+    """A request cut short (closed stream, exception, Ctrl-C, out of memory) must leave nothing that the next one uses."""
+    engine = eagle_engine(HEADS["eagle1"], TREES["paper25"])
+    engine.generate(PROMPT, settings(0, max_new_tokens=4)).run()  # something to reuse wrongly
+    stream = accident(engine)
+    for index, prompt in ((2, PROMPT), (7, PROMPT + [5, 6])):
+        assert steps_of(engine, prompt, settings(index, max_new_tokens=12)) == fresh_steps(
+            index, tuple(prompt)
+        )
+        engine.generate(PROMPT, settings(0, max_new_tokens=4)).run()
+        accident(engine)
+    stream.close()
+    assert stream.result.stop_reason == "interrupted"
+
+
+def test_an_overtaken_stream_says_so():
+    """A half-read stream resumed after another request decoded from that one's state, and spoiled its cache."""
+    engine = Engine(MODEL)
+    stream = engine.generate(PROMPT, settings(2))
+    chunks = iter(stream)
+    next(chunks), next(chunks)
+    assert tuple(engine.generate(PROMPTS[1], settings(2)).run()[0].token_ids)
+    with pytest.raises(RuntimeError, match="another request started"):
+        next(chunks)
+    after = engine.generate(PROMPTS[1] + [4], settings(2)).run()[0]
+    assert after.token_ids == Engine(MODEL).generate(PROMPTS[1] + [4], settings(2)).run()[0].token_ids
+
+
+def test_the_backend_does_not_leak_to_the_consumer():
+    """Kernels chosen for one engine ran in the consumer's code between chunks, and in another engine's."""
+    before = kernels._ACTIVE.get()
+    for _ in Engine(MODEL, backend=kernels.KernelBackend("reference")).generate(PROMPT, settings(0)):
+        assert kernels._ACTIVE.get() is before
+        assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize(
+    "prompts, params, message",
+    (
+        ([[]], {}, "prompt is empty"),
+        ([[0, V]], {}, f"prompt id {V} is outside the vocabulary; allowed: 0 to {V - 1}"),
+        ([[-1]], {}, "prompt id -1"),
+        ([[True]], {}, "prompt id True"),
+        ([[1], [2]], {}, "2 prompts, but the engine holds 1 to 1"),
+        ([], {}, "0 prompts"),
+        ([[1]], dict(max_new_tokens=CTX), f"needs {CTX + 1} of the {CTX} allocated"),
+        ([[1]], dict(stop=("x",)), "stop strings need a tokenizer"),
+        ([[1]], dict(stop_ids=tuple(range(40))), "40 stop ids; allowed: at most 32"),
+    ),
+)
+def test_bad_requests_are_refused_at_once(prompts, params, message):
+    """A request that would index out of the cache or the vocabulary must end in one line before any kernel runs."""
+    with pytest.raises(ValueError, match=message) as error:
+        Engine(MODEL).generate_batch(prompts, SamplingParams(**params))
+    assert "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------ NaN
+
+
+def poisoned_model(token: int, value: float):
+    model = tiny_model()
+    model.embed_tokens.weight[token] = value
+    return model
+
+
+class Poisoner(ScriptedDrafter):
+    """An oracle on rank 0 whose other nodes all draft one token."""
+
+    poison = 0
+
+    def draft(self, request) -> Draft:
+        draft = super().draft(request)
+        rank = self.tree.rank.expand_as(draft.tokens)
+        return draft._replace(tokens=torch.where(rank > 0, self.poison, draft.tokens))
+
+
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+@pytest.mark.parametrize("index", (0, 7))
+def test_a_rejected_nan_branch_changes_nothing(value, index):
+    """0 x NaN = NaN: a rejected branch that overflows must not reach its siblings, later steps or the counts."""
+    params = settings(index)
+    truth = PROMPT + list(plain(settings(index, max_new_tokens=44)))
+    unused = next(t for t in range(V) if t not in truth)
+    drafter = Poisoner(TREES["paper25"], [truth])
+    drafter.poison = unused
+    engine = Engine(poisoned_model(unused, value), drafter=drafter)
+    result = engine.generate(PROMPT, params).run()[0]
+    assert tuple(result.token_ids) == plain(params)
+    assert all(len(step) == 6 for step in result.tokens_per_step[:-1])
+
+
+@pytest.mark.parametrize(
+    "kind, tree", (("eagle1", "paper25"), ("eagle1", "dynamic"), ("eagle3-full", "dynamic"))
+)
+def test_a_nan_draft_changes_nothing(kind, tree):
+    """A head that drafts a poisoned token: its own cache rows turn NaN, and must be gone in the next step."""
+    params = settings(2)
+    truth = PROMPT + list(plain(params))
+    unused = next(t for t in range(V) if t not in truth)
+    model = poisoned_model(unused, math.nan)
+    head = heads(model)[kind]
+    real, calls = head.predict, []
+
+    def predict(output):  # the poisoned token is always the second best
+        logits = real(output)
+        calls.append(bool(logits.isnan().any()))
+        logits[..., unused] = logits.amax(-1) - 1e-9
+        return logits
+
+    head.predict = predict
+    clean = eagle_engine(HEADS[kind], TREES[tree]).generate(PROMPT, params).run()[0]
+    result = eagle_engine(head, TREES[tree], shared_noise=False).generate(PROMPT, params).run()[0]
+    assert any(calls) and tuple(result.token_ids) == plain(params) == tuple(clean.token_ids)
+
+
+@pytest.mark.parametrize("tree", ("root", "chain4", "medusa"))
+def test_a_nan_on_the_accepted_path_is_an_error(tree):
+    """Non-finite logits must never become token 0: one line that names the position, after the good tokens, whoever
+    drafts; and none at all when the text stops before them."""
+    tokens = plain(settings(2))
+    k = next(i for i in range(7, 24) if tokens[i] not in tokens[:i] and tokens[i] not in PROMPT)
+    model = poisoned_model(tokens[k], math.nan)
+    truth = PROMPT + list(plain(settings(2, max_new_tokens=44)))
+
+    def engine():
+        return Engine(model, drafter=ScriptedDrafter(TREES[tree], [truth]))
+
+    stream = engine().generate(PROMPT, settings(2))
+    with pytest.raises(ArithmeticError, match=f"non-finite at token {len(PROMPT) + k}\\b") as error:
+        stream.run()
+    assert "\n" not in str(error.value)
+    assert tuple(stream.result.token_ids) == tokens[: k + 1] and consistent(stream.result)
+    stopping = settings(2, stop_ids=(tokens[k],))
+    result = engine().generate(PROMPT, stopping).run()[0]
+    assert tuple(result.token_ids) == tokens[: k + 1] and result.stop_reason == "eos"
+    with pytest.raises(ArithmeticError, match="non-finite at token 2"):
+        engine().generate([1, 2, tokens[k]], settings(2)).run()
+
+
+def test_a_batch_row_with_nan_leaves_the_others_right():
+    """A row that already finished must not raise, and NaN in one row's cache must stay there."""
+    others = [plain(settings(2), b) for b in range(1, 3)]
+    tokens = plain(settings(2))
+    elsewhere = {t for row in (*others, *PROMPTS) for t in row}
+    k = next(i for i, t in enumerate(tokens) if i > 0 and t not in tokens[:i] and t not in elsewhere)
+    stop = tokens[k]
+    model = poisoned_model(stop, math.nan)  # row 0 stops on it; its rows go on being computed
+    truth = [p + list(plain(settings(2, max_new_tokens=44), b)) for b, p in enumerate(PROMPTS)]
+    for drafter in (None, ScriptedDrafter(MEDUSA, truth)):
+        engine = Engine(model, drafter=drafter, batch_size=3)
+        results = engine.generate_batch(PROMPTS, settings(2, stop_ids=(stop,))).run()
+        assert tuple(results[0].token_ids) == tokens[: k + 1]
+        assert [tuple(r.token_ids) for r in results[1:]] == others
+
+
+# ------------------------------------------------------------------ multi-round: the law of the emitted tokens
+
+SMALL = 5  # vocabulary
+ROWS, SPAN = 8192, 3  # draws, and tokens per draw: 125 outcomes
+BUSH = trees.StaticTree(tuple(tuple(map(int, w)) for w in "0 1 2 00 01 10 000".split()))
+
+
+def dense_attention(q, kv, start, visible, positions, window, scale):
+    """The reference op loops over rows; this one is vectorised for thousands of them."""
+    B, _, T, _ = q.shape
+    S, R = kv.shape[3], visible.shape[2]
+    group = q.shape[1] // kv.shape[2]
+    k, v = (x.repeat_interleave(group, 1) for x in kv)
+    mask = (torch.arange(S) < start[:, None])[:, None].expand(B, T, S).clone()
+    slots = (start[:, None] + torch.arange(R)).clamp(max=S - 1)[:, None].expand(B, T, R)
+    mask.scatter_(2, slots, visible)
+    return ((q @ k.mT) * scale).masked_fill(~mask[:, None], -math.inf).softmax(-1) @ v
+
+
+@functools.cache
+def small_model():
+    model = tiny_model(
+        torch.float32, seed=4, layers=1, vocab=SMALL, hidden_size=16, num_attention_heads=2, head_dim=8
+    )
+    model.lm_head.weight.mul_(1.5)
+    return model
+
+
+@functools.cache
+def small_head(seed=5):
+    return tiny_head(
+        small_model(), seed=seed, hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8
+    )
+
+
+def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
+    """SPAN tokens after the first one of every row, through prefill and the engine's own step. int64 [rows, SPAN]."""
+    built = tables(tree, rows)
+    drafter = EagleDrafter(small_head(), built, rows, ctx + built.N + 1, shared_noise, multi_round)
+    engine = Engine(small_model(), drafter=drafter, batch_size=rows, ctx=ctx)
+    state, prompt = engine.state, [1, 3, 0, 2]
+    out, filled = (
+        torch.zeros(rows, SPAN + built.D + 1, dtype=torch.int64),
+        torch.zeros(rows, dtype=torch.int64),
+    )
+    with torch.inference_mode():
+        state.sampling.set(params)
+        result = engine_module.GenerationResult(4, 0.0, 0)
+        engine._prefill(0, prompt, sampling.SamplingMode(), [], 0, result)  # greedy: one first token for all
+        for buffer in (state.tokens, state.n, state.root, state.count, state.features):
+            buffer.copy_(buffer[:1].expand_as(buffer))
+        state.kv.copy_(state.kv[:, :, :1].expand_as(state.kv))
+        drafter.cache.copy_(drafter.cache[:, :1].expand_as(drafter.cache))
+        state.done.fill_(False)
+        state.limit.fill_(999)
+        state.seen[:], state.counts[:] = state.seen[:1].clone(), state.counts[:1].clone()
+        taken = []
+        while int(filled.min()) < SPAN:
+            step = decode_step(small_model(), drafter, state, params.mode)
+            level = torch.arange(built.D + 1)
+            where = (filled[:, None] + level).clamp(max=out.shape[1] - 1)
+            keep = (level < step.count[:, None]) & (filled[:, None] + level < SPAN)
+            out.scatter_(1, torch.where(keep, where, out.shape[1] - 1), step.emitted)
+            filled += step.count
+            taken.append(step.count.double().mean())
+            state.n.clamp_(max=ctx - 6)  # rows that are done may not run out of cache
+    return out[:, :SPAN], float(torch.stack(taken).mean()), prompt + [int(state.tokens[0, 4])]
+
+
+def exact_law(start, params):
+    """Probability of each of SMALL^SPAN continuations, in float64, filters written out here."""
+    model = small_model()
+    weights = {k: v.double() for k, v in model.state_dict().items()}
+    twin = tiny_model(torch.float64, layers=1, vocab=SMALL, hidden_size=16, num_attention_heads=2, head_dim=8)
+    twin.load_state_dict(weights)
+    law = torch.ones(1, dtype=torch.float64)
+    for length in range(SPAN):
+        ids = torch.tensor([[*start, *tail] for tail in itertools.product(range(SMALL), repeat=length)])
+        z = twin.logits(twin.forward_train(ids)[0][:, -1]) / params.temperature
+        order = z.argsort(-1, descending=True)
+        p = z.gather(1, order).softmax(-1)
+        if params.top_k:
+            p[:, params.top_k :] = 0
+            p = p / p.sum(-1, keepdim=True)
+        p = torch.where(p.cumsum(-1) - p < params.top_p, p, 0)
+        p = torch.zeros_like(p).scatter(1, order, p / p.sum(-1, keepdim=True))
+        law = (law[:, None] * p).flatten()
+    return law
+
+
+def deviation(drawn, law):
+    """Chi-square of the drawn continuations against the law, as a standard normal deviate."""
+    cells = (drawn * SMALL ** torch.arange(SPAN - 1, -1, -1)).sum(-1)
+    observed = torch.bincount(cells, minlength=SMALL**SPAN).double()
+    assert not observed[law == 0].any(), "a token that the filters remove"
+    return chi_square_z(observed[law > 0], law[law > 0] * len(drawn))
+
+
+LAWS = {
+    "T=1": SamplingParams(temperature=1.0, seed=100),
+    "T=0.7 top-k": SamplingParams(temperature=0.7, top_k=3, seed=90000),
+    "T=1.3 top-p": SamplingParams(temperature=1.3, top_p=0.8, seed=200000),
+}
+RULES = [
+    (trees.chain(3), "with"),
+    (trees.chain(3), "without"),
+    (BUSH, "with"),
+    (BUSH, "without"),
+    (BUSH, ""),
+    (trees.DynamicTree(7, 2, 2), ""),
+]
+
+
+@pytest.fixture
+def dense(monkeypatch):
+    monkeypatch.setattr(kernels, "tree_attention", dense_attention)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("tree, rule", RULES)
+def test_emitted_tokens_follow_the_target(tree, rule, law, dense):
+    """A biased rule: multi-round (with and without replacement, chain and tree, filters on both sides) and shared noise
+    must emit the target's own law over 125 continuations.
+
+    Power: with 8192 draws the statistic's expectation grows by 8192 sum (p - q)^2 / q; a shift of 3 % of the mass
+    between equally likely halves adds 8192 * 4 * 0.03^2 = 29 to a mean of at most 124 with deviation 16; the mutants
+    below land far beyond the limit of 4.5 deviations (chance 3e-6)."""
+    drawn, _, start = draws(tree, LAWS[law], rule)
+    assert deviation(drawn, exact_law(start, LAWS[law])) < 4.5
+
+
+def test_multi_round_beats_chance_and_is_refused_with_dynamic_trees(dense):
+    """A rule that accepts nothing is lossless too: acceptance must exceed that of a head with other weights' luck."""
+    params = LAWS["T=1"]
+    _, tau, _ = draws(BUSH, params, "without")
+    assert tau > 1.4
+    with pytest.raises(ValueError, match="static tree"):
+        EagleDrafter(small_head(), trees.DynamicTree(8, 2, 2), 1, 40, multi_round="without")
+
+
+def same_stream(monkeypatch):
+    """Draft, acceptance and bonus share their noise."""
+    monkeypatch.setattr(sampling, "stream", lambda seed, which: seed)
+
+
+def accept_too_easily(monkeypatch):
+    monkeypatch.setattr(
+        sampling, "uniform_noise", lambda *args, real=sampling.uniform_noise: real(*args) * 0.7
+    )
+
+
+def raw_bonus(monkeypatch):
+    """Bonus and acceptance from unfiltered probabilities (top-p after acceptance)."""
+
+    def probabilities(logits, state, mode):
+        return (logits / state.temperature).softmax(-1)
+
+    monkeypatch.setattr(engine_module.sampling, "probabilities", probabilities)
+
+
+def residual_not_zeroed(monkeypatch):
+    real = trees.multi_round
+
+    def multi_round(tokens, tables, p, q, u, noise, replacement):
+        out = real(tokens, tables, p, q, u, noise, replacement)
+        last = out.path.gather(1, (out.count - 1)[:, None])
+        law = p.gather(1, last[..., None].expand(-1, -1, p.shape[-1]))[:, 0]
+        bonus = (law.log() + noise).argmax(-1)
+        return out._replace(
+            bonus=bonus, emitted=out.emitted.scatter(1, (out.count - 1)[:, None], bonus[:, None])
+        )
+
+    monkeypatch.setattr("trees.multi_round", multi_round)
+    monkeypatch.setattr(trees, "multi_round", multi_round)
+
+
+@pytest.mark.parametrize("mutant", (same_stream, accept_too_easily, raw_bonus, residual_not_zeroed))
+def test_multi_round_mutants_are_caught(mutant, dense, monkeypatch):
+    """That the distribution test can fail."""
+    params = LAWS["T=1.3 top-p"]
+    mutant(monkeypatch)
+    try:
+        drawn, _, start = draws(BUSH, params, "without")
+        z = deviation(drawn, exact_law(start, params))
+    except AssertionError:  # a token that the filters remove
+        return
+    assert z > 8
+
+
+def test_reused_noise_is_caught(dense, monkeypatch):
+    """Mutant: the noise of one position used for all depths (positions dropped from the key)."""
+    real = sampling.gumbel_noise
+    params = LAWS["T=1"]
+    monkeypatch.setattr(sampling, "gumbel_noise", lambda s, p, ids: real(s, torch.zeros_like(p), ids))
+    drawn, _, start = draws(BUSH, params, "")
+    assert deviation(drawn, exact_law(start, params)) > 8
+
+
+def test_greedy_multi_round_is_greedy():
+    """At T = 0 both sides are one-hot: Algorithm 1 must degenerate to exact match."""
+    for rule in ("with", "without"):
+        engine = eagle_engine(HEADS["eagle1-trimmed"], MEDUSA, multi_round=rule)
+        assert tuple(engine.generate(PROMPT, settings(0)).run()[0].token_ids) == plain(settings(0))
+
+
+# ------------------------------------------------------------------ one graph, nothing read on the host
+
+MODES = {
+    "plain": (None, dict(temperature=0.0), ""),
+    "static": (trees.chain(2), dict(temperature=1.0), ""),
+    "dynamic, filters, penalties": (
+        trees.DynamicTree(6, 2, 2),
+        dict(temperature=1.0, top_p=0.9, top_k=9, min_p=0.01, repetition_penalty=1.2),
+        "",
+    ),
+    "multi-round": (trees.chain(2), dict(temperature=1.0), "without"),
+}
+
+
+def tiny_engine(mode: str, **options) -> tuple[Engine, dict]:
+    tree, sampled, rule = MODES[mode]
+    model = tiny_model(torch.float32, layers=1)
+    if tree is None:
+        return Engine(model, **options), sampled
+    head = tiny_head(model, 3, DRAFT_VOCAB, taps=(0, 1)) if "dynamic" in mode else tiny_head(model)
+    return eagle_engine(head, tree, multi_round=rule, **options), sampled
+
+
+REQUESTS = [
+    (PROMPT, dict(seed=5, stop_ids=(7,), max_new_tokens=9)),
+    (PROMPT[:3], dict(seed=-4, temperature=0.6, stop_ids=(1, 2, 3), max_new_tokens=12)),
+    (PROMPT * 3, dict(seed=77, temperature=1.9, top_p=0.5, max_new_tokens=5)),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_step_is_one_graph_and_never_recompiles(mode):
+    """A graph break, or a guard on a prompt, position, seed, temperature or stop id, costs seconds in the middle of a
+    request and cannot be captured."""
+    torch._dynamo.reset()
+    engine, sampled = tiny_engine(mode)
+    eager, _ = tiny_engine(mode)
+    engine._step = torch.compile(decode_step, fullgraph=True, backend="eager", dynamic=False)
+    engine.generate(PROMPT, SamplingParams(**{**sampled, "max_new_tokens": 6})).run()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for prompt, changes in REQUESTS:
+            changes = {k: v for k, v in changes.items() if k not in ("temperature", "top_p") or k in sampled}
+            if not sampled["temperature"]:
+                changes.pop("temperature", None)
+            params = SamplingParams(**{**sampled, **changes})
+            assert steps_of(engine, prompt, params) == steps_of(eager, prompt, params)
+
+
+class Leak(Exception):
+    pass
+
+
+class OneDevice(TorchDispatchMode):
+    """Rejects every read of a value and every tensor that is not on the (fake) GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        if any(
+            word in name for word in ("_local_scalar_dense", "::item", "nonzero", "masked_select", "::equal")
+        ):
+            raise Leak(f"{name} reads a value")
+        out = function(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves((args, kwargs, out)):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "cuda":
+                raise Leak(f"{name} touches {leaf.device}")
+        return out
+
+
+class Indexing(TorchFunctionMode):
+    """x[...], ~x and copy_ by operators: their bindings in a CPU build of torch want a real device guard. Does what the
+    binding does, and rejects what makes the binding read a value: a 0-d tensor or a mask as an index."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__:
+            return self.at(*args)
+        if function is torch.Tensor.copy_:
+            return torch.ops.aten.copy_(*args)
+        if function is torch.Tensor.__invert__:
+            return args[0].bitwise_not()
+        if function is torch.Tensor.__setitem__:
+            return self.at(*args[:2]).fill_(args[2])
+        return function(*args, **(kwargs or {}))
+
+    def at(self, x, index):
+        index = index if isinstance(index, tuple) else (index,)
+        rest = [slice(None)] * (x.dim() - sum(i is not None and i is not Ellipsis for i in index))
+        if Ellipsis in [i for i in index if not isinstance(i, torch.Tensor)]:
+            where = next(k for k, i in enumerate(index) if i is Ellipsis)
+            index = (*index[:where], *rest, *index[where + 1 :])
+        dim, tensors = 0, {}
+        for i in index:
+            if i is None:
+                x, dim = x.unsqueeze(dim), dim + 1
+            elif isinstance(i, int):
+                x = x.select(dim, i)
+            elif isinstance(i, slice):
+                x, dim = torch.ops.aten.slice(x, dim, i.start, i.stop, i.step or 1), dim + 1
+            elif i.dim() == 0 or i.dtype == torch.bool:
+                raise Leak("indexing reads a value")
+            else:
+                tensors[dim], dim = i, dim + 1
+        if not tensors:
+            return x
+        return torch.ops.aten.index(x, [tensors.get(d) for d in range(max(tensors) + 1)])
+
+
+def on_fake_gpu(thing):
+    """Replace every tensor of a module (in place) or of tree tables by an empty one on the fake GPU."""
+    if isinstance(thing, torch.nn.Module):
+        for module in thing.modules():
+            for store in (module._parameters, module._buffers):
+                for name, t in store.items():
+                    if t is not None:
+                        store[name] = on_fake_gpu(t)
+        return thing
+    if isinstance(thing, trees.TreeTables):
+        return trees.TreeTables(**torch.utils._pytree.tree_map(on_fake_gpu, dict(vars(thing))))
+    if isinstance(thing, torch.Tensor):
+        fake = torch.empty(thing.shape, dtype=thing.dtype, device="cuda")
+        return torch.nn.Parameter(fake, False) if isinstance(thing, torch.nn.Parameter) else fake
+    return thing
+
+
+def fake_step(mode: str, spoil=lambda request: None) -> int:
+    """One step on fake cuda tensors; returns how many drafts were made."""
+    tree, sampled, rule = MODES[mode]
+    calls, model, head = [], tiny_model(torch.float32, layers=1), None
+    if tree is not None:
+        head = tiny_head(model, 3, DRAFT_VOCAB, taps=(0, 1)) if "dynamic" in mode else tiny_head(model)
+        built = tables(tree, 2)
+    with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
+        on_fake_gpu(model)
+        drafter = PlainDrafter(model, 2)
+        if tree is not None:
+            drafter = EagleDrafter(
+                on_fake_gpu(head), on_fake_gpu(built), 2, CTX + built.N + 1, multi_round=rule
+            )
+        state = DecodeState(model, drafter, 2, CTX)
+        real = drafter.draft
+
+        def draft(request):
+            calls.append(spoil(request))
+            return real(request)
+
+        drafter.draft = draft
+        with OneDevice(), torch.inference_mode():
+            out = decode_step(model, drafter, state, SamplingParams(**sampled).mode)
+        assert all(t.device.type == "cuda" for t in (out.emitted, out.count, out.finite, out.path))
+        assert out.emitted.shape == (2, drafter.D + 1)
+    return len(calls)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_step_never_leaves_the_device(mode):
+    """A hidden host read or copy: each would stall the GPU, and forbids capture. fullgraph alone lets .cpu() pass."""
+    assert fake_step(mode) == 1
+
+
+SPOILERS = {
+    "copy to the host": lambda request: request.n.cpu(),
+    "index by a 0-d tensor": lambda request: request.tokens[request.n[0]],
+    "item": lambda request: request.n.sum().item(),
+    "branch": lambda request: bool(request.n.sum() > 0),
+    "constant from the host": lambda request: request.n + torch.tensor([1, 2]),
+    "boolean mask": lambda request: request.tokens[request.tokens > 0],
+}
+
+
+@pytest.mark.parametrize("spoiler", SPOILERS)
+def test_a_planted_leak_is_caught(spoiler):
+    """That the test above can fail."""
+    with pytest.raises(Leak):
+        fake_step("static", SPOILERS[spoiler])
+
+
+@pytest.mark.slow
+def test_compiled_output_equals_eager_output():
+    """Inductor's code for the whole step and prefill must give the eager tokens (in-place updates are easy to lose)."""
+    torch._dynamo.reset()
+    for mode in ("static", "dynamic, filters, penalties"):
+        compiled, sampled = tiny_engine(mode, compile=True)
+        eager, _ = tiny_engine(mode)
+        for prompt in (PROMPT, PROMPT[:4]):
+            params = SamplingParams(**{**sampled, "max_new_tokens": 20, "seed": 1})
+            assert steps_of(compiled, prompt, params) == steps_of(eager, prompt, params)

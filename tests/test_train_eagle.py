@@ -1,0 +1,539 @@
+"""Tests of scripts/train_eagle.py and of the training losses in eagle_draft.py, on a tiny random target."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from checkpoint import load_model, read_eagle, save_hf
+from eagle_draft import FEATURE_NOISE, loss_eagle1, loss_eagle3
+from model import ModelConfig, Transformer
+from scripts import train_eagle
+from scripts.train_eagle import INPUTS, TokenData, TrainHead, World, chat_row, parse, read_messages
+from tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parent.parent
+V = 64
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A target whose next token follows mostly from the last one, and uniform random text."""
+    folder = tmp_path_factory.mktemp("train_eagle")
+    torch.manual_seed(0)
+    target = Transformer(ModelConfig("llama", 32, 64, 7, 2, 1, 16, V, 256))
+    target.lm_head.weight.data *= 6  # random logits are nearly flat: nothing to learn from
+    save_hf(target, folder / "target")
+    ids = np.random.default_rng(0).integers(0, V, 20000).astype(np.int32)
+    TokenData(ids, np.ones(len(ids), bool), np.array([0, len(ids)]), True).save(folder / "data.npz")
+    return folder
+
+
+def options(files, out, *more, version=1, steps=6, **given):
+    argv = ["--checkpoint", str(files / "target"), "--data", str(files / "data.npz"), "--out", str(out)]
+    argv += ["--work", f"{out}-work", "--version", str(version), "--steps", str(steps), "--length", "64"]
+    argv += [
+        "--eval-prompts",
+        "4",
+        "--eval-tokens",
+        "32",
+        "--prompt-length",
+        "16",
+        "--eval-every",
+        "0",
+        *more,
+    ]
+    for name, value in given.items():
+        argv += [f"--{name.replace('_', '-')}", str(value)]
+    return argv
+
+
+def run(files, out, *more, **given):
+    return train_eagle.train(parse(options(files, out, *more, **given)))
+
+
+def saved(out):
+    return torch.load(f"{out}-work/train_state.pt", weights_only=True)
+
+
+def tiny_head(files, version=1, inputs=INPUTS[0], draft_vocab=None, seed=3):
+    """An untrained head in float64 whose residual outputs are not zero, and its target."""
+    target = load_model(files / "target", dtype=torch.float64)
+    more = ["--draft-vocab", str(draft_vocab)] if draft_vocab else []
+    args = parse(options(files, "unused", *more, version=version))
+    ids = torch.arange(0, 2 * draft_vocab, 2) if draft_vocab else None
+    head = TrainHead(train_eagle.head_config(target.config, args), target, ids, inputs).double()
+    generator = torch.Generator().manual_seed(seed)
+    for p in head.parameters():
+        torch.nn.init.normal_(p, std=0.3, generator=generator)
+    head.rotary.build("cpu")
+    return head, target
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+@pytest.fixture(scope="module")
+def trained(files):
+    """version -> (folder of a head after a real short training, its card)."""
+    more = ["--eval-prompts", "3", "--eval-tokens", "24"]
+    third = [*more, "--ttt-steps", "3", "--draft-vocab", "60"]
+    return {
+        version: (
+            files / f"head{version}",
+            run(files, files / f"head{version}", *extra, version=version, steps=110),
+        )
+        for version, extra in ((1, more), (3, third))
+    }
+
+
+@pytest.mark.parametrize("version, least, tau", [(1, 0.5, 2.5), (3, 0.25, 1.5)])
+def test_training_from_scratch_drafts_well(trained, version, least, tau):
+    """A loss, pairing or update that is wrong in any way: the head would not come near the target's choices."""
+    out, card = trained[version]
+    assert card["held_out_accuracy"][0] >= least
+    assert card["tau_greedy"] >= tau
+    assert card["tau_t1"] >= 1.5
+    assert card["loss_curve"][-1] < 0.7 * card["loss_curve"][0]
+    written = json.loads((out / "CARD.json").read_text())
+    assert written["tau_greedy"] == card["tau_greedy"] and written["steps"] == 110
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_resume_is_exact(files, tmp_path, version):
+    """State missing from the checkpoint (momentum, schedule, noise, data order): a resumed run would differ."""
+    whole = run(files, tmp_path / "a", version=version, steps=6)
+    part = run(files, tmp_path / "b", "--pause-at", "3", version=version, steps=6)
+    assert part["step"] == 3
+    rest = run(files, tmp_path / "b", version=version, steps=6)
+    assert rest["loss_curve"] == whole["loss_curve"]
+    a, b = saved(tmp_path / "a")["head"], saved(tmp_path / "b")["head"]
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_resume_refuses_other_settings(files, tmp_path):
+    """A state of another run silently continued with other settings."""
+    run(files, tmp_path / "a", "--pause-at", "1", steps=2)
+    with pytest.raises(ValueError, match="--lr"):
+        run(files, tmp_path / "a", steps=2, lr=0.5)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_accumulation_equals_a_bigger_batch(files, tmp_path, version):
+    """Micro-batches normalised by their own counts, or noise that depends on how rows are dealt out."""
+    more = ["--optimizer", "adamw", "--draft-vocab", "48"] if version == 3 else ["--optimizer", "adamw"]
+    big = run(files, tmp_path / "a", *more, version=version, batch=4)["loss_curve"]
+    small = run(files, tmp_path / "b", *more, version=version, batch=1, accumulate=4)["loss_curve"]
+    assert small == pytest.approx(big, rel=1e-4)
+
+
+def test_accumulation_with_rows_of_different_lengths(files, tmp_path):
+    """The same with conversations: padding and unequal counts per micro-batch must not change the sum."""
+    rng, rows = np.random.default_rng(1), []
+    for n in rng.integers(8, 60, 40):
+        rows.append((rng.integers(0, V, n).tolist(), (np.arange(n) >= n // 3).tolist()))
+    TokenData.from_rows(rows, stream=False).save(tmp_path / "chats.npz")
+    more = ["--data", str(tmp_path / "chats.npz"), "--optimizer", "adamw"]
+    big = run(files, tmp_path / "a", *more, batch=6)["loss_curve"]
+    small = run(files, tmp_path / "b", *more, batch=2, accumulate=3)["loss_curve"]
+    assert small == pytest.approx(big, rel=1e-4)
+
+
+def test_two_processes_equal_one_with_the_doubled_batch(files, tmp_path):
+    """Gradients averaged with the wrong weight, or the same rows given to every process."""
+    one = run(files, tmp_path / "one", batch=4, steps=4)["loss_curve"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["scripts.train_eagle", *options(files, tmp_path / "two", steps=4, batch=2), "--device", "cpu"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert saved(tmp_path / "two")["curve"] == pytest.approx(one, rel=1e-4)
+    assert (tmp_path / "two" / "model.safetensors").exists()
+
+
+def evaluation_of(files, target, *more):
+    args = parse(options(files, "unused", "--eval-prompts", "3", "--eval-tokens", "24", *more))
+    return train_eagle.Evaluation(target, (), train_eagle.load_data(args, target, None)[1], args)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_exported_head_drafts_the_same(files, trained, version):
+    """An export that loses or permutes a tensor, rounds differently from what was measured, or misses a config key."""
+    out, card = trained[version]
+    target = load_model(files / "target", dtype=torch.float32)
+    found, state = read_eagle(out, target.config), saved(out)["head"]
+    assert found.notes == [] and set(found.tensors) == set(state)
+    for name, tensor in state.items():
+        assert torch.equal(found.tensors[name], tensor.to(found.tensors[name].dtype)), name
+    head = train_eagle.build_head(found.config, found.tensors, target)
+    again = evaluation_of(files, target).tau(head)
+    assert again == {k: card[f"{k}_greedy"] for k in ("tau", "accepted_by_depth")}
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_chain_tau_without_the_engine_equals_the_engine(files, trained, version):
+    """Draft rows, positions or attention of training differ from those of drafting."""
+    out, card = trained[version]
+    target = load_model(files / "target", dtype=torch.float32)
+    found = read_eagle(out, target.config)
+    head = train_eagle.build_head(found.config, found.tensors, target)
+    measured = evaluation_of(files, target, "--tree", "chain:5").tau(head)["tau"]
+    assert measured > 1.2
+    assert card["chain_tau"] == pytest.approx(measured, abs=0.02)
+
+
+def test_a_worse_head_is_refused(files, trained, tmp_path, capsys):
+    """A good head overwritten by a bad run; and --force must still replace it."""
+    out = tmp_path / "head"
+    shutil.copytree(trained[1][0], out)
+    good = (out / "model.safetensors").read_bytes()
+    assert train_eagle.main(options(files, out, work=tmp_path / "w", steps=1)) == 1
+    assert "is better" in capsys.readouterr().err
+    assert (out / "model.safetensors").read_bytes() == good
+    assert train_eagle.main(options(files, out, "--force", work=tmp_path / "w", steps=1)) == 0
+    assert (out / "model.safetensors").read_bytes() != good
+
+
+def test_something_else_at_out_is_not_replaced(files, tmp_path):
+    """A folder that is no head (a typo in --out) filled with one."""
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "thesis.txt").write_text("years of work")
+    assert train_eagle.main(options(files, tmp_path / "head")) == 2
+
+
+def test_feature_paired_with_the_wrong_token(files, trained, tmp_path, monkeypatch):
+    """The mutant that pairs feature i with token i instead of i + 1 must be visible in the accuracy."""
+    monkeypatch.setattr(TrainHead, "shown", lambda self, tokens: tokens.roll(1, 1))
+    wrong = run(files, tmp_path / "mutant", steps=110)["held_out_accuracy"][0]
+    assert wrong < trained[1][1]["held_out_accuracy"][0] / 2
+
+
+# --------------------------------------------------------------------------------------------------- losses
+
+
+def test_loss_eagle1_is_the_papers(files):
+    """Target feature, mask, noise scale or normalisation shifted or changed (eagle.md 7.2)."""
+    head, target = tiny_head(files)
+    tokens = torch.randint(0, V, (2, 12), generator=torch.Generator().manual_seed(0))
+    features, _ = target.forward_train(tokens)
+    mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) < 0.6
+    noise = torch.rand(2, 12, 32, dtype=torch.float64) * 2 - 1
+    loss, hits = loss_eagle1(head, tokens, features, mask, noise)
+    total, agreed, count = 0.0, 0, 0
+    noisy = features + noise * (FEATURE_NOISE / 2) * 512 / 12
+    out = head.forward_train(tokens[:, 1:], noisy[:, :-1])
+    for b in range(2):
+        for i in range(11):
+            if mask[b, i + 1]:
+                distance = (out[b, i] - features[b, i + 1]).abs()
+                smooth = torch.where(distance < 1, distance**2 / 2, distance - 0.5).mean()
+                p = target.logits(features[b, i + 1]).softmax(-1)
+                q = target.logits(out[b, i]).softmax(-1)
+                total += smooth - 0.1 * (p * q.log()).sum()
+                agreed += int(p.argmax() == q.argmax())
+                count += 1
+    assert loss.item() == pytest.approx((total / count).item(), rel=1e-9)
+    assert hits.item() == pytest.approx(agreed / count)
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 20])
+def test_loss_eagle3_is_the_papers(files, draft_vocab):
+    """Steps, weights, shifts, the restriction to the draft vocabulary, or own outputs not fed back (eagle.md 7.3)."""
+    head, target = tiny_head(files, 3, draft_vocab=draft_vocab)
+    ids = head.draft_ids if draft_vocab else torch.arange(V)
+    T, steps = 10, 3
+    tokens = torch.randint(0, V, (2, T), generator=torch.Generator().manual_seed(0))
+    hidden_states, taps = target.forward_train(tokens, head.config.taps)
+    mask = torch.rand(2, T, generator=torch.Generator().manual_seed(1)) < 0.7
+    loss, hits = loss_eagle3(head, tokens, taps, hidden_states, mask, steps)
+    logits = target.logits(hidden_states)
+    feature, memory, total, agreed = head.fuse(taps[:, :-1]), [], 0.0, [0] * steps
+    for s in range(steps):
+        feature = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), feature, s, memory)
+        for b in range(2):
+            for i in range(T - 1 - s):
+                j = i + 1 + s
+                if mask[b, j] and logits[b, j].argmax() in ids:
+                    p = logits[b, j][ids].softmax(-1)
+                    q = head.predict(feature[b, i]).softmax(-1)
+                    total -= 0.8**s * (p * q.log()).sum()
+                    agreed[s] += int(ids[q.argmax()] == logits[b, j].argmax())
+    count = int(mask[:, 1:].sum())
+    assert loss.item() == pytest.approx((total / count).item(), rel=1e-9)
+    assert hits.tolist() == pytest.approx([a / count for a in agreed])
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_training_time_attention_equals_an_explicit_mask(files, version):
+    """Step s seeing other rows of steps 1..s, not seeing its own, or with positions not moved on (eagle.md 7.3)."""
+    head, _ = tiny_head(files, version)
+    attention, T, steps = head.layer.attention, 9, 4
+    generator = torch.Generator().manual_seed(5)
+    memory, keys, values = [], [], []
+    for s in range(steps):
+        wide = 2 if version == 3 else 1
+        x = torch.randn(1, T, 32 * wide, dtype=torch.float64, generator=generator)
+        cos, sin = head.rotary(torch.arange(T)[None] + s)
+        got = head._attend_own_rows(x, cos, sin, memory)
+        q, k, v = attention.project(x, cos, sin)
+        keys.append(k.repeat_interleave(attention.heads // attention.kv_heads, 1))
+        values.append(v.repeat_interleave(attention.heads // attention.kv_heads, 1))
+        visible = torch.zeros(T, (s + 1) * T, dtype=torch.bool)
+        for i in range(T):
+            visible[i, : i + 1] = True
+            for step in range(1, s + 1):
+                visible[i, step * T + i] = True
+        scores = q @ torch.cat(keys, 2).mT / math.sqrt(attention.head_dim)
+        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        expected = attention.o((weights @ torch.cat(values, 2)).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(got, expected)
+
+
+def first_change(a, b):
+    changed = (a != b).any(-1)[0].nonzero().flatten().tolist()
+    return changed[0] if changed else None
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize(
+    "inputs, token, feature", list(zip(INPUTS, (4, 5, None, 4), (5, 5, 5, None), strict=True))
+)
+def test_input_ablation_sees_what_its_name_says(files, version, inputs, token, feature):
+    """An ablation that leaks the input it is meant to leave out, or shifts the wrong way."""
+    head, target = tiny_head(files, version, inputs)
+    tokens = torch.arange(12)[None]
+    features = torch.randn(1, 12, head.feature_size, dtype=torch.float64)
+
+    def rows(tokens, features):
+        return head.forward_train(head.shown(tokens)[:, 1:], head.fuse(features)[:, :-1])
+
+    base = rows(tokens, features)
+    other_tokens, other_features = tokens.clone(), features.clone()
+    other_tokens[0, 5] = 60
+    other_features[0, 5] += 1
+    assert first_change(base, rows(other_tokens, features)) == token
+    assert first_change(base, rows(tokens, other_features)) == feature
+
+
+def test_input_ablation_trains_and_exports_nothing(files, trained, tmp_path):
+    """An ablated head written as if the engine could use it; or an ablation's drafting that leaks the right token."""
+    best = trained[1][1]
+    for inputs in INPUTS[1:]:
+        out = tmp_path / inputs
+        card = run(files, out, "--eval-prompts", "3", "--eval-tokens", "24", steps=50, inputs=inputs)
+        assert not out.exists() and "tau_greedy" not in card
+        assert json.loads((tmp_path / f"{inputs}-work" / "CARD.json").read_text())["inputs"] == inputs
+        assert card["chain_tau"] < best["chain_tau"]
+        if inputs != "token":  # a token says nearly all about this target's next state
+            assert card["held_out_accuracy"][0] < best["held_out_accuracy"][0] / 2
+
+
+# ----------------------------------------------------------------------------------------------------- data
+
+
+@pytest.fixture(scope="module")
+def tokenizer_files(tmp_path_factory):
+    """Byte-level tokens with a ChatML template, and a target of their vocabulary."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("chat") / "target"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    rust = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rust.decoder = decoders.ByteLevel()
+    rust.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    torch.manual_seed(0)
+    config = ModelConfig("llama", 32, 64, 7, 2, 1, 16, 264, 512, eos_token_ids=(259,))
+    save_hf(Transformer(config), folder)
+    rust.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+SHAREGPT = {
+    "conversations": [
+        {"from": "gpt", "value": "dropped"},
+        {"from": "human", "value": "hi"},
+        {"from": "gpt", "value": "hello"},
+        {"from": "human", "value": "<|im_end|>?"},
+        {"from": "gpt", "value": "no!"},
+        {"from": "human", "value": "unanswered"},
+    ]
+}
+OPENAI = {
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": "hello", "name": "x"},
+        {"role": "user", "content": "<|im_end|>?"},
+        {"role": "assistant", "content": "no!"},
+    ]
+}
+
+
+@pytest.mark.parametrize("record", [SHAREGPT, OPENAI])
+def test_only_the_answers_count(tokenizer_files, record):
+    """A loss mask off by the template's tags, without the end-of-turn token, or on the user's words."""
+    tokenizer = load_tokenizer(tokenizer_files)
+    ids, mask = chat_row(tokenizer, read_messages(record))
+    counted = [i for i, m in zip(ids, mask, strict=True) if m]
+    assert tokenizer.decode(counted, skip_special=False) == "hello<|im_end|>no!<|im_end|>"
+    assert tokenizer.decode(ids).count("<|im_end|>") == 1  # the user's, still text
+
+
+def test_only_the_answers_count_with_a_built_in_template(tokenizer_files):
+    """A template without generation prompt tags of its own (the space behind `ASSISTANT:`) counted or lost."""
+    tokenizer = load_tokenizer(tokenizer_files)
+    tokenizer.use_template("vicuna")
+    ids, mask = chat_row(tokenizer, read_messages(SHAREGPT))
+    counted = [i for i, m in zip(ids, mask, strict=True) if m]
+    assert tokenizer.decode(counted, skip_special=False) == " hello</s> no!</s>"
+
+
+def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, capsys):
+    """One bad row of a large file ending the run, or dropped without a word."""
+    bad = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "user", "content": "b"},
+            {"role": "assistant", "content": "c"},
+        ]
+    }
+    path = tmp_path / "d.jsonl"
+    path.write_text(
+        "\n".join(map(json.dumps, [SHAREGPT, bad, OPENAI, {"x": 1}, {"messages": [{"role": "tool"}]}]))
+    )
+    conversations, texts, left_out = train_eagle.read_records(str(path))
+    assert (
+        len(conversations) == 2
+        and texts == []
+        and [r[:6] for r in left_out] == ["row 2:", "row 4:", "row 5:"]
+    )
+    path.write_text('{"messages": ')
+    with pytest.raises(ValueError, match="not JSON"):
+        train_eagle.read_records(str(path))
+
+
+@pytest.mark.parametrize("chats", [True, False])
+def test_regenerated_data_is_the_targets_own(tokenizer_files, tmp_path, chats):
+    """Old answers kept beside the new ones, prompts counted in the loss, or the work done again at every start."""
+    path = tmp_path / ("d.jsonl" if chats else "d.txt")
+    path.write_text("\n".join([json.dumps(SHAREGPT)] * 3) if chats else "some plain text to go on with " * 20)
+    argv = [
+        "--checkpoint",
+        str(tokenizer_files),
+        "--data",
+        str(path),
+        "--version",
+        "1",
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    argv += ["--work", str(tmp_path), "--regenerate", "3", "--regenerate-tokens", "12", "--length", "40"]
+    args = parse([*argv, "--prompt-length", "10"])
+    target, tokenizer = load_model(tokenizer_files), load_tokenizer(tokenizer_files)
+    parts = train_eagle.load_data(args, target, tokenizer)
+    (cache,) = tmp_path.glob("data-*.npz")
+    data, stamp = TokenData.load(cache), cache.stat().st_mtime_ns
+    assert sum(p.rows for p in parts) == data.rows == 3 and not data.stream
+    for k in range(3):
+        ids, mask = data.row(k, 1000)
+        if chats:
+            text = tokenizer.decode(ids.tolist())
+            assert "hello" not in text and "hi" in text and "unanswered" not in text
+        else:
+            assert mask.tolist() == [False] * 10 + [True] * (len(ids) - 10) and len(ids) > 10
+    train_eagle.load_data(args, target, tokenizer)
+    assert cache.stat().st_mtime_ns == stamp
+
+
+def test_draft_vocabulary_is_the_most_frequent_answer_tokens():
+    """Frequencies of the prompts counted, ids unsorted, or too few ids when little data is at hand."""
+    data = TokenData.from_rows(
+        [([5, 9, 9, 2, 2, 7, 7, 7], [False, True, True, True, True, False, False, True])], False
+    )
+    assert train_eagle.draft_vocabulary(data, 3, 12).tolist() == [2, 7, 9]
+    assert train_eagle.draft_vocabulary(data, 5, 12).tolist() == [0, 1, 2, 7, 9]
+    assert train_eagle.draft_vocabulary(data, 12, 12) is None
+
+
+def test_every_conversation_is_seen_once_per_epoch():
+    """Rows repeated or skipped within an epoch, or the same order in every epoch."""
+    data = TokenData.from_rows([([k] * 4, [True] * 4) for k in range(10)], False)
+    epochs = [[int(data.sample(0, e * 10 + j, 8)[0][0]) for j in range(10)] for e in range(2)]
+    assert [sorted(e) for e in epochs] == [list(range(10))] * 2 and epochs[0] != epochs[1]
+
+
+def test_steps_deal_out_every_row_once():
+    """Two processes training on the same rows, or a count that is not the whole step's."""
+    data = TokenData.from_rows([([k] * (k + 3), [False] + [True] * (k + 2)) for k in range(8)], False)
+    args = SimpleNamespace(batch=2, accumulate=2, seed=0, length=8)
+    seen, counts = [], set()
+    for rank in range(2):
+        batches, count = train_eagle.step_batches(data, 0, World(rank, 2, torch.device("cpu")), args)
+        seen += [int(b.tokens[i, 0]) for b in batches for i in range(2)]
+        counts.add(count)
+    assert sorted(seen) == list(range(8))
+    assert counts == {float(sum(min(k + 2, 7) for k in range(8)))}
+
+
+def test_noise_belongs_to_the_row():
+    """Noise that changes with the batch a row is in (resume and accumulation would differ), or beyond its width."""
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    both = train_eagle.feature_noise(train_eagle.Batch(tokens, tokens, [4, 7], [16, 8]), 6, FEATURE_NOISE, 0)
+    alone = train_eagle.feature_noise(
+        train_eagle.Batch(tokens[:1, :8], tokens, [7], [8]), 6, FEATURE_NOISE, 0
+    )
+    torch.testing.assert_close(both[1, :8] / 16, alone[0] / 8)  # after loss_eagle1's 512 / T the same
+    assert both[0].abs().max() <= 1 and both[0].std() == pytest.approx(1 / math.sqrt(3), abs=0.1)
+    assert not both[1, 8:].any()
+
+
+# ------------------------------------------------------------------------------------------------ command line
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--taps", "2,3,3"], "distinct"),
+        (["--draft-vocab", "9999"], "allowed are 8 to 64"),
+        (["--data", "nowhere.txt"], "tokenizer"),
+        (["--length", "4096"], "256 positions"),
+    ],
+)
+def test_unusable_options_are_one_line(files, tmp_path, capsys, more, message):
+    """A traceback, or an hour of training, instead of one line that says what is allowed."""
+    assert train_eagle.main([*options(files, tmp_path / "o", version=3), *more]) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1 and message in error[0]
+
+
+def test_the_papers_recipe_is_documented_by_its_numbers(files):
+    """Recipe values that drift from eagle.md 7.2 and 7.3."""
+    one = train_eagle.recipe_for(parse(options(files, "o", "--recipe", "paper")))
+    three = train_eagle.recipe_for(parse(options(files, "o", "--recipe", "paper", version=3)))
+    assert (one.optimizer, one.lr, one.warmup, one.weight_decay, one.clip) == ("adamw", 3e-5, 2000, 0.01, 0.5)
+    assert (three.lr, three.warmup, three.weight_decay, three.clip) == (5e-5, 12000, 0.0, 0.5)

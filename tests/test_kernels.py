@@ -323,7 +323,7 @@ def test_attention_single_row_and_empty_history():
 
 
 def check_poison(run, dtype, kinds):
-    q, kv, start, visible, positions = attention_case(dtype, [33], 60)
+    q, kv, start, visible, positions = attention_case(dtype, [33], 60, heads=(2, 1))
     clean = run(q, kv, start, visible, positions, 0, 0.3)
     for which, bad in kinds:
         poisoned = kv.clone()
@@ -406,26 +406,17 @@ def test_imports_and_runs_without_triton():
 
 
 @needs_triton
-def test_triton_interpreter():
-    """Runs the test_interpreted_* tests below in a process that has TRITON_INTERPRET=1."""
+@pytest.mark.parametrize("group", ["linear", "experts", "attention", "norm"])
+def test_triton_interpreter(group):
+    """Runs the test_interpreted_* tests below, and so catches the bugs they name, with TRITON_INTERPRET=1."""
     if kernels._INTERPRETED:
         pytest.skip("already interpreting")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-k",
-        "test_interpreted",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-    ]
+    options = ["-q", "-x", "-rs", "-p", "no:cacheprovider", "-k", f"test_interpreted_{group}"]
+    command = [sys.executable, "-m", "pytest", *options, __file__]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    assert "SKIPPED" not in done.stdout
 
 
 @needs_triton
@@ -440,16 +431,8 @@ def test_kernel_report_gates_hold():
 
 def test_bench_script_runs_on_cpu():
     """The GPU micro-benchmark failing in argument parsing, its shape table or its loop, on the day there is a GPU."""
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.bench_kernels",
-        "--device",
-        "cpu",
-        "--quick",
-        "--dtype",
-        "float32",
-    ]
+    command = [sys.executable, "-m", "scripts.bench_kernels", "--device", "cpu", "--quick"]
+    command += ["--dtype", "float32"]
     command += ["--models", "llama-3-8b", "--kernels", "int4", "int8", "half", "tinygemm", "--m", "1", "8"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -466,7 +449,7 @@ TRITON = KernelBackend("triton", "cpu") if kernels._INTERPRETED else None
 
 # bits, dtype, N, K, group, zeros, M, gated, config
 LINEARS = [
-    (4, torch.float16, 64, 256, 128, False, 5, False, TINY),
+    (4, torch.float16, 32, 256, 128, False, 5, False, TINY),
     (4, torch.float16, 40, 192, 64, True, 3, True, TINY),  # ragged N and K
     (4, torch.float16, 50, 96, 32, False, 17, False, LinearConfig(32, 1)),
     (4, torch.float16, 32, 384, 128, True, 2, False, LinearConfig(32, 3)),
@@ -474,9 +457,9 @@ LINEARS = [
     (4, torch.bfloat16, 32, 256, 128, False, 33, False, TINY),
     (4, torch.float32, 32, 128, 64, False, 4, False, TINY),
     (4, torch.float16, 64, 256, 128, False, 4, True, LinearConfig(64, 2, accumulate="float16")),
-    (8, torch.float16, 48, 256, 0, False, 5, True, LinearConfig(64, 2)),
+    (8, torch.float16, 48, 256, 0, False, 1, True, LinearConfig(64, 2)),
     (8, torch.bfloat16, 40, 160, 0, False, 20, False, TINY),
-    (16, torch.float16, 48, 256, 0, False, 3, False, TINY),
+    (16, torch.float16, 48, 256, 0, False, 3, False, LinearConfig(64, 2)),
     (16, torch.bfloat16, 40, 160, 0, False, 3, True, LinearConfig(64, 2)),
 ]
 
@@ -494,8 +477,6 @@ def test_interpreted_linear(bits, dtype, n, k, group, zeros, m, gated, config):
     want = linear_definition(x, matrix(bits, weights), bias, residual, gated)
     assert error(packed_linear(x, packed, bias, residual, gated), want) < TOLERANCE[dtype]
     assert not packed.counters.any()
-    want = linear_definition(x[:1], matrix(bits, weights), None, None, gated)
-    assert error(packed_linear(x[:1], packed, None, None, gated), want) < TOLERANCE[dtype]
 
 
 @interpreted
@@ -542,7 +523,7 @@ def triton_attention(*args):
 @pytest.mark.parametrize("starts,slots", [([33, 12], 60), ([57, 59], 60), ([200, 140], 300)])
 def test_interpreted_attention(dtype, window, starts, slots):
     """Chunk, boundary, window, trash row or combine errors of the split-KV kernels."""
-    case = attention_case(dtype, starts, slots)
+    case = attention_case(dtype, starts, slots, heads=(2, 1))
     want = attention_definition(*case, window, 0.3)
     assert error(triton_attention(*case, window, 0.3), want) < TOLERANCE[dtype]
 
@@ -566,7 +547,7 @@ def test_interpreted_attention_poison_and_prefill():
 @pytest.mark.parametrize("start", [29, 140])
 def test_interpreted_attention_verify_equals_plain_bitwise(start):
     """The tail rule broken: a tree node's attention differing in any bit from plain decoding of the same path."""
-    q, kv, starts, visible, positions = attention_case(torch.float16, [start], 300)
+    q, kv, starts, visible, positions = attention_case(torch.float16, [start], 300, heads=(2, 1))
     verify = triton_attention(q, kv, starts, visible, positions, 0, 0.3)
     path = [0, 1, 3, 5]
     committed = kv.clone()
@@ -585,14 +566,14 @@ def test_interpreted_attention_verify_equals_plain_bitwise(start):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_interpreted_norm_and_rope(dtype):
     """Rows, heads or halves mixed up; keys or values written to the wrong slot."""
-    x, w = torch.randn(3, 5, 100).to(dtype), torch.randn(100).to(dtype)
+    x, w = torch.randn(2, 2, 100).to(dtype), torch.randn(100).to(dtype)
     want = kernels._rms_norm_reference(x, w, 1e-5)
     with TRITON.active():
         assert error(kernels.rms_norm(x, w, 1e-5), want.double()) < TOLERANCE[dtype]
-    qkv, angle = torch.randn(2, 3, 8, 24).to(dtype), torch.randn(2, 3, 12)
-    slots = torch.tensor([[3, 4, 10], [0, 9, 5]])
+    qkv, angle = torch.randn(2, 2, 4, 24).to(dtype), torch.randn(2, 2, 12)
+    slots = torch.tensor([[3, 10], [0, 5]])
     for weight in (None, torch.randn(24).to(dtype)):
-        caches = [torch.zeros(2, 2, 2, 11, 24, dtype=dtype) for _ in range(2)]
+        caches = [torch.zeros(2, 2, 1, 11, 24, dtype=dtype) for _ in range(2)]
         args = (angle.cos(), angle.sin())
         want = kernels._rope_reference(qkv, *args, caches[0], slots, weight, weight, 1e-5)
         with TRITON.active():

@@ -41,7 +41,7 @@ from tokenizer import load_tokenizer
 VERSION = 1  # of the stored format
 MODES, ALGORITHMS, HEADS, GROUPS = ("int8", "int4"), ("rtn", "gptq"), ("fp16", "int8", "int4"), (32, 64, 128)
 ABSURD_KL = 2.0  # nats per token: past this the result is broken, not merely bad, and is never written
-WINDOW, CALIBRATION_WINDOWS, EVALUATION_WINDOWS, BATCH = 512, 128, 16, 8  # tokens; sequences
+WINDOW, CALIBRATION_WINDOWS, EVALUATION_WINDOWS, BATCH = 512, 128, 16, 4  # tokens; sequences
 CLIPS = [
     1 - i / 40 for i in range(17)
 ]  # clip ratios tried per group: the first clips nothing, 7/8 uses -8 for the peak
@@ -640,13 +640,14 @@ class Tally:
     agreed: int = 0
 
     def add(self, before: Tensor, after: Tensor, targets: Tensor) -> None:
-        """Logits [M, V] of both models, targets int64 [M]."""
-        p, q = before.double().log_softmax(-1), after.double().log_softmax(-1)
-        self.positions += targets.numel()
-        self.before += float(F.nll_loss(p, targets, reduction="sum"))
-        self.after += float(F.nll_loss(q, targets, reduction="sum"))
-        self.divergence += float((p.exp() * (p - q)).sum())
-        self.agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+        """Logits [M, V] of both models, targets int64 [M]; 128 rows at a time, large vocabularies are wide."""
+        for p, q, ids in zip(before.split(128), after.split(128), targets.split(128), strict=True):
+            p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+            self.positions += ids.numel()
+            self.before += float(F.nll_loss(p, ids, reduction="sum"))
+            self.after += float(F.nll_loss(q, ids, reduction="sum"))
+            self.divergence += float((p.exp() * (p - q)).sum())
+            self.agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
 
     def report(self) -> dict[str, float]:
         """Perplexities, mean KL(before || after), share of equal most likely tokens."""
@@ -751,9 +752,8 @@ class _Source:
             raise UsageError(
                 f"{directory} is already quantized ({done[0]} in config.json); use the original."
             )
-        self.config, self.entries = checkpoint.open_model(directory)
+        self.open()
         self.raw = self.raw or checkpoint.config_to_hf(self.config)  # Meta's format has no config.json
-        self.tied = self.config.tie_word_embeddings and bool(self.entries.pop("lm_head.weight", None) or True)
         self.model = checkpoint.build_model(self.config)
         self.names, views = parameter_sources(self.model, self.entries)
         self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
@@ -761,6 +761,15 @@ class _Source:
         checkpoint.check_entries(shapes, self.entries, str(directory))
         dtype = self.entries[self.names["embed_tokens.weight"][0]].dtype
         self.half = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
+
+    def open(self) -> None:
+        """Map the files (anew: pages that were read stop counting as memory of this process)."""
+        from checkpoint import open_model
+
+        self.config, self.entries = open_model(self.directory)
+        self.tied = self.config.tie_word_embeddings
+        if self.tied:
+            self.entries.pop("lm_head.weight", None)
 
     def identity(self) -> list:
         """Changes when the files do."""
@@ -828,6 +837,7 @@ def quantize_checkpoint(
         after, inputs = (embedding(ids.to(device)).cpu() for ids in (evaluation[:, :-1], calibration))
         model.rotary.build(device, max(after.shape[1], inputs.shape[1]))
         for i, block in enumerate(model.layers):
+            source.open()
             for name in [name for name, _ in block.named_parameters()]:
                 set_tensor(block, name, source.read(f"layers.{i}.{name}", device))
 
@@ -1133,6 +1143,8 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(f"--checkpoint {directory} is not a directory.")
     if out.exists() and not (out / "receipt.json").is_file():
         raise UsageError(f"--out {out} exists and is not an earlier result; choose another name.")
+    if args.calibration and spec.algorithm != "gptq":
+        raise UsageError("--calibration is text for GPTQ; add --algorithm gptq.")
     if args.refuse_kl is not None and not args.refuse_kl > 0:
         raise UsageError(f"--refuse-kl is {args.refuse_kl}; it must be above 0 nats.")
     config = checkpoint.load_config(directory)

@@ -440,6 +440,7 @@ def test_unusable_requests_exit_with_one_line(tmp_path, capsys):
         (2, "is not a directory", ["--checkpoint", tmp_path / "none"]),
         (2, "not an earlier result", ["--checkpoint", source, "--out", busy]),
         (2, "add --algorithm gptq", ["--checkpoint", source, "--act-order"]),
+        (2, "is text for GPTQ", ["--checkpoint", source, "--calibration", tmp_path / "short.txt"]),
         (2, "must be above 0", ["--checkpoint", source, "--refuse-kl", "nan"]),
         (3, "config.json", ["--checkpoint", busy]),
         (3, "cannot be read", ["--checkpoint", source, "--eval-text", tmp_path / "none.txt"]),
@@ -835,7 +836,7 @@ def test_heads_are_quantized_with_their_target(tmp_path, capsys, version):
 
     source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED, version)
     argv = ["--checkpoint", source, "--out", tmp_path / "q", "--group-size", 32, "--eagle", head]
-    assert run(*argv, "--device", "cpu") == 0, capsys.readouterr().err
+    assert run(*argv, "--device", "cpu", "--debug") == 0, capsys.readouterr().err
     receipt = json.loads((tmp_path / "q" / "receipt.json").read_text())
     assert 1 <= receipt["tau_before"] and 1 <= receipt["tau_after"]
     assert (

@@ -1,0 +1,284 @@
+"""The command line and `load`, as a user runs them, on the embedded demo model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import generate
+from generate import DEMO, load, main
+from sampling import SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADS = sorted(p.name for p in DEMO.glob("eagle*") if p.is_dir())
+FIELDS = """text token_ids prompt_tokens new_tokens stop_reason prefill_seconds decode_seconds tokens_per_second steps
+tokens_per_step tau accepted_by_depth temperature seed checkpoint quant dtype device tree eagle peak_memory_bytes
+versions""".split()
+
+
+def run(capsys, *flags: str) -> tuple[int, str, str]:
+    code = main(["--ctx", "512", *flags])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_main_job_writes_text_to_stdout_and_the_report_to_stderr(capsys):
+    """A report mixed into the text, or a default that needs flags."""
+    code, out, err = run(capsys, "--max-new-tokens", "24")
+    assert code == 0 and out.startswith("class Stack:") and len(out) > 120
+    assert "tok/s" not in out
+    for word in (
+        "model ",
+        "device ",
+        "plan ",
+        "prompt ",
+        "generate ",
+        "speed ",
+        "memory ",
+        "stop ",
+        "length",
+    ):
+        assert word in err, word
+
+
+def test_json_is_one_object_with_every_field(capsys):
+    """A consumer that has to parse logs."""
+    code, out, err = run(capsys, "--json", "--max-new-tokens", "9", "-p", "import os\n")
+    result = json.loads(out)
+    assert code == 0 and err == "" and set(FIELDS) <= set(result)
+    assert (
+        result["new_tokens"] == 9 == len(result["token_ids"]) == 1 + sum(map(len, result["tokens_per_step"]))
+    )
+    assert result["stop_reason"] == "length" and result["tau"] == 1.0
+
+
+def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
+    """A checkpoint without tokenizer files that cannot be used at all."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(DEMO / name, tmp_path)
+    code, out, _ = run(
+        capsys, "--checkpoint", str(tmp_path), "--prompt-ids", "1,5,17", "--max-new-tokens", "4", "-q"
+    )
+    assert code == 0 and len([t for t in out.strip().split(",") if t]) == 4
+    code, _, err = run(capsys, "--checkpoint", str(tmp_path), "-p", "x")
+    assert code == 3 and "--prompt-ids" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (["--checkpoint", "no/such/dir"], 3, "no/such/dir"),
+        (["--temperature", "-1"], 2, "temperature"),
+        (["--top-p", "0"], 2, "top_p"),
+        (["--temperature", "nan"], 2, "temperature"),
+        (["--max-new-tokens", "0"], 2, "max_new_tokens"),
+        (["--prompt-ids", "1,x"], 2, "comma-separated"),
+        (["--prompt-ids", "1,999999"], 2, "vocabulary"),
+        (["--prompt-ids", ""], 2, "empty"),
+        (["-p", "a", "--prompt-ids", "1"], 2, "one of"),
+        (["--prompt-file", "no/such/file"], 2, "no/such/file"),
+        (["--max-new-tokens", "5000"], 2, "512 allocated"),
+        (["-p", "x" * 100_000], 2, "characters"),
+        (["--prove"], 2, "--eagle"),
+        (["--eagle", "no/such/head"], 3, "no/such/head"),
+        (["--kernels", "triton"], 2, "TRITON_INTERPRET"),
+        (["--ctx", "100000"], 2, "ctx"),
+        (["--batch-size", "0"], 2, "batch_size"),
+    ],
+)
+def test_errors_are_one_line_with_the_right_exit_code(flags, code, says, capsys):
+    """A traceback, a silent default, or a message that names nothing."""
+    got, out, err = run(capsys, *flags)
+    lines = [line for line in err.splitlines() if line.startswith("error")]
+    assert got == code and len(lines) == 1 and says in lines[0], err
+    assert "Traceback" not in err
+
+
+def test_a_plan_that_does_not_fit_names_the_change_that_does(capsys, monkeypatch):
+    """An allocation failure in the middle of loading instead of one line before it."""
+    monkeypatch.setattr(generate, "free_memory", lambda device: 40_000_000)
+    code = main(["--ctx", "2048", "--batch-size", "4"])
+    err = capsys.readouterr().err
+    assert code == 4 and re.search(r"Try --ctx \d+", err), err
+
+
+def test_plan_matches_what_the_engine_allocates():
+    """A memory plan that flatters."""
+    engine = load(DEMO, ctx=1024)
+    held = sum(p.numel() * p.element_size() for p in engine.model.parameters())
+    held += engine.state.nbytes() + engine.model.rotary.cos.nbytes + engine.model.rotary.sin.nbytes
+    assert abs(engine.plan.total / held - 1) < 0.05
+
+
+def test_same_seed_same_text_and_batch_rows_draw_with_their_own_seed(capsys):
+    """Sampling that depends on anything but (prompt, seed)."""
+    flags = ["--json", "--max-new-tokens", "12", "--temperature", "1", "--seed", "5"]
+    one = json.loads(run(capsys, *flags)[1])
+    again = json.loads(run(capsys, *flags)[1])
+    other = json.loads(run(capsys, *flags[:-1], "6")[1])
+    both = json.loads(run(capsys, *flags, "--batch-size", "2")[1])
+    assert one["token_ids"] == again["token_ids"] != other["token_ids"]
+    assert [r["token_ids"] for r in both["batch"]] == [one["token_ids"], other["token_ids"]]
+
+
+def test_stop_string_ends_the_text_before_it(capsys):
+    """A stop string that leaks into the output."""
+    code, out, err = run(capsys, "--stop", "\n", "-p", "import os\n\nclass ", "--max-new-tokens", "60")
+    assert code == 0 and "stop     stop" in err
+    assert "\n" not in out.removeprefix("import os\n\nclass ").rstrip("\n")
+
+
+def test_ctrl_c_prints_the_report_and_exits_130(tmp_path):
+    """A long generation that cannot be stopped, or that loses what it wrote."""
+    command = [
+        sys.executable,
+        "generate.py",
+        "--max-new-tokens",
+        "1800",
+        "--ctx",
+        "2048",
+        "--stop-ids",
+        "4095",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = process.stdout.read(len("class Stack:") + 150)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=25)
+    assert first.startswith("class Stack:") and process.returncode == 130, err
+    assert "interrupted" in err and "tok/s" in err and "Traceback" not in err
+
+
+def test_chat_keeps_history_and_the_cache(capsys, monkeypatch):
+    """Every turn recomputing the whole conversation, or forgetting it."""
+    turns = iter(["def f(x):", "and a class", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(turns))
+    code, out, err = run(capsys, "--chat", "--template", "vicuna", "--max-new-tokens", "8")
+    assert code == 0 and len(re.findall(r"generate", err)) == 2
+    cached = re.search(r"\((\d+) cached\)", err)
+    assert cached and int(cached[1]) > 20
+
+
+def test_a_closed_pipe_is_not_an_error():
+    """`generate.py | head -1` ending in a traceback."""
+    shell = f"{sys.executable} generate.py --max-new-tokens 64 -q | head -c 5"
+    done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("flags", [[], ["--temperature", "1", "--seed", "3"], ["--tree", "dynamic:16,4,4"]])
+def test_prove_replays_without_the_head(head, flags, capsys):
+    """A losslessness claim that nobody can check."""
+    flags = ["--eagle", str(DEMO / head), "--prove", "--max-new-tokens", "48", "--dtype", "float64", *flags]
+    code, _, err = run(capsys, *flags)
+    assert code == 0 and "identical 48/48" in err
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_demo_heads_reach_their_floor(head):
+    """A head that was shipped broken: the text would be the same, only slower."""
+    floor = json.loads((DEMO / "floors.json").read_text())[head]
+    engine = load(DEMO, eagle=str(DEMO / head), tree="paper25", ctx=512)
+    from scripts.acceptance import held_out_prompts, summarise
+
+    prompts = held_out_prompts(engine.tokenizer, 4, 96)
+    for temperature, least in (("0", floor["greedy"]), ("1", floor["sampled"])):
+        params = SamplingParams(temperature=float(temperature), seed=1, max_new_tokens=64)
+        results = [engine.generate(p, params).run()[0] for p in prompts]
+        assert summarise(results, results)["tau"] >= least, temperature
+
+
+@pytest.mark.parametrize("head", HEADS[:1])
+def test_multi_round_is_refused_where_it_would_lie(head, capsys):
+    """The paper's rule on a re-ranked tree, or as a promise of equal tokens."""
+    eagle = ["--eagle", str(DEMO / head), "--verify", "multi-round"]
+    for extra in (["--tree", "dynamic:16,4,4"], ["--prove"]):
+        code, _, err = run(capsys, *eagle, *extra)
+        assert code == 2 and "multi-round" in err
+    code, _, err = run(capsys, *eagle, "--temperature", "1", "--max-new-tokens", "24")
+    assert code == 0 and "multi-round" in err
+
+
+@pytest.mark.parametrize("head", HEADS[:1])
+def test_html_page_and_coloured_text_hold_every_token(head, tmp_path, capsys, monkeypatch):
+    """A picture that shows another run than the one decoded."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    page = tmp_path / "steps.html"
+    flags = ["--eagle", str(DEMO / head), "--max-new-tokens", "32", "--show-tree", "--html", str(page)]
+    code, out, _ = run(capsys, *flags)
+    text = page.read_text()
+    data = json.loads(re.search(r"const data = (\{.*?\}), colour", text, re.S)[1])
+    engine = load(DEMO, ctx=512)
+    prompt = engine.tokenizer.encode(generate.DEMO_PROMPT)
+    plain = engine.generate(prompt, SamplingParams(max_new_tokens=32)).run()[0]
+    shown = data["first"] + "".join(t for step in data["steps"] for t in step["kept"])
+    assert code == 0 and shown == plain.text
+    assert "http" not in text.replace("http://www.w3.org", "")
+    colourless = re.sub(r"\033\[\d+m", "", out)
+    assert plain.text in colourless and "\033[" in out
+    for step in data["steps"]:
+        accepted = [node for node in step["nodes"] if node[4]]
+        assert len(accepted) - 1 >= len(step["kept"]) - 1
+
+
+@pytest.mark.parametrize("head", [h for h in HEADS if h == "eagle1"])
+def test_draft_vocabulary_can_be_trimmed_and_counted(head, tmp_path):
+    """A trimmed vocabulary that changes the text, or drafts ids that are not its own."""
+    sample = tmp_path / "sample.py"
+    sample.write_text((ROOT / "trees.py").read_text())
+    plain = load(DEMO, ctx=256, dtype="float64")
+    prompt = plain.tokenizer.encode(generate.DEMO_PROMPT)
+    params = SamplingParams(max_new_tokens=40)
+    expected = plain.generate(prompt, params).run()[0].token_ids
+    for text in (None, str(sample)):
+        options = {"draft_vocab": 1024, "draft_vocab_text": text, "dtype": "float64", "ctx": 256}
+        engine = load(DEMO, eagle=str(DEMO / head), **options)
+        result = engine.generate(prompt, params).run()[0]
+        assert engine.head.vocab_size == 1024 and result.token_ids == expected and result.tau > 1.2
+
+
+def test_api_of_the_readme():
+    """README code that does not run."""
+    engine = load("demo", ctx=256)
+    stream = engine.generate(engine.tokenizer.encode("def main():\n"), SamplingParams(max_new_tokens=10))
+    text = "".join(chunk.text for chunk in stream)
+    assert text == stream.result.text and stream.result.new_tokens == 10
+
+
+def test_compiled_decoding_equals_eager_and_does_not_recompile():
+    """--compile that changes tokens, or compiles again at another length, seed or temperature."""
+    engine = load(DEMO, ctx=256, compile=False, dtype="float64")
+    compiled = load(DEMO, ctx=256, compile=False, dtype="float64")
+    compiled._step = torch.compile(compiled._step, fullgraph=True, dynamic=False, backend="eager")
+    compiled._forward = torch.compile(compiled._forward, fullgraph=True, dynamic=False, backend="eager")
+    prompts = [
+        compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)
+    ]
+
+    def request(i: int) -> SamplingParams:
+        return SamplingParams(temperature=0.5 + 0.2 * i, top_p=0.9 - 0.1 * i, seed=i, max_new_tokens=8 + i)
+
+    compiled.generate(prompts[0], request(0)).run()
+    compiled.generate(prompts[2], request(0)).run()  # the second prefill width
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for i, prompt in enumerate(prompts):
+            ours = compiled.generate(prompt, request(i)).run()[0].token_ids
+            assert ours == engine.generate(prompt, request(i)).run()[0].token_ids
+
+
+def test_report_is_quick_to_quiet(capsys):
+    """-q that still prints."""
+    started = time.perf_counter()
+    code, out, err = run(capsys, "-q", "--max-new-tokens", "4")
+    assert code == 0 and out and err == "" and time.perf_counter() - started < 25
+    assert os.environ.get("EAGLET") is None  # behaviour never hides in the environment

@@ -42,7 +42,7 @@ import checkpoint
 import quantize
 from checkpoint import EagleConfig
 from eagle_draft import EagleHead, Request
-from engine import Engine
+from engine import Engine, decode_step
 from generate import (
     DEMO,
     DTYPES,
@@ -805,25 +805,34 @@ class Bench:
         return self.margins[key]
 
 
-def draft_seconds(engine: Engine, repeats: int = 15) -> float:
-    """Median seconds of one `drafter.draft` alone, on the state that the last request left."""
-    drafter, state = engine.drafter, engine.state
+def draft_share(engine: Engine, repeats: int = 9) -> tuple[float, float]:
+    """(median seconds of `drafter.draft` alone, its share of a whole step timed in turn with it).
+
+    Runs on the state that the last request left; that request has finished, so the steps change nothing.
+    """
+    drafter, state, device = engine.drafter, engine.state, engine.model.device
     if drafter.D == 0:
-        return 0.0
-    names = {"state": state.sampling, "mode": SamplingParams().mode, "noise": None}
-    values = {name: names[name] if name in names else getattr(state, name) for name in Request._fields}
-    request = Request(**values)
-    draft = torch.compile(drafter.draft, fullgraph=True, dynamic=False) if engine.compiled else drafter.draft
-    samples = []
+        return 0.0, 0.0
+    mode = SamplingParams().mode
+    names = {"state": state.sampling, "mode": mode, "noise": None}
+    request = Request(*(names[name] if name in names else getattr(state, name) for name in Request._fields))
+    draft, step = drafter.draft, decode_step
+    if engine.compiled:
+        draft, step = (torch.compile(f, fullgraph=True, dynamic=False) for f in (draft, step))
+    parts: tuple[list[float], list[float]] = ([], [])
     with torch.inference_mode(), engine.backend.active():
         for i in range(repeats + 2):
-            synchronize(engine.model.device)
-            started = time.perf_counter()
-            draft(request)
-            synchronize(engine.model.device)
-            if i > 1:
-                samples.append(time.perf_counter() - started)
-    return statistics.median(samples)
+            for samples, call in zip(
+                parts, (lambda: draft(request), lambda: step(engine.model, drafter, state, mode)), strict=True
+            ):
+                synchronize(device)
+                started = time.perf_counter()
+                call()
+                synchronize(device)
+                if i > 1:
+                    samples.append(time.perf_counter() - started)
+    alone = statistics.median(parts[0])
+    return alone, min(1.0, statistics.median(d / s for d, s in zip(*parts, strict=True)))
 
 
 def step_bytes(engine: Engine, context: int) -> float:
@@ -840,11 +849,13 @@ def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
         fact: dict[str, Any] = {"arm": arm.name, "label": arm.label, "options": shown(arm.options)}
         if isinstance(arm, EngineArm):
             engine = arm.engine
+            alone, share = draft_share(engine)
             fact |= {
                 "nodes": engine.drafter.N,
                 "depth": engine.drafter.D,
                 "compiled": engine.compiled,
-                "draft_seconds": draft_seconds(engine),
+                "draft_seconds": alone,
+                "draft_share": share,
                 "memory_bytes": memory_of(engine),
             }
         facts.append(fact)
@@ -1016,6 +1027,8 @@ def remarks(
             )
         if row["same"] and row["same"]["tie"]:
             notes.append(f"{where}: {row['same']['tie']} of {row['runs']} runs fork at a near-tie (rounding)")
+        if runs and runs[0]["random_weights"]:
+            continue
         if depth.get(row["arm"]) and row["steps"] and not row["accepted_by_depth"]:
             notes.append(f"{where}: accepted nothing (tau 1.00): a broken drafter, or one of another model")
         elif (
@@ -1055,8 +1068,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         )
         return f"| {' | '.join(padded)} |"
 
-    rule = [("-" * w) if is_left else "-" * (w - 1) + ":" for w, is_left in zip(widths, left, strict=True)]
-    return "\n".join([line(head), f"|-{'-|-'.join(rule)}-|", *map(line, rows)])
+    rule = (
+        "-" * (w + 2) if is_left else "-" * (w + 1) + ":" for w, is_left in zip(widths, left, strict=True)
+    )
+    return "\n".join([line(head), f"|{'|'.join(rule)}|", *map(line, rows)])
 
 
 def result_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -1113,7 +1128,7 @@ def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], 
         fact = known.get(row["arm"], {})
         if row["step_ms"] is None or row["steps"] is None or "nodes" not in fact:
             continue
-        draft = 1e3 * fact["draft_seconds"]
+        draft = fact["draft_share"] * row["step_ms"]
         share = row.get("bandwidth_share")
         body.append(
             [
@@ -1124,7 +1139,7 @@ def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], 
                 f"{row['step_ms']:.2f}",
                 f"{draft:.2f}" if draft else "-",
                 f"{row['step_ms'] - draft:.2f}",
-                f"{draft / row['step_ms']:.0%}" if draft else "-",
+                f"{fact['draft_share']:.0%}" if draft else "-",
                 "-" if row["baseline"] else _number(row["break_even_tau"]),
                 _number(row["tau"]),
                 "-" if share is None else f"{share:.0%}",

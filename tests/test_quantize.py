@@ -258,13 +258,15 @@ def test_bytes_read_count_codes_scales_and_touched_experts():
 
 
 def test_packed_modules_trace_as_one_graph():
-    """Prevents lazy packing inside a trace, or a graph break per linear, in compiled steps."""
+    """Prevents lazy packing inside a trace, a graph break per linear, or a compilation per layer."""
     model = tiny(CONFIG)
     quantize.quantize_(model, QuantSpec("int4", 32))
     quantize.pack_(model, torch.float32)
     x = torch.randn(1, 3, 128)
-    compiled = torch.compile(model.layers[0].mlp, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), model.layers[0].mlp(x))
+    compiled = torch.compile(lambda mlp, x: mlp(x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(model.layers[0].mlp, x), model.layers[0].mlp(x))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(compiled(model.layers[1].mlp, x), model.layers[1].mlp(x))
 
 
 def test_specs_are_validated():
@@ -875,3 +877,23 @@ def test_a_head_that_does_not_fit_is_refused_before_any_work(tmp_path, capsys):
     assert run(*argv, "--eagle", head) == 2 and "layer.mlp.down: group size 128" in capsys.readouterr().err
     assert run(*argv, "--eagle", tmp_path / "none") == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "m"]
+
+
+@pytest.mark.parametrize(
+    "options", [["--mode", "int8"], ["--group-size", 32], ["--mode", "int4", "--lm-head", "int4"]]
+)
+def test_a_drafter_does_not_change_what_a_quantized_model_says(tmp_path, options):
+    """Prevents quantized linears whose result for a row depends on how many rows there are (exact in float64)."""
+    from generate import load
+    from sampling import SamplingParams
+
+    source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED)
+    assert run("--checkpoint", source, "--out", tmp_path / "q", *options) == 0
+    emitted = []
+    for eagle in (None, str(head)):
+        engine = load(tmp_path / "q", eagle=eagle, device="cpu", dtype="float64")
+        assert engine.model.quant == json.loads((tmp_path / "q" / "receipt.json").read_text())["spec"]["mode"]
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, seed=4, max_new_tokens=24)
+            emitted.append(engine.generate([3, 1, 4, 1, 5], params).run()[0].token_ids)
+    assert emitted[:2] == emitted[2:] and emitted[0] != emitted[1]

@@ -1008,11 +1008,14 @@ def _tree_attention_op(q, kv, start, visible, positions, window, scale):
     return use(q, kv, start, visible, positions, window, scale)
 
 
-# Registered by hand: `custom_op` would add 20 us per call on CPU, which a small model pays once per layer.
-_LIBRARY = torch.library.Library("eaglet", "FRAGMENT")
-_LIBRARY.define(
-    "tree_attention(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale)"
-    " -> Tensor"
-)
-_LIBRARY.impl("tree_attention", _tree_attention_op, "CompositeExplicitAutograd")
-torch.library.register_fake("eaglet::tree_attention", lambda q, *rest: q.new_empty(q.shape), lib=_LIBRARY)
+def _register() -> torch.library.Library:
+    """By hand: `custom_op` would add 20 us per call on CPU, which a small model pays once per layer."""
+    library = torch.library.Library("eaglet", "FRAGMENT")
+    arguments = "Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale"
+    library.define(f"tree_attention({arguments}) -> Tensor")
+    library.impl("tree_attention", _tree_attention_op, "CompositeExplicitAutograd")
+    torch.library.register_fake("eaglet::tree_attention", lambda q, *rest: q.new_empty(q.shape), lib=library)
+    return library
+
+
+_LIBRARY = _register()  # keeps the registration alive

@@ -227,30 +227,24 @@ class Request(NamedTuple):
     counts: Tensor  # [B, V] generated so far, root included
 
 
-class EagleDrafter:
-    """Drafts static or dynamic trees with a head. `draft` is device-only and of fixed shape."""
+class TreeDrafter:
+    """Drafts static or dynamic trees level by level with any model that continues a path: `draft` is device-only and of
+    fixed shape. A subclass gives `_extend`, `_level` and `predict` (and `draft_ids`, if it drafts some tokens only)."""
+
+    draft_ids: Tensor | None = None  # int64 [Vd]: absolute target ids of the draft vocabulary, None = all
 
     def __init__(
-        self,
-        head: EagleHead,
-        tree: trees.DynamicTree | trees.TreeTables,
-        batch_size: int,
-        slots: int,
-        shared_noise: bool = True,
-        multi_round: str = "",
+        self, tree: trees.DynamicTree | trees.TreeTables, shared_noise: bool = True, multi_round: str = ""
     ):
         """multi_round: '' (choice-and-walk), 'without' or 'with' replacement (static trees only)."""
-        self.head, self.tree, self.shared_noise, self.multi_round = head, tree, shared_noise, multi_round
-        self.taps, self.feature_size = head.config.taps, head.feature_size
+        self.tree, self.shared_noise, self.multi_round = tree, shared_noise, multi_round
         self.dynamic = isinstance(tree, trees.DynamicTree)
         if multi_round and self.dynamic:
             raise ValueError(
                 "--verify multi-round needs a static tree or a chain: re-ranking sampled children breaks its proof. "
                 "Use --tree paper25 or chain:K."
             )
-        scratch = tree.depth * tree.topk if self.dynamic else tree.run_rows
-        self.slots = slots + scratch
-        self.cache = head.new_cache(batch_size, self.slots)
+        self.scratch = tree.depth * tree.topk if self.dynamic else tree.run_rows  # cache rows of a tree
 
     @property
     def N(self) -> int:
@@ -260,32 +254,6 @@ class EagleDrafter:
     def D(self) -> int:
         return self.tree.D
 
-    def bytes_per_step(self, model: Transformer) -> float:
-        """Weight bytes one draft reads: the layer once per forward, the LM head (own, trimmed or shared) likewise."""
-        forwards = 1 + (self.tree.depth if self.dynamic else len(self.tree.levels))
-        head = self.head
-        shared = 0.0
-        if (
-            head.config.version == 1
-            and head.draft_ids is None
-            or head.config.version == 3
-            and head.lm_head is None
-        ):
-            shared = (
-                weight_bytes(model.lm_head) if model.lm_head is not None else model.embed_tokens.weight.nbytes
-            )
-        elif head.config.version == 1:
-            shared = head.trimmed_head.nbytes
-        return forwards * (weight_bytes(head) + shared)
-
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        """Append true pairs of one sequence: tokens [1, T] (each row's *next* token), features [1, T, F], start [1]."""
-        T = tokens.shape[1]
-        positions = start[:, None] + torch.arange(T, device=tokens.device)
-        seen = chain_ancestors(1, T, tokens.device)
-        nodes = make_nodes(self.head.rotary, start, positions, start, seen, self.slots)
-        self.head(tokens, self.head.fuse(features), nodes, self.cache[:, row : row + 1])
-
     def draft(self, request: Request) -> Draft:
         """One tree per sequence. No host sync."""
         output = self._extend(request)
@@ -294,24 +262,17 @@ class EagleDrafter:
         return self._static(request, output)
 
     def _extend(self, request: Request) -> Tensor:
-        """Re-feed the accepted tokens with their true features (always D + 1 rows) -> the last valid output [B, 1, H]."""
-        n, count, rows = request.n, request.count, request.features.shape[1]
-        start = n - count
-        row = torch.arange(rows, device=n.device)
-        positions = start[:, None] + row
-        tokens = request.tokens.gather(1, (positions + 1).clamp(max=request.tokens.shape[1] - 1))
-        seen = chain_ancestors(n.shape[0], rows, n.device)
-        nodes = make_nodes(self.head.rotary, start, positions, start, seen, self.slots)
-        output = self.head(tokens, self.head.fuse(request.features), nodes, self.cache)
-        last = (count - 1)[:, None, None].expand(-1, 1, output.shape[-1])
-        return output.gather(1, last)
+        """Append the tokens accepted last to the cache; the output [B, 1, H] that predicts the root's successors."""
+        raise NotImplementedError
 
     def _level(self, request: Request, depth: int, first: int, tokens, feature, visible) -> Tensor:
-        """Run the rows of one level: nodes at `depth`, cached from slot n + first; visible [B, W, first + W]."""
-        n = request.n
-        positions = (n + depth - 1)[:, None].expand(tokens.shape)
-        nodes = make_nodes(self.head.rotary, n, positions, n + first, visible, self.slots)
-        return self.head(tokens, feature, nodes, self.cache)
+        """Run the rows of one level: nodes at `depth`, the tree's rows first, first + 1, ...; visible [B, W, first + W].
+        feature [B, W, H]: the outputs of the rows that drafted them."""
+        raise NotImplementedError
+
+    def predict(self, output: Tensor) -> Tensor:
+        """output [B, W, H] -> draft logits [B, W, Vd]."""
+        raise NotImplementedError
 
     def _keys(
         self, request: Request, output: Tensor, depth: int, paths: Tensor
@@ -320,24 +281,23 @@ class EagleDrafter:
 
         paths [B, W, depth] are the draft-vocabulary ids from below the root to each row (penalties follow them).
         """
-        head = self.head
-        logits = head.predict(output)
+        logits, ids = self.predict(output), self.draft_ids
         if request.mode.penalties:
             seen, counts = request.seen, request.counts
-            if head.draft_ids is not None:
-                seen, counts = seen[:, head.draft_ids], counts[:, head.draft_ids]
+            if ids is not None:
+                seen, counts = seen[:, ids], counts[:, ids]
             known = torch.ones_like(paths, dtype=torch.bool)
             logits = sampling.apply_penalties(logits, seen, counts, paths, known, request.state)
         noise = None
         if request.noise is not None and self.shared_noise:
             noise = request.noise[:, depth : depth + 1]
-            noise = noise if head.draft_ids is None else noise[..., head.draft_ids]
+            noise = noise if ids is None else noise[..., ids]
         mode = request.mode if self.shared_noise else sampling.SamplingMode()
         keys, scores = sampling.draft_keys(logits, noise, request.state, mode)
         return keys, scores, logits
 
     def _ids(self, local: Tensor) -> Tensor:
-        return local if self.head.draft_ids is None else self.head.draft_ids[local]
+        return local if self.draft_ids is None else self.draft_ids[local]
 
     def _children(self, request, output, depth: int, paths, width: int, first_row: int = 0):
         """The `width` best children of each row: (local ids, scores, q), each [B, W, ...]."""
@@ -364,9 +324,9 @@ class EagleDrafter:
         local = (
             perturbed.argmax(-1) if draws > 1 or width == 1 else perturbed[:, :, 0].topk(width, -1).indices
         )
-        if self.head.draft_ids is not None:
-            full = q.new_zeros(B, W, self.head.target.config.vocab_size)
-            q = full.index_copy_(-1, self.head.draft_ids, q)
+        if self.draft_ids is not None:
+            full = q.new_zeros(B, W, request.seen.shape[1])
+            q = full.index_copy_(-1, self.draft_ids, q)
         return local, q
 
     def _static(self, request: Request, output: Tensor) -> Draft:
@@ -422,6 +382,80 @@ class EagleDrafter:
 
 def _padded(paths: Tensor, length: int) -> Tensor:
     return F.pad(paths, (0, length - paths.shape[-1]))
+
+
+class EagleDrafter(TreeDrafter):
+    """Drafts trees with an EAGLE head."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        tree: trees.DynamicTree | trees.TreeTables,
+        batch_size: int,
+        slots: int,
+        shared_noise: bool = True,
+        multi_round: str = "",
+    ):
+        super().__init__(tree, shared_noise, multi_round)
+        self.head = head
+        self.taps, self.feature_size = head.config.taps, head.feature_size
+        self.slots = slots + self.scratch
+        self.cache = head.new_cache(batch_size, self.slots)
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        return self.head.draft_ids
+
+    def predict(self, output: Tensor) -> Tensor:
+        return self.head.predict(output)
+
+    def bytes_per_step(self, model: Transformer) -> float:
+        """Weight bytes one draft reads: the layer once per forward, the LM head (own, trimmed or shared) likewise."""
+        forwards = 1 + (self.tree.depth if self.dynamic else len(self.tree.levels))
+        head = self.head
+        shared = 0.0
+        if (
+            head.config.version == 1
+            and head.draft_ids is None
+            or head.config.version == 3
+            and head.lm_head is None
+        ):
+            shared = (
+                weight_bytes(model.lm_head) if model.lm_head is not None else model.embed_tokens.weight.nbytes
+            )
+        elif head.config.version == 1:
+            shared = head.trimmed_head.nbytes
+        return forwards * (weight_bytes(head) + shared)
+
+    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
+        """Append true pairs of one sequence: tokens [1, T + 1] from position start [1], features [1, T, F]
+        of all but the last. Row i pairs a feature with the *next* token."""
+        tokens = tokens[:, 1:]
+        T = tokens.shape[1]
+        positions = start[:, None] + torch.arange(T, device=tokens.device)
+        seen = chain_ancestors(1, T, tokens.device)
+        nodes = make_nodes(self.head.rotary, start, positions, start, seen, self.slots)
+        self.head(tokens, self.head.fuse(features), nodes, self.cache[:, row : row + 1])
+
+    def _extend(self, request: Request) -> Tensor:
+        """Re-feed the accepted tokens with their true features (always D + 1 rows) -> the last valid output [B, 1, H]."""
+        n, count, rows = request.n, request.count, request.features.shape[1]
+        start = n - count
+        row = torch.arange(rows, device=n.device)
+        positions = start[:, None] + row
+        tokens = request.tokens.gather(1, (positions + 1).clamp(max=request.tokens.shape[1] - 1))
+        seen = chain_ancestors(n.shape[0], rows, n.device)
+        nodes = make_nodes(self.head.rotary, start, positions, start, seen, self.slots)
+        output = self.head(tokens, self.head.fuse(request.features), nodes, self.cache)
+        last = (count - 1)[:, None, None].expand(-1, 1, output.shape[-1])
+        return output.gather(1, last)
+
+    def _level(self, request: Request, depth: int, first: int, tokens, feature, visible) -> Tensor:
+        """Run the rows of one level: nodes at `depth`, cached from slot n + first; visible [B, W, first + W]."""
+        n = request.n
+        positions = (n + depth - 1)[:, None].expand(tokens.shape)
+        nodes = make_nodes(self.head.rotary, n, positions, n + first, visible, self.slots)
+        return self.head(tokens, feature, nodes, self.cache)
 
 
 def loss_eagle1(

@@ -34,9 +34,13 @@ class Drafter(Protocol):
     taps: tuple[int, ...]  # layers of the target whose input it wants; () = the post-norm hidden state
     feature_size: int
 
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None: ...
+    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
+        """One sequence's known tokens [1, T + 1] from position start [1]; features [1, T, F] of all but the last."""
 
     def draft(self, request: Request) -> Draft: ...
+
+    # Optional: def observe(self, choice: Tensor) -> None, told the target's token after every row [B, N] of the step,
+    # invalid rows included. For drafters that guess with such rows (lookahead).
 
 
 class PlainDrafter:
@@ -129,6 +133,8 @@ def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: 
         if noise is not None and draft.tokens.shape[1] > 1:
             noise = noise.gather(1, draft.depth[..., None].expand(-1, -1, V))
         choice = sampling.choose(logits, noise, state.sampling, mode)
+        if hasattr(drafter, "observe"):
+            drafter.observe(choice)
         accepted = trees.accept(
             draft.tokens, draft.parent, draft.depth, draft.ancestors, draft.valid, choice, D
         )
@@ -425,15 +431,15 @@ class Engine:
                     state.done[b] = True
                 yield chunk._replace(row=b)
                 self._check_owner(results)
-            started = time.perf_counter()
-            counts = [1] * B
+            seconds, counts = 0.0, [1] * B  # of decoding alone: what the consumer does with a chunk is not ours
             while not all(row.finished for row in rows):
+                started = time.perf_counter()
                 with self.backend.active():
                     out = self._step(self.model, self.drafter, state, params.mode)
+                emitted, counts_now, finite = out.emitted.tolist(), out.count.tolist(), out.finite.tolist()
+                seconds += time.perf_counter() - started
                 if self.observer is not None:
                     self.observer(out)
-                emitted, counts_now, finite = out.emitted.tolist(), out.count.tolist(), out.finite.tolist()
-                seconds = time.perf_counter() - started
                 for b, row in enumerate(rows):
                     if row.finished:
                         continue
@@ -562,5 +568,5 @@ def _prefill_chunk(model, drafter, kv: Tensor, row: int, tokens: Tensor, nexts: 
     nodes = model.nodes(start, depth, chain_ancestors(1, T, tokens.device), kv.shape[4])
     hidden_states, taps = model(tokens, nodes, kv, drafter.taps)
     features = hidden_states if taps is None else taps
-    drafter.prefill(row, nexts, features, start)
+    drafter.prefill(row, torch.cat((tokens, nexts[:, -1:]), 1), features, start)
     return hidden_states, features

@@ -1,0 +1,633 @@
+"""drafters.py: the same tokens as plain decoding, acceptance where it is certain, files, vocabularies, brute force."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from tiny import CTX, DRAFT_VOCAB, PROMPT, TREES, PieceTokenizer, V, tables, tiny_head, tiny_model
+
+import drafters
+import sampling
+import tree as trees
+from drafters import (
+    DraftModelDrafter,
+    LookaheadDrafter,
+    MedusaDrafter,
+    MedusaHeads,
+    NGramDrafter,
+    WithNGrams,
+    check_vocabulary,
+    graft,
+    lookup,
+    named_tree,
+    read_medusa,
+    root_draft,
+    save_medusa,
+)
+from eagle_draft import Draft, EagleDrafter
+from engine import Engine, decode_step
+from sampling import SamplingParams
+
+MODEL = tiny_model()
+SMALL = tiny_model(seed=5, hidden_size=16, num_attention_heads=2, head_dim=8)
+PROMPTS = [PROMPT, PROMPT[:5], [11] + PROMPT * 2]
+SETTINGS = [
+    dict(),
+    dict(temperature=1.0),
+    dict(temperature=1.0, top_p=0.9, top_k=20),
+    dict(temperature=0.8, min_p=0.05, repetition_penalty=1.2, frequency_penalty=0.3),
+]
+SHALLOW = trees.StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+
+
+def medusa_heads(target=MODEL, count=4, own=False, seed=9) -> MedusaHeads:
+    heads = MedusaHeads(target, count, own).to(target.dtype).requires_grad_(False).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for p in heads.parameters():
+        p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return heads
+
+
+def draft_model(model=MODEL, small=SMALL, B=1, tree=SHALLOW, **options):
+    built = tables(tree, B)
+    return DraftModelDrafter(model, small, built, B, CTX + built.N + 1, **options)
+
+
+def eagle(model=MODEL, B=1, tree=SHALLOW, K=6):
+    built = tables(tree, B)
+    head = tiny_head(model, 3, DRAFT_VOCAB, taps=(0, 1))
+    return WithNGrams(EagleDrafter(head, built, B, CTX + built.N + K + 1), K)
+
+
+KINDS = {
+    "ngram": lambda model, B: NGramDrafter(model, 14, 5),
+    "lookahead": lambda model, B: LookaheadDrafter(model, B, 4, 3, 3),
+    "draft model, static": lambda model, B: draft_model(model, B=B),
+    "draft model, chain": lambda model, B: draft_model(model, B=B, tree=trees.chain(4)),
+    "draft model, dynamic": lambda model, B: draft_model(model, B=B, tree=trees.DynamicTree(12, 3, 4)),
+    "medusa": lambda model, B: MedusaDrafter(medusa_heads(model), tables(SHALLOW, B)),
+    "medusa, own heads": lambda model, B: MedusaDrafter(medusa_heads(model, own=True), tables(SHALLOW, B)),
+    "eagle and n-grams": lambda model, B: eagle(model, B),
+    "dynamic eagle and n-grams": lambda model, B: eagle(model, B, trees.DynamicTree(12, 3, 4)),
+    "lookahead and n-grams": lambda model, B: WithNGrams(LookaheadDrafter(model, B, 3, 2, 2), 5),
+}
+
+
+def settings(index: int, **more) -> SamplingParams:
+    return SamplingParams(**({"seed": 3, "max_new_tokens": 20} | SETTINGS[index % len(SETTINGS)] | more))
+
+
+@functools.cache
+def plain(params: SamplingParams, row: int = 0) -> tuple[int, ...]:
+    """Plain decoding of PROMPTS[row] in float64; row b of a batch draws with seed + b."""
+    seed = {**vars(params), "seed": params.seed + row}
+    return tuple(Engine(MODEL).generate(PROMPTS[row], SamplingParams(**seed)).run()[0].token_ids)
+
+
+def steps_of(engine: Engine, prompt, params) -> list[list[int]]:
+    return engine.generate(prompt, params).run()[0].tokens_per_step
+
+
+@functools.cache
+def table_model():
+    """A float64 target whose next token is a function of the last one: t -> t + 1 in fives. Returns (model, table)."""
+    model = tiny_model(layers=1, hidden_size=128)
+    for (
+        name,
+        p,
+    ) in model.named_parameters():  # attention and MLP add nothing: the hidden state is norm(embedding)
+        if name.endswith(("attention.o.weight", "mlp.down.weight")):
+            p.zero_()
+    token = torch.arange(V)
+    follow = torch.where(token % 5 == 4, token - 4, (token + 1) % V)
+    model.lm_head.weight.copy_(predicting(model, follow))
+    return model, follow
+
+
+def predicting(model, table) -> torch.Tensor:
+    """LM head rows [V, H] that make token t predict table[t]."""
+    wanted = torch.nn.functional.one_hot(table, V).double() * 50
+    return torch.linalg.lstsq(model.norm(model.embed_tokens.weight), wanted).solution.T
+
+
+# ------------------------------------------------------------------ the same tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_tokens_as_plain_decoding(kind):
+    """A drafter that changes the output; also through a second request on the same engine (state left behind by the
+    first) and after reuse of the cached prefix."""
+    engine = Engine(MODEL, drafter=KINDS[kind](MODEL, 1))
+    for index in range(len(SETTINGS)):
+        result = engine.generate(PROMPT, settings(index)).run()[0]
+        assert tuple(result.token_ids) == plain(settings(index))
+        assert result.new_tokens == 1 + sum(map(len, result.tokens_per_step))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_tokens_in_a_batch(kind):
+    """Rows that leak into each other: other lengths, seeds, stops, and a row without a prompt."""
+    engine = Engine(MODEL, drafter=KINDS[kind](MODEL, 3), batch_size=3)
+    for index, rows in ((0, 2), (2, 3)):
+        stop = plain(settings(index), 1)[4]
+        results = engine.generate_batch(PROMPTS[:rows], settings(index, stop_ids=(stop,))).run()
+        for b, result in enumerate(results):
+            tokens = plain(settings(index), b)
+            end = tokens.index(stop) + 1 if stop in tokens else len(tokens)
+            assert tuple(result.token_ids) == tokens[:end]
+
+
+def wrong(draft: Draft, truth: torch.Tensor, n: torch.Tensor) -> Draft:
+    """The same tree with every drafted token replaced by one that the target does not choose."""
+    right = truth[:, None].expand(-1, draft.tokens.shape[1], -1)
+    right = right.gather(2, (n[:, None] + draft.depth).clamp(max=truth.shape[1] - 1)[..., None])[..., 0]
+    tokens = torch.where(draft.tokens == right, (right + 1) % V, draft.tokens)
+    tokens[:, 0] = draft.tokens[:, 0]
+    return draft._replace(tokens=tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hostile_drafts_change_nothing(kind):
+    """Accepted tokens that are not the target's: with every draft made wrong, each step emits one token, the same."""
+    params = settings(1)
+    longer = settings(1, max_new_tokens=50)
+    truth = torch.tensor([PROMPT + list(plain(longer))])
+    drafter = KINDS[kind](MODEL, 1)
+    real = drafter.draft
+    drafter.draft = lambda request: wrong(real(request), truth, request.n)
+    result = Engine(MODEL, drafter=drafter).generate(PROMPT, params).run()[0]
+    assert tuple(result.token_ids) == plain(params)
+    assert all(len(step) == 1 for step in result.tokens_per_step)
+
+
+# ------------------------------------------------------------------ one graph
+
+GRAPHS = {
+    "ngram": ("ngram", {}),
+    "lookahead": ("lookahead", dict(temperature=1.0)),
+    "draft model": ("draft model, static", dict(temperature=1.0)),
+    "draft model, dynamic, penalties": ("draft model, dynamic", dict(temperature=1.0, top_p=0.9, presence_penalty=0.4)),
+    "medusa": ("medusa", dict(temperature=1.0, top_k=9, repetition_penalty=1.1)),
+    "n-gram nodes": ("eagle and n-grams", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_step_is_one_graph_and_never_recompiles(kind):
+    """A host read, a graph break, or a guard on a prompt, position, seed or temperature in a drafter."""
+    torch._dynamo.reset()
+    name, sampled = GRAPHS[kind]
+    model = tiny_model(torch.float32, layers=1)
+    engine, eager = (Engine(model, drafter=KINDS[name](model, 1)) for _ in range(2))
+    if "draft model" in name:
+        for e in (engine, eager):
+            e.drafter.model.float()
+            e.drafter.cache = e.drafter.cache.float()
+    engine._step = torch.compile(decode_step, fullgraph=True, backend="eager", dynamic=False)
+    engine.generate(PROMPT, SamplingParams(**sampled, max_new_tokens=5)).run()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for prompt, seed, warmer in ((PROMPT, 5, 0.0), (PROMPT[:3], -4, 0.6), (PROMPT * 3, 77, 0.9)):
+            changes = {"temperature": 1.0 + warmer} if sampled else {}
+            params = SamplingParams(**(sampled | changes), seed=seed, stop_ids=(7,), max_new_tokens=9)
+            assert steps_of(engine, prompt, params) == steps_of(eager, prompt, params)
+
+
+# ------------------------------------------------------------------ n-grams
+
+
+def matches(text: list[int], D: int, count: int, longest: int = 3) -> list[tuple[int, ...]]:
+    """Continuations as in `lookup`, in plain Python: by length of the matched suffix, then by recency."""
+    n, found = len(text) - 1, []
+    for end in range(n):
+        length = 0
+        while length < longest and end - length >= 0 and text[end - length] == text[n - length]:
+            length += 1
+        if length:
+            found.append((length, end))
+    out = []
+    for _, end in sorted(found, reverse=True)[:count]:
+        run = list(text)
+        for d in range(D):
+            run.append(run[end + 1 + d])
+        out.append(tuple(run[n + 1 :]))
+    return out
+
+
+def trie(paths: list[tuple[int, ...]], K: int, known: set = frozenset()) -> list[tuple[int, ...]]:
+    """The first K new prefixes of the paths, in order."""
+    out: list[tuple[int, ...]] = []
+    for path in paths:
+        for size in range(1, len(path) + 1):
+            if path[:size] not in out and path[:size] not in known and len(out) < K:
+                out.append(path[:size])
+    return out
+
+
+def spelled(draft: Draft, b: int) -> list[tuple[int, ...]]:
+    """The token path of every valid node but the root; checks depth, ancestors and that siblings differ."""
+    tokens, parent, valid = draft.tokens[b].tolist(), draft.parent[b].tolist(), draft.valid[b].tolist()
+    paths, seen = {0: ()}, {0: {0}}
+    for i in range(1, len(tokens)):
+        if not valid[i]:
+            assert draft.ancestors[b, i].nonzero().flatten().tolist() == [i] and int(draft.depth[b, i]) == 0
+            continue
+        assert parent[i] < i and valid[parent[i]]
+        paths[i], seen[i] = (*paths[parent[i]], tokens[i]), seen[parent[i]] | {i}
+        assert int(draft.depth[b, i]) == len(paths[i])
+        assert set(draft.ancestors[b, i].nonzero().flatten().tolist()) == seen[i]
+    out = [paths[i] for i in sorted(paths) if i]
+    assert len(set(out)) == len(out)
+    return out
+
+
+def request_for(texts: list[list[int]], slots: int = CTX, junk: int = 3):
+    """tokens [B, S] with stale ids behind the root, and n [B]."""
+    tokens = torch.full((len(texts), slots), junk)
+    for b, text in enumerate(texts):
+        tokens[b, : len(text)] = torch.tensor(text)
+    return tokens, torch.tensor([len(text) - 1 for text in texts])
+
+
+@pytest.mark.parametrize("alphabet", (1, 2, 4, 30))
+def test_ngram_tree_is_the_brute_force_one(alphabet):
+    """Off-by-one in match ends, stale tokens behind the root taken for text, a wrong order of matches, merging that loses
+    a branch or links it to another parent: all only lower acceptance."""
+    generator = torch.Generator().manual_seed(alphabet)
+    lengths = (1, 2, 3, 7, 19, 60)
+    texts = [torch.randint(0, alphabet, (size,), generator=generator).tolist() for size in lengths]
+    tokens, n = request_for(texts, junk=0)
+    for D, K in ((5, 13), (1, 4), (8, 30)):
+        found = lookup(tokens, n, D, drafters.CANDIDATES)
+        draft = graft(root_draft(tokens.gather(1, n[:, None])[:, 0]), *found, K, D)
+        assert draft.tokens.shape == (len(texts), K + 1)
+        for b, text in enumerate(texts):
+            expected = matches(text, D, drafters.CANDIDATES)
+            assert [tuple(p) for p, v in zip(found[0][b].tolist(), found[1][b], strict=True) if v] == expected
+            assert spelled(draft, b) == trie(expected, K)
+
+
+def test_ngrams_accept_a_repetitive_text():
+    """Lookup that finds the repetition but drafts it a token late: a text that repeats itself must be drafted whole,
+    beyond one period too (D = 7 > 5), and by lookahead's pool once it has seen it."""
+    model, _ = table_model()
+    params = SamplingParams(max_new_tokens=60)
+    steps = steps_of(Engine(model, drafter=NGramDrafter(model, 12, 7)), [10, 11, 12, 13, 14, 10], params)
+    assert all(len(step) == 8 for step in steps[:-1])
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, max_new_tokens=60)
+        looking = (
+            Engine(model, drafter=LookaheadDrafter(model, 1, 5, 6, 3)).generate([10, 11], params).run()[0]
+        )
+        assert looking.tau > 3 and max(map(len, looking.tokens_per_step)) == 5
+
+
+@pytest.mark.parametrize("tree", ("static", "dynamic"))
+def test_grafted_nodes_extend_the_eagle_tree(tree):
+    """N-gram nodes that repeat the head's (wasted rows), displace them, or hang from the wrong parent."""
+    shape = SHALLOW if tree == "static" else trees.DynamicTree(12, 3, 4)
+    K, seen = 9, []
+    drafter = eagle(tree=shape, K=K)
+    real = drafter.drafter.draft
+
+    def draft(request):
+        base = real(request)
+        seen.append((base, request.tokens.clone(), request.n.clone()))
+        return base
+
+    drafter.drafter.draft = draft
+    out, outer = [], drafter.draft
+    drafter.draft = lambda request: out.append(outer(request)) or out[-1]
+    Engine(MODEL, drafter=drafter).generate(PROMPT, settings(1)).run()
+    assert len(out) == len(seen) > 3
+    for merged, (base, tokens, n) in zip(out, seen, strict=True):
+        kept = base.tokens.shape[1]
+        for name in ("tokens", "parent", "depth", "valid"):
+            assert torch.equal(getattr(merged, name)[:, :kept], getattr(base, name))
+        own, text = spelled(base, 0), tokens[0, : n[0] + 1].tolist()
+        expected = trie(matches(text, drafter.D, drafters.CANDIDATES), K, set(own))
+        assert spelled(merged, 0) == own + expected
+
+
+def test_grafting_below_a_base_node():
+    """A path that begins like the base tree must hang below the base's node, not beside it."""
+    base = root_draft(torch.tensor([5]))
+    base = graft(base, torch.tensor([[[1, 2], [1, 3]]]), torch.tensor([[True, True]]), 4, 4)
+    assert spelled(base, 0) == [(1,), (1, 2), (1, 3)]
+    more = torch.tensor([[[1, 3, 7, 7], [9, 9, 9, 9], [1, 3, 7, 8], [1, 2, 2, 2]]])
+    merged = graft(base, more, torch.tensor([[True, False, True, True]]), 4, 4)
+    assert spelled(merged, 0) == [(1,), (1, 2), (1, 3), (1, 3, 7), (1, 3, 7, 7), (1, 3, 7, 8), (1, 2, 2)]
+
+
+def test_ngram_nodes_lift_acceptance():
+    """Grafted nodes that verification never accepts (wrong depth, slot or mask in the wider tree): a random head
+    with 8 n-gram nodes must accept a repeated text as n-grams alone do."""
+    model, _ = table_model()
+    head = tiny_head(model, hidden_size=128)
+    for tree in (SHALLOW, trees.DynamicTree(12, 3, 4)):
+        alone = EagleDrafter(head, tables(tree), 1, CTX + tables(tree).N + 1)
+        grams = WithNGrams(EagleDrafter(head, tables(tree), 1, CTX + tables(tree).N + 9), 8)
+        params = SamplingParams(max_new_tokens=60)
+        few, many = (
+            Engine(model, drafter=d).generate([10, 11, 12, 13, 14, 10], params).run()[0]
+            for d in (alone, grams)
+        )
+        assert few.token_ids == many.token_ids and few.tau < 2
+        assert all(len(step) == 9 for step in many.tokens_per_step[:-1])
+
+
+def test_ngram_nodes_are_refused_where_they_cannot_work():
+    """Lookup has no law to draw from: the paper's rule would accept it with the wrong probability."""
+    with pytest.raises(ValueError, match="verify match"):
+        WithNGrams(draft_model(tree=trees.chain(3), multi_round="without"), 4)
+    with pytest.raises(ValueError, match="ngram-nodes is 0"):
+        eagle(K=0)
+    with pytest.raises(ValueError, match="N is 1"):
+        NGramDrafter(MODEL, 1, 3)
+
+
+# ------------------------------------------------------------------ lookahead
+
+
+class Jacobi:
+    """Lookahead in plain Python: window, pool and the choice after every window row by a whole forward of its path."""
+
+    def __init__(self, model, params, window: list[list[int]], guesses: int):
+        self.model, self.params, self.window, self.G, self.pool = model, params, window, guesses, {}
+
+    def choice(self, ids: list[int]) -> int:
+        hidden, _ = self.model.forward_train(torch.tensor([ids]))
+        keys = self.model.logits(hidden[0, -1])
+        if self.params.temperature > 0:
+            where, seed = torch.tensor([[len(ids)]]), torch.tensor([self.params.seed])
+            keys = keys + self.params.temperature * sampling.gumbel_noise(seed, where, torch.arange(V))[0, 0]
+        return int(keys.argmax())
+
+    def guesses(self, root: int) -> list[tuple[int, ...]]:
+        return self.pool.get(root, [])
+
+    def step(self, text: list[int]) -> None:
+        """text: the tokens up to the root, as they were when the step began."""
+        L, W = len(self.window), len(self.window[0])
+        new = []
+        for i in range(W):
+            path = self.window[0][: i + 1] + [self.window[level][i] for level in range(1, L)]
+            new.append(self.choice(text + path))
+        grams = self.window[1:] + [new]
+        for i in range(W):
+            known = self.pool.setdefault(self.window[0][i], [])
+            gram = tuple(level[i] for level in grams)
+            if gram in known:
+                known.remove(gram)
+            known.insert(0, gram)
+            del known[self.G :]
+        self.window = grams
+
+
+@pytest.mark.parametrize("index", (0, 1))
+def test_lookahead_is_the_brute_force_one(index):
+    """A window row with a wrong position, mask, noise or level; a pool keyed by the wrong token or without its order: the
+    text stays right and n-grams turn useless."""
+    size, W, G = 4, 3, 2
+    drafter = LookaheadDrafter(MODEL, 1, size, W, G)
+    engine, steps = Engine(MODEL, drafter=drafter), []
+    real = drafter.draft
+
+    def draft(request):
+        out = real(request)
+        steps.append((request.tokens[0, : request.n[0] + 1].tolist(), drafter.window[0].tolist(), out))
+        return out
+
+    drafter.draft = draft
+    params = settings(index, max_new_tokens=24)
+    assert tuple(engine.generate(PROMPT, params).run()[0].token_ids) == plain(params)
+    brute = Jacobi(MODEL, params, steps[0][1], G)
+    for text, window, out in steps:
+        assert window == brute.window
+        tree = Draft(*(x[:, : 1 + drafter.tree_nodes] for x in (out.tokens, out.parent, out.depth)),
+                     out.ancestors[:, : 1 + drafter.tree_nodes, : 1 + drafter.tree_nodes],
+                     out.valid[:, : 1 + drafter.tree_nodes], out.scores)  # fmt: skip
+        assert not out.ancestors[:, : 1 + drafter.tree_nodes, 1 + drafter.tree_nodes :].any()
+        assert not out.valid[:, 1 + drafter.tree_nodes :].any()
+        assert spelled(tree, 0) == trie(brute.guesses(text[-1]), drafter.tree_nodes)
+        brute.step(text)
+
+
+def test_lookahead_forgets_between_requests():
+    """Numbers that depend on the requests before: the same request must take the same steps twice."""
+    engine = Engine(MODEL, drafter=LookaheadDrafter(MODEL, 1, 4, 3, 3))
+    first = steps_of(engine, PROMPT, settings(0))
+    steps_of(engine, PROMPTS[2], settings(1))
+    steps_of(engine, PROMPT[:9], settings(0))  # leaves a prefix behind
+    assert steps_of(engine, PROMPT, settings(0)) == first
+
+
+def test_lookahead_sizes_are_checked():
+    """A window deeper than the noise rows or wider than a tree may be."""
+    with pytest.raises(ValueError, match="window"):
+        LookaheadDrafter(MODEL, 1, 5, 30, 7)
+    with pytest.raises(ValueError, match="size 1"):
+        LookaheadDrafter(MODEL, 1, 1, 3, 3)
+
+
+# ------------------------------------------------------------------ draft model
+
+
+@pytest.mark.parametrize("tree", (trees.chain(4), TREES["medusa"], trees.DynamicTree(6, 4, 1)))
+@pytest.mark.parametrize("index", range(len(SETTINGS)))
+def test_the_target_itself_as_draft_is_accepted_whole(tree, index):
+    """A token, position, mask, noise row, filter or penalty that is off by one in the draft: when the draft model is the
+    target, every step must yield D + 1 tokens, greedy and sampled."""
+    drafter = draft_model(MODEL, MODEL, tree=tree)
+    result = Engine(MODEL, drafter=drafter).generate(PROMPT, settings(index, max_new_tokens=32)).run()[0]
+    assert all(len(step) == drafter.D + 1 for step in result.tokens_per_step[:-1])
+
+
+def test_the_target_itself_in_a_batch():
+    """The same with rows of other lengths and trees."""
+    drafter = draft_model(MODEL, MODEL, 3, [trees.chain(4), TREES["medusa"], trees.chain(2)])
+    results = Engine(MODEL, drafter=drafter, batch_size=3).generate_batch(PROMPTS, settings(1)).run()
+    for result, most in zip(results, (5, 5, 3), strict=True):
+        assert all(len(step) == most for step in result.tokens_per_step[:-1])
+
+
+@pytest.mark.parametrize("tree", ("medusa", "dynamic"))
+def test_draft_cache_after_rejections_equals_recomputation(tree):
+    """Rows of rejected branches that survive in the draft cache: acceptance decays as the text grows."""
+    drafter = draft_model(tree=TREES[tree])
+    engine, checked = Engine(MODEL, drafter=drafter), []
+    real = drafter._extend
+
+    def extend(request):
+        out = real(request)
+        n = int(request.n[0])
+        fresh = SMALL.new_cache(1, drafter.slots)
+        nodes = SMALL.nodes(
+            torch.zeros(1, dtype=torch.int64),
+            torch.arange(n + 1)[None],
+            torch.ones(1, n + 1, n + 1, dtype=torch.bool).tril(),
+            drafter.slots,
+        )
+        hidden, _ = SMALL(request.tokens[:, : n + 1], nodes, fresh)
+        assert (drafter.cache[..., : n + 1, :] - fresh[..., : n + 1, :]).abs().max() < 1e-5
+        assert (out[0, 0] - hidden[0, -1]).abs().max() < 1e-5
+        checked.append(int(request.count[0]))
+        return out
+
+    drafter._extend = extend
+    params = SamplingParams(temperature=3.0, seed=1, max_new_tokens=40)  # shared noise makes drafts right
+    engine.generate(PROMPT, params).run()
+    text = PROMPT + [8, 9]
+    engine.generate(text, params).run()  # with the cached prefix
+    assert max(checked) > 2 and min(checked[1:]) == 1
+
+
+@pytest.mark.parametrize("rule", ("without", "with"))
+@pytest.mark.parametrize("tree", ("chain4", "medusa"))
+def test_multi_round_with_a_draft_model(rule, tree):
+    """Algorithm 1 with the target as its own draft: p = q, so chains accept every token; greedy equals plain greedy."""
+    twin = Engine(MODEL, drafter=draft_model(MODEL, MODEL, tree=TREES[tree], multi_round=rule))
+    result = twin.generate(PROMPT, settings(1, max_new_tokens=32)).run()[0]
+    assert all(len(step) == twin.drafter.D + 1 for step in result.tokens_per_step[:-1]) or tree != "chain4"
+    assert result.tau > 2.5
+    small = Engine(MODEL, drafter=draft_model(tree=TREES[tree], multi_round=rule))
+    assert tuple(small.generate(PROMPT, settings(0)).run()[0].token_ids) == plain(settings(0))
+    with pytest.raises(ValueError, match="static tree"):
+        draft_model(tree=TREES["dynamic"], multi_round=rule)
+
+
+def test_shared_noise_helps_the_draft_model():
+    """Noise of another position or token in the draft: at a high temperature shared noise must make most drafts right."""
+    params = SamplingParams(temperature=3.0, seed=2, max_new_tokens=60)
+    on, off = (
+        Engine(MODEL, drafter=draft_model(tree=TREES["chain4"], shared_noise=shared)).generate(PROMPT, params).run()[0]
+        for shared in (True, False)
+    )  # fmt: skip
+    assert on.token_ids == off.token_ids and on.tau > 2 * off.tau
+
+
+def test_another_vocabulary_is_refused():
+    """Ids of another tokenizer drafted as if they were the target's: lossless, useless, and silent."""
+    with pytest.raises(ValueError, match="98 tokens.*97"):
+        check_vocabulary(MODEL, tiny_model(layers=1, vocab=98))
+    with pytest.raises(ValueError, match="98 tokens"):
+        draft_model(small=tiny_model(layers=1, vocab=98))
+    pair = [PieceTokenizer([b"a", b"b", b"c"]), PieceTokenizer([b"a", b"x", b"c"])]
+    for tokenizer in pair:
+        tokenizer._files = type("Files", (), {"pieces": dict(enumerate(tokenizer.pieces))})
+    check_vocabulary(MODEL, SMALL, (pair[0], pair[0]))
+    check_vocabulary(MODEL, SMALL, (pair[0], None))
+    with pytest.raises(ValueError, match="token 1 is b'x'.*b'b'.*1 differ"):
+        check_vocabulary(MODEL, SMALL, tuple(pair))
+
+
+# ------------------------------------------------------------------ Medusa
+
+
+def test_published_trees():
+    """Lists that lost a node on the way: 63 nodes, and the counts by depth that eagle.md 10.2 states."""
+    counts = {"vicuna_7b_stage2": [10, 23, 23, 7], "mc_sim_7b_63": [10, 28, 23, 2]}
+    for name, by_depth in counts.items():
+        tree = named_tree(f"medusa:{name}")
+        assert tree.N == 64 and [tree.depth.count(d) for d in range(1, 5)] == by_depth
+    assert named_tree("paper25") is trees.PAPER25
+
+
+def test_medusa_tokens_are_cartesian():
+    """Rank r at depth d must be head d - 1's r-th best whatever its parent, from the hidden state before the root, with
+    that depth's noise."""
+    heads, out = medusa_heads(), []
+    drafter = MedusaDrafter(heads, tables(SHALLOW))
+    real = drafter.draft
+    drafter.draft = lambda request: (
+        out.append((request.tokens.clone(), int(request.n[0]), real(request))) or out[-1][2]
+    )
+    params = settings(1)
+    Engine(MODEL, drafter=drafter).generate(PROMPT, params).run()
+    for tokens, n, draft in out:
+        hidden = MODEL.forward_train(tokens[:, : n + 1])[0][0, n - 1]
+        for i, path in enumerate(SHALLOW.paths, 1):
+            block, d = heads[len(path) - 1][0].linear, len(path)
+            z = MODEL.logits(hidden + torch.nn.functional.silu(hidden @ block.weight.T + block.bias))
+            where, seed = torch.tensor([[n + d]]), torch.tensor([params.seed])
+            keys = z + sampling.gumbel_noise(seed, where, torch.arange(V))[0, 0]
+            assert int(draft.tokens[0, i]) == int(keys.argsort(descending=True)[path[-1]])
+
+
+def test_medusa_heads_that_are_right_are_accepted_whole():
+    """Heads indexed or fed one token off: on a target whose last token decides the next ones, heads built from its table
+    must be accepted whole, greedy and sampled."""
+    model, follow = table_model()
+    heads = MedusaHeads(model, 4, own_lm_head=True).double().requires_grad_(False)
+    table = follow
+    for head in heads:
+        table = follow[table]
+        head[0].linear.weight.zero_()
+        head[0].linear.bias.zero_()
+        head[1].weight.copy_(predicting(model, table))
+    for tree, temperature in ((trees.chain(4), 0.0), (SHALLOW, 0.0), (trees.chain(3), 0.7)):
+        drafter = MedusaDrafter(heads, tables(tree))
+        params = SamplingParams(temperature=temperature, max_new_tokens=40)
+        steps = steps_of(Engine(model, drafter=drafter), PROMPT, params)
+        assert all(len(step) == drafter.D + 1 for step in steps[:-1])
+
+
+@pytest.mark.parametrize("own", (False, True))
+def test_medusa_file_round_trip(tmp_path, own):
+    """Names other than the published ones, heads in another order, or precision lost: `.pt` and `.safetensors`."""
+    heads = medusa_heads(own=own)
+    save_medusa(heads, tmp_path / "st", torch.float64)
+    (tmp_path / "pt").mkdir()
+    tensors = {name: t.clone() for name, t in heads.state_dict().items()}
+    assert "2.0.linear.bias" in tensors and ("3.1.weight" in tensors) == own
+    torch.save(tensors, tmp_path / "pt" / "medusa_lm_head.pt")
+    for where in ("st", "pt", "pt/medusa_lm_head.pt"):
+        found = read_medusa(tmp_path / where, MODEL)
+        assert len(found) == 4 and found.own_lm_head == own
+        assert all(torch.equal(a, b) for a, b in zip(found.parameters(), heads.parameters(), strict=True))
+
+
+def test_damaged_medusa_files_are_refused(tmp_path):
+    """A head that is missing, misshapen, of two blocks or not finite, loaded as if it were whole."""
+    tensors = {name: t.clone() for name, t in medusa_heads().state_dict().items()}
+    file = tmp_path / "medusa_lm_head.pt"
+    bad = {
+        "missing": {k: v for k, v in tensors.items() if k != "1.0.linear.bias"},
+        "is \\[5, 5\\]": tensors | {"0.0.linear.weight": torch.zeros(5, 5)},
+        "one block": tensors | {"0.2.weight": torch.zeros(V, 32)},
+        "missing ": tensors | {"0.1.weight": torch.zeros(V, 32)},
+        "NaN": tensors | {"3.0.linear.bias": torch.full((32,), float("nan"))},
+    }
+    for message, content in bad.items():
+        torch.save(content, file)
+        with pytest.raises(ValueError, match=message) as error:
+            read_medusa(file, MODEL)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="found 0"):
+        read_medusa(tmp_path / "..", MODEL)
+    with pytest.raises(ValueError, match="no such file"):
+        read_medusa(tmp_path / "none.pt", MODEL)
+
+
+def test_medusa_trees_that_do_not_fit_are_refused():
+    """A tree deeper than there are heads used to index past them; dynamic trees need a parent's prediction."""
+    with pytest.raises(ValueError, match="4 Medusa heads"):
+        MedusaDrafter(medusa_heads(), tables(trees.PAPER25))
+    with pytest.raises(ValueError, match="static trees"):
+        MedusaDrafter(medusa_heads(), trees.DynamicTree(8, 2, 2))
+
+
+def test_unverified_rows_are_never_accepted():
+    """Lookahead's window rows in the accepted path: a window that holds the true continuation must change nothing."""
+    params = settings(0)
+    drafter = LookaheadDrafter(MODEL, 1, 4, 3, 3)
+    real, truth = drafter.draft, torch.tensor([PROMPT + list(plain(settings(0, max_new_tokens=60)))])
+
+    def draft(request):
+        out = real(request)
+        right = truth.gather(1, (request.n[:, None] + out.depth).clamp(max=truth.shape[1] - 1))
+        return out._replace(tokens=torch.where(out.valid, out.tokens, right))
+
+    drafter.draft = draft
+    assert tuple(Engine(MODEL, drafter=drafter).generate(PROMPT, params).run()[0].token_ids) == plain(params)

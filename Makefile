@@ -18,8 +18,9 @@ $(VENV)/dev: requirements.txt requirements-dev.txt
 demo: $(VENV)/runtime
 	$(PYTHON) -m scripts.demo
 
+# One torch thread per worker: many small tests in parallel beat many threads in one.
 test: $(VENV)/dev
-	$(PYTHON) -m pytest
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n auto --dist loadfile
 
 lint: $(VENV)/dev
 	$(PYTHON) -m ruff check .

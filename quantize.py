@@ -746,7 +746,7 @@ class _Source:
     def __init__(self, directory: Path):
         import checkpoint
 
-        config_file, self.directory = directory / "config.json", directory
+        config_file, self.directory, self.files = directory / "config.json", directory, None
         self.raw = checkpoint.read_json(config_file) if config_file.exists() else None
         if done := [key for key in ("eaglet_quant", "quantization_config") if (self.raw or {}).get(key)]:
             raise UsageError(
@@ -770,11 +770,11 @@ class _Source:
         self.tied = self.config.tie_word_embeddings
         if self.tied:
             self.entries.pop("lm_head.weight", None)
-
-    def identity(self) -> list:
-        """Changes when the files do."""
         stats = [(self.directory / file).stat() for file in sorted({e.file for e in self.entries.values()})]
-        return [self.raw, [(stat.st_size, stat.st_mtime_ns) for stat in stats]]
+        found = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+        if self.files not in (None, found):
+            raise ValueError(f"{self.directory}: the weights changed while they were read. Start again.")
+        self.files = found
 
     def read(self, name: str, device) -> Tensor:
         from checkpoint import check_finite
@@ -812,7 +812,7 @@ def quantize_checkpoint(
     out, started, source = Path(out), time.time(), _Source(Path(directory))
     apply_spec_(copy.deepcopy(source.model), spec)  # refuses groups that do not fit before any work
     model, gptq, errors, stored = source.model, spec.algorithm == "gptq", {}, {}
-    work = _partial(out, [asdict(spec), source.identity(), _digest(calibration)])
+    work = _partial(out, [asdict(spec), source.raw, source.files, _digest(calibration)])
 
     def step(unit: str, module: nn.Module, prefix: str, forward: Callable[[Tensor], Tensor]) -> None:
         """Quantize `module`, or take over what an interrupted run has stored of it."""

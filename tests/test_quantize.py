@@ -533,6 +533,20 @@ def test_only_one_layer_is_in_memory(tmp_path):
     assert seen == [0] * 5
 
 
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path):
+    """Prevents a result mixed from two models when the source is written again during a long run."""
+    source = saved(tmp_path / "m", CONFIG)
+
+    def replaced(done, total, name):
+        saved(source, CONFIG, seed=1)
+
+    with pytest.raises(ValueError, match="changed while they were read"):
+        quantize.quantize_checkpoint(
+            source, tmp_path / "q", QuantSpec("int8"), tokens(0, 32), tokens(), progress=replaced
+        )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+
+
 def test_an_earlier_result_is_replaced_whole(tmp_path):
     """Prevents mixing old and new files when the same output is written twice."""
     out = quantized(tmp_path)

@@ -18,7 +18,7 @@ import sampling
 import tree as trees
 from checkpoint import check_entries, check_finite, read_entries, write_safetensors
 from eagle_draft import Draft, Request, TreeDrafter
-from model import Transformer, chain_ancestors, make_nodes, weight_bytes
+from model import ModelConfig, Transformer, chain_ancestors, make_nodes, weight_bytes
 
 CANDIDATES, LONGEST = 32, 3  # earlier matches looked at, and tokens of the longest suffix that is looked for
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -118,7 +118,12 @@ class WithNGrams:
             raise ValueError(f"--ngram-nodes is {K}; allowed: 1 to {trees.MAX_NODES - drafter.N} here.")
         self.drafter, self.K = drafter, K
         self.taps, self.feature_size = drafter.taps, drafter.feature_size
-        self.N, self.D = drafter.N + K, max(drafter.D, min(K, trees.MAX_DEPTH))
+        self.N, self.D = self.shape(drafter.N, drafter.D, K)
+
+    @staticmethod
+    def shape(N: int, D: int, K: int) -> tuple[int, int]:
+        """N and D of a tree of N and D with K n-gram nodes: one run of K tokens must fit."""
+        return N + K, max(D, min(K, trees.MAX_DEPTH))
 
     def bytes_per_step(self, model: Transformer) -> float:
         return self.drafter.bytes_per_step(model)
@@ -178,9 +183,14 @@ class LookaheadDrafter:
 
     taps, multi_round = (), ""
 
+    @staticmethod
+    def shape(size: int = 5, window: int = 7, guesses: int = 7) -> tuple[int, int]:
+        """N and D: the root, the guesses, the window; as deep as the window looks ahead."""
+        return 1 + (size - 1) * (window + guesses), window + size - 2
+
     def __init__(self, model: Transformer, batch_size: int, size: int = 5, window: int = 7, guesses: int = 7):
         L, W, G = size - 1, window, guesses
-        self.tree_nodes, self.N, self.D = G * L, 1 + G * L + L * W, W + size - 2
+        self.tree_nodes, (self.N, self.D) = G * L, self.shape(size, W, G)
         if min(size - 1, W, G) < 1 or self.D > trees.MAX_DEPTH or self.N > trees.MAX_NODES:
             raise ValueError(
                 f"lookahead: size {size}, window {W}, guesses {G}; needs size >= 2, others >= 1, window + size <= "
@@ -259,7 +269,7 @@ class DraftModelDrafter(TreeDrafter):
         multi_round: str = "",
     ):
         super().__init__(tree, shared_noise, multi_round)
-        check_vocabulary(target, model)
+        check_vocabulary(target.config, model.config)
         if any(0 < window <= tree.D for window in model.config.windows):
             raise ValueError(
                 f"the draft model attends {max(model.config.windows)} tokens, less than the tree is deep."
@@ -304,9 +314,9 @@ class DraftModelDrafter(TreeDrafter):
         return self.model.logits(output)
 
 
-def check_vocabulary(target: Transformer, model: Transformer, tokenizers: tuple = (None, None)) -> None:
+def check_vocabulary(target: ModelConfig, model: ModelConfig, tokenizers: tuple = (None, None)) -> None:
     """ValueError unless both models number the same pieces: vocabulary sizes, and tokenizers where both exist."""
-    sizes = target.config.vocab_size, model.config.vocab_size
+    sizes = target.vocab_size, model.vocab_size
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"the draft model has {sizes[1]:,} tokens, the target {sizes[0]:,}; use a draft model of the same family."

@@ -29,6 +29,16 @@ import torch
 import checkpoint
 import kernels
 import tree as trees
+from drafters import (
+    DraftModelDrafter,
+    LookaheadDrafter,
+    MedusaDrafter,
+    NGramDrafter,
+    WithNGrams,
+    check_vocabulary,
+    named_tree,
+    read_medusa,
+)
 from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine, GenerationResult, PlainDrafter
 from model import DTYPES, ModelConfig, Transformer
@@ -41,6 +51,7 @@ DEMO_PROMPT = '''class Stack:
 
     def __init__(self, items=None):
 '''
+DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
 USAGE, BAD_FILE, MEMORY, INTERNAL, INTERRUPTED = 2, 3, 4, 5, 130
 
 
@@ -62,6 +73,10 @@ class LoadOptions:
     tree: str | tuple[str, ...] = "paper25"  # a tuple: one static tree per sequence of the batch
     draft_vocab: int = 0  # EAGLE-1/2: draft only the K most frequent tokens ...
     draft_vocab_text: str | None = None  # ... of this text file; default: the K first ids (merge rank)
+    drafter: str = ""  # one of DRAFTERS; '' = what eagle, draft_checkpoint or medusa asks for, else none
+    draft_checkpoint: str | None = None  # a draft LLM
+    medusa: str | None = None  # Medusa heads
+    ngram_nodes: int = 0  # n-gram nodes added to the tree
     draft_noise: bool = True  # the draft sees the target's noise
     verify: str = "match"  # match | multi-round | multi-round-replacement
     batch_size: int = 1
@@ -70,6 +85,36 @@ class LoadOptions:
     dtype: str | None = None
     compile: bool = False
     kernels: str = "auto"
+
+
+def drafter_kind(options: LoadOptions) -> str:
+    """Which drafter the options ask for: one of DRAFTERS, or '' for plain decoding. UserError where they disagree."""
+    flags = {"eagle": "--eagle HEAD", "draft": "--draft-checkpoint DIR", "medusa": "--medusa FILE"}
+    given = [
+        k for k, v in zip(flags, (options.eagle, options.draft_checkpoint, options.medusa), strict=True) if v
+    ]
+    kind = options.drafter or (given[0] if given else "")
+    if kind and kind not in DRAFTERS:
+        raise UserError(f"--drafter is {kind!r:.40}; allowed: {', '.join(DRAFTERS)}.", USAGE)
+    if extra := [k for k in given if k != kind]:
+        raise UserError(f"{flags[extra[0]]} does not go with the drafter {kind}; give one of them.", USAGE)
+    if kind in flags and not given:
+        raise UserError(f"--drafter {kind} needs {flags[kind]}.", USAGE)
+    if kind not in ("eagle", "draft", "") and options.verify != "match":
+        raise UserError(f"--verify {options.verify} needs a draft distribution; {kind} has none.", USAGE)
+    if options.ngram_nodes and kind in ("", "ngram"):
+        raise UserError(
+            "--ngram-nodes adds to another drafter's tree; n-grams alone: --drafter ngram.", USAGE
+        )
+    return kind
+
+
+def tree_shape(options: LoadOptions) -> tuple[int, int]:
+    """(N, D) of what the options' drafter proposes; (1, 0) for plain decoding."""
+    kind = drafter_kind(options)
+    tree = named_tree(options.tree if isinstance(options.tree, str) else options.tree[0])
+    N, D = LookaheadDrafter.shape() if kind == "lookahead" else (tree.N, tree.D) if kind else (1, 0)
+    return WithNGrams.shape(N, D, options.ngram_nodes) if options.ngram_nodes else (N, D)
 
 
 @dataclass(frozen=True)
@@ -95,15 +140,17 @@ def size(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def plan_memory(config: ModelConfig, options: LoadOptions, head=None, stored_weights: int = 0) -> MemoryPlan:
-    """What `load` will allocate. head: EagleFile or None; stored_weights: bytes on disk of a quantized model."""
+def plan_memory(
+    config: ModelConfig, options: LoadOptions, head=None, stored_weights: int = 0, draft=None
+) -> MemoryPlan:
+    """What `load` will allocate. head: EagleFile or None; stored_weights: bytes on disk of a quantized model; draft: the
+    draft LLM's ModelConfig or None."""
     dtype = DTYPES[options.dtype or config.dtype]
     element, B, ctx = dtype.itemsize, options.batch_size, options.ctx or config.max_positions
     model = checkpoint.build_model(config)
     weights = stored_weights or sum(p.numel() for p in model.parameters()) * element
     rotary = 4 * ctx * config.head_dim
-    tree = trees.parse_tree(options.tree if isinstance(options.tree, str) else options.tree[0])
-    N, D = (tree.N, tree.D) if head is not None else (1, 0)
+    N, D = tree_shape(options)
     slots = ctx + N + 1
     row = 2 * config.num_key_value_heads * config.head_dim * element
     buffers = B * slots * 8 + B * config.vocab_size * 5 + rotary
@@ -115,6 +162,15 @@ def plan_memory(config: ModelConfig, options: LoadOptions, head=None, stored_wei
         head_bytes = sum(t.numel() for n, t in head.tensors.items() if n != "draft_ids") * element
         buffers += B * (D + 1) * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * layer.head_dim
+    if draft is not None:
+        head_bytes = sum(p.numel() for p in checkpoint.build_model(draft).parameters()) * element
+        draft_row = 2 * draft.num_key_value_heads * draft.head_dim * draft.num_hidden_layers * element
+        draft_kv = B * (slots + 128) * draft_row
+    if options.medusa:
+        files = [Path(options.medusa)] if Path(options.medusa).is_file() else Path(options.medusa).glob("*")
+        head_bytes = sum(file.stat().st_size for file in files)
+    if options.drafter == "lookahead":
+        buffers += B * config.vocab_size * (N - 1) // 2 * 4
     return MemoryPlan(weights, head_bytes, B * slots * row * config.num_hidden_layers + draft_kv, buffers)
 
 
@@ -168,14 +224,21 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
         config = checkpoint.load_config(directory)
         tokenizer = load_tokenizer(directory, config.vocab_size)
         pairs = dict(item.split("=", 1) for item in opts.eagle_config)
+        kind = drafter_kind(opts)
         head_file = checkpoint.read_eagle(opts.eagle, config, pairs) if opts.eagle else None
+        draft = checkpoint.load_config(opts.draft_checkpoint) if opts.draft_checkpoint else None
+        if draft is not None:
+            others = load_tokenizer(opts.draft_checkpoint, draft.vocab_size)
+            check_vocabulary(config, draft, (tokenizer, others))
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(str(error), BAD_FILE) from error
     if opts.dtype is None:  # half precision is slow on CPUs without native support for it
         opts = replace(opts, dtype="float32" if device.type == "cpu" else config.dtype)
     if opts.ctx is None:
         opts = replace(opts, ctx=min(config.max_positions, 8192))
-    plan = plan_memory(config, opts, head_file, _quantized_bytes(directory))
+    plan = plan_memory(config, opts, head_file, _quantized_bytes(directory), draft)
     check_memory(plan, free_memory(device), opts, config)
     for note in head_file.notes if head_file else ():
         report(f"note    {note}")
@@ -189,15 +252,16 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
         ) from error
     except ValueError as error:
         raise UserError(str(error), BAD_FILE) from error
-    drafter = build_drafter(model, head, opts) if head else None
+    drafter = build_drafter(model, head, opts) if kind else None
     engine = Engine(
         model, tokenizer, drafter, opts.batch_size, ctx=opts.ctx, compile=opts.compile, backend=backend
     )
     engine.options, engine.plan, engine.head = opts, plan, head
-    if head and head.config.layer.max_position_embeddings < opts.ctx:
-        limit = head.config.layer.max_position_embeddings
+    trained = head.config.layer if head else draft
+    if trained is not None and trained.max_position_embeddings < opts.ctx:
+        limit = trained.max_position_embeddings
         report(
-            f"note    this head was trained to {limit:,} positions; past them expect fewer accepted tokens."
+            f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens."
         )
     return engine
 
@@ -250,11 +314,16 @@ def build_head(file: checkpoint.EagleFile, model: Transformer, ids: torch.Tensor
     return head
 
 
-def build_drafter(model: Transformer, head: EagleHead, opts: LoadOptions) -> EagleDrafter:
-    """The drafter for options' tree(s), noise and verification rule."""
+def build_drafter(model: Transformer, head: EagleHead | None, opts: LoadOptions):
+    """The drafter that the options ask for (a draft LLM and Medusa heads are read here); head: for an EAGLE drafter.
+
+    A batch may have one static tree per sequence. The tree of n-gram drafters is as large and deep as --tree says."""
+    kind, B = drafter_kind(opts), opts.batch_size
+    rules = {"match": "", "multi-round": "without", "multi-round-replacement": "with"}
+    if opts.verify not in rules:
+        raise ValueError(f"--verify is {opts.verify!r}; allowed: {', '.join(rules)}.")
     specs = [opts.tree] if isinstance(opts.tree, str) else list(opts.tree)
-    parsed = [trees.parse_tree(spec) for spec in specs]
-    B = opts.batch_size
+    parsed = [named_tree(spec) for spec in specs]
     if len(parsed) not in (1, B):
         raise ValueError(f"{len(parsed)} trees for a batch of {B}; give one tree, or one per sequence.")
     if any(isinstance(t, trees.DynamicTree) for t in parsed):
@@ -263,11 +332,27 @@ def build_drafter(model: Transformer, head: EagleHead, opts: LoadOptions) -> Eag
         tree: Any = parsed[0]
     else:
         tree = trees.tree_tables(parsed * B if len(parsed) == 1 else parsed, model.device)
-    rules = {"match": "", "multi-round": "without", "multi-round-replacement": "with"}
-    if opts.verify not in rules:
-        raise ValueError(f"--verify is {opts.verify!r}; allowed: {', '.join(rules)}.")
-    slots = opts.ctx + tree.N + 1
-    return EagleDrafter(head, tree, B, slots, opts.draft_noise, rules[opts.verify])
+    how = (tree, B, opts.ctx + tree_shape(opts)[0] + 1, opts.draft_noise, rules[opts.verify])
+    if kind == "ngram":
+        drafter: Any = NGramDrafter(model, tree.N, tree.D)
+    elif kind == "lookahead":
+        drafter = LookaheadDrafter(model, B)
+    elif kind == "medusa":
+        drafter = MedusaDrafter(_read(read_medusa, opts.medusa, model), tree, opts.draft_noise)
+    elif kind == "draft":
+        where = (model.device, model.dtype, None, opts.ctx)
+        small = _read(checkpoint.load_model, opts.draft_checkpoint, *where)
+        drafter = DraftModelDrafter(model, small, *how)
+    else:
+        drafter = EagleDrafter(head, *how)
+    return WithNGrams(drafter, opts.ngram_nodes) if opts.ngram_nodes else drafter
+
+
+def _read(reader: Callable, *arguments: Any) -> Any:
+    try:
+        return reader(*arguments)
+    except ValueError as error:
+        raise UserError(str(error), BAD_FILE) from error
 
 
 def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult]):
@@ -354,9 +439,13 @@ def result_json(engine: Engine, results: list[GenerationResult]) -> dict[str, An
         "quant": getattr(engine.model, "quant", None) or "none",
         "dtype": opts.dtype,
         "device": describe_device(engine.model.device),
-        "tree": opts.tree if engine.head else None,
+        "drafter": drafter_kind(opts) or None,
+        "tree": opts.tree if drafter_kind(opts) else None,
         "eagle": opts.eagle,
-        "verify": opts.verify if engine.head else None,
+        "draft_checkpoint": opts.draft_checkpoint,
+        "medusa": opts.medusa,
+        "ngram_nodes": opts.ngram_nodes,
+        "verify": opts.verify if drafter_kind(opts) else None,
         "compile": opts.compile,
         "peak_memory_bytes": peak_memory(engine.model.device),
         "versions": versions(),
@@ -393,6 +482,9 @@ class Report:
         if engine.head:
             trimmed = f" vocabulary {engine.head.vocab_size:,}" if engine.head.draft_ids is not None else ""
             head = f"   head EAGLE-{engine.head.config.version}  {size(engine.plan.head)}{trimmed}  tree {opts.tree}"
+        elif kind := drafter_kind(opts):
+            weights = f"  {size(engine.plan.head)}" if engine.plan.head else ""
+            head = f"   drafter {kind}{weights}  N {engine.drafter.N}  D {engine.drafter.D}"
         template = engine.tokenizer.chat_template_source if engine.tokenizer else "no tokenizer"
         name = Path(opts.checkpoint).name or opts.checkpoint
         what = f"{quant}  {opts.dtype}" if quant else opts.dtype
@@ -421,7 +513,7 @@ class Report:
                 f"generate {r.new_tokens:5d} tok  {seconds:8.2f} s   {rate:8.1f} tok/s   {r.steps} steps"
             )
         r = results[0]
-        if engine.head and r.steps:
+        if engine.drafter.D > 0 and r.steps:
             depth = " ".join(f"{share:.2f}"[1:] if share < 1 else "1.0" for share in r.accepted_by_depth)
             self.line(f"accepted tau {r.tau:.2f} tokens/step   by depth {depth or '-'} (1 + sum = tau)")
             if str(engine.options.tree).startswith("chain"):
@@ -431,7 +523,7 @@ class Report:
             rows = engine.drafter.N * engine.batch_size
             context = r.prompt_tokens + r.new_tokens // 2
             moved = model.weight_bytes(rows) + engine.batch_size * model.kv_bytes(context)
-            moved += engine.drafter.bytes_per_step(model) if engine.head else 0
+            moved += engine.drafter.bytes_per_step(model) if engine.drafter.D > 0 else 0
             share = moved * r.steps / r.decode_seconds / bandwidth
             per_step = r.decode_seconds / r.steps * 1e3
             self.line(
@@ -451,7 +543,7 @@ class Report:
         ):
             if getattr(params, name) != getattr(defaults, name):
                 settings.append(f"{name.replace('_', '-')} {getattr(params, name):g}")
-        if engine.head:
+        if engine.drafter.D > 0:
             noise = "" if engine.options.draft_noise else "  draft-noise off"
             settings.append(f"verify {engine.options.verify}{noise}")
         self.line(f"stop     {', '.join(r.stop_reason for r in results)}        {'  '.join(settings)}")
@@ -505,7 +597,26 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="for a head without config.json",
     )
-    add("--tree", default="paper25", help="paper25 | chain:K | dynamic:N,DEPTH,TOPK | FILE.json")
+    add(
+        "--drafter",
+        default="",
+        choices=DRAFTERS,
+        help="default: what --eagle, --draft-checkpoint or --medusa names; n-grams need no file",
+    )
+    add("--draft-checkpoint", metavar="DIR", help="draft with a small LLM of the same vocabulary")
+    add("--medusa", metavar="FILE", help="Medusa heads: medusa_lm_head.pt, .safetensors, or their folder")
+    add(
+        "--ngram-nodes",
+        type=int,
+        default=0,
+        metavar="K",
+        help="add K nodes found by n-gram lookup to the tree",
+    )
+    add(
+        "--tree",
+        default="paper25",
+        help="paper25 | chain:K | dynamic:N,DEPTH,TOPK | FILE.json | medusa:vicuna_7b_stage2 | medusa:mc_sim_7b_63",
+    )
     add(
         "--draft-vocab",
         type=int,
@@ -583,8 +694,8 @@ def _main(args: argparse.Namespace) -> int:
         raise UserError(
             "--prove compares tokens; --verify multi-round promises only the distribution.", USAGE
         )
-    if args.prove and not args.eagle:
-        raise UserError("--prove replays without the draft head; it needs --eagle.", USAGE)
+    if args.prove and not (args.eagle or args.drafter or args.draft_checkpoint or args.medusa):
+        raise UserError("--prove replays without the drafter; it needs one, like --eagle HEAD.", USAGE)
     given = [name for name in ("prompt", "prompt_ids", "prompt_file") if getattr(args, name) is not None]
     if len(given) > 1 or (args.chat and given):
         raise UserError("give one of --prompt, --prompt-ids, --prompt-file, --chat.", USAGE)
@@ -601,6 +712,10 @@ def _main(args: argparse.Namespace) -> int:
         tree=args.tree,
         draft_vocab=args.draft_vocab,
         draft_vocab_text=args.draft_vocab_text,
+        drafter=args.drafter,
+        draft_checkpoint=args.draft_checkpoint,
+        medusa=args.medusa,
+        ngram_nodes=args.ngram_nodes,
         draft_noise=args.draft_noise == "on",
         verify=args.verify,
         batch_size=args.batch_size,

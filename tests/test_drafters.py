@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from tiny import CTX, DRAFT_VOCAB, PROMPT, TREES, PieceTokenizer, V, tables, tiny_head, tiny_model
+from tiny import CTX, DRAFT_VOCAB, PROMPT, TREES, PieceTokenizer, V, geometry, tables, tiny_head, tiny_model
 
 import drafters
 import sampling
@@ -510,16 +510,16 @@ def test_shared_noise_helps_the_draft_model():
 def test_another_vocabulary_is_refused():
     """Ids of another tokenizer drafted as if they were the target's: lossless, useless, and silent."""
     with pytest.raises(ValueError, match="98 tokens.*97"):
-        check_vocabulary(MODEL, tiny_model(layers=1, vocab=98))
+        check_vocabulary(MODEL.config, geometry(vocab=98))
     with pytest.raises(ValueError, match="98 tokens"):
         draft_model(small=tiny_model(layers=1, vocab=98))
     pair = [PieceTokenizer([b"a", b"b", b"c"]), PieceTokenizer([b"a", b"x", b"c"])]
     for tokenizer in pair:
         tokenizer._files = type("Files", (), {"pieces": dict(enumerate(tokenizer.pieces))})
-    check_vocabulary(MODEL, SMALL, (pair[0], pair[0]))
-    check_vocabulary(MODEL, SMALL, (pair[0], None))
+    check_vocabulary(MODEL.config, SMALL.config, (pair[0], pair[0]))
+    check_vocabulary(MODEL.config, SMALL.config, (pair[0], None))
     with pytest.raises(ValueError, match="token 1 is b'x'.*b'b'.*1 differ"):
-        check_vocabulary(MODEL, SMALL, tuple(pair))
+        check_vocabulary(MODEL.config, SMALL.config, tuple(pair))
 
 
 # ------------------------------------------------------------------ Medusa

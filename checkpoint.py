@@ -573,7 +573,19 @@ def read_eagle(
     Raises:
         ValueError: one line, if the head is damaged, does not fit the target, or needs something not implemented.
     """
-    return _HeadReader(Path(path), target, overrides or {}).read()
+    path = Path(path)
+    if (path / "config.json").is_file() and read_json(path / "config.json").get("eaglet_quant"):
+        import quantize
+
+        file = quantize.read_head(path)
+        made_for = file.config.target_hidden_size, file.config.target_vocab_size
+        if made_for != (target.hidden_size, target.vocab_size):
+            raise ValueError(
+                f"{path} does not fit this model: made for hidden_size and vocab_size {made_for}, "
+                f"this model has {(target.hidden_size, target.vocab_size)}. Pass the matching --checkpoint."
+            )
+        return file
+    return _HeadReader(path, target, overrides or {}).read()
 
 
 def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: str | Path) -> None:

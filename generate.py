@@ -28,6 +28,7 @@ import torch
 
 import checkpoint
 import kernels
+import quantize
 import tree as trees
 from drafters import (
     DraftModelDrafter,
@@ -308,7 +309,17 @@ def build_head(file: checkpoint.EagleFile, model: Transformer, ids: torch.Tensor
     if ids is not None:
         tensors["draft_ids"] = ids.to(model.device, torch.int64)
         head.draft_ids = head.draft_ids.to(torch.int64)
-    head.load_state_dict(tensors, strict=True)
+    # a quantized head stores codes and scales where a plain one stores a weight
+    stored = {
+        name.removesuffix(".qweight") + ".weight" if name.endswith(".qweight") else name for name in tensors
+    }
+    stored -= {name for name in stored if name.endswith((".scales", ".zeros", ".perm"))}
+    if wrong := stored ^ set(head.state_dict()):
+        raise ValueError(f"the head's tensors do not match its config: {', '.join(sorted(wrong)[:3])}.")
+    if stored == set(tensors):
+        head.load_state_dict(tensors, strict=True)
+    else:
+        quantize.adopt_(head, tensors, model.device, model.dtype)
     head.rotary.build(model.device, model.rotary.length)
     head.trim()
     return head
@@ -446,6 +457,7 @@ def result_json(engine: Engine, results: list[GenerationResult]) -> dict[str, An
         "medusa": opts.medusa,
         "ngram_nodes": opts.ngram_nodes,
         "verify": opts.verify if drafter_kind(opts) else None,
+        "kernels": engine.backend.describe(),
         "compile": opts.compile,
         "peak_memory_bytes": peak_memory(engine.model.device),
         "versions": versions(),
@@ -531,6 +543,7 @@ class Report:
                 f"{per_step:.2f} ms/step, {size(moved)} read"
             )
         self.line(f"memory   peak {size(peak_memory(model.device))} (plan {size(engine.plan.total)})")
+        self.line(f"kernels  {engine.backend.report()}")
         settings = [f"seed {params.seed}", f"T {params.temperature:g}"]
         defaults = SamplingParams()
         for name in (

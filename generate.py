@@ -253,7 +253,10 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
         ) from error
     except ValueError as error:
         raise UserError(str(error), BAD_FILE) from error
-    drafter = build_drafter(model, head, opts) if kind else None
+    with backend.active():  # linears are packed for one backend, and before anything is traced
+        for module in (model, head) if head else (model,):
+            quantize.pack_(module, model.dtype)
+        drafter = build_drafter(model, head, opts) if kind else None
     engine = Engine(
         model, tokenizer, drafter, opts.batch_size, ctx=opts.ctx, compile=opts.compile, backend=backend
     )
@@ -327,6 +330,7 @@ def build_head(file: checkpoint.EagleFile, model: Transformer, ids: torch.Tensor
 
 def build_drafter(model: Transformer, head: EagleHead | None, opts: LoadOptions):
     """The drafter that the options ask for (a draft LLM and Medusa heads are read here); head: for an EAGLE drafter.
+    Call it with the kernel backend active.
 
     A batch may have one static tree per sequence. The tree of n-gram drafters is as large and deep as --tree says."""
     kind, B = drafter_kind(opts), opts.batch_size
@@ -353,6 +357,7 @@ def build_drafter(model: Transformer, head: EagleHead | None, opts: LoadOptions)
     elif kind == "draft":
         where = (model.device, model.dtype, None, opts.ctx)
         small = _read(checkpoint.load_model, opts.draft_checkpoint, *where)
+        quantize.pack_(small, small.dtype)
         drafter = DraftModelDrafter(model, small, *how)
     else:
         drafter = EagleDrafter(head, *how)

@@ -39,12 +39,14 @@ class KernelBackend:
 
     mode 'auto': Triton on CUDA, reference elsewhere. 'triton' / 'reference': exactly that, or ValueError naming why not.
     `table` maps operation -> (backend, reason). Use `with backend.active():` around packing and steps: operators read it
-    when they run (or are captured); outside any such block 'auto' for the tensor's device holds.
+    when they run (or are captured); outside any such block 'auto' for the tensor's device holds. A kernel that cannot do
+    a call (float64, say) is a ValueError under 'triton'; under 'auto' the reference does it and `declined` says why.
     """
 
     mode: str = "auto"
     device_type: str = "cpu"
     table: dict[str, tuple[str, str]] = field(init=False, compare=False)
+    declined: dict[str, str] = field(init=False, compare=False, default_factory=dict)
 
     def __post_init__(self):
         if self.mode not in ("auto", "triton", "reference"):
@@ -74,19 +76,52 @@ class KernelBackend:
         finally:
             _ACTIVE.reset(token)
 
+    def describe(self) -> dict[str, str]:
+        """Operation -> its backend and why; one that declined calls so far says that too."""
+        return {
+            name: f"{kind} ({why})"
+            + (f", reference where {self.declined[name]}" if name in self.declined else "")
+            for name, (kind, why) in self.table.items()
+        }
+
     def report(self) -> str:
-        """One line per operation: name, backend, why."""
-        return "\n".join(f"{name}: {kind} ({why})" for name, (kind, why) in self.table.items())
+        """`describe` in one line, operations of the same backend together."""
+        names: dict[str, list[str]] = {}
+        for name, text in self.describe().items():
+            names.setdefault(text, []).append(name)
+        return "; ".join(text + f": {', '.join(which)}" * (len(names) > 1) for text, which in names.items())
 
 
 _ACTIVE: contextvars.ContextVar[KernelBackend | None] = contextvars.ContextVar("eaglet_kernels", default=None)
 
 
-def _use_triton(operation: str, x: Tensor) -> bool:
+def _use_triton(operation: str, x: Tensor, problem: str = "") -> bool:
+    """Whether `operation` runs its kernel on x. problem: why it cannot, to be declined or refused (class docstring)."""
     backend = _ACTIVE.get()
-    if x.dtype == torch.float64 or (backend is None and not x.is_cuda):
+    if backend is None:
+        if triton is None or not x.is_cuda:
+            return False
+        backend = KernelBackend("auto", "cuda")
+    if backend.table[operation][0] == "reference":
         return False
-    return (backend or KernelBackend("auto", "cuda")).table[operation][0] == "triton"
+    if x.dtype == torch.float64:
+        problem = "the dtype is float64"
+    elif not x.is_cuda and not _INTERPRETED:
+        problem = f"tensors are on '{x.device.type}'"
+    if problem and backend.mode == "triton":
+        raise ValueError(
+            f"kernels: {operation} has no Triton kernel where {problem}; use --kernels auto or reference"
+        )
+    if problem:
+        backend.declined[operation] = problem
+    return not problem
+
+
+def _plain(x: Tensor, weight: Tensor | None) -> bool:
+    """Whether a call goes past the operators: on CPU, where plain code fuses, and for gradients, which they lack."""
+    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+        return True
+    return not (x.is_cuda or _INTERPRETED)
 
 
 def _on_device(x: Tensor) -> bool:
@@ -472,7 +507,7 @@ def _pack(plain: PackedWeight, dtype: torch.dtype, layout: str, config: LinearCo
     device = plain.weight.device
     if layout == "auto":  # measured on CPU: int4pack / int8pack win in bf16 alone, a dequantized matrix in the rest
         two_d, cpu_bf16 = plain.weight.dim() == 2, device.type == "cpu" and dtype == torch.bfloat16
-        if _use_triton("packed_linear", plain.weight):
+        if _use_triton("packed_linear", plain.weight, "the dtype is float64" * (dtype == torch.float64)):
             layout = "planes"
         elif plain.bits == 16 or (device.type == "cpu" and not cpu_bf16):
             layout = "dense"
@@ -558,6 +593,8 @@ def packed_linear(
             x, weight.weight, weight.scales, weight.zeros, weight.counters, bias, residual, weight.bits,
             weight.group_size, weight.n, gated, weight.config[:4], weight.config.accumulate == "float16",
         )
+    if not torch.compiler.is_compiling():
+        _use_triton("packed_linear", x, f"weights are packed as '{weight.layout}', for another backend")
     rows = x.reshape(-1, weight.k)
     if weight.layout == "cpu":
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight.weight, weight.group_size, weight.scales)
@@ -577,7 +614,7 @@ def planes_linear(
     k, n_out = x.shape[-1], n // 2 if gated else n
     rows = x.reshape(-1, k).contiguous()
     tokens = rows.shape[0]
-    if tokens > SMALL_M or x.dtype == torch.float64:
+    if not _use_triton("packed_linear", x) or tokens > SMALL_M:
         y = rows @ dequantize(PackedWeight("planes", bits, group, n, k, words, scales, zeros), x.dtype).mT
         return _epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
     out = x.new_empty((*x.shape[:-1], n_out))
@@ -637,7 +674,8 @@ def expert_linear(
     k, n_out = x.shape[-1], n // 2 if gated else n
     rows, div = x.reshape(-1, k).contiguous(), slots if x.dim() == 2 else 1
     out, experts = x.new_empty(tokens, slots, n_out), expert_ids.flatten()
-    if layout != "planes" or x.dtype == torch.float64:
+    other = "" if layout == "planes" else f"weights are packed as '{layout}', for another backend"
+    if not _use_triton("packed_experts", x, other):
         for e in experts.unique().tolist():
             pick = [None if t is None else t[e] for t in (weight, scales, zeros)]
             matrix = dequantize(PackedWeight(layout, bits, group, n, k, *pick), x.dtype)
@@ -719,18 +757,20 @@ def _rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last axis of x [..., H]; weight [H]. On Triton one program per row, so rows are independent."""
-    if x.is_cuda or _INTERPRETED:
-        return torch.ops.eaglet.rms_norm(x, weight, eps)
-    return _rms_norm_reference(x, weight, eps)
+    """RMS norm over the last axis of x [..., H]; weight [H]; variance in float32 or wider, as LLaMA does it. On Triton
+    one program per row, so rows are independent; with gradients always plain code."""
+    norm = _rms_norm_reference if _plain(x, weight) else torch.ops.eaglet.rms_norm
+    return norm(x, weight, eps)
 
 
 @torch.library.custom_op("eaglet::rms_norm", mutates_args=())
 def _rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if not _use_triton("rms_norm", x):
+    if not _use_triton("rms_norm", x, "the weight has another dtype" * (weight.dtype != x.dtype)):
         return _rms_norm_reference(x, weight, eps)
     x, out, size = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
-    _rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, BLOCK=triton.next_power_of_2(size))
+    block = triton.next_power_of_2(size)
+    warps = min(16, max(4, block // 1024))
+    _rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, BLOCK=block, num_warps=warps)
     return out
 
 
@@ -754,16 +794,20 @@ def _rope_reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps: float) ->
     return rotate(q)
 
 
+def _cache_problem(kv: Tensor) -> str:
+    return "" if kv[0].is_contiguous() else "the cache of one layer is not contiguous"
+
+
 def rope_write_kv(
     qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None = None,
     k_weight: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:
     """Rotate q and k (after a per-head RMS norm if weights [hd] are given), write k, v into the cache, return q.
 
-    qkv [B,T,Hq+2Hkv,hd]; cos, sin [B,T,hd/2] fp32, dimension i pairs with i + hd/2; kv [2,B,Hkv,S,hd] contiguous, written
-    in place at slots [B,T] int64. Returns q [B,Hq,T,hd]. No host sync.
+    qkv [B,T,Hq+2Hkv,hd]; cos, sin [B,T,hd/2] fp32, dimension i pairs with i + hd/2; kv [2,B,Hkv,S,hd], keys and values each
+    contiguous, written in place at slots [B,T] int64. Returns q [B,Hq,T,hd]. No host sync.
     """
-    op = torch.ops.eaglet.rope_write_kv if qkv.is_cuda or _INTERPRETED else _rope_reference
+    op = _rope_reference if _plain(qkv, q_weight) else torch.ops.eaglet.rope_write_kv
     return op(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)
 
 
@@ -772,7 +816,7 @@ def _rope_op(
     qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None,
     k_weight: Tensor | None, eps: float,
 ) -> Tensor:
-    if not _use_triton("rope_write_kv", qkv):
+    if not _use_triton("rope_write_kv", qkv, _cache_problem(kv)):
         return _rope_reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps).contiguous()
     (B, T, heads, dim), (kv_heads, S) = qkv.shape, kv.shape[2:4]
     out = qkv.new_empty(B, heads - 2 * kv_heads, T, dim)
@@ -977,7 +1021,7 @@ def _tree_attention_triton(
     ml = q.new_empty(batch * kv_heads, splits, rows, 2, dtype=torch.float32)
     tensors = (q.contiguous(), kv, start, visible.contiguous().view(torch.uint8), positions.contiguous(), acc, ml)
     sizes = (kv.stride(0), S, T, R, rows, splits, scale)
-    fixed = dict(HKV=kv_heads, HD=dim, HDP=triton.next_power_of_2(dim), WINDOW=max(window, 0), REGION=region)
+    fixed = dict(HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)), WINDOW=max(window, 0), REGION=region)
     tile = min(64, max(16, triton.next_power_of_2(rows)))
     _attend_chunks_kernel[batch * kv_heads, splits, triton.cdiv(rows, tile)](
         *tensors, *sizes, **fixed, BM=tile, BK=64, SPLIT=split, DEVICE=_on_device(q),
@@ -1004,7 +1048,8 @@ def tree_attention(
 
 
 def _tree_attention_op(q, kv, start, visible, positions, window, scale):
-    use = _tree_attention_triton if _use_triton("tree_attention", q) else tree_attention_reference
+    problem = _cache_problem(kv) if q.dtype == kv.dtype else "queries and cache differ in dtype"
+    use = _tree_attention_triton if _use_triton("tree_attention", q, problem) else tree_attention_reference
     return use(q, kv, start, visible, positions, window, scale)
 
 

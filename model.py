@@ -319,16 +319,14 @@ class Nodes(NamedTuple):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis; variance in float32 (or wider), as LLaMA does it."""
+    """Root-mean-square norm over the last axis (`kernels.rms_norm`)."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return kernels.rms_norm(x, self.weight, self.eps)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -363,8 +361,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         """x [B, T, in]; kv [2, B, Hkv, S, hd] is written at nodes.slots, then read. Returns [B, T, H]."""
         B, T, _ = x.shape
-        q, k, v = self.project(x, nodes.cos, nodes.sin)
-        kernels.write_kv(kv, k, v, nodes.slots)
+        norms = () if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        qkv = self.qkv(x).view(B, T, -1, self.head_dim)
+        q = kernels.rope_write_kv(qkv, nodes.cos, nodes.sin, kv, nodes.slots, *norms)
         visible = nodes.visible_window if self.window else nodes.visible
         out = kernels.tree_attention(
             q, kv, nodes.start, visible, nodes.positions, self.window, 1 / math.sqrt(self.head_dim)

@@ -52,6 +52,7 @@ from generate import (
     build_drafter,
     build_head,
     describe_device,
+    draft_vocabulary,
     load,
     measure_copy_bandwidth,
     size,
@@ -291,8 +292,7 @@ def hf_model(model: Transformer):
     if model.config.tie_word_embeddings:
         views["lm_head.weight"] = views["model.embed_tokens.weight"]
     twin.load_state_dict({name: view.detach() for name, view in views.items()}, assign=True)
-    twin.model.rotary_emb = type(twin.model.rotary_emb)(config, device=model.device)
-    twin.generation_config.max_length = model.config.max_positions
+    twin.model.rotary_emb = type(twin.model.rotary_emb)(config).to(model.device)
     return twin.eval().requires_grad_(False)
 
 
@@ -382,7 +382,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         else:
             pairs = dict(item.split("=", 1) for item in opts.eagle_config)
             file = checkpoint.read_eagle(opts.eagle, base.model.config, pairs)
-            head = build_head(file, base.model, opts.draft_vocab)
+            head = build_head(file, base.model, draft_vocabulary(opts, base.model.config, base.tokenizer))
         drafter = build_drafter(base.model, head, opts)
     engine = Engine(base.model, base.tokenizer, drafter, 1, ctx, opts.compile, base.backend)
     engine.options, engine.head = opts, head
@@ -556,7 +556,7 @@ def fingerprint(model: Transformer) -> str:
 def memory_of(engine: Engine) -> int:
     """Bytes of every tensor the arm needs (weights, head, caches, buffers), each storage counted once."""
     seen: dict[int, int] = {}
-    done: set[int] = set()
+    done: dict[int, Any] = {}  # keeps what it names alive: ids of freed objects come back
 
     def visit(value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
@@ -566,7 +566,7 @@ def memory_of(engine: Engine) -> int:
             return
         if id(value) in done or depth > 4:
             return
-        done.add(id(value))
+        done[id(value)] = value
         if isinstance(value, nn.Module):
             for tensor in [*value.parameters(), *value.buffers()]:
                 visit(tensor, depth)
@@ -700,7 +700,7 @@ class Bench:
         """Every run as a line, repetitions outermost; the order of the arms rotates from prompt to prompt."""
         s, started = self.settings, time.perf_counter()
         total = s.reps * len(s.temperatures) * sum(len(q.turns) for q in self.questions)
-        done = turn_of = 0
+        done = 0
         for rep in range(s.reps):
             spent = time.perf_counter() - started
             if rep and s.max_seconds and spent + spent / rep > s.max_seconds:
@@ -709,14 +709,14 @@ class Bench:
                 for question in self.questions:
                     answers: list[str] = []
                     for turn in range(len(question.turns)):
-                        spent = time.perf_counter() - started
-                        left = spent / done * (total - done) if done else 0.0
-                        self.progress(
-                            done / total,
-                            f"{question.suite} {question.id}, T = {T:g}, run {rep + 1}   {left:.0f} s left",
-                        )
-                        done, turn_of = done + 1, turn_of + 1
-                        lines = self._turn(question, turn, answers, T, rep, turn_of)
+                        left = ""
+                        if done:
+                            seconds = (time.perf_counter() - started) / done * (total - done)
+                            left = f", {seconds:.0f} s left"
+                        what = f"{question.suite} {question.id}, T = {T:g}, repetition {rep + 1} of {s.reps}"
+                        self.progress(done / total, what + left)
+                        done += 1
+                        lines = self._turn(question, turn, answers, T, rep, done)
                         if lines is None:
                             break
                         answers.append(lines.pop())
@@ -1654,14 +1654,14 @@ def run(args: argparse.Namespace) -> int:
         ctx = {"ctx": args.ctx} if args.ctx else {}
         base = load(args.checkpoint, **common, compile=args.compile, kernels=args.kernels, **ctx)
     settings, prompts = settings_of(args, base.options.dtype), prompts_of(args, base.tokenizer)
+    limit = args.ctx or min(base.model.rotary.length, base.model.config.max_positions)
     if args.shape or base.tokenizer is None:
-        questions = random_suite(base.model.config.vocab_size, args.questions or 3, 128)
+        questions = random_suite(base.model.config.vocab_size, args.questions or 3, min(128, limit // 4))
     elif args.suite:
         questions = [q for path in args.suite for q in read_suite(path, args.questions)]
     else:
         questions = builtin_suite(args.questions)
     rows = [text.strip() for text in args.rows.split(",") if text.strip()]
-    limit = args.ctx or min(base.model.rotary.length, base.model.config.max_positions)
     need = max(
         [prompts.longest(q, settings.max_new_tokens) for q in questions] + [row_context(r) for r in rows]
     )

@@ -71,7 +71,7 @@ def windows(length: int, first: int, window: int, stride: int) -> Iterator[tuple
     """(start, end, from): rows start..end-1 of a text are run, targets from..end-1 are scored; each exactly once."""
     done = first
     while done < length:
-        end = min(length, done + (window if done == first else stride))
+        end = min(length, window if done == first else done + stride)
         start = max(0, end - window)
         yield start, end, done
         done = end
@@ -280,7 +280,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.checkpoint} has no tokenizer files; text cannot be scored.", USAGE)
     if args.max_tokens < 2:
         raise UserError(f"--max-tokens is {args.max_tokens}; allowed: 2 or more.", USAGE)
-    texts = read_texts(args.text) if args.text else stdlib_texts(held_out=True)
+    texts = list(read_texts(args.text) if args.text else stdlib_texts(held_out=True))
     scored = encode(texts, engine.tokenizer, args.max_tokens)
     other = None
     if args.against:

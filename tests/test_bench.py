@@ -1,0 +1,868 @@
+"""scripts.bench and scripts.evaluate: numbers that recount, promises that are checked, nothing reused between runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
+
+import tree as trees
+from checkpoint import save_eagle, save_hf
+from engine import Engine
+from generate import UserError
+from sampling import SamplingParams
+from scripts import bench, evaluate
+
+QUESTIONS = [
+    bench.Question("one", "a", ((1, 5, 9, 22, 7, 3),)),
+    bench.Question("one", "b", ((4, 4, 8, 2, 60),)),
+    bench.Question("two", "a", (tuple(range(3, 40)),)),
+]
+SETTINGS = bench.Settings(temperatures=(0.0, 1.0), max_new_tokens=9, reps=2, warmup_runs=2)
+
+
+class ScriptedArm(bench.EngineArm):
+    """An arm whose drafter is told what plain decoding gives (shift 0), or something else (shift 1)."""
+
+    def run(self, prompt, params):
+        plain = Engine(self.engine.model).generate(prompt, params).run()[0].token_ids
+        truth = torch.zeros_like(self.engine.drafter.truth)
+        truth[0, : len(prompt) + len(plain)] = torch.tensor([*prompt, *plain])
+        self.engine.drafter.truth = truth
+        return super().run(prompt, params)
+
+
+class OtherArm:
+    """Not our engine: always the same ids, whatever the prompt."""
+
+    def __init__(self, label, ids=(1, 2, 3, 4)):
+        self.name, self.label, self.options, self.ids = "other", label, {}, list(ids)
+
+    def run(self, prompt, params):
+        return bench.Sample(list(self.ids), 0.01, 0.03, [1] * (len(self.ids) - 1))
+
+
+def scripted(model, name, shift):
+    drafter = ScriptedDrafter(trees.chain(4), [[0] * CTX], shift)
+    return ScriptedArm(name, bench.SAME_TOKENS, {}, Engine(model, None, drafter))
+
+
+def arms_on(model):
+    head = tiny_head(model)
+    multi = eagle_engine(head, trees.chain(3), multi_round="without")
+    return [
+        bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model)),
+        scripted(model, "oracle", 0),
+        scripted(model, "hostile", 1),
+        bench.EngineArm("eagle", bench.SAME_TOKENS, {}, eagle_engine(head, trees.DynamicTree(8, 2, 3))),
+        bench.EngineArm("multi", bench.SAME_DISTRIBUTION, {}, multi),
+    ]
+
+
+def bench_of(arms, questions=QUESTIONS, settings=SETTINGS, **more):
+    prompts = more.pop("prompts", bench.Prompts(None, False))
+    return bench.Bench(arms, questions, prompts, settings, more.pop("stop_ids", (V - 1,)), CTX, **more)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """(run lines as read back from JSON, settings, the arms) of a real measurement."""
+    torch.set_num_threads(1)
+    arms = arms_on(tiny_model())
+    lines: list[str] = []
+    job = bench_of(arms, emit=lambda line: lines.append(json.dumps(line)), environment={"device": "test"})
+    job.warm_up()
+    list(job.measure())
+    return [json.loads(line) for line in lines], SETTINGS, arms
+
+
+def line(
+    arm="fast", question="a", rep=0, baseline=False, new=11, decode=1.0, steps=None, same="same", **more
+):
+    """A made-up run line."""
+    base = {
+        "type": "run",
+        "suite": "s",
+        "question": question,
+        "turn": 1,
+        "prompt_sha256": question,
+        "prompt_tokens": 7,
+        "arm": arm,
+        "label": bench.SAME_TOKENS,
+        "baseline": baseline,
+        "temperature": 0.0,
+        "seed": 0,
+        "rep": rep,
+        "new_tokens": new,
+        "ids_sha256": f"{question}{new}",
+        "ttft_seconds": 0.1,
+        "decode_seconds": decode,
+        "tokens_per_step": steps or [1] * (new - 1),
+        "same": None if baseline else same,
+        "random_weights": False,
+    }
+    return base | more
+
+
+# ---- numbers ----------------------------------------------------------------------------------------------
+
+
+def test_summary_recounts_from_the_raw_lines(measured):
+    """A table whose numbers cannot be recomputed from its own raw data: medians, totals, intervals, tau, by depth."""
+    runs, settings, _ = measured
+    rows = bench.summarise(runs, settings)
+    assert {(r["suite"], r["temperature"]) for r in rows} == {
+        (s, t) for s in ("one", "two", "all") for t in (0.0, 1.0)
+    }
+    assert [r["arm"] for r in rows[:5]] == ["plain", "oracle", "hostile", "eagle", "multi"]
+    for row in rows:
+        mine = [
+            r
+            for r in runs
+            if r["arm"] == row["arm"]
+            and r["temperature"] == row["temperature"]
+            and row["suite"] in (r["suite"], "all")
+        ]
+        plain = {
+            (r["suite"], r["question"], r["turn"], r["rep"]): r
+            for r in runs
+            if r["baseline"] and r["temperature"] == row["temperature"]
+        }
+        assert row["runs"] == len(mine) and row["prompts"] == len(mine) / settings.reps
+        assert row["new_tokens"] == sum(r["new_tokens"] for r in mine)
+        for r in mine:
+            assert r["new_tokens"] == 1 + sum(r["tokens_per_step"]) and r["cached_tokens"] == 0
+        tokens, seconds = sum(r["new_tokens"] - 1 for r in mine), sum(r["decode_seconds"] for r in mine)
+        assert row["tokens_per_second"] == pytest.approx(tokens / seconds)
+        counts = [n for r in mine for n in r["tokens_per_step"]]
+        assert row["tau"] == pytest.approx(sum(counts) / len(counts))
+        assert row["tau"] == pytest.approx(1 + sum(row["accepted_by_depth"]))
+        for d, share in enumerate(row["accepted_by_depth"], 1):
+            assert share == pytest.approx(sum(n >= d + 1 for n in counts) / len(counts))
+        assert row["ttft_ms"] == pytest.approx(1e3 * statistics.median(r["ttft_seconds"] for r in mine))
+        assert row["step_ms"] == pytest.approx(1e3 * seconds / len(counts))
+        if row["baseline"]:
+            assert row["speedup"] is None and row["same"] is None
+            continue
+        ratios = defaultdict(list)
+        paired = []
+        for r in mine:
+            p = plain[r["suite"], r["question"], r["turn"], r["rep"]]
+            paired.append(p)
+            ratio = (r["new_tokens"] - 1) / r["decode_seconds"] * p["decode_seconds"] / (p["new_tokens"] - 1)
+            ratios[r["suite"], r["question"], r["turn"]].append(ratio)
+        per_prompt = [statistics.median(v) for v in ratios.values()]
+        gain = row["speedup"]
+        assert gain["median"] == pytest.approx(statistics.median(per_prompt))
+        plain_rate = sum(p["new_tokens"] - 1 for p in paired) / sum(p["decode_seconds"] for p in paired)
+        assert gain["total"] == pytest.approx(tokens / seconds / plain_rate)
+        whole = [
+            sum(r["new_tokens"] for r in g) / sum(r["ttft_seconds"] + r["decode_seconds"] for r in g)
+            for g in (mine, paired)
+        ]
+        assert gain["request"] == pytest.approx(whole[0] / whole[1])
+        draw = random.Random(settings.seed)
+        medians = sorted(
+            statistics.median([draw.choices(per_prompt, k=len(per_prompt)), None][0]) for _ in range(2000)
+        )
+        assert (gain["low"], gain["high"]) == pytest.approx((medians[50], medians[1949]))
+        assert gain["low"] <= gain["median"] <= gain["high"]
+
+
+def test_runs_interleave_and_pair(measured):
+    """All runs of one arm first, then the other's: a machine that warms up then decides who is faster."""
+    runs, settings, arms = measured
+    groups = [runs[i : i + len(arms)] for i in range(0, len(runs), len(arms))]
+    assert len(groups) == settings.reps * len(settings.temperatures) * len(QUESTIONS)
+    for group in groups:
+        assert {r["arm"] for r in group} == {a.name for a in arms}
+        assert len({(r["prompt_sha256"], r["seed"], r["rep"], r["temperature"]) for r in group}) == 1
+        assert [r["order"] for r in group] == list(range(len(arms)))
+    assert len({group[0]["arm"] for group in groups}) == len(arms)  # everyone goes first at some time
+
+
+def test_promises_and_extremes_on_a_real_engine(measured):
+    """An oracle must accept everything and a hostile drafter nothing, both with plain decoding's tokens."""
+    runs, settings, _ = measured
+    rows = {(r["suite"], r["temperature"], r["arm"]): r for r in bench.summarise(runs, settings)}
+    for T in (0.0, 1.0):
+        for arm in ("oracle", "hostile", "eagle"):
+            row = rows["all", T, arm]
+            assert row["same"] == {"same": row["runs"], "tie": 0, "differs": 0} and row["blocked"] is None
+        assert rows["all", T, "oracle"]["tau"] > 3.5
+        assert (
+            rows["all", T, "hostile"]["tau"] == 1.0 and rows["all", T, "hostile"]["accepted_by_depth"] == []
+        )
+    facts = [{"arm": "hostile", "depth": 4}, {"arm": "plain", "depth": 0}]
+    notes = bench.remarks(list(rows.values()), runs, facts)
+    assert any("hostile on all" in n and "accepted nothing (tau 1.00)" in n for n in notes)
+    assert not any("plain" in n or "carried" in n for n in notes)
+
+
+def test_a_drafter_that_accepts_nothing_shows_its_cost():
+    """Acceptance 0 looked like a speedup when tokens per step were assumed instead of counted."""
+    runs = []
+    for q in "abc":
+        runs += [line("plain", q, baseline=True), line("broken", q, decode=1.3)]
+    row = bench.summarise(runs, SETTINGS)[1]
+    assert row["tau"] == 1.0 and row["accepted_by_depth"] == []
+    assert row["speedup"]["median"] == pytest.approx(1 / 1.3) and row["speedup"]["total"] == pytest.approx(
+        1 / 1.3
+    )
+    assert row["break_even_tau"] == pytest.approx(1.3)
+
+
+def test_median_of_ratios_and_ratio_of_totals_are_both_there():
+    """One long prompt dominates the totals, one lucky prompt the mean: only both numbers together tell."""
+    runs = []
+    for q, new, decode in (("a", 11, 0.5), ("b", 11, 0.4), ("c", 1001, 100.0)):
+        runs += [
+            line("plain", q, baseline=True, new=new, decode=(new - 1) / 10),
+            line("fast", q, new=new, decode=decode),
+        ]
+    gain = bench.summarise(runs, SETTINGS)[1]["speedup"]
+    assert gain["median"] == pytest.approx(2.0)
+    assert gain["total"] == pytest.approx(102.0 / 100.9)
+
+
+def test_tau_by_position_follows_the_output():
+    """Acceptance that decays along the text was hidden in one mean; position 0 is the prompt's own token."""
+    runs = [line(new=33, steps=[5, 5, 5] + [1] * 17)]
+    assert bench.tau_by_position(runs) == [5.0, 1.0, 1.0]  # steps begin at 1, 6, 11 | 16 .. 31 | 32
+    assert bench.tau_by_position([]) == []
+
+
+# ---- promises ---------------------------------------------------------------------------------------------
+
+
+def test_differing_tokens_never_give_a_speedup():
+    """A fast arm that decodes something else: its ratio was printed as a speedup."""
+    model = tiny_model()
+    arms = [bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model)), OtherArm(bench.SAME_TOKENS)]
+    settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
+    runs = list(bench_of(arms, settings=settings).measure())
+    row = bench.summarise(runs, settings)[-1]
+    assert row["same"]["differs"] == row["runs"] == 3
+    assert row["speedup"] is None and row["blocked"] == "DIFFERS 3/3"
+    page = bench.result_table([row])
+    assert "DIFFERS 3/3" in page and "x |" not in page
+    assert any("DIFFER from plain" in n for n in bench.remarks([row], runs, []))
+    allowed = bench.summarise(runs, replace(settings, allow_diff=True))[-1]
+    assert allowed["speedup"]["median"] > 0 and "same tokens, DIFFERS" in bench.result_table([allowed])
+    forks = [r["fork"] for r in runs if not r["baseline"]]
+    assert all(f is not None for f in forks)
+
+
+@pytest.mark.parametrize("label", [bench.SAME_DISTRIBUTION, bench.OTHER_ENGINE])
+def test_other_labels_print_their_ratio_with_the_label(label):
+    """A sampled other engine cannot give the same tokens; blocking it would leave no comparison at all."""
+    model = tiny_model()
+    arms = [bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model)), OtherArm(label)]
+    settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
+    row = bench.summarise(list(bench_of(arms, settings=settings).measure()), settings)[-1]
+    assert row["blocked"] is None and row["speedup"]["median"] > 0 and row["same"]["differs"] == 3
+    page = bench.result_table([row])
+    assert label in page and "DIFFERS" not in page
+
+
+def test_a_near_tie_is_counted_apart(monkeypatch):
+    """float32 rounding at a tie blocked the speedup of a correct drafter; a real fork must still block it."""
+    model = tiny_model()
+    for margin, kind in ((9e-5, "tie"), (2e-4, "differs")):
+        arms = [bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model)), OtherArm(bench.SAME_TOKENS)]
+        monkeypatch.setattr(arms[0].engine, "margin", lambda *a, margin=margin: margin)
+        settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
+        runs = list(bench_of(arms, settings=settings).measure())
+        row = bench.summarise(runs, settings)[-1]
+        assert row["same"][kind] == 3 and (row["speedup"] is None) == (kind == "differs")
+        assert ("3 near-tie" in bench.result_table([row])) == (kind == "tie")
+        assert {r["margin"] for r in runs if not r["baseline"]} == {margin}
+
+
+def test_a_prefix_is_no_near_tie():
+    """An arm that stops early shares every token it has; that is a broken promise, not rounding."""
+    model = tiny_model()
+    plain = bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model))
+    prompt = list(QUESTIONS[0].turns[0])
+    ids = plain.run(prompt, SamplingParams(max_new_tokens=9, stop_ids=(V - 1,))).token_ids
+    settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
+    runs = list(bench_of([plain, OtherArm(bench.SAME_TOKENS, ids[:4])], QUESTIONS[:1], settings).measure())
+    other = next(r for r in runs if not r["baseline"])
+    assert other["same"] == "differs" and other["fork"] == 4 and other["margin"] is None
+
+
+def test_labels_of_arms_follow_from_their_options():
+    """--verify multi-round promises the distribution only; nobody may label it stronger."""
+    label, options = bench.arm_options("a", {"eagle": "h", "verify": "multi-round"}, None)
+    assert label == bench.SAME_DISTRIBUTION and options == {"eagle": "h", "verify": "multi-round"}
+    assert (
+        bench.arm_options("a", {"verify": "multi-round", "label": "same-tokens"}, None)[0]
+        == bench.SAME_DISTRIBUTION
+    )
+    assert bench.arm_options("a", {"label": "other-engine"}, None)[0] == bench.OTHER_ENGINE
+    label, options = bench.arm_options(
+        "a", {"draft-noise": "off", "draft_vocab": "50", "tree": "dynamic:8,2,3"}, None
+    )
+    assert label == bench.SAME_TOKENS and options == {
+        "draft_noise": False,
+        "draft_vocab": 50,
+        "tree": "dynamic:8,2,3",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("plain", "expected NAME=KEY=VALUE"),
+        ("=eagle=x", "expected NAME=KEY=VALUE"),
+        ("a=eagle", "expected NAME=KEY=VALUE"),
+        ("a=nonsense=1", "nonsense is unknown"),
+        ("a=dtype=float16", "dtype is the same for all arms"),
+        ("a=draft_noise=maybe", "allowed: on, off"),
+        ("a=draft_vocab=many", "allowed: an integer"),
+        ("a=label=best", "allowed: same tokens"),
+    ],
+)
+def test_bad_arms_are_one_line_errors(text, why):
+    """A mistyped option was ignored and the arm measured something else."""
+    with pytest.raises(UserError, match=why):
+        bench.arm_options(*bench.parse_arm(text), None)
+
+
+# ---- counting and state -----------------------------------------------------------------------------------
+
+
+def test_ids_are_counted_up_to_the_first_stop():
+    """Tokens after the end of the text made speculative decoding look faster (EAGLE issue 296)."""
+    assert bench.counted([5, 6, 9, 7, 8], [2, 2], {9}) == ([5, 6, 9], [2])
+    assert bench.counted([5, 6, 9, 7, 8], [1, 3], {6}) == ([5, 6], [1])
+    assert bench.counted([9, 6], [1], {9}) == ([9], [])
+    assert bench.counted([5, 6], None, {9}) == ([5, 6], None)
+    model = tiny_model()
+    plain = bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model))
+    ids = plain.run(
+        list(QUESTIONS[0].turns[0]), SamplingParams(max_new_tokens=9, stop_ids=(V - 1,))
+    ).token_ids
+    stop = next(t for i, t in enumerate(ids) if i >= 2 and t not in ids[:i])
+    over = OtherArm(bench.SAME_TOKENS, [*ids, *ids])  # an engine that runs on
+    settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
+    runs = list(bench_of([plain, over], QUESTIONS[:1], settings, stop_ids=(stop,)).measure())
+    for run in runs:
+        assert run["new_tokens"] == ids.index(stop) + 1 == 1 + sum(run["tokens_per_step"]) and run["stopped"]
+        assert run["same"] in (None, "same")
+
+
+def test_every_run_starts_from_empty_caches():
+    """The second run of a prompt reused the first one's caches and reported three times the speed (llama.cpp 10455)."""
+    model = tiny_model()
+    prompt, params = list(range(3, 60)), SamplingParams(max_new_tokens=5)
+    engine = Engine(model)
+    engine.generate(prompt, params).run()
+    assert engine.generate(prompt, params).run()[0].cached_tokens > 0  # what has to be avoided
+    arm = bench.EngineArm("plain", bench.SAME_TOKENS, {}, engine)
+    a, b = arm.run(prompt, params), arm.run(prompt, params)
+    assert a.cached_tokens == b.cached_tokens == 0 and a.token_ids == b.token_ids
+
+
+def test_state_carried_between_requests_is_reported():
+    """A drafter that learns from the previous run speeds up the second repetition only."""
+    runs = [
+        line("plain", baseline=True),
+        line(steps=[5, 5]),
+        line("plain", rep=1, baseline=True),
+        line(rep=1, steps=[10]),
+    ]
+    assert any("carried" in n for n in bench.remarks([], runs, []))
+    assert not any("carried" in n for n in bench.remarks([], runs[:2], []))
+
+
+def test_warm_up_ends_when_two_runs_agree_and_is_bounded(monkeypatch):
+    """Compilation inside the measured runs; or a warm-up on a noisy machine that never ends."""
+
+    class Timed(OtherArm):
+        def __init__(self, seconds):
+            super().__init__(bench.SAME_TOKENS)
+            self.seconds = iter(seconds)
+
+        def run(self, prompt, params):
+            return bench.Sample([1, 2], 0.0, next(self.seconds), [1])
+
+    settings = replace(SETTINGS, temperatures=(0.0,), warmup_runs=6)
+    (note,) = bench_of([Timed([9, 9.0, 2.0, 1.0, 1.001, 1.0])], settings=settings).warm_up()
+    assert note["agreed"] and len(note["tokens_per_second"]) == 4
+    (note,) = bench_of([Timed([9, *(2.0**i for i in range(9))])], settings=settings).warm_up()
+    assert not note["agreed"] and len(note["tokens_per_second"]) == 6
+
+
+# ---- suites and prompts -----------------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer that keeps what it was asked: id = length of the text, messages remembered."""
+
+    chat_template_source, eos_ids = "test", ()
+
+    def __init__(self):
+        self.messages, self.suffixes = [], []
+
+    def encode(self, text, add_bos=True):
+        return [min(len(text), V - 2)]
+
+    def encode_chat(self, messages, suffix=""):
+        self.messages.append(messages)
+        self.suffixes.append(suffix)
+        return [1 + len(messages), 5]
+
+
+def test_multi_turn_questions_carry_the_models_own_answers(tmp_path):
+    """The second turn without the first one's answer (or with another arm's) is another benchmark (eagle.md 6.4)."""
+    path = tmp_path / "mt_bench" / "question.jsonl"
+    path.parent.mkdir()
+    items = [
+        {"question_id": 81, "category": "writing", "turns": ["Hello", "Again"]},
+        {"question_id": 82, "turns": ["x"]},
+    ]
+    path.write_text("\n".join(map(json.dumps, items)) + "\n\n")
+    questions = bench.read_suite(path)
+    assert [(q.suite, q.id, q.turns) for q in questions] == [
+        ("mt_bench", "81", ("Hello", "Again")),
+        ("mt_bench", "82", ("x",)),
+    ]
+    assert len(bench.read_suite(path, limit=1)) == 1
+
+    class Talker(OtherArm):
+        def __init__(self, name, text):
+            super().__init__(bench.OTHER_ENGINE)
+            self.name, self.text = name, text
+
+        def run(self, prompt, params):
+            return replace(super().run(prompt, params), text=self.text)
+
+    words = Words()
+    prompts = bench.Prompts(words, True, " ", "be brief")
+    settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
+    runs = list(
+        bench_of(
+            [Talker("plain", " fine \n"), Talker("b", "other")], questions, settings, prompts=prompts
+        ).measure()
+    )
+    assert [(r["question"], r["turn"], r["arm"]) for r in runs if r["baseline"]] == [
+        ("81", 1, "plain"),
+        ("81", 2, "plain"),
+        ("82", 1, "plain"),
+    ]
+    system = {"role": "system", "content": "be brief"}
+    first, again = {"role": "user", "content": "Hello"}, {"role": "user", "content": "Again"}
+    answer = {"role": "assistant", "content": "fine"}
+    assert words.messages[:2] == [[system, first], [system, first, answer, again]] and set(
+        words.suffixes
+    ) == {" "}
+    text = bench.Prompts(Words(), False)
+    assert text.ids(["ab", "cd"], ["x"]) == [len("abx\n\ncd")]
+    assert text.longest(questions[0], 10) >= 20
+
+
+@pytest.mark.parametrize(
+    "bad", ["{", '{"turns": "x"}', '{"turns": []}', '{"prompt": "x"}', '{"turns": [""]}', "[1]", ""]
+)
+def test_bad_suites_name_the_line(tmp_path, bad):
+    """A half-downloaded question file gave a traceback."""
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"turns": ["fine"]}\n' + bad if bad else "\n")
+    with pytest.raises(UserError, match="line 2: not a question" if bad else "no questions"):
+        bench.read_suite(path)
+
+
+def test_builtin_suite_is_held_out_text():
+    """Acceptance measured on the training text of the demo model."""
+    from scripts.train_demo import HELD_OUT
+
+    questions = bench.builtin_suite()
+    assert 5 <= len(questions) <= 12 and len({q.turns for q in questions}) == len(questions)
+    for q in questions:
+        assert q.id.split("/")[0] in HELD_OUT and 100 < len(q.turns[0]) <= 500
+
+
+# ---- files ------------------------------------------------------------------------------------------------
+
+
+def summary_of(measured):
+    runs, settings, _ = measured
+    rows = bench.summarise(runs, settings)
+    for row in rows:
+        row["bandwidth_share"] = 0.5
+    environment = bench.environment(torch.device("cpu"))
+    model = {
+        "checkpoint": "tiny",
+        "weights_sha256": "0",
+        "dtype": "float64",
+        "quant": "none",
+        "ctx": CTX,
+        "template": None,
+    }
+    return {
+        "type": "summary",
+        "model": model,
+        "settings": vars(settings) | {"temperatures": [0.0, 1.0]},
+        "environment": environment,
+        "rows": rows,
+    }
+
+
+def write_lines(path, runs, summary):
+    path.write_text("\n".join(json.dumps(item) for item in [*runs, summary]) + "\n")
+    return path
+
+
+def test_csv_holds_the_rows(measured, tmp_path):
+    """Nested values written as Python dictionaries into a CSV cell."""
+    summary = summary_of(measured)
+    bench.write_csv(tmp_path / "out.csv", summary["rows"])
+    with open(tmp_path / "out.csv", newline="") as file:
+        found = list(csv.DictReader(file))
+    assert len(found) == len(summary["rows"]) and not any(
+        "{" in v or "[" in v for row in found for v in row.values()
+    )
+    for text, row in zip(found, summary["rows"], strict=True):
+        assert float(text["tau"]) == row["tau"] and text["label"] == row["label"]
+        assert text["speedup_median"] == ("" if row["baseline"] else str(row["speedup"]["median"]))
+
+
+def test_compare_shows_rates_and_what_changed(measured, tmp_path):
+    """Two result files of other prompts, settings or machines set side by side as if they were comparable."""
+    runs, _, _ = measured
+    summary = summary_of(measured)
+    a = write_lines(tmp_path / "a.jsonl", runs, summary)
+    page = bench.compare(a, a)
+    assert "1.000x" in page and "same environment, settings and model" in page and "6 / 6" in page
+    other = json.loads(json.dumps(summary))
+    other["settings"]["max_new_tokens"] = 99
+    other["environment"]["versions"]["torch"] = "9.9"
+    for row in other["rows"]:
+        row["tokens_per_second"] *= 2
+    moved = [r | {"prompt_sha256": "x"} if r["suite"] == "two" else r for r in runs]
+    page = bench.compare(a, write_lines(tmp_path / "b.jsonl", moved, other))
+    assert "2.000x" in page and "other prompts" in page
+    assert "settings.max_new_tokens: 9 -> 99" in page and "versions.torch" in page
+    (tmp_path / "c.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="not a file of scripts.bench"):
+        bench.compare(a, tmp_path / "c.jsonl")
+
+
+def test_plot_is_written(measured, tmp_path):
+    """A plot that fails on blocked arms or on arms without steps, after an hour of measuring."""
+    pytest.importorskip("matplotlib")
+    rows = summary_of(measured)["rows"]
+    blocked = [r | {"speedup": None, "blocked": "DIFFERS 1/6"} if r["arm"] == "eagle" else r for r in rows]
+    unknown = [
+        r | {"accepted_by_depth": None, "tau_by_position": None} if r["arm"] == "multi" else r
+        for r in blocked
+    ]
+    bench.write_plot(tmp_path / "out.png", unknown, "test")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG") and not list(tmp_path.glob("*.part"))
+
+
+def test_environment_block():
+    """A number without its machine: threads, versions, commit; on a GPU the power cap, clocks, temperature, driver."""
+    found = bench.environment(torch.device("cpu"))
+    assert found["versions"]["torch"] and found["threads"] >= 1 and found["device"] and found["gpu"] is None
+    assert set(found["git"]) == {"commit", "dirty"} and "time_utc" in found
+    smi = "NVIDIA GeForce RTX 3090, 610.43, 350.00, 350.00, 1695, 2100, 9751, 61, 3, 812, Enabled"
+    gpu = bench.parse_smi(smi, "17, 300\n4121, 900\n", own=17)
+    assert gpu["power.limit"] == 350.0 and gpu["temperature.gpu"] == 61.0 and gpu["driver_version"] == 610.43
+    assert gpu["other_processes"] == 1 and gpu["name"].endswith("3090")
+    assert bench.parse_smi(smi.replace("350.00", "[N/A]"), "", 1)["power.limit"] == "[N/A]"
+
+
+def test_lines_survive_an_interruption(tmp_path):
+    """Ctrl-C after an hour left an empty file."""
+    lines = bench.Lines(str(tmp_path / "x.jsonl"))
+    lines.write({"a": 1})
+    assert (tmp_path / "x.jsonl.part").read_text() == '{"a": 1}\n'
+    lines.close()
+    assert (tmp_path / "x.jsonl").read_text() == '{"a": 1}\n' and not list(tmp_path.glob("*.part"))
+
+
+# ---- the command ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_directory(tmp_path_factory):
+    """A checkpoint without tokenizer and an EAGLE head in a folder of its own, like demo/."""
+    directory = tmp_path_factory.mktemp("tiny")
+    model = tiny_model(torch.float32)
+    save_hf(model, directory)
+    head = tiny_head(model)
+    tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("rotary") and n != "draft_ids"}
+    save_eagle(head.config, tensors, directory / "eagle1")
+    (directory / "notes").mkdir()
+    return directory
+
+
+def test_command_end_to_end(tiny_directory, tmp_path, capsys):
+    """Default arms not found, the JSON not last on stdout, a file that is not JSON lines, machine paths in it."""
+    out, table = tmp_path / "out.jsonl", tmp_path / "out.csv"
+    flags = f"--checkpoint {tiny_directory} --dtype float64 --max-new-tokens 6 --reps 2 -q".split()
+    flags += ["--questions", "2", "--warmup-runs", "1", "--kernels", "reference"]
+    assert bench.main([*flags, "--json", str(out), "--csv", str(table), "--rows", "pp8,tg4,tg4@d8"]) == 0
+    capsys.readouterr()
+    assert (
+        bench.main([*flags, "--arm", "chain=eagle=eagle1;tree=chain:2", "--json", "-", "--temperature", "0"])
+        == 0
+    )
+    page = capsys.readouterr().out
+    summary = json.loads(page.splitlines()[-1])
+    assert [r["arm"] for r in summary["rows"]] == ["plain", "chain"] and "| random" in page
+    assert bench.main([*flags, "--json", str(out), "--csv", str(table)]) == 0
+    page = capsys.readouterr().out
+    assert "eagle1 paper25" in page and "eagle1 dynamic" in page and "break-even" in page
+    runs, summary = bench.read_lines(out)
+    assert len(runs) == 3 * 2 * 2 * 2 and table.exists()
+    assert str(tiny_directory) not in out.read_text().replace(tiny_directory.name, "")
+    for run in runs:
+        assert (
+            run["environment"]["versions"]["torch"]
+            and run["label"] == "same tokens"
+            and run["same"] in (None, "same")
+        )
+    again = bench.summarise(runs, SETTINGS)
+    for a, b in zip(again, summary["rows"], strict=True):
+        assert a["speedup"] == b["speedup"] and a["tau"] == b["tau"] and b["bandwidth_share"] > 0
+    facts = {f["arm"]: f for f in summary["arms"]}
+    assert (
+        facts["eagle1 paper25"]["nodes"] == 26
+        and facts["eagle1 paper25"]["memory_bytes"] > facts["plain"]["memory_bytes"]
+    )
+    assert 0 < facts["eagle1 paper25"]["draft_share"] < 1 and facts["plain"]["draft_share"] == 0
+
+
+def test_command_rows(tiny_directory, capsys):
+    """llama-bench rows: wrong names accepted, warm-up in the mean, depth ignored."""
+    flags = f"--checkpoint {tiny_directory} -q --reps 2 --rows pp8 tg4 tg4@d8 --json -".split()
+    assert bench.main(flags) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["llama_bench"]
+    assert [r["test"] for r in rows] == ["pp8", "tg4", "tg4 @ d8"]
+    for row in rows:
+        assert len(row["all"]) == 2 and row["tokens_per_second"] == pytest.approx(statistics.mean(row["all"]))
+    for bad in ("xx5", "pp", "tg0", "tg4@dx"):
+        with pytest.raises(UserError, match="expected pp512"):
+            bench.parse_row(bad)
+
+
+def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
+    """A script that greps for speed never noticed that the tokens were others."""
+
+    flags = f"--checkpoint {tiny_directory} -q --reps 1 --questions 2 --warmup-runs 1".split()
+    flags += ["--max-new-tokens", "6", "--temperature", "0", "--arm", "x=eagle=eagle1;tree=chain:2"]
+    real = bench.counted
+    calls = iter(range(10**6))
+
+    def spoiled(ids, steps, stop_ids):
+        ids, steps = real(ids, steps, stop_ids)
+        return ([*ids[:-1], (ids[-1] + 1) % V] if steps and max(steps) and next(calls) % 2 else ids), steps
+
+    monkeypatch.setattr(bench, "counted", spoiled)
+    assert bench.main(flags) == 1
+    assert "DIFFERS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--shape", "tiny"], "add --synthetic-tau"),
+        (["--shape", "tiny", "--synthetic-tau", "0.5"], "target's own token"),
+        (["--shape", "tiny", "--synthetic-tau", "2", "--reps", "0"], "--reps is too small"),
+        (["--shape", "tiny", "--synthetic-tau", "2", "--only", "nothing"], "--only nothing"),
+        (["--shape", "tiny", "--synthetic-tau", "2", "--arm", "plain=tree=chain:2"], "names must differ"),
+        (["--suite", "/nonexistent.jsonl", "--checkpoint", "/nonexistent"], "nonexistent"),
+    ],
+)
+def test_usage_errors_are_one_line(flags, why, capsys):
+    """A traceback for a mistyped flag."""
+    assert bench.main([*flags, "-q"]) in (2, 3)
+    error = capsys.readouterr().err
+    assert why in error and error.count("\n") == 1
+
+
+def test_synthetic_tau_is_labelled_and_never_a_speedup(capsys):
+    """Random weights accept nothing or everything by accident; only the step time may be used, and it must say so."""
+    flags = "--shape tiny --synthetic-tau 3 --quant int8 --max-new-tokens 5 --reps 1 -q".split()
+    assert (
+        bench.main([*flags, "--temperature", "0", "--questions", "2", "--warmup-runs", "1", "--json", "-"])
+        == 0
+    )
+    page = capsys.readouterr().out
+    assert "given tau 3 / measured step time" in page
+    rows = json.loads(page.splitlines()[-1])["rows"]
+    plain, fast = rows[0], rows[1]
+    assert fast["speedup"] is None and "random weights" in fast["blocked"]
+    assert fast["synthetic"]["tokens_per_second"] == pytest.approx(3e3 / fast["step_ms"])
+    assert fast["synthetic"]["speedup"] == pytest.approx(3 * plain["step_ms"] / fast["step_ms"])
+    assert plain["synthetic"]["given_tau"] == 1
+
+
+def test_transformers_arm_runs_the_same_weights():
+    """`transformers` with copied, differently rounded or default-configured weights is no baseline."""
+    pytest.importorskip("transformers")
+    model = tiny_model(torch.float32)
+    plain = bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model))
+    prompt, params = list(QUESTIONS[0].turns[0]), SamplingParams(max_new_tokens=8, stop_ids=(V - 1,))
+    ours = plain.run(prompt, params)
+    for kind in ("hf", "hf-static"):
+        arm = bench.HFArm(kind, model, None)
+        assert arm.label == bench.OTHER_ENGINE
+        twin = arm.model.model.embed_tokens.weight
+        assert twin.data_ptr() == model.embed_tokens.weight.data_ptr()
+        theirs = arm.run(prompt, params)
+        assert theirs.token_ids == ours.token_ids and theirs.tokens_per_step is None
+        assert theirs.ttft_seconds > 0 and theirs.decode_seconds > 0
+        sampled = arm.run(prompt, replace(params, temperature=1.0))
+        assert len(sampled.token_ids) >= 1
+
+
+# ---- scripts.evaluate -------------------------------------------------------------------------------------
+
+
+class Letters:
+    """One token per printable ASCII character; 0 is BOS, 96 the end."""
+
+    eos_ids = (96,)
+
+    def __init__(self, bos=True):
+        self.bos = bos
+
+    def encode(self, text, add_bos=True):
+        return ([0] if self.bos and add_bos else []) + [1 + (ord(c) - 32) % 95 for c in text]
+
+    def decode(self, ids, continuation=False):
+        return "".join(chr(31 + i) for i in ids if 0 < i < 96)
+
+    def stream(self, continuation=False):
+        return SimpleNamespace(push=self.decode, flush=lambda: "")
+
+
+def slow_nll(model, ids, first):
+    """One forward per token, each with its whole context."""
+    total = 0.0
+    for i in range(first, len(ids)):
+        logits = model.logits(model.forward_train(torch.tensor([ids[:i]]))[0])[0, -1]
+        total -= float(logits.double().log_softmax(-1)[ids[i]])
+    return total
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_perplexity_equals_token_by_token(bos):
+    """Off by one between logits and targets, BOS scored, bytes of unscored tokens counted."""
+    model, tokenizer = tiny_model(), Letters(bos)
+    texts = evaluate.encode(["def f(x):", "return x + 1"], tokenizer, 1000)
+    out = evaluate.evaluate(model, texts, 64, 32)
+    total = sum(slow_nll(model, t.ids, t.first) for t in texts)
+    scored = 21 if bos else 19
+    assert out["tokens"] == out["bytes"] == scored
+    assert out["nats_per_token"] == pytest.approx(total / scored)
+    assert out["perplexity"] == pytest.approx(math.exp(total / scored))
+    assert out["bits_per_byte"] == pytest.approx(total / math.log(2) / scored)
+
+
+@pytest.mark.parametrize(
+    ("length", "first", "window", "stride"), [(50, 1, 16, 8), (17, 1, 16, 15), (9, 2, 16, 4), (2, 1, 2, 1)]
+)
+def test_every_token_is_scored_once_with_context(length, first, window, stride):
+    """Windows that overlap score tokens twice, or lose those at the borders."""
+    seen = []
+    for start, end, scored in evaluate.windows(length, first, window, stride):
+        assert end - start <= window and start < scored < end
+        assert scored == first or scored - start >= window - stride
+        seen += range(scored, end)
+    assert seen == list(range(first, length))
+
+
+def test_kl_of_a_model_with_itself_is_zero_and_with_another_is_not():
+    """KL over other rows than the perplexity, or in the wrong direction."""
+    a, b = tiny_model(), tiny_model(seed=5)
+    texts = evaluate.encode(["for i in range(10): print(i)"], Letters(), 100)
+    same = evaluate.evaluate(a, texts, 16, 8, a)
+    assert same["mean_kl"] == pytest.approx(0, abs=1e-12) and same["top1_agreement"] == 1
+    assert same["against_perplexity"] == pytest.approx(same["perplexity"])
+    other = evaluate.evaluate(a, texts, 16, 8, b)
+    assert other["mean_kl"] > 0.01 and other["perplexity"] == pytest.approx(same["perplexity"])
+    logits = [evaluate.logits_of(m, texts[0].ids[:16])[:15].log_softmax(-1) for m in (b, a)]
+    kl = (logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean()
+    assert evaluate.evaluate(a, [evaluate.Scored(texts[0].ids[:16], 1, 15)], 16, 8, b)[
+        "mean_kl"
+    ] == pytest.approx(float(kl))
+
+
+def test_long_text_is_cut_to_the_token_limit():
+    """Bytes of the whole text over the tokens of its beginning: bits per byte far too low."""
+    (text,) = evaluate.encode(["x" * 500], Letters(), 101)
+    assert len(text.ids) <= 102 and text.size == len(text.ids) - 1
+
+
+class Base:
+    """Stands for lm_eval.api.model.LM."""
+
+    def __init__(self):
+        self.started = True
+
+
+def ask(*args):
+    return SimpleNamespace(args=args)
+
+
+def test_harness_adapter_answers_all_three_kinds():
+    """The adapter drifts from lm-evaluation-harness' interface, or scores the context too."""
+    model = tiny_model()
+    tokenizer = Letters()
+    engine = Engine(model, tokenizer, ctx=64)
+    lm = evaluate.harness_class(Base)(engine)
+    assert isinstance(lm, Base) and lm.started
+    ((score, greedy),) = lm.loglikelihood([ask("def f(", "x):")])
+    ids = tokenizer.encode("def f(x):")
+    assert score == pytest.approx(-slow_nll(model, ids, 7)) and isinstance(greedy, bool)
+    spaced = lm.loglikelihood([ask("def ", "f")])[0][0]
+    assert spaced == pytest.approx(
+        -slow_nll(model, tokenizer.encode("def f"), 4)
+    )  # the space belongs to the answer
+    best = engine.generate(tokenizer.encode("def f("), SamplingParams(max_new_tokens=3)).run()[0]
+    if 96 not in best.token_ids and 0 not in best.token_ids and not best.text[:1].isspace():
+        assert lm.loglikelihood([ask("def f(", best.text)])[0][1]
+    (rolling,) = lm.loglikelihood_rolling([ask("import os")])
+    assert rolling == pytest.approx(-slow_nll(model, tokenizer.encode("import os"), 1))
+    long = "abcdefghij" * 15  # several windows: every token once
+    assert lm.loglikelihood_rolling([ask(long)])[0] < rolling
+    plain = lm.generate_until([ask("def f(", {"max_gen_toks": 12})])[0]
+    assert (
+        plain == engine.generate(tokenizer.encode("def f("), SamplingParams(max_new_tokens=12)).run()[0].text
+    )
+    stop = plain[4:6]
+    cut = lm.generate_until([ask("def f(", {"until": [stop], "max_gen_toks": 12, "do_sample": False})])[0]
+    assert cut == plain[: plain.index(stop)]
+    assert lm.loglikelihood([ask("x" * 300, "y")])[0][0] < 0  # longer than the context: cut on the left
+
+
+def test_missing_harness_is_one_line(monkeypatch):
+    """ModuleNotFoundError traceback instead of the command that installs it."""
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    with pytest.raises(UserError, match="pip install lm-eval"):
+        evaluate.run_harness(None, ["gsm8k"], None, None)
+
+
+def test_draft_head_does_not_change_the_harness():
+    """Evaluating through a draft head must give the plain engine's answers."""
+    model, tokenizer = tiny_model(), Letters()
+    fast = eagle_engine(tiny_head(model), trees.chain(3), tokenizer=tokenizer)
+    request = [ask("while True:", {"max_gen_toks": 10})]
+    plain = Engine(model, tokenizer)
+    assert evaluate.harness_class(Base)(fast).generate_until(request) == evaluate.harness_class(Base)(
+        plain
+    ).generate_until(request)

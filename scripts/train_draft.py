@@ -1,0 +1,386 @@
+"""Train a small draft LLM for a target by distillation (DistillSpec, forward KL).
+
+    python -m scripts.train_draft --checkpoint demo --data stdlib --out demo/draft
+    python -m scripts.train_draft --checkpoint MODEL --data sharegpt.jsonl --regenerate 5000 --hidden 512 --out DRAFT
+
+The draft has the target's vocabulary and tokenizer; its tied embedding starts as the leading directions of the target's
+LM head. `--loss kl` teaches it the target's whole law after every token, `--loss ce` the text alone. With --regenerate
+the text is the target's own (the on-policy data of DistillSpec). Data options as in scripts.train_eagle. Interrupted runs
+resume from --work, deterministic by --seed. A draft with a better held-out tau is never replaced (--force does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from checkpoint import load_model, save_hf, write_json
+from drafters import DraftModelDrafter, named_tree
+from engine import Engine
+from model import ModelConfig, Transformer
+from scripts.train_demo import Muon, init_weights, learning_rate, save_state
+from scripts.train_eagle import (
+    Batch,
+    Evaluation,
+    Progress,
+    TokenData,
+    World,
+    WorseHead,
+    load_data,
+    step_batches,
+)
+from tokenizer import load_tokenizer
+from tree import DynamicTree, tree_tables
+
+TOKENIZER_FILES = (
+    "tokenizer.model tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json \
+generation_config.json chat_template.jinja".split()
+)
+SETTINGS = "checkpoint data held_out steps batch accumulate length seed regenerate loss lr".split()
+
+
+# ------------------------------------------------------------------ shared with scripts.train_medusa
+
+
+class DrafterEvaluation(Evaluation):
+    """Held-out tau of any drafter, measured by the real engine on the prompts that heads are measured on."""
+
+    def __init__(
+        self, target: Transformer, stop_ids: tuple[int, ...], held: TokenData, args: argparse.Namespace
+    ):
+        self.target, self.stop_ids, self.held, self.args = target, stop_ids, held, args
+        self.prompts = self._prompts()
+        self.ctx = min(target.rotary.length, max(map(len, self.prompts)) + args.eval_tokens)
+        self.tree = named_tree(args.tree)
+
+    def tables(self):
+        if isinstance(self.tree, DynamicTree):
+            return self.tree
+        return tree_tables([self.tree] * len(self.prompts), self.target.device)
+
+    def tau(self, drafter, temperature: float = 0.0) -> dict:
+        """tau and accepted_by_depth of the engine with `drafter` over the held-out prompts."""
+        engine = Engine(self.target, drafter=drafter, batch_size=len(self.prompts), ctx=self.ctx)
+        results = engine.generate_batch(self.prompts, self._params(temperature)).run()
+        emitted = [len(ids) for r in results for ids in r.tokens_per_step]
+        depths = [sum(e > d for e in emitted) / max(1, len(emitted)) for d in range(1, drafter.D + 1)]
+        return {"tau": sum(emitted) / max(1, len(emitted)), "accepted_by_depth": depths}
+
+    def measure(self, drafter: Callable) -> dict:
+        """Greedy and at T = 1; `drafter()` makes a fresh one."""
+        greedy, sampled = (self.tau(drafter(), t) for t in (0.0, 1.0))
+        return {f"{k}_greedy": v for k, v in greedy.items()} | {f"{k}_t1": v for k, v in sampled.items()}
+
+
+def make_optimizers(module: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for hidden matrices, AdamW for the rest (embeddings, Medusa's own LM heads `{i}.1.weight`, norms, biases)."""
+    named = list(module.named_parameters())
+    wide = [p.dim() != 2 or "embed" in n or n.endswith(".1.weight") for n, p in named]
+    hidden, rest = ([p for (_, p), w in zip(named, wide, strict=True) if w == side] for side in (False, True))
+    adam = torch.optim.AdamW(rest, lr=2e-3 * rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
+    return [Muon(hidden, lr=0.02 * rate), adam]
+
+
+def fit(
+    args: argparse.Namespace,
+    module: nn.Module,
+    loss_of: Callable[[Batch, float], tuple[Tensor, Tensor]],
+    data: TokenData,
+    settings: dict,
+    say: Callable[..., None],
+) -> tuple[list[float], float] | None:
+    """Train `module` in place; loss_of(batch, count) -> (loss, accuracies), sums / count. Returns (loss curve, seconds),
+    or None after --pause-at. State is kept in --work/train_state.pt; ValueError if it belongs to another run."""
+    state_path, first, seconds, curve = Path(args.work) / "train_state.pt", 0, 0.0, []
+    optims, world = make_optimizers(module, args.lr), World(0, 1, next(module.parameters()).device)
+    if state_path.exists():
+        state = torch.load(state_path, weights_only=True, map_location=world.device)
+        if wrong := [k for k, v in settings.items() if state["settings"].get(k) != v]:
+            raise ValueError(
+                f"{state_path} is from a run with another --{wrong[0].replace('_', '-')} "
+                f"({state['settings'].get(wrong[0])!r}); delete it, match it, or give another --work."
+            )
+        module.load_state_dict(state["module"])
+        for optim, saved in zip(optims, state["optims"], strict=True):
+            optim.load_state_dict(saved)
+        first, seconds, curve = state["step"], state["seconds"], state["curve"]
+        say(f"resumed at step {first}")
+    run = Progress(args.steps, first, seconds, say)
+    for step in range(first, args.steps):
+        batches, count = step_batches(data, step, world, args)
+        total, hits, tokens = 0.0, 0.0, 0
+        for batch in batches:
+            loss, accuracy = loss_of(batch, max(1.0, count))
+            loss.backward()
+            total, hits = total + float(loss.detach()), hits + accuracy.detach()
+            tokens += batch.tokens.numel()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=False)
+        for optim in optims:
+            for group in optim.param_groups:
+                group.setdefault("peak", group["lr"])
+                group["lr"] = group["peak"] * learning_rate(step, args.steps)
+            optim.step()
+            optim.zero_grad(set_to_none=True)
+        curve.append(total)
+        run.report(step, total, hits.tolist(), tokens)
+        done = step + 1
+        if done % args.save_every == 0 or done in (args.steps, args.pause_at):
+            save_state(state_path, module=module.state_dict(), optims=[o.state_dict() for o in optims], step=done,
+                       settings=settings, seconds=run.seconds(), curve=curve)  # fmt: skip
+        if done == args.pause_at:
+            say(f"\npaused at step {done}; the same command without --pause-at goes on")
+            return None
+    say("")
+    return curve, run.seconds()
+
+
+def open_target(
+    args: argparse.Namespace,
+) -> tuple[Transformer, TokenData, TokenData, DrafterEvaluation, Callable]:
+    """(target, training data, held-out data, evaluation, say) of a run; its --work directory is made."""
+
+    def say(*parts, **how) -> None:
+        print(*parts, file=sys.stderr, flush=True, **how)
+
+    Path(args.work).mkdir(parents=True, exist_ok=True)
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    target = load_model(args.checkpoint, device, torch.float32 if device == "cpu" else None)
+    tokenizer = load_tokenizer(args.checkpoint, target.config.vocab_size)
+    if tokenizer is not None and args.chat_template:
+        tokenizer.use_template(args.chat_template)
+    if args.length > target.rotary.length:
+        raise ValueError(f"--length {args.length}: the target has {target.rotary.length} positions.")
+    data, held = load_data(args, target, tokenizer)
+    stops = tuple(tokenizer.eos_ids) if tokenizer is not None else target.config.eos_token_ids
+    return target, data, held, DrafterEvaluation(target, stops, held, args), say
+
+
+def output_weight(target: Transformer) -> Tensor:
+    """The LM head's rows [V, H] in float32, also of a tied or quantized one."""
+    head = target.lm_head if target.lm_head is not None else target.embed_tokens
+    return head.dequantize(torch.float32) if hasattr(head, "dequantize") else head.weight.float()
+
+
+def refuse_if_worse(old: dict | None, new: dict, args: argparse.Namespace) -> None:
+    """WorseHead if what lies at --out has the better held-out tau."""
+    if old is not None and old["tau"] > new["tau_greedy"]:
+        raise WorseHead(
+            f"what is at {args.out} is better (held-out tau {old['tau']:.3f}, the new one {new['tau_greedy']:.3f}); kept "
+            "it. Run the same command with --force to replace it."
+        )
+
+
+def describe(
+    args: argparse.Namespace, target: Transformer, module: nn.Module, data: TokenData, held: TokenData
+) -> dict:
+    """What CARD.json of any trained drafter says."""
+    c = target.config
+    return {
+        "target": {"layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "vocab_size": c.vocab_size},
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "data": args.data if args.data == "stdlib" else Path(args.data).name,
+        "regenerated": args.regenerate,
+        "training_tokens": int(data.mask.sum()),
+        "held_out_tokens": int(held.mask.sum()),
+        "steps": args.steps,
+        "rows_per_step": args.batch * args.accumulate,
+        "length": args.length,
+        "loss": args.loss,
+        "lr": args.lr,
+        "seed": args.seed,
+        "device": f"{target.device.type}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "tree": args.tree,
+        "eval_prompts": args.eval_prompts,
+        "eval_tokens": args.eval_tokens,
+    }
+
+
+def common_parser(doc: str) -> argparse.ArgumentParser:
+    """The options that training any of these drafters has; those of data as in scripts.train_eagle."""
+    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = p.add_argument
+    add("--checkpoint", required=True, help="the target")
+    add("--data", required=True, help="JSON/JSONL, text file, directory, `stdlib`, or tokenised .npz")
+    add("--held-out", help="the same kinds (default: the last 5 %% of --data)")
+    add("--out", required=True, help="folder to write")
+    add("--work", help="tokenised data and training state (default: runs/NAME of --out)")
+    add("--steps", type=int, default=600)
+    add("--batch", type=int, default=8, help="sequences of a micro-batch")
+    add("--accumulate", type=int, default=1, help="micro-batches per optimiser step")
+    add("--length", type=int, default=256, help="tokens of a training window")
+    add("--lr", type=float, default=1.0, help="factor on the learning rates")
+    add("--loss", choices=("kl", "ce"), default="kl", help="learn the target's law, or the text")
+    add("--regenerate", type=int, default=0, metavar="N", help="train on N texts by the target itself")
+    add("--regenerate-tokens", type=int, default=256)
+    add("--regenerate-temperature", type=float, default=1.0)
+    add("--prompt-length", type=int, default=64, help="tokens of a plain-text prompt")
+    add("--chat-template")
+    add("--eval-prompts", type=int, default=8)
+    add("--eval-tokens", type=int, default=96, help="new tokens per prompt")
+    add("--tree", default="paper25", help="of the measurements")
+    add("--save-every", type=int, default=100)
+    add("--pause-at", type=int, help="stop after this step; the same command goes on from there")
+    add("--seed", type=int, default=0)
+    add("--device", default="auto", help="auto, cpu, cuda")
+    add("--threads", type=int, default=0, help="CPU threads (0 = torch's default)")
+    add("--force", action="store_true", help="replace what is at --out, better or not")
+    add("--debug", action="store_true", help="tracebacks")
+    return p
+
+
+def checked(p: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Parsed options; a usage error for numbers out of range."""
+    args = p.parse_args(argv)
+    for name, value in vars(args).items():
+        least = {"regenerate": 0, "threads": 0, "seed": -(2**31), "length": 8, "eval_tokens": 2}.get(name, 1)
+        if isinstance(value, int) and not isinstance(value, bool) and value < least:
+            p.error(f"--{name.replace('_', '-')} is {value}; allowed: at least {least}")
+    args.work = args.work or f"runs/{Path(args.out).name}"
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return args
+
+
+def run(train: Callable, args: argparse.Namespace) -> int:
+    """`train(args)`; one line and an exit code for what the user can mend."""
+    try:
+        train(args)
+    except ValueError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, WorseHead) else 2
+    return 0
+
+
+# ------------------------------------------------------------------ the draft LLM
+
+
+def draft_config(target: ModelConfig, args: argparse.Namespace) -> ModelConfig:
+    """A LLaMA of the target's vocabulary with tied embeddings; ValueError for sizes that do not divide."""
+    heads = args.heads or max(1, args.hidden // 64)
+    if args.hidden % heads or (args.hidden // heads) % 2:
+        raise ValueError(
+            f"--hidden {args.hidden} over {heads} heads must give an even head size; change --heads."
+        )
+    return ModelConfig(
+        model_type="llama",
+        hidden_size=args.hidden,
+        intermediate_size=args.intermediate or 3 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
+        head_dim=args.hidden // heads,
+        vocab_size=target.vocab_size,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=target.rms_norm_eps,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        bos_token_id=target.bos_token_id,
+        eos_token_ids=target.eos_token_ids,
+    )
+
+
+def new_draft(target: Transformer, args: argparse.Namespace) -> Transformer:
+    """An untrained draft on the target's device. Its embedding is the target's LM head in its leading directions: the
+    tokens' neighbourhoods need not be learned again."""
+    torch.manual_seed(args.seed)
+    draft = Transformer(draft_config(target.config, args))
+    init_weights(draft, torch.Generator().manual_seed(args.seed))
+    if args.hidden <= target.config.hidden_size:
+        left, sizes, _ = torch.svd_lowrank(output_weight(target).cpu(), args.hidden, niter=4)
+        draft.embed_tokens.weight.data.copy_(left * sizes)
+    draft.rotary.build(target.device)
+    return draft.to(target.device)
+
+
+def distillation_loss(
+    draft: Transformer, target: Transformer, batch: Batch, count: float, kind: str
+) -> tuple[Tensor, Tensor]:
+    """(loss, agreement of the argmaxes [1]) over the rows whose next token counts, divided by `count`.
+
+    kl: KL(target || draft) of the whole law, DistillSpec's forward KL; ce: cross-entropy of the text. In float32."""
+    tokens, keep = batch.tokens, batch.mask[:, 1:]
+    with torch.no_grad():
+        truth = target.logits(target.forward_train(tokens[:, :-1])[0][keep]).float()
+    logits = draft.logits(draft.forward_train(tokens[:, :-1])[0][keep])
+    if kind == "kl":
+        laws = logits.log_softmax(-1), truth.log_softmax(-1)
+        loss = F.kl_div(*laws, reduction="sum", log_target=True)
+    else:
+        loss = F.cross_entropy(logits, tokens[:, 1:][keep], reduction="sum")
+    return loss / count, (logits.argmax(-1) == truth.argmax(-1)).sum()[None] / count
+
+
+def write_draft(draft: Transformer, directory: Path, source: str | Path) -> None:
+    """A model directory in bfloat16 with the target's tokenizer files."""
+    save_hf(copy.deepcopy(draft).to(torch.bfloat16), directory)
+    for name in TOKENIZER_FILES:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, directory / name)
+
+
+def train(args: argparse.Namespace) -> dict:
+    """Train, measure what is written, publish. Returns what CARD.json holds and the loss curve."""
+    target, data, held, evaluation, say = open_target(args)
+    draft, B = new_draft(target, args), len(evaluation.prompts)
+
+    def drafter(directory: Path) -> DraftModelDrafter:
+        model = load_model(directory, target.device, target.dtype)
+        return DraftModelDrafter(
+            target, model, evaluation.tables(), B, evaluation.ctx + evaluation.tree.N + 1
+        )
+
+    out = Path(args.out)
+    old = None
+    if (out / "config.json").exists() and not args.force:
+        old = evaluation.tau(drafter(out))
+    size = sum(p.numel() for p in draft.parameters())
+    say(f"draft model of {size / 1e6:.2f} M parameters; {int(data.mask.sum()):,} training tokens")
+    settings = {
+        name: getattr(args, name) for name in (*SETTINGS, "layers", "hidden", "intermediate", "heads")
+    }
+    trained = fit(args, draft, lambda batch, count: distillation_loss(draft, target, batch, count, args.loss), data,
+                  settings, say)  # fmt: skip
+    if trained is None:
+        return {"step": args.pause_at}
+    curve, seconds = trained
+    draft.eval().requires_grad_(False)
+    write_draft(draft, Path(args.work) / "export", args.checkpoint)
+    card = describe(args, target, draft, data, held) | {"format": "draft LLM (Hugging Face layout)"}
+    card |= {"minutes": round(seconds / 60, 1), "last_loss": float(np.mean(curve[-50:]))}
+    card |= evaluation.measure(lambda: drafter(Path(args.work) / "export"))
+    say(f"held-out tau {card['tau_greedy']:.2f}, at T = 1 {card['tau_t1']:.2f} (tree {args.tree})")
+    refuse_if_worse(old, card, args)
+    write_draft(draft, out, args.checkpoint)
+    write_json(out / "CARD.json", card)
+    say(f"wrote {out}")
+    return card | {"loss_curve": curve}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = common_parser(__doc__)
+    p.add_argument("--layers", type=int, default=2)
+    p.add_argument("--hidden", type=int, default=128)
+    p.add_argument("--intermediate", type=int, help="default: 3 x --hidden")
+    p.add_argument("--heads", type=int, help="default: --hidden / 64")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run(train, checked(parser(), argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -39,8 +39,10 @@ import torch
 from torch import Tensor, nn
 
 import checkpoint
+import kernels
 import quantize
 from checkpoint import EagleConfig
+from drafters import MEDUSA_FILES, check_vocabulary
 from eagle_draft import EagleHead, Request
 from engine import Engine, decode_step
 from generate import (
@@ -53,13 +55,14 @@ from generate import (
     build_head,
     describe_device,
     draft_vocabulary,
+    drafter_kind,
     load,
     measure_copy_bandwidth,
     size,
 )
 from model import ModelConfig, RopeConfig, Transformer
 from sampling import SamplingParams
-from tokenizer import BUILTIN_SYSTEM, LLAMA2_SYSTEM, PAPER_SUFFIX
+from tokenizer import BUILTIN_SYSTEM, LLAMA2_SYSTEM, PAPER_SUFFIX, load_tokenizer
 
 SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE = "same tokens", "same distribution", "other engine"
 LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)
@@ -346,21 +349,21 @@ def arm_options(name: str, given: dict[str, str], directory: Path | None) -> tup
 
 
 def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple[str, dict[str, str]]]:
-    """Plain decoding and every drafter that lies in the checkpoint's folder, static tree and dynamic."""
-    known = {f.name for f in fields(LoadOptions)}
+    """Plain decoding, n-grams, and every drafter that lies in a folder of the checkpoint; heads with two trees."""
     arms: list[tuple[str, dict[str, str]]] = [("plain", {})]
-    found: list[tuple[str, dict[str, str]]] = []
+    others = [("n-gram", {"drafter": "ngram", "tree": "chain:15" if cuda else "chain:7"})]
     for folder in sorted(p for p in directory.iterdir() if p.is_dir()):
-        if any(folder.glob("medusa*")) and "medusa" in known:
-            found.append(("medusa", {"medusa": folder.name}))
+        if medusa := [folder / name for name in MEDUSA_FILES if (folder / name).is_file()]:
+            heads = len({name.split(".")[0] for name in checkpoint.read_entries(medusa[:1])})
+            tree = "paper25" if heads >= 5 else f"chain:{heads}"
+            others.append((folder.name, {"medusa": folder.name, "tree": tree}))
         elif _is(checkpoint.read_eagle, folder, config):
+            dynamic = DYNAMIC_GPU if cuda else DYNAMIC
             arms.append((f"{folder.name} paper25", {"eagle": folder.name, "tree": "paper25"}))
-            arms.append(
-                (f"{folder.name} dynamic", {"eagle": folder.name, "tree": DYNAMIC_GPU if cuda else DYNAMIC})
-            )
-        elif _is(checkpoint.load_config, folder) and "draft_checkpoint" in known:
-            found.append(("draft LLM", {"draft_checkpoint": folder.name}))
-    return arms + found
+            arms.append((f"{folder.name} dynamic", {"eagle": folder.name, "tree": dynamic}))
+        elif _is(checkpoint.load_config, folder):
+            others.append((f"{folder.name} LLM", {"draft_checkpoint": folder.name, "tree": "chain:4"}))
+    return arms + others
 
 
 def _is(reader: Callable, *arguments: Any) -> bool:
@@ -374,17 +377,25 @@ def _is(reader: Callable, *arguments: Any) -> bool:
 def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     """An Engine for the arm's options on the weights, tokenizer and backend of `base`: nothing is loaded twice."""
     opts = replace(base.options, ctx=ctx, **options)
-    head = drafter = None
-    if opts.eagle:
+    model, config, head = base.model, base.model.config, None
+    kind = drafter_kind(opts)
+    if kind == "eagle":
         version = opts.eagle.removeprefix("random:")
         if version != opts.eagle:
-            head = random_head(base.model, int(version), getattr(base.model, "quant", None))
+            head = random_head(model, int(version), getattr(model, "quant", None))
         else:
             pairs = dict(item.split("=", 1) for item in opts.eagle_config)
-            file = checkpoint.read_eagle(opts.eagle, base.model.config, pairs)
-            head = build_head(file, base.model, draft_vocabulary(opts, base.model.config, base.tokenizer))
-        drafter = build_drafter(base.model, head, opts)
-    engine = Engine(base.model, base.tokenizer, drafter, 1, ctx, opts.compile, base.backend)
+            file = checkpoint.read_eagle(opts.eagle, config, pairs)
+            head = build_head(file, model, draft_vocabulary(opts, config, base.tokenizer))
+    if kind == "draft":
+        small = checkpoint.load_config(opts.draft_checkpoint)
+        theirs = load_tokenizer(opts.draft_checkpoint, small.vocab_size)
+        check_vocabulary(config, small, (base.tokenizer, theirs))
+    with base.backend.active():  # as in generate.load: packed for one backend, before anything is traced
+        if head:
+            quantize.pack_(head, model.dtype)
+        drafter = build_drafter(model, head, opts) if kind else None
+    engine = Engine(model, base.tokenizer, drafter, 1, ctx, opts.compile, base.backend)
     engine.options, engine.head = opts, head
     return engine
 
@@ -446,10 +457,12 @@ def random_engine(
             part.to_empty(device=target)
             _fill(part, generator)
     model.rotary.build(target, config.max_positions)
+    backend = kernels.KernelBackend(options.get("kernels", "auto"), target.type)
     if spec:
         model.quant = quant
-        quantize.pack_(model, DTYPES[dtype])
-    engine = Engine(model, None, None, 1, 64)
+        with backend.active():
+            quantize.pack_(model, DTYPES[dtype])
+    engine = Engine(model, None, None, 1, 64, backend=backend)
     engine.options = LoadOptions(checkpoint=name, device=target.type, dtype=dtype, **options)
     return engine
 
@@ -467,7 +480,6 @@ def random_head(model: Transformer, version: int, quant: str | None = None) -> E
     _fill(head, torch.Generator(model.device).manual_seed(version))
     if quant:
         quantize.quantize_(head, quantize.QuantSpec(quant))
-        quantize.pack_(head, model.dtype)
     head.rotary.build(model.device, model.rotary.length)
     head.trim()
     return head

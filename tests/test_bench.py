@@ -17,6 +17,7 @@ from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
 
 import tree as trees
 from checkpoint import save_eagle, save_hf
+from drafters import MedusaHeads, save_medusa
 from engine import Engine
 from generate import UserError
 from sampling import SamplingParams
@@ -597,13 +598,15 @@ def test_lines_survive_an_interruption(tmp_path):
 
 @pytest.fixture(scope="module")
 def tiny_directory(tmp_path_factory):
-    """A checkpoint without tokenizer and an EAGLE head in a folder of its own, like demo/."""
+    """A checkpoint without tokenizer, and in folders of their own an EAGLE head, a draft LLM, Medusa heads."""
     directory = tmp_path_factory.mktemp("tiny")
     model = tiny_model(torch.float32)
     save_hf(model, directory)
     head = tiny_head(model)
     tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("rotary") and n != "draft_ids"}
     save_eagle(head.config, tensors, directory / "eagle1")
+    save_hf(tiny_model(torch.float32, seed=3, layers=1), directory / "draft")
+    save_medusa(MedusaHeads(model, 2), directory / "medusa")
     (directory / "notes").mkdir()
     return directory
 
@@ -624,9 +627,11 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
     assert [r["arm"] for r in summary["rows"]] == ["plain", "chain"] and "| random" in page
     assert bench.main([*flags, "--json", str(out), "--csv", str(table)]) == 0
     page = capsys.readouterr().out
-    assert "eagle1 paper25" in page and "eagle1 dynamic" in page and "break-even" in page
+    assert "break-even" in page
     runs, summary = bench.read_lines(out)
-    assert len(runs) == 3 * 2 * 2 * 2 and table.exists()
+    arms = ["plain", "eagle1 paper25", "eagle1 dynamic", "n-gram", "draft LLM", "medusa"]
+    assert [r["arm"] for r in summary["rows"]] == arms * 2
+    assert len(runs) == 6 * 2 * 2 * 2 and table.exists()
     assert str(tiny_directory) not in out.read_text().replace(tiny_directory.name, "")
     for run in runs:
         assert (
@@ -647,7 +652,7 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
 
 def test_command_rows(tiny_directory, capsys):
     """llama-bench rows: wrong names accepted, warm-up in the mean, depth ignored."""
-    flags = f"--checkpoint {tiny_directory} -q --reps 2 --rows pp8 tg4 tg4@d8 --json -".split()
+    flags = f"--checkpoint {tiny_directory} -q --reps 2 --rows pp8,tg4,tg4@d8 --json -".split()
     assert bench.main(flags) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["llama_bench"]
     assert [r["test"] for r in rows] == ["pp8", "tg4", "tg4 @ d8"]

@@ -14,9 +14,11 @@ The text goes to stdout, the report to stderr. Exit codes: 2 usage, 3 bad file, 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -235,6 +237,8 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
         raise
     except ValueError as error:
         raise UserError(str(error), BAD_FILE) from error
+    if opts.tree == "auto":
+        opts = replace(opts, tree=find_tuned_tree(opts, config, head_file, device))
     if opts.dtype is None:  # half precision is slow on CPUs without native support for it
         opts = replace(opts, dtype="float32" if device.type == "cpu" else config.dtype)
     if opts.ctx is None:
@@ -268,6 +272,34 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
             f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens."
         )
     return engine
+
+
+def tuned_tree_path(
+    opts: LoadOptions, config: ModelConfig, head: checkpoint.EagleFile, device: torch.device
+) -> Path:
+    """Where the tree tuned for this (device, model config, head, quantization) lies, whether or not it is there:
+    `python -m scripts.tune_tree` writes it, `--tree auto` reads it. In $EAGLET_CACHE, or else in ~/.cache/eaglet."""
+    file = Path(opts.checkpoint) / "config.json"
+    raw = checkpoint.read_json(file) if file.exists() else {}
+    quant = json.dumps([raw.get(key) for key in ("eaglet_quant", "quantization_config")], sort_keys=True)
+    digest = hashlib.sha256(repr((config, head.config, quant, opts.draft_vocab)).encode())
+    for name, tensor in sorted(head.tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.flatten()[:64].tolist()}".encode())
+    machine = re.sub(r"[^A-Za-z0-9]+", "-", describe_device(device)).strip("-")
+    cache = Path(os.environ.get("EAGLET_CACHE") or Path.home() / ".cache" / "eaglet")
+    return cache / "trees" / f"{machine}-{digest.hexdigest()[:16]}.json"
+
+
+def find_tuned_tree(opts: LoadOptions, config: ModelConfig, head, device: torch.device) -> str:
+    """The file that `--tree auto` stands for; UserError naming the command that makes it."""
+    if head is None:
+        raise UserError("--tree auto looks up the tree tuned for a draft head; it needs --eagle HEAD.", USAGE)
+    path = tuned_tree_path(opts, config, head, device)
+    if not path.exists():
+        command = f"python -m scripts.tune_tree --checkpoint {opts.checkpoint} --eagle {opts.eagle}"
+        where = f"this model, head and device ({describe_device(device)})"
+        raise UserError(f"--tree auto: no tree was tuned for {where}. Run: {command}", USAGE)
+    return str(path)
 
 
 def _quantized_bytes(directory: Path) -> int:
@@ -633,7 +665,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--tree",
         default="paper25",
-        help="paper25 | chain:K | dynamic:N,DEPTH,TOPK | FILE.json | medusa:vicuna_7b_stage2 | medusa:mc_sim_7b_63",
+        help="auto (tuned by scripts.tune_tree) | paper25 | chain:K | dynamic:N,DEPTH,TOPK | FILE.json | "
+        "medusa:vicuna_7b_stage2 | medusa:mc_sim_7b_63",
     )
     add(
         "--draft-vocab",

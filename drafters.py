@@ -141,8 +141,8 @@ class WithNGrams:
             self.drafter.observe(choice[:, : self.drafter.N])
 
 
-class RootDrafter:
-    """Drafts nothing: what n-grams alone are grafted onto."""
+class CachelessDrafter:
+    """What drafters without a cache of the text share. This one drafts nothing: n-grams alone are grafted onto it."""
 
     N, D, taps, multi_round = 1, 0, (), ""
 
@@ -150,6 +150,7 @@ class RootDrafter:
         self.feature_size = model.config.hidden_size
 
     def bytes_per_step(self, model: Transformer) -> float:
+        """Weight bytes one draft reads."""
         return 0.0
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
@@ -167,11 +168,11 @@ class NGramDrafter(WithNGrams):
             raise ValueError(
                 f"n-gram tree: N is {N} and D is {D}; allowed: 2 to {trees.MAX_NODES}, 1 to {trees.MAX_DEPTH}."
             )
-        super().__init__(RootDrafter(model), N - 1)
+        super().__init__(CachelessDrafter(model), N - 1)
         self.D = D
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(CachelessDrafter):
     """Lookahead decoding: Jacobi iteration on a window makes n-grams, a pool keeps them, a tree verifies them.
 
     The window holds size - 1 levels of `window` tokens: level l of column i is a guess at the token 1 + i + l behind
@@ -180,8 +181,6 @@ class LookaheadDrafter:
     level complete one n-gram per column and become the last level, the others move down (`observe`). The pool holds per
     first token the `guesses` latest n-grams, least recently found out first. At T > 0 windows choose with the noise
     of their own positions. Source: eagle.md 10.3; the pool takes no n-grams from the prompt (WithNGrams does that)."""
-
-    taps, multi_round = (), ""
 
     @staticmethod
     def shape(size: int = 5, window: int = 7, guesses: int = 7) -> tuple[int, int]:
@@ -196,7 +195,7 @@ class LookaheadDrafter:
                 f"lookahead: size {size}, window {W}, guesses {G}; needs size >= 2, others >= 1, window + size <= "
                 f"{trees.MAX_DEPTH + 2}, 1 + (size - 1) (window + guesses) <= {trees.MAX_NODES}."
             )
-        self.feature_size = model.config.hidden_size
+        super().__init__(model)
         with torch.device(model.device):
             self.window = torch.zeros(batch_size, L, W, dtype=torch.int64)
             self.pool = torch.full((batch_size, model.config.vocab_size, G, L), -1, dtype=torch.int32)
@@ -206,9 +205,6 @@ class LookaheadDrafter:
             own = (column == column[:, None]) & (level <= level[:, None])
             self.sees = F.pad(history | own, (1 + self.tree_nodes, 0))
             self.sees[:, 0] = True
-
-    def bytes_per_step(self, model: Transformer) -> float:
-        return 0.0
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
         """A new request: nothing is known. (The caches' prefix may be reused, so this may not look at the chunk.)"""
@@ -396,20 +392,18 @@ def save_medusa(heads: MedusaHeads, directory: str | Path, dtype: torch.dtype = 
     write_safetensors(directory / MEDUSA_FILES[0], tensors)
 
 
-class MedusaDrafter:
+class MedusaDrafter(CachelessDrafter):
     """Medusa: head d - 1 drafts all tokens at depth d at once from the last committed hidden state; the token of rank r
     there is its r-th best whatever the parent is. With shared noise the ranks see the target's noise of that position."""
 
-    taps, multi_round = (), ""
-
     def __init__(self, heads: MedusaHeads, tree: trees.TreeTables, shared_noise: bool = True):
         if isinstance(tree, trees.DynamicTree):
-            raise ValueError("Medusa heads draft static trees; use --tree medusa:vicuna_7b_stage2, for one.")
+            raise ValueError("Medusa heads draft static trees, like --tree medusa:vicuna_7b_stage2.")
         if tree.D > len(heads):
             raise ValueError(f"the tree is {tree.D} deep, but there are {len(heads)} Medusa heads; use --tree chain:"
                              f"{len(heads)} or another tree of that depth.")  # fmt: skip
-        self.heads, self.tree, self.shared_noise = heads, tree, shared_noise
-        self.N, self.D, self.feature_size = tree.N, tree.D, heads.target.config.hidden_size
+        super().__init__(heads.target)
+        self.heads, self.tree, self.shared_noise, self.N, self.D = heads, tree, shared_noise, tree.N, tree.D
 
     def bytes_per_step(self, model: Transformer) -> float:
         """Weight bytes one draft reads: the heads used, and the target's LM head if they share it."""
@@ -418,9 +412,6 @@ class MedusaDrafter:
             weight_bytes(model.lm_head) if model.lm_head is not None else model.embed_tokens.weight.nbytes
         )
         return used + (0.0 if self.heads.own_lm_head else shared)
-
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        pass
 
     def draft(self, request: Request) -> Draft:
         t, K = self.tree, max(self.tree.max_children, 1)

@@ -10,6 +10,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from test_engine import Indexing, OneDevice, on_fake_gpu
 from tiny import CTX, DRAFT_VOCAB, PROMPT, TREES, PieceTokenizer, V, geometry, tables, tiny_head, tiny_model
 
 import drafters
@@ -32,7 +33,7 @@ from drafters import (
     save_medusa,
 )
 from eagle_draft import Draft, EagleDrafter
-from engine import Engine, decode_step
+from engine import DecodeState, Engine, decode_step
 from sampling import SamplingParams
 from scripts import train_draft, train_medusa
 from scripts.train_eagle import TokenData, WorseHead
@@ -199,6 +200,30 @@ def test_step_is_one_graph_and_never_recompiles(kind):
             changes = {"temperature": 1.0 + warmer} if sampled else {}
             params = SamplingParams(**(sampled | changes), seed=seed, stop_ids=(7,), max_new_tokens=9)
             assert steps_of(engine, prompt, params) == steps_of(eager, prompt, params)
+
+
+@pytest.mark.parametrize(
+    "kind", ("ngram", "lookahead", "draft model", "dynamic draft model", "medusa", "eagle and n-grams")
+)
+def test_step_never_leaves_the_device(kind):
+    """A hidden host read or copy in a drafter: it would stall the GPU and forbid capture. On fake cuda tensors."""
+    model, small = (tiny_model(torch.float32, layers=1) for _ in range(2))
+    built = trees.DynamicTree(12, 3, 4) if "dynamic" in kind else tables(SHALLOW, 2)
+    head, heads, slots = tiny_head(model, 1), medusa_heads(model, 3), CTX + built.N + 8
+    with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
+        for module in (model, small, head, heads):
+            on_fake_gpu(module)
+        shape = on_fake_gpu(built)
+        drafter = {
+            "ngram": lambda: NGramDrafter(model, 9, 4),
+            "lookahead": lambda: LookaheadDrafter(model, 2, 4, 3, 3),
+            "medusa": lambda: MedusaDrafter(heads, shape),
+            "eagle and n-grams": lambda: WithNGrams(EagleDrafter(head, shape, 2, slots), 7),
+        }.get(kind, lambda: DraftModelDrafter(model, small, shape, 2, slots))()
+        state = DecodeState(model, drafter, 2, CTX)
+        with OneDevice(), torch.inference_mode():
+            out = decode_step(model, drafter, state, SamplingParams(temperature=1.0, top_p=0.9).mode)
+        assert out.emitted.shape == (2, drafter.D + 1) and out.emitted.device.type == "cuda"
 
 
 # ------------------------------------------------------------------ n-grams

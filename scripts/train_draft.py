@@ -300,7 +300,8 @@ def new_draft(target: Transformer, args: argparse.Namespace) -> Transformer:
     init_weights(draft, torch.Generator().manual_seed(args.seed))
     if args.hidden <= target.config.hidden_size:
         left, sizes, _ = torch.svd_lowrank(output_weight(target).cpu(), args.hidden, niter=4)
-        draft.embed_tokens.weight.data.copy_(left * sizes)
+        rows = left * sizes
+        draft.embed_tokens.weight.data.copy_(rows / rows.norm(dim=1).mean())  # first logits spread by about 1
     draft.rotary.build(target.device)
     return draft.to(target.device)
 

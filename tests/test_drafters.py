@@ -14,9 +14,10 @@ from test_engine import Indexing, OneDevice, on_fake_gpu
 from tiny import CTX, DRAFT_VOCAB, PROMPT, TREES, PieceTokenizer, V, geometry, tables, tiny_head, tiny_model
 
 import drafters
+import generate
 import sampling
 import tree as trees
-from checkpoint import save_hf
+from checkpoint import load_model, save_hf
 from drafters import (
     DraftModelDrafter,
     LookaheadDrafter,
@@ -34,6 +35,7 @@ from drafters import (
 )
 from eagle_draft import Draft, EagleDrafter
 from engine import DecodeState, Engine, decode_step
+from generate import load
 from sampling import SamplingParams
 from scripts import train_draft, train_medusa
 from scripts.train_eagle import TokenData, WorseHead
@@ -730,3 +732,45 @@ def test_resume_is_exact_and_worse_ones_are_refused(script, files, tmp_path):
     assert trained(script, files, tmp_path / "b", steps=6)["loss_curve"] == whole["loss_curve"]
     with pytest.raises(WorseHead, match="kept it"):
         train_draft.refuse_if_worse({"tau": 2.0}, {"tau_greedy": 1.5}, argparse.Namespace(out="x"))
+
+
+# ------------------------------------------------------------------ the loader
+
+
+def test_every_drafter_loads_and_decodes_the_same(files, tmp_path):
+    """A drafter that the loader builds with the wrong tree, slots, dtype or cache: same tokens, and the memory plan and
+    report know it. A draft model with another vocabulary is refused before its weights are read."""
+    model = load_model(files / "target")
+    save_hf(tiny_model(torch.float32, layers=1), tmp_path / "draft")
+    save_hf(tiny_model(torch.float32, layers=1, vocab=98), tmp_path / "other")
+    save_medusa(medusa_heads(model, 5), tmp_path / "medusa")
+    params, kinds = SamplingParams(temperature=1.5, max_new_tokens=20), {
+        "ngram": dict(drafter="ngram", tree="chain:6"),
+        "lookahead": dict(drafter="lookahead", ngram_nodes=4),
+        "draft": dict(draft_checkpoint=str(tmp_path / "draft"), tree="dynamic:20,4,4", ngram_nodes=8),
+        "medusa": dict(medusa=str(tmp_path / "medusa"), tree="medusa:mc_sim_7b_63"),
+    }  # fmt: skip
+    expected = load(files / "target", dtype="float64").generate(PROMPT, params).run()[0].token_ids
+    for kind, options in kinds.items():
+        engine = load(files / "target", dtype="float64", **options)
+        assert engine.generate(PROMPT, params).run()[0].token_ids == expected
+        assert generate.drafter_kind(engine.options) == kind
+        assert generate.tree_shape(engine.options) == (engine.drafter.N, engine.drafter.D)
+        assert (engine.plan.head > 0) == (kind in ("draft", "medusa"))
+    with pytest.raises(generate.UserError, match="98 tokens"):
+        load(files / "target", draft_checkpoint=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(drafter="medusa"), "needs --medusa"),
+    (dict(eagle="a", medusa="b"), "does not go with"),
+    (dict(drafter="ngram", draft_checkpoint="a"), "does not go with the drafter ngram"),
+    (dict(drafter="ngram", verify="multi-round"), "ngram has none"),
+    (dict(drafter="oracle"), "allowed: eagle, ngram"),
+    (dict(ngram_nodes=3), "another drafter"),
+])  # fmt: skip
+def test_options_that_disagree_are_refused(options, message):
+    """A flag that is silently ignored: the wrong drafter measured."""
+    with pytest.raises(generate.UserError, match=message) as error:
+        generate.drafter_kind(generate.LoadOptions(**options))
+    assert error.value.code == generate.USAGE

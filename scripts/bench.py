@@ -684,8 +684,9 @@ class Bench:
     margins: dict[tuple, float] = field(default_factory=dict)
 
     def warm_up(self) -> list[dict[str, Any]]:
-        """Per arm and temperature: the first prompt until two runs agree within 1 %, at most `warmup_runs` times."""
-        s, notes = self.settings, []
+        """Per arm and temperature: the first prompt until two runs agree within 1 %, at most `warmup_runs` times, and
+        once only when a third of `max_seconds` is gone."""
+        s, notes, began = self.settings, [], time.perf_counter()
         first, longest = self._extremes()
         for i, (arm, T) in enumerate((a, t) for a in self.arms for t in s.temperatures):
             self.progress(
@@ -699,6 +700,8 @@ class Bench:
                 seconds = sample.ttft_seconds + sample.decode_seconds
                 rates.append(len(sample.token_ids) / seconds)
                 if len(rates) > 1 and abs(rates[-1] / rates[-2] - 1) <= 0.01:
+                    break
+                if s.max_seconds and time.perf_counter() - began > s.max_seconds / 3:
                     break
             agreed = len(rates) > 1 and abs(rates[-1] / rates[-2] - 1) <= 0.01
             notes.append({"arm": arm.name, "temperature": T, "tokens_per_second": rates, "agreed": agreed})

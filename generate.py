@@ -49,10 +49,9 @@ from sampling import SamplingParams
 from tokenizer import load_tokenizer
 
 DEMO = Path(__file__).resolve().parent / "demo"
-DEMO_PROMPT = '''class Stack:
-    """A last-in, first-out stack."""
-
-    def __init__(self, items=None):
+DEMO_PROMPT = '''def read_file(filename):
+    """Return the contents of a file."""
+    with open(filename) as f:
 '''
 DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
 USAGE, BAD_FILE, MEMORY, INTERNAL, INTERRUPTED = 2, 3, 4, 5, 130
@@ -438,7 +437,7 @@ def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, resu
 
 def measure_copy_bandwidth(device: torch.device) -> float:
     """Bytes per second (read + write) of a large copy: the ceiling that the report's shares refer to."""
-    count = (1 << 28) if device.type == "cuda" else (1 << 26)
+    count = (1 << 28) if device.type == "cuda" else (1 << 24)
     source = torch.zeros(count, dtype=torch.float32, device=device)
     target, best = torch.empty_like(source), 0.0
     for _ in range(5):
@@ -509,6 +508,7 @@ class Report:
     def __init__(self, quiet: bool):
         self.quiet = quiet
         self.live = sys.stderr.isatty() and not quiet
+        self.bandwidth = 0.0
 
     def line(self, text: str = "") -> None:
         if not self.quiet:
@@ -545,10 +545,12 @@ class Report:
         if engine.compiled:
             self.line("compile the first steps compile; later prompts, lengths and sampling values do not")
 
-    def tail(
-        self, engine: Engine, results: list[GenerationResult], params: SamplingParams, bandwidth: float
-    ) -> None:
+    def tail(self, engine: Engine, results: list[GenerationResult], params: SamplingParams) -> None:
+        if self.quiet:
+            return
         model, r = engine.model, results[0]
+        peak = peak_memory(model.device)  # before the copy below adds its buffers
+        self.bandwidth = self.bandwidth or measure_copy_bandwidth(model.device)
         cached = f"  ({r.cached_tokens} cached)" if r.cached_tokens else ""
         fresh = r.prompt_tokens - r.cached_tokens
         self.line()
@@ -568,18 +570,18 @@ class Report:
             if str(engine.options.tree).startswith("chain"):
                 alphas = "  ".join(f"{k}-alpha {a:.2f}" for k, a in enumerate(r.n_alpha))
                 self.line(f"         {alphas}")
-        if r.steps and bandwidth:
+        if r.steps:
             rows = engine.drafter.N * engine.batch_size
             context = r.prompt_tokens + r.new_tokens // 2
             moved = model.weight_bytes(rows) + engine.batch_size * model.kv_bytes(context)
             moved += engine.drafter.bytes_per_step(model) if engine.drafter.D > 0 else 0
-            share = moved * r.steps / r.decode_seconds / bandwidth
+            share = moved * r.steps / r.decode_seconds / self.bandwidth
             per_step = r.decode_seconds / r.steps * 1e3
             self.line(
-                f"speed    {bar(share)} {share:.0%} of the {bandwidth / 1e9:.0f} GB/s measured for a copy   "
+                f"speed    {bar(share)} {share:.0%} of the {self.bandwidth / 1e9:.0f} GB/s measured for a copy   "
                 f"{per_step:.2f} ms/step, {size(moved)} read"
             )
-        self.line(f"memory   peak {size(peak_memory(model.device))} (plan {size(engine.plan.total)})")
+        self.line(f"memory   peak {size(peak)} (plan {size(engine.plan.total)})")
         self.line(f"kernels  {engine.backend.report()}")
         settings = [f"seed {params.seed}", f"T {params.temperature:g}"]
         defaults = SamplingParams()
@@ -779,11 +781,10 @@ def _main(args: argparse.Namespace) -> int:
     if args.template and engine.tokenizer:
         engine.tokenizer.use_template(args.template)
     report.head(engine, time.perf_counter() - started)
-    bandwidth = 0.0 if report.quiet else measure_copy_bandwidth(engine.model.device)
     if args.chat:
-        return chat(engine, params, args, report, bandwidth)
+        return chat(engine, params, args, report)
     prompts = [prompt_ids(engine, args)] * args.batch_size
-    return run_once(engine, prompts, params, args, report, bandwidth)
+    return run_once(engine, prompts, params, args, report)
 
 
 def prompt_ids(engine: Engine, args: argparse.Namespace) -> list[int]:
@@ -810,7 +811,7 @@ def prompt_ids(engine: Engine, args: argparse.Namespace) -> list[int]:
     return engine.tokenizer.encode(text)
 
 
-def run_once(engine, prompts, params, args, report: Report, bandwidth: float) -> int:
+def run_once(engine, prompts, params, args, report: Report) -> int:
     recorder = None
     if args.show_tree or args.html:
         from viewer import StepRecorder
@@ -840,7 +841,7 @@ def run_once(engine, prompts, params, args, report: Report, bandwidth: float) ->
         print(recorder.coloured(results[0]), end="")
     if not args.json:
         print(flush=True)
-    report.tail(engine, results, params, bandwidth)
+    report.tail(engine, results, params)
     if args.html and recorder:
         recorder.write_html(args.html, results[0])
         report.line(f"html     {args.html}")
@@ -861,7 +862,7 @@ def _prove(engine, prompts, params, results, report: Report, args) -> int:
     return 0 if tie else 1
 
 
-def chat(engine, params, args, report: Report, bandwidth: float) -> int:
+def chat(engine, params, args, report: Report) -> int:
     """Read user turns from the terminal; /reset forgets, /exit or end of file leaves, Ctrl-C stops a reply."""
     if engine.tokenizer is None:
         raise UserError(f"{args.checkpoint} has no tokenizer files; --chat needs one.", BAD_FILE)
@@ -888,7 +889,7 @@ def chat(engine, params, args, report: Report, bandwidth: float) -> int:
             stream.close()
         print(flush=True)
         messages.append({"role": "assistant", "content": stream.result.text.strip()})
-        report.tail(engine, stream.results, params, bandwidth)
+        report.tail(engine, stream.results, params)
 
 
 if __name__ == "__main__":

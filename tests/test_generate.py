@@ -35,7 +35,7 @@ def run(capsys, *flags: str) -> tuple[int, str, str]:
 def test_the_main_job_writes_text_to_stdout_and_the_report_to_stderr(capsys):
     """A report mixed into the text, or a default that needs flags."""
     code, out, err = run(capsys, "--max-new-tokens", "24")
-    assert code == 0 and out.startswith("class Stack:") and len(out) > 120
+    assert code == 0 and out.startswith("def read_file") and len(out) > 120
     assert "tok/s" not in out
     for word in (
         "model ",
@@ -151,10 +151,10 @@ def test_ctrl_c_prints_the_report_and_exits_130(tmp_path):
         "4095",
     ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    first = process.stdout.read(len("class Stack:") + 150)
+    first = process.stdout.read(len("def read_file") + 150)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=25)
-    assert first.startswith("class Stack:") and process.returncode == 130, err
+    assert first.startswith("def read_file") and process.returncode == 130, err
     assert "interrupted" in err and "tok/s" in err and "Traceback" not in err
 
 

@@ -804,8 +804,8 @@ def rope_write_kv(
 ) -> Tensor:
     """Rotate q and k (after a per-head RMS norm if weights [hd] are given), write k, v into the cache, return q.
 
-    qkv [B,T,Hq+2Hkv,hd]; cos, sin [B,T,hd/2] fp32, dimension i pairs with i + hd/2; kv [2,B,Hkv,S,hd], keys and values each
-    contiguous, written in place at slots [B,T] int64. Returns q [B,Hq,T,hd]. No host sync.
+    qkv [B,T,Hq+2Hkv,hd]; cos, sin [B,T,hd/2] fp32, dimension i pairs with i + hd/2; kv [2,B,Hkv,S,hd], keys and values
+    each contiguous, written in place at slots [B,T] int64. Returns q [B,Hq,T,hd]. No host sync.
     """
     op = _rope_reference if _plain(qkv, q_weight) else torch.ops.eaglet.rope_write_kv
     return op(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)

@@ -14,10 +14,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny import CTX, DRAFT_VOCAB, PROMPT, tables, tiny_head, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import checkpoint
+import engine
+import generate
 import kernels
+import quantize
+import tree as trees
+from eagle_draft import EagleDrafter
 from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
+from sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = LinearConfig(block_n=32, split_k=2)
@@ -384,7 +392,14 @@ def test_operators_have_shapes_on_fake_cuda():
 def test_backend_choice_is_reported_and_never_silent():
     """`--kernels triton` quietly running the reference."""
     assert set(KernelBackend().table) == set(kernels.OPERATIONS)
-    assert "tree_attention: reference (auto" in KernelBackend().report()
+    assert KernelBackend().report() == "reference (auto: 'cpu' has no Triton target)"
+    mixed = KernelBackend()
+    mixed.table["rms_norm"] = ("triton", "by hand")
+    mixed.declined["rms_norm"] = "the dtype is float64"
+    lines = "reference (auto: 'cpu' has no Triton target): ", "rms_norm"
+    assert mixed.report().startswith(lines[0]) and mixed.report().endswith(
+        "triton (by hand), reference where the dtype is float64: rms_norm"
+    )
     with pytest.raises(ValueError, match="auto, triton, reference"):
         KernelBackend("cuda")
     if not kernels._INTERPRETED:
@@ -405,8 +420,18 @@ def test_imports_and_runs_without_triton():
     assert "triton is not installed" in done.stdout, done.stderr
 
 
+def test_triton_that_is_asked_for_but_not_there_is_one_line(monkeypatch, capsys):
+    """`--kernels triton` on a machine without Triton quietly decoding with the reference, or a traceback."""
+    monkeypatch.setattr(kernels, "triton", None)
+    assert generate.main(["--kernels", "triton", "--max-new-tokens", "2"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "triton is not installed" in err
+
+
 @needs_triton
-@pytest.mark.parametrize("group", ["linear", "experts", "attention", "norm"])
+@pytest.mark.parametrize(
+    "group", ["linear", "experts", "attention", "norm", "engine and int4", "engine and int8", "command"]
+)
 def test_triton_interpreter(group):
     """Runs the test_interpreted_* tests below, and so catches the bugs they name, with TRITON_INTERPRET=1."""
     if kernels._INTERPRETED:
@@ -446,6 +471,18 @@ def test_bench_script_runs_on_cpu():
 
 
 TRITON = KernelBackend("triton", "cpu") if kernels._INTERPRETED else None
+REFERENCE = KernelBackend("reference")
+
+
+@pytest.fixture(autouse=True)
+def backend():
+    """Interpreted tests run with the Triton backend active, all others with none."""
+    if TRITON is None:
+        yield
+    else:
+        with TRITON.active():
+            yield
+
 
 # bits, dtype, N, K, group, zeros, M, gated, config
 LINEARS = [
@@ -505,7 +542,8 @@ def test_interpreted_experts(bits, dtype):
     ]
     x, weights = torch.randn(18, 64).to(dtype), torch.rand(18, 2)
     ids = torch.stack([torch.tensor([0, 2]) if i else torch.tensor([2, 0]) for i in range(18)])
-    want = packed_experts(x.double(), ids, weights, *layouts[0])
+    with REFERENCE.active():
+        want = packed_experts(x.double(), ids, weights, *layouts[0])
     got = packed_experts(x, ids, weights, *layouts[1])
     assert error(got, want) < TOLERANCE[dtype]
     assert torch.equal(packed_experts(x[7:8], ids[7:8], weights[7:8], *layouts[1])[0], got[7])
@@ -539,7 +577,7 @@ def test_interpreted_attention_poison_and_prefill():
         visible = (age >= 0) & (age < (window or T))
         case = (q, kv, start, visible[None], 20 + torch.arange(T)[None])
         wide = [c.double() if c.is_floating_point() else c for c in case]
-        want = kernels.tree_attention(*wide, window, 0.3)
+        want = kernels.tree_attention_reference(*wide, window, 0.3)
         assert error(triton_attention(*case, window, 0.3), want) < 1e-5
 
 
@@ -582,3 +620,118 @@ def test_interpreted_norm_and_rope(dtype):
             error(got, want.double()) < TOLERANCE[dtype]
             and error(caches[1], caches[0].double()) < TOLERANCE[dtype]
         )
+
+
+@interpreted
+def test_interpreted_norm_refuses_what_no_kernel_can_do():
+    """A fallback that nobody asked for: under 'triton' an error that names operation and reason, under 'auto' a note."""
+    auto = KernelBackend("auto", "cuda")  # every operation on Triton, as on a GPU
+    x = torch.randn(2, 3, 32, dtype=torch.float64)
+    q, kv, *rest = attention_case(torch.float32, [5, 6], 20)
+    packed = pack(8, stored(8, 32, 32), torch.float32, "dense")
+    plain = [pack(8, stored(8, 32, 32, experts=(2,)), torch.float32, "plain")] * 2
+    ids, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    qkv, angle, slots = torch.randn(2, 1, 8, 16), torch.randn(2, 1, 8), torch.zeros(2, 1, dtype=torch.int64)
+    calls = {
+        "rms_norm": (lambda: kernels.rms_norm(x, x[0, 0], 1e-5), "dtype is float64"),
+        "tree_attention": (lambda: kernels.tree_attention(q, kv.double(), *rest, 0, 0.3), "differ in dtype"),
+        "rope_write_kv": (
+            lambda: kernels.rope_write_kv(qkv, angle, angle, kv.mT.contiguous().mT, slots), "not contiguous"
+        ),
+        "packed_linear": (lambda: packed_linear(torch.randn(3, 32), packed), "packed as 'dense'"),
+        "packed_experts": (lambda: packed_experts(torch.randn(3, 16), ids, weights, *plain), "packed as 'plain'"),
+    }  # fmt: skip
+    assert set(calls) <= set(kernels.OPERATIONS)
+    for name, (call, why) in calls.items():
+        with pytest.raises(ValueError, match=f"{name} has no Triton kernel where .*{why}") as caught:
+            call()
+        assert "\n" not in str(caught.value) and "--kernels" in str(caught.value)
+        with auto.active():
+            try:
+                call()
+            except RuntimeError:  # mixed dtypes, which the reference refuses too
+                assert name in ("tree_attention", "packed_experts")
+        assert why in auto.declined[name] and why in auto.describe()[name]
+    with pytest.raises(ValueError, match="packed_linear has no Triton kernel where the dtype is float64"):
+        pack(8, stored(8, 32, 32), torch.float64, "auto")
+
+
+def test_norms_and_rope_give_gradients():
+    """Training through an operator without a backward."""
+    x, w = torch.randn(2, 3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    kernels.rms_norm(x, w, 1e-5).sum().backward()
+    assert x.grad.abs().sum() > 0 and w.grad.abs().sum() > 0
+
+
+@interpreted
+def test_interpreted_norm_gives_gradients():
+    """The same with the Triton backend active."""
+    test_norms_and_rope_give_gradients()
+
+
+WIDE = dict(hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+
+
+def quantized(module, mode):
+    quantize.quantize_(module, quantize.QuantSpec(mode, 32))
+    return module
+
+
+@interpreted
+@pytest.mark.parametrize("mode", ["int4", "int8"])
+def test_interpreted_engine_gives_the_reference_tokens(mode, monkeypatch):
+    """A kernel that is right alone and wrong in the engine, or an engine that never gets to the kernel."""
+    more = dict(qk_norm=True, windows=(0, 8)) if mode == "int4" else dict(qkv_bias=True)
+    model = quantized(tiny_model(torch.float32, **WIDE, **more), mode)
+    head = quantized(
+        tiny_head(model, 3 if mode == "int4" else 1, DRAFT_VOCAB if mode == "int4" else None, **WIDE), mode
+    )
+    tree = tables(trees.chain(2) if mode == "int4" else trees.DynamicTree(4, 1, 2))
+    drafters = [lambda: None, lambda: EagleDrafter(head, tree, 1, CTX + tree.N + 1)]
+    monkeypatch.setattr(engine, "PREFILL_CHUNKS", (8,))  # the interpreter is slow
+    params = SamplingParams(max_new_tokens=4, temperature=0.0 if mode == "int4" else 1.0)
+
+    def run(backend):
+        results = []
+        with backend.active():
+            quantize.pack_(model, model.dtype)
+            quantize.pack_(head, model.dtype)
+        for make in drafters:
+            one = engine.Engine(model, None, make(), ctx=CTX, backend=backend)
+            results.append(one.generate(PROMPT[:5], params).run()[0].tokens_per_step)
+        return results
+
+    plain, drafted = run(REFERENCE)
+    assert sum(drafted, []) == sum(plain, [])
+    assert model.layers[0].mlp.down.packed.layout == "dense"
+
+    def never(*args):
+        raise AssertionError("the reference ran")
+
+    for name in ("tree_attention_reference", "_rms_norm_reference", "_rope_reference", "dequantize"):
+        monkeypatch.setattr(kernels, name, never)
+    assert run(TRITON) == [plain, drafted] and not TRITON.declined
+    assert model.layers[0].mlp.down.packed.layout == head.layer.mlp.down.packed.layout == "planes"
+
+
+@interpreted
+def test_interpreted_command_line_names_every_backend(tmp_path, capsys, monkeypatch):
+    """--kernels that does not reach the packing, a report that names no backend, a float64 run that falls back."""
+    checkpoint.save_hf(tiny_model(torch.float32, **WIDE), tmp_path / "plain")
+    texts = torch.randint(3, 90, (2, 17))
+    quantize.quantize_checkpoint(
+        tmp_path / "plain", tmp_path / "q", quantize.QuantSpec("int4", 32), texts[:, 1:], texts
+    )
+    monkeypatch.setattr(engine, "PREFILL_CHUNKS", (8,))
+    flags = ["--checkpoint", str(tmp_path / "q"), "--prompt-ids", "1,5,9", "--max-new-tokens", "2", "--json"]
+    results = []
+    for kind in ("reference", "triton"):
+        assert generate.main([*flags, "--kernels", kind]) == 0, capsys.readouterr().err
+        results.append(json.loads(capsys.readouterr().out))
+        assert results[-1]["kernels"] == dict.fromkeys(kernels.OPERATIONS, f"{kind} (asked for)")
+    assert results[0]["token_ids"] == results[1]["token_ids"]
+    assert generate.main([*flags[:-1], "--kernels", "reference"]) == 0
+    assert "kernels  reference (asked for)\n" in capsys.readouterr().err
+    assert generate.main([*flags, "--kernels", "triton", "--dtype", "float64"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "has no Triton kernel where the dtype is float64" in err

@@ -428,10 +428,14 @@ def expected_tokens(tree: StaticTree, probability: Tensor) -> float:
 def _max_plus(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """out[n, m] = max over (i, j) of a[i, j] + b[n - i, m - j], and the flat index of the best (i, j). All [N+1, M+1]."""
     rows, columns = a.shape
-    padded = F.pad(b, (columns - 1, 0, rows - 1, 0), value=-math.inf)
-    windows = padded.unfold(0, rows, 1).unfold(1, columns, 1)  # [n, m, rows - 1 - i, columns - 1 - j]
-    best, at = (windows + a.flip(0, 1)).flatten(2).max(-1)
-    return best, rows * columns - 1 - at
+    windows = F.pad(b, (columns - 1, 0), value=-math.inf).unfold(1, columns, 1)  # [n - i, m, columns - 1 - j]
+    best, at = torch.full_like(a, -math.inf), torch.zeros(a.shape, dtype=torch.int64)
+    for i, usable in enumerate(a.isfinite().any(1).tolist()):
+        if usable:  # one i at a time stays in the processor's cache
+            value, j = (windows[: rows - i] + a[i].flip(0)).max(-1)
+            at[i:] = torch.where(value > best[i:], (i + 1) * columns - 1 - j, at[i:])
+            best[i:] = torch.maximum(best[i:], value)
+    return best, at
 
 
 class _Program:
@@ -487,8 +491,9 @@ def best_static(
     probability [D, K]: the chance of child rank r of an accepted node at depth d, independent of the rest of the path.
     For every depth limit, node count and number of drafted rows the program finds the tree with the most expected tokens;
     the rate of each then needs no further assumption about `verify` and `extend`. Level times enter by the mean width;
-    the best CANDIDATES are scored again with every level's own width. Exact where level time is linear in the width."""
-    rows = max_nodes // 2 if max_rows is None else max_rows
+    the best CANDIDATES are scored again with every level's own width. Exact where level time is linear in the width, among
+    trees that draft from at most max_rows nodes below the root (default: half of max_nodes, 24 at most)."""
+    rows = min(max_nodes // 2, 24) if max_rows is None else max_rows
     found: list[tuple[float, int, int, int]] = []
     programs: dict[int, _Program] = {}
     for D in range(1, min(max_depth or probability.shape[0], probability.shape[0], max_nodes - 1) + 1):

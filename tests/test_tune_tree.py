@@ -86,7 +86,7 @@ ACCEPTANCE = {
 @pytest.mark.parametrize("acceptance", ACCEPTANCE)
 @pytest.mark.parametrize("curve", CURVES)
 def test_no_tree_of_up_to_8_nodes_beats_the_solution(curve, acceptance):
-    """A program that misses shapes, counts a level twice, or assumes that more rows cost more and higher ranks give less."""
+    """A program that misses shapes, counts a level twice, or assumes that costs rise and acceptance falls."""
     costs, p = CURVES[curve], torch.tensor(ACCEPTANCE[acceptance], dtype=torch.float64)
     D, K = p.shape
     tree, rate = tune.best_static(p, costs, 8, max_rows=7)

@@ -296,6 +296,7 @@ def find_tuned_tree(opts: LoadOptions, config: ModelConfig, head, device: torch.
     path = tuned_tree_path(opts, config, head, device)
     if not path.exists():
         command = f"python -m scripts.tune_tree --checkpoint {opts.checkpoint} --eagle {opts.eagle}"
+        command += f" --draft-vocab {opts.draft_vocab}" if opts.draft_vocab else ""
         where = f"this model, head and device ({describe_device(device)})"
         raise UserError(f"--tree auto: no tree was tuned for {where}. Run: {command}", USAGE)
     return str(path)

@@ -491,8 +491,8 @@ def best_static(
     probability [D, K]: the chance of child rank r of an accepted node at depth d, independent of the rest of the path.
     For every depth limit, node count and number of drafted rows the program finds the tree with the most expected tokens;
     the rate of each then needs no further assumption about `verify` and `extend`. Level times enter by the mean width;
-    the best CANDIDATES are scored again with every level's own width. Exact where level time is linear in the width, among
-    trees that draft from at most max_rows nodes below the root (default: half of max_nodes, 24 at most)."""
+    the best CANDIDATES are scored again with every level's own width. Exact where level time is linear in the width,
+    among trees that draft from at most max_rows nodes below the root (default: half of max_nodes, 24 at most)."""
     rows = min(max_nodes // 2, 24) if max_rows is None else max_rows
     found: list[tuple[float, int, int, int]] = []
     programs: dict[int, _Program] = {}
@@ -689,6 +689,7 @@ def tune(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]
     opts = LoadOptions(
         args.checkpoint,
         args.eagle,
+        tuple(args.eagle_config),
         draft_vocab=args.draft_vocab,
         draft_vocab_text=args.draft_vocab_text,
         **{k: getattr(args, k) for k in ("device", "dtype", "compile", "kernels", "ctx")},
@@ -725,7 +726,7 @@ def tune(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]
     chosen = {n: t for n, t in finalists(parts, costs, args.max_nodes).items() if t not in known.values()}
     if not chosen:  # a known tree is the solution: it runs as its own candidate
         chosen = {"static": best_static(parts[0].probability(), costs[0], args.max_nodes)[0]}
-    predicted = {name: mean_rate(tree, parts, costs) for name, tree in chosen.items()}
+    predicted = {name: mean_rate(tree, parts, costs) for name, tree in (chosen | known).items()}
     engines = {name: tree_engine(base, head, tree, ctx) for name, tree in (chosen | known).items()}
     first = None
     if len(chosen) > 1:
@@ -785,10 +786,20 @@ def report(content: dict[str, Any]) -> str:
     for name, row in content["final"]["rows"].items():
         by_t = content["final_by_temperature"].values()
         cells = [f"{o['rows'][name]['tokens_per_second']:.1f}" for o in by_t]
-        what = content["candidates"].get(name, {}).get("tree", "")
+        facts = content["candidates"].get(name, {})
+        what, guess = facts.get("tree", "plain decoding"), facts.get("predicted_tokens_per_second")
         rate = row["tokens_per_second"]
         body.append([name, what, f"{row['tau']:.2f}", f"{rate:.1f}", f"{rate / plain:.2f}x", *cells])
-    head = ["tree", "is", "tau", "tok/s", "of plain", *(f"T = {t:g}" for t in content["temperatures"])]
+        body[-1].insert(3, f"{guess:.1f}" if guess else "-")
+    head = [
+        "tree",
+        "is",
+        "tau",
+        "predicted",
+        "tok/s",
+        "of plain",
+        *(f"T = {t:g}" for t in content["temperatures"]),
+    ]
     outcome = content["final"]
     lines += [table(head, body), "", content["verdict"]]
     if outcome["different_tokens"]:
@@ -805,6 +816,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--checkpoint", default=str(DEMO), metavar="DIR")
     add("--eagle", metavar="HEAD", help="default: the first eagle* folder of the checkpoint")
+    add("--eagle-config", action="append", default=[], metavar="KEY=VALUE", help="as in generate.py")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--suite", metavar="FILE.jsonl", help="prompts in MT-bench layout (first turns)")
     source.add_argument("--text", metavar="FILE", help="cut the prompts from this text")
@@ -836,6 +848,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Fill in defaults; UserError for numbers that make no sense."""
+    if any("=" not in item for item in args.eagle_config):
+        raise UserError("--eagle-config takes KEY=VALUE, like rope_theta=500000.", USAGE)
     if args.eagle is None:
         found = sorted(p for p in Path(args.checkpoint).glob("eagle*") if p.is_dir())
         if not found:
@@ -873,7 +887,9 @@ def run(args: argparse.Namespace) -> int:
         path = Path(args.out)
     else:
         config = checkpoint.load_config(args.checkpoint)
-        head = checkpoint.read_eagle(args.eagle, config)
+        head = checkpoint.read_eagle(
+            args.eagle, config, dict(item.split("=", 1) for item in args.eagle_config)
+        )
         opts = LoadOptions(args.checkpoint, args.eagle, draft_vocab=args.draft_vocab)
         path = tuned_tree_path(opts, config, head, torch.device(content["device_type"]))
     write_json(path, content)

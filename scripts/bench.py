@@ -1033,7 +1033,7 @@ def remarks(
 ) -> list[str]:
     """What a reader should not overlook: broken promises, drafters that accept nothing or cost time, unsteady steps."""
     depth = {f["arm"]: f.get("depth", 0) for f in facts}
-    notes = []
+    notes, slow = [], []
     for row in rows:
         where = f"{row['arm']} on {row['suite']}, T = {row['temperature']:g}"
         if row["label"] == SAME_TOKENS and row["same"] and row["same"]["differs"]:
@@ -1046,14 +1046,10 @@ def remarks(
             continue
         if depth.get(row["arm"]) and row["steps"] and not row["accepted_by_depth"]:
             notes.append(f"{where}: accepted nothing (tau 1.00): a broken drafter, or one of another model")
-        elif (
-            depth.get(row["arm"])
-            and row["steps"]
-            and row["break_even_tau"]
-            and row["tau"] < row["break_even_tau"]
-        ):
-            text = f"tau {row['tau']:.2f} is below break-even {row['break_even_tau']:.2f}"
-            notes.append(f"{where}: {text}: speculation costs time here")
+        elif depth.get(row["arm"]) and row["break_even_tau"] and row["tau"] < row["break_even_tau"]:
+            slow.append(f"{where} (tau {row['tau']:.2f} < {row['break_even_tau']:.2f})")
+    if slow:
+        notes.append(f"tau below break-even, speculation costs time: {'; '.join(slow)}")
     seen: dict[tuple, list] = {}
     for r in runs:
         key = (r["arm"], r["prompt_sha256"], r["temperature"], r["seed"])
@@ -1181,8 +1177,9 @@ def write_csv(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
     """The summary rows as CSV, nested values flattened."""
     flat = []
     for row in rows:
-        out = {k: v for k, v in row.items() if not isinstance(v, dict | list)}
-        for name in ("speedup", "same", "synthetic"):
+        nested = ("speedup", "same", "synthetic")
+        out = {k: v for k, v in row.items() if k not in (*nested, "tau_by_position", "accepted_by_depth")}
+        for name in nested:
             out |= {f"{name}_{k}": v for k, v in (row[name] or {}).items() if not isinstance(v, list)}
         out["accepted_by_depth"] = " ".join(f"{v:.6f}" for v in row["accepted_by_depth"] or ())
         flat.append(out)
@@ -1207,61 +1204,41 @@ def write_plot(path: str | Path, rows: Sequence[dict[str, Any]], title: str) -> 
     rows = [r for r in rows if r["suite"] != "all"]
     groups = list(dict.fromkeys((r["suite"], r["temperature"]) for r in rows))
     arms = list(dict.fromkeys(r["arm"] for r in rows))
-    cycle = plt.get_cmap("tab10")
-    colour = {arm: "0.6" if i == 0 else cycle((i - 1) % 10) for i, arm in enumerate(arms)}
-    figure, (speed, depth, position) = plt.subplots(1, 3, figsize=(17, 5.2), constrained_layout=True)
+    colours = [c for i, c in enumerate(plt.get_cmap("tab10").colors) if i != 7]  # grey is plain decoding's
+    colour = {arm: "0.6" if i == 0 else colours[(i - 1) % 9] for i, arm in enumerate(arms)}
+    figure, (speed, depth, position) = plt.subplots(1, 3, figsize=(17, 5.8), constrained_layout=True)
     thick = 0.84 / len(arms)
-    for i, arm in enumerate(arms):
-        for g, (suite, T) in enumerate(groups):
-            row = next((r for r in rows if (r["suite"], r["temperature"], r["arm"]) == (suite, T, arm)), None)
-            if row is None or not row["tokens_per_second"]:
-                continue
-            at = g + (i - (len(arms) - 1) / 2) * thick
+    for row in rows:
+        arm, group = row["arm"], (row["suite"], row["temperature"])
+        at = groups.index(group) + (arms.index(arm) - (len(arms) - 1) / 2) * thick
+        style = ("-", "--", ":", "-.")[groups.index(group) % 4]
+        if top := row["tokens_per_second"]:
             blocked = row["blocked"] is not None
-            speed.bar(
-                at,
-                row["tokens_per_second"],
-                thick,
-                yerr=row["tokens_per_second_sd"] or 0,
-                color="white" if blocked else colour[arm],
-                edgecolor=colour[arm],
-                hatch="//" if blocked else None,
-                label=arm if g == 0 else None,
-            )
-            mark = "DIFFERS" if blocked else f"{row['speedup']['median']:.2f}x" if row["speedup"] else ""
-            speed.text(
-                at, row["tokens_per_second"] * 1.02, mark, ha="center", va="bottom", rotation=90, size=8
-            )
-            if row["accepted_by_depth"]:
-                style = "-" if T == groups[0][1] else "--"
-                shares = row["accepted_by_depth"]
-                depth.plot(
-                    range(1, len(shares) + 1),
-                    shares,
-                    style,
-                    marker="o",
-                    ms=4,
-                    color=colour[arm],
-                    label=f"{arm}, {suite}, T = {T:g}",
-                )
-                points = [(16 * k + 8, v) for k, v in enumerate(row["tau_by_position"]) if v is not None]
-                position.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=colour[arm])
+            fill = {"color": "white", "hatch": "//"} if blocked else {"color": colour[arm]}
+            error = row["tokens_per_second_sd"] or 0
+            speed.bar(at, top, thick, yerr=error, edgecolor=colour[arm], **fill)
+            why = row["blocked"].split(":")[0] if blocked else ""
+            mark = f"{row['speedup']['median']:.2f}x" if row["speedup"] else why
+            speed.text(at, top + error, f" {mark}", ha="center", va="bottom", rotation=90, size=8)
+        if row["accepted_by_depth"]:
+            shares = row["accepted_by_depth"]
+            depth.plot(range(1, len(shares) + 1), shares, style, marker="o", ms=4, color=colour[arm])
+        if row["tau_by_position"]:
+            points = [(16 * k + 8, v) for k, v in enumerate(row["tau_by_position"]) if v is not None]
+            position.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=colour[arm])
     speed.set_xticks(range(len(groups)), [f"{suite}\nT = {T:g}" for suite, T in groups])
     speed.set(ylabel="decode tokens/s", title="speed by suite (ratio to plain: median over prompts)")
-    speed.margins(y=0.15)
-    depth.set(
-        xlabel="depth d",
-        ylabel="share of steps that accepted d tokens",
-        title="acceptance by depth",
-        ylim=(0, 1),
-    )
+    speed.set_ylim(0, 1.18 * max((r["tokens_per_second"] or 0) for r in rows) or 1)
+    depth.set(xlabel="depth d", ylabel="share of steps that accepted d tokens", title="acceptance by depth")
+    depth.set_ylim(0, 1)
+    depth.xaxis.get_major_locator().set_params(integer=True)
     position.set(
-        xlabel="position in the output (tokens)", ylabel="tau", title="tokens per target forward by position"
+        xlabel="position in the output (tokens)", ylabel="tau", title="tokens per forward by position"
     )
-    speed.legend(fontsize=8, loc="upper left")
-    if depth.has_data():
-        depth.legend(fontsize=7)
-        depth.xaxis.get_major_locator().set_params(integer=True)
+    lines = [plt.Line2D([], [], color="0.3", ls=("-", "--", ":", "-.")[i % 4]) for i in range(len(groups))]
+    depth.legend(lines, [f"{suite}, T = {T:g}" for suite, T in groups], fontsize=8)
+    patches = [plt.Rectangle((0, 0), 1, 1, color=colour[arm]) for arm in arms]
+    figure.legend(patches, arms, loc="outside lower center", ncols=min(len(arms), 8), fontsize=9)
     figure.suptitle(title, fontsize=9)
     part = Path(f"{path}.part")
     figure.savefig(part, format="png", dpi=110)
@@ -1743,7 +1720,8 @@ def _measure(
     ]
     unsteady = [f"{w['arm']} (T = {w['temperature']:g})" for w in warm if not w["agreed"]]
     if unsteady:
-        notes.append(f"warm-up runs did not agree within 1 %: {', '.join(unsteady)}")
+        who = ", ".join(unsteady) if len(unsteady) < len(warm) else "every arm (a busy machine?)"
+        notes.append(f"no two warm-up runs in a row within 1 %: {who}")
     if interrupted:
         notes.append("interrupted: the numbers are of the runs that were done")
     summary = {

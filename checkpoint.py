@@ -862,3 +862,51 @@ class _HeadReader:
             parts.setdefault(ours, []).append(self.entries[name].read())
             check_finite(parts[ours][-1], name, self.entries[name].file)
         return {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in parts.items()}
+
+
+# ---- Medusa heads ----------------------------------------------------------------------------------------------
+
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+MEDUSA_TENSOR = re.compile(r"([0-9]|[1-9][0-9])\.(0\.linear\.weight|0\.linear\.bias|1\.weight)")
+
+
+def read_medusa(path: str | Path, target: ModelConfig) -> dict[str, Tensor]:
+    """Medusa heads from `medusa_lm_head.pt` (weights only), `.safetensors`, or the folder that holds one of them.
+
+    Tensors `{i}.0.linear.weight` [H, H], `{i}.0.linear.bias` [H] and, for all heads or none (the target's LM head is
+    shared then), `{i}.1.weight` [V, H]. Strict: one-line ValueError for anything else; heads of several blocks are not
+    known."""
+    path, H, V = Path(path), target.hidden_size, target.vocab_size
+    if path.is_dir():
+        found = [path / name for name in MEDUSA_FILES if (path / name).is_file()]
+        if len(found) != 1:
+            raise ValueError(f"{path}: expected one of {', '.join(MEDUSA_FILES)}, found {len(found)}.")
+        path = found[0]
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; expected {' or '.join(MEDUSA_FILES)}.")
+    entries = read_entries([path])
+    if not entries or any(MEDUSA_TENSOR.fullmatch(name) is None for name in entries):
+        raise ValueError(
+            f"{path}: not Medusa heads of one block each ('0.0.linear.weight', ..., '0.1.weight')."
+        )
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(1 + max(int(name.split(".")[0]) for name in entries)):
+        shapes |= {f"{i}.0.linear.weight": (H, H), f"{i}.0.linear.bias": (H,)}
+        if any(name.endswith(".1.weight") for name in entries):
+            shapes[f"{i}.1.weight"] = (V, H)
+    check_entries(shapes, entries, str(path))
+    tensors = {name: entry.read() for name, entry in entries.items()}
+    for name, tensor in tensors.items():
+        check_finite(tensor, name, str(path))
+    return tensors
+
+
+def save_medusa(
+    tensors: Mapping[str, Tensor], directory: str | Path, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write `medusa_lm_head.safetensors` with the published names."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(
+        directory / MEDUSA_FILES[0], {name: t.detach().to(dtype) for name, t in tensors.items()}
+    )

@@ -6,7 +6,6 @@ they differ in how many tokens a step gets accepted. N-gram nodes can also be gr
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import torch
@@ -16,13 +15,11 @@ from torch import Tensor
 
 import sampling
 import tree as trees
-from checkpoint import check_entries, check_finite, read_entries, write_safetensors
+from checkpoint import read_medusa
 from eagle_draft import Draft, Request, TreeDrafter
 from model import ModelConfig, Transformer, chain_ancestors, make_nodes, weight_bytes
 
 CANDIDATES, LONGEST = 32, 3  # earlier matches looked at, and tokens of the longest suffix that is looked for
-MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-MEDUSA_TENSOR = re.compile(r"([0-9]|[1-9][0-9])\.(0\.linear\.weight|0\.linear\.bias|1\.weight)")
 
 
 def medusa_tree(children: str) -> trees.StaticTree:
@@ -357,39 +354,15 @@ class MedusaHeads(nn.ModuleList):
         return out if out.dtype == torch.float64 else out.float()
 
 
-def read_medusa(path: str | Path, target: Transformer) -> MedusaHeads:
-    """Medusa heads from `medusa_lm_head.pt` (weights only), `.safetensors`, or the folder that holds one. Strict.
-
-    Raises a one-line ValueError for unknown, missing or misshapen tensors (heads of several blocks are not known)."""
-    path = Path(path)
-    if path.is_dir():
-        found = [path / name for name in MEDUSA_FILES if (path / name).is_file()]
-        if len(found) != 1:
-            raise ValueError(f"{path}: expected one of {', '.join(MEDUSA_FILES)}, found {len(found)}.")
-        path = found[0]
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; expected {' or '.join(MEDUSA_FILES)}.")
-    entries = read_entries([path])
-    if not entries or any(MEDUSA_TENSOR.fullmatch(name) is None for name in entries):
-        raise ValueError(
-            f"{path}: not Medusa heads of one block each ('0.0.linear.weight', ..., '0.1.weight')."
-        )
-    count = 1 + max(int(name.split(".")[0]) for name in entries)
+def load_medusa(path: str | Path, target: Transformer) -> MedusaHeads:
+    """Medusa heads of a file or folder (`checkpoint.read_medusa`) in the target's dtype and on its device."""
+    tensors = read_medusa(path, target.config)
+    count, own = len({name.split(".")[0] for name in tensors}), "0.1.weight" in tensors
     with torch.device("meta"):
-        heads = MedusaHeads(target, count, any(name.endswith(".1.weight") for name in entries))
-    check_entries({name: tuple(t.shape) for name, t in heads.state_dict().items()}, entries, str(path))
-    heads = heads.to(target.dtype).to_empty(device=target.device).eval().requires_grad_(False)
-    for name, tensor in heads.state_dict().items():
-        check_finite(tensor.copy_(entries[name].read()), name, str(path))
+        heads = MedusaHeads(target, count, own).eval().requires_grad_(False)
+    heads = heads.to(target.dtype).to_empty(device=target.device)
+    heads.load_state_dict(tensors)
     return heads
-
-
-def save_medusa(heads: MedusaHeads, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write `medusa_lm_head.safetensors` with the published names."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().to(dtype) for name, t in heads.state_dict().items()}
-    write_safetensors(directory / MEDUSA_FILES[0], tensors)
 
 
 class MedusaDrafter(CachelessDrafter):

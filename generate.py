@@ -39,8 +39,8 @@ from drafters import (
     NGramDrafter,
     WithNGrams,
     check_vocabulary,
+    load_medusa,
     named_tree,
-    read_medusa,
 )
 from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine, GenerationResult, PlainDrafter
@@ -385,7 +385,7 @@ def build_drafter(model: Transformer, head: EagleHead | None, opts: LoadOptions)
     elif kind == "lookahead":
         drafter = LookaheadDrafter(model, B)
     elif kind == "medusa":
-        drafter = MedusaDrafter(_read(read_medusa, opts.medusa, model), tree, opts.draft_noise)
+        drafter = MedusaDrafter(_read(load_medusa, opts.medusa, model), tree, opts.draft_noise)
     elif kind == "draft":
         where = (model.device, model.dtype, None, opts.ctx)
         small = _read(checkpoint.load_model, opts.draft_checkpoint, *where)

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint import write_json
-from drafters import MEDUSA_FILES, MedusaDrafter, MedusaHeads, read_medusa, save_medusa
+from checkpoint import MEDUSA_FILES, save_medusa, write_json
+from drafters import MedusaDrafter, MedusaHeads, load_medusa
 from model import Transformer
 from scripts.train_draft import (
     SETTINGS,
@@ -83,7 +83,7 @@ def train(args: argparse.Namespace) -> dict:
     heads, weight = new_heads(target, args), output_weight(target)
 
     def drafter(directory: Path) -> MedusaDrafter:
-        return MedusaDrafter(read_medusa(directory, target), evaluation.tables())
+        return MedusaDrafter(load_medusa(directory, target), evaluation.tables())
 
     out, old = Path(args.out), None
     MedusaDrafter(heads, evaluation.tables())  # refuses a tree that does not fit before time is spent
@@ -97,7 +97,7 @@ def train(args: argparse.Namespace) -> dict:
     if trained is None:
         return {"step": args.pause_at}
     curve, seconds = trained
-    save_medusa(heads, Path(args.work) / "export")
+    save_medusa(heads.state_dict(), Path(args.work) / "export")
     card = describe(args, target, heads, data, held) | {
         "format": "Medusa heads (medusa_lm_head layout)",
         "heads": args.medusa_heads,
@@ -108,7 +108,7 @@ def train(args: argparse.Namespace) -> dict:
     card |= evaluation.measure(lambda: drafter(Path(args.work) / "export"))
     say(f"held-out tau {card['tau_greedy']:.2f}, at T = 1 {card['tau_t1']:.2f} (tree {args.tree})")
     refuse_if_worse(old, card, args)
-    save_medusa(heads, out)
+    save_medusa(heads.state_dict(), out)
     write_json(out / "CARD.json", card)
     say(f"wrote {out}")
     return card | {"loss_curve": curve}

@@ -17,7 +17,7 @@ import drafters
 import generate
 import sampling
 import tree as trees
-from checkpoint import load_model, save_hf
+from checkpoint import load_model, save_hf, save_medusa
 from drafters import (
     DraftModelDrafter,
     LookaheadDrafter,
@@ -27,11 +27,10 @@ from drafters import (
     WithNGrams,
     check_vocabulary,
     graft,
+    load_medusa,
     lookup,
     named_tree,
-    read_medusa,
     root_draft,
-    save_medusa,
 )
 from eagle_draft import Draft, EagleDrafter
 from engine import DecodeState, Engine, decode_step
@@ -611,13 +610,13 @@ def test_medusa_heads_that_are_right_are_accepted_whole():
 def test_medusa_file_round_trip(tmp_path, own):
     """Names other than the published ones, heads in another order, or precision lost: `.pt` and `.safetensors`."""
     heads = medusa_heads(own=own)
-    save_medusa(heads, tmp_path / "st", torch.float64)
+    save_medusa(heads.state_dict(), tmp_path / "st", torch.float64)
     (tmp_path / "pt").mkdir()
     tensors = {name: t.clone() for name, t in heads.state_dict().items()}
     assert "2.0.linear.bias" in tensors and ("3.1.weight" in tensors) == own
     torch.save(tensors, tmp_path / "pt" / "medusa_lm_head.pt")
     for where in ("st", "pt", "pt/medusa_lm_head.pt"):
-        found = read_medusa(tmp_path / where, MODEL)
+        found = load_medusa(tmp_path / where, MODEL)
         assert len(found) == 4 and found.own_lm_head == own
         assert all(torch.equal(a, b) for a, b in zip(found.parameters(), heads.parameters(), strict=True))
 
@@ -636,12 +635,12 @@ def test_damaged_medusa_files_are_refused(tmp_path):
     for message, content in bad.items():
         torch.save(content, file)
         with pytest.raises(ValueError, match=message) as error:
-            read_medusa(file, MODEL)
+            load_medusa(file, MODEL)
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="found 0"):
-        read_medusa(tmp_path / "..", MODEL)
+        load_medusa(tmp_path / "..", MODEL)
     with pytest.raises(ValueError, match="no such file"):
-        read_medusa(tmp_path / "none.pt", MODEL)
+        load_medusa(tmp_path / "none.pt", MODEL)
 
 
 def test_medusa_trees_that_do_not_fit_are_refused():
@@ -743,7 +742,7 @@ def test_every_drafter_loads_and_decodes_the_same(files, tmp_path):
     model = load_model(files / "target")
     save_hf(tiny_model(torch.float32, layers=1), tmp_path / "draft")
     save_hf(tiny_model(torch.float32, layers=1, vocab=98), tmp_path / "other")
-    save_medusa(medusa_heads(model, 5), tmp_path / "medusa")
+    save_medusa(medusa_heads(model, 5).state_dict(), tmp_path / "medusa")
     params, kinds = SamplingParams(temperature=1.5, max_new_tokens=20), {
         "ngram": dict(drafter="ngram", tree="chain:6"),
         "lookahead": dict(drafter="lookahead", ngram_nodes=4),

@@ -19,20 +19,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+import kernels
 import sampling
 import tree as trees
 from checkpoint import EagleConfig
+
+# isort: off
 from model import (
-    MLP,
-    Attention,
-    Nodes,
-    RMSNorm,
-    RotaryTable,
-    Transformer,
-    chain_ancestors,
-    make_nodes,
-    weight_bytes,
-)
+    MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, chain_ancestors, make_nodes, weight_bytes,
+)  # fmt: skip
+# isort: on
 
 FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (eagle.md 7.2)
 
@@ -142,13 +138,24 @@ class EagleHead(nn.Module):
         if self.config.version == 1:
             if self.draft_ids is None:
                 return self.target.logits(output)
-            logits = F.linear(output, self._rows())
+            logits = F.linear(output, self.trimmed_head)
         else:
             normed = output if self.config.norm_output else self.norm(output)
             if self.lm_head is None:
                 return self.target.logits(normed)
             logits = self.lm_head(normed)
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def top(self, output: Tensor, count: int) -> kernels.TopK | None:
+        """The best of `predict(output)` without storing the logits, where the LM head's kernel can do that."""
+        if self.config.version == 1 and self.draft_ids is not None:
+            return None
+        own = self.lm_head if self.config.version == 3 else None
+        packed = getattr(own or self.target.lm_head, "packed", None)
+        if packed is None or packed.layout != "planes":
+            return None
+        plain = self.config.version == 1 or self.config.norm_output
+        return kernels.packed_topk(output if plain else self.norm(output), packed, count)
 
     def trim(self) -> None:
         """Copy the LM head rows of the draft vocabulary (EAGLE-1/2 with --draft-vocab); once, after loading."""
@@ -157,9 +164,6 @@ class EagleHead(nn.Module):
             weight = head.dequantize() if hasattr(head, "dequantize") else head.weight
             rows = weight[self.draft_ids].to(self.target.dtype)
             self.register_buffer("trimmed_head", rows, persistent=False)
-
-    def _rows(self) -> Tensor:
-        return self.trimmed_head
 
     def forward_train(
         self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None
@@ -274,6 +278,9 @@ class TreeDrafter:
         """output [B, W, H] -> draft logits [B, W, Vd]."""
         raise NotImplementedError
 
+    def top(self, output: Tensor, count: int) -> kernels.TopK | None:
+        """The `count` best of `predict(output)`, if they can be had without the logits."""
+
     def _keys(
         self, request: Request, output: Tensor, depth: int, paths: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -301,6 +308,11 @@ class TreeDrafter:
 
     def _children(self, request, output, depth: int, paths, width: int, first_row: int = 0):
         """The `width` best children of each row: (local ids, scores, q), each [B, W, ...]."""
+        greedy = request.noise is None or not self.shared_noise  # keys are logits, scores their log_softmax
+        if greedy and not (request.mode.penalties or self.multi_round):
+            if (best := self.top(output, width)) is not None:
+                scores = best.values - best.log_total[..., None]
+                return best.ids, scores.masked_fill(scores.isnan(), -math.inf), None
         keys, scores, logits = self._keys(request, output, depth, paths)
         q = None
         if self.multi_round:
@@ -388,14 +400,9 @@ class EagleDrafter(TreeDrafter):
     """Drafts trees with an EAGLE head."""
 
     def __init__(
-        self,
-        head: EagleHead,
-        tree: trees.DynamicTree | trees.TreeTables,
-        batch_size: int,
-        slots: int,
-        shared_noise: bool = True,
-        multi_round: str = "",
-    ):
+        self, head: EagleHead, tree: trees.DynamicTree | trees.TreeTables, batch_size: int, slots: int,
+        shared_noise: bool = True, multi_round: str = "",
+    ):  # fmt: skip
         super().__init__(tree, shared_noise, multi_round)
         self.head = head
         self.taps, self.feature_size = head.config.taps, head.feature_size
@@ -409,21 +416,20 @@ class EagleDrafter(TreeDrafter):
     def predict(self, output: Tensor) -> Tensor:
         return self.head.predict(output)
 
+    def top(self, output: Tensor, count: int) -> kernels.TopK | None:
+        return self.head.top(output, count)
+
     def bytes_per_step(self, model: Transformer) -> float:
         """Weight bytes one draft reads: the layer once per forward, the LM head (own, trimmed or shared) likewise."""
         forwards = 1 + (self.tree.depth if self.dynamic else len(self.tree.levels))
         head = self.head
         shared = 0.0
-        if (
-            head.config.version == 1
-            and head.draft_ids is None
-            or head.config.version == 3
-            and head.lm_head is None
-        ):
+        trimmed = head.config.version == 1 and head.draft_ids is not None
+        if not trimmed and (head.config.version == 1 or head.lm_head is None):
             shared = (
                 weight_bytes(model.lm_head) if model.lm_head is not None else model.embed_tokens.weight.nbytes
             )
-        elif head.config.version == 1:
+        elif trimmed:
             shared = head.trimmed_head.nbytes
         return forwards * (weight_bytes(head) + shared)
 
@@ -459,14 +465,9 @@ class EagleDrafter(TreeDrafter):
 
 
 def loss_eagle1(
-    head: EagleHead,
-    tokens: Tensor,
-    features: Tensor,
-    mask: Tensor,
-    noise: Tensor | None = None,
-    count: float | None = None,
-    weights: tuple[float, float] = (1.0, 0.1),
-) -> tuple[Tensor, Tensor]:
+    head: EagleHead, tokens: Tensor, features: Tensor, mask: Tensor, noise: Tensor | None = None,
+    count: float | None = None, weights: tuple[float, float] = (1.0, 0.1),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """EAGLE-1's objective (eagle.md 7.2): smooth L1 to the true feature + 0.1 x soft cross-entropy.
 
     tokens [B, T] ids t_0..; features [B, T, H] of the same tokens; noise [B, T, H] uniform in [-1, 1], scaled here, or
@@ -491,15 +492,9 @@ def loss_eagle1(
 
 
 def loss_eagle3(
-    head: EagleHead,
-    tokens: Tensor,
-    taps: Tensor,
-    hidden_states: Tensor,
-    mask: Tensor,
-    steps: int = 7,
-    count: float | None = None,
-    decay: float = 0.8,
-) -> tuple[Tensor, Tensor]:
+    head: EagleHead, tokens: Tensor, taps: Tensor, hidden_states: Tensor, mask: Tensor, steps: int = 7,
+    count: float | None = None, decay: float = 0.8,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """EAGLE-3's training-time test (eagle.md 7.3): the head runs `steps` times on its own outputs, weights decay^s.
 
     tokens [B, T]; taps [B, T, 3H] and hidden_states [B, T, H] of the target. Row i of step s embeds t_{i+1+s} and counts

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# fmt: off
 try:  # machines without Triton still run every reference
     import triton
     import triton.language as tl
@@ -25,12 +26,10 @@ except ImportError:
     triton = tl = None
 
 _jit = triton.jit if triton else (lambda function: function)
-_jit_any_m = (
-    triton.jit(do_not_specialize=["M"]) if triton else _jit
-)  # one binary per token tile, also for M = 1
+_jit_any_m = triton.jit(do_not_specialize=["M"]) if triton else _jit  # one binary per token tile, also for M = 1
 _constexpr = tl.constexpr if triton else str
 
-OPERATIONS = ("packed_linear", "packed_experts", "tree_attention", "rms_norm", "rope_write_kv")
+OPERATIONS = ("packed_linear", "packed_topk", "packed_experts", "tree_attention", "rms_norm", "rope_write_kv")
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class KernelBackend:
     device_type: str = "cpu"
     table: dict[str, tuple[str, str]] = field(init=False, compare=False)
     declined: dict[str, str] = field(init=False, compare=False, default_factory=dict)
+    configs: Mapping[str, LinearConfig] = field(compare=False, default_factory=dict)  # tuned, for packing
 
     def __post_init__(self):
         if self.mode not in ("auto", "triton", "reference"):
@@ -57,14 +57,10 @@ class KernelBackend:
         elif self.mode == "auto" and self.device_type != "cuda":
             choice = ("reference", f"auto: '{self.device_type}' has no Triton target")
         elif triton is None:
-            raise ValueError(
-                "kernels: triton is not installed (pip install triton); or use --kernels reference"
-            )
+            raise ValueError("kernels: triton is not installed (pip install triton); or use --kernels reference")
         elif self.device_type != "cuda" and not _INTERPRETED:
-            raise ValueError(
-                f"kernels: Triton runs on '{self.device_type}' only under TRITON_INTERPRET=1, set before starting; "
-                "or use --kernels reference"
-            )
+            raise ValueError(f"kernels: Triton runs on '{self.device_type}' only under TRITON_INTERPRET=1, set before "
+                             "starting; or use --kernels reference")
         object.__setattr__(self, "table", dict.fromkeys(OPERATIONS, choice))
 
     @contextlib.contextmanager
@@ -78,11 +74,8 @@ class KernelBackend:
 
     def describe(self) -> dict[str, str]:
         """Operation -> its backend and why; one that declined calls so far says that too."""
-        return {
-            name: f"{kind} ({why})"
-            + (f", reference where {self.declined[name]}" if name in self.declined else "")
-            for name, (kind, why) in self.table.items()
-        }
+        but = {name: f", reference where {why}" for name, why in self.declined.items()}
+        return {name: f"{kind} ({why}){but.get(name, '')}" for name, (kind, why) in self.table.items()}
 
     def report(self) -> str:
         """`describe` in one line, operations of the same backend together."""
@@ -109,9 +102,7 @@ def _use_triton(operation: str, x: Tensor, problem: str = "") -> bool:
     elif not x.is_cuda and not _INTERPRETED:
         problem = f"tensors are on '{x.device.type}'"
     if problem and backend.mode == "triton":
-        raise ValueError(
-            f"kernels: {operation} has no Triton kernel where {problem}; use --kernels auto or reference"
-        )
+        raise ValueError(f"kernels: {operation} has no Triton kernel where {problem}; use --kernels auto or reference")
     if problem:
         backend.declined[operation] = problem
     return not problem
@@ -119,9 +110,8 @@ def _use_triton(operation: str, x: Tensor, problem: str = "") -> bool:
 
 def _plain(x: Tensor, weight: Tensor | None) -> bool:
     """Whether a call goes past the operators: on CPU, where plain code fuses, and for gradients, which they lack."""
-    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        return True
-    return not (x.is_cuda or _INTERPRETED)
+    trained = x.requires_grad or (weight is not None and weight.requires_grad)
+    return (trained and torch.is_grad_enabled()) or not (x.is_cuda or _INTERPRETED)
 
 
 def _on_device(x: Tensor) -> bool:
@@ -162,8 +152,6 @@ def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- Triton: linears
-# fmt: off
-#
 # Layout "planes": 128 k values of one output row are KP = 16 (int4) or 32 (int8) int32 words; word i holds
 # k = i, i + KP, i + 2 KP, ..., lowest bits first, so one load feeds every tl.dot of the block from registers. Codes are
 # unsigned with the zero point in the middle (8 or 128).
@@ -348,13 +336,37 @@ def _finish(acc, up, s, bias, residual, out, rn, out_rows, live, N, N_OUT,
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
+@_jit
+def _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS: tl.constexpr, TOPK: tl.constexpr):
+    """Epilogue of an LM head, for each token: the tile's TOPK best logits (rounded like stored ones; NaN is -inf; ties
+    to the lower id), its maximum and sum of exp(logit - maximum) in out [tiles, M, TOPK + 2], ids [tiles, M, TOPK]."""
+    ok = rn < N
+    if BITS == 8:
+        acc *= tl.load(s + rn, mask=ok, other=0).to(tl.float32)[:, None]
+    acc = acc.to(x.dtype.element_ty).to(tl.float32)
+    acc = tl.where(ok[:, None] & (acc == acc), acc, float("-inf"))
+    row, top = tile * M + rm, tl.max(acc, 0)
+    total = tl.sum(tl.exp(acc - tl.where(top == float("-inf"), 0.0, top)[None, :]), 0)
+    tl.store(out + row * (TOPK + 2) + TOPK, top, mask=live)
+    tl.store(out + row * (TOPK + 2) + TOPK + 1, total, mask=live)
+    free = ok[:, None] & live[None, :]
+    for i in range(TOPK):
+        best = tl.max(tl.where(free, acc, float("-inf")), 0)
+        which = tl.min(tl.where(free & (acc == best[None, :]), rn[:, None], 2147483647), 0)
+        tl.store(out + row * (TOPK + 2) + i, best, mask=live)
+        tl.store(ids + row * TOPK + i, which, mask=live)
+        free = free & (rn[:, None] != which[None, :])
+
+
 @_jit_any_m
-def _linear_kernel(x, w, s, z, bias, residual, out, part, count, M, N, K, N_OUT,
+def _linear_kernel(x, w, s, z, bias, residual, out, ids, part, count, M, N, K, N_OUT,
                    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-                   RESIDUAL: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-                   BN: tl.constexpr, BT: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr, DEVICE: tl.constexpr):
-    """out[M, N_OUT] for M <= BT tokens. Grid (row tiles, SPLIT). Partials are summed in split order by the CTA that
-    arrives last; it also resets the counter, so the buffer is ready for the next launch (or graph replay)."""
+                   RESIDUAL: tl.constexpr, GATED: tl.constexpr, TOPK: tl.constexpr, EVEN_K: tl.constexpr,
+                   EVEN_N: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
+                   DEVICE: tl.constexpr):
+    """out[M, N_OUT] (TOPK > 0: see `_finish_topk`) for M <= BT tokens. Grid (row tiles, SPLIT). Partials are summed in
+    split order by the CTA that arrives last; it also resets the counter, so the buffer is ready for the next launch (or
+    graph replay)."""
     tile, split = tl.program_id(0), tl.program_id(1)
     rm, rn = tl.arange(0, BT), tile * BN + tl.arange(0, BN)
     live = rm < M
@@ -362,7 +374,10 @@ def _linear_kernel(x, w, s, z, bias, residual, out, part, count, M, N, K, N_OUT,
     acc, up = _accumulate(x, w, s, z, rm, live, rn, blocks * split // SPLIT, blocks * (split + 1) // SPLIT, K, N, N_OUT,
                           BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, EVEN_N, ACC, DEVICE)
     if SPLIT == 1:
-        _finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED)
+        if TOPK > 0:
+            _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS, TOPK)
+        else:
+            _finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED)
     else:
         size = tl.num_programs(0) * BN * BT
         step = size * 2 if GATED else size
@@ -378,7 +393,10 @@ def _linear_kernel(x, w, s, z, bias, residual, out, part, count, M, N, K, N_OUT,
                 acc += tl.load(part + j * step + at, cache_modifier=".cg")
                 if GATED:
                     up += tl.load(part + j * step + size + at, cache_modifier=".cg")
-            _finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED)
+            if TOPK > 0:
+                _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS, TOPK)
+            else:
+                _finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED)
             tl.store(count + tile, 0)
 
 
@@ -434,6 +452,11 @@ def linear_config(n: int, k: int, bits: int, multiprocessors: int = 82) -> Linea
     return LinearConfig(block_n, split_k, stages=4 if bits == 4 else 3)
 
 
+def shape_key(n: int, k: int, bits: int) -> str:
+    """A layer shape's name in `KernelBackend.configs`."""
+    return f"{n}x{k} w{bits}"
+
+
 def _launch(config: list[int], tokens: int, gated: bool) -> tuple[int, int, int, dict[str, int | None]]:
     """(BN, BT, split_k, compiler options) of a launch; only split_k orders a sum. Gate-up halves BN: two tiles share a
     program. At 32 tokens ptxas would rather spill than pass 128 registers."""
@@ -441,6 +464,15 @@ def _launch(config: list[int], tokens: int, gated: bool) -> tuple[int, int, int,
     tile = max(16, triton.next_power_of_2(tokens))
     options = dict(num_warps=warps, num_stages=stages, maxnreg=168 if tile == 32 else None)
     return max(16, block_n // (1 + gated)), tile, split, options
+
+
+def _arguments(x, scales, zeros, bits, group, n_out, gated, config, tokens, half) -> tuple[int, int, list, dict]:
+    """(BN, split_k, scales and zeros or a placeholder, constants and options) of a launch on rows x [M, K]."""
+    block_n, tile, split, options = _launch(config, tokens, gated)
+    return block_n, split, [x if t is None else t for t in (scales, zeros)], options | dict(
+        BITS=bits, GROUP=group, ZEROS=zeros is not None, GATED=gated, EVEN_K=x.shape[1] % 128 == 0,
+        EVEN_N=n_out % block_n == 0, BN=block_n, BT=tile, DEVICE=_on_device(x),
+        ACC=tl.float16 if half and x.dtype == torch.float16 else tl.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -526,6 +558,8 @@ def _pack(plain: PackedWeight, dtype: torch.dtype, layout: str, config: LinearCo
     if plain.bits < 16:
         weight = _to_planes(_unpack_nibbles(weight) if plain.bits == 4 else weight.to(torch.int32) + 128, plain.bits)
     count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 82
+    tuned = _ACTIVE.get().configs if _ACTIVE.get() else {}
+    config = config or tuned.get(shape_key(plain.n, plain.k, plain.bits))
     return replace(
         plain, layout=layout, weight=weight, config=config or linear_config(plain.n, plain.k, plain.bits, count),
         counters=torch.zeros(-(-plain.n // 16), dtype=torch.int32, device=device),
@@ -618,23 +652,76 @@ def planes_linear(
         y = rows @ dequantize(PackedWeight("planes", bits, group, n, k, words, scales, zeros), x.dtype).mT
         return _epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
     out = x.new_empty((*x.shape[:-1], n_out))
-    block_n, tile, split, options = _launch(config, tokens, gated)
+    block_n, split, extra, fixed = _arguments(
+        rows, scales, zeros, bits, group, n_out, gated, config, tokens, half_accumulate)
     tiles = triton.cdiv(n_out, block_n)
-    partial = x.new_empty((split if split > 1 else 0, 1 + gated, tiles * block_n, tile), dtype=torch.float32)
+    partial = x.new_empty((split if split > 1 else 0, 1 + gated, tiles * block_n, fixed["BT"]), dtype=torch.float32)
     _linear_kernel[tiles, split](
-        rows, words, rows if scales is None else scales, rows if zeros is None else zeros,
-        rows if bias is None else bias, rows if residual is None else residual.contiguous(), out, partial, counters,
-        tokens, n, k, n_out, BITS=bits, GROUP=group, ZEROS=zeros is not None, BIAS=bias is not None,
-        RESIDUAL=residual is not None, GATED=gated, EVEN_K=k % 128 == 0, EVEN_N=n_out % block_n == 0, BN=block_n,
-        BT=tile, SPLIT=split, ACC=tl.float16 if half_accumulate and x.dtype == torch.float16 else tl.float32,
-        DEVICE=_on_device(x), **options,
-    )
+        rows, words, *extra, rows if bias is None else bias, rows if residual is None else residual.contiguous(), out,
+        out, partial, counters, tokens, n, k, n_out, BIAS=bias is not None, RESIDUAL=residual is not None, TOPK=0,
+        SPLIT=split, **fixed)
     return out
 
 
 @planes_linear.register_fake
 def _(x, words, scales, zeros, counters, bias, residual, bits, group, n, gated, config, half_accumulate):
     return x.new_empty((*x.shape[:-1], n // 2 if gated else n))
+
+
+class TopK(NamedTuple):
+    """The best of a row's logits; values - log_total[..., None] are their log-probabilities over the whole row."""
+
+    values: Tensor  # [..., K] float32, descending, ties to the lower id, NaN as -inf
+    ids: Tensor  # [..., K] int64
+    log_total: Tensor  # [...] log-sum-exp of the row
+
+
+def topk_reference(logits: Tensor, count: int) -> TopK:
+    """`TopK` of logits [..., N] that are already there."""
+    logits = torch.where(logits.isnan(), -math.inf, logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    return TopK(values[..., :count], ids[..., :count], logits.logsumexp(-1))
+
+
+def packed_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
+    """The `count` largest of each row of packed_linear(x [..., K], weight), 1 <= count <= N. On Triton (to SMALL_M rows)
+    the logits are never stored: every weight tile hands over its own best, merged in tile order. No host sync."""
+    if weight.layout != "planes":
+        return topk_reference(packed_linear(x, weight), count)
+    rows = (x if weight.perm is None else x.index_select(-1, weight.perm)).reshape(-1, weight.k)
+    top = torch.ops.eaglet.planes_topk(
+        rows, weight.weight, weight.scales, weight.zeros, weight.counters, weight.bits, weight.group_size, weight.n,
+        count, weight.config[:4], weight.config.accumulate == "float16")
+    return TopK(*(t.unflatten(0, x.shape[:-1]) for t in top))
+
+
+@torch.library.custom_op("eaglet::planes_topk", mutates_args=())
+def planes_topk(
+    x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor | None, counters: Tensor, bits: int, group: int,
+    n: int, topk: int, config: list[int], half_accumulate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`packed_topk` on the plane layout: rows x [M, K]."""
+    x, (tokens, k) = x.contiguous(), x.shape
+    wide = f"{topk} candidates exceed a tile of {config[0]} rows" if topk > config[0] else ""
+    if not _use_triton("packed_topk", x, wide) or tokens > SMALL_M:
+        matrix = dequantize(PackedWeight("planes", bits, group, n, k, words, scales, zeros), x.dtype)
+        return tuple(t.clone() for t in topk_reference(x @ matrix.mT, topk))
+    block_n, split, extra, fixed = _arguments(x, scales, zeros, bits, group, n, False, config, tokens, half_accumulate)
+    tiles = triton.cdiv(n, block_n)
+    out, ids = (x.new_empty(tiles, tokens, topk + more, dtype=d) for more, d in ((2, torch.float32), (0, torch.int32)))
+    partial = x.new_empty((split if split > 1 else 0, tiles * block_n, fixed["BT"]), dtype=torch.float32)
+    _linear_kernel[tiles, split](
+        x, words, *extra, x, x, out, ids, partial, counters, tokens, n, k, n, BIAS=False, RESIDUAL=False, TOPK=topk,
+        SPLIT=split, **fixed)
+    values, order = out[..., :topk].transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
+    ids = ids.transpose(0, 1).flatten(1).gather(1, order[:, :topk]).long()
+    return values[:, :topk].clone(), ids, (out[..., topk] + out[..., topk + 1].log()).logsumexp(0)
+
+
+@planes_topk.register_fake
+def _(x, words, scales, zeros, counters, bits, group, n, topk, config, half_accumulate):
+    values = x.new_empty(x.shape[0], topk, dtype=torch.promote_types(x.dtype, torch.float32))
+    return values, torch.empty_like(values, dtype=torch.int64), torch.empty_like(values[:, 0])
 
 
 def packed_experts(
@@ -685,14 +772,9 @@ def expert_linear(
     pairs = experts.argsort(stable=True).to(torch.int32)
     bounds = torch.arange(weight.shape[0] + 1, device=x.device)
     offsets = (experts[None, :] < bounds[:, None]).sum(1, dtype=torch.int32)
-    block_n, tile, _, options = _launch(config, 16, gated)
-    _expert_kernel[triton.cdiv(tokens, tile), triton.cdiv(n_out, block_n), weight.shape[0]](
-        rows, weight, rows if scales is None else scales, rows if zeros is None else zeros, out, pairs, offsets,
-        n, k, n_out, div, BITS=bits, GROUP=group, ZEROS=zeros is not None, GATED=gated, EVEN_K=k % 128 == 0,
-        EVEN_N=n_out % block_n == 0, BN=block_n, BT=tile,
-        ACC=tl.float16 if half_accumulate and x.dtype == torch.float16 else tl.float32,
-        DEVICE=_on_device(x), **options,
-    )
+    block_n, _, extra, fixed = _arguments(rows, scales, zeros, bits, group, n_out, gated, config, 16, half_accumulate)
+    _expert_kernel[triton.cdiv(tokens, fixed["BT"]), triton.cdiv(n_out, block_n), weight.shape[0]](
+        rows, weight, *extra, out, pairs, offsets, n, k, n_out, div, **fixed)
     return out
 
 
@@ -925,6 +1007,11 @@ def _attend_chunks_kernel(q, kv, start, visible, positions, acc_out, ml_out, v_o
             at = base + slot[:, None] * HD + d[None, :]
             k = tl.load(kv + at, mask=there, other=0)
             v = tl.load(kv + v_offset + at, mask=there, other=0)
+            spoilt = tl.zeros((BK,), tl.int32)
+            if WINDOW > 0 or REGION:  # queries of a tile differ in what they see: 0 x NaN must not reach the others
+                usable = tl.abs(v.to(tl.float32)) < float("inf")
+                spoilt = tl.max(tl.where(usable, 0, 1), 1)
+                v = tl.where(usable, v, 0.0).to(v.dtype)
             see = j[None, :] < limit[:, None]
             if WINDOW > 0:
                 see = see & ((j[None, :] > p[:, None] - WINDOW) | (j[None, :] >= n))
@@ -941,6 +1028,9 @@ def _attend_chunks_kernel(q, kv, start, visible, positions, acc_out, ml_out, v_o
             weight = tl.exp(score - safe[:, None])
             total = total * shrink + tl.sum(weight, 1)
             acc = _dot(weight.to(v.dtype), v, acc * shrink[:, None], DEVICE)
+            if WINDOW > 0 or REGION:
+                hit = tl.max(tl.where(see & (spoilt != 0)[None, :], 1, 0), 1)
+                acc = tl.where((hit != 0)[:, None], float("nan"), acc)
             top = new
         at = (bh * SPLITS + split) * ROWS + m
         tl.store(acc_out + at[:, None] * HD + d[None, :], acc, mask=real)

@@ -55,8 +55,8 @@ def _linear(
     gated: bool = False,
     **more,
 ) -> Variant:
-    """The kernel as `packed_linear` launches it for a 4096 x 4096 layer. more: half, ragged, expert."""
-    half, ragged, expert = (more.get(key, False) for key in ("half", "ragged", "expert"))
+    """The kernel as `packed_linear` launches it for a 4096 x 4096 layer. more: half, ragged, expert, topk."""
+    half, ragged, expert, topk = (more.get(key, 0) for key in ("half", "ragged", "expert", "topk"))
     config = kernels.linear_config(4096, 4096, bits)
     block, tile, _, options = kernels._launch(config[:4], tokens, gated)
     act = f"*{dtype}"
@@ -70,10 +70,17 @@ def _linear(
     if expert:
         pointers |= dict(pairs="*i32", offsets="*i32")
     else:
-        pointers |= dict(bias=act, residual=act, part="*fp32", count="*i32")
-        constants |= dict(BIAS=False, RESIDUAL=not gated, SPLIT=4)
+        pointers |= dict(bias=act, residual=act, ids="*i32", part="*fp32", count="*i32")
+        constants |= dict(BIAS=False, RESIDUAL=not gated and not topk, SPLIT=4, TOPK=topk)
+        pointers |= dict(out="*fp32") if topk else {}
     tags = [f"{'experts' if expert else 'linear'} w{bits} {dtype} M<={tokens}"] + [f"g{group}"] * (bits == 4)
-    flags = (("zeros", zeros), ("gate-up", gated), ("fp16-acc", half), ("ragged", ragged))
+    flags = (
+        ("zeros", zeros),
+        ("gate-up", gated),
+        ("fp16-acc", half),
+        ("ragged", ragged),
+        (f"top-{topk}", topk),
+    )
     plain = bits == 4 and dtype == "fp16" and group == 128 and tokens <= 32 and not (zeros or half or expert)
     return Variant(
         " ".join(tags + [text for text, on in flags if on]),
@@ -116,6 +123,7 @@ def variants(quick: bool = False) -> list[Variant]:
     main += [
         _linear(bits, "fp16", gated=gated, expert=True) for bits in (4, 8, 16) for gated in (True, False)
     ]
+    main += [_linear(8, "fp16", topk=10), _linear(4, "fp16", topk=10)]
     main += _attention("fp16", 64) + _attention("bf16", 64) + _attention("fp16", 32, window=4096)
     main += _attention("fp16", 64, region=True)
     norm = dict(x="*fp16", w="*fp16", out="*fp16")

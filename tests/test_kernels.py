@@ -22,8 +22,9 @@ import engine
 import generate
 import kernels
 import quantize
+import sampling
 import tree as trees
-from eagle_draft import EagleDrafter
+from eagle_draft import EagleDrafter, EagleHead, Request
 from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
 from sampling import SamplingParams
 
@@ -430,7 +431,8 @@ def test_triton_that_is_asked_for_but_not_there_is_one_line(monkeypatch, capsys)
 
 @needs_triton
 @pytest.mark.parametrize(
-    "group", ["linear", "experts", "attention", "norm", "engine and int4", "engine and int8", "command"]
+    "group",
+    ["linear", "topk", "experts", "attention", "norm", "engine and int4", "engine and int8", "command"],
 )
 def test_triton_interpreter(group):
     """Runs the test_interpreted_* tests below, and so catches the bugs they name, with TRITON_INTERPRET=1."""
@@ -735,3 +737,103 @@ def test_interpreted_command_line_names_every_backend(tmp_path, capsys, monkeypa
     assert generate.main([*flags, "--kernels", "triton", "--dtype", "float64"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "has no Triton kernel where the dtype is float64" in err
+
+
+@interpreted
+@pytest.mark.parametrize("bits,dtype,n,k,group,zeros,m,config", [
+    (8, torch.float16, 80, 160, 0, False, 3, TINY), (8, torch.bfloat16, 97, 64, 0, False, 17, LinearConfig(32, 1)),
+    (4, torch.float32, 80, 256, 128, True, 2, TINY),
+])  # fmt: skip
+def test_interpreted_topk(bits, dtype, n, k, group, zeros, m, config):
+    """A candidate lost in a tile, in the merge or past a ragged edge; ties to a higher id; NaN that wins; wrong scores."""
+    weights = stored(bits, n, k, group or 32, zeros)
+    codes = weights["qweight"]
+    codes[40], codes[70] = codes[7], codes[7]  # three equal logits, in three tiles
+    weights["scales"][..., [7, 40, 70]] = weights["scales"].amax()
+    if zeros:
+        weights["zeros"][..., [40, 70]] = weights["zeros"][..., [7]]
+    packed, x = pack(bits, weights, dtype, "planes", config), torch.randn(m, k).to(dtype)
+    count = 5
+    logits = packed_linear(x, packed)
+    want, got = kernels.topk_reference(logits, count), kernels.packed_topk(x[None], packed, count)
+    assert torch.equal(got.values[0], want.values) and torch.equal(got.ids[0], want.ids)
+    torch.testing.assert_close(got.log_total[0], want.log_total, rtol=1e-6, atol=1e-6)
+    scores = got.values - got.log_total[..., None]
+    torch.testing.assert_close(
+        scores[0], logits.float().log_softmax(-1).gather(1, want.ids), rtol=1e-5, atol=1e-5
+    )
+    assert not packed.counters.any()
+    weights["scales"][..., int(want.ids[0, 0])] = float("nan")
+    broken = pack(bits, weights, dtype, "planes", config)
+    want = kernels.topk_reference(packed_linear(x, broken), count)
+    got = kernels.packed_topk(x, broken, count)
+    assert torch.equal(got.ids, want.ids) and torch.equal(got.values, want.values)
+    nothing = kernels.packed_topk(torch.full_like(x, float("nan")), packed, count)
+    assert nothing.ids.tolist() == [[0, 1, 2, 3, 4]] * m and (nothing.values == -float("inf")).all()
+    with REFERENCE.active():
+        plain = kernels.packed_topk(x, packed, count)
+    assert torch.equal(plain.values[0, :1].argmax(), want.values[0, :1].argmax()) and plain.ids.shape == (
+        m,
+        count,
+    )
+
+
+def test_topk_reference_ties_and_log_probabilities():
+    """The reference itself: ties to the lower id, NaN last, log_total over the whole row."""
+    logits = torch.tensor([[1.0, 3.0, float("nan"), 3.0, 2.0]])
+    top = kernels.topk_reference(logits, 4)
+    assert top.ids.tolist() == [[1, 3, 4, 0]]
+    want = torch.tensor([[1.0, 3.0, 3.0, 2.0]]).logsumexp(-1)
+    assert torch.allclose(top.log_total, want)
+    weights = stored(8, 32, 32)
+    x = torch.randn(2, 3, 32)
+    packed = pack(8, weights, torch.float32, "dense")
+    both = kernels.packed_topk(x, packed, 4), kernels.topk_reference(packed_linear(x, packed), 4)
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True)) and both[0].ids.shape == (2, 3, 4)
+
+
+@interpreted
+@pytest.mark.parametrize("version,tree", [(1, trees.DynamicTree(8, 2, 3)), (3, trees.chain(2))])
+def test_interpreted_topk_drafts_the_same_tree(version, tree, monkeypatch):
+    """Drafting without logits proposing other tokens or scores than drafting with them."""
+    model = quantized(tiny_model(torch.float32, **WIDE), "int8")
+    head = quantized(tiny_head(model, version, DRAFT_VOCAB if version == 3 else None, **WIDE), "int8")
+    built = tables(tree)
+    drafter = EagleDrafter(head, built, 1, CTX + built.N + 1)
+    zero = torch.zeros(1, dtype=torch.int64)
+    features = torch.randn(1, built.D + 1, head.feature_size)
+    state = sampling.SamplingState(1, "cpu")
+    rest = (None, state, sampling.SamplingMode(), torch.zeros(1, 97, dtype=torch.bool), torch.zeros(1, 97))
+    request = Request(torch.tensor([[3, 4] + [0] * 40]), zero + 1, zero + 4, features, zero + 1, *rest)
+    quantize.pack_(model, torch.float32)
+    quantize.pack_(head, torch.float32)
+    used, plain_top = [], kernels.packed_topk
+    monkeypatch.setattr(kernels, "packed_topk", lambda *a: used.append(a) or plain_top(*a))
+    drafts = [drafter.draft(request)]
+    assert len(used) == 1 + (tree.depth if version == 1 else len(built.levels))
+    monkeypatch.setattr(EagleHead, "top", lambda *a: None)
+    drafts.append(drafter.draft(request))
+    for name in ("tokens", "parent", "depth", "ancestors", "valid"):
+        assert torch.equal(getattr(drafts[0], name), getattr(drafts[1], name)), name
+    torch.testing.assert_close(drafts[0].scores, drafts[1].scores)
+
+
+@interpreted
+@pytest.mark.parametrize("window,T", [(9, 6), (9, 66), (0, 66)])
+def test_interpreted_attention_poison_in_history_and_prefill(window, T):
+    """NaN in old history reaching queries whose window has left it, or in a prompt row reaching earlier ones."""
+    n = 40
+    q, kv = torch.randn(1, 2, T, 16), torch.randn(2, 1, 1, n + T + 4, 16)
+    age = torch.arange(T)[:, None] - torch.arange(T)
+    visible = (age >= 0) & (age < (window or T))
+    args = (torch.tensor([n]), visible[None], n + torch.arange(T)[None], window, 0.3)
+    clean, bad = kernels.tree_attention(q, kv, *args), 33 if window else n + 20
+    for which, value in ((0, float("nan")), (1, float("nan")), (1, float("inf"))):
+        spoilt = kv.clone()
+        spoilt[which, :, :, bad, 3] = value
+        out = kernels.tree_attention(q, spoilt, *args)
+        position = n + torch.arange(T)
+        sees = (position >= bad) & ((position - bad < window) if window else True)
+        assert sees.any() and not sees.all()
+        assert torch.equal(out[:, :, ~sees], clean[:, :, ~sees])
+        assert not torch.isfinite(out[:, :, sees]).all(-1).any()

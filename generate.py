@@ -218,7 +218,12 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
     device = torch.device(opts.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but this torch sees no CUDA device. Use --device cpu.", USAGE)
-    backend = kernels.KernelBackend(opts.kernels, device.type)
+    tuned, note = (
+        quantize.read_tuned(torch.cuda.get_device_name(device)) if device.type == "cuda" else ({}, "")
+    )
+    backend = kernels.KernelBackend(opts.kernels, device.type, tuned)
+    if note:
+        report(f"note    {note}")
     if opts.batch_size < 1:
         raise UserError(f"batch_size is {opts.batch_size}; allowed: 1 or more.", USAGE)
     try:

@@ -44,9 +44,9 @@ class KernelBackend:
 
     mode: str = "auto"
     device_type: str = "cpu"
+    configs: Mapping[str, LinearConfig] = field(compare=False, default_factory=dict)  # tuned, for packing
     table: dict[str, tuple[str, str]] = field(init=False, compare=False)
     declined: dict[str, str] = field(init=False, compare=False, default_factory=dict)
-    configs: Mapping[str, LinearConfig] = field(compare=False, default_factory=dict)  # tuned, for packing
 
     def __post_init__(self):
         if self.mode not in ("auto", "triton", "reference"):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import kernels
+import quantize
 
 # layer -> (out features, in features); experts: one expert's matrices
 LAYERS = {
@@ -140,6 +141,69 @@ def make_kernel(name: str, n: int, k: int, dtype: torch.dtype, device: torch.dev
     return functions, size
 
 
+def candidates(n: int, k: int, bits: int, multiprocessors: int) -> list[kernels.LinearConfig]:
+    """The default tiling first, then its neighbours: split-K, rows per tile, warps and stages."""
+    base = kernels.linear_config(n, k, bits, multiprocessors)
+    splits = {1, max(1, base.split_k // 2), base.split_k, min(2 * base.split_k, max(1, k // 256))}
+    found = [base._replace(split_k=split, block_n=block) for split in sorted(splits) for block in (64, 128)]
+    found += [
+        base._replace(warps=8),
+        base._replace(stages=base.stages - 1),
+        base._replace(stages=base.stages + 1),
+    ]
+    return list(dict.fromkeys([base, *found]))
+
+
+def tune(
+    shapes: list[tuple[int, int, int]],
+    time_of: Callable[[int, int, int, kernels.LinearConfig], float],
+    multiprocessors: int = 82,
+) -> dict[str, kernels.LinearConfig]:
+    """The fastest tiling of every (n, k, bits); the default stays unless another is 2 % faster. time_of raises
+    RuntimeError for a tiling the device cannot run."""
+    best = {}
+    for n, k, bits in shapes:
+        times = {}
+        for config in candidates(n, k, bits, multiprocessors):
+            try:
+                times[config] = time_of(n, k, bits, config)
+            except RuntimeError:
+                continue
+        default = kernels.linear_config(n, k, bits, multiprocessors)
+        if times:
+            fastest = min(times, key=times.get)
+            keep = default in times and times[default] <= 1.02 * times[fastest]
+            best[kernels.shape_key(n, k, bits)] = default if keep else fastest
+    return best
+
+
+def _tune(models: list[str], dtype: torch.dtype, device: torch.device, repeats: int, path: Path) -> int:
+    properties = torch.cuda.get_device_properties(device)
+
+    def time_of(n: int, k: int, bits: int, config: kernels.LinearConfig) -> float:
+        buffers, calls = min(64, max(2, 4 * properties.L2_cache_size // (n * k * bits // 8) + 1)), []
+        for x in (torch.randn(m, k, device=device, dtype=dtype) for m in (1, 16)):
+            for _ in range(buffers):
+                if bits == 4:
+                    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+                    scales = torch.rand(k // 128, n, device=device).half()
+                    packed = kernels.pack_int4(codes, scales, dtype=dtype, layout="planes", config=config)
+                else:
+                    codes = torch.randint(-128, 128, (n, k), dtype=torch.int8, device=device)
+                    scales = torch.rand(n, device=device)
+                    packed = kernels.pack_int8(codes, scales, dtype, "planes", config)
+                calls.append(lambda x=x, w=packed: kernels.packed_linear(x, w))
+        return measure(calls, device, repeats)
+
+    shapes = sorted({(n, k, bits) for m in models for n, k in layers(m).values() for bits in (4, 8)})
+    best = tune(shapes, time_of, properties.multi_processor_count)
+    for key, config in best.items():
+        print(json.dumps(dict(shape=key) | config._asdict()), flush=True)
+    quantize.write_tuned(properties.name, best, path)
+    print(f"{len(best)} tilings of {properties.name} written to {path}", file=sys.stderr)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print one JSON line per cell; 0 unless nothing could be measured."""
     parser = argparse.ArgumentParser(
@@ -152,6 +216,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--quick", action="store_true", help="shapes divided by 16, two M, one repeat")
+    parser.add_argument(
+        "--tune", action="store_true", help="time tilings and keep the fastest for generate.py"
+    )
+    parser.add_argument("--tuned", type=Path, default=quantize.TUNED, help="file that --tune writes")
     parser.add_argument("--json", type=Path, help="append the lines to this file")
     args = parser.parse_args(argv)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
@@ -159,6 +227,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--device cuda: no CUDA device here; use --device cpu --quick to try the script")
     if min(args.m) < 1 or args.repeats < 1:
         parser.error("--m and --repeats must be at least 1")
+    if args.tune:
+        if device.type != "cuda":
+            parser.error("--tune measures a GPU; there is nothing to tune on a CPU")
+        return _tune(args.models, dtype, device, args.repeats, args.tuned)
     divide, tokens, repeats = (16, args.m[:2], 1) if args.quick else (1, args.m, args.repeats)
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 16
     bandwidth = copy_bandwidth(device, (1 << 24) if args.quick else (1 << 29))

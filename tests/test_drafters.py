@@ -176,7 +176,6 @@ def test_hostile_drafts_change_nothing(kind):
 GRAPHS = {
     "ngram": ("ngram", {}),
     "lookahead": ("lookahead", dict(temperature=1.0)),
-    "draft model": ("draft model, static", dict(temperature=1.0)),
     "draft model, dynamic, penalties": ("draft model, dynamic", dict(temperature=1.0, top_p=0.9, presence_penalty=0.4)),
     "medusa": ("medusa", dict(temperature=1.0, top_k=9, repetition_penalty=1.1)),
     "n-gram nodes": ("eagle and n-grams", {}),

@@ -107,6 +107,15 @@ def test_levels_whose_time_jumps_with_their_width(acceptance):
     assert rate == pytest.approx(max(tune.expected_tokens(t, p) / costs.step(t) for t in usable), rel=1e-9)
 
 
+@pytest.mark.parametrize("curve", ["linear", "dear drafts", "levels by width"])
+def test_the_program_ranks_right_by_itself_where_levels_are_linear(curve, monkeypatch):
+    """Levels priced wrongly in the program, hidden because the best 64 are scored again; larger trees would show it."""
+    p = torch.tensor(ACCEPTANCE["usual"], dtype=torch.float64)
+    best = tune.best_static(p, CURVES[curve], 8, max_rows=7)[1]
+    monkeypatch.setattr(tune, "CANDIDATES", 1)
+    assert tune.best_static(p, CURVES[curve], 8, max_rows=7)[1] == pytest.approx(best, rel=1e-9)
+
+
 def test_random_curves_against_brute_force():
     """An optimum that the hand-made curves hit by luck."""
     rng = random.Random(0)

@@ -42,7 +42,7 @@ import checkpoint
 import kernels
 import quantize
 from checkpoint import EagleConfig
-from drafters import MEDUSA_FILES, check_vocabulary
+from drafters import check_vocabulary
 from eagle_draft import EagleHead, Request
 from engine import Engine, decode_step
 from generate import (
@@ -353,7 +353,7 @@ def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple
     arms: list[tuple[str, dict[str, str]]] = [("plain", {})]
     others = [("n-gram", {"drafter": "ngram", "tree": "chain:15" if cuda else "chain:7"})]
     for folder in sorted(p for p in directory.iterdir() if p.is_dir()):
-        if medusa := [folder / name for name in MEDUSA_FILES if (folder / name).is_file()]:
+        if medusa := [folder / name for name in checkpoint.MEDUSA_FILES if (folder / name).is_file()]:
             heads = len({name.split(".")[0] for name in checkpoint.read_entries(medusa[:1])})
             tree = "paper25" if heads >= 5 else f"chain:{heads}"
             others.append((folder.name, {"medusa": folder.name, "tree": tree}))
@@ -820,10 +820,11 @@ class Bench:
         return self.margins[key]
 
 
-def draft_share(engine: Engine, repeats: int = 9) -> tuple[float, float]:
+def draft_share(engine: Engine, repeats: int = 9) -> tuple[float, float | None]:
     """(median seconds of `drafter.draft` alone, its share of a whole step timed in turn with it).
 
-    Runs on the state that the last request left; that request has finished, so the steps change nothing.
+    Runs on the state that the last request left; that request has finished, so the steps change nothing. Of a compiled
+    engine only the draft is timed, compiled too, and the share is None: the table divides by the measured step.
     """
     drafter, state, device = engine.drafter, engine.state, engine.model.device
     if drafter.D == 0:
@@ -831,15 +832,14 @@ def draft_share(engine: Engine, repeats: int = 9) -> tuple[float, float]:
     mode = SamplingParams().mode
     names = {"state": state.sampling, "mode": mode, "noise": None}
     request = Request(*(names[name] if name in names else getattr(state, name) for name in Request._fields))
-    draft, step = drafter.draft, decode_step
-    if engine.compiled:
-        draft, step = (torch.compile(f, fullgraph=True, dynamic=False) for f in (draft, step))
-    parts: tuple[list[float], list[float]] = ([], [])
+    draft = torch.compile(drafter.draft, fullgraph=True, dynamic=False) if engine.compiled else drafter.draft
+    calls = [lambda: draft(request)]
+    if not engine.compiled:
+        calls.append(lambda: decode_step(engine.model, drafter, state, mode))
+    parts: list[list[float]] = [[] for _ in calls]
     with torch.inference_mode(), engine.backend.active():
         for i in range(repeats + 2):
-            for samples, call in zip(
-                parts, (lambda: draft(request), lambda: step(engine.model, drafter, state, mode)), strict=True
-            ):
+            for samples, call in zip(parts, calls, strict=True):
                 synchronize(device)
                 started = time.perf_counter()
                 call()
@@ -847,6 +847,8 @@ def draft_share(engine: Engine, repeats: int = 9) -> tuple[float, float]:
                 if i > 1:
                     samples.append(time.perf_counter() - started)
     alone = statistics.median(parts[0])
+    if engine.compiled:
+        return alone, None
     return alone, min(1.0, statistics.median(d / s for d, s in zip(*parts, strict=True)))
 
 
@@ -1139,7 +1141,10 @@ def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], 
         fact = known.get(row["arm"], {})
         if row["step_ms"] is None or row["steps"] is None or "nodes" not in fact:
             continue
-        draft = fact["draft_share"] * row["step_ms"]
+        part = fact["draft_share"]
+        if part is None:
+            part = min(1.0, 1e3 * fact["draft_seconds"] / row["step_ms"])
+        draft = part * row["step_ms"]
         share = row.get("bandwidth_share")
         body.append(
             [
@@ -1150,7 +1155,7 @@ def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], 
                 f"{row['step_ms']:.2f}",
                 f"{draft:.2f}" if draft else "-",
                 f"{row['step_ms'] - draft:.2f}",
-                f"{fact['draft_share']:.0%}" if draft else "-",
+                f"{part:.0%}" if draft else "-",
                 "-" if row["baseline"] else _number(row["break_even_tau"]),
                 _number(row["tau"]),
                 "-" if share is None else f"{share:.0%}",

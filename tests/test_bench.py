@@ -16,8 +16,8 @@ import torch
 from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
 
 import tree as trees
-from checkpoint import save_eagle, save_hf
-from drafters import MedusaHeads, save_medusa
+from checkpoint import save_eagle, save_hf, save_medusa
+from drafters import MedusaHeads
 from engine import Engine
 from generate import UserError
 from sampling import SamplingParams
@@ -606,7 +606,7 @@ def tiny_directory(tmp_path_factory):
     tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("rotary") and n != "draft_ids"}
     save_eagle(head.config, tensors, directory / "eagle1")
     save_hf(tiny_model(torch.float32, seed=3, layers=1), directory / "draft")
-    save_medusa(MedusaHeads(model, 2), directory / "medusa")
+    save_medusa(MedusaHeads(model, 2).state_dict(), directory / "medusa")
     (directory / "notes").mkdir()
     return directory
 

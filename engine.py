@@ -304,7 +304,11 @@ class Stream:
         return self._chunks
 
     def close(self) -> None:
+        """Stop here: what was not finished is marked as interrupted, wherever the iterator stands."""
         self._chunks.close()
+        for result in self.results:
+            if result.stop_reason == "unfinished":
+                result.stop_reason = "interrupted"
 
     def run(self) -> list[GenerationResult]:
         """Run to the end and return the results."""

@@ -837,6 +837,7 @@ def run_once(engine, prompts, params, args, report: Report) -> int:
                 print(*chunk.token_ids, sep=",", end=",", flush=True)
     except KeyboardInterrupt:
         interrupted = True
+        stream.close()
     results = stream.results
     if args.json:
         print(json.dumps(result_json(engine, results)))

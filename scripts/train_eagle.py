@@ -473,6 +473,7 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
         taps=taps,
         fc_bias=args.version == 1,
         has_lm_head=args.version == 3,
+        norm_before_residual=args.version == 3 and args.norm_before_residual == "on",
         target_vocab_size=V,
     )
 
@@ -821,6 +822,7 @@ SETTINGS += (
     "intermediate_size",
     "heads",
     "taps",
+    "norm_before_residual",
     "rope_theta",
     "regenerate",
     "seed",
@@ -1039,6 +1041,7 @@ def _card(args, recipe: Recipe, target: Transformer, data: TokenData, held: Toke
     rows = args.batch * args.accumulate * world.size
     return {
         "format": f"EAGLE-{args.version} (SafeAILab layout)",
+        "norm_before_residual": args.norm_before_residual == "on" if args.version == 3 else None,
         "inputs": args.inputs,
         "target": {"layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "vocab_size": c.vocab_size},
         "parameters": size,
@@ -1114,6 +1117,12 @@ def parser() -> argparse.ArgumentParser:
     add("--intermediate-size", type=int, help="of the head's MLP (default: the target's)")
     add("--heads", type=int, help="attention heads of the head (default: the target's)")
     add("--taps", type=_taps, help="version 3: layers whose input is read (default: 2, L/2, L-3)")
+    add(
+        "--norm-before-residual",
+        choices=("on", "off"),
+        help="version 3: the layer's residual is the normalised feature, as speculators trains heads (default: on; with "
+        "--recipe paper off, as SafeAILab's code reads them)",
+    )
     add("--rope-theta", type=float, help="RoPE base of the head (default: 10000)")
     add("--max-positions", type=int, help="max_position_embeddings to write (default: --length)")
     add(
@@ -1161,6 +1170,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, least in low.items():
         if getattr(args, name) < least:
             p.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed: at least {least}")
+    args.norm_before_residual = args.norm_before_residual or ("off" if args.recipe == "paper" else "on")
     args.work = args.work or f"runs/train_eagle/{Path(args.out).name}"
     return args
 

@@ -435,7 +435,10 @@ class Engine:
                     state.done[b] = True
                 yield chunk._replace(row=b)
                 self._check_owner(results)
-            seconds, counts = 0.0, [1] * B  # of decoding alone: what the consumer does with a chunk is not ours
+            seconds, counts = (
+                0.0,
+                [1] * B,
+            )  # of decoding alone: what the consumer does with a chunk is not ours
             while not all(row.finished for row in rows):
                 started = time.perf_counter()
                 with self.backend.active():

@@ -311,18 +311,23 @@ def export(model, corpus: Corpus, tokenizer_path: Path, out: Path, args, seconds
         json.dumps({"bos_token_id": 1, "eos_token_id": 2}, indent=2) + "\n"
     )
     version = ".".join(map(str, sys.version_info[:3]))
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    size = f"{corpus.files} files, {corpus.train_bytes / 1e6:.1f} MB, {len(corpus.train) / 1e6:.2f} M tokens"
+    where = (
+        f"{seconds / 60:.0f} minutes on a CPU ({torch.get_num_threads()} threads), torch {torch.__version__}"
+    )
     (out / "CARD.md").write_text(
         f"""# The demo model
 
-A LLaMA-architecture model of {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters (8 layers, hidden 256, 4 query
+A LLaMA-architecture model of {parameters:.2f} M parameters (8 layers, hidden 256, 4 query
 and 2 key-value heads, tied embeddings, 4096-piece BPE with byte fallback), made by `python -m scripts.train_demo`.
 
 | | |
 |---|---|
-| data | standard library of CPython {version}: {corpus.files} files, {corpus.train_bytes / 1e6:.1f} MB, {len(corpus.train) / 1e6:.2f} M tokens |
+| data | standard library of CPython {version}: {size} |
 | left out | tests, generated tables ({", ".join(LEFT_OUT)}) |
 | held out | {", ".join(HELD_OUT)} |
-| training | {args.steps} steps of {args.batch_tokens} tokens, seed {args.seed}, {seconds / 60:.0f} minutes on a CPU ({torch.get_num_threads()} threads), torch {torch.__version__} |
+| training | {args.steps} steps of {args.batch_tokens} tokens, seed {args.seed}, {where} |
 | last training loss | {loss:.3f} nats per token |
 | bits per byte | {seen:.3f} on the first training windows, {held:.3f} on the held-out modules (bf16 weights) |
 

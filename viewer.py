@@ -140,8 +140,8 @@ function go(i) {
   const X = k => 20 + s.nodes[k][2] * column, Y = k => 24 + y[k] * row;
   let out = "";
   s.nodes.forEach((n, k) => { if (k) out += `<path fill="none" stroke="${n[4] ? colour(n[2]) : "#ccc"}" ` +
-    `stroke-width="${n[4] ? 2.5 : 1}" d="M${X(n[1]) + 92} ${Y(n[1])} C${X(n[1]) + 122} ${Y(n[1])} ` +
-    `${X(k) - 32} ${Y(k)} ${X(k) - 6} ${Y(k)}"/>`; });
+    `stroke-width="${n[4] ? 2.5 : 1}" d="M${X(n[1]) + 102} ${Y(n[1])} C${X(n[1]) + 126} ${Y(n[1])} ` +
+    `${X(k) - 28} ${Y(k)} ${X(k) - 6} ${Y(k)}"/>`; });
   const escape = t => t.replace(/[&<>]/g, c => ({"&": "&amp;", "<": "&lt;", ">": "&gt;"}[c]));
   s.nodes.forEach((n, k) => { const label = shown(n[0]).slice(0, 9);
     out += `<text x="${X(k)}" y="${Y(k) + 4}" fill="${n[4] ? colour(n[2]) : "#999"}" ` +

@@ -56,6 +56,7 @@ from generate import (
     describe_device,
     draft_vocabulary,
     drafter_kind,
+    find_tuned_tree,
     load,
     measure_copy_bandwidth,
     size,
@@ -379,6 +380,8 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     opts = replace(base.options, ctx=ctx, **options)
     model, config, head = base.model, base.model.config, None
     kind = drafter_kind(opts)
+    if opts.tree == "auto" and kind != "eagle":
+        find_tuned_tree(opts, config, None, model.device)  # says that only EAGLE heads have tuned trees
     if kind == "eagle":
         version = opts.eagle.removeprefix("random:")
         if version != opts.eagle:
@@ -386,6 +389,8 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         else:
             pairs = dict(item.split("=", 1) for item in opts.eagle_config)
             file = checkpoint.read_eagle(opts.eagle, config, pairs)
+            if opts.tree == "auto":
+                opts = replace(opts, tree=find_tuned_tree(opts, config, file, model.device))
             head = build_head(file, model, draft_vocabulary(opts, config, base.tokenizer))
     if kind == "draft":
         small = checkpoint.load_config(opts.draft_checkpoint)
@@ -395,7 +400,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         if head:
             quantize.pack_(head, model.dtype)
         drafter = build_drafter(model, head, opts) if kind else None
-    engine = Engine(model, base.tokenizer, drafter, 1, ctx, opts.compile, base.backend)
+    engine = Engine(model, base.tokenizer, drafter, opts.batch_size, ctx, opts.compile, base.backend)
     engine.options, engine.head = opts, head
     return engine
 

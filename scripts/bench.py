@@ -654,7 +654,9 @@ class Settings:
     top_p: float = 1.0
     ignore_eos: bool = False
     warmup_runs: int = 4
-    max_seconds: float = 0.0  # no further repetition starts that would end later than this; 0: no limit
+    max_seconds: float = (
+        0.0  # no repetition (of the first: no question) starts that would end later; 0: no limit
+    )
     tie_margin: float = TIE
     allow_diff: bool = False
     synthetic_tau: float = 0.0
@@ -687,6 +689,7 @@ class Bench:
     environment: dict[str, Any] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     margins: dict[tuple, float] = field(default_factory=dict)
+    cut: str = ""
 
     def warm_up(self) -> list[dict[str, Any]]:
         """Per arm and temperature: the first prompt until two runs agree within 1 %, at most `warmup_runs` times, and
@@ -717,21 +720,29 @@ class Bench:
         return prompts[0], max(prompts, key=len)
 
     def measure(self) -> Iterator[dict[str, Any]]:
-        """Every run as a line, repetitions outermost; the order of the arms rotates from prompt to prompt."""
+        """Every run as a line, repetitions outermost; the order of the arms rotates from prompt to prompt. Past
+        `max_seconds` the first repetition ends with the question at hand, and `cut` says after how many."""
         s, started = self.settings, time.perf_counter()
         total = s.reps * len(s.temperatures) * sum(len(q.turns) for q in self.questions)
         done = 0
         for rep in range(s.reps):
             spent = time.perf_counter() - started
-            if rep and s.max_seconds and spent + spent / rep > s.max_seconds:
+            if rep and s.max_seconds and (self.cut or spent + spent / rep > s.max_seconds):
                 break
-            for T in s.temperatures:
-                for question in self.questions:
+            for number, question in enumerate(self.questions):
+                if rep == 0 and number and s.max_seconds and time.perf_counter() - started > s.max_seconds:
+                    self.cut = f"--max-seconds {s.max_seconds:g}: {number} of {len(self.questions)} questions"
+                    break
+                for T in s.temperatures:
                     answers: list[str] = []
                     for turn in range(len(question.turns)):
                         left = ""
                         if done:
                             seconds = (time.perf_counter() - started) / done * (total - done)
+                            if s.max_seconds:
+                                seconds = min(
+                                    seconds, max(0.0, s.max_seconds - time.perf_counter() + started)
+                                )
                             left = f", {seconds:.0f} s left"
                         what = f"{question.suite} {question.id}, T = {T:g}, repetition {rep + 1} of {s.reps}"
                         self.progress(done / total, what + left)
@@ -1500,7 +1511,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-seconds",
         type=float,
         default=90,
-        help="no repetition starts that would end later (0: no limit)",
+        help="no repetition starts that would end later, nor a question of the first one (0: no limit)",
     )
     add(
         "--warmup-runs",
@@ -1728,6 +1739,7 @@ def _measure(
     notes = remarks(summary_rows, runs, facts) + [
         f"skipped (too long for ctx {ctx}): {s}" for s in bench.skipped
     ]
+    notes += [bench.cut] if bench.cut else []
     unsteady = [f"{w['arm']} (T = {w['temperature']:g})" for w in warm if not w["agreed"]]
     if unsteady:
         who = ", ".join(unsteady) if len(unsteady) < len(warm) else "every arm (a busy machine?)"

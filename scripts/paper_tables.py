@@ -30,7 +30,7 @@ import torch
 import checkpoint
 import quantize
 from engine import Engine
-from generate import DEMO, DTYPES, USAGE, UserError, load
+from generate import DEMO, DTYPES, USAGE, UserError, free_memory, load, plan_memory
 from sampling import SamplingParams
 from scripts import bench
 from trees import PAPER25, chain
@@ -324,6 +324,25 @@ def _batch_line(
     }
 
 
+def largest_batch(base: Engine, drafter: dict[str, Any], ctx: int, cap: int) -> int:
+    """The most sequences, up to `cap`, whose caches and buffers fit the free memory in both arms at once (they are timed
+    in turn), a fifth left for activations. At least 1."""
+    config, device = base.model.config, base.model.device
+    options = replace(base.options, ctx=ctx, tree="paper25", **drafter["options"])
+    head, free = checkpoint.read_eagle(options.eagle, config), free_memory(device) * 4 // 5
+
+    def fits(batch: int) -> bool:
+        arms = [replace(base.options, ctx=ctx), options]
+        plans = [plan_memory(config, replace(o, batch_size=batch), head if o.eagle else None) for o in arms]
+        return sum(p.head + p.kv + p.buffers for p in plans) <= free
+
+    low, high = 1, cap
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
 def measure(args: argparse.Namespace, say=print) -> None:
     """Measure every cell that is planned and not in --cells yet; appends a line per cell, complete when written."""
     bases = Bases(args)
@@ -336,6 +355,9 @@ def measure(args: argparse.Namespace, say=print) -> None:
     )
     suites, prompts, ctx = find_questions(args, base, settings)
     found, missing = drafters(args, base.model.config)
+    heads = [d for d in found if d["method"].startswith("eagle")]
+    if args.largest_batch and heads:
+        args.batches = sorted({*args.batches, largest_batch(base, heads[0], ctx, args.largest_batch)})
     specs = plan(args, found, list(suites), base.options.dtype)
     where = bench.environment(base.model.device)
     weights = bench.fingerprint(base.model)
@@ -741,7 +763,8 @@ class Page:
         note = (
             f"throughput: best total tokens/s over these batch sizes (and a chain of 5 at {sizes[-1]}), over plain "
             "decoding's best; each from its own cell. "
-            "The paper's largest batches fill the GPU (Vicuna 7B on an RTX 3090: 7, plain 8); `--batches` sets ours."
+            "The paper's largest batches fill the GPU (Vicuna 7B on an RTX 3090: 7, plain 8); "
+            "`--batches` and `--largest-batch CAP` set ours."
         )
         return self.table("Table 7: batch size and throughput, T = 0", head, rows, note)
 
@@ -973,6 +996,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--reps", type=int, default=3)
     add("--seed", type=int, default=0)
     add("--batches", type=int, nargs="+", default=[1, 2, 3, 4], metavar="B", help="batch sizes of Table 7")
+    add(
+        "--largest-batch",
+        type=int,
+        default=0,
+        metavar="CAP",
+        help="also the largest batch whose caches fit the free memory, up to CAP",
+    )
     add(
         "--dynamic",
         default=bench.DYNAMIC,

@@ -9,6 +9,7 @@ import random
 import statistics
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -177,6 +178,49 @@ def test_summary_recounts_from_the_raw_lines(measured):
         )
         assert (gain["low"], gain["high"]) == pytest.approx((medians[50], medians[1949]))
         assert gain["low"] <= gain["median"] <= gain["high"]
+
+
+RESULTS = Path(bench.__file__).resolve().parent.parent / "benchmarks" / "results"
+COMMITTED = [
+    p for p in sorted(RESULTS.glob("*.jsonl")) if '"type": "summary"' in p.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.name)
+def test_committed_results_recount(path):
+    """A published figure that its own runs do not give, or an arm with other tokens that got a speedup all the same."""
+    runs, summary = bench.read_lines(path)
+    rates = defaultdict(lambda: defaultdict(dict))
+    steps = defaultdict(list)
+    for r in runs:
+        rate = (r["new_tokens"] - 1) / r["decode_seconds"] if r["new_tokens"] > 1 else None
+        key = r["suite"], r["temperature"]
+        rates[key][r["arm"]][r["question"], r["turn"], r["rep"]] = rate
+        steps[(*key, r["arm"])] += r["tokens_per_step"] or []
+        assert r["tokens_per_step"] is None or r["new_tokens"] == 1 + sum(r["tokens_per_step"])
+        assert r["cached_tokens"] == 0 and r["environment"]["device"] == summary["environment"]["device"]
+    for row in (r for r in summary["rows"] if r["suite"] != "all"):
+        key = row["suite"], row["temperature"]
+        emitted = steps[(*key, row["arm"])]
+        assert row["tau"] is None or row["tau"] == pytest.approx(sum(emitted) / len(emitted))
+        if row["baseline"]:
+            continue
+        differs = sum(
+            r["same"] == "differs"
+            for r in runs
+            if (r["suite"], r["temperature"], r["arm"]) == (*key, row["arm"])
+        )
+        if row["label"] == bench.SAME_TOKENS and differs:
+            assert row["speedup"] is None and "DIFFERS" in row["blocked"]
+        elif row["speedup"]:
+            prompts = defaultdict(list)
+            for which, rate in rates[key][row["arm"]].items():
+                plain = rates[key]["plain"][which]
+                if rate and plain:
+                    prompts[which[:2]].append(rate / plain)
+            middle = statistics.median(statistics.median(ratios) for ratios in prompts.values())
+            assert row["speedup"]["median"] == pytest.approx(middle)
+            assert row["speedup"]["low"] <= middle <= row["speedup"]["high"]
 
 
 def test_runs_interleave_and_pair(measured):

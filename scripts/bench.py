@@ -135,7 +135,7 @@ def builtin_suite(limit: int = 0, characters: int = 500) -> list[Question]:
         text = "".join(lines[max(0, at - 12) : at + 2])[-characters:]
         parent = "" if path.parent.name.startswith("python") else f"{path.parent.name}/"
         questions.append(Question("stdlib", f"{parent}{path.name}", (text,)))
-    return questions[: limit or 8]
+    return questions[: limit or 6]
 
 
 def random_suite(vocab_size: int, count: int, length: int) -> list[Question]:
@@ -1510,7 +1510,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--max-seconds",
         type=float,
-        default=90,
+        default=80,
         help="no repetition starts that would end later, nor a question of the first one (0: no limit)",
     )
     add(

@@ -103,9 +103,11 @@ def drafters(args: argparse.Namespace, config) -> tuple[list[dict[str, Any]], di
     heads = [Path(p) for p in args.eagle] or [
         p for p in folders if bench._is(checkpoint.read_eagle, p, config)
     ]
-    for path in heads + [Path(p) for p in args.ablation]:
+    ablation = [Path(p) for p in args.ablation]
+    for path in [p for p in heads if p.resolve() not in {a.resolve() for a in ablation}] + ablation:
         version = checkpoint.read_eagle(str(path), config).config.version
-        add(f"eagle{version}", "eagle", path, ablation=str(path) in args.ablation)
+        other = path in ablation or read_card(path).get("inputs", SHIFTED) != SHIFTED
+        add(f"eagle{version}", "eagle", path, ablation=other)
     medusa = (
         [Path(args.medusa)]
         if args.medusa

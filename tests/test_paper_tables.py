@@ -76,13 +76,14 @@ def directory(tmp_path_factory):
     ):
         write_head(model, directory / name, seed=1)
         (directory / name / "CARD.json").write_text(json.dumps(card))
+    write_head(model, directory / "eagle3", 1, version=3)
     save_hf(tiny_model(torch.float32, seed=3, layers=1), directory / "draft")
     save_medusa(MedusaHeads(model, 2).state_dict(), directory / "medusa")
     return directory
 
 
-def write_head(model, path, seed):
-    head = tiny_head(model, seed=seed)
+def write_head(model, path, seed, version=1):
+    head = tiny_head(model, version, seed=seed)
     tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("rotary") and n != "draft_ids"}
     save_eagle(head.config, tensors, path)
 
@@ -90,7 +91,7 @@ def write_head(model, path, seed):
 def run(directory, cells, page, *flags, ablation=True):
     given = ["--ablation", str(directory / "token")] if ablation else []
     where = ["--checkpoint", str(directory), "--cells", str(cells), "--page", str(page)]
-    return paper.main([*where, "--eagle", str(directory / "eagle1"), *given, *FLAGS, *flags])
+    return paper.main([*where, *given, *FLAGS, *flags])
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +161,14 @@ def test_page_recounts_from_the_raw_runs(measured):
         figure = section(page, f"Figure {1 + int(T)}")
         row = next(r for r in figure.splitlines() if r.startswith("| EAGLE "))
         assert [v.strip() for v in row.strip("|").split("|")][-2:] == [f"{speedup:.2f}x", f"{tau:.2f}"]
+        three = next(
+            c for c in cells_of(path) if (c["method"], c["T"], c["tree"]) == ("eagle3", T, "paper25")
+        )
+        row = next(r for r in figure.splitlines() if r.startswith("| EAGLE-3 "))
+        assert [v.strip() for v in row.strip("|").split("|")][-2:] == [
+            f"{by_hand(three)[0]:.2f}x",
+            f"{by_hand(three)[1]:.2f}",
+        ]
         drafts = [c for c in cells_of(path) if c["method"] == "draft" and c["T"] == T]
         best = max(by_hand(c)[0] for c in drafts)
         assert len(drafts) == 2 and f"{best:.2f}x" in next(

@@ -930,7 +930,13 @@ class Page:
         machines, sizes, commits, commands = {}, {}, {}, {}
         for c in done:
             e, t = c["environment"], c["settings"]
-            machines[", ".join([e["device"], *(f"{k} {v}" for k, v in e["versions"].items() if v)])] = None
+            busy = (
+                [f"load {e['load_average']:.1f} of {e['cpus']} cores at the start"]
+                if e["load_average"]
+                else []
+            )
+            versions = [f"{k} {v}" for k, v in e["versions"].items() if v]
+            machines[", ".join([e["device"], *busy, *versions])] = None
             sizes[f"{t['max_new_tokens']} new tokens, {t['reps']} repetition(s)"] = None
             commits[f"{e['git']['commit']}{' (modified)' if e['git']['dirty'] else ''}"] = None
             commands[f"`{c['command']}`"] = None

@@ -56,6 +56,7 @@ from generate import (
     describe_device,
     draft_vocabulary,
     drafter_kind,
+    find_tuned_tree,
     load,
     measure_copy_bandwidth,
     size,
@@ -134,7 +135,7 @@ def builtin_suite(limit: int = 0, characters: int = 500) -> list[Question]:
         text = "".join(lines[max(0, at - 12) : at + 2])[-characters:]
         parent = "" if path.parent.name.startswith("python") else f"{path.parent.name}/"
         questions.append(Question("stdlib", f"{parent}{path.name}", (text,)))
-    return questions[: limit or 8]
+    return questions[: limit or 6]
 
 
 def random_suite(vocab_size: int, count: int, length: int) -> list[Question]:
@@ -379,6 +380,8 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     opts = replace(base.options, ctx=ctx, **options)
     model, config, head = base.model, base.model.config, None
     kind = drafter_kind(opts)
+    if opts.tree == "auto" and kind != "eagle":
+        find_tuned_tree(opts, config, None, model.device)  # says that only EAGLE heads have tuned trees
     if kind == "eagle":
         version = opts.eagle.removeprefix("random:")
         if version != opts.eagle:
@@ -386,6 +389,8 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         else:
             pairs = dict(item.split("=", 1) for item in opts.eagle_config)
             file = checkpoint.read_eagle(opts.eagle, config, pairs)
+            if opts.tree == "auto":
+                opts = replace(opts, tree=find_tuned_tree(opts, config, file, model.device))
             head = build_head(file, model, draft_vocabulary(opts, config, base.tokenizer))
     if kind == "draft":
         small = checkpoint.load_config(opts.draft_checkpoint)
@@ -395,7 +400,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         if head:
             quantize.pack_(head, model.dtype)
         drafter = build_drafter(model, head, opts) if kind else None
-    engine = Engine(model, base.tokenizer, drafter, 1, ctx, opts.compile, base.backend)
+    engine = Engine(model, base.tokenizer, drafter, opts.batch_size, ctx, opts.compile, base.backend)
     engine.options, engine.head = opts, head
     return engine
 
@@ -649,7 +654,9 @@ class Settings:
     top_p: float = 1.0
     ignore_eos: bool = False
     warmup_runs: int = 4
-    max_seconds: float = 0.0  # no further repetition starts that would end later than this; 0: no limit
+    max_seconds: float = (
+        0.0  # no repetition (of the first: no question) starts that would end later; 0: no limit
+    )
     tie_margin: float = TIE
     allow_diff: bool = False
     synthetic_tau: float = 0.0
@@ -682,6 +689,7 @@ class Bench:
     environment: dict[str, Any] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     margins: dict[tuple, float] = field(default_factory=dict)
+    cut: str = ""
 
     def warm_up(self) -> list[dict[str, Any]]:
         """Per arm and temperature: the first prompt until two runs agree within 1 %, at most `warmup_runs` times, and
@@ -712,21 +720,29 @@ class Bench:
         return prompts[0], max(prompts, key=len)
 
     def measure(self) -> Iterator[dict[str, Any]]:
-        """Every run as a line, repetitions outermost; the order of the arms rotates from prompt to prompt."""
+        """Every run as a line, repetitions outermost; the order of the arms rotates from prompt to prompt. Past
+        `max_seconds` the first repetition ends with the question at hand, and `cut` says after how many."""
         s, started = self.settings, time.perf_counter()
         total = s.reps * len(s.temperatures) * sum(len(q.turns) for q in self.questions)
         done = 0
         for rep in range(s.reps):
             spent = time.perf_counter() - started
-            if rep and s.max_seconds and spent + spent / rep > s.max_seconds:
+            if rep and s.max_seconds and (self.cut or spent + spent / rep > s.max_seconds):
                 break
-            for T in s.temperatures:
-                for question in self.questions:
+            for number, question in enumerate(self.questions):
+                if rep == 0 and number and s.max_seconds and time.perf_counter() - started > s.max_seconds:
+                    self.cut = f"--max-seconds {s.max_seconds:g}: {number} of {len(self.questions)} questions"
+                    break
+                for T in s.temperatures:
                     answers: list[str] = []
                     for turn in range(len(question.turns)):
                         left = ""
                         if done:
                             seconds = (time.perf_counter() - started) / done * (total - done)
+                            if s.max_seconds:
+                                seconds = min(
+                                    seconds, max(0.0, s.max_seconds - time.perf_counter() + started)
+                                )
                             left = f", {seconds:.0f} s left"
                         what = f"{question.suite} {question.id}, T = {T:g}, repetition {rep + 1} of {s.reps}"
                         self.progress(done / total, what + left)
@@ -1494,8 +1510,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--max-seconds",
         type=float,
-        default=90,
-        help="no repetition starts that would end later (0: no limit)",
+        default=80,
+        help="no repetition starts that would end later, nor a question of the first one (0: no limit)",
     )
     add(
         "--warmup-runs",
@@ -1723,6 +1739,7 @@ def _measure(
     notes = remarks(summary_rows, runs, facts) + [
         f"skipped (too long for ctx {ctx}): {s}" for s in bench.skipped
     ]
+    notes += [bench.cut] if bench.cut else []
     unsteady = [f"{w['arm']} (T = {w['temperature']:g})" for w in warm if not w["agreed"]]
     if unsteady:
         who = ", ".join(unsteady) if len(unsteady) < len(warm) else "every arm (a busy machine?)"

@@ -9,6 +9,7 @@ import random
 import statistics
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +17,10 @@ import torch
 from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
 
 import tree as trees
-from checkpoint import save_eagle, save_hf, save_medusa
+from checkpoint import read_eagle, save_eagle, save_hf, save_medusa
 from drafters import MedusaHeads
 from engine import Engine
-from generate import UserError
+from generate import DRAFTERS, UserError, load, tuned_tree_path
 from sampling import SamplingParams
 from scripts import bench, evaluate
 
@@ -179,6 +180,49 @@ def test_summary_recounts_from_the_raw_lines(measured):
         assert gain["low"] <= gain["median"] <= gain["high"]
 
 
+RESULTS = Path(bench.__file__).resolve().parent.parent / "benchmarks" / "results"
+COMMITTED = [
+    p for p in sorted(RESULTS.glob("*.jsonl")) if '"type": "summary"' in p.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.name)
+def test_committed_results_recount(path):
+    """A published figure that its own runs do not give, or an arm with other tokens that got a speedup all the same."""
+    runs, summary = bench.read_lines(path)
+    rates = defaultdict(lambda: defaultdict(dict))
+    steps = defaultdict(list)
+    for r in runs:
+        rate = (r["new_tokens"] - 1) / r["decode_seconds"] if r["new_tokens"] > 1 else None
+        key = r["suite"], r["temperature"]
+        rates[key][r["arm"]][r["question"], r["turn"], r["rep"]] = rate
+        steps[(*key, r["arm"])] += r["tokens_per_step"] or []
+        assert r["tokens_per_step"] is None or r["new_tokens"] == 1 + sum(r["tokens_per_step"])
+        assert r["cached_tokens"] == 0 and r["environment"]["device"] == summary["environment"]["device"]
+    for row in (r for r in summary["rows"] if r["suite"] != "all"):
+        key = row["suite"], row["temperature"]
+        emitted = steps[(*key, row["arm"])]
+        assert row["tau"] is None or row["tau"] == pytest.approx(sum(emitted) / len(emitted))
+        if row["baseline"]:
+            continue
+        differs = sum(
+            r["same"] == "differs"
+            for r in runs
+            if (r["suite"], r["temperature"], r["arm"]) == (*key, row["arm"])
+        )
+        if row["label"] == bench.SAME_TOKENS and differs and not summary["settings"]["allow_diff"]:
+            assert row["speedup"] is None and "DIFFERS" in row["blocked"]
+        elif row["speedup"]:
+            prompts = defaultdict(list)
+            for which, rate in rates[key][row["arm"]].items():
+                plain = rates[key]["plain"][which]
+                if rate and plain:
+                    prompts[which[:2]].append(rate / plain)
+            middle = statistics.median(statistics.median(ratios) for ratios in prompts.values())
+            assert row["speedup"]["median"] == pytest.approx(middle)
+            assert row["speedup"]["low"] <= middle <= row["speedup"]["high"]
+
+
 def test_runs_interleave_and_pair(measured):
     """All runs of one arm first, then the other's: a machine that warms up then decides who is faster."""
     runs, settings, arms = measured
@@ -189,6 +233,17 @@ def test_runs_interleave_and_pair(measured):
         assert len({(r["prompt_sha256"], r["seed"], r["rep"], r["temperature"]) for r in group}) == 1
         assert [r["order"] for r in group] == list(range(len(arms)))
     assert len({group[0]["arm"] for group in groups}) == len(arms)  # everyone goes first at some time
+
+
+def test_the_time_limit_ends_the_first_repetition_too():
+    """A slow machine on which the default run takes half an hour; or a cut that leaves one temperature out."""
+    settings = replace(SETTINGS, max_seconds=1e-9, reps=3)
+    job = bench_of([scripted(tiny_model(), "plain", 0)], settings=settings)
+    runs = list(job.measure())
+    assert [(r["question"], r["temperature"], r["rep"]) for r in runs] == [("a", 0.0, 0), ("a", 1.0, 0)]
+    assert job.cut == "--max-seconds 1e-09: 1 of 3 questions"
+    whole = bench_of(job.arms, settings=replace(settings, max_seconds=0.0))
+    assert len(list(whole.measure())) == 3 * 3 * 2 and not whole.cut
 
 
 def test_promises_and_extremes_on_a_real_engine(measured):
@@ -646,6 +701,36 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
         and facts["eagle1 paper25"]["memory_bytes"] > facts["plain"]["memory_bytes"]
     )
     assert 0 < facts["eagle1 paper25"]["draft_share"] < 1 and facts["plain"]["draft_share"] == 0
+
+
+def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
+    """A drafter that generate.load builds and the benchmark does not: it would time plain decoding under its name."""
+    base = load(str(tiny_directory), dtype="float64", device="cpu", kernels="reference")
+    given = {"ngram": {"drafter": "ngram", "tree": "chain:3"}, "lookahead": {"drafter": "lookahead"}}
+    given["eagle"] = {"eagle": str(tiny_directory / "eagle1"), "ngram_nodes": 4}
+    given["draft"] = {"draft_checkpoint": str(tiny_directory / "draft"), "tree": "chain:2"}
+    given["medusa"] = {"medusa": str(tiny_directory / "medusa"), "tree": "chain:2"}
+    assert set(given) == set(DRAFTERS)
+    plain = bench.build_engine(base, {}, 64).generate([1, 5, 9], SamplingParams(max_new_tokens=8)).run()
+    for kind, options in given.items():
+        engine = bench.build_engine(base, options, 64)
+        assert type(engine.drafter) is not type(Engine(base.model).drafter), kind
+        result = engine.generate([1, 5, 9], SamplingParams(max_new_tokens=8)).run()
+        assert result[0].token_ids == plain[0].token_ids and engine.model is base.model, kind
+    two = bench.build_engine(base, given["eagle"] | {"batch_size": 2}, 64)
+    both = two.generate_batch([[1, 5, 9], [4, 4]], SamplingParams(max_new_tokens=8)).run()
+    assert both[0].token_ids == plain[0].token_ids
+    # --tree auto: what tune_tree wrote for this head, and a one-line error where it wrote nothing
+    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
+    auto = {"eagle": str(tiny_directory / "eagle1"), "tree": "auto"}
+    for options in (auto, {"drafter": "ngram", "tree": "auto"}):
+        with pytest.raises(UserError, match="--tree auto"):
+            bench.build_engine(base, options, 64)
+    file = read_eagle(auto["eagle"], base.model.config)
+    path = tuned_tree_path(replace(base.options, **auto), base.model.config, file, base.model.device)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"paths": [[0], [1], [0, 0]]}')
+    assert bench.build_engine(base, auto, 64).drafter.N == 4
 
 
 def test_command_rows(tiny_directory, capsys):

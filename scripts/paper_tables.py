@@ -1,0 +1,1073 @@
+"""The tables and figures of the EAGLE paper, for any checkpoint and heads, beside the published numbers.
+
+    python -m scripts.paper_tables --quick                       # the demo: measure what is missing, write the page
+    python -m scripts.paper_tables --render                      # only write docs/paper_tables.md from the cells
+    python -m scripts.paper_tables --plan                        # what would be measured
+    python -m scripts.paper_tables --checkpoint DIR --eagle HEAD --suite mt_bench/question.jsonl \\
+        --suite humaneval/question.jsonl --template llama-2-chat --system paper --int4 INT4_DIR --cells llama.jsonl
+
+One cell is one drafter against plain decoding on the same prompts, paired and interleaved by scripts.bench; it is one
+JSON line with every run, the machine and the command. Cells that are there already (same weights, drafter, prompts and
+settings) are not run again, so an interrupted run goes on where it stopped. The page is computed from the lines alone; a
+cell that was not run says so, with the reason. Published numbers: benchmarks/paper_eagle1.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import checkpoint
+import quantize
+from engine import Engine
+from generate import DEMO, DTYPES, USAGE, UserError, free_memory, load, plan_memory
+from sampling import SamplingParams
+from scripts import bench
+from trees import PAPER25, chain
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLISHED = ROOT / "benchmarks" / "paper_eagle1.json"
+CELLS = ROOT / "benchmarks" / "results" / "paper_tables_demo.jsonl"
+PAGE = ROOT / "docs" / "paper_tables.md"
+ALPHAS = [f"{k}-alpha" for k in range(5)]
+TASKS = ("humaneval", "gsm8k", "alpaca")  # the suites of Tables 1 and 8; MT-bench is the others'
+SHIFTED = "feature+shifted-token"  # what an EAGLE head sees (Figure 8 has heads that see less)
+LENGTHS = range(2, 11)  # draft lengths of the draft LLM, as the paper searched them
+SLOT = ("method", "drafter", "tree", "verify", "suite", "T", "quant", "batch", "ablation")  # a cell's place
+KEPT = (
+    "question",
+    "turn",
+    "rep",
+    "seed",
+    "prompt_sha256",
+    "prompt_tokens",
+    "new_tokens",
+    "ids_sha256",
+    "ttft_seconds",
+    "decode_seconds",
+    "tokens_per_step",
+    "same",
+    "fork",
+    "margin",
+)
+
+
+# ---- which cells there are --------------------------------------------------------------------------------
+
+
+def read_card(path: Path) -> dict[str, Any]:
+    """What CARD.json beside a drafter says of its making; empty without one."""
+    file = path / "CARD.json"
+    card = json.loads(file.read_text()) if file.is_file() else {}
+    return {k: card[k] for k in ("inputs", "regenerated", "data", "loss", "parameters", "steps") if k in card}
+
+
+def fingerprint(path: str | Path) -> str:
+    """A short hash of a drafter's weight files: their sizes, first and last megabyte."""
+    digest, path = hashlib.sha256(), Path(path)
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt"))
+    )
+    for file in files:
+        with open(file, "rb") as stream:
+            digest.update(f"{file.stat().st_size}".encode() + stream.read(1 << 20))
+            stream.seek(max(0, file.stat().st_size - (1 << 20)))
+            digest.update(stream.read())
+    return digest.hexdigest()[:16]
+
+
+def drafters(args: argparse.Namespace, config) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The drafters given or found in the checkpoint's folders, and for each kind that is missing the reason."""
+    directory = Path(args.checkpoint)
+    folders = sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else []
+    found: list[dict[str, Any]] = []
+
+    def add(method: str, key: str, path: Path, **more: Any) -> None:
+        name = path.name if path.is_dir() else path.stem
+        found.append(
+            {"method": method, "name": name, "options": {key: str(path)}, "card": read_card(path)} | more
+        )
+
+    heads = [Path(p) for p in args.eagle] or [
+        p for p in folders if bench._is(checkpoint.read_eagle, p, config)
+    ]
+    ablation = [Path(p) for p in args.ablation]
+    for path in [p for p in heads if p.resolve() not in {a.resolve() for a in ablation}] + ablation:
+        version = checkpoint.read_eagle(str(path), config).config.version
+        other = path in ablation or read_card(path).get("inputs", SHIFTED) != SHIFTED
+        add(f"eagle{version}", "eagle", path, ablation=other)
+    medusa = (
+        [Path(args.medusa)]
+        if args.medusa
+        else [p for p in folders if any((p / f).is_file() for f in checkpoint.MEDUSA_FILES)]
+    )
+    for path in medusa:
+        files = (
+            [path] if path.is_file() else [path / f for f in checkpoint.MEDUSA_FILES if (path / f).is_file()]
+        )
+        count = len({name.split(".")[0] for name in checkpoint.read_entries(files[:1])})
+        add("medusa", "medusa", path, tree="paper25" if count >= 5 else f"chain:{count}")
+    known = {d["options"].get("eagle") or d["options"].get("medusa") for d in found}
+    drafts = (
+        [Path(args.draft_checkpoint)]
+        if args.draft_checkpoint
+        else [p for p in folders if str(p) not in known and bench._is(checkpoint.load_config, p)]
+    )
+    for path in drafts[:1]:
+        add("draft", "draft_checkpoint", path)
+    missing = {
+        "eagle1": "no EAGLE-1 head given (--eagle HEAD)",
+        "medusa": "no Medusa heads given (--medusa)",
+        "draft": "no draft LLM given (--draft-checkpoint)",
+    }
+    return found, {k: v for k, v in missing.items() if not any(d["method"] == k for d in found)}
+
+
+def plan(
+    args: argparse.Namespace, found: list[dict[str, Any]], suites: Sequence[str], dtype: str
+) -> list[dict[str, Any]]:
+    """Every cell that this checkpoint can have, as specs. suites: names, the main one (in MT-bench's part) first."""
+    cells: list[dict[str, Any]] = []
+
+    def add(
+        drafter: dict[str, Any],
+        tree: str,
+        suite: str,
+        T: float,
+        quant: str = "",
+        batch: int = 1,
+        **options: Any,
+    ):
+        given = drafter["options"] | options | ({"tree": tree} if tree else {})
+        cells.append(
+            {
+                "method": drafter["method"],
+                "drafter": drafter["name"],
+                "card": drafter.get("card", {}),
+                "ablation": drafter.get("ablation", False),
+                "tree": tree,
+                "verify": options.get("verify", "match"),
+                "suite": suite,
+                "T": T,
+                "quant": quant or dtype,
+                "batch": batch,
+                "options": given,
+            }
+        )
+
+    main = suites[0]
+    eagle = [d for d in found if d["method"].startswith("eagle")]
+    first = next((d for d in eagle if d["method"] == "eagle1" and not d["ablation"]), None) or next(
+        iter(eagle), None
+    )
+    for drafter in eagle:
+        for suite in suites[:1] if drafter["ablation"] else suites:
+            for T in (0.0, 1.0):
+                for tree in ("paper25", "chain:5"):
+                    add(drafter, tree, suite, T)
+                    if T and drafter is first:
+                        add(drafter, tree, suite, T, verify="multi-round")
+                if suite == main and not drafter["ablation"]:
+                    add(drafter, args.dynamic, suite, T)
+    for drafter in found:
+        for T in (0.0, 1.0):
+            if drafter["method"] == "medusa":
+                add(drafter, drafter["tree"], main, T)
+            if drafter["method"] == "draft":
+                for length in LENGTHS:
+                    add(drafter, f"chain:{length}", main, T)
+    for T in (0.0, 1.0):
+        add({"method": "ngram", "name": "n-gram", "options": {"drafter": "ngram"}}, "chain:7", main, T)
+        add({"method": "lookahead", "name": "lookahead", "options": {"drafter": "lookahead"}}, "", main, T)
+    if first:
+        for quant in ("", "int4"):
+            add(first, "chain:3", main, 0.0, quant)
+        add(first, "paper25", main, 0.0, "int4")
+        for batch in args.batches:
+            if batch > 1:
+                add(first, "paper25", main, 0.0, batch=batch)
+        add(first, "chain:5", main, 0.0, batch=max(args.batches))
+    add({"method": "hf", "name": "transformers", "options": {}}, "", main, 0.0)
+    return cells
+
+
+def cell_id(spec: dict[str, Any], identity: dict[str, Any]) -> str:
+    """The same for the same weights, drafter weights, prompts and settings; another when any of them changed."""
+    options = {k: v for k, v in spec["options"].items() if k not in bench.PATHS}
+    files = {k: fingerprint(v) for k, v in spec["options"].items() if k in bench.PATHS}
+    kept = {k: spec[k] for k in SLOT}
+    text = json.dumps([kept, options, files, identity], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ---- measuring --------------------------------------------------------------------------------------------
+
+
+class Bases:
+    """The plain engine per weight precision, each loaded once; int4 comes from --int4 DIR or is rounded in memory."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.engines = args, {}
+
+    def __call__(self, quant: str) -> Engine:
+        args, int4 = self.args, quant == "int4"
+        key = "int4" if int4 else ""
+        if key not in self.engines:
+            source = args.int4 if int4 and args.int4 else args.checkpoint
+            base = load(
+                source, device=args.device, dtype=args.dtype, compile=args.compile, kernels=args.kernels
+            )
+            if int4 and not args.int4:
+                for block in base.model.layers:
+                    quantize.quantize_(block, quantize.QuantSpec("int4"))
+                base.model.quant = "int4"
+                with base.backend.active():
+                    quantize.pack_(base.model, DTYPES[base.options.dtype])
+            self.engines[key] = base
+        return self.engines[key]
+
+
+def measure_single(
+    base: Engine, spec, questions, prompts, settings: bench.Settings, ctx: int
+) -> list[dict[str, Any]]:
+    """Plain decoding and the drafter in turn over the questions: the run lines of scripts.bench, less the environment."""
+    plain = bench.EngineArm("plain", bench.SAME_TOKENS, {}, bench.build_engine(base, {}, ctx))
+    if spec["method"] == "hf":
+        arm: bench.Arm = bench.HFArm("hf", base.model, base.tokenizer)
+    else:
+        promise = bench.SAME_TOKENS if spec["verify"] == "match" else bench.SAME_DISTRIBUTION
+        arm = bench.EngineArm("arm", promise, {}, bench.build_engine(base, spec["options"], ctx))
+    arm.name = "arm"
+    stops = tuple(base.stop_ids(SamplingParams())) or bench.NO_STOP
+    job = bench.Bench(
+        [plain, arm], questions, prompts, replace(settings, temperatures=(spec["T"],)), stops, ctx
+    )
+    for each in job.arms:  # warm-up
+        each.run(prompts.ids(questions[0].turns[:1], []), settings.params(spec["T"], 0, stops))
+    return list(job.measure())
+
+
+def measure_batch(
+    base: Engine, spec, questions, prompts, settings: bench.Settings, ctx: int
+) -> list[dict[str, Any]]:
+    """The same for a batch: one run line per batch, with the tokens of all rows, timed from the last row's first one."""
+    B, lines = spec["batch"], []
+    engines = [bench.build_engine(base, {"batch_size": B}, ctx)]
+    engines.append(bench.build_engine(base, spec["options"] | {"batch_size": B}, ctx))
+    first = [prompts.ids(q.turns[:1], []) for q in questions]
+    groups = [[first[(g + i) % len(first)] for i in range(B)] for g in range(0, len(first), B)]
+    for rep in range(-1, settings.reps):  # -1 warms up
+        params = replace(settings.params(spec["T"], max(rep, 0), bench.NO_STOP), stop_ids=bench.NO_STOP)
+        for number, group in enumerate(groups if rep >= 0 else groups[:1]):
+            outcome = {}
+            for i in [(number + rep) % 2, (number + rep + 1) % 2]:
+                engine = engines[i]
+                others = [[(p[0] + 1) % base.model.config.vocab_size] for p in group]
+                engine.generate_batch(others, replace(params, max_new_tokens=1)).run()  # empty caches
+                bench.synchronize(base.model.device)
+                seen, began, clock = set(), time.perf_counter(), 0.0
+                stream = engine.generate_batch(group, params)
+                for chunk in stream:
+                    if len(seen) < B:
+                        seen.add(chunk.row)
+                        clock = time.perf_counter()
+                if any(r.cached_tokens for r in stream.results):
+                    raise RuntimeError("a batch reused cached tokens of another run.")
+                outcome[i] = stream.results, clock - began, time.perf_counter() - clock
+            if rep < 0:
+                continue
+            same = "same"
+            for row, (a, b) in enumerate(zip(outcome[0][0], outcome[1][0], strict=True)):
+                fork = bench.first_fork(a.token_ids, b.token_ids)
+                if fork is not None:
+                    text, ids = [*group[row], *a.token_ids[:fork]], (a.token_ids[fork], b.token_ids[fork])
+                    near = engines[0].margin(row, text, len(group[row]), params, *ids) < settings.tie_margin
+                    same = "tie" if near and same != "differs" else "differs"
+            for i, (results, ttft, seconds) in outcome.items():
+                lines.append(_batch_line(i, number, rep, params, group, results, ttft, seconds, same))
+    return lines
+
+
+def _batch_line(
+    i: int, number: int, rep: int, params, group, results, ttft: float, seconds: float, same: str
+):
+    steps = [len(ids) for r in results for ids in r.tokens_per_step]
+    ids = [t for r in results for t in r.token_ids]
+    return {
+        "arm": "arm" if i else "plain",
+        "label": bench.SAME_TOKENS,
+        "baseline": not i,
+        "temperature": params.temperature,
+        "question": f"batch {number}",
+        "turn": 1,
+        "rep": rep,
+        "seed": params.seed,
+        "prompt_sha256": bench.digest([t for p in group for t in p]),
+        "prompt_tokens": sum(map(len, group)) / len(group),
+        "new_tokens": 1 + sum(steps),
+        "ids_sha256": bench.digest(ids),
+        "ttft_seconds": ttft,
+        "decode_seconds": seconds,
+        "tokens_per_step": steps,
+        "same": same if i else None,
+        "random_weights": False,
+    }
+
+
+def largest_batch(base: Engine, drafter: dict[str, Any], ctx: int, cap: int) -> int:
+    """The most sequences, up to `cap`, whose caches and buffers fit the free memory in both arms at once (they are timed
+    in turn), a fifth left for activations. At least 1."""
+    config, device = base.model.config, base.model.device
+    options = replace(base.options, ctx=ctx, tree="paper25", **drafter["options"])
+    head, free = checkpoint.read_eagle(options.eagle, config), free_memory(device) * 4 // 5
+
+    def fits(batch: int) -> bool:
+        arms = [replace(base.options, ctx=ctx), options]
+        plans = [plan_memory(config, replace(o, batch_size=batch), head if o.eagle else None) for o in arms]
+        return sum(p.head + p.kv + p.buffers for p in plans) <= free
+
+    low, high = 1, cap
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def measure(args: argparse.Namespace, say=print) -> None:
+    """Measure every cell that is planned and not in --cells yet; appends a line per cell, complete when written."""
+    bases = Bases(args)
+    base = bases("")
+    settings = bench.Settings(
+        max_new_tokens=args.max_new_tokens,
+        reps=args.reps,
+        seed=args.seed,
+        tie_margin=bench.TIE if base.options.dtype in ("float32", "float64") else 0.0,
+    )
+    suites, prompts, ctx = find_questions(args, base, settings)
+    found, missing = drafters(args, base.model.config)
+    heads = [d for d in found if d["method"].startswith("eagle")]
+    if args.largest_batch and heads:
+        args.batches = sorted({*args.batches, largest_batch(base, heads[0], ctx, args.largest_batch)})
+    specs = plan(args, found, list(suites), base.options.dtype)
+    where = bench.environment(base.model.device)
+    weights = bench.fingerprint(base.model)
+    known = {c["id"] for c in latest(read_cells(args.cells), weights) if c["type"] == "cell"}
+    identity = {
+        "model": weights,
+        "device": where["device"],
+        "dtype": base.options.dtype,
+        "compile": args.compile,
+        "tokens": settings.max_new_tokens,
+        "reps": settings.reps,
+        "seed": settings.seed,
+    }
+    name, started = Path(args.checkpoint).resolve().name, time.perf_counter()
+    shape = base.model.config
+    header = {
+        "type": "model",
+        "checkpoint": name,
+        "dtype": base.options.dtype,
+        "weights_sha256": identity["model"],
+        "layers": shape.num_hidden_layers,
+        "hidden_size": shape.hidden_size,
+        "experts": shape.num_local_experts,
+        "suites": {k: len(v) for k, v in suites.items()},
+        "missing": missing,
+        "int4": "a quantized checkpoint"
+        if args.int4
+        else "blocks rounded to int4 in memory (RTN, groups of 128)",
+    }
+    if not args.plan:
+        append(args.cells, header)
+    for number, spec in enumerate(specs):
+        questions = suites[spec["suite"]]
+        asked = bench.digest([t for q in questions for turn in q.turns for t in prompts.ids((turn,), [])])
+        key = cell_id(spec, identity | {"prompts": asked})
+        what = f"{spec['drafter']} {spec['tree']} {spec['verify']}, {spec['suite']}, T = {spec['T']:g}, "
+        what += f"{spec['quant']}, batch {spec['batch']}"
+        if args.plan or key in known:
+            say(f"{'have' if key in known else 'to do'}  {what}")
+            continue
+        if args.max_seconds and time.perf_counter() - started > args.max_seconds:
+            say(
+                f"stopped after {args.max_seconds:g} s with {len(specs) - number} cells unvisited; run it again to go on"
+            )
+            break
+        say(f"{number + 1}/{len(specs)}  {what}")
+        line = (
+            {"type": "cell", "id": key, "checkpoint": name, "weights_sha256": weights}
+            | spec
+            | {"options": bench.shown(spec["options"])}
+        )
+        began = time.perf_counter()
+        try:
+            run = measure_single if spec["batch"] == 1 else measure_batch
+            runs = run(bases(spec["quant"]), spec, questions, prompts, settings, ctx)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            say(f"      not run: {error}")
+            append(args.cells, line | {"type": "not_run", "reason": " ".join(str(error).split())[:200]})
+            continue
+        line |= {
+            "runs": [{k: r.get(k) for k in KEPT} for r in runs if not r["baseline"]],
+            "plain": [{k: r.get(k) for k in KEPT} for r in runs if r["baseline"]],
+            "label": next(r["label"] for r in runs if not r["baseline"]),
+            "settings": asdict(settings),
+            "seconds": time.perf_counter() - began,
+            "command": args.command,
+            "environment": where,
+        }
+        append(args.cells, line)
+        known.add(key)
+
+
+def find_questions(args: argparse.Namespace, base: Engine, settings: bench.Settings):
+    """({suite: questions that fit}, how they become prompts, the context they need); MT-bench or the first file leads."""
+    args.format, limit = (
+        getattr(args, "format", "auto"),
+        min(base.model.rotary.length, base.model.config.max_positions),
+    )
+    prompts = bench.prompts_of(args, base.tokenizer)
+    if base.tokenizer is None:
+        every = bench.random_suite(base.model.config.vocab_size, args.questions or 3, min(32, limit // 4))
+    elif args.suite:
+        every = [q for path in args.suite for q in bench.read_suite(path, args.questions)]
+    else:
+        every = bench.builtin_suite(args.questions)
+    need = max(prompts.longest(q, settings.max_new_tokens) for q in every)
+    ctx = min(limit, (need + 63) // 64 * 64)
+    every = [q for q in every if len(prompts.ids(q.turns[:1], [])) + settings.max_new_tokens <= ctx]
+    if not every:
+        raise UserError(
+            f"no question fits {ctx} tokens with --max-new-tokens {settings.max_new_tokens}.", USAGE
+        )
+    names = sorted(dict.fromkeys(q.suite for q in every), key=lambda name: name != "mt_bench")
+    return {name: [q for q in every if q.suite == name] for name in names}, prompts, ctx
+
+
+def append(path: str | Path, line: dict[str, Any]) -> None:
+    """One line more, after a torn last line of an interrupted run has been cut off."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old = path.read_bytes() if path.exists() else b""
+    with open(path, "ab") as file:
+        if old and not old.endswith(b"\n"):
+            file.truncate(old.rfind(b"\n") + 1)
+            file.seek(0, os.SEEK_END)
+        file.write(json.dumps(line).encode() + b"\n")
+        file.flush()
+
+
+def read_cells(path: str | Path) -> list[dict[str, Any]]:
+    """Lines of a cell file (empty when there is none yet); a torn last line does not count."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        return [json.loads(line) for line in lines[:-1] if line.strip()]
+    except ValueError as error:
+        raise UserError(f"{path}: not a file of scripts.paper_tables ({error}).", USAGE) from error
+
+
+def latest(lines: Sequence[dict[str, Any]], weights: str) -> list[dict[str, Any]]:
+    """Of the cells of these weights the last one for each place on the page: a retrained head replaces its cells. A
+    failed attempt does not replace a measured cell of the same drafter and settings."""
+    slots: dict[tuple, dict[str, Any]] = {}
+    for line in lines:
+        if line["type"] in ("cell", "not_run") and line["weights_sha256"] == weights:
+            slot = tuple(line[k] for k in SLOT)
+            if line["type"] == "cell" or slots.get(slot, {}).get("id") != line["id"]:
+                slots.pop(slot, None)  # to the end
+                slots[slot] = line
+    return list(slots.values())
+
+
+# ---- numbers of a cell ------------------------------------------------------------------------------------
+
+
+def numbers(cell: dict[str, Any]) -> dict[str, Any]:
+    """speedup (median of per-prompt ratios of decode rates; or why there is none), tau, n-alpha, tokens/s of a cell."""
+    more = {"suite": cell["suite"], "temperature": cell["T"], "random_weights": False}
+    lines = [r | more | {"arm": "arm", "baseline": False, "label": cell["label"]} for r in cell["runs"]]
+    lines += [
+        r | more | {"arm": "plain", "baseline": True, "label": bench.SAME_TOKENS} for r in cell["plain"]
+    ]
+    plain, row = bench.summarise(lines, bench.Settings(**cell["settings"]), resamples=40)
+    return {
+        "speedup": row["speedup"]["median"] if row["speedup"] else None,
+        "blocked": row["blocked"],
+        "tau": row["tau"],
+        "rate": row["tokens_per_second"],
+        "plain_rate": plain["tokens_per_second"],
+        "alpha": n_alpha(cell["runs"]) if cell["tree"] == "chain:5" and cell["batch"] == 1 else None,
+    }
+
+
+def n_alpha(runs: Sequence[dict[str, Any]]) -> list[float]:
+    """k-alpha, k = 0..4: of the steps that accepted k drafts of a chain, the share that accepted one more (eagle.md 6.2).
+    The last step of a run does not count: the length limit or a stop may have cut it."""
+    steps = [n for r in runs for n in r["tokens_per_step"][:-1]]
+    deeper = [sum(n > d for n in steps) for d in range(6)]
+    return [b / a for a, b in zip(deeper, deeper[1:], strict=False) if a]
+
+
+# ---- the page ---------------------------------------------------------------------------------------------
+
+
+class Page:
+    """Looks cells up and writes them as table entries; what is not there becomes `not run` with a reason below."""
+
+    def __init__(self, lines: list[dict[str, Any]], published: dict[str, Any]):
+        self.published = published
+        self.header = next((x for x in reversed(lines) if x["type"] == "model"), None)
+        self.cells = latest(lines, self.header["weights_sha256"]) if self.header else []
+        self.values = {c["id"]: numbers(c) for c in self.cells if c["type"] == "cell"}
+        self.name = self.header["checkpoint"] if self.header else "this checkpoint"
+        self.suites = list(self.header["suites"]) if self.header else []
+        self.dtype = self.header["dtype"] if self.header else ""
+        self.reasons: dict[str, None] = {}
+        self.methods = dict.fromkeys(
+            c["method"] for c in self.cells if c["method"].startswith("eagle") and not c["ablation"]
+        )
+        self.best = next(iter(sorted(self.methods)), "eagle1")
+
+    def find(self, **wanted: Any) -> list[dict[str, Any]]:
+        wanted = {"batch": 1, "verify": "match", "quant": self.dtype, "ablation": False} | wanted
+        if self.suites:
+            wanted.setdefault("suite", self.suites[0])
+        return [c for c in self.cells if all(c.get(k) == v for k, v in wanted.items())]
+
+    def get(self, why: str, **wanted: Any) -> dict[str, Any] | None:
+        """The numbers of the latest such cell; None after noting why there are none."""
+        found = self.find(**wanted)
+        for cell in reversed(found):
+            if cell["type"] == "cell":
+                return self.values[cell["id"]]
+        self.reasons[found[-1]["reason"] if found else why] = None
+        return None
+
+    def speedup(self, value: dict[str, Any] | None) -> str:
+        if value is None:
+            return "not run"
+        return f"{value['speedup']:.2f}x" if value["speedup"] else value["blocked"].split(":")[0]
+
+    def tau(self, value: dict[str, Any] | None) -> str:
+        return "not run" if value is None else "-" if value["tau"] is None else f"{value['tau']:.2f}"
+
+    def alphas(self, value: dict[str, Any] | None) -> list[str]:
+        if value is None:
+            return ["not run"] * 5
+        return ([f"{a:.2f}" for a in value["alpha"]] + ["-"] * 5)[:5]
+
+    def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> str:
+        """A section: title, table, note, and the reasons for its cells that were not run."""
+        text = f"## {title}\n\n{bench.table(head, rows)}\n"
+        text += f"\n{note}\n" if note else ""
+        if self.reasons:
+            text += "\nnot run: " + "; ".join(self.reasons) + "\n"
+        self.reasons = {}
+        return text
+
+    def missing(self, method: str) -> str:
+        return (self.header or {}).get("missing", {}).get(method, "not measured yet (--run)")
+
+    def no_suite(self, suite: str) -> str:
+        return f"{suite}: its question file was not given (--suite {suite}/question.jsonl)"
+
+    def rows_here(self, T: float) -> list[tuple[str, dict[str, Any]]]:
+        """(label, what to look up) of our own rows: every head, and at T = 1 also the paper's verification."""
+        rows = [(f"{self.name}, {m}", {"method": m, "T": T}) for m in sorted(self.methods) or ["eagle1"]]
+        if T:
+            rows.append(
+                (
+                    f"{self.name}, {self.best}, multi-round",
+                    {"method": self.best, "T": T, "verify": "multi-round"},
+                )
+            )
+        return rows
+
+    # -- tables
+
+    def table1(self) -> str:
+        extra = [s for s in self.suites if s not in (*TASKS, "mt_bench")]
+        columns = [*TASKS, *extra]
+        head = ["T", "model"] + [f"{s} {x}" for s in columns for x in ("speedup", "tau")]
+        rows = []
+        for T in (0.0, 1.0):
+            for model, row in self.published["table1"][f"{T:g}"].items():
+                rows.append([f"{T:g}", model] + _pairs(row) + ["", ""] * len(extra))
+            for label, wanted in self.rows_here(T):
+                values = [
+                    self.get(
+                        self.no_suite(s) if s not in self.suites else self.missing("eagle1"),
+                        tree="paper25",
+                        suite=s,
+                        **wanted,
+                    )
+                    for s in columns
+                ]
+                rows.append(
+                    [f"{T:g}", f"**{label}**"] + [x for v in values for x in (self.speedup(v), self.tau(v))]
+                )
+        return self.table("Table 1: speedup and tau by task", head, rows)
+
+    def table2(self) -> str:
+        rows = []
+        for T in (0.0, 1.0):
+            for model, row in self.published["table2"][f"{T:g}"].items():
+                rows.append([f"{T:g}", model, *(f"{v:.2f}" for v in row)])
+            for label, wanted in self.rows_here(T):
+                tree, line = (
+                    self.get(self.missing("eagle1"), tree=t, **wanted) for t in ("paper25", "chain:5")
+                )
+                rows.append([f"{T:g}", f"**{label}**", self.tau(tree), *self.alphas(line)])
+        note = (
+            f"The paper's rows: MT-bench; ours: {self.main()}. tau with the tree of 26 nodes, n-alpha with a "
+        )
+        note += "chain of 5, the last step of every text left out (the length limit may have cut it)."
+        return self.table("Table 2: tau and n-alpha", ["T", "model", "tau", *ALPHAS], rows, note)
+
+    def main(self) -> str:
+        return "MT-bench" if self.suites[:1] == ["mt_bench"] else (self.suites or ["no suite"])[0]
+
+    def table3(self) -> str:
+        rows = [
+            [model, f"{row[0]:.2f}x", *(f"{v:.2f}" for v in row[1:])]
+            for model, row in self.published["table3"].items()
+        ]
+        if self.header and self.header["experts"]:
+            tree, line = (
+                self.get(self.missing("eagle1"), method=self.best, T=0.0, tree=t)
+                for t in ("paper25", "chain:5")
+            )
+            rows.append([f"**{self.name}**", self.speedup(tree), self.tau(tree), *self.alphas(line)])
+        else:
+            self.reasons[f"{self.name} has no experts; give a Mixtral checkpoint and its head"] = None
+            rows.append([f"**{self.name}**", *["not run"] * 7])
+        return self.table("Table 3: mixture of experts, T = 0", ["model", "speedup", "tau", *ALPHAS], rows)
+
+    def table4(self) -> str:
+        def rate(value: float | None) -> str:
+            return "not run" if value is None else f"{value:.1f}"
+
+        rows = [
+            [name, *("N/A" if v is None else f"{v:.1f}" for v in row)]
+            for name, row in self.published["table4"].items()
+        ]
+
+        def arm(value: dict[str, Any] | None) -> str:
+            return rate(value and value["rate"]) + (f" ({self.speedup(value)})" if value else "")
+
+        hf = self.get("transformers was not measured", method="hf", T=0.0)
+        rows.append([f"**{self.name}: transformers**", arm(hf), "N/A"])
+        for tree, what in (("chain:3", "EAGLE, chain of 3"), ("paper25", "EAGLE, tree")):
+            both = [
+                self.get(self.missing("eagle1"), method=self.best, T=0.0, tree=tree, quant=q)
+                for q in (self.dtype, "int4")
+            ]
+            if tree == "chain:3":
+                rows.append([f"**{self.name}: plain**", *(rate(v and v["plain_rate"]) for v in both)])
+            rows.append([f"**{self.name}: {what}**", *map(arm, both)])
+        head = ["tokens/s", f"FP16 (ours: {self.dtype or 'not run'})", "int4"]
+        int4 = f" Our int4: {self.header['int4']}." if self.header else ""
+        return self.table(
+            "Table 4: generation speed by precision, T = 0",
+            head,
+            rows,
+            "The paper's rows: LLaMA2-Chat 7B on an RTX 3090, whose EAGLE + gpt-fast code drafts a chain of 3. In "
+            "brackets: the paired ratio to plain decoding of the same precision; cells were measured one after another, "
+            "so on a busy machine rates of different rows do not compare." + int4,
+        )
+
+    def table5(self) -> str:
+        rows = [[m, f"{c:.2f}", f"{t:.2f}", "", ""] for m, (c, t) in self.published["table5"].items()]
+        for method in sorted(self.methods) or ["eagle1"]:
+            line, tree = (
+                self.get(self.missing("eagle1"), method=method, T=0.0, tree=t) for t in ("chain:5", "paper25")
+            )
+            gain = f" (+{tree['tau'] - line['tau']:.2f})" if line and tree else ""
+            rows.append(
+                [
+                    f"**{self.name}, {method}**",
+                    self.tau(line),
+                    self.tau(tree) + gain,
+                    self.speedup(line),
+                    self.speedup(tree),
+                ]
+            )
+        head = ["model", "chain tau", "tree tau", "chain speedup", "tree speedup"]
+        return self.table(
+            "Table 5 and Figure 7: chain against tree, T = 0",
+            head,
+            rows,
+            "Figure 7's bars (speedups) are not transcribed.",
+        )
+
+    def table6(self) -> str:
+        rows = [
+            [f"LLaMA2-Chat 7B: {name}", f"{s:.2f}x", f"{t:.2f}"]
+            for name, (s, t) in self.published["table6"].items()
+        ]
+        fixed = [
+            c
+            for c in self.find(T=0.0, tree="paper25", method=self.best)
+            + self.find(T=0.0, tree="paper25", method=self.best, ablation=True)
+            if c["card"].get("inputs", SHIFTED) == SHIFTED
+        ]
+        for own, label in ((False, "fixed data"), (True, "data generated by the target")):
+            cells = [c for c in fixed if bool(c["card"].get("regenerated")) == own and c["type"] == "cell"]
+            value = self.values[cells[-1]["id"]] if cells else None
+            if not cells:
+                self.reasons[
+                    f"no head trained on {label} was given "
+                    f"(scripts.train_eagle{' --regenerate N' if own else ''}, then --ablation HEAD)"
+                ] = None
+            rows.append([f"**{self.name}: {label}**", self.speedup(value), self.tau(value)])
+        return self.table("Table 6: training data, T = 0", ["training data", "speedup", "tau"], rows)
+
+    def table7(self) -> str:
+        sizes = sorted({1, 2, 3, 4} | {c["batch"] for c in self.cells if c["method"] == self.best})
+        extra = [b for b in sizes if b > 4]
+        rows = [
+            [m, *(f"{v:.2f}x" for v in row[:4]), *[""] * len(extra), f"{row[4]:.2f}x"]
+            for m, row in self.published["table7"].items()
+        ]
+        values = {
+            b: self.get(self.missing("eagle1"), method=self.best, T=0.0, tree="paper25", batch=b)
+            for b in sizes
+        }
+        longest = self.get(
+            "the chain at the largest batch", method=self.best, T=0.0, tree="chain:5", batch=sizes[-1]
+        )
+        done = [v for v in [*values.values(), longest] if v]
+        ratio = max(v["rate"] for v in done) / max(v["plain_rate"] for v in done) if done else None
+        throughput = (
+            f"{ratio:.2f}x"
+            if ratio and not any(v["blocked"] for v in done)
+            else "not run"
+            if not done
+            else "DIFFERS"
+        )
+        rows.append([f"**{self.name}**", *(self.speedup(v) for v in values.values()), throughput])
+        head = ["batch size", *map(str, sizes), "throughput"]
+        note = (
+            f"throughput: best total tokens/s over these batch sizes (and a chain of 5 at {sizes[-1]}), over plain "
+            "decoding's best; each from its own cell. "
+            "The paper's largest batches fill the GPU (Vicuna 7B on an RTX 3090: 7, plain 8); "
+            "`--batches` and `--largest-batch CAP` set ours."
+        )
+        return self.table("Table 7: batch size and throughput, T = 0", head, rows, note)
+
+    def table8(self) -> str:
+        rows = []
+        for suite in [*TASKS, *(s for s in self.suites if s not in (*TASKS, "mt_bench"))]:
+            for model, row in self.published["table8"].get(suite, {}).items():
+                rows.append([suite, model, f"{row[0]:.2f}x", *(f"{v:.2f}" for v in row[1:])])
+            for label, wanted in self.rows_here(0.0):
+                why = self.no_suite(suite) if suite not in self.suites else self.missing("eagle1")
+                tree, line = (self.get(why, tree=t, suite=suite, **wanted) for t in ("paper25", "chain:5"))
+                rows.append([suite, f"**{label}**", self.speedup(tree), self.tau(tree), *self.alphas(line)])
+        return self.table(
+            "Table 8: n-alpha by task, T = 0", ["task", "model", "speedup", "tau", *ALPHAS], rows
+        )
+
+    def figure(self, number: int, T: float) -> str:
+        models = self.published["models"]
+        names = {
+            "EAGLE": ["eagle1", "eagle2", "eagle3"],
+            "Medusa": ["medusa"],
+            "Lookahead": ["lookahead"],
+            "n-gram": ["ngram"],
+        }
+        data = self.published[f"figure{number}"]
+        rows = []
+        for name in [*data, *(n for n in names if n not in data)]:
+            bars = ["" if v is None else f"{v:.2f}x" for v in data.get(name, [None] * len(models))]
+            rows.append([name, *bars, *self.method(name, names, T)])
+        rows.insert(
+            1, ["EAGLE-3", *[""] * len(models), *self._bar(self._best("eagle3", T, "paper25"), "eagle3")]
+        )
+        rows.insert(2, ["EAGLE-1/2, dynamic tree", *[""] * len(models), *self._dynamic(T)])
+        lengths = self.lengths(T)
+        note = f"Draft LLM, best of chains of 2 to 10: {lengths}. " if lengths else ""
+        note += (
+            "Blank: the paper has no such bar. All of ours give plain decoding's tokens at any temperature."
+        )
+        what = "greedy (T = 0)" if T == 0 else "sampling (T = 1)"
+        return self.table(
+            f"Figure {number}: methods, {what}", ["method", *models, f"**{self.name}**", "tau"], rows, note
+        )
+
+    def _bar(self, value: dict[str, Any] | None, method: str) -> list[str]:
+        if value is None:
+            self.reasons[self.missing(method) if method != "eagle3" else "no EAGLE-3 head"] = None
+        return [self.speedup(value), self.tau(value)]
+
+    def _best(self, method: str, T: float, tree: str | None = None) -> dict[str, Any] | None:
+        wanted = {"method": method, "T": T} | ({"tree": tree} if tree else {})
+        done = [self.values[c["id"]] for c in self.find(**wanted) if c["type"] == "cell"]
+        return max(done, key=lambda v: v["speedup"] or 0, default=None)
+
+    def _dynamic(self, T: float) -> list[str]:
+        found = [
+            c
+            for c in self.find(method="eagle1", T=T)
+            if c["tree"].startswith("dynamic") and c["type"] == "cell"
+        ]
+        return self._bar(self.values[found[-1]["id"]] if found else None, "eagle1")
+
+    def method(self, name: str, names: dict[str, list[str]], T: float) -> list[str]:
+        """[speedup, tau] of ours for a bar of the figure. A draft LLM is DistillSpec's if its card names a loss."""
+        if name == "Vanilla":
+            return ["1.00x", "1.00"]
+        if name in ("DistillSpec", "Speculative sampling"):
+            cells = self.find(method="draft", T=T)
+            distilled = any(c["card"].get("loss") for c in cells)
+            if distilled != (name == "DistillSpec"):
+                self.reasons[
+                    f"{name}: no {'distilled ' if name == 'DistillSpec' else 'undistilled '}draft LLM"
+                ] = None
+                return ["not run", "not run"]
+            return self._bar(self._best("draft", T), "draft")
+        tree = "paper25" if name == "EAGLE" else None
+        return self._bar(self._best(names[name][0], T, tree), names[name][0])
+
+    def lengths(self, T: float) -> str:
+        """The search over draft lengths, as text."""
+        found = {
+            c["tree"]: self.values[c["id"]] for c in self.find(method="draft", T=T) if c["type"] == "cell"
+        }
+        return ", ".join(
+            f"{n}: {self.speedup(found[f'chain:{n}'])}" for n in LENGTHS if f"chain:{n}" in found
+        )
+
+    def figure8(self) -> str:
+        rows = []
+        for inputs, value in self.published["figure8"].items():
+            row = [inputs, "not transcribed" if value is None else f"{value:.1f}x"]
+            for T in (0.0, 1.0):
+                both = []
+                for tree in ("paper25", "chain:5"):
+                    cells = [
+                        c
+                        for flag in (False, True)
+                        for c in self.find(method=self.best, T=T, tree=tree, ablation=flag)
+                        if c["type"] == "cell" and c["card"].get("inputs") == inputs
+                    ]
+                    both.append(self.values[cells[-1]["id"]] if cells else None)
+                    if not cells:
+                        self.reasons[
+                            f"no head with inputs {inputs} (scripts.train_eagle --inputs {inputs}, then --ablation HEAD)"
+                        ] = None
+                row += [self.speedup(both[0]), self.tau(both[0]), *self.alphas(both[1])[:2]]
+            rows.append(row)
+        head = ["inputs of the head", "paper, T = 0"] + [
+            f"T = {T}: {x}" for T in (0, 1) for x in ("speedup", "tau", "0-alpha", "1-alpha")
+        ]
+        return self.table(
+            "Figure 8: input ablation",
+            head,
+            rows,
+            "The paper's three speedups are those its text gives (section 1, Figure 4).",
+        )
+
+    def figure9(self) -> str:
+        def by_depth(tree) -> str:
+            return " / ".join(str(sum(d == k for d in tree.depth)) for k in range(1, tree.D + 1))
+
+        theirs = self.published["figure9"]
+        rows = [
+            [name, " / ".join(map(str, theirs[name])), by_depth(tree), str(tree.N), str(tree.D)]
+            for name, tree in (("tree", PAPER25), ("chain", chain(5)))
+        ]
+        return self.table(
+            "Figure 9: the draft's structure",
+            ["draft", "paper: nodes by depth", "ours (`paper25`, `chain:5`)", "nodes with the root", "depth"],
+            rows,
+        )
+
+    def text(self) -> str:
+        """The whole page."""
+        parts = [f"# The paper's tables, measured on {self.name}", self.preface()]
+        parts += [
+            self.table1(),
+            self.table2(),
+            self.table3(),
+            self.table4(),
+            self.table5(),
+            self.table6(),
+            self.table7(),
+            self.table8(),
+        ]
+        parts += [self.figure(1, 0.0), self.figure(2, 1.0), self.figure8(), self.figure9()]
+        return "\n\n".join(p.strip("\n") for p in parts) + "\n"
+
+    def preface(self) -> str:
+        done = [c for c in self.cells if c["type"] == "cell"]
+        lines = [
+            "Written by `python -m scripts.paper_tables --render`; do not edit. Bold is ours, the rest the paper's: "
+            f"{self.published['source']}",
+            "",
+        ]
+        lines += [f"- {text}" for text in self.published["caveats"]]
+        lines.append(
+            "- `DIFFERS`: not the tokens of plain decoding, so no speedup is printed. `not run`: the reason is below."
+        )
+        if not done:
+            return "\n".join([*lines, "", "No cell has been measured yet."])
+        machines, sizes, commits, commands = {}, {}, {}, {}
+        for c in done:
+            e, t = c["environment"], c["settings"]
+            busy = (
+                [f"load {e['load_average']:.1f} of {e['cpus']} cores at the start"]
+                if e["load_average"]
+                else []
+            )
+            versions = [f"{k} {v}" for k, v in e["versions"].items() if v]
+            machines[", ".join([e["device"], *busy, *versions])] = None
+            sizes[f"{t['max_new_tokens']} new tokens, {t['reps']} repetition(s)"] = None
+            commits[f"{e['git']['commit']}{' (modified)' if e['git']['dirty'] else ''}"] = None
+            commands[f"`{c['command']}`"] = None
+        prompts = ", ".join(f"{suite}: {count} prompts" for suite, count in self.header["suites"].items())
+        seconds = sum(c["seconds"] for c in done)
+        lines += ["", f"{len(done)} cells, {seconds:.0f} s; {prompts}; {' and '.join(sizes)}", ""]
+        lines += [f"- {name}: {', '.join(values)}" for name, values in
+                  (("device", machines), ("commit", commits), ("commands", commands))]  # fmt: skip
+        return "\n".join(lines)
+
+
+def _pairs(row: Sequence[float]) -> list[str]:
+    return [f"{v:.2f}x" if i % 2 == 0 else f"{v:.2f}" for i, v in enumerate(row)]
+
+
+def render(cells: str | Path, page: str | Path, published: str | Path = PUBLISHED) -> str:
+    """Write the page from the cell file; returns its text."""
+    text = Page(read_cells(cells), json.loads(Path(published).read_text(encoding="utf-8"))).text()
+    page = Path(page)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    part = page.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, page)
+    return text
+
+
+# ---- command line -----------------------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts.paper_tables", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--checkpoint", default=str(DEMO), metavar="DIR", help="model directory (default: the embedded demo)")
+    add(
+        "--eagle",
+        action="append",
+        default=[],
+        metavar="HEAD",
+        help="EAGLE head (repeatable; default: those in the checkpoint's folders)",
+    )
+    add(
+        "--ablation",
+        action="append",
+        default=[],
+        metavar="HEAD",
+        help="head for Table 6 or Figure 8; its CARD.json says what it is",
+    )
+    add("--medusa", metavar="PATH", help="Medusa heads")
+    add("--draft-checkpoint", metavar="DIR", help="draft LLM")
+    add("--int4", metavar="DIR", help="the model quantized by quantize.py (default: rounded in memory)")
+    add(
+        "--suite",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="questions in MT-bench layout (repeatable): mt_bench, humaneval, gsm8k, alpaca",
+    )
+    add("--questions", type=int, default=0, metavar="N", help="the first N questions of every suite")
+    add("--template", metavar="NAME", help="as in scripts.bench")
+    add("--system", metavar="TEXT", help="as in scripts.bench")
+    add("--format", default="auto", choices=("auto", "chat", "text"))
+    add("--max-new-tokens", type=int, default=64)
+    add("--reps", type=int, default=3)
+    add("--seed", type=int, default=0)
+    add("--batches", type=int, nargs="+", default=[1, 2, 3, 4], metavar="B", help="batch sizes of Table 7")
+    add(
+        "--largest-batch",
+        type=int,
+        default=0,
+        metavar="CAP",
+        help="also the largest batch whose caches fit the free memory, up to CAP",
+    )
+    add(
+        "--dynamic",
+        default=bench.DYNAMIC,
+        metavar="TREE",
+        help=f"dynamic tree of the figures (default: {bench.DYNAMIC})",
+    )
+    add("--quick", action="store_true", help="3 prompts, 48 tokens, 1 repetition: the demo within minutes")
+    add("--max-seconds", type=float, default=0, help="start no further cell after this time (0: no limit)")
+    add("--device", choices=("cuda", "cpu"))
+    add("--dtype", choices=tuple(DTYPES))
+    add("--compile", action="store_true")
+    add("--kernels", default="auto", choices=("auto", "triton", "reference"))
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--run", action="store_true", help="only measure what is missing")
+    mode.add_argument("--render", action="store_true", help="only write the page")
+    mode.add_argument("--plan", action="store_true", help="only list the cells")
+    add(
+        "--cells",
+        default=str(CELLS),
+        metavar="JSONL",
+        help="the measured cells (default: benchmarks/results/paper_tables_demo.jsonl)",
+    )
+    add("--page", default=str(PAGE), metavar="MD", help="the page (default: docs/paper_tables.md)")
+    add("--debug", action="store_true", help="full tracebacks")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and render; exit codes as generate.py, 130 after Ctrl-C (what was measured is kept)."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser().parse_args(argv)
+    args.command = " ".join(["python -m scripts.paper_tables", *(_public(a) for a in argv)])
+    if args.quick:
+        args.questions, args.max_new_tokens, args.reps = args.questions or 3, 48, 1
+    if min(args.batches) < 1 or args.reps < 1 or args.max_new_tokens < 3:
+        print("error  --batches and --reps start at 1, --max-new-tokens at 3.", file=sys.stderr)
+        return USAGE
+    try:
+        if not args.render:
+            measure(args, lambda text: print(text, file=sys.stderr, flush=True))
+        if not args.run and not args.plan:
+            render(args.cells, args.page)
+            print(f"wrote {args.page}")
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        if args.debug:
+            raise
+        print(f"error  {' '.join(str(error).split())}", file=sys.stderr)
+        return getattr(error, "code", USAGE)
+    return 0
+
+
+def _public(argument: str) -> str:
+    """An argument without the folders of this machine."""
+    return Path(argument).name if argument.startswith(("/", "~")) else argument
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -22,6 +22,7 @@ import argparse
 import collections
 import contextlib
 import gc
+import inspect
 import json
 import math
 import os
@@ -259,7 +260,7 @@ class Builder:
             return torch.float32
         return torch.float16 if cell.quant else torch.bfloat16  # our quantized kernels are fastest in fp16
 
-    def engine(self, cell: Cell, compiled: bool) -> Engine:
+    def engine(self, cell: Cell, mode: str) -> Engine:
         """The cell's engine. Its `options` and `head` are set as generate.load does."""
         dtype, device = self.dtype(cell), self.device
         config = replace(self.shapes[cell.shape], max_position_embeddings=max(16384, cell.ctx))
@@ -274,13 +275,15 @@ class Builder:
             def make() -> Engine:
                 extra = {"eagle": "random", "tree": cell.tree} if head else {}
                 name = str(dtype).removeprefix("torch.")
-                opts = LoadOptions(checkpoint=cell.shape, ctx=cell.ctx, dtype=name, compile=compiled, **extra)
+                how = engine_options(mode)
+                extra |= {key: how[key] for key in how if hasattr(LoadOptions(), key)}
+                opts = LoadOptions(checkpoint=cell.shape, ctx=cell.ctx, dtype=name, **extra)
                 drafter = build_drafter(model, head, opts) if head else None
-                engine = Engine(model, None, drafter, 1, cell.ctx, compile=compiled, backend=self.backend)
+                engine = Engine(model, None, drafter, 1, cell.ctx, backend=self.backend, **how)
                 engine.options, engine.head = opts, head
                 return engine
 
-            return self._keep("engine", (cell.engine_key, compiled), make, ())
+            return self._keep("engine", (cell.engine_key, mode), make, ())
 
     def drop(self) -> None:
         """Forget everything, after a failure."""
@@ -308,6 +311,10 @@ def step_call(engine: Engine) -> tuple[Callable[[], Any], str]:
     """(the engine's step as a call that does not wait for the device, how it runs). The only place here that knows how
     an engine runs a step; call it under inference mode with the backend active, after a request has warmed it up."""
     mode = SamplingParams().mode
+    if engine.model.device.type == "cuda" and hasattr(engine, "_call"):  # the engine captured its step itself
+        graph, _ = engine.runner.graphs.get(engine._call(engine.drafter, mode)[0], (None, None))
+        if graph is not None:
+            return graph.replay, "the engine's CUDA graph"
 
     def step() -> Any:
         return engine._step(engine.model, engine.drafter, engine.state, mode)
@@ -315,6 +322,16 @@ def step_call(engine: Engine) -> tuple[Callable[[], Any], str]:
     if engine.model.device.type != "cuda":
         return step, "called on the CPU"
     return captured(step), "one CUDA graph, captured here around the engine's step"
+
+
+def engine_options(mode: str) -> dict[str, Any]:
+    """Options of Engine for a way to run, as far as this Engine has them. engine: as `generate.py --compile`; graph:
+    uncompiled kernels in a CUDA graph. Random weights accept nothing, so falling back to plain steps is switched off."""
+    wanted: dict[str, Any] = {"compile": mode == "engine", "eagle_always": True}
+    known = inspect.signature(Engine.__init__).parameters
+    if mode == "graph" and "compile_mode" in known:
+        wanted |= {"compile": True, "compile_mode": "capture"}
+    return {name: value for name, value in wanted.items() if name in known}
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -493,7 +510,10 @@ def finish(
     median = row["step_ms"]["median"]
     row["copy_gbs"] = round(copy / 1e9, 2)
     row["share_of_copy"] = round(row["bytes_per_step"] / (median / 1e3) / copy, 4)
-    row["host_gap_ms"] = round(row["wall_ms"] - median, 5)
+    own = "captured here" not in row.get(
+        "how", ""
+    )  # else the engine's loop ran something slower than that graph
+    row["host_gap_ms"] = round(row["wall_ms"] - median, 5) if own else None
     plain_ms = plain_ms if cell.head else median
     row["plain_step_ms"] = plain_ms
     row["break_even_tau"] = round(median / plain_ms, 4) if plain_ms else None
@@ -616,7 +636,7 @@ def run_cells(cells: list[Cell], args: argparse.Namespace, device: torch.device,
                 with limited(args.cell_seconds):
                     if device.type == "cuda":
                         torch.cuda.reset_peak_memory_stats(device)
-                    engine = builder.engine(cell, compiled=mode == "engine")
+                    engine = builder.engine(cell, mode)
                     row = measure(cell, engine, args.steps, args.repeats)
             except Exception as error:  # whatever went wrong is this cell's result
                 row, engine = None, None
@@ -663,7 +683,7 @@ def count_launches(cells: list[Cell], builder: Builder, args, env: dict[str, Any
         line = {"type": "launches", "key": cell.key, "mode": mode, "environment": env, "utc": utc()}
         try:
             with limited(args.cell_seconds):
-                engine = builder.engine(cell, mode == "engine")
+                engine = builder.engine(cell, mode)
                 prompt = prompt_ids(engine.model.config.vocab_size, cell.context)
                 engine.generate(prompt, SamplingParams(max_new_tokens=3)).run()
                 with torch.inference_mode(), engine.backend.active():
@@ -702,7 +722,7 @@ def run_start(label: str, args: argparse.Namespace, device: torch.device, env: d
     stages = {}
     try:
         builder, mark = Builder(device, SHAPES | TINY), time.time()
-        engine = builder.engine(cell, compiled=device.type == "cuda")
+        engine = builder.engine(cell, "engine" if device.type == "cuda" else "eager")
         if device.type == "cuda":
             torch.cuda.synchronize()
         stages["build_s"], mark = time.time() - mark, time.time()

@@ -116,9 +116,9 @@ def test_a_way_to_run_that_takes_too_long_is_given_up_for_the_next(tmp_path, mon
     """Minutes of compilation eating the whole budget, in every cell again; a second way that is never tried."""
     path, asked = tmp_path / "steps.jsonl", []
 
-    def slow(self, cell, compiled):
-        asked.append(compiled)
-        if compiled:
+    def slow(self, cell, mode):
+        asked.append(mode)
+        if mode == "engine":
             time.sleep(60)
 
     monkeypatch.setattr(step_time.Builder, "engine", slow)
@@ -128,7 +128,7 @@ def test_a_way_to_run_that_takes_too_long_is_given_up_for_the_next(tmp_path, mon
     assert step_time.main([*arguments, "--only", "plain"]) == 0
     assert time.time() - began < 30
     rows = cells(path)
-    assert [row["mode"] for row in rows] == ["graph"] * 4 and asked == [True, False, False, False, False]
+    assert [row["mode"] for row in rows] == ["graph"] * 4 and asked == ["engine", *["graph"] * 4]
     assert "OutOfTime" in rows[0]["problems"]["engine"] and "not tried" in rows[1]["problems"]["engine"]
 
 
@@ -231,7 +231,7 @@ def fake_gpu(monkeypatch):
 def test_real_shapes_build_and_step_on_a_fake_gpu(fake_gpu, name, gigabytes):
     """A shape, dtype or layout that only the real model has: a head that does not fit its target, an unpacked weight."""
     cell = next(c for c in step_time.quick_cells() + step_time.full_cells() if c.key == name)
-    engine = fake_gpu.engine(cell, compiled=False)
+    engine = fake_gpu.engine(cell, "eager")
     step_time.pin(engine, cell.context)
     with torch.inference_mode(), engine.backend.active(), OneDevice():
         out = decode_step(engine.model, engine.drafter, engine.state, SamplingParams().mode)
@@ -273,6 +273,38 @@ def test_the_cuda_timing_code_uses_the_api_as_it_is(monkeypatch):
         torch.cuda, "synchronize", mock.Mock(side_effect=RuntimeError("illegal memory access"))
     )
     assert not step_time.usable(device) and step_time.usable(torch.device("cpu"))
+
+
+def test_the_engines_own_graph_is_timed_where_it_has_one(monkeypatch):
+    """A graph captured by the script timed in place of the one that users run, or the host gap of a loop that ran
+    something else; an option that this Engine does not have."""
+    graph, sink = mock.Mock(), types.SimpleNamespace(type="cuda")
+    engine = types.SimpleNamespace(
+        model=types.SimpleNamespace(device=sink), drafter="d", state="s", _step=mock.Mock()
+    )
+    monkeypatch.setattr(step_time, "captured", lambda call: call)
+    call, how = step_time.step_call(engine)
+    call()
+    assert "captured here" in how and engine._step.call_count == 1
+    assert (
+        step_time.finish(fake_row() | {"how": how}, step_time.tiny_cells()[0], 1e9, None, 4.0)["host_gap_ms"]
+        is None
+    )
+    engine._call = lambda drafter, mode: (("key", drafter), None)
+    engine.runner = types.SimpleNamespace(graphs={("key", "d"): (graph, None)})
+    call, how = step_time.step_call(engine)
+    call()
+    assert graph.replay.call_count == 1 and engine._step.call_count == 1 and how == "the engine's CUDA graph"
+    monkeypatch.setattr(
+        step_time, "Engine", lambda model, compile, compile_mode="graph", eagle_always=False: None
+    )
+    monkeypatch.setattr(step_time.Engine, "__init__", step_time.Engine, raising=False)
+    assert step_time.engine_options("engine") == {"compile": True, "eagle_always": True}
+    assert step_time.engine_options("graph") == {
+        "compile": True,
+        "compile_mode": "capture",
+        "eagle_always": True,
+    }
 
 
 def test_launches_are_counted(monkeypatch):

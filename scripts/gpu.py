@@ -7,7 +7,8 @@
     python -m scripts.gpu --device cpu --tiny      # tries the machinery on small shapes; measures nothing
 
 Every part is a process of its own with a time limit; the time that a part leaves over goes to the next ones. All parts
-write what they have as they go, so whatever ends a run, what was measured is kept:
+write what they have as they go, so whatever ends a run, what was measured is kept. A copy of the code without its .git
+takes its commit from the variable EAGLET_COMMIT; finished cells count for the same commit, device and torch alone.
 
     NAME-steps.jsonl     copy bandwidth, starts, one line per step-time cell, launches  (scripts.step_time)
     NAME-kernels.jsonl   one line per layer shape, kernel and number of rows            (scripts.bench_kernels)
@@ -111,7 +112,10 @@ def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Pa
     """What to run, in order, with limits in seconds that add up to under eight minutes (without --full)."""
     python, full, tiny = sys.executable, args.full, ["--device", "cpu", "--tiny"] if args.tiny else []
     steps, kernels, demo = (str(out / f"{name}-{kind}.jsonl") for kind in ("steps", "kernels", "demo"))
-    fresh = {key: os.path.join(cache, key.lower()) for key in CACHES}
+    shared, fresh = (
+        {key: os.path.join(cache, which, key) for key in CACHES} for which in ("shared", "start")
+    )
+    shared = {} if full else shared  # cold caches for `make gpu`; those of the machine where a run is resumed
     step_time = [python, "-m", "scripts.step_time", "--json", steps, *tiny]
     known = [str(p) for p in sorted(RESULTS.glob("*-steps.jsonl")) if p.resolve() != Path(steps).resolve()]
     files = [str(f) for f in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in f.read_text("utf-8")]
@@ -133,18 +137,18 @@ def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Pa
     limit = (lambda quick, long: long) if full else (lambda quick, long: quick)
     found = [
         Part("bandwidth", [*step_time, "--bandwidth"], limit(25, 120)),
-        Part("tests", tests, limit(125, 1800)),
+        Part("tests", tests, limit(125, 1800), shared),
         Part("cold", [*step_time, "--start", "cold", "--since", "{now}"], limit(75, 300), fresh),
         Part("warm", [*step_time, "--start", "warm", "--since", "{now}"], limit(25, 300), fresh),
         Part(
             "steps",
             [*step_time, "--seconds", "{seconds}", "--cell-seconds", "600" if full else "70", *["--full"] * full]
             + (["--done", *known] if known else []),
-            limit(130, 6 * 3600), {} if full else fresh, POISONED,
+            limit(130, 6 * 3600), shared, POISONED,
         ),
-        Part("kernels", [*micro, *ours], limit(45, 3600)),
-        Part("peers", [*micro, *peers], limit(15, 3600)),
-        Part("demo", compare, limit(30, 900)),
+        Part("kernels", [*micro, *ours], limit(45, 3600), shared),
+        Part("peers", [*micro, *peers], limit(15, 3600), shared),
+        Part("demo", compare, limit(30, 900), shared),
     ]  # fmt: skip
     checker = shutil.which("compute-sanitizer") or next(
         iter(glob.glob("/usr/local/cuda*/bin/compute-sanitizer")), None
@@ -271,6 +275,8 @@ def main(argv: list[str] | None = None) -> int:
     name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     log, steps = out / f"{name}.log", out / f"{name}-steps.jsonl"
     summary: dict[str, Any] = {"environment": environment(torch.device(args.device)), "parts": []}
+    git = summary["environment"]["git"]
+    git["commit"] = git["commit"] or os.environ.get("EAGLET_COMMIT")
     summary["command"] = " ".join(sys.argv)
     earlier = (
         finished([folder / f"{name}-summary.json" for folder in (RESULTS, out)], summary) if args.full else {}
@@ -292,6 +298,8 @@ def main(argv: list[str] | None = None) -> int:
                     {"part": part.name, "exit": "not started: no time left", "seconds": 0}
                 )
                 continue
+            if part.name == "steps" and part.env and Path(cache, "start").exists():  # compiled once is enough
+                shutil.copytree(Path(cache, "start"), Path(cache, "shared"), dirs_exist_ok=True)
             ended = run_part(part, log, seconds)
             summary["parts"].append(ended)
             if part.name in ("cold", "warm") and isinstance(ended["exit"], str):

@@ -28,6 +28,7 @@ from eagle_draft import EagleHead
 from generate import named_tree
 from model import Transformer, weight_bytes
 from scripts.bench import SHAPES
+from scripts.step_time import draft_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "docs" / "kernel_report_sm86.json"
@@ -142,10 +143,9 @@ def predict(setup: Setup, report: dict[str, Any], gpu: Gpu, context: int = CONTE
     draft = {"seconds": 0.0, "bytes": 0.0, "gaps": 0.0, "forwards": 0}
     if tree:
         head = head_of(model, setup.head)
-        levels = [tree.topk] * tree.depth if hasattr(tree, "topk") else list(map(len, tree.levels))
         body = torch.nn.ModuleDict({"fc": head.fc, "layer": head.layer})
         lm_head = torch.nn.ModuleDict({"lm_head": head.lm_head or model.lm_head})
-        for level, rows in enumerate([tree.D + 1, *levels]):  # the first forward re-feeds what was accepted
+        for level, rows in enumerate(draft_rows(setup.tree)):  # the first forward re-feeds what was accepted
             forward = body if level == 0 or setup.head == 1 else torch.nn.ModuleDict({"layer": head.layer})
             for module, count in ((forward, rows), (lm_head, rows if level else 1)):
                 added = linear_seconds(module, count, report, gpu)

@@ -33,6 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -114,7 +115,7 @@ def grid(
 
 def quick_cells() -> list[Cell]:
     """What `make gpu` measures, most important first."""
-    pairs = [(nodes, quant) for nodes in (1, 60, 24, 16) for quant in ("", "int4")]
+    pairs = [(nodes, quant) for widths in ((1, 60), (24, 16)) for quant in ("", "int4") for nodes in widths]
     return [cell for nodes, quant in pairs for cell in grid("llama-3-8b", quant, 3, [nodes], (128, 2048))]
 
 
@@ -243,7 +244,7 @@ class Builder:
 
     def __init__(self, device: torch.device, shapes: dict[str, ModelConfig]):
         self.device, self.shapes = device, shapes
-        tuned = quantize.read_tuned(torch.cuda.get_device_name(device))[0] if device.type == "cuda" else {}
+        tuned = quantize.read_tuned(torch.cuda.get_device_name(device))[0] if on_gpu(device) else {}
         self.backend = kernels.KernelBackend("auto", device.type, tuned)
         self.kept: dict[str, tuple[Any, Any]] = {}
 
@@ -291,9 +292,13 @@ class Builder:
         free(self.device)
 
 
+def on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def free(device: torch.device) -> None:
     gc.collect()
-    if device.type == "cuda":
+    if on_gpu(device):
         torch.cuda.empty_cache()
 
 
@@ -311,7 +316,7 @@ def step_call(engine: Engine) -> tuple[Callable[[], Any], str]:
     """(the engine's step as a call that does not wait for the device, how it runs). The only place here that knows how
     an engine runs a step; call it under inference mode with the backend active, after a request has warmed it up."""
     mode = SamplingParams().mode
-    if engine.model.device.type == "cuda" and hasattr(engine, "_call"):  # the engine captured its step itself
+    if on_gpu(engine.model.device) and hasattr(engine, "_call"):  # the engine captured its step itself
         graph, _ = engine.runner.graphs.get(engine._call(engine.drafter, mode)[0], (None, None))
         if graph is not None:
             return graph.replay, "the engine's CUDA graph"
@@ -319,7 +324,7 @@ def step_call(engine: Engine) -> tuple[Callable[[], Any], str]:
     def step() -> Any:
         return engine._step(engine.model, engine.drafter, engine.state, mode)
 
-    if engine.model.device.type != "cuda":
+    if not on_gpu(engine.model.device):
         return step, "called on the CPU"
     return captured(step), "one CUDA graph, captured here around the engine's step"
 
@@ -359,7 +364,7 @@ def times(
     samples, events = [], []
     for _ in range(repeats):
         before()
-        if device.type == "cuda":
+        if on_gpu(device):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             call()
@@ -369,7 +374,7 @@ def times(
             started = time.perf_counter()
             call()
             samples.append((time.perf_counter() - started) * 1e3)
-    if device.type == "cuda":
+    if on_gpu(device):
         torch.cuda.synchronize()
         samples = [begin.elapsed_time(end) for begin, end in events]
     return samples
@@ -431,6 +436,38 @@ def prompt_ids(vocab: int, length: int) -> list[int]:
     return [rng.randrange(vocab) for _ in range(length)]
 
 
+def draft_rows(tree: str) -> list[int]:
+    """Rows of every draft forward of a step: what was accepted is fed again (D + 1 rows), then level by level."""
+    if not tree:
+        return []
+    parsed = named_tree(tree)
+    dynamic = hasattr(parsed, "topk")
+    return [parsed.D + 1, *([parsed.topk] * parsed.depth if dynamic else map(len, parsed.levels))]
+
+
+def attempt(row: dict[str, Any], name: str, ask: Callable[[], Any]) -> Any:
+    """What `ask` gives; if it fails, None and a note in the row: an extra must not cost the cell its step time."""
+    try:
+        return ask()
+    except OutOfTime:
+        raise
+    except Exception as error:
+        row.setdefault("notes", {})[name] = describe(error)
+        return None
+
+
+def split(engine: Engine, cell: Cell, repeats: int, step_ms: float) -> dict[str, float]:
+    """Milliseconds of a step's parts, each timed alone as a graph of its own; `rest`: acceptance, commit, the ring."""
+    device = engine.model.device
+    pin(engine, cell.context)
+    wrap = captured if on_gpu(device) else lambda call: call
+    draft, verify = (
+        statistics.median(times(wrap(part), device, max(3, repeats // 3), lambda: None))
+        for part in parts(engine)
+    )
+    return {"draft": round(draft, 5), "verify": round(verify, 5), "rest": round(step_ms - draft - verify, 5)}
+
+
 def measure(cell: Cell, engine: Engine, steps: int, repeats: int) -> dict[str, Any]:
     """Times, memory and sizes of one cell on its engine. `steps`: of the engine's own loop; `repeats`: timed steps."""
     device, model = engine.model.device, engine.model
@@ -447,39 +484,21 @@ def measure(cell: Cell, engine: Engine, steps: int, repeats: int) -> dict[str, A
         call, row["how"] = step_call(engine)
         times(call, device, 2, lambda: pin(engine, cell.context))
         row["step_ms"] = spread(times(call, device, repeats, lambda: pin(engine, cell.context)))
-        peak = None
-        if device.type == "cuda":
-            row["gpu"], peak = (
-                gpu_state(device),
-                torch.cuda.max_memory_allocated(device),
-            )  # clocks right after work
-        row["split_ms"] = None
-        if cell.head:
-            pin(engine, cell.context)
-            wrap = captured if device.type == "cuda" else lambda call: call
-            alone = [
-                statistics.median(times(wrap(part), device, max(3, repeats // 3), lambda: None))
-                for part in parts(engine)
-            ]
-            rest = row["step_ms"]["median"] - sum(alone)
-            row["split_ms"] = dict(
-                zip(("draft", "verify", "rest"), (round(x, 5) for x in (*alone, rest)), strict=True)
-            )
+        peak = torch.cuda.max_memory_allocated(device) if on_gpu(device) else None
+        with ThreadPoolExecutor(1) as watcher:  # asked right after the work, answered while the parts run
+            clocks = watcher.submit(gpu_state, device)
+            row["split_ms"] = None
+            if cell.head:
+                median = row["step_ms"]["median"]
+                row["split_ms"] = attempt(row, "split", lambda: split(engine, cell, repeats, median))
+            row["gpu"] = clocks.result()
     row["bytes_per_step"] = round(step_bytes(engine, cell.context))
     row["weight_bytes"] = round(model.weight_bytes(cell.nodes))
     row["kv_bytes"] = round(model.kv_bytes(cell.context))
     row["draft_bytes"] = row["bytes_per_step"] - row["weight_bytes"] - row["kv_bytes"]
-    drafter = engine.drafter
-    tree = named_tree(cell.tree) if cell.tree else None
-    levels = (
-        []
-        if tree is None
-        else [tree.topk] * tree.depth
-        if hasattr(tree, "topk")
-        else list(map(len, tree.levels))
-    )
-    row["rows"] = {"target": drafter.N, "draft": [drafter.D + 1, *levels] if cell.head else []}
-    row["memory"] = {"plan": planned(engine), "tensors": memory_of(engine), "peak": peak}
+    row["rows"] = {"target": engine.drafter.N, "draft": draft_rows(cell.tree)}
+    plan, tensors = (attempt(row, f.__name__, lambda f=f: f(engine)) for f in (planned, memory_of))
+    row["memory"] = {"plan": plan, "tensors": tensors, "peak": peak}
     return row
 
 
@@ -582,7 +601,7 @@ def describe(error: BaseException) -> str:
 
 def usable(device: torch.device) -> bool:
     """Whether the device still answers; an illegal access ends a CUDA context for good."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return True
     try:
         torch.cuda.synchronize(device)
@@ -608,7 +627,7 @@ def run_cells(cells: list[Cell], args: argparse.Namespace, device: torch.device,
         tuple(line[k] for k in PLAIN): line["step_ms"]["median"] for line in done.values() if not line["head"]
     }
     builder = Builder(device, SHAPES | TINY)
-    modes = args.run or (["engine", "graph"] if device.type == "cuda" else ["eager"])
+    modes = args.run or (["engine", "graph"] if on_gpu(device) else ["eager"])
     broken: dict[str, str] = {}  # mode -> why it is not tried again
     copy = bandwidth(device)
     todo = [c for c in cells if c.key not in done and c.key not in failed]
@@ -634,7 +653,7 @@ def run_cells(cells: list[Cell], args: argparse.Namespace, device: torch.device,
                 continue
             try:
                 with limited(args.cell_seconds):
-                    if device.type == "cuda":
+                    if on_gpu(device):
                         torch.cuda.reset_peak_memory_stats(device)
                     engine = builder.engine(cell, mode)
                     row = measure(cell, engine, args.steps, args.repeats)
@@ -666,7 +685,7 @@ def run_cells(cells: list[Cell], args: argparse.Namespace, device: torch.device,
             shown, problems = f"failed: {line['error']}", problems + 1
         append(args.json, line)
         print(f"{cell.key}: {shown}  [{line['seconds']:.0f} s]", flush=True)
-    if device.type == "cuda" and args.launches:
+    if on_gpu(device) and args.launches:
         count_launches(
             cells, builder, args, env, "engine" if "engine" in modes and "engine" not in broken else "graph"
         )
@@ -701,7 +720,9 @@ def utc() -> str:
 
 def bandwidth(device: torch.device) -> float:
     """Bytes per second, read plus written, of a copy far larger than the last-level cache."""
-    return copy_bandwidth(device, (1 << 30) if device.type == "cuda" else (1 << 24))
+    found = copy_bandwidth(device, (1 << 30) if on_gpu(device) else (1 << 24))
+    free(device)
+    return found
 
 
 def run_start(label: str, args: argparse.Namespace, device: torch.device, env: dict[str, Any]) -> int:
@@ -722,8 +743,8 @@ def run_start(label: str, args: argparse.Namespace, device: torch.device, env: d
     stages = {}
     try:
         builder, mark = Builder(device, SHAPES | TINY), time.time()
-        engine = builder.engine(cell, "engine" if device.type == "cuda" else "eager")
-        if device.type == "cuda":
+        engine = builder.engine(cell, "engine" if on_gpu(device) else "eager")
+        if on_gpu(device):
             torch.cuda.synchronize()
         stages["build_s"], mark = time.time() - mark, time.time()
         prompt = prompt_ids(engine.model.config.vocab_size, cell.context)
@@ -829,7 +850,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(cell.key for cell in cells))
         return 0
     device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device here; --device cpu --tiny tries the script")
     if device.type == "cpu" and not args.tiny:
         parser.error("--device cpu needs --tiny: the real shapes are for a GPU")
@@ -838,6 +859,7 @@ def main(argv: list[str] | None = None) -> int:
     if not cells:
         parser.error(f"no cell's name contains {args.only!r}; --list prints them")
     env = environment(device)
+    env["git"]["commit"] = env["git"]["commit"] or os.environ.get("EAGLET_COMMIT")  # a copy without its .git
     if args.start:
         return run_start(args.start, args, device, env)
     if args.bandwidth:

@@ -176,7 +176,7 @@ def test_the_cells_are_those_that_the_issue_names():
     wanted = {(q, n, c) for q in ("", "int4") for n in (1, 16, 24, 60) for c in (128, 2048)}
     assert {(c.quant, c.nodes, c.context) for c in quick} == wanted and len(quick) == 16
     assert {c.shape for c in quick} == {"llama-3-8b"} and {c.head for c in quick if c.nodes > 1} == {3}
-    assert [c.nodes for c in quick[:8]] == [1] * 4 + [60] * 4
+    assert [(c.quant, c.nodes) for c in quick[:8:2]] == [("", 1), ("", 60), ("int4", 1), ("int4", 60)]
     assert len({c.key for c in quick + full}) == len(quick + full)
     shapes = {(c.shape, c.quant) for c in full}
     assert {
@@ -275,10 +275,60 @@ def test_the_cuda_timing_code_uses_the_api_as_it_is(monkeypatch):
     assert not step_time.usable(device) and step_time.usable(torch.device("cpu"))
 
 
+class Event:
+    """torch.cuda.Event on the host's clock."""
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) * 1e3
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_only_a_gpu_runs_is_run_here_too(tmp_path, monkeypatch, broken):
+    """A name that does not exist in the lines that a CPU run skips; an extra that fails costing the cell its time."""
+    path = tmp_path / "steps.jsonl"
+    monkeypatch.setattr(step_time, "on_gpu", lambda device: True)
+    monkeypatch.setattr(step_time, "captured", lambda call: call)
+    monkeypatch.setattr(step_time, "gpu_state", lambda device: {"clocks.sm": 1.0})
+    state = {
+        "synchronize": None,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "max_memory_allocated": 5,
+    }
+    for name, value in (state | {"get_device_name": "fake"}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(step_time, "bandwidth", lambda device: 1e9)
+    if broken:
+        for name in ("parts", "planned", "launches"):
+            double = mock.Mock(side_effect=RuntimeError("not on this build"), __name__=name)
+            monkeypatch.setattr(step_time, name, double)
+    arguments = ["--json", str(path), *TINY, "--run", "graph", "--only", "tiny int4"]
+    assert step_time.main(arguments) == 0
+    rows, counted = cells(path), [line for line in step_time.read_lines(path) if line["type"] == "launches"]
+    assert [row["mode"] for row in rows] == ["graph"] * 2 and all(
+        "captured here" in row["how"] for row in rows
+    )
+    assert all(row["memory"]["peak"] == 5 and row["gpu"] == {"clocks.sm": 1.0} for row in rows)
+    assert [("error" in line) for line in counted] == [broken] * 2
+    assert all(row["share_of_copy"] > 0 for row in rows)
+    if broken:
+        assert rows[1]["split_ms"] is None and "not on this build" in rows[1]["notes"]["split"]
+        assert rows[0]["memory"]["plan"] is None and rows[0]["notes"]["planned"].startswith("RuntimeError")
+    else:
+        assert rows[1]["split_ms"]["verify"] > 0 and counted[0]["graphs"] == 0
+
+
 def test_the_engines_own_graph_is_timed_where_it_has_one(monkeypatch):
     """A graph captured by the script timed in place of the one that users run, or the host gap of a loop that ran
     something else; an option that this Engine does not have."""
-    graph, sink = mock.Mock(), types.SimpleNamespace(type="cuda")
+    graph, sink = mock.Mock(), types.SimpleNamespace(type="cuda")  # a device
     engine = types.SimpleNamespace(
         model=types.SimpleNamespace(device=sink), drafter="d", state="s", _step=mock.Mock()
     )

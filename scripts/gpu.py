@@ -180,7 +180,7 @@ def goals(lines: Iterable[dict[str, Any]]) -> list[str]:
     cells = {
         (c["quant"], c["tree"], c["head_quant"], c["context"]): c
         for c in lines
-        if c.get("type") == "cell" and c["shape"] == "llama-3-8b"
+        if c.get("type") == "step_time" and c["shape"] == "llama-3-8b"
     }
     real = [line for line in lines if str(line.get("key", "")).startswith("llama")]
     starts = {line["cache"]: line["total_s"] for line in real if line["type"] == "start"}
@@ -219,7 +219,7 @@ def readme(path: Path, results: Path) -> str:
     lines = [line for line in lines if not str(line.get("shape", "")).startswith("tiny")]
     text = table(lines)
     if text:
-        cells = [line for line in lines if line.get("type") == "cell" and "step_ms" in line]
+        cells = [line for line in lines if line.get("type") == "step_time" and "step_ms" in line]
         machines = []
         for env in {line["environment"]["device"]: line["environment"] for line in cells}.values():
             gpu, known = env["gpu"] or {}, env["versions"]

@@ -619,7 +619,7 @@ def run_cells(cells: list[Cell], args: argparse.Namespace, device: torch.device,
     mine = [
         line
         for line in before
-        if line.get("type") == "cell" and identity(line["environment"]) == identity(env)
+        if line.get("type") == "step_time" and identity(line["environment"]) == identity(env)
     ]
     done = {line["key"]: line for line in mine if "step_ms" in line}
     failed = {line["key"] for line in mine if "error" in line} if args.skip_failed else set()
@@ -641,7 +641,7 @@ def run_cells(cells: list[Cell], args: argparse.Namespace, device: torch.device,
             break
         started = time.time()
         line = {
-            "type": "cell",
+            "type": "step_time",
             "key": cell.key,
             **asdict(cell),
             "dtype": str(builder.dtype(cell)).removeprefix("torch."),
@@ -770,7 +770,7 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
     """Markdown of the cells that have a figure; of a cell measured twice the later line counts."""
     latest: dict[tuple, dict[str, Any]] = {}
     for line in lines:
-        if line.get("type") == "cell" and "step_ms" in line:
+        if line.get("type") == "step_time" and "step_ms" in line:
             latest[line["environment"]["device"], line["key"]] = line
     rows = [
         "| device | target | weights | head, tree | nodes | context | step ms (p10 to p90) | of copy | over plain | "

@@ -25,7 +25,7 @@ TINY = ["--device", "cpu", "--tiny", "--steps", "4", "--repeats", "3"]
 
 
 def cells(path: Path) -> list[dict]:
-    return [line for line in step_time.read_lines(path) if line["type"] == "cell"]
+    return [line for line in step_time.read_lines(path) if line["type"] == "step_time"]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_a_finished_cell_is_skipped_and_a_broken_line_is_survived(measured, tmp_
     figures standing in for another commit's."""
     path = tmp_path / "steps.jsonl"
     kept = measured.read_text().splitlines()[:-2]
-    path.write_text("\n".join(kept) + '\n{"type": "cell", "key": "tin')
+    path.write_text("\n".join(kept) + '\n{"type": "step_time", "key": "tin')
     assert step_time.main(["--json", str(path), *TINY, "--only", "tiny-moe"]) == 0
     assert "2 cells to measure, 0 done" in capsys.readouterr().out
     rows = cells(path)
@@ -208,6 +208,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "fake")
     monkeypatch.setattr(step_time, "free", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", mock.Mock())
 
     def build(self, device, length=None):
         self.length = length or self.length
@@ -471,7 +472,7 @@ def line(quant="", tree="", head_quant="", context=128, ms=5.0, **more) -> dict:
     }
     env["versions"] = {"torch": "2.11", "triton": "3.6"}
     row = {
-        "type": "cell",
+        "type": "step_time",
         "key": cell.key,
         **vars(cell),
         "environment": env,

@@ -70,6 +70,7 @@ PUBLISHED_TAU = {  # (shape, tree) -> tokens per step on MT-bench at T = 0, and 
     ("llama-3-8b", "dynamic:60,7,10"): (6.13, "EAGLE-3 paper, LLaMA-3.1-8B"),
     ("llama-2-7b", "paper25"): (3.62, "EAGLE paper, LLaMA-2-7B"),
 }
+QUICK_START = 25.0  # seconds of a cold first request, up to which every cell can afford to be compiled
 POISONED = 3  # exit code: the CUDA context is unusable, start again for the remaining cells
 
 
@@ -613,105 +614,147 @@ def usable(device: torch.device) -> bool:
 # ---- runs ----------------------------------------------------------------------------------------------------
 
 
-def run_cells(cells: list[Cell], args: argparse.Namespace, device: torch.device, env: dict[str, Any]) -> int:
-    """Measure the cells that no line has yet. 0: every cell has a figure; 1: some failed; POISONED."""
-    before = [line for path in (args.json, *args.done) for line in read_lines(path)]
-    mine = [
-        line
-        for line in before
-        if line.get("type") == "step_time" and identity(line["environment"]) == identity(env)
+def ways(
+    args: argparse.Namespace, device: torch.device, lines: list[dict[str, Any]], env: dict[str, Any]
+) -> list:
+    """The passes over the cells: each a list of ways to run, tried in order until one gives a figure.
+
+    Where a cold start was seen to compile quickly, the engine as users run it, and a plain capture where that fails. Else
+    every cell with uncompiled kernels in a graph first, which is sure and quick, and then the engine as far as time goes.
+    """
+    if args.run or not on_gpu(device):
+        return [args.run or ["eager"]]
+    starts = [line for line in lines if line.get("type") == "start" and "first_request_s" in line]
+    starts = [
+        line for line in starts if identity(line["environment"]) == identity(env) and line["cache"] == "cold"
     ]
-    done = {line["key"]: line for line in mine if "step_ms" in line}
-    failed = {line["key"] for line in mine if "error" in line} if args.skip_failed else set()
-    plain = {
-        tuple(line[k] for k in PLAIN): line["step_ms"]["median"] for line in done.values() if not line["head"]
-    }
-    builder = Builder(device, SHAPES | TINY)
-    modes = args.run or (["engine", "graph"] if on_gpu(device) else ["eager"])
-    broken: dict[str, str] = {}  # mode -> why it is not tried again
-    copy = bandwidth(device)
-    todo = [c for c in cells if c.key not in done and c.key not in failed]
-    print(
-        f"{len(todo)} cells to measure, {len(cells) - len(todo)} done; copy {copy / 1e9:.0f} GB/s", flush=True
-    )
-    problems = 0
-    for number, cell in enumerate(todo):
-        if args.seconds and time.time() - STARTED > args.seconds:
-            print(f"out of time: {len(todo) - number} cells are left for the next run", flush=True)
-            break
-        started = time.time()
-        line = {
-            "type": "step_time",
-            "key": cell.key,
-            **asdict(cell),
-            "dtype": str(builder.dtype(cell)).removeprefix("torch."),
+    quick = bool(starts) and starts[-1]["first_request_s"] <= QUICK_START and "error" not in starts[-1]
+    return [["engine", "graph"]] if quick else [["graph"], ["engine"]]
+
+
+class Run:
+    """The state of one run over cells: what is done, what failed, which way to run is given up, the plain baselines."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, env: dict[str, Any]):
+        self.args, self.device, self.env = args, device, env
+        lines = [line for path in (args.json, *args.done) for line in read_lines(path)]
+        self.passes = ways(args, device, lines, env)
+        mine = [line for line in lines if line.get("type") == "step_time"]
+        mine = [line for line in mine if identity(line["environment"]) == identity(env)]
+        self.done = {(line["key"], line["mode"]) for line in mine if "step_ms" in line}
+        self.failed = {(line["key"], way) for line in mine if "error" in line for way in line["problems"]}
+        self.plain = {
+            self.baseline(line): line["step_ms"]["median"]
+            for line in mine
+            if "mode" in line and not line["head"]
         }
-        line |= {"environment": env, "command": " ".join(sys.argv), "problems": {}}
+        self.broken: dict[str, str] = {}  # way -> why it is not tried again
+        self.builder, self.copy = Builder(device, SHAPES | TINY), bandwidth(device)
+
+    @staticmethod
+    def baseline(line: dict[str, Any]) -> tuple:
+        """What a plain cell must agree in to be the baseline of another."""
+        return tuple(line[key] for key in ("shape", "quant", "context", "ctx", "mode"))
+
+    def finished(self, cell: Cell, modes: list[str]) -> bool:
+        """Whether this pass has nothing to add: the engine's own figure is worth having beside a captured one's."""
+        enough = {mode for key, mode in self.done if key == cell.key}
+        if self.args.skip_failed and all((cell.key, mode) in self.failed for mode in modes):
+            return True
+        return bool(enough & set(modes) if modes == ["engine"] else enough)
+
+    def over(self, cells: list[Cell]) -> int:
+        """0: every cell has a figure (or time ran out); 1: some failed; POISONED."""
+        for modes in self.passes:
+            todo = [cell for cell in cells if not self.finished(cell, modes)]
+            print(
+                f"{len(todo)} cells to measure, {len(cells) - len(todo)} done; {' or '.join(modes)}; "
+                f"copy {self.copy / 1e9:.0f} GB/s",
+                flush=True,
+            )
+            for number, cell in enumerate(todo):
+                if all(mode in self.broken for mode in modes):
+                    print(f"given up: {'; '.join(self.broken[mode] for mode in modes)}", flush=True)
+                    break
+                if self.args.seconds and time.time() - STARTED > self.args.seconds:
+                    print(f"out of time: {len(todo) - number} cells are left for the next run", flush=True)
+                    break
+                if not self.one(cell, modes):
+                    return POISONED
+        if on_gpu(self.device) and self.args.launches:
+            self.count_launches(cells)
+        without = {key for key, _ in self.failed} - {key for key, _ in self.done}
+        return int(any(cell.key in without for cell in cells))
+
+    def one(self, cell: Cell, modes: list[str]) -> bool:
+        """Measure one cell and write its line; False if the device no longer answers."""
+        started, alive = time.time(), True
+        dtype = str(self.builder.dtype(cell)).removeprefix("torch.")
+        line = {"type": "step_time", "key": cell.key, **asdict(cell), "dtype": dtype, "environment": self.env}
+        line |= {"command": " ".join(sys.argv), "problems": {}}
         for mode in modes:
-            if mode in broken:
-                line["problems"][mode] = broken[mode]
+            if mode in self.broken:
+                line["problems"][mode] = self.broken[mode]
                 continue
             try:
-                with limited(args.cell_seconds):
-                    if on_gpu(device):
-                        torch.cuda.reset_peak_memory_stats(device)
-                    engine = builder.engine(cell, mode)
-                    row = measure(cell, engine, args.steps, args.repeats)
+                with limited(self.args.cell_seconds):
+                    if on_gpu(self.device):
+                        torch.cuda.reset_peak_memory_stats(self.device)
+                    row = measure(cell, self.builder.engine(cell, mode), self.args.steps, self.args.repeats)
             except Exception as error:  # whatever went wrong is this cell's result
-                row, engine = None, None
+                row = None
                 line["problems"][mode] = describe(error)
                 if isinstance(error, OutOfTime):
-                    broken[mode] = f"not tried: an earlier cell took {describe(error)}"
-            if row is None:  # outside the handler: its traceback would keep the tensors alive
-                builder.drop()
-                if not usable(device):
-                    append(args.json, line | {"error": line["problems"][mode], "utc": utc()})
-                    print(f"{cell.key}: {line['problems'][mode]}; the device no longer answers", flush=True)
-                    return POISONED
-                torch._dynamo.reset()
-                continue
-            line |= finish(row, cell, copy, plain.get(tuple(line[k] for k in PLAIN)), args.synthetic_tau)
-            line["mode"] = mode
-            break
+                    self.broken[mode] = f"not tried: an earlier cell took {describe(error)}"
+            if row is not None:
+                line["mode"] = mode
+                alone = self.plain.get(self.baseline(line))
+                line |= finish(row, cell, self.copy, alone, self.args.synthetic_tau)
+                break
+            self.builder.drop()  # outside the handler: its traceback would keep the tensors alive
+            torch._dynamo.reset()
+            alive = usable(self.device)
+            if not alive:
+                break
         line |= {"seconds": round(time.time() - started, 2), "utc": utc()}
         if "step_ms" in line:
+            self.done.add((cell.key, line["mode"]))
             if not cell.head:
-                plain[tuple(line[k] for k in PLAIN)] = line["step_ms"]["median"]
+                self.plain[self.baseline(line)] = line["step_ms"]["median"]
             shown = (
                 f"{line['step_ms']['median']:.3f} ms, {line['share_of_copy']:.0%} of copy ({line['mode']})"
             )
         else:
             line["error"] = "; ".join(f"{mode}: {text}" for mode, text in line["problems"].items())
-            shown, problems = f"failed: {line['error']}", problems + 1
-        append(args.json, line)
+            self.failed |= {(cell.key, mode) for mode in line["problems"]}
+            shown = f"failed: {line['error']}" + "; the device no longer answers" * (not alive)
+        append(self.args.json, line)
         print(f"{cell.key}: {shown}  [{line['seconds']:.0f} s]", flush=True)
-    if on_gpu(device) and args.launches:
-        count_launches(
-            cells, builder, args, env, "engine" if "engine" in modes and "engine" not in broken else "graph"
-        )
-    return 1 if problems else 0
+        return alive
 
-
-PLAIN = ("shape", "quant", "context", "ctx")  # what a plain cell must agree in to be another's baseline
-
-
-def count_launches(cells: list[Cell], builder: Builder, args, env: dict[str, Any], mode: str) -> None:
-    """A `launches` line for the first plain and the first drafted cell: last, because a profiler slows what follows."""
-    firsts = [next((c for c in cells if bool(c.head) == drafted), None) for drafted in (False, True)]
-    for cell in filter(None, firsts):
-        line = {"type": "launches", "key": cell.key, "mode": mode, "environment": env, "utc": utc()}
-        try:
-            with limited(args.cell_seconds):
-                engine = builder.engine(cell, mode)
-                prompt = prompt_ids(engine.model.config.vocab_size, cell.context)
-                engine.generate(prompt, SamplingParams(max_new_tokens=3)).run()
-                with torch.inference_mode(), engine.backend.active():
-                    pin(engine, cell.context)
-                    line |= launches(step_call(engine)[0])
-        except Exception as error:
-            line["error"] = describe(error)
-        append(args.json, line)
-        print(f"launches, {cell.key}: {line.get('error') or line}", flush=True)
+    def count_launches(self, cells: list[Cell]) -> None:
+        """A `launches` line for the first plain and the first drafted cell: last, as a profiler slows what follows."""
+        for drafted in (False, True):
+            cell = next((c for c in cells if bool(c.head) == drafted), None)
+            mode = next((mode for key, mode in sorted(self.done) if cell and key == cell.key), None)
+            if cell is None or mode is None:
+                continue
+            line = {"type": "launches", "key": cell.key, "mode": mode, "environment": self.env, "utc": utc()}
+            try:
+                with limited(self.args.cell_seconds):
+                    engine = self.builder.engine(cell, mode)
+                    prompt = prompt_ids(engine.model.config.vocab_size, cell.context)
+                    engine.generate(prompt, SamplingParams(max_new_tokens=3)).run()
+                    with torch.inference_mode(), engine.backend.active():
+                        pin(engine, cell.context)
+                        line |= launches(step_call(engine)[0])
+            except Exception as error:
+                line["error"] = describe(error)
+            append(self.args.json, line)
+            found = {
+                k: line[k] for k in ("graphs", "kernels_from_host", "device_activities", "error") if k in line
+            }
+            print(f"launches, {cell.key}: {found}", flush=True)
 
 
 def utc() -> str:
@@ -872,7 +915,7 @@ def main(argv: list[str] | None = None) -> int:
         append(args.json, line)
         print(json.dumps(line), flush=True)
         return 0
-    return run_cells(cells, args, device, env)
+    return Run(args, device, env).over(cells)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def test_a_failing_cell_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch):
         assert ("error" in row) == (row["quant"] == "int4") == ("step_ms" not in row)
     failed = next(row for row in rows if "error" in row)
     assert failed["error"] == "eager: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
-    assert step_time.main(["--json", str(path), *TINY, "--skip-failed"]) == 0 and len(cells(path)) == 8
+    assert step_time.main(["--json", str(path), *TINY, "--skip-failed"]) == 1 and len(cells(path)) == 8
     monkeypatch.setattr(step_time, "random_model", real)
     assert step_time.main(["--json", str(path), *TINY]) == 0
     assert {row["key"] for row in cells(path) if "step_ms" in row} == {c.key for c in step_time.tiny_cells()}
@@ -130,6 +130,39 @@ def test_a_way_to_run_that_takes_too_long_is_given_up_for_the_next(tmp_path, mon
     rows = cells(path)
     assert [row["mode"] for row in rows] == ["graph"] * 4 and asked == ["engine", *["graph"] * 4]
     assert "OutOfTime" in rows[0]["problems"]["engine"] and "not tried" in rows[1]["problems"]["engine"]
+
+
+def test_slow_compilation_comes_after_the_sure_figures(tmp_path, monkeypatch):
+    """Half of the time budget compiling, nothing to show; or quick compilation, and the figures that users get left
+    out. The engine's own figure must join the captured one, not be skipped for it."""
+    path, env = tmp_path / "steps.jsonl", step_time.environment(torch.device("cpu"))
+    args = step_time.build_parser().parse_args(["--json", str(path), *TINY])
+    slow = {"type": "start", "cache": "cold", "environment": env, "first_request_s": 80.0}
+    other = slow | {"first_request_s": 8.0, "environment": env | {"device": "another"}}
+    killed = {"type": "start", "cache": "cold", "error": "killed after 75 s"}
+    monkeypatch.setattr(step_time, "on_gpu", lambda device: True)
+
+    def passes(*lines):
+        return step_time.ways(args, torch.device("cuda"), list(lines), env)
+
+    assert passes() == passes(slow) == passes(other) == passes(killed) == [["graph"], ["engine"]]
+    assert passes(slow, slow | {"first_request_s": 8.0}) == [["engine", "graph"]]
+    monkeypatch.setattr(step_time, "on_gpu", lambda device: False)
+    assert passes() == [["eager"]]
+    monkeypatch.setattr(step_time, "ways", lambda *_: [["graph"], ["engine"]])
+    monkeypatch.setattr(step_time.Builder, "engine", lambda self, cell, mode: mode)
+    monkeypatch.setattr(step_time, "measure", lambda cell, engine, *_: fake_row())
+    arguments = ["--json", str(path), *TINY, "--only", "tiny half"]
+    assert (
+        step_time.main(arguments) == 0 and [r["mode"] for r in cells(path)] == ["graph"] * 4 + ["engine"] * 4
+    )
+    assert all(row["break_even_tau"] == 1 for row in cells(path))
+    assert step_time.main(arguments) == 0 and len(cells(path)) == 8
+    assert step_time.table(cells(path)).count("| tiny |") == 4  # one row per cell: the later line's
+    monkeypatch.setattr(step_time, "measure", mock.Mock(side_effect=RuntimeError("cannot be captured")))
+    path.write_text("".join(json.dumps(row) + "\n" for row in cells(path)[:4]))
+    assert step_time.main(arguments) == 0  # every cell has a figure, if not from the engine
+    assert [row.get("error") for row in cells(path)[4:]] == ["engine: RuntimeError: cannot be captured"] * 4
 
 
 def fake_row() -> dict:

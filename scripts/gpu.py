@@ -136,18 +136,18 @@ def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Pa
     )
     limit = (lambda quick, long: long) if full else (lambda quick, long: quick)
     found = [
-        Part("bandwidth", [*step_time, "--bandwidth"], limit(25, 120)),
-        Part("tests", tests, limit(125, 1800), shared),
+        Part("bandwidth", [*step_time, "--bandwidth"], limit(35, 120)),
+        Part("tests", tests, limit(115, 1800), shared),
         Part("cold", [*step_time, "--start", "cold", "--since", "{now}"], limit(75, 300), fresh),
-        Part("warm", [*step_time, "--start", "warm", "--since", "{now}"], limit(25, 300), fresh),
+        Part("warm", [*step_time, "--start", "warm", "--since", "{now}"], limit(20, 300), fresh),
         Part(
             "steps",
             [*step_time, "--seconds", "{seconds}", "--cell-seconds", "600" if full else "70", *["--full"] * full]
             + (["--done", *known] if known else []),
-            limit(130, 6 * 3600), shared, POISONED,
+            limit(120, 6 * 3600), shared, POISONED,
         ),
         Part("kernels", [*micro, *ours], limit(45, 3600), shared),
-        Part("peers", [*micro, *peers], limit(15, 3600), shared),
+        Part("peers", [*micro, *peers], limit(12, 3600), shared),
         Part("demo", compare, limit(30, 900), shared),
     ]  # fmt: skip
     checker = shutil.which("compute-sanitizer") or next(

@@ -648,6 +648,7 @@ class Run:
             for line in mine
             if "mode" in line and not line["head"]
         }
+        self.latest: list[tuple[Cell, str]] = []  # the cell whose engine is at hand
         self.broken: dict[str, str] = {}  # way -> why it is not tried again
         self.builder, self.copy = Builder(device, SHAPES | TINY), bandwidth(device)
 
@@ -676,7 +677,7 @@ class Run:
                 if all(mode in self.broken for mode in modes):
                     print(f"given up: {'; '.join(self.broken[mode] for mode in modes)}", flush=True)
                     break
-                if self.args.seconds and time.time() - STARTED > self.args.seconds:
+                if self.late():
                     print(f"out of time: {len(todo) - number} cells are left for the next run", flush=True)
                     break
                 if not self.one(cell, modes):
@@ -685,6 +686,9 @@ class Run:
             self.count_launches(cells)
         without = {key for key, _ in self.failed} - {key for key, _ in self.done}
         return int(any(cell.key in without for cell in cells))
+
+    def late(self) -> bool:
+        return bool(self.args.seconds) and time.time() - STARTED > self.args.seconds
 
     def one(self, cell: Cell, modes: list[str]) -> bool:
         """Measure one cell and write its line; False if the device no longer answers."""
@@ -719,6 +723,7 @@ class Run:
         line |= {"seconds": round(time.time() - started, 2), "utc": utc()}
         if "step_ms" in line:
             self.done.add((cell.key, line["mode"]))
+            self.latest = [(cell, line["mode"])]
             if not cell.head:
                 self.plain[self.baseline(line)] = line["step_ms"]["median"]
             shown = (
@@ -733,11 +738,14 @@ class Run:
         return alive
 
     def count_launches(self, cells: list[Cell]) -> None:
-        """A `launches` line for the first plain and the first drafted cell: last, as a profiler slows what follows."""
-        for drafted in (False, True):
-            cell = next((c for c in cells if bool(c.head) == drafted), None)
-            mode = next((mode for key, mode in sorted(self.done) if cell and key == cell.key), None)
-            if cell is None or mode is None:
+        """`launches` lines, last, as a profiler slows what follows: of the engine at hand, and if there is time of the
+        first plain and the first drafted cell."""
+        firsts = [next((c for c in cells if bool(c.head) == drafted), None) for drafted in (False, True)]
+        chosen = [
+            (c, mode) for c in firsts for key, mode in sorted(self.done) if c is not None and c.key == key
+        ]
+        for cell, mode in dict.fromkeys(self.latest + chosen):
+            if (cell, mode) not in self.latest and self.late():
                 continue
             line = {"type": "launches", "key": cell.key, "mode": mode, "environment": self.env, "utc": utc()}
             try:

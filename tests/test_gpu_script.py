@@ -350,7 +350,8 @@ def test_what_only_a_gpu_runs_is_run_here_too(tmp_path, monkeypatch, broken):
         "captured here" in row["how"] for row in rows
     )
     assert all(row["memory"]["peak"] == 5 and row["gpu"] == {"clocks.sm": 1.0} for row in rows)
-    assert [("error" in line) for line in counted] == [broken] * 2
+    assert [("error" in line) for line in counted] == [broken] * 2  # the last cell, then the first plain one
+    assert [line["key"] for line in counted] == [rows[1]["key"], rows[0]["key"]]
     assert all(row["share_of_copy"] > 0 for row in rows)
     if broken:
         assert rows[1]["split_ms"] is None and "not on this build" in rows[1]["notes"]["split"]
@@ -447,7 +448,7 @@ def test_the_parts_fit_the_promise(tmp_path):
     args = types.SimpleNamespace(full=False, tiny=False, only=[])
     found = gpu.parts(args, tmp_path, "gpu", str(tmp_path / "cache"))
     names = [part.name for part in found]
-    assert sum(part.seconds for part in found) <= 475
+    assert sum(part.seconds for part in found) <= 455  # and this process's own start
     assert names == ["bandwidth", "tests", "cold", "warm", "steps", "kernels", "peers", "demo"]
     by_name = dict(zip(names, found, strict=True))
     assert by_name["cold"].env == by_name["warm"].env != {} and "tests/test_kernels_gpu.py" in str(

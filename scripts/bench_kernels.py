@@ -45,7 +45,7 @@ HEADS = {
 }
 TOKENS = (1, 4, 8, 16, 24, 32, 48, 64)
 KERNELS = ("int4", "int8", "half", "cublas", "tinygemm", "torchao", "gemlite")
-PEERS = KERNELS[4:]
+PEERS = KERNELS[3:]
 
 
 def layers(model: str) -> dict[str, tuple[int, int]]:

@@ -40,6 +40,7 @@ import torch
 
 from scripts.acceptance import replace_block
 from scripts.bench import environment
+from scripts.bench_kernels import PEERS
 from scripts.step_time import POISONED, append, identity, read_lines, table, utc
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -203,6 +204,55 @@ def goals(lines: Iterable[dict[str, Any]]) -> list[str]:
         ("warm start, s", starts.get("warm"), "<=", 10),
         ("CUDA graphs launched per step", max(graphs) if graphs else None, "<=", 1),
     ]
+    return judged(checks)
+
+
+def kernel_goals(lines: Iterable[dict[str, Any]], model: str = "llama-3-8b") -> list[str]:
+    """The kernels' goals for an H100 over all layers of one model together: share of the copy bandwidth, flatness from
+    1 row to 64, and the fastest peer at 16 and 32 rows."""
+    total: dict[
+        tuple[str, int], dict[str, tuple[float, float]]
+    ] = {}  # (kernel, rows) -> layer -> (us, bytes)
+    copy = 0.0
+    for line in lines:
+        if line.get("model") == model and "us" in line and "not a GPU" not in line["device"]:
+            total.setdefault((line["kernel"], line["m"]), {})[line["layer"]] = (
+                line["us"],
+                line["gbs"] * line["us"],
+            )
+            copy = line["copy_gbs"]
+    layers = {layer for found in total.values() for layer in found}
+
+    def us(kernel: str, rows: int) -> float | None:
+        found = total.get((kernel, rows), {})
+        return sum(t for t, _ in found.values()) if layers and found.keys() == layers else None
+
+    def share(kernel: str, rows: int) -> float | None:
+        time_us = us(kernel, rows)
+        return time_us and sum(size for _, size in total[kernel, rows].values()) / time_us / copy
+
+    def over(kernel: str, rows: int, other: str, others: int) -> float | None:
+        mine, theirs = us(kernel, rows), us(other, others)
+        return mine and theirs and mine / theirs
+
+    checks: list[tuple[str, float | None, str, float]] = []
+    for kernel, bound in (("int4", 0.65), ("int8", 0.85)):
+        checks += [
+            (f"{kernel} at {m} rows, share of copy bandwidth", share(kernel, m), ">=", bound) for m in (1, 16)
+        ]
+    checks += [
+        (f"int4 at {m} rows over 1 row", over("int4", m, "int4", 1), "<=", b)
+        for m, b in ((16, 1.1), (64, 1.25))
+    ]
+    for rows in (16, 32):
+        rivals = {peer: us(peer, rows) for peer in PEERS}
+        peer = min((name for name, time_us in rivals.items() if time_us), key=rivals.get, default="no peer")
+        checks.append((f"int4 at {rows} rows over {peer}", over("int4", rows, peer, rows), "<=", 1.0))
+    return judged(checks)
+
+
+def judged(checks: Iterable[tuple[str, float | None, str, float]]) -> list[str]:
+    """One line per (what, value, '>=' or '<=', bound)."""
     found = []
     for text, value, relation, bound in checks:
         if value is None:
@@ -312,6 +362,8 @@ def main(argv: list[str] | None = None) -> int:
         shutil.rmtree(cache, ignore_errors=True)
     lines = read_lines(steps)
     print(f"\n{table(lines)}\n\ngoals for an H100:\n" + "\n".join(goals(lines)))
+    kernel_lines = read_lines(out / f"{name}-kernels.jsonl")
+    print("kernels, LLaMA-3-8B layers together, goals for an H100:\n" + "\n".join(kernel_goals(kernel_lines)))
     for ended in summary["parts"]:
         print(f"{ended['part']:<10} exit {ended['exit']}  {ended['seconds']} s")
     failed = [ended["part"] for ended in summary["parts"] if ended["exit"] != 0]

@@ -536,6 +536,32 @@ def test_goals_are_judged_by_the_figures():
     assert text[6].startswith("  MISS cold") and "unmeasured" in text[8]
 
 
+def test_kernel_goals_are_judged_over_all_layers():
+    """A peer that skipped its slowest layer winning; a share averaged over layers instead of weighted by time."""
+
+    def timed(kernel, m, layer, us, gbs):
+        where = {"model": "llama-3-8b", "device": "NVIDIA H100", "copy_gbs": 3000.0}
+        return where | {"kernel": kernel, "m": m, "layer": layer, "us": us, "gbs": gbs}
+
+    rows = [timed("int4", m, layer, us, 2000.0) for m, more in ((1, 0), (16, 2), (32, 4)) for layer, us in
+            (("qkv", 10.0 + more), ("down", 30.0))]  # fmt: skip
+    rows += [timed("cublas", m, layer, 50.0, 1.0) for m in (16, 32) for layer in ("qkv", "down")]
+    rows += [
+        timed("tinygemm", 16, "qkv", 1.0, 1.0),
+        {"model": "llama-3-8b", "kernel": "gemlite", "skipped": "absent"},
+    ]
+    text = gpu.kernel_goals(rows)
+    assert text[0] == "  ok   int4 at 1 rows, share of copy bandwidth: 0.667 (goal >= 0.65)"
+    assert text[2].startswith("  ?    int8") and "unmeasured" in text[5]
+    assert text[4] == "  ok   int4 at 16 rows over 1 row: 1.050 (goal <= 1.1)"
+    assert text[6] == "  ok   int4 at 16 rows over cublas: 0.420 (goal <= 1)"
+    rows.append(timed("tinygemm", 16, "down", 20.0, 1.0))
+    assert gpu.kernel_goals(rows)[6] == "  MISS int4 at 16 rows over tinygemm: 2.000 (goal <= 1)"
+    assert all("unmeasured" in line for line in gpu.kernel_goals([]))
+    slow = [timed("int4", 1, "qkv", 10.0, 3000.0), timed("int4", 1, "down", 90.0, 1000.0)]
+    assert "0.400" in gpu.kernel_goals(slow)[0]  # 120 MB in 100 us, not the mean of 1.0 and 0.33
+
+
 def test_the_readme_table_comes_from_committed_lines(tmp_path):
     """A figure in the README that no committed file holds; a table without device, or one that names small shapes."""
     page = tmp_path / "README.md"

@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -144,16 +144,16 @@ def make_kernel(name: str, n: int, k: int, dtype: torch.dtype, device: torch.dev
     return functions, size, takes
 
 
-def finished(path: Path, common: dict) -> set[tuple[int, int, str]]:
-    """(n, k, kernel) of the lines of an earlier run in the same surroundings (the copy bandwidth of the day aside)."""
+def finished(paths: Sequence[Path], common: dict) -> set[tuple[int, int, str, int]]:
+    """(n, k, kernel, rows) of earlier lines from the same surroundings (the copy bandwidth of the day aside)."""
     same, found = {key: common[key] for key in ("device", "torch", "dtype")}, set()
-    for text in path.read_text().splitlines() if path.exists() else ():
+    for text in (text for path in paths if path.exists() for text in path.read_text().splitlines()):
         try:
             line = json.loads(text)
         except ValueError:  # the last line of a run that was killed
             continue
         if "us" in line and all(line.get(key) == value for key, value in same.items()):
-            found.add((line["n"], line["k"], line["kernel"]))
+            found.add((line["n"], line["k"], line["kernel"], line["m"]))
     return found
 
 
@@ -240,6 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--resume", action="store_true", help="skip what --json holds for this device and torch"
     )
+    parser.add_argument("--done", type=Path, nargs="*", default=[], help="with --resume: and these files")
     args = parser.parse_args(argv)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -259,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
         else "cpu (reference; not a GPU measurement)"
     )
     common = dict(device=where, torch=torch.__version__, dtype=args.dtype, copy_gbs=round(bandwidth / 1e9, 1))
-    done = finished(args.json, common) if args.resume and args.json else set()
+    done = finished([args.json, *args.done], common) if args.resume and args.json else set()
     out = args.json.open("a") if args.json else None
     measured = len(done)
     for model in args.models:
@@ -267,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
             n, k = n // divide, max(128, k // divide // 128 * 128)
             for name in args.kernels:
                 row = common | dict(model=model, layer=layer, n=n, k=k, kernel=name)
-                if (n, k, name) in done:
+                if all((n, k, name, m) in done for m in tokens):
                     continue
                 bits = dict(int4=4, int8=8, half=16, cublas=16).get(name, 4)
                 buffers = min(64, max(2, 4 * cache // (n * k * bits // 8) + 1))

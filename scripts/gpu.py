@@ -20,6 +20,7 @@ takes its commit from the variable EAGLET_COMMIT; finished cells count for the s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import importlib.util
 import json
@@ -77,9 +78,9 @@ def run(command: list[str], log: Path, seconds: float, env: dict[str, str]) -> i
         except subprocess.TimeoutExpired:
             return f"killed after {seconds:.0f} s"
         finally:
-            if started.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # whatever it left behind, compile workers say
                 os.killpg(started.pid, signal.SIGKILL)
-                started.wait()
+            started.wait()
 
 
 def run_part(part: Part, log: Path, seconds: float) -> dict[str, Any]:
@@ -118,7 +119,14 @@ def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Pa
     )
     shared = {} if full else shared  # cold caches for `make gpu`; those of the machine where a run is resumed
     step_time = [python, "-m", "scripts.step_time", "--json", steps, *tiny]
-    known = [str(p) for p in sorted(RESULTS.glob("*-steps.jsonl")) if p.resolve() != Path(steps).resolve()]
+
+    def committed(kind: str, mine: str) -> list[str]:
+        """Options that name earlier results of a kind, so that what they hold is not measured again."""
+        files = [
+            str(p) for p in sorted(RESULTS.glob(f"*-{kind}.jsonl")) if p.resolve() != Path(mine).resolve()
+        ]
+        return ["--done", *files] if files and full else []
+
     files = [str(f) for f in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in f.read_text("utf-8")]
     tests = [python, "-m", "pytest", "-m", "gpu", "-vv", "--tb=short", "--durations=10", *files]
     if importlib.util.find_spec("xdist") and not args.tiny:
@@ -129,7 +137,8 @@ def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Pa
     shapes = [] if full else ["--models", "llama-3-8b", "--m", "1", "16", "32", "64"]
     if args.tiny:
         shapes = ["--device", "cpu", "--quick", "--models", "llama-3-8b", "--m", "1", "16"]
-    micro = [python, "-m", "scripts.bench_kernels", "--json", kernels, "--resume", *shapes, "--kernels"]
+    micro = [python, "-m", "scripts.bench_kernels", "--json", kernels, "--resume", *shapes]
+    micro += [*committed("kernels", kernels), "--kernels"]
     ours, peers = ["int4", "int8", "half", "cublas", "tinygemm"], ["torchao", "gemlite"]
     compare = [python, "-m", "scripts.bench", "--json", demo, "--reps", "1", "--questions", "2"]
     compare += (
@@ -144,7 +153,7 @@ def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Pa
         Part(
             "steps",
             [*step_time, "--seconds", "{seconds}", "--cell-seconds", "600" if full else "70", *["--full"] * full]
-            + (["--done", *known] if known else []),
+            + committed("steps", steps),
             limit(120, 6 * 3600), shared, POISONED,
         ),
         Part("kernels", [*micro, *ours], limit(45, 3600), shared),
@@ -349,7 +358,8 @@ def main(argv: list[str] | None = None) -> int:
                 )
                 continue
             if part.name == "steps" and part.env and Path(cache, "start").exists():  # compiled once is enough
-                shutil.copytree(Path(cache, "start"), Path(cache, "shared"), dirs_exist_ok=True)
+                with contextlib.suppress(OSError):
+                    shutil.copytree(Path(cache, "start"), Path(cache, "shared"), dirs_exist_ok=True)
             ended = run_part(part, log, seconds)
             summary["parts"].append(ended)
             if part.name in ("cold", "warm") and isinstance(ended["exit"], str):

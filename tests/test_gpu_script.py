@@ -616,6 +616,12 @@ def test_kernel_benchmark_resumes_and_survives_its_peers(tmp_path, monkeypatch, 
     assert rows[1]["skipped"] == "AssertionError: a peer's own way of failing"
     asked.clear()
     assert bench_kernels.main(arguments) == 0 and set(asked) == {"gemlite"}
+    asked.clear()
+    arguments[arguments.index(str(path))] = str(tmp_path / "new.jsonl")
+    assert bench_kernels.main([*arguments, "--done", str(path)]) == 0 and set(asked) == {"gemlite"}
+    asked.clear()
+    arguments[arguments.index("1")] = "2"
+    assert bench_kernels.main([*arguments, "--done", str(path)]) == 0 and set(asked) == {"int4", "gemlite"}
     for name, dtype in (("tinygemm", torch.bfloat16), ("int4", torch.float32)):
         op = mock.Mock(side_effect=lambda x, *_: x)
         monkeypatch.setattr(

@@ -697,8 +697,13 @@ class Run:
         line = {"type": "step_time", "key": cell.key, **asdict(cell), "dtype": dtype, "environment": self.env}
         line |= {"command": " ".join(sys.argv), "problems": {}}
         for mode in modes:
-            if mode in self.broken:
-                line["problems"][mode] = self.broken[mode]
+            before = (
+                "failed in an earlier run"
+                if (cell.key, mode) in self.failed and self.args.skip_failed
+                else ""
+            )
+            if before or mode in self.broken:
+                line["problems"][mode] = before or self.broken[mode]
                 continue
             try:
                 with limited(self.args.cell_seconds):

@@ -179,6 +179,29 @@ def test_a_dead_device_ends_the_process_with_its_own_code(tmp_path, monkeypatch)
     assert len(cells(path)) == 1 and "illegal memory access" in cells(path)[0]["error"]
 
 
+def test_after_a_dead_device_the_next_way_is_tried(tmp_path, monkeypatch):
+    """The restarted process killing the device with the same cell in the same way, until its attempts are used up."""
+    path, dead = tmp_path / "steps.jsonl", []
+    monkeypatch.setattr(step_time.Builder, "engine", lambda self, cell, mode: mode)
+
+    def measure(cell, mode, *_):
+        if mode == "engine":
+            dead.append(cell.key)
+            raise RuntimeError("illegal memory access")
+        return fake_row()
+
+    monkeypatch.setattr(step_time, "measure", measure)
+    monkeypatch.setattr(step_time, "usable", lambda device: False)
+    arguments = ["--json", str(path), *TINY, "--run", "engine", "graph", "--only", "tiny-moe"]
+    assert step_time.main(arguments) == step_time.POISONED
+    assert step_time.main([*arguments, "--skip-failed"]) == step_time.POISONED
+    assert step_time.main([*arguments, "--skip-failed"]) == 0
+    rows = cells(path)
+    assert len(dead) == len(set(dead)) == 2  # each cell killed the device once
+    assert [row.get("mode") for row in rows] == [None, "graph", None, "graph"]
+    assert rows[1]["problems"] == {"engine": "failed in an earlier run"}
+
+
 def test_starts_and_bandwidth_write_their_lines(tmp_path):
     """The cold start counting from the wrong moment, or a line that goals() cannot read."""
     path = tmp_path / "steps.jsonl"

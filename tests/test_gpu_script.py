@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import types
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -300,6 +301,24 @@ def test_real_shapes_build_and_step_on_a_fake_gpu(fake_gpu, name, gigabytes):
     if cell.quant:
         assert engine.model.layers[0].attention.qkv.packed.layout == "planes"
         assert engine.model.layers[0].attention.qkv.qweight is None  # one copy of the weights
+
+
+@pytest.mark.parametrize("quant", ["", "int4", "int8"])
+def test_random_weights_of_a_deep_model_stay_finite(quant):
+    """Activations that grow layer by layer until fp16 overflows: the 70B shape has 80 layers and no trained norms."""
+    config = replace(
+        step_time.SHAPES["tiny"], hidden_size=128, intermediate_size=256, num_hidden_layers=80, windows=()
+    )
+    with torch.no_grad():
+        model = step_time.random_model(config, quant, torch.device("cpu"), torch.float32)
+        kv, n = model.new_cache(1, 40), torch.zeros(1, dtype=torch.int64)
+        nodes = model.nodes(n, torch.arange(8)[None], model_module.chain_ancestors(1, 8, "cpu"), 40)
+        hidden, taps = model(torch.arange(8)[None] * 31, nodes, kv, (2, 40, 80))
+        logits = model.logits(hidden)
+        assert torch.isfinite(logits).all() and 0.3 < logits.std() < 3
+        assert taps.abs().max() < 1000 and kv.abs().max() < 100  # far from fp16's 65504
+        head = step_time.random_head(model, 3, quant)
+        assert 0.2 < head.predict(head.fuse(taps)).std() < 5
 
 
 # ---- the CUDA calls ----------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ import torch  # noqa: E402 (the clock of --start begins before the imports)
 from torch import Tensor, nn  # noqa: E402
 
 import checkpoint  # noqa: E402
+import engine as engine_module  # noqa: E402
 import kernels  # noqa: E402
 import quantize  # noqa: E402
 from checkpoint import EagleConfig, EagleFile  # noqa: E402
@@ -335,7 +336,11 @@ def engine_options(mode: str) -> dict[str, Any]:
     uncompiled kernels in a CUDA graph. Random weights accept nothing, so falling back to plain steps is switched off."""
     wanted: dict[str, Any] = {"compile": mode == "engine", "eagle_always": True}
     known = inspect.signature(Engine.__init__).parameters
-    if mode == "graph" and "compile_mode" in known:
+    if (
+        mode == "graph"
+        and "compile_mode" in known
+        and "capture" in getattr(engine_module, "COMPILE_MODES", ())
+    ):
         wanted |= {"compile": True, "compile_mode": "capture"}
     return {name: value for name, value in wanted.items() if name in known}
 
@@ -457,16 +462,52 @@ def attempt(row: dict[str, Any], name: str, ask: Callable[[], Any]) -> Any:
         return None
 
 
-def split(engine: Engine, cell: Cell, repeats: int, step_ms: float) -> dict[str, float]:
-    """Milliseconds of a step's parts, each timed alone as a graph of its own; `rest`: acceptance, commit, the ring."""
-    device = engine.model.device
-    pin(engine, cell.context)
-    wrap = captured if on_gpu(device) else lambda call: call
-    draft, verify = (
-        statistics.median(times(wrap(part), device, max(3, repeats // 3), lambda: None))
-        for part in parts(engine)
-    )
-    return {"draft": round(draft, 5), "verify": round(verify, 5), "rest": round(step_ms - draft - verify, 5)}
+def split(engine: Engine, cell: Cell, repeats: int, step_ms: float) -> dict[str, Any]:
+    """Milliseconds of a step's parts: as marked inside the engine's step where it marks them, else draft and verify each
+    timed alone as a graph of its own; `rest`: acceptance, commit, the ring."""
+    device, count = engine.model.device, max(3, repeats // 3)
+    notes: dict[str, Any] = {}
+    found, how = None, "marked inside the step"
+    if "mark" in inspect.signature(engine._step).parameters:
+        found = attempt(notes, "marks", lambda: marked(engine, cell.context, count))
+    if found is None:
+        pin(engine, cell.context)
+        wrap = captured if on_gpu(device) else lambda call: call
+        found = [statistics.median(times(wrap(part), device, count, lambda: None)) for part in parts(engine)]
+        how = "; ".join(["draft and verify timed alone", *notes.get("notes", {}).values()])
+    draft, verify = found
+    rest = step_ms - draft - verify
+    return {"draft": round(draft, 5), "verify": round(verify, 5), "rest": round(rest, 5), "how": how}
+
+
+def marked(engine: Engine, context: int, repeats: int) -> tuple[float, float]:
+    """Median milliseconds of (draft, verify) between the marks that the engine's step sets: events inside the graph."""
+    mode, on_device, at = SamplingParams().mode, on_gpu(engine.model.device), {}
+
+    def mark(phase: str) -> None:
+        if not on_device:
+            at[phase] = time.perf_counter() * 1e3
+            return
+        if phase not in at:  # external: recorded anew by every replay
+            at[phase] = torch.cuda.Event(enable_timing=True, external=True)
+        at[phase].record()
+
+    def step() -> None:
+        mark("start")
+        engine._step(engine.model, engine.drafter, engine.state, mode, mark=mark)
+
+    call, samples = captured(step) if on_device else step, []
+    for _ in range(repeats):
+        pin(engine, context)
+        call()
+        if on_device:
+            torch.cuda.synchronize()
+        marks = [at[phase] for phase in ("start", "draft", "verify")]
+        samples.append(
+            [a.elapsed_time(b) if on_device else b - a for a, b in zip(marks, marks[1:], strict=False)]
+        )
+    draft, verify = zip(*samples, strict=True)
+    return statistics.median(draft), statistics.median(verify)
 
 
 def measure(cell: Cell, engine: Engine, steps: int, repeats: int) -> dict[str, Any]:

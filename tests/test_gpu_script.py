@@ -62,7 +62,8 @@ def test_every_cell_is_written_and_its_numbers_recount(measured):
         if row["head"]:
             split = row["split_ms"]
             assert split["draft"] > 0 and split["verify"] > 0
-            assert sum(split.values()) == pytest.approx(ms["median"], abs=1e-3) and row["draft_bytes"] > 0
+            whole = split["draft"] + split["verify"] + split["rest"]
+            assert whole == pytest.approx(ms["median"], abs=1e-3) and row["draft_bytes"] > 0 and split["how"]
         memory = row["memory"]
         assert memory["tensors"] > row["weight_bytes"] / 2 and memory["plan"] > 0 and memory["peak"] is None
     wide = next(row for row in rows if row["nodes"] == 16)
@@ -354,7 +355,7 @@ def test_the_cuda_timing_code_uses_the_api_as_it_is(monkeypatch):
 class Event:
     """torch.cuda.Event on the host's clock."""
 
-    def __init__(self, enable_timing=False):
+    def __init__(self, enable_timing=False, external=False):
         assert enable_timing
 
     def record(self):
@@ -426,12 +427,49 @@ def test_the_engines_own_graph_is_timed_where_it_has_one(monkeypatch):
         step_time, "Engine", lambda model, compile, compile_mode="graph", eagle_always=False: None
     )
     monkeypatch.setattr(step_time.Engine, "__init__", step_time.Engine, raising=False)
+    monkeypatch.setattr(step_time.engine_module, "COMPILE_MODES", ("regions",), raising=False)
+    assert step_time.engine_options("graph") == {"compile": False, "eagle_always": True}
+    monkeypatch.setattr(step_time.engine_module, "COMPILE_MODES", ("graph", "capture"), raising=False)
     assert step_time.engine_options("engine") == {"compile": True, "eagle_always": True}
     assert step_time.engine_options("graph") == {
         "compile": True,
         "compile_mode": "capture",
         "eagle_always": True,
     }
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_step_that_marks_its_phases_is_split_by_its_marks(monkeypatch, cuda):
+    """Phases of an uncompiled draft subtracted from a compiled step, where the engine could have said; the first
+    replay's events read in place of each replay's own."""
+    monkeypatch.setattr(step_time, "on_gpu", lambda device: cuda)
+    monkeypatch.setattr(step_time, "captured", lambda call: call)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(step_time, "pin", lambda engine, context: None)
+
+    def step(model, drafter, state, mode, mark=None):
+        for phase, seconds in (("draft", 0.02), ("verify", 0.05), ("accept", 0.01)):
+            time.sleep(seconds)
+            mark(phase)
+
+    engine = types.SimpleNamespace(
+        _step=step, model=types.SimpleNamespace(device="d"), drafter=None, state=None
+    )
+    found = step_time.split(engine, step_time.tiny_cells()[2], 3, 100.0)
+    assert found["how"] == "marked inside the step" and 20 <= found["draft"] < found["verify"] < 100
+    monkeypatch.setattr(
+        step_time, "parts", lambda engine: (lambda: time.sleep(0.001), lambda: time.sleep(0.002))
+    )
+    engine._step = lambda *_, mark=None: mark(1 / 0)
+    alone = step_time.split(engine, step_time.tiny_cells()[2], 3, 100.0)
+    assert (
+        alone["how"].startswith("draft and verify timed alone; ZeroDivisionError")
+        and 1 <= alone["draft"] < 20
+    )
+    assert found["verify"] >= 50 and found["rest"] == pytest.approx(
+        100 - found["draft"] - found["verify"], abs=1e-3
+    )
 
 
 def test_launches_are_counted(monkeypatch):

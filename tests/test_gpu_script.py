@@ -383,7 +383,7 @@ def test_what_only_a_gpu_runs_is_run_here_too(tmp_path, monkeypatch, broken):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(step_time, "bandwidth", lambda device: 1e9)
     if broken:
-        for name in ("parts", "planned", "launches"):
+        for name in ("split", "planned", "launches"):
             double = mock.Mock(side_effect=RuntimeError("not on this build"), __name__=name)
             monkeypatch.setattr(step_time, name, double)
     arguments = ["--json", str(path), *TINY, "--run", "graph", "--only", "tiny int4"]

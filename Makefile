@@ -26,12 +26,13 @@ lint: $(VENV)/dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 
-# Uses $(PYTHON) as it is and installs nothing: for a machine with a GPU, torch and pytest.
+# Use $(PYTHON) as it is and install nothing: for a machine with a GPU, torch and pytest. gpu-full goes on where it was
+# stopped: make gpu-full GPU_ARGS="--seconds 540" does what fits.
 gpu:
-	$(PYTHON) -m scripts.gpu
+	$(PYTHON) -m scripts.gpu $(GPU_ARGS)
 
 gpu-full:
-	$(PYTHON) -m scripts.gpu --full
+	$(PYTHON) -m scripts.gpu --full $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -45,6 +45,7 @@ HEADS = {
 }
 TOKENS = (1, 4, 8, 16, 24, 32, 48, 64)
 KERNELS = ("int4", "int8", "half", "cublas", "tinygemm", "torchao", "gemlite")
+PEERS = KERNELS[3:]
 
 
 def layers(model: str) -> dict[str, tuple[int, int]]:
@@ -53,8 +54,10 @@ def layers(model: str) -> dict[str, tuple[int, int]]:
     return shapes | {"lm_head": (HEADS[model], shapes["qkv"][1])}
 
 
+@torch.no_grad()
 def measure(calls: list[Callable[[], Tensor]], device: torch.device, repeats: int) -> float:
-    """Median seconds per call; the list holds the same call on different weight buffers."""
+    """Median seconds per call; the list holds the same call on different weight buffers. On CUDA all calls are one
+    graph, timed by events; RuntimeError where a call cannot be captured."""
     for call in calls:
         call()
     samples = []
@@ -64,6 +67,7 @@ def measure(calls: list[Callable[[], Tensor]], device: torch.device, repeats: in
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
+        graph.replay()  # the first replay uploads the graph
         for _ in range(repeats):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -88,8 +92,10 @@ def copy_bandwidth(device: torch.device, size: int) -> float:
 
 
 def make_kernel(name: str, n: int, k: int, dtype: torch.dtype, device: torch.device, buffers: int):
-    """(functions x -> y on rotating weights, weight bytes a call reads); ImportError or RuntimeError if absent."""
+    """(functions x -> y on rotating weights, weight bytes a call reads, dtype that x must have); raises what the library
+    raises where it is absent or declines."""
     functions, size = [], 0
+    takes = {"tinygemm": torch.bfloat16, "torchao": torch.bfloat16, "gemlite": torch.float16}.get(name, dtype)
     for _ in range(buffers):
         if name in ("half", "cublas"):
             weight = torch.randn(n, k, device=device, dtype=dtype)
@@ -109,36 +115,46 @@ def make_kernel(name: str, n: int, k: int, dtype: torch.dtype, device: torch.dev
             weight = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
             scales = torch.rand(k // 128, n, 2, device=device, dtype=torch.bfloat16)
             size = n * k // 2 + 2 * scales.numel()
-            functions.append(
-                lambda x, w=weight, s=scales: torch.ops.aten._weight_int4pack_mm(
-                    x.to(torch.bfloat16), w, 128, s
-                )
-            )
+            functions.append(lambda x, w=weight, s=scales: torch.ops.aten._weight_int4pack_mm(x, w, 128, s))
             continue
         elif name == "torchao":
             from torchao.quantization import Int4WeightOnlyConfig, quantize_
 
             module = torch.nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
-            quantize_(module, Int4WeightOnlyConfig(group_size=128))
+            try:  # the packing that runs without further packages; older releases know no other
+                config = Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
+            except TypeError:
+                config = Int4WeightOnlyConfig(group_size=128)
+            quantize_(module, config)
             size = n * k // 2 + 4 * n * k // 128
-            functions.append(lambda x, f=module: f(x.to(torch.bfloat16)))
+            functions.append(module)
             continue
         elif name == "gemlite":
-            from gemlite.helper import A16W4
+            from gemlite.helper import A16Wn
 
-            half = torch.nn.Linear(k, n, bias=False, device="cpu", dtype=torch.float16)
             codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)
             scales = torch.rand(n, k // 128, device=device).half()
-            module = A16W4(device=str(device)).from_weights(
-                codes, scales, torch.full_like(scales, 8), 4, 128, half.bias
-            )
+            module = A16Wn(device=str(device)).from_weights(codes, scales, torch.full_like(scales, 8), 4, 128)
             size = n * k // 2 + 4 * n * k // 128
-            functions.append(lambda x, f=module: f(x.half()))
+            functions.append(module)
             continue
         else:
             raise ValueError(f"unknown kernel '{name}', use one of {', '.join(KERNELS)}")
         functions.append(lambda x, w=packed: kernels.packed_linear(x, w))
-    return functions, size
+    return functions, size, takes
+
+
+def finished(paths: Sequence[Path], common: dict) -> set[tuple[int, int, str, int]]:
+    """(n, k, kernel, rows) of earlier lines from the same surroundings (the copy bandwidth of the day aside)."""
+    same, found = {key: common[key] for key in ("device", "torch", "dtype")}, set()
+    for text in (text for path in paths if path.exists() for text in path.read_text().splitlines()):
+        try:
+            line = json.loads(text)
+        except ValueError:  # the last line of a run that was killed
+            continue
+        if "us" in line and all(line.get(key) == value for key, value in same.items()):
+            found.add((line["n"], line["k"], line["kernel"], line["m"]))
+    return found
 
 
 def candidates(n: int, k: int, bits: int, multiprocessors: int) -> list[kernels.LinearConfig]:
@@ -205,7 +221,7 @@ def _tune(models: list[str], dtype: torch.dtype, device: torch.device, repeats: 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print one JSON line per cell; 0 unless nothing could be measured."""
+    """Print one JSON line per cell; 1 if nothing could be measured (peers alone may all decline)."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_kernels", description=__doc__.split("\n")[0]
     )
@@ -221,6 +237,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tuned", type=Path, default=quantize.TUNED, help="file that --tune writes")
     parser.add_argument("--json", type=Path, help="append the lines to this file")
+    parser.add_argument(
+        "--resume", action="store_true", help="skip what --json holds for this device and torch"
+    )
+    parser.add_argument("--done", type=Path, nargs="*", default=[], help="with --resume: and these files")
     args = parser.parse_args(argv)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -240,38 +260,42 @@ def main(argv: list[str] | None = None) -> int:
         else "cpu (reference; not a GPU measurement)"
     )
     common = dict(device=where, torch=torch.__version__, dtype=args.dtype, copy_gbs=round(bandwidth / 1e9, 1))
+    done = finished([args.json, *args.done], common) if args.resume and args.json else set()
     out = args.json.open("a") if args.json else None
-    measured = 0
+    measured = len(done)
     for model in args.models:
         for layer, (n, k) in layers(model).items():
             n, k = n // divide, max(128, k // divide // 128 * 128)
             for name in args.kernels:
                 row = common | dict(model=model, layer=layer, n=n, k=k, kernel=name)
+                if all((n, k, name, m) in done for m in tokens):
+                    continue
                 bits = dict(int4=4, int8=8, half=16, cublas=16).get(name, 4)
                 buffers = min(64, max(2, 4 * cache // (n * k * bits // 8) + 1))
                 first, lines = None, []
                 try:
-                    functions, size = make_kernel(name, n, k, dtype, device, buffers)
+                    functions, size, takes = make_kernel(name, n, k, dtype, device, buffers)
                     for m in tokens:
-                        x = torch.randn(m, k, device=device, dtype=dtype)
+                        x = torch.randn(m, k, device=device, dtype=takes)
                         seconds = measure([lambda f=f, x=x: f(x) for f in functions], device, repeats)
                         first = first or seconds
                         lines.append(row | dict(
                             m=m, us=round(seconds * 1e6, 2), gbs=round(size / seconds / 1e9, 1),
                             share_of_copy=round(size / seconds / bandwidth, 3), over_first_m=round(seconds / first, 3),
                         ))  # fmt: skip
-                except (ImportError, RuntimeError, NotImplementedError, TypeError, AttributeError) as problem:
-                    lines.append(
-                        row | dict(skipped=f"{type(problem).__name__}: {str(problem).splitlines()[0][:120]}")
-                    )
+                except Exception as problem:  # whatever a peer raises is its result
+                    why = (str(problem).splitlines() or [""])[0][:120]
+                    lines.append(row | dict(skipped=f"{type(problem).__name__}: {why}"))
+                functions = x = None
                 for line in lines:
                     measured += "us" in line
                     print(json.dumps(line), flush=True)
                     if out:
                         out.write(json.dumps(line) + "\n")
+                        out.flush()
     if out:
         out.close()
-    return 0 if measured else 1
+    return 0 if measured or set(args.kernels) <= set(PEERS) else 1
 
 
 if __name__ == "__main__":

@@ -76,9 +76,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted = config.getoption("-m") or ""
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        if "slow" in item.keywords and not config.getoption("--slow") and "slow" not in wanted:
+        if item.get_closest_marker("slow") and not config.getoption("--slow") and "slow" not in wanted:
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
 
 

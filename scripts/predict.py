@@ -1,0 +1,250 @@
+"""A prediction of step times on a GPU that nobody here has: an RTX 3090. Not a measurement, and labelled so everywhere.
+
+    python -m scripts.kernel_report --arch 86 --json docs/kernel_report_sm86.json   # instruction counts, on any machine
+    python -m scripts.predict --write docs/rtx3090_prediction.md
+
+What it is made of: bytes per step from the engine's own cost functions on the real shapes; instructions per weight
+counted in the kernels compiled for sm_86; and the card's published limits. Every linear takes the longest of three times:
+its bytes at the memory's rate, its instructions at the issue rate, its products at the tensor cores' rate. Keys and
+values are read at the memory's rate, and every kernel of the captured step costs a fixed gap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import checkpoint
+import quantize
+from checkpoint import EagleConfig
+from eagle_draft import EagleHead
+from generate import named_tree
+from model import Transformer, weight_bytes
+from scripts.bench import SHAPES
+from scripts.step_time import draft_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORT = ROOT / "docs" / "kernel_report_sm86.json"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Published limits of a card, and the shares of them that are assumed to be reached."""
+
+    name: str = "RTX 3090 (350 W, stock clocks)"
+    bytes_per_second: float = 936e9  # GDDR6X, data sheet
+    lanes_per_second: float = 82 * 4 * 32 * 1.695e9  # SMs x schedulers x lanes x boost clock
+    multiplies_per_second: float = (
+        71e12  # fp16 tensor cores with fp32 accumulation, dense, counted as 2 per product
+    )
+    memory_share: float = 0.87  # of the data sheet; copies on this card are published at 0.90
+    issue_share: float = 0.75
+    matrix_share: float = 0.85
+    gap: float = 0.83e-6  # seconds between two kernels of a CUDA graph, published for this card
+
+
+class Setup(NamedTuple):
+    """A decoder to predict. tau and its source are inputs, not predictions."""
+
+    shape: str
+    head: int
+    tree: str
+    tau: float
+    source: str
+
+
+SETUPS = (
+    Setup("llama-2-7b", 0, "", 1.0, "plain decoding"),
+    Setup("llama-2-7b", 1, "paper25", 3.62, "EAGLE paper, MT-bench, T = 0"),
+    Setup("llama-2-7b", 1, "dynamic:16,5,8", 3.6, "assumed: what 25 nodes of a fixed tree give"),
+    Setup("llama-3-8b", 0, "", 1.0, "plain decoding"),
+    Setup("llama-3-8b", 3, "chain:7", 3.91, "SpecBundle, LLaMA-3.1-8B, MT-bench"),
+    Setup("llama-3-8b", 3, "dynamic:16,7,8", 4.5, "assumed: between the chain's 3.91 and the 60 nodes' 6.13"),
+    Setup("llama-3-8b", 3, "dynamic:60,7,10", 6.13, "EAGLE-3 paper, LLaMA-3.1-8B, MT-bench, T = 0"),
+)
+CONTEXT = 512
+# Kernels of the captured step with element-wise work fused: two norms, four linears, rotary and cache write, two of
+# attention, activation; then what is not per layer.
+PER_LAYER, PER_LEVEL, PER_STEP = 10, 20, 40
+
+
+def target(shape: str) -> Transformer:
+    """The int4 target (group 128, int8 LM head) without memory, its activations fp16."""
+    model = checkpoint.build_model(SHAPES[shape]).to(torch.float16)
+    return quantize.apply_spec_(model, quantize.QuantSpec("int4"))
+
+
+def head_of(model: Transformer, version: int) -> EagleHead:
+    """An int4 head of the target's geometry without memory (EAGLE-3: 32,000 draft ids, int8 LM head)."""
+    c = model.config
+    vocab = min(c.vocab_size, 32000) if version == 3 else c.vocab_size
+    layer = replace(c, num_hidden_layers=1, vocab_size=vocab, windows=())
+    taps = (2, c.num_hidden_layers // 2, c.num_hidden_layers - 3) if version == 3 else ()
+    config = EagleConfig(version, layer, c.hidden_size, taps, fc_bias=version == 1, has_lm_head=version == 3)
+    with torch.device("meta"):
+        head = EagleHead(config, model).to(torch.float16)
+    return quantize.apply_spec_(head, quantize.QuantSpec("int4"))
+
+
+def instructions(report: dict[str, Any], bits: int, rows: int) -> float:
+    """Instructions per weight of the fp16 kernel that runs `rows` rows (the report's tile of 16, 32 or 64 rows)."""
+    tile = next(t for t in (16, 32, 64) if rows <= t)
+    name = f"linear w{bits} fp16 M<={tile}" + " g128" * (bits == 4)
+    found = [
+        row["instructions_per_weight"]
+        for row in report["rows"]
+        if (row["kernel"], row["arch"]) == (name, "sm_86")
+    ]
+    if not found:
+        raise ValueError(
+            f"the kernel report has no '{name}' for sm_86; make it again: scripts.kernel_report --arch 86"
+        )
+    return found[0]
+
+
+def linear_seconds(module: torch.nn.Module, rows: int, report: dict[str, Any], gpu: Gpu) -> dict[str, float]:
+    """Bytes, weights and seconds of every quantized linear in `module` for a forward of `rows` rows."""
+    total = {"bytes": 0.0, "weights": 0.0, "memory": 0.0, "issue": 0.0, "matrix": 0.0, "seconds": 0.0}
+    tile = next(t for t in (16, 32, 64) if rows <= t)  # rows are padded to what the kernel computes
+    for linear in (m for m in module.modules() if isinstance(m, quantize.QuantLinear)):
+        weights = linear.in_features * linear.out_features
+        times = {
+            "memory": linear.weight_bytes_read(rows) / (gpu.bytes_per_second * gpu.memory_share),
+            "issue": weights
+            * instructions(report, linear.bits, rows)
+            / (gpu.lanes_per_second * gpu.issue_share),
+            "matrix": 2 * weights * tile / (gpu.multiplies_per_second * gpu.matrix_share),
+        }
+        added = times | {
+            "bytes": linear.weight_bytes_read(rows),
+            "weights": weights,
+            "seconds": max(times.values()),
+        }
+        total = {name: total[name] + added[name] for name in total}
+    return total
+
+
+def predict(setup: Setup, report: dict[str, Any], gpu: Gpu, context: int = CONTEXT) -> dict[str, Any]:
+    """One line of the table: seconds of the parts of a step and what binds the verification."""
+    model = target(setup.shape)
+    layers, tree = model.config.num_hidden_layers, named_tree(setup.tree) if setup.tree else None
+    nodes = tree.N if tree else 1
+    rate = gpu.bytes_per_second * gpu.memory_share
+    verify = linear_seconds(model, nodes, report, gpu)
+    attention = model.kv_bytes(context, 2) / rate
+    gaps = (layers * PER_LAYER + PER_STEP) * gpu.gap
+    draft = {"seconds": 0.0, "bytes": 0.0, "gaps": 0.0, "forwards": 0}
+    if tree:
+        head = head_of(model, setup.head)
+        body = torch.nn.ModuleDict({"fc": head.fc, "layer": head.layer})
+        lm_head = torch.nn.ModuleDict({"lm_head": head.lm_head or model.lm_head})
+        for level, rows in enumerate(draft_rows(setup.tree)):  # the first forward re-feeds what was accepted
+            forward = body if level == 0 or setup.head == 1 else torch.nn.ModuleDict({"layer": head.layer})
+            for module, count in ((forward, rows), (lm_head, rows if level else 1)):
+                added = linear_seconds(module, count, report, gpu)
+                draft["seconds"] += added["seconds"]
+                draft["bytes"] += added["bytes"]
+            draft["gaps"] += PER_LEVEL * gpu.gap
+            draft["forwards"] += 1
+    seconds = verify["seconds"] + attention + gaps + draft["seconds"] + draft["gaps"]
+    return {
+        "setup": setup._asdict(), "nodes": nodes, "context": context, "linear_weights": verify["weights"],
+        "target_bytes": verify["bytes"], "kv_bytes": model.kv_bytes(context, 2), "draft_bytes": draft["bytes"],
+        "draft_forwards": draft["forwards"], "target_ms": verify["seconds"] * 1e3, "attention_ms": attention * 1e3,
+        "draft_ms": (draft["seconds"] + draft["gaps"]) * 1e3, "gaps_ms": gaps * 1e3, "step_ms": seconds * 1e3,
+        "bound": max(("memory", "issue", "matrix"), key=lambda name: verify[name]),
+        "tokens_per_second": setup.tau / seconds,
+    }  # fmt: skip
+
+
+def check_bytes(shape: str) -> tuple[float, float]:
+    """(bytes of the target's quantized linears, the same by the engine's cost function less norms and embedding)."""
+    model = target(shape)
+    linears = sum(m.weight_bytes_read(1) for m in model.modules() if isinstance(m, quantize.QuantLinear))
+    norms = sum(p.numel() * 2 for name, p in model.named_parameters() if "norm" in name)
+    return linears, weight_bytes(model) - norms
+
+
+def page(report: dict[str, Any], gpu: Gpu) -> str:
+    """The document."""
+    rows = [predict(setup, report, gpu) for setup in SETUPS]
+    plain = {row["setup"]["shape"]: row["step_ms"] for row in rows if not row["setup"]["head"]}
+    issue, limit = instructions(report, 4, 16), gpu.lanes_per_second * gpu.issue_share
+    budget = limit / (gpu.bytes_per_second * gpu.memory_share) * (0.5 + 2 / 128)
+    lines = [
+        "# PREDICTION: int4 decoding on an RTX 3090",
+        "",
+        "**Nothing on this page was measured on a GPU.** `python -m scripts.predict` computes it from bytes per step",
+        "(the engine's cost functions on the real shapes), from instructions counted in the kernels compiled for sm_86",
+        "(`docs/kernel_report_sm86.json`) and from published limits of the card. Acceptance (tau) is an input with its",
+        "source. The first run of `make gpu` on such a card replaces this page.",
+        "",
+        "| target, int4 g128 | drafter, int4 | nodes | tau (given) | source of tau | bytes / step | target ms | "
+        "draft ms | attention ms | gaps ms | **step ms** | bound by | break-even tau | **tok/s at that tau** |",
+        "|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---|---:|---:|",
+    ]
+    for row in rows:
+        setup = row["setup"]
+        name = f"EAGLE-{setup['head']}, {setup['tree']}" if setup["head"] else "none"
+        total = (row["target_bytes"] + row["kv_bytes"] + row["draft_bytes"]) / 1e9
+        over = row["step_ms"] / plain[setup["shape"]]
+        lines.append(
+            f"| {setup['shape']} | {name} | {row['nodes']} | {setup['tau']:g} | {setup['source']} | {total:.2f} GB | "
+            f"{row['target_ms']:.2f} | {row['draft_ms']:.2f} | {row['attention_ms']:.2f} | {row['gaps_ms']:.2f} | "
+            f"**{row['step_ms']:.2f}** | {row['bound']} | {over:.2f} | **{row['tokens_per_second']:.0f}** |"
+        )
+    tiles = ", ".join(f"{instructions(report, 4, t):.2f} up to {t} rows" for t in (16, 32, 64))
+    assumptions = (
+        f"Card: {gpu.name}; {gpu.bytes_per_second / 1e9:.0f} GB/s, {gpu.lanes_per_second / 1e12:.1f} T thread "
+        f"instructions/s, {gpu.multiplies_per_second / 1e12:.0f} TFLOP/s fp16 with fp32 accumulation (half rate on "
+        "GeForce).",
+        f"Reached of these: {gpu.memory_share:.0%} of bandwidth, {gpu.issue_share:.0%} of issue slots, "
+        f"{gpu.matrix_share:.0%} of tensor throughput. None of the three is measured for these kernels.",
+        f"Instructions per int4 weight (fp16, g128, main loop as compiled by Triton {report['triton']}): {tiles}. At the "
+        f"assumed shares memory would hide {budget:.1f} of them; {issue:.2f} are needed at 16 rows.",
+        "A linear takes the longest of its three times, and linears do not overlap. Rows are padded to 16, 32 or 64, as "
+        "the kernel computes them: 26 nodes cost as much as 32. From 32 rows on, this card's tensor cores bind.",
+        f"Keys and values of {CONTEXT} tokens in fp16 are read once per step at the memory's rate; attention's "
+        "arithmetic and the draft's own cache are free.",
+        f"One CUDA graph per step, no host gap; {gpu.gap * 1e6:.2f} us between kernels; {PER_LAYER} kernels per layer, "
+        f"{PER_LEVEL} per draft level, {PER_STEP} per step (element-wise work fused).",
+        "Group 128, fp16 scales, int8 LM heads; the head is int4 like the target, and its tau is taken to be that of the "
+        "half-precision head. EAGLE-3's fusion layer runs once per step.",
+        "Power limit, clocks and temperature as delivered; a lower power limit costs tens of per cent on this card.",
+    )
+    lines += [
+        "",
+        "For scale: the EAGLE paper reports 160.4 tok/s for LLaMA-2-7B int4 on this card, 106.9 without EAGLE.",
+    ]
+    lines += ["", "## Assumptions", ""] + [f"{i}. {text}" for i, text in enumerate(assumptions, 1)]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.predict", description=__doc__.split("\n")[0])
+    parser.add_argument("--report", type=Path, default=REPORT, help="JSON of scripts.kernel_report --arch 86")
+    parser.add_argument("--write", type=Path, help="write the page to this file")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead")
+    args = parser.parse_args(argv)
+    report, gpu = json.loads(args.report.read_text(encoding="utf-8")), Gpu()
+    if args.json:
+        print(json.dumps([predict(setup, report, gpu) for setup in SETUPS], indent=1))
+        return 0
+    text = page(report, gpu)
+    if args.write:
+        draft = args.write.with_name(args.write.name + ".tmp")
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, args.write)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

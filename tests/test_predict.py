@@ -1,0 +1,113 @@
+"""The RTX 3090 page: its arithmetic done again by other means, its label, and that it is what the script writes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import kernels
+from scripts import predict
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "rtx3090_prediction.md"
+
+
+@pytest.fixture(scope="module")
+def report():
+    return json.loads(predict.REPORT.read_text())
+
+
+def by_hand(hidden, inner, layers, kv_width, vocab):
+    """(int4 weights, int8 weights, int4 bytes, int8 bytes) of a target."""
+    four = layers * (hidden * (hidden + 2 * kv_width) + hidden * hidden + 3 * hidden * inner)
+    return four, hidden * vocab, four / 2 + four / 128 * 2, hidden * vocab + 4 * vocab
+
+
+def test_plain_decoding_recounts(report):
+    """Bytes counted twice or not at all, a share applied in the wrong place: wrong by tens of per cent, and believed."""
+    cases = {"llama-2-7b": (4096, 11008, 32, 4096, 32000), "llama-3-8b": (4096, 14336, 32, 1024, 128256)}
+    for shape, sizes in cases.items():
+        setup = next(s for s in predict.SETUPS if s.shape == shape and not s.head)
+        row = predict.predict(setup, report, predict.Gpu(), 512)
+        four, eight, four_bytes, eight_bytes = by_hand(*sizes)
+        assert row["linear_weights"] == four + eight
+        assert row["target_bytes"] == pytest.approx(four_bytes + eight_bytes, rel=1e-6)
+        assert row["bound"] == "memory"
+        kv = 512 * 2 * sizes[2] * sizes[3] * 2
+        memory = (four_bytes + eight_bytes + kv) / (936e9 * 0.87)
+        assert row["step_ms"] == pytest.approx((memory + (32 * 10 + 40) * 0.83e-6) * 1e3, rel=1e-6)
+        assert row["tokens_per_second"] == pytest.approx(1e3 / row["step_ms"])
+
+
+def test_a_wide_tree_is_bound_by_the_tensor_cores(report):
+    """26 nodes priced like 16: the kernel pads them to 32 rows, and this card runs fp32 accumulation at half rate."""
+    setup = next(s for s in predict.SETUPS if s.tree == "paper25")
+    row = predict.predict(setup, report, predict.Gpu())
+    assert (row["nodes"], row["bound"], row["draft_forwards"]) == (26, "matrix", 5)
+    four, eight, _, eight_bytes = by_hand(4096, 11008, 32, 4096, 32000)
+    lm_head = max(2 * eight * 32 / (71e12 * 0.85), eight_bytes / (936e9 * 0.87))
+    assert row["target_ms"] == pytest.approx((2 * four * 32 / (71e12 * 0.85) + lm_head) * 1e3)
+    parts = row["target_ms"] + row["attention_ms"] + row["gaps_ms"] + row["draft_ms"]
+    assert row["step_ms"] == pytest.approx(parts) and row["tokens_per_second"] == pytest.approx(
+        3.62e3 / parts
+    )
+    # one draft forward of EAGLE-1: fc 2H x H and one layer in int4, the target's LM head in int8
+    H, inner, vocab = 4096, 11008, 32000
+    once = (6 * H * H + 3 * H * inner) * (0.5 + 2 / 128) + H * vocab + 4 * vocab + 2 * H  # and the bias of fc
+    assert row["draft_bytes"] == pytest.approx(5 * once, rel=1e-6)
+    starved = predict.predict(setup, report, predict.Gpu(multiplies_per_second=1e18, lanes_per_second=1e12))
+    assert starved["bound"] == "issue"
+    name = "linear w4 fp16 M<=32 g128"
+    per_weight = next(r["instructions_per_weight"] for r in report["rows"] if r["kernel"] == name)
+    w8 = next(r["instructions_per_weight"] for r in report["rows"] if r["kernel"] == "linear w8 fp16 M<=32")
+    assert starved["target_ms"] == pytest.approx((four * per_weight + eight * w8) / (1e12 * 0.75) * 1e3)
+
+
+def test_bytes_are_those_of_the_engine_s_cost_function():
+    """A prediction that counts bytes its own way drifts from what the engine reports."""
+    for shape in ("llama-2-7b", "llama-3-8b"):
+        ours, engine = predict.check_bytes(shape)
+        assert ours == pytest.approx(engine, rel=1e-6)
+
+
+@pytest.mark.skipif(kernels.triton is None, reason="needs triton")
+def test_rows_are_padded_as_the_kernel_pads_them():
+    """The kernel's tile for 24 or 26 rows changing under a prediction that still assumes the old one."""
+    for rows in (1, 8, 16, 24, 26, 32, 60, 64):
+        tile = next(t for t in (16, 32, 64) if rows <= t)
+        assert kernels._launch([128, 1, 4, 4], rows, False)[1] == tile
+
+
+@pytest.mark.skipif(kernels.triton is None or kernels._INTERPRETED, reason="needs triton's compiler")
+def test_the_instruction_counts_are_those_of_today_s_kernel(report):
+    """A faster or slower kernel under a page that still shows the old one's figures."""
+    from scripts import kernel_report
+
+    main = kernel_report.inspect(kernel_report.variants(quick=True)[0], 86)
+    assert predict.instructions(report, 4, 16) == pytest.approx(main["instructions_per_weight"], rel=0.15), (
+        "run: python -m scripts.kernel_report --arch 86 --json docs/kernel_report_sm86.json, then scripts.predict"
+    )
+
+
+def test_the_page_is_what_the_script_writes_and_says_what_it_is(report):
+    """Edited figures; a prediction that reads like a measurement; a tau without a source."""
+    text = PAGE.read_text()
+    assert text == predict.page(report, predict.Gpu()), (
+        "run: python -m scripts.predict --write docs/rtx3090_prediction.md"
+    )
+    assert text.startswith("# PREDICTION") and "Nothing on this page was measured on a GPU." in text
+    rows = [line for line in text.splitlines() if line.startswith("| llama")]
+    assert len(rows) == len(predict.SETUPS)
+    for line in rows:
+        cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        tau, source, step, rate = float(cells[3]), cells[4], float(cells[10]), float(cells[13])
+        assert rate == pytest.approx(tau / step * 1e3, rel=0.01) and source
+        assert step == pytest.approx(sum(float(cells[i]) for i in (6, 7, 8, 9)), abs=0.03)
+    assert len(re.findall(r"^\d\. ", text, re.M)) == 8
+
+
+def test_a_report_of_other_kernels_is_refused(report):
+    """A renamed kernel silently predicted from nothing."""
+    with pytest.raises(ValueError, match="has no 'linear w4 fp16 M<=16 g128' for sm_86"):
+        predict.instructions({"rows": report["rows"][3:]}, 4, 16)

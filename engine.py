@@ -8,6 +8,7 @@ emitted tokens are a function of (prompt, seed): the drafter decides only how ma
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -20,10 +21,12 @@ import sampling
 import tree as trees
 from eagle_draft import Draft, Request
 from model import Transformer, chain_ancestors
+from runner import RING, Runner
 from sampling import SamplingMode, SamplingParams, SamplingState
 
 PREFILL_CHUNKS = (32, 256)  # fixed widths, so no prompt length compiles anything new
 MAX_STOP_IDS = 32
+LAG = 2  # steps that run ahead of the host on a GPU
 
 
 class Drafter(Protocol):
@@ -82,6 +85,8 @@ class DecodeState:
             self.stop_ids = torch.full((MAX_STOP_IDS,), -1)
             self.seen = torch.zeros(B, V, dtype=torch.bool)
             self.counts = torch.zeros(B, V, dtype=torch.int32)
+            self.ring = torch.zeros(RING, B, 2 + 2 * (D + 1), dtype=torch.int64)  # what the host reads
+            self.step = torch.zeros(1, dtype=torch.int64)  # steps of this request
         self.sampling = SamplingState(B, device)
 
     def nbytes(self) -> int:
@@ -149,8 +154,8 @@ def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: 
     kept = features.gather(1, accepted.path[..., None].expand(-1, -1, features.shape[-1]))
     state.features.copy_(torch.where(live[:, None, None], kept, state.features))
     state.root.copy_(torch.where(live, accepted.bonus, state.root))
+    state.n.add_(count)  # before count: wherever an interrupt falls, n >= count
     state.count.copy_(torch.where(live, count, state.count))
-    state.n.add_(count)
     state.produced.add_(count)
     if mode.penalties:
         state.counts.scatter_add_(1, accepted.emitted, new.int())
@@ -158,6 +163,10 @@ def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: 
     stopped = ((accepted.emitted[..., None] == state.stop_ids).any(-1) & new).any(-1)
     state.done.copy_(state.done | stopped | (state.produced >= state.limit))
     finite = usable.gather(1, accepted.path) | ~new
+    tokens = torch.stack((accepted.emitted, finite.long()), -1).flatten(1)
+    row = torch.cat((count[:, None], state.done[:, None].long(), tokens), 1)
+    state.ring.narrow(2, 0, row.shape[1]).index_copy_(0, state.step % RING, row[None])
+    state.step.add_(1)
     return StepOutput(accepted.emitted, count, finite, accepted.path, draft)
 
 
@@ -329,7 +338,9 @@ class Engine:
         ctx: int | None = None,
         compile: bool = False,
         backend: kernels.KernelBackend | None = None,
+        lag: int | None = None,
     ):
+        """lag: steps that may run ahead of the host, by default 2 on a GPU (0 with an observer, which wants them all)."""
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.drafter = drafter or PlainDrafter(model, batch_size)
         self.ctx = ctx or model.config.max_positions
@@ -340,6 +351,12 @@ class Engine:
         self.backend = backend or kernels.KernelBackend("auto", model.device.type)
         self.compiled = compile
         self.state = DecodeState(model, self.drafter, batch_size, self.ctx)
+        on_gpu = model.device.type == "cuda"
+        self.lag = (LAG if on_gpu else 0) if lag is None else lag
+        if not 0 <= self.lag < RING:
+            raise ValueError(f"lag is {self.lag}; allowed: 0 to {RING - 1} steps ahead of the host.")
+        cuda = torch.cuda if on_gpu else None
+        self.runner = Runner(self.state.ring, self.state.step, cuda, capture=compile and on_gpu)
         self._step: Callable = decode_step
         self._forward: Callable = _prefill_chunk
         if compile:
@@ -409,65 +426,106 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self, prompts, params: SamplingParams, results: list[GenerationResult]) -> Iterator[Chunk]:
-        state, B = self.state, self.batch_size
-        stop_ids = self.stop_ids(params)
-        rows = [_Row(r, params, set(stop_ids), self.tokenizer) for r in results]
+        B, mode = self.batch_size, params.mode
+        rows = [_Row(r, params, set(self.stop_ids(params)), self.tokenizer) for r in results]
         lengths = [0] * B  # tokens in the target cache, as the host knows them
+        drafted = [0] * B  # draft rows made of true features
         reuse = [list(ids) for ids in self._cached], list(self._drafted)
         self._cached, self._drafted = [[] for _ in range(B)], [0] * B  # nothing is valid until we end well
         self._owner = results
         try:
-            state.sampling.set(params)
-            state.stop_ids.fill_(-1)
-            state.stop_ids[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
-            state.done.fill_(True)
-            state.limit.fill_(params.max_new_tokens)
-            state.seen.zero_()
-            state.counts.zero_()
+            self._set_up(params)
+            self._prepare(mode)
             for b, prompt in enumerate(prompts):
                 started = time.perf_counter()
                 with self.backend.active():
-                    first = self._prefill(b, prompt, params.mode, reuse[0][b], reuse[1][b], results[b])
-                lengths[b] = len(prompt)
+                    first = self._prefill(b, prompt, mode, reuse[0][b], reuse[1][b], results[b])
+                lengths[b], drafted[b] = len(prompt), len(prompt) - 1
                 results[b].prefill_seconds = time.perf_counter() - started
                 chunk = rows[b].push([first], step=False)
                 if rows[b].finished:
-                    state.done[b] = True
+                    self._finish(b)
                 yield chunk._replace(row=b)
                 self._check_owner(results)
-            seconds, counts = 0.0, [1] * B  # of decoding alone: what the consumer does with a chunk is not ours
+            # Seconds of decoding: steps alone, not what the consumer does with a chunk; but where steps run ahead they
+            # run meanwhile, so there it is the time that passed.
+            begun, seconds = time.perf_counter(), 0.0
+            observer, lag = self.observer, 0 if self.observer is not None else self.lag
+            self.runner.begin()
+            pending: deque[Drafter] = deque()
             while not all(row.finished for row in rows):
-                started = time.perf_counter()
-                with self.backend.active():
-                    out = self._step(self.model, self.drafter, state, params.mode)
-                emitted, counts_now, finite = out.emitted.tolist(), out.count.tolist(), out.finite.tolist()
-                seconds += time.perf_counter() - started
-                if self.observer is not None:
-                    self.observer(out)
+                started = begun if lag else time.perf_counter()
+                while len(pending) <= lag:
+                    out = self._launch(self.drafter, mode)
+                    pending.append(self.drafter)
+                ring = self._read()
+                pending.popleft()
+                seconds = time.perf_counter() - started + (0.0 if lag else seconds)
+                if observer is not None:
+                    self._observe(observer, out)
                 for b, row in enumerate(rows):
                     if row.finished:
                         continue
-                    counts[b] = counts_now[b]
-                    usable = [*finite[b], False].index(False)  # then an error, unless a stop comes first
-                    position = lengths[b] + usable
-                    lengths[b] += counts_now[b]
+                    count, done, emitted, finite = ring[b][0], ring[b][1], ring[b][2::2], ring[b][3::2]
+                    usable = [*finite, 0].index(0)  # then an error, unless a stop comes first
+                    position, drafted[b] = lengths[b] + usable, lengths[b]
+                    lengths[b] += count
                     results[b].decode_seconds = seconds
-                    chunk = row.push(emitted[b][: min(usable, counts_now[b])])
-                    if row.finished:
-                        state.done[b] = True
+                    chunk = row.push(emitted[: min(usable, count)])
+                    if row.finished and not done:
+                        self._finish(b)
                     if row.finished or usable > 0:
                         yield chunk._replace(row=b)
                         self._check_owner(results)
-                    if not row.finished and usable < counts_now[b]:
+                    if not row.finished and usable < count:
                         raise ArithmeticError(self._not_finite(position))
+                    if done and not row.finished:
+                        raise RuntimeError(f"sequence {b} stopped on the device alone; please report this.")
             for b, prompt in enumerate(prompts):
                 text = prompt + results[b].token_ids
                 self._cached[b] = text[: min(lengths[b], len(text))]
-                self._drafted[b] = max(0, min(lengths[b] - counts[b], len(text) - 1))
+                self._drafted[b] = max(0, min(drafted[b], len(text) - 1))
         finally:
             for result in results:
                 if result.stop_reason == "unfinished":
                     result.stop_reason = "interrupted"
+
+    def _set_up(self, params: SamplingParams) -> None:
+        """Write a request's settings into the static buffers; every sequence counts as finished until its prefill."""
+        state, stop_ids = self.state, self.stop_ids(params)
+        state.done.fill_(True)
+        state.sampling.set(params)
+        state.stop_ids.fill_(-1)
+        state.stop_ids[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
+        state.limit.fill_(params.max_new_tokens)
+        state.seen.zero_()
+        state.counts.zero_()
+
+    def _prepare(self, mode: SamplingMode) -> None:
+        """What the first request of a kind needs. All sequences are finished, so steps run here change nothing."""
+        self._capture(self.drafter, mode)
+
+    def _capture(self, drafter: Drafter, mode: SamplingMode) -> None:
+        with self.backend.active():
+            self.runner.prepare(*self._call(drafter, mode))
+
+    def _call(self, drafter: Drafter, mode: SamplingMode) -> tuple[tuple, Callable[[], StepOutput]]:
+        """(key of its graph, the step itself)."""
+        return (drafter.N, drafter.D, mode), lambda: self._step(self.model, drafter, self.state, mode)
+
+    def _launch(self, drafter: Drafter, mode: SamplingMode) -> StepOutput:
+        with self.backend.active():
+            return self.runner.launch(*self._call(drafter, mode))
+
+    def _read(self) -> list[list[int]]:
+        return self.runner.read()
+
+    def _observe(self, observer: Callable[[StepOutput], None], out: StepOutput) -> None:
+        observer(out)
+
+    def _finish(self, row: int) -> None:
+        """The host found the row's end. Takes effect after the steps under way, which add rows that nobody reads."""
+        self.state.done.select(0, row).fill_(True)
 
     @torch.inference_mode()
     def margin(

@@ -325,7 +325,7 @@ def test_a_stop_ignored_inside_a_run_is_caught(monkeypatch):
         return engine_module.Chunk(0, list(ids), "")
 
     monkeypatch.setattr(engine_module._Row, "push", push)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):  # wrong ids, or the device alone has stopped
         check_stops(lambda params: scripted("chain4", params))
 
 

@@ -27,6 +27,11 @@ from sampling import SamplingMode, SamplingParams, SamplingState
 PREFILL_CHUNKS = (32, 256)  # fixed widths, so no prompt length compiles anything new
 MAX_STOP_IDS = 32
 LAG = 2  # steps that run ahead of the host on a GPU
+# graph: Inductor's kernels, captured by hand as one CUDA graph per step. capture: the same with eager kernels (starts
+# fast). inductor: no graph. reduce-overhead: Inductor captures. On a CPU there are no graphs.
+COMPILE_MODES = ("graph", "capture", "inductor", "reduce-overhead")
+# Where a request can be cut short: Engine methods, each of which the tests make fail with every kind of error.
+INJECTION_POINTS = ("_allocate", "_set_up", "_capture", "_prefill", "_launch", "_read", "_observe", "_finish")
 
 
 class Drafter(Protocol):
@@ -339,6 +344,7 @@ class Engine:
         compile: bool = False,
         backend: kernels.KernelBackend | None = None,
         lag: int | None = None,
+        compile_mode: str = "graph",
     ):
         """lag: steps that may run ahead of the host, by default 2 on a GPU (0 with an observer, which wants them all)."""
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
@@ -349,18 +355,22 @@ class Engine:
                 f"ctx is {self.ctx}; allowed: 2 to {model.config.max_positions} (the model's max_position_embeddings)."
             )
         self.backend = backend or kernels.KernelBackend("auto", model.device.type)
-        self.compiled = compile
-        self.state = DecodeState(model, self.drafter, batch_size, self.ctx)
+        if compile_mode not in COMPILE_MODES:
+            raise ValueError(f"compile_mode is {compile_mode!r}; allowed: {', '.join(COMPILE_MODES)}.")
+        self.compiled, self.compile_mode = compile, compile_mode
+        self.state = self._allocate()
         on_gpu = model.device.type == "cuda"
         self.lag = (LAG if on_gpu else 0) if lag is None else lag
         if not 0 <= self.lag < RING:
             raise ValueError(f"lag is {self.lag}; allowed: 0 to {RING - 1} steps ahead of the host.")
         cuda = torch.cuda if on_gpu else None
-        self.runner = Runner(self.state.ring, self.state.step, cuda, capture=compile and on_gpu)
+        capture = compile and on_gpu and compile_mode in ("graph", "capture")
+        self.runner = Runner(self.state.ring, self.state.step, cuda, capture)
         self._step: Callable = decode_step
         self._forward: Callable = _prefill_chunk
-        if compile:
-            self._step = torch.compile(decode_step, fullgraph=True, dynamic=False)
+        if compile and compile_mode != "capture":
+            mode = "reduce-overhead" if compile_mode == "reduce-overhead" else None
+            self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=mode)
             self._forward = torch.compile(_prefill_chunk, fullgraph=True, dynamic=False)
         # What the caches hold: per row, ids whose target rows are valid, and how many draft rows are.
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
@@ -369,6 +379,9 @@ class Engine:
         self.observer: Callable[[StepOutput], None] | None = (
             None  # sees every step's tensors (--show-tree, --html)
         )
+
+    def _allocate(self) -> DecodeState:
+        return DecodeState(self.model, self.drafter, self.batch_size, self.ctx)
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The request's stop ids, or else the tokenizer's, or else the config's."""

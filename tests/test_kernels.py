@@ -865,7 +865,9 @@ def test_interpreted_topk_drafts_the_same_tree(version, tree, monkeypatch):
     drafts.append(drafter.draft(request))
     for name in ("tokens", "parent", "depth", "ancestors", "valid"):
         assert torch.equal(getattr(drafts[0], name), getattr(drafts[1], name)), name
-    torch.testing.assert_close(drafts[0].scores, drafts[1].scores, rtol=1e-3, atol=1e-3)  # sums in another order
+    torch.testing.assert_close(
+        drafts[0].scores, drafts[1].scores, rtol=1e-3, atol=1e-3
+    )  # sums in another order
 
 
 @interpreted

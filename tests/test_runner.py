@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from test_engine import HEADS, MODEL, PROMPTS, letters, plain, scripted, settings, steps_of
 from tiny import PROMPT, TREES, eagle_engine
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine import Engine
-from runner import RING, Runner
+import engine as engine_module
+from engine import INJECTION_POINTS, LAG, Engine
+from runner import RING, WARM_UP, Runner
 
 
 def make(kind: str, tree: str, lag: int, batch_size: int = 1) -> Engine:
@@ -104,3 +109,228 @@ def test_the_ring_refuses_to_overwrite_unread_rows():
     assert [runner.read()[0][0] for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match=f"lag is {RING}; allowed: 0 to {RING - 1}"):
         Engine(MODEL, lag=RING)
+
+
+# ------------------------------------------------------------------ CUDA graphs, on a stand-in
+
+
+def on_fake_gpu(engine: Engine, lag: int = LAG) -> Engine:
+    """The engine as on a GPU with graphs: the one seam is the `cuda` of its Runner."""
+    state = engine.state
+    engine.runner, engine.lag = Runner(state.ring, state.step, FakeCuda(), capture=True), lag
+    return engine
+
+
+@pytest.mark.parametrize("kind, tree", KINDS)
+def test_graphs_replay_what_eager_steps_compute(kind, tree):
+    """A buffer rebound instead of written, or a number of the host baked into the graph (position, temperature, seed,
+    stop id, row count): the replay would repeat the request it was captured in. Two requests in a row, other prompts,
+    a batch, all settings; one capture per kind of step, when it is first needed."""
+    engine, eager = on_fake_gpu(make(kind, tree, 2, 3)), make(kind, tree, 0, 3)
+    for number, index in enumerate((2, 1, 0, 7, 2, 3)):
+        params = settings(index, seed=number, max_new_tokens=9 + number, stop_ids=(90 + number,))
+        prompts = PROMPTS[: 3 - number % 3][:: 1 - 2 * (number % 2)]
+        assert outcome(engine.generate_batch(prompts, params).run()) == outcome(
+            eager.generate_batch(prompts, params).run()
+        )
+        captured = [entry for entry in engine.runner.cuda.log if entry[0] == "captured"]
+        assert len(captured) == len(engine.runner.graphs) == (1, 1, 2, 3, 3, 4)[number]
+    assert {pool for _, pool in captured} == {engine.runner.pool}  # one pool for all
+    assert len({mode for *_, mode in engine.runner.graphs}) == 4
+
+
+def test_capture_order_and_waits():
+    """Warm-up on another stream than the capture's, a capture that does not wait for the stream before it, or a read that
+    waits for more than the step it reads (the GPU then idles while the host works)."""
+    engine = on_fake_gpu(make("eagle1", "paper25", 2))
+    log = engine.runner.cuda.log
+    result = engine.generate(PROMPT, settings(2)).run()[0]
+    mode = "thread_local"  # other threads of the process may use CUDA during a capture
+    assert log[:5] == [
+        ("wait_stream", "side", "main"),
+        ("enter", "side"),
+        ("wait_stream", "main", "side"),
+        ("capture", engine.runner.pool, "side", mode),
+        ("captured", engine.runner.pool),
+    ]
+    assert engine.runner.cuda.current.name == "main"
+    kinds = [entry[0] for entry in log[5:]]
+    replays, waits = kinds.count("replay"), [entry[1] for entry in log if entry[0] == "wait"]
+    assert waits == [i % RING for i in range(result.steps)]
+    assert replays == result.steps + LAG  # thrown away, and not counted
+    for i in range(result.steps):
+        at = [k for k, entry in enumerate(kinds) if entry == "wait"][i]
+        assert kinds[:at].count("replay") == i + 1 + LAG  # only the step two replays back is waited for
+    assert all(k == "record" for j, k in enumerate(kinds[1:]) if kinds[j] == "replay")
+
+
+def contents(engine):
+    """Every tensor that a step may write, by name."""
+    state = {k: v for k, v in vars(engine.state).items() if isinstance(v, torch.Tensor)}
+    return state | {"draft": engine.drafter.cache}
+
+
+def test_warm_up_and_capture_change_nothing():
+    """A warm-up that advances a sequence, or writes over cache rows that the next chat turn reuses."""
+    engine = on_fake_gpu(make("eagle1", "paper25", 2, 2))
+    engine.generate_batch(PROMPTS[:2], settings(2)).run()
+    steps, real = [], engine._step
+    engine._step = lambda *args: steps.append(1) or real(*args)
+    with torch.inference_mode():
+        engine._set_up(settings(0))
+        before = {k: v.clone() for k, v in contents(engine).items()}
+        engine._capture(engine.drafter, settings(0).mode)
+    assert len(steps) == WARM_UP + 1
+    for name, new in contents(engine).items():
+        old = before[name]
+        if name in ("kv", "draft"):
+            for b in range(2):
+                held = len(engine._cached[b]) if name == "kv" else engine._drafted[b]
+                assert held > 4 and torch.equal(new[..., b, :, :held, :], old[..., b, :, :held, :])
+        elif name not in ("ring", "step", "tokens"):
+            assert torch.equal(new, old), name
+    assert torch.equal(
+        engine.state.tokens[:, :-1], before["tokens"][:, :-1]
+    )  # the last slot is the trash row
+
+
+def test_buffers_keep_their_addresses():
+    """A buffer rebound by a step or by a request's set-up: a captured graph would go on writing the old one."""
+    engine = make("eagle1", "paper25", 2, 2)
+    engine.generate_batch(PROMPTS[:2], settings(2)).run()
+    addresses = {k: v.data_ptr() for k, v in contents(engine).items()}
+    sampling = {k: v.data_ptr() for k, v in vars(engine.state.sampling).items()}
+    for index in range(8):
+        engine.generate_batch(PROMPTS[1:], settings(index, stop_ids=(5,), max_new_tokens=7)).run()
+    assert {k: v.data_ptr() for k, v in contents(engine).items()} == addresses
+    assert {k: v.data_ptr() for k, v in vars(engine.state.sampling).items()} == sampling
+
+
+def test_a_rebound_buffer_is_caught(monkeypatch):
+    """That the comparison of graphs and eager steps can fail."""
+    real = engine_module.decode_step
+
+    def rebinding(model, drafter, state, mode):
+        out = real(model, drafter, state, mode)
+        state.root = state.root.clone()
+        return out
+
+    engine, eager = on_fake_gpu(make("eagle1", "paper25", 2)), make("eagle1", "paper25", 0)
+    engine._step = rebinding
+    with pytest.raises(AssertionError):
+        assert steps_of(engine, PROMPT, settings(2)) == steps_of(eager, PROMPT, settings(2))
+
+
+@pytest.mark.parametrize("when", range(WARM_UP + 1))
+def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
+    """An operator that cannot be captured, or memory that ends in the warm-up: one clear line, the stream as before, and
+    right tokens from then on."""
+    engine = on_fake_gpu(make("eagle1", "paper25", 2))
+    real, calls = engine._step, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == when + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*args)
+
+    engine._step = failing
+    stream = engine.generate(PROMPT, settings(2))
+    with pytest.raises(RuntimeError, match="could not be captured.*OutOfMemoryError.*one kernel at a time"):
+        stream.run()
+    assert stream.result.stop_reason == "interrupted" and engine.runner.cuda.current.name == "main"
+    assert steps_of(engine, PROMPT, settings(2)) == steps_of(
+        make("eagle1", "paper25", 0), PROMPT, settings(2)
+    )
+    assert not engine.runner.graphs
+
+
+# ------------------------------------------------------------------ accidents
+
+ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
+
+
+def accident_engine() -> Engine:
+    return on_fake_gpu(make("eagle1", "chain4", 2, 2))
+
+
+def accident_params():
+    text = letters().decode(plain(settings(2)))
+    return settings(2, stop=(text[12:15],), max_new_tokens=14)
+
+
+@functools.cache
+def fresh_outcome(rows: int):
+    return outcome(make("eagle1", "chain4", 0, 2).generate_batch(PROMPTS[:rows], accident_params()).run())
+
+
+@pytest.mark.parametrize("after", (False, True), ids=("before", "after"))
+@pytest.mark.parametrize("point", INJECTION_POINTS)
+def test_the_engine_survives_every_injection_point(point, after, monkeypatch):
+    """Ctrl-C, a bug or no memory at any place where a request can be cut short: what it left behind must not show in
+    later requests. A point that no request reaches fails here (the error is not raised)."""
+    params, real = accident_params(), getattr(Engine, point)
+    engine = accident_engine()
+    for error in ERRORS:
+
+        def failing(self, *args, error=error, **kwargs):
+            if after:
+                real(self, *args, **kwargs)
+            raise error(f"planted in {point}")
+
+        engine.observer = (lambda out: None) if point == "_observe" else None
+        engine.generate(PROMPTS[1], settings(3, max_new_tokens=3)).run()  # something to reuse wrongly
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, point, failing)
+            with pytest.raises(error, match=f"planted in {point}"):
+                (accident_engine() if point == "_allocate" else engine).generate_batch(
+                    PROMPTS[:2], params
+                ).run()
+        engine.observer = None
+        if point == "_allocate":
+            engine = accident_engine()
+        for rows in (1, 2):
+            assert outcome(engine.generate_batch(PROMPTS[:rows], params).run()) == fresh_outcome(rows)
+
+
+class Interrupt(TorchDispatchMode):
+    """Ctrl-C after the k-th operator that writes in place."""
+
+    def __init__(self, k: int):
+        super().__init__()
+        self.left = k
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.left -= function._schema.is_mutable
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return out
+
+
+def test_an_interrupt_between_any_two_writes():
+    """A step cut in two: positions and counts that contradict each other (n < count re-feeds draft row -1) in a row that
+    the next request does not use."""
+    engine, fresh = make("eagle1", "chain4", 0, 3), make("eagle1", "chain4", 0, 3)
+    expected = outcome(fresh.generate_batch(PROMPTS[:1], settings(2, max_new_tokens=6)).run())
+    short, hot, k = [[1], [2, 3], [4]], settings(2, temperature=4.0, seed=8, max_new_tokens=9), 0
+    real, fired = engine._step, True
+    while fired:
+        fired, k = False, k + 1
+
+        def step(*args, k=k):
+            with Interrupt(k):
+                return real(*args)
+
+        engine._step = step
+        try:
+            engine.generate_batch(short, hot).run()
+        except KeyboardInterrupt:
+            fired = True
+        engine._step = real
+        assert bool((engine.state.n >= engine.state.count).all())
+        if k % 9 == 0:
+            assert (
+                outcome(engine.generate_batch(PROMPTS[:1], settings(2, max_new_tokens=6)).run()) == expected
+            )
+    assert k > 40

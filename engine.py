@@ -7,6 +7,7 @@ emitted tokens are a function of (prompt, seed): the drafter decides only how ma
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ import sampling
 import tree as trees
 from eagle_draft import Draft, Request
 from model import Transformer, chain_ancestors
-from runner import RING, Runner
+from runner import RING, Pacer, Runner
 from sampling import SamplingMode, SamplingParams, SamplingState
 
 PREFILL_CHUNKS = (32, 256)  # fixed widths, so no prompt length compiles anything new
@@ -31,7 +32,12 @@ LAG = 2  # steps that run ahead of the host on a GPU
 # fast). inductor: no graph. reduce-overhead: Inductor captures. On a CPU there are no graphs.
 COMPILE_MODES = ("graph", "capture", "inductor", "reduce-overhead")
 # Where a request can be cut short: Engine methods, each of which the tests make fail with every kind of error.
-INJECTION_POINTS = ("_allocate", "_set_up", "_capture", "_prefill", "_launch", "_read", "_observe", "_finish")
+INJECTION_POINTS = (
+    "_allocate", "_set_up", "_capture", "_measure", "_prefill", "_launch", "_read", "_observe", "_finish", "_catch_up",
+)  # fmt: skip
+HISTORY = (
+    128  # features of the last tokens, for a drafter that catches up: more than Pacer.PLAIN + the longest run
+)
 
 
 class Drafter(Protocol):
@@ -49,6 +55,7 @@ class Drafter(Protocol):
 
     # Optional: def observe(self, choice: Tensor) -> None, told the target's token after every row [B, N] of the step,
     # invalid rows included. For drafters that guess with such rows (lookahead).
+    # Optional: always_on: str, why plain steps may not replace it for a while ('' = they may: prefill catches up).
 
 
 class PlainDrafter:
@@ -74,7 +81,9 @@ class PlainDrafter:
 class DecodeState:
     """Every buffer a step reads or writes, allocated once. S = ctx + N + 1: the last slot takes writes past the end."""
 
-    def __init__(self, model: Transformer, drafter: Drafter, batch_size: int, ctx: int):
+    def __init__(
+        self, model: Transformer, drafter: Drafter, batch_size: int, ctx: int, history: bool = False
+    ):
         B, D, V, device = batch_size, drafter.D, model.config.vocab_size, model.device
         self.ctx, self.slots = ctx, ctx + drafter.N + 1
         self.kv = model.new_cache(B, self.slots)
@@ -84,6 +93,10 @@ class DecodeState:
             self.root = torch.zeros(B, dtype=torch.int64)
             self.count = torch.ones(B, dtype=torch.int64)  # valid rows of features
             self.features = torch.zeros(B, D + 1, drafter.feature_size, dtype=model.dtype)
+            # of position p in row p mod HISTORY (and a trash row), if plain steps may replace speculative ones
+            self.history = (
+                torch.zeros(B, HISTORY + 1, drafter.feature_size, dtype=model.dtype) if history else None
+            )
             self.done = torch.ones(B, dtype=torch.bool)
             self.produced = torch.zeros(B, dtype=torch.int64)
             self.limit = torch.zeros(B, dtype=torch.int64)
@@ -158,6 +171,9 @@ def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: 
     state.tokens.scatter_(1, torch.where(new, n[:, None] + 1 + level, S - 1), accepted.emitted)
     kept = features.gather(1, accepted.path[..., None].expand(-1, -1, features.shape[-1]))
     state.features.copy_(torch.where(live[:, None, None], kept, state.features))
+    if state.history is not None:
+        where = torch.where(new, (n[:, None] + level) % HISTORY, HISTORY)
+        state.history.scatter_(1, where[..., None].expand_as(kept), kept)
     state.root.copy_(torch.where(live, accepted.bonus, state.root))
     state.n.add_(count)  # before count: wherever an interrupt falls, n >= count
     state.count.copy_(torch.where(live, count, state.count))
@@ -208,6 +224,7 @@ class GenerationResult:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     tokens_per_step: list[list[int]] = field(default_factory=list)
+    plain_tokens: int = 0  # of them, decoded without drafting because it did not pay
     cached_tokens: int = 0
 
     @property
@@ -345,8 +362,11 @@ class Engine:
         backend: kernels.KernelBackend | None = None,
         lag: int | None = None,
         compile_mode: str = "graph",
+        eagle_always: bool = True,
     ):
-        """lag: steps that may run ahead of the host, by default 2 on a GPU (0 with an observer, which wants them all)."""
+        """lag: steps that may run ahead of the host, by default 2 on a GPU (0 with an observer, which wants them all).
+        eagle_always=False: measure at the first request whether speculation pays, and decode plainly while it does not.
+        The tokens are the same (to rounding: forwards of other widths)."""
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.drafter = drafter or PlainDrafter(model, batch_size)
         self.ctx = ctx or model.config.max_positions
@@ -358,6 +378,15 @@ class Engine:
         if compile_mode not in COMPILE_MODES:
             raise ValueError(f"compile_mode is {compile_mode!r}; allowed: {', '.join(COMPILE_MODES)}.")
         self.compiled, self.compile_mode = compile, compile_mode
+        # Why speculation is never given up; '' = plain steps replace it while it does not pay.
+        self.always_on = "asked for" if eagle_always or self.drafter.D == 0 else ""
+        if self.drafter.multi_round:
+            self.always_on = "with multi-round verification the tokens depend on who drafts"
+        self.always_on = self.always_on or getattr(self.drafter, "always_on", "")
+        self.fallback: Drafter | None = None if self.always_on else PlainDrafter(model, batch_size)
+        if self.fallback is not None:  # keeps what the drafter will want to know
+            self.fallback.taps, self.fallback.feature_size = self.drafter.taps, self.drafter.feature_size
+        self.step_seconds: tuple[float, float] | None = None  # a plain and a speculative step, once measured
         self.state = self._allocate()
         on_gpu = model.device.type == "cuda"
         self.lag = (LAG if on_gpu else 0) if lag is None else lag
@@ -367,10 +396,13 @@ class Engine:
         capture = compile and on_gpu and compile_mode in ("graph", "capture")
         self.runner = Runner(self.state.ring, self.state.step, cuda, capture)
         self._step: Callable = decode_step
+        self._plain_step: Callable = decode_step
         self._forward: Callable = _prefill_chunk
         if compile and compile_mode != "capture":
             mode = "reduce-overhead" if compile_mode == "reduce-overhead" else None
             self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=mode)
+            own = lambda *args: decode_step(*args)  # noqa: E731 (torch limits recompilations per code object)
+            self._plain_step = torch.compile(own, fullgraph=True, dynamic=False, mode=mode)
             self._forward = torch.compile(_prefill_chunk, fullgraph=True, dynamic=False)
         # What the caches hold: per row, ids whose target rows are valid, and how many draft rows are.
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
@@ -381,7 +413,13 @@ class Engine:
         )
 
     def _allocate(self) -> DecodeState:
-        return DecodeState(self.model, self.drafter, self.batch_size, self.ctx)
+        history = self.fallback is not None
+        return DecodeState(self.model, self.drafter, self.batch_size, self.ctx, history)
+
+    @property
+    def break_even_tau(self) -> float:
+        """Tokens per step from which on speculation pays; 0 where it was not measured (nothing is given up then)."""
+        return self.step_seconds[1] / self.step_seconds[0] if self.step_seconds else 0.0
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The request's stop ids, or else the tokenizer's, or else the config's."""
@@ -466,13 +504,24 @@ class Engine:
             observer, lag = self.observer, 0 if self.observer is not None else self.lag
             self.runner.begin()
             pending: deque[Drafter] = deque()
+            pacer, drafter = Pacer(self.break_even_tau), self.drafter
             while not all(row.finished for row in rows):
                 started = begun if lag else time.perf_counter()
-                while len(pending) <= lag:
-                    out = self._launch(self.drafter, mode)
-                    pending.append(self.drafter)
-                ring = self._read()
-                pending.popleft()
+                wanted = self.drafter if pacer.speculating else self.fallback
+                if wanted is self.fallback or not pending:  # plain steps under way end first
+                    if wanted is not drafter and wanted is self.drafter:
+                        for b in (b for b, row in enumerate(rows) if not row.finished):
+                            self._catch_up(b, drafted[b], lengths[b])
+                            drafted[b] = lengths[b]
+                    drafter = wanted
+                while drafter is wanted and len(pending) <= lag:
+                    out = self._launch(drafter, mode)
+                    pending.append(drafter)
+                ring, used = self._read(), pending.popleft()
+                pacer.take(
+                    used is self.drafter,
+                    [r[0] for r, row in zip(ring, rows, strict=False) if not row.finished],
+                )
                 seconds = time.perf_counter() - started + (0.0 if lag else seconds)
                 if observer is not None:
                     self._observe(observer, out)
@@ -481,10 +530,13 @@ class Engine:
                         continue
                     count, done, emitted, finite = ring[b][0], ring[b][1], ring[b][2::2], ring[b][3::2]
                     usable = [*finite, 0].index(0)  # then an error, unless a stop comes first
-                    position, drafted[b] = lengths[b] + usable, lengths[b]
+                    position = lengths[b] + usable
+                    drafted[b] = lengths[b] if used is self.drafter else drafted[b]
                     lengths[b] += count
                     results[b].decode_seconds = seconds
                     chunk = row.push(emitted[: min(usable, count)])
+                    if used is self.fallback:
+                        results[b].plain_tokens += len(chunk.token_ids)
                     if row.finished and not done:
                         self._finish(b)
                     if row.finished or usable > 0:
@@ -516,7 +568,35 @@ class Engine:
 
     def _prepare(self, mode: SamplingMode) -> None:
         """What the first request of a kind needs. All sequences are finished, so steps run here change nothing."""
-        self._capture(self.drafter, mode)
+        for drafter in (self.drafter, self.fallback):
+            if drafter is not None:
+                self._capture(drafter, mode)
+        if self.fallback is not None and self.step_seconds is None:
+            self._measure(mode)
+
+    def _measure(self, mode: SamplingMode) -> None:
+        """Time plain and speculative steps in turn, as many at once as run ahead of the host anyway."""
+        self.runner.begin()
+        times: list[list[float]] = [[], []]
+        for _ in range(4):
+            for drafter, seconds in zip((self.fallback, self.drafter), times, strict=True):
+                started = time.perf_counter()
+                for _ in range(1 + self.lag):
+                    self._launch(drafter, mode)
+                for _ in range(1 + self.lag):
+                    self._read()
+                seconds.append((time.perf_counter() - started) / (1 + self.lag))
+        self.step_seconds = tuple(statistics.median(seconds[1:]) for seconds in times)
+
+    def _catch_up(self, row: int, start: int, end: int) -> None:
+        """Give the drafter the tokens start .. end - 1 that were decoded plainly. No host sync."""
+        state, width = self.state, PREFILL_CHUNKS[0]
+        level = torch.arange(width + 1, device=self.model.device)
+        with self.backend.active():
+            for at in range(start, end, width):
+                tokens = state.tokens[row].index_select(0, (at + level).clamp(max=state.slots - 1))
+                features = state.history[row].index_select(0, (at + level[:-1]) % HISTORY)
+                self.drafter.prefill(row, tokens[None], features[None], torch.full_like(level[:1], at))
 
     def _capture(self, drafter: Drafter, mode: SamplingMode) -> None:
         with self.backend.active():
@@ -524,7 +604,8 @@ class Engine:
 
     def _call(self, drafter: Drafter, mode: SamplingMode) -> tuple[tuple, Callable[[], StepOutput]]:
         """(key of its graph, the step itself)."""
-        return (drafter.N, drafter.D, mode), lambda: self._step(self.model, drafter, self.state, mode)
+        step = self._plain_step if drafter is self.fallback else self._step
+        return (drafter.N, drafter.D, mode), lambda: step(self.model, drafter, self.state, mode)
 
     def _launch(self, drafter: Drafter, mode: SamplingMode) -> StepOutput:
         with self.backend.active():

@@ -8,12 +8,15 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from test_engine import HEADS, MODEL, PROMPTS, letters, plain, scripted, settings, steps_of
-from tiny import PROMPT, TREES, eagle_engine
+from tiny import CTX, PROMPT, TREES, ScriptedDrafter, eagle_engine, geometry, randomise, tables
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine as engine_module
-from engine import INJECTION_POINTS, LAG, Engine
-from runner import RING, WARM_UP, Runner
+from drafters import DraftModelDrafter, LookaheadDrafter, NGramDrafter, WithNGrams
+from eagle_draft import EagleDrafter
+from engine import HISTORY, INJECTION_POINTS, LAG, Engine
+from model import Transformer
+from runner import RING, WARM_UP, Pacer, Runner
 
 
 def make(kind: str, tree: str, lag: int, batch_size: int = 1) -> Engine:
@@ -251,17 +254,24 @@ ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
 
 
 def accident_engine() -> Engine:
-    return on_fake_gpu(make("eagle1", "chain4", 2, 2))
+    """It gives up speculation after two steps and takes it up again after four tokens."""
+    engine = Engine(MODEL, letters(), drafter_of("eagle1-chain", 2), 2, eagle_always=False)
+    engine.step_seconds = (1.0, 50.0)
+    return on_fake_gpu(engine)
 
 
 def accident_params():
     text = letters().decode(plain(settings(2)))
-    return settings(2, stop=(text[12:15],), max_new_tokens=14)
+    return settings(2, stop=(text[-9:-5],), max_new_tokens=24)
+
+
+def texts(results):
+    return [(r.token_ids, r.text, r.stop_reason) for r in results]
 
 
 @functools.cache
 def fresh_outcome(rows: int):
-    return outcome(make("eagle1", "chain4", 0, 2).generate_batch(PROMPTS[:rows], accident_params()).run())
+    return texts(make("eagle1", "chain4", 0, 2).generate_batch(PROMPTS[:rows], accident_params()).run())
 
 
 @pytest.mark.parametrize("after", (False, True), ids=("before", "after"))
@@ -269,6 +279,9 @@ def fresh_outcome(rows: int):
 def test_the_engine_survives_every_injection_point(point, after, monkeypatch):
     """Ctrl-C, a bug or no memory at any place where a request can be cut short: what it left behind must not show in
     later requests. A point that no request reaches fails here (the error is not raised)."""
+    for name, value in (("WINDOW", 2), ("PLAIN", 4), ("PROBE", 2)):
+        monkeypatch.setattr(Pacer, name, value)
+    monkeypatch.setattr("runner.WARM_UP", 1)
     params, real = accident_params(), getattr(Engine, point)
     engine = accident_engine()
     for error in ERRORS:
@@ -279,7 +292,9 @@ def test_the_engine_survives_every_injection_point(point, after, monkeypatch):
             raise error(f"planted in {point}")
 
         engine.observer = (lambda out: None) if point == "_observe" else None
-        engine.generate(PROMPTS[1], settings(3, max_new_tokens=3)).run()  # something to reuse wrongly
+        engine.generate(PROMPTS[1], settings(2, max_new_tokens=3)).run()  # something to reuse wrongly
+        if point == "_measure":
+            engine.step_seconds = None
         with monkeypatch.context() as patch:
             patch.setattr(Engine, point, failing)
             with pytest.raises(error, match=f"planted in {point}"):
@@ -290,7 +305,7 @@ def test_the_engine_survives_every_injection_point(point, after, monkeypatch):
         if point == "_allocate":
             engine = accident_engine()
         for rows in (1, 2):
-            assert outcome(engine.generate_batch(PROMPTS[:rows], params).run()) == fresh_outcome(rows)
+            assert texts(engine.generate_batch(PROMPTS[:rows], params).run()) == fresh_outcome(rows)
 
 
 class Interrupt(TorchDispatchMode):
@@ -334,3 +349,166 @@ def test_an_interrupt_between_any_two_writes():
                 outcome(engine.generate_batch(PROMPTS[:1], settings(2, max_new_tokens=6)).run()) == expected
             )
     assert k > 40
+
+
+# ------------------------------------------------------------------ never slower
+
+
+def test_pacer_gives_up_after_a_window_and_probes_again():
+    """A request that stays slow because the decision is made never, or once; or that flickers on one bad step."""
+    pacer = Pacer(2.0)
+    for _ in range(15):
+        pacer.take(True, [1, 2])
+        assert pacer.speculating
+    pacer.take(True, [1, 1])
+    assert not pacer.speculating
+    pacer.take(True, [5])  # was under way: belongs to no phase
+    for _ in range(63):
+        pacer.take(False, [1, 1])
+        assert not pacer.speculating
+    pacer.take(False, [1])
+    assert pacer.speculating
+    for i in range(8):
+        pacer.take(False, [1])
+        assert pacer.speculating
+        pacer.take(True, [3 if i < 4 else 0, 1])  # tau 1.25: a probe is 8 steps, not 16
+    assert not pacer.speculating
+    for _ in range(64):
+        pacer.take(False, [1])
+    for i in range(100):
+        pacer.take(True, [3 if i % 16 else 1])
+        assert pacer.speculating
+
+
+class Turning(ScriptedDrafter):
+    """Always wrong up to a position, always right from there on (or the other way round, with shifts exchanged)."""
+
+    turn, shifts = 60, (1, 0)
+
+    def draft(self, request):
+        before, after = (self.with_shift(request, s) for s in self.shifts)
+        early = (request.n < self.turn)[:, None]
+        return before._replace(tokens=torch.where(early, before.tokens, after.tokens))
+
+    def with_shift(self, request, shift):
+        self.shift = shift
+        return super().draft(request)
+
+
+@pytest.mark.parametrize("lag", (0, 2))
+@pytest.mark.parametrize("shifts", ((1, 0), (0, 1)))
+def test_plain_steps_while_speculation_does_not_pay(shifts, lag):
+    """A hopeless drafter that goes on slowing a request, or one that became good and stays unused. The tokens are plain
+    decoding's throughout, and so are the counts."""
+    params = settings(2, max_new_tokens=130)
+    expected = plain(params)
+    truth = PROMPT + list(plain(settings(2, max_new_tokens=140)))
+    drafter = Turning(TREES["chain4"], [truth])
+    drafter.shifts = shifts
+    engine = Engine(MODEL, drafter=drafter, lag=lag, eagle_always=False)
+    engine.step_seconds = (1.0, 2.0)
+    assert engine.break_even_tau == 2.0
+    result = engine.generate(PROMPT, params).run()[0]
+    assert tuple(result.token_ids) == expected
+    sizes = [len(step) for step in result.tokens_per_step]
+    assert result.new_tokens == 1 + sum(sizes) and result.tau == sum(sizes) / len(sizes)
+    if shifts == (1, 0):  # wrong for 16 steps, plain for 64, then right
+        assert sizes[:80] == [1] * 80 and result.plain_tokens == 64 + lag
+        assert set(sizes[80 + 2 * lag : -1]) == {5}
+    else:  # right, then wrong: the window notices
+        assert sizes[:8] == [5] * 8 and result.plain_tokens >= 40 and set(sizes[30:]) == {1}
+    assert engine.generate(PROMPT, params).run()[0].tokens_per_step == result.tokens_per_step  # per request
+
+
+def draft_model():
+    model = Transformer(geometry(1)).to(torch.float64)
+    randomise(model, 5)
+    model.rotary.build("cpu", CTX)
+    return model
+
+
+def drafter_of(kind: str, batch_size: int):
+    tree = next((t for name, t in TREES.items() if name.removesuffix("4") in kind), TREES["paper25"])
+    tree = tables(tree, batch_size)
+    slots = CTX + tree.N + 1
+    if kind == "ngram":
+        return NGramDrafter(MODEL, 8, 4)
+    if kind == "draft":
+        return DraftModelDrafter(MODEL, draft_model(), tree, batch_size, slots)
+    eagle = EagleDrafter(HEADS[kind.split("-")[0]], tree, batch_size, slots)
+    return WithNGrams(eagle, 4) if "grams" in kind else eagle
+
+
+@pytest.mark.parametrize("lag", (0, 2))
+@pytest.mark.parametrize("kind", ("eagle1", "eagle3-dynamic", "eagle1-grams", "draft", "ngram"))
+def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
+    """Draft rows of plainly decoded tokens missing, shifted by one or made from other features: acceptance would be lost,
+    silently. Tokens and every later draft row must be those of an engine that never stopped; also in the next turn."""
+    for name, value in (("WINDOW", 3), ("PLAIN", 37), ("PROBE", 3)):  # 37: more than one chunk of catching up
+        monkeypatch.setattr(Pacer, name, value)
+    params = settings(2, max_new_tokens=90)
+    always = Engine(MODEL, drafter=drafter_of(kind, 2), batch_size=2)
+    engine = Engine(MODEL, drafter=drafter_of(kind, 2), batch_size=2, lag=lag, eagle_always=False)
+    engine.step_seconds = (1.0, 99.0)
+    prompts = [PROMPT, PROMPT[:5]]
+    caught, real = [], engine._catch_up
+    monkeypatch.setattr(engine, "_catch_up", lambda *args: caught.append(args) or real(*args))
+    ours, theirs = (e.generate_batch(prompts, params).run() for e in (engine, always))
+    assert [r.token_ids for r in ours] == [r.token_ids for r in theirs]
+    assert all(r.plain_tokens > 40 for r in ours) and {row for row, *_ in caught} == {0, 1}
+    assert all(30 < end - start <= HISTORY for _, start, end in caught)
+    for b in range(2):
+        end = max(end for row, _, end in caught if row == b)
+        cache = getattr(getattr(engine.drafter, "drafter", engine.drafter), "cache", None)
+        if cache is not None:
+            other = getattr(always.drafter, "drafter", always.drafter).cache
+            rows = min(end, engine._drafted[b], always._drafted[b])
+            assert rows > 40
+            torch.testing.assert_close(cache[..., b, :, :rows, :], other[..., b, :, :rows, :])
+    turns = [p + r.token_ids + [7] for p, r in zip(prompts, ours, strict=True)]
+    for e in (engine, always):
+        e.step_seconds = None
+        e.fallback = None
+    short = settings(2, max_new_tokens=9)
+    assert outcome(engine.generate_batch(turns, short).run()) == outcome(
+        always.generate_batch(turns, short).run()
+    )
+
+
+def test_features_kept_wrongly_are_caught(monkeypatch):
+    """That the test above can fail: catching up from a row too far."""
+    real = Engine._catch_up
+    monkeypatch.setattr(Engine, "_catch_up", lambda self, row, start, end: real(self, row, start + 1, end))
+    with pytest.raises(AssertionError):
+        test_a_drafter_catches_up_after_plain_steps("eagle1", 0, monkeypatch)
+
+
+def test_the_first_request_measures_both_steps():
+    """A break-even that was guessed, measured again in every request, or measured on steps that left traces."""
+    engine = Engine(MODEL, drafter=drafter_of("eagle1", 1), eagle_always=False)
+    assert engine.step_seconds is None and engine.break_even_tau == 0
+    params = settings(2, max_new_tokens=12)
+    assert tuple(engine.generate(PROMPT, params).run()[0].token_ids) == plain(params)
+    plain_step, speculative = engine.step_seconds
+    assert (
+        engine.break_even_tau == speculative / plain_step > 1
+    )  # 26 nodes and 5 draft levels cost more than one node
+    engine.generate(PROMPT, params).run()
+    assert engine.step_seconds == (plain_step, speculative)
+
+
+def test_what_cannot_catch_up_says_so():
+    """Plain steps put between the steps of a drafter that lives from them, or of a rule whose tokens depend on them."""
+    for drafter, why in (
+        (LookaheadDrafter(MODEL, 1), "window"),
+        (WithNGrams(LookaheadDrafter(MODEL, 1), 4), "window"),
+        (
+            EagleDrafter(HEADS["eagle1"], tables(TREES["chain4"]), 1, CTX + 6, multi_round="without"),
+            "multi-round",
+        ),
+    ):
+        engine = Engine(MODEL, drafter=drafter, eagle_always=False)
+        assert why in engine.always_on and engine.fallback is None
+        engine.generate(PROMPT, settings(2, max_new_tokens=4)).run()
+        assert engine.step_seconds is None
+    assert not Engine(MODEL, drafter=drafter_of("ngram", 1), eagle_always=False).always_on

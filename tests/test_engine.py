@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+import types
 
 import pytest
 import torch
@@ -1049,8 +1050,9 @@ def fake_step(mode: str, spoil=lambda request: None) -> int:
             drafter = EagleDrafter(
                 on_fake_gpu(head), on_fake_gpu(built), 2, CTX + built.N + 1, multi_round=rule
             )
-        state = DecodeState(model, drafter, 2, CTX)
-        real = drafter.draft
+        state = DecodeState(model, drafter, 2, CTX, history=drafter.D > 0)
+        fallback, real = PlainDrafter(model, 2), drafter.draft
+        fallback.taps, fallback.feature_size = drafter.taps, drafter.feature_size
 
         def draft(request):
             calls.append(spoil(request))
@@ -1059,6 +1061,14 @@ def fake_step(mode: str, spoil=lambda request: None) -> int:
         drafter.draft = draft
         with OneDevice(), torch.inference_mode():
             out = decode_step(model, drafter, state, SamplingParams(**sampled).mode)
+            if state.history is not None:  # the plain step that may take over, and catching up after it
+                plainly = decode_step(model, fallback, state, SamplingParams(**sampled).mode)
+                assert plainly.emitted.shape == (2, 1)
+                backend = kernels.KernelBackend("auto", "cuda")
+                parts = dict(model=model, state=state, drafter=drafter, backend=backend)
+                Engine._catch_up(types.SimpleNamespace(**parts), 0, 5, 50)
+        held = [t for t in vars(state).values() if isinstance(t, torch.Tensor)]
+        assert all(t.device.type == "cuda" for t in held) and any(t is state.ring for t in held)
         assert all(t.device.type == "cuda" for t in (out.emitted, out.count, out.finite, out.path))
         assert out.emitted.shape == (2, drafter.D + 1)
     return len(calls)
@@ -1068,6 +1078,20 @@ def fake_step(mode: str, spoil=lambda request: None) -> int:
 def test_step_never_leaves_the_device(mode):
     """A hidden host read or copy: each would stall the GPU, and forbids capture. fullgraph alone lets .cpu() pass."""
     assert fake_step(mode) == 1
+
+
+@pytest.mark.parametrize("mode", ("plain", "static"))
+def test_a_ring_in_host_memory_is_caught(mode, monkeypatch):
+    """The step handing its output straight to the host: every step would wait for the one before."""
+    real = DecodeState.__init__
+
+    def init(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        self.ring = self.ring.cpu()
+
+    monkeypatch.setattr(DecodeState, "__init__", init)
+    with pytest.raises((Leak, RuntimeError), match="cpu"):
+        fake_step(mode)
 
 
 SPOILERS = {

@@ -386,7 +386,10 @@ class Engine:
         self.fallback: Drafter | None = None if self.always_on else PlainDrafter(model, batch_size)
         if self.fallback is not None:  # keeps what the drafter will want to know
             self.fallback.taps, self.fallback.feature_size = self.drafter.taps, self.drafter.feature_size
-        self.step_seconds: tuple[float, float] | None = None  # a plain and a speculative step, once measured
+        self.timings: dict[
+            SamplingMode, tuple[float, float]
+        ] = {}  # seconds of a plain and a speculative step
+        self.step_seconds: tuple[float, float] | None = None  # those of the request
         self.state = self._allocate()
         on_gpu = model.device.type == "cuda"
         self.lag = (LAG if on_gpu else 0) if lag is None else lag
@@ -571,10 +574,12 @@ class Engine:
         for drafter in (self.drafter, self.fallback):
             if drafter is not None:
                 self._capture(drafter, mode)
-        if self.fallback is not None and self.step_seconds is None:
-            self._measure(mode)
+        if self.fallback is not None:
+            if mode not in self.timings:
+                self.timings[mode] = self._measure(mode)
+            self.step_seconds = self.timings[mode]
 
-    def _measure(self, mode: SamplingMode) -> None:
+    def _measure(self, mode: SamplingMode) -> tuple[float, float]:
         """Time plain and speculative steps in turn, as many at once as run ahead of the host anyway."""
         self.runner.begin()
         times: list[list[float]] = [[], []]
@@ -586,7 +591,7 @@ class Engine:
                 for _ in range(1 + self.lag):
                     self._read()
                 seconds.append((time.perf_counter() - started) / (1 + self.lag))
-        self.step_seconds = tuple(statistics.median(seconds[1:]) for seconds in times)
+        return statistics.median(times[0][1:]), statistics.median(times[1][1:])
 
     def _catch_up(self, row: int, start: int, end: int) -> None:
         """Give the drafter the tokens start .. end - 1 that were decoded plainly. No host sync."""

@@ -254,11 +254,11 @@ def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
 ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
 
 
-def accident_engine() -> Engine:
+def accident_engine(graphs: bool) -> Engine:
     """It gives up speculation after two steps and takes it up again after four tokens."""
-    engine = Engine(MODEL, letters(), drafter_of("eagle1-chain", 2), 2, eagle_always=False)
+    engine = Engine(MODEL, letters(), drafter_of("eagle1-chain", 2), 2, lag=2, eagle_always=False)
     engine._measure = lambda mode: (1.0, 50.0)
-    return on_fake_gpu(engine)
+    return on_fake_gpu(engine) if graphs else engine
 
 
 def accident_params():
@@ -283,8 +283,8 @@ def test_the_engine_survives_every_injection_point(point, after, monkeypatch):
     for name, value in (("WINDOW", 2), ("PLAIN", 4), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)
     monkeypatch.setattr("runner.WARM_UP", 1)
-    params, real = accident_params(), getattr(Engine, point)
-    engine = accident_engine()
+    params, real, graphs = accident_params(), getattr(Engine, point), point in ("_capture", "_launch")
+    engine = accident_engine(graphs)
     for error in ERRORS:
 
         def failing(self, *args, error=error, **kwargs):
@@ -300,12 +300,12 @@ def test_the_engine_survives_every_injection_point(point, after, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Engine, point, failing)
             with pytest.raises(error, match=f"planted in {point}"):
-                (accident_engine() if point == "_allocate" else engine).generate_batch(
+                (accident_engine(graphs) if point == "_allocate" else engine).generate_batch(
                     PROMPTS[:2], params
                 ).run()
         engine.observer = None
         if point == "_allocate":
-            engine = accident_engine()
+            engine = accident_engine(graphs)
         for rows in (1, 2):
             assert texts(engine.generate_batch(PROMPTS[:rows], params).run()) == fresh_outcome(rows)
 

@@ -128,18 +128,8 @@ def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: 
     noise = None
     if mode.sample:
         noise = sampling.gumbel_noise(state.sampling.seed, n[:, None] + 1 + level, ids)
-    request = Request(
-        state.tokens,
-        n,
-        state.root,
-        state.features,
-        state.count,
-        noise,
-        state.sampling,
-        mode,
-        state.seen,
-        state.counts,
-    )
+    buffers = (state.tokens, n, state.root, state.features, state.count, noise)
+    request = Request(*buffers, state.sampling, mode, state.seen, state.counts)
     draft = drafter.draft(request)
     nodes = model.nodes(n, draft.depth, draft.ancestors, S)
     hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps)
@@ -403,6 +393,11 @@ class Engine:
         self._forward: Callable = _prefill_chunk
         if compile and compile_mode != "capture":
             mode = "reduce-overhead" if compile_mode == "reduce-overhead" else None
+            for holder in (self.state, self.state.sampling, self.drafter) if mode else ():
+                for buffer in (t for t in vars(holder).values() if isinstance(t, Tensor)):
+                    torch._dynamo.mark_static_address(
+                        buffer
+                    )  # Inductor captures no step that writes other inputs
             self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=mode)
             own = lambda *args: decode_step(*args)  # noqa: E731 (torch limits recompilations per code object)
             self._plain_step = torch.compile(own, fullgraph=True, dynamic=False, mode=mode)
@@ -464,11 +459,9 @@ class Engine:
         for prompt in prompts:
             if not prompt:
                 raise ValueError("the prompt is empty; give at least one token (or text).")
-            bad = next(
-                (t for t in prompt if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < V), None
-            )
-            if bad is not None:
-                raise ValueError(f"prompt id {bad!r} is outside the vocabulary; allowed: 0 to {V - 1}.")
+            for t in prompt:
+                if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < V:
+                    raise ValueError(f"prompt id {t!r} is outside the vocabulary; allowed: 0 to {V - 1}.")
             need = len(prompt) + params.max_new_tokens
             if need > self.ctx:
                 longest = self.model.config.max_positions
@@ -699,15 +692,8 @@ class Engine:
             chunk, nexts = torch.zeros(2, 1, width, dtype=torch.int64)
             chunk[0, :take], nexts[0, :take] = ids[start : start + take], ids[start + 1 : start + take + 1]
             where = torch.tensor([start], device=device)
-            hidden_states, features = self._forward(
-                self.model,
-                self.drafter,
-                state.kv[:, :, row : row + 1],
-                row,
-                chunk.to(device),
-                nexts.to(device),
-                where,
-            )
+            kv, tokens = state.kv[:, :, row : row + 1], (chunk.to(device), nexts.to(device))
+            hidden_states, features = self._forward(self.model, self.drafter, kv, row, *tokens, where)
             start += take
         state.features[row, 0] = features[0, take - 1]
         logits = self.model.logits(hidden_states[:, take - 1 : take])
@@ -715,10 +701,8 @@ class Engine:
             raise ArithmeticError(self._not_finite(P - 1))
         if not mode.sample:
             return logits, None
-        vocabulary, position = (
-            torch.arange(logits.shape[-1], device=device),
-            torch.tensor([[P]], device=device),
-        )
+        vocabulary = torch.arange(logits.shape[-1], device=device)
+        position = torch.tensor([[P]], device=device)
         return logits, sampling.gumbel_noise(state.sampling.seed[row : row + 1], position, vocabulary)
 
 

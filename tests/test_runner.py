@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import engine as engine_module
 from drafters import DraftModelDrafter, LookaheadDrafter, NGramDrafter, WithNGrams
 from eagle_draft import EagleDrafter
-from engine import HISTORY, INJECTION_POINTS, LAG, Engine
+from engine import HISTORY, INJECTION_POINTS, LAG, Engine, decode_step
 from model import Transformer
 from runner import RING, WARM_UP, Pacer, Runner
 
@@ -516,3 +516,21 @@ def test_what_cannot_catch_up_says_so():
         engine.generate(PROMPT, settings(2, max_new_tokens=4)).run()
         assert engine.step_seconds is None
     assert not Engine(MODEL, drafter=drafter_of("ngram", 1), eagle_always=False).always_on
+
+
+def test_plain_steps_and_catching_up_do_not_recompile(monkeypatch):
+    """A switch between the two kinds of step that compiles anew in the middle of a request."""
+    torch._dynamo.reset()
+    for name, value in (("WINDOW", 2), ("PLAIN", 5), ("PROBE", 2)):
+        monkeypatch.setattr(Pacer, name, value)
+    monkeypatch.setattr(Engine, "_measure", lambda self, mode: (1.0, 99.0))
+    engine = Engine(MODEL, drafter=drafter_of("eagle1-chain", 1), lag=2, eagle_always=False)
+    compile = functools.partial(torch.compile, fullgraph=True, backend="eager", dynamic=False)
+    engine._step, engine._plain_step = compile(engine._step), compile(lambda *args: decode_step(*args))
+    engine.generate(PROMPT, settings(2, max_new_tokens=6)).run()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed, prompt in ((3, PROMPT), (9, PROMPT[:3])):
+            params = settings(2, seed=seed, max_new_tokens=40)
+            result = engine.generate(prompt, params).run()[0]
+            assert result.token_ids == Engine(MODEL).generate(prompt, params).run()[0].token_ids
+            assert result.plain_tokens > 10

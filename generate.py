@@ -162,7 +162,9 @@ def plan_memory(
     row = 2 * config.num_key_value_heads * config.head_dim * element
     buffers = B * slots * 8 + B * config.vocab_size * 5 + rotary + RING * B * 2 * (D + 2) * 8
     wide = max(config.hidden_size, config.intermediate_size, config.vocab_size)
-    graphs = 6 * 4 * B * N * wide if options.compile and options.device != "cpu" else 0
+    captured = options.compile and options.compile_mode != "inductor"
+    on_gpu = (options.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
+    graphs = 6 * 4 * B * N * wide if captured and on_gpu else 0  # six fp32 rows per node are alive at once
     head_bytes = draft_kv = 0
     if head is not None:
         layer = head.config.layer

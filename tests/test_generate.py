@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import checkpoint
 import generate
 from generate import DEMO, load, main
 from sampling import SamplingParams
@@ -311,3 +312,16 @@ def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeyp
     always = json.loads(run(capsys, *flags, "--json", "--eagle-always")[1])
     assert always["token_ids"] == found["token_ids"] and always["plain_tokens"] == 0
     assert always["break_even_tau"] is None
+
+
+def test_plan_counts_the_graphs_where_there_are_any():
+    """Memory that a captured step keeps, planned for on a CPU, or forgotten on a GPU."""
+    config = checkpoint.load_config(DEMO)
+
+    def graphs(**options) -> int:
+        return generate.plan_memory(config, generate.LoadOptions(ctx=256, **options)).graphs
+
+    assert graphs(compile=True, device="cpu") == graphs(device="cuda") == 0
+    assert graphs(compile=True, device="cuda", compile_mode="inductor") == 0
+    one, many = graphs(compile=True, device="cuda"), graphs(compile=True, device="cuda", drafter="ngram")
+    assert one >= 4 * config.vocab_size and many == 26 * one  # paper25: as many rows of logits

@@ -552,6 +552,7 @@ ACCIDENTS = (
 def test_the_engine_survives(accident):
     """A request cut short (closed stream, exception, Ctrl-C, out of memory) must leave nothing that the next one uses."""
     engine = eagle_engine(HEADS["eagle1"], TREES["paper25"])
+    engine.lag = 2  # cut short with steps under way
     engine.generate(PROMPT, settings(0, max_new_tokens=4)).run()  # something to reuse wrongly
     stream = accident(engine)
     for index, prompt in ((2, PROMPT), (7, PROMPT + [5, 6])):

@@ -115,6 +115,7 @@ class WithNGrams:
             raise ValueError(f"--ngram-nodes is {K}; allowed: 1 to {trees.MAX_NODES - drafter.N} here.")
         self.drafter, self.K = drafter, K
         self.taps, self.feature_size = drafter.taps, drafter.feature_size
+        self.always_on = getattr(drafter, "always_on", "")
         self.N, self.D = self.shape(drafter.N, drafter.D, K)
 
     @staticmethod
@@ -178,6 +179,8 @@ class LookaheadDrafter(CachelessDrafter):
     level complete one n-gram per column and become the last level, the others move down (`observe`). The pool holds per
     first token the `guesses` latest n-grams, least recently found out first. At T > 0 windows choose with the noise
     of their own positions. Source: eagle.md 10.3; the pool takes no n-grams from the prompt (WithNGrams does that)."""
+
+    always_on = "lookahead's window moves only with its own steps"
 
     @staticmethod
     def shape(size: int = 5, window: int = 7, guesses: int = 7) -> tuple[int, int]:

@@ -7,7 +7,9 @@ emitted tokens are a function of (prompt, seed): the drafter decides only how ma
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -20,10 +22,22 @@ import sampling
 import tree as trees
 from eagle_draft import Draft, Request
 from model import Transformer, chain_ancestors
+from runner import RING, Pacer, Runner
 from sampling import SamplingMode, SamplingParams, SamplingState
 
 PREFILL_CHUNKS = (32, 256)  # fixed widths, so no prompt length compiles anything new
 MAX_STOP_IDS = 32
+LAG = 2  # steps that run ahead of the host on a GPU
+# graph: Inductor's kernels, captured by hand as one CUDA graph per step. capture: the same with eager kernels (starts
+# fast). inductor: no graph. reduce-overhead: Inductor captures. On a CPU there are no graphs.
+COMPILE_MODES = ("graph", "capture", "inductor", "reduce-overhead")
+# Where a request can be cut short: Engine methods, each of which the tests make fail with every kind of error.
+INJECTION_POINTS = (
+    "_allocate", "_set_up", "_capture", "_measure", "_prefill", "_launch", "_read", "_observe", "_finish", "_catch_up",
+)  # fmt: skip
+HISTORY = (
+    128  # features of the last tokens, for a drafter that catches up: more than Pacer.PLAIN + the longest run
+)
 
 
 class Drafter(Protocol):
@@ -41,6 +55,7 @@ class Drafter(Protocol):
 
     # Optional: def observe(self, choice: Tensor) -> None, told the target's token after every row [B, N] of the step,
     # invalid rows included. For drafters that guess with such rows (lookahead).
+    # Optional: always_on: str, why plain steps may not replace it for a while ('' = they may: prefill catches up).
 
 
 class PlainDrafter:
@@ -66,7 +81,9 @@ class PlainDrafter:
 class DecodeState:
     """Every buffer a step reads or writes, allocated once. S = ctx + N + 1: the last slot takes writes past the end."""
 
-    def __init__(self, model: Transformer, drafter: Drafter, batch_size: int, ctx: int):
+    def __init__(
+        self, model: Transformer, drafter: Drafter, batch_size: int, ctx: int, history: bool = False
+    ):
         B, D, V, device = batch_size, drafter.D, model.config.vocab_size, model.device
         self.ctx, self.slots = ctx, ctx + drafter.N + 1
         self.kv = model.new_cache(B, self.slots)
@@ -76,12 +93,18 @@ class DecodeState:
             self.root = torch.zeros(B, dtype=torch.int64)
             self.count = torch.ones(B, dtype=torch.int64)  # valid rows of features
             self.features = torch.zeros(B, D + 1, drafter.feature_size, dtype=model.dtype)
+            # of position p in row p mod HISTORY (and a trash row), if plain steps may replace speculative ones
+            self.history = (
+                torch.zeros(B, HISTORY + 1, drafter.feature_size, dtype=model.dtype) if history else None
+            )
             self.done = torch.ones(B, dtype=torch.bool)
             self.produced = torch.zeros(B, dtype=torch.int64)
             self.limit = torch.zeros(B, dtype=torch.int64)
             self.stop_ids = torch.full((MAX_STOP_IDS,), -1)
             self.seen = torch.zeros(B, V, dtype=torch.bool)
             self.counts = torch.zeros(B, V, dtype=torch.int32)
+            self.ring = torch.zeros(RING, B, 2 + 2 * (D + 1), dtype=torch.int64)  # what the host reads
+            self.step = torch.zeros(1, dtype=torch.int64)  # steps of this request
         self.sampling = SamplingState(B, device)
 
     def nbytes(self) -> int:
@@ -105,18 +128,8 @@ def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: 
     noise = None
     if mode.sample:
         noise = sampling.gumbel_noise(state.sampling.seed, n[:, None] + 1 + level, ids)
-    request = Request(
-        state.tokens,
-        n,
-        state.root,
-        state.features,
-        state.count,
-        noise,
-        state.sampling,
-        mode,
-        state.seen,
-        state.counts,
-    )
+    buffers = (state.tokens, n, state.root, state.features, state.count, noise)
+    request = Request(*buffers, state.sampling, mode, state.seen, state.counts)
     draft = drafter.draft(request)
     nodes = model.nodes(n, draft.depth, draft.ancestors, S)
     hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps)
@@ -148,9 +161,12 @@ def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: 
     state.tokens.scatter_(1, torch.where(new, n[:, None] + 1 + level, S - 1), accepted.emitted)
     kept = features.gather(1, accepted.path[..., None].expand(-1, -1, features.shape[-1]))
     state.features.copy_(torch.where(live[:, None, None], kept, state.features))
+    if state.history is not None:
+        where = torch.where(new, (n[:, None] + level) % HISTORY, HISTORY)
+        state.history.scatter_(1, where[..., None].expand_as(kept), kept)
     state.root.copy_(torch.where(live, accepted.bonus, state.root))
+    state.n.add_(count)  # before count: wherever an interrupt falls, n >= count
     state.count.copy_(torch.where(live, count, state.count))
-    state.n.add_(count)
     state.produced.add_(count)
     if mode.penalties:
         state.counts.scatter_add_(1, accepted.emitted, new.int())
@@ -158,6 +174,10 @@ def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: 
     stopped = ((accepted.emitted[..., None] == state.stop_ids).any(-1) & new).any(-1)
     state.done.copy_(state.done | stopped | (state.produced >= state.limit))
     finite = usable.gather(1, accepted.path) | ~new
+    tokens = torch.stack((accepted.emitted, finite.long()), -1).flatten(1)
+    row = torch.cat((count[:, None], state.done[:, None].long(), tokens), 1)
+    state.ring.narrow(2, 0, row.shape[1]).index_copy_(0, state.step % RING, row[None])
+    state.step.add_(1)
     return StepOutput(accepted.emitted, count, finite, accepted.path, draft)
 
 
@@ -194,6 +214,7 @@ class GenerationResult:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     tokens_per_step: list[list[int]] = field(default_factory=list)
+    plain_tokens: int = 0  # of them, decoded without drafting because it did not pay
     cached_tokens: int = 0
 
     @property
@@ -329,7 +350,13 @@ class Engine:
         ctx: int | None = None,
         compile: bool = False,
         backend: kernels.KernelBackend | None = None,
+        lag: int | None = None,
+        compile_mode: str = "graph",
+        eagle_always: bool = True,
     ):
+        """lag: steps that may run ahead of the host, by default 2 on a GPU (0 with an observer, which wants them all).
+        eagle_always=False: measure at the first request whether speculation pays, and decode plainly while it does not.
+        The tokens are the same (to rounding: forwards of other widths)."""
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.drafter = drafter or PlainDrafter(model, batch_size)
         self.ctx = ctx or model.config.max_positions
@@ -338,12 +365,42 @@ class Engine:
                 f"ctx is {self.ctx}; allowed: 2 to {model.config.max_positions} (the model's max_position_embeddings)."
             )
         self.backend = backend or kernels.KernelBackend("auto", model.device.type)
-        self.compiled = compile
-        self.state = DecodeState(model, self.drafter, batch_size, self.ctx)
+        if compile_mode not in COMPILE_MODES:
+            raise ValueError(f"compile_mode is {compile_mode!r}; allowed: {', '.join(COMPILE_MODES)}.")
+        self.compiled, self.compile_mode = compile, compile_mode
+        # Why speculation is never given up; '' = plain steps replace it while it does not pay.
+        self.always_on = "asked for" if eagle_always or self.drafter.D == 0 else ""
+        if self.drafter.multi_round:
+            self.always_on = "with multi-round verification the tokens depend on who drafts"
+        self.always_on = self.always_on or getattr(self.drafter, "always_on", "")
+        self.fallback: Drafter | None = None if self.always_on else PlainDrafter(model, batch_size)
+        if self.fallback is not None:  # keeps what the drafter will want to know
+            self.fallback.taps, self.fallback.feature_size = self.drafter.taps, self.drafter.feature_size
+        self.timings: dict[
+            SamplingMode, tuple[float, float]
+        ] = {}  # seconds of a plain and a speculative step
+        self.step_seconds: tuple[float, float] | None = None  # those of the request
+        self.state = self._allocate()
+        on_gpu = model.device.type == "cuda"
+        self.lag = (LAG if on_gpu else 0) if lag is None else lag
+        if not 0 <= self.lag < RING:
+            raise ValueError(f"lag is {self.lag}; allowed: 0 to {RING - 1} steps ahead of the host.")
+        cuda = torch.cuda if on_gpu else None
+        capture = compile and on_gpu and compile_mode in ("graph", "capture")
+        self.runner = Runner(self.state.ring, self.state.step, cuda, capture)
         self._step: Callable = decode_step
+        self._plain_step: Callable = decode_step
         self._forward: Callable = _prefill_chunk
-        if compile:
-            self._step = torch.compile(decode_step, fullgraph=True, dynamic=False)
+        if compile and compile_mode != "capture":
+            mode = "reduce-overhead" if compile_mode == "reduce-overhead" else None
+            for holder in (self.state, self.state.sampling, self.drafter) if mode else ():
+                for buffer in (t for t in vars(holder).values() if isinstance(t, Tensor)):
+                    torch._dynamo.mark_static_address(
+                        buffer
+                    )  # Inductor captures no step that writes other inputs
+            self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=mode)
+            own = lambda *args: decode_step(*args)  # noqa: E731 (torch limits recompilations per code object)
+            self._plain_step = torch.compile(own, fullgraph=True, dynamic=False, mode=mode)
             self._forward = torch.compile(_prefill_chunk, fullgraph=True, dynamic=False)
         # What the caches hold: per row, ids whose target rows are valid, and how many draft rows are.
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
@@ -352,6 +409,15 @@ class Engine:
         self.observer: Callable[[StepOutput], None] | None = (
             None  # sees every step's tensors (--show-tree, --html)
         )
+
+    def _allocate(self) -> DecodeState:
+        history = self.fallback is not None
+        return DecodeState(self.model, self.drafter, self.batch_size, self.ctx, history)
+
+    @property
+    def break_even_tau(self) -> float:
+        """Tokens per step from which on speculation pays; 0 where it was not measured (nothing is given up then)."""
+        return self.step_seconds[1] / self.step_seconds[0] if self.step_seconds else 0.0
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The request's stop ids, or else the tokenizer's, or else the config's."""
@@ -393,11 +459,9 @@ class Engine:
         for prompt in prompts:
             if not prompt:
                 raise ValueError("the prompt is empty; give at least one token (or text).")
-            bad = next(
-                (t for t in prompt if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < V), None
-            )
-            if bad is not None:
-                raise ValueError(f"prompt id {bad!r} is outside the vocabulary; allowed: 0 to {V - 1}.")
+            for t in prompt:
+                if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < V:
+                    raise ValueError(f"prompt id {t!r} is outside the vocabulary; allowed: 0 to {V - 1}.")
             need = len(prompt) + params.max_new_tokens
             if need > self.ctx:
                 longest = self.model.config.max_positions
@@ -409,68 +473,151 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self, prompts, params: SamplingParams, results: list[GenerationResult]) -> Iterator[Chunk]:
-        state, B = self.state, self.batch_size
-        stop_ids = self.stop_ids(params)
-        rows = [_Row(r, params, set(stop_ids), self.tokenizer) for r in results]
+        B, mode = self.batch_size, params.mode
+        rows = [_Row(r, params, set(self.stop_ids(params)), self.tokenizer) for r in results]
         lengths = [0] * B  # tokens in the target cache, as the host knows them
+        drafted = [0] * B  # draft rows made of true features
         reuse = [list(ids) for ids in self._cached], list(self._drafted)
         self._cached, self._drafted = [[] for _ in range(B)], [0] * B  # nothing is valid until we end well
         self._owner = results
         try:
-            state.sampling.set(params)
-            state.stop_ids.fill_(-1)
-            state.stop_ids[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
-            state.done.fill_(True)
-            state.limit.fill_(params.max_new_tokens)
-            state.seen.zero_()
-            state.counts.zero_()
+            self._set_up(params)
+            self._prepare(mode)
             for b, prompt in enumerate(prompts):
                 started = time.perf_counter()
                 with self.backend.active():
-                    first = self._prefill(b, prompt, params.mode, reuse[0][b], reuse[1][b], results[b])
-                lengths[b] = len(prompt)
+                    first = self._prefill(b, prompt, mode, reuse[0][b], reuse[1][b], results[b])
+                lengths[b], drafted[b] = len(prompt), len(prompt) - 1
                 results[b].prefill_seconds = time.perf_counter() - started
                 chunk = rows[b].push([first], step=False)
                 if rows[b].finished:
-                    state.done[b] = True
+                    self._finish(b)
                 yield chunk._replace(row=b)
                 self._check_owner(results)
-            seconds, counts = (
-                0.0,
-                [1] * B,
-            )  # of decoding alone: what the consumer does with a chunk is not ours
+            # Seconds of decoding: steps alone, not what the consumer does with a chunk; but where steps run ahead they
+            # run meanwhile, so there it is the time that passed.
+            begun, seconds = time.perf_counter(), 0.0
+            observer, lag = self.observer, 0 if self.observer is not None else self.lag
+            self.runner.begin()
+            pending: deque[Drafter] = deque()
+            pacer, drafter = Pacer(self.break_even_tau), self.drafter
             while not all(row.finished for row in rows):
-                started = time.perf_counter()
-                with self.backend.active():
-                    out = self._step(self.model, self.drafter, state, params.mode)
-                emitted, counts_now, finite = out.emitted.tolist(), out.count.tolist(), out.finite.tolist()
-                seconds += time.perf_counter() - started
-                if self.observer is not None:
-                    self.observer(out)
+                started = begun if lag else time.perf_counter()
+                wanted = self.drafter if pacer.speculating else self.fallback
+                if wanted is self.fallback or not pending:  # plain steps under way end first
+                    if wanted is not drafter and wanted is self.drafter:
+                        for b in (b for b, row in enumerate(rows) if not row.finished):
+                            self._catch_up(b, drafted[b], lengths[b])
+                            drafted[b] = lengths[b]
+                    drafter = wanted
+                while drafter is wanted and len(pending) <= lag:
+                    out = self._launch(drafter, mode)
+                    pending.append(drafter)
+                ring, used = self._read(), pending.popleft()
+                pacer.take(
+                    used is self.drafter,
+                    [r[0] for r, row in zip(ring, rows, strict=False) if not row.finished],
+                )
+                seconds = time.perf_counter() - started + (0.0 if lag else seconds)
+                if observer is not None:
+                    self._observe(observer, out)
                 for b, row in enumerate(rows):
                     if row.finished:
                         continue
-                    counts[b] = counts_now[b]
-                    usable = [*finite[b], False].index(False)  # then an error, unless a stop comes first
+                    count, done, emitted, finite = ring[b][0], ring[b][1], ring[b][2::2], ring[b][3::2]
+                    usable = [*finite, 0].index(0)  # then an error, unless a stop comes first
                     position = lengths[b] + usable
-                    lengths[b] += counts_now[b]
+                    drafted[b] = lengths[b] if used is self.drafter else drafted[b]
+                    lengths[b] += count
                     results[b].decode_seconds = seconds
-                    chunk = row.push(emitted[b][: min(usable, counts_now[b])])
-                    if row.finished:
-                        state.done[b] = True
+                    chunk = row.push(emitted[: min(usable, count)])
+                    if used is self.fallback:
+                        results[b].plain_tokens += len(chunk.token_ids)
+                    if row.finished and not done:
+                        self._finish(b)
                     if row.finished or usable > 0:
                         yield chunk._replace(row=b)
                         self._check_owner(results)
-                    if not row.finished and usable < counts_now[b]:
+                    if not row.finished and usable < count:
                         raise ArithmeticError(self._not_finite(position))
+                    if done and not row.finished:
+                        raise RuntimeError(f"sequence {b} stopped on the device alone; please report this.")
             for b, prompt in enumerate(prompts):
                 text = prompt + results[b].token_ids
                 self._cached[b] = text[: min(lengths[b], len(text))]
-                self._drafted[b] = max(0, min(lengths[b] - counts[b], len(text) - 1))
+                self._drafted[b] = max(0, min(drafted[b], len(text) - 1))
         finally:
             for result in results:
                 if result.stop_reason == "unfinished":
                     result.stop_reason = "interrupted"
+
+    def _set_up(self, params: SamplingParams) -> None:
+        """Write a request's settings into the static buffers; every sequence counts as finished until its prefill."""
+        state, stop_ids = self.state, self.stop_ids(params)
+        state.done.fill_(True)
+        state.sampling.set(params)
+        state.stop_ids.fill_(-1)
+        state.stop_ids[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
+        state.limit.fill_(params.max_new_tokens)
+        state.seen.zero_()
+        state.counts.zero_()
+
+    def _prepare(self, mode: SamplingMode) -> None:
+        """What the first request of a kind needs. All sequences are finished, so steps run here change nothing."""
+        for drafter in (self.drafter, self.fallback):
+            if drafter is not None:
+                self._capture(drafter, mode)
+        if self.fallback is not None:
+            if mode not in self.timings:
+                self.timings[mode] = self._measure(mode)
+            self.step_seconds = self.timings[mode]
+
+    def _measure(self, mode: SamplingMode) -> tuple[float, float]:
+        """Time plain and speculative steps in turn, as many at once as run ahead of the host anyway."""
+        self.runner.begin()
+        times: list[list[float]] = [[], []]
+        for _ in range(4):
+            for drafter, seconds in zip((self.fallback, self.drafter), times, strict=True):
+                started = time.perf_counter()
+                for _ in range(1 + self.lag):
+                    self._launch(drafter, mode)
+                for _ in range(1 + self.lag):
+                    self._read()
+                seconds.append((time.perf_counter() - started) / (1 + self.lag))
+        return statistics.median(times[0][1:]), statistics.median(times[1][1:])
+
+    def _catch_up(self, row: int, start: int, end: int) -> None:
+        """Give the drafter the tokens start .. end - 1 that were decoded plainly. No host sync."""
+        state, width = self.state, PREFILL_CHUNKS[0]
+        level = torch.arange(width + 1, device=self.model.device)
+        with self.backend.active():
+            for at in range(start, end, width):
+                tokens = state.tokens[row].index_select(0, (at + level).clamp(max=state.slots - 1))
+                features = state.history[row].index_select(0, (at + level[:-1]) % HISTORY)
+                self.drafter.prefill(row, tokens[None], features[None], torch.full_like(level[:1], at))
+
+    def _capture(self, drafter: Drafter, mode: SamplingMode) -> None:
+        with self.backend.active():
+            self.runner.prepare(*self._call(drafter, mode))
+
+    def _call(self, drafter: Drafter, mode: SamplingMode) -> tuple[tuple, Callable[[], StepOutput]]:
+        """(key of its graph, the step itself)."""
+        step = self._plain_step if drafter is self.fallback else self._step
+        return (drafter.N, drafter.D, mode), lambda: step(self.model, drafter, self.state, mode)
+
+    def _launch(self, drafter: Drafter, mode: SamplingMode) -> StepOutput:
+        with self.backend.active():
+            return self.runner.launch(*self._call(drafter, mode))
+
+    def _read(self) -> list[list[int]]:
+        return self.runner.read()
+
+    def _observe(self, observer: Callable[[StepOutput], None], out: StepOutput) -> None:
+        observer(out)
+
+    def _finish(self, row: int) -> None:
+        """The host found the row's end. Takes effect after the steps under way, which add rows that nobody reads."""
+        self.state.done.select(0, row).fill_(True)
 
     @torch.inference_mode()
     def margin(
@@ -545,15 +692,8 @@ class Engine:
             chunk, nexts = torch.zeros(2, 1, width, dtype=torch.int64)
             chunk[0, :take], nexts[0, :take] = ids[start : start + take], ids[start + 1 : start + take + 1]
             where = torch.tensor([start], device=device)
-            hidden_states, features = self._forward(
-                self.model,
-                self.drafter,
-                state.kv[:, :, row : row + 1],
-                row,
-                chunk.to(device),
-                nexts.to(device),
-                where,
-            )
+            kv, tokens = state.kv[:, :, row : row + 1], (chunk.to(device), nexts.to(device))
+            hidden_states, features = self._forward(self.model, self.drafter, kv, row, *tokens, where)
             start += take
         state.features[row, 0] = features[0, take - 1]
         logits = self.model.logits(hidden_states[:, take - 1 : take])
@@ -561,10 +701,8 @@ class Engine:
             raise ArithmeticError(self._not_finite(P - 1))
         if not mode.sample:
             return logits, None
-        vocabulary, position = (
-            torch.arange(logits.shape[-1], device=device),
-            torch.tensor([[P]], device=device),
-        )
+        vocabulary = torch.arange(logits.shape[-1], device=device)
+        position = torch.tensor([[P]], device=device)
         return logits, sampling.gumbel_noise(state.sampling.seed[row : row + 1], position, vocabulary)
 
 

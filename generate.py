@@ -43,8 +43,9 @@ from drafters import (
     named_tree,
 )
 from eagle_draft import EagleDrafter, EagleHead
-from engine import Engine, GenerationResult, PlainDrafter
+from engine import COMPILE_MODES, HISTORY, Engine, GenerationResult, PlainDrafter
 from model import DTYPES, ModelConfig, Transformer
+from runner import RING
 from sampling import SamplingParams
 from tokenizer import load_tokenizer
 
@@ -86,6 +87,8 @@ class LoadOptions:
     device: str | None = None
     dtype: str | None = None
     compile: bool = False
+    compile_mode: str = "graph"  # one of engine.COMPILE_MODES
+    eagle_always: bool = False  # never decode plainly, even while speculation does not pay
     kernels: str = "auto"
 
 
@@ -127,13 +130,15 @@ class MemoryPlan:
     head: int
     kv: int
     buffers: int
+    graphs: int = 0  # an estimate: what a captured step keeps for its intermediate results
 
     @property
     def total(self) -> int:
-        return self.weights + self.head + self.kv + self.buffers
+        return self.weights + self.head + self.kv + self.buffers + self.graphs
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "head": self.head, "kv": self.kv, "buffers": self.buffers}
+        parts["graphs"] = self.graphs
         return f"{size(self.total)}: " + "  ".join(f"{k} {size(v)}" for k, v in parts.items() if v)
 
 
@@ -155,14 +160,19 @@ def plan_memory(
     N, D = tree_shape(options)
     slots = ctx + N + 1
     row = 2 * config.num_key_value_heads * config.head_dim * element
-    buffers = B * slots * 8 + B * config.vocab_size * 5 + rotary
+    buffers = B * slots * 8 + B * config.vocab_size * 5 + rotary + RING * B * 2 * (D + 2) * 8
+    wide = max(config.hidden_size, config.intermediate_size, config.vocab_size)
+    captured = options.compile and options.compile_mode != "inductor"
+    on_gpu = (options.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
+    graphs = 6 * 4 * B * N * wide if captured and on_gpu else 0  # six fp32 rows per node are alive at once
     head_bytes = draft_kv = 0
     if head is not None:
         layer = head.config.layer
         draft_row = 2 * layer.num_key_value_heads * layer.head_dim * element
         draft_kv = B * (slots + 128) * draft_row
         head_bytes = sum(t.numel() for n, t in head.tensors.items() if n != "draft_ids") * element
-        buffers += B * (D + 1) * max(1, len(head.config.taps)) * config.hidden_size * element
+        kept = D + 1 + (0 if options.eagle_always else HISTORY + 1)
+        buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * layer.head_dim
     if draft is not None:
         head_bytes = sum(p.numel() for p in checkpoint.build_model(draft).parameters()) * element
@@ -173,7 +183,8 @@ def plan_memory(
         head_bytes = sum(file.stat().st_size for file in files)
     if options.drafter == "lookahead":
         buffers += B * config.vocab_size * (N - 1) // 2 * 4
-    return MemoryPlan(weights, head_bytes, B * slots * row * config.num_hidden_layers + draft_kv, buffers)
+    kv = B * slots * row * config.num_hidden_layers + draft_kv
+    return MemoryPlan(weights, head_bytes, kv, buffers, graphs)
 
 
 def free_memory(device: torch.device) -> int:
@@ -266,7 +277,15 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
             quantize.pack_(module, model.dtype)
         drafter = build_drafter(model, head, opts) if kind else None
     engine = Engine(
-        model, tokenizer, drafter, opts.batch_size, ctx=opts.ctx, compile=opts.compile, backend=backend
+        model,
+        tokenizer,
+        drafter,
+        opts.batch_size,
+        ctx=opts.ctx,
+        compile=opts.compile,
+        backend=backend,
+        compile_mode=opts.compile_mode,
+        eagle_always=opts.eagle_always,
     )
     engine.options, engine.plan, engine.head = opts, plan, head
     trained = head.config.layer if head else draft
@@ -424,6 +443,7 @@ def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, resu
         engine.ctx,
         engine.compiled,
         engine.backend,
+        compile_mode=engine.compile_mode,
     )
     replayed = plain.generate_batch(prompts, params).run()
     same = total = 0
@@ -501,6 +521,8 @@ def result_json(engine: Engine, results: list[GenerationResult]) -> dict[str, An
         "verify": opts.verify if drafter_kind(opts) else None,
         "kernels": engine.backend.describe(),
         "compile": opts.compile,
+        "compile_mode": opts.compile_mode if opts.compile else None,
+        "break_even_tau": engine.break_even_tau or None,
         "peak_memory_bytes": peak_memory(engine.model.device),
         "versions": versions(),
     }
@@ -576,11 +598,24 @@ class Report:
             if str(engine.options.tree).startswith("chain"):
                 alphas = "  ".join(f"{k}-alpha {a:.2f}" for k, a in enumerate(r.n_alpha))
                 self.line(f"         {alphas}")
+        if engine.step_seconds:
+            plain, speculative = (seconds * 1e3 for seconds in engine.step_seconds)
+            went = f"   {r.plain_tokens} tokens decoded plainly" if r.plain_tokens else ""
+            self.line(
+                f"pays at  break-even tau {engine.break_even_tau:.2f} (plain {plain:.1f} ms, speculative "
+                f"{speculative:.1f} ms){went}"
+            )
+        elif engine.drafter.D > 0 and engine.always_on != "asked for":
+            self.line(f"pays at  not measured, speculation stays on: {engine.always_on}")
         if r.steps:
-            rows = engine.drafter.N * engine.batch_size
             context = r.prompt_tokens + r.new_tokens // 2
-            moved = model.weight_bytes(rows) + engine.batch_size * model.kv_bytes(context)
-            moved += engine.drafter.bytes_per_step(model) if engine.drafter.D > 0 else 0
+            kinds = {engine.drafter: r.steps - r.plain_tokens, engine.fallback: r.plain_tokens}
+            moved = r.steps * engine.batch_size * model.kv_bytes(context)
+            for drafter, steps in kinds.items():
+                if steps:
+                    moved += steps * model.weight_bytes(drafter.N * engine.batch_size)
+                    moved += steps * drafter.bytes_per_step(model) if drafter.D > 0 else 0
+            moved /= r.steps
             share = moved * r.steps / r.decode_seconds / self.bandwidth
             per_step = r.decode_seconds / r.steps * 1e3
             self.line(
@@ -644,6 +679,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"))
     add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's; float32 on a CPU")
     add("--compile", action="store_true", help="compile the step (and on a GPU capture it as one CUDA graph)")
+    add(
+        "--compile-mode",
+        default="graph",
+        choices=COMPILE_MODES,
+        help="graph: compiled and captured whole; capture: captured as it is; inductor: not captured; "
+        "reduce-overhead: torch captures",
+    )
     add("--kernels", default="auto", choices=("auto", "triton", "reference"))
     spec = parser.add_argument_group("speculative decoding")
     add = spec.add_argument
@@ -690,6 +732,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--draft-noise", choices=("on", "off"), default="on", help="off: draft without the target's noise")
     add("--verify", default="match", choices=("match", "multi-round", "multi-round-replacement"))
+    add(
+        "--eagle-always",
+        action="store_true",
+        help="go on drafting where plain decoding would be faster (default: the request falls back and probes)",
+    )
     add(
         "--prove",
         action="store_true",
@@ -782,6 +829,8 @@ def _main(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=args.dtype,
         compile=args.compile,
+        compile_mode=args.compile_mode,
+        eagle_always=args.eagle_always or args.prove or args.show_tree or bool(args.html),
         kernels=args.kernels,
     )
     if args.template and engine.tokenizer:

@@ -1096,7 +1096,7 @@ def measure_tau(
     from generate import load
     from sampling import SamplingParams
 
-    engine = load(directory, eagle=head)
+    engine = load(directory, eagle=head, eagle_always=True)
     if tensors is not None:
         adopt_(engine.head, tensors, engine.model.device, engine.model.dtype)
     steps: list[int] = []

@@ -70,9 +70,8 @@ def measure(args: argparse.Namespace) -> dict:
                         rule == "multi-round" and "dyn" in tree
                     ):
                         continue
-                    engine = load(
-                        args.checkpoint, eagle=head, tree=tree, dtype=args.dtype, ctx=args.ctx, **options
-                    )
+                    fixed = {"dtype": args.dtype, "ctx": args.ctx, "eagle_always": True}  # tau, not speed
+                    engine = load(args.checkpoint, eagle=head, tree=tree, **fixed, **options)
                     results = [engine.generate(p, params).run()[0] for p in prompts]
                     row = {"head": Path(head).name, "tree": tree, "temperature": temperature, "rule": rule}
                     rows.append(row | summarise(results, plain))

@@ -400,7 +400,9 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         if head:
             quantize.pack_(head, model.dtype)
         drafter = build_drafter(model, head, opts) if kind else None
-    engine = Engine(model, base.tokenizer, drafter, opts.batch_size, ctx, opts.compile, base.backend)
+    always = options.get("eagle_always", True)  # tau is measured, unless an arm is about falling back
+    how = {"compile_mode": opts.compile_mode, "eagle_always": always}
+    engine = Engine(model, base.tokenizer, drafter, opts.batch_size, ctx, opts.compile, base.backend, **how)
     engine.options, engine.head = opts, head
     return engine
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+import types
 
 import pytest
 import torch
@@ -325,7 +326,7 @@ def test_a_stop_ignored_inside_a_run_is_caught(monkeypatch):
         return engine_module.Chunk(0, list(ids), "")
 
     monkeypatch.setattr(engine_module._Row, "push", push)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):  # wrong ids, or the device alone has stopped
         check_stops(lambda params: scripted("chain4", params))
 
 
@@ -551,6 +552,7 @@ ACCIDENTS = (
 def test_the_engine_survives(accident):
     """A request cut short (closed stream, exception, Ctrl-C, out of memory) must leave nothing that the next one uses."""
     engine = eagle_engine(HEADS["eagle1"], TREES["paper25"])
+    engine.lag = 2  # cut short with steps under way
     engine.generate(PROMPT, settings(0, max_new_tokens=4)).run()  # something to reuse wrongly
     stream = accident(engine)
     for index, prompt in ((2, PROMPT), (7, PROMPT + [5, 6])):
@@ -1049,8 +1051,9 @@ def fake_step(mode: str, spoil=lambda request: None) -> int:
             drafter = EagleDrafter(
                 on_fake_gpu(head), on_fake_gpu(built), 2, CTX + built.N + 1, multi_round=rule
             )
-        state = DecodeState(model, drafter, 2, CTX)
-        real = drafter.draft
+        state = DecodeState(model, drafter, 2, CTX, history=drafter.D > 0)
+        fallback, real = PlainDrafter(model, 2), drafter.draft
+        fallback.taps, fallback.feature_size = drafter.taps, drafter.feature_size
 
         def draft(request):
             calls.append(spoil(request))
@@ -1059,6 +1062,14 @@ def fake_step(mode: str, spoil=lambda request: None) -> int:
         drafter.draft = draft
         with OneDevice(), torch.inference_mode():
             out = decode_step(model, drafter, state, SamplingParams(**sampled).mode)
+            if state.history is not None:  # the plain step that may take over, and catching up after it
+                plainly = decode_step(model, fallback, state, SamplingParams(**sampled).mode)
+                assert plainly.emitted.shape == (2, 1)
+                backend = kernels.KernelBackend("auto", "cuda")
+                parts = dict(model=model, state=state, drafter=drafter, backend=backend)
+                Engine._catch_up(types.SimpleNamespace(**parts), 0, 5, 50)
+        held = [t for t in vars(state).values() if isinstance(t, torch.Tensor)]
+        assert all(t.device.type == "cuda" for t in held) and any(t is state.ring for t in held)
         assert all(t.device.type == "cuda" for t in (out.emitted, out.count, out.finite, out.path))
         assert out.emitted.shape == (2, drafter.D + 1)
     return len(calls)
@@ -1068,6 +1079,20 @@ def fake_step(mode: str, spoil=lambda request: None) -> int:
 def test_step_never_leaves_the_device(mode):
     """A hidden host read or copy: each would stall the GPU, and forbids capture. fullgraph alone lets .cpu() pass."""
     assert fake_step(mode) == 1
+
+
+@pytest.mark.parametrize("mode", ("plain", "static"))
+def test_a_ring_in_host_memory_is_caught(mode, monkeypatch):
+    """The step handing its output straight to the host: every step would wait for the one before."""
+    real = DecodeState.__init__
+
+    def init(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        self.ring = self.ring.cpu()
+
+    monkeypatch.setattr(DecodeState, "__init__", init)
+    with pytest.raises((Leak, RuntimeError), match="cpu"):
+        fake_step(mode)
 
 
 SPOILERS = {

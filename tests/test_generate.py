@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import checkpoint
 import generate
 from generate import DEMO, load, main
 from sampling import SamplingParams
@@ -113,11 +114,18 @@ def test_a_plan_that_does_not_fit_names_the_change_that_does(capsys, monkeypatch
 
 
 def test_plan_matches_what_the_engine_allocates():
-    """A memory plan that flatters."""
-    engine = load(DEMO, ctx=1024)
-    held = sum(p.numel() * p.element_size() for p in engine.model.parameters())
-    held += engine.state.nbytes() + engine.model.rotary.cos.nbytes + engine.model.rotary.sin.nbytes
-    assert abs(engine.plan.total / held - 1) < 0.05
+    """A memory plan that flatters: with and without a head, its features kept for catching up, the ring."""
+    eagle = [{"eagle": str(DEMO / head), "eagle_always": on} for head in HEADS[:1] for on in (True, False)]
+    for options in ({}, *eagle):
+        engine = load(DEMO, ctx=1024, **options)
+        held = sum(p.numel() * p.element_size() for p in engine.model.parameters())
+        held += engine.state.nbytes() + engine.model.rotary.cos.nbytes + engine.model.rotary.sin.nbytes
+        if options:
+            held += sum(p.numel() * p.element_size() for p in engine.head.parameters())
+            held += engine.drafter.cache.nbytes + sum(b.nbytes for b in engine.head.rotary.buffers())
+        assert abs(engine.plan.total / held - 1) < 0.05
+        assert (engine.state.history is not None) == (options.get("eagle_always") is False)
+    assert engine.plan.buffers > engine.state.history.nbytes + engine.state.ring.nbytes
 
 
 def test_same_seed_same_text_and_batch_rows_draw_with_their_own_seed(capsys):
@@ -188,7 +196,7 @@ def test_prove_replays_without_the_head(head, flags, capsys):
 def test_demo_heads_reach_their_floor(head):
     """A head that was shipped broken: the text would be the same, only slower."""
     floor = json.loads((DEMO / "floors.json").read_text())[head]
-    engine = load(DEMO, eagle=str(DEMO / head), tree="paper25", ctx=512)
+    engine = load(DEMO, eagle=str(DEMO / head), tree="paper25", ctx=512, eagle_always=True)
     from scripts.acceptance import held_out_prompts, summarise
 
     prompts = held_out_prompts(engine.tokenizer, 4, 96)
@@ -242,6 +250,7 @@ def test_draft_vocabulary_can_be_trimmed_and_counted(head, tmp_path):
     expected = plain.generate(prompt, params).run()[0].token_ids
     for text in (None, str(sample)):
         options = {"draft_vocab": 1024, "draft_vocab_text": text, "dtype": "float64", "ctx": 256}
+        options["eagle_always"] = True  # tau is measured
         engine = load(DEMO, eagle=str(DEMO / head), **options)
         result = engine.generate(prompt, params).run()[0]
         assert engine.head.vocab_size == 1024 and result.token_ids == expected and result.tau > 1.2
@@ -282,3 +291,37 @@ def test_report_is_quick_to_quiet(capsys):
     code, out, err = run(capsys, "-q", "--max-new-tokens", "4")
     assert code == 0 and out and err == "" and time.perf_counter() - started < 25
     assert os.environ.get("EAGLET") is None  # behaviour never hides in the environment
+
+
+@pytest.mark.parametrize("head", HEADS[:1])
+def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeypatch):
+    """A fallback that nobody can see: the break-even, both step times and the tokens decoded plainly are reported, tau
+    counts all target forwards, and --eagle-always and --prove switch it off."""
+    monkeypatch.setattr("engine.Engine._measure", lambda self, mode: (5e-3, 45e-3))
+    flags = ["--eagle", str(DEMO / head), "--max-new-tokens", "140", "--dtype", "float64"]
+    code, _, err = run(capsys, *flags)
+    line = next(line for line in err.splitlines() if line.startswith("pays at"))
+    assert code == 0 and "break-even tau 9.00 (plain 5.0 ms, speculative 45.0 ms)" in line
+    found = json.loads(run(capsys, *flags, "--json")[1])
+    assert f"{found['plain_tokens']} tokens decoded plainly" in line and 0 < found["plain_tokens"] < 100
+    assert found["break_even_tau"] == pytest.approx(9) and len(found["tokens_per_step"]) == found["steps"]
+    assert found["tau"] == pytest.approx(139 / found["steps"])
+    for extra in ("--eagle-always", "--prove"):
+        code, _, err = run(capsys, *flags, extra)
+        assert code == 0 and "pays at" not in err
+    always = json.loads(run(capsys, *flags, "--json", "--eagle-always")[1])
+    assert always["token_ids"] == found["token_ids"] and always["plain_tokens"] == 0
+    assert always["break_even_tau"] is None
+
+
+def test_plan_counts_the_graphs_where_there_are_any():
+    """Memory that a captured step keeps, planned for on a CPU, or forgotten on a GPU."""
+    config = checkpoint.load_config(DEMO)
+
+    def graphs(**options) -> int:
+        return generate.plan_memory(config, generate.LoadOptions(ctx=256, **options)).graphs
+
+    assert graphs(compile=True, device="cpu") == graphs(device="cuda") == 0
+    assert graphs(compile=True, device="cuda", compile_mode="inductor") == 0
+    one, many = graphs(compile=True, device="cuda"), graphs(compile=True, device="cuda", drafter="ngram")
+    assert one >= 4 * config.vocab_size and many == 26 * one  # paper25: as many rows of logits

@@ -1,0 +1,536 @@
+"""runner.py and the engine around it: steps ahead of the host, CUDA graphs (on a stand-in), break-even, accidents."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from test_engine import HEADS, MODEL, PROMPTS, letters, plain, scripted, settings, steps_of
+from tiny import CTX, PROMPT, TREES, ScriptedDrafter, eagle_engine, geometry, randomise, tables
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import engine as engine_module
+from drafters import DraftModelDrafter, LookaheadDrafter, NGramDrafter, WithNGrams
+from eagle_draft import EagleDrafter
+from engine import HISTORY, INJECTION_POINTS, LAG, Engine, decode_step
+from model import Transformer
+from runner import RING, WARM_UP, Pacer, Runner
+
+
+def make(kind: str, tree: str, lag: int, batch_size: int = 1) -> Engine:
+    """A tiny engine that runs `lag` steps ahead of the host; '' decodes plainly."""
+    engine = (
+        eagle_engine(HEADS[kind], TREES[tree], batch_size) if kind else Engine(MODEL, batch_size=batch_size)
+    )
+    engine.lag, engine.tokenizer = lag, letters()
+    return engine
+
+
+def outcome(results):
+    return [(r.token_ids, r.tokens_per_step, r.text, r.stop_reason) for r in results]
+
+
+# ------------------------------------------------------------------ steps ahead of the host
+
+KINDS = (("", ""), ("eagle1", "paper25"), ("eagle3", "dynamic"))
+
+
+@pytest.mark.parametrize(
+    "kind, tree, index", (("", "", 2), ("eagle1", "paper25", 2), ("eagle3", "dynamic", 0))
+)
+def test_steps_ahead_change_nothing(kind, tree, index):
+    """Steps that run ahead and are thrown away: counted in steps or tau, emitted after a stop string, or kept in a cache
+    that the next turn reuses. Rows finish at different times, by strings, ids and length."""
+    text = letters().decode(plain(settings(index)))
+    for stops in ((text[9:12],), (text[4:6], text[15:19])):
+        params = settings(index, stop=stops, stop_ids=(plain(settings(index), 1)[6],))
+        expected = outcome(make(kind, tree, 0, 3).generate_batch(PROMPTS, params).run())
+        for lag in (2,) if kind else (2, RING - 1):
+            engine = make(kind, tree, lag, 3)
+            first = engine.generate_batch(PROMPTS, params).run()
+            assert outcome(first) == expected
+            turns = [p + r.token_ids + [4, 8] for p, r in zip(PROMPTS, first, strict=True)]
+            second = engine.generate_batch(turns, params).run()
+            assert outcome(second) == outcome(make(kind, tree, 0, 3).generate_batch(turns, params).run())
+            reused = [r.cached_tokens >= len(p) - 2 for r, p in zip(second, PROMPTS, strict=True)]
+            assert all(reused)
+
+
+def test_stop_string_inside_an_accepted_run_found_late():
+    """A stop string in the middle of a long run, while two more runs are already accepted on the device: all of them
+    must be unwound for the next turn. The oracle accepts everything."""
+    long = settings(2, max_new_tokens=44)
+    text = letters().decode(plain(long))
+    for at in range(3, 20, 4):
+        params = settings(2, stop=(text[at : at + 3],))
+        want = None
+        for lag in (0, 2):
+            engine = scripted("chain4", settings(2))
+            engine.lag, engine.tokenizer = lag, letters()
+            first = engine.generate(PROMPT, params).run()
+            again = steps_of(engine, PROMPT + first[0].token_ids[:2], settings(2, max_new_tokens=6))
+            got = outcome(first), again[0]
+            assert want in (None, got) and first[0].stop_reason == "stop"
+            assert max(map(len, first[0].tokens_per_step), default=5) <= 5
+            want = got
+
+
+def test_a_late_stop_leaves_rows_that_the_cache_disowns():
+    """The cache believed valid up to where the device went instead of to where the text ended; and that the steps above
+    really run ahead (else those tests prove nothing)."""
+
+    class Late(Engine):
+        def _finish(self, row):
+            super()._finish(row)
+            self.reached = int(self.state.n[row])
+
+    params = settings(2, stop=(letters().decode(plain(settings(2)))[9:12],))
+    for lag in (0, 2):
+        engine = Late(MODEL, letters(), lag=lag)
+        held = len(PROMPT) + engine.generate(PROMPT, params).run()[0].new_tokens - 1
+        assert engine.reached == held + lag
+        assert len(engine._cached[0]) == held
+
+
+def test_an_observer_sees_every_step_and_no_other():
+    """A viewer that is shown tensors of later steps: with an observer nothing runs ahead."""
+    engine, seen = make("eagle1", "paper25", 2), []
+    engine.observer = lambda out: seen.append(out.emitted[0, : int(out.count[0])].tolist())
+    result = engine.generate(PROMPT, settings(2)).run()[0]
+    assert [t for step in seen for t in step][: len(result.token_ids) - 1] == result.token_ids[1:]
+    assert len(seen) == result.steps
+
+
+def test_the_ring_refuses_to_overwrite_unread_rows():
+    """A lag longer than the ring: rows overwritten before the host saw them."""
+    runner = Runner(torch.zeros(3, 1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    for i in range(3):
+        runner.launch("", lambda i=i: runner.ring[i].fill_(i))
+    with pytest.raises(RuntimeError, match="3 steps are unread"):
+        runner.launch("", lambda: None)
+    assert [runner.read()[0][0] for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match=f"lag is {RING}; allowed: 0 to {RING - 1}"):
+        Engine(MODEL, lag=RING)
+
+
+# ------------------------------------------------------------------ CUDA graphs, on a stand-in
+
+
+def on_fake_gpu(engine: Engine, lag: int = LAG) -> Engine:
+    """The engine as on a GPU with graphs: the one seam is the `cuda` of its Runner."""
+    state = engine.state
+    engine.runner, engine.lag = Runner(state.ring, state.step, FakeCuda(), capture=True), lag
+    return engine
+
+
+@pytest.mark.parametrize("kind, tree", KINDS)
+def test_graphs_replay_what_eager_steps_compute(kind, tree):
+    """A buffer rebound instead of written, or a number of the host baked into the graph (position, temperature, seed,
+    stop id, row count): the replay would repeat the request it was captured in. Two requests in a row, other prompts,
+    a batch, all settings; one capture per kind of step, when it is first needed."""
+    engine, eager = on_fake_gpu(make(kind, tree, 2, 3)), make(kind, tree, 0, 3)
+    for number, index in enumerate((2, 1, 0, 7, 2, 3)):
+        params = settings(index, seed=number, max_new_tokens=5 + number, stop_ids=(90 + number,))
+        prompts = PROMPTS[: 3 - number % 3][:: 1 - 2 * (number % 2)]
+        assert outcome(engine.generate_batch(prompts, params).run()) == outcome(
+            eager.generate_batch(prompts, params).run()
+        )
+        captured = [entry for entry in engine.runner.cuda.log if entry[0] == "captured"]
+        assert len(captured) == len(engine.runner.graphs) == (1, 1, 2, 3, 3, 4)[number]
+    assert {pool for _, pool in captured} == {engine.runner.pool}  # one pool for all
+    assert len({mode for *_, mode in engine.runner.graphs}) == 4
+
+
+def test_capture_order_and_waits():
+    """Warm-up on another stream than the capture's, a capture that does not wait for the stream before it, or a read that
+    waits for more than the step it reads (the GPU then idles while the host works)."""
+    engine = on_fake_gpu(make("eagle1", "paper25", 2))
+    log = engine.runner.cuda.log
+    result = engine.generate(PROMPT, settings(2)).run()[0]
+    mode = "thread_local"  # other threads of the process may use CUDA during a capture
+    assert log[:5] == [
+        ("wait_stream", "side", "main"),
+        ("enter", "side"),
+        ("wait_stream", "main", "side"),
+        ("capture", engine.runner.pool, "side", mode),
+        ("captured", engine.runner.pool),
+    ]
+    assert engine.runner.cuda.current.name == "main"
+    kinds = [entry[0] for entry in log[5:]]
+    replays, waits = kinds.count("replay"), [entry[1] for entry in log if entry[0] == "wait"]
+    assert waits == [i % RING for i in range(result.steps)]
+    assert replays == result.steps + LAG  # thrown away, and not counted
+    for i in range(result.steps):
+        at = [k for k, entry in enumerate(kinds) if entry == "wait"][i]
+        assert kinds[:at].count("replay") == i + 1 + LAG  # only the step two replays back is waited for
+    assert all(k == "record" for j, k in enumerate(kinds[1:]) if kinds[j] == "replay")
+
+
+def contents(engine):
+    """Every tensor that a step may write, by name."""
+    state = {k: v for k, v in vars(engine.state).items() if isinstance(v, torch.Tensor)}
+    return state | {"draft": engine.drafter.cache}
+
+
+def test_warm_up_and_capture_change_nothing():
+    """A warm-up that advances a sequence, or writes over cache rows that the next chat turn reuses."""
+    engine = on_fake_gpu(make("eagle1", "paper25", 2, 2))
+    engine.generate_batch(PROMPTS[:2], settings(2)).run()
+    steps, real = [], engine._step
+    engine._step = lambda *args: steps.append(1) or real(*args)
+    with torch.inference_mode():
+        engine._set_up(settings(0))
+        before = {k: v.clone() for k, v in contents(engine).items()}
+        engine._capture(engine.drafter, settings(0).mode)
+    assert len(steps) == WARM_UP + 1
+    for name, new in contents(engine).items():
+        old = before[name]
+        if name in ("kv", "draft"):
+            for b in range(2):
+                held = len(engine._cached[b]) if name == "kv" else engine._drafted[b]
+                assert held > 4 and torch.equal(new[..., b, :, :held, :], old[..., b, :, :held, :])
+        elif name not in ("ring", "step", "tokens"):
+            assert torch.equal(new, old), name
+    assert torch.equal(
+        engine.state.tokens[:, :-1], before["tokens"][:, :-1]
+    )  # the last slot is the trash row
+
+
+def test_buffers_keep_their_addresses():
+    """A buffer rebound by a step or by a request's set-up: a captured graph would go on writing the old one."""
+    engine = make("eagle1", "paper25", 2, 2)
+    engine.generate_batch(PROMPTS[:2], settings(2)).run()
+    addresses = {k: v.data_ptr() for k, v in contents(engine).items()}
+    sampling = {k: v.data_ptr() for k, v in vars(engine.state.sampling).items()}
+    for index in range(8):
+        engine.generate_batch(PROMPTS[1:], settings(index, stop_ids=(5,), max_new_tokens=7)).run()
+    assert {k: v.data_ptr() for k, v in contents(engine).items()} == addresses
+    assert {k: v.data_ptr() for k, v in vars(engine.state.sampling).items()} == sampling
+
+
+def test_a_rebound_buffer_is_caught(monkeypatch):
+    """That the comparison of graphs and eager steps can fail."""
+    real = engine_module.decode_step
+
+    def rebinding(model, drafter, state, mode):
+        out = real(model, drafter, state, mode)
+        state.root = state.root.clone()
+        return out
+
+    engine, eager = on_fake_gpu(make("eagle1", "paper25", 2)), make("eagle1", "paper25", 0)
+    engine._step = rebinding
+    with pytest.raises(AssertionError):
+        assert steps_of(engine, PROMPT, settings(2)) == steps_of(eager, PROMPT, settings(2))
+
+
+@pytest.mark.parametrize("when", range(WARM_UP + 1))
+def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
+    """An operator that cannot be captured, or memory that ends in the warm-up: one clear line, the stream as before, and
+    right tokens from then on."""
+    engine = on_fake_gpu(make("eagle1", "paper25", 2))
+    real, calls = engine._step, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == when + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*args)
+
+    engine._step = failing
+    stream = engine.generate(PROMPT, settings(2))
+    with pytest.raises(RuntimeError, match="could not be captured.*OutOfMemoryError.*one kernel at a time"):
+        stream.run()
+    assert stream.result.stop_reason == "interrupted" and engine.runner.cuda.current.name == "main"
+    assert steps_of(engine, PROMPT, settings(2)) == steps_of(
+        make("eagle1", "paper25", 0), PROMPT, settings(2)
+    )
+    assert not engine.runner.graphs
+
+
+# ------------------------------------------------------------------ accidents
+
+ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
+
+
+def accident_engine(graphs: bool) -> Engine:
+    """It gives up speculation after two steps and takes it up again after four tokens."""
+    engine = Engine(MODEL, letters(), drafter_of("eagle1-chain", 2), 2, lag=2, eagle_always=False)
+    engine._measure = lambda mode: (1.0, 50.0)
+    return on_fake_gpu(engine) if graphs else engine
+
+
+def accident_params():
+    text = letters().decode(plain(settings(2)))
+    return settings(2, stop=(text[-9:-5],), max_new_tokens=24)
+
+
+def texts(results):
+    return [(r.token_ids, r.text, r.stop_reason) for r in results]
+
+
+@functools.cache
+def fresh_outcome(rows: int):
+    return texts(make("eagle1", "chain4", 0, 2).generate_batch(PROMPTS[:rows], accident_params()).run())
+
+
+@pytest.mark.parametrize("after", (False, True), ids=("before", "after"))
+@pytest.mark.parametrize("point", INJECTION_POINTS)
+def test_the_engine_survives_every_injection_point(point, after, monkeypatch):
+    """Ctrl-C, a bug or no memory at any place where a request can be cut short: what it left behind must not show in
+    later requests. A point that no request reaches fails here (the error is not raised)."""
+    for name, value in (("WINDOW", 2), ("PLAIN", 4), ("PROBE", 2)):
+        monkeypatch.setattr(Pacer, name, value)
+    monkeypatch.setattr("runner.WARM_UP", 1)
+    params, real, graphs = accident_params(), getattr(Engine, point), point in ("_capture", "_launch")
+    engine = accident_engine(graphs)
+    for error in ERRORS:
+
+        def failing(self, *args, error=error, **kwargs):
+            if after:
+                real(self, *args, **kwargs)
+            raise error(f"planted in {point}")
+
+        engine.observer = (lambda out: None) if point == "_observe" else None
+        engine.generate(PROMPTS[1], settings(2, max_new_tokens=3)).run()  # something to reuse wrongly
+        if point == "_measure":
+            vars(engine).pop("_measure", None)
+            engine.timings.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, point, failing)
+            with pytest.raises(error, match=f"planted in {point}"):
+                (accident_engine(graphs) if point == "_allocate" else engine).generate_batch(
+                    PROMPTS[:2], params
+                ).run()
+        engine.observer = None
+        if point == "_allocate":
+            engine = accident_engine(graphs)
+        for rows in (1, 2):
+            assert texts(engine.generate_batch(PROMPTS[:rows], params).run()) == fresh_outcome(rows)
+
+
+class Interrupt(TorchDispatchMode):
+    """Ctrl-C after the k-th operator that writes in place."""
+
+    def __init__(self, k: int):
+        super().__init__()
+        self.left = k
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.left -= function._schema.is_mutable
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return out
+
+
+def test_an_interrupt_between_any_two_writes():
+    """A step cut in two: positions and counts that contradict each other (n < count re-feeds draft row -1) in a row that
+    the next request does not use."""
+    engine, fresh = make("eagle1", "chain4", 0, 3), make("eagle1", "chain4", 0, 3)
+    expected = outcome(fresh.generate_batch(PROMPTS[:1], settings(2, max_new_tokens=6)).run())
+    short, hot, k = [[1], [2, 3], [4]], settings(2, temperature=4.0, seed=8, max_new_tokens=9), 0
+    real, fired = engine._step, True
+    while fired:
+        fired, k = False, k + 1
+
+        def step(*args, k=k):
+            with Interrupt(k):
+                return real(*args)
+
+        engine._step = step
+        try:
+            engine.generate_batch(short, hot).run()
+        except KeyboardInterrupt:
+            fired = True
+        engine._step = real
+        assert bool((engine.state.n >= engine.state.count).all())
+        if k % 9 == 0:
+            assert (
+                outcome(engine.generate_batch(PROMPTS[:1], settings(2, max_new_tokens=6)).run()) == expected
+            )
+    assert k > 40
+
+
+# ------------------------------------------------------------------ never slower
+
+
+def test_pacer_gives_up_after_a_window_and_probes_again():
+    """A request that stays slow because the decision is made never, or once; or that flickers on one bad step."""
+    pacer = Pacer(2.0)
+    for _ in range(15):
+        pacer.take(True, [1, 2])
+        assert pacer.speculating
+    pacer.take(True, [1, 1])
+    assert not pacer.speculating
+    pacer.take(True, [5])  # was under way: belongs to no phase
+    for _ in range(63):
+        pacer.take(False, [1, 1])
+        assert not pacer.speculating
+    pacer.take(False, [1])
+    assert pacer.speculating
+    for i in range(8):
+        pacer.take(False, [1])
+        assert pacer.speculating
+        pacer.take(True, [3 if i < 4 else 0, 1])  # tau 1.25: a probe is 8 steps, not 16
+    assert not pacer.speculating
+    for _ in range(64):
+        pacer.take(False, [1])
+    for i in range(100):
+        pacer.take(True, [3 if i % 16 else 1])
+        assert pacer.speculating
+
+
+class Turning(ScriptedDrafter):
+    """Always wrong up to a position, always right from there on (or the other way round, with shifts exchanged)."""
+
+    turn, shifts = 60, (1, 0)
+
+    def draft(self, request):
+        before, after = (self.with_shift(request, s) for s in self.shifts)
+        early = (request.n < self.turn)[:, None]
+        return before._replace(tokens=torch.where(early, before.tokens, after.tokens))
+
+    def with_shift(self, request, shift):
+        self.shift = shift
+        return super().draft(request)
+
+
+@pytest.mark.parametrize("lag", (0, 2))
+@pytest.mark.parametrize("shifts", ((1, 0), (0, 1)))
+def test_plain_steps_while_speculation_does_not_pay(shifts, lag):
+    """A hopeless drafter that goes on slowing a request, or one that became good and stays unused. The tokens are plain
+    decoding's throughout, and so are the counts."""
+    params = settings(2, max_new_tokens=130)
+    expected = plain(params)
+    truth = PROMPT + list(plain(settings(2, max_new_tokens=140)))
+    drafter = Turning(TREES["chain4"], [truth])
+    drafter.shifts = shifts
+    engine = Engine(MODEL, drafter=drafter, lag=lag, eagle_always=False)
+    engine._measure = lambda mode: (1.0, 2.0)
+    result = engine.generate(PROMPT, params).run()[0]
+    assert engine.break_even_tau == 2.0
+    assert tuple(result.token_ids) == expected
+    sizes = [len(step) for step in result.tokens_per_step]
+    assert result.new_tokens == 1 + sum(sizes) and result.tau == sum(sizes) / len(sizes)
+    if shifts == (1, 0):  # wrong for 16 steps, plain for 64, then right
+        assert sizes[:80] == [1] * 80 and result.plain_tokens == 64 + lag
+        assert set(sizes[80 + 2 * lag : -1]) == {5}
+    else:  # right, then wrong: the window notices
+        assert sizes[:8] == [5] * 8 and result.plain_tokens >= 40 and set(sizes[30:]) == {1}
+    assert engine.generate(PROMPT, params).run()[0].tokens_per_step == result.tokens_per_step  # per request
+
+
+def draft_model():
+    model = Transformer(geometry(1)).to(torch.float64)
+    randomise(model, 5)
+    model.rotary.build("cpu", CTX)
+    return model
+
+
+def drafter_of(kind: str, batch_size: int):
+    tree = next((t for name, t in TREES.items() if name.removesuffix("4") in kind), TREES["paper25"])
+    tree = tables(tree, batch_size)
+    slots = CTX + tree.N + 1
+    if kind == "ngram":
+        return NGramDrafter(MODEL, 8, 4)
+    if kind == "draft":
+        return DraftModelDrafter(MODEL, draft_model(), tree, batch_size, slots)
+    eagle = EagleDrafter(HEADS[kind.split("-")[0]], tree, batch_size, slots)
+    return WithNGrams(eagle, 4) if "grams" in kind else eagle
+
+
+@pytest.mark.parametrize("lag", (0, 2))
+@pytest.mark.parametrize("kind", ("eagle1", "eagle3-dynamic", "eagle1-grams", "draft", "ngram"))
+def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
+    """Draft rows of plainly decoded tokens missing, shifted by one or made from other features: acceptance would be lost,
+    silently. Tokens and every later draft row must be those of an engine that never stopped; also in the next turn."""
+    for name, value in (("WINDOW", 3), ("PLAIN", 37), ("PROBE", 3)):  # 37: more than one chunk of catching up
+        monkeypatch.setattr(Pacer, name, value)
+    params = settings(2, max_new_tokens=90)
+    always = Engine(MODEL, drafter=drafter_of(kind, 2), batch_size=2)
+    engine = Engine(MODEL, drafter=drafter_of(kind, 2), batch_size=2, lag=lag, eagle_always=False)
+    engine._measure = lambda mode: (1.0, 99.0)
+    prompts = [PROMPT, PROMPT[:5]]
+    caught, real = [], engine._catch_up
+    monkeypatch.setattr(engine, "_catch_up", lambda *args: caught.append(args) or real(*args))
+    ours, theirs = (e.generate_batch(prompts, params).run() for e in (engine, always))
+    assert [r.token_ids for r in ours] == [r.token_ids for r in theirs]
+    assert all(r.plain_tokens > 40 for r in ours) and {row for row, *_ in caught} == {0, 1}
+    assert all(30 < end - start <= HISTORY for _, start, end in caught)
+    for b in range(2):
+        end = max(end for row, _, end in caught if row == b)
+        cache = getattr(getattr(engine.drafter, "drafter", engine.drafter), "cache", None)
+        if cache is not None:
+            other = getattr(always.drafter, "drafter", always.drafter).cache
+            rows = min(end, engine._drafted[b], always._drafted[b])
+            assert rows > 40
+            torch.testing.assert_close(cache[..., b, :, :rows, :], other[..., b, :, :rows, :])
+    turns = [p + r.token_ids + [7] for p, r in zip(prompts, ours, strict=True)]
+    for e in (engine, always):
+        e.step_seconds = None
+        e.fallback = None
+    short = settings(2, max_new_tokens=9)
+    assert outcome(engine.generate_batch(turns, short).run()) == outcome(
+        always.generate_batch(turns, short).run()
+    )
+
+
+def test_features_kept_wrongly_are_caught(monkeypatch):
+    """That the test above can fail: catching up from a row too far."""
+    real = Engine._catch_up
+    monkeypatch.setattr(Engine, "_catch_up", lambda self, row, start, end: real(self, row, start + 1, end))
+    with pytest.raises(AssertionError):
+        test_a_drafter_catches_up_after_plain_steps("eagle1", 0, monkeypatch)
+
+
+def test_the_first_request_measures_both_steps():
+    """A break-even that was guessed, measured again in every request, or measured on steps that left traces."""
+    engine = Engine(MODEL, drafter=drafter_of("eagle1", 1), eagle_always=False)
+    assert engine.step_seconds is None and engine.break_even_tau == 0
+    params = settings(2, max_new_tokens=12)
+    assert tuple(engine.generate(PROMPT, params).run()[0].token_ids) == plain(params)
+    plain_step, speculative = engine.step_seconds
+    assert (
+        engine.break_even_tau == speculative / plain_step > 1
+    )  # 26 nodes and 5 draft levels cost more than one node
+    engine.generate(PROMPT, settings(0, max_new_tokens=5)).run()  # another kind of step takes another time
+    assert len(engine.timings) == 2 and engine.step_seconds != (plain_step, speculative)
+    engine.generate(PROMPT, params).run()
+    assert len(engine.timings) == 2 and engine.step_seconds == (plain_step, speculative)
+
+
+def test_what_cannot_catch_up_says_so():
+    """Plain steps put between the steps of a drafter that lives from them, or of a rule whose tokens depend on them."""
+    for drafter, why in (
+        (LookaheadDrafter(MODEL, 1), "window"),
+        (WithNGrams(LookaheadDrafter(MODEL, 1), 4), "window"),
+        (
+            EagleDrafter(HEADS["eagle1"], tables(TREES["chain4"]), 1, CTX + 6, multi_round="without"),
+            "multi-round",
+        ),
+    ):
+        engine = Engine(MODEL, drafter=drafter, eagle_always=False)
+        assert why in engine.always_on and engine.fallback is None
+        engine.generate(PROMPT, settings(2, max_new_tokens=4)).run()
+        assert engine.step_seconds is None
+    assert not Engine(MODEL, drafter=drafter_of("ngram", 1), eagle_always=False).always_on
+
+
+def test_plain_steps_and_catching_up_do_not_recompile(monkeypatch):
+    """A switch between the two kinds of step that compiles anew in the middle of a request."""
+    torch._dynamo.reset()
+    for name, value in (("WINDOW", 2), ("PLAIN", 5), ("PROBE", 2)):
+        monkeypatch.setattr(Pacer, name, value)
+    monkeypatch.setattr(Engine, "_measure", lambda self, mode: (1.0, 99.0))
+    engine = Engine(MODEL, drafter=drafter_of("eagle1-chain", 1), lag=2, eagle_always=False)
+    compile = functools.partial(torch.compile, fullgraph=True, backend="eager", dynamic=False)
+    engine._step, engine._plain_step = compile(engine._step), compile(lambda *args: decode_step(*args))
+    engine.generate(PROMPT, settings(2, max_new_tokens=6)).run()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed, prompt in ((3, PROMPT), (9, PROMPT[:3])):
+            params = settings(2, seed=seed, max_new_tokens=40)
+            result = engine.generate(prompt, params).run()[0]
+            assert result.token_ids == Engine(MODEL).generate(prompt, params).run()[0].token_ids
+            assert result.plain_tokens > 10

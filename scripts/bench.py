@@ -279,7 +279,8 @@ class _Clock:
 
 
 def hf_model(model: Transformer):
-    """A transformers model whose parameters are views of ours; UserError where that cannot be (quantized weights)."""
+    """A transformers model whose parameters are views of ours, or copies laid out as it would load them where ours lie
+    column by column; UserError where that cannot be (quantized weights)."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -291,7 +292,7 @@ def hf_model(model: Transformer):
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     fused = any(name.endswith("experts.gate_up_proj") for name in twin.state_dict())
-    views = checkpoint.hf_views(model, fused)
+    views = {n: v.contiguous() for n, v in checkpoint.hf_views(model, fused).items()}
     if model.config.tie_word_embeddings:
         views["lm_head.weight"] = views["model.embed_tokens.weight"]
     twin.load_state_dict({name: view.detach() for name, view in views.items()}, assign=True)
@@ -460,8 +461,8 @@ def random_engine(
     backend = kernels.KernelBackend(options.get("kernels", "auto"), target.type)
     if spec:
         model.quant = quant
-        with backend.active():
-            quantize.pack_(model, DTYPES[dtype])
+    with backend.active():
+        quantize.pack_(model, DTYPES[dtype])
     engine = Engine(model, None, None, 1, 64, backend=backend)
     engine.options = LoadOptions(checkpoint=name, device=target.type, dtype=dtype, **options)
     return engine

@@ -18,12 +18,19 @@ from torch import Tensor
 import kernels
 import sampling
 import tree as trees
-from eagle_draft import Draft, Request
-from model import Transformer, chain_ancestors
+from eagle_draft import Draft, EagleHead, Request
+from model import Block, Nodes, Transformer, chain_ancestors
 from sampling import SamplingMode, SamplingParams, SamplingState
 
 PREFILL_CHUNKS = (32, 256)  # fixed widths, so no prompt length compiles anything new
 MAX_STOP_IDS = 32
+# regions: one block, one draft layer and the step's tail go through Inductor, each once per shape; max-autotune: the same
+# with measured tilings (slow start); reduce-overhead: the whole step as one piece (for comparison).
+COMPILE_MODES = {
+    "regions": None,
+    "max-autotune": "max-autotune-no-cudagraphs",
+    "reduce-overhead": "reduce-overhead",
+}
 
 
 class Drafter(Protocol):
@@ -89,6 +96,9 @@ class DecodeState:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
+PHASES = ("draft", "verify", "accept")  # accept: choice, walk and commit
+
+
 class StepOutput(NamedTuple):
     emitted: Tensor  # [B, D + 1] ids
     count: Tensor  # [B] how many of them; 0 for a sequence that had finished
@@ -97,8 +107,18 @@ class StepOutput(NamedTuple):
     draft: Draft
 
 
-def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: SamplingMode) -> StepOutput:
-    """One step for all sequences: fixed shapes, in-place on `state`, no host sync (DESIGN section 3)."""
+def decode_step(
+    model: Transformer,
+    drafter: Drafter,
+    state: DecodeState,
+    mode: SamplingMode,
+    mark: Callable[[str], None] | None = None,
+    settle: Callable | None = None,
+) -> StepOutput:
+    """One step for all sequences: fixed shapes, in-place on `state`, no host sync (DESIGN section 3).
+
+    mark(phase), if given, is called at the end of each of PHASES (a gauge). settle: a compiled `_settle`.
+    """
     V, S, D, n = model.config.vocab_size, state.slots, drafter.D, state.n
     level = torch.arange(D + 1, device=n.device)
     ids = torch.arange(V, device=n.device)
@@ -118,9 +138,28 @@ def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: 
         state.counts,
     )
     draft = drafter.draft(request)
+    if mark is not None:
+        mark("draft")
     nodes = model.nodes(n, draft.depth, draft.ancestors, S)
     hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps)
     logits = model.logits(hidden_states)
+    if mark is not None:
+        mark("verify")
+    out = (settle or _settle)(
+        drafter, draft, logits, hidden_states if taps is None else taps, noise, state, mode
+    )
+    if mark is not None:
+        mark("accept")
+    return out
+
+
+def _settle(
+    drafter: Drafter, draft: Draft, logits: Tensor, features: Tensor, noise: Tensor | None,
+    state: DecodeState, mode: SamplingMode,
+) -> StepOutput:  # fmt: skip
+    """Accept and commit: logits [B, N, V] and features [B, N, F] of the tree's nodes -> what the step emits."""
+    S, V, D, n = state.slots, logits.shape[-1], drafter.D, state.n
+    level = torch.arange(D + 1, device=n.device)
     usable = sampling.finite(logits)
     if mode.penalties:
         below_root = draft.ancestors.clone()
@@ -138,7 +177,6 @@ def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: 
         accepted = trees.accept(
             draft.tokens, draft.parent, draft.depth, draft.ancestors, draft.valid, choice, D
         )
-    features = hidden_states if taps is None else taps
     live = ~state.done
     count = accepted.count * live
     new = level < count[:, None]
@@ -317,6 +355,51 @@ class Stream:
         return self.results
 
 
+class Regions:
+    """The parts of a step that --compile compiles: one block for all layers, one draft layer for all levels of a width,
+    and the tail. That takes seconds; the whole step in one piece takes minutes, and on a CPU it runs slower than eager.
+    On a CPU the block alone repays its compilation, elsewhere a captured graph wants few kernels everywhere."""
+
+    def __init__(self, model: Transformer, drafter: Drafter, every: bool | None = None, **how: Any):
+        """every: compile all three (default: unless on a CPU). how: options of torch.compile."""
+        # every width of every engine is a variant of the same few functions
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        block, layer, settle = (
+            torch.compile(f, fullgraph=True, dynamic=False, **how)
+            for f in (Block.forward, EagleHead.layer_forward, _settle)
+        )
+
+        def draft_layer(
+            head: EagleHead, embedding: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor
+        ) -> Tensor:
+            # Levels of one width differ in how many rows they may see, which only the attention looks at, and in the
+            # strides of features that are one row repeated.
+            torch._dynamo.maybe_mark_dynamic(nodes.visible, 2)
+            return layer(head, embedding, feature.contiguous(), nodes, kv)
+
+        every = model.device.type != "cpu" if every is None else every
+        inner = getattr(drafter, "drafter", drafter)  # inside n-grams
+        hooks = [(model, "run_block", block), (getattr(inner, "model", None), "run_block", block)]
+        hooks += [(getattr(inner, "head", None), "run_layer", draft_layer)] if every else []
+        self.hooks = [hook for hook in hooks if hook[0] is not None]
+        self.settle = settle if every else None
+
+    def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
+        """function(...) with the compiled parts in place; other engines on the same modules keep theirs."""
+        before = [vars(part)[name] for part, name, _ in self.hooks]
+        for part, name, compiled in self.hooks:
+            vars(part)[name] = compiled
+        try:
+            return function(*arguments, **named)
+        finally:
+            for (part, name, _), plain in zip(self.hooks, before, strict=True):
+                vars(part)[name] = plain
+
+    def step(self, *arguments: Any, mark: Callable[[str], None] | None = None) -> StepOutput:
+        """`decode_step`, its parts compiled."""
+        return self.call(decode_step, *arguments, mark=mark, settle=self.settle)
+
+
 class Engine:
     """Decodes one batch at a time with a target, a drafter and static buffers. Built by `generate.load`."""
 
@@ -329,6 +412,7 @@ class Engine:
         ctx: int | None = None,
         compile: bool = False,
         backend: kernels.KernelBackend | None = None,
+        compile_mode: str = "regions",
     ):
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.drafter = drafter or PlainDrafter(model, batch_size)
@@ -338,13 +422,16 @@ class Engine:
                 f"ctx is {self.ctx}; allowed: 2 to {model.config.max_positions} (the model's max_position_embeddings)."
             )
         self.backend = backend or kernels.KernelBackend("auto", model.device.type)
-        self.compiled = compile
+        if compile_mode not in COMPILE_MODES:
+            raise ValueError(f"compile_mode is {compile_mode!r:.40}; allowed: {', '.join(COMPILE_MODES)}.")
+        self.compiled, self.compile_mode = compile, compile_mode
         self.state = DecodeState(model, self.drafter, batch_size, self.ctx)
         self._step: Callable = decode_step
         self._forward: Callable = _prefill_chunk
-        if compile:
-            self._step = torch.compile(decode_step, fullgraph=True, dynamic=False)
-            self._forward = torch.compile(_prefill_chunk, fullgraph=True, dynamic=False)
+        if compile and compile_mode == "reduce-overhead":
+            self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=compile_mode)
+        elif compile:
+            self._step = Regions(model, self.drafter, mode=COMPILE_MODES[compile_mode]).step
         # What the caches hold: per row, ids whose target rows are valid, and how many draft rows are.
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
         self._drafted = [0] * batch_size
@@ -435,7 +522,10 @@ class Engine:
                     state.done[b] = True
                 yield chunk._replace(row=b)
                 self._check_owner(results)
-            seconds, counts = 0.0, [1] * B  # of decoding alone: what the consumer does with a chunk is not ours
+            seconds, counts = (
+                0.0,
+                [1] * B,
+            )  # of decoding alone: what the consumer does with a chunk is not ours
             while not all(row.finished for row in rows):
                 started = time.perf_counter()
                 with self.backend.active():

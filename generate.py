@@ -43,7 +43,7 @@ from drafters import (
     named_tree,
 )
 from eagle_draft import EagleDrafter, EagleHead
-from engine import Engine, GenerationResult, PlainDrafter
+from engine import COMPILE_MODES, Engine, GenerationResult, PlainDrafter
 from model import DTYPES, ModelConfig, Transformer
 from sampling import SamplingParams
 from tokenizer import load_tokenizer
@@ -86,6 +86,7 @@ class LoadOptions:
     device: str | None = None
     dtype: str | None = None
     compile: bool = False
+    compile_mode: str = "regions"  # one of engine.COMPILE_MODES
     kernels: str = "auto"
 
 
@@ -265,9 +266,8 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
         for module in (model, head) if head else (model,):
             quantize.pack_(module, model.dtype)
         drafter = build_drafter(model, head, opts) if kind else None
-    engine = Engine(
-        model, tokenizer, drafter, opts.batch_size, ctx=opts.ctx, compile=opts.compile, backend=backend
-    )
+    how = {"compile": opts.compile, "compile_mode": opts.compile_mode}
+    engine = Engine(model, tokenizer, drafter, opts.batch_size, ctx=opts.ctx, backend=backend, **how)
     engine.options, engine.plan, engine.head = opts, plan, head
     trained = head.config.layer if head else draft
     if trained is not None and trained.max_position_embeddings < opts.ctx:
@@ -424,6 +424,7 @@ def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, resu
         engine.ctx,
         engine.compiled,
         engine.backend,
+        engine.compile_mode,
     )
     replayed = plain.generate_batch(prompts, params).run()
     same = total = 0
@@ -500,7 +501,7 @@ def result_json(engine: Engine, results: list[GenerationResult]) -> dict[str, An
         "ngram_nodes": opts.ngram_nodes,
         "verify": opts.verify if drafter_kind(opts) else None,
         "kernels": engine.backend.describe(),
-        "compile": opts.compile,
+        "compile": opts.compile_mode if opts.compile else False,
         "peak_memory_bytes": peak_memory(engine.model.device),
         "versions": versions(),
     }
@@ -644,6 +645,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"))
     add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's; float32 on a CPU")
     add("--compile", action="store_true", help="compile the step (and on a GPU capture it as one CUDA graph)")
+    add(
+        "--compile-mode",
+        default="regions",
+        choices=tuple(COMPILE_MODES),
+        help="regions (default): one block for all layers; max-autotune: with measured tilings; reduce-overhead: the "
+        "whole step in one piece, for comparison",
+    )
     add("--kernels", default="auto", choices=("auto", "triton", "reference"))
     spec = parser.add_argument_group("speculative decoding")
     add = spec.add_argument
@@ -782,6 +790,7 @@ def _main(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=args.dtype,
         compile=args.compile,
+        compile_mode=args.compile_mode,
         kernels=args.kernels,
     )
     if args.template and engine.tokenizer:

@@ -130,12 +130,36 @@ def noise_bits(seed: torch.Tensor, positions: torch.Tensor, token_ids: torch.Ten
     of the seed the two key words are a bijection of (high half, position). Per element only one finalizer
     runs.
     """
-    seed = seed.unsqueeze(1)
-    low = _mix(seed & MASK ^ 0x9E3779B9)
-    high = _mix(seed >> 32 & MASK ^ low)
-    first = _mix(_mix(positions + low & MASK) ^ high)
-    second = _mix(first + high & MASK ^ low)
+    first, second = _keys(seed, positions) if seed.is_cuda else _keys_on_host(seed, positions).unbind(0)
     return _mix(_mix(token_ids & MASK) ^ first.unsqueeze(-1), second.unsqueeze(-1))
+
+
+def _keys(seed: torch.Tensor, positions: torch.Tensor, mix=_mix) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two key words of seed [B] at positions [B,P]; `mix` may be of integers, seed and positions then too."""
+    seed = seed.unsqueeze(1) if isinstance(seed, torch.Tensor) else seed
+    low = mix(seed & MASK ^ 0x9E3779B9)
+    high = mix(seed >> 32 & MASK ^ low)
+    first = mix(mix(positions + low & MASK) ^ high)
+    return first, mix(first + high & MASK ^ low)
+
+
+def _mix_int(x: int) -> int:
+    x = (x ^ x >> 16) * MIX_A & MASK
+    x = (x ^ x >> 15) * MIX_B & MASK
+    return x ^ x >> 16
+
+
+@torch.library.custom_op("eaglet::noise_keys", mutates_args=(), device_types="cpu")
+def _keys_on_host(seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`_keys` [2,B,P] for the CPU, which may look at values: sixty calls on a few numbers cost more than the noise."""
+    rows = zip(seed.tolist(), positions.expand(seed.shape[0], -1).tolist(), strict=True)
+    keys = [[_keys(s, p, _mix_int) for p in row] for s, row in rows]
+    return torch.tensor(keys, dtype=torch.int64).permute(2, 0, 1).contiguous()
+
+
+@_keys_on_host.register_fake
+def _(seed, positions):
+    return seed.new_empty(2, seed.shape[0], positions.shape[1])
 
 
 def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ import quantize
 from checkpoint import EagleConfig
 from drafters import check_vocabulary
 from eagle_draft import EagleHead, Request
-from engine import Engine, decode_step
+from engine import Engine, Regions, decode_step
 from generate import (
     DEMO,
     DTYPES,
@@ -68,7 +68,16 @@ SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE = "same tokens", "same distribution
 LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)
 TIE = 1e-4  # logit margin under which a float32 fork is rounding (DESIGN section 4)
 NO_STOP = (2**31 - 1,)  # no token has this id: decoding goes on to the length limit
-COMMON = ("checkpoint", "device", "dtype", "ctx", "batch_size", "kernels", "compile")  # the same for all arms
+COMMON = (
+    "checkpoint",
+    "device",
+    "dtype",
+    "ctx",
+    "batch_size",
+    "kernels",
+    "compile",
+    "compile_mode",
+)  # for all
 PATHS = (
     "eagle",
     "draft_checkpoint",
@@ -396,7 +405,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         if head:
             quantize.pack_(head, model.dtype)
         drafter = build_drafter(model, head, opts) if kind else None
-    engine = Engine(model, base.tokenizer, drafter, 1, ctx, opts.compile, base.backend)
+    engine = Engine(model, base.tokenizer, drafter, 1, ctx, opts.compile, base.backend, opts.compile_mode)
     engine.options, engine.head = opts, head
     return engine
 
@@ -825,7 +834,7 @@ def draft_share(engine: Engine, repeats: int = 9) -> tuple[float, float | None]:
     """(median seconds of `drafter.draft` alone, its share of a whole step timed in turn with it).
 
     Runs on the state that the last request left; that request has finished, so the steps change nothing. Of a compiled
-    engine only the draft is timed, compiled too, and the share is None: the table divides by the measured step.
+    engine only the draft is timed, its parts compiled too, and the share is None: the table divides by the measured step.
     """
     drafter, state, device = engine.drafter, engine.state, engine.model.device
     if drafter.D == 0:
@@ -833,8 +842,8 @@ def draft_share(engine: Engine, repeats: int = 9) -> tuple[float, float | None]:
     mode = SamplingParams().mode
     names = {"state": state.sampling, "mode": mode, "noise": None}
     request = Request(*(names[name] if name in names else getattr(state, name) for name in Request._fields))
-    draft = torch.compile(drafter.draft, fullgraph=True, dynamic=False) if engine.compiled else drafter.draft
-    calls = [lambda: draft(request)]
+    run = Regions(engine.model, drafter).call if engine.compiled else lambda f, *a: f(*a)
+    calls = [lambda: run(drafter.draft, request)]
     if not engine.compiled:
         calls.append(lambda: decode_step(engine.model, drafter, state, mode))
     parts: list[list[float]] = [[] for _ in calls]

@@ -25,6 +25,7 @@ from tiny import (
     tiny_head,
     tiny_model,
 )
+from torch._dynamo.testing import CompileCounter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,7 +34,7 @@ import kernels
 import sampling
 import tree as trees
 from eagle_draft import Draft, EagleDrafter
-from engine import DecodeState, Engine, PlainDrafter, decode_step
+from engine import DecodeState, Engine, PlainDrafter, Regions, decode_step
 from model import Transformer
 from sampling import SamplingParams
 
@@ -1096,3 +1097,40 @@ def test_compiled_output_equals_eager_output():
     for prompt in (PROMPT, PROMPT[:4]):
         params = SamplingParams(temperature=1.0, max_new_tokens=20, seed=1)
         assert steps_of(compiled, prompt, params) == steps_of(eager, prompt, params)
+
+
+@pytest.mark.parametrize("mode, compiled", [("plain", 2), ("static", 4), ("dynamic", 4)])
+def test_regions_compile_once_per_width_and_leave_other_engines_alone(mode, compiled):
+    """A block compiled anew for every layer, level, prompt, position, seed or temperature; and an engine on the same
+    model whose layers are silently compiled too (or stay so after an error)."""
+    torch._dynamo.reset()
+    tree = {"static": trees.chain(2), "dynamic": trees.DynamicTree(6, 2, 2)}.get(mode)
+    temperature = 0.0 if mode == "plain" else 1.0
+
+    def make() -> Engine:
+        model = tiny_model(torch.float32, layers=3)
+        return Engine(model) if tree is None else eagle_engine(tiny_head(model), tree)
+
+    engine, eager, counter = make(), make(), CompileCounter()
+    regions = Regions(engine.model, engine.drafter, every=True, backend=counter)
+    engine._step = regions.step
+    plain_parts = [vars(part)[name] for part, name, _ in regions.hooks]
+    engine.generate(PROMPT, SamplingParams(temperature, max_new_tokens=6)).run()
+    assert counter.frame_count == compiled, "one block, one tail, one draft layer per width"
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for prompt, changes in REQUESTS:
+            changes = {**changes, "temperature": changes.get("temperature", 1) * temperature, "top_p": 1.0}
+            params = SamplingParams(**changes)
+            assert steps_of(engine, prompt, params) == steps_of(eager, prompt, params)
+            assert [vars(part)[name] for part, name, _ in regions.hooks] == plain_parts
+    with pytest.raises(ZeroDivisionError):
+        regions.call(lambda: 1 / 0)
+    assert [vars(part)[name] for part, name, _ in regions.hooks] == plain_parts
+
+
+def test_unknown_compile_mode_is_named():
+    """A mode that falls back to another one in silence."""
+    with pytest.raises(
+        ValueError, match="compile_mode is 'fast'; allowed: regions, max-autotune, reduce-overhead"
+    ):
+        Engine(tiny_model(), compile_mode="fast")

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+import artefacts
 import checkpoint
 import kernels
 import quantize
@@ -266,6 +267,11 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
         for module in (model, head) if head else (model,):
             quantize.pack_(module, model.dtype)
         drafter = build_drafter(model, head, opts) if kind else None
+    if opts.compile:
+        folder, found = artefacts.use(describe_device(device))
+        report(
+            f"compile {folder} ({found}); one block is compiled per width, prompts and settings compile nothing"
+        )
     how = {"compile": opts.compile, "compile_mode": opts.compile_mode}
     engine = Engine(model, tokenizer, drafter, opts.batch_size, ctx=opts.ctx, backend=backend, **how)
     engine.options, engine.plan, engine.head = opts, plan, head
@@ -502,11 +508,18 @@ def result_json(engine: Engine, results: list[GenerationResult]) -> dict[str, An
         "verify": opts.verify if drafter_kind(opts) else None,
         "kernels": engine.backend.describe(),
         "compile": opts.compile_mode if opts.compile else False,
+        "graphs_reused": compiled_graphs()[0] if opts.compile else None,
+        "graphs_compiled": compiled_graphs()[1] if opts.compile else None,
         "peak_memory_bytes": peak_memory(engine.model.device),
         "versions": versions(),
     }
     rows = [r.to_dict() for r in results]
     return rows[0] | shared | ({"batch": rows} if len(rows) > 1 else {})
+
+
+def compiled_graphs() -> tuple[int, int]:
+    """(reused, compiled) by this process so far."""
+    return artefacts.tally(torch._dynamo.utils.counters)
 
 
 class Report:
@@ -549,8 +562,6 @@ class Report:
         self.line(
             f"device  {describe_device(model.device)}     plan {engine.plan}   loaded in {seconds:.1f} s"
         )
-        if engine.compiled:
-            self.line("compile the first steps compile; later prompts, lengths and sampling values do not")
 
     def tail(self, engine: Engine, results: list[GenerationResult], params: SamplingParams) -> None:
         if self.quiet:
@@ -605,7 +616,21 @@ class Report:
         if engine.drafter.D > 0:
             noise = "" if engine.options.draft_noise else "  draft-noise off"
             settings.append(f"verify {engine.options.verify}{noise}")
+        if engine.compiled:
+            reused, new = compiled_graphs()
+            why = "" if not new else " (a shape, option or source that this folder had not seen)"
+            self.line(f"compiled {reused} graphs reused, {new} compiled{why}")
         self.line(f"stop     {', '.join(r.stop_reason for r in results)}        {'  '.join(settings)}")
+
+
+def cache_command(what: str) -> int:
+    """--cache show | clear: the compiled artefacts, never anything else."""
+    found = artefacts.entries() if what == "show" else artefacts.clear()
+    for entry in found:
+        print(f"{entry.key}  {entry.files:,} files  {size(entry.bytes)}")
+    total = f"{len(found)} entries, {size(sum(entry.bytes for entry in found))}"
+    print(f"{artefacts.root()}: {total}{' deleted' if what == 'clear' else ''}")
+    return 0
 
 
 def bar(share: float, width: int = 32) -> str:
@@ -652,6 +677,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="regions (default): one block for all layers; max-autotune: with measured tilings; reduce-overhead: the "
         "whole step in one piece, for comparison",
     )
+    add("--cache", choices=("show", "clear"), help="list or delete what --compile has kept, and leave")
     add("--kernels", default="auto", choices=("auto", "triton", "reference"))
     spec = parser.add_argument_group("speculative decoding")
     add = spec.add_argument
@@ -744,6 +770,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
+    if args.cache:
+        return cache_command(args.cache)
     params = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,

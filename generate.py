@@ -677,6 +677,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="regions (default): one block for all layers; max-autotune: with measured tilings; reduce-overhead: the "
         "whole step in one piece, for comparison",
     )
+    add("--gauge", action="store_true", help="time the phases of a step: draft, verify, accept, host")
     add("--cache", choices=("show", "clear"), help="list or delete what --compile has kept, and leave")
     add("--kernels", default="auto", choices=("auto", "triton", "reference"))
     spec = parser.add_argument_group("speculative decoding")
@@ -794,6 +795,8 @@ def _main(args: argparse.Namespace) -> int:
     given = [name for name in ("prompt", "prompt_ids", "prompt_file") if getattr(args, name) is not None]
     if len(given) > 1 or (args.chat and given):
         raise UserError("give one of --prompt, --prompt-ids, --prompt-file, --chat.", USAGE)
+    if args.chat and args.gauge:
+        raise UserError("--gauge times one request; it does not go with --chat.", USAGE)
     if any("=" not in item for item in args.eagle_config):
         raise UserError("--eagle-config takes KEY=VALUE, like rope_theta=500000.", USAGE)
     report = Report(args.quiet or args.json)
@@ -861,6 +864,11 @@ def run_once(engine, prompts, params, args, report: Report) -> int:
 
         recorder = StepRecorder(engine)
         engine.observer = recorder
+    gauge = None
+    if args.gauge:
+        from viewer import Gauge
+
+        gauge = Gauge(engine)
     stream = engine.generate_batch(prompts, params)
     show = not args.json and engine.tokenizer is not None and not args.show_tree
     if show and args.prompt_ids is None:
@@ -877,7 +885,9 @@ def run_once(engine, prompts, params, args, report: Report) -> int:
         stream.close()
     results = stream.results
     if args.json:
-        print(json.dumps(result_json(engine, results)))
+        slowest = max(results, key=lambda r: r.steps)
+        measured = {"gauge_ms": gauge.split(slowest)} if gauge else {}
+        print(json.dumps(result_json(engine, results) | measured))
     elif show and args.batch_size > 1:
         for b, result in enumerate(results):
             print(f"\n--- seed {params.seed + b} ---\n{result.text}", end="")
@@ -886,6 +896,8 @@ def run_once(engine, prompts, params, args, report: Report) -> int:
     if not args.json:
         print(flush=True)
     report.tail(engine, results, params)
+    if gauge:
+        report.line(f"gauge    {gauge.line(max(results, key=lambda r: r.steps))}")
     if args.html and recorder:
         recorder.write_html(args.html, results[0])
         report.line(f"html     {args.html}")

@@ -22,7 +22,7 @@ from eagle_draft import Draft, EagleHead, Request
 from model import Block, Nodes, Transformer, chain_ancestors
 from sampling import SamplingMode, SamplingParams, SamplingState
 
-PREFILL_CHUNKS = (32, 256)  # fixed widths, so no prompt length compiles anything new
+PREFILL_CHUNKS = (32, 64, 128, 256)  # fixed widths: a prompt of any length runs shapes that were seen before
 MAX_STOP_IDS = 32
 # regions: one block, one draft layer and the step's tail go through Inductor, each once per shape; max-autotune: the same
 # with measured tilings (slow start); reduce-overhead: the whole step as one piece (for comparison).

@@ -89,6 +89,7 @@ class DecodeState:
             self.stop_ids = torch.full((MAX_STOP_IDS,), -1)
             self.seen = torch.zeros(B, V, dtype=torch.bool)
             self.counts = torch.zeros(B, V, dtype=torch.int32)
+            self.hashes = sampling.hash_ids(torch.arange(V))
         self.sampling = SamplingState(B, device)
 
     def nbytes(self) -> int:
@@ -119,12 +120,12 @@ def decode_step(
 
     mark(phase), if given, is called at the end of each of PHASES (a gauge). settle: a compiled `_settle`.
     """
-    V, S, D, n = model.config.vocab_size, state.slots, drafter.D, state.n
+    S, D, n = state.slots, drafter.D, state.n
     level = torch.arange(D + 1, device=n.device)
-    ids = torch.arange(V, device=n.device)
     noise = None
     if mode.sample:
-        noise = sampling.gumbel_noise(state.sampling.seed, n[:, None] + 1 + level, ids)
+        where = n[:, None] + 1 + level
+        noise = sampling.gumbel_noise(state.sampling.seed, where, state.hashes, hashed=True)
     request = Request(
         state.tokens,
         n,

@@ -157,7 +157,7 @@ def plan_memory(
     N, D = tree_shape(options)
     slots = ctx + N + 1
     row = 2 * config.num_key_value_heads * config.head_dim * element
-    buffers = B * slots * 8 + B * config.vocab_size * 5 + rotary
+    buffers = B * slots * 8 + (B * 5 + 8) * config.vocab_size + rotary
     head_bytes = draft_kv = 0
     if head is not None:
         layer = head.config.layer

@@ -250,8 +250,8 @@ def parent_off_by_one(monkeypatch):
 def noise_of_one_depth(monkeypatch):
     real = sampling.gumbel_noise
 
-    def gumbel_noise(seed, positions, ids):
-        return real(seed, positions[:, :1].expand_as(positions), ids)
+    def gumbel_noise(seed, positions, ids, **how):
+        return real(seed, positions[:, :1].expand_as(positions), ids, **how)
 
     monkeypatch.setattr(sampling, "gumbel_noise", gumbel_noise)
 
@@ -901,7 +901,7 @@ def test_reused_noise_is_caught(dense, monkeypatch):
     """Mutant: the noise of one position used for all depths (positions dropped from the key)."""
     real = sampling.gumbel_noise
     params = LAWS["T=1"]
-    monkeypatch.setattr(sampling, "gumbel_noise", lambda s, p, ids: real(s, torch.zeros_like(p), ids))
+    monkeypatch.setattr(sampling, "gumbel_noise", lambda s, p, *a, **how: real(s, p * 0, *a, **how))
     drawn, _, start = draws(BUSH, params, "")
     assert deviation(drawn, exact_law(start, params)) > 8
 

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path / "cache"))
     for name in artefacts.VARIABLES:
-        monkeypatch.setenv(name, "")
+        monkeypatch.setenv(name, "restored after the test")
+        os.environ.pop(name)
 
 
 def filled() -> Path:
@@ -112,6 +113,9 @@ def test_second_process_reuses_what_the_first_compiled():
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=True)
         runs.append(json.loads(done.stdout))
     first, second = runs
+    assert [entry.bytes > 10_000 for entry in artefacts.entries()] == [True], (
+        "kept in our folder, nowhere else"
+    )
     assert first["graphs_compiled"] > 0 and first["graphs_reused"] == 0
     assert second["graphs_reused"] == first["graphs_compiled"] and second["graphs_compiled"] == 0
     assert second["token_ids"] == first["token_ids"]

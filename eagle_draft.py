@@ -286,7 +286,7 @@ class TreeDrafter:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Ranking keys, scores and processed logits [B, W, Vd] for the children of rows at `depth`.
 
-        paths [B, W, depth] are the draft-vocabulary ids from below the root to each row (penalties follow them).
+        paths [B, W, depth] are the draft-vocabulary ids from below the root to each row; read with penalties only.
         """
         logits, ids = self.predict(output), self.draft_ids
         if request.mode.penalties:
@@ -358,10 +358,11 @@ class TreeDrafter:
             totals = torch.cat((totals, totals.gather(1, level.source) + gained), 1)
             feature = feature.gather(1, level.source[..., None].expand(-1, -1, feature.shape[-1]))
             output = self._level(request, level.depth, first, self._ids(chosen), feature, level.visible)
-            parents = torch.cat([_padded(p, level.depth - 1) for p in run_paths.values()], 1)
-            inherited = parents.gather(1, level.source[..., None].expand(-1, -1, level.depth - 1))
-            paths = torch.cat((inherited, chosen[..., None]), -1)
-            run_paths[level.depth] = paths
+            if request.mode.penalties:  # nothing else asks for paths
+                parents = torch.cat([_padded(p, level.depth - 1) for p in run_paths.values()], 1)
+                inherited = parents.gather(1, level.source[..., None].expand(-1, -1, level.depth - 1))
+                paths = torch.cat((inherited, chosen[..., None]), -1)
+                run_paths[level.depth] = paths
             local, scores, q = self._children(request, output, level.depth, paths, width, 1 + first)
             first += chosen.shape[1]
             for kept, new in ((candidates, local), (values, scores), (outputs, output), (laws, q)):
@@ -383,11 +384,13 @@ class TreeDrafter:
         for level in range(depth):
             chosen = pool.frontier_tokens
             output = self._level(request, level + 1, level * K, self._ids(chosen), feature, pool.visible)
-            paths = torch.cat((parent_paths, chosen[..., None]), -1)
+            if request.mode.penalties:
+                paths = torch.cat((parent_paths, chosen[..., None]), -1)
             local, scores, _ = self._children(request, output, level + 1, paths, K)
             pool = trees.expand(pool, local, scores)
             feature = output.gather(1, pool.source[..., None].expand(-1, -1, output.shape[-1]))
-            parent_paths = paths.gather(1, pool.source[..., None].expand(-1, -1, paths.shape[-1]))
+            if request.mode.penalties:
+                parent_paths = paths.gather(1, pool.source[..., None].expand(-1, -1, paths.shape[-1]))
         drafted = trees.select(pool._replace(tokens=self._ids(pool.tokens)), request.root, self.N, self.D)
         return Draft(*drafted)
 

@@ -20,24 +20,29 @@ from torch import Tensor
 import kernels
 import sampling
 import tree as trees
-from eagle_draft import Draft, Request
-from model import Transformer, chain_ancestors
+from eagle_draft import Draft, EagleHead, Request
+from model import Block, Nodes, Transformer, chain_ancestors
 from runner import RING, Pacer, Runner
 from sampling import SamplingMode, SamplingParams, SamplingState
 
-PREFILL_CHUNKS = (32, 256)  # fixed widths, so no prompt length compiles anything new
+PREFILL_CHUNKS = (32, 64, 128, 256)  # fixed widths: a prompt of any length runs shapes that were seen before
 MAX_STOP_IDS = 32
 LAG = 2  # steps that run ahead of the host on a GPU
-# graph: Inductor's kernels, captured by hand as one CUDA graph per step. capture: the same with eager kernels (starts
-# fast). inductor: no graph. reduce-overhead: Inductor captures. On a CPU there are no graphs.
-COMPILE_MODES = ("graph", "capture", "inductor", "reduce-overhead")
+# What --compile does: (what goes through Inductor, Inductor's mode, whether a GPU's step is captured as one CUDA graph).
+# regions: one block for all layers, one draft layer, the step's tail; whole: the step in one piece (for comparison).
+COMPILE_MODES = {
+    "graph": ("regions", None, True),
+    "max-autotune": ("regions", "max-autotune-no-cudagraphs", True),
+    "capture": ("", None, True),
+    "regions": ("regions", None, False),
+    "inductor": ("whole", None, False),
+    "reduce-overhead": ("whole", "reduce-overhead", False),
+}
 # Where a request can be cut short: Engine methods, each of which the tests make fail with every kind of error.
 INJECTION_POINTS = (
     "_allocate", "_set_up", "_capture", "_measure", "_prefill", "_launch", "_read", "_observe", "_finish", "_catch_up",
 )  # fmt: skip
-HISTORY = (
-    128  # features of the last tokens, for a drafter that catches up: more than Pacer.PLAIN + the longest run
-)
+HISTORY = 128  # features kept for a drafter that catches up: more than Pacer.PLAIN + the longest run
 
 
 class Drafter(Protocol):
@@ -105,11 +110,15 @@ class DecodeState:
             self.counts = torch.zeros(B, V, dtype=torch.int32)
             self.ring = torch.zeros(RING, B, 2 + 2 * (D + 1), dtype=torch.int64)  # what the host reads
             self.step = torch.zeros(1, dtype=torch.int64)  # steps of this request
+            self.hashes = sampling.hash_ids(torch.arange(V))
         self.sampling = SamplingState(B, device)
 
     def nbytes(self) -> int:
         tensors = [t for t in vars(self).values() if isinstance(t, Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+
+PHASES = ("draft", "verify", "accept")  # accept: choice, walk and commit
 
 
 class StepOutput(NamedTuple):
@@ -120,20 +129,49 @@ class StepOutput(NamedTuple):
     draft: Draft
 
 
-def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: SamplingMode) -> StepOutput:
-    """One step for all sequences: fixed shapes, in-place on `state`, no host sync (DESIGN section 3)."""
-    V, S, D, n = model.config.vocab_size, state.slots, drafter.D, state.n
+def decode_step(
+    model: Transformer,
+    drafter: Drafter,
+    state: DecodeState,
+    mode: SamplingMode,
+    mark: Callable[[str], None] | None = None,
+    settle: Callable | None = None,
+) -> StepOutput:
+    """One step for all sequences: fixed shapes, in-place on `state`, no host sync (DESIGN section 3).
+
+    mark(phase), if given, is called at the end of each of PHASES (a gauge). settle: a compiled `_settle`.
+    """
+    S, D, n = state.slots, drafter.D, state.n
     level = torch.arange(D + 1, device=n.device)
-    ids = torch.arange(V, device=n.device)
     noise = None
     if mode.sample:
-        noise = sampling.gumbel_noise(state.sampling.seed, n[:, None] + 1 + level, ids)
+        where = n[:, None] + 1 + level
+        noise = sampling.gumbel_noise(state.sampling.seed, where, state.hashes, hashed=True)
     buffers = (state.tokens, n, state.root, state.features, state.count, noise)
     request = Request(*buffers, state.sampling, mode, state.seen, state.counts)
     draft = drafter.draft(request)
+    if mark is not None:
+        mark("draft")
     nodes = model.nodes(n, draft.depth, draft.ancestors, S)
     hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps)
     logits = model.logits(hidden_states)
+    if mark is not None:
+        mark("verify")
+    out = (settle or _settle)(
+        drafter, draft, logits, hidden_states if taps is None else taps, noise, state, mode
+    )
+    if mark is not None:
+        mark("accept")
+    return out
+
+
+def _settle(
+    drafter: Drafter, draft: Draft, logits: Tensor, features: Tensor, noise: Tensor | None,
+    state: DecodeState, mode: SamplingMode,
+) -> StepOutput:  # fmt: skip
+    """Accept and commit: logits [B, N, V] and features [B, N, F] of the tree's nodes -> what the step emits."""
+    S, V, D, n = state.slots, logits.shape[-1], drafter.D, state.n
+    level = torch.arange(D + 1, device=n.device)
     usable = sampling.finite(logits)
     if mode.penalties:
         below_root = draft.ancestors.clone()
@@ -151,7 +189,6 @@ def decode_step(model: Transformer, drafter: Drafter, state: DecodeState, mode: 
         accepted = trees.accept(
             draft.tokens, draft.parent, draft.depth, draft.ancestors, draft.valid, choice, D
         )
-    features = hidden_states if taps is None else taps
     live = ~state.done
     count = accepted.count * live
     new = level < count[:, None]
@@ -338,6 +375,51 @@ class Stream:
         return self.results
 
 
+class Regions:
+    """The parts of a step that --compile compiles: one block for all layers, one draft layer for all levels of a width,
+    and the tail. That takes seconds; the whole step in one piece takes minutes, and on a CPU it runs slower than eager.
+    On a CPU the block alone repays its compilation, elsewhere a captured graph wants few kernels everywhere."""
+
+    def __init__(self, model: Transformer, drafter: Drafter, every: bool | None = None, **how: Any):
+        """every: compile all three (default: unless on a CPU). how: options of torch.compile."""
+        # every width of every engine is a variant of the same few functions
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        block, layer, settle = (
+            torch.compile(f, fullgraph=True, dynamic=False, **how)
+            for f in (Block.forward, EagleHead.layer_forward, _settle)
+        )
+
+        def draft_layer(
+            head: EagleHead, embedding: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor
+        ) -> Tensor:
+            # Levels of one width differ in how many rows they may see, which only the attention looks at, and in the
+            # strides of features that are one row repeated.
+            torch._dynamo.maybe_mark_dynamic(nodes.visible, 2)
+            return layer(head, embedding, feature.contiguous(), nodes, kv)
+
+        every = model.device.type != "cpu" if every is None else every
+        inner = getattr(drafter, "drafter", drafter)  # inside n-grams
+        hooks = [(model, "run_block", block), (getattr(inner, "model", None), "run_block", block)]
+        hooks += [(getattr(inner, "head", None), "run_layer", draft_layer)] if every else []
+        self.hooks = [hook for hook in hooks if hook[0] is not None]
+        self.settle = settle if every else None
+
+    def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
+        """function(...) with the compiled parts in place; other engines on the same modules keep theirs."""
+        before = [vars(part)[name] for part, name, _ in self.hooks]
+        for part, name, compiled in self.hooks:
+            vars(part)[name] = compiled
+        try:
+            return function(*arguments, **named)
+        finally:
+            for (part, name, _), plain in zip(self.hooks, before, strict=True):
+                vars(part)[name] = plain
+
+    def step(self, *arguments: Any, mark: Callable[[str], None] | None = None) -> StepOutput:
+        """`decode_step`, its parts compiled."""
+        return self.call(decode_step, *arguments, mark=mark, settle=self.settle)
+
+
 class Engine:
     """Decodes one batch at a time with a target, a drafter and static buffers. Built by `generate.load`."""
 
@@ -366,8 +448,9 @@ class Engine:
             )
         self.backend = backend or kernels.KernelBackend("auto", model.device.type)
         if compile_mode not in COMPILE_MODES:
-            raise ValueError(f"compile_mode is {compile_mode!r}; allowed: {', '.join(COMPILE_MODES)}.")
+            raise ValueError(f"compile_mode is {compile_mode!r:.40}; allowed: {', '.join(COMPILE_MODES)}.")
         self.compiled, self.compile_mode = compile, compile_mode
+        what, how, captured = COMPILE_MODES[compile_mode] if compile else ("", None, False)
         # Why speculation is never given up; '' = plain steps replace it while it does not pay.
         self.always_on = "asked for" if eagle_always or self.drafter.D == 0 else ""
         if self.drafter.multi_round:
@@ -376,9 +459,7 @@ class Engine:
         self.fallback: Drafter | None = None if self.always_on else PlainDrafter(model, batch_size)
         if self.fallback is not None:  # keeps what the drafter will want to know
             self.fallback.taps, self.fallback.feature_size = self.drafter.taps, self.drafter.feature_size
-        self.timings: dict[
-            SamplingMode, tuple[float, float]
-        ] = {}  # seconds of a plain and a speculative step
+        self.timings: dict[SamplingMode, tuple[float, float]] = {}  # seconds: plain step, speculative step
         self.step_seconds: tuple[float, float] | None = None  # those of the request
         self.state = self._allocate()
         on_gpu = model.device.type == "cuda"
@@ -386,22 +467,20 @@ class Engine:
         if not 0 <= self.lag < RING:
             raise ValueError(f"lag is {self.lag}; allowed: 0 to {RING - 1} steps ahead of the host.")
         cuda = torch.cuda if on_gpu else None
-        capture = compile and on_gpu and compile_mode in ("graph", "capture")
-        self.runner = Runner(self.state.ring, self.state.step, cuda, capture)
+        self.runner = Runner(self.state.ring, self.state.step, cuda, captured and on_gpu)
         self._step: Callable = decode_step
         self._plain_step: Callable = decode_step
         self._forward: Callable = _prefill_chunk
-        if compile and compile_mode != "capture":
-            mode = "reduce-overhead" if compile_mode == "reduce-overhead" else None
-            for holder in (self.state, self.state.sampling, self.drafter) if mode else ():
+        if what == "whole":
+            for holder in (self.state, self.state.sampling, self.drafter) if how else ():
                 for buffer in (t for t in vars(holder).values() if isinstance(t, Tensor)):
-                    torch._dynamo.mark_static_address(
-                        buffer
-                    )  # Inductor captures no step that writes other inputs
-            self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=mode)
+                    torch._dynamo.mark_static_address(buffer)  # else Inductor captures no step that writes it
+            self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=how)
             own = lambda *args: decode_step(*args)  # noqa: E731 (torch limits recompilations per code object)
-            self._plain_step = torch.compile(own, fullgraph=True, dynamic=False, mode=mode)
+            self._plain_step = torch.compile(own, fullgraph=True, dynamic=False, mode=how)
             self._forward = torch.compile(_prefill_chunk, fullgraph=True, dynamic=False)
+        elif what == "regions":
+            self._step = self._plain_step = Regions(model, self.drafter, mode=how).step
         # What the caches hold: per row, ids whose target rows are valid, and how many draft rows are.
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
         self._drafted = [0] * batch_size

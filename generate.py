@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+import artefacts
 import checkpoint
 import kernels
 import quantize
@@ -160,9 +161,9 @@ def plan_memory(
     N, D = tree_shape(options)
     slots = ctx + N + 1
     row = 2 * config.num_key_value_heads * config.head_dim * element
-    buffers = B * slots * 8 + B * config.vocab_size * 5 + rotary + RING * B * 2 * (D + 2) * 8
+    buffers = B * slots * 8 + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
     wide = max(config.hidden_size, config.intermediate_size, config.vocab_size)
-    captured = options.compile and options.compile_mode != "inductor"
+    captured = options.compile and COMPILE_MODES[options.compile_mode][2]
     on_gpu = (options.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
     graphs = 6 * 4 * B * N * wide if captured and on_gpu else 0  # six fp32 rows per node are alive at once
     head_bytes = draft_kv = 0
@@ -276,17 +277,13 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
         for module in (model, head) if head else (model,):
             quantize.pack_(module, model.dtype)
         drafter = build_drafter(model, head, opts) if kind else None
-    engine = Engine(
-        model,
-        tokenizer,
-        drafter,
-        opts.batch_size,
-        ctx=opts.ctx,
-        compile=opts.compile,
-        backend=backend,
-        compile_mode=opts.compile_mode,
-        eagle_always=opts.eagle_always,
-    )
+    if opts.compile:
+        folder, found = artefacts.use(describe_device(device))
+        report(
+            f"compile {folder} ({found}); one block is compiled per width, prompts and settings compile nothing"
+        )
+    how = {"compile": opts.compile, "compile_mode": opts.compile_mode, "eagle_always": opts.eagle_always}
+    engine = Engine(model, tokenizer, drafter, opts.batch_size, ctx=opts.ctx, backend=backend, **how)
     engine.options, engine.plan, engine.head = opts, plan, head
     trained = head.config.layer if head else draft
     if trained is not None and trained.max_position_embeddings < opts.ctx:
@@ -523,11 +520,18 @@ def result_json(engine: Engine, results: list[GenerationResult]) -> dict[str, An
         "compile": opts.compile,
         "compile_mode": opts.compile_mode if opts.compile else None,
         "break_even_tau": engine.break_even_tau or None,
+        "graphs_reused": compiled_graphs()[0] if opts.compile else None,
+        "graphs_compiled": compiled_graphs()[1] if opts.compile else None,
         "peak_memory_bytes": peak_memory(engine.model.device),
         "versions": versions(),
     }
     rows = [r.to_dict() for r in results]
     return rows[0] | shared | ({"batch": rows} if len(rows) > 1 else {})
+
+
+def compiled_graphs() -> tuple[int, int]:
+    """(reused, compiled) by this process so far."""
+    return artefacts.tally(torch._dynamo.utils.counters)
 
 
 class Report:
@@ -570,8 +574,6 @@ class Report:
         self.line(
             f"device  {describe_device(model.device)}     plan {engine.plan}   loaded in {seconds:.1f} s"
         )
-        if engine.compiled:
-            self.line("compile the first steps compile; later prompts, lengths and sampling values do not")
 
     def tail(self, engine: Engine, results: list[GenerationResult], params: SamplingParams) -> None:
         if self.quiet:
@@ -639,7 +641,21 @@ class Report:
         if engine.drafter.D > 0:
             noise = "" if engine.options.draft_noise else "  draft-noise off"
             settings.append(f"verify {engine.options.verify}{noise}")
+        if engine.compiled:
+            reused, new = compiled_graphs()
+            why = "" if not new else " (a shape, option or source that this folder had not seen)"
+            self.line(f"compiled {reused} graphs reused, {new} compiled{why}")
         self.line(f"stop     {', '.join(r.stop_reason for r in results)}        {'  '.join(settings)}")
+
+
+def cache_command(what: str) -> int:
+    """--cache show | clear: the compiled artefacts, never anything else."""
+    found = artefacts.entries() if what == "show" else artefacts.clear()
+    for entry in found:
+        print(f"{entry.key}  {entry.files:,} files  {size(entry.bytes)}")
+    total = f"{len(found)} entries, {size(sum(entry.bytes for entry in found))}"
+    print(f"{artefacts.root()}: {total}{' deleted' if what == 'clear' else ''}")
+    return 0
 
 
 def bar(share: float, width: int = 32) -> str:
@@ -682,10 +698,13 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--compile-mode",
         default="graph",
-        choices=COMPILE_MODES,
-        help="graph: compiled and captured whole; capture: captured as it is; inductor: not captured; "
-        "reduce-overhead: torch captures",
+        choices=tuple(COMPILE_MODES),
+        help="graph: one block for all layers compiled, the step captured whole on a GPU; max-autotune: the same with "
+        "measured tilings; capture: captured, not compiled; regions: compiled, not captured; for comparison the whole "
+        "step in one piece: inductor, reduce-overhead",
     )
+    add("--gauge", action="store_true", help="time the phases of a step: draft, verify, accept, host")
+    add("--cache", choices=("show", "clear"), help="list or delete what --compile has kept, and leave")
     add("--kernels", default="auto", choices=("auto", "triton", "reference"))
     spec = parser.add_argument_group("speculative decoding")
     add = spec.add_argument
@@ -783,6 +802,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
+    if args.cache:
+        return cache_command(args.cache)
     params = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -805,6 +826,8 @@ def _main(args: argparse.Namespace) -> int:
     given = [name for name in ("prompt", "prompt_ids", "prompt_file") if getattr(args, name) is not None]
     if len(given) > 1 or (args.chat and given):
         raise UserError("give one of --prompt, --prompt-ids, --prompt-file, --chat.", USAGE)
+    if args.chat and args.gauge:
+        raise UserError("--gauge times one request; it does not go with --chat.", USAGE)
     if any("=" not in item for item in args.eagle_config):
         raise UserError("--eagle-config takes KEY=VALUE, like rope_theta=500000.", USAGE)
     report = Report(args.quiet or args.json)
@@ -830,7 +853,7 @@ def _main(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         compile=args.compile,
         compile_mode=args.compile_mode,
-        eagle_always=args.eagle_always or args.prove or args.show_tree or bool(args.html),
+        eagle_always=args.eagle_always or args.prove or args.show_tree or bool(args.html) or args.gauge,
         kernels=args.kernels,
     )
     if args.template and engine.tokenizer:
@@ -873,6 +896,11 @@ def run_once(engine, prompts, params, args, report: Report) -> int:
 
         recorder = StepRecorder(engine)
         engine.observer = recorder
+    gauge = None
+    if args.gauge:
+        from viewer import Gauge
+
+        gauge = Gauge(engine)
     stream = engine.generate_batch(prompts, params)
     show = not args.json and engine.tokenizer is not None and not args.show_tree
     if show and args.prompt_ids is None:
@@ -889,7 +917,9 @@ def run_once(engine, prompts, params, args, report: Report) -> int:
         stream.close()
     results = stream.results
     if args.json:
-        print(json.dumps(result_json(engine, results)))
+        slowest = max(results, key=lambda r: r.steps)
+        measured = {"gauge_ms": gauge.split(slowest)} if gauge else {}
+        print(json.dumps(result_json(engine, results) | measured))
     elif show and args.batch_size > 1:
         for b, result in enumerate(results):
             print(f"\n--- seed {params.seed + b} ---\n{result.text}", end="")
@@ -898,6 +928,8 @@ def run_once(engine, prompts, params, args, report: Report) -> int:
     if not args.json:
         print(flush=True)
     report.tail(engine, results, params)
+    if gauge:
+        report.line(f"gauge    {gauge.line(max(results, key=lambda r: r.steps))}")
     if args.html and recorder:
         recorder.write_html(args.html, results[0])
         report.line(f"html     {args.html}")

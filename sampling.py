@@ -123,29 +123,65 @@ def _mix(x: torch.Tensor, key: torch.Tensor | int = 0) -> torch.Tensor:
     return x.bitwise_xor_(x >> 16)
 
 
-def noise_bits(seed: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def hash_ids(token_ids: torch.Tensor) -> torch.Tensor:
+    """The part of the noise that token ids alone decide, for steps to share: pass it with `hashed=True`."""
+    return _mix(token_ids & MASK)
+
+
+def noise_bits(
+    seed: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, hashed: bool = False
+) -> torch.Tensor:
     """32 random bits per (seed, position, token id): int64 [B,P,K] in [0, 2^32). Arguments as `gumbel_noise`.
 
     A counter-based hash in int64 alone: the same bits on every device, compiled or not. For a given low half
     of the seed the two key words are a bijection of (high half, position). Per element only one finalizer
     runs.
     """
-    seed = seed.unsqueeze(1)
-    low = _mix(seed & MASK ^ 0x9E3779B9)
-    high = _mix(seed >> 32 & MASK ^ low)
-    first = _mix(_mix(positions + low & MASK) ^ high)
-    second = _mix(first + high & MASK ^ low)
-    return _mix(_mix(token_ids & MASK) ^ first.unsqueeze(-1), second.unsqueeze(-1))
+    first, second = _keys(seed, positions) if seed.is_cuda else _keys_on_host(seed, positions).unbind(0)
+    hashes = token_ids if hashed else hash_ids(token_ids)
+    return _mix(hashes ^ first.unsqueeze(-1), second.unsqueeze(-1))
 
 
-def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def _keys(seed: torch.Tensor, positions: torch.Tensor, mix=_mix) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two key words of seed [B] at positions [B,P]; `mix` may be of integers, seed and positions then too."""
+    seed = seed.unsqueeze(1) if isinstance(seed, torch.Tensor) else seed
+    low = mix(seed & MASK ^ 0x9E3779B9)
+    high = mix(seed >> 32 & MASK ^ low)
+    first = mix(mix(positions + low & MASK) ^ high)
+    return first, mix(first + high & MASK ^ low)
+
+
+def _mix_int(x: int) -> int:
+    x = (x ^ x >> 16) * MIX_A & MASK
+    x = (x ^ x >> 15) * MIX_B & MASK
+    return x ^ x >> 16
+
+
+@torch.library.custom_op("eaglet::noise_keys", mutates_args=(), device_types="cpu")
+def _keys_on_host(seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`_keys` [2,B,P] for the CPU, which may look at values: sixty calls on a few numbers cost more than the noise."""
+    rows = zip(seed.tolist(), positions.expand(seed.shape[0], -1).tolist(), strict=True)
+    keys = [[_keys(s, p, _mix_int) for p in row] for s, row in rows]
+    return torch.tensor(keys, dtype=torch.int64).permute(2, 0, 1).contiguous()
+
+
+@_keys_on_host.register_fake
+def _(seed, positions):
+    return seed.new_empty(2, seed.shape[0], positions.shape[1])
+
+
+def gumbel_noise(
+    seed: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, hashed: bool = False
+) -> torch.Tensor:
     """Standard Gumbel noise, fp32 [B,P,K]: a pure function of (seed, position mod 2^32, token id mod 2^32).
 
-    seed [B], positions [B,P], token_ids (the target's) [K], [B,1,K] or [B,P,K]: int64. The bits below are
-    equal everywhere, the floats per device and build. Always finite, from -2.82 to 22.88: small v, whose
-    large noise decides, keeps all its bits; at the other end fp32 would round v up to 1.
+    seed [B], positions [B,P], token_ids (the target's) [K], [B,1,K] or [B,P,K]: int64; hashed: they went
+    through `hash_ids` before. The bits below are equal everywhere, the floats per device and build. Always
+    finite, from -2.82 to 22.88: small v, whose large noise decides, keeps all its bits; at the other end fp32
+    would round v up to 1.
     """
-    v = noise_bits(seed, positions, token_ids).float().add_(0.5).mul_(2.0**-32).clamp_max_(1 - 2.0**-24)
+    bits = noise_bits(seed, positions, token_ids, hashed)
+    v = bits.float().add_(0.5).mul_(2.0**-32).clamp_max_(1 - 2.0**-24)
     return v.neg_().log1p_().neg_().log_().neg_()
 
 

@@ -44,7 +44,7 @@ import quantize
 from checkpoint import EagleConfig
 from drafters import check_vocabulary
 from eagle_draft import EagleHead, Request
-from engine import Engine, decode_step
+from engine import Engine, Regions, decode_step
 from generate import (
     DEMO,
     DTYPES,
@@ -69,7 +69,16 @@ SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE = "same tokens", "same distribution
 LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)
 TIE = 1e-4  # logit margin under which a float32 fork is rounding (DESIGN section 4)
 NO_STOP = (2**31 - 1,)  # no token has this id: decoding goes on to the length limit
-COMMON = ("checkpoint", "device", "dtype", "ctx", "batch_size", "kernels", "compile")  # the same for all arms
+COMMON = (
+    "checkpoint",
+    "device",
+    "dtype",
+    "ctx",
+    "batch_size",
+    "kernels",
+    "compile",
+    "compile_mode",
+)  # for all
 PATHS = (
     "eagle",
     "draft_checkpoint",
@@ -280,7 +289,8 @@ class _Clock:
 
 
 def hf_model(model: Transformer):
-    """A transformers model whose parameters are views of ours; UserError where that cannot be (quantized weights)."""
+    """A transformers model whose parameters are views of ours, or copies laid out as it would load them where ours lie
+    column by column; UserError where that cannot be (quantized weights)."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -292,7 +302,7 @@ def hf_model(model: Transformer):
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     fused = any(name.endswith("experts.gate_up_proj") for name in twin.state_dict())
-    views = checkpoint.hf_views(model, fused)
+    views = {n: v.contiguous() for n, v in checkpoint.hf_views(model, fused).items()}
     if model.config.tie_word_embeddings:
         views["lm_head.weight"] = views["model.embed_tokens.weight"]
     twin.load_state_dict({name: view.detach() for name, view in views.items()}, assign=True)
@@ -467,8 +477,8 @@ def random_engine(
     backend = kernels.KernelBackend(options.get("kernels", "auto"), target.type)
     if spec:
         model.quant = quant
-        with backend.active():
-            quantize.pack_(model, DTYPES[dtype])
+    with backend.active():
+        quantize.pack_(model, DTYPES[dtype])
     engine = Engine(model, None, None, 1, 64, backend=backend)
     engine.options = LoadOptions(checkpoint=name, device=target.type, dtype=dtype, **options)
     return engine
@@ -842,7 +852,7 @@ def draft_share(engine: Engine, repeats: int = 9) -> tuple[float, float | None]:
     """(median seconds of `drafter.draft` alone, its share of a whole step timed in turn with it).
 
     Runs on the state that the last request left; that request has finished, so the steps change nothing. Of a compiled
-    engine only the draft is timed, compiled too, and the share is None: the table divides by the measured step.
+    engine only the draft is timed, its parts compiled too, and the share is None: the table divides by the measured step.
     """
     drafter, state, device = engine.drafter, engine.state, engine.model.device
     if drafter.D == 0:
@@ -850,8 +860,8 @@ def draft_share(engine: Engine, repeats: int = 9) -> tuple[float, float | None]:
     mode = SamplingParams().mode
     names = {"state": state.sampling, "mode": mode, "noise": None}
     request = Request(*(names[name] if name in names else getattr(state, name) for name in Request._fields))
-    draft = torch.compile(drafter.draft, fullgraph=True, dynamic=False) if engine.compiled else drafter.draft
-    calls = [lambda: draft(request)]
+    run = Regions(engine.model, drafter).call if engine.compiled else lambda f, *a: f(*a)
+    calls = [lambda: run(drafter.draft, request)]
     if not engine.compiled:
         calls.append(lambda: decode_step(engine.model, drafter, state, mode))
     parts: list[list[float]] = [[] for _ in calls]

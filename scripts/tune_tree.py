@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ import checkpoint
 import sampling
 import tree as trees
 from eagle_draft import Draft, EagleDrafter, EagleHead, Request
-from engine import Engine, StepOutput, decode_step
+from engine import Engine, Regions, StepOutput, decode_step
 from generate import BAD_FILE, DEMO, DTYPES, USAGE, LoadOptions, UserError, load, tuned_tree_path
 from sampling import SamplingParams
 from scripts.acceptance import held_out_prompts
@@ -201,12 +202,13 @@ def measure_costs(
 
     def drafting(tree: StaticTree | DynamicTree, depth: int) -> Callable[[], Any]:
         drafter, given = eagle_drafter(head, tree, ctx), request(depth)
-        run = torch.compile(drafter.draft, fullgraph=True, dynamic=False) if base.compiled else drafter.draft
-        return lambda: run(given)
+        if base.compiled:
+            return partial(Regions(model, drafter).call, drafter.draft, given)
+        return lambda: drafter.draft(given)
 
     def verifying(width: int) -> Callable[[], Any]:
         drafter = StillDrafter(probe.drafter, width, device)
-        run = torch.compile(decode_step, fullgraph=True, dynamic=False) if base.compiled else decode_step
+        run = Regions(model, drafter).step if base.compiled else decode_step
         return lambda: run(model, drafter, state, params.mode)
 
     widths = sorted({w for w in (*WIDTHS, 26) if w < max_nodes} | {max_nodes})

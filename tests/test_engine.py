@@ -26,6 +26,7 @@ from tiny import (
     tiny_head,
     tiny_model,
 )
+from torch._dynamo.testing import CompileCounter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,7 +35,7 @@ import kernels
 import sampling
 import tree as trees
 from eagle_draft import Draft, EagleDrafter
-from engine import DecodeState, Engine, PlainDrafter, decode_step
+from engine import DecodeState, Engine, PlainDrafter, Regions, decode_step
 from model import Transformer
 from sampling import SamplingParams
 
@@ -250,8 +251,8 @@ def parent_off_by_one(monkeypatch):
 def noise_of_one_depth(monkeypatch):
     real = sampling.gumbel_noise
 
-    def gumbel_noise(seed, positions, ids):
-        return real(seed, positions[:, :1].expand_as(positions), ids)
+    def gumbel_noise(seed, positions, ids, **how):
+        return real(seed, positions[:, :1].expand_as(positions), ids, **how)
 
     monkeypatch.setattr(sampling, "gumbel_noise", gumbel_noise)
 
@@ -902,7 +903,7 @@ def test_reused_noise_is_caught(dense, monkeypatch):
     """Mutant: the noise of one position used for all depths (positions dropped from the key)."""
     real = sampling.gumbel_noise
     params = LAWS["T=1"]
-    monkeypatch.setattr(sampling, "gumbel_noise", lambda s, p, ids: real(s, torch.zeros_like(p), ids))
+    monkeypatch.setattr(sampling, "gumbel_noise", lambda s, p, *a, **how: real(s, p * 0, *a, **how))
     drawn, _, start = draws(BUSH, params, "")
     assert deviation(drawn, exact_law(start, params)) > 8
 
@@ -1121,3 +1122,40 @@ def test_compiled_output_equals_eager_output():
     for prompt in (PROMPT, PROMPT[:4]):
         params = SamplingParams(temperature=1.0, max_new_tokens=20, seed=1)
         assert steps_of(compiled, prompt, params) == steps_of(eager, prompt, params)
+
+
+@pytest.mark.parametrize("mode, compiled", [("plain", 2), ("static", 4), ("dynamic", 4)])
+def test_regions_compile_once_per_width_and_leave_other_engines_alone(mode, compiled):
+    """A block compiled anew for every layer, level, prompt, position, seed or temperature; and an engine on the same
+    model whose layers are silently compiled too (or stay so after an error)."""
+    torch._dynamo.reset()
+    tree = {"static": trees.chain(2), "dynamic": trees.DynamicTree(6, 2, 2)}.get(mode)
+    temperature = 0.0 if mode == "plain" else 1.0
+
+    def make() -> Engine:
+        model = tiny_model(torch.float32, layers=3)
+        return Engine(model) if tree is None else eagle_engine(tiny_head(model), tree)
+
+    engine, eager, counter = make(), make(), CompileCounter()
+    regions = Regions(engine.model, engine.drafter, every=True, backend=counter)
+    engine._step = regions.step
+    plain_parts = [vars(part)[name] for part, name, _ in regions.hooks]
+    engine.generate(PROMPT, SamplingParams(temperature, max_new_tokens=6)).run()
+    assert counter.frame_count == compiled, "one block, one tail, one draft layer per width"
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for prompt, changes in REQUESTS:
+            changes = {**changes, "temperature": changes.get("temperature", 1) * temperature, "top_p": 1.0}
+            params = SamplingParams(**changes)
+            assert steps_of(engine, prompt, params) == steps_of(eager, prompt, params)
+            assert [vars(part)[name] for part, name, _ in regions.hooks] == plain_parts
+    with pytest.raises(ZeroDivisionError):
+        regions.call(lambda: 1 / 0)
+    assert [vars(part)[name] for part, name, _ in regions.hooks] == plain_parts
+
+
+def test_unknown_compile_mode_is_named():
+    """A mode that falls back to another one in silence."""
+    with pytest.raises(
+        ValueError, match="compile_mode is 'fast'; allowed: graph, max-autotune, capture, regions"
+    ):
+        Engine(tiny_model(), compile_mode="fast")

@@ -11,9 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
-    "kernels trees tree sampling tokenizer model quantize checkpoint eagle_draft drafters runner engine viewer generate"
+    "artefacts kernels trees tree sampling tokenizer model quantize checkpoint eagle_draft drafters runner engine viewer "
+    "generate"
 ).split()
-ALONE = {"kernels", "trees", "sampling", "tokenizer", "runner"}
+ALONE = {"artefacts", "kernels", "trees", "sampling", "tokenizer", "runner"}
 CORE = sorted(ROOT.glob("*.py"))
 # What we write ourselves whatever libraries exist. Around it: file formats, tokenizers, quantizing, the command line.
 HEART = ("kernels", "trees", "sampling", "model", "eagle_draft", "runner", "engine")

@@ -290,6 +290,21 @@ def test_specs_are_validated():
         spec.bits("o", 100)
 
 
+def test_plain_weights_on_a_cpu_lie_column_by_column():
+    """A layout that changes what a weight says, or that leaves one row times a wide matrix at a third of its speed."""
+    for config in (CONFIG, GQA_BIAS):
+        model, tokens = tiny(config), torch.arange(8)[None]
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        want = model.logits(model.forward_train(tokens)[0])
+        quantize.pack_(model, torch.float32)
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        torch.testing.assert_close(model.logits(model.forward_train(tokens)[0]), want)
+        head = model.embed_tokens if model.lm_head is None else model.lm_head
+        mlp = model.layers[0].mlp
+        assert [w.weight.mT.is_contiguous() for w in (head, mlp.gate_up, mlp.down)] == [True, True, False]
+        assert model.embed_tokens.weight.is_contiguous() == (model.lm_head is not None)
+
+
 def test_tied_heads_get_a_copy_and_fp16_heads_stay_tied():
     """Prevents a tied LM head from quantizing the embedding itself, or from being lost."""
     model = tiny(CONFIG)

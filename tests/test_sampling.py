@@ -577,6 +577,15 @@ SETTINGS = [
 ]
 
 
+def test_keys_of_the_gpu_equal_those_of_the_host():
+    """The CPU takes its key words from Python integers: noise of another sequence than the GPU's."""
+    seed = torch.tensor([0, -1, 2**63 - 1, -(2**63), 12345])
+    for positions in (torch.tensor([[0, 1, 2**31, 2**40 + 3]]).expand(5, -1), torch.arange(5)[:, None] * 77):
+        want = torch.stack(sampling._keys(seed, positions))
+        assert torch.equal(sampling._keys_on_host(seed, positions), want)
+        assert want.min() >= 0 and want.max() < 2**32
+
+
 @pytest.mark.parametrize(
     "function, backend, path",
     [

@@ -1,0 +1,80 @@
+"""viewer.py: the gauge splits a step without changing what is decoded."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from tiny import PROMPT, TREES, eagle_engine, tiny_head, tiny_model
+
+import generate
+from engine import PHASES, Engine
+from sampling import SamplingParams
+from viewer import Gauge
+
+
+def engines(tree: str) -> tuple[Engine, Engine]:
+    made = []
+    for _ in range(2):
+        model = tiny_model()
+        made.append(Engine(model) if tree == "root" else eagle_engine(tiny_head(model), TREES[tree]))
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("tree", ["root", "paper25", "dynamic"])
+def test_parts_sum_to_the_step_and_tokens_stay(tree):
+    """A phase counted twice or not at all, and an instrumented step that decodes something else."""
+    plain, gauged = engines(tree)
+    params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
+    seen = []
+    gauged.observer = seen.append
+    gauge = Gauge(gauged)
+    result = gauged.generate(PROMPT, params).run()[0]
+    assert result.token_ids == plain.generate(PROMPT, params).run()[0].token_ids
+    assert len(seen) == result.steps, "the observer that was there is still called"
+    parts = gauge.split(result)
+    assert list(parts) == [*PHASES, "host", "step"]
+    assert parts["step"] == pytest.approx(result.decode_seconds * 1e3 / result.steps)
+    assert sum(parts[name] for name in (*PHASES, "host")) == pytest.approx(parts["step"])
+    assert all(parts[name] > 0 for name in (*PHASES, "host"))
+    assert parts["host"] < 0.5 * parts["step"], "phases cover the step"
+    assert gauge.line(result).startswith(
+        f"step {parts['step']:.2f} ms = draft {parts['draft']:.2f} + verify "
+    )
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_slow_phase_is_found(phase, monkeypatch):
+    """Times that go to the wrong phase: the gauge would send people to tune the wrong kernel."""
+    engine, _ = engines("paper25")
+    owner, name = {
+        "draft": (engine.drafter, "draft"),
+        "verify": (engine.model, "logits"),
+        "accept": (generate.trees, "accept"),
+    }[phase]
+    function = getattr(owner, name)
+
+    def slow(*arguments):
+        time.sleep(0.02 if phase != "verify" or arguments[0].shape[1] == engine.drafter.N else 0)
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, slow)
+    gauge = Gauge(engine)
+    parts = gauge.split(engine.generate(PROMPT, SamplingParams(max_new_tokens=12)).run()[0])
+    others = max(parts[p] for p in (*PHASES, "host") if p != phase)
+    assert parts[phase] >= 20 and parts[phase] > others
+
+
+def test_flag_adds_line_and_field(capsys):
+    """--gauge that is accepted and shows nothing; a step compiled in one piece that is said to have phases."""
+    head = str(generate.DEMO / "eagle1")
+    command = ["--device", "cpu", "--eagle", head, "--tree", "chain:2", "--max-new-tokens", "8", "--gauge"]
+    assert generate.main(command) == 0
+    assert "gauge    step " in capsys.readouterr().err
+    assert generate.main([*command, "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["gauge_ms"]) == {*PHASES, "host", "step"}
+    assert generate.main([*command, "--chat"]) == generate.USAGE
+    whole = Engine(tiny_model(), compile=True, compile_mode="reduce-overhead")
+    with pytest.raises(ValueError, match="--compile-mode regions"):
+        Gauge(whole)

@@ -604,7 +604,8 @@ def pack_half(weight: Tensor, layout: str = "auto", config: LinearConfig | None 
 SMALL_M = 64  # rows; above it the weight is dequantized and multiplied by cuBLAS
 
 
-def _epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
+def epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
+    """What `packed_linear` does after the product, in y's dtype."""
     y = y if bias is None else y + bias
     if gated:
         gate, up = y.chunk(2, -1)
@@ -636,7 +637,7 @@ def packed_linear(
         y = torch.ops.aten._weight_int8pack_mm(rows, weight.weight, weight.scales.to(rows.dtype))
     else:
         y = rows @ dequantize(weight, x.dtype).mT
-    return _epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
+    return epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
 
 
 @torch.library.custom_op("eaglet::planes_linear", mutates_args=())
@@ -650,7 +651,7 @@ def planes_linear(
     tokens = rows.shape[0]
     if not _use_triton("packed_linear", x) or tokens > SMALL_M:
         y = rows @ dequantize(PackedWeight("planes", bits, group, n, k, words, scales, zeros), x.dtype).mT
-        return _epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
+        return epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
     out = x.new_empty((*x.shape[:-1], n_out))
     block_n, split, extra, fixed = _arguments(
         rows, scales, zeros, bits, group, n_out, gated, config, tokens, half_accumulate)
@@ -767,7 +768,7 @@ def expert_linear(
             pick = [None if t is None else t[e] for t in (weight, scales, zeros)]
             matrix = dequantize(PackedWeight(layout, bits, group, n, k, *pick), x.dtype)
             pairs = (experts == e).nonzero().squeeze(1)
-            out.view(-1, n_out)[pairs] = _epilogue(rows[pairs // div] @ matrix.mT, None, None, gated)
+            out.view(-1, n_out)[pairs] = epilogue(rows[pairs // div] @ matrix.mT, None, None, gated)
         return out
     pairs = experts.argsort(stable=True).to(torch.int32)
     bounds = torch.arange(weight.shape[0] + 1, device=x.device)

@@ -570,17 +570,20 @@ def test_interpreted_linear(bits, dtype, n, k, group, zeros, m, gated, config):
 
 @interpreted
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_interpreted_linear_rows_are_independent(bits):
+@pytest.mark.parametrize("gated,add", [(False, False), (True, False), (False, True)])
+def test_interpreted_linear_rows_are_independent(bits, gated, add):
     """A row's bits depending on M or on its neighbours (even NaN ones): verify and plain decoding would then differ."""
-    packed = pack(bits, stored(bits, 32, 256, 128), torch.float16, "planes")
-    x = torch.randn(20, 256).half()
-    alone = torch.cat([packed_linear(x[i : i + 1], packed) for i in (0, 13, 19)])
-    many = packed_linear(x, packed)
-    noisy = torch.full_like(x, float("nan"))
-    noisy[[0, 13, 19]] = x[[0, 13, 19]]
-    assert torch.equal(many[[0, 13, 19]], alone) and torch.equal(
-        packed_linear(noisy, packed)[[0, 13, 19]], alone
-    )
+    packed, picked = pack(bits, stored(bits, 32, 256, 128), torch.float16, "planes"), [0, 13, 19]
+    x, residual = torch.randn(20, 256).half(), torch.randn(20, 32).half()
+
+    def run(x, residual):
+        return packed_linear(x, packed, None, residual if add else None, gated)
+
+    alone = torch.cat([run(x[i : i + 1], residual[i : i + 1]) for i in picked])
+    noisy, noisy_residual = torch.full_like(x, float("nan")), torch.full_like(residual, float("nan"))
+    noisy[picked], noisy_residual[picked] = x[picked], residual[picked]
+    assert torch.equal(run(x, residual)[picked], alone)
+    assert torch.equal(run(noisy, noisy_residual)[picked], alone)
 
 
 @interpreted
@@ -760,7 +763,13 @@ def test_interpreted_engine_gives_the_reference_tokens(mode, monkeypatch):
     def never(*args):
         raise AssertionError("the reference ran")
 
-    for name in ("tree_attention_reference", "_rms_norm_reference", "_rope_reference", "dequantize"):
+    for name in (
+        "tree_attention_reference",
+        "_rms_norm_reference",
+        "_rope_reference",
+        "dequantize",
+        "epilogue",
+    ):
         monkeypatch.setattr(kernels, name, never)
     assert run(TRITON) == [plain, drafted] and not TRITON.declined
     assert model.layers[0].mlp.down.packed.layout == head.layer.mlp.down.packed.layout == "planes"
@@ -865,7 +874,9 @@ def test_interpreted_topk_drafts_the_same_tree(version, tree, monkeypatch):
     drafts.append(drafter.draft(request))
     for name in ("tokens", "parent", "depth", "ancestors", "valid"):
         assert torch.equal(getattr(drafts[0], name), getattr(drafts[1], name)), name
-    torch.testing.assert_close(drafts[0].scores, drafts[1].scores, rtol=1e-3, atol=1e-3)  # sums in another order
+    torch.testing.assert_close(
+        drafts[0].scores, drafts[1].scores, rtol=1e-3, atol=1e-3
+    )  # sums in another order
 
 
 @interpreted

@@ -66,10 +66,10 @@ class PlainDrafter:
 class DecodeState:
     """Every buffer a step reads or writes, allocated once. S = ctx + N + 1: the last slot takes writes past the end."""
 
-    def __init__(self, model: Transformer, drafter: Drafter, batch_size: int, ctx: int):
+    def __init__(self, model: Transformer, drafter: Drafter, batch_size: int, ctx: int, kv_dtype=None):
         B, D, V, device = batch_size, drafter.D, model.config.vocab_size, model.device
         self.ctx, self.slots = ctx, ctx + drafter.N + 1
-        self.kv = model.new_cache(B, self.slots)
+        self.kv = model.new_cache(B, self.slots, kv_dtype)
         with torch.device(device):
             self.tokens = torch.zeros(B, self.slots, dtype=torch.int64)
             self.n = torch.ones(B, dtype=torch.int64)  # cached tokens = the root's position; >= count
@@ -329,6 +329,7 @@ class Engine:
         ctx: int | None = None,
         compile: bool = False,
         backend: kernels.KernelBackend | None = None,
+        kv_dtype: torch.dtype | None = None,  # of the target's cache: None = the model's, or torch.int8
     ):
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.drafter = drafter or PlainDrafter(model, batch_size)
@@ -339,7 +340,7 @@ class Engine:
             )
         self.backend = backend or kernels.KernelBackend("auto", model.device.type)
         self.compiled = compile
-        self.state = DecodeState(model, self.drafter, batch_size, self.ctx)
+        self.state = DecodeState(model, self.drafter, batch_size, self.ctx, kv_dtype)
         self._step: Callable = decode_step
         self._forward: Callable = _prefill_chunk
         if compile:

@@ -87,6 +87,9 @@ class LoadOptions:
     dtype: str | None = None
     compile: bool = False
     kernels: str = "auto"
+    kv: str = (
+        "model"  # model | int8: the target's KV cache; a drafter's (one layer) stays in the model's dtype
+    )
 
 
 def drafter_kind(options: LoadOptions) -> str:
@@ -154,7 +157,8 @@ def plan_memory(
     rotary = 4 * ctx * config.head_dim
     N, D = tree_shape(options)
     slots = ctx + N + 1
-    row = 2 * config.num_key_value_heads * config.head_dim * element
+    per_head = config.head_dim + kernels.KV_SCALE if options.kv == "int8" else config.head_dim * element
+    row = 2 * config.num_key_value_heads * per_head
     buffers = B * slots * 8 + B * config.vocab_size * 5 + rotary
     head_bytes = draft_kv = 0
     if head is not None:
@@ -224,6 +228,8 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
     backend = kernels.KernelBackend(opts.kernels, device.type, tuned)
     if note:
         report(f"note    {note}")
+    if opts.kv not in ("model", "int8"):
+        raise UserError(f"--kv is {opts.kv!r:.40}; allowed: model, int8.", USAGE)
     if opts.batch_size < 1:
         raise UserError(f"batch_size is {opts.batch_size}; allowed: 1 or more.", USAGE)
     try:
@@ -266,7 +272,14 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
             quantize.pack_(module, model.dtype)
         drafter = build_drafter(model, head, opts) if kind else None
     engine = Engine(
-        model, tokenizer, drafter, opts.batch_size, ctx=opts.ctx, compile=opts.compile, backend=backend
+        model,
+        tokenizer,
+        drafter,
+        opts.batch_size,
+        ctx=opts.ctx,
+        compile=opts.compile,
+        backend=backend,
+        kv_dtype=torch.int8 if opts.kv == "int8" else None,
     )
     engine.options, engine.plan, engine.head = opts, plan, head
     trained = head.config.layer if head else draft
@@ -579,7 +592,9 @@ class Report:
         if r.steps:
             rows = engine.drafter.N * engine.batch_size
             context = r.prompt_tokens + r.new_tokens // 2
-            moved = model.weight_bytes(rows) + engine.batch_size * model.kv_bytes(context)
+            kv = engine.state.kv
+            cached = kv.shape[-1] * kv.element_size() / model.config.head_dim  # bytes per key or value
+            moved = model.weight_bytes(rows) + engine.batch_size * model.kv_bytes(context, cached)
             moved += engine.drafter.bytes_per_step(model) if engine.drafter.D > 0 else 0
             share = moved * r.steps / r.decode_seconds / self.bandwidth
             per_step = r.decode_seconds / r.steps * 1e3
@@ -645,6 +660,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's; float32 on a CPU")
     add("--compile", action="store_true", help="compile the step (and on a GPU capture it as one CUDA graph)")
     add("--kernels", default="auto", choices=("auto", "triton", "reference"))
+    add("--kv", default="model", choices=("model", "int8"), help="int8: halve (fp32: quarter) the KV cache")
     spec = parser.add_argument_group("speculative decoding")
     add = spec.add_argument
     add("--eagle", metavar="HEAD", help="EAGLE-1/2/3 head: folder, .safetensors, .bin or .pth")
@@ -783,6 +799,7 @@ def _main(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         compile=args.compile,
         kernels=args.kernels,
+        kv=args.kv,
     )
     if args.template and engine.tokenizer:
         engine.tokenizer.use_template(args.template)

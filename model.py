@@ -507,9 +507,13 @@ class Transformer(nn.Module):
         return self.embed_tokens.weight.dtype
 
     def new_cache(self, batch_size: int, slots: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A zeroed KV cache [L, 2, B, Hkv, S, hd]; the last slot takes every write past the end."""
+        """A zeroed KV cache [L, 2, B, Hkv, S, hd]; the last slot takes every write past the end. torch.int8: rows are
+        quantized and hd + 4 bytes long (`kernels.quantize_rows`); ValueError if hd is no multiple of 4."""
         c = self.config
-        shape = (c.num_hidden_layers, 2, batch_size, c.num_key_value_heads, slots, c.head_dim)
+        if dtype == torch.int8 and c.head_dim % 4:
+            raise ValueError(f"--kv int8 needs a head_dim divisible by 4, not {c.head_dim}; use --kv model.")
+        row = c.head_dim + kernels.KV_SCALE * (dtype == torch.int8)
+        shape = (c.num_hidden_layers, 2, batch_size, c.num_key_value_heads, slots, row)
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
     def nodes(self, n: Tensor, depth: Tensor, ancestors: Tensor, slots: int) -> Nodes:

@@ -112,9 +112,13 @@ def test_a_plan_that_does_not_fit_names_the_change_that_does(capsys, monkeypatch
     assert code == 4 and re.search(r"Try --ctx \d+", err), err
 
 
-def test_plan_matches_what_the_engine_allocates():
-    """A memory plan that flatters."""
-    engine = load(DEMO, ctx=1024)
+@pytest.mark.parametrize("kv", ["model", "int8"])
+def test_plan_matches_what_the_engine_allocates(kv):
+    """A memory plan that flatters, or a --kv that never reaches the cache."""
+    engine = load(DEMO, ctx=2048, batch_size=4, kv=kv)
+    dim = engine.model.config.head_dim
+    assert engine.state.kv[0, 0, 0, 0, 0].nbytes == (dim + 4 if kv == "int8" else 4 * dim)
+    assert abs(engine.plan.kv / engine.state.kv.nbytes - 1) < 0.05
     held = sum(p.numel() * p.element_size() for p in engine.model.parameters())
     held += engine.state.nbytes() + engine.model.rotary.cos.nbytes + engine.model.rotary.sin.nbytes
     assert abs(engine.plan.total / held - 1) < 0.05

@@ -1095,7 +1095,8 @@ def _attend_chunks_kernel(q, kv, kv_scales, start, visible, positions, acc_out, 
 @_jit
 def _attend_tail_kernel(q, kv, kv_scales, start, visible, positions, acc_in, ml_in, out, v_offset, S, T, R, ROWS,
                         SPLITS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr,
-                        WINDOW: tl.constexpr, REGION: tl.constexpr, RT: tl.constexpr, SPLIT: tl.constexpr, INT8: tl.constexpr):
+                        WINDOW: tl.constexpr, REGION: tl.constexpr, RT: tl.constexpr, SPLIT: tl.constexpr,
+                        INT8: tl.constexpr):
     """Merge a row's partials in split order, then its tail: key i of the tail is position limit + i, whichever slot
     it is in (history, or the i-th visible region row), so verify and plain decoding reduce the same operands in the same
     places. Every query gathers only rows it sees; others are loaded as zero. Grid (B Hkv, row tiles)."""
@@ -1184,8 +1185,8 @@ def tree_attention(
 
     q [B,Hq,T,hd]; kv [2,B,Hkv,S,hd] or int8 [...,hd+4], one layer that already holds this forward's rows; start
     [B] int64, first slot of the tree region (region row r lies in slot min(start + r, S-1)); visible [B,T,R] bool,
-    query t may see region row r (window already applied); positions [B,T] int64. Every slot j < start is visible history, restricted to
-    j > position - window when window > 0. Returns [B,Hq,T,hd] in q's dtype. A row that a query may not see never
+    query t may see region row r (window already applied); positions [B,T] int64. Every slot j < start
+    is visible history, restricted to j > position - window when window > 0. Returns [B,Hq,T,hd] in q's dtype. A row that a query may not see never
     influences it, even if it holds NaN. Inference only (no autograd). On CPU it reads `start` on the host.
     """
     return torch.ops.eaglet.tree_attention(q, kv, start, visible, positions, window, scale)

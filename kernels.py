@@ -1186,9 +1186,9 @@ def tree_attention(
     q [B,Hq,T,hd]; kv [2,B,Hkv,S,hd] or int8 [...,hd+4], one layer that already holds this forward's rows; start
     [B] int64, first slot of the tree region (region row r lies in slot min(start + r, S-1)); visible [B,T,R] bool,
     query t may see region row r (window already applied); positions [B,T] int64. Every slot j < start
-    is visible history, restricted to j > position - window when window > 0. Returns [B,Hq,T,hd] in q's dtype. A row that a query may not see never
-    influences it, even if it holds NaN. Inference only (no autograd). On CPU it reads `start` on the host.
-    """
+    is visible history, restricted to j > position - window when window > 0. Returns [B,Hq,T,hd] in q's dtype. A row
+    that a query may not see never influences it, even if it holds NaN. Inference only (no autograd). On CPU it reads
+    `start` on the host. """
     return torch.ops.eaglet.tree_attention(q, kv, start, visible, positions, window, scale)
 
 

@@ -1122,6 +1122,8 @@ def _attend_tail_kernel(q, kv, kv_scales, start, visible, positions, acc_in, ml_
         acc = acc * mine[:, None] + acc_s * theirs[:, None]
         top = new
     if not REGION:
+        base = bh.to(tl.int64) * S * (HD + 4 * INT8)
+        values = kv + base + v_offset
         query = tl.load(q + (bh * ROWS + m[:, None]) * HD + d[None, :], mask=real, other=0).to(tl.float32)
         r = tl.arange(0, RP)
         seen = ok[:, None] & (r < R)[None, :]
@@ -1136,9 +1138,9 @@ def _attend_tail_kernel(q, kv, kv_scales, start, visible, positions, acc_in, ml_
             see = ok[:, None] & (nth < count[:, None])
             if WINDOW > 0:
                 see = see & ((nth >= 0) | (j > p[:, None] - WINDOW))
-            at = (bh.to(tl.int64) * S + slot) * (HD + 4 * INT8)
-            k = _load_rows(kv, kv_scales, at, d, see, tl.float32, HD, INT8)
-            v = _load_rows(kv, kv_scales, at + v_offset, d, see, tl.float32, HD, INT8)
+            at = slot * (HD + 4 * INT8)
+            k = _load_rows(kv + base, kv_scales + base // 4, at, d, see, tl.float32, HD, INT8)
+            v = _load_rows(values, kv_scales + (base + v_offset) // 4, at, d, see, tl.float32, HD, INT8)
             score = tl.where(see, tl.sum(query[:, None, :] * k, 2) * scale, float("-inf"))
             new = tl.maximum(top, tl.max(score, 1))
             safe = tl.where(new == float("-inf"), 0.0, new)
@@ -1173,7 +1175,8 @@ def _tree_attention_triton(
         num_warps=tile // 8 if tile > 16 else 4, num_stages=2
     )
     _attend_tail_kernel[batch * kv_heads, triton.cdiv(rows, 4)](
-        *tensors, out, *sizes, **fixed, RP=1 if region else triton.next_power_of_2(R), RT=4, SPLIT=split, num_warps=4
+        *tensors, out, *sizes, **fixed, RP=1 if region else triton.next_power_of_2(R), RT=4, SPLIT=split, num_warps=4,
+        maxnreg=200 if window > 0 else None,  # ptxas would rather spill than pass 168 registers
     )
     return out
 

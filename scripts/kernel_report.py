@@ -107,7 +107,8 @@ def _attention(
     )  # fmt: skip
     tail = Variant(
         f"attention tail {label}", kernels._attend_tail_kernel,
-        shared | dict(acc_in="*fp32", ml_in="*fp32", out=act), fixed | dict(RP=32, RT=4), dict(num_warps=4),
+        shared | dict(acc_in="*fp32", ml_in="*fp32", out=act), fixed | dict(RP=32, RT=4),
+        dict(num_warps=4, maxnreg=200 if window else None),
     )  # fmt: skip
     return [chunks] if region else [chunks, tail]
 

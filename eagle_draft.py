@@ -53,9 +53,8 @@ class EagleLayer(nn.Module):
         residual = normed if self.norm_before_residual else feature
         return residual, torch.cat((self.input_norm(embedding), normed), -1)
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        x = residual + attended
-        return x + self.mlp(self.post_norm(x))
+    def finish(self, x: Tensor) -> Tensor:
+        return self.mlp(self.post_norm(x), x)
 
 
 class EagleHead(nn.Module):
@@ -123,7 +122,7 @@ class EagleHead(nn.Module):
             residual = x = self.fc(torch.cat((embedding, feature), -1))
         else:
             residual, x = self.layer.inputs(embedding, feature)
-        return self.layer.finish(residual, self.layer.attention(x, nodes, kv))
+        return self.layer.finish(self.layer.attention(x, nodes, kv, residual))
 
     def forward(self, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         """tokens int64 [B, T] paired with feature [B, T, H] (fused, or the head's own output) -> output [B, T, H].
@@ -184,7 +183,7 @@ class EagleHead(nn.Module):
             attended = self.layer.attention.forward_train(x, cos, sin)
         else:
             attended = self._attend_own_rows(x, cos, sin, memory)
-        out = self.layer.finish(residual, attended)
+        out = self.layer.finish(residual + attended)
         return self.norm(out) if self.config.norm_output else out
 
     def _attend_own_rows(self, x: Tensor, cos: Tensor, sin: Tensor, memory: list) -> Tensor:

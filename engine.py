@@ -87,11 +87,11 @@ class DecodeState:
     """Every buffer a step reads or writes, allocated once. S = ctx + N + 1: the last slot takes writes past the end."""
 
     def __init__(
-        self, model: Transformer, drafter: Drafter, batch_size: int, ctx: int, history: bool = False
+        self, model: Transformer, drafter: Drafter, batch_size: int, ctx: int, history=False, kv_dtype=None
     ):
         B, D, V, device = batch_size, drafter.D, model.config.vocab_size, model.device
         self.ctx, self.slots = ctx, ctx + drafter.N + 1
-        self.kv = model.new_cache(B, self.slots)
+        self.kv = model.new_cache(B, self.slots, kv_dtype)
         with torch.device(device):
             self.tokens = torch.zeros(B, self.slots, dtype=torch.int64)
             self.n = torch.ones(B, dtype=torch.int64)  # cached tokens = the root's position; >= count
@@ -435,6 +435,7 @@ class Engine:
         lag: int | None = None,
         compile_mode: str = "graph",
         eagle_always: bool = True,
+        kv_dtype: torch.dtype | None = None,  # of the target's cache: None = the model's, or torch.int8
     ):
         """lag: steps that may run ahead of the host, by default 2 on a GPU (0 with an observer, which wants them all).
         eagle_always=False: measure at the first request whether speculation pays, and decode plainly while it does not.
@@ -461,6 +462,7 @@ class Engine:
             self.fallback.taps, self.fallback.feature_size = self.drafter.taps, self.drafter.feature_size
         self.timings: dict[SamplingMode, tuple[float, float]] = {}  # seconds: plain step, speculative step
         self.step_seconds: tuple[float, float] | None = None  # those of the request
+        self.kv_dtype = kv_dtype
         self.state = self._allocate()
         on_gpu = model.device.type == "cuda"
         self.lag = (LAG if on_gpu else 0) if lag is None else lag
@@ -491,7 +493,7 @@ class Engine:
 
     def _allocate(self) -> DecodeState:
         history = self.fallback is not None
-        return DecodeState(self.model, self.drafter, self.batch_size, self.ctx, history)
+        return DecodeState(self.model, self.drafter, self.batch_size, self.ctx, history, self.kv_dtype)
 
     @property
     def break_even_tau(self) -> float:

@@ -91,6 +91,9 @@ class LoadOptions:
     compile_mode: str = "graph"  # one of engine.COMPILE_MODES
     eagle_always: bool = False  # never decode plainly, even while speculation does not pay
     kernels: str = "auto"
+    kv: str = (
+        "model"  # model | int8: the target's KV cache; a drafter's (one layer) stays in the model's dtype
+    )
 
 
 def drafter_kind(options: LoadOptions) -> str:
@@ -160,7 +163,8 @@ def plan_memory(
     rotary = 4 * ctx * config.head_dim
     N, D = tree_shape(options)
     slots = ctx + N + 1
-    row = 2 * config.num_key_value_heads * config.head_dim * element
+    per_head = config.head_dim + kernels.KV_SCALE if options.kv == "int8" else config.head_dim * element
+    row = 2 * config.num_key_value_heads * per_head
     buffers = B * slots * 8 + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
     wide = max(config.hidden_size, config.intermediate_size, config.vocab_size)
     captured = options.compile and COMPILE_MODES[options.compile_mode][2]
@@ -236,6 +240,8 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
     backend = kernels.KernelBackend(opts.kernels, device.type, tuned)
     if note:
         report(f"note    {note}")
+    if opts.kv not in ("model", "int8"):
+        raise UserError(f"--kv is {opts.kv!r:.40}; allowed: model, int8.", USAGE)
     if opts.batch_size < 1:
         raise UserError(f"batch_size is {opts.batch_size}; allowed: 1 or more.", USAGE)
     try:
@@ -283,6 +289,7 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
             f"compile {folder} ({found}); one block is compiled per width, prompts and settings compile nothing"
         )
     how = {"compile": opts.compile, "compile_mode": opts.compile_mode, "eagle_always": opts.eagle_always}
+    how["kv_dtype"] = torch.int8 if opts.kv == "int8" else None
     engine = Engine(model, tokenizer, drafter, opts.batch_size, ctx=opts.ctx, backend=backend, **how)
     engine.options, engine.plan, engine.head = opts, plan, head
     trained = head.config.layer if head else draft
@@ -441,6 +448,7 @@ def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, resu
         engine.compiled,
         engine.backend,
         compile_mode=engine.compile_mode,
+        kv_dtype=engine.kv_dtype,
     )
     replayed = plain.generate_batch(prompts, params).run()
     same = total = 0
@@ -611,8 +619,10 @@ class Report:
             self.line(f"pays at  not measured, speculation stays on: {engine.always_on}")
         if r.steps:
             context = r.prompt_tokens + r.new_tokens // 2
+            kv = engine.state.kv
+            cached = kv.shape[-1] * kv.element_size() / model.config.head_dim  # bytes per key or value
             kinds = {engine.drafter: r.steps - r.plain_tokens, engine.fallback: r.plain_tokens}
-            moved = r.steps * engine.batch_size * model.kv_bytes(context)
+            moved = r.steps * engine.batch_size * model.kv_bytes(context, cached)
             for drafter, steps in kinds.items():
                 if steps:
                     moved += steps * model.weight_bytes(drafter.N * engine.batch_size)
@@ -706,6 +716,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--gauge", action="store_true", help="time the phases of a step: draft, verify, accept, host")
     add("--cache", choices=("show", "clear"), help="list or delete what --compile has kept, and leave")
     add("--kernels", default="auto", choices=("auto", "triton", "reference"))
+    add("--kv", default="model", choices=("model", "int8"), help="int8: halve (fp32: quarter) the KV cache")
     spec = parser.add_argument_group("speculative decoding")
     add = spec.add_argument
     add("--eagle", metavar="HEAD", help="EAGLE-1/2/3 head: folder, .safetensors, .bin or .pth")
@@ -855,6 +866,7 @@ def _main(args: argparse.Namespace) -> int:
         compile_mode=args.compile_mode,
         eagle_always=args.eagle_always or args.prove or args.show_tree or bool(args.html) or args.gauge,
         kernels=args.kernels,
+        kv=args.kv,
     )
     if args.template and engine.tokenizer:
         engine.tokenizer.use_template(args.template)

@@ -122,13 +122,34 @@ def _on_device(x: Tensor) -> bool:
 # ---------------------------------------------------------------------------------------------- KV cache
 
 
+KV_SCALE = 4  # bytes: an int8 row is hd codes and then their float32 scale, so that moving a row moves its scale
+
+
+def quantize_rows(x: Tensor) -> Tensor:
+    """Keys or values [..., hd] -> int8 rows [..., hd + 4], each with a scale of its own: largest magnitude / 127. A row
+    depends on itself alone, so speculative and plain decoding store the same; one with a NaN or infinity reads as NaN."""
+    x = x.float()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    codes = (x / torch.where(scale == 0, 1, scale) + 0.5).floor().nan_to_num(0).to(torch.int8)
+    return torch.cat((codes, scale.view(torch.int8)), -1)
+
+
+def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inverse of `quantize_rows`: int8 [..., hd + 4] -> [..., hd] in `dtype`, computed in float32 or wider."""
+    wide = torch.promote_types(dtype, torch.float32)
+    scale = rows[..., -KV_SCALE:].contiguous().view(torch.float32)
+    return (rows[..., :-KV_SCALE].to(wide) * scale.to(wide)).to(dtype)
+
+
 def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write the rows of one forward into one layer's cache, in place.
 
-    kv_layer [2,B,Hkv,S,hd]; k, v [B,Hkv,T,hd], cast to the cache dtype; slots [B,T] int64 in 0..S-1 (the caller clamps
-    to the trash row S-1; only that row may occur twice). No host sync, traceable.
+    kv_layer [2,B,Hkv,S,hd], or int8 [...,hd+4]; k, v [B,Hkv,T,hd], cast to the cache dtype or quantized;
+    slots [B,T] int64 in 0..S-1 (the caller clamps to the trash row S-1; only that row
+    may occur twice). No host sync, traceable.
     """
-    rows = torch.stack((k, v)).to(kv_layer.dtype)
+    rows = torch.stack((k, v))
+    rows = quantize_rows(rows) if kv_layer.dtype == torch.int8 else rows.to(kv_layer.dtype)
     if slots.shape[0] == 1:
         kv_layer.index_copy_(3, slots[0], rows)
     else:
@@ -604,7 +625,8 @@ def pack_half(weight: Tensor, layout: str = "auto", config: LinearConfig | None 
 SMALL_M = 64  # rows; above it the weight is dequantized and multiplied by cuBLAS
 
 
-def _epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
+def epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
+    """What `packed_linear` does after the product, in y's dtype."""
     y = y if bias is None else y + bias
     if gated:
         gate, up = y.chunk(2, -1)
@@ -636,7 +658,7 @@ def packed_linear(
         y = torch.ops.aten._weight_int8pack_mm(rows, weight.weight, weight.scales.to(rows.dtype))
     else:
         y = rows @ dequantize(weight, x.dtype).mT
-    return _epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
+    return epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
 
 
 @torch.library.custom_op("eaglet::planes_linear", mutates_args=())
@@ -650,7 +672,7 @@ def planes_linear(
     tokens = rows.shape[0]
     if not _use_triton("packed_linear", x) or tokens > SMALL_M:
         y = rows @ dequantize(PackedWeight("planes", bits, group, n, k, words, scales, zeros), x.dtype).mT
-        return _epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
+        return epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
     out = x.new_empty((*x.shape[:-1], n_out))
     block_n, split, extra, fixed = _arguments(
         rows, scales, zeros, bits, group, n_out, gated, config, tokens, half_accumulate)
@@ -767,7 +789,7 @@ def expert_linear(
             pick = [None if t is None else t[e] for t in (weight, scales, zeros)]
             matrix = dequantize(PackedWeight(layout, bits, group, n, k, *pick), x.dtype)
             pairs = (experts == e).nonzero().squeeze(1)
-            out.view(-1, n_out)[pairs] = _epilogue(rows[pairs // div] @ matrix.mT, None, None, gated)
+            out.view(-1, n_out)[pairs] = epilogue(rows[pairs // div] @ matrix.mT, None, None, gated)
         return out
     pairs = experts.argsort(stable=True).to(torch.int32)
     bounds = torch.arange(weight.shape[0] + 1, device=x.device)
@@ -798,8 +820,31 @@ def _rms_norm_kernel(x, w, out, SIZE, eps, BLOCK: tl.constexpr):
 
 
 @_jit
-def _rope_kernel(qkv, cos, sin, kv, slots, q_weight, k_weight, out, v_offset, T, S, eps,
-                 HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr):
+def _store_row(kv, kv_scales, at, d, y, HD: tl.constexpr, INT8: tl.constexpr):
+    """One key or value row y (fp32) into the cache at element `at`, quantized like `quantize_rows` if INT8."""
+    if INT8:
+        scale = tl.max(tl.abs(y), 0) / 127
+        y = tl.floor(y / tl.where(scale == 0, 1.0, scale) + 0.5)
+        y = tl.where(tl.abs(y) < 128, y, 0.0)
+        tl.store(kv_scales + (at + HD) // 4, scale)
+    tl.store(kv + at + d, y.to(kv.dtype.element_ty), mask=d < HD)
+
+
+@_jit
+def _load_rows(kv, kv_scales, at, d, mask, DT: tl.constexpr, HD: tl.constexpr, INT8: tl.constexpr):
+    """Key or value rows at elements `at` [...], columns d -> [..., hd] in DT; zero where not mask [...]."""
+    there = tl.expand_dims(mask, -1) & (d < HD)
+    rows = tl.load(kv + tl.expand_dims(at, -1) + d, mask=there, other=0)
+    if INT8:
+        scale = tl.load(kv_scales + (at + HD) // 4, mask=mask, other=0)
+        rows = rows.to(tl.float32) * tl.expand_dims(scale, -1)
+    return rows.to(DT)
+
+
+@_jit
+def _rope_kernel(qkv, cos, sin, kv, kv_scales, slots, q_weight, k_weight, out, v_offset, T, S, eps,
+                 HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+                 INT8: tl.constexpr):
     """Grid (B T, HQ + 2 HKV): one head of one token: [norm,] rotate, write to q, the key cache or the value cache."""
     row, head = tl.program_id(0), tl.program_id(1)
     b, t = row // T, row % T
@@ -808,9 +853,9 @@ def _rope_kernel(qkv, cos, sin, kv, slots, q_weight, k_weight, out, v_offset, T,
     at = (row * (HQ + 2 * HKV) + head) * HD
     x = tl.load(qkv + at + d, mask=ok, other=0)
     slot = tl.load(slots + row)
-    cache = ((b * HKV + (head - HQ) % HKV).to(tl.int64) * S + slot) * HD
+    cache = ((b * HKV + (head - HQ) % HKV).to(tl.int64) * S + slot) * (HD + 4 * INT8)
     if head >= HQ + HKV:
-        tl.store(kv + v_offset + cache + d, x.to(kv.dtype.element_ty), mask=ok)
+        _store_row(kv, kv_scales, cache + v_offset, d, x.to(tl.float32), HD, INT8)
     else:
         half: tl.constexpr = HD // 2
         other = tl.where(d < half, d + half, d - half)
@@ -830,7 +875,8 @@ def _rope_kernel(qkv, cos, sin, kv, slots, q_weight, k_weight, out, v_offset, T,
         if head < HQ:
             tl.store(out + ((b * HQ + head) * T + t) * HD + d, y.to(out.dtype.element_ty), mask=ok)
         else:
-            tl.store(kv + cache + d, y.to(kv.dtype.element_ty), mask=ok)
+            y = tl.where(ok, y.to(qkv.dtype.element_ty).to(tl.float32), 0.0)
+            _store_row(kv, kv_scales, cache, d, y, HD, INT8)
 
 
 def _rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -884,16 +930,23 @@ def _cache_problem(kv: Tensor) -> str:
     return "" if kv[0].is_contiguous() else "the cache of one layer is not contiguous"
 
 
+def _cache_scales(kv: Tensor) -> Tensor:
+    """The same memory as float32, where the scales of an int8 cache are (another cache: a placeholder)."""
+    return kv.view(torch.float32) if kv.dtype == torch.int8 else kv
+
+
 def rope_write_kv(
     qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None = None,
     k_weight: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:
     """Rotate q and k (after a per-head RMS norm if weights [hd] are given), write k, v into the cache, return q.
 
-    qkv [B,T,Hq+2Hkv,hd]; cos, sin [B,T,hd/2] fp32, dimension i pairs with i + hd/2; kv [2,B,Hkv,S,hd], keys and values
-    each contiguous, written in place at slots [B,T] int64. Returns q [B,Hq,T,hd]. No host sync.
+    qkv [B,T,Hq+2Hkv,hd]; cos, sin [B,T,hd/2] fp32, dimension i pairs with i + hd/2; kv [2,B,Hkv,S,hd] or int8
+    [2,B,Hkv,S,hd+4] (`quantize_rows`), keys and values each contiguous, written in place at slots [B,T] int64. Returns
+    q [B,Hq,T,hd]. No host sync.
     """
-    op = _rope_reference if _plain(qkv, q_weight) else torch.ops.eaglet.rope_write_kv
+    plain = _plain(qkv, q_weight) and kv.dtype != torch.int8  # Inductor cannot fuse the bytes of the scales
+    op = _rope_reference if plain else torch.ops.eaglet.rope_write_kv
     return op(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)
 
 
@@ -908,9 +961,9 @@ def _rope_op(
     out = qkv.new_empty(B, heads - 2 * kv_heads, T, dim)
     qkv, norm = qkv.contiguous(), q_weight is not None
     _rope_kernel[B * T, heads](
-        qkv, cos.contiguous(), sin.contiguous(), kv, slots.contiguous(), q_weight if norm else qkv,
+        qkv, cos.contiguous(), sin.contiguous(), kv, _cache_scales(kv), slots.contiguous(), q_weight if norm else qkv,
         k_weight if norm else qkv, out, kv.stride(0), T, S, eps, HQ=heads - 2 * kv_heads, HKV=kv_heads, HD=dim,
-        BLOCK=triton.next_power_of_2(dim), NORM=norm, num_warps=1,
+        BLOCK=triton.next_power_of_2(dim), NORM=norm, INT8=kv.dtype == torch.int8, num_warps=1,
     )
     return out
 
@@ -925,7 +978,7 @@ def _(qkv, cos, sin, kv, slots, q_weight, k_weight, eps):
 
 
 def _attend_one(q, kv, visible, positions, start: int, window: int, scale: float) -> Tensor:
-    """One sequence: q [1,Hq,T,hd]; kv [2,1,Hkv,S,hd]; visible [T,R]; returns [1,Hq,T,hd]. Reads sizes on the host."""
+    """One sequence: q [1,Hq,T,hd]; kv [2,1,Hkv,S,hd] (int8: hd+4); visible [T,R]; returns [1,Hq,T,hd]. Host sync."""
     (_, query_heads, T, dim), (kv_heads, S), R = q.shape, kv.shape[2:4], visible.shape[1]
     low = max(0, min(start, int(positions.min()) - window + 1)) if window > 0 else 0
     if start + R <= S:
@@ -933,6 +986,8 @@ def _attend_one(q, kv, visible, positions, start: int, window: int, scale: float
     else:  # the last region rows share the trash row
         slots = torch.cat((torch.arange(low, start), torch.arange(start, start + R).clamp_(max=S - 1)))
         kv = kv[:, :, :, slots.to(kv.device)]
+    if kv.dtype == torch.int8:
+        kv = dequantize_rows(kv, q.dtype)
     k, v = kv.unbind(0)
     group = query_heads // kv_heads
     if T == 1 and window <= 0 and (R == 1 or bool(visible.all())):
@@ -989,10 +1044,10 @@ def _row_geometry(start, positions, b, m, T, R, ROWS, REGION: tl.constexpr):
 
 
 @_jit
-def _attend_chunks_kernel(q, kv, start, visible, positions, acc_out, ml_out, v_offset, S, T, R, ROWS, SPLITS, scale,
-                          HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, WINDOW: tl.constexpr,
+def _attend_chunks_kernel(q, kv, kv_scales, start, visible, positions, acc_out, ml_out, v_offset, S, T, R, ROWS,
+                          SPLITS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, WINDOW: tl.constexpr,
                           REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-                          DEVICE: tl.constexpr):
+                          INT8: tl.constexpr, DEVICE: tl.constexpr):
     """Tensor-core part: keys [0, limit) of every query row, limit = 16 floor((p - 16) / 16) (REGION: all of them, for
     prefill). Grid (B Hkv, splits, row tiles). Key blocks sit at absolute multiples of BK and a masked block changes
     nothing, bit for bit, so a row's partial depends on its position and its keys alone."""
@@ -1007,7 +1062,7 @@ def _attend_chunks_kernel(q, kv, start, visible, positions, acc_out, ml_out, v_o
     high = tl.minimum(split * SPLIT + SPLIT, end)
     if split * SPLIT < end:
         d = tl.arange(0, HDP)
-        base = bh.to(tl.int64) * S * HD
+        DT: tl.constexpr = q.dtype.element_ty
         real = ok[:, None] & (d < HD)[None, :]
         query = tl.load(q + (bh * ROWS + m[:, None]) * HD + d[None, :], mask=real, other=0)
         top = tl.full((BM,), float("-inf"), tl.float32)
@@ -1016,10 +1071,9 @@ def _attend_chunks_kernel(q, kv, start, visible, positions, acc_out, ml_out, v_o
         for j0 in range(low, high, BK):
             j = j0 + tl.arange(0, BK)
             slot = tl.minimum(j, S - 1)
-            there = (j < end)[:, None] & (d < HD)[None, :]
-            at = base + slot[:, None] * HD + d[None, :]
-            k = tl.load(kv + at, mask=there, other=0)
-            v = tl.load(kv + v_offset + at, mask=there, other=0)
+            at = (bh.to(tl.int64) * S + slot) * (HD + 4 * INT8)
+            k = _load_rows(kv, kv_scales, at, d, j < end, DT, HD, INT8)
+            v = _load_rows(kv, kv_scales, at + v_offset, d, j < end, DT, HD, INT8)
             spoilt = tl.zeros((BK,), tl.int32)
             if WINDOW > 0 or REGION:  # queries of a tile differ in what they see: 0 x NaN must not reach the others
                 usable = tl.abs(v.to(tl.float32)) < float("inf")
@@ -1052,9 +1106,10 @@ def _attend_chunks_kernel(q, kv, start, visible, positions, acc_out, ml_out, v_o
 
 
 @_jit
-def _attend_tail_kernel(q, kv, start, visible, positions, acc_in, ml_in, out, v_offset, S, T, R, ROWS, SPLITS, scale,
-                        HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
-                        REGION: tl.constexpr, RT: tl.constexpr, SPLIT: tl.constexpr):
+def _attend_tail_kernel(q, kv, kv_scales, start, visible, positions, acc_in, ml_in, out, v_offset, S, T, R, ROWS,
+                        SPLITS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr,
+                        WINDOW: tl.constexpr, REGION: tl.constexpr, RT: tl.constexpr, SPLIT: tl.constexpr,
+                        INT8: tl.constexpr):
     """Merge a row's partials in split order, then its tail: key i of the tail is position limit + i, whichever slot
     it is in (history, or the i-th visible region row), so verify and plain decoding reduce the same operands in the same
     places. Every query gathers only rows it sees; others are loaded as zero. Grid (B Hkv, row tiles)."""
@@ -1080,7 +1135,8 @@ def _attend_tail_kernel(q, kv, start, visible, positions, acc_in, ml_in, out, v_
         acc = acc * mine[:, None] + acc_s * theirs[:, None]
         top = new
     if not REGION:
-        base = kv + bh.to(tl.int64) * S * HD
+        base = bh.to(tl.int64) * S * (HD + 4 * INT8)
+        values = kv + base + v_offset
         query = tl.load(q + (bh * ROWS + m[:, None]) * HD + d[None, :], mask=real, other=0).to(tl.float32)
         r = tl.arange(0, RP)
         seen = ok[:, None] & (r < R)[None, :]
@@ -1095,10 +1151,9 @@ def _attend_tail_kernel(q, kv, start, visible, positions, acc_in, ml_in, out, v_
             see = ok[:, None] & (nth < count[:, None])
             if WINDOW > 0:
                 see = see & ((nth >= 0) | (j > p[:, None] - WINDOW))
-            at = slot[:, :, None] * HD + d[None, None, :]
-            there = see[:, :, None] & (d < HD)[None, None, :]
-            k = tl.load(base + at, mask=there, other=0).to(tl.float32)
-            v = tl.load(base + v_offset + at, mask=there, other=0).to(tl.float32)
+            at = slot * (HD + 4 * INT8)
+            k = _load_rows(kv + base, kv_scales + base // 4, at, d, see, tl.float32, HD, INT8)
+            v = _load_rows(values, kv_scales + (base + v_offset) // 4, at, d, see, tl.float32, HD, INT8)
             score = tl.where(see, tl.sum(query[:, None, :] * k, 2) * scale, float("-inf"))
             new = tl.maximum(top, tl.max(score, 1))
             safe = tl.where(new == float("-inf"), 0.0, new)
@@ -1122,16 +1177,19 @@ def _tree_attention_triton(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     acc = q.new_empty(batch * kv_heads, splits, rows, dim, dtype=torch.float32)
     ml = q.new_empty(batch * kv_heads, splits, rows, 2, dtype=torch.float32)
-    tensors = (q.contiguous(), kv, start, visible.contiguous().view(torch.uint8), positions.contiguous(), acc, ml)
+    tensors = (q.contiguous(), kv, _cache_scales(kv), start, visible.contiguous().view(torch.uint8),
+               positions.contiguous(), acc, ml)
     sizes = (kv.stride(0), S, T, R, rows, splits, scale)
-    fixed = dict(HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)), WINDOW=max(window, 0), REGION=region)
+    fixed = dict(HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)), WINDOW=max(window, 0), REGION=region,
+                 INT8=kv.dtype == torch.int8)
     tile = min(64, max(16, triton.next_power_of_2(rows)))
     _attend_chunks_kernel[batch * kv_heads, splits, triton.cdiv(rows, tile)](
-        *tensors, *sizes, **fixed, BM=tile, BK=64, SPLIT=split, DEVICE=_on_device(q),
+        *tensors, *sizes, **fixed, BM=tile, BK=32 if region else 64, SPLIT=split, DEVICE=_on_device(q),  # 64 would spill
         num_warps=tile // 8 if tile > 16 else 4, num_stages=2
     )
     _attend_tail_kernel[batch * kv_heads, triton.cdiv(rows, 4)](
-        *tensors, out, *sizes, **fixed, RP=1 if region else triton.next_power_of_2(R), RT=4, SPLIT=split, num_warps=4
+        *tensors, out, *sizes, **fixed, RP=1 if region else triton.next_power_of_2(R), RT=4, SPLIT=split, num_warps=4,
+        maxnreg=200 if window > 0 else None,  # ptxas would rather spill than pass 168 registers
     )
     return out
 
@@ -1141,17 +1199,17 @@ def tree_attention(
 ) -> Tensor:
     """Attention of T tree rows over a static cache (DESIGN.md sections 3 and 4).
 
-    q [B,Hq,T,hd]; kv [2,B,Hkv,S,hd], one layer that already holds this forward's rows; start [B] int64, first slot of
-    the tree region (region row r lies in slot min(start + r, S-1)); visible [B,T,R] bool, query t may see region row r
-    (window already applied); positions [B,T] int64. Every slot j < start is visible history, restricted to
-    j > position - window when window > 0. Returns [B,Hq,T,hd] in q's dtype. A row that a query may not see never
-    influences it, even if it holds NaN. Inference only (no autograd). On CPU it reads `start` on the host.
-    """
+    q [B,Hq,T,hd]; kv [2,B,Hkv,S,hd] or int8 [...,hd+4], one layer that already holds this forward's rows; start
+    [B] int64, first slot of the tree region (region row r lies in slot min(start + r, S-1)); visible [B,T,R] bool,
+    query t may see region row r (window already applied); positions [B,T] int64. Every slot j < start
+    is visible history, restricted to j > position - window when window > 0. Returns [B,Hq,T,hd] in q's dtype. A row
+    that a query may not see never influences it, even if it holds NaN. Inference only (no autograd). On CPU it reads
+    `start` on the host. """
     return torch.ops.eaglet.tree_attention(q, kv, start, visible, positions, window, scale)
 
 
 def _tree_attention_op(q, kv, start, visible, positions, window, scale):
-    problem = _cache_problem(kv) if q.dtype == kv.dtype else "queries and cache differ in dtype"
+    problem = _cache_problem(kv) if kv.dtype in (q.dtype, torch.int8) else "queries and cache differ in dtype"
     use = _tree_attention_triton if _use_triton("tree_attention", q, problem) else tree_attention_reference
     return use(q, kv, start, visible, positions, window, scale)
 

@@ -336,6 +336,14 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype)
 
 
+def linear(layer: nn.Module, x: Tensor, residual: Tensor | None = None, gated: bool = False) -> Tensor:
+    """layer(x), then SiLU(first half) * second half if gated, then + residual. Quantized linears do it in their kernel's
+    epilogue; after nn.Linear (cuBLAS has no such epilogue) it is plain code, which Inductor makes one kernel of."""
+    if isinstance(layer, nn.Linear):
+        return kernels.epilogue(layer(x), None, residual, gated)
+    return layer(x, residual, gated)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with fused QKV over a static cache. `in_size` differs from hidden_size in EAGLE-3."""
 
@@ -358,8 +366,8 @@ class Attention(nn.Module):
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def forward(self, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
-        """x [B, T, in]; kv [2, B, Hkv, S, hd] is written at nodes.slots, then read. Returns [B, T, H]."""
+    def forward(self, x: Tensor, nodes: Nodes, kv: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [B, T, in]; kv [2, B, Hkv, S, hd] is written at nodes.slots, then read. Returns [B, T, H] (+ residual)."""
         B, T, _ = x.shape
         norms = () if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         qkv = self.qkv(x).view(B, T, -1, self.head_dim)
@@ -368,7 +376,7 @@ class Attention(nn.Module):
         out = kernels.tree_attention(
             q, kv, nodes.start, visible, nodes.positions, self.window, 1 / math.sqrt(self.head_dim)
         )
-        return self.o(out.transpose(1, 2).reshape(B, T, -1))
+        return linear(self.o, out.transpose(1, 2).reshape(B, T, -1), residual)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """The same attention over a whole sequence, with gradients and without a cache (causal, or `mask`)."""
@@ -389,9 +397,9 @@ class MLP(nn.Module):
         self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [..., H] -> [..., H] (+ residual)."""
+        return linear(self.down, linear(self.gate_up, x, gated=True), residual)
 
 
 class Experts(nn.Module):
@@ -410,7 +418,11 @@ class Experts(nn.Module):
         weight, index = self.router(x).softmax(-1, dtype=torch.float32).topk(self.per_token, -1)
         return (weight / weight.sum(-1, keepdim=True)).to(x.dtype), index
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        out = self.mixture(x)  # experts end in a weighted sum, so the residual is an addition of its own
+        return out if residual is None else residual + out
+
+    def mixture(self, x: Tensor) -> Tensor:
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         weight, index = self.route(x)
         if index.numel() < self.router.out_features:  # few rows: read only the experts they use
@@ -440,12 +452,12 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
-        x = x + self.attention(self.input_norm(x), nodes, kv)
-        return x + self.mlp(self.post_norm(x))
+        x = self.attention(self.input_norm(x), nodes, kv, x)
+        return self.mlp(self.post_norm(x), x)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention.forward_train(self.input_norm(x), cos, sin)
-        return x + self.mlp(self.post_norm(x))
+        return self.mlp(self.post_norm(x), x)
 
 
 class RotaryTable(nn.Module):
@@ -495,9 +507,13 @@ class Transformer(nn.Module):
         return self.embed_tokens.weight.dtype
 
     def new_cache(self, batch_size: int, slots: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A zeroed KV cache [L, 2, B, Hkv, S, hd]; the last slot takes every write past the end."""
+        """A zeroed KV cache [L, 2, B, Hkv, S, hd]; the last slot takes every write past the end. torch.int8: rows are
+        quantized and hd + 4 bytes long (`kernels.quantize_rows`); ValueError if hd is no multiple of 4."""
         c = self.config
-        shape = (c.num_hidden_layers, 2, batch_size, c.num_key_value_heads, slots, c.head_dim)
+        if dtype == torch.int8 and c.head_dim % 4:
+            raise ValueError(f"--kv int8 needs a head_dim divisible by 4, not {c.head_dim}; use --kv model.")
+        row = c.head_dim + kernels.KV_SCALE * (dtype == torch.int8)
+        shape = (c.num_hidden_layers, 2, batch_size, c.num_key_value_heads, slots, row)
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
     def nodes(self, n: Tensor, depth: Tensor, ancestors: Tensor, slots: int) -> Nodes:

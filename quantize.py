@@ -298,13 +298,13 @@ class QuantLinear(nn.Module):
 class QuantExperts(nn.Module):
     """`model.Experts` with quantized matrices: same router, same routing, same call."""
 
-    route = Experts.route
+    route, forward = Experts.route, Experts.forward
 
     def __init__(self, router: nn.Linear, gate_up: nn.Module, down: nn.Module, per_token: int):
         super().__init__()
         self.router, self.gate_up, self.down, self.per_token = router, gate_up, down, per_token
 
-    def forward(self, x: Tensor) -> Tensor:
+    def mixture(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         weight, index = self.route(rows)
         gate_up, down = self.gate_up.pack(x.dtype), self.down.pack(x.dtype)

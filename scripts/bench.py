@@ -412,6 +412,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         drafter = build_drafter(model, head, opts) if kind else None
     always = options.get("eagle_always", True)  # tau is measured, unless an arm is about falling back
     how = {"compile_mode": opts.compile_mode, "eagle_always": always}
+    how["kv_dtype"] = torch.int8 if opts.kv == "int8" else base.kv_dtype
     engine = Engine(model, base.tokenizer, drafter, opts.batch_size, ctx, opts.compile, base.backend, **how)
     engine.options, engine.head = opts, head
     return engine

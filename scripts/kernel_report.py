@@ -89,19 +89,26 @@ def _linear(
     )  # fmt: skip
 
 
-def _attention(dtype: str, rows: int, region: bool = False, window: int = 0) -> list[Variant]:
+def _attention(
+    dtype: str, rows: int, region: bool = False, window: int = 0, int8: bool = False
+) -> list[Variant]:
     act = "*fp16" if dtype == "fp16" else "*bf16"
-    shared = dict(q=act, kv=act, start="*i64", visible="*u8", positions="*i64")
-    fixed = dict(HKV=8, HD=128, HDP=128, WINDOW=window, REGION=region, SPLIT=2048 if region else 128)
+    shared = dict(q=act, kv="*i8" if int8 else act, kv_scales="*fp32" if int8 else act)
+    shared |= dict(start="*i64", visible="*u8", positions="*i64")
+    fixed = dict(
+        HKV=8, HD=128, HDP=128, WINDOW=window, REGION=region, SPLIT=2048 if region else 128, INT8=int8
+    )
     label = f"{dtype}{' prefill' if region else ''}{f' window {window}' if window else ''}"
+    label += " int8 cache" * int8
     chunks = Variant(
         f"attention chunks {label} {rows} rows", kernels._attend_chunks_kernel,
-        shared | dict(acc_out="*fp32", ml_out="*fp32"), fixed | dict(BM=rows, BK=64, DEVICE=True),
+        shared | dict(acc_out="*fp32", ml_out="*fp32"), fixed | dict(BM=rows, BK=32 if region else 64, DEVICE=True),
         dict(num_warps=rows // 8, num_stages=2),
     )  # fmt: skip
     tail = Variant(
         f"attention tail {label}", kernels._attend_tail_kernel,
-        shared | dict(acc_in="*fp32", ml_in="*fp32", out=act), fixed | dict(RP=32, RT=4), dict(num_warps=4),
+        shared | dict(acc_in="*fp32", ml_in="*fp32", out=act), fixed | dict(RP=32, RT=4),
+        dict(num_warps=4, maxnreg=200 if window else None),
     )  # fmt: skip
     return [chunks] if region else [chunks, tail]
 
@@ -126,15 +133,18 @@ def variants(quick: bool = False) -> list[Variant]:
     main += [_linear(8, "fp16", topk=10), _linear(4, "fp16", topk=10)]
     main += _attention("fp16", 64) + _attention("bf16", 64) + _attention("fp16", 32, window=4096)
     main += _attention("fp16", 64, region=True)
+    main += _attention("fp16", 64, int8=True) + _attention("bf16", 64, int8=True)
+    main += _attention("fp16", 64, region=True, int8=True)
     norm = dict(x="*fp16", w="*fp16", out="*fp16")
     main.append(Variant("rms_norm", kernels._rms_norm_kernel, norm, dict(BLOCK=4096), dict(num_warps=4)))
     rope = dict(
         qkv="*fp16", cos="*fp32", sin="*fp32", kv="*fp16", slots="*i64", q_weight="*fp16", k_weight="*fp16"
     )
-    for norms in (False, True):
-        name = "rope + kv write" + (" + q/k norm" if norms else "")
-        sizes = dict(HQ=32, HKV=8, HD=128, BLOCK=128, NORM=norms)
-        main.append(Variant(name, kernels._rope_kernel, rope | dict(out="*fp16"), sizes, dict(num_warps=1)))
+    for norms, int8 in ((False, False), (True, False), (False, True)):
+        name = "rope + kv write" + " + q/k norm" * norms + " int8 cache" * int8
+        sizes = dict(HQ=32, HKV=8, HD=128, BLOCK=128, NORM=norms, INT8=int8)
+        kv = dict(out="*fp16", kv="*i8", kv_scales="*fp32") if int8 else dict(out="*fp16", kv_scales="*fp16")
+        main.append(Variant(name, kernels._rope_kernel, rope | kv, sizes, dict(num_warps=1)))
     return main
 
 

@@ -131,7 +131,8 @@ def chains(width: int, depth: int) -> StaticTree:
 def tree_engine(base: Engine, head: EagleHead, tree: StaticTree | DynamicTree | None, ctx: int) -> Engine:
     """An Engine with the tree on the weights of `base`; None is plain decoding."""
     drafter = eagle_drafter(head, tree, ctx) if tree is not None else None
-    return Engine(base.model, base.tokenizer, drafter, 1, ctx, base.compiled, base.backend)
+    kind = {"compile_mode": base.compile_mode, "kv_dtype": base.kv_dtype}
+    return Engine(base.model, base.tokenizer, drafter, 1, ctx, base.compiled, base.backend, **kind)
 
 
 def eagle_drafter(head: EagleHead, tree: StaticTree | DynamicTree, ctx: int) -> EagleDrafter:

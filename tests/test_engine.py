@@ -117,6 +117,26 @@ def test_plain_batch_rows_equal_single_runs():
 
 
 @pytest.mark.parametrize("tree", ("chain4", "dynamic"))
+def test_int8_cache_keeps_the_promise(tree):
+    """Keys and values quantized by more than their own row, or rows moved without their scales: speculative tokens then
+    differ from plain ones. In a batch, and when a second turn reuses the first one's cache."""
+    make = functools.partial(Engine, MODEL, None, batch_size=2, kv_dtype=torch.int8)
+    drafters = [None] + [
+        EagleDrafter(HEADS[kind], tables(TREES[tree], 2), 2, CTX + tables(TREES[tree], 2).N + 1)
+        for kind in ("eagle1", "eagle3")
+    ]
+    engines, turn = [make(drafter) for drafter in drafters], PROMPTS[:2]
+    assert engines[0].state.kv.dtype == torch.int8 and not engines[0].state.kv.any()
+    for index in (0, 2):
+        results = [engine.generate_batch(turn, settings(index)).run() for engine in engines]
+        ids = [[r.token_ids for r in rows] for rows in results]
+        assert ids[1] == ids[0] and ids[2] == ids[0]
+        turn = [prompt + new + [7] for prompt, new in zip(turn, ids[0], strict=True)]
+    assert all(r.cached_tokens > 20 for rows in results for r in rows)
+    assert engines[0].state.kv.any()
+
+
+@pytest.mark.parametrize("tree", ("chain4", "dynamic"))
 def test_fewer_prompts_than_rows(tree):
     """Rows without a prompt used to re-feed draft row -1 and crash; they must change nothing."""
     engine = eagle_engine(HEADS["eagle1"], TREES[tree], batch_size=3)

@@ -113,11 +113,14 @@ def test_a_plan_that_does_not_fit_names_the_change_that_does(capsys, monkeypatch
     assert code == 4 and re.search(r"Try --ctx \d+", err), err
 
 
-def test_plan_matches_what_the_engine_allocates():
-    """A memory plan that flatters: with and without a head, its features kept for catching up, the ring."""
+@pytest.mark.parametrize("kv", ["model", "int8"])
+def test_plan_matches_what_the_engine_allocates(kv):
+    """A memory plan that flatters: with and without a head, its features kept for catching up, the ring, int8 keys."""
     eagle = [{"eagle": str(DEMO / head), "eagle_always": on} for head in HEADS[:1] for on in (True, False)]
     for options in ({}, *eagle):
-        engine = load(DEMO, ctx=1024, **options)
+        engine = load(DEMO, ctx=1024, kv=kv, **options)
+        dim = engine.model.config.head_dim
+        assert engine.state.kv[0, 0, 0, 0, 0].nbytes == (dim + 4 if kv == "int8" else 4 * dim)
         held = sum(p.numel() * p.element_size() for p in engine.model.parameters())
         held += engine.state.nbytes() + engine.model.rotary.cos.nbytes + engine.model.rotary.sin.nbytes
         if options:

@@ -321,6 +321,29 @@ def test_attention_equals_definition(dtype, window):
         )
 
 
+def test_int8_rows_keep_half_a_level_and_confine_what_is_not_finite():
+    """An int8 cache row that loses precision, takes its scale from another row, or hides an overflow as a number."""
+    x = torch.randn(3, 4, 16, dtype=torch.float64)
+    x[0, 0], x[1, 1, 3], x[1, 2, 3] = 0, float("nan"), float("inf")
+    got = kernels.dequantize_rows(kernels.quantize_rows(x), torch.float64)
+    assert got.shape == x.shape and not got[0, 0].any()
+    assert got[1, 1].isnan().all() and not got[1, 2].isfinite().any()
+    good = x.isfinite().all(-1)
+    assert ((got - x).abs().amax(-1) <= x.abs().amax(-1) / 127 * 0.5001)[good].all()
+    assert torch.equal(kernels.quantize_rows(x[2, 3:]), kernels.quantize_rows(x)[2, 3:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_int8_attention_equals_definition_on_what_the_rows_stand_for(dtype):
+    """Scales of keys and values, or of neighbouring rows, mixed up in the reference."""
+    q, kv, *rest = attention_case(dtype, [30, 5], 40)
+    rows = kernels.quantize_rows(kv)
+    wide = kernels.dequantize_rows(rows, torch.float64)
+    for window in (0, 7):
+        want = attention_definition(q, wide, *rest, window, 0.3)
+        assert error(kernels.tree_attention(q, rows, *rest, window, 0.3), want) < TOLERANCE[dtype]
+
+
 def test_attention_single_row_and_empty_history():
     """The unmasked T = 1 fast path, or a query that sees nothing, returning NaN."""
     q, kv, start, _, positions = attention_case(torch.float32, [5], 20)
@@ -570,17 +593,20 @@ def test_interpreted_linear(bits, dtype, n, k, group, zeros, m, gated, config):
 
 @interpreted
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_interpreted_linear_rows_are_independent(bits):
+@pytest.mark.parametrize("gated,add", [(False, False), (True, False), (False, True)])
+def test_interpreted_linear_rows_are_independent(bits, gated, add):
     """A row's bits depending on M or on its neighbours (even NaN ones): verify and plain decoding would then differ."""
-    packed = pack(bits, stored(bits, 32, 256, 128), torch.float16, "planes")
-    x = torch.randn(20, 256).half()
-    alone = torch.cat([packed_linear(x[i : i + 1], packed) for i in (0, 13, 19)])
-    many = packed_linear(x, packed)
-    noisy = torch.full_like(x, float("nan"))
-    noisy[[0, 13, 19]] = x[[0, 13, 19]]
-    assert torch.equal(many[[0, 13, 19]], alone) and torch.equal(
-        packed_linear(noisy, packed)[[0, 13, 19]], alone
-    )
+    packed, picked = pack(bits, stored(bits, 32, 256, 128), torch.float16, "planes"), [0, 13, 19]
+    x, residual = torch.randn(20, 256).half(), torch.randn(20, 32).half()
+
+    def run(x, residual):
+        return packed_linear(x, packed, None, residual if add else None, gated)
+
+    alone = torch.cat([run(x[i : i + 1], residual[i : i + 1]) for i in picked])
+    noisy, noisy_residual = torch.full_like(x, float("nan")), torch.full_like(residual, float("nan"))
+    noisy[picked], noisy_residual[picked] = x[picked], residual[picked]
+    assert torch.equal(run(x, residual)[picked], alone)
+    assert torch.equal(run(noisy, noisy_residual)[picked], alone)
 
 
 @interpreted
@@ -619,6 +645,23 @@ def test_interpreted_attention(dtype, window, starts, slots):
 
 
 @interpreted
+@pytest.mark.parametrize(
+    "dtype,window,T", [(torch.float32, 0, 6), (torch.float16, 7, 6), (torch.float32, 9, 66)]
+)
+def test_interpreted_attention_int8(dtype, window, T):
+    """A wrong row length, scale address or mask of an int8 cache, in the tree kernels and (T = 66) in prefill's."""
+    if T == 6:
+        q, kv, *rest = attention_case(dtype, [57, 140], 160, heads=(2, 1))
+    else:
+        age = torch.arange(T)[:, None] - torch.arange(T)
+        q, kv = torch.randn(1, 2, T, 16), torch.randn(2, 1, 1, 100, 16)
+        rest = [torch.tensor([20]), ((age >= 0) & (age < window))[None], 20 + torch.arange(T)[None]]
+    rows = kernels.quantize_rows(kv)
+    want = attention_definition(q, kernels.dequantize_rows(rows, torch.float64), *rest, window, 0.3)
+    assert error(triton_attention(q, rows, *rest, window, 0.3), want) < TOLERANCE[dtype]
+
+
+@interpreted
 def test_interpreted_attention_poison_and_prefill():
     """Unseen NaN rows leaking into the Triton kernels; the prefill variant (many rows) masking the wrong region."""
     check_poison(triton_attention, torch.float16, [(0, float("nan")), (1, float("inf"))])
@@ -634,10 +677,11 @@ def test_interpreted_attention_poison_and_prefill():
 
 
 @interpreted
-@pytest.mark.parametrize("start", [29, 140])
-def test_interpreted_attention_verify_equals_plain_bitwise(start):
+@pytest.mark.parametrize("start,int8", [(29, False), (140, False), (140, True)])
+def test_interpreted_attention_verify_equals_plain_bitwise(start, int8):
     """The tail rule broken: a tree node's attention differing in any bit from plain decoding of the same path."""
     q, kv, starts, visible, positions = attention_case(torch.float16, [start], 300, heads=(2, 1))
+    kv = kernels.quantize_rows(kv) if int8 else kv
     verify = triton_attention(q, kv, starts, visible, positions, 0, 0.3)
     path = [0, 1, 3, 5]
     committed = kv.clone()
@@ -646,7 +690,9 @@ def test_interpreted_attention_verify_equals_plain_bitwise(start):
         alone = torch.randn_like(q)
         alone[:, :, 0] = q[:, :, node]
         later = committed.clone()
-        later[:, :, :, start + depth + 1 :] = float("nan")  # slots plain decoding has not written yet
+        later[:, :, :, start + depth + 1 :] = (
+            -1 if int8 else float("nan")
+        )  # not written yet (bytes -1: a NaN scale)
         root = torch.eye(6, dtype=torch.bool)[None]
         out = triton_attention(alone, later, starts + depth, root, torch.full((1, 6), start + depth), 0, 0.3)
         assert torch.equal(out[:, :, 0], verify[:, :, node])
@@ -672,6 +718,13 @@ def test_interpreted_norm_and_rope(dtype):
             error(got, want.double()) < TOLERANCE[dtype]
             and error(caches[1], caches[0].double()) < TOLERANCE[dtype]
         )
+        rows = [torch.zeros(2, 2, 1, 11, 28, dtype=torch.int8) for _ in range(2)]
+        kernels._rope_reference(qkv, *args, rows[0], slots, weight, weight, 1e-5)
+        with TRITON.active():
+            kernels.rope_write_kv(qkv, *args, rows[1], slots, weight, weight, 1e-5)
+        got, want = (kernels.dequantize_rows(r, torch.float64) for r in rows)
+        assert (got - want).abs().max() <= 1.01 * want.abs().max() / 127 and error(got, want) < 1e-2
+        assert error(want, caches[0].double()) < 1e-2
 
 
 @interpreted
@@ -760,7 +813,13 @@ def test_interpreted_engine_gives_the_reference_tokens(mode, monkeypatch):
     def never(*args):
         raise AssertionError("the reference ran")
 
-    for name in ("tree_attention_reference", "_rms_norm_reference", "_rope_reference", "dequantize"):
+    for name in (
+        "tree_attention_reference",
+        "_rms_norm_reference",
+        "_rope_reference",
+        "dequantize",
+        "epilogue",
+    ):
         monkeypatch.setattr(kernels, name, never)
     assert run(TRITON) == [plain, drafted] and not TRITON.declined
     assert model.layers[0].mlp.down.packed.layout == head.layer.mlp.down.packed.layout == "planes"

@@ -20,24 +20,15 @@ from torch import Tensor
 import kernels
 import sampling
 import tree as trees
-from eagle_draft import Draft, EagleHead, Request
-from model import Block, Nodes, Transformer, chain_ancestors
+from eagle_draft import Draft, Request
+from model import Transformer, chain_ancestors
+from regions import COMPILE_MODES, Regions
 from runner import RING, Pacer, Runner
 from sampling import SamplingMode, SamplingParams, SamplingState
 
 PREFILL_CHUNKS = (32, 64, 128, 256)  # fixed widths: a prompt of any length runs shapes that were seen before
 MAX_STOP_IDS = 32
 LAG = 2  # steps that run ahead of the host on a GPU
-# What --compile does: (what goes through Inductor, Inductor's mode, whether a GPU's step is captured as one CUDA graph).
-# regions: one block for all layers, one draft layer, the step's tail; whole: the step in one piece (for comparison).
-COMPILE_MODES = {
-    "graph": ("regions", None, True),
-    "max-autotune": ("regions", "max-autotune-no-cudagraphs", True),
-    "capture": ("", None, True),
-    "regions": ("regions", None, False),
-    "inductor": ("whole", None, False),
-    "reduce-overhead": ("whole", "reduce-overhead", False),
-}
 # Where a request can be cut short: Engine methods, each of which the tests make fail with every kind of error.
 INJECTION_POINTS = (
     "_allocate", "_set_up", "_capture", "_measure", "_prefill", "_launch", "_read", "_observe", "_finish", "_catch_up",
@@ -139,7 +130,7 @@ def decode_step(
 ) -> StepOutput:
     """One step for all sequences: fixed shapes, in-place on `state`, no host sync (DESIGN section 3).
 
-    mark(phase), if given, is called at the end of each of PHASES (a gauge). settle: a compiled `_settle`.
+    mark(phase), if given, is called at the end of each of PHASES (a gauge). settle: a compiled `settle_step`.
     """
     S, D, n = state.slots, drafter.D, state.n
     level = torch.arange(D + 1, device=n.device)
@@ -157,7 +148,7 @@ def decode_step(
     logits = model.logits(hidden_states)
     if mark is not None:
         mark("verify")
-    out = (settle or _settle)(
+    out = (settle or settle_step)(
         drafter, draft, logits, hidden_states if taps is None else taps, noise, state, mode
     )
     if mark is not None:
@@ -165,7 +156,7 @@ def decode_step(
     return out
 
 
-def _settle(
+def settle_step(
     drafter: Drafter, draft: Draft, logits: Tensor, features: Tensor, noise: Tensor | None,
     state: DecodeState, mode: SamplingMode,
 ) -> StepOutput:  # fmt: skip
@@ -375,51 +366,6 @@ class Stream:
         return self.results
 
 
-class Regions:
-    """The parts of a step that --compile compiles: one block for all layers, one draft layer for all levels of a width,
-    and the tail. That takes seconds; the whole step in one piece takes minutes, and on a CPU it runs slower than eager.
-    On a CPU the block alone repays its compilation, elsewhere a captured graph wants few kernels everywhere."""
-
-    def __init__(self, model: Transformer, drafter: Drafter, every: bool | None = None, **how: Any):
-        """every: compile all three (default: unless on a CPU). how: options of torch.compile."""
-        # every width of every engine is a variant of the same few functions
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        block, layer, settle = (
-            torch.compile(f, fullgraph=True, dynamic=False, **how)
-            for f in (Block.forward, EagleHead.layer_forward, _settle)
-        )
-
-        def draft_layer(
-            head: EagleHead, embedding: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor
-        ) -> Tensor:
-            # Levels of one width differ in how many rows they may see, which only the attention looks at, and in the
-            # strides of features that are one row repeated.
-            torch._dynamo.maybe_mark_dynamic(nodes.visible, 2)
-            return layer(head, embedding, feature.contiguous(), nodes, kv)
-
-        every = model.device.type != "cpu" if every is None else every
-        inner = getattr(drafter, "drafter", drafter)  # inside n-grams
-        hooks = [(model, "run_block", block), (getattr(inner, "model", None), "run_block", block)]
-        hooks += [(getattr(inner, "head", None), "run_layer", draft_layer)] if every else []
-        self.hooks = [hook for hook in hooks if hook[0] is not None]
-        self.settle = settle if every else None
-
-    def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
-        """function(...) with the compiled parts in place; other engines on the same modules keep theirs."""
-        before = [vars(part)[name] for part, name, _ in self.hooks]
-        for part, name, compiled in self.hooks:
-            vars(part)[name] = compiled
-        try:
-            return function(*arguments, **named)
-        finally:
-            for (part, name, _), plain in zip(self.hooks, before, strict=True):
-                vars(part)[name] = plain
-
-    def step(self, *arguments: Any, mark: Callable[[str], None] | None = None) -> StepOutput:
-        """`decode_step`, its parts compiled."""
-        return self.call(decode_step, *arguments, mark=mark, settle=self.settle)
-
-
 class Engine:
     """Decodes one batch at a time with a target, a drafter and static buffers. Built by `generate.load`."""
 
@@ -482,7 +428,9 @@ class Engine:
             self._plain_step = torch.compile(own, fullgraph=True, dynamic=False, mode=how)
             self._forward = torch.compile(_prefill_chunk, fullgraph=True, dynamic=False)
         elif what == "regions":
-            self._step = self._plain_step = Regions(model, self.drafter, mode=how).step
+            self._step = self._plain_step = Regions(
+                model, self.drafter, decode_step, settle_step, mode=how
+            ).step
         # What the caches hold: per row, ids whose target rows are valid, and how many draft rows are.
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
         self._drafted = [0] * batch_size

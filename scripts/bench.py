@@ -44,7 +44,7 @@ import quantize
 from checkpoint import EagleConfig
 from drafters import check_vocabulary
 from eagle_draft import EagleHead, Request
-from engine import Engine, Regions, decode_step
+from engine import Engine, decode_step, settle_step
 from generate import (
     DEMO,
     DTYPES,
@@ -62,6 +62,7 @@ from generate import (
     size,
 )
 from model import ModelConfig, RopeConfig, Transformer
+from regions import Regions
 from sampling import SamplingParams
 from tokenizer import BUILTIN_SYSTEM, LLAMA2_SYSTEM, PAPER_SUFFIX, load_tokenizer
 
@@ -861,7 +862,11 @@ def draft_share(engine: Engine, repeats: int = 9) -> tuple[float, float | None]:
     mode = SamplingParams().mode
     names = {"state": state.sampling, "mode": mode, "noise": None}
     request = Request(*(names[name] if name in names else getattr(state, name) for name in Request._fields))
-    run = Regions(engine.model, drafter).call if engine.compiled else lambda f, *a: f(*a)
+    run = (
+        Regions(engine.model, drafter, decode_step, settle_step).call
+        if engine.compiled
+        else lambda f, *a: f(*a)
+    )
     calls = [lambda: run(drafter.draft, request)]
     if not engine.compiled:
         calls.append(lambda: decode_step(engine.model, drafter, state, mode))

@@ -40,8 +40,9 @@ import checkpoint
 import sampling
 import tree as trees
 from eagle_draft import Draft, EagleDrafter, EagleHead, Request
-from engine import Engine, Regions, StepOutput, decode_step
+from engine import Engine, StepOutput, decode_step, settle_step
 from generate import BAD_FILE, DEMO, DTYPES, USAGE, LoadOptions, UserError, load, tuned_tree_path
+from regions import Regions
 from sampling import SamplingParams
 from scripts.acceptance import held_out_prompts
 from scripts.bench import (
@@ -204,12 +205,12 @@ def measure_costs(
     def drafting(tree: StaticTree | DynamicTree, depth: int) -> Callable[[], Any]:
         drafter, given = eagle_drafter(head, tree, ctx), request(depth)
         if base.compiled:
-            return partial(Regions(model, drafter).call, drafter.draft, given)
+            return partial(Regions(model, drafter, decode_step, settle_step).call, drafter.draft, given)
         return lambda: drafter.draft(given)
 
     def verifying(width: int) -> Callable[[], Any]:
         drafter = StillDrafter(probe.drafter, width, device)
-        run = Regions(model, drafter).step if base.compiled else decode_step
+        run = Regions(model, drafter, decode_step, settle_step).step if base.compiled else decode_step
         return lambda: run(model, drafter, state, params.mode)
 
     widths = sorted({w for w in (*WIDTHS, 26) if w < max_nodes} | {max_nodes})

@@ -35,8 +35,9 @@ import kernels
 import sampling
 import tree as trees
 from eagle_draft import Draft, EagleDrafter
-from engine import DecodeState, Engine, PlainDrafter, Regions, decode_step
+from engine import DecodeState, Engine, PlainDrafter, decode_step, settle_step
 from model import Transformer
+from regions import Regions
 from sampling import SamplingParams
 
 MODEL = tiny_model()
@@ -1157,7 +1158,7 @@ def test_regions_compile_once_per_width_and_leave_other_engines_alone(mode, comp
         return Engine(model) if tree is None else eagle_engine(tiny_head(model), tree)
 
     engine, eager, counter = make(), make(), CompileCounter()
-    regions = Regions(engine.model, engine.drafter, every=True, backend=counter)
+    regions = Regions(engine.model, engine.drafter, decode_step, settle_step, every=True, backend=counter)
     engine._step = regions.step
     plain_parts = [vars(part)[name] for part, name, _ in regions.hooks]
     engine.generate(PROMPT, SamplingParams(temperature, max_new_tokens=6)).run()

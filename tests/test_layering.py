@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
-    "artefacts kernels trees tree sampling tokenizer model quantize checkpoint eagle_draft drafters runner engine viewer "
-    "generate"
+    "artefacts kernels trees tree sampling tokenizer model quantize checkpoint eagle_draft drafters runner regions "
+    "engine viewer generate"
 ).split()
 ALONE = {"artefacts", "kernels", "trees", "sampling", "tokenizer", "runner"}
 CORE = sorted(ROOT.glob("*.py"))

@@ -1214,7 +1214,7 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
         (target := unfinished / "eagle").mkdir()
         checkpoint.write_json(target / "config.json", head[0])
         checkpoint.write_safetensors(target / "model.safetensors", head[1])
-        prompts = [row[: min(64, length // 2)].tolist() for row in evaluation[:4]]
+        prompts = [row[: min(64, length // 2)].tolist() for row in evaluation[:12]]
         before = measure_tau(directory, args.eagle, None, prompts)
         after = measure_tau(unfinished, args.eagle, head[1], prompts)
         return {"head": head[2], "tau_before": before, "tau_after": after}

@@ -2,6 +2,7 @@
 
     python -m scripts.acceptance                         # the demo heads on held-out standard-library code
     python -m scripts.acceptance --checkpoint DIR --eagle HEAD --text FILE --json out.json
+    python -m scripts.acceptance --ablation runs/a/CARD.json runs/b/CARD.json      # add heads trained on other inputs
     python -m scripts.acceptance --readme README.md      # write the table between the README's markers
 
 Every arm decodes the same prompts. `same` counts prompts whose tokens equal plain decoding's (not promised by
@@ -120,7 +121,50 @@ def table(report: dict) -> str:
         if tree == "chain:5" and row:
             alphas = [f"{a:.2f}" for a in row["n_alpha"]] + ["-"] * (5 - len(row["n_alpha"]))
             lines.append(f"| {head}, T = {temperature:g} | " + " | ".join(alphas[:5]) + " |")
+    if report.get("ablation"):
+        first = report["ablation"][0]
+        lines += [
+            "",
+            f"The paper's input ablation: EAGLE-1 heads of {first['steps']} steps each, on greedy texts:",
+            "",
+            "| head sees | tau, chain of 5 | 0-alpha | 1-alpha | 2-alpha | top-1 agreement |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
+        for row in report["ablation"]:
+            alphas = " | ".join(f"{a:.2f}" for a in row["n_alpha"][:3])
+            name = row["inputs"] + (", trained on the target's own text" if row["regenerated"] else "")
+            lines.append(
+                f"| {name} | {row['chain_tau']:.2f} | {alphas} | {row['held_out_accuracy'][0]:.2f} |"
+            )
     return "\n".join(lines)
+
+
+def add_ablation(path: Path, cards: list[str]) -> None:
+    """Put what matters of the CARD.json files of scripts.train_eagle into the report."""
+    report = json.loads(path.read_text())
+    names = (
+        "inputs",
+        "regenerated",
+        "steps",
+        "training_tokens",
+        "chain_tau",
+        "n_alpha",
+        "held_out_accuracy",
+        "device",
+    )
+    rows = [{name: json.loads(Path(card).read_text())[name] for name in names} for card in cards]
+    if len({row["steps"] for row in rows}) > 1:
+        raise ValueError(
+            "the heads were trained for different numbers of steps; an ablation changes one thing."
+        )
+    write(path, report | {"ablation": rows})
+
+
+def write(path: Path, report: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(temporary, path)
 
 
 def replace_block(path: Path, name: str, text: str) -> None:
@@ -150,17 +194,18 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--ctx", type=int, default=512)
     parser.add_argument("--json", default="benchmarks/results/demo_acceptance.json")
+    parser.add_argument("--ablation", nargs="+", help="only add these CARD.json files to the JSON")
     parser.add_argument("--readme", help="only rewrite this file's table from the JSON")
     args = parser.parse_args()
     path = Path(args.json)
     if args.readme:
         replace_block(Path(args.readme), "acceptance", table(json.loads(path.read_text())))
         return
+    if args.ablation:
+        add_ablation(path, args.ablation)
+        return
     report = measure(args)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(temporary, path)
+    write(path, report)
     print(table(report))
 
 

@@ -1151,6 +1151,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--calibration", metavar="FILE", help="text or .jsonl for GPTQ; default: Python's standard library")
     add("--lm-head", choices=HEADS, default="int8")
     add("--eagle", metavar="HEAD", help="quantize this EAGLE head too (to OUT/eagle) and compare tau")
+    add("--eagle-mode", choices=("int8", "int4"), help="of the head (default: --mode); int8 keeps more of tau")
     add("--refuse-kl", type=float, metavar="NATS", help="write nothing if the mean KL is higher")
     add("--eval-text", metavar="FILE", help="text of the receipt; default: held-out standard library modules")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -1206,7 +1207,8 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
             end = "" if done < total else "\r\033[K"
             print(f"\rquantizing  {done}/{total}  {what:<12}", end=end, file=sys.stderr, flush=True)
 
-    head = quantize_head(args.eagle, config, spec) if args.eagle else None
+    head_spec = replace(spec, mode=args.eagle_mode or spec.mode)
+    head = quantize_head(args.eagle, config, head_spec) if args.eagle else None
 
     def finish(unfinished: Path) -> dict[str, Any]:
         if head is None:

@@ -860,18 +860,19 @@ def tiny_head(path: Path, target: ModelConfig, version: int = 1) -> Path:
     return path
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_heads_are_quantized_with_their_target(tmp_path, capsys, version):
+@pytest.mark.parametrize("version, bits", [(1, 4), (3, 4), (3, 8)])
+def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
     """Prevents a head that stays in half precision, loses fc.bias or its own LM head, or a receipt without tau."""
     from eagle_draft import EagleHead
 
     source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED, version)
     argv = ["--checkpoint", source, "--out", tmp_path / "q", "--group-size", 32, "--eagle", head]
+    argv += ["--eagle-mode", "int8"] if bits == 8 else []
     assert run(*argv, "--device", "cpu", "--debug") == 0, capsys.readouterr().err
     receipt = json.loads((tmp_path / "q" / "receipt.json").read_text())
     assert 1 <= receipt["tau_before"] and 1 <= receipt["tau_after"]
     assert (
-        receipt["head"]["bytes_after"] < receipt["head"]["bytes_before"] / 4
+        receipt["head"]["bytes_after"] < receipt["head"]["bytes_before"] / (4 if bits == 4 else 3)
         and "tau" in capsys.readouterr().out
     )
     plain, file = checkpoint.read_eagle(head, UNTIED), quantize.read_head(tmp_path / "q" / "eagle")
@@ -884,7 +885,7 @@ def test_heads_are_quantized_with_their_target(tmp_path, capsys, version):
         assert not any(t.is_meta for t in heads[-1].state_dict().values())
     linears = {name: c.bits for name, c in heads[1].named_modules() if isinstance(c, QuantLinear)}
     names = ["fc", "layer.attention.qkv", "layer.attention.o", "layer.mlp.gate_up", "layer.mlp.down"]
-    assert linears == dict.fromkeys(names, 4) | ({"lm_head": 8} if version == 3 else {})
+    assert linears == dict.fromkeys(names, bits) | ({"lm_head": 8} if version == 3 else {})
     x = torch.randn(5, heads[0].fc.in_features)
     torch.testing.assert_close(heads[1].fc(x), heads[0].fc(x), atol=0.5, rtol=0.1)
     assert (heads[0].fc.bias is None) == (heads[1].fc.bias is None)

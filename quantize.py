@@ -1151,7 +1151,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--calibration", metavar="FILE", help="text or .jsonl for GPTQ; default: Python's standard library")
     add("--lm-head", choices=HEADS, default="int8")
     add("--eagle", metavar="HEAD", help="quantize this EAGLE head too (to OUT/eagle) and compare tau")
-    add("--eagle-mode", choices=("int8", "int4"), help="of the head (default: --mode); int8 keeps more of tau")
+    add(
+        "--eagle-mode", choices=("int8", "int4"), help="of the head (default: --mode); int8 keeps more of tau"
+    )
     add("--refuse-kl", type=float, metavar="NATS", help="write nothing if the mean KL is higher")
     add("--eval-text", metavar="FILE", help="text of the receipt; default: held-out standard library modules")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")

@@ -95,6 +95,11 @@ def describe(lines: list[Any]) -> tuple[str, str]:
         total = sum(r["prompts"] for r in first["rows"] if r["rule"] == "shared noise")
         text = f"acceptance: tau up to {best['tau']:.2f} ({best['head']}, {best['tree']}, T = {best['temperature']:g})"
         return device, f"{text}; same tokens as plain decoding in {same} of {total} runs with shared noise"
+    if isinstance(first, dict) and "receipts" in first:
+        return (
+            device,
+            f"{len(first['receipts'])} receipts of quantize.py, tau of {len(first['acceptance'])} combinations",
+        )
     if isinstance(first, dict) and "parts" in first:
         failed = [p["part"] for p in first["parts"] if p.get("exit")]
         return device, f"`make gpu`: {len(first['parts'])} parts, failed: {', '.join(failed) or 'none'}"
@@ -123,6 +128,31 @@ def table(results: Path = RESULTS) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + note
 
 
+def quantization(path: Path = RESULTS / "demo_quantize.json") -> str:
+    """Markdown: the receipts of a file, and tau by format of target and head."""
+    report = read(path)[0]
+    lines = [
+        "| weights | perplexity | mean KL, nats | same top token | size |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for r in report["receipts"]:
+        change = r["perplexity_after"] / r["perplexity_before"] - 1
+        lines.append(
+            f"| {r['spec']['mode']} {r['spec']['algorithm']} | {r['perplexity_after']:.3f} ({change:+.2%}) | "
+            f"{r['mean_kl']:.4f} | {r['top1_agreement']:.2%} | {r['bytes_after'] / r['bytes_before']:.0%} |"
+        )
+    cells = {(a["target"], a["head"], a["temperature"]): a["tau"] for a in report["acceptance"]}
+    lines += [
+        "",
+        "| target | EAGLE-3 head | tau, T = 0 | tau, T = 1 |",
+        "|---|---|---:|---:|",
+    ]
+    for target, head in dict.fromkeys(key[:2] for key in cells):
+        taus = " | ".join(f"{cells[target, head, T]:.2f}" for T in (0.0, 1.0))
+        lines.append(f"| {target} | {head} | {taus} |")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -136,6 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         text = table(Path(args.results))
         if args.readme:
             replace_block(Path(args.readme), "measured", text)
+            replace_block(Path(args.readme), "quantization", quantization())
         else:
             print(text)
     except (ValueError, OSError) as error:

@@ -166,7 +166,8 @@ def main(argv: list[str] | None = None) -> int:
         text = table(Path(args.results))
         if args.readme:
             replace_block(Path(args.readme), "measured", text)
-            replace_block(Path(args.readme), "quantization", quantization())
+            if (receipts := Path(args.results) / "demo_quantize.json").exists():
+                replace_block(Path(args.readme), "quantization", quantization(receipts))
         else:
             print(text)
     except (ValueError, OSError) as error:

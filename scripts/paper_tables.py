@@ -865,11 +865,15 @@ class Page:
                         for flag in (False, True)
                         for c in self.find(method=self.best, T=T, tree=tree, ablation=flag)
                         if c["type"] == "cell" and c["card"].get("inputs") == inputs
+                        if not c["card"].get("regenerated")
                     ]
                     both.append(self.values[cells[-1]["id"]] if cells else None)
                     if not cells:
                         self.reasons[
-                            f"no head with inputs {inputs} (scripts.train_eagle --inputs {inputs}, then --ablation HEAD)"
+                            f"no head with inputs {inputs} was given (--ablation HEAD)"
+                            if inputs == SHIFTED
+                            else f"heads with inputs {inputs} do not draft in the engine; what scripts.train_eagle "
+                            f"--inputs {inputs} measures, scripts.acceptance --ablation puts into the README"
                         ] = None
                 row += [self.speedup(both[0]), self.tau(both[0]), *self.alphas(both[1])[:2]]
             rows.append(row)

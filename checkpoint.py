@@ -543,6 +543,7 @@ class EagleConfig:
     has_embed: bool = False
     has_lm_head: bool = False
     target_vocab_size: int = 0  # needed to save a head that has a draft vocabulary
+    unshifted: bool = False  # version 1: feature i goes with token i, not i + 1 (an ablation of the paper)
 
 
 @dataclass(frozen=True)
@@ -624,6 +625,8 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
         }
         # Layer ids by entry, norm_output = what is fed back: both are ambiguous in the published layouts.
         keys["eaglet_eagle"] = {AUX: list(config.taps), "norm_output": config.norm_output}
+    elif config.unshifted:
+        keys["eaglet_eagle"] = {"unshifted": True}
     if config.target_hidden_size != layer.hidden_size:
         keys["target_hidden_size"] = config.target_hidden_size
     write_json(directory / "config.json", keys)
@@ -711,6 +714,7 @@ class _HeadReader:
             has_embed=wide and own_embed and "embed_tokens.weight" in self.entries,
             has_lm_head=wide and "lm_head.weight" in self.entries,
             target_vocab_size=self.target.vocab_size,
+            unshifted=not wide and self.ours and flags.boolean("unshifted", False),
         )
         for key in ("fc_norm", "norm_before_fc"):
             if flags.config.get(key) is not None and flags.boolean(key, False) != getattr(config, key):

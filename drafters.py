@@ -1,4 +1,5 @@
-"""Drafters other than EAGLE: n-gram lookup, lookahead decoding, a draft LLM, Medusa heads (eagle.md 10).
+"""Drafters other than EAGLE: n-gram lookup, lookahead decoding, a draft LLM, Medusa heads (eagle.md 10); and the EAGLE
+head of the paper's ablation whose tokens are not shifted.
 
 All of them propose a tree of fixed size on the device and go through the same verification, so none can change a token:
 they differ in how many tokens a step gets accepted. N-gram nodes can also be grafted onto another drafter's tree.
@@ -16,7 +17,7 @@ from torch import Tensor
 import sampling
 import tree as trees
 from checkpoint import read_medusa
-from eagle_draft import Draft, Request, TreeDrafter
+from eagle_draft import Draft, EagleDrafter, EagleHead, Request, TreeDrafter
 from model import ModelConfig, Transformer, chain_ancestors, make_nodes, weight_bytes
 
 CANDIDATES, LONGEST = 32, 3  # earlier matches looked at, and tokens of the longest suffix that is looked for
@@ -406,3 +407,32 @@ class MedusaDrafter(CachelessDrafter):
         gained = F.pad(scores.gather(-1, best).flatten(1).gather(1, pick), (1, 0))
         totals = torch.where(t.ancestors, gained[:, None], 0.0).sum(-1)
         return Draft(tokens, t.parent, t.depth, t.ancestors, t.valid, totals)
+
+
+class UnshiftedDrafter(EagleDrafter):
+    """EAGLE with features paired with their own tokens (the paper's Figure 8): a row cannot know which token was drawn
+    after its feature, so the children of all its siblings are the same. Static trees only; for that comparison alone."""
+
+    def __init__(self, head: EagleHead, tree: trees.TreeTables, *how, **more):
+        if isinstance(tree, trees.DynamicTree):
+            raise ValueError(
+                "heads with unshifted tokens draft static trees, like --tree paper25 or chain:K."
+            )
+        super().__init__(head, tree, *how, **more)
+
+    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
+        super().prefill(row, F.pad(tokens[:, :-1], (1, 0)), features, start)
+
+    def _extend(self, request: Request) -> Tensor:
+        self.rows = request.root[:, None]  # the tokens that the tree's rows stand for
+        return super()._extend(request._replace(tokens=F.pad(request.tokens[:, :-1], (1, 0))))
+
+    def _level(self, request: Request, depth: int, first: int, tokens, feature, visible) -> Tensor:
+        above = self.rows.gather(1, self.tree.levels[depth - 1].source)
+        self.rows = torch.cat((self.rows, tokens), 1)
+        return super()._level(request, depth, first, above, feature, visible)
+
+
+def eagle_drafter(head: EagleHead, *how, **more) -> EagleDrafter:
+    """The drafter that fits the head; arguments as EagleDrafter's."""
+    return (UnshiftedDrafter if head.config.unshifted else EagleDrafter)(head, *how, **more)

@@ -408,6 +408,8 @@ class Engine:
             self.fallback.taps, self.fallback.feature_size = self.drafter.taps, self.drafter.feature_size
         self.timings: dict[SamplingMode, tuple[float, float]] = {}  # seconds: plain step, speculative step
         self.step_seconds: tuple[float, float] | None = None  # those of the request
+        self.warm: set[tuple] = set()  # kinds of step that have run compiled
+        self.compile_seconds = 0.0  # spent on their first runs: compiling, capturing
         self.kv_dtype = kv_dtype
         self.state = self._allocate()
         on_gpu = model.device.type == "cuda"
@@ -593,9 +595,15 @@ class Engine:
 
     def _prepare(self, mode: SamplingMode) -> None:
         """What the first request of a kind needs. All sequences are finished, so steps run here change nothing."""
-        for drafter in (self.drafter, self.fallback):
-            if drafter is not None:
-                self._capture(drafter, mode)
+        for drafter in (d for d in (self.drafter, self.fallback) if d is not None):
+            started, key = time.perf_counter(), self._call(drafter, mode)[0]
+            self._capture(drafter, mode)
+            if self.compiled and key not in self.warm:  # a first run compiles; not on decoding's time
+                self.runner.begin()
+                self._launch(drafter, mode)
+                self._read()
+                self.warm.add(key)
+                self.compile_seconds += time.perf_counter() - started
         if self.fallback is not None:
             if mode not in self.timings:
                 self.timings[mode] = self._measure(mode)

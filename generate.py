@@ -40,10 +40,11 @@ from drafters import (
     NGramDrafter,
     WithNGrams,
     check_vocabulary,
+    eagle_drafter,
     load_medusa,
     named_tree,
 )
-from eagle_draft import EagleDrafter, EagleHead
+from eagle_draft import EagleHead
 from engine import COMPILE_MODES, HISTORY, Engine, GenerationResult, PlainDrafter
 from model import DTYPES, ModelConfig, Transformer
 from runner import RING
@@ -420,7 +421,7 @@ def build_drafter(model: Transformer, head: EagleHead | None, opts: LoadOptions)
         quantize.pack_(small, small.dtype)
         drafter = DraftModelDrafter(model, small, *how)
     else:
-        drafter = EagleDrafter(head, *how)
+        drafter = eagle_drafter(head, *how)
     return WithNGrams(drafter, opts.ngram_nodes) if opts.ngram_nodes else drafter
 
 
@@ -528,6 +529,7 @@ def result_json(engine: Engine, results: list[GenerationResult]) -> dict[str, An
         "compile": opts.compile,
         "compile_mode": opts.compile_mode if opts.compile else None,
         "break_even_tau": engine.break_even_tau or None,
+        "compile_seconds": engine.compile_seconds if opts.compile else None,
         "graphs_reused": compiled_graphs()[0] if opts.compile else None,
         "graphs_compiled": compiled_graphs()[1] if opts.compile else None,
         "peak_memory_bytes": peak_memory(engine.model.device),
@@ -654,7 +656,8 @@ class Report:
         if engine.compiled:
             reused, new = compiled_graphs()
             why = "" if not new else " (a shape, option or source that this folder had not seen)"
-            self.line(f"compiled {reused} graphs reused, {new} compiled{why}")
+            took = f"in {engine.compile_seconds:.1f} s, before decoding"
+            self.line(f"compiled {took}: {reused} graphs reused, {new} compiled{why}")
         self.line(f"stop     {', '.join(r.stop_reason for r in results)}        {'  '.join(settings)}")
 
 

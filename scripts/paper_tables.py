@@ -121,11 +121,11 @@ def drafters(args: argparse.Namespace, config) -> tuple[list[dict[str, Any]], di
         add("medusa", "medusa", path, tree="paper25" if count >= 5 else f"chain:{count}")
     known = {d["options"].get("eagle") or d["options"].get("medusa") for d in found}
     drafts = (
-        [Path(args.draft_checkpoint)]
+        [Path(p) for p in args.draft_checkpoint]
         if args.draft_checkpoint
-        else [p for p in folders if str(p) not in known and bench._is(checkpoint.load_config, p)]
+        else [p for p in folders if str(p) not in known and bench._is(checkpoint.load_config, p)][:1]
     )
-    for path in drafts[:1]:
+    for path in drafts:
         add("draft", "draft_checkpoint", path)
     missing = {
         "eagle1": "no EAGLE-1 head given (--eagle HEAD)",
@@ -800,8 +800,11 @@ class Page:
             1, ["EAGLE-3", *[""] * len(models), *self._bar(self._best("eagle3", T, "paper25"), "eagle3")]
         )
         rows.insert(2, ["EAGLE-1/2, dynamic tree", *[""] * len(models), *self._dynamic(T)])
-        lengths = self.lengths(T)
-        note = f"Draft LLM, best of chains of 2 to 10: {lengths}. " if lengths else ""
+        note = ""
+        for distilled in (True, False):
+            if lengths := self.lengths(T, distilled):
+                what = "Distilled" if distilled else "Undistilled"
+                note += f"{what} draft LLM, best of chains of 2 to 10: {lengths}. "
         note += (
             "Blank: the paper has no such bar. All of ours give plain decoding's tokens at any temperature."
         )
@@ -829,26 +832,31 @@ class Page:
         return self._bar(self.values[found[-1]["id"]] if found else None, "eagle1")
 
     def method(self, name: str, names: dict[str, list[str]], T: float) -> list[str]:
-        """[speedup, tau] of ours for a bar of the figure. A draft LLM is DistillSpec's if its card names a loss."""
+        """[speedup, tau] of ours for a bar of the figure."""
         if name == "Vanilla":
             return ["1.00x", "1.00"]
         if name in ("DistillSpec", "Speculative sampling"):
-            cells = self.find(method="draft", T=T)
-            distilled = any(c["card"].get("loss") for c in cells)
-            if distilled != (name == "DistillSpec"):
+            distilled = name == "DistillSpec"
+            done = [self.values[c["id"]] for c in self.draft_llm(T, distilled)]
+            if not done:
+                what = "distilled" if distilled else "undistilled"
                 self.reasons[
-                    f"{name}: no {'distilled ' if name == 'DistillSpec' else 'undistilled '}draft LLM"
+                    f"{name}: no {what} draft LLM (scripts.train_draft --loss {'kl' if distilled else 'ce'}, "
+                    "then --draft-checkpoint)"
                 ] = None
                 return ["not run", "not run"]
-            return self._bar(self._best("draft", T), "draft")
+            return self._bar(max(done, key=lambda v: v["speedup"] or 0), "draft")
         tree = "paper25" if name == "EAGLE" else None
         return self._bar(self._best(names[name][0], T, tree), names[name][0])
 
-    def lengths(self, T: float) -> str:
+    def draft_llm(self, T: float, distilled: bool) -> list[dict[str, Any]]:
+        """The cells of a draft LLM: DistillSpec's if its card says that it learnt the target's law."""
+        cells = [c for c in self.find(method="draft", T=T) if c["type"] == "cell"]
+        return [c for c in cells if (c["card"].get("loss") == "kl") == distilled]
+
+    def lengths(self, T: float, distilled: bool) -> str:
         """The search over draft lengths, as text."""
-        found = {
-            c["tree"]: self.values[c["id"]] for c in self.find(method="draft", T=T) if c["type"] == "cell"
-        }
+        found = {c["tree"]: self.values[c["id"]] for c in self.draft_llm(T, distilled)}
         return ", ".join(
             f"{n}: {self.speedup(found[f'chain:{n}'])}" for n in LENGTHS if f"chain:{n}" in found
         )
@@ -870,10 +878,7 @@ class Page:
                     both.append(self.values[cells[-1]["id"]] if cells else None)
                     if not cells:
                         self.reasons[
-                            f"no head with inputs {inputs} was given (--ablation HEAD)"
-                            if inputs == SHIFTED
-                            else f"heads with inputs {inputs} do not draft in the engine; what scripts.train_eagle "
-                            f"--inputs {inputs} measures, scripts.acceptance --ablation puts into the README"
+                            f"no head with inputs {inputs} (scripts.train_eagle --inputs {inputs}, then --ablation HEAD)"
                         ] = None
                 row += [self.speedup(both[0]), self.tau(both[0]), *self.alphas(both[1])[:2]]
             rows.append(row)
@@ -991,7 +996,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="head for Table 6 or Figure 8; its CARD.json says what it is",
     )
     add("--medusa", metavar="PATH", help="Medusa heads")
-    add("--draft-checkpoint", metavar="DIR", help="draft LLM")
+    add(
+        "--draft-checkpoint",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="draft LLM (repeatable: a distilled and a plain one)",
+    )
     add("--int4", metavar="DIR", help="the model quantized by quantize.py (default: rounded in memory)")
     add(
         "--suite",

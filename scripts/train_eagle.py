@@ -34,7 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoint import EagleConfig, load_model, read_eagle, save_eagle, write_json
-from eagle_draft import FEATURE_NOISE, EagleDrafter, EagleHead, loss_eagle1, loss_eagle3
+from drafters import eagle_drafter
+from eagle_draft import FEATURE_NOISE, EagleHead, loss_eagle1, loss_eagle3
 from engine import Engine
 from model import ModelConfig, RopeConfig, Transformer
 from sampling import SamplingParams
@@ -475,6 +476,7 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
         has_lm_head=args.version == 3,
         norm_before_residual=args.version == 3 and args.norm_before_residual == "on",
         target_vocab_size=V,
+        unshifted=args.version == 1 and args.inputs == "feature+unshifted-token",
     )
 
 
@@ -521,10 +523,22 @@ def build_head(config: EagleConfig, tensors: dict[str, Tensor], target: Transfor
 
 
 def exported(head: TrainHead) -> dict[str, Tensor]:
-    """The head's tensors as they are written: bfloat16 on the CPU."""
-    return {
+    """The head's tensors as they are written: bfloat16 on the CPU. What an EAGLE-1 head's inputs leave out has zeros for
+    weights, which any engine runs."""
+    tensors = {
         n: t.to("cpu", t.dtype if n == "draft_ids" else torch.bfloat16) for n, t in head.state_dict().items()
     }
+    if head.config.version == 1 and head.inputs in ("feature", "token"):
+        half = head.config.layer.hidden_size
+        left_out = slice(None, half) if head.inputs == "feature" else slice(half, None)
+        tensors["fc.weight"] = tensors["fc.weight"].clone()
+        tensors["fc.weight"][:, left_out] = 0
+    return tensors
+
+
+def can_export(args: argparse.Namespace) -> bool:
+    """Whether the engine drafts with such a head: EAGLE-3 heads with the default inputs only."""
+    return args.version == 1 or args.inputs == INPUTS[0]
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
@@ -570,7 +584,7 @@ class Evaluation:
         """tau and accepted_by_depth of the engine with --tree over the held-out prompts."""
         B, tree = len(self.prompts), parse_tree(self.args.tree)
         tables = tree if isinstance(tree, DynamicTree) else tree_tables([tree] * B, self.target.device)
-        drafter = EagleDrafter(head, tables, B, self.ctx + tree.N + 1)
+        drafter = eagle_drafter(head, tables, B, self.ctx + tree.N + 1)
         engine = Engine(self.target, drafter=drafter, batch_size=B, ctx=self.ctx)
         results = engine.generate_batch(self.prompts, self._params(temperature)).run()
         emitted = [len(ids) for r in results for ids in r.tokens_per_step]
@@ -856,8 +870,7 @@ def _train(args: argparse.Namespace, world: World) -> dict:
     if args.length > target.rotary.length:
         raise ValueError(f"--length {args.length}: the target has {target.rotary.length} positions.")
     config, recipe = head_config(target.config, args), recipe_for(args)
-    default_inputs = args.inputs == INPUTS[0]
-    rival = _existing_head(out, target) if chief and default_inputs and not args.force else None
+    rival = _existing_head(out, target) if chief and can_export(args) and not args.force else None
     if chief:
         data, held = load_data(args, target, tokenizer)
     world.barrier()
@@ -978,7 +991,7 @@ def measure(head: TrainHead, evaluation: Evaluation, greedy_only: bool = False) 
     out: dict = {"held_out_accuracy": evaluation.accuracy(rounded)}
     chain = evaluation.chain(rounded)
     out |= {"chain_tau": chain["tau"], "n_alpha": chain["n_alpha"]}
-    if inputs == INPUTS[0]:
+    if can_export(evaluation.args):
         drafter = build_head(head.config, tensors, head.target)
         for name, temperature in [("greedy", 0.0)] + [("t1", 1.0)] * (not greedy_only):
             out |= {f"{k}_{name}": v for k, v in evaluation.tau(drafter, temperature).items()}
@@ -1019,9 +1032,12 @@ def publish(
 ) -> None:
     """Write the head and its CARD.json to --out, unless a better one is there."""
     out = Path(args.out)
-    if head.inputs != INPUTS[0]:  # the engine drafts with the default inputs only
+    if not can_export(args):
         write_json(Path(args.work) / "CARD.json", card)
-        print(f"an ablation: no head exported; numbers in {Path(args.work) / 'CARD.json'}", file=sys.stderr)
+        print(
+            f"an ablation of EAGLE-3: no head exported; numbers in {Path(args.work) / 'CARD.json'}",
+            file=sys.stderr,
+        )
         return
     if rival is not None:
         old, new = evaluation.tau(rival)["tau"], card["tau_greedy"]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-import torch
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch: on tiny matrices more threads only wait for each other
+
+import torch  # noqa: E402
 
 BASE = {
     "vocab_size": 128,

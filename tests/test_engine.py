@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+import time
 import types
 
 import pytest
@@ -1180,3 +1181,21 @@ def test_unknown_compile_mode_is_named():
         ValueError, match="compile_mode is 'fast'; allowed: graph, max-autotune, capture, regions"
     ):
         Engine(tiny_model(), compile_mode="fast")
+
+
+def test_a_first_request_does_not_decode_on_the_compiler_s_time():
+    """Compilation counted as decoding: a first request that reports a fraction of the real speed, a second one not."""
+    engine = eagle_engine(HEADS["eagle1"], TREES["chain4"])
+    engine.compiled = True
+    step, slept = engine._step, []
+
+    def compiling(*arguments):
+        if not slept:
+            time.sleep(0.3)
+            slept.append(True)
+        return step(*arguments)
+
+    engine._step = compiling
+    first, second = (engine.generate(PROMPT, SamplingParams(max_new_tokens=6)).run()[0] for _ in range(2))
+    assert first.decode_seconds < 0.3 <= engine.compile_seconds
+    assert first.token_ids == second.token_ids and engine.compile_seconds < 0.6

@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import generate
 from checkpoint import load_model, read_eagle, save_hf
 from eagle_draft import FEATURE_NOISE, loss_eagle1, loss_eagle3
 from model import ModelConfig, Transformer
+from sampling import SamplingParams
 from scripts import train_eagle
 from scripts.train_eagle import INPUTS, TokenData, TrainHead, World, chat_row, parse, read_messages
 from tokenizer import load_tokenizer
@@ -336,17 +338,49 @@ def test_input_ablation_sees_what_its_name_says(files, version, inputs, token, f
     assert first_change(base, rows(tokens, other_features)) == feature
 
 
-def test_input_ablation_trains_and_exports_nothing(files, trained, tmp_path):
-    """An ablated head written as if the engine could use it; or an ablation's drafting that leaks the right token."""
+def test_input_ablation_drafts_in_the_engine_as_it_was_trained(files, trained, tmp_path):
+    """An ablated head that drafts with an input it never saw, or with a token one place off; an ablation's drafting that
+    leaks the right token; the marker of an unshifted head lost on disk."""
     best = trained[1][1]
-    for inputs in INPUTS[1:]:
+    for inputs in INPUTS:
         out = tmp_path / inputs
-        card = run(files, out, "--eval-prompts", "3", "--eval-tokens", "24", steps=50, inputs=inputs)
-        assert not out.exists() and "tau_greedy" not in card
-        assert json.loads((tmp_path / f"{inputs}-work" / "CARD.json").read_text())["inputs"] == inputs
+        card = run(
+            files,
+            out,
+            "--eval-prompts",
+            "3",
+            "--eval-tokens",
+            "24",
+            "--tree",
+            "chain:5",
+            steps=50,
+            inputs=inputs,
+        )
+        assert json.loads((out / "CARD.json").read_text())["inputs"] == inputs
+        assert card["tau_greedy"] == pytest.approx(
+            card["chain_tau"], rel=0.02
+        )  # the engine's, and by teacher forcing
+        if inputs == INPUTS[0]:
+            continue
         assert card["chain_tau"] < best["chain_tau"]
         if inputs != "token":  # a token says nearly all about this target's next state
             assert card["held_out_accuracy"][0] < best["held_out_accuracy"][0] / 2
+        engine = generate.load(files / "target", eagle=str(out), tree="paper25", ctx=64, eagle_always=True)
+        assert engine.drafter.head.config.unshifted == (inputs == INPUTS[1])
+        prompt = list(range(4, 14))
+        tokens = engine.generate(prompt, SamplingParams(max_new_tokens=20)).run()[0].token_ids
+        plain = (
+            generate.load(files / "target", ctx=64).generate(prompt, SamplingParams(max_new_tokens=20)).run()
+        )
+        assert tokens == plain[0].token_ids
+
+
+def test_eagle3_ablation_exports_nothing(files, tmp_path):
+    """An ablated EAGLE-3 head, which no engine drafts with, written as if one could."""
+    out = tmp_path / "head"
+    card = run(files, out, "--eval-prompts", "2", "--eval-tokens", "8", version=3, steps=2, inputs="token")
+    assert not out.exists() and "tau_greedy" not in card
+    assert json.loads((tmp_path / "head-work" / "CARD.json").read_text())["inputs"] == "token"
 
 
 # ----------------------------------------------------------------------------------------------------- data

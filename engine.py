@@ -7,12 +7,12 @@ emitted tokens are a function of (prompt, seed): the drafter decides only how ma
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ import tree as trees
 from eagle_draft import Draft, Request
 from model import Transformer, chain_ancestors
 from regions import COMPILE_MODES, Regions
+from results import Chunk, GenerationResult, Row
 from runner import RING, Pacer, Runner
 from sampling import SamplingMode, SamplingParams, SamplingState
 
@@ -220,125 +221,6 @@ def _verify_multi_round(drafter, draft: Draft, logits: Tensor, state: DecodeStat
     return trees.multi_round(draft.tokens, drafter.tree, p, draft.q, u, noise, drafter.multi_round == "with")
 
 
-class Chunk(NamedTuple):
-    """What a step added to one sequence, after truncation by stop rules."""
-
-    row: int
-    token_ids: list[int]
-    text: str  # '' without a tokenizer; never half a character, never part of a stop string
-
-
-@dataclass
-class GenerationResult:
-    """One sequence's outcome. tokens_per_step lists the ids of every step; token 1 comes from the prompt's forward, so
-    new_tokens = 1 + sum of their lengths and tau is their mean (the target's own token included)."""
-
-    prompt_tokens: int
-    temperature: float
-    seed: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    stop_reason: str = "unfinished"
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    tokens_per_step: list[list[int]] = field(default_factory=list)
-    plain_tokens: int = 0  # of them, decoded without drafting because it did not pay
-    cached_tokens: int = 0
-
-    @property
-    def new_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def steps(self) -> int:
-        return len(self.tokens_per_step)
-
-    @property
-    def tau(self) -> float:
-        """Tokens per target forward, the target's own included; 0 when nothing was decoded."""
-        return sum(map(len, self.tokens_per_step)) / self.steps if self.steps else 0.0
-
-    @property
-    def accepted_by_depth(self) -> list[float]:
-        """Share of steps that emitted more than d tokens, d = 1, 2, ...; tau = 1 + their sum."""
-        longest = max(map(len, self.tokens_per_step), default=0)
-        return [sum(len(t) > d for t in self.tokens_per_step) / self.steps for d in range(1, longest)]
-
-    @property
-    def n_alpha(self) -> list[float]:
-        """On a chain: k-alpha, k = 0..4, the share of drafts at depth k + 1 accepted once all shallower ones were."""
-        deeper = [sum(len(t) > d for t in self.tokens_per_step) for d in range(6)]
-        return [b / a for a, b in zip(deeper, deeper[1:], strict=False) if a]
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Ids after the first over decode time."""
-        return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        names = ("new_tokens", "steps", "tau", "accepted_by_depth", "n_alpha", "tokens_per_second")
-        return asdict(self) | {name: getattr(self, name) for name in names}
-
-
-class _Row:
-    """Host side of one sequence: truncates at stop ids, stop strings and the length limit; decodes text."""
-
-    def __init__(self, result: GenerationResult, params: SamplingParams, stop_ids: set[int], tokenizer):
-        self.result, self.params, self.stop_ids = result, params, stop_ids
-        self.decoder = tokenizer.stream(continuation=True) if tokenizer is not None else None
-        self.text, self.shown, self.finished = "", 0, False
-
-    def push(self, ids: Sequence[int], step: bool = True) -> Chunk:
-        """Take a step's ids; returns what of them counts."""
-        kept: list[int] = []
-        for token in ids:
-            if self.finished:
-                break
-            kept.append(token)
-            self._take(token, self.result.new_tokens + len(kept))
-        self.result.token_ids += kept
-        if step and kept:
-            self.result.tokens_per_step.append(kept)
-        if self.finished and self.decoder is not None and self.result.stop_reason != "stop":
-            self.text += self.decoder.flush()
-            self._cut_at_stop_string()
-        return Chunk(0, kept, self._show())
-
-    def _take(self, token: int, produced: int) -> None:
-        if token in self.stop_ids:
-            self.finish("eos")
-            return
-        if self.decoder is not None:
-            self.text += self.decoder.push([token])
-            if self._cut_at_stop_string():
-                return
-        if produced >= self.params.max_new_tokens:
-            self.finish("length")
-
-    def _cut_at_stop_string(self) -> bool:
-        found = [at for at in (self.text.find(s, max(0, self.shown)) for s in self.params.stop) if at >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-            self.finish("stop")
-        return bool(found)
-
-    def finish(self, reason: str) -> None:
-        self.finished, self.result.stop_reason = True, reason
-
-    def _show(self) -> str:
-        """New text, without a tail that could still become a stop string."""
-        hold = 0
-        if not self.finished:
-            for stop in self.params.stop:
-                for size in range(min(len(stop) - 1, len(self.text)), hold, -1):
-                    if self.text.endswith(stop[:size]):
-                        hold = size
-                        break
-        end = max(self.shown, len(self.text) - hold)
-        new, self.shown, self.result.text = self.text[self.shown : end], end, self.text
-        return new
-
-
 class Stream:
     """An iterator of Chunks whose `results` fill as it runs. Leaving it early (break, exception, Ctrl-C) is safe."""
 
@@ -472,8 +354,10 @@ class Engine:
         params = params or SamplingParams()
         prompts = [list(p) for p in prompts]
         self._check(prompts, params)
+        chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 else 0
         results = [
-            GenerationResult(len(p), params.temperature, params.seed + b) for b, p in enumerate(prompts)
+            GenerationResult(len(p), params.temperature, params.seed + b, chain=chain)
+            for b, p in enumerate(prompts)
         ]
         return Stream(self._run(prompts, params, results), results)
 
@@ -505,7 +389,7 @@ class Engine:
     @torch.inference_mode()
     def _run(self, prompts, params: SamplingParams, results: list[GenerationResult]) -> Iterator[Chunk]:
         B, mode = self.batch_size, params.mode
-        rows = [_Row(r, params, set(self.stop_ids(params)), self.tokenizer) for r in results]
+        rows = [Row(r, params, set(self.stop_ids(params)), self.tokenizer) for r in results]
         lengths = [0] * B  # tokens in the target cache, as the host knows them
         drafted = [0] * B  # draft rows made of true features
         reuse = [list(ids) for ids in self._cached], list(self._drafted)
@@ -563,7 +447,7 @@ class Engine:
                     results[b].decode_seconds = seconds
                     chunk = row.push(emitted[: min(usable, count)])
                     if used is self.fallback:
-                        results[b].plain_tokens += len(chunk.token_ids)
+                        results[b].plain_steps += [results[b].steps - 1] * bool(chunk.token_ids)
                     if row.finished and not done:
                         self._finish(b)
                     if row.finished or usable > 0:
@@ -659,9 +543,10 @@ class Engine:
     @torch.inference_mode()
     def margin(
         self, row: int, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int
-    ) -> float:
+    ) -> tuple[float, float]:
         """How far apart tokens a and b are as successors of `text` (whose first `prompt` ids are the prompt): the
-        difference of their sampling keys z + T g. For judging whether a fork is a rounding tie."""
+        difference of their sampling keys z + T g, and how many units in the last place of the larger logit in the
+        model's dtype that is. For judging whether a fork is a rounding tie."""
         self._cached, self._drafted = [[] for _ in self._cached], [0] * self.batch_size
         with self.backend.active():
             self.state.sampling.set(params)
@@ -670,7 +555,9 @@ class Engine:
                 self._count(row, text, prompt)
                 logits = self._penalised(row, logits)
             keys = logits[0, 0] if noise is None else (logits + self.state.sampling.temperature * noise)[0, 0]
-        return abs(float(keys[a] - keys[b]))
+        distance, largest = abs(float(keys[a] - keys[b])), float(logits[0, 0, [a, b]].abs().max())
+        ulp = torch.finfo(self.model.dtype).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-9)))
+        return distance, distance / ulp
 
     def _count(self, row: int, text: Sequence[int], prompt: int) -> None:
         """Set the penalty counters as after generating text[prompt:]."""

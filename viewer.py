@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from engine import PHASES, Engine, GenerationResult, StepOutput
+from engine import PHASES, Engine, StepOutput
+from results import GenerationResult
 
 # Terminal colours by depth: 0 is the target's own token, 1.. are accepted draft tokens.
 COLOURS = (0, 32, 36, 34, 35, 33, 31)

@@ -19,8 +19,8 @@ import os
 import sys
 from pathlib import Path
 
-from engine import GenerationResult
 from generate import DEMO, describe_device, load, versions
+from results import GenerationResult
 from sampling import SamplingParams
 
 TREES = ("chain:5", "paper25", "dynamic:26,5,8", "dynamic:60,7,10")

@@ -846,7 +846,7 @@ class Bench:
         key = (digest(prompt), fork, base[fork], ids[fork], params.seed, params.temperature)
         if key not in self.margins:
             text = [*prompt, *base[:fork]]
-            self.margins[key] = plain.engine.margin(0, text, len(prompt), params, base[fork], ids[fork])
+            self.margins[key], _ = plain.engine.margin(0, text, len(prompt), params, base[fork], ids[fork])
         return self.margins[key]
 
 

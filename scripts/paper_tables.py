@@ -293,7 +293,9 @@ def measure_batch(
                 fork = bench.first_fork(a.token_ids, b.token_ids)
                 if fork is not None:
                     text, ids = [*group[row], *a.token_ids[:fork]], (a.token_ids[fork], b.token_ids[fork])
-                    near = engines[0].margin(row, text, len(group[row]), params, *ids) < settings.tie_margin
+                    near = (
+                        engines[0].margin(row, text, len(group[row]), params, *ids)[0] < settings.tie_margin
+                    )
                     same = "tie" if near and same != "differs" else "differs"
             for i, (results, ttft, seconds) in outcome.items():
                 lines.append(_batch_line(i, number, rep, params, group, results, ttft, seconds, same))

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine as engine_module
 import kernels
+import results as results_module
 import sampling
 import tree as trees
 from eagle_draft import Draft, EagleDrafter
@@ -332,12 +333,12 @@ def test_stop_ids_inside_an_accepted_run():
 
 def test_a_stop_ignored_inside_a_run_is_caught(monkeypatch):
     """Mutant: only the last token of a step is compared with the stop ids."""
-    real = engine_module._Row._take
+    real = results_module.Row._take
 
     def push(self, ids, step=True):
         if not ids:  # the device has stopped
             self.finish("eos")
-            return engine_module.Chunk(0, [], "")
+            return results_module.Chunk(0, [], "")
         real_ids, self.stop_ids = self.stop_ids, set()
         for token in ids[:-1]:
             real(self, token, 0)
@@ -346,9 +347,9 @@ def test_a_stop_ignored_inside_a_run_is_caught(monkeypatch):
         real(self, ids[-1], self.result.new_tokens)
         if step:
             self.result.tokens_per_step.append(list(ids))
-        return engine_module.Chunk(0, list(ids), "")
+        return results_module.Chunk(0, list(ids), "")
 
-    monkeypatch.setattr(engine_module._Row, "push", push)
+    monkeypatch.setattr(results_module.Row, "push", push)
     with pytest.raises((AssertionError, RuntimeError)):  # wrong ids, or the device alone has stopped
         check_stops(lambda params: scripted("chain4", params))
 
@@ -776,7 +777,7 @@ def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
     )
     with torch.inference_mode():
         state.sampling.set(params)
-        result = engine_module.GenerationResult(4, 0.0, 0)
+        result = results_module.GenerationResult(4, 0.0, 0)
         engine._prefill(0, prompt, sampling.SamplingMode(), [], 0, result)  # greedy: one first token for all
         for buffer in (state.tokens, state.n, state.root, state.count, state.features):
             buffer.copy_(buffer[:1].expand_as(buffer))

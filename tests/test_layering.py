@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
     "artefacts kernels trees tree sampling tokenizer model quantize checkpoint eagle_draft drafters runner regions "
-    "engine viewer generate"
+    "results engine viewer generate"
 ).split()
 ALONE = {"artefacts", "kernels", "trees", "sampling", "tokenizer", "runner"}
 CORE = sorted(ROOT.glob("*.py"))

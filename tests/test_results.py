@@ -1,0 +1,39 @@
+"""results.py: the measures of a result, from step lengths that a person can count."""
+
+from __future__ import annotations
+
+import pytest
+from tiny import PROMPT, heads, tables, tiny_model
+
+import tree as trees
+from eagle_draft import EagleDrafter
+from engine import Engine
+from results import GenerationResult
+from sampling import SamplingParams
+
+
+def result(lengths, **more) -> GenerationResult:
+    return GenerationResult(4, 0.0, 0, tokens_per_step=[[7] * n for n in lengths], **more)
+
+
+def test_n_alpha_counts_whole_speculative_steps_of_a_chain_alone():
+    """Plain steps, and a last step that the length limit cut, counted as rejections; depths that the chain has not."""
+    r = result([3, 1, 1, 2, 3, 1, 1], plain_steps=[2, 5], chain=2)
+    # examined: 3, 1, 2, 3 -> three of four accepted at depth 1, two of those three at depth 2
+    assert r.n_alpha == [pytest.approx(3 / 4), pytest.approx(2 / 3)]
+    assert r.plain_tokens == 2 and r.tau == pytest.approx(12 / 7)
+    assert result([3, 2, 4], chain=0).n_alpha == []
+    assert result([1, 1], chain=5).n_alpha == [0.0]
+    assert result([2], chain=5).n_alpha == [] and result([], chain=5).n_alpha == []
+
+
+@pytest.mark.parametrize("tree, chain", [(trees.chain(2), 2), (trees.PAPER25, 0), (trees.chain(7), 7)])
+def test_the_engine_says_which_results_come_from_a_chain(tree, chain):
+    """n-alpha of a tree, where siblings make it another number, or of a chain missing."""
+    model = tiny_model()
+    built = tables(tree, 1)
+    engine = Engine(model, drafter=EagleDrafter(heads(model)["eagle1"], built, 1, 64 + built.N + 1), ctx=64)
+    found = engine.generate(PROMPT, SamplingParams(max_new_tokens=30)).run()[0]
+    assert found.chain == chain and len(found.n_alpha) <= min(chain, 5)
+    assert bool(found.n_alpha) == bool(chain) == bool(found.to_dict()["n_alpha"])
+    assert Engine(model, ctx=64).generate(PROMPT, SamplingParams(max_new_tokens=5)).run()[0].chain == 0

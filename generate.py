@@ -58,6 +58,7 @@ DEMO_PROMPT = '''def read_file(filename):
     with open(filename) as f:
 '''
 DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
+VERIFY = ("match", "multi-round", "multi-round-replacement")
 TIE_ULPS = 2  # forks with a smaller margin are rounding (DESIGN section 4)
 USAGE, BAD_FILE, MEMORY, INTERNAL, INTERRUPTED = 2, 3, 4, 5, 130
 
@@ -99,6 +100,38 @@ class LoadOptions:
     )
 
 
+def check_options(options: LoadOptions) -> None:
+    """UserError naming the option that is wrong or would be ignored; before anything is read."""
+    allowed = {
+        "drafter": ("", *DRAFTERS),
+        "verify": VERIFY,
+        "device": (None, "cuda", "cpu"),
+        "dtype": (None, *DTYPES),
+        "compile_mode": tuple(COMPILE_MODES),
+        "kernels": ("auto", "triton", "reference"),
+        "kv": ("model", "int8"),
+    }
+    for name, values in allowed.items():
+        if (value := getattr(options, name)) not in values:
+            names = ", ".join(v for v in values if v)
+            raise UserError(f"--{name.replace('_', '-')} is {value!r:.40}; allowed: {names}.", USAGE)
+    for name, least in (("batch_size", 1), ("ctx", 2), ("ngram_nodes", 0), ("draft_vocab", 0)):
+        value = getattr(options, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise UserError(f"--{name.replace('_', '-')} is {value!r:.40}; allowed: {least} or more.", USAGE)
+    kind = drafter_kind(options)
+    ignored = {
+        "--eagle-config": options.eagle_config and kind != "eagle",
+        "--draft-vocab": options.draft_vocab and kind != "eagle",
+        "--verify": options.verify != "match" and not kind,
+        "--draft-noise off": not options.draft_noise and not kind,
+    }
+    for flag in (flag for flag, wrong in ignored.items() if wrong):
+        raise UserError(f"{flag} is about a draft head, and none was given (--eagle HEAD).", USAGE)
+    if options.draft_vocab_text and not options.draft_vocab:
+        raise UserError("--draft-vocab-text needs --draft-vocab K, the number of tokens to keep.", USAGE)
+
+
 def drafter_kind(options: LoadOptions) -> str:
     """Which drafter the options ask for: one of DRAFTERS, or '' for plain decoding. UserError where they disagree."""
     flags = {"eagle": "--eagle HEAD", "draft": "--draft-checkpoint DIR", "medusa": "--medusa FILE"}
@@ -106,8 +139,6 @@ def drafter_kind(options: LoadOptions) -> str:
         k for k, v in zip(flags, (options.eagle, options.draft_checkpoint, options.medusa), strict=True) if v
     ]
     kind = options.drafter or (given[0] if given else "")
-    if kind and kind not in DRAFTERS:
-        raise UserError(f"--drafter is {kind!r:.40}; allowed: {', '.join(DRAFTERS)}.", USAGE)
     if extra := [k for k in given if k != kind]:
         raise UserError(f"{flags[extra[0]]} does not go with the drafter {kind}; give one of them.", USAGE)
     if kind in flags and not given:
@@ -242,6 +273,7 @@ def load(
 
 
 def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
+    check_options(opts)
     device = torch.device(opts.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but this torch sees no CUDA device. Use --device cpu.", USAGE)
@@ -251,10 +283,6 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
     backend = kernels.KernelBackend(opts.kernels, device.type, tuned)
     if note:
         report(f"note    {note}")
-    if opts.kv not in ("model", "int8"):
-        raise UserError(f"--kv is {opts.kv!r:.40}; allowed: model, int8.", USAGE)
-    if opts.batch_size < 1:
-        raise UserError(f"batch_size is {opts.batch_size}; allowed: 1 or more.", USAGE)
     try:
         directory = Path(opts.checkpoint)
         config = checkpoint.load_config(directory)
@@ -276,6 +304,8 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
         opts = replace(opts, dtype="float32" if device.type == "cpu" else config.dtype)
     if opts.ctx is None:
         opts = replace(opts, ctx=min(config.max_positions, 8192))
+    if opts.ctx > config.max_positions:
+        raise UserError(f"--ctx is {opts.ctx:,}; this model's limit is {config.max_positions:,}.", USAGE)
     plan = plan_memory(config, opts, head_file, _quantized_bytes(directory), draft)
     check_memory(plan, free_memory(device), opts, config)
     for note in head_file.notes if head_file else ():
@@ -315,12 +345,15 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
 def tuned_tree_path(
     opts: LoadOptions, config: ModelConfig, head: checkpoint.EagleFile, device: torch.device
 ) -> Path:
-    """Where the tree tuned for this (device, model config, head, quantization) lies, whether or not it is there:
+    """Where the tree tuned for this (device, model, head, quantization, dtype, compilation) lies, if it is there:
     `python -m scripts.tune_tree` writes it, `--tree auto` reads it. In $EAGLET_CACHE, or else in ~/.cache/eaglet."""
     file = Path(opts.checkpoint) / "config.json"
     raw = checkpoint.read_json(file) if file.exists() else {}
     quant = json.dumps([raw.get(key) for key in ("eaglet_quant", "quantization_config")], sort_keys=True)
-    digest = hashlib.sha256(repr((config, head.config, quant, opts.draft_vocab)).encode())
+    dtype = opts.dtype or ("float32" if device.type == "cpu" else config.dtype)
+    vocabulary = (opts.draft_vocab, opts.draft_vocab_text)
+    how = (dtype, opts.compile and opts.compile_mode, opts.kv)
+    digest = hashlib.sha256(repr((config, head.config, quant, vocabulary, how)).encode())
     for name, tensor in sorted(head.tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.flatten()[:64].tolist()}".encode())
     machine = re.sub(r"[^A-Za-z0-9]+", "-", describe_device(device)).strip("-")
@@ -336,6 +369,7 @@ def find_tuned_tree(opts: LoadOptions, config: ModelConfig, head, device: torch.
     if not path.exists():
         command = f"python -m scripts.tune_tree --checkpoint {opts.checkpoint} --eagle {opts.eagle}"
         command += f" --draft-vocab {opts.draft_vocab}" if opts.draft_vocab else ""
+        command += " --compile" if opts.compile else ""
         where = f"this model, head and device ({describe_device(device)})"
         raise UserError(f"--tree auto: no tree was tuned for {where}. Run: {command}", USAGE)
     return str(path)
@@ -405,9 +439,7 @@ def build_drafter(model: Transformer, head: EagleHead | None, opts: LoadOptions)
 
     A batch may have one static tree per sequence. The tree of n-gram drafters is as large and deep as --tree says."""
     kind, B = drafter_kind(opts), opts.batch_size
-    rules = {"match": "", "multi-round": "without", "multi-round-replacement": "with"}
-    if opts.verify not in rules:
-        raise ValueError(f"--verify is {opts.verify!r}; allowed: {', '.join(rules)}.")
+    rule = {"match": "", "multi-round": "without", "multi-round-replacement": "with"}[opts.verify]
     specs = [opts.tree] if isinstance(opts.tree, str) else list(opts.tree)
     parsed = [named_tree(spec) for spec in specs]
     if len(parsed) not in (1, B):
@@ -418,7 +450,7 @@ def build_drafter(model: Transformer, head: EagleHead | None, opts: LoadOptions)
         tree: Any = parsed[0]
     else:
         tree = trees.tree_tables(parsed * B if len(parsed) == 1 else parsed, model.device)
-    how = (tree, B, opts.ctx + tree_shape(opts)[0] + 1, opts.draft_noise, rules[opts.verify])
+    how = (tree, B, opts.ctx + tree_shape(opts)[0] + 1, opts.draft_noise, rule)
     if kind == "ngram":
         drafter: Any = NGramDrafter(model, tree.N, tree.D)
     elif kind == "lookahead":
@@ -617,8 +649,11 @@ class Report:
         r = results[0]
         if engine.drafter.D > 0 and r.steps:
             depth = " ".join(f"{share:.2f}"[1:] if share < 1 else "1.0" for share in r.accepted_by_depth)
-            self.line(f"accepted tau {r.tau:.2f} tokens/step   by depth {depth or '-'} (1 + sum = tau)")
-            if str(engine.options.tree).startswith("chain"):
+            which = f" over {len(r.drafted)} of {r.steps} steps" if r.plain_steps else ""
+            self.line(
+                f"accepted tau {r.tau:.2f} tokens/step{which}   by depth {depth or '-'} (1 + sum = tau)"
+            )
+            if r.n_alpha:
                 alphas = "  ".join(f"{k}-alpha {a:.2f}" for k, a in enumerate(r.n_alpha))
                 self.line(f"         {alphas}")
         if engine.step_seconds:
@@ -634,7 +669,7 @@ class Report:
             context = r.prompt_tokens + r.new_tokens // 2
             kv = engine.state.kv
             cached = kv.shape[-1] * kv.element_size() / model.config.head_dim  # bytes per key or value
-            kinds = {engine.drafter: r.steps - r.plain_tokens, engine.fallback: r.plain_tokens}
+            kinds = {engine.drafter: len(r.drafted), engine.fallback: len(r.plain_steps)}
             moved = r.steps * engine.batch_size * model.kv_bytes(context, cached)
             for drafter, steps in kinds.items():
                 if steps:
@@ -661,6 +696,9 @@ class Report:
         ):
             if getattr(params, name) != getattr(defaults, name):
                 settings.append(f"{name.replace('_', '-')} {getattr(params, name):g}")
+        settings += [f"stop {text!r}" for text in params.stop]
+        settings += [f"stop-ids {','.join(map(str, params.stop_ids))}"] * bool(params.stop_ids)
+        settings += [f"kv {engine.options.kv}"] * (engine.options.kv != "model")
         if engine.drafter.D > 0:
             noise = "" if engine.options.draft_noise else "  draft-noise off"
             settings.append(f"verify {engine.options.verify}{noise}")
@@ -775,7 +813,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="count the tokens of this text instead of taking the first K ids",
     )
     add("--draft-noise", choices=("on", "off"), default="on", help="off: draft without the target's noise")
-    add("--verify", default="match", choices=("match", "multi-round", "multi-round-replacement"))
+    add("--verify", default="match", choices=VERIFY)
     add(
         "--eagle-always",
         action="store_true",
@@ -808,6 +846,9 @@ def parse_ids(text: str, flag: str) -> tuple[int, ...]:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = build_parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that lacks a character shows '?', and goes on
+            stream.reconfigure(errors="replace")
     try:
         return _main(args)
     except KeyboardInterrupt:
@@ -851,8 +892,15 @@ def _main(args: argparse.Namespace) -> int:
     given = [name for name in ("prompt", "prompt_ids", "prompt_file") if getattr(args, name) is not None]
     if len(given) > 1 or (args.chat and given):
         raise UserError("give one of --prompt, --prompt-ids, --prompt-file, --chat.", USAGE)
-    if args.chat and args.gauge:
-        raise UserError("--gauge times one request; it does not go with --chat.", USAGE)
+    once = {"--gauge": args.gauge, "--prove": args.prove, "--show-tree": args.show_tree, "--html": args.html}
+    once |= {"--json": args.json, "--batch-size": args.batch_size > 1}
+    if args.chat and (wrong := [flag for flag, given in once.items() if given]):
+        raise UserError(f"{wrong[0]} is for one request; it does not go with --chat.", USAGE)
+    if not args.chat and (args.template or args.system):
+        raise UserError("--template and --system shape a chat; add --chat.", USAGE)
+    if args.batch_size > 1 and (args.show_tree or args.html):
+        raise UserError("--show-tree and --html show one sequence; use --batch-size 1.", USAGE)
+    request = read_request(args)
     if any("=" not in item for item in args.eagle_config):
         raise UserError("--eagle-config takes KEY=VALUE, like rope_theta=500000.", USAGE)
     report = Report(args.quiet or args.json)
@@ -887,27 +935,31 @@ def _main(args: argparse.Namespace) -> int:
     report.head(engine, time.perf_counter() - started)
     if args.chat:
         return chat(engine, params, args, report)
-    prompts = [prompt_ids(engine, args)] * args.batch_size
+    prompts = [prompt_ids(engine, request)] * args.batch_size
     return run_once(engine, prompts, params, args, report)
 
 
-def prompt_ids(engine: Engine, args: argparse.Namespace) -> list[int]:
-    """Ids of the prompt that the flags name, or of the built-in one."""
+def read_request(args: argparse.Namespace) -> str | list[int]:
+    """The text or ids to continue that the flags name, or the built-in text."""
     if args.prompt_ids is not None:
         return list(parse_ids(args.prompt_ids, "--prompt-ids"))
-    text = args.prompt
-    if args.prompt_file is not None:
-        try:
-            text = Path(args.prompt_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompt-file {args.prompt_file}: {error}", USAGE) from error
+    if args.prompt_file is None:
+        return DEMO_PROMPT if args.prompt is None else args.prompt
+    try:
+        return Path(args.prompt_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompt-file {args.prompt_file}: {error}", USAGE) from error
+
+
+def prompt_ids(engine: Engine, text: str | list[int]) -> list[int]:
+    """Ids of a request's prompt."""
+    if isinstance(text, list):
+        return text
     if engine.tokenizer is None:
         raise UserError(
-            f"{args.checkpoint} has no tokenizer files (tokenizer.json or tokenizer.model). Pass --prompt-ids.",
+            f"{engine.options.checkpoint} has no tokenizer files (tokenizer.json or tokenizer.model). Pass --prompt-ids.",
             BAD_FILE,
         )
-    if text is None:
-        text = DEMO_PROMPT
     if len(text) > 16 * engine.ctx:  # tokenise no more than could ever fit
         raise UserError(
             f"the prompt has {len(text):,} characters, far more than ctx {engine.ctx:,} holds.", USAGE
@@ -991,13 +1043,23 @@ def chat(engine, params, args, report: Report) -> int:
             text = input("\n> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return 0
-        if not text or text == "/exit":
+        except UnicodeDecodeError as error:
+            print(f"error  not UTF-8: {error}", file=sys.stderr, flush=True)
+            continue
+        if not text:
+            continue
+        if text == "/exit":
             return 0
         if text == "/reset":
             messages = list(opening)
             continue
         messages.append({"role": "user", "content": text})
-        stream, first = engine.generate(engine.tokenizer.encode_chat(messages), params), True
+        try:
+            stream, first = engine.generate(engine.tokenizer.encode_chat(messages), params), True
+        except ValueError as error:  # the conversation has outgrown the context, or the template refuses it
+            messages.pop()
+            print(f"error  {error} (/reset starts over)", file=sys.stderr, flush=True)
+            continue
         try:
             for chunk in stream:
                 piece = chunk.text.lstrip() if first else chunk.text

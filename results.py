@@ -20,7 +20,7 @@ class Chunk(NamedTuple):
 @dataclass
 class GenerationResult:
     """One sequence's outcome. tokens_per_step lists the ids of every step; token 1 comes from the prompt's forward, so
-    new_tokens = 1 + sum of their lengths and tau is their mean (the target's own token included)."""
+    new_tokens = 1 + sum of their lengths. tau is the mean of those that checked a draft (the target's own included)."""
 
     prompt_tokens: int
     temperature: float
@@ -49,22 +49,27 @@ class GenerationResult:
         return sum(len(self.tokens_per_step[i]) for i in self.plain_steps)
 
     @property
+    def drafted(self) -> list[int]:
+        """Lengths of the steps that had a draft (all steps, where there is no drafter): what tau is about."""
+        plain = set(self.plain_steps)
+        return [len(t) for i, t in enumerate(self.tokens_per_step) if i not in plain]
+
+    @property
     def tau(self) -> float:
-        """Tokens per target forward, the target's own included; 0 when nothing was decoded."""
-        return sum(map(len, self.tokens_per_step)) / self.steps if self.steps else 0.0
+        """Tokens per target forward that checked a draft, the target's own included; 0 when there was none."""
+        return sum(self.drafted) / len(self.drafted) if self.drafted else 0.0
 
     @property
     def accepted_by_depth(self) -> list[float]:
-        """Share of steps that emitted more than d tokens, d = 1, 2, ...; tau = 1 + their sum."""
-        longest = max(map(len, self.tokens_per_step), default=0)
-        return [sum(len(t) > d for t in self.tokens_per_step) / self.steps for d in range(1, longest)]
+        """Share of those steps that emitted more than d tokens, d = 1, 2, ...; tau = 1 + their sum."""
+        emitted = self.drafted
+        return [sum(e > d for e in emitted) / len(emitted) for d in range(1, max(emitted, default=0))]
 
     @property
     def n_alpha(self) -> list[float]:
         """On a chain: k-alpha, k = 0..4, the share of drafts at depth k + 1 accepted once all shallower ones were; []
-        for other trees. Plain steps are left out, and the last one, which a stop may have cut short."""
-        plain = set(self.plain_steps)
-        emitted = [len(t) for i, t in enumerate(self.tokens_per_step[:-1]) if i not in plain]
+        for other trees. Without the last step, which a stop may have cut short."""
+        emitted = self.drafted if self.steps - 1 in self.plain_steps else self.drafted[:-1]
         deeper = [sum(e > d for e in emitted) for d in range(min(self.chain, 5) + 1)]
         return [b / a for a, b in zip(deeper, deeper[1:], strict=False) if a]
 

@@ -31,12 +31,12 @@ class Runner:
         self.graphs: dict[Hashable, tuple[Any, Any]] = {}
         self.stream = cuda.Stream() if cuda and capture else None
         self.pool = cuda.graph_pool_handle() if cuda and capture else None
-        self.issued = self.taken = 0
+        self.issued = self.taken = self.replays = 0
 
     def begin(self) -> None:
         """Forget the steps issued so far (those still under way finish before any later one). No host sync."""
         self.counter.zero_()
-        self.issued = self.taken = 0
+        self.issued = self.taken = self.replays = 0
 
     def launch(self, key: Hashable, step: Callable[[], Any]) -> Any:
         """Run `step`, or replay the graph captured under `key`; returns the step's own output. No host sync."""
@@ -47,6 +47,7 @@ class Runner:
             out = step()
         else:
             graph.replay()
+            self.replays += 1
         self.host.copy_(self.ring, non_blocking=True)
         if self.events:
             self.events[self.issued % len(self.ring)].record()

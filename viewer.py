@@ -184,6 +184,7 @@ class Gauge:
         self.cuda = engine.model.device.type == "cuda"
         self.milliseconds = dict.fromkeys(PHASES, 0.0)
         self.times: dict[str, Any] = {}
+        self.runner = engine.runner
         step, observer = engine._step, engine.observer
 
         def timed(*arguments: Any) -> StepOutput:
@@ -220,7 +221,15 @@ class Gauge:
         return parts | {"host": whole - sum(parts.values()), "step": whole}
 
     def line(self, result: GenerationResult) -> str:
-        """`step 9.8 ms = draft 3.1 + verify 5.9 + accept 0.6 + host 0.2`."""
+        """`step 9.8 ms = draft 3.1 + verify 5.9 + accept 0.6 + host 0.2; 1 graph launch per step`."""
         parts = self.split(result)
         whole = parts.pop("step")
-        return f"step {whole:.2f} ms = " + " + ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
+        text = f"step {whole:.2f} ms = " + " + ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
+        return f"{text}; {self.launches()}"
+
+    def launches(self) -> str:
+        """How many CUDA graphs a step launched: 1 when all of it was captured."""
+        if not self.runner.replays:
+            return "no graph: kernels are launched one by one"
+        each = self.runner.replays / self.runner.issued
+        return f"{each:g} graph launch{'' if each == 1 else 'es'} per step"

@@ -48,7 +48,7 @@ def main() -> int:
             if not (Path(DEMO) / head).is_dir():
                 continue
             for tree in ("paper25", "dynamic:32,6,6"):
-                fast = load(DEMO, eagle=str(Path(DEMO) / head), tree=tree)
+                fast = load(DEMO, eagle=str(Path(DEMO) / head), tree=tree, eagle_always=True)
                 result = run(f"{name}: {head}, {tree}", fast, prompt, params, plain)
                 different |= result.token_ids != plain.token_ids
         print()

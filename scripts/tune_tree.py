@@ -894,7 +894,9 @@ def run(args: argparse.Namespace) -> int:
         head = checkpoint.read_eagle(
             args.eagle, config, dict(item.split("=", 1) for item in args.eagle_config)
         )
-        opts = LoadOptions(args.checkpoint, args.eagle, draft_vocab=args.draft_vocab)
+        opts = LoadOptions(
+            args.checkpoint, args.eagle, draft_vocab=args.draft_vocab, dtype=args.dtype, compile=args.compile
+        )
         path = tuned_tree_path(opts, config, head, torch.device(content["device_type"]))
     write_json(path, content)
     print(report(content))

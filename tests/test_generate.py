@@ -94,7 +94,20 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["--eagle", "no/such/head"], 3, "no/such/head"),
         (["--kernels", "triton"], 2, "TRITON_INTERPRET"),
         (["--ctx", "100000"], 2, "ctx"),
-        (["--batch-size", "0"], 2, "batch_size"),
+        (["--ctx", "-5"], 2, "2 or more"),
+        (["--ctx", "0"], 2, "2 or more"),
+        (["--batch-size", "0"], 2, "batch-size"),
+        (["--verify", "multi-round"], 2, "--eagle"),
+        (["--draft-vocab", "64"], 2, "--eagle"),
+        (["--draft-noise", "off"], 2, "--eagle"),
+        (["--eagle-config", "rope_theta=1"], 2, "--eagle"),
+        (["--eagle", str(DEMO / "eagle1"), "--draft-vocab-text", "f"], 2, "--draft-vocab K"),
+        (["--template", "vicuna"], 2, "--chat"),
+        (["--chat", "--json"], 2, "--json"),
+        (["--chat", "--prove", "--eagle", str(DEMO / "eagle1")], 2, "--prove"),
+        (["--chat", "--html", "f.html"], 2, "--html"),
+        (["--chat", "--batch-size", "2"], 2, "--batch-size"),
+        (["--show-tree", "--batch-size", "2"], 2, "--show-tree"),
     ],
 )
 def test_errors_are_one_line_with_the_right_exit_code(flags, code, says, capsys):
@@ -177,6 +190,72 @@ def test_chat_keeps_history_and_the_cache(capsys, monkeypatch):
     assert code == 0 and len(re.findall(r"generate", err)) == 2
     cached = re.search(r"\((\d+) cached\)", err)
     assert cached and int(cached[1]) > 20
+
+
+def test_chat_outlives_a_bad_turn(capsys, monkeypatch):
+    """One message too long, or an empty line, ending a conversation and losing its history."""
+    turns = iter(["def f(x):", "x = 1 " * 200, "", "and a class"])
+
+    def read(prompt=""):
+        try:
+            return next(turns)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    flags = ["--chat", "--template", "vicuna", "--max-new-tokens", "8", "--ctx", "256"]
+    code, out, err = run(capsys, *flags)
+    assert code == 0 and len(re.findall("generate ", err)) == 2 and err.count("error  ") == 1
+    assert "256" in err and "/reset" in err and int(re.search(r"\((\d+) cached\)", err)[1]) > 20
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "int3"},
+        {"compile": True, "compile_mode": "x"},
+        {"device": "tpu"},
+        {"ctx": "100"},
+        {"ctx": -5},
+        {"batch_size": "2"},
+        {"kernels": "cuda"},
+        {"verify": "maybe"},
+    ],
+)
+def test_load_refuses_wrong_options_by_name(options):
+    """KeyError, TypeError or RuntimeError from deep inside for a misspelt keyword argument of the Python API."""
+    with pytest.raises(ValueError, match="--" + list(options)[-1].replace("_", "-")):
+        generate.load(**options)
+
+
+@pytest.mark.parametrize(("margin", "verdict"), [((0.0625, 1.0), 0), ((0.0625, 3.0), 1), ((5e-5, 90.0), 0)])
+def test_prove_judges_a_fork_by_the_dtype_s_precision(margin, verdict, capsys, monkeypatch):
+    """A rounding tie of half precision called a bug, or a bug excused because its margin is small in absolute terms."""
+    monkeypatch.setattr(generate, "prove", lambda *args: (18, 60, (0, 18, *margin)))
+    code, _, err = run(capsys, "--eagle", str(DEMO / "eagle1"), "--prove", "--max-new-tokens", "4")
+    assert code == verdict and "fork at token 18 of row 0, 18/60 identical" in err
+    assert f"{margin[1]:.1f} ulp in float32" in err and ("this is a bug" in err) == bool(verdict)
+
+
+def test_a_fork_s_margin_in_units_of_the_last_place():
+    """The unit taken from another dtype or another magnitude: ties would pass for bugs, and bugs for ties."""
+    engine = generate.load(dtype="bfloat16", ctx=256)
+    prompt = engine.tokenizer.encode("def f(x):")
+    with torch.inference_mode(), engine.backend.active():
+        logits = engine._prompt_logits(0, prompt, SamplingParams().mode)[0][0, 0]
+    a, b = logits.topk(2).indices.tolist()
+    distance, ulps = engine.margin(0, prompt, len(prompt), SamplingParams(), a, b)
+    above = torch.nextafter(logits[a].bfloat16(), torch.tensor(1e9, dtype=torch.bfloat16)).float()
+    assert distance == pytest.approx(float(logits[a] - logits[b]))
+    assert ulps == pytest.approx(distance / float(above - logits[a]))
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="reads /proc/meminfo")
+def test_memory_that_the_page_cache_would_give_back_is_free():
+    """A model refused for want of memory because its own files were just read."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    assert abs(generate.free_memory(torch.device("cpu")) - available) < 1e9
 
 
 def test_a_closed_pipe_is_not_an_error():
@@ -298,8 +377,8 @@ def test_report_is_quick_to_quiet(capsys):
 
 @pytest.mark.parametrize("head", HEADS[:1])
 def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeypatch):
-    """A fallback that nobody can see: the break-even, both step times and the tokens decoded plainly are reported, tau
-    counts all target forwards, and --eagle-always and --prove switch it off."""
+    """A fallback that nobody can see, or that waters tau down: the break-even, both step times and the tokens decoded
+    plainly are reported, tau is that of the steps that drafted, and --eagle-always and --prove switch it off."""
     monkeypatch.setattr("engine.Engine._measure", lambda self, mode: (5e-3, 45e-3))
     flags = ["--eagle", str(DEMO / head), "--max-new-tokens", "140", "--dtype", "float64"]
     code, _, err = run(capsys, *flags)
@@ -308,7 +387,9 @@ def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeyp
     found = json.loads(run(capsys, *flags, "--json")[1])
     assert f"{found['plain_tokens']} tokens decoded plainly" in line and 0 < found["plain_tokens"] < 100
     assert found["break_even_tau"] == pytest.approx(9) and len(found["tokens_per_step"]) == found["steps"]
-    assert found["tau"] == pytest.approx(139 / found["steps"])
+    drafted = found["steps"] - len(found["plain_steps"])
+    assert 0 < drafted < found["steps"] and f"over {drafted} of {found['steps']} steps" in err
+    assert found["tau"] == pytest.approx((139 - found["plain_tokens"]) / drafted) and found["tau"] > 2
     for extra in ("--eagle-always", "--prove"):
         code, _, err = run(capsys, *flags, extra)
         assert code == 0 and "pays at" not in err

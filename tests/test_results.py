@@ -21,7 +21,8 @@ def test_n_alpha_counts_whole_speculative_steps_of_a_chain_alone():
     r = result([3, 1, 1, 2, 3, 1, 1], plain_steps=[2, 5], chain=2)
     # examined: 3, 1, 2, 3 -> three of four accepted at depth 1, two of those three at depth 2
     assert r.n_alpha == [pytest.approx(3 / 4), pytest.approx(2 / 3)]
-    assert r.plain_tokens == 2 and r.tau == pytest.approx(12 / 7)
+    assert r.plain_tokens == 2 and r.tau == pytest.approx(10 / 5)
+    assert r.accepted_by_depth == [pytest.approx(3 / 5), pytest.approx(2 / 5)]
     assert result([3, 2, 4], chain=0).n_alpha == []
     assert result([1, 1], chain=5).n_alpha == [0.0]
     assert result([2], chain=5).n_alpha == [] and result([], chain=5).n_alpha == []

@@ -17,6 +17,7 @@ from eagle_draft import EagleDrafter
 from engine import HISTORY, INJECTION_POINTS, LAG, Engine, decode_step
 from model import Transformer
 from runner import RING, WARM_UP, Pacer, Runner
+from viewer import Gauge
 
 
 def make(kind: str, tree: str, lag: int, batch_size: int = 1) -> Engine:
@@ -141,6 +142,19 @@ def test_graphs_replay_what_eager_steps_compute(kind, tree):
         assert len(captured) == len(engine.runner.graphs) == (1, 1, 2, 3, 3, 4)[number]
     assert {pool for _, pool in captured} == {engine.runner.pool}  # one pool for all
     assert len({mode for *_, mode in engine.runner.graphs}) == 4
+
+
+def test_the_gauge_counts_graph_launches():
+    """A step split over several graphs, or left to single kernels, that reports as one launch."""
+    engine = on_fake_gpu(make("eagle1", "paper25", 0), lag=0)
+    gauge = Gauge(engine)
+    engine.runner.begin()
+    assert gauge.launches() == "no graph: kernels are launched one by one"
+    found = engine.generate(PROMPT, settings(0)).run()[0]
+    assert engine.runner.replays == engine.runner.issued == found.steps
+    assert gauge.launches() == "1 graph launch per step"
+    engine.runner.replays *= 2
+    assert gauge.launches() == "2 graph launches per step"
 
 
 def test_capture_order_and_waits():

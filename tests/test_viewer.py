@@ -42,6 +42,7 @@ def test_parts_sum_to_the_step_and_tokens_stay(tree):
     assert gauge.line(result).startswith(
         f"step {parts['step']:.2f} ms = draft {parts['draft']:.2f} + verify "
     )
+    assert gauge.line(result).endswith("; no graph: kernels are launched one by one")
 
 
 @pytest.mark.parametrize("phase", PHASES)

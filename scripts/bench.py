@@ -810,6 +810,7 @@ class Bench:
                     "prompt_tokens": len(prompt),
                     "arm": arm.name,
                     "label": arm.label,
+                    "depth": arm.engine.drafter.D if isinstance(arm, EngineArm) else None,
                     "baseline": i == 0,
                     "temperature": T,
                     "seed": params.seed,
@@ -1047,6 +1048,11 @@ def _row(lines, base: dict[tuple, dict], suite: str, T: float, s: Settings, resa
         row["blocked"] = "random weights: acceptance means nothing"
     elif label == SAME_TOKENS and row["same"]["differs"] and not s.allow_diff:
         row["blocked"] = f"DIFFERS {row['same']['differs']}/{len(lines)}"
+    elif lines[0].get("depth") and tau == 1:
+        cost = f"{1 / row['break_even_tau']:.2f}x" if row["break_even_tau"] else "unknown"
+        row["blocked"] = (
+            f"ACCEPTED NOTHING: the drafter is broken or lost here; plain decoding's speed times {cost}"
+        )
     elif not per_prompt:
         row["blocked"] = "no run decoded more than one token"
     else:
@@ -1231,8 +1237,8 @@ def write_csv(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
     os.replace(part, path)
 
 
-def write_plot(path: str | Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Speed by suite, acceptance by depth and tau by position, as one picture. Needs matplotlib."""
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing into files; UserError without it."""
     try:
         import matplotlib
 
@@ -1240,6 +1246,22 @@ def write_plot(path: str | Path, rows: Sequence[dict[str, Any]], title: str) -> 
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise UserError("--plot needs matplotlib: pip install matplotlib", USAGE) from error
+    return plt
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """UserError for results that could not be written, before anything is measured."""
+    for flag in ("json", "csv", "plot"):
+        path = getattr(args, flag)
+        if path and path != "-" and not Path(path).resolve().parent.is_dir():
+            raise UserError(f"--{flag} {path}: there is no folder {Path(path).parent}; make it first.", USAGE)
+    if args.plot:
+        pyplot()
+
+
+def write_plot(path: str | Path, rows: Sequence[dict[str, Any]], title: str) -> None:
+    """Speed by suite, acceptance by depth and tau by position, as one picture. Needs matplotlib."""
+    plt = pyplot()
     rows = [r for r in rows if r["suite"] != "all"]
     groups = list(dict.fromkeys((r["suite"], r["temperature"]) for r in rows))
     arms = list(dict.fromkeys(r["arm"] for r in rows))
@@ -1277,7 +1299,9 @@ def write_plot(path: str | Path, rows: Sequence[dict[str, Any]], title: str) -> 
     lines = [plt.Line2D([], [], color="0.3", ls=("-", "--", ":", "-.")[i % 4]) for i in range(len(groups))]
     depth.legend(lines, [f"{suite}, T = {T:g}" for suite, T in groups], fontsize=8)
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour[arm]) for arm in arms]
-    figure.legend(patches, arms, loc="outside lower center", ncols=min(len(arms), 8), fontsize=9)
+    labels = {r["arm"]: r["label"] for r in rows}
+    names = [arm if labels[arm] == SAME_TOKENS else f"{arm} ({labels[arm]})" for arm in arms]
+    figure.legend(patches, names, loc="outside lower center", ncols=min(len(arms), 8), fontsize=9)
     figure.suptitle(title, fontsize=9)
     part = Path(f"{path}.part")
     figure.savefig(part, format="png", dpi=110)
@@ -1364,6 +1388,9 @@ def compare(a: str | Path, b: str | Path) -> str:
     ]
     changed += differences(sum_a["settings"], sum_b["settings"], "settings")
     changed += differences(sum_a["model"], sum_b["model"], "model")
+    arms = [{fact["arm"]: fact["options"] for fact in summary.get("arms", [])} for summary in (sum_a, sum_b)]
+    for name in arms[0].keys() & arms[1].keys():
+        changed += differences(arms[0][name], arms[1][name], f"arm {name}")
     rows_b = {(r["suite"], r["temperature"], r["arm"]): r for r in sum_b["rows"]}
     body, missing = [], []
     for row in sum_a["rows"]:
@@ -1379,6 +1406,7 @@ def compare(a: str | Path, b: str | Path) -> str:
         gains = [_number(r["speedup"]["median"]) + "x" if r["speedup"] else "-" for r in (row, other)]
         speeds = row["tokens_per_second"], other["tokens_per_second"]
         ratio = f"{speeds[1] / speeds[0]:.3f}x" if same_work and all(speeds) else "other prompts"
+        ratio += " (other tokens)" if same_work and equal < len(shared) else ""
         body.append(
             [
                 row["suite"],
@@ -1406,7 +1434,9 @@ def compare(a: str | Path, b: str | Path) -> str:
     ]
     parts = [table(head, body)] if body else ["nothing in common"]
     parts += (
-        ["differs   " + "\n          ".join(changed)] if changed else ["same environment, settings and model"]
+        ["differs   " + "\n          ".join(changed)]
+        if changed
+        else ["same environment, settings, model and arms"]
     )
     parts += ["missing   " + "\n          ".join(missing)] if missing else []
     return "\n\n".join(parts)
@@ -1676,6 +1706,7 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure what the flags ask for; prints the report."""
+    check_outputs(args)
     common = {"device": args.device, "dtype": args.dtype}
     if args.shape:
         base = random_engine(

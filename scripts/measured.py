@@ -44,13 +44,10 @@ def find(value: Any, name: str) -> Any:
 
 def _bench(summary: dict[str, Any]) -> str:
     """The arms of one temperature after the other: median speedup with its interval, or why there is none, and tau."""
-    parts = []
+    parts, suites = [], [r["suite"] for r in summary["rows"]]
+    whole = "all" if "all" in suites else next(iter(suites), "")
     for T in dict.fromkeys(r["temperature"] for r in summary["rows"]):
-        rows = [
-            r
-            for r in summary["rows"]
-            if r["temperature"] == T and r["suite"] in ("all", summary["rows"][0]["suite"])
-        ]
+        rows = [r for r in summary["rows"] if r["temperature"] == T and r["suite"] == whole]
         base = next(r for r in rows if r["baseline"])
         arms = []
         for r in (r for r in rows if not r["baseline"]):
@@ -60,8 +57,9 @@ def _bench(summary: dict[str, Any]) -> str:
                 if gain
                 else r["blocked"].split(":")[0]
             )
-            tau = f", tau {r['tau']:.2f}" if r["tau"] else f", {r['label']}"
-            arms.append(f"{r['arm']} {text}{tau}")
+            tau = f", tau {r['tau']:.2f}" if r["tau"] else ""
+            label = "" if r["label"] == "same tokens" else f", {r['label']}"
+            arms.append(f"{r['arm']} {text}{tau}{label}")
         parts.append(f"T = {T:g}: plain {base['tokens_per_second']:.0f} tok/s; " + "; ".join(arms))
     rows = [f"{r['test']} {r['tokens_per_second']:.0f} tok/s" for r in summary["llama_bench"]]
     model = f"{summary['model']['checkpoint']} {summary['model']['dtype']} {summary['model']['quant']}"

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import statistics
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -155,6 +156,9 @@ def test_summary_recounts_from_the_raw_lines(measured):
         if row["baseline"]:
             assert row["speedup"] is None and row["same"] is None
             continue
+        if row["tau"] == 1.0:
+            assert row["speedup"] is None and row["blocked"].startswith("ACCEPTED NOTHING")
+            continue
         ratios = defaultdict(list)
         paired = []
         for r in mine:
@@ -203,6 +207,15 @@ def test_committed_results_recount(path):
         key = row["suite"], row["temperature"]
         emitted = steps[(*key, row["arm"])]
         assert row["tau"] is None or row["tau"] == pytest.approx(sum(emitted) / len(emitted))
+        mine, base = (
+            [r for r in runs if (r["suite"], r["temperature"], r["arm"]) == (*key, arm)]
+            for arm in (row["arm"], "plain")
+        )
+        whole = [
+            sum(r["new_tokens"] - 1 for r in x) / sum(r["decode_seconds"] for r in x) for x in (mine, base)
+        ]
+        assert row["tokens_per_second"] == pytest.approx(whole[0])
+        assert row["ttft_ms"] == pytest.approx(1e3 * statistics.median(r["ttft_seconds"] for r in mine))
         if row["baseline"]:
             continue
         differs = sum(
@@ -218,7 +231,15 @@ def test_committed_results_recount(path):
                 plain = rates[key]["plain"][which]
                 if rate and plain:
                     prompts[which[:2]].append(rate / plain)
-            middle = statistics.median(statistics.median(ratios) for ratios in prompts.values())
+            per_prompt = [statistics.median(ratios) for ratios in prompts.values()]
+            middle, draw = statistics.median(per_prompt), random.Random(summary["settings"]["seed"])
+            medians = sorted(
+                statistics.median(draw.choices(per_prompt, k=len(per_prompt))) for _ in range(bench.RESAMPLES)
+            )
+            interval = medians[int(0.025 * len(medians))], medians[math.ceil(0.975 * len(medians)) - 1]
+            assert (row["speedup"]["low"], row["speedup"]["high"]) == pytest.approx(interval)
+            if len(mine) == len(base):
+                assert row["speedup"]["total"] == pytest.approx(whole[0] / whole[1])
             assert row["speedup"]["median"] == pytest.approx(middle)
             assert row["speedup"]["low"] <= middle <= row["speedup"]["high"]
 
@@ -253,7 +274,8 @@ def test_promises_and_extremes_on_a_real_engine(measured):
     for T in (0.0, 1.0):
         for arm in ("oracle", "hostile", "eagle"):
             row = rows["all", T, arm]
-            assert row["same"] == {"same": row["runs"], "tie": 0, "differs": 0} and row["blocked"] is None
+            assert row["same"] == {"same": row["runs"], "tie": 0, "differs": 0}
+            assert (row["blocked"] or "").split(":")[0] == ("ACCEPTED NOTHING" if arm == "hostile" else "")
         assert rows["all", T, "oracle"]["tau"] > 3.5
         assert (
             rows["all", T, "hostile"]["tau"] == 1.0 and rows["all", T, "hostile"]["accepted_by_depth"] == []
@@ -268,13 +290,20 @@ def test_a_drafter_that_accepts_nothing_shows_its_cost():
     """Acceptance 0 looked like a speedup when tokens per step were assumed instead of counted."""
     runs = []
     for q in "abc":
-        runs += [line("plain", q, baseline=True), line("broken", q, decode=1.3)]
-    row = bench.summarise(runs, SETTINGS)[1]
-    assert row["tau"] == 1.0 and row["accepted_by_depth"] == []
-    assert row["speedup"]["median"] == pytest.approx(1 / 1.3) and row["speedup"]["total"] == pytest.approx(
-        1 / 1.3
-    )
-    assert row["break_even_tau"] == pytest.approx(1.3)
+        runs += [
+            line("plain", q, baseline=True, depth=0),
+            line("broken", q, decode=1.3, depth=5),
+            line("lucky", q, decode=0.9, depth=5),
+            line("other build", q, decode=0.5, depth=0),
+        ]
+    rows = {row["arm"]: row for row in bench.summarise(runs, SETTINGS)}
+    for name, cost in (("broken", 1.3), ("lucky", 0.9)):
+        row = rows[name]
+        assert row["tau"] == 1.0 and row["accepted_by_depth"] == [] and row["speedup"] is None
+        assert row["blocked"].startswith("ACCEPTED NOTHING: ") and f"{1 / cost:.2f}x" in row["blocked"]
+        assert row["break_even_tau"] == pytest.approx(cost)
+    assert "ACCEPTED NOTHING" in bench.result_table(list(rows.values()))
+    assert rows["other build"]["speedup"]["median"] == pytest.approx(2.0)  # drafts nothing, promises nothing
 
 
 def test_median_of_ratios_and_ratio_of_totals_are_both_there():
@@ -335,7 +364,7 @@ def test_a_near_tie_is_counted_apart(monkeypatch):
     model = tiny_model()
     for margin, kind in ((9e-5, "tie"), (2e-4, "differs")):
         arms = [bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model)), OtherArm(bench.SAME_TOKENS)]
-        monkeypatch.setattr(arms[0].engine, "margin", lambda *a, margin=margin: margin)
+        monkeypatch.setattr(arms[0].engine, "margin", lambda *a, margin=margin: (margin, 1.0))
         settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
         runs = list(bench_of(arms, settings=settings).measure())
         row = bench.summarise(runs, settings)[-1]
@@ -570,6 +599,7 @@ def summary_of(measured):
         "model": model,
         "settings": vars(settings) | {"temperatures": [0.0, 1.0]},
         "environment": environment,
+        "arms": [{"arm": name, "options": {}} for name in dict.fromkeys(row["arm"] for row in rows)],
         "rows": rows,
     }
 
@@ -590,7 +620,19 @@ def test_csv_holds_the_rows(measured, tmp_path):
     )
     for text, row in zip(found, summary["rows"], strict=True):
         assert float(text["tau"]) == row["tau"] and text["label"] == row["label"]
-        assert text["speedup_median"] == ("" if row["baseline"] else str(row["speedup"]["median"]))
+        assert text["speedup_median"] == (str(row["speedup"]["median"]) if row["speedup"] else "")
+
+
+def test_outputs_that_cannot_be_written_are_found_first(tiny_directory, tmp_path, capsys, monkeypatch):
+    """A long measurement whose table is lost at the end for want of a folder, or of matplotlib."""
+    flags = ["--checkpoint", str(tiny_directory), "-q"]
+    monkeypatch.setattr(bench, "load", None)
+    for flag in ("--json", "--csv", "--plot"):
+        assert bench.main([*flags, flag, str(tmp_path / "none" / "x")]) == 2
+        assert "there is no folder" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert bench.main([*flags, "--plot", str(tmp_path / "x.png")]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_compare_shows_rates_and_what_changed(measured, tmp_path):
@@ -599,7 +641,7 @@ def test_compare_shows_rates_and_what_changed(measured, tmp_path):
     summary = summary_of(measured)
     a = write_lines(tmp_path / "a.jsonl", runs, summary)
     page = bench.compare(a, a)
-    assert "1.000x" in page and "same environment, settings and model" in page and "6 / 6" in page
+    assert "1.000x" in page and "same environment, settings, model and arms" in page and "6 / 6" in page
     other = json.loads(json.dumps(summary))
     other["settings"]["max_new_tokens"] = 99
     other["environment"]["versions"]["torch"] = "9.9"
@@ -609,6 +651,13 @@ def test_compare_shows_rates_and_what_changed(measured, tmp_path):
     page = bench.compare(a, write_lines(tmp_path / "b.jsonl", moved, other))
     assert "2.000x" in page and "other prompts" in page
     assert "settings.max_new_tokens: 9 -> 99" in page and "versions.torch" in page
+    other = json.loads(json.dumps(summary))
+    other["arms"][1]["options"]["tree"] = "chain:9"
+    changed = [r | {"ids_sha256": "x"} if r["arm"] == other["arms"][1]["arm"] else r for r in runs]
+    page = bench.compare(a, write_lines(tmp_path / "d.jsonl", changed, other))
+    assert (
+        "tree" in page and "chain:9" in page and "(other tokens)" in page and "same environment" not in page
+    )
     (tmp_path / "c.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="not a file of scripts.bench"):
         bench.compare(a, tmp_path / "c.jsonl")

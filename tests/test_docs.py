@@ -141,15 +141,25 @@ def test_measured_table_says_what_the_files_say(tmp_path):
         "arm": "plain",
         "tokens_per_second": 123.4,
         "tau": 1.0,
+        "label": "same tokens",
     }
     fast = row | {"baseline": False, "arm": "fast", "tau": 3.21, "label": "same tokens", "blocked": None}
     fast["speedup"] = {"median": 1.75, "low": 1.5, "high": 2.0}
     bad = fast | {"arm": "bad", "speedup": None, "blocked": "DIFFERS 2/8"}
-    summary = {"type": "summary", "environment": {"device": "AMD EPYC, 1 threads"}, "rows": [row, fast, bad]}
+    other = fast | {"arm": "mr", "label": "same distribution"}
+    summary = {
+        "type": "summary",
+        "environment": {"device": "AMD EPYC, 1 threads"},
+        "rows": [row, fast, bad, other],
+    }
     summary |= {"llama_bench": [], "model": {"checkpoint": "demo", "dtype": "float32", "quant": "none"}}
     (tmp_path / "demo.jsonl").write_text(json.dumps({"type": "run"}) + "\n" + json.dumps(summary) + "\n")
     text = measured.table(tmp_path)
     assert "AMD EPYC" in text and "plain 123 tok/s; fast 1.75x (1.50-2.00), tau 3.21; bad DIFFERS 2/8" in text
+    assert "mr 1.75x (1.50-2.00), tau 3.21, same distribution" in text
+    rows = [r | {"suite": suite} for suite in ("s", "t", "all") for r in (row, fast)]
+    (tmp_path / "demo.jsonl").write_text(json.dumps(summary | {"rows": rows}) + "\n")
+    assert measured.table(tmp_path).count("fast 1.75x") == 1  # all suites together, once
     assert "No file here comes from a GPU" in text
     (tmp_path / "x.json").write_text(
         json.dumps({"environment": {"device": "NVIDIA GeForce RTX 3090"}, "parts": []})

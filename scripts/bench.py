@@ -5,7 +5,7 @@
     python -m scripts.bench --arm "wide=eagle=eagle3;tree=dynamic:60,7,10" --arm "deep=eagle=eagle3;tree=chain:7"
     python -m scripts.bench --baseline hf --csv out.csv --plot out.png
     python -m scripts.bench --shape llama-3-8b --quant int4 --synthetic-tau 3.5
-    python -m scripts.bench --rows pp512,tg128,tg128@d4096
+    python -m scripts.bench --rows pp512,tg128,tg128@d1024
     python -m scripts.bench --compare A.jsonl B.jsonl
 
 An arm is NAME=OPTIONS: `key=value` pairs of `generate.LoadOptions` separated by `;`. The first arm is plain decoding, and

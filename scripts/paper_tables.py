@@ -444,7 +444,12 @@ def find_questions(args: argparse.Namespace, base: Engine, settings: bench.Setti
     if base.tokenizer is None:
         every = bench.random_suite(base.model.config.vocab_size, args.questions or 3, min(32, limit // 4))
     elif args.suite:
-        every = [q for path in args.suite for q in bench.read_suite(path, args.questions)]
+        every = []
+        for path in args.suite:
+            built_in = path == "stdlib"
+            every += (
+                bench.builtin_suite(args.questions) if built_in else bench.read_suite(path, args.questions)
+            )
     else:
         every = bench.builtin_suite(args.questions)
     need = max(prompts.longest(q, settings.max_new_tokens) for q in every)
@@ -938,22 +943,20 @@ class Page:
         )
         if not done:
             return "\n".join([*lines, "", "No cell has been measured yet."])
-        machines, sizes, commits, commands = {}, {}, {}, {}
+        machines, sizes, commits, commands, loads = {}, {}, {}, {}, []
         for c in done:
             e, t = c["environment"], c["settings"]
-            busy = (
-                [f"load {e['load_average']:.1f} of {e['cpus']} cores at the start"]
-                if e["load_average"]
-                else []
-            )
+            loads += [e["load_average"] / e["cpus"]] if e["load_average"] is not None and e["cpus"] else []
             versions = [f"{k} {v}" for k, v in e["versions"].items() if v]
-            machines[", ".join([e["device"], *busy, *versions])] = None
+            machines[", ".join([e["device"], *versions])] = None
             sizes[f"{t['max_new_tokens']} new tokens, {t['reps']} repetition(s)"] = None
             commits[f"{e['git']['commit']}{' (modified)' if e['git']['dirty'] else ''}"] = None
             commands[f"`{c['command']}`"] = None
         prompts = ", ".join(f"{suite}: {count} prompts" for suite, count in self.header["suites"].items())
         seconds = sum(c["seconds"] for c in done)
         lines += ["", f"{len(done)} cells, {seconds:.0f} s; {prompts}; {' and '.join(sizes)}", ""]
+        if loads:
+            machines[f"cores busy at the start {min(loads):.0%} to {max(loads):.0%}"] = None
         lines += [f"- {name}: {', '.join(values)}" for name, values in
                   (("device", machines), ("commit", commits), ("commands", commands))]  # fmt: skip
         return "\n".join(lines)
@@ -1011,7 +1014,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="FILE",
-        help="questions in MT-bench layout (repeatable): mt_bench, humaneval, gsm8k, alpaca",
+        help="questions in MT-bench layout (repeatable): mt_bench, humaneval, gsm8k, alpaca; stdlib: the built-in ones",
     )
     add("--questions", type=int, default=0, metavar="N", help="the first N questions of every suite")
     add("--template", metavar="NAME", help="as in scripts.bench")

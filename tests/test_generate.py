@@ -367,6 +367,30 @@ def test_compiled_decoding_equals_eager_and_does_not_recompile():
             assert ours == engine.generate(prompt, request(i)).run()[0].token_ids
 
 
+@pytest.mark.parametrize("flags", [{}, pytest.param({"eagle": str(DEMO / "eagle1")}, marks=pytest.mark.slow)])
+def test_the_compile_flag_itself_compiles_once(flags, tmp_path, monkeypatch):
+    """--compile as a user has it, through Inductor: another prompt, length, position, seed, temperature or filter that
+    compiles again, or other tokens than without."""
+    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
+    options = {"ctx": 256, "tree": "chain:2", "eagle_always": True, "device": "cpu"} | flags
+    compiled, eager = (load(DEMO, compile=compile, **options) for compile in (True, False))
+    prompts = [
+        compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)
+    ]
+
+    def request(i: int, top_p: float) -> SamplingParams:
+        return SamplingParams(temperature=0.5 + 0.2 * i, top_p=top_p, seed=i, max_new_tokens=8 + i)
+
+    for top_p in (1.0, 0.9):
+        compiled.generate(prompts[0], request(0, top_p)).run()
+    assert compiled.compile_seconds > 0.5
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for i, prompt in enumerate(prompts):
+            for top_p in (1.0, 0.9 - 0.1 * i):
+                ours = compiled.generate(prompt, request(i, top_p)).run()[0].token_ids
+                assert ours == eager.generate(prompt, request(i, top_p)).run()[0].token_ids
+
+
 def test_report_is_quick_to_quiet(capsys):
     """-q that still prints."""
     started = time.perf_counter()

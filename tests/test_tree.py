@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import tree as alias
 import trees as real
@@ -299,12 +297,12 @@ def check_tables(impl, trees):
         assert tokens[b, 0] == -7
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(0, 2**32), st.integers(1, 4))
-def test_tables_of_random_batches(seed, batch):
+@pytest.mark.parametrize("batch", (1, 2, 3, 4))
+def test_tables_of_random_batches(batch):
     """A mask, source row or padding row of a batch of different trees that sees another branch."""
-    rng = random.Random(seed)
-    check_tables(real, [random_tree(rng, bias=rng.random()) for _ in range(batch)])
+    for seed in range(20):
+        rng = random.Random(seed)
+        check_tables(real, [random_tree(rng, bias=rng.random()) for _ in range(batch)])
 
 
 def test_tables_of_known_trees():

@@ -3,7 +3,7 @@ BASE_PYTHON ?= python3
 VENV := .venv
 PYTHON ?= $(VENV)/bin/python
 
-.PHONY: demo test lint gpu gpu-full clean
+.PHONY: demo test lint bench gpu gpu-full clean
 
 $(VENV)/runtime: requirements.txt
 	test -x $(VENV)/bin/python || $(BASE_PYTHON) -m venv $(VENV)
@@ -25,6 +25,11 @@ test: $(VENV)/dev
 lint: $(VENV)/dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+
+# Plain decoding against transformers, compiled: the demo model, then a LLaMA of 100 M random parameters.
+bench: $(VENV)/dev
+	$(PYTHON) -m scripts.bench --compile --baseline hf --only plain $(BENCH_ARGS)
+	$(PYTHON) -m scripts.bench --compile --baseline hf --only plain --shape llama-100m --synthetic-tau 1 --temperature 0 $(BENCH_ARGS)
 
 # Use $(PYTHON) as it is and install nothing: for a machine with a GPU, torch and pytest. gpu-full goes on where it was
 # stopped: make gpu-full GPU_ARGS="--seconds 540" does what fits.

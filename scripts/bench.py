@@ -1044,7 +1044,7 @@ def _row(lines, base: dict[tuple, dict], suite: str, T: float, s: Settings, resa
         if a and b:
             ratios.setdefault(_pair(ours)[:3], []).append(a / b)
     per_prompt = [statistics.median(values) for values in ratios.values()]
-    if lines[0]["random_weights"]:
+    if lines[0]["random_weights"] and lines[0].get("depth") != 0 and label != OTHER_ENGINE:
         row["blocked"] = "random weights: acceptance means nothing"
     elif label == SAME_TOKENS and row["same"]["differs"] and not s.allow_diff:
         row["blocked"] = f"DIFFERS {row['same']['differs']}/{len(lines)}"

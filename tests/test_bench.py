@@ -847,6 +847,16 @@ def test_synthetic_tau_is_labelled_and_never_a_speedup(capsys):
     assert plain["synthetic"]["given_tau"] == 1
 
 
+def test_on_random_weights_only_plain_decoding_is_compared():
+    """A ratio withheld from another engine that decodes the same random weights, or given to an arm that drafts."""
+    runs = [line("plain", baseline=True, depth=0, decode=1.0, random_weights=True)]
+    for arm, more in (("hf", {"label": bench.OTHER_ENGINE, "same": "same"}), ("draft", {"depth": 3})):
+        runs.append(line(arm, decode=2.0, steps=[5, 5], random_weights=True, **more))
+    rows = {row["arm"]: row for row in bench.summarise(runs, SETTINGS)}
+    assert rows["hf"]["speedup"]["median"] == pytest.approx(0.5) and rows["hf"]["blocked"] is None
+    assert rows["draft"]["speedup"] is None and "random weights" in rows["draft"]["blocked"]
+
+
 def test_transformers_arm_runs_the_same_weights():
     """`transformers` with copied, differently rounded or default-configured weights is no baseline."""
     pytest.importorskip("transformers")

@@ -682,7 +682,8 @@ class Report:
                 f"speed    {bar(share)} {share:.0%} of the {self.bandwidth / 1e9:.0f} GB/s measured for a copy   "
                 f"{per_step:.2f} ms/step, {size(moved)} read"
             )
-        self.line(f"memory   peak {size(peak)} (plan {size(engine.plan.total)})")
+        whose = " of the process, torch included" if model.device.type == "cpu" else ""
+        self.line(f"memory   peak {size(peak)}{whose} (plan {size(engine.plan.total)})")
         self.line(f"kernels  {engine.backend.report()}")
         settings = [f"seed {params.seed}", f"T {params.temperature:g}"]
         defaults = SamplingParams()

@@ -28,7 +28,7 @@ def run(title: str, engine, prompt: list[int], params: SamplingParams, plain) ->
         else f"   same tokens as plain: {'yes' if result.token_ids == plain.token_ids else 'NO'}"
     )
     print(
-        f"{title:<34} {result.new_tokens:4d} tokens  {result.steps:4d} target forwards  tau {result.tau:4.2f}  "
+        f"{title:<38} {result.new_tokens:4d} tokens  {result.steps:4d} target forwards  tau {result.tau:4.2f}  "
         f"{result.tokens_per_second:7.1f} tok/s  ({seconds:.2f} s with prompt){same}"
     )
     return result
@@ -47,7 +47,7 @@ def main() -> int:
         for head in ("eagle1", "eagle3"):
             if not (Path(DEMO) / head).is_dir():
                 continue
-            for tree in ("paper25", "dynamic:32,6,6"):
+            for tree in ("chain:3", "paper25", "dynamic:32,6,6"):
                 fast = load(DEMO, eagle=str(Path(DEMO) / head), tree=tree, eagle_always=True)
                 result = run(f"{name}: {head}, {tree}", fast, prompt, params, plain)
                 different |= result.token_ids != plain.token_ids

@@ -241,8 +241,8 @@ class HFArm:
 
     def __init__(self, kind: str, model: Transformer, tokenizer):
         self.name, self.kind, self.tokenizer = kind, kind, tokenizer
-        self.options = {"transformers": importlib.metadata.version("transformers")}
         self.model = hf_model(model)
+        self.options = {"transformers": importlib.metadata.version("transformers")}
         if kind == "hf-compiled":
             self.model.forward = torch.compile(self.model.forward, dynamic=False)
 

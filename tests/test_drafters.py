@@ -770,5 +770,5 @@ def test_every_drafter_loads_and_decodes_the_same(files, tmp_path):
 def test_options_that_disagree_are_refused(options, message):
     """A flag that is silently ignored: the wrong drafter measured."""
     with pytest.raises(generate.UserError, match=message) as error:
-        generate.drafter_kind(generate.LoadOptions(**options))
+        generate.check_options(generate.LoadOptions(**options))
     assert error.value.code == generate.USAGE

@@ -23,6 +23,7 @@ from tiny import (
     V,
     eagle_engine,
     heads,
+    needs_triton,
     tables,
     tiny_head,
     tiny_model,
@@ -1099,6 +1100,7 @@ def fake_step(mode: str, spoil=lambda request: None) -> int:
     return len(calls)
 
 
+@needs_triton
 @pytest.mark.parametrize("mode", MODES)
 def test_step_never_leaves_the_device(mode):
     """A hidden host read or copy: each would stall the GPU, and forbids capture. fullgraph alone lets .cpu() pass."""

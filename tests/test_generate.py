@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import needs_triton
 
 import checkpoint
 import generate
@@ -92,7 +93,7 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["-p", "x" * 100_000], 2, "characters"),
         (["--prove"], 2, "--eagle"),
         (["--eagle", "no/such/head"], 3, "no/such/head"),
-        (["--kernels", "triton"], 2, "TRITON_INTERPRET"),
+        pytest.param(["--kernels", "triton"], 2, "TRITON_INTERPRET", marks=needs_triton),
         (["--ctx", "100000"], 2, "ctx"),
         (["--ctx", "-5"], 2, "2 or more"),
         (["--ctx", "0"], 2, "2 or more"),

@@ -262,6 +262,7 @@ def test_the_cells_are_those_that_the_issue_names():
 @pytest.fixture
 def fake_gpu(monkeypatch):
     """Fake CUDA tensors in a CPU build: what would be copied from the host is made in place there."""
+    pytest.importorskip("triton", reason="a GPU's backend is Triton")
     properties = types.SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "fake")

@@ -413,6 +413,7 @@ def test_operators_have_shapes_on_fake_cuda():
 # ------------------------------------------------------------------------------------------ backend
 
 
+@needs_triton
 def test_backend_choice_is_reported_and_never_silent():
     """`--kernels triton` quietly running the reference."""
     assert set(KernelBackend().table) == set(kernels.OPERATIONS)

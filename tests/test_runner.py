@@ -427,7 +427,8 @@ def test_plain_steps_while_speculation_does_not_pay(shifts, lag):
     assert engine.break_even_tau == 2.0
     assert tuple(result.token_ids) == expected
     sizes = [len(step) for step in result.tokens_per_step]
-    assert result.new_tokens == 1 + sum(sizes) and result.tau == sum(sizes) / len(sizes)
+    assert result.new_tokens == 1 + sum(sizes) and result.drafted != sizes
+    assert result.tau == (sum(sizes) - result.plain_tokens) / (len(sizes) - result.plain_tokens)
     if shifts == (1, 0):  # wrong for 16 steps, plain for 64, then right
         assert sizes[:80] == [1] * 80 and result.plain_tokens == 64 + lag
         assert set(sizes[80 + 2 * lag : -1]) == {5}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import importlib.util
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,9 @@ from engine import Engine
 from model import ModelConfig, RopeConfig, Transformer
 
 V, CTX = 97, 160
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 # Five children at the root, uneven below: a small tree of the Medusa lists' kind.
 MEDUSA = trees.StaticTree(
     tuple(tuple(map(int, word)) for word in "0 1 2 3 4 00 01 02 10 11 20 30 000 001 010 100 0000".split())

@@ -218,7 +218,8 @@ def relative_error(weight: Tensor, restored: Tensor) -> float:
 class QuantLinear(nn.Module):
     """A linear over stored tensors (module docstring), or with an expert axis all experts' weights of one kind.
 
-    The kernel's packing is made once per dtype and cached; on CUDA the plain codes are dropped then.
+    The kernel's packing is made once per dtype and cached. Where it says all that the codes say, these are dropped:
+    plane words on CUDA at once, a dequantized matrix by `pack_`.
     """
 
     def __init__(self, stored: Mapping[str, Tensor], bias: Tensor | None = None, per_token: int = 0):
@@ -258,19 +259,40 @@ class QuantLinear(nn.Module):
                 self.qweight = None
         return self.packed
 
+    def release(self) -> None:
+        """Drop the codes if they are packed as a dense matrix, which takes their place for good (any dtype reads it). Not
+        under Triton's interpreter (debugging): there a CPU has a second backend, which they may be packed for next."""
+        if self.packed is not None and self.packed.layout == "dense" and not kernels._INTERPRETED:
+            self.qweight = None
+
     def _pack(self, dtype: torch.dtype, layout: str) -> kernels.PackedWeight:
-        if self.bits == 8:
-            return kernels.pack_int8(self.qweight, self.scales, dtype, layout)
-        return kernels.pack_int4(
-            self.qweight, self.scales, self.zeros, self.group_size, self.perm, dtype, layout
-        )
+        def pack(rows: slice) -> kernels.PackedWeight:
+            codes, scales = self.qweight[rows], self.scales[rows]
+            if self.bits == 8:
+                return kernels.pack_int8(codes, scales, dtype, layout)
+            zeros = None if self.zeros is None else self.zeros[rows]
+            return kernels.pack_int4(codes, scales, zeros, self.group_size, self.perm, dtype, layout)
+
+        if not self.experts or layout == "plain":
+            return pack(slice(None))
+        first = pack(slice(1))
+        if first.layout == "plain":  # views of what is stored
+            return pack(slice(None))
+        # One expert at a time: unpacked codes are eight times as large as packed ones, and there may be many experts.
+        weight = first.weight.new_empty(self.experts, *first.weight.shape[1:])
+        weight[:1].copy_(first.weight)
+        for e in range(1, self.experts):
+            weight[e : e + 1].copy_(pack(slice(e, e + 1)).weight)
+        kept = {} if first.scales is None else {"scales": self.scales, "zeros": self.zeros}
+        return replace(first, weight=weight, **kept)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, gated: bool = False) -> Tensor:
         """x [..., in] -> [..., out] (+ residual), or SiLU(first half) * second half [..., out / 2] if gated."""
         return kernels.packed_linear(x, self.pack(x.dtype), self.bias, residual, gated)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix [(E,) out, in], columns in the order of the inputs; computed in fp32, rounded once."""
+        """The matrix [(E,) out, in], columns in the order of the inputs; computed in fp32, rounded once (and to the
+        dtype it was packed for, where that took the place of the codes)."""
         plain = self.packed if self.qweight is None else self._pack(dtype, "plain")
         weight = kernels.dequantize(plain, dtype)
         return weight if self.perm is None else weight[..., self.perm.argsort()]
@@ -291,7 +313,9 @@ class QuantLinear(nn.Module):
         if self.qweight is not None:
             self.packed = None
         elif self.packed.weight.device != self.scales.device:
-            raise ValueError("weights packed for the GPU cannot move; load the model again on that device.")
+            raise ValueError(
+                "packed weights cannot move to another device; load the model again on that one."
+            )
         return self
 
 
@@ -312,9 +336,10 @@ class QuantExperts(nn.Module):
 
 
 def pack_(module: nn.Module, dtype: torch.dtype) -> None:
-    """Pack all quantized weights for the active kernel backend: before tracing, and after changing the backend. On a CPU
-    plain float32 weights of wide layers (and a tied head) are laid out column by column, values unchanged: one row times
-    such a matrix is 2 to 3 times as fast, many rows are no slower."""
+    """Pack all quantized weights for the active kernel backend, before tracing, and drop the codes that the packing
+    replaces; those that keep theirs can be packed again for another backend. On a CPU plain float32 weights of wide
+    layers (and a tied head) are laid out column by column, values unchanged: one row times such a matrix is 2 to 3
+    times as fast, many rows are no slower."""
     for child in module.modules():
         tied = isinstance(child, nn.Embedding) and isinstance(module, Transformer) and module.lm_head is None
         if isinstance(child, nn.Linear) or tied:
@@ -324,6 +349,45 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
         if isinstance(child, QuantLinear):
             child.packed = None if child.qweight is not None else child.packed
             child.pack(dtype)
+            child.release()
+
+
+def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backend: str = "auto") -> int:
+    """Bytes that a model or head takes after loading and `pack_`, from its stored tensors (anything with shape and
+    dtype, such as checkpoint.Entry): ours exactly, published layouts within a few per cent.
+
+    device: 'cpu' or 'cuda'; backend: mode of the kernels.KernelBackend. Which packing they get is kernels' decision; a
+    test compares the two.
+    """
+    planes = dtype != torch.float64 and (backend == "triton" or (backend == "auto" and device == "cuda"))
+    dense = not planes and device == "cpu" and dtype != torch.bfloat16
+    total = 0
+    for name, tensor in stored.items():
+        if isinstance(tensor.dtype, str):
+            continue  # a kind without a torch dtype: loading refuses it by name
+        leaf, shape, width = name.rpartition(".")[2], tensor.shape, tensor.dtype.itemsize
+        count = math.prod(shape)
+        if leaf in ("qweight", "weight_packed"):
+            ours, bits = width == 1, 8 if tensor.dtype == torch.int8 else 4
+            values = count * width * 8 // bits
+            twice = not planes and device == "cpu" and bits == 4 and len(shape) == 2 and shape[0] % 16 == 0
+            if dense:
+                total += values * dtype.itemsize
+            elif planes and ours:  # rows are padded to blocks of 128; counters of the split sums
+                rows, per_row = count // shape[-1], shape[-1] * 8 // bits
+                total += rows * -(-per_row // 128) * 16 * bits + 4 * -(-shape[-2] // 16)
+            else:  # torch's int4pack cannot be read back: the codes stay beside it
+                total += count * width * (2 if twice else 1)
+        elif leaf in ("scales", "weight_scale"):
+            paired = not planes and not dense and device == "cpu" and width == len(shape) == 2
+            total += count * (width + (2 * dtype.itemsize if paired else 0))
+        elif leaf in ("qzeros", "weight_zero_point"):
+            total += count * (8 if width == 4 else 1)
+        elif leaf in ("zeros", "perm") or not tensor.dtype.is_floating_point:
+            total += count * width
+        else:
+            total += count * dtype.itemsize
+    return total
 
 
 TUNED = Path.home() / ".cache" / "eaglet" / "kernels.json"  # tilings measured by scripts.bench_kernels --tune

@@ -6,11 +6,12 @@ are copied. It does not know how anything decodes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -62,11 +63,22 @@ def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
     return value
 
 
+@contextlib.contextmanager
+def _written_whole(path: Path) -> Iterator[Path]:
+    """A temporary name to write to, renamed to `path` at the end; a failure (a full disk, Ctrl-C) leaves neither."""
+    part = path.with_name(path.name + ".part")
+    try:
+        yield part
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write JSON through a temporary name, so that a reader never sees half a file."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    with _written_whole(path) as part:
+        part.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_safetensors(
@@ -83,15 +95,13 @@ def write_safetensors(
         header[name] = {"dtype": kinds[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as out:
+    with _written_whole(path) as part, open(part, "wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for _, t in order:
             flat = t.detach().cpu().contiguous().reshape(-1)
             out.write(memoryview(flat.view(torch.uint8).numpy()))
         out.flush()
         os.fsync(out.fileno())
-    os.replace(part, path)
 
 
 def read_entries(files: Iterable[Path]) -> dict[str, Entry]:

@@ -909,7 +909,8 @@ def quantize_checkpoint(
 
     One layer is in memory (in fp32) beside the activations of the texts. These pass through the float and the quantized
     layers side by side, so quality is measured without ever holding a model. Finished layers wait in OUT.partial: after
-    an interruption the same call goes on from there. `out` appears complete or not at all.
+    an interruption the same call goes on from there (a note on the exception says so). `out` appears complete or not at
+    all; of a run that would end the same way again nothing is left.
 
     Args:
         calibration: int64 [W, T], what GPTQ sees; evaluation: int64 [W, T + 1], what the receipt measures.
@@ -920,7 +921,7 @@ def quantize_checkpoint(
 
     out, started, source = Path(out), time.time(), _Source(Path(directory))
     apply_spec_(copy.deepcopy(source.model), spec)  # refuses groups that do not fit before any work
-    model, gptq, errors, stored = source.model, spec.algorithm == "gptq", {}, {}
+    model, gptq, errors, stored, accepted = source.model, spec.algorithm == "gptq", {}, {}, False
     work = _partial(out, [asdict(spec), source.raw, source.files, _digest(calibration)])
 
     def step(unit: str, module: nn.Module, prefix: str, forward: Callable[[Tensor], Tensor]) -> None:
@@ -974,6 +975,7 @@ def quantize_checkpoint(
             change = f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f}"
             why = f"mean KL {quality['mean_kl']:.4f} nats, {change}; the limit is {limit:g}"
             raise ValueError(f"refused: {why}. Nothing was written; try gptq, int8 or smaller groups.")
+        accepted = True
         worst = sorted(errors.items(), key=lambda item: -item[1])[:5]
         receipt = {
             "spec": asdict(spec),
@@ -1003,8 +1005,11 @@ def quantize_checkpoint(
             checkpoint.write_json(unfinished / "receipt.json", receipt)
 
         _write_whole(out, fill)
-    except Exception:
-        if not gptq:  # cheap to do again: leave nothing behind
+    except Exception as error:
+        room = isinstance(error.__cause__, OSError) or not isinstance(error, ValueError)  # disk, memory
+        if gptq and (room or accepted):
+            error.add_note(f"The finished layers wait in {work}: the same command goes on from there.")
+        else:  # cheap to do again, or sure to end like this again
             shutil.rmtree(work, ignore_errors=True)
         raise
     shutil.rmtree(work)
@@ -1161,13 +1166,13 @@ def read_head(directory: str | Path):
 
 
 def measure_tau(
-    directory: Path, head: str, tensors: dict[str, Tensor] | None, prompts: list[list[int]]
+    directory: Path, head: str, tensors: dict[str, Tensor] | None, prompts: list[list[int]], device: str
 ) -> float:
     """Mean tokens per greedy step of a model directory with an EAGLE head, or with `tensors` in that head."""
     from generate import load
     from sampling import SamplingParams
 
-    engine = load(directory, eagle=head, eagle_always=True)
+    engine = load(directory, eagle=head, eagle_always=True, device=device)
     if tensors is not None:
         adopt_(engine.head, tensors, engine.model.device, engine.model.dtype)
     steps: list[int] = []
@@ -1175,6 +1180,13 @@ def measure_tau(
         params = SamplingParams(max_new_tokens=min(128, engine.ctx - len(ids)))
         steps += map(len, engine.generate(ids, params).run()[0].tokens_per_step)
     return sum(steps) / max(1, len(steps))
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an exception says that memory ran out, before (generate's plan) or while it was allocated."""
+    planned = isinstance(error, ValueError) and getattr(error, "code", None) == 4  # generate.UserError
+    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return planned or on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def show(receipt: dict[str, Any]) -> str:
@@ -1188,10 +1200,12 @@ def show(receipt: dict[str, Any]) -> str:
         "worst       " + "   ".join(f"{w['name']} {w['relative_error']:.2%}" for w in r["worst_layers"]),
     ]
     if "head" in r:
+        tau = ["not measured" if t is None else f"{t:.2f}" for t in (r["tau_before"], r["tau_after"])]
         lines.append(
             f"EAGLE head  {r['head']['bytes_before'] / 1e6:.1f} MB -> {r['head']['bytes_after'] / 1e6:.1f} MB   "
-            f"tau {r['tau_before']:.2f} -> {r['tau_after']:.2f}"
+            f"tau {tau[0]} -> {tau[1]}"
         )
+        lines += [f"note        {note}" for note in r["notes"]]
     memory = f"   peak memory {r['peak_memory_bytes'] / 1e9:.2f} GB" if r["peak_memory_bytes"] else ""
     return "\n".join([*lines, f"took        {r['seconds']:.0f} s{memory}"])
 
@@ -1228,7 +1242,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (2 usage, 3 bad file or refused, 4 memory, 5 internal)."""
     args = build_parser().parse_args(argv)
-    kinds = {UsageError: 2, ValueError: 3, torch.OutOfMemoryError: 4, MemoryError: 4}
+    kinds = {UsageError: 2, ValueError: 3}
     try:
         print(show(_main(args)))
         return 0
@@ -1239,9 +1253,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.debug:
             raise
         code = next((code for kind, code in kinds.items() if isinstance(error, kind)), 5)
-        name = "" if code in (2, 3) else f"{type(error).__name__}: "
+        code = 4 if out_of_memory(error) else code
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         line_start = "\r\033[K" if sys.stderr.isatty() else ""
-        print(f"{line_start}error  {name}{' '.join(str(error).split())}", file=sys.stderr)
+        text = " ".join(" ".join([str(error), *getattr(error, "__notes__", [])]).split())
+        print(f"{line_start}error  {name}{text}", file=sys.stderr)
         return code
 
 
@@ -1283,9 +1299,16 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
         checkpoint.write_json(target / "config.json", head[0])
         checkpoint.write_safetensors(target / "model.safetensors", head[1])
         prompts = [row[: min(64, length // 2)].tolist() for row in evaluation[:12]]
-        before = measure_tau(directory, args.eagle, None, prompts)
-        after = measure_tau(unfinished, args.eagle, head[1], prompts)
-        return {"head": head[2], "tau_before": before, "tau_after": after}
+        found: dict[str, Any] = {"head": head[2], "tau_before": None, "tau_after": None, "notes": []}
+        for key, model, tensors in (("tau_before", directory, None), ("tau_after", unfinished, head[1])):
+            try:  # a model is quantized because it is too large: that must not cost the result
+                found[key] = measure_tau(model, args.eagle, tensors, prompts, args.device)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                why = " ".join(str(error).split()) or type(error).__name__
+                found["notes"].append(f"{key} was not measured, the model does not fit in memory: {why}")
+        return found
 
     return quantize_checkpoint(
         directory, out, spec, calibration, evaluation, args.device, progress, args.refuse_kl, finish

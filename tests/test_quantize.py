@@ -576,7 +576,10 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, capsys, 
 
     monkeypatch.setattr(checkpoint, "write_safetensors", full)
     assert run("--checkpoint", source, "--algorithm", algorithm) == 3
-    assert "No space left on device" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "No space left on device" in err and ("m-int4.partial: the same command" in err) == (
+        algorithm == "gptq"
+    )
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == (["m"] if algorithm == "rtn" else ["m", "m-int4.partial"])
     for part in (tmp_path / "m-int4.partial").glob("*.safetensors"):
@@ -584,6 +587,33 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, capsys, 
     monkeypatch.setattr(checkpoint, "write_safetensors", real)
     assert run("--checkpoint", source, "--algorithm", algorithm) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "m-int4"]
+
+
+@pytest.mark.parametrize("name", ["embedding.safetensors", "layer-0001.safetensors", "config.json"])
+def test_a_file_that_cannot_be_finished_leaves_no_part(tmp_path, monkeypatch, capsys, name):
+    """Prevents `.part` files in OUT.partial after "nothing half-written was left" (a file size limit, a full disk)."""
+    source, real = saved(tmp_path / "m", CONFIG), checkpoint.os.replace
+
+    def refuse(part, path):
+        if Path(path).name == name:
+            assert Path(part).stat().st_size > 0
+            raise OSError(27, "File too large")
+        real(part, path)
+
+    monkeypatch.setattr(checkpoint.os, "replace", refuse)
+    assert run("--checkpoint", source, "--algorithm", "gptq") == 3
+    err = capsys.readouterr().err
+    assert "File too large" in err and "finished layers wait in" in err and len(err.splitlines()) == 1
+    assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_final_refusal_leaves_nothing(tmp_path, capsys):
+    """Prevents "Nothing was written" beside a folder as large as the result, which no later run would use."""
+    source = saved(tmp_path / "m", CONFIG)
+    assert run("--checkpoint", source, "--algorithm", "gptq", "--refuse-kl", 1e-9) == 3
+    err = capsys.readouterr().err
+    assert "Nothing was written" in err and "wait in" not in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
 
 
 def test_interrupted_gptq_resumes_to_the_same_bytes(tmp_path):
@@ -982,6 +1012,68 @@ def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
     (tmp_path / "q" / "eagle" / "config.json").write_text('{"eaglet_quant": {"version": 1}}')
     with pytest.raises(ValueError, match="required key 'mode' is missing"):
         quantize.read_head(tmp_path / "q" / "eagle")
+
+
+@pytest.mark.parametrize("kind", ["plan", "cuda", "host", "allocator"])
+def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monkeypatch, kind):
+    """Prevents losing all the work because the unquantized model, whose size was the reason, does not fit in memory."""
+    import generate
+
+    errors = {
+        "plan": generate.UserError("not enough memory: plan 9 GB,\nfree 1 GB.", generate.MEMORY),
+        "cuda": torch.OutOfMemoryError("CUDA out of memory"),
+        "host": MemoryError(),
+        "allocator": RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+        ),
+    }
+    source, head, devices, real = (
+        saved(tmp_path / "m", UNTIED),
+        tiny_head(tmp_path / "h", UNTIED),
+        [],
+        generate.load,
+    )
+
+    def load(directory, **options):
+        devices.append(options["device"])
+        if Path(directory) == source:
+            raise errors[kind]
+        return real(directory, **options)
+
+    monkeypatch.setattr(generate, "load", load)
+    argv = [
+        "--checkpoint",
+        source,
+        "--out",
+        tmp_path / "q",
+        "--group-size",
+        32,
+        "--eagle",
+        head,
+        "--device",
+        "cpu",
+    ]
+    assert run(*argv) == 0 and devices == ["cpu", "cpu"]
+    receipt, out = json.loads((tmp_path / "q" / "receipt.json").read_text()), capsys.readouterr().out
+    assert receipt["tau_before"] is None and receipt["tau_after"] >= 1 and "tau not measured -> " in out
+    note = next(line for line in out.splitlines() if line.startswith("note"))
+    assert "tau_before was not measured" in note and (kind != "plan" or "free 1 GB" in note)
+    assert checkpoint.load_model(tmp_path / "q").quant == "int4"
+    errors[kind] = ValueError("the head is damaged")
+    assert run(*argv[:-2], "--out", tmp_path / "other", "--device", "cpu") == 3  # any other failure stays one
+    assert "the head is damaged" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+def test_running_out_of_memory_is_exit_code_4(tmp_path, capsys, monkeypatch):
+    """Prevents an allocator's RuntimeError from being reported as an internal fault, or GPTQ's layers from being lost."""
+
+    def full(*rest):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    source = saved(tmp_path / "m", CONFIG)
+    monkeypatch.setattr(quantize, "_hessians", full)
+    assert run("--checkpoint", source, "--algorithm", "gptq") == 4
+    assert "the same command goes on" in capsys.readouterr().err
 
 
 def test_a_head_that_does_not_fit_is_refused_before_any_work(tmp_path, capsys):

@@ -521,7 +521,7 @@ def load_quantized(
     import checkpoint  # the layer below: it reads files for us and hands quantized directories over
 
     where = str(Path(directory) / "config.json")
-    config = ModelConfig.from_hf(raw, where)
+    config = checkpoint.load_config(directory)
     entries = checkpoint.read_entries(checkpoint.tensor_files(Path(directory)))
     model, dtype, spec = checkpoint.build_model(config), dtype or DTYPES[config.dtype], None
     if raw.get("eaglet_quant"):
@@ -1007,7 +1007,7 @@ def quantize_checkpoint(
         _write_whole(out, fill)
     except Exception as error:
         room = isinstance(error.__cause__, OSError) or not isinstance(error, ValueError)  # disk, memory
-        if gptq and (room or accepted):
+        if gptq and (room or accepted) and any(work.glob("*.safetensors")):
             error.add_note(f"The finished layers wait in {work}: the same command goes on from there.")
         else:  # cheap to do again, or sure to end like this again
             shutil.rmtree(work, ignore_errors=True)

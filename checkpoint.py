@@ -6,11 +6,13 @@ are copied. It does not know how anything decodes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -62,11 +64,22 @@ def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
     return value
 
 
+@contextlib.contextmanager
+def _written_whole(path: Path) -> Iterator[Path]:
+    """A temporary name to write to, renamed to `path` at the end; a failure (a full disk, Ctrl-C) leaves neither."""
+    part = path.with_name(path.name + ".part")
+    try:
+        yield part
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write JSON through a temporary name, so that a reader never sees half a file."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    with _written_whole(path) as part:
+        part.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_safetensors(
@@ -83,15 +96,13 @@ def write_safetensors(
         header[name] = {"dtype": kinds[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as out:
+    with _written_whole(path) as part, open(part, "wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for _, t in order:
             flat = t.detach().cpu().contiguous().reshape(-1)
             out.write(memoryview(flat.view(torch.uint8).numpy()))
         out.flush()
         os.fsync(out.fileno())
-    os.replace(part, path)
 
 
 def read_entries(files: Iterable[Path]) -> dict[str, Entry]:
@@ -153,10 +164,12 @@ def _pickle_entries(path: Path) -> dict[str, Entry]:
     try:
         with open(path, "rb") as file:
             mapped = file.read(2) == b"PK"  # the format before torch 1.6 cannot be mapped
-        value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings(action="ignore"):  # on old protocols, in two lines before our one
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # what an untrusted pickle raises is up to the pickle
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-        raise ValueError(f"{path}: refused, not a plain tensor file ({reason}).") from error
+        reason = _pickle_reason(error)
+        advice = "Get the model as safetensors"
+        raise ValueError(f"{path}: refused, not a plain tensor file ({reason}). {advice}.") from error
     if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
         value = value["state_dict"]
     found: dict[str, Entry] = {}
@@ -166,6 +179,16 @@ def _pickle_entries(path: Path) -> dict[str, Entry]:
             raise ValueError(f"{path}: refused, not a dictionary of names and dense tensors.")
         found[name] = Entry(tuple(t.shape), t.dtype, path.name, t.detach)
     return found
+
+
+def _pickle_reason(error: Exception) -> str:
+    """What is wrong with a pickle: the global it asks for, or torch's reason without the advice to load it unsafely."""
+    text = " ".join(str(error).split())
+    if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text):
+        return f"Unsupported global: {found[1][:120]!r}, code that loading would run"
+    text = text.split("WeightsUnpickler error:")[-1].split("Check the documentation")[0].strip()
+    text = "".join(c if c.isprintable() else "?" for c in text[:160]) or "damaged"
+    return f"{type(error).__name__}: {text}"
 
 
 def tensor_files(directory: Path) -> list[Path]:
@@ -221,18 +244,82 @@ def check_finite(tensor: Tensor, name: str, file: str) -> None:
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """The geometry of the model in `directory` (Hugging Face, ours, or Meta). ValueError in one line if unusable."""
+    """The geometry of the model in `directory` (Hugging Face, ours, or Meta). ValueError in one line if unusable.
+
+    Stop ids are transformers': those of generation_config.json, or else config.json's.
+    """
     directory = _existing(directory)
-    if _is_meta(directory):
-        return _read_meta(directory)[0]
-    return ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
+    config = _read_meta(directory)[0] if _is_meta(directory) else _read_config(directory)
+    return _with_stops(config, directory)
+
+
+def _with_stops(config: ModelConfig, directory: Path) -> ModelConfig:
+    """With the stop ids of generation_config.json, if it names any."""
+    if not (file := directory / "generation_config.json").is_file():
+        return config
+    stops = _token_ids(read_json(file), "eos_token_id", str(file), config.vocab_size, directory)
+    return replace(config, eos_token_ids=stops or config.eos_token_ids)
+
+
+def _read_config(directory: Path) -> ModelConfig:
+    """config.json as ModelConfig reads it, and strictly where that reads nothing: token ids, partial rotation."""
+    where = str(directory / "config.json")
+    raw = read_json(directory / "config.json")
+    _refuse_partial_rotation(raw, where)
+    config = ModelConfig.from_hf(raw, where)
+    bos, eos = (_token_ids(raw, f"{x}_token_id", where, config.vocab_size, directory) for x in ("bos", "eos"))
+    return replace(config, bos_token_id=bos[0] if bos else None, eos_token_ids=eos)
+
+
+def _refuse_partial_rotation(raw: Mapping[str, Any], where: str) -> None:
+    """ModelConfig looks for it at the top level only, transformers 5 writes it beside the base."""
+    for key in ("rope_parameters", "rope_scaling"):
+        nested = raw.get(key)
+        share = nested.get("partial_rotary_factor") if isinstance(nested, dict) else None
+        if share not in (None, 1.0) or isinstance(share, bool):
+            raise ValueError(
+                f"{where}: partial_rotary_factor = {share!r} in {key} is not implemented (only 1.0)."
+            )
+
+
+def _token_ids(raw: Mapping[str, Any], key: str, where: str, vocab: int, directory: Path) -> tuple[int, ...]:
+    """One id or a list of ids, () for null. An id past the vocabulary that the tokenizer's files add (a fine-tune whose
+    embedding was not enlarged) can never be predicted and is left out; any other value that is no id is refused."""
+    value = raw.get(key)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    odd = next((i for i in listed if type(i) is not int or i < 0), None)
+    past = [i for i in listed if odd is None and i >= vocab]
+    if past and (unknown := set(past) - _added_ids(directory)):
+        odd = min(unknown)
+    if odd is not None:
+        raise ValueError(
+            f"{where}: {key} holds {odd!r:.80}, expected token ids in [0, {vocab - 1}] or null. Correct the file or "
+            "download it again."
+        )
+    return tuple(i for i in listed if i < vocab)
+
+
+def _added_ids(directory: Path) -> set[int]:
+    """Ids of the added tokens of any of the tokenizer's files; files that are not understood add none here."""
+    added: set[int] = set()
+    for name in ("added_tokens.json", "tokenizer_config.json", "tokenizer.json"):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            found = read_json(directory / name, INDEX_LIMIT)
+            if name == "added_tokens.json":
+                added |= set(found.values())
+            elif name == "tokenizer_config.json":
+                added |= {int(i) for i in found["added_tokens_decoder"]}
+            else:
+                added |= {token["id"] for token in found["added_tokens"]}
+    return added
 
 
 def open_model(directory: str | Path) -> tuple[ModelConfig, dict[str, Entry]]:
     """Config and unread tensors (Hugging Face names) of an unquantized directory. ValueError in one line if unusable."""
     directory = _existing(directory)
     if _is_meta(directory):
-        return _read_meta(directory)
+        config, entries = _read_meta(directory)
+        return _with_stops(config, directory), entries
     config = load_config(directory)
     if not (files := tensor_files(directory)):
         raise ValueError(f"{directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?")
@@ -816,6 +903,7 @@ class _HeadReader:
             self.notes.append(
                 f"{self.path.name} has no config.json: assumed {text or 'nothing'} (--eagle-config)"
             )
+        _refuse_partial_rotation(hf, str(self.path))
         switches = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
         found = {key: ATTENTION + name in self.entries for key, name in switches.items()}
         return replace(ModelConfig.from_hf(hf, str(self.path)), **found)

@@ -186,14 +186,22 @@ def size(count: float) -> str:
 
 
 def plan_memory(
-    config: ModelConfig, options: LoadOptions, head=None, stored_weights: int = 0, draft=None
+    config: ModelConfig, options: LoadOptions, head=None, stored_weights: Any = 0, draft=None
 ) -> MemoryPlan:
-    """What `load` will allocate. head: EagleFile or None; stored_weights: bytes on disk of a quantized model; draft: the
-    draft LLM's ModelConfig or None."""
+    """What `load` will allocate. head: EagleFile or None; stored_weights: a quantized model's stored tensors by name, or
+    the bytes that its weights take; draft: the draft LLM's ModelConfig or None."""
     dtype = DTYPES[options.dtype or config.dtype]
     element, B, ctx = dtype.itemsize, options.batch_size, options.ctx or config.max_positions
-    model = checkpoint.build_model(config)
-    weights = stored_weights or sum(p.numel() for p in model.parameters()) * element
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+
+    def held(geometry: ModelConfig, stored: Any) -> int:
+        if isinstance(stored, int) and stored:
+            return stored
+        if stored:
+            return quantize.held_bytes(stored, dtype, device, options.kernels)
+        return sum(p.numel() for p in checkpoint.build_model(geometry).parameters()) * element
+
+    weights = held(config, stored_weights)
     rotary = 4 * ctx * config.head_dim
     N, D = tree_shape(options)
     slots = ctx + N + 1
@@ -202,19 +210,24 @@ def plan_memory(
     buffers = B * slots * 8 + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
     wide = max(config.hidden_size, config.intermediate_size, config.vocab_size)
     captured = options.compile and COMPILE_MODES[options.compile_mode][2]
-    on_gpu = (options.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
-    graphs = 6 * 4 * B * N * wide if captured and on_gpu else 0  # six fp32 rows per node are alive at once
+    graphs = (
+        6 * 4 * B * N * wide if captured and device == "cuda" else 0
+    )  # six fp32 rows per node are alive at once
     head_bytes = draft_kv = 0
     if head is not None:
         layer = head.config.layer
         draft_row = 2 * layer.num_key_value_heads * layer.head_dim * element
         draft_kv = B * (slots + 128) * draft_row
-        head_bytes = sum(t.numel() for n, t in head.tensors.items() if n != "draft_ids") * element
+        head_bytes = quantize.held_bytes(head.tensors, dtype, device, options.kernels)
+        head_bytes += options.draft_vocab * (
+            config.hidden_size * element + 8
+        )  # rows of the target's LM head, ids
         kept = D + 1 + (0 if options.eagle_always else HISTORY + 1)
         buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * layer.head_dim
     if draft is not None:
-        head_bytes = sum(p.numel() for p in checkpoint.build_model(draft).parameters()) * element
+        small = _quantized_bytes(Path(options.draft_checkpoint)) if options.draft_checkpoint else 0
+        head_bytes = held(draft, small)
         draft_row = 2 * draft.num_key_value_heads * draft.head_dim * draft.num_hidden_layers * element
         draft_kv = B * (slots + 128) * draft_row
     if options.medusa:
@@ -375,11 +388,12 @@ def find_tuned_tree(opts: LoadOptions, config: ModelConfig, head, device: torch.
     return str(path)
 
 
-def _quantized_bytes(directory: Path) -> int:
+def _quantized_bytes(directory: Path) -> dict[str, checkpoint.Entry]:
+    """The stored tensors of a quantized model, unread, for `plan_memory` to count; {} for any other directory."""
     config = checkpoint.read_json(directory / "config.json") if (directory / "config.json").exists() else {}
     if config.get("eaglet_quant") or config.get("quantization_config"):
-        return sum(f.stat().st_size for f in directory.glob("*.safetensors"))
-    return 0
+        return _read(checkpoint.read_entries, _read(checkpoint.tensor_files, directory))
+    return {}
 
 
 def draft_vocabulary(opts: LoadOptions, config: ModelConfig, tokenizer) -> torch.Tensor | None:

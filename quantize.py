@@ -218,7 +218,8 @@ def relative_error(weight: Tensor, restored: Tensor) -> float:
 class QuantLinear(nn.Module):
     """A linear over stored tensors (module docstring), or with an expert axis all experts' weights of one kind.
 
-    The kernel's packing is made once per dtype and cached; on CUDA the plain codes are dropped then.
+    The kernel's packing is made once per dtype and cached. Where it says all that the codes say, these are dropped:
+    plane words on CUDA at once, a dequantized matrix by `pack_`.
     """
 
     def __init__(self, stored: Mapping[str, Tensor], bias: Tensor | None = None, per_token: int = 0):
@@ -258,19 +259,40 @@ class QuantLinear(nn.Module):
                 self.qweight = None
         return self.packed
 
+    def release(self) -> None:
+        """Drop the codes if they are packed as a dense matrix, which takes their place for good (any dtype reads it). Not
+        under Triton's interpreter (debugging): there a CPU has a second backend, which they may be packed for next."""
+        if self.packed is not None and self.packed.layout == "dense" and not kernels._INTERPRETED:
+            self.qweight = None
+
     def _pack(self, dtype: torch.dtype, layout: str) -> kernels.PackedWeight:
-        if self.bits == 8:
-            return kernels.pack_int8(self.qweight, self.scales, dtype, layout)
-        return kernels.pack_int4(
-            self.qweight, self.scales, self.zeros, self.group_size, self.perm, dtype, layout
-        )
+        def pack(rows: slice) -> kernels.PackedWeight:
+            codes, scales = self.qweight[rows], self.scales[rows]
+            if self.bits == 8:
+                return kernels.pack_int8(codes, scales, dtype, layout)
+            zeros = None if self.zeros is None else self.zeros[rows]
+            return kernels.pack_int4(codes, scales, zeros, self.group_size, self.perm, dtype, layout)
+
+        if not self.experts or layout == "plain":
+            return pack(slice(None))
+        first = pack(slice(1))
+        if first.layout == "plain":  # views of what is stored
+            return pack(slice(None))
+        # One expert at a time: unpacked codes are eight times as large as packed ones, and there may be many experts.
+        weight = first.weight.new_empty(self.experts, *first.weight.shape[1:])
+        weight[:1].copy_(first.weight)
+        for e in range(1, self.experts):
+            weight[e : e + 1].copy_(pack(slice(e, e + 1)).weight)
+        kept = {} if first.scales is None else {"scales": self.scales, "zeros": self.zeros}
+        return replace(first, weight=weight, **kept)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, gated: bool = False) -> Tensor:
         """x [..., in] -> [..., out] (+ residual), or SiLU(first half) * second half [..., out / 2] if gated."""
         return kernels.packed_linear(x, self.pack(x.dtype), self.bias, residual, gated)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix [(E,) out, in], columns in the order of the inputs; computed in fp32, rounded once."""
+        """The matrix [(E,) out, in], columns in the order of the inputs; computed in fp32, rounded once (and to the
+        dtype it was packed for, where that took the place of the codes)."""
         plain = self.packed if self.qweight is None else self._pack(dtype, "plain")
         weight = kernels.dequantize(plain, dtype)
         return weight if self.perm is None else weight[..., self.perm.argsort()]
@@ -291,7 +313,9 @@ class QuantLinear(nn.Module):
         if self.qweight is not None:
             self.packed = None
         elif self.packed.weight.device != self.scales.device:
-            raise ValueError("weights packed for the GPU cannot move; load the model again on that device.")
+            raise ValueError(
+                "packed weights cannot move to another device; load the model again on that one."
+            )
         return self
 
 
@@ -312,9 +336,10 @@ class QuantExperts(nn.Module):
 
 
 def pack_(module: nn.Module, dtype: torch.dtype) -> None:
-    """Pack all quantized weights for the active kernel backend: before tracing, and after changing the backend. On a CPU
-    plain float32 weights of wide layers (and a tied head) are laid out column by column, values unchanged: one row times
-    such a matrix is 2 to 3 times as fast, many rows are no slower."""
+    """Pack all quantized weights for the active kernel backend, before tracing, and drop the codes that the packing
+    replaces; those that keep theirs can be packed again for another backend. On a CPU plain float32 weights of wide
+    layers (and a tied head) are laid out column by column, values unchanged: one row times such a matrix is 2 to 3
+    times as fast, many rows are no slower."""
     for child in module.modules():
         tied = isinstance(child, nn.Embedding) and isinstance(module, Transformer) and module.lm_head is None
         if isinstance(child, nn.Linear) or tied:
@@ -324,6 +349,45 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
         if isinstance(child, QuantLinear):
             child.packed = None if child.qweight is not None else child.packed
             child.pack(dtype)
+            child.release()
+
+
+def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backend: str = "auto") -> int:
+    """Bytes that a model or head takes after loading and `pack_`, from its stored tensors (anything with shape and
+    dtype, such as checkpoint.Entry): ours exactly, published layouts within a few per cent.
+
+    device: 'cpu' or 'cuda'; backend: mode of the kernels.KernelBackend. Which packing they get is kernels' decision; a
+    test compares the two.
+    """
+    planes = dtype != torch.float64 and (backend == "triton" or (backend == "auto" and device == "cuda"))
+    dense = not planes and device == "cpu" and dtype != torch.bfloat16
+    total = 0
+    for name, tensor in stored.items():
+        if isinstance(tensor.dtype, str):
+            continue  # a kind without a torch dtype: loading refuses it by name
+        leaf, shape, width = name.rpartition(".")[2], tensor.shape, tensor.dtype.itemsize
+        count = math.prod(shape)
+        if leaf in ("qweight", "weight_packed"):
+            ours, bits = width == 1, 8 if tensor.dtype == torch.int8 else 4
+            values = count * width * 8 // bits
+            twice = not planes and device == "cpu" and bits == 4 and len(shape) == 2 and shape[0] % 16 == 0
+            if dense:
+                total += values * dtype.itemsize
+            elif planes and ours:  # rows are padded to blocks of 128; counters of the split sums
+                rows, per_row = count // shape[-1], shape[-1] * 8 // bits
+                total += rows * -(-per_row // 128) * 16 * bits + 4 * -(-shape[-2] // 16)
+            else:  # torch's int4pack cannot be read back: the codes stay beside it
+                total += count * width * (2 if twice else 1)
+        elif leaf in ("scales", "weight_scale"):
+            paired = not planes and not dense and device == "cpu" and width == len(shape) == 2
+            total += count * (width + (2 * dtype.itemsize if paired else 0))
+        elif leaf in ("qzeros", "weight_zero_point"):
+            total += count * (8 if width == 4 else 1)
+        elif leaf in ("zeros", "perm") or not tensor.dtype.is_floating_point:
+            total += count * width
+        else:
+            total += count * dtype.itemsize
+    return total
 
 
 TUNED = Path.home() / ".cache" / "eaglet" / "kernels.json"  # tilings measured by scripts.bench_kernels --tune
@@ -457,7 +521,7 @@ def load_quantized(
     import checkpoint  # the layer below: it reads files for us and hands quantized directories over
 
     where = str(Path(directory) / "config.json")
-    config = ModelConfig.from_hf(raw, where)
+    config = checkpoint.load_config(directory)
     entries = checkpoint.read_entries(checkpoint.tensor_files(Path(directory)))
     model, dtype, spec = checkpoint.build_model(config), dtype or DTYPES[config.dtype], None
     if raw.get("eaglet_quant"):
@@ -845,7 +909,8 @@ def quantize_checkpoint(
 
     One layer is in memory (in fp32) beside the activations of the texts. These pass through the float and the quantized
     layers side by side, so quality is measured without ever holding a model. Finished layers wait in OUT.partial: after
-    an interruption the same call goes on from there. `out` appears complete or not at all.
+    an interruption the same call goes on from there (a note on the exception says so). `out` appears complete or not at
+    all; of a run that would end the same way again nothing is left.
 
     Args:
         calibration: int64 [W, T], what GPTQ sees; evaluation: int64 [W, T + 1], what the receipt measures.
@@ -856,7 +921,7 @@ def quantize_checkpoint(
 
     out, started, source = Path(out), time.time(), _Source(Path(directory))
     apply_spec_(copy.deepcopy(source.model), spec)  # refuses groups that do not fit before any work
-    model, gptq, errors, stored = source.model, spec.algorithm == "gptq", {}, {}
+    model, gptq, errors, stored, accepted = source.model, spec.algorithm == "gptq", {}, {}, False
     work = _partial(out, [asdict(spec), source.raw, source.files, _digest(calibration)])
 
     def step(unit: str, module: nn.Module, prefix: str, forward: Callable[[Tensor], Tensor]) -> None:
@@ -910,6 +975,7 @@ def quantize_checkpoint(
             change = f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f}"
             why = f"mean KL {quality['mean_kl']:.4f} nats, {change}; the limit is {limit:g}"
             raise ValueError(f"refused: {why}. Nothing was written; try gptq, int8 or smaller groups.")
+        accepted = True
         worst = sorted(errors.items(), key=lambda item: -item[1])[:5]
         receipt = {
             "spec": asdict(spec),
@@ -939,8 +1005,11 @@ def quantize_checkpoint(
             checkpoint.write_json(unfinished / "receipt.json", receipt)
 
         _write_whole(out, fill)
-    except Exception:
-        if not gptq:  # cheap to do again: leave nothing behind
+    except Exception as error:
+        room = isinstance(error.__cause__, OSError) or not isinstance(error, ValueError)  # disk, memory
+        if gptq and (room or accepted) and any(work.glob("*.safetensors")):
+            error.add_note(f"The finished layers wait in {work}: the same command goes on from there.")
+        else:  # cheap to do again, or sure to end like this again
             shutil.rmtree(work, ignore_errors=True)
         raise
     shutil.rmtree(work)
@@ -1097,13 +1166,13 @@ def read_head(directory: str | Path):
 
 
 def measure_tau(
-    directory: Path, head: str, tensors: dict[str, Tensor] | None, prompts: list[list[int]]
+    directory: Path, head: str, tensors: dict[str, Tensor] | None, prompts: list[list[int]], device: str
 ) -> float:
     """Mean tokens per greedy step of a model directory with an EAGLE head, or with `tensors` in that head."""
     from generate import load
     from sampling import SamplingParams
 
-    engine = load(directory, eagle=head, eagle_always=True)
+    engine = load(directory, eagle=head, eagle_always=True, device=device)
     if tensors is not None:
         adopt_(engine.head, tensors, engine.model.device, engine.model.dtype)
     steps: list[int] = []
@@ -1111,6 +1180,13 @@ def measure_tau(
         params = SamplingParams(max_new_tokens=min(128, engine.ctx - len(ids)))
         steps += map(len, engine.generate(ids, params).run()[0].tokens_per_step)
     return sum(steps) / max(1, len(steps))
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an exception says that memory ran out, before (generate's plan) or while it was allocated."""
+    planned = isinstance(error, ValueError) and getattr(error, "code", None) == 4  # generate.UserError
+    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return planned or on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def show(receipt: dict[str, Any]) -> str:
@@ -1124,10 +1200,12 @@ def show(receipt: dict[str, Any]) -> str:
         "worst       " + "   ".join(f"{w['name']} {w['relative_error']:.2%}" for w in r["worst_layers"]),
     ]
     if "head" in r:
+        tau = ["not measured" if t is None else f"{t:.2f}" for t in (r["tau_before"], r["tau_after"])]
         lines.append(
             f"EAGLE head  {r['head']['bytes_before'] / 1e6:.1f} MB -> {r['head']['bytes_after'] / 1e6:.1f} MB   "
-            f"tau {r['tau_before']:.2f} -> {r['tau_after']:.2f}"
+            f"tau {tau[0]} -> {tau[1]}"
         )
+        lines += [f"note        {note}" for note in r["notes"]]
     memory = f"   peak memory {r['peak_memory_bytes'] / 1e9:.2f} GB" if r["peak_memory_bytes"] else ""
     return "\n".join([*lines, f"took        {r['seconds']:.0f} s{memory}"])
 
@@ -1164,7 +1242,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (2 usage, 3 bad file or refused, 4 memory, 5 internal)."""
     args = build_parser().parse_args(argv)
-    kinds = {UsageError: 2, ValueError: 3, torch.OutOfMemoryError: 4, MemoryError: 4}
+    kinds = {UsageError: 2, ValueError: 3}
     try:
         print(show(_main(args)))
         return 0
@@ -1175,9 +1253,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.debug:
             raise
         code = next((code for kind, code in kinds.items() if isinstance(error, kind)), 5)
-        name = "" if code in (2, 3) else f"{type(error).__name__}: "
+        code = 4 if out_of_memory(error) else code
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         line_start = "\r\033[K" if sys.stderr.isatty() else ""
-        print(f"{line_start}error  {name}{' '.join(str(error).split())}", file=sys.stderr)
+        text = " ".join(" ".join([str(error), *getattr(error, "__notes__", [])]).split())
+        print(f"{line_start}error  {name}{text}", file=sys.stderr)
         return code
 
 
@@ -1219,9 +1299,16 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
         checkpoint.write_json(target / "config.json", head[0])
         checkpoint.write_safetensors(target / "model.safetensors", head[1])
         prompts = [row[: min(64, length // 2)].tolist() for row in evaluation[:12]]
-        before = measure_tau(directory, args.eagle, None, prompts)
-        after = measure_tau(unfinished, args.eagle, head[1], prompts)
-        return {"head": head[2], "tau_before": before, "tau_after": after}
+        found: dict[str, Any] = {"head": head[2], "tau_before": None, "tau_after": None, "notes": []}
+        for key, model, tensors in (("tau_before", directory, None), ("tau_after", unfinished, head[1])):
+            try:  # a model is quantized because it is too large: that must not cost the result
+                found[key] = measure_tau(model, args.eagle, tensors, prompts, args.device)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                why = " ".join(str(error).split()) or type(error).__name__
+                found["notes"].append(f"{key} was not measured, the model does not fit in memory: {why}")
+        return found
 
     return quantize_checkpoint(
         directory, out, spec, calibration, evaluation, args.device, progress, args.refuse_kl, finish

@@ -29,6 +29,7 @@ LLAMA2_SYSTEM = (  # the 508 characters of the EAGLE evaluation, one double spac
     "a question does not make any sense, or is not factually coherent, explain why instead of answering "
     "something not correct. If you don't know the answer to a question, please don't share false information."
 )
+NAMED_TOKEN = re.compile("[a-z]+_token")  # keys such as bos_token
 BUILTIN_SYSTEM = {"vicuna": VICUNA_SYSTEM, "llama-2-chat": LLAMA2_SYSTEM, "mixtral": ""}
 PAPER_SUFFIX = {
     "vicuna": "",
@@ -63,7 +64,8 @@ def load_tokenizer(directory: str | Path, vocab_size: int | None = None) -> "Tok
 
     Prefers `tokenizer.json` to sentencepiece `tokenizer.model` (Meta: beside `params.json` or a folder up). Ids
     must be below `vocab_size` (rows of the model's embedding), but for special tokens that nothing uses, such as
-    a stray <pad>. Any bad file is a one-line ValueError."""
+    a stray <pad>. Stop ids are those of `generation_config.json`, else of `config.json`, else the tokenizer's own
+    EOS. Any bad file is a one-line ValueError."""
     directory = Path(directory)
     paths = [directory / "tokenizer.json", directory / "tokenizer.model"]
     if (directory / "params.json").is_file():
@@ -72,18 +74,18 @@ def load_tokenizer(directory: str | Path, vocab_size: int | None = None) -> "Tok
     if path is None:
         return None
     with _one_line_errors(f"cannot use {path}", "Download the tokenizer files again, or pass --prompt-ids."):
-        config = _json(directory / "special_tokens_map.json") | _json(directory / "tokenizer_config.json")
+        config = _named_tokens(directory / "special_tokens_map.json")
+        config |= _named_tokens(directory / "tokenizer_config.json")
         tokens = {content: {"id": i} for content, i in _json(directory / "added_tokens.json").items()}
         for i, token in (config.get("added_tokens_decoder") or {}).items():
             tokens[token["content"]] = {"id": int(i), "special": token.get("special", False)}
-        named = {k: _content(v) for k, v in config.items() if re.fullmatch("[a-z]+_token", k) and v}
+        named = {k: _content(v) for k, v in config.items() if NAMED_TOKEN.fullmatch(k) and v}
         extra = [config.get(f"{kind}_special_tokens") or [] for kind in ("additional", "extra")]
         extra = [t for group in extra for t in (group.values() if isinstance(group, dict) else group)]
         for content in [*named.values(), *map(_content, extra)]:
             tokens.setdefault(content, {})["special"] = True
         files = (_load_json if path.name == "tokenizer.json" else _load_sentencepiece)(path, tokens, config)
-        stop = _json(directory / "generation_config.json").get("eos_token_id")
-        tokenizer = Tokenizer(files, config, named, stop, vocab_size)
+        tokenizer = Tokenizer(files, config, named, _listed_stops(directory, files, vocab_size), vocab_size)
         if (directory / "chat_template.jinja").is_file():
             with open(directory / "chat_template.jinja", encoding="utf-8") as file:
                 tokenizer.chat_templates = {"default": file.read(TEMPLATE_CHARACTERS + 1)}
@@ -94,6 +96,19 @@ def load_tokenizer(directory: str | Path, vocab_size: int | None = None) -> "Tok
             if "default" in tokenizer.chat_templates:
                 tokenizer.chat_template_source = "tokenizer_config.json"
     return tokenizer
+
+
+def _listed_stops(directory: Path, files: "_Files", vocab_size: int | None) -> list:
+    """Stop ids of generation_config.json, or else of config.json, [] if neither lists any. An added token that the model
+    has no row for never comes: it is left out."""
+    for name in ("generation_config.json", "config.json"):
+        stop = _json(directory / name).get("eos_token_id")
+        stop = stop if isinstance(stop, list) else [] if stop is None else [stop]
+        if vocab_size is not None:
+            stop = [i for i in stop if i not in files.pieces or i < vocab_size]
+        if stop:
+            return stop
+    return []
 
 
 @dataclass
@@ -116,7 +131,9 @@ class Tokenizer:
     Attributes: vocab_size (largest id + 1), bos_id (or None), eos_ids (stop ids), special_ids, chat_templates (by
     name), chat_template_source ("tokenizer_config.json", "chat_template.jinja", "built-in NAME" or None)."""
 
-    def __init__(self, files: _Files, config: dict, named: dict[str, str], stop, vocab_size: int | None):
+    def __init__(
+        self, files: _Files, config: dict, named: dict[str, str], stop: list, vocab_size: int | None
+    ):
         self._files, self._named = files, files.named | named
         self.vocab_size = max(files.pieces, default=-1) + 1
         self.special_ids = frozenset(files.special.values())
@@ -128,8 +145,7 @@ class Tokenizer:
         add_bos, add_eos = config.get("add_bos_token"), config.get("add_eos_token")
         flagged = (bos if add_bos is None or add_bos else [], eos if add_eos else [])
         self._prefix, self._suffix = flagged if files.around is None else files.around
-        stop = eos_id if stop is None else stop
-        self.eos_ids = tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,)
+        self.eos_ids = tuple(stop or eos)
 
         limit = self.vocab_size if vocab_size is None else vocab_size
         used = [*self.eos_ids, *self._prefix, *self._suffix, *bos]
@@ -350,6 +366,18 @@ def _any_of(words: Iterable[str]) -> re.Pattern:
 
 def _content(token: str | dict) -> str:
     return token if isinstance(token, str) else token["content"]
+
+
+def _named_tokens(path: Path) -> dict:
+    """A JSON file whose `*_token` values are texts, or objects that hold one; ValueError names any other."""
+    value = _json(path)
+    for key, token in value.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if NAMED_TOKEN.fullmatch(key) and token is not None and not isinstance(text, str):
+            raise ValueError(
+                f"{path.name}: {key} = {token!r:.80}, expected a text, an object with content, or null"
+            )
+    return value
 
 
 def _json(path: Path) -> dict:

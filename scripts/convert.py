@@ -39,9 +39,12 @@ def convert_model(source: Path, destination: Path, dtype: str | None = None) -> 
         source, dtype=DTYPES[dtype] if dtype else None, progress=show_progress, max_positions=1
     )
     save_hf(model, destination)
-    for name in TEXT_FILES:
-        if (source / name).is_file():
-            shutil.copy(source / name, destination / name)
+    files = [source / name for name in TEXT_FILES]
+    if (source / "params.json").is_file():  # Meta keeps the tokenizer one folder up, as load_tokenizer knows
+        files.insert(0, source.absolute().parent / "tokenizer.model")
+    for file in files:  # the folder's own tokenizer.model comes later and wins
+        if file.is_file():
+            shutil.copy(file, destination / file.name)
 
 
 def convert_eagle(head: Path, target: Path, destination: Path, overrides: dict[str, str]) -> list[str]:

@@ -1,23 +1,29 @@
 """Train the embedded demo model: a small LLaMA on the CPython standard library's own sources.
 
-    python -m scripts.train_demo                      # the recipe that made demo/ (about an hour on 4 CPU cores)
-    python -m scripts.train_demo --steps 200 --out runs/try
+    python -m scripts.train_demo                      # the recipe that made demo/: over an hour on 2 CPU cores
+    python -m scripts.train_demo --steps 200 --out runs/try --work runs/try-work
 
-Deterministic by --seed on one machine; interrupted runs resume from OUT/train_state.pt. The corpus is found through
-`sysconfig`: every .py file except tests, generated tables and the held-out modules named below.
+Deterministic by --seed on one machine and number of threads. State lies in WORK/train_state.pt: after Ctrl-C the same
+command goes on from there, to the same weights. The corpus is found through `sysconfig`: every .py file except tests,
+generated tables and the held-out modules named below.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import math
 import os
+import signal
 import sys
 import sysconfig
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -49,6 +55,8 @@ LEFT_OUT = (
     "_bundled",
 )
 VOCAB_SIZE = 4096
+LENGTHS = (512, 1024)  # of the training windows: in the first 60 % of the steps, and after
+SAVE_EVERY = 200  # steps
 CONFIG = ModelConfig(
     model_type="llama",
     hidden_size=256,
@@ -119,8 +127,18 @@ def train_tokenizer(files: list[Path], out: Path) -> None:
 
 
 def load_corpus(tokenizer_path: Path) -> Corpus:
-    """Encode the standard library; reuses OUT/corpus.npz when it is there."""
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
+    """Encode the standard library. ValueError in one line for a tokenizer that this script did not make."""
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"{tokenizer_path}: not a sentencepiece model. Delete it or give another --work."
+        ) from error
+    if (size := processor.vocab_size()) != VOCAB_SIZE:
+        raise ValueError(
+            f"{tokenizer_path} has {size} pieces, expected {VOCAB_SIZE}: it is from another run. Delete it or give "
+            "another --work."
+        )
 
     def encode(files: list[Path]) -> tuple[np.ndarray, int]:
         ids, size = [], 0
@@ -217,12 +235,49 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def save_state(path: Path, **state) -> None:
+    """Save through a temporary name, so that an interruption never leaves half a state."""
     temporary = path.with_suffix(".tmp")
     torch.save(state, temporary)
     os.replace(temporary, path)
 
 
+def read_state(path: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """The state of this very run; ValueError in one line for a damaged file or another run's, naming what differs."""
+    advice = "Delete it or give another --work."
+    try:
+        state = torch.load(path, weights_only=True)
+        found = state["run"]
+        different = next((key for key, value in run.items() if found[key] != value), None)
+    except Exception as error:  # whatever a damaged or foreign file raises
+        raise ValueError(f"{path}: not a training state of this script. {advice}") from error
+    if different is not None:
+        values = f"{different} {found[different]!r:.60}, here {run[different]!r:.60}"
+        raise ValueError(
+            f"{path} is from another run ({values}). Match it, delete it or give another --work."
+        )
+    return state
+
+
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C waits for the end of a step, where the state is whole: the yielded function says whether it was pressed.
+    Pressed again it interrupts at once."""
+    pressed: list[int] = []
+
+    def press(number: int, frame: Any) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def train(args: argparse.Namespace) -> None:
+    """Train (or go on training) in args.work, then export to args.out. KeyboardInterrupt after Ctrl-C, state saved."""
     out, work = Path(args.out), Path(args.work)
     work.mkdir(parents=True, exist_ok=True)
     train_files, _ = stdlib_files()
@@ -241,12 +296,10 @@ def train(args: argparse.Namespace) -> None:
     model.rotary.build("cpu")
     optims, first, elapsed, average = optimizers(model), 0, 0.0, None
     state_path = work / "train_state.pt"
+    run = {"steps": args.steps, "seed": args.seed, "batch_tokens": args.batch_tokens, "model": repr(CONFIG)}
+    run["corpus"] = hashlib.sha256(corpus.train.tobytes()).hexdigest()  # another Python has another library
     if state_path.exists():
-        state = torch.load(state_path, weights_only=True)
-        if state["steps"] != args.steps or state["seed"] != args.seed:
-            raise ValueError(
-                f"{state_path} is from another run (--steps {state['steps']}); delete it or match it."
-            )
+        state = read_state(state_path, run)
         model.load_state_dict(state["model"])
         for optim, saved in zip(optims, state["optims"], strict=True):
             optim.load_state_dict(saved)
@@ -254,41 +307,39 @@ def train(args: argparse.Namespace) -> None:
         print(f"resumed at step {first}", file=sys.stderr)
     loss_fn = torch.compile(loss_of) if args.compile else loss_of
     started = time.time() - elapsed
-    for step in range(first, args.steps):
-        rng = np.random.default_rng((args.seed, step))
-        length = 512 if step < 0.6 * args.steps else 1024
-        tokens = batch(corpus.train, rng, args.batch_tokens // length, length)
-        loss = loss_fn(model, tokens)
-        loss.backward()
-        for optim in optims:
-            for group in optim.param_groups:
-                group.setdefault("peak", group["lr"])
-                group["lr"] = group["peak"] * learning_rate(step, args.steps)
-            optim.step()
-            optim.zero_grad(set_to_none=True)
-        value = float(loss.detach())
-        average = value if average is None else 0.98 * average + 0.02 * value
-        spent = time.time() - started
-        if step % 10 == 9 or step == args.steps - 1:
-            left = spent / (step + 1) * (args.steps - step - 1)
-            print(
-                f"\rstep {step + 1}/{args.steps}  loss {average:.3f}  {(step + 1) * args.batch_tokens / spent:.0f} tok/s"
-                f"  {left / 60:.0f} min left   ",
-                end="\n" if step % 100 == 99 else "",
-                file=sys.stderr,
-                flush=True,
-            )
-        if step % 200 == 199 or step == args.steps - 1:
-            save_state(
-                state_path,
-                model=model.state_dict(),
-                optims=[o.state_dict() for o in optims],
-                step=step + 1,
-                steps=args.steps,
-                seed=args.seed,
-                seconds=spent,
-                average=average,
-            )
+    with deferred_interrupt() as interrupted:
+        for step in range(first, args.steps):
+            rng = np.random.default_rng((args.seed, step))
+            length = LENGTHS[step >= 0.6 * args.steps]
+            tokens = batch(corpus.train, rng, args.batch_tokens // length, length)
+            loss = loss_fn(model, tokens)
+            loss.backward()
+            for optim in optims:
+                for group in optim.param_groups:
+                    group.setdefault("peak", group["lr"])
+                    group["lr"] = group["peak"] * learning_rate(step, args.steps)
+                optim.step()
+                optim.zero_grad(set_to_none=True)
+            value = float(loss.detach())
+            average = value if average is None else 0.98 * average + 0.02 * value
+            spent = time.time() - started
+            if step % 10 == 9 or step == args.steps - 1:
+                left = spent / (step + 1) * (args.steps - step - 1)
+                rate = (step + 1) * args.batch_tokens / spent
+                print(
+                    f"\rstep {step + 1}/{args.steps}  loss {average:.3f}  {rate:.0f} tok/s"
+                    f"  {left / 60:.0f} min left   ",
+                    end="\n" if step % 100 == 99 else "",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            stop = interrupted()
+            if stop or step % SAVE_EVERY == SAVE_EVERY - 1 or step == args.steps - 1:
+                weights, moments = model.state_dict(), [o.state_dict() for o in optims]
+                state = {"run": run, "step": step + 1, "seconds": spent, "average": average}
+                save_state(state_path, model=weights, optims=moments, **state)
+            if stop:
+                raise KeyboardInterrupt(f"after step {step + 1}; state is in {state_path}")
     export(model, corpus, tokenizer_path, out, args, time.time() - started, average)
 
 
@@ -338,22 +389,36 @@ text, not correct programs.
     print(f"\nheld-out {held:.3f} bits per byte, training {seen:.3f}; wrote {out}", file=sys.stderr)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code (2 usage, 3 bad work directory or file, 130 Ctrl-C)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", default="demo")
     parser.add_argument("--work", default="runs/train_demo", help="tokenizer, training state")
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=1250)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (0 = torch's default)")
     parser.add_argument("--compile", action="store_true", help="compile the loss (faster after a minute)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    longest = max(LENGTHS)
+    for name, low in (("steps", 1), ("batch_tokens", longest), ("seed", 0), ("threads", 0)):
+        if (value := getattr(args, name)) < low:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be {low} or more")
     if args.threads:
         torch.set_num_threads(args.threads)
-    train(args)
+    try:
+        train(args)
+    except KeyboardInterrupt as stop:
+        where = f" {stop}" if str(stop) else ""
+        print(f"\ninterrupted{where}; the same command goes on from the last saved state", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"error  {' '.join(str(error).split())}", file=sys.stderr)
+        return 3
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

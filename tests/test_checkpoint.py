@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
 import struct
@@ -362,10 +363,11 @@ class Hostile:
         return (os.mkdir, ("pwned",))
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
 def test_hostile_pickles_do_not_run(llama, name, monkeypatch, tmp_path):
-    """A checkpoint that executes code when it is opened."""
+    """A checkpoint that executes code when it is opened, or is refused without naming that code, behind two lines of
+    warnings, with advice to load it unsafely."""
     monkeypatch.chdir(tmp_path)
     (llama / "model.safetensors").unlink()
     if name.endswith(".pth"):
@@ -373,8 +375,15 @@ def test_hostile_pickles_do_not_run(llama, name, monkeypatch, tmp_path):
         (llama / "params.json").write_text(json.dumps({"dim": 64, "n_layers": 3, "n_heads": 4}))
     for zipped in (True, False):
         torch.save({"model.norm.weight": Hostile()}, llama / name, _use_new_zipfile_serialization=zipped)
-        one_line(lambda: load_model(llama), name, "refused")
+        one_line(
+            lambda: load_model(llama), name, "refused", "Unsupported global: 'posix.mkdir'", "safetensors"
+        )
     assert not (tmp_path / "pwned").exists()
+    torch.save(torch.nn.Linear(1, 1), llama / name)
+    text = one_line(lambda: load_model(llama), "'torch.nn.modules.linear.Linear'")
+    assert "weights_only" not in text and "add_safe_globals" not in text
+    (llama / name).write_bytes(pickle.dumps({"a": Hostile()}, protocol=4))
+    one_line(lambda: load_model(llama), name, "UnpicklingError: Unsupported operand 149")
     for content in (b"", b"not a pickle", b"\x80\x04N.", os.urandom(500)):
         (llama / name).write_bytes(content)
         one_line(lambda: load_model(llama), name)
@@ -419,6 +428,65 @@ def test_config_file_errors(llama, tmp_path):
     (llama / "model.safetensors").unlink()
     (llama / "config.json").write_text(json.dumps({**BASE, "model_type": "llama"}))
     one_line(lambda: load_model(llama), "no model*.safetensors")
+
+
+def test_stop_ids_without_a_tokenizer(llama):
+    """Bug: a model without tokenizer files never reads generation_config.json, not even one that is garbage. Its ids come
+    first, then config.json's."""
+    file = llama / "generation_config.json"
+    file.unlink(missing_ok=True)
+    edit_json(llama / "config.json", eos_token_id=[2, 13])
+    assert load_config(llama).eos_token_ids == load_model(llama).config.eos_token_ids == (2, 13)
+    for listed, want in (([5, 6], (5, 6)), (7, (7,)), (None, (2, 13)), ([], (2, 13))):
+        file.write_text(json.dumps({"eos_token_id": listed}))
+        assert load_config(llama).eos_token_ids == load_model(llama).config.eos_token_ids == want
+    for text in ("{", "[2]", '{"eos_token_id": "x"}', '{"eos_token_id": 128}', '{"eos_token_id": [1, true]}'):
+        file.write_text(text)
+        one_line(lambda: load_config(llama), "generation_config.json")
+        one_line(lambda: load_model(llama), "generation_config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"eos_token_id": "x"}, "eos_token_id holds 'x'"),
+        ({"eos_token_id": [2, "y"]}, "eos_token_id holds 'y'"),
+        ({"eos_token_id": 999999}, "eos_token_id holds 999999"),
+        ({"eos_token_id": 2.0}, "eos_token_id holds 2.0"),
+        ({"eos_token_id": {"a": 2}}, "eos_token_id"),
+        ({"bos_token_id": -4}, "bos_token_id holds -4"),
+        ({"bos_token_id": True}, "bos_token_id holds True"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor = 0.5",
+        ),
+        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": "1"}}, "partial_rotary_factor"),
+    ],
+)
+def test_values_that_were_once_ignored_are_refused(llama, change, names):
+    """Bug: stop ids of a wrong kind dropped in silence (a model that never stops), a partly rotated model run as a
+    wholly rotated one."""
+    edit_json(llama / "config.json", **change)
+    one_line(lambda: load_config(llama), "config.json", names)
+    one_line(lambda: load_model(llama), "config.json", names)
+
+
+def test_published_oddities_of_token_ids_are_accepted(llama):
+    """Bug: strictness that refuses real models: null ids, pad -1, a token that was added without a row for it."""
+    edit_json(llama / "config.json", eos_token_id=None, bos_token_id=None, pad_token_id=-1)
+    config = load_config(llama)
+    assert config.bos_token_id is None
+    edit_json(llama / "config.json", eos_token_id=[2, 130], rope_parameters={"partial_rotary_factor": 1.0})
+    one_line(lambda: load_config(llama), "eos_token_id holds 130")
+    for name, content in (
+        ("added_tokens.json", {"<end>": 130}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"130": {"content": "<end>"}}}),
+        ("tokenizer.json", {"added_tokens": [{"id": 130, "content": "<end>"}]}),
+    ):
+        (llama / name).write_text(json.dumps(content))
+        (llama / "generation_config.json").unlink(missing_ok=True)
+        assert load_config(llama).eos_token_ids == (2,)
+        (llama / name).unlink()
 
 
 def test_huge_sizes_are_refused_before_memory_is_taken(llama):
@@ -1021,6 +1089,10 @@ def test_convert_writes_our_format_from_every_source(tiny_checkpoint, tmp_path, 
         assert same_weights(load_model(out), want)
         files = {f.name for f in out.iterdir()} - {"generation_config.json"}
         assert files == {"config.json", "model.safetensors", "tokenizer.model"}
+    (tmp_path / "meta" / "tokenizer.model").rename(tmp_path / "tokenizer.model")  # Meta's place for it
+    assert convert.main([str(tmp_path / "meta"), str(tmp_path / "up")]) == 0
+    assert (tmp_path / "up" / "tokenizer.model").read_bytes() == b"abc"
+    capsys.readouterr()
     assert convert.main([str(hub), str(out)]) == 3 and "already holds" in capsys.readouterr().err
     assert convert.main([str(tmp_path / "no"), str(tmp_path / "x")]) == 3
     assert capsys.readouterr().err.startswith("error  ")

@@ -10,6 +10,7 @@ import torch.nn as nn
 from safetensors.torch import load_file, save_file
 
 import checkpoint
+import kernels
 import quantize
 from model import Experts, ModelConfig, Transformer
 from quantize import QuantLinear, QuantSpec, quantize_gptq, quantize_rtn
@@ -257,6 +258,92 @@ def test_bytes_read_count_codes_scales_and_touched_experts():
     assert weight_bytes(wrapper, 1) - router == pytest.approx((weight_bytes(wrapper, 10**6) - router) / 2)
 
 
+def held(*modules: nn.Module) -> int:
+    """Bytes of everything that modules keep alive, each memory once: parameters, buffers and packings."""
+    found = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    for child in (child for module in modules for child in module.modules()):
+        if isinstance(child, QuantLinear) and child.packed is not None:
+            found += [t for t in vars(child.packed).values() if isinstance(t, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("config", [CONFIG, MIXTRAL], ids=["tied", "experts"])
+@pytest.mark.parametrize("mode", ["int4", "int8"])
+def test_packing_holds_what_is_planned(mode, config, dtype):
+    """Prevents codes kept beside the dense matrix that replaced them, a plan that counts only one of the two, and a
+    `dequantize` that needs codes that are gone."""
+    model, x = tiny(config), tokens(1, 9)
+    quantize.quantize_(model, QuantSpec(mode, 32))
+    model.to(dtype)
+    plan = quantize.held_bytes(model.state_dict(), dtype, "cpu")
+    before = {name: c.dequantize() for name, c in model.named_modules() if isinstance(c, QuantLinear)}
+    want = model.logits(model.forward_train(x)[0])
+    quantize.pack_(model, dtype)
+    assert held(model) - held(model.rotary) == pytest.approx(plan, rel=0.01)
+    assert torch.equal(model.logits(model.forward_train(x)[0]), want)
+    for name, matrix in before.items():
+        layer = model.get_submodule(name)
+        assert torch.equal(layer.dequantize(), matrix)
+        assert (layer.qweight is None) == (dtype != torch.bfloat16)
+    quantize.pack_(model, dtype)  # again: what is dense stays
+    assert torch.equal(model.logits(model.forward_train(x)[0]), want)
+
+
+@pytest.mark.parametrize("mode", ["int4", "int8"])
+def test_the_plan_of_a_quantized_model_and_head_is_what_the_engine_holds(tmp_path, mode):
+    """Prevents a memory plan that counts a quantized model as its file although a CPU decodes with dense matrices (6.4 MB
+    planned, 38 held), or a quantized head as half precision."""
+    import generate
+
+    model, head = checkpoint.load_model(generate.DEMO), generate.DEMO / "eagle3"
+    config = json.loads((generate.DEMO / "config.json").read_text())
+    spec = QuantSpec(mode, 128)
+    quantize.quantize_(model, spec)
+    (tmp_path / "q" / "eagle").mkdir(parents=True)
+    checkpoint.write_safetensors(tmp_path / "q" / "model.safetensors", model.state_dict())
+    stored = {"version": 1, **vars(spec)}
+    checkpoint.write_json(tmp_path / "q" / "config.json", config | {"eaglet_quant": stored})
+    raw, tensors, _ = quantize.quantize_head(head, model.config, spec)
+    checkpoint.write_safetensors(tmp_path / "q" / "eagle" / "model.safetensors", tensors)
+    checkpoint.write_json(tmp_path / "q" / "eagle" / "config.json", raw)
+    for dtype in ("float32", "bfloat16"):
+        options = {"device": "cpu", "ctx": 512, "dtype": dtype}
+        engine = generate.load(tmp_path / "q", eagle=str(tmp_path / "q" / "eagle"), **options)
+        weights = held(engine.model) - held(engine.model.rotary)
+        assert engine.plan.weights == pytest.approx(weights, rel=0.05)
+        assert engine.plan.head == pytest.approx(held(engine.head) - held(engine.head.rotary), rel=0.05)
+        total = held(engine.model, engine.head) + engine.state.nbytes() + engine.drafter.cache.nbytes
+        assert engine.plan.total == pytest.approx(total, rel=0.05)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("layout", ["planes", "dense"])
+def test_experts_are_packed_one_at_a_time(bits, layout, monkeypatch):
+    """Prevents 8 GB of unpacked codes beside Mixtral's experts: packing holds one expert's, with the same result."""
+    layer = QuantLinear(random_stored(bits, zeros=bits == 4, perm=bits == 4, lead=(5,)), per_token=2)
+    pack = kernels.pack_int4 if bits == 4 else kernels.pack_int8
+    more = [layer.zeros, 32, layer.perm] if bits == 4 else []
+    whole, seen = pack(layer.qweight, layer.scales, *more, torch.float32, layout), []
+
+    def spy(codes, *rest):
+        seen.append(codes.shape[0])
+        return pack(codes, *rest)
+
+    monkeypatch.setattr(kernels, pack.__name__, spy)
+    packed = layer._pack(torch.float32, layout)
+    assert seen == [1] * 5
+    for name, value in vars(whole).items():
+        same = getattr(packed, name)
+        assert torch.equal(value, same) if isinstance(value, torch.Tensor) else value == same, name
+    if layout == "planes":
+        stored = {k: v for k, v in layer.state_dict().items() if k != "perm"}
+        count = sum(
+            t.nbytes for t in (packed.weight, packed.scales, packed.zeros, packed.counters) if t is not None
+        )
+        assert quantize.held_bytes(stored, torch.float16, "cuda") == count
+
+
 def test_packed_modules_trace_as_one_graph():
     """Prevents lazy packing inside a trace, a graph break per linear, or a compilation per layer."""
     model = tiny(CONFIG)
@@ -489,7 +576,10 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, capsys, 
 
     monkeypatch.setattr(checkpoint, "write_safetensors", full)
     assert run("--checkpoint", source, "--algorithm", algorithm) == 3
-    assert "No space left on device" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "No space left on device" in err and ("m-int4.partial: the same command" in err) == (
+        algorithm == "gptq"
+    )
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == (["m"] if algorithm == "rtn" else ["m", "m-int4.partial"])
     for part in (tmp_path / "m-int4.partial").glob("*.safetensors"):
@@ -497,6 +587,35 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, capsys, 
     monkeypatch.setattr(checkpoint, "write_safetensors", real)
     assert run("--checkpoint", source, "--algorithm", algorithm) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "m-int4"]
+
+
+@pytest.mark.parametrize("name", ["embedding.safetensors", "layer-0001.safetensors", "config.json"])
+def test_a_file_that_cannot_be_finished_leaves_no_part(tmp_path, monkeypatch, capsys, name):
+    """Prevents `.part` files in OUT.partial after "nothing half-written was left" (a file size limit, a full disk)."""
+    source, real = saved(tmp_path / "m", CONFIG), checkpoint.os.replace
+
+    def refuse(part, path):
+        if Path(path).name == name:
+            assert Path(part).stat().st_size > 0
+            raise OSError(27, "File too large")
+        real(part, path)
+
+    monkeypatch.setattr(checkpoint.os, "replace", refuse)
+    assert run("--checkpoint", source, "--algorithm", "gptq") == 3
+    err = capsys.readouterr().err
+    assert "File too large" in err and len(err.splitlines()) == 1
+    kept = name != "embedding.safetensors"  # before that one nothing is finished
+    assert ("finished layers wait in" in err) == kept == (tmp_path / "m-int4.partial").exists()
+    assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_final_refusal_leaves_nothing(tmp_path, capsys):
+    """Prevents "Nothing was written" beside a folder as large as the result, which no later run would use."""
+    source = saved(tmp_path / "m", CONFIG)
+    assert run("--checkpoint", source, "--algorithm", "gptq", "--refuse-kl", 1e-9) == 3
+    err = capsys.readouterr().err
+    assert "Nothing was written" in err and "wait in" not in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
 
 
 def test_interrupted_gptq_resumes_to_the_same_bytes(tmp_path):
@@ -895,6 +1014,68 @@ def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
     (tmp_path / "q" / "eagle" / "config.json").write_text('{"eaglet_quant": {"version": 1}}')
     with pytest.raises(ValueError, match="required key 'mode' is missing"):
         quantize.read_head(tmp_path / "q" / "eagle")
+
+
+@pytest.mark.parametrize("kind", ["plan", "cuda", "host", "allocator"])
+def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monkeypatch, kind):
+    """Prevents losing all the work because the unquantized model, whose size was the reason, does not fit in memory."""
+    import generate
+
+    errors = {
+        "plan": generate.UserError("not enough memory: plan 9 GB,\nfree 1 GB.", generate.MEMORY),
+        "cuda": torch.OutOfMemoryError("CUDA out of memory"),
+        "host": MemoryError(),
+        "allocator": RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+        ),
+    }
+    source, head, devices, real = (
+        saved(tmp_path / "m", UNTIED),
+        tiny_head(tmp_path / "h", UNTIED),
+        [],
+        generate.load,
+    )
+
+    def load(directory, **options):
+        devices.append(options["device"])
+        if Path(directory) == source:
+            raise errors[kind]
+        return real(directory, **options)
+
+    monkeypatch.setattr(generate, "load", load)
+    argv = [
+        "--checkpoint",
+        source,
+        "--out",
+        tmp_path / "q",
+        "--group-size",
+        32,
+        "--eagle",
+        head,
+        "--device",
+        "cpu",
+    ]
+    assert run(*argv) == 0 and devices == ["cpu", "cpu"]
+    receipt, out = json.loads((tmp_path / "q" / "receipt.json").read_text()), capsys.readouterr().out
+    assert receipt["tau_before"] is None and receipt["tau_after"] >= 1 and "tau not measured -> " in out
+    note = next(line for line in out.splitlines() if line.startswith("note"))
+    assert "tau_before was not measured" in note and (kind != "plan" or "free 1 GB" in note)
+    assert checkpoint.load_model(tmp_path / "q").quant == "int4"
+    errors[kind] = ValueError("the head is damaged")
+    assert run(*argv[:-2], "--out", tmp_path / "other", "--device", "cpu") == 3  # any other failure stays one
+    assert "the head is damaged" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+def test_running_out_of_memory_is_exit_code_4(tmp_path, capsys, monkeypatch):
+    """Prevents an allocator's RuntimeError from being reported as an internal fault, or GPTQ's layers from being lost."""
+
+    def full(*rest):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    source = saved(tmp_path / "m", CONFIG)
+    monkeypatch.setattr(quantize, "_hessians", full)  # the embedding is finished by then
+    assert run("--checkpoint", source, "--algorithm", "gptq") == 4
+    assert "the same command goes on" in capsys.readouterr().err
 
 
 def test_a_head_that_does_not_fit_is_refused_before_any_work(tmp_path, capsys):

@@ -252,6 +252,42 @@ def test_stop_ids(spm_dir, json_dir, edit):
         write_json(folder / "generation_config.json", {"eos_token_id": bad})
         with pytest.raises(ValueError, match="token id"):
             tk.load_tokenizer(folder)
+    write_json(folder / "generation_config.json", {"eos_token_id": None})
+    assert tk.load_tokenizer(folder).eos_ids == (ours._files.vocab["<|end|>"],)
+
+
+def test_stop_ids_of_config_json(spm_dir, json_dir, edit):
+    """Bug: config.json's `eos_token_id: [2, 13]` counts for nothing as soon as there is a tokenizer. The order is
+    generation_config.json, config.json, the tokenizer's own."""
+    for source in (spm_dir, json_dir):
+        folder = edit(source, f"stops-{source.name}")
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        own = tk.load_tokenizer(folder).eos_ids
+        for listed, want in (([2, 13], (2, 13)), (7, (7,)), (None, own), ([], own)):
+            write_json(folder / "config.json", {"eos_token_id": listed})
+            assert tk.load_tokenizer(folder).eos_ids == want
+        write_json(folder / "config.json", {"eos_token_id": [2, 13]})
+        write_json(folder / "generation_config.json", {"eos_token_id": [5, 6]})
+        assert tk.load_tokenizer(folder).eos_ids == (5, 6)
+    write_json(folder / "generation_config.json", {})
+    write_json(folder / "config.json", {"eos_token_id": "x"})
+    with pytest.raises(ValueError, match="token id 'x'"):
+        tk.load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "tokenizer_config.json"])
+def test_named_tokens_must_be_text(spm_dir, edit, name):
+    """Bug: `"bos_token": 5` passes because the other file overrides it, or ends in a TypeError that names nothing."""
+    folder = edit(spm_dir)
+    write_json(folder / "tokenizer_config.json", {"bos_token": "<s>"})
+    for bad in (5, True, ["<s>"], {"id": 1}, {"content": 1}):
+        write_json(folder / name, {"bos_token": bad})
+        with pytest.raises(ValueError, match=f"{name}: bos_token = .*expected a text") as error:
+            tk.load_tokenizer(folder)
+        one_line(error)
+    for fine in ("<s>", {"content": "<s>"}, None):
+        write_json(folder / name, {"bos_token": fine})
+        assert tk.load_tokenizer(folder).bos_id == 1
 
 
 def test_vocabulary_must_fit_the_model(spm_dir, json_dir, edit):

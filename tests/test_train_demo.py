@@ -1,0 +1,149 @@
+"""Training of the demo model on a tiny model and corpus: by seed, interrupted, and in a directory of another run."""
+
+import os
+import signal
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import train_demo
+
+VOCAB = 400
+TINY = replace(
+    train_demo.CONFIG,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    vocab_size=VOCAB,
+    windows=(),
+)
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> bytes:
+    """The tiny corpus' tokenizer, trained once."""
+    stdlib, path = Path(sysconfig.get_paths()["stdlib"]), tmp_path_factory.mktemp("spm") / "tokenizer.model"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_demo, "VOCAB_SIZE", VOCAB)
+        train_demo.train_tokenizer([stdlib / "bisect.py", stdlib / "heapq.py"], path)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def run(tokenizer, tmp_path, monkeypatch):
+    """run(name, *flags) -> exit code of a tiny training in tmp_path / name, exported to its `out`."""
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    monkeypatch.setattr(train_demo, "VOCAB_SIZE", VOCAB)
+    monkeypatch.setattr(train_demo, "CONFIG", TINY)
+    monkeypatch.setattr(train_demo, "LENGTHS", (32, 64))
+    monkeypatch.setattr(train_demo, "stdlib_files", lambda: ([stdlib / "bisect.py"], [stdlib / "heapq.py"]))
+    before = signal.getsignal(signal.SIGINT)
+
+    def train(name: str, *flags: str) -> int:
+        work = tmp_path / name
+        work.mkdir(exist_ok=True)
+        if not (work / "tokenizer.model").exists():
+            (work / "tokenizer.model").write_bytes(tokenizer)
+        paths = ["--work", str(work), "--out", str(work / "out")]
+        code = train_demo.main([*paths, "--steps", str(STEPS), "--batch-tokens", "64", *flags])
+        assert signal.getsignal(signal.SIGINT) is before  # Ctrl-C means what it meant
+        return code
+
+    return train
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "out" / "model.safetensors").read_bytes()
+
+
+def test_a_seed_names_a_model(run, tmp_path):
+    """Bug: weights that depend on anything but the seed, or on everything but the seed."""
+    assert run("a") == run("b") == run("c", "--seed", "1") == 0
+    assert weights(tmp_path / "a") == weights(tmp_path / "b") != weights(tmp_path / "c")
+    assert f"{STEPS} steps of 64 tokens, seed 1" in (tmp_path / "c" / "out" / "CARD.md").read_text()
+
+
+@pytest.mark.parametrize("step", [0, 3, STEPS - 1])
+def test_ctrl_c_saves_and_the_same_command_goes_on(run, tmp_path, monkeypatch, capsys, step):
+    """Bug: Ctrl-C ends in a traceback and loses up to 200 steps, or a resumed run ends in other weights because the state
+    was saved in the middle of a step."""
+    assert run("whole") == 0
+    real, drawn = train_demo.batch, []
+
+    def batch(*args):
+        drawn.append(args)
+        if len(drawn) == step + 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(train_demo, "batch", batch)
+    capsys.readouterr()
+    assert run("stopped") == 130 and not (tmp_path / "stopped" / "out").exists()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "interrupted" in line]
+    assert len(lines) == 1 and f"after step {step + 1};" in lines[0] and "train_state.pt" in lines[0]
+    assert torch.load(tmp_path / "stopped" / "train_state.pt", weights_only=True)["step"] == step + 1
+    assert run("stopped") == 0 and len(drawn) == STEPS
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+
+
+def test_a_second_ctrl_c_does_not_wait(run, monkeypatch, capsys):
+    """Bug: no way out of a step that hangs, or a traceback from the second Ctrl-C."""
+
+    def stuck(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second Ctrl-C did nothing")
+
+    monkeypatch.setattr(train_demo, "batch", stuck)
+    assert run("a") == 130
+    assert len([line for line in capsys.readouterr().err.splitlines() if "interrupted" in line]) == 1
+
+
+def test_another_runs_directory_gives_one_line(run, tmp_path, capsys):
+    """Bug: a traceback, or training that goes on from another run's weights."""
+    assert run("a") == 0
+    state = tmp_path / "a" / "train_state.pt"
+    good = state.read_bytes()
+    torch.save({"settings": {}, "head": {}}, tmp_path / "head.pt")  # what the training of heads keeps
+    cases = [
+        (["--seed", "1"], good, "from another run (seed 0, here 1)"),
+        (["--steps", "7"], good, "from another run (steps 6, here 7)"),
+        (["--batch-tokens", "128"], good, "from another run (batch_tokens 64, here 128)"),
+        ([], (tmp_path / "head.pt").read_bytes(), "not a training state of this script"),
+        ([], good[: len(good) // 2], "not a training state of this script"),
+    ]
+    for flags, content, says in cases:
+        state.write_bytes(content)
+        capsys.readouterr()
+        assert run("a", *flags) == 3
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        assert len(errors) == 1 and says in errors[0] and "--work" in errors[0]
+    state.unlink()
+    for content in (
+        b"junk",
+        (Path(train_demo.__file__).parents[1] / "demo" / "tokenizer.model").read_bytes(),
+    ):
+        (tmp_path / "a" / "tokenizer.model").write_bytes(content)
+        capsys.readouterr()
+        assert run("a") == 3
+        assert "tokenizer.model" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(SystemExit) as usage:
+        run("a", "--batch-tokens", "63")
+    assert usage.value.code == 2 and "64 or more" in capsys.readouterr().err
+
+
+def test_the_defaults_are_the_recipe_of_the_card(monkeypatch):
+    """Bug: `python -m scripts.train_demo` says that it makes demo/ again and trains something else."""
+    seen = []
+    monkeypatch.setattr(train_demo, "train", seen.append)
+    assert train_demo.main([]) == 0
+    card = (Path(train_demo.__file__).parents[1] / "demo" / "CARD.md").read_text()
+    args = seen[0]
+    assert f"| training | {args.steps} steps of {args.batch_tokens} tokens, seed {args.seed}," in card

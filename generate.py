@@ -226,7 +226,7 @@ def plan_memory(
         buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * layer.head_dim
     if draft is not None:
-        small = _quantized_bytes(Path(options.draft_checkpoint)) if options.draft_checkpoint else 0
+        small = _quantized_tensors(Path(options.draft_checkpoint)) if options.draft_checkpoint else 0
         head_bytes = held(draft, small)
         draft_row = 2 * draft.num_key_value_heads * draft.head_dim * draft.num_hidden_layers * element
         draft_kv = B * (slots + 128) * draft_row
@@ -319,7 +319,7 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
         opts = replace(opts, ctx=min(config.max_positions, 8192))
     if opts.ctx > config.max_positions:
         raise UserError(f"--ctx is {opts.ctx:,}; this model's limit is {config.max_positions:,}.", USAGE)
-    plan = plan_memory(config, opts, head_file, _quantized_bytes(directory), draft)
+    plan = plan_memory(config, opts, head_file, _quantized_tensors(directory), draft)
     check_memory(plan, free_memory(device), opts, config)
     for note in head_file.notes if head_file else ():
         report(f"note    {note}")
@@ -388,7 +388,7 @@ def find_tuned_tree(opts: LoadOptions, config: ModelConfig, head, device: torch.
     return str(path)
 
 
-def _quantized_bytes(directory: Path) -> dict[str, checkpoint.Entry]:
+def _quantized_tensors(directory: Path) -> dict[str, checkpoint.Entry]:
     """The stored tensors of a quantized model, unread, for `plan_memory` to count; {} for any other directory."""
     config = checkpoint.read_json(directory / "config.json") if (directory / "config.json").exists() else {}
     if config.get("eaglet_quant") or config.get("quantization_config"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from tiny import CTX, DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, randomise, tiny_head, tiny_model
 
+import eagle_draft
 import generate
 import sampling
 import tree as trees
@@ -17,6 +19,7 @@ from engine import Engine
 from sampling import SamplingParams
 from scripts.acceptance import held_out_prompts
 from tokenizer import load_tokenizer
+from trees import _multi_round_walk
 
 # ------------------------------------------------------------------ the head, written out once more
 
@@ -578,6 +581,103 @@ def test_norms_are_not_inert():
     assert CTX >= 64
 
 
+# ------------------------------------------------------------------ multi-round: what is drawn, and from what law
+
+
+def filtered(z, params):
+    """softmax(z / T) of what top-k, then top-p keep, written out here."""
+    order = z.argsort(descending=True)
+    p = (z[order] / params.temperature).softmax(-1)
+    if params.top_k:
+        p[params.top_k :] = 0
+        p = p / p.sum()
+    p = torch.where(p.cumsum(-1) - p < params.top_p, p, 0)
+    return torch.zeros_like(p).scatter(0, order, p / p.sum())
+
+
+FILTERS = {
+    "top-k": SamplingParams(temperature=1.0, top_k=2, seed=3, max_new_tokens=8),
+    "top-p": SamplingParams(temperature=0.8, top_p=0.4, seed=3, max_new_tokens=8),
+}
+
+
+@pytest.mark.parametrize("law", FILTERS)
+@pytest.mark.parametrize("rule", ("with", "without"))
+def test_multi_round_draws_from_the_filtered_law(rule, law):
+    """The draft's q without the filters: lossless all the same, but it spends children on tokens that the target's
+    filters remove. And children behind the last survivor must be among the best by logit, not arbitrary ones."""
+    params, tree = FILTERS[law], trees.PAPER25
+    head = tiny_head(tiny_model(), vocab=DRAFT_VOCAB)
+    head.target.lm_head.weight.mul_(2)
+    head.trim()
+    engine = eagle_engine(head, tree, multi_round=rule)
+    seen = record(engine)
+    engine.generate(PROMPT, params).run()
+    few = 0
+    for ids, _, draft in seen[:3]:
+        brute, run_rows = BruteForce(head, ids[0], params, noise=False), [0, *sum(tree.levels, ())]
+        paths = [(), *(path for path, _ in drafted_nodes(draft, 0))]
+        for row, node in enumerate(run_rows):
+            z, _, targets = brute.law(paths[node])
+            q = filtered(z, params)
+            expected = torch.zeros(V, dtype=q.dtype).index_copy(0, targets, q)
+            torch.testing.assert_close(draft.q[0, row], expected, rtol=0, atol=1e-8)
+            children = [int(draft.tokens[0, i]) for i in range(1, tree.N) if tree.parent[i] == node]
+            alive = int((q > 0).sum())
+            assert all(expected[x] > 0 for x in children[: alive if rule == "without" else None])
+            if rule == "without":
+                best = targets[z.argsort(descending=True)[: max(alive, tree.max_children)]].tolist()
+                assert len({*children}) == len(children) and {*children} <= {*best}
+                few += alive < len(children)
+    assert rule == "with" or few > 3, "no node has more children than survivors"
+
+
+@pytest.mark.parametrize("vocab", (None, DRAFT_VOCAB), ids=("full", "trimmed"))
+@pytest.mark.parametrize("rule", ("with", "without"))
+def test_greedy_multi_round_accepts_what_match_accepts(rule, vocab):
+    """At T = 0 a one-hot q leaves every child but the first undrawable: arbitrary siblings, never accepted."""
+    head, params, sizes = tiny_head(peaked_model(), vocab=vocab), SamplingParams(max_new_tokens=60), []
+    for tree in (MEDUSA, trees.PAPER25):
+        match = eagle_engine(head, tree).generate(PROMPT, params).run()[0]
+        ours = eagle_engine(head, tree, multi_round=rule).generate(PROMPT, params).run()[0]
+        assert ours.tokens_per_step == match.tokens_per_step
+        sizes += map(len, match.tokens_per_step)
+    assert max(sizes) > 1
+
+
+def test_children_beyond_the_survivors_are_accepted_too(monkeypatch):
+    """Children that q = 0 excludes are wasted: with top_k = 1 at T = 1 a tree accepted no more than a chain."""
+    engine = eagle_engine(tiny_head(peaked_model()), MEDUSA, multi_round="without")
+    params, taus = SamplingParams(temperature=1.0, top_k=1, seed=5, max_new_tokens=100), []
+    for share in (0.0, eagle_draft.SLIVER):
+        monkeypatch.setattr(eagle_draft, "SLIVER", share)
+        taus.append(engine.generate(PROMPT, params).run()[0].tau)
+    greedy = eagle_engine(engine.drafter.head, MEDUSA)
+    assert taus[0] < taus[1] <= greedy.generate(PROMPT, params).run()[0].tau + 0.1, taus
+
+
+@pytest.mark.parametrize("replacement", (False, True))
+@pytest.mark.parametrize("q", ((1.0, 0, 0, 0), (0.75, 0.25, 0, 0)), ids=("one-hot", "two survivors"))
+def test_a_child_of_probability_zero_keeps_the_law(q, replacement):
+    """A drafted child with q = 0 and p > 0: p / q is infinite, but to accept it for that would favour it. All draws and
+    both sides of every threshold, integrated exactly, must give p."""
+    p, q = torch.tensor([0.375, 0.25, 0.25, 0.125], dtype=torch.float64), torch.tensor(q, dtype=torch.float64)
+    u = torch.cartesian_prod(*[(torch.arange(8) + 0.5) / 8] * 2).double()  # thresholds are multiples of 1 / 8
+    u = torch.nn.functional.pad(u, (1, 2), value=0.5)  # of the root and of two children that q excludes
+    tree = trees.tree_tables([trees.StaticTree(((0,), (1,), (2,), (3,)))] * len(u))
+    total = torch.zeros(4, dtype=torch.float64)
+    for first, second in itertools.product(range(2), range(2)):
+        left = q if replacement else q.index_fill(0, torch.tensor(first), 0)
+        spent = bool(left.sum() == 0)  # then the second draw is of an excluded token too
+        weight = q[first] * ((second == 0) if spent else left[second] / left.sum())
+        tokens = torch.tensor([[0, first, 3 if spent else second, 2, 3]]).expand(len(u), -1)
+        laws = p.expand(len(u), 5, 4), q.expand(len(u), 1, 4)
+        path, count, law = _multi_round_walk(tokens, tree, *laws, u, replacement)
+        drafted = torch.nn.functional.one_hot(tokens.gather(1, path)[:, 1], 4).double()
+        total += weight * torch.where(count[:, None] > 1, drafted, law).mean(0)
+    torch.testing.assert_close(total, p, rtol=0, atol=1e-12)
+
+
 # ------------------------------------------------------------------ a trimmed draft vocabulary
 
 
@@ -637,7 +737,7 @@ def test_a_draft_vocabulary_without_text_holds_stops_and_characters(tmp_path):
 
 
 def test_a_draft_vocabulary_without_text_keeps_acceptance():
-    """The demo head at a quarter of its vocabulary lost a quarter to a half of its acceptance by losing the punctuation."""
+    """The demo head at a quarter of its vocabulary lost up to half its acceptance by losing the punctuation."""
     params, taus = SamplingParams(max_new_tokens=64), {}
     for K in (0, 1024):
         options = dict(draft_vocab=K, tree="paper25", ctx=256, eagle_always=True)

@@ -1199,3 +1199,10 @@ def test_a_first_request_does_not_decode_on_the_compiler_s_time():
     first, second = (engine.generate(PROMPT, SamplingParams(max_new_tokens=6)).run()[0] for _ in range(2))
     assert first.decode_seconds < 0.3 <= engine.compile_seconds
     assert first.token_ids == second.token_ids and engine.compile_seconds < 0.6
+
+
+def test_children_beyond_the_survivors_keep_the_law(dense):
+    """More children than the filters leave tokens: those that follow, accepted too easily, would bias the output."""
+    params = SamplingParams(temperature=1.0, top_k=2, seed=4000)
+    drawn, _, start = draws(BUSH, params, "without")
+    assert deviation(drawn, exact_law(start, params)) < 4.5

@@ -212,7 +212,7 @@ class Draft(NamedTuple):
     depth: Tensor
     ancestors: Tensor
     valid: Tensor
-    scores: Tensor  # [B, N] cumulative draft score, root 0 (what --html shows)
+    scores: Tensor  # [B, N] cumulative draft score (`sampling.draft_keys`; at T > 0 with the shared noise), root 0
     q: Tensor | None = None  # [B, run_rows, V]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ import eagle_draft
 import generate
 import sampling
 import tree as trees
+from checkpoint import load_config, read_eagle
 from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine
 from sampling import SamplingParams
@@ -746,3 +748,27 @@ def test_a_draft_vocabulary_without_text_keeps_acceptance():
         steps = [len(ids) for p in prompts for ids in engine.generate(p, params).run()[0].tokens_per_step]
         taus[K] = sum(steps) / len(steps)
     assert taus[1024] > 0.85 * taus[0], taus
+
+
+# ------------------------------------------------------------------ a head without its config
+
+
+def test_a_bare_eagle3_head_says_all_it_assumes(tmp_path):
+    """norm_before_residual and the aux layers assumed in silence: the demo's head then accepts a third of its tokens."""
+    file = tmp_path / "head3.safetensors"
+    shutil.copy(generate.DEMO / "eagle3" / "model.safetensors", file)
+    target, aux = load_config(generate.DEMO), "eagle_aux_hidden_state_layer_ids"
+    basics = {"head_dim": "64", "rope_theta": "10000", "rms_norm_eps": "1e-5"}
+    (note,) = read_eagle(file, target, basics).notes
+    assert (
+        f"assumed norm_before_residual false, {aux} [2, 4, 5] (" in note
+        and "--eagle-config KEY=VALUE" in note
+    )
+    (note,) = read_eagle(file, target, basics | {aux: "[2, 5, 8]"}).notes
+    assert "norm_before_residual false" in note and aux not in note
+    read = read_eagle(file, target, basics | {aux: "[2, 5, 8]", "norm_before_residual": "true"})
+    assert "assumed nothing" in read.notes[0]
+    assert (read.config.taps, read.config.norm_before_residual) == ((2, 5, 8), True)
+    shutil.copy(generate.DEMO / "eagle1" / "model.safetensors", file)
+    (note,) = read_eagle(file, target).notes
+    assert "head_dim 64" in note and "norm_before_residual" not in note and aux not in note

@@ -40,6 +40,7 @@ from engine import DecodeState, Engine, PlainDrafter, decode_step, settle_step
 from model import Transformer
 from regions import Regions
 from sampling import SamplingParams
+from scripts import acceptance
 
 MODEL = tiny_model()
 HEADS = heads(MODEL)
@@ -1206,3 +1207,15 @@ def test_children_beyond_the_survivors_keep_the_law(dense):
     params = SamplingParams(temperature=1.0, top_k=2, seed=4000)
     drawn, _, start = draws(BUSH, params, "without")
     assert deviation(drawn, exact_law(start, params)) < 4.5
+
+
+def test_a_truncated_last_step_is_no_rejection():
+    """The acceptance table's n-alpha: an oracle that is never wrong, cut by the length limit, came out below 1."""
+    continuation = plain(settings(0, max_new_tokens=60))
+    engine = Engine(MODEL, drafter=ScriptedDrafter(TREES["chain4"], [[*PROMPT, *continuation]]))
+    result = engine.generate(PROMPT, settings(0, max_new_tokens=20)).run()[0]
+    assert [len(ids) for ids in result.tokens_per_step] == [5, 5, 5, 4]
+    row = acceptance.summarise([result, result], [result, result], engine.drafter.D)
+    assert row["n_alpha"] == [1.0] * 4, "a chain of 4 has no fifth draft"
+    assert row["tau"] == 4.75 and row["accepted_by_depth"] == [1.0, 1.0, 1.0, 0.75]
+    assert (row["tokens"], row["steps"], row["same"], row["prompts"]) == (40, 8, 2, 2)

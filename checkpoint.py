@@ -632,6 +632,22 @@ class EagleConfig:
     target_vocab_size: int = 0  # needed to save a head that has a draft vocabulary
     unshifted: bool = False  # version 1: feature i goes with token i, not i + 1 (an ablation of the paper)
 
+    def layout(self, layers: int) -> str:
+        """What `save_eagle` writes for a target of that many layers, and who reads it as it is meant."""
+        beyond = ["norm_before_residual = true"] if self.norm_before_residual else []
+        if self.version == 3 and self.taps != (2, layers // 2, layers - 3):
+            beyond.append(f"aux layers {', '.join(map(str, self.taps))}")
+        names = f"EAGLE-{self.version}, SafeAILab tensor names; "
+        if self.unshifted or self.norm_output or self.norm_before_fc or self.fc_norm:
+            return names + "only eaglet reads it as it is meant"
+        if beyond:
+            return (
+                names
+                + " and ".join(beyond)
+                + " in config.json: vLLM reads that, SafeAILab's own code does not"
+            )
+        return f"EAGLE-{self.version} (SafeAILab layout)"
+
 
 @dataclass(frozen=True)
 class EagleFile:
@@ -677,7 +693,11 @@ def read_eagle(
 
 
 def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: str | Path) -> None:
-    """Write a head in the SafeAILab layout (`config.json`, `model.safetensors`), as other engines read it.
+    """Write a head under SafeAILab's tensor names (`config.json`, `model.safetensors`).
+
+    EAGLE-1/2 and plain EAGLE-3 heads are then what SafeAILab's own code and other engines read. More than that stands in
+    config.json: norm_before_residual, which vLLM reads and SafeAILab's code takes for false; aux layers, which vLLM and
+    SGLang read and SafeAILab's code takes for 2, L // 2, L - 3. `EagleConfig.layout` says it for one head.
 
     `tensors` as in EagleFile. Raises ValueError if draft_ids are given but config.target_vocab_size is not.
     """
@@ -783,7 +803,7 @@ class _HeadReader:
         taps = self._taps()
         wide = bool(taps)
         draft_ids = self._draft_ids()
-        layer, flags = self._layer(), self.flags
+        layer, flags = self._layer(taps), self.flags
         own_embed = self.speculators or self.ours or layer.hidden_size != self.target.hidden_size
         if wide and not self.speculators and not self.ours and not flags.boolean("norm_output", True):
             self.fail("norm_output = false (an LM head without its norm) is not implemented.")
@@ -875,7 +895,7 @@ class _HeadReader:
             self.fail("t2d and d2t disagree: damaged.")
         return None if rows == vocab else ids
 
-    def _layer(self) -> ModelConfig:
+    def _layer(self, taps: tuple[int, ...]) -> ModelConfig:
         """The head's decoder layer: sizes from tensors, heads, RoPE and eps from its own config (defaults: 1.4, 4.7)."""
         read, target = self.geometry, self.target
         rows, kv_rows = (self._shape(f"{ATTENTION}{x}_proj.weight")[0] for x in "qk")
@@ -899,9 +919,14 @@ class _HeadReader:
         }
         if self.bare:
             assumed = {"head_dim": head_dim, "rope_theta": 10000, "rms_norm_eps": 1e-6}
-            text = ", ".join(f"{key} {value}" for key, value in assumed.items() if key not in read.config)
+            if taps:  # both change what the head computes, and no tensor shows them
+                assumed |= {"norm_before_residual": "false", AUX: json.dumps(taps)}
+            text = ", ".join(
+                f"{key} {value}" for key, value in assumed.items() if key not in self.flags.config
+            )
             self.notes.append(
-                f"{self.path.name} has no config.json: assumed {text or 'nothing'} (--eagle-config)"
+                f"{self.path.name} has no config.json: assumed {text or 'nothing'} (wrong values only lower acceptance; "
+                "--eagle-config KEY=VALUE sets them)"
             )
         _refuse_partial_rotation(hf, str(self.path))
         switches = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}

@@ -30,6 +30,7 @@ from model import (
 )  # fmt: skip
 # isort: on
 
+SLIVER = 1e-9  # of the draft's probability, for tokens that the filters removed (multi-round)
 FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (eagle.md 7.2)
 
 
@@ -211,7 +212,7 @@ class Draft(NamedTuple):
     depth: Tensor
     ancestors: Tensor
     valid: Tensor
-    scores: Tensor  # [B, N] cumulative draft score, root 0 (what --html shows)
+    scores: Tensor  # [B, N] cumulative draft score (`sampling.draft_keys`; at T > 0 with the shared noise), root 0
     q: Tensor | None = None  # [B, run_rows, V]
 
 
@@ -280,10 +281,8 @@ class TreeDrafter:
     def top(self, output: Tensor, count: int) -> kernels.TopK | None:
         """The `count` best of `predict(output)`, if they can be had without the logits."""
 
-    def _keys(
-        self, request: Request, output: Tensor, depth: int, paths: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Ranking keys, scores and processed logits [B, W, Vd] for the children of rows at `depth`.
+    def _keys(self, request: Request, output: Tensor, depth: int, paths: Tensor) -> tuple[Tensor, Tensor]:
+        """Ranking keys and scores [B, W, Vd] for the children of rows at `depth`. Multi-round: keys are penalised logits.
 
         paths [B, W, depth] are the draft-vocabulary ids from below the root to each row; read with penalties only.
         """
@@ -295,12 +294,11 @@ class TreeDrafter:
             known = torch.ones_like(paths, dtype=torch.bool)
             logits = sampling.apply_penalties(logits, seen, counts, paths, known, request.state)
         noise = None
-        if request.noise is not None and self.shared_noise:
+        if request.noise is not None and self.shared_noise and not self.multi_round:
             noise = request.noise[:, depth : depth + 1]
             noise = noise if ids is None else noise[..., ids]
         mode = request.mode if self.shared_noise else sampling.SamplingMode()
-        keys, scores = sampling.draft_keys(logits, noise, request.state, mode)
-        return keys, scores, logits
+        return sampling.draft_keys(logits, noise, request.state, mode)
 
     def _ids(self, local: Tensor) -> Tensor:
         return local if self.draft_ids is None else self.draft_ids[local]
@@ -312,32 +310,38 @@ class TreeDrafter:
             if (best := self.top(output, width)) is not None:
                 scores = best.values - best.log_total[..., None]
                 return best.ids, scores.masked_fill(scores.isnan(), -math.inf), None
-        keys, scores, logits = self._keys(request, output, depth, paths)
+        keys, scores = self._keys(request, output, depth, paths)
         q = None
         if self.multi_round:
-            local, q = self._draw(request, logits, width, first_row)
+            local, q = self._draw(request, keys, width, first_row)
         else:
             local = keys.topk(width, -1).indices
         return local, scores.gather(-1, local), q
 
     def _draw(self, request: Request, logits: Tensor, width: int, first_row: int) -> tuple[Tensor, Tensor]:
-        """Children sampled from the draft's processed distribution, with noise of their own stream, and q [B, W, V]."""
+        """Children sampled from the draft's processed distribution, with noise of their own stream, and q [B, W, V].
+
+        Any q that the children are really drawn from keeps the output exact. Those beyond the filters' survivors would be
+        wasted at q = 0, so the best few tokens share a sliver of q: they follow. Greedy: the best, equally likely.
+        """
         B, W, _ = logits.shape
-        q = sampling.probabilities(logits, request.state, request.mode)
-        rows = first_row + torch.arange(W, device=q.device)
-        draws = width if self.multi_round == "with" else 1
-        keys = (rows[:, None] * draws + torch.arange(draws, device=q.device)).flatten()
-        # one fresh stream per (step, row, draw): the root's position numbers the step
-        where = (request.n[:, None] << 14) + keys  # MAX_NODES x MAX_TOPK draws
-        ids = torch.arange(q.shape[-1], device=q.device)
-        noise = sampling.gumbel_noise(sampling.stream(request.state.seed, 1), where, ids)
-        perturbed = q.log()[:, :, None] + noise.unflatten(1, (W, draws))
-        local = (
-            perturbed.argmax(-1) if draws > 1 or width == 1 else perturbed[:, :, 0].topk(width, -1).indices
-        )
+        best = logits.topk(width, -1)
+        if not request.mode.sample:  # p is one-hot: any q > 0 accepts the one right child
+            local, q = best.indices, torch.zeros_like(logits).scatter_(-1, best.indices, 1 / width)
+        else:
+            q = sampling.probabilities(logits, request.state, request.mode) * (1 - SLIVER)
+            q = q.scatter_add(-1, best.indices, SLIVER * best.values.softmax(-1).clamp_min(SLIVER))
+            draws = width if self.multi_round == "with" else 1
+            keys = torch.arange(first_row * draws, (first_row + W) * draws, device=q.device)
+            # one fresh stream per (step, row, draw): the root's position numbers the step
+            where = (request.n[:, None] << 14) + keys  # MAX_NODES x MAX_TOPK draws
+            ids = torch.arange(q.shape[-1], device=q.device)
+            noise = sampling.gumbel_noise(sampling.stream(request.state.seed, 1), where, ids)
+            perturbed = q.log()[:, :, None] + noise.unflatten(1, (W, draws))
+            alone = draws > 1 or width == 1
+            local = perturbed.argmax(-1) if alone else perturbed[:, :, 0].topk(width, -1).indices
         if self.draft_ids is not None:
-            full = q.new_zeros(B, W, request.seen.shape[1])
-            q = full.index_copy_(-1, self.draft_ids, q)
+            q = q.new_zeros(B, W, request.seen.shape[1]).index_copy_(-1, self.draft_ids, q)
         return local, q
 
     def _static(self, request: Request, output: Tensor) -> Draft:

@@ -397,24 +397,38 @@ def _quantized_tensors(directory: Path) -> dict[str, checkpoint.Entry]:
 
 
 def draft_vocabulary(opts: LoadOptions, config: ModelConfig, tokenizer) -> torch.Tensor | None:
-    """Sorted ids of the K most frequent tokens (FR-Spec), or None. Without a text to count, the first K ids: BPE and
-    sentencepiece number their pieces by merge rank, which follows frequency."""
-    K = opts.draft_vocab
+    """Sorted ids of the K tokens a trimmed head may draft (FR-Spec), or None: the most frequent of a text.
+
+    Tokens that the text does not hold, and all without a text, follow in an order that the tokenizer alone gives: stop
+    ids (a draft must be able to end), single characters (at most K / 4 here), longer pieces by merge rank, which follows
+    frequency, then the characters left over, control tokens and fallback bytes. By id alone a sentencepiece model would
+    lose `,` and `(`: it numbers its characters last. Without a tokenizer: stop ids, then the first ids."""
+    K, V = opts.draft_vocab, config.vocab_size
     if not K:
         return None
-    if not 1 <= K <= config.vocab_size:
-        raise ValueError(f"--draft-vocab is {K}; allowed: 1 to {config.vocab_size}.")
-    if opts.draft_vocab_text is None:
-        return torch.arange(K)
+    if not 1 <= K <= V:
+        raise ValueError(f"--draft-vocab is {K}; allowed: 1 to {V}.")
     if tokenizer is None:
-        raise ValueError("--draft-vocab-text needs a tokenizer, and this checkpoint has none.")
-    try:
-        text = Path(opts.draft_vocab_text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--draft-vocab-text {opts.draft_vocab_text}: {error}") from error
-    counts = torch.bincount(torch.tensor(tokenizer.encode(text)), minlength=config.vocab_size)
-    counts[list(tokenizer.eos_ids)] += 1  # a draft must be able to end
-    return counts.sort(descending=True, stable=True).indices[:K].sort().values
+        if opts.draft_vocab_text is not None:
+            raise ValueError("--draft-vocab-text needs a tokenizer, and this checkpoint has none.")
+        return torch.tensor(list(dict.fromkeys((*config.eos_token_ids, *range(V))))[:K]).sort().values
+    texts = [tokenizer.decode([i], skip_special=False, continuation=True) for i in range(V)]
+    # a fallback byte spells what a character spells too (the character is used), or half of one (U+FFFD)
+    used = {text: i for i, text in enumerate(texts)}
+    seen = [t.isprintable() and t != "\ufffd" or t in "\n\t" for t in texts]
+    singles = [i for i, t in enumerate(texts) if len(t) == 1 and seen[i] and used[t] == i]
+    merged = [i for i, t in enumerate(texts) if len(t) > 1 and i not in tokenizer.special_ids]
+    order = [*tokenizer.eos_ids, *singles[: K // 4], *merged, *singles, *range(V)]
+    order = torch.tensor(list(dict.fromkeys(order)))
+    counts = torch.zeros(V, dtype=torch.int64)
+    if opts.draft_vocab_text is not None:
+        try:
+            text = Path(opts.draft_vocab_text).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--draft-vocab-text {opts.draft_vocab_text}: {error}") from error
+        counts = torch.bincount(torch.tensor(tokenizer.encode(text), dtype=torch.int64), minlength=V)
+        counts[list(tokenizer.eos_ids)] = counts.max() + 1
+    return order[counts[order].sort(descending=True, stable=True).indices[:K]].sort().values
 
 
 def build_head(file: checkpoint.EagleFile, model: Transformer, ids: torch.Tensor | None = None) -> EagleHead:

@@ -32,7 +32,7 @@ class Step:
     parent: list[int]
     depth: list[int]
     valid: list[bool]
-    probability: list[float]  # of the path to the node, under the draft
+    score: list[float]  # of the path to the node, 0 to 1: `StepRecorder.meaning` says what it is
     path: list[int]  # accepted nodes, root first
     emitted: list[int]  # accepted tokens, then the bonus
 
@@ -42,16 +42,31 @@ class StepRecorder:
 
     def __init__(self, engine):
         self.tokenizer, self.steps = engine.tokenizer, []
+        drafter = getattr(engine.drafter, "drafter", engine.drafter)  # under n-grams grafted on
+        self.modelled, self.grafted = hasattr(drafter, "shared_noise"), drafter is not engine.drafter
+        self.noisy = self.modelled and drafter.shared_noise and not drafter.multi_round
 
     def __call__(self, output) -> None:
         count, draft = int(output.count[0]), output.draft
         if count == 0:
             return
         row = [getattr(draft, name)[0].tolist() for name in ("tokens", "parent", "depth", "valid", "scores")]
-        probability = [math.exp(min(s, 0.0)) for s in row.pop()]
+        score = [math.exp(min(s, 0.0)) for s in row.pop()]
         self.steps.append(
-            Step(*row, probability, output.path[0, :count].tolist(), output.emitted[0, :count].tolist())
+            Step(*row, score, output.path[0, :count].tolist(), output.emitted[0, :count].tolist())
         )
+
+    def meaning(self, temperature: float) -> str:
+        """What the numbers beside the nodes are. With the shared noise they rank a dynamic tree's nodes and say how sure
+        the draft is of this very text: not the chance that its own law gives."""
+        if not self.modelled:
+            return "The numbers mean nothing here: no model scored these nodes."
+        if self.noisy and temperature > 0:
+            text = "a score with the shared noise g, not a probability: the product along the path of "
+            text += "softmax((z + T g) / max(T, 0.5))"
+        else:
+            text = "the draft's probability of the path from the root, at temperature 1"
+        return f"Beside a node: {text}" + (" (1.00 at an n-gram's node)." if self.grafted else ".")
 
     def _text(self, token: int) -> str:
         if self.tokenizer is None:
@@ -81,7 +96,7 @@ class StepRecorder:
                 "nodes": [
                     [self._text(t), p, d, round(q, 4), i in step.path]
                     for i, (t, p, d, v, q) in enumerate(
-                        zip(step.tokens, step.parent, step.depth, step.valid, step.probability, strict=True)
+                        zip(step.tokens, step.parent, step.depth, step.valid, step.score, strict=True)
                     )
                     if v
                 ],
@@ -96,7 +111,9 @@ class StepRecorder:
         )
         facts += f"temperature {result.temperature:g}"
         data = json.dumps({"first": first, "steps": steps}).replace("<", "\\u003c")
-        page = PAGE.replace("%FACTS%", html.escape(facts)).replace("%DATA%", data)
+        page = PAGE.replace("%FACTS%", html.escape(facts))
+        page = page.replace("%SCORES%", html.escape(self.meaning(result.temperature)))
+        page = page.replace("%DATA%", data)  # last: the text may hold the other marks
         temporary = Path(f"{file}.tmp")
         temporary.write_text(page, encoding="utf-8")
         os.replace(temporary, file)
@@ -120,7 +137,7 @@ svg text { font: 12px ui-monospace, monospace; white-space: pre }
 <h1>What was drafted, what was accepted</h1><p class="facts">%FACTS%</p>
 <p class="legend"></p><div id="text"></div>
 <nav><button id="prev">&larr;</button><input id="at" type="range" min="0" value="0"><button id="next">&rarr;</button>
-<span id="where"></span></nav><div id="tree"></div>
+<span id="where"></span></nav><div id="tree"></div><p class="facts">%SCORES%</p>
 <script>
 const data = %DATA%, colour = d => `var(--c${Math.min(d, 6)})`, steps = data.steps;
 const shown = s => s.replace(/\\n/g, "\\u23ce").replace(/ /g, "\\u00b7") || "\\u2205";

@@ -7,7 +7,8 @@
 
 Every arm decodes the same prompts. `same` counts prompts whose tokens equal plain decoding's (not promised by
 multi-round). tau counts tokens per target forward, the target's own included; k-alpha is the chance that the draft at
-depth k+1 of a chain is accepted once all shallower ones were (eagle.md 6.2), over all steps of all prompts.
+depth k+1 of a chain is accepted once all shallower ones were (eagle.md 6.2), over all steps of all prompts but the last
+of each: the length limit or a stop may have cut that one, which is no rejection.
 """
 
 from __future__ import annotations
@@ -41,13 +42,17 @@ def held_out_prompts(tokenizer, count: int, length: int, text: str | None = None
     return [start + ids[i * stride : i * stride + length] for i in range(count)]
 
 
-def summarise(results: list[GenerationResult], plain: list[GenerationResult]) -> dict:
+def summarise(results: list[GenerationResult], plain: list[GenerationResult], depth: int = 5) -> dict:
+    """One row of the report: tau, accepted_by_depth and counts over all steps; n_alpha without every text's last step, at
+    most 5 and not beyond the tree's `depth`."""
     steps = [len(ids) for r in results for ids in r.tokens_per_step]
-    deeper = [sum(s > d for s in steps) for d in range(max(steps) + 1)]
+    deeper = [sum(s > d for s in steps) for d in range(1, max(steps) + 1)]
+    whole = [len(ids) for r in results for ids in r.tokens_per_step[:-1]]
+    reached = [sum(s > d for s in whole) for d in range(min(depth, 5) + 1)]
     return {
         "tau": sum(steps) / len(steps),
-        "accepted_by_depth": [n / len(steps) for n in deeper[1:] if n],
-        "n_alpha": [b / a for a, b in zip(deeper[:5], deeper[1:6], strict=False) if a],
+        "accepted_by_depth": [n / len(steps) for n in deeper if n],
+        "n_alpha": [b / a for a, b in zip(reached, reached[1:], strict=False) if a],
         "tokens": sum(steps) + len(results),
         "steps": len(steps),
         "same": sum(r.token_ids == p.token_ids for r, p in zip(results, plain, strict=True)),
@@ -75,7 +80,7 @@ def measure(args: argparse.Namespace) -> dict:
                     engine = load(args.checkpoint, eagle=head, tree=tree, **fixed, **options)
                     results = [engine.generate(p, params).run()[0] for p in prompts]
                     row = {"head": Path(head).name, "tree": tree, "temperature": temperature, "rule": rule}
-                    rows.append(row | summarise(results, plain))
+                    rows.append(row | summarise(results, plain, engine.drafter.D))
                     print(f"{row}  tau {rows[-1]['tau']:.2f}", file=sys.stderr)
     return {
         "command": "python -m scripts.acceptance " + " ".join(sys.argv[1:]),

@@ -7,7 +7,9 @@
 Data: JSON or JSONL of conversations (ShareGPT `conversations`, OpenAI `messages`; only the assistant's tokens count),
 JSONL of {"text"}, a text file, a directory of .txt/.py/.md files, `stdlib` (the demo's corpus), or a tokenised .npz.
 Features come from the target as training runs. Deterministic by --seed; interrupted runs resume from --work. The head is
-written in the SafeAILab layout with CARD.json beside it, and never over a head with a better held-out tau (--force does).
+written under SafeAILab's tensor names with CARD.json beside it, and never over a head with a better held-out tau (--force
+does). SafeAILab's own code runs its EAGLE-1 heads, and EAGLE-3 heads with --norm-before-residual off (as --recipe paper
+has it) and the default --taps; other EAGLE-3 heads need an engine that reads these from config.json, such as vLLM.
 """
 
 from __future__ import annotations
@@ -929,7 +931,7 @@ def _train(args: argparse.Namespace, world: World) -> dict:
     say("")
     card: dict = {}
     if chief:
-        card = _card(args, recipe, target, data, held, size, run.seconds(), curve, world)
+        card = _card(args, config, recipe, target, data, held, size, run.seconds(), curve, world)
         card |= measure(head, evaluation)
         say(_summary(card))
         publish(head, card, rival, evaluation, args)
@@ -1049,14 +1051,16 @@ def publish(
     save_eagle(head.config, exported(head), out)
     write_json(out / "CARD.json", card)
     print(f"wrote {out}", file=sys.stderr)
+    if "tensor names" in card["format"]:  # not every engine reads it
+        print(f"note: {card['format']}", file=sys.stderr)
 
 
-def _card(args, recipe: Recipe, target: Transformer, data: TokenData, held: TokenData, size: int, seconds: float,
-          curve: list[float], world: World) -> dict:  # fmt: skip
+def _card(args, config: EagleConfig, recipe: Recipe, target: Transformer, data: TokenData, held: TokenData,
+          size: int, seconds: float, curve: list[float], world: World) -> dict:  # fmt: skip
     c = target.config
     rows = args.batch * args.accumulate * world.size
     return {
-        "format": f"EAGLE-{args.version} (SafeAILab layout)",
+        "format": config.layout(c.num_hidden_layers),
         "norm_before_residual": args.norm_before_residual == "on" if args.version == 3 else None,
         "inputs": args.inputs,
         "target": {"layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "vocab_size": c.vocab_size},

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import CTX, DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, randomise, tiny_head, tiny_model
 
+import eagle_draft
+import generate
 import sampling
 import tree as trees
+from checkpoint import load_config, read_eagle
 from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine
 from sampling import SamplingParams
+from scripts.acceptance import held_out_prompts
+from tokenizer import load_tokenizer
+from trees import _multi_round_walk
 
 # ------------------------------------------------------------------ the head, written out once more
 
@@ -572,3 +581,194 @@ def test_norms_are_not_inert():
     assert all(float((p - 1).abs().max()) > 0.01 for p in head.parameters() if p.dim() == 1)
     randomise(head, 5)
     assert CTX >= 64
+
+
+# ------------------------------------------------------------------ multi-round: what is drawn, and from what law
+
+
+def filtered(z, params):
+    """softmax(z / T) of what top-k, then top-p keep, written out here."""
+    order = z.argsort(descending=True)
+    p = (z[order] / params.temperature).softmax(-1)
+    if params.top_k:
+        p[params.top_k :] = 0
+        p = p / p.sum()
+    p = torch.where(p.cumsum(-1) - p < params.top_p, p, 0)
+    return torch.zeros_like(p).scatter(0, order, p / p.sum())
+
+
+FILTERS = {
+    "top-k": SamplingParams(temperature=1.0, top_k=2, seed=3, max_new_tokens=8),
+    "top-p": SamplingParams(temperature=0.8, top_p=0.4, seed=3, max_new_tokens=8),
+}
+
+
+@pytest.mark.parametrize("law", FILTERS)
+@pytest.mark.parametrize("rule", ("with", "without"))
+def test_multi_round_draws_from_the_filtered_law(rule, law):
+    """The draft's q without the filters: lossless all the same, but it spends children on tokens that the target's
+    filters remove. And children behind the last survivor must be among the best by logit, not arbitrary ones."""
+    params, tree = FILTERS[law], trees.PAPER25
+    head = tiny_head(tiny_model(), vocab=DRAFT_VOCAB)
+    head.target.lm_head.weight.mul_(2)
+    head.trim()
+    engine = eagle_engine(head, tree, multi_round=rule)
+    seen = record(engine)
+    engine.generate(PROMPT, params).run()
+    few = 0
+    for ids, _, draft in seen[:3]:
+        brute, run_rows = BruteForce(head, ids[0], params, noise=False), [0, *sum(tree.levels, ())]
+        paths = [(), *(path for path, _ in drafted_nodes(draft, 0))]
+        for row, node in enumerate(run_rows):
+            z, _, targets = brute.law(paths[node])
+            q = filtered(z, params)
+            expected = torch.zeros(V, dtype=q.dtype).index_copy(0, targets, q)
+            torch.testing.assert_close(draft.q[0, row], expected, rtol=0, atol=1e-8)
+            children = [int(draft.tokens[0, i]) for i in range(1, tree.N) if tree.parent[i] == node]
+            alive = int((q > 0).sum())
+            assert all(expected[x] > 0 for x in children[: alive if rule == "without" else None])
+            if rule == "without":
+                best = targets[z.argsort(descending=True)[: max(alive, tree.max_children)]].tolist()
+                assert len({*children}) == len(children) and {*children} <= {*best}
+                few += alive < len(children)
+    assert rule == "with" or few > 3, "no node has more children than survivors"
+
+
+@pytest.mark.parametrize("vocab", (None, DRAFT_VOCAB), ids=("full", "trimmed"))
+@pytest.mark.parametrize("rule", ("with", "without"))
+def test_greedy_multi_round_accepts_what_match_accepts(rule, vocab):
+    """At T = 0 a one-hot q leaves every child but the first undrawable: arbitrary siblings, never accepted."""
+    head, params, sizes = tiny_head(peaked_model(), vocab=vocab), SamplingParams(max_new_tokens=60), []
+    for tree in (MEDUSA, trees.PAPER25):
+        match = eagle_engine(head, tree).generate(PROMPT, params).run()[0]
+        ours = eagle_engine(head, tree, multi_round=rule).generate(PROMPT, params).run()[0]
+        assert ours.tokens_per_step == match.tokens_per_step
+        sizes += map(len, match.tokens_per_step)
+    assert max(sizes) > 1
+
+
+def test_children_beyond_the_survivors_are_accepted_too(monkeypatch):
+    """Children that q = 0 excludes are wasted: with top_k = 1 at T = 1 a tree accepted no more than a chain."""
+    engine = eagle_engine(tiny_head(peaked_model()), MEDUSA, multi_round="without")
+    params, taus = SamplingParams(temperature=1.0, top_k=1, seed=5, max_new_tokens=100), []
+    for share in (0.0, eagle_draft.SLIVER):
+        monkeypatch.setattr(eagle_draft, "SLIVER", share)
+        taus.append(engine.generate(PROMPT, params).run()[0].tau)
+    greedy = eagle_engine(engine.drafter.head, MEDUSA)
+    assert taus[0] < taus[1] <= greedy.generate(PROMPT, params).run()[0].tau + 0.1, taus
+
+
+@pytest.mark.parametrize("replacement", (False, True))
+@pytest.mark.parametrize("q", ((1.0, 0, 0, 0), (0.75, 0.25, 0, 0)), ids=("one-hot", "two survivors"))
+def test_a_child_of_probability_zero_keeps_the_law(q, replacement):
+    """A drafted child with q = 0 and p > 0: p / q is infinite, but to accept it for that would favour it. All draws and
+    both sides of every threshold, integrated exactly, must give p."""
+    p, q = torch.tensor([0.375, 0.25, 0.25, 0.125], dtype=torch.float64), torch.tensor(q, dtype=torch.float64)
+    u = torch.cartesian_prod(*[(torch.arange(8) + 0.5) / 8] * 2).double()  # thresholds are multiples of 1 / 8
+    u = torch.nn.functional.pad(u, (1, 2), value=0.5)  # of the root and of two children that q excludes
+    tree = trees.tree_tables([trees.StaticTree(((0,), (1,), (2,), (3,)))] * len(u))
+    total = torch.zeros(4, dtype=torch.float64)
+    for first, second in itertools.product(range(2), range(2)):
+        left = q if replacement else q.index_fill(0, torch.tensor(first), 0)
+        spent = bool(left.sum() == 0)  # then the second draw is of an excluded token too
+        weight = q[first] * ((second == 0) if spent else left[second] / left.sum())
+        tokens = torch.tensor([[0, first, 3 if spent else second, 2, 3]]).expand(len(u), -1)
+        laws = p.expand(len(u), 5, 4), q.expand(len(u), 1, 4)
+        path, count, law = _multi_round_walk(tokens, tree, *laws, u, replacement)
+        drafted = torch.nn.functional.one_hot(tokens.gather(1, path)[:, 1], 4).double()
+        total += weight * torch.where(count[:, None] > 1, drafted, law).mean(0)
+    torch.testing.assert_close(total, p, rtol=0, atol=1e-12)
+
+
+# ------------------------------------------------------------------ a trimmed draft vocabulary
+
+
+class Pieces:
+    """A sentencepiece-like vocabulary: control tokens, fallback bytes, merged pieces by rank, characters last."""
+
+    texts = [
+        "<unk>",
+        "<s>",
+        "\0",
+        "\n",
+        "a",
+        "\ufffd",
+        "the",
+        "ing",
+        "self",
+        "ab",
+        "e",
+        "a",
+        ",",
+        "(",
+        "</s>",
+    ]
+    eos_ids, special_ids = (14,), frozenset((0, 1, 14))
+
+    def decode(self, ids, skip_special, continuation):
+        assert not skip_special and continuation
+        return "".join(self.texts[i] for i in ids)
+
+    def encode(self, text):
+        return [self.texts.index(word) for word in text.split()]
+
+
+def chosen(K, tokenizer=None, text=None, V=15):
+    opts = SimpleNamespace(draft_vocab=K, draft_vocab_text=text)
+    config = SimpleNamespace(vocab_size=V, eos_token_ids=(14,))
+    return generate.draft_vocabulary(opts, config, tokenizer).tolist()
+
+
+def test_a_draft_vocabulary_without_text_holds_stops_and_characters(tmp_path):
+    """The first K ids of a sentencepiece model: no `,`, no `(`, no newline and no end of text, but 256 fallback bytes."""
+    assert chosen(1, Pieces()) == [14]
+    assert chosen(4, Pieces()) == [3, 6, 7, 14]  # a quarter characters: the rest is pieces
+    assert chosen(10, Pieces()) == [3, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+    assert chosen(15, Pieces()) == list(range(15))
+    assert chosen(3) == [0, 1, 14]  # without a tokenizer
+    text = tmp_path / "text"
+    text.write_text("self self ab ab e")
+    assert chosen(3, Pieces(), str(text)) == [8, 9, 14], "a stop id that the text does not hold"
+    assert chosen(5, Pieces(), str(text)) == [3, 8, 9, 10, 14], (
+        "uncounted tokens follow by the tokenizer's order"
+    )
+    demo = load_tokenizer(generate.DEMO, 4096)
+    kept = chosen(1024, demo, V=4096)
+    assert len(kept) == 1024 and sorted({*demo.eos_ids, *kept}) == kept
+    assert {demo.encode(c, add_bos=False)[-1] for c in "x,.(=[]:\n\t\"'_)"} <= {*kept}
+
+
+def test_a_draft_vocabulary_without_text_keeps_acceptance():
+    """The demo head at a quarter of its vocabulary lost up to half its acceptance by losing the punctuation."""
+    params, taus = SamplingParams(max_new_tokens=64), {}
+    for K in (0, 1024):
+        options = dict(draft_vocab=K, tree="paper25", ctx=256, eagle_always=True)
+        engine = generate.load(generate.DEMO, eagle=str(generate.DEMO / "eagle1"), **options)
+        prompts = held_out_prompts(engine.tokenizer, 3, 96)
+        steps = [len(ids) for p in prompts for ids in engine.generate(p, params).run()[0].tokens_per_step]
+        taus[K] = sum(steps) / len(steps)
+    assert taus[1024] > 0.85 * taus[0], taus
+
+
+# ------------------------------------------------------------------ a head without its config
+
+
+def test_a_bare_eagle3_head_says_all_it_assumes(tmp_path):
+    """norm_before_residual and the aux layers assumed in silence: the demo's head then accepts a third of its tokens."""
+    file = tmp_path / "head3.safetensors"
+    shutil.copy(generate.DEMO / "eagle3" / "model.safetensors", file)
+    target, aux = load_config(generate.DEMO), "eagle_aux_hidden_state_layer_ids"
+    basics = {"head_dim": "64", "rope_theta": "10000", "rms_norm_eps": "1e-5"}
+    (note,) = read_eagle(file, target, basics).notes
+    assert (
+        f"assumed norm_before_residual false, {aux} [2, 4, 5] (" in note
+        and "--eagle-config KEY=VALUE" in note
+    )
+    (note,) = read_eagle(file, target, basics | {aux: "[2, 5, 8]"}).notes
+    assert "norm_before_residual false" in note and aux not in note
+    read = read_eagle(file, target, basics | {aux: "[2, 5, 8]", "norm_before_residual": "true"})
+    assert "assumed nothing" in read.notes[0]
+    assert (read.config.taps, read.config.norm_before_residual) == ((2, 5, 8), True)
+    shutil.copy(generate.DEMO / "eagle1" / "model.safetensors", file)
+    (note,) = read_eagle(file, target).notes
+    assert "head_dim 64" in note and "norm_before_residual" not in note and aux not in note

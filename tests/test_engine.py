@@ -42,6 +42,7 @@ from engine import DecodeState, Engine, PlainDrafter, decode_step, settle_step
 from model import Transformer
 from regions import Regions
 from sampling import SamplingParams
+from scripts import acceptance
 
 MODEL = tiny_model()
 HEADS = heads(MODEL)
@@ -1202,3 +1203,22 @@ def test_a_first_request_does_not_decode_on_the_compiler_s_time():
     first, second = (engine.generate(PROMPT, SamplingParams(max_new_tokens=6)).run()[0] for _ in range(2))
     assert first.decode_seconds < 0.3 <= engine.compile_seconds
     assert first.token_ids == second.token_ids and engine.compile_seconds < 0.6
+
+
+def test_children_beyond_the_survivors_keep_the_law(dense):
+    """More children than the filters leave tokens: those that follow, accepted too easily, would bias the output."""
+    params = SamplingParams(temperature=1.0, top_k=2, seed=4000)
+    drawn, _, start = draws(BUSH, params, "without")
+    assert deviation(drawn, exact_law(start, params)) < 4.5
+
+
+def test_a_truncated_last_step_is_no_rejection():
+    """The acceptance table's n-alpha: an oracle that is never wrong, cut by the length limit, came out below 1."""
+    continuation = plain(settings(0, max_new_tokens=60))
+    engine = Engine(MODEL, drafter=ScriptedDrafter(TREES["chain4"], [[*PROMPT, *continuation]]))
+    result = engine.generate(PROMPT, settings(0, max_new_tokens=20)).run()[0]
+    assert [len(ids) for ids in result.tokens_per_step] == [5, 5, 5, 4]
+    row = acceptance.summarise([result, result], [result, result], engine.drafter.D)
+    assert row["n_alpha"] == [1.0] * 4, "a chain of 4 has no fifth draft"
+    assert row["tau"] == 4.75 and row["accepted_by_depth"] == [1.0, 1.0, 1.0, 0.75]
+    assert (row["tokens"], row["steps"], row["same"], row["prompts"]) == (40, 8, 2, 2)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import generate
-from checkpoint import load_model, read_eagle, save_hf
+from checkpoint import load_config, load_model, read_eagle, save_hf
 from eagle_draft import FEATURE_NOISE, loss_eagle1, loss_eagle3
 from model import ModelConfig, Transformer
 from sampling import SamplingParams
@@ -24,6 +24,7 @@ from scripts.train_eagle import INPUTS, TokenData, TrainHead, World, chat_row, p
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
+DEMO = generate.DEMO
 V = 64
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -571,3 +572,25 @@ def test_the_papers_recipe_is_documented_by_its_numbers(files):
     three = train_eagle.recipe_for(parse(options(files, "o", "--recipe", "paper", version=3)))
     assert (one.optimizer, one.lr, one.warmup, one.weight_decay, one.clip) == ("adamw", 3e-5, 2000, 0.01, 0.5)
     assert (three.lr, three.warmup, three.weight_decay, three.clip) == (5e-5, 12000, 0.0, 0.5)
+
+
+def test_the_card_says_who_can_read_the_head(files, trained, tmp_path, capsys):
+    """A head labelled as SafeAILab's whose residual and layers SafeAILab's own code would take for others."""
+    assert json.loads((trained[1][0] / "CARD.json").read_text())["format"] == "EAGLE-1 (SafeAILab layout)"
+    said = json.loads((trained[3][0] / "CARD.json").read_text())["format"]
+    assert "norm_before_residual = true" in said and "aux" not in said and "own code does not" in said
+    args = ["--recipe", "paper", "--eval-prompts", "1", "--eval-tokens", "4"]
+    for taps, plain in (("2,3,4", True), ("1,3,5", False)):
+        card = run(files, tmp_path / taps, *args, "--taps", taps, version=3, steps=1)
+        config = json.loads((tmp_path / taps / "config.json").read_text())
+        assert config["norm_before_residual"] is False and card["norm_before_residual"] is False
+        assert (card["format"] == "EAGLE-3 (SafeAILab layout)") == plain
+        assert ("aux layers 1, 3, 5 in config.json" in card["format"]) != plain
+        assert ("note: EAGLE-3, SafeAILab tensor names" in capsys.readouterr().err) != plain
+
+
+def test_the_demo_heads_say_what_they_are():
+    """CARD.json files that were written before the label was right."""
+    for name in ("eagle1", "eagle3"):
+        card, target = json.loads((DEMO / name / "CARD.json").read_text()), load_config(DEMO)
+        assert card["format"] == read_eagle(DEMO / name, target).config.layout(target.num_hidden_layers)

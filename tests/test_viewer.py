@@ -1,17 +1,19 @@
-"""viewer.py: the gauge splits a step without changing what is decoded."""
+"""viewer.py: the gauge splits a step without changing what is decoded; the page says what its numbers are."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 
 import pytest
 from tiny import PROMPT, TREES, eagle_engine, tiny_head, tiny_model
 
 import generate
+from drafters import WithNGrams
 from engine import PHASES, Engine
 from sampling import SamplingParams
-from viewer import Gauge
+from viewer import Gauge, StepRecorder
 
 
 def engines(tree: str) -> tuple[Engine, Engine]:
@@ -79,3 +81,40 @@ def test_flag_adds_line_and_field(capsys):
     whole = Engine(tiny_model(), compile=True, compile_mode="reduce-overhead")
     with pytest.raises(ValueError, match="--compile-mode regions"):
         Gauge(whole)
+
+
+def test_the_page_says_what_the_numbers_are(tmp_path):
+    """Scores with the shared noise shown as probabilities: at T > 0 they are far from the draft's own law."""
+    head, page = tiny_head(tiny_model()), tmp_path / "steps.html"
+    cases = [
+        (0.0, dict(), "probability of the path"),
+        (1.0, dict(), "score with the shared noise g, not a probability"),
+        (1.0, dict(shared_noise=False), "probability of the path"),
+        (1.0, dict(multi_round="without"), "probability of the path"),
+    ]
+    for temperature, options, words in cases:
+        engine = eagle_engine(head, TREES["paper25"], **options)
+        recorder = engine.observer = StepRecorder(engine)
+        params = SamplingParams(temperature, seed=2, max_new_tokens=6)
+        recorder.write_html(page, engine.generate(PROMPT, params).run()[0])
+        text = page.read_text()
+        assert words in text and "%SCORES%" not in text
+        below = [step.score[i] for step in recorder.steps for i, p in enumerate(step.parent) if i and p == 0]
+        per_root = sum(below) / len(recorder.steps)
+        assert 0 < per_root <= 1 + 1e-6, "the root's children share at most 1"
+    engine = Engine(head.target, drafter=WithNGrams(eagle_engine(head, TREES["chain4"]).drafter, 4))
+    assert "n-gram" in StepRecorder(engine).meaning(0.0)
+    assert "mean nothing" in StepRecorder(Engine(head.target)).meaning(0.0)
+
+
+def test_probabilities_on_the_page_are_the_draft_s_own():
+    """Multi-round drafts shown with the scores of shared noise that they do not use."""
+    head, taken = tiny_head(tiny_model()), []
+    engine = eagle_engine(head, TREES["chain4"], multi_round="without")
+    real, recorder = engine.drafter.draft, StepRecorder(engine)
+    engine.observer = recorder
+    engine.drafter.draft = lambda request: taken.append(real(request)) or taken[-1]
+    engine.generate(PROMPT, SamplingParams(1.0, seed=2, max_new_tokens=6)).run()
+    for step, draft in zip(recorder.steps, taken, strict=True):
+        own = [float(draft.q[0, i, step.tokens[i + 1]]) for i in range(4)]
+        assert step.score[1:] == pytest.approx([math.prod(own[: i + 1]) for i in range(4)], rel=1e-6)

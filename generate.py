@@ -839,7 +839,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--draft-vocab-text",
         metavar="FILE",
-        help="count the tokens of this text instead of taking the first K ids",
+        help="rank tokens by how often this text has them, not by the tokenizer alone",
     )
     add("--draft-noise", choices=("on", "off"), default="on", help="off: draft without the target's noise")
     add("--verify", default="match", choices=VERIFY)

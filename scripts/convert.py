@@ -1,7 +1,7 @@
 """Convert a checkpoint to our directory format (Hugging Face names, one model.safetensors), or an EAGLE head.
 
     python -m scripts.convert SRC DST [--dtype bfloat16]        Hugging Face .safetensors / .bin, Meta consolidated.*.pth
-    python -m scripts.convert --eagle HEAD --target DIR DST     any published head -> SafeAILab layout, safetensors
+    python -m scripts.convert --eagle HEAD --target DIR DST     any published head -> SafeAILab tensor names, safetensors
 
 Pickle files are read here with `weights_only=True`; the result holds none. Needs memory for one copy of the weights.
 """
@@ -48,7 +48,7 @@ def convert_model(source: Path, destination: Path, dtype: str | None = None) -> 
 
 
 def convert_eagle(head: Path, target: Path, destination: Path, overrides: dict[str, str]) -> list[str]:
-    """Read a head strictly for the model in `target`, write it in the SafeAILab layout; returns what was assumed."""
+    """Read a head strictly for the model in `target`, write it under SafeAILab tensor names; returns what was assumed."""
     read = read_eagle(head, load_config(target), overrides)
     save_eagle(read.config, read.tensors, destination)
     return read.notes

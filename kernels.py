@@ -451,7 +451,7 @@ def _dequantize_kernel(w, s, z, out, N, K, BITS: tl.constexpr, GROUP: tl.constex
     for p in tl.static_range(32 // BITS):
         k = block * 128 + p * KP
         at = k // GROUP * N + rn if BITS == 4 else rn
-        value, inside = q[p].to(tl.float32), (rn < N) & (k < K)  # a group outside the matrix has no scale
+        value, inside = q[p].to(tl.float32), (rn < N) & (k + 0 * rn < K)  # a group outside the matrix has no scale
         if ZEROS:
             value -= tl.load(z + at, mask=inside, other=8).to(tl.float32)[:, None] - 8
         value *= tl.load(s + at, mask=inside, other=0).to(tl.float32)[:, None]
@@ -500,15 +500,16 @@ def _launch(config, tokens: int, gated: bool, group: int = 0, zeros: bool = Fals
     return max(16, block_n), tile, split, options
 
 
-def _arguments(x, scales, zeros, bits, group, n_out, gated, config, tokens, half) -> tuple[tuple, Tensor, list, dict]:
-    """(grid, room for partial sums, scales and zeros or a placeholder, constants and options) of a launch on x [M, K]."""
+def _arguments(x, scales, zeros, bits, group, n_out, gated, config, tokens, accumulate):
+    """(grid, room for partial sums, scales and zeros or a placeholder, constants and options) of a launch on x [M, K];
+    tokens: rows a tile may hold."""
     block_n, tile, split, options = _launch(config, tokens, gated, group, zeros is not None)
-    grid = triton.cdiv(tokens, tile), triton.cdiv(n_out, block_n), split
+    grid = triton.cdiv(x.shape[0], tile), triton.cdiv(n_out, block_n), split
     partial = x.new_empty(math.prod(grid) * (1 + gated) * block_n * tile * (split > 1), dtype=torch.float32)
     return grid, partial, [x if t is None else t for t in (scales, zeros)], options | dict(
         BITS=bits, GROUP=group, ZEROS=zeros is not None, GATED=gated, EVEN_K=x.shape[1] % 128 == 0,
         EVEN_N=n_out % block_n == 0, BN=block_n, BT=tile, DEVICE=_on_device(x),
-        ACC=tl.float16 if half and x.dtype == torch.float16 else tl.float32)
+        ACC=tl.float16 if accumulate == "float16" and x.dtype == torch.float16 else tl.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -663,7 +664,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, r
         apart = gated and weight.zeros is not None  # two tiles and their zero points would spill
         y = torch.ops.eaglet.planes_linear(
             x, weight.weight, weight.scales, weight.zeros, weight.counters, bias, None if apart else residual,
-            weight.bits, weight.group_size, weight.n, gated and not apart, weight.config[:4], weight.config[4] == "float16")
+            weight.bits, weight.group_size, weight.n, gated and not apart, weight.config[:4], weight.config.accumulate)
         return epilogue(y, None, residual, True) if apart else y
     if not torch.compiler.is_compiling():
         _use_triton("packed_linear", x, f"weights are packed as '{weight.layout}', for another backend")
@@ -692,7 +693,7 @@ def _matrix(x, words, scales, zeros, bits: int, group: int, n: int, ours: bool) 
 @torch.library.custom_op("eaglet::planes_linear", mutates_args=())
 def planes_linear(x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor | None, counters: Tensor,
                   bias: Tensor | None, residual: Tensor | None, bits: int, group: int, n: int, gated: bool,
-                  config: list[int], half: bool) -> Tensor:
+                  config: list[int], accumulate: str) -> Tensor:
     """`packed_linear` on the plane layout. `counters` is all zero before and after, so it does not count as mutated."""
     k, n_out = x.shape[-1], n // 2 if gated else n
     rows = x.reshape(-1, k).contiguous()
@@ -701,7 +702,7 @@ def planes_linear(x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor
         y = rows @ _matrix(rows, words, scales, zeros, bits, group, n, ours).mT
         return epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
     out = x.new_empty((*x.shape[:-1], n_out))
-    grid, partial, extra, fixed = _arguments(rows, scales, zeros, bits, group, n_out, gated, config, tokens, half)
+    grid, partial, extra, fixed = _arguments(rows, scales, zeros, bits, group, n_out, gated, config, tokens, accumulate)
     _linear_kernel[grid](
         rows, words, *extra, rows if bias is None else bias, rows if residual is None else residual.contiguous(), out,
         out, partial, counters, tokens, n, k, n_out, BIAS=bias is not None, RESIDUAL=residual is not None, TOPK=0,
@@ -710,7 +711,7 @@ def planes_linear(x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor
 
 
 @planes_linear.register_fake
-def _(x, words, scales, zeros, counters, bias, residual, bits, group, n, gated, config, half):
+def _(x, words, scales, zeros, counters, bias, residual, bits, group, n, gated, config, accumulate):
     return x.new_empty((*x.shape[:-1], n // 2 if gated else n))
 
 
@@ -736,13 +737,13 @@ def packed_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
         return topk_reference(packed_linear(x, weight), count)
     rows = (x if weight.perm is None else x.index_select(-1, weight.perm)).reshape(-1, weight.k)
     top = torch.ops.eaglet.planes_topk(rows, weight.weight, weight.scales, weight.zeros, weight.counters, weight.bits,
-                                       weight.group_size, weight.n, count, weight.config[:4], weight.config[4] == "float16")
+                                       weight.group_size, weight.n, count, weight.config[:4], weight.config.accumulate)
     return TopK(*(t.unflatten(0, x.shape[:-1]) for t in top))
 
 
 @torch.library.custom_op("eaglet::planes_topk", mutates_args=())
 def planes_topk(x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor | None, counters: Tensor, bits: int,
-                group: int, n: int, topk: int, config: list[int], half: bool) -> tuple[Tensor, Tensor, Tensor]:
+                group: int, n: int, topk: int, config: list[int], accumulate: str) -> tuple[Tensor, Tensor, Tensor]:
     """`packed_topk` on the plane layout: rows x [M, K]."""
     x, (tokens, k) = x.contiguous(), x.shape
     wide = f"{topk} candidates exceed a tile of {config[0]} rows" if topk > config[0] else ""
@@ -750,7 +751,7 @@ def planes_topk(x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor |
     if not ours or tokens > SMALL_M:
         matrix = _matrix(x, words, scales, zeros, bits, group, n, ours)
         return tuple(t.clone() for t in topk_reference(x @ matrix.mT, topk))
-    grid, partial, extra, fixed = _arguments(x, scales, zeros, bits, group, n, False, config, tokens, half)
+    grid, partial, extra, fixed = _arguments(x, scales, zeros, bits, group, n, False, config, min(32, tokens), accumulate)
     out, ids = (x.new_empty(grid[1], tokens, topk + more, dtype=d) for more, d in ((2, torch.float32), (0, torch.int32)))
     _linear_kernel[grid](
         x, words, *extra, x, x, out, ids, partial, counters, tokens, n, k, n, BIAS=False, RESIDUAL=False, TOPK=topk,
@@ -761,7 +762,7 @@ def planes_topk(x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor |
 
 
 @planes_topk.register_fake
-def _(x, words, scales, zeros, counters, bits, group, n, topk, config, half):
+def _(x, words, scales, zeros, counters, bits, group, n, topk, config, accumulate):
     values = x.new_empty(x.shape[0], topk, dtype=torch.promote_types(x.dtype, torch.float32))
     return values, torch.empty_like(values, dtype=torch.int64), torch.empty_like(values[:, 0])
 
@@ -789,13 +790,13 @@ def _experts(x: Tensor, expert_ids: Tensor, weight: PackedWeight, gated: bool) -
     apart = gated and weight.zeros is not None  # as in `packed_linear`
     y = torch.ops.eaglet.expert_linear(
         x, expert_ids, weight.weight, weight.scales, weight.zeros, weight.layout, weight.bits, weight.group_size,
-        weight.n, gated and not apart, weight.config[:4], weight.config[4] == "float16")
+        weight.n, gated and not apart, weight.config[:4], weight.config.accumulate)
     return epilogue(y, None, None, True) if apart else y
 
 
 @torch.library.custom_op("eaglet::expert_linear", mutates_args=())
 def expert_linear(x: Tensor, expert_ids: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None,
-                  layout: str, bits: int, group: int, n: int, gated: bool, config: list[int], half: bool) -> Tensor:
+                  layout: str, bits: int, group: int, n: int, gated: bool, config: list[int], accumulate: str) -> Tensor:
     """Row (t, j) of the [T,k,N] result is expert expert_ids[t, j] applied to x[t] (x [T,K]) or x[t, j] (x [T,k,K])."""
     tokens, slots = expert_ids.shape
     k, n_out = x.shape[-1], n // 2 if gated else n
@@ -813,14 +814,14 @@ def expert_linear(x: Tensor, expert_ids: Tensor, weight: Tensor, scales: Tensor 
     bounds = torch.arange(weight.shape[0] + 1, device=x.device)
     offsets = (experts[None, :] < bounds[:, None]).sum(1, dtype=torch.int32)
     config = [config[0], 1, *config[2:]]  # no split, and 16 rows a tile whatever the number of tokens
-    grid, _, extra, fixed = _arguments(rows, scales, zeros, bits, group, n_out, gated, config, 16, half)
+    grid, _, extra, fixed = _arguments(rows, scales, zeros, bits, group, n_out, gated, config, 16, accumulate)
     _expert_kernel[triton.cdiv(tokens, fixed["BT"]), grid[1], weight.shape[0]](
         rows, weight, *extra, out, pairs, offsets, n, k, n_out, div, **fixed)
     return out
 
 
 @expert_linear.register_fake
-def _(x, expert_ids, weight, scales, zeros, layout, bits, group, n, gated, config, half):
+def _(x, expert_ids, weight, scales, zeros, layout, bits, group, n, gated, config, accumulate):
     return x.new_empty(*expert_ids.shape, n // 2 if gated else n)
 
 

@@ -55,7 +55,7 @@ def _linear(
     gated: bool = False,
     **more,
 ) -> Variant:
-    """The kernel as `packed_linear` launches it for a 4096 x 4096 layer. more: half, ragged, expert, topk, narrow (a layer
+    """The kernel as `packed_linear` launches it for a 4096 x 4096 layer. more: half, ragged, expert, topk, narrow (one
     whose default tile is 64 rows)."""
     half, ragged, expert, topk, narrow = (
         more.get(key, 0) for key in ("half", "ragged", "expert", "topk", "narrow")
@@ -146,7 +146,9 @@ def variants(quick: bool = False) -> list[Variant]:
     main = [_linear(4, "fp16", tokens) for tokens in (16, 32, 64)]
     main += [_linear(4, "fp16", tokens, gated=True) for tokens in (16, 32, 64)]
     main += [_linear(4, "fp16", tokens, ragged=True) for tokens in (16, 64)]
-    main += [_linear(4, "fp16", tokens, narrow=True, zeros=zeros) for tokens, zeros in ((16, False), (64, True))]
+    main += [
+        _linear(4, "fp16", tokens, narrow=True, zeros=zeros) for tokens, zeros in ((16, False), (64, True))
+    ]
     main += [_linear(4, "fp16", tokens, group) for group in (64, 32) for tokens in (16, 64)]
     main += [_linear(4, "fp16", tokens, zeros=True) for tokens in (16, 32, 64)]
     main += [_linear(4, "fp16", tokens, half=True) for tokens in (16, 64)]
@@ -155,25 +157,35 @@ def variants(quick: bool = False) -> list[Variant]:
     main += [_linear(4, "bf16", 64, gated=True)]
     # Many scales, zero points: what registers are short of.
     for group in (64, 32):
-        main += [_linear(4, "bf16", 64, group, zeros, gated) for zeros, gated in ((False, True), (True, False))]
+        main += [
+            _linear(4, "bf16", 64, group, zeros, gated) for zeros, gated in ((False, True), (True, False))
+        ]
         main += [_linear(4, "bf16", 16, group, True)]
     main += [_linear(4, "bf16", 64, zeros=True)]
     main += [_linear(8, "fp16", tokens) for tokens in (16, 32, 64)]
     main += [_linear(8, "bf16", tokens) for tokens in (16, 64)]
-    main += [_linear(8, dtype, 64, gated=True) for dtype in ("fp16", "bf16")] + [_linear(8, "fp16", gated=True)]
-    main += [_linear(16, "fp16"), _linear(16, "bf16"), _linear(16, "bf16", 32), _linear(16, "bf16", 64, gated=True)]
+    main += [_linear(8, dtype, 64, gated=True) for dtype in ("fp16", "bf16")] + [
+        _linear(8, "fp16", gated=True)
+    ]
+    main += [
+        _linear(16, "fp16"),
+        _linear(16, "bf16"),
+        _linear(16, "bf16", 32),
+        _linear(16, "bf16", 64, gated=True),
+    ]
     main += [
         _linear(bits, "fp16", gated=gated, expert=True) for bits in (4, 8, 16) for gated in (True, False)
     ]
     for dtype in ("fp16", "bf16"):
         main += [_linear(4, dtype, group=group, zeros=True, expert=True) for group in (128, 32)]
     main += [_linear(4, "bf16", group=group, gated=True, expert=True) for group in (128, 32)]
-    main += [_linear(8, "fp16", topk=10), _linear(4, "fp16", topk=10), _linear(4, "fp16", 64, topk=10)]
-    main += [_linear(8, "bf16", 64, topk=10)]
+    main += [_linear(bits, dtype, 32, topk=10) for bits in (4, 8) for dtype in ("fp16", "bf16")]
     main += [_dequantize(4, "fp16"), _dequantize(4, "bf16", 32, True), _dequantize(8, "fp16")]
     for int8 in (False, True):
         for dim in (64, 128, 256):
-            main += _attention("bf16", int8=int8, dim=dim) + _attention("fp16", window=4096, int8=int8, dim=dim)
+            main += _attention("bf16", int8=int8, dim=dim) + _attention(
+                "fp16", window=4096, int8=int8, dim=dim
+            )
         for dim in (128, 256):
             main += _attention("fp16", region=True, int8=int8, dim=dim)
             main += _attention("bf16", region=True, window=4096, int8=int8, dim=dim)
@@ -253,6 +265,21 @@ def _opcodes(lines: list[str]) -> collections.Counter:
     return count
 
 
+def sums(variant: Variant, arch: int) -> list[str]:
+    """Where Triton puts the operands of every matrix product and of every reduction of floats, in program order: two
+    variants with the same list add the same numbers in the same order."""
+    code = _compile(variant, arch).asm["ttgir"]
+    layouts = sorted(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE), reverse=True)
+    found = re.findall(
+        r"(?:\}\) : \(|(?:tt\.dot|warp_group_dot)\b.*? : )(tensor<[^)\n]*xf(?:16|32), .*)", code
+    )
+    for i, text in enumerate(found):
+        for name, layout in layouts:
+            text = re.sub(rf"{name}\b", lambda _, layout=layout: layout, text)
+        found[i] = text.split(" loc(")[0]
+    return found
+
+
 def inspect(variant: Variant, arch: int) -> dict:
     """Compile one variant for one architecture and return its numbers and the gates it fails (`failures`)."""
     compiled = _compile(variant, arch)
@@ -289,7 +316,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
-    parser.add_argument("--quick", action="store_true", help="only the main int4 loop")
+    parser.add_argument("--quick", action="store_true", help="one variant of each kind that is at risk")
     args = parser.parse_args(argv)
     rows, failed = [], 0
     header = (

@@ -153,8 +153,7 @@ def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     if slots.shape[0] == 1:
         kv_layer.index_copy_(3, slots[0], rows)
     else:
-        index = slots[None, :, None, :, None].expand(rows.shape)
-        kv_layer.scatter_(3, index, rows)
+        kv_layer.scatter_(3, slots[None, :, None, :, None].expand(rows.shape), rows)
 
 
 def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
@@ -185,10 +184,8 @@ def _ptx(bits: int, bf16: bool) -> str:
     nibbles in place, as 16 q, and scales by 1/16. bf16 has 7 mantissa bits: the top bit of a byte becomes a 128 or 256.
     """
     planes = 32 // bits
-    constants = {
-        (4, False): (0x64086408, 0x2C002C00, 0xD480D480), (4, True): (0xC308C308, 0x3F803F80, 0x43004300),
-        (8, False): (0x64806480, 0, 0), (8, True): (0xBF80BF80, 0x43804380, 0x43004300),
-    }[bits, bf16]
+    constants = (((0x64086408, 0x2C002C00, 0xD480D480), (0xC308C308, 0x3F803F80, 0x43004300)),
+                 ((0x64806480, 0, 0), (0xBF80BF80, 0x43804380, 0x43004300)))[bits == 8][bf16]
     body = [f"mov.b32 c{i + 1}, 0x{c:08x};" for i, c in enumerate(constants) if c]
     body += [f"prmt.b32 {w}, ${planes}, ${planes + 1}, {pick};" for w, pick in (("lo", "0x5410"), ("hi", "0x7632"))]
     for plane in range(planes):
@@ -226,10 +223,8 @@ def _decode(w, BITS: tl.constexpr, DT: tl.constexpr, DEVICE: tl.constexpr):
     """int32 words -> 32 / BITS planes of centred codes in DT. Without DEVICE: the twin that the interpreter can run."""
     if not DEVICE:
         low = _plane(w, 0, BITS, DT), _plane(w, 1, BITS, DT), _plane(w, 2, BITS, DT), _plane(w, 3, BITS, DT)
-        if BITS == 8:
-            return low
-        else:
-            return low + (_plane(w, 4, BITS, DT), _plane(w, 5, BITS, DT), _plane(w, 6, BITS, DT), _plane(w, 7, BITS, DT))
+        return low if BITS == 8 else low + (
+            _plane(w, 4, BITS, DT), _plane(w, 5, BITS, DT), _plane(w, 6, BITS, DT), _plane(w, 7, BITS, DT))
     elif BITS == 4:
         if DT == tl.float16:
             return tl.inline_asm_elementwise(_PTX4_FP16, _REGS4, [w], (tl.float16,) * 8, is_pure=True, pack=2)
@@ -276,9 +271,9 @@ def _group_rows(s, rn, block, K, N, GROUP: tl.constexpr, USED: tl.constexpr):
 
 
 @_jit
-def _multiply_block(acc, w, scales, zeros, x, rows, live, rn, k0, K, N,
-                    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, EVEN_K: tl.constexpr,
-                    EVEN_N: tl.constexpr, ACC: tl.constexpr, DEVICE: tl.constexpr):
+def _multiply_block(acc, w, scales, zeros, x, rows, live, rn, k0, K, N, BITS: tl.constexpr, GROUP: tl.constexpr,
+                    ZEROS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, ACC: tl.constexpr,
+                    DEVICE: tl.constexpr):
     """acc[BN, BT] += W[rn, k0 : k0 + 128] @ x[rows, k0 : k0 + 128]^T, weights as the A operand, tokens on N."""
     DT: tl.constexpr = x.dtype.element_ty
     PLANES: tl.constexpr = 32 // BITS if BITS < 16 else 1
@@ -313,8 +308,8 @@ def _multiply_block(acc, w, scales, zeros, x, rows, live, rn, k0, K, N,
 
 @_jit
 def _accumulate(x, w, s, z, rows, live, rn, first, last, K, N, N_OUT, BN: tl.constexpr, BT: tl.constexpr,
-                BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr,
-                EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, ACC: tl.constexpr, DEVICE: tl.constexpr):
+                BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
+                EVEN_N: tl.constexpr, ACC: tl.constexpr, DEVICE: tl.constexpr):
     """The main loop: K blocks [first, last) of weight rows rn (and, GATED, of rows rn + N_OUT)."""
     FOUR: tl.constexpr = BITS == 4
     acc = tl.zeros((BN, BT), tl.float32)
@@ -336,8 +331,8 @@ def _accumulate(x, w, s, z, rows, live, rn, first, last, K, N, N_OUT, BN: tl.con
 
 
 @_jit
-def _finish(acc, up, s, bias, residual, out, rn, out_rows, live, N, N_OUT,
-            BITS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr):
+def _finish(acc, up, s, bias, residual, out, rn, out_rows, live, N, N_OUT, BITS: tl.constexpr, BIAS: tl.constexpr,
+            RESIDUAL: tl.constexpr, GATED: tl.constexpr):
     """Epilogue in fp32: output-channel scale, bias, SiLU(gate) * up, residual; then one rounding."""
     ok = rn < N_OUT
     if BITS == 8:
@@ -380,52 +375,48 @@ def _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS: tl.constex
 
 
 @_jit_any_m
-def _linear_kernel(x, w, s, z, bias, residual, out, ids, part, count, M, N, K, N_OUT,
-                   BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-                   RESIDUAL: tl.constexpr, GATED: tl.constexpr, TOPK: tl.constexpr, EVEN_K: tl.constexpr,
-                   EVEN_N: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
-                   DEVICE: tl.constexpr):
-    """out[M, N_OUT] (TOPK > 0: see `_finish_topk`) for M <= BT tokens. Grid (row tiles, SPLIT). Partials are summed in
-    split order by the CTA that arrives last; it also resets the counter, so the buffer is ready for the next launch (or
-    graph replay)."""
-    tile, split = tl.program_id(0), tl.program_id(1)
-    rm, rn = tl.arange(0, BT), tile * BN + tl.arange(0, BN)
+def _linear_kernel(x, w, s, z, bias, residual, out, ids, part, count, M, N, K, N_OUT, BITS: tl.constexpr,
+                   GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+                   GATED: tl.constexpr, TOPK: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr,
+                   BT: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr, DEVICE: tl.constexpr):
+    """out[M, N_OUT] (TOPK > 0: see `_finish_topk`). Grid (token tiles, row tiles, SPLIT): token tiles of one weight tile
+    are neighbours in launch order, so its weights come from DRAM once. Partials are summed in split order by the CTA that
+    arrives last; it also resets the counter, so the buffer is ready for the next launch (or graph replay)."""
+    slab, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rt, rn = tl.arange(0, BT), tile * BN + tl.arange(0, BN)
+    rm = slab * BT + rt
     live = rm < M
     blocks = tl.cdiv(K, 128)
     acc, up = _accumulate(x, w, s, z, rm, live, rn, blocks * split // SPLIT, blocks * (split + 1) // SPLIT, K, N, N_OUT,
                           BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, EVEN_N, ACC, DEVICE)
-    if SPLIT == 1:
-        if TOPK > 0:
-            _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS, TOPK)
-        else:
-            _finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED)
-    else:
-        size = tl.num_programs(0) * BN * BT
+    if SPLIT > 1:
+        size = tl.num_programs(1) * BN * BT
         step = size * 2 if GATED else size
-        at = rn[:, None] * BT + rm[None, :]
+        at = slab * SPLIT * step + rn[:, None] * BT + rt[None, :]
         tl.store(part + split * step + at, acc)
         if GATED:
             tl.store(part + split * step + size + at, up)
         tl.debug_barrier()
-        if tl.atomic_add(count + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
-            acc = tl.zeros((BN, BT), tl.float32)
-            up = tl.zeros((BN, BT), tl.float32)
-            for j in range(SPLIT):
-                acc += tl.load(part + j * step + at, cache_modifier=".cg")
-                if GATED:
-                    up += tl.load(part + j * step + size + at, cache_modifier=".cg")
-            if TOPK > 0:
-                _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS, TOPK)
-            else:
-                _finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED)
-            tl.store(count + tile, 0)
+        count += slab * tl.num_programs(1) + tile
+        if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") != SPLIT - 1:
+            return
+        acc = tl.zeros((BN, BT), tl.float32)
+        up = tl.zeros((BN, BT), tl.float32)
+        for j in range(SPLIT):
+            acc += tl.load(part + j * step + at, cache_modifier=".cg")
+            if GATED:
+                up += tl.load(part + j * step + size + at, cache_modifier=".cg")
+        tl.store(count, 0)
+    if TOPK > 0:
+        _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS, TOPK)
+    else:
+        _finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED)
 
 
 @_jit
-def _expert_kernel(x, w, s, z, out, pairs, offsets, N, K, N_OUT, DIV,
-                   BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr,
-                   EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
-                   ACC: tl.constexpr, DEVICE: tl.constexpr):
+def _expert_kernel(x, w, s, z, out, pairs, offsets, N, K, N_OUT, DIV, BITS: tl.constexpr, GROUP: tl.constexpr,
+                   ZEROS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr,
+                   BT: tl.constexpr, ACC: tl.constexpr, DEVICE: tl.constexpr):
     """Grouped GEMM. Grid (token tiles, row tiles, experts); programs of idle experts leave at once. `pairs` lists
     (token, slot) pairs sorted by expert, expert e owns pairs[offsets[e] : offsets[e + 1]]; pair p reads row p // DIV.
     Token tiles of one weight tile are neighbours in launch order, so its weights come from DRAM once."""
@@ -445,6 +436,26 @@ def _expert_kernel(x, w, s, z, out, pairs, offsets, N, K, N_OUT, DIV,
         acc, up = _accumulate(x, w, s, z, rows, live, rn, 0, tl.cdiv(K, 128), K, N, N_OUT,
                               BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, EVEN_N, ACC, DEVICE)
         _finish(acc, up, s, s, s, out, rn, pair, live, N, N_OUT, BITS, False, False, GATED)
+
+
+@_jit
+def _dequantize_kernel(w, s, z, out, N, K, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BN: tl.constexpr,
+                       DEVICE: tl.constexpr):
+    """The bits of `dequantize` in one pass: out [N, K] from int4 or int8 words. Grid (row tiles, K blocks)."""
+    DT: tl.constexpr = out.dtype.element_ty
+    KP: tl.constexpr = 4 * BITS
+    block, kp, rn = tl.program_id(1), tl.arange(0, KP), tl.program_id(0) * BN + tl.arange(0, BN)
+    ok = (rn < N)[:, None]
+    q = _decode(tl.load(w + rn[:, None] * (tl.cdiv(K, 128) * KP) + (block * KP + kp)[None, :], mask=ok, other=0),
+                BITS, DT, DEVICE)
+    for p in tl.static_range(32 // BITS):
+        k = block * 128 + p * KP
+        at = k // GROUP * N + rn if BITS == 4 else rn
+        value, inside = q[p].to(tl.float32), (rn < N) & (k + 0 * rn < K)  # a group outside the matrix has no scale
+        if ZEROS:
+            value -= tl.load(z + at, mask=inside, other=8).to(tl.float32)[:, None] - 8
+        value *= tl.load(s + at, mask=inside, other=0).to(tl.float32)[:, None]
+        tl.store(out + rn[:, None] * K + (k + kp)[None, :], value.to(DT), mask=ok & (k + kp < K)[None, :])
 
 
 # ---------------------------------------------------------------------------------------------- packed weights
@@ -478,22 +489,27 @@ def shape_key(n: int, k: int, bits: int) -> str:
     return f"{n}x{k} w{bits}"
 
 
-def _launch(config: list[int], tokens: int, gated: bool) -> tuple[int, int, int, dict[str, int | None]]:
+def _launch(config, tokens: int, gated: bool, group: int = 0, zeros: bool = False) -> tuple[int, int, int, dict]:
     """(BN, BT, split_k, compiler options) of a launch; only split_k orders a sum. Gate-up halves BN: two tiles share a
-    program. At 32 tokens ptxas would rather spill than pass 128 registers."""
+    program. Zero points with fewer than 32 rows a warp send decoded weights through shared memory. At 32 tokens ptxas
+    would rather spill than pass 128 registers; groups below 128 hold so many scales that more tokens spill at 255."""
     block_n, split, warps, stages = config
-    tile = max(16, triton.next_power_of_2(tokens))
-    options = dict(num_warps=warps, num_stages=stages, maxnreg=168 if tile == 32 else None)
-    return max(16, block_n // (1 + gated)), tile, split, options
+    block_n, small = max(block_n, 32 * warps if zeros else 16) // (1 + gated), 0 < group < 128
+    tile = min(32 if small else TILE_M, max(16, triton.next_power_of_2(tokens)))
+    options = dict(num_warps=warps, num_stages=stages, maxnreg=(255 if small else 168) if tile == 32 else None)
+    return max(16, block_n), tile, split, options
 
 
-def _arguments(x, scales, zeros, bits, group, n_out, gated, config, tokens, half) -> tuple[int, int, list, dict]:
-    """(BN, split_k, scales and zeros or a placeholder, constants and options) of a launch on rows x [M, K]."""
-    block_n, tile, split, options = _launch(config, tokens, gated)
-    return block_n, split, [x if t is None else t for t in (scales, zeros)], options | dict(
+def _arguments(x, scales, zeros, bits, group, n_out, gated, config, tokens, accumulate):
+    """(grid, room for partial sums, scales and zeros or a placeholder, constants and options) of a launch on x [M, K];
+    tokens: rows a tile may hold."""
+    block_n, tile, split, options = _launch(config, tokens, gated, group, zeros is not None)
+    grid = triton.cdiv(x.shape[0], tile), triton.cdiv(n_out, block_n), split
+    partial = x.new_empty(math.prod(grid) * (1 + gated) * block_n * tile * (split > 1), dtype=torch.float32)
+    return grid, partial, [x if t is None else t for t in (scales, zeros)], options | dict(
         BITS=bits, GROUP=group, ZEROS=zeros is not None, GATED=gated, EVEN_K=x.shape[1] % 128 == 0,
         EVEN_N=n_out % block_n == 0, BN=block_n, BT=tile, DEVICE=_on_device(x),
-        ACC=tl.float16 if half and x.dtype == torch.float16 else tl.float32)
+        ACC=tl.float16 if accumulate == "float16" and x.dtype == torch.float16 else tl.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -581,16 +597,14 @@ def _pack(plain: PackedWeight, dtype: torch.dtype, layout: str, config: LinearCo
     count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 82
     tuned = _ACTIVE.get().configs if _ACTIVE.get() else {}
     config = config or tuned.get(shape_key(plain.n, plain.k, plain.bits))
-    return replace(
-        plain, layout=layout, weight=weight, config=config or linear_config(plain.n, plain.k, plain.bits, count),
-        counters=torch.zeros(-(-plain.n // 16), dtype=torch.int32, device=device),
-    )
+    config = config or linear_config(plain.n, plain.k, plain.bits, count)
+    counters = torch.zeros(SMALL_M // 32 * -(-plain.n // 16), dtype=torch.int32, device=device)
+    return replace(plain, layout=layout, weight=weight, config=config, counters=counters)
 
 
-def pack_int4(
-    qweight: Tensor, scales: Tensor, zeros: Tensor | None = None, group_size: int = 128, perm: Tensor | None = None,
-    dtype: torch.dtype = torch.float16, layout: str = "auto", config: LinearConfig | None = None,
-) -> PackedWeight:
+def pack_int4(qweight: Tensor, scales: Tensor, zeros: Tensor | None = None, group_size: int = 128,
+              perm: Tensor | None = None, dtype: torch.dtype = torch.float16, layout: str = "auto",
+              config: LinearConfig | None = None) -> PackedWeight:
     """Stored int4 -> what the active backend reads, for activations of `dtype`.
 
     qweight uint8 [..., N, K/2]; scales [..., K/G, N]; zeros uint8 like scales or None (8); leading dims are experts.
@@ -606,10 +620,8 @@ def pack_int4(
     return _pack(PackedWeight("plain", 4, group_size, n, k, qweight, scales, zeros, perm), dtype, layout, config)
 
 
-def pack_int8(
-    qweight: Tensor, scales: Tensor, dtype: torch.dtype = torch.float16, layout: str = "auto",
-    config: LinearConfig | None = None,
-) -> PackedWeight:
+def pack_int8(qweight: Tensor, scales: Tensor, dtype: torch.dtype = torch.float16, layout: str = "auto",
+              config: LinearConfig | None = None) -> PackedWeight:
     """Stored int8 [..., N, K] with scales [..., N] -> what the active backend reads (see `pack_int4`). On CPU bf16 keeps
     int8 (torch's int8pack), other dtypes are dequantized once."""
     if scales.shape != qweight.shape[:-1]:
@@ -622,7 +634,12 @@ def pack_half(weight: Tensor, layout: str = "auto", config: LinearConfig | None 
     return _pack(PackedWeight("plain", 16, 0, *weight.shape[-2:], weight), weight.dtype, layout, config)
 
 
-SMALL_M = 64  # rows; above it the weight is dequantized and multiplied by cuBLAS
+TILE_M = 64  # rows of one program at most
+# Rows of one launch at most, and the widest prefill chunk. Above, the weight is written out in 16 bits and multiplied by
+# cuBLAS. Estimate for a 3090, unmeasured (scripts.bench_kernels times both): writing costs 2.5 bytes per int4 weight,
+# 3.1 ps, before the product starts; the product takes 2 M / 71e12 s per weight for both, over a share of the matrix rate
+# that may be 60 % here and 85 % there: they meet near M = 220. On an H100 ours has the edge for longer.
+SMALL_M = 256
 
 
 def epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
@@ -634,9 +651,8 @@ def epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: boo
     return y if residual is None else y + residual
 
 
-def packed_linear(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, residual: Tensor | None = None, gated: bool = False
-) -> Tensor:
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, residual: Tensor | None = None,
+                  gated: bool = False) -> Tensor:
     """x [..., K] @ W^T [+ bias], [SiLU(first half) * second half if gated], [+ residual] -> [..., N] (gated: N/2).
 
     No host sync. 'planes': up to SMALL_M rows run our kernel, where a row's bits depend neither on M nor on other rows;
@@ -645,10 +661,11 @@ def packed_linear(
     if weight.perm is not None:
         x = x.index_select(-1, weight.perm)
     if weight.layout == "planes":
-        return torch.ops.eaglet.planes_linear(
-            x, weight.weight, weight.scales, weight.zeros, weight.counters, bias, residual, weight.bits,
-            weight.group_size, weight.n, gated, weight.config[:4], weight.config.accumulate == "float16",
-        )
+        apart = gated and weight.zeros is not None  # two tiles and their zero points would spill
+        y = torch.ops.eaglet.planes_linear(
+            x, weight.weight, weight.scales, weight.zeros, weight.counters, bias, None if apart else residual,
+            weight.bits, weight.group_size, weight.n, gated and not apart, weight.config[:4], weight.config.accumulate)
+        return epilogue(y, None, residual, True) if apart else y
     if not torch.compiler.is_compiling():
         _use_triton("packed_linear", x, f"weights are packed as '{weight.layout}', for another backend")
     rows = x.reshape(-1, weight.k)
@@ -661,32 +678,40 @@ def packed_linear(
     return epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
 
 
+def _matrix(x, words, scales, zeros, bits: int, group: int, n: int, ours: bool) -> Tensor:
+    """The matrix [N, K] of words in the plane layout, for x [..., K]; ours: by our kernel."""
+    k = x.shape[-1]
+    if not ours or bits == 16:
+        return dequantize(PackedWeight("planes", bits, group, n, k, words, scales, zeros), x.dtype)
+    out = x.new_empty(n, k)
+    _dequantize_kernel[triton.cdiv(n, 32), triton.cdiv(k, 128)](
+        words, scales, scales if zeros is None else zeros, out, n, k, BITS=bits, GROUP=group, ZEROS=zeros is not None,
+        BN=32, DEVICE=_on_device(x), num_warps=4)
+    return out
+
+
 @torch.library.custom_op("eaglet::planes_linear", mutates_args=())
-def planes_linear(
-    x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor | None, counters: Tensor, bias: Tensor | None,
-    residual: Tensor | None, bits: int, group: int, n: int, gated: bool, config: list[int], half_accumulate: bool,
-) -> Tensor:
+def planes_linear(x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor | None, counters: Tensor,
+                  bias: Tensor | None, residual: Tensor | None, bits: int, group: int, n: int, gated: bool,
+                  config: list[int], accumulate: str) -> Tensor:
     """`packed_linear` on the plane layout. `counters` is all zero before and after, so it does not count as mutated."""
     k, n_out = x.shape[-1], n // 2 if gated else n
     rows = x.reshape(-1, k).contiguous()
-    tokens = rows.shape[0]
-    if not _use_triton("packed_linear", x) or tokens > SMALL_M:
-        y = rows @ dequantize(PackedWeight("planes", bits, group, n, k, words, scales, zeros), x.dtype).mT
+    tokens, ours = rows.shape[0], _use_triton("packed_linear", x)
+    if not ours or tokens > SMALL_M:
+        y = rows @ _matrix(rows, words, scales, zeros, bits, group, n, ours).mT
         return epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
     out = x.new_empty((*x.shape[:-1], n_out))
-    block_n, split, extra, fixed = _arguments(
-        rows, scales, zeros, bits, group, n_out, gated, config, tokens, half_accumulate)
-    tiles = triton.cdiv(n_out, block_n)
-    partial = x.new_empty((split if split > 1 else 0, 1 + gated, tiles * block_n, fixed["BT"]), dtype=torch.float32)
-    _linear_kernel[tiles, split](
+    grid, partial, extra, fixed = _arguments(rows, scales, zeros, bits, group, n_out, gated, config, tokens, accumulate)
+    _linear_kernel[grid](
         rows, words, *extra, rows if bias is None else bias, rows if residual is None else residual.contiguous(), out,
         out, partial, counters, tokens, n, k, n_out, BIAS=bias is not None, RESIDUAL=residual is not None, TOPK=0,
-        SPLIT=split, **fixed)
+        SPLIT=grid[2], **fixed)
     return out
 
 
 @planes_linear.register_fake
-def _(x, words, scales, zeros, counters, bias, residual, bits, group, n, gated, config, half_accumulate):
+def _(x, words, scales, zeros, counters, bias, residual, bits, group, n, gated, config, accumulate):
     return x.new_empty((*x.shape[:-1], n // 2 if gated else n))
 
 
@@ -711,44 +736,39 @@ def packed_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
     if weight.layout != "planes":
         return topk_reference(packed_linear(x, weight), count)
     rows = (x if weight.perm is None else x.index_select(-1, weight.perm)).reshape(-1, weight.k)
-    top = torch.ops.eaglet.planes_topk(
-        rows, weight.weight, weight.scales, weight.zeros, weight.counters, weight.bits, weight.group_size, weight.n,
-        count, weight.config[:4], weight.config.accumulate == "float16")
+    top = torch.ops.eaglet.planes_topk(rows, weight.weight, weight.scales, weight.zeros, weight.counters, weight.bits,
+                                       weight.group_size, weight.n, count, weight.config[:4], weight.config.accumulate)
     return TopK(*(t.unflatten(0, x.shape[:-1]) for t in top))
 
 
 @torch.library.custom_op("eaglet::planes_topk", mutates_args=())
-def planes_topk(
-    x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor | None, counters: Tensor, bits: int, group: int,
-    n: int, topk: int, config: list[int], half_accumulate: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def planes_topk(x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor | None, counters: Tensor, bits: int,
+                group: int, n: int, topk: int, config: list[int], accumulate: str) -> tuple[Tensor, Tensor, Tensor]:
     """`packed_topk` on the plane layout: rows x [M, K]."""
     x, (tokens, k) = x.contiguous(), x.shape
     wide = f"{topk} candidates exceed a tile of {config[0]} rows" if topk > config[0] else ""
-    if not _use_triton("packed_topk", x, wide) or tokens > SMALL_M:
-        matrix = dequantize(PackedWeight("planes", bits, group, n, k, words, scales, zeros), x.dtype)
+    ours = _use_triton("packed_topk", x, wide)
+    if not ours or tokens > SMALL_M:
+        matrix = _matrix(x, words, scales, zeros, bits, group, n, ours)
         return tuple(t.clone() for t in topk_reference(x @ matrix.mT, topk))
-    block_n, split, extra, fixed = _arguments(x, scales, zeros, bits, group, n, False, config, tokens, half_accumulate)
-    tiles = triton.cdiv(n, block_n)
-    out, ids = (x.new_empty(tiles, tokens, topk + more, dtype=d) for more, d in ((2, torch.float32), (0, torch.int32)))
-    partial = x.new_empty((split if split > 1 else 0, tiles * block_n, fixed["BT"]), dtype=torch.float32)
-    _linear_kernel[tiles, split](
+    grid, partial, extra, fixed = _arguments(x, scales, zeros, bits, group, n, False, config, min(32, tokens), accumulate)
+    out, ids = (x.new_empty(grid[1], tokens, topk + more, dtype=d) for more, d in ((2, torch.float32), (0, torch.int32)))
+    _linear_kernel[grid](
         x, words, *extra, x, x, out, ids, partial, counters, tokens, n, k, n, BIAS=False, RESIDUAL=False, TOPK=topk,
-        SPLIT=split, **fixed)
+        SPLIT=grid[2], **fixed)
     values, order = out[..., :topk].transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
     ids = ids.transpose(0, 1).flatten(1).gather(1, order[:, :topk]).long()
     return values[:, :topk].clone(), ids, (out[..., topk] + out[..., topk + 1].log()).logsumexp(0)
 
 
 @planes_topk.register_fake
-def _(x, words, scales, zeros, counters, bits, group, n, topk, config, half_accumulate):
+def _(x, words, scales, zeros, counters, bits, group, n, topk, config, accumulate):
     values = x.new_empty(x.shape[0], topk, dtype=torch.promote_types(x.dtype, torch.float32))
     return values, torch.empty_like(values, dtype=torch.int64), torch.empty_like(values[:, 0])
 
 
-def packed_experts(
-    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: PackedWeight, down: PackedWeight
-) -> Tensor:
+def packed_experts(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: PackedWeight,
+                   down: PackedWeight) -> Tensor:
     """Mixture-of-experts MLP: sum over slots j, in slot order, of expert_weights[t, j] * MLP_{expert_ids[t, j]}(x[t]).
 
     x [T,H]; expert_ids [T,k] int64; expert_weights [T,k]; gate_up packs [E,2I,H], down packs [E,H,I]. Returns [T,H] in
@@ -767,17 +787,16 @@ def packed_experts(
 def _experts(x: Tensor, expert_ids: Tensor, weight: PackedWeight, gated: bool) -> Tensor:
     if weight.perm is not None:
         x = x.index_select(-1, weight.perm)
-    return torch.ops.eaglet.expert_linear(
+    apart = gated and weight.zeros is not None  # as in `packed_linear`
+    y = torch.ops.eaglet.expert_linear(
         x, expert_ids, weight.weight, weight.scales, weight.zeros, weight.layout, weight.bits, weight.group_size,
-        weight.n, gated, weight.config[:4], weight.config.accumulate == "float16",
-    )
+        weight.n, gated and not apart, weight.config[:4], weight.config.accumulate)
+    return epilogue(y, None, None, True) if apart else y
 
 
 @torch.library.custom_op("eaglet::expert_linear", mutates_args=())
-def expert_linear(
-    x: Tensor, expert_ids: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None, layout: str, bits: int,
-    group: int, n: int, gated: bool, config: list[int], half_accumulate: bool,
-) -> Tensor:
+def expert_linear(x: Tensor, expert_ids: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None,
+                  layout: str, bits: int, group: int, n: int, gated: bool, config: list[int], accumulate: str) -> Tensor:
     """Row (t, j) of the [T,k,N] result is expert expert_ids[t, j] applied to x[t] (x [T,K]) or x[t, j] (x [T,k,K])."""
     tokens, slots = expert_ids.shape
     k, n_out = x.shape[-1], n // 2 if gated else n
@@ -794,14 +813,15 @@ def expert_linear(
     pairs = experts.argsort(stable=True).to(torch.int32)
     bounds = torch.arange(weight.shape[0] + 1, device=x.device)
     offsets = (experts[None, :] < bounds[:, None]).sum(1, dtype=torch.int32)
-    block_n, _, extra, fixed = _arguments(rows, scales, zeros, bits, group, n_out, gated, config, 16, half_accumulate)
-    _expert_kernel[triton.cdiv(tokens, fixed["BT"]), triton.cdiv(n_out, block_n), weight.shape[0]](
+    config = [config[0], 1, *config[2:]]  # no split, and 16 rows a tile whatever the number of tokens
+    grid, _, extra, fixed = _arguments(rows, scales, zeros, bits, group, n_out, gated, config, 16, accumulate)
+    _expert_kernel[triton.cdiv(tokens, fixed["BT"]), grid[1], weight.shape[0]](
         rows, weight, *extra, out, pairs, offsets, n, k, n_out, div, **fixed)
     return out
 
 
 @expert_linear.register_fake
-def _(x, expert_ids, weight, scales, zeros, layout, bits, group, n, gated, config, half_accumulate):
+def _(x, expert_ids, weight, scales, zeros, layout, bits, group, n, gated, config, accumulate):
     return x.new_empty(*expert_ids.shape, n // 2 if gated else n)
 
 
@@ -889,8 +909,7 @@ def _rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last axis of x [..., H]; weight [H]; variance in float32 or wider, as LLaMA does it. On Triton
     one program per row, so rows are independent; with gradients always plain code."""
-    norm = _rms_norm_reference if _plain(x, weight) else torch.ops.eaglet.rms_norm
-    return norm(x, weight, eps)
+    return (_rms_norm_reference if _plain(x, weight) else torch.ops.eaglet.rms_norm)(x, weight, eps)
 
 
 @torch.library.custom_op("eaglet::rms_norm", mutates_args=())
@@ -899,8 +918,8 @@ def _rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _rms_norm_reference(x, weight, eps)
     x, out, size = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     block = triton.next_power_of_2(size)
-    warps = min(16, max(4, block // 1024))
-    _rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, BLOCK=block, num_warps=warps)
+    _rms_norm_kernel[(x.numel() // size,)](
+        x, weight, out, size, eps, BLOCK=block, num_warps=min(16, max(4, block // 1024)))
     return out
 
 
@@ -935,10 +954,8 @@ def _cache_scales(kv: Tensor) -> Tensor:
     return kv.view(torch.float32) if kv.dtype == torch.int8 else kv
 
 
-def rope_write_kv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None, eps: float = 0.0,
-) -> Tensor:
+def rope_write_kv(qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None = None,
+                  k_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """Rotate q and k (after a per-head RMS norm if weights [hd] are given), write k, v into the cache, return q.
 
     qkv [B,T,Hq+2Hkv,hd]; cos, sin [B,T,hd/2] fp32, dimension i pairs with i + hd/2; kv [2,B,Hkv,S,hd] or int8
@@ -951,10 +968,8 @@ def rope_write_kv(
 
 
 @torch.library.custom_op("eaglet::rope_write_kv", mutates_args=("kv",))
-def _rope_op(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None,
-    k_weight: Tensor | None, eps: float,
-) -> Tensor:
+def _rope_op(qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None,
+             k_weight: Tensor | None, eps: float) -> Tensor:
     if not _use_triton("rope_write_kv", qkv, _cache_problem(kv)):
         return _rope_reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps).contiguous()
     (B, T, heads, dim), (kv_heads, S) = qkv.shape, kv.shape[2:4]
@@ -963,8 +978,7 @@ def _rope_op(
     _rope_kernel[B * T, heads](
         qkv, cos.contiguous(), sin.contiguous(), kv, _cache_scales(kv), slots.contiguous(), q_weight if norm else qkv,
         k_weight if norm else qkv, out, kv.stride(0), T, S, eps, HQ=heads - 2 * kv_heads, HKV=kv_heads, HD=dim,
-        BLOCK=triton.next_power_of_2(dim), NORM=norm, INT8=kv.dtype == torch.int8, num_warps=1,
-    )
+        BLOCK=triton.next_power_of_2(dim), NORM=norm, INT8=kv.dtype == torch.int8, num_warps=1)
     return out
 
 
@@ -1015,18 +1029,13 @@ def _attend_one(q, kv, visible, positions, start: int, window: int, scale: float
     return out.masked_fill(bad[..., None], float("nan"))
 
 
-def tree_attention_reference(
-    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float
-) -> Tensor:
+def tree_attention_reference(q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int,
+                             scale: float) -> Tensor:
     """Plain-PyTorch `tree_attention`; reads `start` on the host, so its cost follows the live length, not S."""
     if len(starts := start.tolist()) == 1:
         return _attend_one(q, kv, visible[0], positions[0], starts[0], window, scale).contiguous()
-    one = [slice(b, b + 1) for b in range(len(starts))]
-    rows = [
-        _attend_one(q[b], kv[:, b], visible[i], positions[i], starts[i], window, scale)
-        for i, b in enumerate(one)
-    ]
-    return torch.cat(rows)
+    return torch.cat([_attend_one(q[b : b + 1], kv[:, b : b + 1], visible[b], positions[b], n, window, scale)
+                      for b, n in enumerate(starts)])
 
 
 @_jit
@@ -1044,10 +1053,27 @@ def _row_geometry(start, positions, b, m, T, R, ROWS, REGION: tl.constexpr):
 
 
 @_jit
-def _attend_chunks_kernel(q, kv, kv_scales, start, visible, positions, acc_out, ml_out, v_offset, S, T, R, ROWS,
-                          SPLITS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, WINDOW: tl.constexpr,
-                          REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-                          INT8: tl.constexpr, DEVICE: tl.constexpr):
+def _split_bounds(split):
+    """The keys [first, last) of a split: 8 splits of 128, 8 of 256, 512 and 1024, then all of 2048 (performance.md 5), so
+    that short contexts fill the GPU and partials stay few. Nothing follows S: drafters allocate different caches."""
+    octave = tl.minimum(split // 8, 4)
+    first = 1024 * ((1 << octave) - 1) + (split - 8 * octave) * (128 << octave)
+    return first, first + (128 << octave)
+
+
+@_jit
+def _rescale(top, other):
+    """(joint maximum, the same or 0 to subtract, factor for what was summed under top) of an online softmax."""
+    new = tl.maximum(top, other)
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    return new, safe, tl.exp(top - safe)
+
+
+@_jit
+def _attend_chunks_kernel(q, kv, kv_scales, start, visible, positions, acc_out, ml_out, v_offset, S, T, R, ROWS, SPLITS,
+                          scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, WINDOW: tl.constexpr,
+                          REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, INT8: tl.constexpr,
+                          DEVICE: tl.constexpr):
     """Tensor-core part: keys [0, limit) of every query row, limit = 16 floor((p - 16) / 16) (REGION: all of them, for
     prefill). Grid (B Hkv, splits, row tiles). Key blocks sit at absolute multiples of BK and a masked block changes
     nothing, bit for bit, so a row's partial depends on its position and its keys alone."""
@@ -1056,11 +1082,11 @@ def _attend_chunks_kernel(q, kv, kv_scales, start, visible, positions, acc_out, 
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, R, ROWS, REGION)
     end = tl.max(limit, 0)
-    low = split * SPLIT
+    first, last = _split_bounds(split)
+    low, high = first, end if REGION else tl.minimum(last, end)
     if WINDOW > 0:
         low = tl.maximum(low, (tl.min(tl.where(ok, p, 2147483647), 0) - WINDOW + 1) // BK * BK)
-    high = tl.minimum(split * SPLIT + SPLIT, end)
-    if split * SPLIT < end:
+    if first < end:
         d = tl.arange(0, HDP)
         DT: tl.constexpr = q.dtype.element_ty
         real = ok[:, None] & (d < HD)[None, :]
@@ -1089,9 +1115,7 @@ def _attend_chunks_kernel(q, kv, kv_scales, start, visible, positions, acc_out, 
                 see = see & ((r < 0)[None, :] | (vis != 0))
             dots = _dot(query, tl.trans(k), tl.zeros((BM, BK), tl.float32), DEVICE)
             score = tl.where(see, dots * scale, float("-inf"))
-            new = tl.maximum(top, tl.max(score, 1))
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            shrink = tl.exp(top - safe)
+            new, safe, shrink = _rescale(top, tl.max(score, 1))
             weight = tl.exp(score - safe[:, None])
             total = total * shrink + tl.sum(weight, 1)
             acc = _dot(weight.to(v.dtype), v, acc * shrink[:, None], DEVICE)
@@ -1106,10 +1130,9 @@ def _attend_chunks_kernel(q, kv, kv_scales, start, visible, positions, acc_out, 
 
 
 @_jit
-def _attend_tail_kernel(q, kv, kv_scales, start, visible, positions, acc_in, ml_in, out, v_offset, S, T, R, ROWS,
-                        SPLITS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr,
-                        WINDOW: tl.constexpr, REGION: tl.constexpr, RT: tl.constexpr, SPLIT: tl.constexpr,
-                        INT8: tl.constexpr):
+def _attend_tail_kernel(q, kv, kv_scales, start, visible, positions, acc_in, ml_in, out, v_offset, S, T, R, ROWS, SPLITS,
+                        scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr,
+                        WINDOW: tl.constexpr, REGION: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr):
     """Merge a row's partials in split order, then its tail: key i of the tail is position limit + i, whichever slot
     it is in (history, or the i-th visible region row), so verify and plain decoding reduce the same operands in the same
     places. Every query gathers only rows it sees; others are loaded as zero. Grid (B Hkv, row tiles)."""
@@ -1122,18 +1145,19 @@ def _attend_tail_kernel(q, kv, kv_scales, start, visible, positions, acc_in, ml_
     top = tl.full((RT,), float("-inf"), tl.float32)
     total = tl.zeros((RT,), tl.float32)
     acc = tl.zeros((RT, HDP), tl.float32)
-    for split in range(tl.cdiv(tl.max(limit, 0), SPLIT)):
-        live = split * SPLIT < limit
+    first, split = 0, 0
+    while first < tl.max(limit, 0):
+        live = first < limit
         at = (bh * SPLITS + split) * ROWS + m
         top_s = tl.load(ml_in + at * 2, mask=live, other=float("-inf"))
         total_s = tl.load(ml_in + at * 2 + 1, mask=live, other=0)
         acc_s = tl.load(acc_in + at[:, None] * HD + d[None, :], mask=live[:, None] & real, other=0)
-        new = tl.maximum(top, top_s)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        mine, theirs = tl.exp(top - safe), tl.exp(top_s - safe)
+        new, safe, mine = _rescale(top, top_s)
+        theirs = tl.exp(top_s - safe)
         total = total * mine + total_s * theirs
         acc = acc * mine[:, None] + acc_s * theirs[:, None]
-        top = new
+        top, split = new, split + 1
+        first = 2147483647 if REGION else _split_bounds(split)[0]
     if not REGION:
         base = bh.to(tl.int64) * S * (HD + 4 * INT8)
         values = kv + base + v_offset
@@ -1155,9 +1179,7 @@ def _attend_tail_kernel(q, kv, kv_scales, start, visible, positions, acc_in, ml_
             k = _load_rows(kv + base, kv_scales + base // 4, at, d, see, tl.float32, HD, INT8)
             v = _load_rows(values, kv_scales + (base + v_offset) // 4, at, d, see, tl.float32, HD, INT8)
             score = tl.where(see, tl.sum(query[:, None, :] * k, 2) * scale, float("-inf"))
-            new = tl.maximum(top, tl.max(score, 1))
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            shrink = tl.exp(top - safe)
+            new, safe, shrink = _rescale(top, tl.max(score, 1))
             weight = tl.exp(score - safe[:, None])
             total = total * shrink + tl.sum(weight, 1)
             acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * v, 1)
@@ -1166,14 +1188,20 @@ def _attend_tail_kernel(q, kv, kv_scales, start, visible, positions, acc_in, ml_
     tl.store(out + (bh * ROWS + m[:, None]) * HD + d[None, :], acc.to(out.dtype.element_ty), mask=real)
 
 
-def _tree_attention_triton(
-    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float
-) -> Tensor:
+def _attention_tiles(dim: int, region: bool, int8: bool, window: int) -> tuple[dict, dict]:
+    """Constants and compiler options of the chunk and the tail kernel: the largest tiles that neither spill nor exceed
+    99 KB of shared memory. Not of T: a tile of another height means other matrix instructions (sm_90: wgmma from 64 rows)
+    and another order of sums, so verify would differ from plain decoding. Prefill (region) is the same for both."""
+    chunks = dict(BM=32 << region, BK=64 >> (region or int8) + (dim > 128), num_warps=4 << region, num_stages=2)
+    return chunks, dict(RT=4 if dim <= 128 else 2, num_warps=4, maxnreg=200 if window > 0 else None)  # ptxas stops at 168
+
+
+def _tree_attention_triton(q, kv, start, visible, positions, window: int, scale: float) -> Tensor:
     """Two launches; the grid depends on S and T alone, loop bounds are read on device."""
     (batch, query_heads, T, dim), (kv_heads, S, R) = q.shape, (kv.shape[2], kv.shape[3], visible.shape[2])
-    rows, region, size = query_heads // kv_heads * T, T > 64 or R > 128, triton.next_power_of_2(S)
-    split = size if region else max(128, size // 16)
-    splits = triton.cdiv(S, split)
+    rows, region, int8 = query_heads // kv_heads * T, T > 64 or R > 128, kv.dtype == torch.int8
+    octave = min((S // 1024 + 1).bit_length() - 1, 4)
+    splits = 1 if region else 8 * octave + triton.cdiv(S - 1024 * (2**octave - 1), 128 << octave)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     acc = q.new_empty(batch * kv_heads, splits, rows, dim, dtype=torch.float32)
     ml = q.new_empty(batch * kv_heads, splits, rows, 2, dtype=torch.float32)
@@ -1181,22 +1209,17 @@ def _tree_attention_triton(
                positions.contiguous(), acc, ml)
     sizes = (kv.stride(0), S, T, R, rows, splits, scale)
     fixed = dict(HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)), WINDOW=max(window, 0), REGION=region,
-                 INT8=kv.dtype == torch.int8)
-    tile = min(64, max(16, triton.next_power_of_2(rows)))
-    _attend_chunks_kernel[batch * kv_heads, splits, triton.cdiv(rows, tile)](
-        *tensors, *sizes, **fixed, BM=tile, BK=32 if region else 64, SPLIT=split, DEVICE=_on_device(q),  # 64 would spill
-        num_warps=tile // 8 if tile > 16 else 4, num_stages=2
-    )
-    _attend_tail_kernel[batch * kv_heads, triton.cdiv(rows, 4)](
-        *tensors, out, *sizes, **fixed, RP=1 if region else triton.next_power_of_2(R), RT=4, SPLIT=split, num_warps=4,
-        maxnreg=200 if window > 0 else None,  # ptxas would rather spill than pass 168 registers
-    )
+                 INT8=int8)
+    chunks, tail = _attention_tiles(dim, region, int8, window)
+    _attend_chunks_kernel[batch * kv_heads, splits, triton.cdiv(rows, chunks["BM"])](
+        *tensors, *sizes, **fixed, **chunks, DEVICE=_on_device(q))
+    _attend_tail_kernel[batch * kv_heads, triton.cdiv(rows, tail["RT"])](
+        *tensors, out, *sizes, **fixed, **tail, RP=1 if region else triton.next_power_of_2(R))
     return out
 
 
-def tree_attention(
-    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float
-) -> Tensor:
+def tree_attention(q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int,
+                   scale: float) -> Tensor:
     """Attention of T tree rows over a static cache (DESIGN.md sections 3 and 4).
 
     q [B,Hq,T,hd]; kv [2,B,Hkv,S,hd] or int8 [...,hd+4], one layer that already holds this forward's rows; start

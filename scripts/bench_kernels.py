@@ -43,9 +43,10 @@ HEADS = {
     "llama-3-8b": 128256,
     "mixtral-8x7b": 32000,
 }
-TOKENS = (1, 4, 8, 16, 24, 32, 48, 64)
-KERNELS = ("int4", "int8", "half", "cublas", "tinygemm", "torchao", "gemlite")
-PEERS = KERNELS[3:]
+TOKENS = (1, 4, 8, 16, 24, 32, 48, 64, 104, 256)
+# 'int4-dequant': what happens above kernels.SMALL_M rows, at any M, so that the bound can be set where the two meet
+KERNELS = ("int4", "int8", "half", "int4-dequant", "int8-dequant", "cublas", "tinygemm", "torchao", "gemlite")
+PEERS = KERNELS[5:]
 
 
 def layers(model: str) -> dict[str, tuple[int, int]]:
@@ -91,21 +92,30 @@ def copy_bandwidth(device: torch.device, size: int) -> float:
     return 2 * size / measure([lambda: target.copy_(source)], device, 9)
 
 
+def dequantized(x: Tensor, weight: kernels.PackedWeight) -> Tensor:
+    """x @ W^T by way of the whole matrix in x's dtype: on CUDA our fused kernel and cuBLAS."""
+    if weight.layout != "planes":
+        return x @ kernels.dequantize(weight, x.dtype).mT
+    tensors = weight.weight, weight.scales, weight.zeros
+    return x @ kernels._matrix(x, *tensors, weight.bits, weight.group_size, weight.n, x.is_cuda).mT
+
+
 def make_kernel(name: str, n: int, k: int, dtype: torch.dtype, device: torch.device, buffers: int):
     """(functions x -> y on rotating weights, weight bytes a call reads, dtype that x must have); raises what the library
     raises where it is absent or declines."""
     functions, size = [], 0
     takes = {"tinygemm": torch.bfloat16, "torchao": torch.bfloat16, "gemlite": torch.float16}.get(name, dtype)
+    ours, _, dequant = name.partition("-")
     for _ in range(buffers):
         if name in ("half", "cublas"):
             weight = torch.randn(n, k, device=device, dtype=dtype)
             packed = kernels.pack_half(weight) if name == "half" else kernels.pack_half(weight, "dense")
             size = weight.numel() * weight.element_size()
-        elif name == "int8":
+        elif ours == "int8":
             weight = torch.randint(-128, 128, (n, k), dtype=torch.int8, device=device)
             packed = kernels.pack_int8(weight, torch.rand(n, device=device), dtype)
             size = n * k + 4 * n
-        elif name == "int4":
+        elif ours == "int4":
             weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
             scales = torch.rand(k // 128, n, device=device).half()
             packed = kernels.pack_int4(weight, scales, dtype=dtype)
@@ -140,7 +150,7 @@ def make_kernel(name: str, n: int, k: int, dtype: torch.dtype, device: torch.dev
             continue
         else:
             raise ValueError(f"unknown kernel '{name}', use one of {', '.join(KERNELS)}")
-        functions.append(lambda x, w=packed: kernels.packed_linear(x, w))
+        functions.append(lambda x, w=packed: (dequantized if dequant else kernels.packed_linear)(x, w))
     return functions, size, takes
 
 
@@ -157,8 +167,11 @@ def finished(paths: Sequence[Path], common: dict) -> set[tuple[int, int, str, in
     return found
 
 
-def candidates(n: int, k: int, bits: int, multiprocessors: int) -> list[kernels.LinearConfig]:
-    """The default tiling first, then its neighbours: split-K, rows per tile, warps and stages."""
+def candidates(
+    n: int, k: int, bits: int, multiprocessors: int, half: bool = False
+) -> list[kernels.LinearConfig]:
+    """The default tiling first, then its neighbours: split-K, rows per tile, warps and stages. half: for int4 all of them
+    with sums in fp16, too, promoted to fp32 once per group (int8 has no groups)."""
     base = kernels.linear_config(n, k, bits, multiprocessors)
     splits = {1, max(1, base.split_k // 2), base.split_k, min(2 * base.split_k, max(1, k // 256))}
     found = [base._replace(split_k=split, block_n=block) for split in sorted(splits) for block in (64, 128)]
@@ -167,6 +180,7 @@ def candidates(n: int, k: int, bits: int, multiprocessors: int) -> list[kernels.
         base._replace(stages=base.stages - 1),
         base._replace(stages=base.stages + 1),
     ]
+    found += [c._replace(accumulate="float16") for c in [base, *found] if half and bits == 4]
     return list(dict.fromkeys([base, *found]))
 
 
@@ -174,16 +188,20 @@ def tune(
     shapes: list[tuple[int, int, int]],
     time_of: Callable[[int, int, int, kernels.LinearConfig], float],
     multiprocessors: int = 82,
+    half: bool = False,
 ) -> dict[str, kernels.LinearConfig]:
     """The fastest tiling of every (n, k, bits); the default stays unless another is 2 % faster. time_of raises
-    RuntimeError for a tiling the device cannot run."""
-    best = {}
+    RuntimeError or a Triton error (OutOfResources is not a RuntimeError) for a tiling the device cannot run. half: see
+    `candidates`."""
+    best, refused = {}, (RuntimeError,)
+    if kernels.triton is not None:
+        refused += (kernels.triton.runtime.errors.TritonError,)
     for n, k, bits in shapes:
         times = {}
-        for config in candidates(n, k, bits, multiprocessors):
+        for config in candidates(n, k, bits, multiprocessors, half):
             try:
                 times[config] = time_of(n, k, bits, config)
-            except RuntimeError:
+            except refused:
                 continue
         default = kernels.linear_config(n, k, bits, multiprocessors)
         if times:
@@ -212,7 +230,9 @@ def _tune(models: list[str], dtype: torch.dtype, device: torch.device, repeats: 
         return measure(calls, device, repeats)
 
     shapes = sorted({(n, k, bits) for m in models for n, k in layers(m).values() for bits in (4, 8)})
-    best = tune(shapes, time_of, properties.multi_processor_count)
+    # GeForce cards of these generations sum fp16 products in fp32 at half rate.
+    half = dtype == torch.float16 and (properties.major, properties.minor) in ((8, 6), (8, 9))
+    best = tune(shapes, time_of, properties.multi_processor_count, half)
     for key, config in best.items():
         print(json.dumps(dict(shape=key) | config._asdict()), flush=True)
     quantize.write_tuned(properties.name, best, path)
@@ -270,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
                 row = common | dict(model=model, layer=layer, n=n, k=k, kernel=name)
                 if all((n, k, name, m) in done for m in tokens):
                     continue
-                bits = dict(int4=4, int8=8, half=16, cublas=16).get(name, 4)
+                bits = dict(int4=4, int8=8, half=16, cublas=16).get(name.partition("-")[0], 4)
                 buffers = min(64, max(2, 4 * cache // (n * k * bits // 8) + 1))
                 first, lines = None, []
                 try:

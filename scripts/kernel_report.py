@@ -55,10 +55,13 @@ def _linear(
     gated: bool = False,
     **more,
 ) -> Variant:
-    """The kernel as `packed_linear` launches it for a 4096 x 4096 layer. more: half, ragged, expert, topk."""
-    half, ragged, expert, topk = (more.get(key, 0) for key in ("half", "ragged", "expert", "topk"))
-    config = kernels.linear_config(4096, 4096, bits)
-    block, tile, _, options = kernels._launch(config[:4], tokens, gated)
+    """The kernel as `packed_linear` launches it for a 4096 x 4096 layer. more: half, ragged, expert, topk, narrow (one
+    whose default tile is 64 rows)."""
+    half, ragged, expert, topk, narrow = (
+        more.get(key, 0) for key in ("half", "ragged", "expert", "topk", "narrow")
+    )
+    config = kernels.linear_config(2048 if narrow else 4096, 4096, bits)
+    block, tile, _, options = kernels._launch(config[:4], tokens, gated, group, zeros)
     act = f"*{dtype}"
     pointers = dict(
         x=act, w=act if bits == 16 else "*i32", s="*fp32" if bits == 8 else "*fp16", z="*u8", out=act
@@ -79,9 +82,16 @@ def _linear(
         ("gate-up", gated),
         ("fp16-acc", half),
         ("ragged", ragged),
+        ("narrow", narrow),
         (f"top-{topk}", topk),
     )
-    plain = bits == 4 and dtype == "fp16" and group == 128 and tokens <= 32 and not (zeros or half or expert)
+    plain = (
+        bits == 4
+        and dtype == "fp16"
+        and group == 128
+        and tokens <= 32
+        and not (zeros or half or expert or narrow)
+    )
     return Variant(
         " ".join(tags + [text for text, on in flags if on]),
         kernels._expert_kernel if expert else kernels._linear_kernel,
@@ -89,52 +99,97 @@ def _linear(
     )  # fmt: skip
 
 
+def _dequantize(bits: int, dtype: str, group: int = 128, zeros: bool = False) -> Variant:
+    pointers = dict(w="*i32", s="*fp32" if bits == 8 else "*fp16", z="*u8", out=f"*{dtype}")
+    constants = dict(BITS=bits, GROUP=group, ZEROS=zeros, BN=32, DEVICE=True)
+    name = f"dequantize w{bits} {dtype}" + f" g{group}" * (bits == 4) + " zeros" * zeros
+    return Variant(name, kernels._dequantize_kernel, pointers, constants, dict(num_warps=4))
+
+
 def _attention(
-    dtype: str, rows: int, region: bool = False, window: int = 0, int8: bool = False
+    dtype: str, region: bool = False, window: int = 0, int8: bool = False, dim: int = 128, nodes: int = 32
 ) -> list[Variant]:
+    """The two kernels as `tree_attention` launches them; the prefill variant (region) has no tail worth a look."""
     act = "*fp16" if dtype == "fp16" else "*bf16"
     shared = dict(q=act, kv="*i8" if int8 else act, kv_scales="*fp32" if int8 else act)
     shared |= dict(start="*i64", visible="*u8", positions="*i64")
-    fixed = dict(
-        HKV=8, HD=128, HDP=128, WINDOW=window, REGION=region, SPLIT=2048 if region else 128, INT8=int8
-    )
+    fixed = dict(HKV=8, HD=dim, HDP=dim, WINDOW=window, REGION=region, INT8=int8)
     label = f"{dtype}{' prefill' if region else ''}{f' window {window}' if window else ''}"
-    label += " int8 cache" * int8
-    chunks = Variant(
-        f"attention chunks {label} {rows} rows", kernels._attend_chunks_kernel,
-        shared | dict(acc_out="*fp32", ml_out="*fp32"), fixed | dict(BM=rows, BK=32 if region else 64, DEVICE=True),
-        dict(num_warps=rows // 8, num_stages=2),
-    )  # fmt: skip
-    tail = Variant(
-        f"attention tail {label}", kernels._attend_tail_kernel,
-        shared | dict(acc_in="*fp32", ml_in="*fp32", out=act), fixed | dict(RP=32, RT=4),
-        dict(num_warps=4, maxnreg=200 if window else None),
-    )  # fmt: skip
-    return [chunks] if region else [chunks, tail]
+    label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128)
+    found = []
+    for name, kernel, tiles, pointers, constants in zip(
+        ("chunks", "tail"),
+        (kernels._attend_chunks_kernel, kernels._attend_tail_kernel),
+        kernels._attention_tiles(dim, region, int8, window),
+        (dict(acc_out="*fp32", ml_out="*fp32"), dict(acc_in="*fp32", ml_in="*fp32", out=act)),
+        (dict(DEVICE=True), dict(RP=nodes)),
+        strict=True,
+    ):
+        options = {k: v for k, v in tiles.items() if k.islower()}  # compiler options are lower case
+        constants = fixed | constants | {k: v for k, v in tiles.items() if k.isupper()}
+        which = f"attention {name} {label}" + f" {nodes} nodes" * (name == "tail")
+        found.append(Variant(which, kernel, shared | pointers, constants, options))
+    return found[: 1 if region else 2]
 
 
 def variants(quick: bool = False) -> list[Variant]:
-    """All kernel variants of the report; quick: the main int4 loop only."""
-    main = [_linear(4, "fp16")]
+    """All kernel variants of the report; quick: the main int4 loop and one of each kind that has been too large."""
     if quick:
-        return main
-    main += [_linear(4, "fp16", tokens) for tokens in (32, 64)]
-    main += [_linear(4, "fp16", tokens, gated=True) for tokens in (16, 32)] + [
-        _linear(4, "fp16", ragged=True)
+        return [
+            _linear(4, "fp16"),
+            _linear(4, "fp16", 32, gated=True),
+            _linear(4, "fp16", 64, zeros=True),
+            _linear(4, "bf16", 32, group=32, zeros=True),
+            _linear(4, "bf16", group=32, gated=True, expert=True),
+            _attention("fp16", dim=256)[0],
+        ]
+    main = [_linear(4, "fp16", tokens) for tokens in (16, 32, 64)]
+    main += [_linear(4, "fp16", tokens, gated=True) for tokens in (16, 32, 64)]
+    main += [_linear(4, "fp16", tokens, ragged=True) for tokens in (16, 64)]
+    main += [
+        _linear(4, "fp16", tokens, narrow=True, zeros=zeros) for tokens, zeros in ((16, False), (64, True))
     ]
-    main += [_linear(4, "fp16", group=group) for group in (64, 32)] + [_linear(4, "fp16", zeros=True)]
-    main += [_linear(4, "fp16", half=True)] + [_linear(4, "bf16", tokens) for tokens in (16, 32, 64)]
+    main += [_linear(4, "fp16", tokens, group) for group in (64, 32) for tokens in (16, 64)]
+    main += [_linear(4, "fp16", tokens, zeros=True) for tokens in (16, 32, 64)]
+    main += [_linear(4, "fp16", tokens, half=True) for tokens in (16, 64)]
+    main += [_linear(4, "fp16", 64, gated=True, half=True)]
+    main += [_linear(4, "bf16", tokens) for tokens in (16, 32, 64)]
+    main += [_linear(4, "bf16", 64, gated=True)]
+    # Many scales, zero points: what registers are short of.
+    for group in (64, 32):
+        main += [
+            _linear(4, "bf16", 64, group, zeros, gated) for zeros, gated in ((False, True), (True, False))
+        ]
+        main += [_linear(4, "bf16", 16, group, True)]
+    main += [_linear(4, "bf16", 64, zeros=True)]
     main += [_linear(8, "fp16", tokens) for tokens in (16, 32, 64)]
-    main += [_linear(8, "bf16"), _linear(8, "fp16", gated=True)]
-    main += [_linear(16, "fp16"), _linear(16, "bf16"), _linear(16, "bf16", 32)]
+    main += [_linear(8, "bf16", tokens) for tokens in (16, 64)]
+    main += [_linear(8, dtype, 64, gated=True) for dtype in ("fp16", "bf16")] + [
+        _linear(8, "fp16", gated=True)
+    ]
+    main += [
+        _linear(16, "fp16"),
+        _linear(16, "bf16"),
+        _linear(16, "bf16", 32),
+        _linear(16, "bf16", 64, gated=True),
+    ]
     main += [
         _linear(bits, "fp16", gated=gated, expert=True) for bits in (4, 8, 16) for gated in (True, False)
     ]
-    main += [_linear(8, "fp16", topk=10), _linear(4, "fp16", topk=10)]
-    main += _attention("fp16", 64) + _attention("bf16", 64) + _attention("fp16", 32, window=4096)
-    main += _attention("fp16", 64, region=True)
-    main += _attention("fp16", 64, int8=True) + _attention("bf16", 64, int8=True)
-    main += _attention("fp16", 64, region=True, int8=True)
+    for dtype in ("fp16", "bf16"):
+        main += [_linear(4, dtype, group=group, zeros=True, expert=True) for group in (128, 32)]
+    main += [_linear(4, "bf16", group=group, gated=True, expert=True) for group in (128, 32)]
+    main += [_linear(bits, dtype, 32, topk=10) for bits in (4, 8) for dtype in ("fp16", "bf16")]
+    main += [_dequantize(4, "fp16"), _dequantize(4, "bf16", 32, True), _dequantize(8, "fp16")]
+    for int8 in (False, True):
+        for dim in (64, 128, 256):
+            main += _attention("bf16", int8=int8, dim=dim) + _attention(
+                "fp16", window=4096, int8=int8, dim=dim
+            )
+        for dim in (128, 256):
+            main += _attention("fp16", region=True, int8=int8, dim=dim)
+            main += _attention("bf16", region=True, window=4096, int8=int8, dim=dim)
+    main += _attention("fp16") + [_attention("fp16", nodes=nodes)[1] for nodes in (1, 64, 128)]
     norm = dict(x="*fp16", w="*fp16", out="*fp16")
     main.append(Variant("rms_norm", kernels._rms_norm_kernel, norm, dict(BLOCK=4096), dict(num_warps=4)))
     rope = dict(
@@ -210,6 +265,21 @@ def _opcodes(lines: list[str]) -> collections.Counter:
     return count
 
 
+def sums(variant: Variant, arch: int) -> list[str]:
+    """Where Triton puts the operands of every matrix product and of every reduction of floats, in program order: two
+    variants with the same list add the same numbers in the same order."""
+    code = _compile(variant, arch).asm["ttgir"]
+    layouts = sorted(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE), reverse=True)
+    found = re.findall(
+        r"(?:\}\) : \(|(?:tt\.dot|warp_group_dot)\b.*? : )(tensor<[^)\n]*xf(?:16|32), .*)", code
+    )
+    for i, text in enumerate(found):
+        for name, layout in layouts:
+            text = re.sub(rf"{name}\b", lambda _, layout=layout: layout, text)
+        found[i] = text.split(" loc(")[0]
+    return found
+
+
 def inspect(variant: Variant, arch: int) -> dict:
     """Compile one variant for one architecture and return its numbers and the gates it fails (`failures`)."""
     compiled = _compile(variant, arch)
@@ -246,7 +316,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
-    parser.add_argument("--quick", action="store_true", help="only the main int4 loop")
+    parser.add_argument("--quick", action="store_true", help="one variant of each kind that is at risk")
     args = parser.parse_args(argv)
     rows, failed = [], 0
     header = (

@@ -483,6 +483,16 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
             return 1.0 if config.stages == 3 else 0.99  # within 2 %: the default stays
         return 0.5 if config.block_n == 64 and config.split_k == 1 else 1.0
 
+    def large(n, k, bits, config):
+        if config.block_n == 128:
+            raise errors.OutOfResources(106496, 101376, "shared memory")
+        return 1.0 if config.accumulate == "float32" else 0.9
+
+    if kernels.triton is not None:
+        errors = kernels.triton.runtime.errors
+        small, eight = bench_kernels.tune(shapes[:2], large, half=True).values()
+        assert (small.block_n, small.accumulate, eight.accumulate) == (64, "float16", "float32")
+        assert all(c.accumulate == "float32" for c in bench_kernels.candidates(*shapes[0], 82))
     best = bench_kernels.tune(shapes, timer)
     four, eight = best["4096x4096 w4"], best["4096x4096 w8"]
     assert four[:2] == (64, 1) and eight == kernels.linear_config(4096, 4096, 8) and len(best) == 3
@@ -521,20 +531,53 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
 
 
 @needs_triton
-def test_kernel_report_gates_hold():
-    """The main int4 loop growing past 3.5 instructions per weight, spilling, or bouncing through shared memory."""
+@pytest.mark.parametrize("arch", ["86", "89", "90", "120"])
+def test_kernel_report_gates_hold(arch):
+    """A kernel that spills, that bounces decoded weights through shared memory, or asks for more of it than the GPU has;
+    the main int4 loop growing past 3.5 instructions per weight."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "scripts.kernel_report", "--quick", "--arch", "86"]
+    command = [sys.executable, "-W", "ignore", "-m", "scripts.kernel_report", "--quick", "--arch", arch]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "sm_86" in done.stdout and "HMMA.16816.F32" in done.stdout
+    assert f"sm_{arch}" in done.stdout and "HMMA.16816.F32" in done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", [86, 90])
+def test_attention_adds_up_alike_for_one_node_and_for_many(arch):
+    """Verify and plain decoding computed by different matrix instructions, or summed by threads in another arrangement:
+    bits that no interpreter would show."""
+    from scripts import kernel_report
+
+    if kernels._INTERPRETED:
+        pytest.skip("compiles for a GPU")
+    seen = []
+    for nodes in (1, 26, 128):
+        fixed = dict(T=1, R=1) if nodes == 1 else {}  # what Triton makes of arguments equal to 1
+        width = 1 << (nodes - 1).bit_length()
+        for variant in kernel_report._attention("fp16", nodes=width):
+            variant = variant._replace(constants=variant.constants | fixed)
+            seen.append((variant.name[:16], kernel_report.sums(variant, arch)))
+    assert all(found for _, found in seen) and seen[2:4] == seen[4:6] == seen[:2]
 
 
 def test_bench_script_runs_on_cpu():
     """The GPU micro-benchmark failing in argument parsing, its shape table or its loop, on the day there is a GPU."""
     command = [sys.executable, "-m", "scripts.bench_kernels", "--device", "cpu", "--quick"]
     command += ["--dtype", "float32"]
-    command += ["--models", "llama-3-8b", "--kernels", "int4", "int8", "half", "tinygemm", "--m", "1", "8"]
+    command += [
+        "--models",
+        "llama-3-8b",
+        "--kernels",
+        "int4",
+        "int8",
+        "half",
+        "tinygemm",
+        "int4-dequant",
+        "--m",
+        "1",
+        "8",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -611,6 +654,36 @@ def test_interpreted_linear_rows_are_independent(bits, gated, add):
 
 
 @interpreted
+@pytest.mark.parametrize("bits,group,zeros", [(4, 128, False), (4, 32, True), (8, 0, False)])
+def test_interpreted_linear_of_many_rows(bits, group, zeros, monkeypatch):
+    """Rows of a second tile (batch 4 x 26 nodes) landing elsewhere, changing bits, or falling to torch; partial sums of
+    two tiles that meet; above the bound, a dequantized matrix that is not the reference's."""
+    weights = stored(bits, 40, 160 if group == 32 else 256, group or 32, zeros)
+    packed, k = pack(bits, weights, torch.float16, "planes"), weights["qweight"].shape[-1] * 8 // bits
+    x = torch.randn(70, k).half()
+    alone = [packed_linear(x[i : i + 1], packed) for i in (0, 40, 69)]
+    tensors = packed.weight, packed.scales, packed.zeros, bits, packed.group_size, packed.n
+    want, own = (kernels._matrix(x, *tensors, ours) for ours in (False, True))
+    assert torch.equal(own, want)
+    half = kernels._matrix(x.bfloat16(), *tensors, True)  # the interpreter truncates to bfloat16
+    assert error(half, matrix(bits, weights)) < TOLERANCE[torch.bfloat16]
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "_matrix", None)
+        got = packed_linear(x, packed)
+        assert torch.equal(got[[0, 40, 69]], torch.cat(alone)) and not packed.counters.any()
+        gated = packed_linear(x, packed, gated=True)
+        assert torch.equal(gated[69:], packed_linear(x[69:], packed, gated=True))
+    want = linear_definition(x, matrix(bits, weights), None, None, False)
+    assert error(got, want) < TOLERANCE[torch.float16]
+    assert (
+        error(gated, linear_definition(x, matrix(bits, weights), None, None, True))
+        < 2 * TOLERANCE[torch.float16]
+    )
+    monkeypatch.setattr(kernels, "SMALL_M", 64)
+    assert error(packed_linear(x, packed), want) < TOLERANCE[torch.float16]
+
+
+@interpreted
 @pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (8, torch.bfloat16), (16, torch.float16)])
 def test_interpreted_experts(bits, dtype):
     """Tokens gathered or scattered to the wrong pair; idle experts; more than one token tile; row dependence."""
@@ -675,6 +748,30 @@ def test_interpreted_attention_poison_and_prefill():
         wide = [c.double() if c.is_floating_point() else c for c in case]
         want = kernels.tree_attention_reference(*wide, window, 0.3)
         assert error(triton_attention(*case, window, 0.3), want) < 1e-5
+
+
+@interpreted
+def test_interpreted_attention_ignores_how_large_the_cache_is():
+    """Splits that follow the allocated length: a drafter's slack changing bits, a large --ctx idling the GPU."""
+    for n in (500, 1400):
+        q, kv, *rest = attention_case(torch.float16, [n], n + 20, heads=(2, 1))
+        small = triton_attention(q, kv, *rest, 0, 0.3)
+        assert error(small, attention_definition(q, kv, *rest, 0, 0.3)) < TOLERANCE[torch.float16]
+        wide = torch.full((2, 1, 1, 9000, 16), float("nan"), dtype=kv.dtype)
+        wide[:, :, :, : n + 20] = kv
+        assert torch.equal(triton_attention(q, wide, *rest, 0, 0.3), small)
+
+
+@interpreted
+@pytest.mark.parametrize("int8", [False, True])
+def test_interpreted_attention_of_one_row_equals_that_row_of_a_tree(int8):
+    """A tile or a split chosen by the number of nodes: the root of a tree differing from plain decoding."""
+    q, kv, start, visible, positions = attention_case(torch.float16, [300, 140], 400, heads=(4, 1))
+    kv = kernels.quantize_rows(kv) if int8 else kv
+    tree = triton_attention(q, kv, start, visible, positions, 0, 0.3)
+    one = torch.ones(2, 1, 1, dtype=torch.bool)
+    plain = triton_attention(q[:, :, :1], kv, start, one, positions[:, :1], 0, 0.3)
+    assert torch.equal(plain, tree[:, :, :1])
 
 
 @interpreted
@@ -852,7 +949,7 @@ def test_interpreted_command_line_names_every_backend(tmp_path, capsys, monkeypa
 @interpreted
 @pytest.mark.parametrize("bits,dtype,n,k,group,zeros,m,config", [
     (8, torch.float16, 80, 160, 0, False, 3, TINY), (8, torch.bfloat16, 97, 64, 0, False, 17, LinearConfig(32, 1)),
-    (4, torch.float32, 80, 256, 128, True, 2, TINY),
+    (4, torch.float32, 80, 256, 128, True, 2, TINY), (8, torch.float16, 80, 64, 0, False, 40, LinearConfig(32, 1)),
 ])  # fmt: skip
 def test_interpreted_topk(bits, dtype, n, k, group, zeros, m, config):
     """A candidate lost in a tile, the merge or past a ragged edge; ties to a higher id; NaN that wins; wrong scores."""

@@ -49,7 +49,7 @@ def test_linear_on_device(n, k, bits, dtype, group, zeros):
     if bits == 4 and k % group:
         group = 32
     packed, matrix = quantized(bits, n, k, dtype, group, zeros)
-    for m in (1, 7, 16, 24, 33, 64, 200):
+    for m in (1, 7, 16, 24, 33, 64, 104, 300):  # from 65 rows several tiles, from 257 cuBLAS
         x = torch.randn(m, k, device="cuda").to(dtype)
         for gated in (False, True):
             y = x.double() @ matrix.T
@@ -69,10 +69,10 @@ def test_linear_rows_are_bitwise_independent(n, k, bits, dtype):
     """Verify (M = N) and plain decoding (M = 1) rounding differently: the promise of identical tokens rests on this."""
     group = 128 if k % 128 == 0 else 32
     packed, _ = quantized(bits, n, k, dtype, group)
-    x = torch.randn(64, k, device="cuda").to(dtype)
+    x = torch.randn(104, k, device="cuda").to(dtype)
     for gated in (False, True):
-        alone = torch.cat([packed_linear(x[i : i + 1], packed, gated=gated) for i in range(64)])
-        for m in (8, 16, 17, 32, 64):
+        alone = torch.cat([packed_linear(x[i : i + 1], packed, gated=gated) for i in range(104)])
+        for m in (8, 16, 17, 32, 64, 104):
             assert torch.equal(packed_linear(x[:m], packed, gated=gated), alone[:m])
         noisy = torch.full_like(x, float("nan"))
         noisy[5] = x[5]
@@ -172,3 +172,99 @@ def test_linear_in_a_cuda_graph():
         x.copy_(torch.randn(16, 4096))
         graph.replay()
         assert error(y, x.double() @ matrix.T) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits,group,zeros", [(4, 128, False), (4, 32, True), (8, 0, False)])
+def test_fused_dequantization_on_device(bits, group, zeros, dtype):
+    """A matrix for cuBLAS that is not, bit for bit, the one that the weights stand for."""
+    packed, _ = quantized(bits, 1000, 1120 if group == 32 else 1152, dtype, group, zeros)
+    x = torch.empty(1, packed.k, device="cuda", dtype=dtype)
+    tensors = packed.weight, packed.scales, packed.zeros, bits, packed.group_size, packed.n
+    assert torch.equal(kernels._matrix(x, *tensors, True), kernels._matrix(x, *tensors, False))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_fp16_accumulation_on_device(gated):
+    """Sums in fp16 that are not promoted once per group, or that make rows depend on each other."""
+    config = kernels.linear_config(4096, 4096, 4)._replace(accumulate="float16")
+    packed, matrix = quantized(4, 4096, 4096, torch.float16, config=config)
+    x = torch.randn(60, 4096, device="cuda").half()
+    want = x.double() @ matrix.T
+    if gated:
+        gate, up = want.chunk(2, -1)
+        want = torch.nn.functional.silu(gate) * up
+    got = packed_linear(x, packed, gated=gated)
+    assert error(got, want) < 1e-2
+    assert torch.equal(packed_linear(x[:1], packed, gated=gated), got[:1])
+
+
+@pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (8, torch.bfloat16), (16, torch.float16)])
+@pytest.mark.parametrize("rows", [1, 10, 60, 300])
+def test_topk_on_device(bits, dtype, rows):
+    """A candidate lost in a tile or in the merge; scores that are not those of the logits."""
+    packed, _ = quantized(bits, 32000, 1024, dtype)
+    x = torch.randn(rows, 1024, device="cuda").to(dtype)
+    want = kernels.topk_reference(packed_linear(x, packed), 10)
+    got = kernels.packed_topk(x, packed, 10)
+    assert torch.equal(got.values, want.values) and torch.equal(got.ids, want.ids)
+    torch.testing.assert_close(got.log_total, want.log_total, rtol=1e-5, atol=1e-4)
+    assert not packed.counters.any()
+
+
+def attention_inputs(batch, T, start, slots, heads=(8, 2), dim=128, dtype=torch.float16):
+    """q, cache and the rest of `tree_attention` for causal rows at different starts per sequence."""
+    q = torch.randn(batch, heads[0], T, dim, device="cuda").to(dtype)
+    kv = torch.randn(2, batch, heads[1], slots, dim, device="cuda").to(dtype)
+    n = torch.tensor([start - 100 * b for b in range(batch)], device="cuda")
+    visible = torch.ones(T, T, dtype=torch.bool, device="cuda").tril().expand(batch, T, T).contiguous()
+    return q, kv, n, visible, n[:, None] + torch.arange(T, device="cuda")
+
+
+def attention_wanted(q, kv, *rest):
+    """The reference in float64 on the CPU."""
+    case = [c.cpu() if hasattr(c, "cpu") else c for c in rest]
+    return kernels.tree_attention_reference(q.double().cpu(), kv.double().cpu(), *case)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("start,slots", [(300, 400), (1500, 9000)])
+def test_attention_rows_do_not_depend_on_the_tree(dim, int8, start, slots):
+    """T = 1, 26 and 60 on different matrix instructions, tiles or splits: verify would differ from plain decoding."""
+    q, kv, n, visible, positions = attention_inputs(2, 60, start, slots, dim=dim)
+    kv = kernels.quantize_rows(kv) if int8 else kv
+    outs = {}
+    for T in (1, 26, 60):
+        case = q[:, :, :T].contiguous(), kv, n, visible[:, :T, :T].contiguous(), positions[:, :T].contiguous()
+        outs[T] = kernels.tree_attention(*case, 0, dim**-0.5)
+    assert torch.equal(outs[1], outs[60][:, :, :1]) and torch.equal(outs[26], outs[60][:, :, :26])
+    wide = kernels.dequantize_rows(kv, torch.float64) if int8 else kv
+    want = attention_wanted(q, wide, n, visible, positions, 0, dim**-0.5)
+    assert error(outs[60].cpu(), want) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("dim,int8", [(128, False), (128, True), (256, False), (256, True)])
+@pytest.mark.parametrize("window", [0, 200])
+def test_prefill_attention_on_device(dim, int8, window):
+    """The variant for more than 64 rows: wrong mask, or more shared memory than there is."""
+    q, kv, n, visible, positions = attention_inputs(1, 256, 700, 1100, dim=dim, dtype=torch.bfloat16)
+    if window:
+        age = positions[0][:, None] - positions[0]
+        visible = visible & (age < window)
+    kv = kernels.quantize_rows(kv) if int8 else kv
+    got = kernels.tree_attention(q, kv, n, visible, positions, window, dim**-0.5)
+    wide = kernels.dequantize_rows(kv, torch.float64) if int8 else kv
+    want = attention_wanted(q, wide, n, visible, positions, window, dim**-0.5)
+    assert error(got.cpu(), want) < TOLERANCE[torch.bfloat16]
+
+
+def test_int8_cache_on_device():
+    """Rows that rope quantizes in another way than the reference, in the codes or in the address of their scales."""
+    qkv, angle = torch.randn(2, 26, 48, 128, device="cuda").half(), torch.randn(2, 26, 64, device="cuda")
+    slots = torch.stack([torch.arange(30, 56), torch.arange(3, 29)]).cuda()
+    caches = [torch.zeros(2, 2, 8, 64, 132, device="cuda", dtype=torch.int8) for _ in range(2)]
+    kernels.rope_write_kv(qkv, angle.cos(), angle.sin(), caches[0], slots)
+    kernels._rope_reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
+    got, want = (kernels.dequantize_rows(c, torch.float64) for c in caches)
+    assert (got - want).abs().max() <= 1.01 * want.abs().max() / 127 and error(got, want) < 1e-2

@@ -375,7 +375,9 @@ def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backe
                 total += values * dtype.itemsize
             elif planes and ours:  # rows are padded to blocks of 128; counters of the split sums
                 rows, per_row = count // shape[-1], shape[-1] * 8 // bits
-                total += rows * -(-per_row // 128) * 16 * bits + 4 * -(-shape[-2] // 16)
+                total += rows * -(-per_row // 128) * 16 * bits + 4 * (kernels.SMALL_M // 32) * -(
+                    -shape[-2] // 16
+                )
             else:  # torch's int4pack cannot be read back: the codes stay beside it
                 total += count * width * (2 if twice else 1)
         elif leaf in ("scales", "weight_scale"):
@@ -390,11 +392,14 @@ def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backe
     return total
 
 
-TUNED = Path.home() / ".cache" / "eaglet" / "kernels.json"  # tilings measured by scripts.bench_kernels --tune
+def tuned_file() -> Path:
+    """Where the tilings that scripts.bench_kernels --tune measured lie: in $EAGLET_CACHE, or else in ~/.cache/eaglet."""
+    return Path(os.environ.get("EAGLET_CACHE") or Path.home() / ".cache" / "eaglet") / "kernels.json"
 
 
-def read_tuned(gpu: str, path: Path = TUNED) -> tuple[dict[str, kernels.LinearConfig], str]:
+def read_tuned(gpu: str, path: Path | None = None) -> tuple[dict[str, kernels.LinearConfig], str]:
     """(layer shape -> tiling measured on this GPU, note). A malformed file counts as none, and the note says why."""
+    path = path or tuned_file()
     try:
         if not path.exists():
             return {}, ""
@@ -416,8 +421,9 @@ def _tiling(key: str, row: Any) -> kernels.LinearConfig:
     return kernels.LinearConfig(*row)
 
 
-def write_tuned(gpu: str, configs: Mapping[str, kernels.LinearConfig], path: Path = TUNED) -> None:
+def write_tuned(gpu: str, configs: Mapping[str, kernels.LinearConfig], path: Path | None = None) -> None:
     """Add one GPU's tilings to the file; other GPUs and shapes keep theirs. Atomic; a malformed file is replaced."""
+    path = path or tuned_file()
     known, gpus = read_tuned(gpu, path), {}
     if path.exists() and not known[1]:
         gpus = json.loads(path.read_text(encoding="utf-8"))["gpus"]

@@ -211,7 +211,9 @@ def tune(
     return best
 
 
-def _tune(models: list[str], dtype: torch.dtype, device: torch.device, repeats: int, path: Path) -> int:
+def _tune(
+    models: list[str], dtype: torch.dtype, device: torch.device, repeats: int, path: Path, half: bool
+) -> int:
     properties = torch.cuda.get_device_properties(device)
 
     def time_of(n: int, k: int, bits: int, config: kernels.LinearConfig) -> float:
@@ -231,7 +233,7 @@ def _tune(models: list[str], dtype: torch.dtype, device: torch.device, repeats: 
 
     shapes = sorted({(n, k, bits) for m in models for n, k in layers(m).values() for bits in (4, 8)})
     # GeForce cards of these generations sum fp16 products in fp32 at half rate.
-    half = dtype == torch.float16 and (properties.major, properties.minor) in ((8, 6), (8, 9))
+    half = half and dtype == torch.float16 and (properties.major, properties.minor) in ((8, 6), (8, 9))
     best = tune(shapes, time_of, properties.multi_processor_count, half)
     for key, config in best.items():
         print(json.dumps(dict(shape=key) | config._asdict()), flush=True)
@@ -255,7 +257,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--tune", action="store_true", help="time tilings and keep the fastest for generate.py"
     )
-    parser.add_argument("--tuned", type=Path, default=quantize.TUNED, help="file that --tune writes")
+    parser.add_argument(
+        "--fp16-sums",
+        action="store_true",
+        help="with --tune on an RTX 30 or 40: try int4 with sums in fp16, promoted to fp32 once per group; "
+        "activations in the thousands may overflow",
+    )
+    parser.add_argument("--tuned", type=Path, default=quantize.tuned_file(), help="file that --tune writes")
     parser.add_argument("--json", type=Path, help="append the lines to this file")
     parser.add_argument(
         "--resume", action="store_true", help="skip what --json holds for this device and torch"
@@ -270,7 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.tune:
         if device.type != "cuda":
             parser.error("--tune measures a GPU; there is nothing to tune on a CPU")
-        return _tune(args.models, dtype, device, args.repeats, args.tuned)
+        return _tune(args.models, dtype, device, args.repeats, args.tuned, args.fp16_sums)
     divide, tokens, repeats = (16, args.m[:2], 1) if args.quick else (1, args.m, args.repeats)
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 16
     bandwidth = copy_bandwidth(device, (1 << 24) if args.quick else (1 << 29))

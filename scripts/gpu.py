@@ -134,12 +134,12 @@ def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Pa
             "-n",
             str(min(6, os.cpu_count() or 1)),
         ]  # most of their time is compiling kernels, on the CPU
-    shapes = [] if full else ["--models", "llama-3-8b", "--m", "1", "16", "32", "64"]
+    shapes = [] if full else ["--models", "llama-3-8b", "--m", "1", "16", "32", "64", "104", "256"]
     if args.tiny:
         shapes = ["--device", "cpu", "--quick", "--models", "llama-3-8b", "--m", "1", "16"]
     micro = [python, "-m", "scripts.bench_kernels", "--json", kernels, "--resume", *shapes]
     micro += [*committed("kernels", kernels), "--kernels"]
-    ours, peers = ["int4", "int8", "half", "cublas", "tinygemm"], ["torchao", "gemlite"]
+    ours, peers = ["int4", "int8", "int4-dequant", "half", "cublas", "tinygemm"], ["torchao", "gemlite"]
     compare = [python, "-m", "scripts.bench", "--json", demo, "--reps", "1", "--questions", "2"]
     compare += (
         ["--max-new-tokens", "8"] if args.tiny else ["--compile", "--max-seconds", "300" if full else "15"]

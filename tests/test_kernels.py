@@ -904,18 +904,19 @@ def quantized(module, mode):
 
 
 @interpreted
-@pytest.mark.parametrize("mode", ["int4", "int8"])
-def test_interpreted_engine_gives_the_reference_tokens(mode, monkeypatch):
+@pytest.mark.parametrize("mode, kv", [("int4", None), ("int8", None), ("int8", torch.int8)])
+def test_interpreted_engine_gives_the_reference_tokens(mode, kv, monkeypatch):
     """A kernel that is right alone and wrong in the engine, or an engine that never gets to the kernel."""
     more = dict(qk_norm=True, windows=(0, 8)) if mode == "int4" else dict(qkv_bias=True)
     model = quantized(tiny_model(torch.float32, **WIDE, **more), mode)
     head = quantized(
         tiny_head(model, 3 if mode == "int4" else 1, DRAFT_VOCAB if mode == "int4" else None, **WIDE), mode
     )
-    tree = tables(trees.chain(2) if mode == "int4" else trees.DynamicTree(4, 1, 2))
+    tree = tables(trees.chain(1) if mode == "int4" else trees.DynamicTree(4, 1, 2))
     drafters = [lambda: None, lambda: EagleDrafter(head, tree, 1, CTX + tree.N + 1)]
     monkeypatch.setattr(engine, "PREFILL_CHUNKS", (8,))  # the interpreter is slow
-    params = SamplingParams(max_new_tokens=4, temperature=0.0 if mode == "int4" else 1.0)
+    new = 3 if mode == "int4" else 4
+    params = SamplingParams(max_new_tokens=new, temperature=0.0 if mode == "int4" else 1.0)
 
     def run(backend):
         results = []
@@ -923,7 +924,7 @@ def test_interpreted_engine_gives_the_reference_tokens(mode, monkeypatch):
             quantize.pack_(model, model.dtype)
             quantize.pack_(head, model.dtype)
         for make in drafters:
-            one = engine.Engine(model, None, make(), ctx=CTX, backend=backend)
+            one = engine.Engine(model, None, make(), ctx=CTX, backend=backend, kv_dtype=kv)
             results.append(one.generate(PROMPT[:5], params).run()[0].tokens_per_step)
         return results
 

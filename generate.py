@@ -382,6 +382,8 @@ def find_tuned_tree(opts: LoadOptions, config: ModelConfig, head, device: torch.
     if not path.exists():
         command = f"python -m scripts.tune_tree --checkpoint {opts.checkpoint} --eagle {opts.eagle}"
         command += f" --draft-vocab {opts.draft_vocab}" if opts.draft_vocab else ""
+        command += f" --draft-vocab-text {opts.draft_vocab_text}" if opts.draft_vocab_text else ""
+        command += f" --dtype {opts.dtype}" if opts.dtype else ""
         command += " --compile" if opts.compile else ""
         where = f"this model, head and device ({describe_device(device)})"
         raise UserError(f"--tree auto: no tree was tuned for {where}. Run: {command}", USAGE)

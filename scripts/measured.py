@@ -98,6 +98,9 @@ def describe(lines: list[Any]) -> tuple[str, str]:
             device,
             f"{len(first['receipts'])} receipts of quantize.py, tau of {len(first['acceptance'])} combinations",
         )
+    if isinstance(first, dict) and "verdict" in first:
+        how = "compiled" if first["compile"] else "eager"
+        return device, f"tree tuned for {first['model']} with {first['head']}, {how}: {first['verdict']}"
     if isinstance(first, dict) and "parts" in first:
         failed = [p["part"] for p in first["parts"] if p.get("exit")]
         return device, f"`make gpu`: {len(first['parts'])} parts, failed: {', '.join(failed) or 'none'}"

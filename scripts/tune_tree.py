@@ -895,7 +895,12 @@ def run(args: argparse.Namespace) -> int:
             args.eagle, config, dict(item.split("=", 1) for item in args.eagle_config)
         )
         opts = LoadOptions(
-            args.checkpoint, args.eagle, draft_vocab=args.draft_vocab, dtype=args.dtype, compile=args.compile
+            args.checkpoint,
+            args.eagle,
+            draft_vocab=args.draft_vocab,
+            draft_vocab_text=args.draft_vocab_text,
+            dtype=args.dtype,
+            compile=args.compile,
         )
         path = tuned_tree_path(opts, config, head, torch.device(content["device_type"]))
     write_json(path, content)

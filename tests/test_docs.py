@@ -162,6 +162,9 @@ def test_measured_table_says_what_the_files_say(tmp_path):
     (tmp_path / "demo.jsonl").write_text(json.dumps(summary | {"rows": rows}) + "\n")
     assert measured.table(tmp_path).count("fast 1.75x") == 1  # all suites together, once
     assert "No file here comes from a GPU" in text
+    tuned = {"verdict": "the tuned tree won: 1.1 x", "compile": True, "model": "demo", "head": "eagle1"}
+    (tmp_path / "t.json").write_text(json.dumps(tuned | {"environment": {"device": "AMD EPYC, 1 threads"}}))
+    assert "tree tuned for demo with eagle1, compiled: the tuned tree won: 1.1 x" in measured.table(tmp_path)
     (tmp_path / "x.json").write_text(
         json.dumps({"environment": {"device": "NVIDIA GeForce RTX 3090"}, "parts": []})
     )

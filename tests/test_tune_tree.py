@@ -457,7 +457,7 @@ def test_a_winning_tree_is_written_and_found_by_auto(checkpoint, monkeypatch, tm
 
 
 def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch, tmp_path):
-    """One cached tree for two devices, models, heads or quantizations."""
+    """One cached tree for two devices, models, heads, quantizations or ways to run."""
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
     config = generate.checkpoint.load_config(checkpoint)
     one, two = (generate.checkpoint.read_eagle(checkpoint / f"eagle{i}", config) for i in (1, 2))
@@ -473,11 +473,15 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
         generate.tuned_tree_path(opts, config, two, device),
         generate.tuned_tree_path(generate.LoadOptions(str(quantized)), config, one, device),
         generate.tuned_tree_path(opts, generate.replace(config, rms_norm_eps=1e-3), one, device),
+        *(
+            generate.tuned_tree_path(generate.replace(opts, **more), config, one, device)
+            for more in ({"dtype": "bfloat16"}, {"compile": True}, {"draft_vocab": 9}, {"kv": "int8"})
+        ),
     ]
     monkeypatch.setattr(generate, "describe_device", lambda device: "NVIDIA GeForce RTX 3090")
     others.append(generate.tuned_tree_path(opts, config, one, device))
     assert "NVIDIA-GeForce-RTX-3090" in others[-1].name
-    assert len({path, *others}) == 5
+    assert len({path, *others}) == 9
 
 
 @pytest.mark.parametrize("tree", [trees.PAPER25, trees.chain(3), DynamicTree(16, 4, 4)], ids=tune.describe)

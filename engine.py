@@ -340,6 +340,16 @@ class Engine:
             return tuple(self.tokenizer.eos_ids)
         return self.model.config.eos_token_ids
 
+    @torch.inference_mode()
+    def prepare(self, params: SamplingParams | None = None) -> float:
+        """Compile, capture and time now what requests with such settings need; else their first one does. Ends a stream
+        that is under way. Returns the seconds it took."""
+        params, started = params or SamplingParams(), time.perf_counter()
+        self._owner = None
+        self._set_up(params)
+        self._prepare(params.mode)
+        return time.perf_counter() - started
+
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Stream:
         """Decode one prompt. Returns a Stream of Chunks; its `result` is complete when the stream ends.
 

@@ -157,6 +157,31 @@ def test_the_gauge_counts_graph_launches():
     assert gauge.launches() == "2 graph launches per step"
 
 
+def test_graphs_are_captured_on_request():
+    """A first request that captures although it was asked for before; settings of another kind believed captured; a
+    request that differs after one; a cache lost by it."""
+    params, kinds = settings(2), (settings(0), settings(2))
+    engine, plain_engine = on_fake_gpu(make("eagle1", "paper25", 2)), make("eagle1", "paper25", 2)
+    assert engine.prepare(params) > 0 and len(engine.runner.graphs) == 1
+    graphs = dict(engine.runner.graphs)
+    for p in (params, params):
+        assert outcome(engine.generate(PROMPT, p).run()) == outcome(plain_engine.generate(PROMPT, p).run())
+    assert engine.runner.graphs == graphs
+    for p in kinds:
+        engine.prepare(p)
+    assert len(engine.runner.graphs) == 2
+    text = PROMPT + engine.generate(PROMPT, params).run()[0].token_ids
+    engine.prepare(settings(0))
+    again = engine.generate(text + [7], params).run()[0]
+    assert again.cached_tokens > len(PROMPT)
+    assert again.token_ids == make("eagle1", "paper25", 0).generate(text + [7], params).run()[0].token_ids
+    stream = engine.generate(PROMPT, params)
+    next(iter(stream))
+    engine.prepare(params)
+    with pytest.raises(RuntimeError, match="another request"):
+        stream.run()
+
+
 def test_capture_order_and_waits():
     """Warm-up on another stream than the capture's, a capture that does not wait for the stream before it, or a read that
     waits for more than the step it reads (the GPU then idles while the host works)."""

@@ -44,7 +44,11 @@ def test_every_cell_is_written_and_its_numbers_recount(measured):
     plain = {(r["shape"], r["quant"], r["context"]): r["step_ms"]["median"] for r in rows if not r["head"]}
     for row in rows:
         env = row["environment"]
-        assert env["device"] and env["versions"]["torch"] == torch.__version__ and "triton" in env["versions"]
+        assert (
+            env["device"]
+            and torch.__version__.startswith(env["versions"]["torch"])
+            and "triton" in env["versions"]
+        )
         assert "commit" in env["git"] and "gpu" in env and row["command"] and row["mode"] == "eager"
         ms = row["step_ms"]
         assert 0 < ms["p10"] <= ms["median"] <= ms["p90"] and ms["count"] == 3

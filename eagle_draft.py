@@ -236,6 +236,7 @@ class TreeDrafter:
     fixed shape. A subclass gives `_extend`, `_level` and `predict` (and `draft_ids`, if it drafts some tokens only)."""
 
     draft_ids: Tensor | None = None  # int64 [Vd]: absolute target ids of the draft vocabulary, None = all
+    show_law = False  # a viewer sets it: scores of a static tree, which nothing else reads, are then log-probabilities
 
     def __init__(
         self, tree: trees.DynamicTree | trees.TreeTables, shared_noise: bool = True, multi_round: str = ""
@@ -298,7 +299,8 @@ class TreeDrafter:
             noise = request.noise[:, depth : depth + 1]
             noise = noise if ids is None else noise[..., ids]
         mode = request.mode if self.shared_noise else sampling.SamplingMode()
-        return sampling.draft_keys(logits, noise, request.state, mode)
+        keys, scores = sampling.draft_keys(logits, noise, request.state, mode)
+        return keys, logits.log_softmax(-1) if self.show_law and not self.dynamic else scores
 
     def _ids(self, local: Tensor) -> Tensor:
         return local if self.draft_ids is None else self.draft_ids[local]

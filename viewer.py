@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from eagle_draft import TreeDrafter
 from engine import PHASES, Engine, StepOutput
 from results import GenerationResult
 
@@ -44,7 +45,10 @@ class StepRecorder:
         self.tokenizer, self.steps = engine.tokenizer, []
         drafter = getattr(engine.drafter, "drafter", engine.drafter)  # under n-grams grafted on
         self.modelled, self.grafted = hasattr(drafter, "shared_noise"), drafter is not engine.drafter
-        self.noisy = self.modelled and drafter.shared_noise and not drafter.multi_round
+        lawful = isinstance(drafter, TreeDrafter) and not drafter.dynamic
+        if lawful:
+            drafter.show_law = True
+        self.noisy = self.modelled and drafter.shared_noise and not drafter.multi_round and not lawful
 
     def __call__(self, output) -> None:
         count, draft = int(output.count[0]), output.draft
@@ -57,8 +61,8 @@ class StepRecorder:
         )
 
     def meaning(self, temperature: float) -> str:
-        """What the numbers beside the nodes are. With the shared noise they rank a dynamic tree's nodes and say how sure
-        the draft is of this very text: not the chance that its own law gives."""
+        """What the numbers beside the nodes are. A dynamic tree ranks its nodes by scores with the shared noise, which
+        say how sure the draft is of this very text: not the chance that its own law gives."""
         if not self.modelled:
             return "The numbers mean nothing here: no model scored these nodes."
         if self.noisy and temperature > 0:

@@ -88,12 +88,13 @@ def test_the_page_says_what_the_numbers_are(tmp_path):
     head, page = tiny_head(tiny_model()), tmp_path / "steps.html"
     cases = [
         (0.0, dict(), "probability of the path"),
-        (1.0, dict(), "score with the shared noise g, not a probability"),
+        (1.0, dict(), "probability of the path"),
+        (1.0, dict(tree="dynamic"), "score with the shared noise g, not a probability"),
         (1.0, dict(shared_noise=False), "probability of the path"),
         (1.0, dict(multi_round="without"), "probability of the path"),
     ]
     for temperature, options, words in cases:
-        engine = eagle_engine(head, TREES["paper25"], **options)
+        engine = eagle_engine(head, TREES[options.pop("tree", "paper25")], **options)
         recorder = engine.observer = StepRecorder(engine)
         params = SamplingParams(temperature, seed=2, max_new_tokens=6)
         recorder.write_html(page, engine.generate(PROMPT, params).run()[0])
@@ -118,3 +119,23 @@ def test_probabilities_on_the_page_are_the_draft_s_own():
     for step, draft in zip(recorder.steps, taken, strict=True):
         own = [float(draft.q[0, i, step.tokens[i + 1]]) for i in range(4)]
         assert step.score[1:] == pytest.approx([math.prod(own[: i + 1]) for i in range(4)], rel=1e-6)
+
+
+def test_a_static_tree_s_probabilities_are_without_the_noise_and_change_nothing(monkeypatch):
+    """The noise of the target left in what is called a probability; a viewer that changes what is drafted."""
+    head, laws = tiny_head(tiny_model()), []
+    plain, engine = (eagle_engine(head, TREES["chain4"]) for _ in range(2))
+    params = SamplingParams(1.0, seed=2, max_new_tokens=12)
+    unseen = plain.generate(PROMPT, params).run()[0]
+    engine.observer = recorder = StepRecorder(engine)
+    predict = engine.drafter.predict
+
+    def spy(output):
+        laws.append(predict(output).softmax(-1)[0, 0])
+        return predict(output)
+
+    monkeypatch.setattr(engine.drafter, "predict", spy)
+    assert engine.generate(PROMPT, params).run()[0].tokens_per_step == unseen.tokens_per_step
+    for at, step in enumerate(recorder.steps):
+        own = [float(law[token]) for law, token in zip(laws[4 * at :], step.tokens[1:], strict=False)]
+        assert step.score[1:] == pytest.approx([math.prod(own[: i + 1]) for i in range(4)], rel=1e-5)

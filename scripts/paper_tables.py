@@ -1020,8 +1020,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--template", metavar="NAME", help="as in scripts.bench")
     add("--system", metavar="TEXT", help="as in scripts.bench")
     add("--format", default="auto", choices=("auto", "chat", "text"))
-    add("--max-new-tokens", type=int, default=64)
-    add("--reps", type=int, default=3)
+    add("--max-new-tokens", type=int, help="default: 64, with --quick 48")
+    add("--reps", type=int, help="default: 3, with --quick 1")
     add("--seed", type=int, default=0)
     add("--batches", type=int, nargs="+", default=[1, 2, 3, 4], metavar="B", help="batch sizes of Table 7")
     add(
@@ -1063,8 +1063,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = build_parser().parse_args(argv)
     args.command = " ".join(["python -m scripts.paper_tables", *(_public(a) for a in argv)])
-    if args.quick:
-        args.questions, args.max_new_tokens, args.reps = args.questions or 3, 48, 1
+    args.questions = args.questions or (3 if args.quick else 0)
+    for name, usual, quick in (("max_new_tokens", 64, 48), ("reps", 3, 1)):
+        if getattr(args, name) is None:
+            setattr(args, name, quick if args.quick else usual)
     if min(args.batches) < 1 or args.reps < 1 or args.max_new_tokens < 3:
         print("error  --batches and --reps start at 1, --max-new-tokens at 3.", file=sys.stderr)
         return USAGE

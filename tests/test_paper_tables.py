@@ -249,6 +249,16 @@ def test_a_distilled_and_a_plain_draft_llm_have_a_bar_each(measured, tmp_path):
     assert "Distilled draft LLM, best of" in page and "Undistilled draft LLM, best of" in page
 
 
+def test_quick_fills_in_what_was_not_said(monkeypatch):
+    """--quick that silently overrides --reps or --max-new-tokens, or a default that it forgets."""
+    seen = []
+    monkeypatch.setattr(paper, "measure", lambda args, say: seen.append(args))
+    monkeypatch.setattr(paper, "render", lambda *args: "")
+    for flags in ([], ["--quick"], ["--quick", "--reps", "2", "--max-new-tokens", "9", "--questions", "5"]):
+        assert paper.main(flags) == 0
+    assert [(a.questions, a.max_new_tokens, a.reps) for a in seen] == [(0, 64, 3), (3, 48, 1), (5, 9, 2)]
+
+
 def test_a_second_run_measures_nothing_again(measured, directory, tmp_path, monkeypatch):
     """Resuming that starts over; and a cell that was lost, torn off or made with another head, not measured anew."""
     pytest.importorskip("transformers", reason="one cell is transformers")

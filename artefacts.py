@@ -29,10 +29,14 @@ class Entry(NamedTuple):
     bytes: int
 
 
+def cache() -> Path:
+    """Where we keep what this machine found out (compiled code, tilings, trees): $EAGLET_CACHE, or ~/.cache/eaglet."""
+    return Path(os.environ.get("EAGLET_CACHE") or Path.home() / ".cache" / "eaglet")
+
+
 def root() -> Path:
     """The folder of all compiled artefacts; need not exist."""
-    base = os.environ.get("EAGLET_CACHE") or Path.home() / ".cache" / "eaglet"
-    return Path(base) / "compiled"
+    return cache() / "compiled"
 
 
 def key(device: str) -> str:

@@ -95,9 +95,7 @@ class LoadOptions:
     compile_mode: str = "graph"  # one of engine.COMPILE_MODES
     eagle_always: bool = False  # never decode plainly, even while speculation does not pay
     kernels: str = "auto"
-    kv: str = (
-        "model"  # model | int8: the target's KV cache; a drafter's (one layer) stays in the model's dtype
-    )
+    kv: str = "model"  # model | int8: the target's cache; a drafter's stays in the model's dtype
 
 
 def check_options(options: LoadOptions) -> None:
@@ -210,18 +208,16 @@ def plan_memory(
     buffers = B * slots * 8 + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
     wide = max(config.hidden_size, config.intermediate_size, config.vocab_size)
     captured = options.compile and COMPILE_MODES[options.compile_mode][2]
-    graphs = (
-        6 * 4 * B * N * wide if captured and device == "cuda" else 0
-    )  # six fp32 rows per node are alive at once
+    # six fp32 rows per node are alive at once
+    graphs = 6 * 4 * B * N * wide if captured and device == "cuda" else 0
     head_bytes = draft_kv = 0
     if head is not None:
         layer = head.config.layer
         draft_row = 2 * layer.num_key_value_heads * layer.head_dim * element
         draft_kv = B * (slots + 128) * draft_row
         head_bytes = quantize.held_bytes(head.tensors, dtype, device, options.kernels)
-        head_bytes += options.draft_vocab * (
-            config.hidden_size * element + 8
-        )  # rows of the target's LM head, ids
+        # rows of the target's LM head, ids
+        head_bytes += options.draft_vocab * (config.hidden_size * element + 8)
         kept = D + 1 + (0 if options.eagle_always else HISTORY + 1)
         buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * layer.head_dim
@@ -243,9 +239,8 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path(
-        "/proc/meminfo"
-    )  # counts what the page cache would give back, for example a checkpoint just read
+    # counts what the page cache would give back, for example a checkpoint just read
+    meminfo = Path("/proc/meminfo")
     for line in meminfo.read_text().splitlines() if meminfo.exists() else []:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -370,8 +365,7 @@ def tuned_tree_path(
     for name, tensor in sorted(head.tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.flatten()[:64].tolist()}".encode())
     machine = re.sub(r"[^A-Za-z0-9]+", "-", describe_device(device)).strip("-")
-    cache = Path(os.environ.get("EAGLET_CACHE") or Path.home() / ".cache" / "eaglet")
-    return cache / "trees" / f"{machine}-{digest.hexdigest()[:16]}.json"
+    return artefacts.cache() / "trees" / f"{machine}-{digest.hexdigest()[:16]}.json"
 
 
 def find_tuned_tree(opts: LoadOptions, config: ModelConfig, head, device: torch.device) -> str:

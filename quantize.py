@@ -34,6 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+import artefacts
 import kernels
 from model import DTYPES, ConfigReader, Experts, ModelConfig, RopeConfig, Transformer
 from tokenizer import load_tokenizer
@@ -393,8 +394,8 @@ def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backe
 
 
 def tuned_file() -> Path:
-    """Where the tilings that scripts.bench_kernels --tune measured lie: in $EAGLET_CACHE, or else in ~/.cache/eaglet."""
-    return Path(os.environ.get("EAGLET_CACHE") or Path.home() / ".cache" / "eaglet") / "kernels.json"
+    """Where the tilings that scripts.bench_kernels --tune measured lie."""
+    return artefacts.cache() / "kernels.json"
 
 
 def read_tuned(gpu: str, path: Path | None = None) -> tuple[dict[str, kernels.LinearConfig], str]:

@@ -17,6 +17,13 @@ class Chunk(NamedTuple):
     text: str  # '' without a tokenizer; never half a character, never part of a stop string
 
 
+def n_alpha(emitted: Sequence[int], depth: int = 5) -> list[float]:
+    """k-alpha, k < depth, from the lengths of whole steps: of those that accepted k drafts of a chain, the share that
+    accepted one more (eagle.md 6.2). Ends where none accepted so many."""
+    deeper = [sum(e > d for e in emitted) for d in range(depth + 1)]
+    return [b / a for a, b in zip(deeper, deeper[1:], strict=False) if a]
+
+
 @dataclass
 class GenerationResult:
     """One sequence's outcome. tokens_per_step lists the ids of every step; token 1 comes from the prompt's forward, so
@@ -69,9 +76,8 @@ class GenerationResult:
     def n_alpha(self) -> list[float]:
         """On a chain: k-alpha, k = 0..4, the share of drafts at depth k + 1 accepted once all shallower ones were; []
         for other trees. Without the last step, which a stop may have cut short."""
-        emitted = self.drafted if self.steps - 1 in self.plain_steps else self.drafted[:-1]
-        deeper = [sum(e > d for e in emitted) for d in range(min(self.chain, 5) + 1)]
-        return [b / a for a, b in zip(deeper, deeper[1:], strict=False) if a]
+        whole = self.drafted if self.steps - 1 in self.plain_steps else self.drafted[:-1]
+        return n_alpha(whole, min(self.chain, 5))
 
     @property
     def tokens_per_second(self) -> float:

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from generate import DEMO, describe_device, load, versions
-from results import GenerationResult
+from results import GenerationResult, n_alpha
 from sampling import SamplingParams
 
 TREES = ("chain:5", "paper25", "dynamic:26,5,8", "dynamic:60,7,10")
@@ -48,11 +48,10 @@ def summarise(results: list[GenerationResult], plain: list[GenerationResult], de
     steps = [len(ids) for r in results for ids in r.tokens_per_step]
     deeper = [sum(s > d for s in steps) for d in range(1, max(steps) + 1)]
     whole = [len(ids) for r in results for ids in r.tokens_per_step[:-1]]
-    reached = [sum(s > d for s in whole) for d in range(min(depth, 5) + 1)]
     return {
         "tau": sum(steps) / len(steps),
         "accepted_by_depth": [n / len(steps) for n in deeper if n],
-        "n_alpha": [b / a for a, b in zip(reached, reached[1:], strict=False) if a],
+        "n_alpha": n_alpha(whole, min(depth, 5)),
         "tokens": sum(steps) + len(results),
         "steps": len(steps),
         "same": sum(r.token_ids == p.token_ids for r, p in zip(results, plain, strict=True)),

@@ -31,6 +31,7 @@ import checkpoint
 import quantize
 from engine import Engine
 from generate import DEMO, DTYPES, USAGE, UserError, free_memory, load, plan_memory
+from results import n_alpha
 from sampling import SamplingParams
 from scripts import bench
 from trees import PAPER25, chain
@@ -512,22 +513,16 @@ def numbers(cell: dict[str, Any]) -> dict[str, Any]:
         r | more | {"arm": "plain", "baseline": True, "label": bench.SAME_TOKENS} for r in cell["plain"]
     ]
     plain, row = bench.summarise(lines, bench.Settings(**cell["settings"]), resamples=40)
+    # the length limit or a stop may have cut the last step of a run; `transformers` has no steps
+    whole = [n for r in cell["runs"] for n in (r["tokens_per_step"] or [])[:-1]]
     return {
         "speedup": row["speedup"]["median"] if row["speedup"] else None,
         "blocked": row["blocked"],
         "tau": row["tau"],
         "rate": row["tokens_per_second"],
         "plain_rate": plain["tokens_per_second"],
-        "alpha": n_alpha(cell["runs"]) if cell["tree"] == "chain:5" and cell["batch"] == 1 else None,
+        "alpha": n_alpha(whole) if cell["tree"] == "chain:5" and cell["batch"] == 1 else None,
     }
-
-
-def n_alpha(runs: Sequence[dict[str, Any]]) -> list[float]:
-    """k-alpha, k = 0..4: of the steps that accepted k drafts of a chain, the share that accepted one more (eagle.md 6.2).
-    The last step of a run does not count: the length limit or a stop may have cut it."""
-    steps = [n for r in runs for n in r["tokens_per_step"][:-1]]
-    deeper = [sum(n > d for n in steps) for d in range(6)]
-    return [b / a for a, b in zip(deeper, deeper[1:], strict=False) if a]
 
 
 # ---- the page ---------------------------------------------------------------------------------------------

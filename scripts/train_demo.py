@@ -20,7 +20,7 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -234,6 +234,16 @@ def learning_rate(step: int, steps: int) -> float:
     return warm * cool
 
 
+def update(optims: Iterable[torch.optim.Optimizer], factor: float) -> None:
+    """One step of every optimizer at `factor` of its peak rates; the gradients are used up."""
+    for optim in optims:
+        for group in optim.param_groups:
+            group.setdefault("peak", group["lr"])
+            group["lr"] = group["peak"] * factor
+        optim.step()
+        optim.zero_grad(set_to_none=True)
+
+
 def save_state(path: Path, **state) -> None:
     """Save through a temporary name, so that an interruption never leaves half a state."""
     temporary = path.with_suffix(".tmp")
@@ -314,12 +324,7 @@ def train(args: argparse.Namespace) -> None:
             tokens = batch(corpus.train, rng, args.batch_tokens // length, length)
             loss = loss_fn(model, tokens)
             loss.backward()
-            for optim in optims:
-                for group in optim.param_groups:
-                    group.setdefault("peak", group["lr"])
-                    group["lr"] = group["peak"] * learning_rate(step, args.steps)
-                optim.step()
-                optim.zero_grad(set_to_none=True)
+            update(optims, learning_rate(step, args.steps))
             value = float(loss.detach())
             average = value if average is None else 0.98 * average + 0.02 * value
             spent = time.time() - started

@@ -28,7 +28,7 @@ from checkpoint import load_model, save_hf, write_json
 from drafters import DraftModelDrafter, named_tree
 from engine import Engine
 from model import ModelConfig, Transformer
-from scripts.train_demo import Muon, init_weights, learning_rate, save_state
+from scripts.train_demo import Muon, init_weights, learning_rate, save_state, update
 from scripts.train_eagle import (
     Batch,
     Evaluation,
@@ -125,12 +125,7 @@ def fit(
             total, hits = total + float(loss.detach()), hits + accuracy.detach()
             tokens += batch.tokens.numel()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=False)
-        for optim in optims:
-            for group in optim.param_groups:
-                group.setdefault("peak", group["lr"])
-                group["lr"] = group["peak"] * learning_rate(step, args.steps)
-            optim.step()
-            optim.zero_grad(set_to_none=True)
+        update(optims, learning_rate(step, args.steps))
         curve.append(total)
         run.report(step, total, hits.tolist(), tokens)
         done = step + 1

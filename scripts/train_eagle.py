@@ -41,7 +41,7 @@ from eagle_draft import FEATURE_NOISE, EagleHead, loss_eagle1, loss_eagle3
 from engine import Engine
 from model import ModelConfig, RopeConfig, Transformer
 from sampling import SamplingParams
-from scripts.train_demo import Muon, read_text, save_state, stdlib_files
+from scripts.train_demo import Muon, read_text, save_state, stdlib_files, update
 from tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, parse_tree, tree_tables
 
@@ -800,12 +800,7 @@ def train_step(
         nn.utils.clip_grad_value_(parameters, recipe.clip, foreach=False)
     else:
         nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=False)
-    for optim in optims:
-        for group in optim.param_groups:
-            group.setdefault("peak", group["lr"])
-            group["lr"] = group["peak"] * rate_factor(step, args.steps, recipe)
-        optim.step()
-        optim.zero_grad(set_to_none=True)
+    update(optims, rate_factor(step, args.steps, recipe))
     return float(value), hits.tolist(), tokens * world.size
 
 

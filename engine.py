@@ -12,213 +12,30 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 import kernels
 import sampling
-import tree as trees
-from eagle_draft import Draft, Request
+from drafters.base import Drafter, PlainDrafter
 from model import Transformer, chain_ancestors
-from regions import COMPILE_MODES, Regions
-from results import Chunk, GenerationResult, Row
-from runner import RING, Pacer, Runner
-from sampling import SamplingMode, SamplingParams, SamplingState
+from runtime.compiled import COMPILE_MODES, CompiledStep
+from runtime.results import Chunk, GenerationResult, SequenceOutput
+from runtime.runner import RING, Pacer, Runner
+from sampling import SamplingMode, SamplingParams
+from step import HISTORY, MAX_STOP_IDS, DecodeState, StepOutput, accept_and_commit, decode_step
 
 PREFILL_CHUNKS = (32, 64, 128, 256)  # fixed widths: a prompt of any length runs shapes that were seen before
-MAX_STOP_IDS = 32
+
+
 LAG = 2  # steps that run ahead of the host on a GPU
+
+
 # Where a request can be cut short: Engine methods, each of which the tests make fail with every kind of error.
 INJECTION_POINTS = (
     "_allocate", "_set_up", "_capture", "_measure", "_prefill", "_launch", "_read", "_observe", "_finish", "_catch_up",
 )  # fmt: skip
-HISTORY = 128  # features kept for a drafter that catches up: more than Pacer.PLAIN + the longest run
-
-
-class Drafter(Protocol):
-    """What the step needs of a drafter. All of it is of fixed shape and never waits for the host."""
-
-    N: int  # nodes, root included
-    D: int  # greatest depth below the root
-    taps: tuple[int, ...]  # layers of the target whose input it wants; () = the post-norm hidden state
-    feature_size: int
-
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        """One sequence's known tokens [1, T + 1] from position start [1]; features [1, T, F] of all but the last."""
-
-    def draft(self, request: Request) -> Draft: ...
-
-    # Optional: def observe(self, choice: Tensor) -> None, told the target's token after every row [B, N] of the step,
-    # invalid rows included. For drafters that guess with such rows (lookahead).
-    # Optional: always_on: str, why plain steps may not replace it for a while ('' = they may: prefill catches up).
-
-
-class PlainDrafter:
-    """Drafts nothing: the root alone, padded to `width` rows that never match (--prove keeps the forward's width)."""
-
-    D, taps, multi_round = 0, (), ""
-
-    def __init__(self, model: Transformer, batch_size: int, width: int = 1):
-        self.N, self.feature_size = width, model.config.hidden_size
-        zeros = torch.zeros(batch_size, width, dtype=torch.int64, device=model.device)
-        self.zeros, self.scores, self.valid = zeros, zeros.float(), (zeros == 1)
-        self.valid[:, 0] = True
-        self.ancestors = torch.eye(width, dtype=torch.bool, device=model.device).expand(batch_size, -1, -1)
-
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        pass
-
-    def draft(self, request: Request) -> Draft:
-        tokens = request.root[:, None].expand(-1, self.N)
-        return Draft(tokens, self.zeros, self.zeros, self.ancestors, self.valid, self.scores)
-
-
-class DecodeState:
-    """Every buffer a step reads or writes, allocated once. S = ctx + N + 1: the last slot takes writes past the end."""
-
-    def __init__(
-        self, model: Transformer, drafter: Drafter, batch_size: int, ctx: int, history=False, kv_dtype=None
-    ):
-        B, D, V, device = batch_size, drafter.D, model.config.vocab_size, model.device
-        self.ctx, self.slots = ctx, ctx + drafter.N + 1
-        self.kv = model.new_cache(B, self.slots, kv_dtype)
-        with torch.device(device):
-            self.tokens = torch.zeros(B, self.slots, dtype=torch.int64)
-            self.n = torch.ones(B, dtype=torch.int64)  # cached tokens = the root's position; >= count
-            self.root = torch.zeros(B, dtype=torch.int64)
-            self.count = torch.ones(B, dtype=torch.int64)  # valid rows of features
-            self.features = torch.zeros(B, D + 1, drafter.feature_size, dtype=model.dtype)
-            # of position p in row p mod HISTORY (and a trash row), if plain steps may replace speculative ones
-            self.history = (
-                torch.zeros(B, HISTORY + 1, drafter.feature_size, dtype=model.dtype) if history else None
-            )
-            self.done = torch.ones(B, dtype=torch.bool)
-            self.produced = torch.zeros(B, dtype=torch.int64)
-            self.limit = torch.zeros(B, dtype=torch.int64)
-            self.stop_ids = torch.full((MAX_STOP_IDS,), -1)
-            self.seen = torch.zeros(B, V, dtype=torch.bool)
-            self.counts = torch.zeros(B, V, dtype=torch.int32)
-            self.ring = torch.zeros(RING, B, 2 + 2 * (D + 1), dtype=torch.int64)  # what the host reads
-            self.step = torch.zeros(1, dtype=torch.int64)  # steps of this request
-            self.hashes = sampling.hash_ids(torch.arange(V))
-        self.sampling = SamplingState(B, device)
-
-    def nbytes(self) -> int:
-        tensors = [t for t in vars(self).values() if isinstance(t, Tensor)]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-
-PHASES = ("draft", "verify", "accept")  # accept: choice, walk and commit
-
-
-class StepOutput(NamedTuple):
-    emitted: Tensor  # [B, D + 1] ids
-    count: Tensor  # [B] how many of them; 0 for a sequence that had finished
-    finite: Tensor  # [B, D + 1] bool: the logits behind each emitted token were usable
-    path: Tensor  # [B, D + 1] accepted nodes, root first
-    draft: Draft
-
-
-def decode_step(
-    model: Transformer,
-    drafter: Drafter,
-    state: DecodeState,
-    mode: SamplingMode,
-    mark: Callable[[str], None] | None = None,
-    settle: Callable | None = None,
-) -> StepOutput:
-    """One step for all sequences: fixed shapes, in-place on `state`, no host sync (DESIGN section 3).
-
-    mark(phase), if given, is called at the end of each of PHASES (a gauge). settle: a compiled `settle_step`.
-    """
-    S, D, n = state.slots, drafter.D, state.n
-    level = torch.arange(D + 1, device=n.device)
-    noise = None
-    if mode.sample:
-        where = n[:, None] + 1 + level
-        noise = sampling.gumbel_noise(state.sampling.seed, where, state.hashes, hashed=True)
-    buffers = (state.tokens, n, state.root, state.features, state.count, noise)
-    request = Request(*buffers, state.sampling, mode, state.seen, state.counts)
-    draft = drafter.draft(request)
-    if mark is not None:
-        mark("draft")
-    nodes = model.nodes(n, draft.depth, draft.ancestors, S)
-    hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps)
-    logits = model.logits(hidden_states)
-    if mark is not None:
-        mark("verify")
-    out = (settle or settle_step)(
-        drafter, draft, logits, hidden_states if taps is None else taps, noise, state, mode
-    )
-    if mark is not None:
-        mark("accept")
-    return out
-
-
-def settle_step(
-    drafter: Drafter, draft: Draft, logits: Tensor, features: Tensor, noise: Tensor | None,
-    state: DecodeState, mode: SamplingMode,
-) -> StepOutput:  # fmt: skip
-    """Accept and commit: logits [B, N, V] and features [B, N, F] of the tree's nodes -> what the step emits."""
-    S, V, D, n = state.slots, logits.shape[-1], drafter.D, state.n
-    level = torch.arange(D + 1, device=n.device)
-    usable = sampling.finite(logits)
-    if mode.penalties:
-        below_root = draft.ancestors.clone()
-        below_root[:, :, 0] = False
-        paths = draft.tokens[:, None].expand_as(below_root)
-        logits = sampling.apply_penalties(logits, state.seen, state.counts, paths, below_root, state.sampling)
-    if drafter.multi_round:
-        accepted = _verify_multi_round(drafter, draft, logits, state, mode)
-    else:
-        if noise is not None and draft.tokens.shape[1] > 1:
-            noise = noise.gather(1, draft.depth[..., None].expand(-1, -1, V))
-        choice = sampling.choose(logits, noise, state.sampling, mode)
-        if hasattr(drafter, "observe"):
-            drafter.observe(choice)
-        accepted = trees.accept(
-            draft.tokens, draft.parent, draft.depth, draft.ancestors, draft.valid, choice, D
-        )
-    live = ~state.done
-    count = accepted.count * live
-    new = level < count[:, None]
-    if D > 0:
-        source = (n[:, None] + accepted.path).clamp(max=S - 1)
-        kernels.commit_kv(state.kv, source, torch.where(new, n[:, None] + level, S - 1))
-    state.tokens.scatter_(1, torch.where(new, n[:, None] + 1 + level, S - 1), accepted.emitted)
-    kept = features.gather(1, accepted.path[..., None].expand(-1, -1, features.shape[-1]))
-    state.features.copy_(torch.where(live[:, None, None], kept, state.features))
-    if state.history is not None:
-        where = torch.where(new, (n[:, None] + level) % HISTORY, HISTORY)
-        state.history.scatter_(1, where[..., None].expand_as(kept), kept)
-    state.root.copy_(torch.where(live, accepted.bonus, state.root))
-    state.n.add_(count)  # before count: wherever an interrupt falls, n >= count
-    state.count.copy_(torch.where(live, count, state.count))
-    state.produced.add_(count)
-    if mode.penalties:
-        state.counts.scatter_add_(1, accepted.emitted, new.int())
-        state.seen.copy_(state.seen | (state.counts > 0))
-    stopped = ((accepted.emitted[..., None] == state.stop_ids).any(-1) & new).any(-1)
-    state.done.copy_(state.done | stopped | (state.produced >= state.limit))
-    finite = usable.gather(1, accepted.path) | ~new
-    tokens = torch.stack((accepted.emitted, finite.long()), -1).flatten(1)
-    row = torch.cat((count[:, None], state.done[:, None].long(), tokens), 1)
-    state.ring.narrow(2, 0, row.shape[1]).index_copy_(0, state.step % RING, row[None])
-    state.step.add_(1)
-    return StepOutput(accepted.emitted, count, finite, accepted.path, draft)
-
-
-def _verify_multi_round(drafter, draft: Draft, logits: Tensor, state: DecodeState, mode: SamplingMode):
-    """The paper's Algorithm 1. Three noise streams that share nothing: draft (1), acceptance (2), bonus (3)."""
-    n, seed = state.n, state.sampling.seed
-    p = sampling.probabilities(logits, state.sampling, mode)
-    node = torch.arange(draft.tokens.shape[1], device=n.device)
-    u = sampling.uniform_noise(sampling.stream(seed, 2), n[:, None], node)[:, 0]
-    ids = torch.arange(p.shape[-1], device=n.device)
-    noise = sampling.gumbel_noise(sampling.stream(seed, 3), n[:, None], ids)[:, 0]
-    return trees.multi_round(draft.tokens, drafter.tree, p, draft.q, u, noise, drafter.multi_round == "with")
 
 
 class Stream:
@@ -312,8 +129,8 @@ class Engine:
             self._plain_step = torch.compile(own, fullgraph=True, dynamic=False, mode=how)
             self._forward = torch.compile(_prefill_chunk, fullgraph=True, dynamic=False)
         elif what == "regions":
-            self._step = self._plain_step = Regions(
-                model, self.drafter, decode_step, settle_step, mode=how
+            self._step = self._plain_step = CompiledStep(
+                model, self.drafter, decode_step, accept_and_commit, mode=how
             ).step
         # What the caches hold: per row, ids whose target rows are valid, and how many draft rows are.
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
@@ -399,7 +216,7 @@ class Engine:
     @torch.inference_mode()
     def _run(self, prompts, params: SamplingParams, results: list[GenerationResult]) -> Iterator[Chunk]:
         B, mode = self.batch_size, params.mode
-        rows = [Row(r, params, set(self.stop_ids(params)), self.tokenizer) for r in results]
+        rows = [SequenceOutput(r, params, set(self.stop_ids(params)), self.tokenizer) for r in results]
         lengths = [0] * B  # tokens in the target cache, as the host knows them
         drafted = [0] * B  # draft rows made of true features
         reuse = [list(ids) for ids in self._cached], list(self._drafted)

@@ -14,8 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoint import load_config, load_model, read_eagle, save_eagle, save_hf
 from model import DTYPES
+from weights.checkpoint import load_config, load_model
+from weights.heads import read_eagle, save_eagle
+from weights.hf import save_hf
 
 TEXT_FILES = (
     "tokenizer.model",

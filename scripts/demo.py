@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from generate import DEMO, DEMO_PROMPT, load
+from generate import DEMO_PROMPT
+from load import DEMO, load
 from sampling import SamplingParams
 
 NEW_TOKENS = 160

@@ -25,10 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine import Engine
-from generate import DEMO, DTYPES, USAGE, UserError, load
-from model import Transformer
-from quantize import Tally, read_texts, stdlib_texts
+from load import DEMO, load
+from model import DTYPES, Transformer
 from sampling import SamplingParams
+from support.errors import USAGE, UserError
+from support.texts import read_texts, stdlib_texts
+from weights.layerwise import Tally
 
 
 @dataclass(frozen=True)

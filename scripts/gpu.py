@@ -39,10 +39,10 @@ from typing import Any
 
 import torch
 
-from scripts.acceptance import replace_block
-from scripts.bench import environment
-from scripts.bench_kernels import PEERS
-from scripts.step_time import POISONED, append, identity, read_lines, table, utc
+from bench.environment import environment
+from bench.kernel_timing import PEERS
+from bench.step_time import POISONED, append, identity, read_lines, table, utc
+from support.files import replace_block
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

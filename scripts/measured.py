@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.acceptance import replace_block
-from scripts.paper_tables import Page, latest
+from bench.paper_page import Page, latest
+from support.files import replace_block
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 CPU = ("cpu", "epyc", "xeon", "ryzen", "intel", "amd", "arm", "threads")

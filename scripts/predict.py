@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-import checkpoint
-import quantize
-from checkpoint import EagleConfig
+from bench.random_models import SHAPES
+from bench.step_time import draft_rows
 from eagle_draft import EagleHead
-from generate import named_tree
 from model import Transformer, weight_bytes
-from scripts.bench import SHAPES
-from scripts.step_time import draft_rows
+from tree import named_tree
+from weights.heads import EagleConfig
+from weights.hf import build_model
+from weights.quantized import QuantLinear, QuantSpec, apply_spec_
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "docs" / "kernel_report_sm86.json"
@@ -77,8 +77,8 @@ PER_LAYER, PER_LEVEL, PER_STEP = 10, 20, 40
 
 def target(shape: str) -> Transformer:
     """The int4 target (group 128, int8 LM head) without memory, its activations fp16."""
-    model = checkpoint.build_model(SHAPES[shape]).to(torch.float16)
-    return quantize.apply_spec_(model, quantize.QuantSpec("int4"))
+    model = build_model(SHAPES[shape]).to(torch.float16)
+    return apply_spec_(model, QuantSpec("int4"))
 
 
 def head_of(model: Transformer, version: int) -> EagleHead:
@@ -90,7 +90,7 @@ def head_of(model: Transformer, version: int) -> EagleHead:
     config = EagleConfig(version, layer, c.hidden_size, taps, fc_bias=version == 1, has_lm_head=version == 3)
     with torch.device("meta"):
         head = EagleHead(config, model).to(torch.float16)
-    return quantize.apply_spec_(head, quantize.QuantSpec("int4"))
+    return apply_spec_(head, QuantSpec("int4"))
 
 
 def instructions(report: dict[str, Any], bits: int, rows: int) -> float:
@@ -113,7 +113,7 @@ def linear_seconds(module: torch.nn.Module, rows: int, report: dict[str, Any], g
     """Bytes, weights and seconds of every quantized linear in `module` for a forward of `rows` rows."""
     total = {"bytes": 0.0, "weights": 0.0, "memory": 0.0, "issue": 0.0, "matrix": 0.0, "seconds": 0.0}
     tile = next(t for t in (16, 32, 64) if rows <= t)  # rows are padded to what the kernel computes
-    for linear in (m for m in module.modules() if isinstance(m, quantize.QuantLinear)):
+    for linear in (m for m in module.modules() if isinstance(m, QuantLinear)):
         weights = linear.in_features * linear.out_features
         times = {
             "memory": linear.weight_bytes_read(rows) / (gpu.bytes_per_second * gpu.memory_share),
@@ -167,7 +167,7 @@ def predict(setup: Setup, report: dict[str, Any], gpu: Gpu, context: int = CONTE
 def check_bytes(shape: str) -> tuple[float, float]:
     """(bytes of the target's quantized linears, the same by the engine's cost function less norms and embedding)."""
     model = target(shape)
-    linears = sum(m.weight_bytes_read(1) for m in model.modules() if isinstance(m, quantize.QuantLinear))
+    linears = sum(m.weight_bytes_read(1) for m in model.modules() if isinstance(m, QuantLinear))
     norms = sum(p.numel() * 2 for name, p in model.named_parameters() if "norm" in name)
     return linears, weight_bytes(model) - norms
 

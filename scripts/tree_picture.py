@@ -14,9 +14,10 @@ import sys
 from html import escape
 from pathlib import Path
 
-from generate import DEMO, DEMO_PROMPT, load
+from generate import DEMO_PROMPT
+from load import DEMO, load
+from report.viewer import Step, StepRecorder
 from sampling import SamplingParams
-from viewer import Step, StepRecorder
 
 COLUMN, ROW, BOX = 148, 25, 108
 ACCEPTED, REJECTED, BONUS, ROOT = "#1a7f37", "#9198a1", "#bc4c00", "#1f2328"

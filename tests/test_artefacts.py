@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import artefacts as artefacts  # FIXME bare
 import pytest
 
-import artefacts
 import generate
+from support import cache
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,13 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path / "cache"))
-    for name in artefacts.VARIABLES:
+    for name in cache.VARIABLES:
         monkeypatch.setenv(name, "restored after the test")
         os.environ.pop(name)
 
 
 def filled() -> Path:
-    folder, _ = artefacts.use("a CPU, 4 threads")
+    folder, _ = cache.use("a CPU, 4 threads")
     (folder / "inductor").mkdir()
     (folder / "inductor" / "code.so").write_bytes(b"x" * 1000)
     return folder
@@ -33,13 +34,13 @@ def filled() -> Path:
 
 def test_folder_is_keyed_by_versions_device_and_source(monkeypatch):
     """Code of another torch or another edit of ours run in place of what is there now."""
-    folder, found = artefacts.use("a CPU, 4 threads")
-    assert found == "new" and folder.parent == artefacts.root() and "a_CPU_4_threads" in folder.name
-    assert artefacts.use("a CPU, 4 threads") == (folder, "found")
+    folder, found = cache.use("a CPU, 4 threads")
+    assert found == "new" and folder.parent == cache.root() and "a_CPU_4_threads" in folder.name
+    assert cache.use("a CPU, 4 threads") == (folder, "found")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "inductor")
-    assert artefacts.use("NVIDIA X")[0] != folder
+    assert cache.use("NVIDIA X")[0] != folder
     monkeypatch.setattr(artefacts, "version", lambda package: "99.0")
-    assert artefacts.use("a CPU, 4 threads")[0] != folder
+    assert cache.use("a CPU, 4 threads")[0] != folder
     monkeypatch.undo()
 
 
@@ -47,18 +48,18 @@ def test_source_changes_the_key(tmp_path, monkeypatch):
     """An edited model.py that runs the code compiled before the edit."""
     (tmp_path / "artefacts.py").write_text("a = 1")
     monkeypatch.setattr(artefacts, "__file__", str(tmp_path / "artefacts.py"))
-    before = artefacts.key("cpu")
+    before = cache.key("cpu")
     (tmp_path / "model.py").write_text("b = 1")
-    assert artefacts.key("cpu") != before
+    assert cache.key("cpu") != before
 
 
 def test_folders_that_the_user_chose_are_kept(tmp_path, monkeypatch):
     """An explicit TORCHINDUCTOR_CACHE_DIR overridden; torch's own default in /tmp taken for one."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-    assert artefacts.use("cpu") == (tmp_path / "mine", "set by $TORCHINDUCTOR_CACHE_DIR")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine") and artefacts.entries() == []
+    assert cache.use("cpu") == (tmp_path / "mine", "set by $TORCHINDUCTOR_CACHE_DIR")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine") and cache.entries() == []
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor_someone")
-    assert artefacts.use("cpu")[1] == "new"
+    assert cache.use("cpu")[1] == "new"
 
 
 def test_show_and_clear(capsys, tmp_path):
@@ -72,7 +73,7 @@ def test_show_and_clear(capsys, tmp_path):
     assert f"{folder.name}  1 files  0.0 MB" in shown and "1 entries" in shown
     assert generate.main(["--cache", "clear"]) == 0
     assert "deleted" in capsys.readouterr().out
-    assert not folder.exists() and tree.exists() and artefacts.entries() == []
+    assert not folder.exists() and tree.exists() and cache.entries() == []
     assert generate.main(["--cache", "clear"]) == 0
 
 
@@ -80,9 +81,9 @@ def test_show_and_clear(capsys, tmp_path):
 def test_clear_refuses_what_is_not_ours(damage, tmp_path, capsys):
     """EAGLET_CACHE=$HOME and everything is gone."""
     folder = filled()
-    root = artefacts.root()
+    root = cache.root()
     if damage == "no marker":
-        (root / artefacts.MARKER).unlink()
+        (root / cache.MARKER).unlink()
     elif damage == "a file":
         (root / "thesis.tex").write_text("years of work")
     elif damage == "a folder":
@@ -113,9 +114,7 @@ def test_second_process_reuses_what_the_first_compiled():
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=True)
         runs.append(json.loads(done.stdout))
     first, second = runs
-    assert [entry.bytes > 10_000 for entry in artefacts.entries()] == [True], (
-        "kept in our folder, nowhere else"
-    )
+    assert [entry.bytes > 10_000 for entry in cache.entries()] == [True], "kept in our folder, nowhere else"
     assert first["graphs_compiled"] > 0 and first["graphs_reused"] == 0
     assert second["graphs_reused"] == first["graphs_compiled"] and second["graphs_compiled"] == 0
     assert second["token_ids"] == first["token_ids"]

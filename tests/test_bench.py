@@ -17,23 +17,31 @@ import pytest
 import torch
 from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
 
-import tree as trees
-from checkpoint import read_eagle, save_eagle, save_hf, save_medusa
-from drafters import MedusaHeads
+import tree
+from bench import arms as bench_arms
+from bench import compare, measure, records, suites, tables
+from bench import environment as bench_environment
+from bench import rows as bench_rows
+from bench import summary as bench_summary
+from drafters.medusa import MedusaHeads
 from engine import Engine
-from generate import DRAFTERS, UserError, load, tuned_tree_path
+from load import DRAFTERS, load, tuned_tree_path
 from sampling import SamplingParams
 from scripts import bench, evaluate
+from scripts import bench as bench  # FIXME bare
+from support.errors import UserError
+from weights.heads import read_eagle, save_eagle, save_medusa
+from weights.hf import save_hf
 
 QUESTIONS = [
-    bench.Question("one", "a", ((1, 5, 9, 22, 7, 3),)),
-    bench.Question("one", "b", ((4, 4, 8, 2, 60),)),
-    bench.Question("two", "a", (tuple(range(3, 40)),)),
+    suites.Question("one", "a", ((1, 5, 9, 22, 7, 3),)),
+    suites.Question("one", "b", ((4, 4, 8, 2, 60),)),
+    suites.Question("two", "a", (tuple(range(3, 40)),)),
 ]
-SETTINGS = bench.Settings(temperatures=(0.0, 1.0), max_new_tokens=9, reps=2, warmup_runs=2)
+SETTINGS = measure.Settings(temperatures=(0.0, 1.0), max_new_tokens=9, reps=2, warmup_runs=2)
 
 
-class ScriptedArm(bench.EngineArm):
+class ScriptedArm(bench_arms.EngineArm):
     """An arm whose drafter is told what plain decoding gives (shift 0), or something else (shift 1)."""
 
     def run(self, prompt, params):
@@ -51,29 +59,31 @@ class OtherArm:
         self.name, self.label, self.options, self.ids = "other", label, {}, list(ids)
 
     def run(self, prompt, params):
-        return bench.Sample(list(self.ids), 0.01, 0.03, [1] * (len(self.ids) - 1))
+        return bench_arms.Sample(list(self.ids), 0.01, 0.03, [1] * (len(self.ids) - 1))
 
 
 def scripted(model, name, shift):
-    drafter = ScriptedDrafter(trees.chain(4), [[0] * CTX], shift)
-    return ScriptedArm(name, bench.SAME_TOKENS, {}, Engine(model, None, drafter))
+    drafter = ScriptedDrafter(tree.chain(4), [[0] * CTX], shift)
+    return ScriptedArm(name, bench_arms.SAME_TOKENS, {}, Engine(model, None, drafter))
 
 
 def arms_on(model):
     head = tiny_head(model)
-    multi = eagle_engine(head, trees.chain(3), multi_round="without")
+    multi = eagle_engine(head, tree.chain(3), multi_round="without")
     return [
-        bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model)),
+        bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model)),
         scripted(model, "oracle", 0),
         scripted(model, "hostile", 1),
-        bench.EngineArm("eagle", bench.SAME_TOKENS, {}, eagle_engine(head, trees.DynamicTree(8, 2, 3))),
-        bench.EngineArm("multi", bench.SAME_DISTRIBUTION, {}, multi),
+        bench_arms.EngineArm(
+            "eagle", bench_arms.SAME_TOKENS, {}, eagle_engine(head, tree.DynamicTree(8, 2, 3))
+        ),
+        bench_arms.EngineArm("multi", bench_arms.SAME_DISTRIBUTION, {}, multi),
     ]
 
 
 def bench_of(arms, questions=QUESTIONS, settings=SETTINGS, **more):
-    prompts = more.pop("prompts", bench.Prompts(None, False))
-    return bench.Bench(arms, questions, prompts, settings, more.pop("stop_ids", (V - 1,)), CTX, **more)
+    prompts = more.pop("prompts", suites.Prompts(None, False))
+    return measure.Bench(arms, questions, prompts, settings, more.pop("stop_ids", (V - 1,)), CTX, **more)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +110,7 @@ def line(
         "prompt_sha256": question,
         "prompt_tokens": 7,
         "arm": arm,
-        "label": bench.SAME_TOKENS,
+        "label": bench_arms.SAME_TOKENS,
         "baseline": baseline,
         "temperature": 0.0,
         "seed": 0,
@@ -122,7 +132,7 @@ def line(
 def test_summary_recounts_from_the_raw_lines(measured):
     """A table whose numbers cannot be recomputed from its own raw data: medians, totals, intervals, tau, by depth."""
     runs, settings, _ = measured
-    rows = bench.summarise(runs, settings)
+    rows = bench_summary.summarise(runs, settings)
     assert {(r["suite"], r["temperature"]) for r in rows} == {
         (s, t) for s in ("one", "two", "all") for t in (0.0, 1.0)
     }
@@ -193,7 +203,7 @@ COMMITTED = [
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.name)
 def test_committed_results_recount(path):
     """A published figure that its own runs do not give, or an arm with other tokens that got a speedup all the same."""
-    runs, summary = bench.read_lines(path)
+    runs, summary = records.read_lines(path)
     rates = defaultdict(lambda: defaultdict(dict))
     steps = defaultdict(list)
     for r in runs:
@@ -223,7 +233,7 @@ def test_committed_results_recount(path):
             for r in runs
             if (r["suite"], r["temperature"], r["arm"]) == (*key, row["arm"])
         )
-        if row["label"] == bench.SAME_TOKENS and differs and not summary["settings"]["allow_diff"]:
+        if row["label"] == bench_arms.SAME_TOKENS and differs and not summary["settings"]["allow_diff"]:
             assert row["speedup"] is None and "DIFFERS" in row["blocked"]
         elif row["speedup"]:
             prompts = defaultdict(list)
@@ -234,7 +244,8 @@ def test_committed_results_recount(path):
             per_prompt = [statistics.median(ratios) for ratios in prompts.values()]
             middle, draw = statistics.median(per_prompt), random.Random(summary["settings"]["seed"])
             medians = sorted(
-                statistics.median(draw.choices(per_prompt, k=len(per_prompt))) for _ in range(bench.RESAMPLES)
+                statistics.median(draw.choices(per_prompt, k=len(per_prompt)))
+                for _ in range(bench_summary.RESAMPLES)
             )
             interval = medians[int(0.025 * len(medians))], medians[math.ceil(0.975 * len(medians)) - 1]
             assert (row["speedup"]["low"], row["speedup"]["high"]) == pytest.approx(interval)
@@ -270,7 +281,7 @@ def test_the_time_limit_ends_the_first_repetition_too():
 def test_promises_and_extremes_on_a_real_engine(measured):
     """An oracle must accept everything and a hostile drafter nothing, both with plain decoding's tokens."""
     runs, settings, _ = measured
-    rows = {(r["suite"], r["temperature"], r["arm"]): r for r in bench.summarise(runs, settings)}
+    rows = {(r["suite"], r["temperature"], r["arm"]): r for r in bench_summary.summarise(runs, settings)}
     for T in (0.0, 1.0):
         for arm in ("oracle", "hostile", "eagle"):
             row = rows["all", T, arm]
@@ -281,7 +292,7 @@ def test_promises_and_extremes_on_a_real_engine(measured):
             rows["all", T, "hostile"]["tau"] == 1.0 and rows["all", T, "hostile"]["accepted_by_depth"] == []
         )
     facts = [{"arm": "hostile", "depth": 4}, {"arm": "plain", "depth": 0}]
-    notes = bench.remarks(list(rows.values()), runs, facts)
+    notes = bench_summary.remarks(list(rows.values()), runs, facts)
     assert any("hostile on all" in n and "accepted nothing (tau 1.00)" in n for n in notes)
     assert not any("plain" in n or "carried" in n for n in notes)
 
@@ -296,13 +307,13 @@ def test_a_drafter_that_accepts_nothing_shows_its_cost():
             line("lucky", q, decode=0.9, depth=5),
             line("other build", q, decode=0.5, depth=0),
         ]
-    rows = {row["arm"]: row for row in bench.summarise(runs, SETTINGS)}
+    rows = {row["arm"]: row for row in bench_summary.summarise(runs, SETTINGS)}
     for name, cost in (("broken", 1.3), ("lucky", 0.9)):
         row = rows[name]
         assert row["tau"] == 1.0 and row["accepted_by_depth"] == [] and row["speedup"] is None
         assert row["blocked"].startswith("ACCEPTED NOTHING: ") and f"{1 / cost:.2f}x" in row["blocked"]
         assert row["break_even_tau"] == pytest.approx(cost)
-    assert "ACCEPTED NOTHING" in bench.result_table(list(rows.values()))
+    assert "ACCEPTED NOTHING" in tables.result_table(list(rows.values()))
     assert rows["other build"]["speedup"]["median"] == pytest.approx(2.0)  # drafts nothing, promises nothing
 
 
@@ -314,7 +325,7 @@ def test_median_of_ratios_and_ratio_of_totals_are_both_there():
             line("plain", q, baseline=True, new=new, decode=(new - 1) / 10),
             line("fast", q, new=new, decode=decode),
         ]
-    gain = bench.summarise(runs, SETTINGS)[1]["speedup"]
+    gain = bench_summary.summarise(runs, SETTINGS)[1]["speedup"]
     assert gain["median"] == pytest.approx(2.0)
     assert gain["total"] == pytest.approx(102.0 / 100.9)
 
@@ -322,8 +333,8 @@ def test_median_of_ratios_and_ratio_of_totals_are_both_there():
 def test_tau_by_position_follows_the_output():
     """Acceptance that decays along the text was hidden in one mean; position 0 is the prompt's own token."""
     runs = [line(new=33, steps=[5, 5, 5] + [1] * 17)]
-    assert bench.tau_by_position(runs) == [5.0, 1.0, 1.0]  # steps begin at 1, 6, 11 | 16 .. 31 | 32
-    assert bench.tau_by_position([]) == []
+    assert bench_summary.tau_by_position(runs) == [5.0, 1.0, 1.0]  # steps begin at 1, 6, 11 | 16 .. 31 | 32
+    assert bench_summary.tau_by_position([]) == []
 
 
 # ---- promises ---------------------------------------------------------------------------------------------
@@ -332,30 +343,33 @@ def test_tau_by_position_follows_the_output():
 def test_differing_tokens_never_give_a_speedup():
     """A fast arm that decodes something else: its ratio was printed as a speedup."""
     model = tiny_model()
-    arms = [bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model)), OtherArm(bench.SAME_TOKENS)]
+    arms = [
+        bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model)),
+        OtherArm(bench_arms.SAME_TOKENS),
+    ]
     settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
     runs = list(bench_of(arms, settings=settings).measure())
-    row = bench.summarise(runs, settings)[-1]
+    row = bench_summary.summarise(runs, settings)[-1]
     assert row["same"]["differs"] == row["runs"] == 3
     assert row["speedup"] is None and row["blocked"] == "DIFFERS 3/3"
-    page = bench.result_table([row])
+    page = tables.result_table([row])
     assert "DIFFERS 3/3" in page and "x |" not in page
-    assert any("DIFFER from plain" in n for n in bench.remarks([row], runs, []))
-    allowed = bench.summarise(runs, replace(settings, allow_diff=True))[-1]
-    assert allowed["speedup"]["median"] > 0 and "same tokens, DIFFERS" in bench.result_table([allowed])
+    assert any("DIFFER from plain" in n for n in bench_summary.remarks([row], runs, []))
+    allowed = bench_summary.summarise(runs, replace(settings, allow_diff=True))[-1]
+    assert allowed["speedup"]["median"] > 0 and "same tokens, DIFFERS" in tables.result_table([allowed])
     forks = [r["fork"] for r in runs if not r["baseline"]]
     assert all(f is not None for f in forks)
 
 
-@pytest.mark.parametrize("label", [bench.SAME_DISTRIBUTION, bench.OTHER_ENGINE])
+@pytest.mark.parametrize("label", [bench_arms.SAME_DISTRIBUTION, bench_arms.OTHER_ENGINE])
 def test_other_labels_print_their_ratio_with_the_label(label):
     """A sampled other engine cannot give the same tokens; blocking it would leave no comparison at all."""
     model = tiny_model()
-    arms = [bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model)), OtherArm(label)]
+    arms = [bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model)), OtherArm(label)]
     settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
-    row = bench.summarise(list(bench_of(arms, settings=settings).measure()), settings)[-1]
+    row = bench_summary.summarise(list(bench_of(arms, settings=settings).measure()), settings)[-1]
     assert row["blocked"] is None and row["speedup"]["median"] > 0 and row["same"]["differs"] == 3
-    page = bench.result_table([row])
+    page = tables.result_table([row])
     assert label in page and "DIFFERS" not in page
 
 
@@ -363,41 +377,46 @@ def test_a_near_tie_is_counted_apart(monkeypatch):
     """float32 rounding at a tie blocked the speedup of a correct drafter; a real fork must still block it."""
     model = tiny_model()
     for margin, kind in ((9e-5, "tie"), (2e-4, "differs")):
-        arms = [bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model)), OtherArm(bench.SAME_TOKENS)]
+        arms = [
+            bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model)),
+            OtherArm(bench_arms.SAME_TOKENS),
+        ]
         monkeypatch.setattr(arms[0].engine, "margin", lambda *a, margin=margin: (margin, 1.0))
         settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
         runs = list(bench_of(arms, settings=settings).measure())
-        row = bench.summarise(runs, settings)[-1]
+        row = bench_summary.summarise(runs, settings)[-1]
         assert row["same"][kind] == 3 and (row["speedup"] is None) == (kind == "differs")
-        assert ("3 near-tie" in bench.result_table([row])) == (kind == "tie")
+        assert ("3 near-tie" in tables.result_table([row])) == (kind == "tie")
         assert {r["margin"] for r in runs if not r["baseline"]} == {margin}
 
 
 def test_a_prefix_is_no_near_tie():
     """An arm that stops early shares every token it has; that is a broken promise, not rounding."""
     model = tiny_model()
-    plain = bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model))
+    plain = bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model))
     prompt = list(QUESTIONS[0].turns[0])
     ids = plain.run(prompt, SamplingParams(max_new_tokens=9, stop_ids=(V - 1,))).token_ids
     settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
-    runs = list(bench_of([plain, OtherArm(bench.SAME_TOKENS, ids[:4])], QUESTIONS[:1], settings).measure())
+    runs = list(
+        bench_of([plain, OtherArm(bench_arms.SAME_TOKENS, ids[:4])], QUESTIONS[:1], settings).measure()
+    )
     other = next(r for r in runs if not r["baseline"])
     assert other["same"] == "differs" and other["fork"] == 4 and other["margin"] is None
 
 
 def test_labels_of_arms_follow_from_their_options():
     """--verify multi-round promises the distribution only; nobody may label it stronger."""
-    label, options = bench.arm_options("a", {"eagle": "h", "verify": "multi-round"}, None)
-    assert label == bench.SAME_DISTRIBUTION and options == {"eagle": "h", "verify": "multi-round"}
+    label, options = bench_arms.arm_options("a", {"eagle": "h", "verify": "multi-round"}, None)
+    assert label == bench_arms.SAME_DISTRIBUTION and options == {"eagle": "h", "verify": "multi-round"}
     assert (
-        bench.arm_options("a", {"verify": "multi-round", "label": "same-tokens"}, None)[0]
-        == bench.SAME_DISTRIBUTION
+        bench_arms.arm_options("a", {"verify": "multi-round", "label": "same-tokens"}, None)[0]
+        == bench_arms.SAME_DISTRIBUTION
     )
-    assert bench.arm_options("a", {"label": "other-engine"}, None)[0] == bench.OTHER_ENGINE
-    label, options = bench.arm_options(
+    assert bench_arms.arm_options("a", {"label": "other-engine"}, None)[0] == bench_arms.OTHER_ENGINE
+    label, options = bench_arms.arm_options(
         "a", {"draft-noise": "off", "draft_vocab": "50", "tree": "dynamic:8,2,3"}, None
     )
-    assert label == bench.SAME_TOKENS and options == {
+    assert label == bench_arms.SAME_TOKENS and options == {
         "draft_noise": False,
         "draft_vocab": 50,
         "tree": "dynamic:8,2,3",
@@ -420,7 +439,7 @@ def test_labels_of_arms_follow_from_their_options():
 def test_bad_arms_are_one_line_errors(text, why):
     """A mistyped option was ignored and the arm measured something else."""
     with pytest.raises(UserError, match=why):
-        bench.arm_options(*bench.parse_arm(text), None)
+        bench_arms.arm_options(*bench_arms.parse_arm(text), None)
 
 
 # ---- counting and state -----------------------------------------------------------------------------------
@@ -428,17 +447,17 @@ def test_bad_arms_are_one_line_errors(text, why):
 
 def test_ids_are_counted_up_to_the_first_stop():
     """Tokens after the end of the text made speculative decoding look faster (EAGLE issue 296)."""
-    assert bench.counted([5, 6, 9, 7, 8], [2, 2], {9}) == ([5, 6, 9], [2])
-    assert bench.counted([5, 6, 9, 7, 8], [1, 3], {6}) == ([5, 6], [1])
-    assert bench.counted([9, 6], [1], {9}) == ([9], [])
-    assert bench.counted([5, 6], None, {9}) == ([5, 6], None)
+    assert measure.counted([5, 6, 9, 7, 8], [2, 2], {9}) == ([5, 6, 9], [2])
+    assert measure.counted([5, 6, 9, 7, 8], [1, 3], {6}) == ([5, 6], [1])
+    assert measure.counted([9, 6], [1], {9}) == ([9], [])
+    assert measure.counted([5, 6], None, {9}) == ([5, 6], None)
     model = tiny_model()
-    plain = bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model))
+    plain = bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model))
     ids = plain.run(
         list(QUESTIONS[0].turns[0]), SamplingParams(max_new_tokens=9, stop_ids=(V - 1,))
     ).token_ids
     stop = next(t for i, t in enumerate(ids) if i >= 2 and t not in ids[:i])
-    over = OtherArm(bench.SAME_TOKENS, [*ids, *ids])  # an engine that runs on
+    over = OtherArm(bench_arms.SAME_TOKENS, [*ids, *ids])  # an engine that runs on
     settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
     runs = list(bench_of([plain, over], QUESTIONS[:1], settings, stop_ids=(stop,)).measure())
     for run in runs:
@@ -453,7 +472,7 @@ def test_every_run_starts_from_empty_caches():
     engine = Engine(model)
     engine.generate(prompt, params).run()
     assert engine.generate(prompt, params).run()[0].cached_tokens > 0  # what has to be avoided
-    arm = bench.EngineArm("plain", bench.SAME_TOKENS, {}, engine)
+    arm = bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, engine)
     a, b = arm.run(prompt, params), arm.run(prompt, params)
     assert a.cached_tokens == b.cached_tokens == 0 and a.token_ids == b.token_ids
 
@@ -466,8 +485,8 @@ def test_state_carried_between_requests_is_reported():
         line("plain", rep=1, baseline=True),
         line(rep=1, steps=[10]),
     ]
-    assert any("carried" in n for n in bench.remarks([], runs, []))
-    assert not any("carried" in n for n in bench.remarks([], runs[:2], []))
+    assert any("carried" in n for n in bench_summary.remarks([], runs, []))
+    assert not any("carried" in n for n in bench_summary.remarks([], runs[:2], []))
 
 
 def test_warm_up_ends_when_two_runs_agree_and_is_bounded(monkeypatch):
@@ -475,11 +494,11 @@ def test_warm_up_ends_when_two_runs_agree_and_is_bounded(monkeypatch):
 
     class Timed(OtherArm):
         def __init__(self, seconds):
-            super().__init__(bench.SAME_TOKENS)
+            super().__init__(bench_arms.SAME_TOKENS)
             self.seconds = iter(seconds)
 
         def run(self, prompt, params):
-            return bench.Sample([1, 2], 0.0, next(self.seconds), [1])
+            return bench_arms.Sample([1, 2], 0.0, next(self.seconds), [1])
 
     settings = replace(SETTINGS, temperatures=(0.0,), warmup_runs=6)
     (note,) = bench_of([Timed([9, 9.0, 2.0, 1.0, 1.001, 1.0])], settings=settings).warm_up()
@@ -517,23 +536,23 @@ def test_multi_turn_questions_carry_the_models_own_answers(tmp_path):
         {"question_id": 82, "turns": ["x"]},
     ]
     path.write_text("\n".join(map(json.dumps, items)) + "\n\n")
-    questions = bench.read_suite(path)
+    questions = suites.read_suite(path)
     assert [(q.suite, q.id, q.turns) for q in questions] == [
         ("mt_bench", "81", ("Hello", "Again")),
         ("mt_bench", "82", ("x",)),
     ]
-    assert len(bench.read_suite(path, limit=1)) == 1
+    assert len(suites.read_suite(path, limit=1)) == 1
 
     class Talker(OtherArm):
         def __init__(self, name, text):
-            super().__init__(bench.OTHER_ENGINE)
+            super().__init__(bench_arms.OTHER_ENGINE)
             self.name, self.text = name, text
 
         def run(self, prompt, params):
             return replace(super().run(prompt, params), text=self.text)
 
     words = Words()
-    prompts = bench.Prompts(words, True, " ", "be brief")
+    prompts = suites.Prompts(words, True, " ", "be brief")
     settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
     runs = list(
         bench_of(
@@ -551,7 +570,7 @@ def test_multi_turn_questions_carry_the_models_own_answers(tmp_path):
     assert words.messages[:2] == [[system, first], [system, first, answer, again]] and set(
         words.suffixes
     ) == {" "}
-    text = bench.Prompts(Words(), False)
+    text = suites.Prompts(Words(), False)
     assert text.ids(["ab", "cd"], ["x"]) == [len("abx\n\ncd")]
     assert text.longest(questions[0], 10) >= 20
 
@@ -564,14 +583,14 @@ def test_bad_suites_name_the_line(tmp_path, bad):
     path = tmp_path / "q.jsonl"
     path.write_text('{"turns": ["fine"]}\n' + bad if bad else "\n")
     with pytest.raises(UserError, match="line 2: not a question" if bad else "no questions"):
-        bench.read_suite(path)
+        suites.read_suite(path)
 
 
 def test_builtin_suite_is_held_out_text():
     """Acceptance measured on the training text of the demo model."""
-    from scripts.train_demo import HELD_OUT
+    from training.corpus import HELD_OUT
 
-    questions = bench.builtin_suite()
+    questions = suites.builtin_suite()
     assert 5 <= len(questions) <= 12 and len({q.turns for q in questions}) == len(questions)
     for q in questions:
         assert q.id.split("/")[0] in HELD_OUT and 100 < len(q.turns[0]) <= 500
@@ -582,10 +601,10 @@ def test_builtin_suite_is_held_out_text():
 
 def summary_of(measured):
     runs, settings, _ = measured
-    rows = bench.summarise(runs, settings)
+    rows = bench_summary.summarise(runs, settings)
     for row in rows:
         row["bandwidth_share"] = 0.5
-    environment = bench.environment(torch.device("cpu"))
+    environment = bench_environment.environment(torch.device("cpu"))
     model = {
         "checkpoint": "tiny",
         "weights_sha256": "0",
@@ -612,7 +631,7 @@ def write_lines(path, runs, summary):
 def test_csv_holds_the_rows(measured, tmp_path):
     """Nested values written as Python dictionaries into a CSV cell."""
     summary = summary_of(measured)
-    bench.write_csv(tmp_path / "out.csv", summary["rows"])
+    tables.write_csv(tmp_path / "out.csv", summary["rows"])
     with open(tmp_path / "out.csv", newline="") as file:
         found = list(csv.DictReader(file))
     assert len(found) == len(summary["rows"]) and not any(
@@ -640,7 +659,7 @@ def test_compare_shows_rates_and_what_changed(measured, tmp_path):
     runs, _, _ = measured
     summary = summary_of(measured)
     a = write_lines(tmp_path / "a.jsonl", runs, summary)
-    page = bench.compare(a, a)
+    page = compare.compare(a, a)
     assert "1.000x" in page and "same environment, settings, model and arms" in page and "6 / 6" in page
     other = json.loads(json.dumps(summary))
     other["settings"]["max_new_tokens"] = 99
@@ -648,19 +667,19 @@ def test_compare_shows_rates_and_what_changed(measured, tmp_path):
     for row in other["rows"]:
         row["tokens_per_second"] *= 2
     moved = [r | {"prompt_sha256": "x"} if r["suite"] == "two" else r for r in runs]
-    page = bench.compare(a, write_lines(tmp_path / "b.jsonl", moved, other))
+    page = compare.compare(a, write_lines(tmp_path / "b.jsonl", moved, other))
     assert "2.000x" in page and "other prompts" in page
     assert "settings.max_new_tokens: 9 -> 99" in page and "versions.torch" in page
     other = json.loads(json.dumps(summary))
     other["arms"][1]["options"]["tree"] = "chain:9"
     changed = [r | {"ids_sha256": "x"} if r["arm"] == other["arms"][1]["arm"] else r for r in runs]
-    page = bench.compare(a, write_lines(tmp_path / "d.jsonl", changed, other))
+    page = compare.compare(a, write_lines(tmp_path / "d.jsonl", changed, other))
     assert (
         "tree" in page and "chain:9" in page and "(other tokens)" in page and "same environment" not in page
     )
     (tmp_path / "c.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="not a file of scripts.bench"):
-        bench.compare(a, tmp_path / "c.jsonl")
+        compare.compare(a, tmp_path / "c.jsonl")
 
 
 def test_plot_is_written(measured, tmp_path):
@@ -672,25 +691,25 @@ def test_plot_is_written(measured, tmp_path):
         r | {"accepted_by_depth": None, "tau_by_position": None} if r["arm"] == "multi" else r
         for r in blocked
     ]
-    bench.write_plot(tmp_path / "out.png", unknown, "test")
+    tables.write_plot(tmp_path / "out.png", unknown, "test")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG") and not list(tmp_path.glob("*.part"))
 
 
 def test_environment_block():
     """A number without its machine: threads, versions, commit; on a GPU the power cap, clocks, temperature, driver."""
-    found = bench.environment(torch.device("cpu"))
+    found = bench_environment.environment(torch.device("cpu"))
     assert found["versions"]["torch"] and found["threads"] >= 1 and found["device"] and found["gpu"] is None
     assert set(found["git"]) == {"commit", "dirty"} and "time_utc" in found
     smi = "NVIDIA GeForce RTX 3090, 610.43, 350.00, 350.00, 1695, 2100, 9751, 61, 3, 812, Enabled"
-    gpu = bench.parse_smi(smi, "17, 300\n4121, 900\n", own=17)
+    gpu = bench_environment.parse_smi(smi, "17, 300\n4121, 900\n", own=17)
     assert gpu["power.limit"] == 350.0 and gpu["temperature.gpu"] == 61.0 and gpu["driver_version"] == 610.43
     assert gpu["other_processes"] == 1 and gpu["name"].endswith("3090")
-    assert bench.parse_smi(smi.replace("350.00", "[N/A]"), "", 1)["power.limit"] == "[N/A]"
+    assert bench_environment.parse_smi(smi.replace("350.00", "[N/A]"), "", 1)["power.limit"] == "[N/A]"
 
 
 def test_lines_survive_an_interruption(tmp_path):
     """Ctrl-C after an hour left an empty file."""
-    lines = bench.Lines(str(tmp_path / "x.jsonl"))
+    lines = records.Lines(str(tmp_path / "x.jsonl"))
     lines.write({"a": 1})
     assert (tmp_path / "x.jsonl.part").read_text() == '{"a": 1}\n'
     lines.close()
@@ -730,7 +749,7 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
     assert bench.main([*flags, "--json", str(out), "--csv", str(table)]) == 0
     page = capsys.readouterr().out
     assert "break-even" in page
-    runs, summary = bench.read_lines(out)
+    runs, summary = records.read_lines(out)
     arms = ["plain", "eagle1 paper25", "eagle1 dynamic", "n-gram", "draft LLM", "medusa"]
     assert [r["arm"] for r in summary["rows"]] == arms * 2
     assert len(runs) == 6 * 2 * 2 * 2 and table.exists()
@@ -741,7 +760,7 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
             and run["label"] == "same tokens"
             and run["same"] in (None, "same")
         )
-    again = bench.summarise(runs, SETTINGS)
+    again = bench_summary.summarise(runs, SETTINGS)
     for a, b in zip(again, summary["rows"], strict=True):
         assert a["speedup"] == b["speedup"] and a["tau"] == b["tau"] and b["bandwidth_share"] > 0
     facts = {f["arm"]: f for f in summary["arms"]}
@@ -760,13 +779,13 @@ def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
     given["draft"] = {"draft_checkpoint": str(tiny_directory / "draft"), "tree": "chain:2"}
     given["medusa"] = {"medusa": str(tiny_directory / "medusa"), "tree": "chain:2"}
     assert set(given) == set(DRAFTERS)
-    plain = bench.build_engine(base, {}, 64).generate([1, 5, 9], SamplingParams(max_new_tokens=8)).run()
+    plain = bench_arms.build_engine(base, {}, 64).generate([1, 5, 9], SamplingParams(max_new_tokens=8)).run()
     for kind, options in given.items():
-        engine = bench.build_engine(base, options, 64)
+        engine = bench_arms.build_engine(base, options, 64)
         assert type(engine.drafter) is not type(Engine(base.model).drafter), kind
         result = engine.generate([1, 5, 9], SamplingParams(max_new_tokens=8)).run()
         assert result[0].token_ids == plain[0].token_ids and engine.model is base.model, kind
-    two = bench.build_engine(base, given["eagle"] | {"batch_size": 2}, 64)
+    two = bench_arms.build_engine(base, given["eagle"] | {"batch_size": 2}, 64)
     both = two.generate_batch([[1, 5, 9], [4, 4]], SamplingParams(max_new_tokens=8)).run()
     assert both[0].token_ids == plain[0].token_ids
     # --tree auto: what tune_tree wrote for this head, and a one-line error where it wrote nothing
@@ -774,12 +793,12 @@ def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
     auto = {"eagle": str(tiny_directory / "eagle1"), "tree": "auto"}
     for options in (auto, {"drafter": "ngram", "tree": "auto"}):
         with pytest.raises(UserError, match="--tree auto"):
-            bench.build_engine(base, options, 64)
+            bench_arms.build_engine(base, options, 64)
     file = read_eagle(auto["eagle"], base.model.config)
     path = tuned_tree_path(replace(base.options, **auto), base.model.config, file, base.model.device)
     path.parent.mkdir(parents=True)
     path.write_text('{"paths": [[0], [1], [0, 0]]}')
-    assert bench.build_engine(base, auto, 64).drafter.N == 4
+    assert bench_arms.build_engine(base, auto, 64).drafter.N == 4
 
 
 def test_command_rows(tiny_directory, capsys):
@@ -792,7 +811,7 @@ def test_command_rows(tiny_directory, capsys):
         assert len(row["all"]) == 2 and row["tokens_per_second"] == pytest.approx(statistics.mean(row["all"]))
     for bad in ("xx5", "pp", "tg0", "tg4@dx"):
         with pytest.raises(UserError, match="expected pp512"):
-            bench.parse_row(bad)
+            bench_rows.parse_row(bad)
 
 
 def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
@@ -800,7 +819,7 @@ def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
 
     flags = f"--checkpoint {tiny_directory} -q --reps 1 --questions 2 --warmup-runs 1".split()
     flags += ["--max-new-tokens", "6", "--temperature", "0", "--arm", "x=eagle=eagle1;tree=chain:2"]
-    real = bench.counted
+    real = measure.counted
     calls = iter(range(10**6))
 
     def spoiled(ids, steps, stop_ids):
@@ -850,9 +869,9 @@ def test_synthetic_tau_is_labelled_and_never_a_speedup(capsys):
 def test_on_random_weights_only_plain_decoding_is_compared():
     """A ratio withheld from another engine that decodes the same random weights, or given to an arm that drafts."""
     runs = [line("plain", baseline=True, depth=0, decode=1.0, random_weights=True)]
-    for arm, more in (("hf", {"label": bench.OTHER_ENGINE, "same": "same"}), ("draft", {"depth": 3})):
+    for arm, more in (("hf", {"label": bench_arms.OTHER_ENGINE, "same": "same"}), ("draft", {"depth": 3})):
         runs.append(line(arm, decode=2.0, steps=[5, 5], random_weights=True, **more))
-    rows = {row["arm"]: row for row in bench.summarise(runs, SETTINGS)}
+    rows = {row["arm"]: row for row in bench_summary.summarise(runs, SETTINGS)}
     assert rows["hf"]["speedup"]["median"] == pytest.approx(0.5) and rows["hf"]["blocked"] is None
     assert rows["draft"]["speedup"] is None and "random weights" in rows["draft"]["blocked"]
 
@@ -861,12 +880,12 @@ def test_transformers_arm_runs_the_same_weights():
     """`transformers` with copied, differently rounded or default-configured weights is no baseline."""
     pytest.importorskip("transformers")
     model = tiny_model(torch.float32)
-    plain = bench.EngineArm("plain", bench.SAME_TOKENS, {}, Engine(model))
+    plain = bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model))
     prompt, params = list(QUESTIONS[0].turns[0]), SamplingParams(max_new_tokens=8, stop_ids=(V - 1,))
     ours = plain.run(prompt, params)
     for kind in ("hf", "hf-static"):
-        arm = bench.HFArm(kind, model, None)
-        assert arm.label == bench.OTHER_ENGINE
+        arm = bench_arms.HFArm(kind, model, None)
+        assert arm.label == bench_arms.OTHER_ENGINE
         twin = arm.model.model.embed_tokens.weight
         assert twin.data_ptr() == model.embed_tokens.weight.data_ptr()
         theirs = arm.run(prompt, params)
@@ -1007,7 +1026,7 @@ def test_missing_harness_is_one_line(monkeypatch):
 def test_draft_head_does_not_change_the_harness():
     """Evaluating through a draft head must give the plain engine's answers."""
     model, tokenizer = tiny_model(), Letters()
-    fast = eagle_engine(tiny_head(model), trees.chain(3), tokenizer=tokenizer)
+    fast = eagle_engine(tiny_head(model), tree.chain(3), tokenizer=tokenizer)
     request = [ask("while True:", {"max_gen_toks": 10})]
     plain = Engine(model, tokenizer)
     assert evaluate.harness_class(Base)(fast).generate_until(request) == evaluate.harness_class(Base)(

@@ -14,15 +14,20 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
+import checkpoint as checkpoint  # FIXME bare
 import pytest
 import torch
 from conftest import BASE, FAMILIES, build_hf
 from safetensors.torch import load_file, save_file
 
-import checkpoint
-from checkpoint import EagleConfig, load_config, load_model, read_eagle, save_eagle, save_hf
 from model import ModelConfig, chain_ancestors
 from scripts import convert, download
+from weights import files as weights_files
+from weights import heads as weights_heads
+from weights import hf as weights_hf
+from weights.checkpoint import load_config, load_model
+from weights.heads import EagleConfig, read_eagle, save_eagle
+from weights.hf import save_hf
 
 
 def logits_of(model, length: int = 20) -> torch.Tensor:
@@ -121,7 +126,7 @@ def test_dtype_of_file_and_of_memory(tiny_checkpoint, tmp_path, dtype):
 def test_configs_survive_writing(change):
     """A switch that our own directories forget: the converted model would differ from its source."""
     config = ModelConfig.from_hf({**BASE, "model_type": "llama", **change})
-    assert ModelConfig.from_hf(json.loads(json.dumps(checkpoint.config_to_hf(config)))) == config
+    assert ModelConfig.from_hf(json.loads(json.dumps(weights_hf.config_to_hf(config)))) == config
 
 
 def test_sharded_safetensors_and_bin_equal_the_single_file(tiny_checkpoint, tmp_path):
@@ -167,7 +172,7 @@ def test_both_mixtral_layouts(tiny_checkpoint, tmp_path):
     """transformers 5's fused experts with gate and up swapped, or experts in another order."""
     model = load_model(tiny_checkpoint("mixtral"))
     for fused in (False, True):
-        views = {name: view.clone() for name, view in checkpoint.hf_views(model, fused_experts=fused).items()}
+        views = {name: view.clone() for name, view in weights_hf.hf_views(model, fused_experts=fused).items()}
         folder = tmp_path / str(fused)
         folder.mkdir()
         shutil.copy(tiny_checkpoint("mixtral") / "config.json", folder)
@@ -247,7 +252,7 @@ def test_meta_errors_and_rope_switches(tiny_checkpoint, tmp_path):
 def test_tensors_are_read_one_by_one(tiny_checkpoint, monkeypatch):
     """Two copies of the model in memory while it loads; a progress bar that does not end at 100 %."""
     alive: list[weakref.ref] = []
-    original = checkpoint.read_entries
+    original = weights_files.read_entries
 
     def watch(entry):
         def read():
@@ -1058,7 +1063,7 @@ def test_mutated_head_configs_give_clean_errors_or_load(tmp_path):
             "norm_output",
             "fc_norm",
             "rope_parameters",
-            checkpoint.AUX,
+            weights_heads.AUX,
         ]
         at[rng.choice([*at, *extra])] = rng.choice(values)
         (folders[i % 2] / "config.json").write_text(json.dumps(raw))

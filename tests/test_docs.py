@@ -16,9 +16,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-import trees
+import tree as trees
+from report.viewer import Step
 from scripts import measured, tree_picture
-from viewer import Step
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]

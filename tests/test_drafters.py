@@ -13,31 +13,30 @@ import torch
 from test_engine import Indexing, OneDevice, on_fake_gpu
 from tiny import CTX, DRAFT_VOCAB, PROMPT, TREES, PieceTokenizer, V, geometry, tables, tiny_head, tiny_model
 
-import drafters
-import generate
+import load
 import sampling
 import tree as trees
-from checkpoint import load_model, save_hf, save_medusa
-from drafters import (
-    DraftModelDrafter,
-    LookaheadDrafter,
-    MedusaDrafter,
-    MedusaHeads,
-    NGramDrafter,
-    WithNGrams,
-    check_vocabulary,
-    graft,
-    load_medusa,
-    lookup,
-    named_tree,
-    root_draft,
-)
-from eagle_draft import Draft, EagleDrafter
-from engine import DecodeState, Engine, decode_step
-from generate import load
+from drafters import ngram
+from drafters.base import Draft, root_draft
+from drafters.draft_model import DraftModelDrafter, check_vocabulary
+from drafters.lookahead import LookaheadDrafter
+from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa
+from drafters.ngram import NGramDrafter, WithNGrams, graft, lookup
+from eagle_draft import EagleDrafter
+from engine import Engine
+from load import load
 from sampling import SamplingParams
-from scripts import train_draft, train_medusa
-from scripts.train_eagle import TokenData, WorseHead
+from scripts import train_draft as train_draft  # FIXME bare
+from scripts import train_medusa as train_medusa  # FIXME bare
+from step import DecodeState, decode_step
+from support import errors
+from training import drafters
+from training.data import TokenData
+from training.eagle import WorseHead
+from tree import named_tree
+from weights.checkpoint import load_model
+from weights.heads import save_medusa
+from weights.hf import save_hf
 
 MODEL = tiny_model()
 SMALL = tiny_model(seed=5, hidden_size=16, num_attention_heads=2, head_dim=8)
@@ -291,11 +290,11 @@ def test_ngram_tree_is_the_brute_force_one(alphabet):
     texts = [torch.randint(0, alphabet, (size,), generator=generator).tolist() for size in lengths]
     tokens, n = request_for(texts, junk=0)
     for D, K in ((5, 13), (1, 4), (8, 30)):
-        found = lookup(tokens, n, D, drafters.CANDIDATES)
+        found = lookup(tokens, n, D, ngram.CANDIDATES)
         draft = graft(root_draft(tokens.gather(1, n[:, None])[:, 0]), *found, K, D)
         assert draft.tokens.shape == (len(texts), K + 1)
         for b, text in enumerate(texts):
-            expected = matches(text, D, drafters.CANDIDATES)
+            expected = matches(text, D, ngram.CANDIDATES)
             assert [tuple(p) for p, v in zip(found[0][b].tolist(), found[1][b], strict=True) if v] == expected
             assert spelled(draft, b) == trie(expected, K)
 
@@ -338,7 +337,7 @@ def test_grafted_nodes_extend_the_eagle_tree(tree):
         for name in ("tokens", "parent", "depth", "valid"):
             assert torch.equal(getattr(merged, name)[:, :kept], getattr(base, name))
         own, text = spelled(base, 0), tokens[0, : n[0] + 1].tolist()
-        expected = trie(matches(text, drafter.D, drafters.CANDIDATES), K, set(own))
+        expected = trie(matches(text, drafter.D, ngram.CANDIDATES), K, set(own))
         assert spelled(merged, 0) == own + expected
 
 
@@ -706,7 +705,7 @@ def trained(script, files, out, *more, steps=120):
     ]
     argv += ["--hidden", 32, "--heads", 2] if script is train_draft else []
     argv += ["--medusa-heads", 5, "--own-lm-head"] if script is train_medusa else []
-    args = train_draft.checked(script.parser(), [str(a) for a in (*argv, *more)])
+    args = drafters.checked(script.parser(), [str(a) for a in (*argv, *more)])
     return script.train(args)
 
 
@@ -729,7 +728,7 @@ def test_resume_is_exact_and_worse_ones_are_refused(script, files, tmp_path):
         trained(script, files, tmp_path / "b", "--loss", "ce", steps=6)
     assert trained(script, files, tmp_path / "b", steps=6)["loss_curve"] == whole["loss_curve"]
     with pytest.raises(WorseHead, match="kept it"):
-        train_draft.refuse_if_worse({"tau": 2.0}, {"tau_greedy": 1.5}, argparse.Namespace(out="x"))
+        drafters.refuse_if_worse({"tau": 2.0}, {"tau_greedy": 1.5}, argparse.Namespace(out="x"))
 
 
 # ------------------------------------------------------------------ the loader
@@ -752,10 +751,10 @@ def test_every_drafter_loads_and_decodes_the_same(files, tmp_path):
     for kind, options in kinds.items():
         engine = load(files / "target", dtype="float64", **options)
         assert engine.generate(PROMPT, params).run()[0].token_ids == expected
-        assert generate.drafter_kind(engine.options) == kind
-        assert generate.tree_shape(engine.options) == (engine.drafter.N, engine.drafter.D)
+        assert load.drafter_kind(engine.options) == kind
+        assert load.tree_shape(engine.options) == (engine.drafter.N, engine.drafter.D)
         assert (engine.plan.head > 0) == (kind in ("draft", "medusa"))
-    with pytest.raises(generate.UserError, match="98 tokens"):
+    with pytest.raises(errors.UserError, match="98 tokens"):
         load(files / "target", draft_checkpoint=str(tmp_path / "other"))
 
 
@@ -769,6 +768,6 @@ def test_every_drafter_loads_and_decodes_the_same(files, tmp_path):
 ])  # fmt: skip
 def test_options_that_disagree_are_refused(options, message):
     """A flag that is silently ignored: the wrong drafter measured."""
-    with pytest.raises(generate.UserError, match=message) as error:
-        generate.check_options(generate.LoadOptions(**options))
-    assert error.value.code == generate.USAGE
+    with pytest.raises(errors.UserError, match=message) as error:
+        load.check_options(load.LoadOptions(**options))
+    assert error.value.code == errors.USAGE

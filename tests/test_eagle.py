@@ -11,17 +11,19 @@ import pytest
 import torch
 from tiny import CTX, DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, randomise, tiny_head, tiny_model
 
-import eagle_draft
-import generate
+import eagle_draft as eagle_draft  # FIXME bare
+import load
 import sampling
 import tree as trees
-from checkpoint import load_config, read_eagle
+from bench.suites import held_out_prompts
+from drafters import tree_drafter
 from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine
 from sampling import SamplingParams
-from scripts.acceptance import held_out_prompts
 from tokenizer import load_tokenizer
-from trees import _multi_round_walk
+from verify import _multi_round_walk
+from weights.checkpoint import load_config
+from weights.heads import read_eagle
 
 # ------------------------------------------------------------------ the head, written out once more
 
@@ -651,7 +653,7 @@ def test_children_beyond_the_survivors_are_accepted_too(monkeypatch):
     """Children that q = 0 excludes are wasted: with top_k = 1 at T = 1 a tree accepted no more than a chain."""
     engine = eagle_engine(tiny_head(peaked_model()), MEDUSA, multi_round="without")
     params, taus = SamplingParams(temperature=1.0, top_k=1, seed=5, max_new_tokens=100), []
-    for share in (0.0, eagle_draft.SLIVER):
+    for share in (0.0, tree_drafter.SLIVER):
         monkeypatch.setattr(eagle_draft, "SLIVER", share)
         taus.append(engine.generate(PROMPT, params).run()[0].tau)
     greedy = eagle_engine(engine.drafter.head, MEDUSA)
@@ -716,7 +718,7 @@ class Pieces:
 def chosen(K, tokenizer=None, text=None, V=15):
     opts = SimpleNamespace(draft_vocab=K, draft_vocab_text=text)
     config = SimpleNamespace(vocab_size=V, eos_token_ids=(14,))
-    return generate.draft_vocabulary(opts, config, tokenizer).tolist()
+    return load.draft_vocabulary(opts, config, tokenizer).tolist()
 
 
 def test_a_draft_vocabulary_without_text_holds_stops_and_characters(tmp_path):
@@ -732,7 +734,7 @@ def test_a_draft_vocabulary_without_text_holds_stops_and_characters(tmp_path):
     assert chosen(5, Pieces(), str(text)) == [3, 8, 9, 10, 14], (
         "uncounted tokens follow by the tokenizer's order"
     )
-    demo = load_tokenizer(generate.DEMO, 4096)
+    demo = load_tokenizer(load.DEMO, 4096)
     kept = chosen(1024, demo, V=4096)
     assert len(kept) == 1024 and sorted({*demo.eos_ids, *kept}) == kept
     assert {demo.encode(c, add_bos=False)[-1] for c in "x,.(=[]:\n\t\"'_)"} <= {*kept}
@@ -743,7 +745,7 @@ def test_a_draft_vocabulary_without_text_keeps_acceptance():
     params, taus = SamplingParams(max_new_tokens=64), {}
     for K in (0, 1024):
         options = dict(draft_vocab=K, tree="paper25", ctx=256, eagle_always=True)
-        engine = generate.load(generate.DEMO, eagle=str(generate.DEMO / "eagle1"), **options)
+        engine = load.load(load.DEMO, eagle=str(load.DEMO / "eagle1"), **options)
         prompts = held_out_prompts(engine.tokenizer, 3, 96)
         steps = [len(ids) for p in prompts for ids in engine.generate(p, params).run()[0].tokens_per_step]
         taus[K] = sum(steps) / len(steps)
@@ -756,8 +758,8 @@ def test_a_draft_vocabulary_without_text_keeps_acceptance():
 def test_a_bare_eagle3_head_says_all_it_assumes(tmp_path):
     """norm_before_residual and the aux layers assumed in silence: the demo's head then accepts a third of its tokens."""
     file = tmp_path / "head3.safetensors"
-    shutil.copy(generate.DEMO / "eagle3" / "model.safetensors", file)
-    target, aux = load_config(generate.DEMO), "eagle_aux_hidden_state_layer_ids"
+    shutil.copy(load.DEMO / "eagle3" / "model.safetensors", file)
+    target, aux = load_config(load.DEMO), "eagle_aux_hidden_state_layer_ids"
     basics = {"head_dim": "64", "rope_theta": "10000", "rms_norm_eps": "1e-5"}
     (note,) = read_eagle(file, target, basics).notes
     assert (
@@ -769,6 +771,6 @@ def test_a_bare_eagle3_head_says_all_it_assumes(tmp_path):
     read = read_eagle(file, target, basics | {aux: "[2, 5, 8]", "norm_before_residual": "true"})
     assert "assumed nothing" in read.notes[0]
     assert (read.config.taps, read.config.norm_before_residual) == ((2, 5, 8), True)
-    shutil.copy(generate.DEMO / "eagle1" / "model.safetensors", file)
+    shutil.copy(load.DEMO / "eagle1" / "model.safetensors", file)
     (note,) = read_eagle(file, target).notes
     assert "head_dim 64" in note and "norm_before_residual" not in note and aux not in note

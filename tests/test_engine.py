@@ -32,17 +32,20 @@ from torch._dynamo.testing import CompileCounter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine as engine_module
 import kernels
-import results as results_module
 import sampling
-import tree as trees
-from eagle_draft import Draft, EagleDrafter
-from engine import DecodeState, Engine, PlainDrafter, decode_step, settle_step
+import tree as trees  # FIXME bare
+import tree_building
+import verify
+from bench import acceptance
+from drafters.base import Draft, PlainDrafter
+from eagle_draft import EagleDrafter
+from engine import Engine
 from model import Transformer
-from regions import Regions
+from runtime import results as runtime_results
+from runtime.compiled import CompiledStep
 from sampling import SamplingParams
-from scripts import acceptance
+from step import DecodeState, accept_and_commit, decode_step
 
 MODEL = tiny_model()
 HEADS = heads(MODEL)
@@ -216,7 +219,7 @@ class RandomShapes(ScriptedDrafter):
             parents.append(parent)
             ranks.append(rank)
         parent, rank = torch.tensor(parents), torch.tensor(ranks)
-        ancestors, depth = trees.ancestors_from_parents(parent, self.D)
+        ancestors, depth = tree_building.ancestors_from_parents(parent, self.D)
         return parent, depth, ancestors, torch.ones_like(parent, dtype=torch.bool), rank
 
 
@@ -254,7 +257,7 @@ def check_identity(index=2):
 
 
 def bonus_of_the_root(monkeypatch):
-    real = trees.accept
+    real = verify.accept
 
     def accept(tokens, parent, depth, ancestors, valid, choice, D):
         out = real(tokens, parent, depth, ancestors, valid, choice, D)
@@ -265,7 +268,7 @@ def bonus_of_the_root(monkeypatch):
 
 
 def parent_off_by_one(monkeypatch):
-    real = trees.accept
+    real = verify.accept
 
     def accept(tokens, parent, *rest):
         return real(tokens, (parent - 1).clamp(min=0), *rest)
@@ -335,12 +338,12 @@ def test_stop_ids_inside_an_accepted_run():
 
 def test_a_stop_ignored_inside_a_run_is_caught(monkeypatch):
     """Mutant: only the last token of a step is compared with the stop ids."""
-    real = results_module.Row._take
+    real = runtime_results.SequenceOutput._take
 
     def push(self, ids, step=True):
         if not ids:  # the device has stopped
             self.finish("eos")
-            return results_module.Chunk(0, [], "")
+            return runtime_results.Chunk(0, [], "")
         real_ids, self.stop_ids = self.stop_ids, set()
         for token in ids[:-1]:
             real(self, token, 0)
@@ -349,9 +352,9 @@ def test_a_stop_ignored_inside_a_run_is_caught(monkeypatch):
         real(self, ids[-1], self.result.new_tokens)
         if step:
             self.result.tokens_per_step.append(list(ids))
-        return results_module.Chunk(0, list(ids), "")
+        return runtime_results.Chunk(0, list(ids), "")
 
-    monkeypatch.setattr(results_module.Row, "push", push)
+    monkeypatch.setattr(runtime_results.SequenceOutput, "push", push)
     with pytest.raises((AssertionError, RuntimeError)):  # wrong ids, or the device alone has stopped
         check_stops(lambda params: scripted("chain4", params))
 
@@ -779,7 +782,7 @@ def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
     )
     with torch.inference_mode():
         state.sampling.set(params)
-        result = results_module.GenerationResult(4, 0.0, 0)
+        result = runtime_results.GenerationResult(4, 0.0, 0)
         engine._prefill(0, prompt, sampling.SamplingMode(), [], 0, result)  # greedy: one first token for all
         for buffer in (state.tokens, state.n, state.root, state.count, state.features):
             buffer.copy_(buffer[:1].expand_as(buffer))
@@ -892,11 +895,11 @@ def raw_bonus(monkeypatch):
     def probabilities(logits, state, mode):
         return (logits / state.temperature).softmax(-1)
 
-    monkeypatch.setattr(engine_module.sampling, "probabilities", probabilities)
+    monkeypatch.setattr(sampling, "probabilities", probabilities)
 
 
 def residual_not_zeroed(monkeypatch):
-    real = trees.multi_round
+    real = verify.multi_round
 
     def multi_round(tokens, tables, p, q, u, noise, replacement):
         out = real(tokens, tables, p, q, u, noise, replacement)
@@ -1163,7 +1166,9 @@ def test_regions_compile_once_per_width_and_leave_other_engines_alone(mode, comp
         return Engine(model) if tree is None else eagle_engine(tiny_head(model), tree)
 
     engine, eager, counter = make(), make(), CompileCounter()
-    regions = Regions(engine.model, engine.drafter, decode_step, settle_step, every=True, backend=counter)
+    regions = CompiledStep(
+        engine.model, engine.drafter, decode_step, accept_and_commit, every=True, backend=counter
+    )
     engine._step = regions.step
     plain_parts = [vars(part)[name] for part, name, _ in regions.hooks]
     engine.generate(PROMPT, SamplingParams(temperature, max_new_tokens=6)).run()

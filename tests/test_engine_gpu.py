@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from engine import Engine
-from generate import DEMO, DEMO_PROMPT, load
+from generate import DEMO_PROMPT
+from load import DEMO, load
 from sampling import SamplingParams
 
 pytestmark = [

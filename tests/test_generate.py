@@ -16,10 +16,14 @@ import pytest
 import torch
 from tiny import needs_triton
 
-import checkpoint
 import generate
-from generate import DEMO, load, main
+import generate as generate  # FIXME bare
+import load
+from generate import main
+from load import DEMO, load
 from sampling import SamplingParams
+from support import machine
+from weights import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = sorted(p.name for p in DEMO.glob("eagle*") if p.is_dir())
@@ -226,7 +230,7 @@ def test_chat_outlives_a_bad_turn(capsys, monkeypatch):
 def test_load_refuses_wrong_options_by_name(options):
     """KeyError, TypeError or RuntimeError from deep inside for a misspelt keyword argument of the Python API."""
     with pytest.raises(ValueError, match="--" + list(options)[-1].replace("_", "-")):
-        generate.load(**options)
+        load.load(**options)
 
 
 @pytest.mark.parametrize(("margin", "verdict"), [((0.0625, 1.0), 0), ((0.0625, 3.0), 1), ((5e-5, 90.0), 0)])
@@ -240,7 +244,7 @@ def test_prove_judges_a_fork_by_the_dtype_s_precision(margin, verdict, capsys, m
 
 def test_a_fork_s_margin_in_units_of_the_last_place():
     """The unit taken from another dtype or another magnitude: ties would pass for bugs, and bugs for ties."""
-    engine = generate.load(dtype="bfloat16", ctx=256)
+    engine = load.load(dtype="bfloat16", ctx=256)
     prompt = engine.tokenizer.encode("def f(x):")
     with torch.inference_mode(), engine.backend.active():
         logits = engine._prompt_logits(0, prompt, SamplingParams().mode)[0][0, 0]
@@ -256,7 +260,7 @@ def test_memory_that_the_page_cache_would_give_back_is_free():
     """A model refused for want of memory because its own files were just read."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
-    assert abs(generate.free_memory(torch.device("cpu")) - available) < 1e9
+    assert abs(machine.free_memory(torch.device("cpu")) - available) < 1e9
 
 
 def test_a_closed_pipe_is_not_an_error():
@@ -280,7 +284,8 @@ def test_demo_heads_reach_their_floor(head):
     """A head that was shipped broken: the text would be the same, only slower."""
     floor = json.loads((DEMO / "floors.json").read_text())[head]
     engine = load(DEMO, eagle=str(DEMO / head), tree="paper25", ctx=512, eagle_always=True)
-    from scripts.acceptance import held_out_prompts, summarise
+    from bench.acceptance import summarise
+    from bench.suites import held_out_prompts
 
     prompts = held_out_prompts(engine.tokenizer, 4, 96)
     for temperature, least in (("0", floor["greedy"]), ("1", floor["sampled"])):
@@ -428,7 +433,7 @@ def test_plan_counts_the_graphs_where_there_are_any():
     config = checkpoint.load_config(DEMO)
 
     def graphs(**options) -> int:
-        return generate.plan_memory(config, generate.LoadOptions(ctx=256, **options)).graphs
+        return load.plan_memory(config, load.LoadOptions(ctx=256, **options)).graphs
 
     assert graphs(compile=True, device="cpu") == graphs(device="cuda") == 0
     assert graphs(compile=True, device="cuda", compile_mode="inductor") == 0

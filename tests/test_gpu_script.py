@@ -14,12 +14,17 @@ import torch
 from test_engine import Indexing, OneDevice, on_fake_gpu
 
 import eagle_draft
-import generate
+import engine as engine_module
 import model as model_module
-import trees
-from engine import decode_step
+import tree as trees
+from bench import environment as bench_environment
+from bench import kernel_timing, random_models, step_cells, step_time
+from bench import measure as bench_measure
 from sampling import SamplingParams
 from scripts import bench_kernels, gpu, step_time
+from scripts import bench_kernels as bench_kernels  # FIXME bare
+from scripts import step_time as step_time  # FIXME bare
+from step import decode_step
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--device", "cpu", "--tiny", "--steps", "4", "--repeats", "3"]
@@ -40,7 +45,7 @@ def measured(tmp_path_factory) -> Path:
 def test_every_cell_is_written_and_its_numbers_recount(measured):
     """A field lost on the day there is a GPU; a share, break-even or rate that does not follow from its parts."""
     rows = cells(measured)
-    assert [row["key"] for row in rows] == [cell.key for cell in step_time.tiny_cells()]
+    assert [row["key"] for row in rows] == [cell.key for cell in step_cells.tiny_cells()]
     plain = {(r["shape"], r["quant"], r["context"]): r["step_ms"]["median"] for r in rows if not r["head"]}
     for row in rows:
         env = row["environment"]
@@ -97,7 +102,7 @@ def test_a_finished_cell_is_skipped_and_a_broken_line_is_survived(measured, tmp_
 
 def test_a_failing_cell_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch):
     """One shape that does not fit ending the whole run, or leaving no trace; its failure repeated for ever."""
-    path, real = tmp_path / "steps.jsonl", step_time.random_model
+    path, real = tmp_path / "steps.jsonl", step_cells.random_model
 
     def no_room(config, quant, device, dtype):
         if quant == "int4":
@@ -115,7 +120,7 @@ def test_a_failing_cell_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch):
     assert step_time.main(["--json", str(path), *TINY, "--skip-failed"]) == 1 and len(cells(path)) == 8
     monkeypatch.setattr(step_time, "random_model", real)
     assert step_time.main(["--json", str(path), *TINY]) == 0
-    assert {row["key"] for row in cells(path) if "step_ms" in row} == {c.key for c in step_time.tiny_cells()}
+    assert {row["key"] for row in cells(path) if "step_ms" in row} == {c.key for c in step_cells.tiny_cells()}
 
 
 def test_a_way_to_run_that_takes_too_long_is_given_up_for_the_next(tmp_path, monkeypatch):
@@ -127,7 +132,7 @@ def test_a_way_to_run_that_takes_too_long_is_given_up_for_the_next(tmp_path, mon
         if mode == "engine":
             time.sleep(60)
 
-    monkeypatch.setattr(step_time.Builder, "engine", slow)
+    monkeypatch.setattr(step_cells.Builder, "engine", slow)
     arguments = ["--json", str(path), *TINY, "--run", "engine", "graph", "--cell-seconds", "0.3"]
     monkeypatch.setattr(step_time, "measure", lambda cell, engine, *_: fake_row())
     began = time.time()
@@ -141,7 +146,7 @@ def test_a_way_to_run_that_takes_too_long_is_given_up_for_the_next(tmp_path, mon
 def test_slow_compilation_comes_after_the_sure_figures(tmp_path, monkeypatch):
     """Half of the time budget compiling, nothing to show; or quick compilation, and the figures that users get left
     out. The engine's own figure must join the captured one, not be skipped for it."""
-    path, env = tmp_path / "steps.jsonl", step_time.environment(torch.device("cpu"))
+    path, env = tmp_path / "steps.jsonl", bench_environment.environment(torch.device("cpu"))
     args = step_time.build_parser().parse_args(["--json", str(path), *TINY])
     slow = {"type": "start", "cache": "cold", "environment": env, "first_request_s": 80.0}
     other = slow | {"first_request_s": 8.0, "environment": env | {"device": "another"}}
@@ -156,7 +161,7 @@ def test_slow_compilation_comes_after_the_sure_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(step_time, "on_gpu", lambda device: False)
     assert passes() == [["eager"]]
     monkeypatch.setattr(step_time, "ways", lambda *_: [["graph"], ["engine"]])
-    monkeypatch.setattr(step_time.Builder, "engine", lambda self, cell, mode: mode)
+    monkeypatch.setattr(step_cells.Builder, "engine", lambda self, cell, mode: mode)
     monkeypatch.setattr(step_time, "measure", lambda cell, engine, *_: fake_row())
     arguments = ["--json", str(path), *TINY, "--only", "tiny half"]
     assert (
@@ -188,7 +193,7 @@ def test_a_dead_device_ends_the_process_with_its_own_code(tmp_path, monkeypatch)
 def test_after_a_dead_device_the_next_way_is_tried(tmp_path, monkeypatch):
     """The restarted process killing the device with the same cell in the same way, until its attempts are used up."""
     path, dead = tmp_path / "steps.jsonl", []
-    monkeypatch.setattr(step_time.Builder, "engine", lambda self, cell, mode: mode)
+    monkeypatch.setattr(step_cells.Builder, "engine", lambda self, cell, mode: mode)
 
     def measure(cell, mode, *_):
         if mode == "engine":
@@ -234,7 +239,7 @@ def test_usage_errors(arguments, message, tmp_path, capsys):
 
 def test_the_cells_are_those_that_the_issue_names():
     """A tree, a context or a shape missing from the run that cannot be repeated soon."""
-    quick, full = step_time.quick_cells(), step_time.full_cells()
+    quick, full = step_cells.quick_cells(), step_cells.full_cells()
     wanted = {(q, n, c) for q in ("", "int4") for n in (1, 16, 24, 60) for c in (128, 2048)}
     assert {(c.quant, c.nodes, c.context) for c in quick} == wanted and len(quick) == 16
     assert {c.shape for c in quick} == {"llama-3-8b"} and {c.head for c in quick if c.nodes > 1} == {3}
@@ -250,7 +255,7 @@ def test_the_cells_are_those_that_the_issue_names():
     assert {"int8"} <= {c.quant for c in full} and {8, 32} <= {c.nodes for c in full}
     assert 8192 in {c.context for c in full} and {c.head for c in full if c.shape == "llama-2-7b"} == {0, 1}
     for cell in quick + full:
-        assert cell.nodes == (generate.named_tree(cell.tree).N if cell.tree else 1)
+        assert cell.nodes == (trees.named_tree(cell.tree).N if cell.tree else 1)
         assert cell.ctx >= cell.context + cell.nodes + 40
         plain = (cell.shape, cell.quant, cell.context, cell.ctx)
         before = quick + full
@@ -283,7 +288,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(generate.trees, "tree_tables", lambda which, device: on_fake_gpu(ready))
     monkeypatch.setattr(eagle_draft.EagleHead, "top", lambda *_: None)  # its fake operator needs a CUDA build
     with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
-        yield step_time.Builder(torch.device("cuda"), step_time.SHAPES)
+        yield step_cells.Builder(torch.device("cuda"), random_models.SHAPES)
 
 
 @pytest.mark.parametrize("name,gigabytes", [
@@ -294,14 +299,14 @@ def fake_gpu(monkeypatch):
 ])  # fmt: skip
 def test_real_shapes_build_and_step_on_a_fake_gpu(fake_gpu, name, gigabytes):
     """A shape, dtype or layout that only the real model has: a head that does not fit its target, an unpacked weight."""
-    cell = next(c for c in step_time.quick_cells() + step_time.full_cells() if c.key == name)
+    cell = next(c for c in step_cells.quick_cells() + step_cells.full_cells() if c.key == name)
     engine = fake_gpu.engine(cell, "eager")
     step_time.pin(engine, cell.context)
     with torch.inference_mode(), engine.backend.active(), OneDevice():
         out = decode_step(engine.model, engine.drafter, engine.state, SamplingParams().mode)
     assert out.emitted.shape == (1, engine.drafter.D + 1) and engine.drafter.N == cell.nodes
     low, high = gigabytes
-    assert low < step_time.step_bytes(engine, cell.context) / 1e9 < high
+    assert low < bench_measure.step_bytes(engine, cell.context) / 1e9 < high
     weights = engine.model.weight_bytes(8 if "mixtral" in name else 1)
     assert step_time.planned(engine) > 0.9 * weights
     if cell.quant:
@@ -313,17 +318,17 @@ def test_real_shapes_build_and_step_on_a_fake_gpu(fake_gpu, name, gigabytes):
 def test_random_weights_of_a_deep_model_stay_finite(quant):
     """Activations that grow layer by layer until fp16 overflows: the 70B shape has 80 layers and no trained norms."""
     config = replace(
-        step_time.SHAPES["tiny"], hidden_size=128, intermediate_size=256, num_hidden_layers=80, windows=()
+        random_models.SHAPES["tiny"], hidden_size=128, intermediate_size=256, num_hidden_layers=80, windows=()
     )
     with torch.no_grad():
-        model = step_time.random_model(config, quant, torch.device("cpu"), torch.float32)
+        model = step_cells.random_model(config, quant, torch.device("cpu"), torch.float32)
         kv, n = model.new_cache(1, 40), torch.zeros(1, dtype=torch.int64)
         nodes = model.nodes(n, torch.arange(8)[None], model_module.chain_ancestors(1, 8, "cpu"), 40)
         hidden, taps = model(torch.arange(8)[None] * 31, nodes, kv, (2, 40, 80))
         logits = model.logits(hidden)
         assert torch.isfinite(logits).all() and 0.3 < logits.std() < 3
         assert taps.abs().max() < 1000 and kv.abs().max() < 100  # far from fp16's 65504
-        head = step_time.random_head(model, 3, quant)
+        head = step_cells.random_head(model, 3, quant)
         assert 0.2 < head.predict(head.fuse(taps)).std() < 5
 
 
@@ -347,9 +352,9 @@ def test_the_cuda_timing_code_uses_the_api_as_it_is(monkeypatch):
     assert samples == [1.5] * 4 and calls.count("before") == 4
     assert torch.cuda.CUDAGraph.return_value.replay.call_count == 5
     assert torch.cuda.Event.return_value.record.call_count == 8
-    step_time.free(device)
+    step_cells.free(device)
     assert torch.cuda.empty_cache.call_count == 1
-    seconds = bench_kernels.measure([lambda: calls.append("kernel")] * 3, device, 2)
+    seconds = kernel_timing.measure([lambda: calls.append("kernel")] * 3, device, 2)
     assert seconds == pytest.approx(1.5e-3 / 3) and calls.count("kernel") == 6
     monkeypatch.setattr(
         torch.cuda, "synchronize", mock.Mock(side_effect=RuntimeError("illegal memory access"))
@@ -420,7 +425,7 @@ def test_the_engines_own_graph_is_timed_where_it_has_one(monkeypatch):
     call()
     assert "captured here" in how and engine._step.call_count == 1
     assert (
-        step_time.finish(fake_row() | {"how": how}, step_time.tiny_cells()[0], 1e9, None, 4.0)["host_gap_ms"]
+        step_time.finish(fake_row() | {"how": how}, step_cells.tiny_cells()[0], 1e9, None, 4.0)["host_gap_ms"]
         is None
     )
     engine._call = lambda drafter, mode: (("key", drafter), None)
@@ -431,12 +436,12 @@ def test_the_engines_own_graph_is_timed_where_it_has_one(monkeypatch):
     monkeypatch.setattr(
         step_time, "Engine", lambda model, compile, compile_mode="graph", eagle_always=False: None
     )
-    monkeypatch.setattr(step_time.Engine, "__init__", step_time.Engine, raising=False)
+    monkeypatch.setattr(engine_module.Engine, "__init__", engine_module.Engine, raising=False)
     monkeypatch.setattr(step_time.engine_module, "COMPILE_MODES", ("regions",), raising=False)
-    assert step_time.engine_options("graph") == {"compile": False, "eagle_always": True}
+    assert step_cells.engine_options("graph") == {"compile": False, "eagle_always": True}
     monkeypatch.setattr(step_time.engine_module, "COMPILE_MODES", ("graph", "capture"), raising=False)
-    assert step_time.engine_options("engine") == {"compile": True, "eagle_always": True}
-    assert step_time.engine_options("graph") == {
+    assert step_cells.engine_options("engine") == {"compile": True, "eagle_always": True}
+    assert step_cells.engine_options("graph") == {
         "compile": True,
         "compile_mode": "capture",
         "eagle_always": True,
@@ -461,13 +466,13 @@ def test_a_step_that_marks_its_phases_is_split_by_its_marks(monkeypatch, cuda):
     engine = types.SimpleNamespace(
         _step=step, model=types.SimpleNamespace(device="d"), drafter=None, state=None
     )
-    found = step_time.split(engine, step_time.tiny_cells()[2], 3, 100.0)
+    found = step_time.split(engine, step_cells.tiny_cells()[2], 3, 100.0)
     assert found["how"] == "marked inside the step" and 20 <= found["draft"] < found["verify"] < 100
     monkeypatch.setattr(
         step_time, "parts", lambda engine: (lambda: time.sleep(0.001), lambda: time.sleep(0.002))
     )
     engine._step = lambda *_, mark=None: mark(1 / 0)
-    alone = step_time.split(engine, step_time.tiny_cells()[2], 3, 100.0)
+    alone = step_time.split(engine, step_cells.tiny_cells()[2], 3, 100.0)
     assert (
         alone["how"].startswith("draft and verify timed alone; ZeroDivisionError")
         and 1 <= alone["draft"] < 20
@@ -581,7 +586,7 @@ def test_finished_parts_of_a_full_run_are_kept(tmp_path):
 
 
 def line(quant="", tree="", head_quant="", context=128, ms=5.0, **more) -> dict:
-    cell = step_time.Cell(
+    cell = step_cells.Cell(
         "llama-3-8b", quant, 3 if tree else 0, head_quant, tree, 60 if tree else 1, context, 2176
     )
     env = {
@@ -672,7 +677,7 @@ def test_the_repository_readme_has_its_block():
 def test_kernel_benchmark_resumes_and_survives_its_peers(tmp_path, monkeypatch, capsys):
     """A peer whose error is of a new kind ending the run; a cast timed as part of a peer; finished cells timed again."""
     path, asked = tmp_path / "k.jsonl", []
-    real = bench_kernels.make_kernel
+    real = kernel_timing.make_kernel
 
     def make(name, *rest):
         asked.append(name)

@@ -17,16 +17,18 @@ import torch
 from tiny import CTX, DRAFT_VOCAB, PROMPT, tables, tiny_head, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import checkpoint
 import engine
+import engine as engine  # FIXME bare
 import generate
 import kernels
-import quantize
 import sampling
 import tree as trees
-from eagle_draft import EagleDrafter, EagleHead, Request
+from drafters.base import DraftInput
+from eagle_draft import EagleDrafter, EagleHead
 from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
 from sampling import SamplingParams
+from weights import hf, layerwise, rounding, tuned
+from weights import quantized as weights_quantized
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = LinearConfig(block_n=32, split_k=2)
@@ -491,6 +493,7 @@ def test_triton_interpreter(group):
 
 def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path, capsys):
     """A choice that is lost, taken from another GPU, or never used; a slower tiling that wins; a bad file that stops."""
+    from bench import kernel_timing
     from scripts import bench_kernels
 
     path, shapes = tmp_path / "cache" / "kernels.json", [(4096, 4096, 4), (4096, 4096, 8), (64, 128, 4)]
@@ -509,23 +512,21 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
 
     if kernels.triton is not None:
         errors = kernels.triton.runtime.errors
-        small, eight = bench_kernels.tune(shapes[:2], large, half=True).values()
+        small, eight = kernel_timing.tune(shapes[:2], large, half=True).values()
         assert (small.block_n, small.accumulate, eight.accumulate) == (64, "float16", "float32")
-        assert all(c.accumulate == "float32" for c in bench_kernels.candidates(*shapes[0], 82))
-    best = bench_kernels.tune(shapes, timer)
+        assert all(c.accumulate == "float32" for c in kernel_timing.candidates(*shapes[0], 82))
+    best = kernel_timing.tune(shapes, timer)
     four, eight = best["4096x4096 w4"], best["4096x4096 w8"]
     assert four[:2] == (64, 1) and eight == kernels.linear_config(4096, 4096, 8) and len(best) == 3
-    assert quantize.read_tuned("A", path) == ({}, "")
-    quantize.write_tuned("A", best, path)
-    quantize.write_tuned("B", {"64x128 w4": TINY}, path)
-    quantize.write_tuned("A", {"64x128 w4": TINY}, path)
-    assert quantize.read_tuned("A", path) == (best | {"64x128 w4": TINY}, "")
-    assert (
-        quantize.read_tuned("B", path)[0] == {"64x128 w4": TINY} and quantize.read_tuned("C", path)[0] == {}
-    )
+    assert tuned.read_tuned("A", path) == ({}, "")
+    tuned.write_tuned("A", best, path)
+    tuned.write_tuned("B", {"64x128 w4": TINY}, path)
+    tuned.write_tuned("A", {"64x128 w4": TINY}, path)
+    assert tuned.read_tuned("A", path) == (best | {"64x128 w4": TINY}, "")
+    assert tuned.read_tuned("B", path)[0] == {"64x128 w4": TINY} and tuned.read_tuned("C", path)[0] == {}
     assert [p.name for p in path.parent.iterdir()] == ["kernels.json"]
     weights = stored(4, 64, 128)
-    with KernelBackend(configs=quantize.read_tuned("B", path)[0]).active():
+    with KernelBackend(configs=tuned.read_tuned("B", path)[0]).active():
         assert kernels.pack_int4(**weights, layout="planes").config == TINY
     assert kernels.pack_int4(**weights, layout="planes").config == kernels.linear_config(64, 128, 4)
     good = json.loads(path.read_text())
@@ -540,10 +541,10 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
     ):
         broken = good | {"gpus": {"A": {"64x128 w4": bad}}}
         path.write_text(bad if isinstance(bad, str) else json.dumps(broken))
-        configs, note = quantize.read_tuned("A", path)
+        configs, note = tuned.read_tuned("A", path)
         assert configs == {} and "is ignored" in note and "\n" not in note, bad
-    quantize.write_tuned("A", {"64x128 w4": TINY}, path)
-    assert quantize.read_tuned("A", path) == ({"64x128 w4": TINY}, "")
+    tuned.write_tuned("A", {"64x128 w4": TINY}, path)
+    assert tuned.read_tuned("A", path) == ({"64x128 w4": TINY}, "")
     with pytest.raises(SystemExit):
         bench_kernels.main(["--tune", "--device", "cpu"])
     assert "nothing to tune on a CPU" in capsys.readouterr().err
@@ -899,7 +900,7 @@ WIDE = dict(hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key
 
 
 def quantized(module, mode):
-    quantize.quantize_(module, quantize.QuantSpec(mode, 32))
+    rounding.quantize_(module, weights_quantized.QuantSpec(mode, 32))
     return module
 
 
@@ -921,8 +922,8 @@ def test_interpreted_engine_gives_the_reference_tokens(mode, kv, monkeypatch):
     def run(backend):
         results = []
         with backend.active():
-            quantize.pack_(model, model.dtype)
-            quantize.pack_(head, model.dtype)
+            weights_quantized.pack_(model, model.dtype)
+            weights_quantized.pack_(head, model.dtype)
         for make in drafters:
             one = engine.Engine(model, None, make(), ctx=CTX, backend=backend, kv_dtype=kv)
             results.append(one.generate(PROMPT[:5], params).run()[0].tokens_per_step)
@@ -950,10 +951,10 @@ def test_interpreted_engine_gives_the_reference_tokens(mode, kv, monkeypatch):
 @interpreted
 def test_interpreted_command_line_names_every_backend(tmp_path, capsys, monkeypatch):
     """--kernels that does not reach the packing, a report that names no backend, a float64 run that falls back."""
-    checkpoint.save_hf(tiny_model(torch.float32, **WIDE), tmp_path / "plain")
+    hf.save_hf(tiny_model(torch.float32, **WIDE), tmp_path / "plain")
     texts = torch.randint(3, 90, (2, 17))
-    quantize.quantize_checkpoint(
-        tmp_path / "plain", tmp_path / "q", quantize.QuantSpec("int4", 32), texts[:, 1:], texts
+    layerwise.quantize_checkpoint(
+        tmp_path / "plain", tmp_path / "q", weights_quantized.QuantSpec("int4", 32), texts[:, 1:], texts
     )
     monkeypatch.setattr(engine, "PREFILL_CHUNKS", (8,))
     flags = ["--checkpoint", str(tmp_path / "q"), "--prompt-ids", "1,5,9", "--max-new-tokens", "2", "--json"]
@@ -1035,9 +1036,9 @@ def test_interpreted_topk_drafts_the_same_tree(version, tree, monkeypatch):
     features = torch.randn(1, built.D + 1, head.feature_size)
     state = sampling.SamplingState(1, "cpu")
     rest = (None, state, sampling.SamplingMode(), torch.zeros(1, 97, dtype=torch.bool), torch.zeros(1, 97))
-    request = Request(torch.tensor([[3, 4] + [0] * 40]), zero + 1, zero + 4, features, zero + 1, *rest)
-    quantize.pack_(model, torch.float32)
-    quantize.pack_(head, torch.float32)
+    request = DraftInput(torch.tensor([[3, 4] + [0] * 40]), zero + 1, zero + 4, features, zero + 1, *rest)
+    weights_quantized.pack_(model, torch.float32)
+    weights_quantized.pack_(head, torch.float32)
     used, plain_top = [], kernels.packed_topk
     monkeypatch.setattr(kernels, "packed_topk", lambda *a: used.append(a) or plain_top(*a))
     drafts = [drafter.draft(request)]

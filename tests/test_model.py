@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, build_hf
 
-import checkpoint
 import kernels
 from model import ROPE_TYPES, ModelConfig, Transformer, chain_ancestors
+from weights import checkpoint
 
 LENGTH = 40
 

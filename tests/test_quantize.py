@@ -4,16 +4,23 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import checkpoint as checkpoint  # FIXME bare
 import pytest
 import torch
 import torch.nn as nn
 from safetensors.torch import load_file, save_file
 
-import checkpoint
 import kernels
 import quantize
+import quantize as quantize  # FIXME bare
 from model import Experts, ModelConfig, Transformer
-from quantize import QuantLinear, QuantSpec, quantize_gptq, quantize_rtn
+from support import errors as support_errors
+from support import files, texts
+from weights import checkpoint, files, hf, layerwise, rounding
+from weights import heads as weights_heads
+from weights import quantized as weights_quantized
+from weights.quantized import QuantLinear, QuantSpec
+from weights.rounding import quantize_gptq, quantize_rtn
 
 CONFIG = ModelConfig(
     model_type="llama",
@@ -45,7 +52,7 @@ def tiny(config: ModelConfig, seed: int = 0) -> Transformer:
 
 
 def saved(path: Path, config: ModelConfig, seed: int = 0) -> Path:
-    checkpoint.save_hf(tiny(config, seed), path)
+    hf.save_hf(tiny(config, seed), path)
     return path
 
 
@@ -92,7 +99,7 @@ def test_stored_codes_mean_what_the_format_says(bits, group):
             value = int(stored["qweight"][n, k]) * float(stored["scales"][n])
         assert restored[n, k] == pytest.approx(value, rel=1e-6)
     again = QuantLinear(quantize_rtn(restored, bits, group)).dequantize()  # levels are found again
-    assert quantize.relative_error(restored, again) < 0.01
+    assert rounding.relative_error(restored, again) < 0.01
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -116,16 +123,16 @@ def test_clip_search_is_never_worse_than_no_clip():
         for bits in (4, 8):
 
             def loss(clip, groups=groups, bits=bits):
-                scales = quantize.fit_scales(groups, bits, clip=clip)
+                scales = rounding.fit_scales(groups, bits, clip=clip)
                 return (
-                    (quantize._round(groups, scales, bits) * scales.float()[:, None] - groups)
+                    (rounding._round(groups, scales, bits) * scales.float()[:, None] - groups)
                     .square()
                     .sum(-1)
                 )
 
             assert (loss(True) <= loss(False)).all()
     gain = [
-        quantize.relative_error(normal, QuantLinear(quantize_rtn(normal, 4, 64, c)).dequantize())
+        rounding.relative_error(normal, QuantLinear(quantize_rtn(normal, 4, 64, c)).dequantize())
         for c in (True, False)
     ]
     assert gain[0] < 0.93 * gain[1]
@@ -172,7 +179,7 @@ def test_gptq_survives_a_singular_hessian_and_refuses_nan():
     """Prevents a crash on rank-deficient calibration (fewer tokens than inputs), and NaN weights from NaN inputs."""
     weight, x = correlated(8, 128, rows=5)
     stored = quantize_gptq(weight, x.T @ x, 4, 32)
-    assert quantize.relative_error(weight, QuantLinear(stored).dequantize()) < 0.5
+    assert rounding.relative_error(weight, QuantLinear(stored).dequantize()) < 0.5
     with pytest.raises(ValueError, match="calibration"):
         quantize_gptq(weight, torch.full((128, 128), float("nan")), 4, 32)
 
@@ -232,8 +239,8 @@ def test_quant_experts_route_and_multiply_like_experts(mode):
     """Prevents a mixed-up expert axis, gate/up order or routing weights in the quantized experts."""
     model = tiny(MIXTRAL)
     block = model.layers[0]
-    quantize.quantize_(block, QuantSpec(mode, 32))
-    assert isinstance(block.mlp, quantize.QuantExperts) and isinstance(block.mlp.router, nn.Linear)
+    rounding.quantize_(block, QuantSpec(mode, 32))
+    assert isinstance(block.mlp, weights_quantized.QuantExperts) and isinstance(block.mlp.router, nn.Linear)
     plain = Experts(MIXTRAL)
     plain.router = block.mlp.router
     plain.gate_up.data, plain.down.data = block.mlp.gate_up.dequantize(), block.mlp.down.dequantize()
@@ -253,7 +260,7 @@ def test_bytes_read_count_codes_scales_and_touched_experts():
     full = weight_bytes(experts, 10**6) - router
     wrapper = nn.Module()
     wrapper.mlp = experts
-    quantize.quantize_(wrapper, QuantSpec("int4", 128))
+    rounding.quantize_(wrapper, QuantSpec("int4", 128))
     assert weight_bytes(wrapper, 10**6) - router == pytest.approx(full * (0.5 + 2 / 128) / 4)
     assert weight_bytes(wrapper, 1) - router == pytest.approx((weight_bytes(wrapper, 10**6) - router) / 2)
 
@@ -274,19 +281,19 @@ def test_packing_holds_what_is_planned(mode, config, dtype):
     """Prevents codes kept beside the dense matrix that replaced them, a plan that counts only one of the two, and a
     `dequantize` that needs codes that are gone."""
     model, x = tiny(config), tokens(1, 9)
-    quantize.quantize_(model, QuantSpec(mode, 32))
+    rounding.quantize_(model, QuantSpec(mode, 32))
     model.to(dtype)
-    plan = quantize.held_bytes(model.state_dict(), dtype, "cpu")
+    plan = weights_quantized.held_bytes(model.state_dict(), dtype, "cpu")
     before = {name: c.dequantize() for name, c in model.named_modules() if isinstance(c, QuantLinear)}
     want = model.logits(model.forward_train(x)[0])
-    quantize.pack_(model, dtype)
+    weights_quantized.pack_(model, dtype)
     assert held(model) - held(model.rotary) == pytest.approx(plan, rel=0.01)
     assert torch.equal(model.logits(model.forward_train(x)[0]), want)
     for name, matrix in before.items():
         layer = model.get_submodule(name)
         assert torch.equal(layer.dequantize(), matrix)
         assert (layer.qweight is None) == (dtype != torch.bfloat16)
-    quantize.pack_(model, dtype)  # again: what is dense stays
+    weights_quantized.pack_(model, dtype)  # again: what is dense stays
     assert torch.equal(model.logits(model.forward_train(x)[0]), want)
 
 
@@ -294,22 +301,23 @@ def test_packing_holds_what_is_planned(mode, config, dtype):
 def test_the_plan_of_a_quantized_model_and_head_is_what_the_engine_holds(tmp_path, mode):
     """Prevents a memory plan that counts a quantized model as its file although a CPU decodes with dense matrices (6.4 MB
     planned, 38 held), or a quantized head as half precision."""
-    import generate
+    import generate as generate  # FIXME bare
+    import load as load_module
 
-    model, head = checkpoint.load_model(generate.DEMO), generate.DEMO / "eagle3"
-    config = json.loads((generate.DEMO / "config.json").read_text())
+    model, head = checkpoint.load_model(load_module.DEMO), load_module.DEMO / "eagle3"
+    config = json.loads((load_module.DEMO / "config.json").read_text())
     spec = QuantSpec(mode, 128)
-    quantize.quantize_(model, spec)
+    rounding.quantize_(model, spec)
     (tmp_path / "q" / "eagle").mkdir(parents=True)
-    checkpoint.write_safetensors(tmp_path / "q" / "model.safetensors", model.state_dict())
+    files.write_safetensors(tmp_path / "q" / "model.safetensors", model.state_dict())
     stored = {"version": 1, **vars(spec)}
-    checkpoint.write_json(tmp_path / "q" / "config.json", config | {"eaglet_quant": stored})
+    files.write_json(tmp_path / "q" / "config.json", config | {"eaglet_quant": stored})
     raw, tensors, _ = quantize.quantize_head(head, model.config, spec)
-    checkpoint.write_safetensors(tmp_path / "q" / "eagle" / "model.safetensors", tensors)
-    checkpoint.write_json(tmp_path / "q" / "eagle" / "config.json", raw)
+    files.write_safetensors(tmp_path / "q" / "eagle" / "model.safetensors", tensors)
+    files.write_json(tmp_path / "q" / "eagle" / "config.json", raw)
     for dtype in ("float32", "bfloat16"):
         options = {"device": "cpu", "ctx": 512, "dtype": dtype}
-        engine = generate.load(tmp_path / "q", eagle=str(tmp_path / "q" / "eagle"), **options)
+        engine = load_module.load(tmp_path / "q", eagle=str(tmp_path / "q" / "eagle"), **options)
         weights = held(engine.model) - held(engine.model.rotary)
         assert engine.plan.weights == pytest.approx(weights, rel=0.05)
         assert engine.plan.head == pytest.approx(held(engine.head) - held(engine.head.rotary), rel=0.05)
@@ -341,14 +349,14 @@ def test_experts_are_packed_one_at_a_time(bits, layout, monkeypatch):
         count = sum(
             t.nbytes for t in (packed.weight, packed.scales, packed.zeros, packed.counters) if t is not None
         )
-        assert quantize.held_bytes(stored, torch.float16, "cuda") == count
+        assert weights_quantized.held_bytes(stored, torch.float16, "cuda") == count
 
 
 def test_packed_modules_trace_as_one_graph():
     """Prevents lazy packing inside a trace, a graph break per linear, or a compilation per layer."""
     model = tiny(CONFIG)
-    quantize.quantize_(model, QuantSpec("int4", 32))
-    quantize.pack_(model, torch.float32)
+    rounding.quantize_(model, QuantSpec("int4", 32))
+    weights_quantized.pack_(model, torch.float32)
     x = torch.randn(1, 3, 128)
     compiled = torch.compile(lambda mlp, x: mlp(x), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(model.layers[0].mlp, x), model.layers[0].mlp(x))
@@ -370,10 +378,10 @@ def test_specs_are_validated():
     spec = QuantSpec("int4", 128, lm_head="fp16")
     assert [spec.bits(n, 128) for n in ("fc", "layers.0.mlp.router", "lm_head")] == [4, 16, 16]
     with pytest.raises(
-        quantize.UsageError, match=r"layers\.0\.mlp\.down: .* 128 does not divide its 320 .*32 or 64"
+        support_errors.UsageError, match=r"layers\.0\.mlp\.down: .* 128 does not divide its 320 .*32 or 64"
     ):
         spec.bits("layers.0.mlp.down", 320)
-    with pytest.raises(quantize.UsageError, match="use --mode int8"):
+    with pytest.raises(support_errors.UsageError, match="use --mode int8"):
         spec.bits("o", 100)
 
 
@@ -383,7 +391,7 @@ def test_plain_weights_on_a_cpu_lie_column_by_column():
         model, tokens = tiny(config), torch.arange(8)[None]
         before = {name: p.clone() for name, p in model.named_parameters()}
         want = model.logits(model.forward_train(tokens)[0])
-        quantize.pack_(model, torch.float32)
+        weights_quantized.pack_(model, torch.float32)
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
         torch.testing.assert_close(model.logits(model.forward_train(tokens)[0]), want)
         head = model.embed_tokens if model.lm_head is None else model.lm_head
@@ -396,11 +404,11 @@ def test_tied_heads_get_a_copy_and_fp16_heads_stay_tied():
     """Prevents a tied LM head from quantizing the embedding itself, or from being lost."""
     model = tiny(CONFIG)
     embedding = model.embed_tokens.weight.clone()
-    quantize.quantize_(model, QuantSpec("int4", 64))
+    rounding.quantize_(model, QuantSpec("int4", 64))
     assert model.lm_head.bits == 8 and torch.equal(model.embed_tokens.weight, embedding)
-    assert quantize.relative_error(embedding, model.lm_head.dequantize()) < 0.02
+    assert rounding.relative_error(embedding, model.lm_head.dequantize()) < 0.02
     model = tiny(CONFIG)
-    quantize.quantize_(model, QuantSpec("int4", 64, lm_head="fp16"))
+    rounding.quantize_(model, QuantSpec("int4", 64, lm_head="fp16"))
     assert model.lm_head is None
 
 
@@ -424,9 +432,9 @@ def test_receipts_are_true(tmp_path, config, options, capsys):
     out = tmp_path / "q"
     assert run("--checkpoint", source, "--out", out, *options) == 0, capsys.readouterr().err
     receipt = json.loads((out / "receipt.json").read_text())
-    text = quantize.token_windows([], None, 192, quantize.EVALUATION_WINDOWS, 40)
+    text = texts.token_windows([], None, 192, layerwise.EVALUATION_WINDOWS, 40)
     before, after = checkpoint.load_model(source), checkpoint.load_model(out, dtype=torch.float32)
-    again = quantize.measure(before, after, text)
+    again = layerwise.measure(before, after, text)
     for key in ("perplexity_before", "perplexity_after", "mean_kl"):
         assert receipt[key] == pytest.approx(again[key], rel=2e-3, abs=1e-6), key
     assert receipt["top1_agreement"] == pytest.approx(again["top1_agreement"], abs=0.005)
@@ -439,7 +447,7 @@ def test_receipts_are_true(tmp_path, config, options, capsys):
     assert receipt["bytes_before"] > 2 * receipt["bytes_after"] and receipt["peak_memory_bytes"] > 0
     worst = receipt["worst_layers"][0]
     errors = {
-        name: quantize.relative_error(
+        name: rounding.relative_error(
             dict(before.named_parameters()).get(name + ".weight", dict(before.named_parameters()).get(name)),
             child.dequantize(),
         )
@@ -456,11 +464,11 @@ def test_gptq_beats_rtn_on_a_whole_model(tmp_path):
     source = saved(tmp_path / "m", UNTIED)
     model = tiny(UNTIED)
     model.embed_tokens.weight.data = torch.randn(192, 6) @ torch.randn(6, 128) * 0.05  # inputs of low rank
-    checkpoint.save_hf(model, source)
+    hf.save_hf(model, source)
     kl = {}
     for algorithm in ("rtn", "gptq"):
         spec = QuantSpec("int4", 128, algorithm)
-        receipt = quantize.quantize_checkpoint(
+        receipt = layerwise.quantize_checkpoint(
             source, tmp_path / algorithm, spec, tokens(16, 32, 7), tokens()
         )
         kl[algorithm] = receipt["mean_kl"]
@@ -566,7 +574,7 @@ def test_unusable_requests_exit_with_one_line(tmp_path, capsys):
 @pytest.mark.parametrize("when", ["layer-0001", "model"])
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, capsys, algorithm, when):
     """Prevents a truncated model.safetensors that a later run would load, and leftovers that fill the disk further."""
-    source, real = saved(tmp_path / "m", CONFIG), checkpoint.write_safetensors
+    source, real = saved(tmp_path / "m", CONFIG), files.write_safetensors
 
     def full(path, tensors, *rest):
         if path.stem == when:
@@ -622,28 +630,28 @@ def test_interrupted_gptq_resumes_to_the_same_bytes(tmp_path):
     """Prevents a resumed run that calibrates later layers on other inputs, or that reuses another job's layers."""
     source, spec = saved(tmp_path / "m", UNTIED), QuantSpec("int4", 32, "gptq")
     calibration, text = tokens(8, 32, 7), tokens()
-    whole = quantize.quantize_checkpoint(source, tmp_path / "whole", spec, calibration, text)
+    whole = layerwise.quantize_checkpoint(source, tmp_path / "whole", spec, calibration, text)
 
     def stop(done, total, name):
         raise KeyboardInterrupt
 
     out = tmp_path / "q"
     with pytest.raises(KeyboardInterrupt):
-        quantize.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
+        layerwise.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
     kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "q.partial").glob("*.safetensors")}
     assert "layer-0000.safetensors" in kept and not out.exists()
     with pytest.raises(KeyboardInterrupt):  # the same job again: the finished layer is not written anew
-        quantize.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
+        layerwise.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
     assert kept == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "q.partial").glob("*.safetensors")}
-    resumed = quantize.quantize_checkpoint(source, out, spec, calibration, text)
+    resumed = layerwise.quantize_checkpoint(source, out, spec, calibration, text)
     same = [(tmp_path / d / "model.safetensors").read_bytes() for d in ("whole", "q")]
     assert same[0] == same[1] and not (tmp_path / "q.partial").exists()
     for key in ("mean_kl", "perplexity_after", "worst_layers"):
         assert resumed[key] == whole[key]
     shutil.rmtree(out)
     with pytest.raises(KeyboardInterrupt):
-        quantize.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
-    other = quantize.quantize_checkpoint(source, out, replace(spec, mode="int8"), calibration, text)
+        layerwise.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
+    other = layerwise.quantize_checkpoint(source, out, replace(spec, mode="int8"), calibration, text)
     assert other["mean_kl"] < whole["mean_kl"] / 10  # not a mixture of both jobs
 
 
@@ -661,7 +669,7 @@ def test_only_one_layer_is_in_memory(tmp_path):
         ]
         seen.append(len(floats))
 
-    quantize.quantize_checkpoint(
+    layerwise.quantize_checkpoint(
         source, tmp_path / "q", QuantSpec("int4", 64), tokens(0, 32), tokens(), progress=count
     )
     assert seen == [0] * 5
@@ -675,7 +683,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path):
         saved(source, CONFIG, seed=1)
 
     with pytest.raises(ValueError, match="changed while they were read"):
-        quantize.quantize_checkpoint(
+        layerwise.quantize_checkpoint(
             source, tmp_path / "q", QuantSpec("int8"), tokens(0, 32), tokens(), progress=replaced
         )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
@@ -709,7 +717,7 @@ def published(
     """Write a checkpoint in a published layout from known integers; returns HF name -> exact fp64 matrix."""
     model, g = tiny(config), torch.Generator().manual_seed(seed)
     matrices, tensors, orders = {}, {}, {}
-    for name, view in checkpoint.hf_views(model).items():
+    for name, view in hf.hf_views(model).items():
         base, leaf = name.rsplit(".", 1)
         if (
             leaf != "weight"
@@ -780,7 +788,7 @@ def published(
     section |= ({"checkpoint_format": "gptq_v2"} if kind == "gptq" and v2 else {}) | quant
     path.mkdir()
     save_file(tensors, path / "model.safetensors")
-    raw = checkpoint.config_to_hf(replace(config, dtype="float16"))
+    raw = hf.config_to_hf(replace(config, dtype="float16"))
     (path / "config.json").write_text(json.dumps(raw | {"quantization_config": section}))
     return matrices
 
@@ -816,7 +824,7 @@ def test_published_checkpoints_load_to_the_exact_matrices(tmp_path, kind, option
     matrices = published(tmp_path / "m", kind, **options)
     model = checkpoint.load_model(tmp_path / "m")
     floats = tiny(config)
-    for name, view in checkpoint.hf_views(floats).items():
+    for name, view in hf.hf_views(floats).items():
         if name in matrices:
             view.copy_(matrices[name])
         else:
@@ -921,10 +929,10 @@ def test_default_texts_respect_the_demo_models_split():
         for t in n.targets
         if isinstance(t, ast.Name)
     }
-    assert list(ast.literal_eval(named["HELD_OUT"])) == quantize.HELD_OUT
-    assert list(ast.literal_eval(named["LEFT_OUT"])) == quantize.LEFT_OUT
-    assert any("class ArgumentParser" in text for text in quantize.stdlib_texts(True))
-    assert not any("class ArgumentParser" in text for text in quantize.stdlib_texts(False))
+    assert list(ast.literal_eval(named["HELD_OUT"])) == texts.HELD_OUT
+    assert list(ast.literal_eval(named["LEFT_OUT"])) == texts.LEFT_OUT
+    assert any("class ArgumentParser" in text for text in texts.stdlib_texts(True))
+    assert not any("class ArgumentParser" in text for text in texts.stdlib_texts(False))
 
 
 def test_calibration_files(tmp_path):
@@ -937,16 +945,16 @@ def test_calibration_files(tmp_path):
     ]
     lines += ['{"conversations": [{"from": "human", "value": "d"}]}']
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
-    assert quantize.read_texts(tmp_path / "x.jsonl") == ["plain", "a", "b\n\nc", "", "d"]
+    assert texts.read_texts(tmp_path / "x.jsonl") == ["plain", "a", "b\n\nc", "", "d"]
     (tmp_path / "x.txt").write_text("one\ntwo")
-    assert quantize.read_texts(tmp_path / "x.txt") == ["one\ntwo"]
+    assert texts.read_texts(tmp_path / "x.txt") == ["one\ntwo"]
     for bad in ("{", "3", '{"other": 1}', '{"messages": [1]}'):
         (tmp_path / "bad.jsonl").write_text(bad)
         with pytest.raises(ValueError, match="not JSON lines with text"):
-            quantize.read_texts(tmp_path / "bad.jsonl")
+            texts.read_texts(tmp_path / "bad.jsonl")
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ValueError, match="not UTF-8"):
-        quantize.read_texts(tmp_path / "bad.txt")
+        texts.read_texts(tmp_path / "bad.txt")
 
 
 def test_token_windows_cover_the_text():
@@ -957,13 +965,13 @@ def test_token_windows_cover_the_text():
             return [ord(c) for c in text]
 
     text = "".join(chr(i) for i in range(1000))
-    windows = quantize.token_windows([text], Letters(), 2000, 5, 100)
+    windows = texts.token_windows([text], Letters(), 2000, 5, 100)
     assert windows.shape == (5, 100) and windows[0, 0] == 0 and windows[-1, -1] == 999
-    assert quantize.token_windows([text], Letters(), 2000, 50, 300).shape == (3, 300)
+    assert texts.token_windows([text], Letters(), 2000, 50, 300).shape == (3, 300)
     with pytest.raises(ValueError, match="has 1000 tokens, at least 1001"):
-        quantize.token_windows([text], Letters(), 2000, 5, 1001)
-    random = quantize.token_windows([], None, 50, 3, 10)
-    assert torch.equal(random, quantize.token_windows([], None, 50, 3, 10)) and random.max() < 50
+        texts.token_windows([text], Letters(), 2000, 5, 1001)
+    random = texts.token_windows([], None, 50, 3, 10)
+    assert torch.equal(random, texts.token_windows([], None, 50, 3, 10)) and random.max() < 50
 
 
 def tiny_head(path: Path, target: ModelConfig, version: int = 1) -> Path:
@@ -972,10 +980,10 @@ def tiny_head(path: Path, target: ModelConfig, version: int = 1) -> Path:
 
     layer = replace(target, num_hidden_layers=1, windows=(0,), qkv_bias=False)
     third = {"taps": (0, 1, 2), "has_lm_head": True} if version == 3 else {"fc_bias": True}
-    config = checkpoint.EagleConfig(version, layer, 128, target_vocab_size=192, **third)
+    config = weights_heads.EagleConfig(version, layer, 128, target_vocab_size=192, **third)
     torch.manual_seed(9)
     head = EagleHead(config, tiny(target))
-    checkpoint.save_eagle(config, head.state_dict(), path)
+    weights_heads.save_eagle(config, head.state_dict(), path)
     return path
 
 
@@ -994,13 +1002,13 @@ def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
         receipt["head"]["bytes_after"] < receipt["head"]["bytes_before"] / (4 if bits == 4 else 3)
         and "tau" in capsys.readouterr().out
     )
-    plain, file = checkpoint.read_eagle(head, UNTIED), quantize.read_head(tmp_path / "q" / "eagle")
+    plain, file = weights_heads.read_eagle(head, UNTIED), weights_heads.read_head(tmp_path / "q" / "eagle")
     assert file.config == plain.config
     heads = []
     for tensors in (plain.tensors, file.tensors):
         with torch.device("meta"):
             heads.append(EagleHead(plain.config, tiny(UNTIED)))
-        quantize.adopt_(heads[-1], tensors, "cpu", torch.float32)
+        weights_quantized.adopt_(heads[-1], tensors, "cpu", torch.float32)
         assert not any(t.is_meta for t in heads[-1].state_dict().values())
     linears = {name: c.bits for name, c in heads[1].named_modules() if isinstance(c, QuantLinear)}
     names = ["fc", "layer.attention.qkv", "layer.attention.o", "layer.mlp.gate_up", "layer.mlp.down"]
@@ -1010,19 +1018,21 @@ def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
     assert (heads[0].fc.bias is None) == (heads[1].fc.bias is None)
     with pytest.raises(ValueError, match=r"fc is \[128, \d+\], expected"):
         heads[0].fc = nn.Linear(64, 128)
-        quantize.adopt_(heads[0], file.tensors, "cpu", torch.float32)
+        weights_quantized.adopt_(heads[0], file.tensors, "cpu", torch.float32)
     (tmp_path / "q" / "eagle" / "config.json").write_text('{"eaglet_quant": {"version": 1}}')
     with pytest.raises(ValueError, match="required key 'mode' is missing"):
-        quantize.read_head(tmp_path / "q" / "eagle")
+        weights_heads.read_head(tmp_path / "q" / "eagle")
 
 
 @pytest.mark.parametrize("kind", ["plan", "cuda", "host", "allocator"])
 def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monkeypatch, kind):
     """Prevents losing all the work because the unquantized model, whose size was the reason, does not fit in memory."""
-    import generate
+    import generate as generate  # FIXME bare
+    import load as load_module
+    from support import errors as support_errors
 
     errors = {
-        "plan": generate.UserError("not enough memory: plan 9 GB,\nfree 1 GB.", generate.MEMORY),
+        "plan": support_errors.UserError("not enough memory: plan 9 GB,\nfree 1 GB.", support_errors.MEMORY),
         "cuda": torch.OutOfMemoryError("CUDA out of memory"),
         "host": MemoryError(),
         "allocator": RuntimeError(
@@ -1033,7 +1043,7 @@ def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monke
         saved(tmp_path / "m", UNTIED),
         tiny_head(tmp_path / "h", UNTIED),
         [],
-        generate.load,
+        load_module.load,
     )
 
     def load(directory, **options):
@@ -1095,7 +1105,7 @@ def test_a_head_that_does_not_fit_is_refused_before_any_work(tmp_path, capsys):
 )
 def test_a_drafter_does_not_change_what_a_quantized_model_says(tmp_path, options):
     """Prevents quantized linears whose result for a row depends on how many rows there are (exact in float64)."""
-    from generate import load
+    from load import load
     from sampling import SamplingParams
 
     source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED)

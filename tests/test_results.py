@@ -8,7 +8,7 @@ from tiny import PROMPT, heads, tables, tiny_model
 import tree as trees
 from eagle_draft import EagleDrafter
 from engine import Engine
-from results import GenerationResult
+from runtime.results import GenerationResult
 from sampling import SamplingParams
 
 

@@ -11,13 +11,16 @@ from test_engine import HEADS, MODEL, PROMPTS, letters, plain, scripted, setting
 from tiny import CTX, PROMPT, TREES, ScriptedDrafter, eagle_engine, geometry, randomise, tables
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine as engine_module
-from drafters import DraftModelDrafter, LookaheadDrafter, NGramDrafter, WithNGrams
+import step as step_module
+from drafters.draft_model import DraftModelDrafter
+from drafters.lookahead import LookaheadDrafter
+from drafters.ngram import NGramDrafter, WithNGrams
 from eagle_draft import EagleDrafter
-from engine import HISTORY, INJECTION_POINTS, LAG, Engine, decode_step
+from engine import INJECTION_POINTS, LAG, Engine
 from model import Transformer
-from runner import RING, WARM_UP, Pacer, Runner
-from viewer import Gauge
+from report.gauge import Gauge
+from runtime.runner import RING, WARM_UP, Pacer, Runner
+from step import HISTORY, decode_step
 
 
 def make(kind: str, tree: str, lag: int, batch_size: int = 1) -> Engine:
@@ -251,7 +254,7 @@ def test_buffers_keep_their_addresses():
 
 def test_a_rebound_buffer_is_caught(monkeypatch):
     """That the comparison of graphs and eager steps can fail."""
-    real = engine_module.decode_step
+    real = step_module.decode_step
 
     def rebinding(model, drafter, state, mode):
         out = real(model, drafter, state, mode)

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from scripts import train_demo
+from scripts import train_demo as train_demo  # FIXME bare
+from training import corpus, demo_model
 
 VOCAB = 400
 TINY = replace(
-    train_demo.CONFIG,
+    demo_model.CONFIG,
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=2,
@@ -32,7 +34,7 @@ def tokenizer(tmp_path_factory) -> bytes:
     stdlib, path = Path(sysconfig.get_paths()["stdlib"]), tmp_path_factory.mktemp("spm") / "tokenizer.model"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_demo, "VOCAB_SIZE", VOCAB)
-        train_demo.train_tokenizer([stdlib / "bisect.py", stdlib / "heapq.py"], path)
+        corpus.train_tokenizer([stdlib / "bisect.py", stdlib / "heapq.py"], path)
     return path.read_bytes()
 
 
@@ -75,7 +77,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(run, tmp_path, monkeypatch, c
     """Bug: Ctrl-C ends in a traceback and loses up to 200 steps, or a resumed run ends in other weights because the state
     was saved in the middle of a step."""
     assert run("whole") == 0
-    real, drawn = train_demo.batch, []
+    real, drawn = corpus.batch, []
 
     def batch(*args):
         drawn.append(args)

@@ -14,17 +14,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import generate
-from checkpoint import load_config, load_model, read_eagle, save_hf
+import load
 from eagle_draft import FEATURE_NOISE, loss_eagle1, loss_eagle3
 from model import ModelConfig, Transformer
 from sampling import SamplingParams
 from scripts import train_eagle
-from scripts.train_eagle import INPUTS, TokenData, TrainHead, World, chat_row, parse, read_messages
+from scripts.train_eagle import parse
 from tokenizer import load_tokenizer
+from training import data as training_data
+from training import eagle, eagle_head
+from training.data import TokenData, World, chat_row, read_messages
+from training.eagle_head import INPUTS, TrainHead
+from weights.checkpoint import load_config, load_model
+from weights.heads import read_eagle
+from weights.hf import save_hf
 
 ROOT = Path(__file__).parent.parent
-DEMO = generate.DEMO
+DEMO = load.DEMO
 V = 64
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -73,7 +79,7 @@ def options(files, out, *more, version=1, steps=6, **given):
 
 
 def run(files, out, *more, **given):
-    return train_eagle.train(parse(options(files, out, *more, **given)))
+    return eagle.train(parse(options(files, out, *more, **given)))
 
 
 def saved(out):
@@ -86,7 +92,7 @@ def tiny_head(files, version=1, inputs=INPUTS[0], draft_vocab=None, seed=3):
     more = ["--draft-vocab", str(draft_vocab)] if draft_vocab else []
     args = parse(options(files, "unused", *more, version=version))
     ids = torch.arange(0, 2 * draft_vocab, 2) if draft_vocab else None
-    head = TrainHead(train_eagle.head_config(target.config, args), target, ids, inputs).double()
+    head = TrainHead(eagle_head.head_config(target.config, args), target, ids, inputs).double()
     generator = torch.Generator().manual_seed(seed)
     for p in head.parameters():
         torch.nn.init.normal_(p, std=0.3, generator=generator)
@@ -177,7 +183,7 @@ def test_two_processes_equal_one_with_the_doubled_batch(files, tmp_path):
 
 def evaluation_of(files, target, *more):
     args = parse(options(files, "unused", "--eval-prompts", "3", "--eval-tokens", "24", *more))
-    return train_eagle.Evaluation(target, (), train_eagle.load_data(args, target, None)[1], args)
+    return eagle_head.Evaluation(target, (), training_data.load_data(args, target, None)[1], args)
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -189,7 +195,7 @@ def test_exported_head_drafts_the_same(files, trained, version):
     assert found.notes == [] and set(found.tensors) == set(state)
     for name, tensor in state.items():
         assert torch.equal(found.tensors[name], tensor.to(found.tensors[name].dtype)), name
-    head = train_eagle.build_head(found.config, found.tensors, target)
+    head = eagle_head.build_head(found.config, found.tensors, target)
     again = evaluation_of(files, target).tau(head)
     assert again == {k: card[f"{k}_greedy"] for k in ("tau", "accepted_by_depth")}
 
@@ -200,7 +206,7 @@ def test_chain_tau_without_the_engine_equals_the_engine(files, trained, version)
     out, card = trained[version]
     target = load_model(files / "target", dtype=torch.float32)
     found = read_eagle(out, target.config)
-    head = train_eagle.build_head(found.config, found.tensors, target)
+    head = eagle_head.build_head(found.config, found.tensors, target)
     measured = evaluation_of(files, target, "--tree", "chain:5").tau(head)["tau"]
     assert measured > 1.2
     assert card["chain_tau"] == pytest.approx(measured, abs=0.02)
@@ -366,13 +372,11 @@ def test_input_ablation_drafts_in_the_engine_as_it_was_trained(files, trained, t
         assert card["chain_tau"] < best["chain_tau"]
         if inputs != "token":  # a token says nearly all about this target's next state
             assert card["held_out_accuracy"][0] < best["held_out_accuracy"][0] / 2
-        engine = generate.load(files / "target", eagle=str(out), tree="paper25", ctx=64, eagle_always=True)
+        engine = load.load(files / "target", eagle=str(out), tree="paper25", ctx=64, eagle_always=True)
         assert engine.drafter.head.config.unshifted == (inputs == INPUTS[1])
         prompt = list(range(4, 14))
         tokens = engine.generate(prompt, SamplingParams(max_new_tokens=20)).run()[0].token_ids
-        plain = (
-            generate.load(files / "target", ctx=64).generate(prompt, SamplingParams(max_new_tokens=20)).run()
-        )
+        plain = load.load(files / "target", ctx=64).generate(prompt, SamplingParams(max_new_tokens=20)).run()
         assert tokens == plain[0].token_ids
 
 
@@ -461,7 +465,7 @@ def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, cap
     path.write_text(
         "\n".join(map(json.dumps, [SHAREGPT, bad, OPENAI, {"x": 1}, {"messages": [{"role": "tool"}]}]))
     )
-    conversations, texts, left_out = train_eagle.read_records(str(path))
+    conversations, texts, left_out = training_data.read_records(str(path))
     assert (
         len(conversations) == 2
         and texts == []
@@ -469,7 +473,7 @@ def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, cap
     )
     path.write_text('{"messages": ')
     with pytest.raises(ValueError, match="not JSON"):
-        train_eagle.read_records(str(path))
+        training_data.read_records(str(path))
 
 
 @pytest.mark.parametrize("chats", [True, False])
@@ -490,7 +494,7 @@ def test_regenerated_data_is_the_targets_own(tokenizer_files, tmp_path, chats):
     argv += ["--work", str(tmp_path), "--regenerate", "3", "--regenerate-tokens", "12", "--length", "40"]
     args = parse([*argv, "--prompt-length", "10"])
     target, tokenizer = load_model(tokenizer_files), load_tokenizer(tokenizer_files)
-    parts = train_eagle.load_data(args, target, tokenizer)
+    parts = training_data.load_data(args, target, tokenizer)
     (cache,) = tmp_path.glob("data-*.npz")
     data, stamp = TokenData.load(cache), cache.stat().st_mtime_ns
     assert sum(p.rows for p in parts) == data.rows == 3 and not data.stream
@@ -501,7 +505,7 @@ def test_regenerated_data_is_the_targets_own(tokenizer_files, tmp_path, chats):
             assert "hello" not in text and "hi" in text and "unanswered" not in text
         else:
             assert mask.tolist() == [False] * 10 + [True] * (len(ids) - 10) and len(ids) > 10
-    train_eagle.load_data(args, target, tokenizer)
+    training_data.load_data(args, target, tokenizer)
     assert cache.stat().st_mtime_ns == stamp
 
 
@@ -510,9 +514,9 @@ def test_draft_vocabulary_is_the_most_frequent_answer_tokens():
     data = TokenData.from_rows(
         [([5, 9, 9, 2, 2, 7, 7, 7], [False, True, True, True, True, False, False, True])], False
     )
-    assert train_eagle.draft_vocabulary(data, 3, 12).tolist() == [2, 7, 9]
-    assert train_eagle.draft_vocabulary(data, 5, 12).tolist() == [0, 1, 2, 7, 9]
-    assert train_eagle.draft_vocabulary(data, 12, 12) is None
+    assert eagle_head.draft_vocabulary(data, 3, 12).tolist() == [2, 7, 9]
+    assert eagle_head.draft_vocabulary(data, 5, 12).tolist() == [0, 1, 2, 7, 9]
+    assert eagle_head.draft_vocabulary(data, 12, 12) is None
 
 
 def test_every_conversation_is_seen_once_per_epoch():
@@ -528,7 +532,7 @@ def test_steps_deal_out_every_row_once():
     args = SimpleNamespace(batch=2, accumulate=2, seed=0, length=8)
     seen, counts = [], set()
     for rank in range(2):
-        batches, count = train_eagle.step_batches(data, 0, World(rank, 2, torch.device("cpu")), args)
+        batches, count = training_data.step_batches(data, 0, World(rank, 2, torch.device("cpu")), args)
         seen += [int(b.tokens[i, 0]) for b in batches for i in range(2)]
         counts.add(count)
     assert sorted(seen) == list(range(8))
@@ -538,9 +542,9 @@ def test_steps_deal_out_every_row_once():
 def test_noise_belongs_to_the_row():
     """Noise that changes with the batch a row is in (resume and accumulation would differ), or beyond its width."""
     tokens = torch.zeros(2, 16, dtype=torch.int64)
-    both = train_eagle.feature_noise(train_eagle.Batch(tokens, tokens, [4, 7], [16, 8]), 6, FEATURE_NOISE, 0)
-    alone = train_eagle.feature_noise(
-        train_eagle.Batch(tokens[:1, :8], tokens, [7], [8]), 6, FEATURE_NOISE, 0
+    both = eagle_head.feature_noise(training_data.Batch(tokens, tokens, [4, 7], [16, 8]), 6, FEATURE_NOISE, 0)
+    alone = eagle_head.feature_noise(
+        training_data.Batch(tokens[:1, :8], tokens, [7], [8]), 6, FEATURE_NOISE, 0
     )
     torch.testing.assert_close(both[1, :8] / 16, alone[0] / 8)  # after loss_eagle1's 512 / T the same
     assert both[0].abs().max() <= 1 and both[0].std() == pytest.approx(1 / math.sqrt(3), abs=0.1)
@@ -568,8 +572,8 @@ def test_unusable_options_are_one_line(files, tmp_path, capsys, more, message):
 
 def test_the_papers_recipe_is_documented_by_its_numbers(files):
     """Recipe values that drift from eagle.md 7.2 and 7.3."""
-    one = train_eagle.recipe_for(parse(options(files, "o", "--recipe", "paper")))
-    three = train_eagle.recipe_for(parse(options(files, "o", "--recipe", "paper", version=3)))
+    one = eagle.recipe_for(parse(options(files, "o", "--recipe", "paper")))
+    three = eagle.recipe_for(parse(options(files, "o", "--recipe", "paper", version=3)))
     assert (one.optimizer, one.lr, one.warmup, one.weight_decay, one.clip) == ("adamw", 3e-5, 2000, 0.01, 0.5)
     assert (three.lr, three.warmup, three.weight_decay, three.clip) == (5e-5, 12000, 0.0, 0.5)
 

@@ -13,13 +13,21 @@ import torch
 from tiny import CTX, eagle_engine, tiny_head, tiny_model
 
 import generate
+import generate as generate  # FIXME bare
+import load
 import tree as trees
-from checkpoint import save_eagle, save_hf
-from generate import UserError
+import tree_building
+import verify as verify_module
+from bench import tree_costs, tree_search
+from bench.tree_costs import Costs
 from sampling import SamplingParams
-from scripts import tune_tree as tune
-from scripts.tune_tree import Costs
+from scripts import tune_tree
+from scripts import tune_tree as tune  # FIXME bare
+from support import errors
+from support.errors import UserError
 from tree import DynamicTree, StaticTree
+from weights.heads import save_eagle
+from weights.hf import save_hf
 
 PROMPTS = [[1, 5, 9, 22, 7, 3], [4, 4, 8, 2, 60], [9, 30, 31, 32], [7, 7, 7, 50, 51]]
 
@@ -89,11 +97,11 @@ def test_no_tree_of_up_to_8_nodes_beats_the_solution(curve, acceptance):
     """A program that misses shapes, counts a level twice, or assumes that costs rise and acceptance falls."""
     costs, p = CURVES[curve], torch.tensor(ACCEPTANCE[acceptance], dtype=torch.float64)
     D, K = p.shape
-    tree, rate = tune.best_static(p, costs, 8, max_rows=7)
+    tree, rate = tree_search.best_static(p, costs, 8, max_rows=7)
     usable = [t for t in ALL if t.D <= D and t.max_children <= K]
-    best = max(tune.expected_tokens(t, p) / costs.step(t) for t in usable)
+    best = max(tree_search.expected_tokens(t, p) / costs.step(t) for t in usable)
     assert tree.N <= 8 and tree.D <= D and tree.max_children <= K
-    assert rate == pytest.approx(tune.expected_tokens(tree, p) / costs.step(tree), rel=1e-12)
+    assert rate == pytest.approx(tree_search.expected_tokens(tree, p) / costs.step(tree), rel=1e-12)
     assert rate == pytest.approx(best, rel=1e-9)
 
 
@@ -102,18 +110,20 @@ def test_levels_whose_time_jumps_with_their_width(acceptance):
     """Levels priced by their mean width alone: a tree with one level just over the edge would look cheap."""
     costs = Costs(line(0.5, 0.02), line(0.1, 0), {w: 0.1 + 1.0 * (w > 2) for w in range(9)})
     p = torch.tensor(ACCEPTANCE[acceptance], dtype=torch.float64)
-    _, rate = tune.best_static(p, costs, 8, max_rows=7)
+    _, rate = tree_search.best_static(p, costs, 8, max_rows=7)
     usable = [t for t in ALL if t.max_children <= p.shape[1]]
-    assert rate == pytest.approx(max(tune.expected_tokens(t, p) / costs.step(t) for t in usable), rel=1e-9)
+    assert rate == pytest.approx(
+        max(tree_search.expected_tokens(t, p) / costs.step(t) for t in usable), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("curve", ["linear", "dear drafts", "levels by width"])
 def test_the_program_ranks_right_by_itself_where_levels_are_linear(curve, monkeypatch):
     """Levels priced wrongly in the program, hidden because the best 64 are scored again; larger trees would show it."""
     p = torch.tensor(ACCEPTANCE["usual"], dtype=torch.float64)
-    best = tune.best_static(p, CURVES[curve], 8, max_rows=7)[1]
+    best = tree_search.best_static(p, CURVES[curve], 8, max_rows=7)[1]
     monkeypatch.setattr(tune, "CANDIDATES", 1)
-    assert tune.best_static(p, CURVES[curve], 8, max_rows=7)[1] == pytest.approx(best, rel=1e-9)
+    assert tree_search.best_static(p, CURVES[curve], 8, max_rows=7)[1] == pytest.approx(best, rel=1e-9)
 
 
 def test_random_curves_against_brute_force():
@@ -125,9 +135,9 @@ def test_random_curves_against_brute_force():
         costs = Costs(verify, {d: rng.uniform(0, 0.4) for d in range(9)}, line(a, b))
         rows = [[rng.random() for _ in range(4)] for _ in range(7)]
         p = torch.tensor([[0.98 * x / sum(row) for x in row] for row in rows], dtype=torch.float64)
-        _, rate = tune.best_static(p, costs, 8, max_rows=7)
+        _, rate = tree_search.best_static(p, costs, 8, max_rows=7)
         usable = [t for t in ALL if t.max_children <= 4]
-        best = max(tune.expected_tokens(t, p) / costs.step(t) for t in usable)
+        best = max(tree_search.expected_tokens(t, p) / costs.step(t) for t in usable)
         assert rate == pytest.approx(best, rel=1e-9)
 
 
@@ -135,33 +145,36 @@ def test_every_entry_of_the_program_is_a_tree_of_that_size_and_value():
     """A table whose numbers are right but whose traceback builds another tree."""
     p = torch.tensor(ACCEPTANCE["usual"], dtype=torch.float64)
     for D in (1, 2, 4):
-        program = tune._Program(p, D, 14, 6)
+        program = tree_search._Program(p, D, 14, 6)
         for n, m in itertools.product(range(2, 15), range(7)):
             value = float(program.best[n, m])
             if value == -float("inf"):
                 continue
             tree = program.tree(n, m)
             assert (tree.N, sum(map(len, tree.levels))) == (n, m) and tree.D <= D
-            assert tune.expected_tokens(tree, p) == pytest.approx(value, rel=1e-12)
+            assert tree_search.expected_tokens(tree, p) == pytest.approx(value, rel=1e-12)
 
 
 def test_larger_trees_are_no_worse_and_known_trees_lie_in_the_space():
     """A node budget that is silently cut: with free rows the optimum at 26 nodes is at least paper25."""
     p = torch.tensor(ACCEPTANCE["usual"], dtype=torch.float64)[:5]
     costs = Costs(line(1, 0), line(0.01, 0), line(0.01, 0))
-    rates = [tune.best_static(p, costs, n)[1] for n in (8, 16, 26)]
+    rates = [tree_search.best_static(p, costs, n)[1] for n in (8, 16, 26)]
     assert rates == sorted(rates)
-    assert rates[-1] >= tune.expected_tokens(trees.PAPER25, p) / costs.step(trees.PAPER25)
+    assert rates[-1] >= tree_search.expected_tokens(trees.PAPER25, p) / costs.step(trees.PAPER25)
 
 
 def test_costs_add_up_over_the_parts_of_a_step():
     """A step priced without its root row's extension, or with a level too many."""
     costs = Costs({1: 10.0, 9: 18.0}, {2: 1.0, 4: 2.0}, {1: 0.1, 3: 0.3}, {4: (5.0, 0.5)})
-    tree = tune.chains(2, 3)  # N 7, D 3, two levels of two rows
+    tree = tree_costs.chains(2, 3)  # N 7, D 3, two levels of two rows
     assert costs.step(tree) == pytest.approx(16.0 + 1.5 + 2 * 0.2)
     assert costs.step(DynamicTree(9, 3, 4)) == pytest.approx(18.0 + 2.0 + 5.0 + 2 * 0.5)
     assert costs.step(trees.chain(1)) == pytest.approx(11.0 + 1.0)
-    assert tune.interpolate({2: 1.0, 4: 3.0}, 6) == 5.0 and tune.interpolate({2: 3.0, 4: 1.0}, 6) == 1.0
+    assert (
+        tree_costs.interpolate({2: 1.0, 4: 3.0}, 6) == 5.0
+        and tree_costs.interpolate({2: 3.0, 4: 1.0}, 6) == 1.0
+    )
 
 
 # ---- statistics -------------------------------------------------------------------------------------------
@@ -186,7 +199,7 @@ def scripted_output(tree, rng: random.Random) -> tuple[SimpleNamespace, dict]:
     for node, below in children.items():
         if below and rng.random() < 0.85:
             choice[node] = rng.choice(below)
-    accepted = trees.accept(tokens, parent, depth, ancestors, valid, torch.tensor([choice]), D)
+    accepted = verify_module.accept(tokens, parent, depth, ancestors, valid, torch.tensor([choice]), D)
     draft = SimpleNamespace(tokens=tokens, parent=parent, depth=depth, valid=valid, scores=scores)
     return SimpleNamespace(count=accepted.count, path=accepted.path, draft=draft), choice
 
@@ -214,8 +227,8 @@ def as_counts(table: list[list[int]]) -> dict:
 @pytest.mark.parametrize("name", ["paper25", "wide"])
 def test_rank_statistics_equal_a_recount(name):
     """Trials counted for children that were not drafted, misses of the last node forgotten, depths off by one."""
-    tree = trees.PAPER25 if name == "paper25" else tune.wide_tree(4, 5, 120)
-    observer, rng, records = tune.RankStatistics(tree), random.Random(3), []
+    tree = trees.PAPER25 if name == "paper25" else tree_search.wide_tree(4, 5, 120)
+    observer, rng, records = tree_search.RankStatistics(tree), random.Random(3), []
     index = {(): 0} | {path: i for i, path in enumerate(tree.paths, 1)}
     for _ in range(STEPS):
         output, choice = scripted_output(tree, rng)
@@ -234,9 +247,9 @@ def test_rank_statistics_equal_a_recount(name):
 def test_rank_statistics_of_a_real_engine():
     """An observer that reads another layout than the engine's: counts must give the tokens the engine emitted."""
     head = tiny_head(tiny_model())
-    tree = tune.wide_tree(4, 6, 100)
+    tree = tree_search.wide_tree(4, 6, 100)
     engine, emitted = eagle_engine(head, tree), []
-    statistics = tune.RankStatistics(tree)
+    statistics = tree_search.RankStatistics(tree)
 
     def observer(output):
         statistics(output)
@@ -254,16 +267,16 @@ def test_dynamic_statistics_equal_the_smaller_trees_own_steps():
     rng, K, depth = random.Random(5), 3, 3
     generator = torch.Generator().manual_seed(0)
     sizes, depths = [4, 6, 9, 13], [1, 2, 3]
-    observer = tune.DynamicStatistics(DynamicTree(31, depth, K), sizes, depths)
+    observer = tree_search.DynamicStatistics(DynamicTree(31, depth, K), sizes, depths)
     expected = dict.fromkeys(observer.shapes, 0)
     for _ in range(40):
         # coarse scores, so that ties happen; tokens differ among siblings
         levels = [-torch.randint(0, 4, (1, K, K), generator=generator).float() for _ in range(depth + 1)]
-        pools = [trees.first_level(torch.arange(K)[None], levels[0][:, 0])]
+        pools = [tree_building.first_level(torch.arange(K)[None], levels[0][:, 0])]
         for scores in levels[1:]:
-            pools.append(trees.expand(pools[-1], torch.arange(K).expand(1, K, K), scores))
+            pools.append(tree_building.expand(pools[-1], torch.arange(K).expand(1, K, K), scores))
         root = torch.tensor([9])
-        big = trees.select(pools[-1], root, 31, depth + 1)
+        big = tree_building.select(pools[-1], root, 31, depth + 1)
         output, choice = scripted_output(big, rng)
         observer(output)
         route, seen = {}, big.ancestors[0].tolist()
@@ -271,11 +284,11 @@ def test_dynamic_statistics_equal_the_smaller_trees_own_steps():
             path = [i for i in range(1, 31) if seen[node][i]]
             route[tuple(big.tokens[0, path].tolist())] = choice[node]
         for N, d in observer.shapes:
-            small = trees.select(pools[d], root, N, d + 1)
+            small = tree_building.select(pools[d], root, N, d + 1)
             seen = small.ancestors[0].tolist()
             paths = [[i for i in range(1, N) if seen[node][i]] for node in range(N)]
             own = [route[tuple(small.tokens[0, path].tolist())] for path in paths]
-            accepted = trees.accept(*small[:5], torch.tensor([own]), d + 1)
+            accepted = verify_module.accept(*small[:5], torch.tensor([own]), d + 1)
             expected[N, d] += int(accepted.count)
     assert observer.tokens == expected and observer.steps == 40
     entries = observer.table()
@@ -286,27 +299,27 @@ def test_dynamic_statistics_equal_the_smaller_trees_own_steps():
 @pytest.mark.parametrize("depth, ranks, nodes", [(4, 8, 256), (8, 8, 256), (16, 8, 256), (5, 3, 20)])
 def test_the_wide_tree_fits_and_sees_every_rank_at_every_depth(depth, ranks, nodes):
     """An instrumented tree that is too large to run, or blind at some depth."""
-    tree = tune.wide_tree(depth, ranks, nodes)
+    tree = tree_search.wide_tree(depth, ranks, nodes)
     assert tree.N <= nodes and tree.D == depth and tree.branching == (ranks,) * depth
     assert set(tree.paths) >= {(*[0] * d, r) for d in range(depth) for r in range(ranks)}
     with pytest.raises(ValueError, match="lower --max-depth"):
-        tune.wide_tree(depth, ranks, depth * ranks)
+        tree_search.wide_tree(depth, ranks, depth * ranks)
 
 
-def acceptance(temperature: float = 0.0, factor: int = 1) -> tune.Acceptance:
+def acceptance(temperature: float = 0.0, factor: int = 1) -> tree_search.Acceptance:
     trials = [[100 * factor] * 3, [50 * factor] * 3, [0, 0, 0]]
     hits = [[60 * factor, 20, 5], [25, 10, 2], [0, 0, 0]]
     taus = [{"dynamic": [8, 2, 2], "tau": 2.1}, {"dynamic": [12, 3, 2], "tau": 2.5}]
-    return tune.Acceptance(temperature, trials, hits, taus)
+    return tree_search.Acceptance(temperature, trials, hits, taus)
 
 
 def test_few_trials_lean_on_the_level_above():
     """A depth that was never reached would have probability 0 / 0, or 1 after a single lucky trial."""
     p = acceptance().probability()
     assert p[0].tolist() == [0.6, 0.2, 0.05]
-    assert p[1, 0] == pytest.approx((25 + tune.SHRINK * 0.6) / (50 + tune.SHRINK))
+    assert p[1, 0] == pytest.approx((25 + tree_costs.SHRINK * 0.6) / (50 + tree_costs.SHRINK))
     assert torch.allclose(p[2], p[1])
-    both = tune.pooled([acceptance(), acceptance(1.0, 2)])
+    both = tree_search.pooled([acceptance(), acceptance(1.0, 2)])
     assert (
         both.trials[0] == [300] * 3
         and both.hits[0] == [180, 40, 10]
@@ -320,11 +333,11 @@ def test_the_best_dynamic_tree_is_the_best_of_the_grid():
     parts[1].dynamic = [{"dynamic": [8, 2, 2], "tau": 2.0}, {"dynamic": [12, 3, 2], "tau": 3.5}]
     cheap = Costs(line(1, 0.01), line(0, 0), line(0, 0), {2: (0.0, 0.0)})
     dear = Costs(line(1, 0.9), line(0, 0), line(0, 0), {2: (0.0, 0.0)})
-    assert tune.best_dynamic(parts, [cheap, cheap], 32)[0] == DynamicTree(12, 3, 2)
-    assert tune.best_dynamic(parts, [dear, dear], 32)[0] == DynamicTree(8, 2, 2)
-    tree, rate = tune.best_dynamic(parts, [cheap, cheap], 8)
+    assert tree_search.best_dynamic(parts, [cheap, cheap], 32)[0] == DynamicTree(12, 3, 2)
+    assert tree_search.best_dynamic(parts, [dear, dear], 32)[0] == DynamicTree(8, 2, 2)
+    tree, rate = tree_search.best_dynamic(parts, [cheap, cheap], 8)
     assert tree.N == 8 and rate == pytest.approx(2 / (1.08 / 2.1 + 1.08 / 2.0))
-    names = tune.finalists(parts, [cheap, cheap], 8)
+    names = tree_search.finalists(parts, [cheap, cheap], 8)
     assert len(set(names.values())) == len(names) and "dynamic" in names
 
 
@@ -333,7 +346,7 @@ def test_statistics_survive_the_file_and_bad_files_are_named(tmp_path):
     file = tmp_path / "stats.json"
     parts = [acceptance(), acceptance(1.0, 2)]
     file.write_text(json.dumps({"paths": [[0]], "statistics": [vars(a) for a in parts]}))
-    assert tune.read_statistics(file) == parts
+    assert tree_search.read_statistics(file) == parts
     broken = [
         "no json",
         "[]",
@@ -346,10 +359,10 @@ def test_statistics_survive_the_file_and_bad_files_are_named(tmp_path):
     for text in broken:
         file.write_text(text)
         with pytest.raises(UserError, match="--stats .*run without --stats") as error:
-            tune.read_statistics(file)
-        assert error.value.code == generate.BAD_FILE
+            tree_search.read_statistics(file)
+        assert error.value.code == errors.BAD_FILE
     with pytest.raises(UserError):
-        tune.read_statistics(tmp_path / "missing.json")
+        tree_search.read_statistics(tmp_path / "missing.json")
 
 
 # ---- end to end -------------------------------------------------------------------------------------------
@@ -382,13 +395,13 @@ def test_rates_count_all_tokens_over_all_times_where_tokens_agree():
     runs = fake_runs({"a": 10.0, "plain": 5.0})
     for T in (0.0, 1.0):  # a second repetition, slow once: the median of two is their mean
         runs.append(runs[0] | {"rep": 1, "temperature": T, "decode_seconds": 4.0})
-    outcome = tune.compare(runs, ["a", "plain"])
+    outcome = tree_search.compare(runs, ["a", "plain"])
     assert outcome["rows"]["a"]["tokens_per_second"] == pytest.approx(120 / (4 * 2 + 2 * 3))
     assert outcome["rows"]["a"]["tau"] == 2 and outcome["compared"] == 6
-    outcome = tune.compare(fake_runs({"a": 10.0, "plain": 5.0}, forks=1), ["a", "plain"])
+    outcome = tree_search.compare(fake_runs({"a": 10.0, "plain": 5.0}, forks=1), ["a", "plain"])
     assert outcome["different_tokens"] == 2 and len(outcome["rows"]["a"]["per_prompt"]) == 4
     with pytest.raises(ValueError, match="this is a bug"):
-        tune.compare(fake_runs({"a": 10.0, "plain": 5.0}, forks=2), ["a", "plain"])
+        tree_search.compare(fake_runs({"a": 10.0, "plain": 5.0}, forks=2), ["a", "plain"])
 
 
 def run_main(checkpoint, monkeypatch, tmp_path, *flags: str) -> int:
@@ -397,7 +410,7 @@ def run_main(checkpoint, monkeypatch, tmp_path, *flags: str) -> int:
     common = (
         "--device cpu --ctx 128 --new-tokens 12 --rounds 1 --reps 1 --max-nodes 8 --max-depth 4 -q".split()
     )
-    return tune.main(["--checkpoint", str(checkpoint), *common, *flags])
+    return tune_tree.main(["--checkpoint", str(checkpoint), *common, *flags])
 
 
 def fake_pipeline(monkeypatch, tuned_rate: float) -> list[str]:
@@ -434,7 +447,7 @@ def test_a_winning_tree_is_written_and_found_by_auto(checkpoint, monkeypatch, tm
     flags = ["--checkpoint", str(checkpoint), "--prompt-ids", "1,5,9", "--max-new-tokens", "4", "--ctx", "64"]
     flags += ["--device", "cpu"]
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path / "cache"))
-    assert generate.main([*flags, "--eagle", head, "--tree", "auto"]) == generate.USAGE
+    assert generate.main([*flags, "--eagle", head, "--tree", "auto"]) == errors.USAGE
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "python -m scripts.tune_tree --checkpoint" in error and head in error
     fake_pipeline(monkeypatch, 120.0)
@@ -443,16 +456,18 @@ def test_a_winning_tree_is_written_and_found_by_auto(checkpoint, monkeypatch, tm
     (file,) = (tmp_path / "cache" / "trees").iterdir()
     written = json.loads(file.read_text())
     tree = trees.parse_tree(str(file))
-    assert "the tuned tree won" in written["verdict"] and tune.tree_json(tree).items() <= written.items()
+    assert (
+        "the tuned tree won" in written["verdict"] and tree_search.tree_json(tree).items() <= written.items()
+    )
     assert tree not in (trees.PAPER25, DynamicTree(16, 4, 4))
     wanted = "environment model head quantization dtype command costs statistics final candidates".split()
-    assert set(wanted) <= set(written) and tune.read_statistics(file)
-    engine = generate.load(checkpoint, eagle=head, tree="auto", ctx=64, device="cpu")
+    assert set(wanted) <= set(written) and tree_search.read_statistics(file)
+    engine = load.load(checkpoint, eagle=head, tree="auto", ctx=64, device="cpu")
     assert (engine.drafter.N, engine.drafter.D) == (tree.N, tree.D)
     assert generate.main([*flags, "--eagle", head, "--tree", "auto", "-q"]) == 0
     other = str(checkpoint / "eagle2")
-    assert generate.main([*flags, "--eagle", other, "--tree", "auto"]) == generate.USAGE
-    assert generate.main([*flags, "--tree", "auto"]) == generate.USAGE
+    assert generate.main([*flags, "--eagle", other, "--tree", "auto"]) == errors.USAGE
+    assert generate.main([*flags, "--tree", "auto"]) == errors.USAGE
     assert "needs --eagle" in capsys.readouterr().err
 
 
@@ -461,40 +476,44 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
     config = generate.checkpoint.load_config(checkpoint)
     one, two = (generate.checkpoint.read_eagle(checkpoint / f"eagle{i}", config) for i in (1, 2))
-    opts = generate.LoadOptions(str(checkpoint))
+    opts = load.LoadOptions(str(checkpoint))
     device = torch.device("cpu")
-    path = generate.tuned_tree_path(opts, config, one, device)
-    assert path == generate.tuned_tree_path(opts, config, one, device)
+    path = load.tuned_tree_path(opts, config, one, device)
+    assert path == load.tuned_tree_path(opts, config, one, device)
     quantized = tmp_path / "int4"
     quantized.mkdir()
     raw = json.loads((checkpoint / "config.json").read_text()) | {"eaglet_quant": {"mode": "int4"}}
     (quantized / "config.json").write_text(json.dumps(raw))
     others = [
-        generate.tuned_tree_path(opts, config, two, device),
-        generate.tuned_tree_path(generate.LoadOptions(str(quantized)), config, one, device),
-        generate.tuned_tree_path(opts, generate.replace(config, rms_norm_eps=1e-3), one, device),
+        load.tuned_tree_path(opts, config, two, device),
+        load.tuned_tree_path(load.LoadOptions(str(quantized)), config, one, device),
+        load.tuned_tree_path(opts, generate.replace(config, rms_norm_eps=1e-3), one, device),
         *(
-            generate.tuned_tree_path(generate.replace(opts, **more), config, one, device)
+            load.tuned_tree_path(generate.replace(opts, **more), config, one, device)
             for more in ({"dtype": "bfloat16"}, {"compile": True}, {"draft_vocab": 9}, {"kv": "int8"})
         ),
     ]
     monkeypatch.setattr(generate, "describe_device", lambda device: "NVIDIA GeForce RTX 3090")
-    others.append(generate.tuned_tree_path(opts, config, one, device))
+    others.append(load.tuned_tree_path(opts, config, one, device))
     assert "NVIDIA-GeForce-RTX-3090" in others[-1].name
     assert len({path, *others}) == 9
 
 
-@pytest.mark.parametrize("tree", [trees.PAPER25, trees.chain(3), DynamicTree(16, 4, 4)], ids=tune.describe)
+@pytest.mark.parametrize(
+    "tree", [trees.PAPER25, trees.chain(3), DynamicTree(16, 4, 4)], ids=tree_search.describe
+)
 def test_a_written_tree_reads_back(tree, tmp_path):
     """Keys around the tree that confuse the parser, or ranks that come back as something else."""
-    tune.write_json(tmp_path / "t.json", tune.tree_json(tree) | {"statistics": [], "dtype": "float32"})
+    tree_search.write_json(
+        tmp_path / "t.json", tree_search.tree_json(tree) | {"statistics": [], "dtype": "float32"}
+    )
     assert trees.parse_tree(str(tmp_path / "t.json")) == tree and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_real_run_uses_other_prompts_for_the_verification(checkpoint, monkeypatch, tmp_path, capsys):
     """Trees judged on the prompts that chose them; and the whole program, with real clocks, on a tiny model."""
     seen: dict[str, list] = {"collect": [], "race": []}
-    collect, race = tune.collect, tune.race
+    collect, race = tree_search.collect, tree_search.race
 
     def spy_collect(base, head, prompts, *rest):
         seen["collect"] += prompts
@@ -504,7 +523,7 @@ def test_a_real_run_uses_other_prompts_for_the_verification(checkpoint, monkeypa
         seen["race"].append((list(engines), prompts))
         return race(engines, prompts, *rest)
 
-    real_costs = tune.measure_costs
+    real_costs = tree_costs.measure_costs
     monkeypatch.setattr(tune, "measure_costs", lambda *a: real_costs(*a, topks=(2,)))
     monkeypatch.setattr(tune, "collect", spy_collect)
     monkeypatch.setattr(tune, "race", spy_race)
@@ -528,7 +547,7 @@ def test_a_real_run_uses_other_prompts_for_the_verification(checkpoint, monkeypa
     assert run_main(checkpoint, monkeypatch, tmp_path, "--out", str(out), "--stats", str(out)) == 0
     assert not seen["collect"] and fake_race
     flags = ["--out", str(out), "--stats", str(out), "--temperature", "0.7"]
-    assert run_main(checkpoint, monkeypatch, tmp_path, *flags) == generate.USAGE
+    assert run_main(checkpoint, monkeypatch, tmp_path, *flags) == errors.USAGE
     assert "ask for the same" in capsys.readouterr().err
 
 
@@ -542,7 +561,7 @@ def test_a_real_run_uses_other_prompts_for_the_verification(checkpoint, monkeypa
 )
 def test_bad_flags_are_one_line(flags, message, checkpoint, capsys):
     """A traceback, or minutes of timing before a usage error."""
-    assert tune.main(["--checkpoint", str(checkpoint), "--device", "cpu", *flags]) in (2, 3)
+    assert tune_tree.main(["--checkpoint", str(checkpoint), "--device", "cpu", *flags]) in (2, 3)
     error = capsys.readouterr().err
     assert error.startswith("error  ") and error.count("\n") == 1 and message in error
 
@@ -552,7 +571,9 @@ def test_costs_are_measured_without_changing_the_engine(monkeypatch):
     head = tiny_head(tiny_model(torch.float32))
     base = eagle_engine(head, trees.chain(2))
     before = base.generate(PROMPTS[0], SamplingParams(max_new_tokens=9)).run()[0].token_ids
-    costs = tune.measure_costs(base, head, PROMPTS[0], SamplingParams(temperature=1.0), CTX, 8, 5, 1, (2,))
+    costs = tree_costs.measure_costs(
+        base, head, PROMPTS[0], SamplingParams(temperature=1.0), CTX, 8, 5, 1, (2,)
+    )
     assert set(costs.extend) == {1, 2, 4, 5} and 8 in costs.verify and set(costs.dynamic) == {2}
     assert min(*costs.level.values(), *costs.verify.values(), *costs.dynamic[2]) > 0
     assert base.generate(PROMPTS[0], SamplingParams(max_new_tokens=9)).run()[0].token_ids == before

@@ -10,10 +10,14 @@ import pytest
 from tiny import PROMPT, TREES, eagle_engine, tiny_head, tiny_model
 
 import generate
-from drafters import WithNGrams
-from engine import PHASES, Engine
+import load
+from drafters.ngram import WithNGrams
+from engine import Engine
+from report.gauge import Gauge
+from report.viewer import StepRecorder
 from sampling import SamplingParams
-from viewer import Gauge, StepRecorder
+from step import PHASES
+from support import errors
 
 
 def engines(tree: str) -> tuple[Engine, Engine]:
@@ -71,13 +75,13 @@ def test_a_slow_phase_is_found(phase, monkeypatch):
 
 def test_flag_adds_line_and_field(capsys):
     """--gauge that is accepted and shows nothing; a step compiled in one piece that is said to have phases."""
-    head = str(generate.DEMO / "eagle1")
+    head = str(load.DEMO / "eagle1")
     command = ["--device", "cpu", "--eagle", head, "--tree", "chain:2", "--max-new-tokens", "8", "--gauge"]
     assert generate.main(command) == 0
     assert "gauge    step " in capsys.readouterr().err
     assert generate.main([*command, "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["gauge_ms"]) == {*PHASES, "host", "step"}
-    assert generate.main([*command, "--chat"]) == generate.USAGE
+    assert generate.main([*command, "--chat"]) == errors.USAGE
     whole = Engine(tiny_model(), compile=True, compile_mode="reduce-overhead")
     with pytest.raises(ValueError, match="--compile-mode regions"):
         Gauge(whole)

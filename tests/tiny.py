@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import tree as trees
-from checkpoint import EagleConfig
-from eagle_draft import Draft, EagleDrafter, EagleHead
+from drafters.base import Draft
+from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine
 from model import ModelConfig, RopeConfig, Transformer
+from weights.heads import EagleConfig
 
 V, CTX = 97, 160
 needs_triton = pytest.mark.skipif(

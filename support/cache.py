@@ -1,9 +1,4 @@
-"""Where compiled code is kept between processes: one folder per (torch, triton, device, our sources), ours to clear.
-
-Compiling a block takes seconds to minutes and gives the same code every time, so Inductor's and Triton's caches live in
-$EAGLET_CACHE/compiled (default ~/.cache/eaglet/compiled), in a subfolder named by everything that the code depends on
-beyond the graph itself, which Inductor keys by its own hash.
-"""
+"""TODO."""
 
 from __future__ import annotations
 
@@ -18,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 MARKER = ".eaglet-artefacts"  # only a folder with this file is ever cleared
+
+
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
@@ -29,14 +26,14 @@ class Entry(NamedTuple):
     bytes: int
 
 
-def cache() -> Path:
+def folder() -> Path:
     """Where we keep what this machine found out (compiled code, tilings, trees): $EAGLET_CACHE, or ~/.cache/eaglet."""
     return Path(os.environ.get("EAGLET_CACHE") or Path.home() / ".cache" / "eaglet")
 
 
 def root() -> Path:
     """The folder of all compiled artefacts; need not exist."""
-    return cache() / "compiled"
+    return folder() / "compiled"
 
 
 def key(device: str) -> str:

@@ -1,4 +1,4 @@
-"""What a request gives: its tokens and text with stop rules applied, its times, its acceptance. On the host alone."""
+"""TODO."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class GenerationResult:
         return asdict(self) | {name: getattr(self, name) for name in names}
 
 
-class Row:
+class SequenceOutput:
     """Host side of one sequence: truncates at stop ids, stop strings and the length limit; decodes text."""
 
     def __init__(self, result: GenerationResult, params: SamplingParams, stop_ids: set[int], tokenizer):

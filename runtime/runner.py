@@ -1,6 +1,4 @@
-"""Running steps ahead of the host: the ring that carries their output, one CUDA graph per kind of step, and when to
-speculate at all. It knows neither models nor text: a step is a function of no arguments that works on static buffers.
-"""
+"""TODO."""
 
 from __future__ import annotations
 
@@ -12,6 +10,8 @@ import torch
 from torch import Tensor
 
 RING = 8  # steps whose output the device keeps: more than may run ahead
+
+
 WARM_UP = 3  # steps before a capture: kernels compile, workspaces are allocated outside the graph
 
 

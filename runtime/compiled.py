@@ -1,4 +1,4 @@
-"""What --compile compiles: the parts of a step that go through Inductor, once per shape."""
+"""TODO."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPILE_MODES = {
 }
 
 
-class Regions:
+class CompiledStep:
     """The parts of a step that --compile compiles: one block for all layers, one draft layer for all levels of a width,
     and the tail. That takes seconds; the whole step in one piece takes minutes, and on a CPU it runs slower than eager.
     On a CPU the block alone repays its compilation, elsewhere a captured graph wants few kernels everywhere."""

@@ -1,0 +1,138 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine import Engine
+from model import Transformer
+from support.machine import describe_device, peak_memory
+
+GPU_FIELDS = (
+    "name,driver_version,power.limit,power.default_limit,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,"
+    "utilization.gpu,memory.used,persistence_mode"
+)
+
+
+def parse_smi(line: str, processes: str, own: int) -> dict[str, Any]:
+    """One CSV line of nvidia-smi and its list of compute processes -> a dictionary; numbers where they are numbers."""
+
+    def value(text: str) -> Any:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    gpu = dict(zip(GPU_FIELDS.split(","), (value(v.strip()) for v in line.split(",")), strict=False))
+    pids = [p.split(",")[0].strip() for p in processes.splitlines() if p.strip()]
+    return gpu | {"other_processes": sum(p != str(own) for p in pids)}
+
+
+def gpu_state(device: torch.device) -> dict[str, Any] | None:
+    """Power cap, clocks, temperature, driver of the CUDA device; None on a CPU or without nvidia-smi."""
+    if device.type != "cuda":
+        return None
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    which = ["-i", uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"] if uuid else []
+    answers = []
+    for query in (f"--query-gpu={GPU_FIELDS}", "--query-compute-apps=pid"):
+        done = _output(["nvidia-smi", *which, query, "--format=csv,noheader,nounits"])
+        if done is None:
+            return {"name": torch.cuda.get_device_name(device), "error": "nvidia-smi gave no answer"}
+        answers.append(done)
+    return parse_smi(answers[0].splitlines()[0], answers[1], os.getpid())
+
+
+def _output(command: list[str], cwd: Path | None = None) -> str | None:
+    try:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 and done.stdout.strip() else None
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Everything about the machine that moves the numbers."""
+    here = Path(__file__).resolve().parent
+    known = {}
+    for name in ("torch", "triton", "transformers", "numpy"):
+        try:
+            known[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            known[name] = None
+    commit = _output(["git", "rev-parse", "--short=12", "HEAD"], here)
+    dirty = commit and _output(["git", "status", "--porcelain", "--untracked-files=no"], here)
+    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {
+        "device": describe_device(device),
+        "gpu": gpu_state(device),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": load_average,
+        "platform": platform.platform(),
+        "versions": {"python": platform.python_version(), **known, "cuda": torch.version.cuda},
+        "git": {"commit": commit, "dirty": bool(dirty)},
+        "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def fingerprint(model: Transformer) -> str:
+    """A short hash of the weights: names, shapes and a sample of every tensor's values."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().flatten()
+        some = flat[:: max(1, flat.numel() // 64)][:64].cpu()
+        digest.update(f"{name}{tuple(tensor.shape)}{some.double().tolist()}".encode())
+    return digest.hexdigest()[:16]
+
+
+def memory_of(engine: Engine) -> int:
+    """Bytes of every tensor the arm needs (weights, head, caches, buffers), each storage counted once."""
+    seen: dict[int, int] = {}
+    done: dict[int, Any] = {}  # keeps what it names alive: ids of freed objects come back
+
+    def visit(value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            if value.device.type != "meta":
+                storage = value.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+            return
+        if id(value) in done or depth > 4:
+            return
+        done[id(value)] = value
+        if isinstance(value, nn.Module):
+            for tensor in [*value.parameters(), *value.buffers()]:
+                visit(tensor, depth)
+            for child in value.modules():
+                for inner in vars(child).values():
+                    if not isinstance(inner, dict | nn.Module):
+                        visit(inner, depth + 1)
+        elif isinstance(value, list | tuple):
+            for inner in value:
+                visit(inner, depth + 1)
+        elif isinstance(value, dict):
+            visit(list(value.values()), depth + 1)
+        elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+            visit(list(vars(value).values()), depth + 1)
+
+    visit([engine.model, engine.drafter, engine.state], 0)
+    return sum(seen.values())
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process now; None where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return peak_memory()
+    return pages * os.sysconf("SC_PAGE_SIZE")

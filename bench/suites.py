@@ -1,0 +1,134 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.errors import USAGE, UserError
+from tokenizer import BUILTIN_SYSTEM, LLAMA2_SYSTEM, PAPER_SUFFIX
+from training.corpus import read_text, stdlib_files
+
+
+@dataclass(frozen=True)
+class Question:
+    """One item of a suite. Turns are user messages (or text to continue), or token ids where there is no tokenizer."""
+
+    suite: str
+    id: str
+    turns: tuple[Any, ...]
+
+
+def read_suite(path: str | Path, limit: int = 0) -> list[Question]:
+    """A question file in MT-bench layout: JSON lines with "turns" (and "question_id"). UserError names the line."""
+    path, questions = Path(path), []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--suite {path}: {error}", USAGE) from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+            turns = item["turns"]
+            if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
+                raise ValueError('"turns" must be a list of non-empty strings')
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"--suite {path}, line {number}: not a question in MT-bench layout ({error}).", USAGE
+            ) from None
+        name = path.parent.name if path.stem == "question" else path.stem
+        questions.append(Question(name, str(item.get("question_id", number)), tuple(turns)))
+        if limit and len(questions) == limit:
+            break
+    if not questions:
+        raise UserError(f"--suite {path}: no questions in it.", USAGE)
+    return questions
+
+
+def builtin_suite(limit: int = 0, characters: int = 500) -> list[Question]:
+    """Text to continue from standard library modules that the demo model was not trained on: the same few for all."""
+
+    questions = []
+    for path in stdlib_files()[1]:
+        lines = read_text(path).splitlines(keepends=True)
+        if len(lines) < 60:
+            continue
+        at = len(lines) * 2 // 5
+        while at < len(lines) - 30 and not lines[at].lstrip().startswith(("def ", "class ")):
+            at += 1
+        text = "".join(lines[max(0, at - 12) : at + 2])[-characters:]
+        parent = "" if path.parent.name.startswith("python") else f"{path.parent.name}/"
+        questions.append(Question("stdlib", f"{parent}{path.name}", (text,)))
+    return questions[: limit or 6]
+
+
+def random_suite(vocab_size: int, count: int, length: int) -> list[Question]:
+    """Prompts of random ids, for shapes without weights worth the name and models without tokenizer."""
+    rng = random.Random(0)
+    ids = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+    return [Question("random", str(i), (tuple(row),)) for i, row in enumerate(ids)]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Turns to prompt ids: `chat` renders the model's template with the history, else turns are continued as text."""
+
+    tokenizer: Any
+    chat: bool
+    suffix: str = ""
+    system: str | None = None
+
+    def ids(self, turns: Sequence[Any], answers: Sequence[str]) -> list[int]:
+        """turns: the user's messages so far; answers: the model's own, one fewer."""
+        if not isinstance(turns[0], str):
+            return list(turns[0])
+        if not self.chat:
+            text = "".join(t + a + "\n\n" for t, a in zip(turns, answers, strict=False)) + turns[-1]
+            return self.tokenizer.encode(text)
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for i, turn in enumerate(turns):
+            messages.append({"role": "user", "content": turn})
+            if i < len(answers):
+                messages.append({"role": "assistant", "content": answers[i].strip()})
+        return self.tokenizer.encode_chat(messages, suffix=self.suffix)
+
+    def longest(self, question: Question, max_new_tokens: int) -> int:
+        """An upper estimate of the context the last turn needs."""
+        answers = [" x" for _ in question.turns[:-1]]
+        tokens = len(self.ids(question.turns, answers))
+        return tokens + len(question.turns) * (max_new_tokens + 16)
+
+
+def prompts_of(args: argparse.Namespace, tokenizer) -> Prompts:
+    """How turns become prompts for this model; a built-in template brings the paper's suffix."""
+    if tokenizer is None:
+        return Prompts(None, False)
+    if args.template:
+        tokenizer.use_template(args.template)
+    has_template = bool(tokenizer.chat_template_source)
+    if args.format == "chat" and not has_template:
+        raise UserError(
+            f"this model has no chat template; choose --template {', '.join(BUILTIN_SYSTEM)}.", USAGE
+        )
+    chat = bool(args.suite) and args.format != "text" and has_template
+    system = LLAMA2_SYSTEM if args.system == "paper" else args.system
+    return Prompts(tokenizer, chat, PAPER_SUFFIX.get(args.template or "", ""), system)
+
+
+def held_out_prompts(tokenizer, count: int, length: int, text: str | None = None) -> list[list[int]]:
+    """`count` windows of `length` tokens, spread evenly over the held-out modules (or over `text`)."""
+    if text is None:
+        text = "\n".join(read_text(path) for path in stdlib_files()[1])
+    ids = tokenizer.encode(text, add_bos=False)
+    start = tokenizer.encode("")
+    stride = (len(ids) - length) // count
+    if stride < 1:
+        raise ValueError(f"the text has {len(ids)} tokens; {count} prompts of {length} need more.")
+    return [start + ids[i * stride : i * stride + length] for i in range(count)]

@@ -1,0 +1,97 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import sampling
+from drafters.base import CachelessDrafter, Draft, DraftInput
+from model import Transformer, weight_bytes
+from tree import DynamicTree, TreeTables
+from weights.heads import read_medusa
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(W x + b)."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHeads(nn.ModuleList):
+    """Medusa's heads under their published names: `{i}.0.linear.weight/bias` and `{i}.1.weight`, head i's own LM head.
+    Without the latter (`own_lm_head` False) all heads share the target's. Head i guesses the token i + 2 further on."""
+
+    def __init__(self, target: Transformer, count: int, own_lm_head: bool = False):
+        H, V = target.config.hidden_size, target.config.vocab_size
+        last = [nn.Linear(H, V, bias=False) for _ in range(count)] if own_lm_head else []
+        super().__init__(nn.Sequential(ResBlock(H), *last[i : i + 1]) for i in range(count))
+        self.own_lm_head = own_lm_head
+        object.__setattr__(self, "target", target)  # shared, not owned: stays out of the state dict
+
+    def forward(self, hidden_states: Tensor, count: int | None = None) -> Tensor:
+        """Post-norm hidden states [..., H] -> logits [..., heads, V] of the first `count` heads, float32."""
+        out = torch.stack([self[i](hidden_states) for i in range(count or len(self))], -2)
+        if not self.own_lm_head:
+            return self.target.logits(out)
+        return out if out.dtype == torch.float64 else out.float()
+
+
+def load_medusa(path: str | Path, target: Transformer) -> MedusaHeads:
+    """Medusa heads of a file or folder (`checkpoint.read_medusa`) in the target's dtype and on its device."""
+    tensors = read_medusa(path, target.config)
+    count, own = len({name.split(".")[0] for name in tensors}), "0.1.weight" in tensors
+    with torch.device("meta"):
+        heads = MedusaHeads(target, count, own).eval().requires_grad_(False)
+    heads = heads.to(target.dtype).to_empty(device=target.device)
+    heads.load_state_dict(tensors)
+    return heads
+
+
+class MedusaDrafter(CachelessDrafter):
+    """Medusa: head d - 1 drafts all tokens at depth d at once from the last committed hidden state; the token of rank r
+    there is its r-th best whatever the parent is. With shared noise the ranks see the target's noise of that position."""
+
+    def __init__(self, heads: MedusaHeads, tree: TreeTables, shared_noise: bool = True):
+        if isinstance(tree, DynamicTree):
+            raise ValueError("Medusa heads draft static trees, like --tree medusa:vicuna_7b_stage2.")
+        if tree.D > len(heads):
+            raise ValueError(f"the tree is {tree.D} deep, but there are {len(heads)} Medusa heads; use --tree chain:"
+                             f"{len(heads)} or another tree of that depth.")  # fmt: skip
+        super().__init__(heads.target)
+        self.heads, self.tree, self.shared_noise, self.N, self.D = heads, tree, shared_noise, tree.N, tree.D
+
+    def bytes_per_step(self, model: Transformer) -> float:
+        """Weight bytes one draft reads: the heads used, and the target's LM head if they share it."""
+        used = sum(weight_bytes(self.heads[i]) for i in range(self.D))
+        shared = (
+            weight_bytes(model.lm_head) if model.lm_head is not None else model.embed_tokens.weight.nbytes
+        )
+        return used + (0.0 if self.heads.own_lm_head else shared)
+
+    def draft(self, request: DraftInput) -> Draft:
+        t, K = self.tree, max(self.tree.max_children, 1)
+        last = (request.count - 1)[:, None, None].expand(-1, 1, self.feature_size)
+        logits = self.heads(request.features.gather(1, last)[:, 0], t.D)  # [B, D, V]
+        if request.mode.penalties:  # of the text so far: a cartesian tree has no path to follow
+            none = torch.zeros_like(t.depth[:, :1, None]).expand(-1, t.D, -1)
+            logits = sampling.apply_penalties(
+                logits, request.seen, request.counts, none, none > 0, request.state
+            )
+        noise = request.noise[:, : t.D] if request.noise is not None and self.shared_noise else None
+        keys, scores = sampling.draft_keys(logits, noise, request.state, request.mode)
+        best = keys.topk(K, -1).indices
+        pick = ((t.depth - 1).clamp(min=0) * K + t.rank)[:, 1:]
+        tokens = torch.cat((request.root[:, None], best.flatten(1).gather(1, pick)), 1)
+        gained = F.pad(scores.gather(-1, best).flatten(1).gather(1, pick), (1, 0))
+        totals = torch.where(t.ancestors, gained[:, None], 0.0).sum(-1)
+        return Draft(tokens, t.parent, t.depth, t.ancestors, t.valid, totals)

@@ -1,0 +1,206 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from support.files import INDEX_LIMIT, read_json, written_whole
+
+Progress = Callable[[int, int, str], None]
+
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+KINDS = dict(zip("F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL".split(), FLOATS + INTEGERS, strict=True))
+
+
+# Buffers that old exporters stored and that follow from the config: the one thing a checkpoint may hold unused.
+IGNORED = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|rope\.freqs")
+
+
+class Entry(NamedTuple):
+    """One tensor on disk: shape and dtype are known (a str if we have none for it), `read()` brings it to the CPU."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+    file: str
+    read: Callable[[], Tensor]
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors (any device, views allowed) one by one, at most one copied at a time. Temp name, then rename."""
+    kinds = {dtype: kind for kind, dtype in KINDS.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    # wide dtypes first: every tensor then starts at a multiple of its element size
+    order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    end = 0
+    for name, t in order:
+        start, end = end, end + t.numel() * t.element_size()
+        header[name] = {"dtype": kinds[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with written_whole(path) as part, open(part, "wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for _, t in order:
+            flat = t.detach().cpu().contiguous().reshape(-1)
+            out.write(memoryview(flat.view(torch.uint8).numpy()))
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def read_entries(files: Iterable[Path]) -> dict[str, Entry]:
+    """All tensors of `.safetensors` / `.bin` / `.pth` files, unread. A name found in two files is an error."""
+    entries: dict[str, Entry] = {}
+    for path in files:
+        found = _safetensors_entries(path) if path.suffix == ".safetensors" else pickle_entries(path)
+        for name in entries.keys() & found.keys():
+            raise ValueError(f"{path}: {few_names([name])} is also in {entries[name].file}; remove one.")
+        entries |= found
+    return entries
+
+
+def _safetensors_entries(path: Path) -> dict[str, Entry]:
+    try:
+        header = _safetensors_header(path)
+        handle = safe_open(path, framework="pt", device="cpu")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a readable safetensors file ({error}). Download it again.") from error
+    found = {}
+    for name, info in header.items():
+        dtype = KINDS.get(info["dtype"], info["dtype"])
+        found[name] = Entry(tuple(info["shape"]), dtype, path.name, lambda name=name: handle.get_tensor(name))
+    return found
+
+
+def _safetensors_header(path: Path) -> dict[str, Any]:
+    """The header alone, to name a truncated file and duplicated keys; the library checks everything else."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(value := dict(pairs)) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return value
+
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = claimed = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length <= INDEX_LIMIT else b""
+    if len(text) == length:
+        try:
+            header = json.loads(text, object_pairs_hook=unique)
+            header.pop("__metadata__", None)
+            claimed = 8 + length + max((info["data_offsets"][1] for info in header.values()), default=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            reason = f"{type(error).__name__} {error}"
+            raise ValueError(f"{path}: broken safetensors header ({reason}). Download it again.") from error
+    if claimed > size or size < 8:
+        sizes = f"header claims {claimed:,} bytes, file has {size:,}"
+        raise ValueError(f"{path} is cut short: {sizes}. Download it again.")
+    return header
+
+
+def pickle_entries(path: Path) -> dict[str, Entry]:
+    if [int(n) for n in torch.__version__.split(".")[:2]] < [2, 10]:
+        why = f"pickle files need torch 2.10 or newer (CVE-2026-24747), this is {torch.__version__}"
+        raise ValueError(f"{path}: {why}. Convert it to safetensors elsewhere.")
+    try:
+        with open(path, "rb") as file:
+            mapped = file.read(2) == b"PK"  # the format before torch 1.6 cannot be mapped
+        with warnings.catch_warnings(action="ignore"):  # on old protocols, in two lines before our one
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # what an untrusted pickle raises is up to the pickle
+        reason = _pickle_reason(error)
+        advice = "Get the model as safetensors"
+        raise ValueError(f"{path}: refused, not a plain tensor file ({reason}). {advice}.") from error
+    if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
+        value = value["state_dict"]
+    found: dict[str, Entry] = {}
+    for name, t in value.items() if isinstance(value, dict) else [("", None)]:
+        dense = isinstance(t, Tensor) and t.layout is torch.strided and t.device.type == "cpu"
+        if not (dense and isinstance(name, str)):
+            raise ValueError(f"{path}: refused, not a dictionary of names and dense tensors.")
+        found[name] = Entry(tuple(t.shape), t.dtype, path.name, t.detach)
+    return found
+
+
+def _pickle_reason(error: Exception) -> str:
+    """What is wrong with a pickle: the global it asks for, or torch's reason without the advice to load it unsafely."""
+    text = " ".join(str(error).split())
+    if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text):
+        return f"Unsupported global: {found[1][:120]!r}, code that loading would run"
+    text = text.split("WeightsUnpickler error:")[-1].split("Check the documentation")[0].strip()
+    text = "".join(c if c.isprintable() else "?" for c in text[:160]) or "damaged"
+    return f"{type(error).__name__}: {text}"
+
+
+def tensor_files(directory: Path) -> list[Path]:
+    """The weight files of a directory: those of the shard index, else `model*.safetensors`, else `.bin`, else none."""
+    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+        index = directory / f"{stem}{suffix}.index.json"
+        if index.exists():
+            shards = read_json(index, INDEX_LIMIT).get("weight_map")
+            if not isinstance(shards, dict) or not shards:
+                raise ValueError(f"{index}: weight_map must name at least one tensor.")
+            for name in shards.values():
+                if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name) and name.endswith(suffix)):
+                    raise ValueError(f"{index}: shard name {name!r} is not a plain {suffix} file name.")
+                if not (directory / name).is_file():
+                    raise ValueError(f"{directory / name} is missing, the index names it. Download it again.")
+            return [directory / name for name in sorted(set(shards.values()))]
+        if files := sorted(directory.glob(f"{stem}*{suffix}")):
+            return files
+    return []
+
+
+def check_entries(expected: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry], where: str) -> None:
+    """ValueError in one line unless `entries` holds exactly the expected names with these shapes and a float dtype."""
+    if missing := expected.keys() - entries.keys():
+        hint = " (tie_word_embeddings not set?)" if "lm_head.weight" in missing else ""
+        raise ValueError(
+            f"{where}: missing {few_names(missing)}{hint}. Is a shard missing? Download it again."
+        )
+    if extra := [name for name in entries.keys() - expected.keys() if not IGNORED.fullmatch(name)]:
+        raise ValueError(
+            f"{where}: unexpected {few_names(extra)}; config.json does not describe such a model."
+        )
+    for name, shape in expected.items():
+        entry = entries[name]
+        if entry.shape != shape:
+            found = f"{name} is {list(entry.shape)}, expected {list(shape)}"
+            raise ValueError(f"{where}: {found}. Do {entry.file} and config.json belong together?")
+        if entry.dtype not in FLOATS:
+            raise ValueError(f"{where}: {name} has dtype {entry.dtype}, expected a float of 16 to 64 bits.")
+
+
+def few_names(names: Iterable[str]) -> str:
+    """A few tensor names, safe to print on one line."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return f"tensor {', '.join(repr(name)[:120] for name in ordered[:3])}{more}"
+
+
+def check_finite(tensor: Tensor, name: str, file: str) -> None:
+    """ValueError if a float tensor holds NaN or inf. One pass, no temporary; syncs with the device."""
+    if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{file}: {name} holds NaN or infinite values (as {kind}). Damaged file?")
+
+
+Progress = Callable[[int, int, str], None]

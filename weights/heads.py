@@ -1,0 +1,482 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from model import ConfigReader, ModelConfig, RopeConfig
+from support.files import read_json, write_json
+from weights.files import (
+    IGNORED,
+    Entry,
+    check_entries,
+    check_finite,
+    read_entries,
+    tensor_files,
+    write_safetensors,
+)
+from weights.hf import config_to_hf, refuse_partial_rotation
+from weights.quantized import QuantSpec
+
+# Hugging Face name inside the head's decoder layer = ours; several to one are fused by rows, in this order
+HEAD_NAMES = """self_attn.q_proj=attention.qkv self_attn.k_proj=attention.qkv self_attn.v_proj=attention.qkv
+    self_attn.o_proj=attention.o self_attn.q_norm=attention.q_norm self_attn.k_norm=attention.k_norm
+    mlp.gate_proj=mlp.gate_up mlp.up_proj=mlp.gate_up mlp.down_proj=mlp.down
+    input_layernorm=input_norm hidden_norm=hidden_norm post_attention_layernorm=post_norm"""
+
+
+PREFIXES = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
+
+
+ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
+
+
+# what --eagle-config may set, and what the head's decoder layer takes from its own config
+HEAD_KEYS = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling".split()
+
+
+OVERRIDES = (*HEAD_KEYS, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
+
+
+SIZES = {2048: "1B", 3072: "3B", 4096: "7B or 8B", 5120: "13B", 6656: "33B", 8192: "70B"}
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Geometry of an EAGLE head. `layer.vocab_size` is the draft vocabulary; `taps` name the target layers whose
+    *input* is read (the number of layers: after the last one, before the final norm), () for version 1."""
+
+    version: int
+    layer: ModelConfig
+    target_hidden_size: int
+    taps: tuple[int, ...] = ()
+    fc_bias: bool = False
+    norm_before_residual: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_output: bool = False
+    has_embed: bool = False
+    has_lm_head: bool = False
+    target_vocab_size: int = 0  # needed to save a head that has a draft vocabulary
+    unshifted: bool = False  # version 1: feature i goes with token i, not i + 1 (an ablation of the paper)
+
+    def layout(self, layers: int) -> str:
+        """What `save_eagle` writes for a target of that many layers, and who reads it as it is meant."""
+        beyond = ["norm_before_residual = true"] if self.norm_before_residual else []
+        if self.version == 3 and self.taps != (2, layers // 2, layers - 3):
+            beyond.append(f"aux layers {', '.join(map(str, self.taps))}")
+        names = f"EAGLE-{self.version}, SafeAILab tensor names; "
+        if self.unshifted or self.norm_output or self.norm_before_fc or self.fc_norm:
+            return names + "only eaglet reads it as it is meant"
+        if beyond:
+            return (
+                names
+                + " and ".join(beyond)
+                + " in config.json: vLLM reads that, SafeAILab's own code does not"
+            )
+        return f"EAGLE-{self.version} (SafeAILab layout)"
+
+
+@dataclass(frozen=True)
+class EagleFile:
+    """A head as read: tensors under the state-dict names of `eagle_draft.EagleHead`, and what had to be assumed."""
+
+    config: EagleConfig
+    tensors: dict[str, Tensor]
+    notes: list[str]
+
+
+def read_eagle(
+    path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None
+) -> EagleFile:
+    """Read a published EAGLE-1/2/3 head: SafeAILab, SpecForge or speculators layout, ours, or a bare weight file.
+
+    Generation, draft vocabulary and biases follow from the tensors, RoPE and eps from the head's own config, never from
+    the target's (eagle.md 4.7).
+
+    Args:
+        path: a folder, or one `.safetensors` / `.bin` / `.pth` file (with or without a config.json beside it).
+        target: the model the head shall draft for.
+        overrides: config keys (OVERRIDES) to replace, values as JSON text.
+
+    Returns:
+        EagleFile; tensors on the CPU in their stored dtype.
+
+    Raises:
+        ValueError: one line, if the head is damaged, does not fit the target, or needs something not implemented.
+    """
+    path = Path(path)
+    if (path / "config.json").is_file() and read_json(path / "config.json").get("eaglet_quant"):
+        file = read_head(path)
+        made_for = file.config.target_hidden_size, file.config.target_vocab_size
+        if made_for != (target.hidden_size, target.vocab_size):
+            raise ValueError(
+                f"{path} does not fit this model: made for hidden_size and vocab_size {made_for}, "
+                f"this model has {(target.hidden_size, target.vocab_size)}. Pass the matching --checkpoint."
+            )
+        return file
+    return _HeadReader(path, target, overrides or {}).read()
+
+
+def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: str | Path) -> None:
+    """Write a head under SafeAILab's tensor names (`config.json`, `model.safetensors`).
+
+    EAGLE-1/2 and plain EAGLE-3 heads are then what SafeAILab's own code and other engines read. More than that stands in
+    config.json: norm_before_residual, which vLLM reads and SafeAILab's code takes for false; aux layers, which vLLM and
+    SGLang read and SafeAILab's code takes for 2, L // 2, L - 3. `EagleConfig.layout` says it for one head.
+
+    `tensors` as in EagleFile. Raises ValueError if draft_ids are given but config.target_vocab_size is not.
+    """
+    directory, layer = Path(directory), config.layer
+    q, kv = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
+    prefix = "layers.0." if config.version == 1 else "midlayer."
+    pairs = [pair.split("=") for pair in HEAD_NAMES.split()]
+    vocab, out = config.target_vocab_size or layer.vocab_size, {}
+    for name, tensor in tensors.items():
+        inner, _, kind = name.removeprefix("layer.").rpartition(".")
+        names = [hf for hf, ours in pairs if ours == inner] if name.startswith("layer.") else []
+        if names:
+            sizes = [q, kv, kv] if inner == "attention.qkv" else [tensor.shape[0] // len(names)] * len(names)
+            pieces = zip(names, tensor.split(sizes), strict=True)
+            out |= {f"{prefix}{hf}.{kind}": piece for hf, piece in pieces}
+        elif name != "draft_ids":
+            out[name.replace("fc_norms.", "fc_norm.")] = tensor
+        elif not config.target_vocab_size:
+            raise ValueError("save_eagle: a head with draft_ids needs config.target_vocab_size.")
+        else:
+            ids = tensor.cpu()
+            out["d2t"] = ids - torch.arange(ids.numel())
+            out["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(directory / "model.safetensors", out)
+    keys = config_to_hf(layer) | {"vocab_size": vocab, "bias": config.fc_bias, "qkv_bias": layer.qkv_bias}
+    if config.version == 3:
+        keys |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": layer.vocab_size}
+        keys |= {
+            "norm_before_residual": config.norm_before_residual,
+            "eagle_config": {AUX: list(config.taps)},
+        }
+        # Layer ids by entry, norm_output = what is fed back: both are ambiguous in the published layouts.
+        keys["eaglet_eagle"] = {AUX: list(config.taps), "norm_output": config.norm_output}
+    elif config.unshifted:
+        keys["eaglet_eagle"] = {"unshifted": True}
+    if config.target_hidden_size != layer.hidden_size:
+        keys["target_hidden_size"] = config.target_hidden_size
+    write_json(directory / "config.json", keys)
+
+
+class _HeadReader:
+    """One head while it is being understood: its config in parts, its tensors under `layers.0.` names."""
+
+    def __init__(self, path: Path, target: ModelConfig, overrides: Mapping[str, str]):
+        self.path, self.target, self.notes = path, target, []
+        raw = self._open()
+        given = self._parse(overrides)
+        self.bare, self.speculators = not raw, "speculators_model_type" in raw
+        layer = raw.get("transformer_layer_config") if self.speculators else raw
+        parts = [layer, raw.get("eagle_config") or {}, raw.get("eaglet_eagle") or {}]
+        if not all(isinstance(part, dict) for part in parts):
+            self.fail("transformer_layer_config and eagle_config must be JSON objects.")
+        self.ours = bool(parts[2])  # flags mean what we say they mean
+        self.geometry = ConfigReader({**layer, **given}, str(path))
+        self.flags = ConfigReader({**raw, **parts[1], **parts[2], **given}, str(path))
+        nested = layer.get("rope_parameters")
+        if "rope_theta" in given and isinstance(nested, dict):
+            self.geometry.config["rope_parameters"] = {**nested, "rope_theta": given["rope_theta"]}
+
+    def fail(self, text: str) -> NoReturn:
+        raise ValueError(f"{self.path}: {text}")
+
+    def _open(self) -> dict[str, Any]:
+        """Fills self.entries; returns the head's config, {} if it has none."""
+        path, folder = self.path, self.path if self.path.is_dir() else self.path.parent
+        if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pth", ".pt"):
+            self.fail("expected a .safetensors, .bin or .pth file, or a folder.")
+        files = [path] if path.is_file() else tensor_files(path) or sorted(path.glob("*.pth"))
+        if not files:
+            self.fail("no head here: expected model.safetensors, pytorch_model.bin or a .pth file.")
+        raw = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+        known = raw.keys() & {"speculators_model_type", "draft_vocab_size", "eagle_config", "eaglet_eagle"}
+        if raw and not known and path.is_file() and raw.get("num_hidden_layers") != 1:
+            self.notes.append(f"{folder / 'config.json'} describes a whole model, not this head: ignored")
+            raw = {}
+        self.entries: dict[str, Entry] = {}
+        for name, entry in read_entries(files).items():
+            plain = name
+            for pattern, prefix in PREFIXES.items():
+                plain = re.sub(pattern, prefix, plain)
+            if plain in self.entries:
+                self.fail(f"two tensors are called {plain!r} once prefixes are removed.")
+            if re.match(r"layers\.[1-9]", plain):
+                self.fail(f"{name!r}: heads with more than one decoder layer are not implemented.")
+            if re.match(r"(pre_)?(embed|embedding|hidden|lm_head)_layernorm\.", plain):
+                self.fail(f"{name!r}: the extra norms of HASS-like heads are not implemented.")
+            self.entries[plain] = entry
+        return raw
+
+    def _parse(self, overrides: Mapping[str, str]) -> dict[str, Any]:
+        given = {}
+        for key, text in overrides.items():
+            if key not in OVERRIDES:
+                raise ValueError(f"--eagle-config {key}: unknown key; known: {', '.join(OVERRIDES)}.")
+            try:
+                given[key] = json.loads(text)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ValueError(f"--eagle-config {key}={text}: not a JSON value.") from error
+        return given
+
+    def read(self) -> EagleFile:
+        taps = self._taps()
+        wide = bool(taps)
+        draft_ids = self._draft_ids()
+        layer, flags = self._layer(taps), self.flags
+        own_embed = self.speculators or self.ours or layer.hidden_size != self.target.hidden_size
+        if wide and not self.speculators and not self.ours and not flags.boolean("norm_output", True):
+            self.fail("norm_output = false (an LM head without its norm) is not implemented.")
+        config = EagleConfig(
+            version=3 if wide else 1,
+            layer=layer,
+            target_hidden_size=self.target.hidden_size,
+            taps=taps,
+            fc_bias="fc.bias" in self.entries,
+            norm_before_residual=wide and flags.boolean("norm_before_residual", self.speculators),
+            fc_norm="fc_norm.0.weight" in self.entries,
+            norm_before_fc="input_norm.weight" in self.entries,
+            norm_output=(self.speculators or self.ours) and flags.boolean("norm_output", False),
+            # an embedding of the target's width is a copy, unless the layout provides for a different one
+            has_embed=wide and own_embed and "embed_tokens.weight" in self.entries,
+            has_lm_head=wide and "lm_head.weight" in self.entries,
+            target_vocab_size=self.target.vocab_size,
+            unshifted=not wide and self.ours and flags.boolean("unshifted", False),
+        )
+        for key in ("fc_norm", "norm_before_fc"):
+            if flags.config.get(key) is not None and flags.boolean(key, False) != getattr(config, key):
+                self.fail(f"config.json and the tensors disagree about {key}.")
+        check_entries(self._shapes(config), self.entries, str(self.path))
+        tensors = {} if draft_ids is None else {"draft_ids": draft_ids}
+        return EagleFile(config, tensors | self._tensors(config), self.notes)
+
+    def _shape(self, name: str) -> tuple[int, int]:
+        entry = self.entries.get(name)
+        if entry is None or len(entry.shape) != 2 or 0 in entry.shape:
+            self.fail(f"not an EAGLE head: it has no matrix {name}.")
+        return entry.shape
+
+    def _taps(self) -> tuple[int, ...]:
+        """Entry-convention layers, () for EAGLE-1/2, from tensor shapes; refuses a head made for another target."""
+        (hidden, width), seen = self._shape("fc.weight"), self._shape(f"{ATTENTION}q_proj.weight")[1]
+        size, layers = self.target.hidden_size, self.target.num_hidden_layers
+        ids, many = None, 2
+        if seen == 2 * hidden:
+            ids = self.flags.config.get(AUX)
+            ids = [2, layers // 2, layers - 3] if ids is None else ids
+            if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+                self.fail(f"{AUX} = {ids!r}, expected a list of layer numbers.")
+            many = len(ids)
+        elif seen != hidden or width != 2 * hidden:
+            self.fail(
+                f"fc.weight {[hidden, width]} with q_proj inputs {seen} is neither EAGLE-1/2 nor EAGLE-3."
+            )
+        if width != many * size:
+            made_for = width // many
+            looks = f"{made_for} ({SIZES[made_for]}?)" if made_for in SIZES else str(made_for)
+            raise ValueError(
+                f"{self.path} does not fit this model: fc.weight is {[hidden, width]}, expected {[size, many * size]} "
+                f"({many} x hidden_size {size}). The head looks made for hidden_size {looks}. "
+                "Pass the matching --checkpoint."
+            )
+        if ids is None:
+            return ()
+        if hidden != size and "embed_tokens.weight" not in self.entries:
+            self.fail(f"hidden size {hidden} differs from the target's {size}, but embed_tokens is missing.")
+        if not self.flags.boolean("use_aux_hidden_state", True):
+            self.fail("use_aux_hidden_state = false is not implemented.")
+        if ids[0] == 1 and not self.ours:
+            outputs, ids = ids, [i + 1 for i in ids]
+            self.notes.append(f"aux layers {outputs} are read as layer outputs: states entering layers {ids}")
+        if ids != sorted(ids) or not 0 <= ids[0] <= ids[-1] <= layers:
+            self.fail(f"the aux layers {ids} are not ascending layers of a target with {layers}.")
+        return tuple(ids)
+
+    def _draft_ids(self) -> Tensor | None:
+        """Takes d2t and t2d out of the entries: absolute target ids [Vd], None if the vocabularies are one (4.3)."""
+        offsets, member = self.entries.pop("d2t", None), self.entries.pop("t2d", None)
+        vocab, misfit = self.target.vocab_size, f"but the target's vocabulary is {self.target.vocab_size}"
+        rows = self._shape("lm_head.weight")[0] if "lm_head.weight" in self.entries else vocab
+        embedded = self._shape("embed_tokens.weight")[0] if "embed_tokens.weight" in self.entries else vocab
+        if embedded != vocab:
+            self.fail(f"embed_tokens has {embedded} rows, {misfit}. Pass the matching --checkpoint.")
+        if member is not None and member.shape != (vocab,):
+            self.fail(f"t2d is {list(member.shape)}, {misfit}. Pass the matching --checkpoint.")
+        if offsets is None:
+            if rows != vocab:
+                self.fail(f"the LM head has {rows} rows, {misfit}, and there is no d2t table.")
+            return None
+        if offsets.dtype not in (torch.int64, torch.int32) or offsets.shape != (rows,):
+            self.fail(f"d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}] like lm_head.")
+        ids = offsets.read().long() + torch.arange(rows)
+        if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= vocab:
+            self.fail(f"d2t holds no offsets to ascending token ids below {vocab}: damaged?")
+        if member is not None and not torch.equal(member.read().nonzero().flatten(), ids):
+            self.fail("t2d and d2t disagree: damaged.")
+        return None if rows == vocab else ids
+
+    def _layer(self, taps: tuple[int, ...]) -> ModelConfig:
+        """The head's decoder layer: sizes from tensors, heads, RoPE and eps from its own config (defaults: 1.4, 4.7)."""
+        read, target = self.geometry, self.target
+        rows, kv_rows = (self._shape(f"{ATTENTION}{x}_proj.weight")[0] for x in "qk")
+        known = read.config.get("num_attention_heads") is not None
+        head_dim = max(1, rows // read.integer("num_attention_heads")) if known else target.head_dim
+        head_dim = read.integer("head_dim", head_dim)
+        longest = target.max_position_embeddings if self.bare else read.integer("max_sequence_length", 2048)
+        lm_head = self.entries.get("lm_head.weight")
+        passed = (*HEAD_KEYS, "rope_parameters", "hidden_act", "partial_rotary_factor")
+        hf = {key: read.config.get(key) for key in passed} | {
+            "model_type": "llama",
+            "hidden_size": self._shape("fc.weight")[0],
+            "intermediate_size": self._shape("layers.0.mlp.gate_proj.weight")[0],
+            "num_hidden_layers": 1,
+            "num_attention_heads": read.integer("num_attention_heads", max(1, rows // head_dim)),
+            "num_key_value_heads": read.integer("num_key_value_heads", max(1, kv_rows // head_dim)),
+            "head_dim": head_dim,
+            "vocab_size": lm_head.shape[0] if lm_head else target.vocab_size,
+            "max_position_embeddings": read.integer("max_position_embeddings", longest),
+            "torch_dtype": str(self.entries["fc.weight"].dtype).removeprefix("torch."),
+        }
+        if self.bare:
+            assumed = {"head_dim": head_dim, "rope_theta": 10000, "rms_norm_eps": 1e-6}
+            if taps:  # both change what the head computes, and no tensor shows them
+                assumed |= {"norm_before_residual": "false", AUX: json.dumps(taps)}
+            text = ", ".join(
+                f"{key} {value}" for key, value in assumed.items() if key not in self.flags.config
+            )
+            self.notes.append(
+                f"{self.path.name} has no config.json: assumed {text or 'nothing'} (wrong values only lower acceptance; "
+                "--eagle-config KEY=VALUE sets them)"
+            )
+        refuse_partial_rotation(hf, str(self.path))
+        switches = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
+        found = {key: ATTENTION + name in self.entries for key, name in switches.items()}
+        return replace(ModelConfig.from_hf(hf, str(self.path)), **found)
+
+    def _shapes(self, config: EagleConfig) -> dict[str, tuple[int, ...]]:
+        """The names and shapes that a head of this config must have."""
+        c, third = config.layer, config.version == 3
+        H, I, q = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim
+        rows = {"q_proj": q, "k_proj": (kv := c.num_key_value_heads * c.head_dim), "v_proj": kv}
+        width = len(config.taps) * config.target_hidden_size if third else 2 * H
+        shapes: dict[str, tuple[int, ...]] = {"fc": (H, width), f"{ATTENTION}o_proj": (H, q)}
+        shapes |= {ATTENTION + name: (size, 2 * H if third else H) for name, size in rows.items()}
+        shapes |= {"layers.0.mlp.gate_proj": (I, H), "layers.0.mlp.up_proj": (I, H)}
+        shapes |= {"layers.0.mlp.down_proj": (H, I), "layers.0.post_attention_layernorm": (H,)}
+        if third:
+            shapes |= {"layers.0.input_layernorm": (H,), "layers.0.hidden_norm": (H,), "norm": (H,)}
+        if c.qk_norm:
+            shapes |= {f"{ATTENTION}{x}_norm": (c.head_dim,) for x in "qk"}
+        if config.fc_norm:
+            shapes |= {f"fc_norm.{i}": (config.target_hidden_size,) for i in range(len(config.taps))}
+        if config.norm_before_fc:
+            shapes["input_norm"] = (width,)
+        either = {
+            "embed_tokens": (self.target.vocab_size, H),
+            "lm_head": (c.vocab_size, H),
+        }  # kept or dropped
+        shapes |= {name: shape for name, shape in either.items() if f"{name}.weight" in self.entries}
+        biases = {ATTENTION + name: (size,) for name, size in rows.items() if c.qkv_bias}
+        biases |= {
+            name: (H,) for name, has in (("fc", config.fc_bias), (f"{ATTENTION}o_proj", c.o_bias)) if has
+        }
+        named = {f"{name}.weight": shape for name, shape in shapes.items()}
+        return named | {f"{name}.bias": shape for name, shape in biases.items()}
+
+    def _tensors(self, config: EagleConfig) -> dict[str, Tensor]:
+        """The tensors under our names, fused. An EAGLE-1 head's embedding and LM head are copies of the target's."""
+        parts: dict[str, list[Tensor]] = {}
+        renamed = dict(pair.split("=") for pair in HEAD_NAMES.split())
+        order = {f"layers.0.{name}": i for i, name in enumerate(renamed)}
+        kept = {"embed_tokens.weight": config.has_embed, "lm_head.weight": config.has_lm_head}
+        for name in sorted(self.entries, key=lambda n: order.get(n.rpartition(".")[0], -1)):
+            if not kept.get(name, True) or IGNORED.fullmatch(name):
+                continue
+            stem, _, kind = name.rpartition(".")
+            ours = name.replace("fc_norm.", "fc_norms.")
+            if stem in order:
+                ours = f"layer.{renamed[stem.removeprefix('layers.0.')]}.{kind}"
+            parts.setdefault(ours, []).append(self.entries[name].read())
+            check_finite(parts[ours][-1], name, self.entries[name].file)
+        return {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in parts.items()}
+
+
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+
+
+MEDUSA_TENSOR = re.compile(r"([0-9]|[1-9][0-9])\.(0\.linear\.weight|0\.linear\.bias|1\.weight)")
+
+
+def read_medusa(path: str | Path, target: ModelConfig) -> dict[str, Tensor]:
+    """Medusa heads from `medusa_lm_head.pt` (weights only), `.safetensors`, or the folder that holds one of them.
+
+    Tensors `{i}.0.linear.weight` [H, H], `{i}.0.linear.bias` [H] and, for all heads or none (the target's LM head is
+    shared then), `{i}.1.weight` [V, H]. Strict: one-line ValueError for anything else; heads of several blocks are not
+    known."""
+    path, H, V = Path(path), target.hidden_size, target.vocab_size
+    if path.is_dir():
+        found = [path / name for name in MEDUSA_FILES if (path / name).is_file()]
+        if len(found) != 1:
+            raise ValueError(f"{path}: expected one of {', '.join(MEDUSA_FILES)}, found {len(found)}.")
+        path = found[0]
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; expected {' or '.join(MEDUSA_FILES)}.")
+    entries = read_entries([path])
+    if not entries or any(MEDUSA_TENSOR.fullmatch(name) is None for name in entries):
+        raise ValueError(
+            f"{path}: not Medusa heads of one block each ('0.0.linear.weight', ..., '0.1.weight')."
+        )
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(1 + max(int(name.split(".")[0]) for name in entries)):
+        shapes |= {f"{i}.0.linear.weight": (H, H), f"{i}.0.linear.bias": (H,)}
+        if any(name.endswith(".1.weight") for name in entries):
+            shapes[f"{i}.1.weight"] = (V, H)
+    check_entries(shapes, entries, str(path))
+    tensors = {name: entry.read() for name, entry in entries.items()}
+    for name, tensor in tensors.items():
+        check_finite(tensor, name, str(path))
+    return tensors
+
+
+def save_medusa(
+    tensors: Mapping[str, Tensor], directory: str | Path, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write `medusa_lm_head.safetensors` with the published names."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(
+        directory / MEDUSA_FILES[0], {name: t.detach().to(dtype) for name, t in tensors.items()}
+    )
+
+
+def read_head(directory: str | Path):
+    """A directory of `--eagle` as a checkpoint.EagleFile; its tensors have stored names: `adopt_` puts them in a head."""
+
+    where = Path(directory) / "config.json"
+    raw = read_json(where)
+    QuantSpec.read(raw.get("eaglet_quant"), str(where))
+    try:
+        given = raw["eaglet_head"]
+        layer = {k: tuple(v) if isinstance(v, list) else v for k, v in given["layer"].items()}
+        layer = ModelConfig(**layer | {"rope": RopeConfig(**layer["rope"])})
+        config = EagleConfig(**given | {"layer": layer, "taps": tuple(given["taps"])})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{where}: eaglet_head does not describe a head ({error}). Quantize it again."
+        ) from error
+    entries = read_entries(tensor_files(Path(directory)))
+    return EagleFile(config, {name: entry.read() for name, entry in entries.items()}, [])

@@ -1,0 +1,195 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model import ModelConfig, RopeConfig, Transformer
+from support.files import INDEX_LIMIT, read_json, write_json
+from weights.files import Entry, Progress, check_finite, write_safetensors
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """config.json as ModelConfig reads it, and strictly where that reads nothing: token ids, partial rotation."""
+    where = str(directory / "config.json")
+    raw = read_json(directory / "config.json")
+    refuse_partial_rotation(raw, where)
+    config = ModelConfig.from_hf(raw, where)
+    bos, eos = (token_ids(raw, f"{x}_token_id", where, config.vocab_size, directory) for x in ("bos", "eos"))
+    return replace(config, bos_token_id=bos[0] if bos else None, eos_token_ids=eos)
+
+
+def refuse_partial_rotation(raw: Mapping[str, Any], where: str) -> None:
+    """ModelConfig looks for it at the top level only, transformers 5 writes it beside the base."""
+    for key in ("rope_parameters", "rope_scaling"):
+        nested = raw.get(key)
+        share = nested.get("partial_rotary_factor") if isinstance(nested, dict) else None
+        if share not in (None, 1.0) or isinstance(share, bool):
+            raise ValueError(
+                f"{where}: partial_rotary_factor = {share!r} in {key} is not implemented (only 1.0)."
+            )
+
+
+def token_ids(raw: Mapping[str, Any], key: str, where: str, vocab: int, directory: Path) -> tuple[int, ...]:
+    """One id or a list of ids, () for null. An id past the vocabulary that the tokenizer's files add (a fine-tune whose
+    embedding was not enlarged) can never be predicted and is left out; any other value that is no id is refused."""
+    value = raw.get(key)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    odd = next((i for i in listed if type(i) is not int or i < 0), None)
+    past = [i for i in listed if odd is None and i >= vocab]
+    if past and (unknown := set(past) - _added_ids(directory)):
+        odd = min(unknown)
+    if odd is not None:
+        raise ValueError(
+            f"{where}: {key} holds {odd!r:.80}, expected token ids in [0, {vocab - 1}] or null. Correct the file or "
+            "download it again."
+        )
+    return tuple(i for i in listed if i < vocab)
+
+
+def _added_ids(directory: Path) -> set[int]:
+    """Ids of the added tokens of any of the tokenizer's files; files that are not understood add none here."""
+    added: set[int] = set()
+    for name in ("added_tokens.json", "tokenizer_config.json", "tokenizer.json"):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            found = read_json(directory / name, INDEX_LIMIT)
+            if name == "added_tokens.json":
+                added |= set(found.values())
+            elif name == "tokenizer_config.json":
+                added |= {int(i) for i in found["added_tokens_decoder"]}
+            else:
+                added |= {token["id"] for token in found["added_tokens"]}
+    return added
+
+
+def build_model(config: ModelConfig) -> Transformer:
+    """The model on the meta device: shapes without memory. ValueError where sizes overflow."""
+    try:
+        with torch.device("meta"):
+            return Transformer(config).eval().requires_grad_(False)
+    except (RuntimeError, OverflowError) as error:
+        reason = str(error).splitlines()[0][:160]
+        raise ValueError(f"config.json: sizes are too large for a tensor ({reason}).") from error
+
+
+def materialise(
+    model: Transformer, device: torch.device | str, dtype: torch.dtype, max_positions: int | None = None
+) -> None:
+    """Give a meta model uninitialised memory on `device` and build its rotary tables."""
+    model.to(dtype=dtype).to_empty(device=device)
+    longest = model.config.max_positions
+    model.rotary.build(device, min(max_positions or longest, longest))
+
+
+def copy_tensors(
+    views: Mapping[str, Tensor], entries: Mapping[str, Entry], progress: Progress | None = None
+) -> None:
+    """Copy checked entries into views of parameters, casting; ValueError where a value is not finite then."""
+    sizes = {name: math.prod(entries[name].shape) * entries[name].dtype.itemsize for name in views}
+    total, done = sum(sizes.values()), 0
+    for name in sorted(views, key=lambda name: entries[name].file):
+        views[name].copy_(entries[name].read())
+        check_finite(views[name], name, entries[name].file)
+        done += sizes[name]
+        if progress is not None:
+            progress(done, total, name)
+
+
+def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tensor]:
+    """Hugging Face tensor name -> the slice of our (fused) parameter that holds it. Used to load and to save.
+
+    fused_experts: Mixtral's transformers-5 names (one tensor for all experts) instead of the usual ones.
+    """
+    c = model.config
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    views: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed_tokens.weight}
+
+    def put(at: str, names: str, module: torch.nn.Module, sizes: list[int] | None = None) -> None:
+        for kind, parameter in module.named_parameters():
+            parts = parameter.split(sizes) if sizes else [parameter]
+            for name, part in zip(names.split(), parts, strict=True):
+                views[f"{at}.{name}.{kind}"] = part
+
+    for i, block in enumerate(model.layers):
+        at = f"model.layers.{i}"
+        put(at, "input_layernorm", block.input_norm)
+        put(f"{at}.self_attn", "q_proj k_proj v_proj", block.attention.qkv, [q, kv, kv])
+        put(f"{at}.self_attn", "o_proj", block.attention.o)
+        if c.qk_norm:
+            put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
+            put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
+        put(at, "post_attention_layernorm", block.post_norm)
+        if not c.num_local_experts:
+            put(f"{at}.mlp", "gate_proj up_proj", block.mlp.gate_up, [c.intermediate_size] * 2)
+            put(f"{at}.mlp", "down_proj", block.mlp.down)
+            continue
+        put(f"{at}.mlp" if fused_experts else f"{at}.block_sparse_moe", "gate", block.mlp.router)
+        if fused_experts:
+            views[f"{at}.mlp.experts.gate_up_proj"] = block.mlp.gate_up
+            views[f"{at}.mlp.experts.down_proj"] = block.mlp.down
+            continue
+        for e in range(c.num_local_experts):
+            expert = f"{at}.block_sparse_moe.experts.{e}"
+            views[f"{expert}.w1.weight"], views[f"{expert}.w3.weight"] = block.mlp.gate_up[e].chunk(2)
+            views[f"{expert}.w2.weight"] = block.mlp.down[e]
+    put("model", "norm", model.norm)
+    if model.lm_head is not None:
+        views["lm_head.weight"] = model.lm_head.weight
+    return views
+
+
+def save_hf(model: Transformer, directory: str | Path) -> None:
+    """Write `config.json` and `model.safetensors` with Hugging Face names; transformers and `load_model` read them.
+
+    Weights keep the model's dtype. Each file gets a temporary name first; needs memory for one tensor only.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(directory / "model.safetensors", hf_views(model))
+    dtype = str(model.dtype).removeprefix("torch.")
+    write_json(directory / "config.json", config_to_hf(replace(model.config, dtype=dtype)))
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """A ModelConfig as config.json keys that transformers 4 and 5 and `ModelConfig.from_hf` understand."""
+    same = """model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+        vocab_size max_position_embeddings rms_norm_eps tie_word_embeddings bos_token_id"""
+    family, eos = config.model_type, config.eos_token_ids
+    out = {key: getattr(config, key) for key in same.split()}
+    out |= {"architectures": [f"{family.capitalize()}ForCausalLM"], "hidden_act": "silu"}
+    out |= {"torch_dtype": config.dtype, "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None}
+    out |= {"rope_theta": config.rope.theta, "rope_scaling": _scaling_to_hf(config.rope)}
+    if family in ("llama", "qwen3"):
+        out["attention_bias"] = config.qkv_bias
+    if family == "llama":
+        out["mlp_bias"] = config.mlp_bias
+    else:
+        out["sliding_window"] = max(config.windows) or None
+    if family == "mixtral":
+        out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok")}
+    if family.startswith("qwen"):
+        kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
+        full = len(kinds) - kinds[::-1].index("full_attention") if "full_attention" in kinds else 0
+        out |= {"use_sliding_window": any(config.windows), "layer_types": kinds, "max_window_layers": full}
+    return out
+
+
+def _scaling_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
+    if rope.kind == "default":
+        return None
+    keys = {"llama3": "low_freq_factor high_freq_factor"}
+    keys["yarn"] = "beta_fast beta_slow truncate attention_factor mscale mscale_all_dim"
+    scaling = {key: getattr(rope, key) for key in keys.get(rope.kind, "").split()}
+    if rope.kind != "linear":
+        scaling["original_max_position_embeddings"] = rope.original_max_positions
+    unset = (None, 0.0) if rope.kind == "yarn" else ()
+    scaling = {key: value for key, value in scaling.items() if value is False or value not in unset}
+    return {"rope_type": rope.kind, "factor": rope.factor, **scaling}

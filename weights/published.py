@@ -1,0 +1,170 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from model import Experts
+from weights.files import IGNORED, Progress, check_finite
+from weights.quantized import GROUPS, QuantExperts, QuantLinear, parameter_sources, set_tensor
+
+
+def _nibbles(words: Tensor, dim: int) -> Tensor:
+    """int32 -> uint8, eight nibbles of each word side by side along `dim`, lowest first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    unpacked = (words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (words.dim() - dim - 1))) & 15
+    return unpacked.flatten(dim, dim + 1).to(torch.uint8)
+
+
+def _published_kind(config: Any, where: str) -> str:
+    """'gptq', 'gptq_v2', 'awq' or 'pack-quantized'; ValueError for anything else than 4-bit integer weights."""
+    config = config if isinstance(config, dict) else {}
+    method, bits, act = config.get("quant_method"), config.get("bits", config.get("w_bit")), None
+    kind = {"gptq": config.get("checkpoint_format", "gptq"), "awq": "awq"}.get(method, config.get("format"))
+    if method == "compressed-tensors":
+        groups = [g for g in (config.get("config_groups") or {}).values() if isinstance(g, dict)]
+        bits = {(g.get("weights") or {}).get("num_bits") for g in groups}
+        bits = bits.pop() if len(bits) == 1 else sorted(map(str, bits))
+        act = next((g["input_activations"] for g in groups if g.get("input_activations")), None)
+    gemm = method != "awq" or str(config.get("version", "gemm")).lower() == "gemm"
+    if kind not in ("gptq", "gptq_v2", "awq", "pack-quantized") or bits != 4 or act or not gemm:
+        raise ValueError(
+            f"{where}: quantization_config with quant_method {method!r}, format {kind!r}, {bits} bits is not supported; "
+            "supported: GPTQ, AWQ (gemm) and compressed-tensors pack-quantized, 4-bit weights, 16-bit activations."
+        )
+    return kind
+
+
+def _published_weight(read: Callable, kind: str, base: str, where: str) -> dict[str, Tensor | None]:
+    """One published linear as codes [N, K], scales and zeros [K/G, N], g_idx [K] or None."""
+    ct = kind == "pack-quantized"
+    names = ("weight_packed", "weight_scale", "weight_zero_point") if ct else ("qweight", "scales", "qzeros")
+    packed, scales, zeros = found = [read(f"{base}.{name}") for name in names]
+    for name, tensor in zip(names[: 3 - ct], found, strict=False):
+        if tensor is None:
+            raise ValueError(f"{where}: tensor {base + '.' + name!r} is missing. Is a shard missing?")
+    if not scales.isfinite().all():
+        raise ValueError(f"{where}: the scales of {base} hold NaN or infinite values.")
+    g_idx = read(f"{base}.weight_g_idx" if ct else f"{base}.g_idx")
+    if ct:
+        shape = read(f"{base}.weight_shape")
+        N, K = shape.tolist() if shape is not None else (packed.shape[0], packed.shape[1] * 8)
+        codes, scales = _nibbles(packed, 1)[:, :K], scales.T
+        if zeros is not None:
+            zeros = _nibbles(zeros, 0)[:N].T if zeros.dtype == torch.int32 else (zeros.T + 8).to(torch.uint8)
+    elif kind == "awq":
+        order = torch.tensor((0, 4, 1, 5, 2, 6, 3, 7))  # where columns 0..7 lie in a word
+        codes, zeros = (_nibbles(t, 1).unflatten(1, (-1, 8))[:, :, order].flatten(1) for t in (packed, zeros))
+        codes = codes.T
+    else:
+        codes, zeros = _nibbles(packed, 0).T, _nibbles(zeros, 1)
+        zeros = (zeros + 1) & 15 if kind == "gptq" else zeros  # the first format stores zero - 1
+    (N, K), grid = codes.shape, scales.shape
+    if len(grid) != 2 or grid[1] != N or K % grid[0] or (zeros is not None and zeros.shape != grid):
+        raise ValueError(f"{where}: {base}: scales {list(grid)} or zeros do not fit a [{N}, {K}] weight.")
+    g_idx = None if g_idx is None or (g_idx < 0).all() else g_idx.long()
+    return {"codes": codes, "scales": scales, "zeros": zeros, "g_idx": g_idx}
+
+
+def fuse_published(parts: list[dict[str, Tensor]], where: str) -> dict[str, Tensor]:
+    """Stored tensors of one weight whose rows are these parts (q, k, v), exactly. Groups longer than 128 (or the whole
+    row) repeat their scale; act-order becomes `perm`, which all parts must share since they share their input."""
+    K, groups = parts[0]["codes"].shape[1], parts[0]["scales"].shape[0]
+    size = K // groups
+    natural = torch.arange(K) // size
+    orders = [natural if part["g_idx"] is None else part["g_idx"] for part in parts]
+    if any(len(p["scales"]) != groups for p in parts) or any(not torch.equal(o, orders[0]) for o in orders):
+        raise ValueError(f"{where}: fused projections differ in group size or act-order: not supported.")
+    ours = next((g for g in reversed(GROUPS) if size % g == 0), 0)
+    if not ours or not torch.equal(orders[0].sort().values, natural):
+        raise ValueError(
+            f"{where}: groups of {size} columns or an uneven g_idx: supported are 32, 64, 128, -1."
+        )
+    perm = None if torch.equal(orders[0], natural) else orders[0].argsort(stable=True)
+    codes = torch.cat([part["codes"] for part in parts])
+    codes = codes if perm is None else codes[:, perm]
+    scales = torch.cat([part["scales"] for part in parts], 1).repeat_interleave(size // ours, 0)
+    half = scales.to(torch.float16)
+    exact = torch.equal(half.to(scales.dtype), scales)
+    stored = {"qweight": codes[:, 0::2] | (codes[:, 1::2] << 4), "scales": half if exact else scales.float()}
+    if any(part["zeros"] is not None and (part["zeros"] != 8).any() for part in parts):
+        zeros = [torch.full_like(p["scales"], 8) if p["zeros"] is None else p["zeros"] for p in parts]
+        stored["zeros"] = torch.cat([z.to(torch.uint8) for z in zeros], 1).repeat_interleave(size // ours, 0)
+    return stored if perm is None else stored | {"perm": perm.to(torch.int32)}
+
+
+def fill_published(model, entries, config, where: str, device, dtype, progress: Progress | None) -> None:
+    """Swap in and fill what is quantized in `entries`; read the rest as floats. Everything must be there and be used."""
+
+    kind, used, tied = _published_kind(config, where), set(), model.lm_head is None
+    marker = ".weight_packed" if kind == "pack-quantized" else ".qweight"
+    (sources, _), slots = parameter_sources(model, entries), dict(model.named_parameters())
+
+    def read(name: str) -> Tensor | None:
+        used.add(name)
+        return entries[name].read() if name in entries else None
+
+    def part(base: str) -> dict[str, Tensor]:
+        out = _published_weight(read, kind, base, where)
+        if config.get("sym") and kind == "gptq" and (out["zeros"] == 9).all():
+            out["zeros"] = None  # a writer that labels the second format as the first
+        return out
+
+    for done, (ours, names) in enumerate(sources.items()):
+        slot, bases = slots[ours], [name.removesuffix(".weight") for name in names]
+        if bases[0] + marker in entries:
+            stacks = model.config.num_local_experts if slot.dim() == 3 else 1
+            per, at = len(bases) // stacks, f"{where}: {ours}"
+            fused = [fuse_published([part(b) for b in bases[i * per :][:per]], at) for i in range(stacks)]
+            stored = fused[0] if slot.dim() == 2 else _stack_experts(fused, at)
+            _install(model, ours, {k: v.to(device) for k, v in stored.items()}, slot, at)
+        else:
+            parts = [read(name) for name in names]
+            if lacking := [name for name, tensor in zip(names, parts, strict=True) if tensor is None]:
+                raise ValueError(f"{where}: tensor {lacking[0]!r} is missing. Is a shard missing?")
+            tensor = torch.cat(parts)
+            if tensor.numel() != slot.numel() or tensor.shape[-1] != slot.shape[-1]:
+                raise ValueError(f"{where}: {names[0]} {list(parts[0].shape)} does not fit config.json.")
+            check_finite(tensor, names[0], entries[names[0]].file)
+            set_tensor(model, ours, tensor.view(slot.shape).to(device, dtype))
+        if progress is not None:
+            progress(done + 1, len(sources), ours)
+    for name in entries.keys() - used:
+        spare = IGNORED.fullmatch(name) or (tied and name == "lm_head.weight")
+        spare = spare or name.endswith(".bias") and not entries[name].read().any()  # AutoGPTQ's zero biases
+        if not spare:
+            raise ValueError(f"{where}: unexpected tensor {name!r}; config.json describes another model.")
+
+
+def _stack_experts(fused: list[dict[str, Tensor]], where: str) -> dict[str, Tensor]:
+    perms = [one.pop("perm", None) for one in fused]
+    if any(
+        p is not perms[0] and (p is None or perms[0] is None or not torch.equal(p, perms[0])) for p in perms
+    ):
+        raise ValueError(f"{where}: experts with different act-orders are not supported; use static groups.")
+    if any("zeros" in one for one in fused):
+        for one in fused:
+            one.setdefault("zeros", torch.full(one["scales"].shape, 8, dtype=torch.uint8))
+    stored = {key: torch.stack([one[key] for one in fused]) for key in fused[0]}
+    return stored if perms[0] is None else stored | {"perm": perms[0]}
+
+
+def _install(model: nn.Module, parameter: str, stored: dict[str, Tensor], slot: Tensor, where: str) -> None:
+    """Put a QuantLinear in the place of the module (or the experts' parameter) that `parameter` belongs to."""
+    owner = parameter if slot.dim() == 3 else parameter.removesuffix(".weight")
+    parent, _, leaf = owner.rpartition(".")
+    holder = model.get_submodule(parent)
+    if slot.dim() == 3 and isinstance(holder, Experts):
+        holder = QuantExperts(holder.router, nn.Module(), nn.Module(), holder.per_token)
+        model.get_submodule(parent.rpartition(".")[0]).mlp = holder
+    bias = getattr(getattr(holder, leaf), "bias", None)
+    linear = QuantLinear(stored, bias, getattr(holder, "per_token", 0))
+    shape, expected = [linear.out_features, linear.in_features], list(slot.shape[-2:])
+    if shape != expected:
+        raise ValueError(f"{where} is {shape}, expected {expected} by config.json.")
+    setattr(holder, leaf, linear)

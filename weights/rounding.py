@@ -1,0 +1,132 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from model import Transformer
+from weights.quantized import QuantLinear, QuantSpec, apply_spec_
+
+CLIPS = [
+    1 - i / 40 for i in range(17)
+]  # clip ratios tried per group: the first clips nothing, 7/8 uses -8 for the peak
+
+
+GPTQ_BLOCK, GPTQ_DAMPING = 128, 0.01  # columns updated together; share of the mean diagonal
+
+
+def _round(groups: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Codes (still floats) of groups [..., G] under scales [...]; a zero scale codes zeros."""
+    safe = torch.where(scales == 0, 1, scales).float()
+    return (groups / safe[..., None]).round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+def fit_scales(groups: Tensor, bits: int, importance: Tensor | None = None, clip: bool = True) -> Tensor:
+    """The scale of each group [..., G] with the least squared error over CLIPS, judged after rounding the scale.
+
+    importance weighs the squared errors, broadcast to groups (GPTQ: mean squared activation). clip = False: plain round
+    to nearest. Returns [...], fp16 for int4, else fp32. int4 scales may be negative: that puts the spare level -8 on
+    the side where the group needs it.
+    """
+    shape, groups = groups.shape[:-1], groups.reshape(-1, groups.shape[-1])
+    weights = None if importance is None else importance.expand(*shape, -1).reshape(groups.shape)
+    out, rows = [], max(1, (1 << 20) // groups.shape[-1])  # a chunk stays in cache
+    for at in range(0, groups.shape[0], rows):
+        chunk = groups[at : at + rows].float()
+        peak = chunk.abs().amax(-1) / (2 ** (bits - 1) - 1)
+        best, least = None, None
+        for ratio in CLIPS if clip else CLIPS[:1]:
+            for sign in (1, -1) if bits == 4 and clip else (1,):
+                scales = (peak * (ratio * sign)).to(torch.float16 if bits == 4 else torch.float32)
+                error = (_round(chunk, scales, bits) * scales.float()[:, None] - chunk).square_()
+                error = (error if weights is None else error * weights[at : at + rows]).sum(-1)
+                best = scales if best is None else torch.where(error < least, scales, best)
+                least = error if least is None else torch.minimum(error, least)
+        out.append(best)
+    scales = torch.cat(out).view(shape)
+    if not scales.isfinite().all():
+        raise ValueError("a weight is NaN, infinite or too large for fp16 scales (past 458752).")
+    return scales
+
+
+def stored_tensors(codes: Tensor, scales: Tensor, bits: int) -> dict[str, Tensor]:
+    """Codes [..., N, K] around zero and scales [..., N, K/G] in the stored layout."""
+    if bits == 8:
+        return {"qweight": codes.to(torch.int8).contiguous(), "scales": scales[..., 0].contiguous()}
+    nibbles = (codes + 8).to(torch.uint8)
+    return {"qweight": nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), "scales": scales.mT.contiguous()}
+
+
+def quantize_rtn(weight: Tensor, bits: int, group_size: int, clip: bool = True) -> dict[str, Tensor]:
+    """Round weight [..., N, K] to the nearest level, scales by `fit_scales`. Returns the stored tensors."""
+    grouped = weight.unflatten(-1, (-1, group_size if bits == 4 else weight.shape[-1]))
+    scales = fit_scales(grouped, bits, clip=clip)
+    return stored_tensors(_round(grouped.float(), scales, bits).flatten(-2), scales, bits)
+
+
+def quantize_gptq(weight: Tensor, hessian: Tensor, bits: int, group_size: int, act_order: bool = False):
+    """GPTQ (arXiv 2210.17323): what rounding a column breaks is mended by the columns after it.
+
+    weight [N, K]; hessian [K, K] fp32: sum of x x^T over the linear's inputs, any scale; all zero (an expert that no
+    token chose) gives RTN. Returns the stored tensors.
+    """
+    (N, K), group = weight.shape, group_size if bits == 4 else weight.shape[1]
+    energy, factor, order = _inverse_factor(hessian, act_order)
+    scales, fixed = torch.empty(N, K // group, device=weight.device), act_order or bits == 8
+    if fixed:  # groups are not met one after the other: fit their scales to the weights as they were
+        scales = fit_scales(weight.unflatten(-1, (-1, group)), bits, energy.view(-1, group)).float()
+    columns = weight.float().T[order].contiguous()  # [K, N]: rows are input columns, in update order
+    codes, group_of = torch.empty_like(columns), (order // group).tolist()
+    for start in range(0, K, GPTQ_BLOCK):
+        stop = min(start + GPTQ_BLOCK, K)
+        errors = torch.empty(stop - start, N, device=weight.device)
+        for k in range(start, stop):
+            if not fixed and k % group == 0:
+                fitted = fit_scales(columns[k : k + group].T, bits, energy[k : k + group])
+                scales[:, k // group] = fitted.float()
+            scale = scales[:, group_of[k]]
+            codes[k] = _round(columns[k, :, None], scale, bits)[:, 0]
+            errors[k - start] = (columns[k] - codes[k] * scale) / factor[k, k]
+            columns[k:stop] -= factor[k, k:stop, None] * errors[k - start]
+        columns[stop:] -= factor[start:stop, stop:].T @ errors
+    return stored_tensors(
+        codes[order.argsort()].T, scales.to(torch.float16 if bits == 4 else torch.float32), bits
+    )
+
+
+def _inverse_factor(hessian: Tensor, act_order: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Damped diagonal, upper Cholesky factor of the inverse in update order, update order."""
+    eye = torch.eye(hessian.shape[0], device=hessian.device)
+    hessian = eye if hessian.diagonal().sum() == 0 else hessian
+    energy = hessian.diagonal()
+    order = torch.arange(energy.numel(), device=energy.device)
+    if act_order:
+        order = energy.argsort(descending=True, stable=True)
+    for attempt in range(6):  # near-singular calibration: damp harder
+        damped = hessian + eye * (energy.mean() * GPTQ_DAMPING * 4**attempt)
+        lower, failed = torch.linalg.cholesky_ex(damped[order][:, order])
+        upper, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed and not failed_too and upper.isfinite().all():
+            return damped.diagonal(), upper, order
+    raise ValueError("GPTQ: calibration activations are degenerate or not finite; use another --calibration.")
+
+
+def relative_error(weight: Tensor, restored: Tensor) -> float:
+    """||restored - weight|| / ||weight|| in fp32."""
+    return float((restored.float() - weight.float()).norm() / weight.float().norm().clamp(min=1e-30))
+
+
+def quantize_(module: nn.Module, spec: QuantSpec) -> dict[str, float]:
+    """Round every linear of a module in memory (RTN), in place. Returns the relative weight errors by name."""
+    floats, errors = dict(module.named_parameters()), {}
+    if isinstance(module, Transformer) and module.lm_head is None:
+        floats["lm_head.weight"] = module.embed_tokens.weight
+    for name, child in apply_spec_(module, spec).named_modules():
+        if isinstance(child, QuantLinear):
+            weight = floats[name if child.experts else f"{name}.weight"].detach()
+            for key, value in quantize_rtn(weight, child.bits, spec.group_size).items():
+                setattr(child, key, value)
+            errors[name] = relative_error(weight, child.dequantize())
+    return errors

@@ -35,7 +35,6 @@ from model import (
 from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
 
-
 FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (eagle.md 7.2)
 
 

@@ -30,8 +30,8 @@ from report.prove import _prove
 from report.viewer import StepRecorder
 from sampling import SamplingParams
 from support.cache import clear, entries, root
-from support.errors import BAD_FILE, INTERNAL, INTERRUPTED, MEMORY, USAGE, UserError
-from support.machine import size
+from support.errors import INTERNAL, INTERRUPTED, MEMORY, USAGE, BadFileError, UsageError
+from support.machine import size_text
 
 DEMO_PROMPT = '''def read_file(filename):
     """Return the contents of a file."""
@@ -43,8 +43,8 @@ def cache_command(what: str) -> int:
     """--cache show | clear: the compiled artefacts, never anything else."""
     found = entries() if what == "show" else clear()
     for entry in found:
-        print(f"{entry.key}  {entry.files:,} files  {size(entry.bytes)}")
-    total = f"{len(found)} entries, {size(sum(entry.bytes for entry in found))}"
+        print(f"{entry.key}  {entry.files:,} files  {size_text(entry.bytes)}")
+    total = f"{len(found)} entries, {size_text(sum(entry.bytes for entry in found))}"
     print(f"{root()}: {total}{' deleted' if what == 'clear' else ''}")
     return 0
 
@@ -162,9 +162,7 @@ def parse_ids(text: str, flag: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise UserError(
-            f"{flag} {text!r:.60}: expected comma-separated integers, like 5,17,9.", USAGE
-        ) from None
+        raise UsageError(f"{flag} {text!r:.60}: expected comma-separated integers, like 5,17,9.") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -208,25 +206,23 @@ def _main(args: argparse.Namespace) -> int:
         stop=tuple(args.stop),
     )
     if args.prove and args.verify != "match":
-        raise UserError(
-            "--prove compares tokens; --verify multi-round promises only the distribution.", USAGE
-        )
+        raise UsageError("--prove compares tokens; --verify multi-round promises only the distribution.")
     if args.prove and not (args.eagle or args.drafter or args.draft_checkpoint or args.medusa):
-        raise UserError("--prove replays without the drafter; it needs one, like --eagle HEAD.", USAGE)
+        raise UsageError("--prove replays without the drafter; it needs one, like --eagle HEAD.")
     given = [name for name in ("prompt", "prompt_ids", "prompt_file") if getattr(args, name) is not None]
     if len(given) > 1 or (args.chat and given):
-        raise UserError("give one of --prompt, --prompt-ids, --prompt-file, --chat.", USAGE)
+        raise UsageError("give one of --prompt, --prompt-ids, --prompt-file, --chat.")
     once = {"--gauge": args.gauge, "--prove": args.prove, "--show-tree": args.show_tree, "--html": args.html}
     once |= {"--json": args.json, "--batch-size": args.batch_size > 1}
     if args.chat and (wrong := [flag for flag, given in once.items() if given]):
-        raise UserError(f"{wrong[0]} is for one request; it does not go with --chat.", USAGE)
+        raise UsageError(f"{wrong[0]} is for one request; it does not go with --chat.")
     if not args.chat and (args.template or args.system):
-        raise UserError("--template and --system shape a chat; add --chat.", USAGE)
+        raise UsageError("--template and --system shape a chat; add --chat.")
     if args.batch_size > 1 and (args.show_tree or args.html):
-        raise UserError("--show-tree and --html show one sequence; use --batch-size 1.", USAGE)
+        raise UsageError("--show-tree and --html show one sequence; use --batch-size 1.")
     request = read_request(args)
     if any("=" not in item for item in args.eagle_config):
-        raise UserError("--eagle-config takes KEY=VALUE, like rope_theta=500000.", USAGE)
+        raise UsageError("--eagle-config takes KEY=VALUE, like rope_theta=500000.")
     report = Report(args.quiet or args.json)
     started = time.perf_counter()
     engine = load(
@@ -272,7 +268,7 @@ def read_request(args: argparse.Namespace) -> str | list[int]:
     try:
         return Path(args.prompt_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompt-file {args.prompt_file}: {error}", USAGE) from error
+        raise UsageError(f"--prompt-file {args.prompt_file}: {error}") from error
 
 
 def prompt_ids(engine: Engine, text: str | list[int]) -> list[int]:
@@ -280,14 +276,11 @@ def prompt_ids(engine: Engine, text: str | list[int]) -> list[int]:
     if isinstance(text, list):
         return text
     if engine.tokenizer is None:
-        raise UserError(
+        raise BadFileError(
             f"{engine.options.checkpoint} has no tokenizer files (tokenizer.json or tokenizer.model). Pass --prompt-ids.",
-            BAD_FILE,
         )
     if len(text) > 16 * engine.ctx:  # tokenise no more than could ever fit
-        raise UserError(
-            f"the prompt has {len(text):,} characters, far more than ctx {engine.ctx:,} holds.", USAGE
-        )
+        raise UsageError(f"the prompt has {len(text):,} characters, far more than ctx {engine.ctx:,} holds.")
     return engine.tokenizer.encode(text)
 
 
@@ -339,7 +332,7 @@ def run_once(engine, prompts, params, args, report: Report) -> int:
 def chat(engine, params, args, report: Report) -> int:
     """Read user turns from the terminal; /reset forgets, /exit or end of file leaves, Ctrl-C stops a reply."""
     if engine.tokenizer is None:
-        raise UserError(f"{args.checkpoint} has no tokenizer files; --chat needs one.", BAD_FILE)
+        raise BadFileError(f"{args.checkpoint} has no tokenizer files; --chat needs one.")
     opening = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(opening)
     while True:

@@ -24,9 +24,9 @@ from runtime.runner import RING
 from step import HISTORY
 from support.cache import folder as cache_folder
 from support.cache import use
-from support.errors import BAD_FILE, MEMORY, USAGE, UserError
+from support.errors import BadFileError, NotEnoughMemory, UsageError, UserError
 from support.files import read_json
-from support.machine import describe_device, free_memory, size
+from support.machine import describe_device, free_memory, size_text
 from tokenizer import load_tokenizer
 from tree import DynamicTree, named_tree, tree_tables
 from weights.checkpoint import load_config, load_model
@@ -86,11 +86,11 @@ def check_options(options: LoadOptions) -> None:
     for name, values in allowed.items():
         if (value := getattr(options, name)) not in values:
             names = ", ".join(v for v in values if v)
-            raise UserError(f"--{name.replace('_', '-')} is {value!r:.40}; allowed: {names}.", USAGE)
+            raise UsageError(f"--{name.replace('_', '-')} is {value!r:.40}; allowed: {names}.")
     for name, least in (("batch_size", 1), ("ctx", 2), ("ngram_nodes", 0), ("draft_vocab", 0)):
         value = getattr(options, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise UserError(f"--{name.replace('_', '-')} is {value!r:.40}; allowed: {least} or more.", USAGE)
+            raise UsageError(f"--{name.replace('_', '-')} is {value!r:.40}; allowed: {least} or more.")
     kind = drafter_kind(options)
     ignored = {
         "--eagle-config": options.eagle_config and kind != "eagle",
@@ -99,9 +99,9 @@ def check_options(options: LoadOptions) -> None:
         "--draft-noise off": not options.draft_noise and not kind,
     }
     for flag in (flag for flag, wrong in ignored.items() if wrong):
-        raise UserError(f"{flag} is about a draft head, and none was given (--eagle HEAD).", USAGE)
+        raise UsageError(f"{flag} is about a draft head, and none was given (--eagle HEAD).")
     if options.draft_vocab_text and not options.draft_vocab:
-        raise UserError("--draft-vocab-text needs --draft-vocab K, the number of tokens to keep.", USAGE)
+        raise UsageError("--draft-vocab-text needs --draft-vocab K, the number of tokens to keep.")
 
 
 def drafter_kind(options: LoadOptions) -> str:
@@ -112,15 +112,13 @@ def drafter_kind(options: LoadOptions) -> str:
     ]
     kind = options.drafter or (given[0] if given else "")
     if extra := [k for k in given if k != kind]:
-        raise UserError(f"{flags[extra[0]]} does not go with the drafter {kind}; give one of them.", USAGE)
+        raise UsageError(f"{flags[extra[0]]} does not go with the drafter {kind}; give one of them.")
     if kind in flags and not given:
-        raise UserError(f"--drafter {kind} needs {flags[kind]}.", USAGE)
+        raise UsageError(f"--drafter {kind} needs {flags[kind]}.")
     if kind not in ("eagle", "draft", "") and options.verify != "match":
-        raise UserError(f"--verify {options.verify} needs a draft distribution; {kind} has none.", USAGE)
+        raise UsageError(f"--verify {options.verify} needs a draft distribution; {kind} has none.")
     if options.ngram_nodes and kind in ("", "ngram"):
-        raise UserError(
-            "--ngram-nodes adds to another drafter's tree; n-grams alone: --drafter ngram.", USAGE
-        )
+        raise UsageError("--ngram-nodes adds to another drafter's tree; n-grams alone: --drafter ngram.")
     return kind
 
 
@@ -149,7 +147,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         parts = {"weights": self.weights, "head": self.head, "kv": self.kv, "buffers": self.buffers}
         parts["graphs"] = self.graphs
-        return f"{size(self.total)}: " + "  ".join(f"{k} {size(v)}" for k, v in parts.items() if v)
+        return f"{size_text(self.total)}: " + "  ".join(f"{k} {size_text(v)}" for k, v in parts.items() if v)
 
 
 def plan_memory(
@@ -218,7 +216,7 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions, config: Mode
         hint = f"Try --ctx {fits // 64 * 64}."
     elif options.batch_size > 1:
         hint = f"Try --batch-size {options.batch_size // 2}."
-    raise UserError(f"not enough memory: plan {size(plan.total)}, free {size(free)}. {hint}", MEMORY)
+    raise NotEnoughMemory(f"not enough memory: plan {size_text(plan.total)}, free {size_text(free)}. {hint}")
 
 
 def load(
@@ -241,7 +239,7 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
     check_options(opts)
     device = torch.device(opts.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but this torch sees no CUDA device. Use --device cpu.", USAGE)
+        raise UsageError("--device cuda, but this torch sees no CUDA device. Use --device cpu.")
     tuned, note = read_tuned(torch.cuda.get_device_name(device)) if device.type == "cuda" else ({}, "")
     backend = kernels.KernelBackend(opts.kernels, device.type, tuned)
     if note:
@@ -260,7 +258,7 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(str(error), BAD_FILE) from error
+        raise BadFileError(str(error)) from error
     if opts.tree == "auto":
         opts = replace(opts, tree=find_tuned_tree(opts, config, head_file, device))
     if opts.dtype is None:  # half precision is slow on CPUs without native support for it
@@ -268,7 +266,7 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
     if opts.ctx is None:
         opts = replace(opts, ctx=min(config.max_positions, 8192))
     if opts.ctx > config.max_positions:
-        raise UserError(f"--ctx is {opts.ctx:,}; this model's limit is {config.max_positions:,}.", USAGE)
+        raise UsageError(f"--ctx is {opts.ctx:,}; this model's limit is {config.max_positions:,}.")
     plan = plan_memory(config, opts, head_file, _quantized_tensors(directory), draft)
     check_memory(plan, free_memory(device), opts, config)
     for note in head_file.notes if head_file else ():
@@ -278,11 +276,11 @@ def _load(opts: LoadOptions, progress, report: Callable[[str], None]) -> Engine:
         model = load_model(directory, device, dtype, progress, max_positions=opts.ctx)
         head = build_head(head_file, model, draft_vocabulary(opts, config, tokenizer)) if head_file else None
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise UserError(
-            f"out of memory while loading ({size(plan.total)} planned): {error}", MEMORY
+        raise NotEnoughMemory(
+            f"out of memory while loading ({size_text(plan.total)} planned): {error}"
         ) from error
     except ValueError as error:
-        raise UserError(str(error), BAD_FILE) from error
+        raise BadFileError(str(error)) from error
     with backend.active():  # linears are packed for one backend, and before anything is traced
         for module in (model, head) if head else (model,):
             pack_(module, model.dtype)
@@ -324,7 +322,7 @@ def tuned_tree_path(opts: LoadOptions, config: ModelConfig, head: EagleFile, dev
 def find_tuned_tree(opts: LoadOptions, config: ModelConfig, head, device: torch.device) -> str:
     """The file that `--tree auto` stands for; UserError naming the command that makes it."""
     if head is None:
-        raise UserError("--tree auto looks up the tree tuned for a draft head; it needs --eagle HEAD.", USAGE)
+        raise UsageError("--tree auto looks up the tree tuned for a draft head; it needs --eagle HEAD.")
     path = tuned_tree_path(opts, config, head, device)
     if not path.exists():
         command = f"python -m scripts.tune_tree --checkpoint {opts.checkpoint} --eagle {opts.eagle}"
@@ -333,7 +331,7 @@ def find_tuned_tree(opts: LoadOptions, config: ModelConfig, head, device: torch.
         command += f" --dtype {opts.dtype}" if opts.dtype else ""
         command += " --compile" if opts.compile else ""
         where = f"this model, head and device ({describe_device(device)})"
-        raise UserError(f"--tree auto: no tree was tuned for {where}. Run: {command}", USAGE)
+        raise UsageError(f"--tree auto: no tree was tuned for {where}. Run: {command}")
     return str(path)
 
 
@@ -448,4 +446,4 @@ def _read(reader: Callable, *arguments: Any) -> Any:
     try:
         return reader(*arguments)
     except ValueError as error:
-        raise UserError(str(error), BAD_FILE) from error
+        raise BadFileError(str(error)) from error

@@ -18,7 +18,7 @@ from engine import Engine
 from load import LoadOptions, build_drafter, build_head, draft_vocabulary, drafter_kind, find_tuned_tree
 from model import ModelConfig, Transformer
 from sampling import SamplingParams
-from support.errors import USAGE, UserError
+from support.errors import UsageError
 from tokenizer import load_tokenizer
 from weights.checkpoint import load_config
 from weights.files import read_entries
@@ -167,9 +167,9 @@ def hf_model(model: Transformer):
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise UserError("--baseline hf needs transformers: pip install transformers", USAGE) from error
+        raise UsageError("--baseline hf needs transformers: pip install transformers") from error
     if getattr(model, "quant", None):
-        raise UserError("--baseline hf needs unquantized weights; this checkpoint is quantized.", USAGE)
+        raise UsageError("--baseline hf needs unquantized weights; this checkpoint is quantized.")
     values = config_to_hf(model.config)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device("meta"):
@@ -193,9 +193,8 @@ def parse_arm(text: str) -> tuple[str, dict[str, str]]:
     name, separator, rest = text.partition("=")
     pairs = [item.partition("=") for item in rest.split(";") if item.strip()]
     if not name.strip() or not separator or any(not value for _, _, value in pairs):
-        raise UserError(
+        raise UsageError(
             f"--arm {text!r:.80}: expected NAME=KEY=VALUE;KEY=VALUE, like e3=eagle=eagle3;tree=chain:5.",
-            USAGE,
         )
     return name.strip(), {key.strip(): value.strip() for key, _, value in pairs}
 
@@ -210,15 +209,15 @@ def arm_options(name: str, given: dict[str, str], directory: Path | None) -> tup
         key = key.replace("-", "_")
         if key not in kinds:
             why = "is the same for all arms" if key in COMMON else "is unknown"
-            raise UserError(f"--arm {name}: option {key} {why}; allowed: {', '.join(kinds)}, label.", USAGE)
+            raise UsageError(f"--arm {name}: option {key} {why}; allowed: {', '.join(kinds)}, label.")
         default = kinds[key]
         if isinstance(default, bool):
             if value not in ("on", "off"):
-                raise UserError(f"--arm {name}: {key}={value!r:.40}; allowed: on, off.", USAGE)
+                raise UsageError(f"--arm {name}: {key}={value!r:.40}; allowed: on, off.")
             options[key] = value == "on"
         elif isinstance(default, int):
             if not value.isdecimal():
-                raise UserError(f"--arm {name}: {key}={value!r:.40}; allowed: an integer.", USAGE)
+                raise UsageError(f"--arm {name}: {key}={value!r:.40}; allowed: an integer.")
             options[key] = int(value)
         elif isinstance(default, tuple):
             options[key] = tuple(value.split(","))
@@ -228,7 +227,7 @@ def arm_options(name: str, given: dict[str, str], directory: Path | None) -> tup
             options[key] = str(directory / value)
     promised = SAME_DISTRIBUTION if options.get("verify", "match") != "match" else SAME_TOKENS
     if label and label not in LABELS:
-        raise UserError(f"--arm {name}: label {label!r:.40}; allowed: {', '.join(LABELS)}.", USAGE)
+        raise UsageError(f"--arm {name}: label {label!r:.40}; allowed: {', '.join(LABELS)}.")
     return LABELS[max(LABELS.index(label or promised), LABELS.index(promised))], options
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engine import Engine
 from model import Transformer
-from support.machine import describe_device, peak_memory
+from support.machine import describe_device
 
 GPU_FIELDS = (
     "name,driver_version,power.limit,power.default_limit,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,"
@@ -127,12 +127,3 @@ def memory_of(engine: Engine) -> int:
 
     visit([engine.model, engine.drafter, engine.state], 0)
     return sum(seen.values())
-
-
-def resident_bytes() -> int | None:
-    """Memory of this process now; None where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return peak_memory()
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -35,7 +35,7 @@ from engine import Engine
 from load import load, plan_memory
 from model import DTYPES
 from sampling import SamplingParams
-from support.errors import USAGE, UserError
+from support.errors import UsageError
 from support.machine import free_memory
 from weights.checkpoint import load_config
 from weights.files import read_entries
@@ -399,9 +399,7 @@ def find_questions(args: argparse.Namespace, base: Engine, settings: Settings):
     ctx = min(limit, (need + 63) // 64 * 64)
     every = [q for q in every if len(prompts.ids(q.turns[:1], [])) + settings.max_new_tokens <= ctx]
     if not every:
-        raise UserError(
-            f"no question fits {ctx} tokens with --max-new-tokens {settings.max_new_tokens}.", USAGE
-        )
+        raise UsageError(f"no question fits {ctx} tokens with --max-new-tokens {settings.max_new_tokens}.")
     names = sorted(dict.fromkeys(q.suite for q in every), key=lambda name: name != "mt_bench")
     return {name: [q for q in every if q.suite == name] for name in names}, prompts, ctx
 

@@ -14,7 +14,7 @@ from bench.measure import Settings
 from bench.summary import summarise
 from bench.tables import table as tables_table
 from runtime.results import n_alpha
-from support.errors import USAGE, UserError
+from support.errors import UsageError
 from tree import PAPER25, chain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,7 +90,7 @@ def read_cells(path: str | Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in lines[:-1] if line.strip()]
     except ValueError as error:
-        raise UserError(f"{path}: not a file of scripts.paper_tables ({error}).", USAGE) from error
+        raise UsageError(f"{path}: not a file of scripts.paper_tables ({error}).") from error
 
 
 def latest(lines: Sequence[dict[str, Any]], weights: str) -> list[dict[str, Any]]:

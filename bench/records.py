@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.errors import USAGE, UserError
+from support.errors import UsageError
 
 
 class Lines:
@@ -60,5 +60,5 @@ def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         runs = [line for line in lines if line["type"] == "run"]
         summary = next(line for line in reversed(lines) if line["type"] == "summary")
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
-        raise UserError(f"{path}: not a file of scripts.bench --json ({error!r:.80}).", USAGE) from error
+        raise UsageError(f"{path}: not a file of scripts.bench --json ({error!r:.80}).") from error
     return runs, summary

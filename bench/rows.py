@@ -8,7 +8,7 @@ from typing import Any
 from bench.arms import NO_STOP, EngineArm
 from bench.measure import step_bytes
 from sampling import SamplingParams
-from support.errors import USAGE, UserError
+from support.errors import UsageError
 
 
 def parse_row(text: str) -> tuple[str, int, int]:
@@ -21,7 +21,7 @@ def parse_row(text: str) -> tuple[str, int, int]:
         or int(count) < 1
         or (depth and not depth.isdecimal())
     ):
-        raise UserError(f"--rows {text!r:.40}: expected pp512, tg128 or tg128@d4096.", USAGE)
+        raise UsageError(f"--rows {text!r:.40}: expected pp512, tg128 or tg128@d4096.")
     return kind, int(count), int(depth or 0)
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.errors import USAGE, UserError
+from support.errors import UsageError
+from support.texts import read_source, stdlib_files
 from tokenizer import BUILTIN_SYSTEM, LLAMA2_SYSTEM, PAPER_SUFFIX
-from training.corpus import read_text, stdlib_files
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def read_suite(path: str | Path, limit: int = 0) -> list[Question]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--suite {path}: {error}", USAGE) from error
+        raise UsageError(f"--suite {path}: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -40,15 +40,15 @@ def read_suite(path: str | Path, limit: int = 0) -> list[Question]:
             if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
                 raise ValueError('"turns" must be a list of non-empty strings')
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"--suite {path}, line {number}: not a question in MT-bench layout ({error}).", USAGE
+            raise UsageError(
+                f"--suite {path}, line {number}: not a question in MT-bench layout ({error})."
             ) from None
         name = path.parent.name if path.stem == "question" else path.stem
         questions.append(Question(name, str(item.get("question_id", number)), tuple(turns)))
         if limit and len(questions) == limit:
             break
     if not questions:
-        raise UserError(f"--suite {path}: no questions in it.", USAGE)
+        raise UsageError(f"--suite {path}: no questions in it.")
     return questions
 
 
@@ -57,7 +57,7 @@ def builtin_suite(limit: int = 0, characters: int = 500) -> list[Question]:
 
     questions = []
     for path in stdlib_files()[1]:
-        lines = read_text(path).splitlines(keepends=True)
+        lines = read_source(path).splitlines(keepends=True)
         if len(lines) < 60:
             continue
         at = len(lines) * 2 // 5
@@ -114,9 +114,7 @@ def prompts_of(args: argparse.Namespace, tokenizer) -> Prompts:
         tokenizer.use_template(args.template)
     has_template = bool(tokenizer.chat_template_source)
     if args.format == "chat" and not has_template:
-        raise UserError(
-            f"this model has no chat template; choose --template {', '.join(BUILTIN_SYSTEM)}.", USAGE
-        )
+        raise UsageError(f"this model has no chat template; choose --template {', '.join(BUILTIN_SYSTEM)}.")
     chat = bool(args.suite) and args.format != "text" and has_template
     system = LLAMA2_SYSTEM if args.system == "paper" else args.system
     return Prompts(tokenizer, chat, PAPER_SUFFIX.get(args.template or "", ""), system)
@@ -125,7 +123,7 @@ def prompts_of(args: argparse.Namespace, tokenizer) -> Prompts:
 def held_out_prompts(tokenizer, count: int, length: int, text: str | None = None) -> list[list[int]]:
     """`count` windows of `length` tokens, spread evenly over the held-out modules (or over `text`)."""
     if text is None:
-        text = "\n".join(read_text(path) for path in stdlib_files()[1])
+        text = "\n".join(read_source(path) for path in stdlib_files()[1])
     ids = tokenizer.encode(text, add_bos=False)
     start = tokenizer.encode("")
     stride = (len(ids) - length) // count

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.arms import SAME_TOKENS
-from support.errors import USAGE, UserError
-from support.machine import size
+from support.errors import UsageError
+from support.machine import size_text
 
 
 def _number(value: float | None, digits: int = 2) -> str:
@@ -107,7 +107,7 @@ def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], 
                 "-" if row["baseline"] else _number(row["break_even_tau"]),
                 _number(row["tau"]),
                 "-" if share is None else f"{share:.0%}",
-                size(fact["memory_bytes"]),
+                size_text(fact["memory_bytes"]),
             ]
         )
     head = [
@@ -153,7 +153,7 @@ def pyplot() -> Any:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise UserError("--plot needs matplotlib: pip install matplotlib", USAGE) from error
+        raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
     return plt
 
 
@@ -162,7 +162,7 @@ def check_outputs(args: argparse.Namespace) -> None:
     for flag in ("json", "csv", "plot"):
         path = getattr(args, flag)
         if path and path != "-" and not Path(path).resolve().parent.is_dir():
-            raise UserError(f"--{flag} {path}: there is no folder {Path(path).parent}; make it first.", USAGE)
+            raise UsageError(f"--{flag} {path}: there is no folder {Path(path).parent}; make it first.")
     if args.plot:
         pyplot()
 

@@ -28,7 +28,7 @@ from engine import Engine
 from load import LoadOptions, load
 from sampling import SamplingParams
 from step import StepOutput
-from support.errors import BAD_FILE, USAGE, UserError
+from support.errors import BadFileError, UsageError
 from tree import MAX_DEPTH, MAX_NODES, PAPER25, DynamicTree, StaticTree, parse_tree
 
 CANDIDATES = 64  # solutions of the dynamic program that are scored again with every level's own width
@@ -171,7 +171,7 @@ def read_statistics(path: str | Path) -> list[Acceptance]:
         return found
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         why = f"no statistics of this program ({type(error).__name__}: {error})"
-        raise UserError(f"--stats {path}: {why}; run without --stats to measure them.", BAD_FILE) from None
+        raise BadFileError(f"--stats {path}: {why}; run without --stats to measure them.") from None
 
 
 def collect(
@@ -449,7 +449,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def find_prompts(args: argparse.Namespace, base: Engine, limit: int) -> list[list[int]]:
     """Different prompts that fit, from the suite (first turns), the text, or held-out modules of the standard library."""
     if base.tokenizer is None:
-        raise UserError(f"{args.checkpoint} has no tokenizer files; the prompts need one.", BAD_FILE)
+        raise BadFileError(f"{args.checkpoint} has no tokenizer files; the prompts need one.")
     if args.suite:
         how = prompts_of(args, base.tokenizer)
         found = [how.ids(q.turns[:1], []) for q in read_suite(args.suite, args.prompts)]
@@ -457,11 +457,11 @@ def find_prompts(args: argparse.Namespace, base: Engine, limit: int) -> list[lis
         try:
             text = Path(args.text).read_text(encoding="utf-8") if args.text else None
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--text {args.text}: {error}", USAGE) from error
+            raise UsageError(f"--text {args.text}: {error}") from error
         found = held_out_prompts(base.tokenizer, args.prompts, args.prompt_tokens, text)
     unique = [list(ids) for ids in dict.fromkeys(map(tuple, found)) if len(ids) <= limit]
     if len(unique) < 2:
-        raise UserError(f"{len(unique)} different prompts of at most {limit} tokens; 2 are needed.", USAGE)
+        raise UsageError(f"{len(unique)} different prompts of at most {limit} tokens; 2 are needed.")
     return unique
 
 
@@ -488,7 +488,7 @@ def tune(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]
     parts = read_statistics(args.stats) if args.stats else None
     if parts is not None and [a.temperature for a in parts] != [p.temperature for p in requests]:
         have = " ".join(f"{a.temperature:g}" for a in parts)
-        raise UserError(f"--stats {args.stats} was taken at --temperature {have}; ask for the same.", USAGE)
+        raise UsageError(f"--stats {args.stats} was taken at --temperature {have}; ask for the same.")
     costs = []
     for params in requests:
         say(f"timing the parts of a step, T = {params.temperature:g}")

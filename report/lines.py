@@ -13,17 +13,7 @@ from load import drafter_kind
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.cache import tally
-from support.machine import describe_device, measure_copy_bandwidth, size, versions
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes: allocated on the GPU, or resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+from support.machine import copy_bandwidth, describe_device, peak_memory, size_text, versions
 
 
 def result_json(engine: Engine, results: list[GenerationResult]) -> dict[str, Any]:
@@ -76,7 +66,7 @@ class Report:
         if self.live and total > 50e6:
             end = "\r" if done < total else "\r\033[K"
             print(
-                f"loading {done / total:4.0%}  {size(done)} of {size(total)}",
+                f"loading {done / total:4.0%}  {size_text(done)} of {size_text(total)}",
                 end=end,
                 file=sys.stderr,
                 flush=True,
@@ -88,15 +78,17 @@ class Report:
         head = ""
         if engine.head:
             trimmed = f" vocabulary {engine.head.vocab_size:,}" if engine.head.draft_ids is not None else ""
-            head = f"   head EAGLE-{engine.head.config.version}  {size(engine.plan.head)}{trimmed}  tree {opts.tree}"
+            head = f"   head EAGLE-{engine.head.config.version}  {size_text(engine.plan.head)}{trimmed}  tree {opts.tree}"
         elif kind := drafter_kind(opts):
-            weights = f"  {size(engine.plan.head)}" if engine.plan.head else ""
+            weights = f"  {size_text(engine.plan.head)}" if engine.plan.head else ""
             head = f"   drafter {kind}{weights}  N {engine.drafter.N}  D {engine.drafter.D}"
         template = engine.tokenizer.chat_template_source if engine.tokenizer else "no tokenizer"
         name = Path(opts.checkpoint).name or opts.checkpoint
         what = f"{quant}  {opts.dtype}" if quant else opts.dtype
         extra = f"   template: {template}" if template else ""
-        self.line(f"model   {name}   {what}   {size(engine.plan.weights)}{head}   ctx {engine.ctx}{extra}")
+        self.line(
+            f"model   {name}   {what}   {size_text(engine.plan.weights)}{head}   ctx {engine.ctx}{extra}"
+        )
         self.line(
             f"device  {describe_device(model.device)}     plan {engine.plan}   loaded in {seconds:.1f} s"
         )
@@ -106,7 +98,7 @@ class Report:
             return
         model, r = engine.model, results[0]
         peak = peak_memory(model.device)  # before the copy below adds its buffers
-        self.bandwidth = self.bandwidth or measure_copy_bandwidth(model.device)
+        self.bandwidth = self.bandwidth or copy_bandwidth(model.device)
         cached = f"  ({r.cached_tokens} cached)" if r.cached_tokens else ""
         fresh = r.prompt_tokens - r.cached_tokens
         self.line()
@@ -153,10 +145,10 @@ class Report:
             per_step = r.decode_seconds / r.steps * 1e3
             self.line(
                 f"speed    {bar(share)} {share:.0%} of the {self.bandwidth / 1e9:.0f} GB/s measured for a copy   "
-                f"{per_step:.2f} ms/step, {size(moved)} read"
+                f"{per_step:.2f} ms/step, {size_text(moved)} read"
             )
         whose = " of the process, torch included" if model.device.type == "cpu" else ""
-        self.line(f"memory   peak {size(peak)}{whose} (plan {size(engine.plan.total)})")
+        self.line(f"memory   peak {size_text(peak)}{whose} (plan {size_text(engine.plan.total)})")
         self.line(f"kernels  {engine.backend.report()}")
         settings = [f"seed {params.seed}", f"T {params.temperature:g}"]
         defaults = SamplingParams()

@@ -51,8 +51,8 @@ from engine import Engine
 from load import DEMO, load
 from model import DTYPES
 from sampling import SamplingParams
-from support.errors import USAGE, UserError
-from support.machine import measure_copy_bandwidth
+from support.errors import USAGE, UsageError
+from support.machine import copy_bandwidth
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -169,13 +169,11 @@ def settings_of(args: argparse.Namespace, dtype: str) -> Settings:
     }
     for name, value in checks.items():
         if value < 1:
-            raise UserError(f"{name} is too small; allowed: {'2' if 'new' in name else '1'} or more.", USAGE)
+            raise UsageError(f"{name} is too small; allowed: {'2' if 'new' in name else '1'} or more.")
     if args.shape and not args.synthetic_tau:
-        raise UserError(
-            "--shape has random weights; add --synthetic-tau X (tokens per step to assume).", USAGE
-        )
+        raise UsageError("--shape has random weights; add --synthetic-tau X (tokens per step to assume).")
     if args.synthetic_tau and args.synthetic_tau < 1:
-        raise UserError("--synthetic-tau counts the target's own token; allowed: 1 or more.", USAGE)
+        raise UsageError("--synthetic-tau counts the target's own token; allowed: 1 or more.")
     tie = TIE if dtype in ("float32", "float64") else 0.0
     return Settings(
         temperatures=tuple(dict.fromkeys(args.temperature)),
@@ -211,13 +209,11 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     if args.only:
         wanted = {name.strip() for name in args.only.split(",")}
         if unknown := wanted - {name for name, _ in specs}:
-            raise UserError(f"--only {', '.join(unknown)}: arms are {', '.join(n for n, _ in specs)}.", USAGE)
+            raise UsageError(f"--only {', '.join(unknown)}: arms are {', '.join(n for n, _ in specs)}.")
         specs = [spec for spec in specs if spec[0] in wanted | {"plain"}]
     names = [name for name, _ in specs]
     if len(set(names)) < len(names) or "plain" in names[1:]:
-        raise UserError(
-            f"arm names must differ, and the first is always plain; got {', '.join(names)}.", USAGE
-        )
+        raise UsageError(f"arm names must differ, and the first is always plain; got {', '.join(names)}.")
     arms: list[Arm] = []
     for name, given in specs:
         label, options = arm_options(name, given, directory)
@@ -254,12 +250,10 @@ def run(args: argparse.Namespace) -> int:
     ctx = args.ctx or min(limit, (need + 63) // 64 * 64)
     questions = [q for q in questions if len(prompts.ids(q.turns[:1], [])) + settings.max_new_tokens <= ctx]
     if not questions:
-        raise UserError(
-            f"no question fits {ctx} tokens with --max-new-tokens {settings.max_new_tokens}.", USAGE
-        )
+        raise UsageError(f"no question fits {ctx} tokens with --max-new-tokens {settings.max_new_tokens}.")
     if rows and max(map(row_context, rows)) > ctx:
-        raise UserError(
-            f"--rows {args.rows} needs {max(map(row_context, rows))} of {ctx} tokens of context.", USAGE
+        raise UsageError(
+            f"--rows {args.rows} needs {max(map(row_context, rows))} of {ctx} tokens of context."
         )
     return _measure(args, base, arms_of(args, base, ctx), questions, prompts, settings, rows, ctx)
 
@@ -268,7 +262,7 @@ def _measure(
     args, base: Engine, arms, questions, prompts: Prompts, settings: Settings, rows, ctx: int
 ) -> int:
     device, stops = base.model.device, tuple(base.stop_ids(SamplingParams()))
-    before, bandwidth = environment(device), measure_copy_bandwidth(device)
+    before, bandwidth = environment(device), copy_bandwidth(device)
     progress, lines = Progress(args.quiet), Lines(args.json)
     model = {
         "checkpoint": args.shape or Path(args.checkpoint).resolve().name,

@@ -28,7 +28,7 @@ from engine import Engine
 from load import DEMO, load
 from model import DTYPES, Transformer
 from sampling import SamplingParams
-from support.errors import USAGE, UserError
+from support.errors import USAGE, UsageError
 from support.texts import read_texts, stdlib_texts
 from weights.layerwise import Tally
 
@@ -58,7 +58,7 @@ def encode(texts: Sequence[str], tokenizer, max_tokens: int) -> list[Scored]:
             out.append(Scored(ids, max(1, bos), size))
         left -= len(ids)
     if not out:
-        raise UserError("the text is empty; nothing to score.", USAGE)
+        raise UsageError("the text is empty; nothing to score.")
     return out
 
 
@@ -97,7 +97,7 @@ def evaluate(
     """Perplexity and bits per byte of `model`; with `against` (the reference) also its own, the mean KL(reference ||
     model) in nats and the share of positions with the same most likely token."""
     if not 1 <= stride <= window - 1:
-        raise UserError(f"--stride is {stride}; allowed: 1 to --window - 1 = {window - 1}.", USAGE)
+        raise UsageError(f"--stride is {stride}; allowed: 1 to --window - 1 = {window - 1}.")
     total, positions, tally = 0.0, 0, Tally()
     size, count = sum(t.size for t in texts), sum(len(t.ids) - t.first for t in texts)
     for text in texts:
@@ -143,9 +143,7 @@ def harness_class(base: type = object) -> type:
         def __init__(self, engine: Engine, max_new_tokens: int = 256):
             super().__init__()
             if engine.tokenizer is None:
-                raise UserError(
-                    "lm-evaluation-harness asks with text; this checkpoint has no tokenizer.", USAGE
-                )
+                raise UsageError("lm-evaluation-harness asks with text; this checkpoint has no tokenizer.")
             self.engine, self.max_new_tokens = engine, max_new_tokens
 
         def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -218,7 +216,7 @@ def run_harness(engine: Engine, tasks: Sequence[str], shots: int | None, limit: 
         from lm_eval import simple_evaluate
         from lm_eval.api.model import LM
     except ImportError as error:
-        raise UserError("--lm-eval needs lm-evaluation-harness: pip install lm-eval", USAGE) from error
+        raise UsageError("--lm-eval needs lm-evaluation-harness: pip install lm-eval") from error
     model = harness_class(LM)(engine)
     done = simple_evaluate(model=model, tasks=list(tasks), num_fewshot=shots, limit=limit)
     return done["results"]
@@ -279,21 +277,19 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(run_harness(engine, tasks, args.shots, args.limit), default=str))
         return 0
     if engine.tokenizer is None:
-        raise UserError(f"{args.checkpoint} has no tokenizer files; text cannot be scored.", USAGE)
+        raise UsageError(f"{args.checkpoint} has no tokenizer files; text cannot be scored.")
     if args.max_tokens < 2:
-        raise UserError(f"--max-tokens is {args.max_tokens}; allowed: 2 or more.", USAGE)
+        raise UsageError(f"--max-tokens is {args.max_tokens}; allowed: 2 or more.")
     texts = list(read_texts(args.text) if args.text else stdlib_texts(held_out=True))
     scored = encode(texts, engine.tokenizer, args.max_tokens)
     other = None
     if args.against:
         reference = load(args.against, **common)
         if reference.tokenizer is None or encode(texts, reference.tokenizer, args.max_tokens) != scored:
-            raise UserError(
-                "--against has another tokenizer: the models would be scored on other tokens.", USAGE
-            )
+            raise UsageError("--against has another tokenizer: the models would be scored on other tokens.")
         other = reference.model
         if other.config.vocab_size != engine.model.config.vocab_size:
-            raise UserError("--against has another vocabulary size; KL compares equal vocabularies.", USAGE)
+            raise UsageError("--against has another vocabulary size; KL compares equal vocabularies.")
     window = min([args.window, engine.model.rotary.length, *([other.rotary.length] if other else [])])
     live = sys.stderr.isatty() and not args.json
 

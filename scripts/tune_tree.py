@@ -29,7 +29,7 @@ from bench.tree_costs import LEVEL_DEPTH
 from bench.tree_search import report, tune, write_json
 from load import DEMO, LoadOptions, tuned_tree_path
 from model import DTYPES
-from support.errors import USAGE, UserError
+from support.errors import USAGE, UsageError
 from tree import MAX_DEPTH
 from weights.checkpoint import load_config
 from weights.heads import read_eagle
@@ -77,11 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
 def check_arguments(args: argparse.Namespace) -> None:
     """Fill in defaults; UserError for numbers that make no sense."""
     if any("=" not in item for item in args.eagle_config):
-        raise UserError("--eagle-config takes KEY=VALUE, like rope_theta=500000.", USAGE)
+        raise UsageError("--eagle-config takes KEY=VALUE, like rope_theta=500000.")
     if args.eagle is None:
         found = sorted(p for p in Path(args.checkpoint).glob("eagle*") if p.is_dir())
         if not found:
-            raise UserError(f"no eagle* folder in {args.checkpoint}; give --eagle HEAD.", USAGE)
+            raise UsageError(f"no eagle* folder in {args.checkpoint}; give --eagle HEAD.")
         args.eagle = str(found[0])
     cuda = args.device == "cuda" or args.device is None and torch.cuda.is_available()
     args.max_nodes = args.max_nodes or (64 if cuda else 32)
@@ -97,7 +97,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name, (low, high) in limits.items():
         if not low <= getattr(args, name) <= high:
             flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} is {getattr(args, name)}; allowed: {low} to {high}.", USAGE)
+            raise UsageError(f"{flag} is {getattr(args, name)}; allowed: {low} to {high}.")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,9 @@
-"""TODO."""
+"""The cache folder: what this machine found out, and compiled code between processes.
+
+Compiling a block takes seconds to minutes and gives the same code every time. The caches of Inductor and Triton
+therefore lie in $EAGLET_CACHE/compiled (default: ~/.cache/eaglet/compiled), in one subfolder for each combination of
+torch, triton, device and our own sources. Inductor keys everything else by its own hash.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-MARKER = ".eaglet-artefacts"  # only a folder with this file is ever cleared
-
-
+MARKER = ".eaglet-artefacts"  # `clear` deletes only in a folder that holds this file
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+SOURCES = Path(__file__).resolve().parent.parent
+# Folders whose code is never traced, and so never changes what was compiled.
+UNTRACED = {"tests", "scripts", "bench", "training", "report", "serve"}
 
 
 class Entry(NamedTuple):
@@ -27,22 +33,28 @@ class Entry(NamedTuple):
 
 
 def folder() -> Path:
-    """Where we keep what this machine found out (compiled code, tilings, trees): $EAGLET_CACHE, or ~/.cache/eaglet."""
+    """The folder of everything that is kept (compiled code, tilings, tuned trees): $EAGLET_CACHE or ~/.cache/eaglet."""
     return Path(os.environ.get("EAGLET_CACHE") or Path.home() / ".cache" / "eaglet")
 
 
 def root() -> Path:
-    """The folder of all compiled artefacts; need not exist."""
+    """The folder of all compiled code. It need not exist."""
     return folder() / "compiled"
 
 
 def key(device: str) -> str:
-    """Name of this installation's subfolder: versions, device (as `describe_device` names it), digest of our sources."""
+    """The name of this installation's subfolder: versions, `device` (from `describe_device`) and our sources' digest."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).resolve().parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in _traced_sources():
+        digest.update(str(path.relative_to(SOURCES)).encode() + b"\0" + path.read_bytes())
     parts = [f"{name}{_version(name)}" for name in ("torch", "triton")] + [device, digest.hexdigest()[:12]]
     return re.sub(r"[^A-Za-z0-9.+]+", "_", "-".join(parts))
+
+
+def _traced_sources() -> list[Path]:
+    """Our files at the top and one folder down, without the folders in UNTRACED."""
+    packages = [p.parent for p in SOURCES.glob("*/__init__.py") if p.parent.name not in UNTRACED]
+    return sorted(path for place in (SOURCES, *packages) for path in place.glob("*.py"))
 
 
 def _version(package: str) -> str:
@@ -53,53 +65,59 @@ def _version(package: str) -> str:
 
 
 def use(device: str) -> tuple[Path, str]:
-    """Point Inductor and Triton at this installation's folder, made if missing: before anything is compiled. Returns it
-    and how it was found. Variables that the user has set are left alone. ValueError where it cannot be written."""
+    """Point Inductor and Triton at this installation's folder. Call this before anything is compiled.
+
+    Returns the folder and how it was found. Variables that the user has set are left alone. Raises ValueError where
+    the folder cannot be written.
+    """
     for name in VARIABLES:
         given = Path(os.environ.get(name) or root())
-        by_torch = any(part.startswith("torchinductor_") for part in given.parts)  # its default, not a wish
+        # torch itself sets the variable to a folder of this name; that is no wish of the user
+        by_torch = any(part.startswith("torchinductor_") for part in given.parts)
         if not given.is_relative_to(root()) and not by_torch:
             return given, f"set by ${name}"
-    folder = root() / key(device)
-    others = [e.key for e in entries() if e.key != folder.name]
-    found = "found" if folder.is_dir() else f"new, {len(others)} of other versions" if others else "new"
+    place = root() / key(device)
+    others = [e.key for e in entries() if e.key != place.name]
+    found = "found" if place.is_dir() else f"new, {len(others)} of other versions" if others else "new"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True)
         (root() / MARKER).touch()
     except OSError as error:
-        raise ValueError(f"{folder}: {error.strerror}; set EAGLET_CACHE to a writable folder.") from error
-    os.environ.update({name: str(folder / sub) for name, sub in VARIABLES.items()})
-    return folder, found
+        raise ValueError(f"{place}: {error.strerror}; set EAGLET_CACHE to a writable folder.") from error
+    os.environ.update({name: str(place / sub) for name, sub in VARIABLES.items()})
+    return place, found
 
 
 def tally(counters: Mapping[str, Mapping[str, int]]) -> tuple[int, int]:
-    """(graphs reused, graphs compiled) of this process, from `torch._dynamo.utils.counters`."""
+    """(graphs reused, graphs compiled) by this process. `counters` is `torch._dynamo.utils.counters`."""
     seen = counters.get("inductor", {})
     missed = sum(seen.get(name, 0) for name in ("fxgraph_cache_miss", "fxgraph_cache_bypass"))
     return seen.get("fxgraph_cache_hit", 0), missed
 
 
 def entries() -> list[Entry]:
-    """What the cache holds, by name."""
+    """What the cache of compiled code holds, by name."""
     found = []
-    for folder in sorted(p for p in root().iterdir() if p.is_dir()) if root().is_dir() else ():
-        sizes = [p.stat().st_size for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
-        found.append(Entry(folder.name, len(sizes), sum(sizes)))
+    for place in sorted(p for p in root().iterdir() if p.is_dir()) if root().is_dir() else ():
+        sizes = [p.stat().st_size for p in place.rglob("*") if p.is_file() and not p.is_symlink()]
+        found.append(Entry(place.name, len(sizes), sum(sizes)))
     return found
 
 
 def clear() -> list[Entry]:
-    """Delete the compiled artefacts, and nothing else; returns what went. ValueError if the folder is not ours."""
-    folder, gone = root(), entries()
-    if not folder.exists():
+    """Delete the compiled code and nothing else. Returns what was deleted. Raises ValueError if the folder is not ours."""
+    place = root()
+    gone = entries()
+    if not place.exists():
         return []
-    strange = [
-        p.name for p in folder.iterdir() if p.name != MARKER and not (p.is_dir() and "torch" in p.name)
-    ]
-    if folder.is_symlink() or not (folder / MARKER).is_file() or strange:
+    strange = [p.name for p in place.iterdir() if p.name != MARKER and not (p.is_dir() and "torch" in p.name)]
+    if place.is_symlink() or not (place / MARKER).is_file() or strange:
         why = f"it holds {strange[0]!r:.60}" if strange else "it was not made by eaglet"
-        raise ValueError(f"{folder} is not cleared: {why}. Delete it yourself, or set EAGLET_CACHE.")
+        raise ValueError(f"{place} is not cleared: {why}. Delete it yourself, or set EAGLET_CACHE.")
     for entry in gone:
-        path = folder / entry.key
-        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        path = place / entry.key
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
     return gone

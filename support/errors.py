@@ -1,18 +1,92 @@
-"""TODO."""
+"""Errors that a user can act on, and how a command reports them: one line on stderr and an exit code."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 
-class UsageError(ValueError):
-    """Options that cannot work together or with this model (exit code 2)."""
-
-
+# Exit codes of every command.
 USAGE, BAD_FILE, MEMORY, INTERNAL, INTERRUPTED = 2, 3, 4, 5, 130
 
 
 class UserError(ValueError):
-    """A one-line message for the user and the exit code that goes with it."""
+    """A mistake that the message explains in one line: what is wrong, where, what is allowed, what to do next."""
 
-    def __init__(self, message: str, code: int):
-        super().__init__(message)
-        self.code = code
+    code = USAGE
+
+
+class UsageError(UserError):
+    """Options that are wrong, or that cannot work together or with this model."""
+
+
+class BadFileError(UserError):
+    """A file or directory that cannot be used."""
+
+    code = BAD_FILE
+
+
+class NotEnoughMemory(UserError):
+    """A model or request that does not fit into memory."""
+
+    code = MEMORY
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error means that memory ran out, either in the plan or while memory was allocated."""
+    import torch  # commands answer --help without loading torch
+
+    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return on_cpu or isinstance(error, NotEnoughMemory | torch.OutOfMemoryError | MemoryError)
+
+
+def exit_code(error: Exception, bad_input: int = USAGE) -> int:
+    """The exit code for an error. `bad_input` is the code of a ValueError that does not name its own."""
+    if isinstance(error, UserError):
+        return error.code
+    if is_out_of_memory(error):
+        return MEMORY
+    if isinstance(error, ValueError):
+        return bad_input
+    return BAD_FILE if isinstance(error, OSError) else INTERNAL
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message and notes on one line. Errors that no user can cause are named by their type."""
+    text = " ".join(" ".join([str(error), *getattr(error, "__notes__", [])]).split())
+    expected = isinstance(error, ValueError | ArithmeticError | OSError) or is_out_of_memory(error)
+    return text if expected and text else f"{type(error).__name__}: {text}"
+
+
+def run_command(
+    body: Callable[[], int | None],
+    debug: bool = False,
+    bad_input: int = USAGE,
+    interrupted: str = "interrupted",
+) -> int:
+    """Run the body of a command and return its exit code (None counts as 0).
+
+    An error becomes the line `error  MESSAGE` on stderr. With `debug` it is raised instead, for its traceback.
+    `bad_input` is the exit code of plain ValueErrors. `interrupted` is printed after Ctrl-C, with the notes that the
+    KeyboardInterrupt carries.
+    """
+    try:
+        return body() or 0
+    except KeyboardInterrupt as stop:
+        print(_line_start() + " ".join([interrupted, *getattr(stop, "__notes__", [])]), file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the program that read our output has ended
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        code = exit_code(error, bad_input)
+        unexpected = code == INTERNAL and not isinstance(error, ArithmeticError)
+        hint = " (--debug shows where)" if unexpected else ""
+        print(f"{_line_start()}error  {one_line(error)}{hint}", file=sys.stderr)
+        return code
+
+
+def _line_start() -> str:
+    """What clears a progress line that may still stand on the terminal."""
+    return "\r\033[K" if sys.stderr.isatty() else ""

@@ -1,26 +1,28 @@
-"""TODO."""
+"""Reading files strictly and writing them whole: a reader never sees half a file, and a failure leaves the old one."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-# bytes of a config.json; of a shard index or a safetensors header
-JSON_LIMIT, INDEX_LIMIT = 4 << 20, 64 << 20
+JSON_LIMIT = 4 << 20  # bytes of a config.json
+INDEX_LIMIT = 64 << 20  # bytes of a shard index or a safetensors header
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
-    """A JSON object from `path`. ValueError in one line for a missing, oversized, malformed or non-object file."""
+    """Read a JSON object. Raises a one-line ValueError for a missing, oversized, malformed or non-object file."""
 
     def refuse(token: str) -> NoReturn:
         raise json.JSONDecodeError(f"{token} is not JSON", token, 0)
 
     try:
-        if (size := path.stat().st_size) > limit:
+        size = path.stat().st_size
+        if size > limit:
             raise ValueError(f"{path}: {size:,} bytes, at most {limit:,} are read. Is it the right file?")
         value = json.loads(path.read_bytes(), parse_constant=refuse)
     except OSError as error:
@@ -33,30 +35,113 @@ def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A temporary name to write to, renamed to `path` at the end; a failure (a full disk, Ctrl-C) leaves neither."""
-    part = path.with_name(path.name + ".part")
+def written_whole(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary name to write to, and rename it to `path` at the end.
+
+    After a failure (a full disk, Ctrl-C) the temporary file is deleted and an older file at `path` is untouched.
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        yield part
-        os.replace(part, path)
+        yield temporary
+        os.replace(temporary, path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write JSON through a temporary name, so that a reader never sees half a file."""
-    with written_whole(path) as part:
-        part.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file whole, as UTF-8."""
+    with written_whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write a JSON file whole, indented and with sorted keys."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+@contextlib.contextmanager
+def directory_written_whole(path: Path) -> Iterator[Path]:
+    """Yield a temporary directory to fill, and rename it to `path` at the end.
+
+    An older directory at `path` stays in its place until then. After a failure the temporary directory is deleted.
+    """
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    old = path.with_name(f"{path.name}.{os.getpid()}.old")
+    try:
+        with writing_errors(path):
+            unfinished.mkdir(parents=True)
+            yield unfinished
+            if path.exists():
+                os.replace(path, old)
+            os.replace(unfinished, path)
+    except BaseException:
+        if old.exists():
+            os.replace(old, path)
+        raise
+    finally:
+        for rest in (unfinished, old):
+            shutil.rmtree(rest, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def writing_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a one-line ValueError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"{path}: cannot be written ({reason}). Free space or choose another place; nothing half-written was left."
+        ) from error
+
+
+def append_json_line(path: str | Path, value: dict[str, Any]) -> None:
+    """Append one line to a JSON-lines file; it is on the disk when this returns.
+
+    An interrupted run may have left a last line without its end. That line is cut off first.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        file.seek(0)
+        content = file.read()
+        if content and not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
+        file.write(json.dumps(value).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The JSON objects of a JSON-lines file, in order; [] for a missing file.
+
+    A last line without its end was left by an interrupted run and does not count. Raises a one-line ValueError for a
+    file that cannot be read or a line that is not a JSON object.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        values = [json.loads(line) for line in lines[:-1] if line.strip()]
+        if any(not isinstance(value, dict) for value in values):
+            raise ValueError("a line is not a JSON object")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}).") from error
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: not a file of JSON lines ({error}). Remove it or write it again."
+        ) from error
+    return values
 
 
 def replace_block(path: Path, name: str, text: str) -> None:
-    """Put text between `<!-- NAME -->` and `<!-- /NAME -->`; ValueError if the markers are missing."""
+    """Put `text` between the markers `<!-- NAME -->` and `<!-- /NAME -->`. Raises ValueError if they are missing."""
     old = path.read_text(encoding="utf-8")
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     if begin not in old or end not in old:
-        raise ValueError(f"{path}: markers {begin.strip()} and {end} are missing.")
-    head, rest = old.split(begin, 1)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(f"{head}{begin}{text}\n{end}{rest.split(end, 1)[1]}", encoding="utf-8")
-    os.replace(temporary, path)
+        raise ValueError(f"{path}: the markers {begin.strip()} and {end} are missing.")
+    before, rest = old.split(begin, 1)
+    write_text(path, f"{before}{begin}{text}\n{end}{rest.split(end, 1)[1]}")

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Facts about this machine: device, memory, bandwidth, versions."""
 
 from __future__ import annotations
 
@@ -10,61 +10,83 @@ from pathlib import Path
 
 import torch
 
-
-def peak_memory() -> int | None:
-    """Highest resident memory of this process so far, bytes; None where the system does not tell (Windows)."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+try:
+    import resource
+except ImportError:  # Windows has no such module
+    resource = None
 
 
-def size(count: float) -> str:
-    """Bytes for people, decimal units."""
+def size_text(count: float) -> str:
+    """A number of bytes for people, in decimal units."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
+def describe_device(device: torch.device) -> str:
+    """The name of the GPU, or of the processor with its number of torch threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    names = [line for line in _lines_of("/proc/cpuinfo") if line.startswith("model name")]
+    name = names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    """Versions that results are reported with."""
+    return {"python": platform.python_version(), "torch": torch.__version__}
+
+
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device."""
+    """Bytes that can still be allocated on the device. On a CPU the page cache counts as free."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    # counts what the page cache would give back, for example a checkpoint just read
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else []:
+    for line in _lines_of("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure_copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second (read + write) of a large copy: the ceiling that the report's shares refer to."""
-    count = (1 << 28) if device.type == "cuda" else (1 << 24)
-    source = torch.zeros(count, dtype=torch.float32, device=device)
-    target, best = torch.empty_like(source), 0.0
+def peak_memory(device: torch.device) -> int | None:
+    """Highest number of bytes allocated on the GPU, or resident in this process. None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if resource is None:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def resident_memory() -> int | None:
+    """Bytes of this process that are in memory now. None where the system does not tell."""
+    for line in _lines_of("/proc/self/status"):
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished what was launched. Nothing happens on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
+    """Bytes per second, read plus written, of copying `size` bytes: the best of five copies.
+
+    The default size is 1 GiB on a GPU and 64 MiB on a CPU, far more than the caches there hold.
+    """
+    size = size or ((1 << 30) if device.type == "cuda" else (1 << 26))
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = 0.0
     for _ in range(5):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
         target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = max(best, 2 * source.nbytes / (time.perf_counter() - started))
+        synchronize(device)
+        best = max(best, 2 * size / (time.perf_counter() - started))
     return best
 
 
-def describe_device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    names = [line for line in _cpuinfo() if line.startswith("model name")]
-    name = names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
+def _lines_of(file: str) -> list[str]:
+    path = Path(file)
     return path.read_text().splitlines() if path.exists() else []
-
-
-def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__}

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Texts to train on, to calibrate with and to measure on: the standard library's sources, and files of the user."""
 
 from __future__ import annotations
 
@@ -12,55 +12,74 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The default texts are the standard library's sources: these modules measure, the rest calibrates. The demo model was
-# trained with the same split (scripts.train_demo; a test compares the lists).
+# Modules of the standard library that the demo model and its heads never saw: texts to measure on.
 HELD_OUT = "argparse.py csv.py heapq.py json queue.py statistics.py textwrap.py zipfile.py".split()
-
-
 LEFT_OUT = "encodings pydoc_data site-packages test tests idle_test __pycache__ _bundled".split()
 
 
-def stdlib_texts(held_out: bool) -> Iterator[str]:
-    """Sources of the running interpreter's standard library, in a fixed shuffled order."""
-    root, paths = Path(sysconfig.get_paths()["stdlib"]), []
+def stdlib_files() -> tuple[list[Path], list[Path]]:
+    """(training files, held-out files) of the running interpreter's standard library, sorted by path."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    training: list[Path] = []
+    held_out: list[Path] = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
-        skip = any(p in LEFT_OUT or p.startswith(("config-", "_sysconfigdata")) for p in parts)
-        if not skip and (parts[0] in HELD_OUT) == held_out:
-            paths.append(path)
+        if any(p in LEFT_OUT or p.startswith(("config-", "_sysconfigdata")) for p in parts):
+            continue
+        (held_out if parts[0] in HELD_OUT else training).append(path)
+    return training, held_out
+
+
+def read_source(path: Path) -> str:
+    """The text of a source file with Unix line ends. Bytes that are not UTF-8 are left out."""
+    return path.read_text(encoding="utf-8", errors="ignore").replace("\r\n", "\n")
+
+
+def stdlib_texts(held_out: bool) -> Iterator[str]:
+    """The sources of the training files or of the held-out ones, in a fixed shuffled order."""
+    paths = stdlib_files()[held_out]
     random.Random(0).shuffle(paths)
-    for path in paths:
-        yield path.read_text(encoding="utf-8", errors="ignore").replace("\r\n", "\n")
+    return map(read_source, paths)
 
 
 def read_texts(path: str | Path) -> list[str]:
-    """A text file, or the texts of a .jsonl file: strings, or objects with "text", "messages" or "conversations"."""
-    path, texts = Path(path), []
+    """The text of a file, or all texts of a .jsonl file.
+
+    A line of a .jsonl file is a string, or an object with "text", "messages" or "conversations". Raises a one-line
+    ValueError for anything else.
+    """
+    path = Path(path)
     try:
         content = path.read_text(encoding="utf-8")
-        for line in content.splitlines() if path.suffix == ".jsonl" else ():
-            value = json.loads(line) if line.strip() else ""
-            if isinstance(value, dict):
-                turns = (
-                    value.get("messages") or value.get("conversations") or [{"content": value.get("text")}]
-                )
-                value = "\n\n".join(turn.get("content") or turn.get("value") for turn in turns)
-            texts.append(value + "")
+        if path.suffix != ".jsonl":
+            return [content]
+        return [_text_of(json.loads(line)) if line.strip() else "" for line in content.splitlines()]
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}).") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not UTF-8 text, or not JSON lines with text ({error}).") from error
-    return texts if path.suffix == ".jsonl" else [content]
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, dict):
+        turns = value.get("messages") or value.get("conversations") or [{"content": value.get("text")}]
+        value = "\n\n".join(turn.get("content") or turn.get("value") for turn in turns)
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} is no text")
+    return value
 
 
 def token_windows(texts: Iterable[str], tokenizer: Any, vocab_size: int, count: int, length: int) -> Tensor:
-    """Up to `count` windows [W, length] spread evenly over the texts; without a tokenizer uniformly random ids."""
+    """Up to `count` windows of token ids, int64 [W, length], spread evenly over the texts.
+
+    Without a tokenizer (None) the ids are uniformly random. Raises ValueError for texts shorter than one window.
+    """
     if tokenizer is None:
         return torch.randint(vocab_size, (count, length), generator=torch.Generator().manual_seed(length))
     ids: list[int] = []
     for text in texts:
         ids += tokenizer.encode(text)
-        if len(ids) >= 8 * count * length:  # more is only slower to encode
+        if len(ids) >= 8 * count * length:  # more text would only take longer to encode
             break
     count = min(count, len(ids) // length)
     if not count:

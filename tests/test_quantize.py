@@ -1032,7 +1032,7 @@ def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monke
     from support import errors as support_errors
 
     errors = {
-        "plan": support_errors.UserError("not enough memory: plan 9 GB,\nfree 1 GB.", support_errors.MEMORY),
+        "plan": support_errors.NotEnoughMemory("not enough memory: plan 9 GB,\nfree 1 GB."),
         "cuda": torch.OutOfMemoryError("CUDA out of memory"),
         "host": MemoryError(),
         "allocator": RuntimeError(

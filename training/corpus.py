@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,29 +10,7 @@ import sentencepiece
 import torch
 from torch import Tensor
 
-HELD_OUT = (
-    "argparse.py",
-    "csv.py",
-    "heapq.py",
-    "json",
-    "queue.py",
-    "statistics.py",
-    "textwrap.py",
-    "zipfile.py",
-)
-
-
-LEFT_OUT = (
-    "encodings",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "__pycache__",
-    "_bundled",
-)
-
+from support.texts import read_source, stdlib_files
 
 VOCAB_SIZE = 4096
 
@@ -52,26 +29,10 @@ class Corpus:
     files: int
 
 
-def stdlib_files() -> tuple[list[Path], list[Path]]:
-    """(training files, held-out files) of the running interpreter's standard library, sorted by path."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    train, held = [], []
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if any(p in LEFT_OUT or p.startswith(("config-", "_sysconfigdata")) for p in parts):
-            continue
-        (held if parts[0] in HELD_OUT else train).append(path)
-    return train, held
-
-
-def read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="ignore").replace("\r\n", "\n")
-
-
 def train_tokenizer(files: list[Path], out: Path) -> None:
     """Sentencepiece BPE with byte fallback that keeps every space of the source."""
     text = out.with_suffix(".txt")
-    text.write_text("\n".join(read_text(p) for p in files), encoding="utf-8")
+    text.write_text("\n".join(read_source(p) for p in files), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
         input=str(text),
         model_prefix=str(out.with_suffix("")),
@@ -108,7 +69,7 @@ def load_corpus(tokenizer_path: Path) -> Corpus:
     def encode(files: list[Path]) -> tuple[np.ndarray, int]:
         ids, size = [], 0
         for path in files:
-            text = read_text(path)
+            text = read_source(path)
             size += len(text.encode())
             ids += [processor.bos_id(), *processor.encode(text), processor.eos_id()]
         return np.array(ids, dtype=np.int32), size

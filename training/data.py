@@ -21,8 +21,8 @@ from torch import Tensor
 from engine import Engine
 from model import Transformer
 from sampling import SamplingParams
+from support.texts import stdlib_files
 from tokenizer import Tokenizer
-from training.corpus import read_text, stdlib_files
 
 ROLES = {"human": "user", "user": "user", "system": "system"} | dict.fromkeys(
     ("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"
@@ -114,16 +114,16 @@ def read_records(source: str) -> tuple[list[list[dict]], list[str], list[str]]:
     """(conversations as role/content messages, texts, reasons for rows left out) of a data file or directory."""
     path, conversations, texts, left_out = Path(source), [], [], []
     if source == "stdlib":
-        return [], [read_text(p) for p in stdlib_files()[0]], []
+        return [], [read_source(p) for p in stdlib_files()[0]], []
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".py", ".md") and p.is_file())
         if not files:
             raise ValueError(f"{path} holds no .txt, .py or .md file; give another --data.")
-        return [], [read_text(p) for p in files], []
+        return [], [read_source(p) for p in files], []
     if not path.is_file():
         raise ValueError(f"--data {source}: no such file or directory (or `stdlib`).")
     if path.suffix not in (".json", ".jsonl"):
-        return [], [read_text(path)], []
+        return [], [read_source(path)], []
     text = path.read_text(encoding="utf-8")
     try:
         lines = [line for line in text.splitlines() if line.strip()]
@@ -312,7 +312,7 @@ def load_data(
         if args.held_out:
             conversations, texts, _ = read_records(args.held_out)
         else:
-            conversations, texts = [], [read_text(p) for p in stdlib_files()[1]]
+            conversations, texts = [], [read_source(p) for p in stdlib_files()[1]]
         return data, tokenise(tokenizer, conversations, texts)[0]
     return data.split(0.05)
 

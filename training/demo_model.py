@@ -16,15 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import ModelConfig, RopeConfig, Transformer
+from support.texts import HELD_OUT, LEFT_OUT, stdlib_files
 from training.corpus import (
-    HELD_OUT,
-    LEFT_OUT,
     LENGTHS,
     VOCAB_SIZE,
     Corpus,
     batch,
     load_corpus,
-    stdlib_files,
     train_tokenizer,
 )
 from training.optim import (

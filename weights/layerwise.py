@@ -308,7 +308,9 @@ def quantize_checkpoint(
                 if file.is_file():
                     shutil.copyfile(file, unfinished / file.name)
             receipt.update(finish(unfinished))
-            receipt.update(seconds=round(time.time() - started, 1), peak_memory_bytes=peak_memory())
+            receipt.update(
+                seconds=round(time.time() - started, 1), peak_memory_bytes=peak_memory(torch.device("cpu"))
+            )
             write_json(unfinished / "receipt.json", receipt)
 
         write_directory(out, fill)

@@ -10,6 +10,7 @@ It does not know text, sampling, what trees mean, drafters, or files.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -496,7 +497,6 @@ class Transformer(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = RotaryTable(config.rope, config.head_dim, config.max_positions)
-        self.run_block = Block.__call__  # the engine may put a compiled function with the same signature here
 
     @property
     def device(self) -> torch.device:
@@ -521,7 +521,12 @@ class Transformer(nn.Module):
         return make_nodes(self.rotary, n, n[:, None] + depth, n, ancestors, slots, max(self.config.windows))
 
     def forward(
-        self, tokens: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...] = ()
+        self,
+        tokens: Tensor,
+        nodes: Nodes,
+        kv_cache: Tensor,
+        taps: tuple[int, ...] = (),
+        block: Callable | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Forward on nodes.
 
@@ -530,17 +535,22 @@ class Transformer(nn.Module):
             nodes: from `self.nodes`.
             kv_cache: [L, 2, B, Hkv, S, hd]; rows are written at nodes.slots.
             taps: layers whose *input* residual state to return (EAGLE-3), ascending; num_layers = after the last.
+            block: a compiled `Block.forward` to run every layer with; None for the layer itself.
 
         Returns:
             hidden_states [B, T, H] after the final norm (what the LM head and EAGLE-1 read), and the tapped states
             [B, T, len(taps) * H] or None. No host sync, shapes depend on B, T and S only.
         """
         x, tapped = self.embed_tokens(tokens), []
-        for i, block in enumerate(self.layers):
+        for i, layer in enumerate(self.layers):
             tapped += [x] * taps.count(i)
-            x = self.run_block(block, x, nodes, kv_cache[i])
+            x = layer(x, nodes, kv_cache[i]) if block is None else block(layer, x, nodes, kv_cache[i])
         tapped += [x] * taps.count(len(self.layers))
         return self.norm(x), torch.cat(tapped, -1) if tapped else None
+
+    def lm_head_bytes(self) -> float:
+        """Weight bytes that the LM head reads."""
+        return self.embed_tokens.weight.nbytes if self.lm_head is None else weight_bytes(self.lm_head)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., H] -> logits [..., V] in float32 (float64 stays)."""

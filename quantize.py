@@ -36,7 +36,7 @@ from torch import Tensor
 
 import artefacts
 import kernels
-from model import DTYPES, ConfigReader, Experts, ModelConfig, RopeConfig, Transformer
+from model import DTYPES, ConfigReader, Experts, ModelConfig, RopeConfig, SelfCounting, Transformer
 from tokenizer import load_tokenizer
 
 VERSION = 1  # of the stored format
@@ -216,7 +216,7 @@ def relative_error(weight: Tensor, restored: Tensor) -> float:
 # ---- modules ----------------------------------------------------------------------------------------------
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(SelfCounting):
     """A linear over stored tensors (module docstring), or with an expert axis all experts' weights of one kind.
 
     The kernel's packing is made once per dtype and cached. Where it says all that the codes say, these are dropped:

@@ -10,7 +10,8 @@ from conftest import BASE, FAMILIES, build_hf
 
 import checkpoint
 import kernels
-from model import ROPE_TYPES, ModelConfig, Transformer, chain_ancestors
+from model import Transformer, chain_ancestors
+from model_config import ROPE_TYPES, ModelConfig
 
 LENGTH = 40
 

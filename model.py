@@ -110,11 +110,12 @@ class Attention(nn.Module):
         )
         return linear(self.o, out.transpose(1, 2).reshape(B, T, -1), residual)
 
-    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The same attention over a whole sequence, causal or by `mask`, with gradients and without a cache."""
+    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The same attention over a whole sequence x [B, T, in], with gradients and without a cache."""
         B, T, _ = x.shape
         q, k, v = self.project(x, cos, sin)
-        if mask is None and self.window:
+        mask = None
+        if self.window:
             i = torch.arange(T, device=x.device)
             mask = (i[:, None] >= i) & (i > i[:, None] - self.window)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
@@ -339,16 +340,6 @@ class Transformer(nn.Module):
         element_size = element_size or self.embed_tokens.weight.element_size()
         row = 2 * c.num_key_value_heads * c.head_dim * element_size
         return float(sum(min(context, window or context) for window in c.windows) * row)
-
-    def flops(self, nodes: int, context: int) -> float:
-        """Floating-point operations (two per multiply-add) of one forward of `nodes` rows at `context` cached tokens."""
-        c = self.config
-        experts = c.num_experts_per_tok or 1
-        per_layer = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
-        per_layer += experts * 3 * c.hidden_size * c.intermediate_size + c.hidden_size * c.num_local_experts
-        matrices = 2 * nodes * (c.num_hidden_layers * per_layer + c.vocab_size * c.hidden_size)
-        seen = sum(min(context + nodes, window or context + nodes) for window in c.windows)
-        return float(matrices + 4 * nodes * seen * c.num_attention_heads * c.head_dim)
 
 
 def make_nodes(

@@ -129,9 +129,7 @@ class ModelConfig:
                 f"num_key_value_heads {self.num_key_value_heads}."
             )
         if self.head_dim % 2:
-            raise ValueError(
-                f"config.json: head_dim is {self.head_dim}, but the rotary embedding needs an even size."
-            )
+            raise ValueError(f"config.json: head_dim is {self.head_dim}, but RoPE needs an even size.")
 
     @property
     def max_positions(self) -> int:
@@ -156,6 +154,7 @@ class ModelConfig:
         _refuse_unknown_architecture(read)
         hidden = read.integer("hidden_size")
         heads = read.integer("num_attention_heads")
+        kv_heads = defaults.get("num_key_value_heads", heads)
         layers = read.integer("num_hidden_layers", high=1000)
         if defaults.get("head_dim") is None and hidden % heads and config.get("head_dim") is None:
             raise read.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
@@ -173,9 +172,7 @@ class ModelConfig:
             intermediate_size=read.integer("intermediate_size"),
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=read.integer(
-                "num_key_value_heads", defaults.get("num_key_value_heads", heads)
-            ),
+            num_key_value_heads=read.integer("num_key_value_heads", kv_heads),
             head_dim=read.integer("head_dim", defaults.get("head_dim", hidden // heads)),
             vocab_size=read.integer("vocab_size", high=10_000_000),
             max_position_embeddings=positions,

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import kernels
-from model import ConfigReader, Experts, Transformer
+from model import ConfigReader, Experts, SelfCounting, Transformer
 from support.errors import UsageError
 from weights.files import FLOATS, Progress, check_finite
 from weights.hf import hf_views
@@ -73,7 +73,7 @@ class QuantSpec:
         return cls(group_size=read.integer("group_size"), act_order=read.boolean("act_order", False), **texts)
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(SelfCounting):
     """A linear over stored tensors (module docstring), or with an expert axis all experts' weights of one kind.
 
     The kernel's packing is made once per dtype and cached. Where it says all that the codes say, these are dropped:

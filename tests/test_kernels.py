@@ -1,4 +1,4 @@
-"""kernels.py: references against definitions, Triton kernels against references under the interpreter, PTX by emulation.
+"""The kernels: references against definitions, Triton kernels against references under the interpreter, PTX by emulation.
 
 Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported; `test_triton_interpreter` runs them in
 a process of their own, so the rest of the suite keeps the compiler.
@@ -26,6 +26,7 @@ import sampling
 import tree as trees
 from eagle_draft import EagleDrafter, EagleHead, Request
 from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
+from kernels.packing import decode_ptx, from_planes, to_planes
 from sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +40,7 @@ def same_numbers_every_time():
     torch.manual_seed(0)
 
 
-interpreted = pytest.mark.skipif(not kernels._INTERPRETED, reason="run by test_triton_interpreter")
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_triton_interpreter")
 
 
 def error(got, want):
@@ -106,7 +107,7 @@ def linear_definition(x, w, bias, residual, gated):
 
 
 def run_ptx(text, words):
-    """Execute the PTX of `kernels._ptx` on uint32 arrays with NumPy / torch arithmetic: the emulated machine."""
+    """Execute the PTX of `decode_ptx` on uint32 arrays with NumPy / torch arithmetic: the emulated machine."""
     r = {}
     bits, bf16 = re.search(r"c1, (0x\w+)", text), "bf16x2" in text
     assert bits is not None
@@ -164,9 +165,9 @@ def test_ptx_decodes_every_code_in_every_place(bits, bf16):
     codes = np.arange(2**bits, dtype=np.uint32)
     for p in range(32 // bits):  # and every code alone in every place
         words[p % 2, p * 256 : p * 256 + len(codes)] = codes << np.uint32(bits * p)
-    planes = run_ptx(kernels._ptx(bits, bf16), words)
+    planes = run_ptx(decode_ptx(bits, bf16), words)
     assert len(planes) == 32 // bits
-    want = kernels._from_planes(torch.from_numpy(words.view(np.int32)), bits, words.shape[1] * 32 // bits)
+    want = from_planes(torch.from_numpy(words.view(np.int32)), bits, words.shape[1] * 32 // bits)
     want = want.reshape(2, -1, 32 // bits, 4 * bits).double().numpy() - (8 if bits == 4 else 128)
     for p, plane in enumerate(planes):
         assert np.array_equal(plane[:, 0], want[0, :, p].ravel()) and np.array_equal(
@@ -178,9 +179,9 @@ def test_ptx_decodes_every_code_in_every_place(bits, bf16):
 def test_plane_layout_is_the_documented_one(bits):
     """Packing that disagrees with the kernel's reading of word i, or that loses the ragged last block."""
     codes = torch.randint(0, 2**bits, (3, 160))
-    words = kernels._to_planes(codes, bits)
+    words = to_planes(codes, bits)
     assert words.shape == (3, 2 * 4 * bits) and words.dtype == torch.int32
-    assert torch.equal(kernels._from_planes(words, bits, 160).long(), codes)
+    assert torch.equal(from_planes(words, bits, 160).long(), codes)
     per_block = 4 * bits
     for row, k in [(0, 0), (1, 17), (2, 127), (1, 130)]:
         word = words[row, k // 128 * per_block + k % 128 % per_block].item()
@@ -446,13 +447,13 @@ def test_backend_choice_is_reported_and_never_silent():
     )
     with pytest.raises(ValueError, match="auto, triton, reference"):
         KernelBackend("cuda")
-    if not kernels._INTERPRETED:
+    if not kernels.INTERPRETED:
         with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
             KernelBackend("triton", "cpu")
 
 
 def test_imports_and_runs_without_triton():
-    """kernels.py failing to import on a machine that has no Triton."""
+    """Kernels that fail to import on a machine that has no Triton."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, kernels\n"
@@ -466,7 +467,7 @@ def test_imports_and_runs_without_triton():
 
 def test_triton_that_is_asked_for_but_not_there_is_one_line(monkeypatch, capsys):
     """`--kernels triton` on a machine without Triton quietly decoding with the reference, or a traceback."""
-    monkeypatch.setattr(kernels, "triton", None)
+    monkeypatch.setattr(kernels.backend, "triton", None)
     assert generate.main(["--kernels", "triton", "--max-new-tokens", "2"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "triton is not installed" in err
@@ -479,7 +480,7 @@ def test_triton_that_is_asked_for_but_not_there_is_one_line(monkeypatch, capsys)
 )
 def test_triton_interpreter(group):
     """Runs the test_interpreted_* tests below, and so catches the bugs they name, with TRITON_INTERPRET=1."""
-    if kernels._INTERPRETED:
+    if kernels.INTERPRETED:
         pytest.skip("already interpreting")
     options = ["-q", "-x", "-rs", "-p", "no:cacheprovider", "-k", f"test_interpreted_{group}"]
     command = [sys.executable, "-m", "pytest", *options, __file__]
@@ -515,17 +516,15 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
     best = bench_kernels.tune(shapes, timer)
     four, eight = best["4096x4096 w4"], best["4096x4096 w8"]
     assert four[:2] == (64, 1) and eight == kernels.linear_config(4096, 4096, 8) and len(best) == 3
-    assert quantize.read_tuned("A", path) == ({}, "")
-    quantize.write_tuned("A", best, path)
-    quantize.write_tuned("B", {"64x128 w4": TINY}, path)
-    quantize.write_tuned("A", {"64x128 w4": TINY}, path)
-    assert quantize.read_tuned("A", path) == (best | {"64x128 w4": TINY}, "")
-    assert (
-        quantize.read_tuned("B", path)[0] == {"64x128 w4": TINY} and quantize.read_tuned("C", path)[0] == {}
-    )
+    assert kernels.read_tuned("A", path) == ({}, "")
+    kernels.write_tuned("A", best, path)
+    kernels.write_tuned("B", {"64x128 w4": TINY}, path)
+    kernels.write_tuned("A", {"64x128 w4": TINY}, path)
+    assert kernels.read_tuned("A", path) == (best | {"64x128 w4": TINY}, "")
+    assert kernels.read_tuned("B", path)[0] == {"64x128 w4": TINY} and kernels.read_tuned("C", path)[0] == {}
     assert [p.name for p in path.parent.iterdir()] == ["kernels.json"]
     weights = stored(4, 64, 128)
-    with KernelBackend(configs=quantize.read_tuned("B", path)[0]).active():
+    with KernelBackend(configs=kernels.read_tuned("B", path)[0]).active():
         assert kernels.pack_int4(**weights, layout="planes").config == TINY
     assert kernels.pack_int4(**weights, layout="planes").config == kernels.linear_config(64, 128, 4)
     good = json.loads(path.read_text())
@@ -540,10 +539,10 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
     ):
         broken = good | {"gpus": {"A": {"64x128 w4": bad}}}
         path.write_text(bad if isinstance(bad, str) else json.dumps(broken))
-        configs, note = quantize.read_tuned("A", path)
+        configs, note = kernels.read_tuned("A", path)
         assert configs == {} and "is ignored" in note and "\n" not in note, bad
-    quantize.write_tuned("A", {"64x128 w4": TINY}, path)
-    assert quantize.read_tuned("A", path) == ({"64x128 w4": TINY}, "")
+    kernels.write_tuned("A", {"64x128 w4": TINY}, path)
+    assert kernels.read_tuned("A", path) == ({"64x128 w4": TINY}, "")
     with pytest.raises(SystemExit):
         bench_kernels.main(["--tune", "--device", "cpu"])
     assert "nothing to tune on a CPU" in capsys.readouterr().err
@@ -561,6 +560,21 @@ def test_kernel_report_gates_hold(arch):
     assert f"sm_{arch}" in done.stdout and "HMMA.16816.F32" in done.stdout
 
 
+def sums(compiled):
+    """Where Triton puts the operands of every matrix product and of every reduction of floats, in program order. Two
+    kernels with the same list add the same numbers in the same order."""
+    code = compiled.asm["ttgir"]
+    layouts = sorted(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE), reverse=True)
+    found = re.findall(
+        r"(?:\}\) : \(|(?:tt\.dot|warp_group_dot)\b.*? : )(tensor<[^)\n]*xf(?:16|32), .*)", code
+    )
+    for i, text in enumerate(found):
+        for name, layout in layouts:
+            text = re.sub(rf"{name}\b", lambda _, layout=layout: layout, text)
+        found[i] = text.split(" loc(")[0]
+    return found
+
+
 @needs_triton
 @pytest.mark.parametrize("arch", [86, 90])
 def test_attention_adds_up_alike_for_one_node_and_for_many(arch):
@@ -568,15 +582,15 @@ def test_attention_adds_up_alike_for_one_node_and_for_many(arch):
     bits that no interpreter would show."""
     from scripts import kernel_report
 
-    if kernels._INTERPRETED:
+    if kernels.INTERPRETED:
         pytest.skip("compiles for a GPU")
     seen = []
     for nodes in (1, 26, 128):
         fixed = dict(T=1, R=1) if nodes == 1 else {}  # what Triton makes of arguments equal to 1
         width = 1 << (nodes - 1).bit_length()
-        for variant in kernel_report._attention("fp16", nodes=width):
+        for variant in kernel_report.attention("fp16", nodes=width):
             variant = variant._replace(constants=variant.constants | fixed)
-            seen.append((variant.name[:16], kernel_report.sums(variant, arch)))
+            seen.append((variant.name[:16], sums(kernel_report.compile_variant(variant, arch))))
     assert all(found for _, found in seen) and seen[2:4] == seen[4:6] == seen[:2]
 
 
@@ -608,7 +622,16 @@ def test_bench_script_runs_on_cpu():
 # ------------------------------------------------------------------------------------------ interpreted kernels
 
 
-TRITON = KernelBackend("triton", "cpu") if kernels._INTERPRETED else None
+# Where references are called, and by which names.
+REFERENCES = {
+    kernels: ("tree_attention_reference", "rms_norm_reference", "rope_reference", "dequantize", "epilogue"),
+    kernels.attention: ("tree_attention_reference",),
+    kernels.experts: ("dequantize", "epilogue"),
+    kernels.linear: ("dequantize", "epilogue"),
+    kernels.norm_rope: ("rms_norm_reference", "rope_reference"),
+    kernels.packing: ("dequantize",),
+}
+TRITON = KernelBackend("triton", "cpu") if kernels.INTERPRETED else None
 REFERENCE = KernelBackend("reference")
 
 
@@ -682,13 +705,12 @@ def test_interpreted_linear_of_many_rows(bits, group, zeros, monkeypatch):
     weights, x = exact(stored(bits, 40, k, group or 32, zeros), 70, k)
     packed = pack(bits, weights, torch.float16, "planes")
     alone = [packed_linear(x[i : i + 1], packed) for i in (0, 40, 69)]
-    tensors = packed.weight, packed.scales, packed.zeros, bits, packed.group_size, packed.n
-    want, own = (kernels._matrix(x, *tensors, ours) for ours in (False, True))
+    want, own = (kernels.dequantize(packed, x.dtype, fused) for fused in (False, True))
     assert torch.equal(own, want)
-    half = kernels._matrix(x.bfloat16(), *tensors, True)  # the interpreter truncates to bfloat16
+    half = kernels.dequantize(packed, torch.bfloat16, fused=True)  # the interpreter truncates to bfloat16
     assert error(half, matrix(bits, weights)) < TOLERANCE[torch.bfloat16]
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "_matrix", None)
+        patch.setattr(kernels.linear, "dequantize", None)
         got = packed_linear(x, packed)
         assert torch.equal(got[[0, 40, 69]], torch.cat(alone)) and not packed.counters.any()
         gated = packed_linear(x, packed, gated=True)
@@ -699,7 +721,7 @@ def test_interpreted_linear_of_many_rows(bits, group, zeros, monkeypatch):
         error(gated, linear_definition(x, matrix(bits, weights), None, None, True))
         < 2 * TOLERANCE[torch.float16]
     )
-    monkeypatch.setattr(kernels, "SMALL_M", 64)
+    monkeypatch.setattr(kernels.linear, "SMALL_M", 64)
     assert error(packed_linear(x, packed), want) < TOLERANCE[torch.float16]
 
 
@@ -824,7 +846,7 @@ def test_interpreted_attention_verify_equals_plain_bitwise(start, int8):
 def test_interpreted_norm_and_rope(dtype):
     """Rows, heads or halves mixed up; keys or values written to the wrong slot."""
     x, w = torch.randn(2, 2, 100).to(dtype), torch.randn(100).to(dtype)
-    want = kernels._rms_norm_reference(x, w, 1e-5)
+    want = kernels.rms_norm_reference(x, w, 1e-5)
     with TRITON.active():
         assert error(kernels.rms_norm(x, w, 1e-5), want.double()) < TOLERANCE[dtype]
     qkv, angle = torch.randn(2, 2, 4, 24).to(dtype), torch.randn(2, 2, 12)
@@ -832,7 +854,7 @@ def test_interpreted_norm_and_rope(dtype):
     for weight in (None, torch.randn(24).to(dtype)):
         caches = [torch.zeros(2, 2, 1, 11, 24, dtype=dtype) for _ in range(2)]
         args = (angle.cos(), angle.sin())
-        want = kernels._rope_reference(qkv, *args, caches[0], slots, weight, weight, 1e-5)
+        want = kernels.rope_reference(qkv, *args, caches[0], slots, weight, weight, 1e-5)
         with TRITON.active():
             got = kernels.rope_write_kv(qkv, *args, caches[1], slots, weight, weight, 1e-5)
         assert (
@@ -840,7 +862,7 @@ def test_interpreted_norm_and_rope(dtype):
             and error(caches[1], caches[0].double()) < TOLERANCE[dtype]
         )
         rows = [torch.zeros(2, 2, 1, 11, 28, dtype=torch.int8) for _ in range(2)]
-        kernels._rope_reference(qkv, *args, rows[0], slots, weight, weight, 1e-5)
+        kernels.rope_reference(qkv, *args, rows[0], slots, weight, weight, 1e-5)
         with TRITON.active():
             kernels.rope_write_kv(qkv, *args, rows[1], slots, weight, weight, 1e-5)
         got, want = (kernels.dequantize_rows(r, torch.float64) for r in rows)
@@ -935,14 +957,9 @@ def test_interpreted_engine_gives_the_reference_tokens(mode, kv, monkeypatch):
     def never(*args):
         raise AssertionError("the reference ran")
 
-    for name in (
-        "tree_attention_reference",
-        "_rms_norm_reference",
-        "_rope_reference",
-        "dequantize",
-        "epilogue",
-    ):
-        monkeypatch.setattr(kernels, name, never)
+    for module, names in REFERENCES.items():
+        for name in names:
+            monkeypatch.setattr(module, name, never)
     assert run(TRITON) == [plain, drafted] and not TRITON.declined
     assert model.layers[0].mlp.down.packed.layout == head.layer.mlp.down.packed.layout == "planes"
 

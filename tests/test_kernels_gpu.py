@@ -1,4 +1,4 @@
-"""kernels.py on a CUDA device: correctness against float64, and bit-for-bit independence of a row from M and its
+"""The kernels on a CUDA device: correctness against float64, and bit-for-bit independence of a row from M and its
 neighbours. `make gpu` (pytest -m gpu); skipped where there is no device."""
 
 import pytest
@@ -145,13 +145,13 @@ def test_norm_and_rope_on_device(dtype):
     """Row-per-program kernels against their references; rows independent bit for bit."""
     x, w = torch.randn(26, 4096, device="cuda").to(dtype), torch.randn(4096, device="cuda").to(dtype)
     got = kernels.rms_norm(x, w, 1e-5)
-    assert error(got, kernels._rms_norm_reference(x.double(), w.double(), 1e-5)) < TOLERANCE[dtype]
+    assert error(got, kernels.rms_norm_reference(x.double(), w.double(), 1e-5)) < TOLERANCE[dtype]
     assert torch.equal(kernels.rms_norm(x[3:4], w, 1e-5), got[3:4])
     qkv, angle = torch.randn(1, 26, 48, 128, device="cuda").to(dtype), torch.randn(1, 26, 64, device="cuda")
     slots = torch.arange(30, 56, device="cuda")[None]
     caches = [torch.zeros(2, 1, 8, 64, 128, device="cuda", dtype=dtype) for _ in range(2)]
     out = kernels.rope_write_kv(qkv, angle.cos(), angle.sin(), caches[0], slots)
-    want = kernels._rope_reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
+    want = kernels.rope_reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
     assert (
         error(out, want.double()) < TOLERANCE[dtype]
         and error(caches[0], caches[1].double()) < TOLERANCE[dtype]
@@ -179,9 +179,7 @@ def test_linear_in_a_cuda_graph():
 def test_fused_dequantization_on_device(bits, group, zeros, dtype):
     """A matrix for cuBLAS that is not, bit for bit, the one that the weights stand for."""
     packed, _ = quantized(bits, 1000, 1120 if group == 32 else 1152, dtype, group, zeros)
-    x = torch.empty(1, packed.k, device="cuda", dtype=dtype)
-    tensors = packed.weight, packed.scales, packed.zeros, bits, packed.group_size, packed.n
-    assert torch.equal(kernels._matrix(x, *tensors, True), kernels._matrix(x, *tensors, False))
+    assert torch.equal(kernels.dequantize(packed, dtype, fused=True), kernels.dequantize(packed, dtype))
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -265,6 +263,6 @@ def test_int8_cache_on_device():
     slots = torch.stack([torch.arange(30, 56), torch.arange(3, 29)]).cuda()
     caches = [torch.zeros(2, 2, 8, 64, 132, device="cuda", dtype=torch.int8) for _ in range(2)]
     kernels.rope_write_kv(qkv, angle.cos(), angle.sin(), caches[0], slots)
-    kernels._rope_reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
+    kernels.rope_reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
     got, want = (kernels.dequantize_rows(c, torch.float64) for c in caches)
     assert (got - want).abs().max() <= 1.01 * want.abs().max() / 127 and error(got, want) < 1e-2

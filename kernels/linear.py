@@ -213,8 +213,7 @@ def linear_kernel(
 def launch_tile(
     config: LinearConfig, tokens: int, gated: bool, group: int = 0, zeros: bool = False
 ) -> tuple[int, int, dict]:
-    """(output columns BN of a program, tokens BT of a program, compiler options) of a launch on `tokens`
-    rows.
+    """(output columns BN and tokens BT of a program, compiler options) of a launch on `tokens` rows.
 
     A gate-up layer halves BN, because two tiles share a program. With zero points a warp needs 32 output
     columns, otherwise decoded weights go through shared memory. Groups below 128 have so many scales that
@@ -282,8 +281,7 @@ def packed_linear(
         )  # fmt: skip
         return epilogue(y, None, residual, True) if apart else y
     if not torch.compiler.is_compiling():
-        # The layout has decided already. The call notes that the reference runs, or refuses it under
-        # 'triton'.
+        # The layout decides. This call only notes that the reference runs, or refuses it under 'triton'.
         use_triton("packed_linear", x, f"weights are packed as '{weight.layout}', for another backend")
     rows = x.reshape(-1, weight.k)
     if weight.layout == "cpu":
@@ -301,8 +299,7 @@ def _planes_linear(
     bias: Tensor | None, residual: Tensor | None, bits: int, group: int, n: int, gated: bool,
     config: list[int], accumulate: str,
 ) -> Tensor:  # fmt: skip
-    """`packed_linear` for layout 'planes'. `counters` does not count as mutated: it is zero before and
-    after."""
+    """`packed_linear` for layout 'planes'. `counters` is zero before and after, so it counts as unchanged."""
     k = x.shape[-1]
     rows = x.reshape(-1, k).contiguous()
     tiling = LinearConfig(*config, accumulate)

@@ -120,7 +120,7 @@ class QuantLinear(SelfCounting):
     def release(self) -> None:
         """Drop the codes if they are packed as a dense matrix, which takes their place for good (any dtype reads it). Not
         under Triton's interpreter (debugging): there a CPU has a second backend, which they may be packed for next."""
-        if self.packed is not None and self.packed.layout == "dense" and not kernels._INTERPRETED:
+        if self.packed is not None and self.packed.layout == "dense" and not kernels.INTERPRETED:
             self.qweight = None
 
     def _pack(self, dtype: torch.dtype, layout: str) -> kernels.PackedWeight:

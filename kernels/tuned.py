@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from support import cache
-from support.files import written_whole
+from support.files import write_text
 
 # The most rows of x that one program multiplies.
 TILE_M = 64
@@ -88,9 +87,7 @@ def write_tuned(gpu: str, configs: Mapping[str, LinearConfig], path: Path | None
     gpus = {} if note else _stored(path)
     gpus[gpu] = {key: list(config) for key, config in (known | dict(configs)).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps({"version": 1, "gpus": gpus}, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    write_text(path, json.dumps({"version": 1, "gpus": gpus}, indent=1) + "\n")
 
 
 def _stored(path: Path) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class QuantLinear(nn.Module):
         """
         if self.qweight is not None:
             self.packed = None
-        if self.pack(dtype).layout == "dense" and not kernels._INTERPRETED:
+        if self.pack(dtype).layout == "dense" and not kernels.INTERPRETED:
             self.qweight = None
 
     def _pack(self, dtype: torch.dtype, layout: str) -> kernels.PackedWeight:

@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def build_hf(family: str, **changes):
-    """A random transformers model of the family in float32; norms and biases are random too, so that none is inert."""
+    """A random transformers model of the family in float32. Norms and biases are random too, so that none is inert."""
     transformers = pytest.importorskip("transformers")
     cls, more = FAMILIES[family]
     config = getattr(transformers, cls)(**{**BASE, **more, **changes})
@@ -106,7 +106,7 @@ def build_hf(family: str, **changes):
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory):
-    """tiny_checkpoint(family) -> directory written by transformers' save_pretrained (made once per session)."""
+    """tiny_checkpoint(family) is a directory that transformers' save_pretrained wrote, once per session."""
     made: dict[str, Path] = {}
 
     def make(family: str) -> Path:

@@ -46,7 +46,7 @@ def geometry(layers: int = 2, vocab: int = V, **changes) -> ModelConfig:
 
 
 def randomise(module: nn.Module, seed: int, std: float = 0.25) -> None:
-    """Random weights; norms and biases too, so that none is inert."""
+    """Random weights. Norms and biases are random too, so that none is inert."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -69,7 +69,8 @@ def tiny_head(
     cls=EagleHead,
     **changes,
 ) -> EagleHead:
-    """`vocab`: absolute target ids the head can draft. `changes`: fields of EagleConfig, or of the layer's geometry."""
+    """`vocab`: absolute target ids that the head can draft. `changes`: fields of EagleConfig, or of the layer's
+    geometry."""
     flags = {k: changes.pop(k) for k in list(changes) if k in EagleConfig.__dataclass_fields__}
     drafted = target.config.vocab_size if vocab is None or version == 1 else len(vocab)
     layer = geometry(1, drafted, rope=RopeConfig(theta=500.0), **changes)
@@ -93,7 +94,7 @@ def heads(target: Transformer) -> dict[str, EagleHead]:
 
 
 def tables(tree, batch_size: int = 1):
-    """`tree`: one tree (for every sequence) or a list, one per sequence; dynamic trees stay as they are."""
+    """The tables of one tree for every sequence, or of a list with one tree for each. Dynamic trees stay as they are."""
     if isinstance(tree, trees.DynamicTree):
         return tree
     return trees.tree_tables(tree if isinstance(tree, list) else [tree] * batch_size)
@@ -113,8 +114,10 @@ def eagle_engine(
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts the known continuation. `truth[b][p]` is the token at position p; node i at depth d gets
-    `truth[n + d] + shift + rank`: shift 0 makes rank 0 right (an oracle), shift 1 everything wrong (hostile).
+    """Drafts the known continuation. `truth[b][p]` is the token at position p.
+
+    Node i at depth d gets `truth[n + d] + shift + rank`. With shift 0 rank 0 is right (an oracle), with shift 1
+    everything is wrong (hostile).
 
     It has nothing but `draft`, so it also shows that a drafter needs no more than that.
     """
@@ -138,7 +141,7 @@ class ScriptedDrafter(Drafter):
 
 
 class Clock(TorchDispatchMode):
-    """Stands in for the module `time`, so that a test of times finds the same ones on every machine, however busy.
+    """Stands in for the module `time`, so that a test of times finds the same ones on every machine, also a busy one.
 
     Within `with clock:` every operator of torch takes a microsecond. A test adds to `now` what else shall take time.
     """
@@ -164,7 +167,7 @@ def fake_clock(monkeypatch) -> Clock:
 
 
 class PieceTokenizer:
-    """Token id -> bytes; decodes incrementally, so characters may span tokens."""
+    """Maps token ids to bytes. It decodes incrementally, so characters may span tokens."""
 
     def __init__(self, pieces: list[bytes], eos_ids: tuple[int, ...] = ()):
         self.pieces, self.eos_ids = pieces, eos_ids

@@ -1196,6 +1196,36 @@ def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, everyt
     assert uncompiled(PROMPT, first) and len(compiled) == graphs
 
 
+@pytest.mark.parametrize("mode", ("inductor", "reduce-overhead"))
+def test_a_step_compiled_whole_decodes_the_same(mode, monkeypatch):
+    """Catches a mode that compiles the step in one piece and leaves out a function, breaks its graph, recompiles for a
+    request, or (reduce-overhead) does not mark the buffers whose addresses stay."""
+    torch._dynamo.reset()
+    real, calls = torch.compile, []
+
+    def compile(function, **how):
+        calls.append(how)
+        return real(function, fullgraph=how["fullgraph"], dynamic=how["dynamic"], backend="eager")
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(Engine, "_measure", lambda self, mode: (1.0, 99.0))  # plain steps take over after 16
+    drafter = eagle_drafter(HEADS["eagle1"], TREES["chain4"])
+    engine = Engine(MODEL, drafter=drafter, compile=True, compile_mode=mode, eagle_always=False)
+    assert all(how["fullgraph"] and not how["dynamic"] for how in calls)
+    inductor = None if mode == "inductor" else mode
+    assert [how.get("mode") for how in calls] == [inductor, inductor, None], "step, plain step, prefill"
+    buffers = [*engine.state.buffers(), drafter.cache]
+    marked = [hasattr(buffer, "_dynamo_static_input_type") for buffer in buffers]
+    assert all(marked) if inductor else not any(marked)
+    for number, prompt in enumerate((PROMPT, PROMPT * 3, PROMPT[:4])):
+        params = settings(2, seed=number, max_new_tokens=40)
+        stance = "fail_on_recompile" if number == 2 else "default"
+        with torch.compiler.set_stance(stance):
+            result = engine.generate(prompt, params).run()[0]
+        assert result.token_ids == Engine(MODEL).generate(prompt, params).run()[0].token_ids
+        assert result.plain_tokens > 10
+
+
 def test_unknown_compile_mode_is_named():
     """Catches a mode that silently falls back to another one."""
     with pytest.raises(

@@ -17,6 +17,7 @@ from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import WithNGrams
 from model import DTYPES, ModelConfig
 from runtime.compiled import COMPILE_MODES
+from sampling import SamplingParams
 from support import cache
 from support.errors import UsageError
 from support.machine import default_device, describe_device
@@ -270,6 +271,43 @@ def read_option(name: str, text: str) -> Any:
             raise UsageError(f"{name}={text!r:.40}; allowed: an integer.")
         return int(text)
     return tuple(text.split(",")) if isinstance(f.default, tuple) else text
+
+
+def add_sampling(
+    parser: argparse.ArgumentParser, names: Iterable[str] | None = None, **defaults: Any
+) -> None:
+    """Add the arguments of SamplingParams (default: all) to a command line. `sampling_from` reads them."""
+    group = parser.add_argument_group("sampling")
+    for f in (f for f in fields(SamplingParams) if names is None or f.name in names):
+        if f.name == "stop":
+            group.add_argument(
+                "--stop", action="append", default=[], metavar="TEXT", help="stop string (repeatable)"
+            )
+        elif f.name == "stop_ids":
+            group.add_argument(
+                "--stop-ids", default="", metavar="2,13", help="stop ids instead of the model's own"
+            )
+        else:
+            default = defaults.get(f.name, f.default)
+            group.add_argument(
+                _flag(f.name), type=type(f.default), default=default, help=f"default: {default}"
+            )
+
+
+def sampling_from(args: argparse.Namespace) -> SamplingParams:
+    """The SamplingParams of parsed arguments."""
+    given = {f.name: vars(args)[f.name] for f in fields(SamplingParams) if f.name in vars(args)}
+    if "stop_ids" in given:
+        given["stop_ids"] = parse_ids(given["stop_ids"], "--stop-ids")
+    return SamplingParams(**given)
+
+
+def parse_ids(text: str, flag: str) -> tuple[int, ...]:
+    """Comma-separated ids. Raises UsageError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UsageError(f"{flag} {text!r:.60}: expected comma-separated integers, like 5,17,9.") from None
 
 
 def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile) -> Path:

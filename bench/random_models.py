@@ -98,7 +98,7 @@ def empty_head(model: Transformer, version: int, quant: str | None) -> EagleHead
 
 def _random(owner: nn.Module, name: str, like: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Random values for the tensor `name` of `owner`. Weights have variance 1 / inputs, so that activations keep their
-    size through any number of layers; codes and scales together have that variance, too."""
+    size through any number of layers. Codes and scales together have that variance, too."""
     if name == "qweight":
         low, high = (0, 256) if like.dtype == torch.uint8 else (-128, 128)
         return torch.randint(low, high, like.shape, dtype=like.dtype, device=device)

@@ -104,7 +104,7 @@ def marked(engine: Engine, context: int, repeats: int) -> tuple[float, float]:
 
 
 def split(engine: Engine, cell: Cell, repeats: int, step_ms: float) -> dict[str, Any]:
-    """Milliseconds of a step's parts. `rest` is acceptance, commit and the ring; `how` says how they were measured.
+    """Milliseconds of a step's parts. `rest` is acceptance, commit and the ring. `how` says how they were measured.
 
     If the marks inside the engine's step fail, drafting and verifying are each timed alone, as graphs of their own.
     """

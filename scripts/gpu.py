@@ -106,7 +106,7 @@ def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Pa
     shared, fresh = (
         {key: os.path.join(cache, which, key) for key in CACHES} for which in ("shared", "start")
     )
-    shared = {} if full else shared  # cold caches for `make gpu`; those of the machine where a run is resumed
+    shared = {} if full else shared  # `make gpu` starts with cold caches, a resumed run with the machine's
     step_time = _module("scripts.step_time", "--json", steps)
     step_time += ["--device", "cpu", "--tiny"] if args.tiny else []
     measured = ["--seconds", "{seconds}", "--cell-seconds", "600" if full else "70", *["--full"] * full]

@@ -190,6 +190,15 @@ class Engine:
         self._first_runs(params.mode)
         return time.perf_counter() - started
 
+    def step(self, mode: SamplingMode, mark: Callable[[str], None] | None = None) -> StepOutput:
+        """Run one speculative step now, on the state as it is and without its graph. For measurements."""
+        marks = {} if mark is None else {"mark": mark}
+        return self._step(self.model, self.drafter, self.state, mode, parts=self._parts, **marks)
+
+    def graph(self, mode: SamplingMode) -> Any:
+        """The CUDA graph that replays such a step, or None."""
+        return self.runner.graphs.get(self._step_call(self.drafter, mode)[0], (None,))[0]
+
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Stream:
         """Decode one prompt. Returns a Stream of Chunks whose `result` is complete when the stream ends.
 

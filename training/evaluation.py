@@ -12,7 +12,7 @@ from engine import Engine
 from model import Transformer
 from sampling import SamplingParams
 from training.data import TokenData
-from tree import DynamicTree, TreeTables, named_tree, tree_tables
+from tree import DynamicTree, TreeTables, parse_tree, tree_tables
 
 
 class Evaluation:
@@ -32,7 +32,7 @@ class Evaluation:
         self.new_tokens = self.ctx - longest
         if self.new_tokens < 2:
             raise ValueError("held-out prompts leave no room for new tokens; use a smaller --prompt-length.")
-        self.tree = named_tree(args.tree)
+        self.tree = parse_tree(args.tree)
 
     def _prompts(self) -> list[list[int]]:
         """Evenly spaced windows of held-out text, or held-out conversations up to their first answer."""

@@ -28,8 +28,8 @@ from engine import Engine
 from load import DRAFTERS, load, tuned_tree_path
 from sampling import SamplingParams
 from scripts import bench, evaluate
-from scripts import bench as bench  # FIXME bare
 from support.errors import UserError
+from support.texts import HELD_OUT
 from weights.heads import read_eagle, save_eagle, save_medusa
 from weights.hf import save_hf
 
@@ -374,20 +374,22 @@ def test_other_labels_print_their_ratio_with_the_label(label):
 
 
 def test_a_near_tie_is_counted_apart(monkeypatch):
-    """float32 rounding at a tie blocked the speedup of a correct drafter; a real fork must still block it."""
+    """Rounding at a tie blocked the speedup of a correct drafter; a real fork must still block it, as in --prove."""
     model = tiny_model()
-    for margin, kind in ((9e-5, "tie"), (2e-4, "differs")):
+    for margin, ulps, kind in ((9e-5, 9.0, "tie"), (2e-4, 2.0, "tie"), (2e-4, 2.1, "differs")):
         arms = [
             bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model)),
             OtherArm(bench_arms.SAME_TOKENS),
         ]
-        monkeypatch.setattr(arms[0].engine, "margin", lambda *a, margin=margin: (margin, 1.0))
+        monkeypatch.setattr(arms[0].engine, "margin", lambda *a, found=(margin, ulps): found)
         settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
         runs = list(bench_of(arms, settings=settings).measure())
         row = bench_summary.summarise(runs, settings)[-1]
         assert row["same"][kind] == 3 and (row["speedup"] is None) == (kind == "differs")
         assert ("3 near-tie" in tables.result_table([row])) == (kind == "tie")
-        assert {r["margin"] for r in runs if not r["baseline"]} == {margin}
+        assert {(r["margin"], r["margin_ulps"]) for r in runs if not r["baseline"]} == {(margin, ulps)}
+        strict = list(bench_of(arms, settings=replace(settings, tie_margin=1e-5)).measure())
+        assert {r["same"] for r in strict if not r["baseline"]} == {"differs"}
 
 
 def test_a_prefix_is_no_near_tie():
@@ -588,8 +590,6 @@ def test_bad_suites_name_the_line(tmp_path, bad):
 
 def test_builtin_suite_is_held_out_text():
     """Acceptance measured on the training text of the demo model."""
-    from training.corpus import HELD_OUT
-
     questions = suites.builtin_suite()
     assert 5 <= len(questions) <= 12 and len({q.turns for q in questions}) == len(questions)
     for q in questions:
@@ -826,7 +826,7 @@ def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
         ids, steps = real(ids, steps, stop_ids)
         return ([*ids[:-1], (ids[-1] + 1) % V] if steps and max(steps) and next(calls) % 2 else ids), steps
 
-    monkeypatch.setattr(bench, "counted", spoiled)
+    monkeypatch.setattr(measure, "counted", spoiled)
     assert bench.main(flags) == 1
     assert "DIFFERS" in capsys.readouterr().out
 

@@ -50,7 +50,7 @@ def add_load_options(parser: argparse.ArgumentParser, *names: str) -> None:
         "kernels": {"default": "auto", "choices": ("auto", "triton", "reference")},
         "device": {"choices": ("cuda", "cpu")},
         "dtype": {"choices": tuple(DTYPES)},
-        "ctx": {"type": int, "help": "context to allocate (default: what the prompts need)"},
+        "ctx": {"type": int, "help": "tokens of context to allocate"},
     }
     for name in names:
         parser.add_argument(f"--{name}", **flags[name])

@@ -19,7 +19,7 @@ from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
 
 import tree
 from bench import arms as bench_arms
-from bench import compare, measure, records, suites, tables
+from bench import compare, evaluate, measure, records, suites, tables
 from bench import environment as bench_environment
 from bench import rows as bench_rows
 from bench import summary as bench_summary
@@ -27,7 +27,7 @@ from drafters.medusa import MedusaHeads
 from engine import Engine
 from load import DRAFTERS, load, tuned_tree_path
 from sampling import SamplingParams
-from scripts import bench, evaluate
+from scripts import bench
 from support.errors import UserError
 from support.texts import HELD_OUT
 from weights.heads import read_eagle, save_eagle, save_medusa

@@ -143,10 +143,9 @@ class HFArm:
         """One request with a new cache."""
         model, clock = self.model, _Clock()
         stops = [i for i in params.stop_ids if i not in NO_STOP]
-        options: dict[str, Any] = {"do_sample": False}
+        options: dict[str, Any] = {"do_sample": params.temperature > 0}
         if params.temperature:
-            options = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k}
-            options["top_p"] = params.top_p
+            options |= {name: vars(params)[name] for name in ("temperature", "top_k", "top_p")}
         if self.kind != "hf":
             options |= {"cache_implementation": "static", "disable_compile": True}
         ids = torch.tensor([prompt], device=model.device)
@@ -162,24 +161,22 @@ class HFArm:
             streamer=clock,
             **options,
         )
-        text = self.tokenizer.decode(clock.ids, continuation=True) if self.tokenizer else ""
-        return Sample(clock.ids, clock.times[0] - started, clock.times[-1] - clock.times[0], text=text)
+        _, *times = clock.times  # the prompt comes first
+        new = clock.ids[len(prompt) :]
+        text = self.tokenizer.decode(new, continuation=True) if self.tokenizer else ""
+        return Sample(new, times[0] - started, times[-1] - times[0], text=text)
 
 
 class _Clock:
-    """A streamer for transformers: keeps the ids and the time when each arrived on the host."""
+    """A streamer for transformers: keeps the ids and the time when they arrived on the host."""
 
     def __init__(self):
         self.ids: list[int] = []
         self.times: list[float] = []
-        self.started = False
 
     def put(self, ids: Tensor) -> None:
-        """Take new ids. The first call brings the prompt, which does not count."""
-        if self.started:
-            self.ids += ids.flatten().tolist()
-            self.times.append(time.perf_counter())
-        self.started = True
+        self.ids += ids.flatten().tolist()
+        self.times.append(time.perf_counter())
 
     def end(self) -> None:
         pass

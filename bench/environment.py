@@ -102,24 +102,18 @@ def memory_of(engine: Engine) -> int:
     """Bytes of every tensor that an engine needs (weights, head, caches, buffers), with each storage counted once."""
     storages: dict[int, int] = {}
     seen: dict[int, Any] = {}  # holds what was visited, because a freed object's id may come back
-
-    def visit(value: Any) -> None:
+    left: list[Any] = [engine.model, engine.drafter, engine.state]
+    while left:
+        value = left.pop()
         if isinstance(value, Tensor):
             if value.device.type != "meta":
-                storage = value.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         elif id(value) not in seen:
             seen[id(value)] = value
-            if isinstance(value, list | tuple):
-                inner: Any = value
-            elif isinstance(value, dict):
-                inner = value.values()
+            if isinstance(value, dict):
+                left += value.values()
+            elif isinstance(value, list | tuple):
+                left += value
             elif isinstance(value, nn.Module) or hasattr(value, "__dict__") and not callable(value):
-                inner = vars(value).values()
-            else:
-                inner = ()
-            for part in list(inner):
-                visit(part)
-
-    visit([engine.model, engine.drafter, engine.state])
+                left += vars(value).values()
     return sum(storages.values())

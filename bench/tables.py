@@ -23,6 +23,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def percent(value: float | None) -> str:
+    """A share for a table; `-` for None."""
+    return "-" if value is None else f"{value:.0%}"
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A markdown table whose columns line up in a terminal: text to the left, numbers to the right."""
     columns = list(zip(head, *rows, strict=True))
@@ -76,19 +81,11 @@ def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], 
         part = fact["draft_share"]
         if part is None:
             part = min(1.0, 1e3 * fact["draft_seconds"] / row["step_ms"])
-        draft = part * row["step_ms"]
-        share = row["bandwidth_share"]
-        cells = [
-            row["suite"],
-            f"{row['temperature']:g}",
-            row["arm"],
-            str(fact["nodes"]),
-            number(row["step_ms"]),
-        ]
-        cells += [number(draft or None), number(row["step_ms"] - draft), f"{part:.0%}" if draft else "-"]
+        step, draft = row["step_ms"], part * row["step_ms"]
+        cells = [row["suite"], f"{row['temperature']:g}", row["arm"], str(fact["nodes"]), number(step)]
+        cells += [number(draft or None), number(step - draft), percent(part or None)]
         cells += ["-" if row["baseline"] else number(row["break_even_tau"]), number(row["tau"])]
-        cells += ["-" if share is None else f"{share:.0%}", size_text(fact["memory_bytes"])]
-        body.append(cells)
+        body.append([*cells, percent(row["bandwidth_share"]), size_text(fact["memory_bytes"])])
     head = "suite|T|arm|nodes|step ms|draft ms|rest ms|draft share|break-even tau|tau".split("|")
     head += [f"of {bandwidth / 1e9:.0f} GB/s copy", "memory"]
     return table(head, body) if body else ""
@@ -142,8 +139,8 @@ def _header(summary: dict[str, Any]) -> str:
 def _llama_bench_table(rows: Sequence[dict[str, Any]]) -> str:
     body = []
     for row in rows:
-        share = "-" if row["bandwidth_share"] is None else f"{row['bandwidth_share']:.0%}"
-        body.append([row["arm"], row["test"], f"{row['tokens_per_second']:.2f} ± {row['sd']:.2f}", share])
+        rate = f"{row['tokens_per_second']:.2f} ± {row['sd']:.2f}"
+        body.append([row["arm"], row["test"], rate, percent(row["bandwidth_share"])])
     return table(["arm", "test", "t/s", "of copy bandwidth"], body)
 
 

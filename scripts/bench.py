@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -120,20 +121,11 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise UsageError("--shape has random weights; add --synthetic-tau X (tokens per step to assume).")
     if args.synthetic_tau and args.synthetic_tau < 1:
         raise UsageError("--synthetic-tau counts the target's own token; allowed: 1 or more.")
+    flags = [f.name for f in fields(Settings) if f.name in vars(args)]
     return Settings(
         temperatures=tuple(dict.fromkeys(args.temperature)),
-        max_new_tokens=args.max_new_tokens,
-        reps=args.reps,
-        seed=args.seed,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        ignore_eos=args.ignore_eos,
-        warmup_runs=args.warmup_runs,
-        max_seconds=args.max_seconds,
-        tie_margin=args.tie_margin,
-        allow_diff=args.allow_diff,
-        synthetic_tau=args.synthetic_tau,
         random_weights=bool(args.shape),
+        **{name: vars(args)[name] for name in flags},
     )
 
 

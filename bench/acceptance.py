@@ -7,6 +7,7 @@ import datetime
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     base = load(args.checkpoint, **load_options(args, "dtype", "ctx"))
     text = Path(args.text).read_text(encoding="utf-8") if args.text else None
     prompts = held_out_prompts(base.tokenizer, args.prompts, args.prompt_tokens, text)
-    params = {
-        T: SamplingParams(temperature=T, seed=1, max_new_tokens=args.new_tokens) for T in args.temperature
-    }
+    request = SamplingParams(seed=1, max_new_tokens=args.new_tokens)
+    params = {T: replace(request, temperature=T) for T in args.temperature}
     plain = {T: [base.generate(p, params[T]).run()[0] for p in prompts] for T in params}
     rows = []
     for T, head, tree, rule in itertools.product(params, heads, args.trees, RULES):
@@ -87,18 +87,15 @@ def add_ablation(path: Path, cards: Sequence[str]) -> None:
     """
     rows = [{name: card[name] for name in CARD} for card in map(read_json, map(Path, cards))]
     if len({row["steps"] for row in rows}) > 1:
-        raise ValueError(
-            "the heads were trained for different numbers of steps; an ablation changes one thing."
-        )
+        raise ValueError("heads trained for different numbers of steps; an ablation changes one thing.")
     write_json(path, read_json(path) | {"ablation": rows})
 
 
 def tables(report: dict[str, Any]) -> str:
     """Markdown: tau by rule, n-alpha of the chains, and the ablation if the report holds one."""
     cells = {(r["head"], r["temperature"], r["tree"], r["rule"]): r for r in report["rows"]}
-    places = sorted(
-        {key[:3] for key in cells}, key=lambda k: (*k[:2], TREES.index(k[2]) if k[2] in TREES else len(TREES))
-    )
+    order = {tree: number for number, tree in enumerate(TREES)}
+    places = sorted({key[:3] for key in cells}, key=lambda k: (*k[:2], order.get(k[2], len(TREES))))
     parts = [
         f"tau on {report['prompts']} held-out prompts x {report['new_tokens']} tokens, {report['dtype']}, "
         f"{report['device']}, torch {report['versions']['torch']}, {report['date']}:",
@@ -106,26 +103,20 @@ def tables(report: dict[str, Any]) -> str:
         _alpha_table(cells, places),
     ]
     if ablation := report.get("ablation"):
-        steps = ablation[0]["steps"]
-        parts.append(
-            f"The paper's input ablation: EAGLE-1 heads of {steps} steps each, on greedy texts:\n\n"
-            + _ablation_table(ablation)
-        )
+        steps = f"EAGLE-1 heads of {ablation[0]['steps']} steps each, on greedy texts"
+        parts += [f"The paper's input ablation: {steps}:", _ablation_table(ablation)]
     return "\n\n".join(parts)
 
 
 def _tau_table(cells: dict[tuple, dict], places: Sequence[tuple]) -> str:
-    rules = {
-        SHARED_NOISE: "shared noise (default)",
-        MULTI_ROUND: "multi-round (paper)",
-        TOP_K: "top-k drafts (EAGLE-2/3)",
-    }
+    rules = SHARED_NOISE, MULTI_ROUND, TOP_K
+    titles = "shared noise (default)", "multi-round (paper)", "top-k drafts (EAGLE-2/3)"
     rows = []
     for head, T, tree in places:
         found = [cells.get((head, T, tree, rule)) for rule in rules]
         same = f"{found[0]['same']}/{found[0]['prompts']}" if found[0] else "-"
         rows.append([head, f"{T:g}", tree, *(f"{r['tau']:.2f}" if r else "-" for r in found), same])
-    return table(["head", "T", "tree", *rules.values(), "same tokens"], rows)
+    return table(["head", "T", "tree", *titles, "same tokens"], rows)
 
 
 def _alpha_table(cells: dict[tuple, dict], places: Sequence[tuple]) -> str:

@@ -5,19 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bench.measure import Line
 from bench.records import read_lines
-from bench.summary import pair_of
+from bench.summary import Row, pair_of
 from bench.tables import number, table
 
 # What differs between any two runs on the same machine.
-PASSING = (
-    "time_utc",
-    "load_average",
-    "gpu.temperature.gpu",
-    "gpu.utilization.gpu",
-    "gpu.clocks.sm",
-    "gpu.memory.used",
-)
+GPU = "temperature.gpu utilization.gpu clocks.sm memory.used".split()
+PASSING = ("time_utc", "load_average", *(f"gpu.{name}" for name in GPU))
 
 
 def differences(a: Any, b: Any, name: str = "") -> list[str]:
@@ -41,23 +36,20 @@ def compare(a: str | Path, b: str | Path) -> str:
             body.append(_cells(row, other, _of_row(runs_a, row), _of_row(runs_b, row)))
     missing += [f"{place} only in {b}" for place in rows_b]
     head = "suite|T|arm|A tok/s|B tok/s|B / A|A speedup|B speedup|A tau|B tau|same tokens".split("|")
+    changed, indent = _changes(summary_a, summary_b), "\n" + " " * 10
+    same = "same environment, settings, model and arms"
     parts = [table(head, body) if body else "nothing in common"]
-    changed = _changes(summary_a, summary_b)
-    parts.append(
-        "differs   " + "\n          ".join(changed)
-        if changed
-        else "same environment, settings, model and arms"
-    )
+    parts.append(f"differs   {indent.join(changed)}" if changed else same)
     if missing:
-        parts.append("missing   " + "\n          ".join(missing))
+        parts.append(f"missing   {indent.join(missing)}")
     return "\n\n".join(parts)
 
 
-def _place(row: dict[str, Any]) -> tuple:
+def _place(row: Row) -> tuple:
     return row["suite"], row["temperature"], row["arm"]
 
 
-def _of_row(runs: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
+def _of_row(runs: list[Line], row: Row) -> list[Line]:
     """The runs that a row sums up."""
     suite, T, arm = _place(row)
     return [r for r in runs if r["arm"] == arm and r["temperature"] == T and suite in ("all", r["suite"])]
@@ -75,9 +67,7 @@ def _changes(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return changed
 
 
-def _cells(
-    row: dict[str, Any], other: dict[str, Any], runs_a: list[dict[str, Any]], runs_b: list[dict[str, Any]]
-) -> list[str]:
+def _cells(row: Row, other: Row, runs_a: list[Line], runs_b: list[Line]) -> list[str]:
     """The cells of an arm that both files have. Rates of other prompts are not set against each other."""
     asked = [{r["prompt_sha256"] for r in runs} for runs in (runs_a, runs_b)]
     ids = [{(*pair_of(r), r["prompt_sha256"]): r["ids_sha256"] for r in runs} for runs in (runs_a, runs_b)]

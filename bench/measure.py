@@ -25,6 +25,8 @@ from sampling import SamplingParams
 from step import accept_and_commit, decode_step
 from support.machine import peak_memory, resident_memory, synchronize
 
+Line = dict[str, Any]  # a run line of the JSON
+
 
 def counted(
     ids: list[int], steps: list[int] | None, stop_ids: Iterable[int]
@@ -103,7 +105,7 @@ class Bench:
     settings: Settings
     stop_ids: tuple[int, ...]
     ctx: int
-    emit: Callable[[dict[str, Any]], None] = lambda line: None
+    emit: Callable[[Line], None] = lambda line: None
     progress: Callable[[float, str], None] = lambda share, text: None
     environment: dict[str, Any] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)  # turns that did not fit the context
@@ -128,12 +130,11 @@ class Bench:
                 rates.append(len(sample.token_ids) / (sample.ttft_seconds + sample.decode_seconds))
                 if s.max_seconds and time.perf_counter() - began > s.max_seconds / 3:
                     break
-            notes.append(
-                {"arm": arm.name, "temperature": T, "tokens_per_second": rates, "agreed": agree(rates)}
-            )
+            note = {"arm": arm.name, "temperature": T, "tokens_per_second": rates}
+            notes.append(note | {"agreed": agree(rates)})
         return notes
 
-    def measure(self) -> Iterator[dict[str, Any]]:
+    def measure(self) -> Iterator[Line]:
         """Every run as a line, repetitions outermost. The order of the arms rotates from prompt to prompt.
 
         Past `max_seconds` the first repetition ends with the question at hand, and `cut` says after how many.
@@ -170,9 +171,7 @@ class Bench:
             what += f", {left:.0f} s left"
         self.progress(done / total, what)
 
-    def _turn(
-        self, question: Question, answers: list[str], T: float, rep: int, rotate: int
-    ) -> list[dict[str, Any]]:
+    def _turn(self, question: Question, answers: list[str], T: float, rep: int, rotate: int) -> list[Line]:
         """The lines of one prompt through all arms; none if the prompt does not fit.
 
         `answers` are plain decoding's to the turns before, and its answer to this one is appended.
@@ -214,7 +213,7 @@ class Bench:
 
     def _line(
         self, i: int, sample: Sample, params: SamplingParams, prompt: list[int], plain: list[int]
-    ) -> dict[str, Any]:
+    ) -> Line:
         """What a run line says of arm i's run; `plain` are the ids of plain decoding."""
         arm = self.arms[i]
         ids, steps = counted(sample.token_ids, sample.tokens_per_step, params.stop_ids)

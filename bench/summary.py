@@ -12,19 +12,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.arms import OTHER_ENGINE, SAME_TOKENS, Arm, EngineArm
-from bench.measure import Settings, step_bytes
+from bench.measure import Line, Settings, step_bytes
 
 RESAMPLES = 2000
 POSITIONS = 16  # output positions that `tau_by_position` puts together
+Row = dict[str, Any]  # a row of the summary
 
 
-def rate(line: dict[str, Any]) -> float | None:
+def rate(line: Line) -> float | None:
     """Decode tokens/s of a run: ids after the first over the time after the first. None if there was only one."""
     seconds = line["decode_seconds"]
     return (line["new_tokens"] - 1) / seconds if line["new_tokens"] > 1 and seconds > 0 else None
 
 
-def total_rate(lines: Sequence[dict[str, Any]], whole: bool = False) -> float | None:
+def total_rate(lines: Sequence[Line], whole: bool = False) -> float | None:
     """Total tokens / total time: of decoding, or (whole) of the requests with their prompts."""
     if whole:
         tokens = sum(r["new_tokens"] for r in lines)
@@ -49,7 +50,7 @@ def acceptance(steps: Sequence[int]) -> tuple[float, list[float]]:
     return sum(steps) / len(steps), [sum(n > d for n in steps) / len(steps) for d in range(1, max(steps))]
 
 
-def tau_by_position(lines: Sequence[dict[str, Any]]) -> list[float | None]:
+def tau_by_position(lines: Sequence[Line]) -> list[float | None]:
     """Mean tokens per step of the steps that begin at output positions [16 k, 16 k + 16); None where none begins."""
     groups: dict[int, list[int]] = {}
     for line in lines:
@@ -60,19 +61,17 @@ def tau_by_position(lines: Sequence[dict[str, Any]]) -> list[float | None]:
     return [statistics.mean(groups[k]) if k in groups else None for k in range(max(groups, default=-1) + 1)]
 
 
-def question_of(line: dict[str, Any]) -> tuple:
+def question_of(line: Line) -> tuple:
     """What was asked: suite, question, turn."""
     return line["suite"], line["question"], line["turn"]
 
 
-def pair_of(line: dict[str, Any]) -> tuple:
+def pair_of(line: Line) -> tuple:
     """What the runs of one round through the arms have in common."""
     return *question_of(line), line["rep"], line["temperature"]
 
 
-def summarise(
-    runs: Sequence[dict[str, Any]], settings: Settings, resamples: int = RESAMPLES
-) -> list[dict[str, Any]]:
+def summarise(runs: Sequence[Line], settings: Settings, resamples: int = RESAMPLES) -> list[Row]:
     """One row per (suite, temperature, arm), the baseline first; with several suites also a suite "all"."""
     suites = list(dict.fromkeys(r["suite"] for r in runs))
     arms = list(dict.fromkeys(r["arm"] for r in sorted(runs, key=lambda r: not r["baseline"])))
@@ -90,7 +89,7 @@ def summarise(
     return rows
 
 
-def _measured(lines: Sequence[dict], plain: Sequence[dict]) -> dict[str, Any]:
+def _measured(lines: Sequence[Line], plain: Sequence[Line]) -> dict[str, Any]:
     """What an arm's lines say: speed, acceptance, and the time of a step beside that of plain decoding."""
     baseline = lines[0]["baseline"]
     known = all(r["tokens_per_step"] is not None for r in lines)
@@ -124,13 +123,13 @@ def _measured(lines: Sequence[dict], plain: Sequence[dict]) -> dict[str, Any]:
     }
 
 
-def _plain_step(plain: Sequence[dict]) -> float | None:
+def _plain_step(plain: Sequence[Line]) -> float | None:
     """Seconds of a step of plain decoding."""
     steps = sum(len(r["tokens_per_step"]) for r in plain)
     return sum(r["decode_seconds"] for r in plain) / steps if steps else None
 
 
-def _synthetic(row: dict[str, Any], tau: float) -> dict[str, float] | None:
+def _synthetic(row: Row, tau: float) -> dict[str, float] | None:
     """Speed at a given tau, from the measured time of a step alone."""
     if not tau or not row["break_even_tau"]:
         return None
@@ -140,7 +139,7 @@ def _synthetic(row: dict[str, Any], tau: float) -> dict[str, float] | None:
 
 
 def _compared(
-    row: dict[str, Any], lines: Sequence[dict], plain: Sequence[dict], settings: Settings, resamples: int
+    row: Row, lines: Sequence[Line], plain: Sequence[Line], settings: Settings, resamples: int
 ) -> dict[str, Any]:
     """An arm's speedup over plain decoding, or in `blocked` why there is none. The baseline has neither."""
     if row["baseline"]:
@@ -172,7 +171,7 @@ def _compared(
     return {"speedup": speedup, "blocked": None}
 
 
-def _blocked(row: dict[str, Any], line: dict[str, Any], settings: Settings) -> str | None:
+def _blocked(row: Row, line: Line, settings: Settings) -> str | None:
     """Why an arm's ratio would mislead, or None; `line` is one of its runs."""
     depth = line.get("depth")  # the cells of the paper's tables do not keep it
     if line["random_weights"] and depth != 0 and row["label"] != OTHER_ENGINE:
@@ -185,7 +184,7 @@ def _blocked(row: dict[str, Any], line: dict[str, Any], settings: Settings) -> s
     return None
 
 
-def add_bandwidth_share(rows: Sequence[dict[str, Any]], arms: Sequence[Arm], bandwidth: float) -> None:
+def add_bandwidth_share(rows: Sequence[Row], arms: Sequence[Arm], bandwidth: float) -> None:
     """Set every row's `bandwidth_share`: the bytes of a step over its time and the bandwidth of a copy."""
     engines = {arm.name: arm.engine for arm in arms if isinstance(arm, EngineArm)}
     for row in rows:
@@ -196,14 +195,12 @@ def add_bandwidth_share(rows: Sequence[dict[str, Any]], arms: Sequence[Arm], ban
             row["bandwidth_share"] = moved / row["step_ms"] * 1e3 / bandwidth
 
 
-def broken(row: dict[str, Any]) -> bool:
+def broken(row: Row) -> bool:
     """Whether an arm promised the tokens of plain decoding and gave others."""
     return row["label"] == SAME_TOKENS and bool(row["same"]) and row["same"]["differs"] > 0
 
 
-def remarks(
-    rows: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]], facts: Sequence[dict]
-) -> list[str]:
+def remarks(rows: Sequence[Row], runs: Sequence[Line], facts: Sequence[dict]) -> list[str]:
     """What a reader should not overlook: broken promises, drafters that accept nothing or cost time, unsteady steps."""
     depth = {f["arm"]: f.get("depth", 0) for f in facts}
     random_weights = bool(runs) and runs[0]["random_weights"]
@@ -227,8 +224,7 @@ def remarks(
     for r in runs:
         key = (r["arm"], r["prompt_sha256"], r["temperature"], r["seed"])
         if seen.setdefault(key, r["tokens_per_step"]) != r["tokens_per_step"]:
-            notes.append(
-                f"{r['arm']}: a repeated request took other steps (is state carried between requests?)"
-            )
+            what = "a repeated request took other steps (is state carried between requests?)"
+            notes.append(f"{r['arm']}: {what}")
             break
     return list(dict.fromkeys(notes))

@@ -192,9 +192,8 @@ def write_plot(path: str | Path, rows: Sequence[dict[str, Any]], title: str) -> 
     rows = [r for r in rows if r["suite"] != "all"]
     groups = list(dict.fromkeys((r["suite"], r["temperature"]) for r in rows))
     arms = list(dict.fromkeys(r["arm"] for r in rows))
-    colours = [
-        c for i, c in enumerate(plt.get_cmap("tab10").colors) if i != 7
-    ]  # grey is the colour of plain decoding
+    # the map's own grey is left out, because grey is plain decoding
+    colours = [c for i, c in enumerate(plt.get_cmap("tab10").colors) if i != 7]
     colour = {arm: "0.6" if i == 0 else colours[(i - 1) % 9] for i, arm in enumerate(arms)}
     figure, (speed, depth, position) = plt.subplots(1, 3, figsize=(17, 5.8), constrained_layout=True)
     thick = 0.84 / len(arms)
@@ -214,21 +213,16 @@ def write_plot(path: str | Path, rows: Sequence[dict[str, Any]], title: str) -> 
             shares = row["accepted_by_depth"]
             depth.plot(range(1, len(shares) + 1), shares, style, marker="o", ms=4, color=colour[arm])
         if row["tau_by_position"]:
-            points = [
-                (POSITIONS * k + POSITIONS // 2, v)
-                for k, v in enumerate(row["tau_by_position"])
-                if v is not None
-            ]
-            position.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=colour[arm])
+            found = [(POSITIONS * k, tau) for k, tau in enumerate(row["tau_by_position"]) if tau is not None]
+            middles, taus = [at + POSITIONS // 2 for at, _ in found], [tau for _, tau in found]
+            position.plot(middles, taus, style, marker="o", ms=3, color=colour[arm])
     speed.set_xticks(range(len(groups)), [f"{suite}\nT = {T:g}" for suite, T in groups])
     speed.set(ylabel="decode tokens/s", title="speed by suite (ratio to plain: median over prompts)")
     speed.set_ylim(0, 1.18 * max((r["tokens_per_second"] or 0) for r in rows) or 1)
     depth.set(xlabel="depth d", ylabel="share of steps that accepted d tokens", title="acceptance by depth")
     depth.set_ylim(0, 1)
     depth.xaxis.get_major_locator().set_params(integer=True)
-    position.set(
-        xlabel="position in the output (tokens)", ylabel="tau", title="tokens per forward by position"
-    )
+    position.set(xlabel="position in the output (tokens)", ylabel="tau", title="tau by position")
     lines = [plt.Line2D([], [], color="0.3", ls=STYLES[i % 4]) for i in range(len(groups))]
     depth.legend(lines, [f"{suite}, T = {T:g}" for suite, T in groups], fontsize=8)
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour[arm]) for arm in arms]

@@ -144,7 +144,7 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
 
 
 def load(
-    checkpoint_dir: str | Path = DEMO,
+    checkpoint: str | Path = DEMO,
     *,
     progress: Progress | None = None,
     report: Callable[[str], None] | None = None,
@@ -153,7 +153,7 @@ def load(
     """Build an Engine from a model directory and, with `eagle=`, a draft head.
 
     Args:
-        checkpoint_dir: the model directory.
+        checkpoint: the model directory.
         progress: called with (done, total, tensor name) while weights stream in.
         report: called with notes, one line each, such as what was assumed about a bare head.
         options: fields of LoadOptions.
@@ -162,7 +162,7 @@ def load(
         ValueError: in one line. The kinds in support.errors tell a wrong option from a bad file.
     """
     say = report or (lambda line: None)
-    asked = LoadOptions(checkpoint=str(checkpoint_dir), **options)
+    asked = LoadOptions(checkpoint=str(checkpoint), **options)
     asked.check()
     with _bad_files():
         files = _Files(asked)

@@ -20,14 +20,13 @@ from bench.arms import (
     Arm,
     EngineArm,
     HFArm,
-    _is,
     build_engine,
+    can_read,
     shown,
-    synchronize,
 )
 from bench.environment import environment
 from bench.environment import fingerprint as environment_fingerprint
-from bench.measure import TIE, Bench, Settings, first_fork
+from bench.measure import Bench, Settings, first_fork
 from bench.measure import digest as measure_digest
 from bench.paper_page import KEPT, LENGTHS, SHIFTED, cell_id, latest, read_cells
 from bench.suites import builtin_suite, prompts_of, random_suite, read_suite
@@ -36,7 +35,7 @@ from load import load, plan_memory
 from model import DTYPES
 from sampling import SamplingParams
 from support.errors import UsageError
-from support.machine import free_memory
+from support.machine import free_memory, synchronize
 from weights.checkpoint import load_config
 from weights.files import read_entries
 from weights.heads import MEDUSA_FILES, read_eagle
@@ -63,7 +62,7 @@ def drafters(args: argparse.Namespace, config) -> tuple[list[dict[str, Any]], di
             {"method": method, "name": name, "options": {key: str(path)}, "card": read_card(path)} | more
         )
 
-    heads = [Path(p) for p in args.eagle] or [p for p in folders if _is(read_eagle, p, config)]
+    heads = [Path(p) for p in args.eagle] or [p for p in folders if can_read(read_eagle, p, config)]
     ablation = [Path(p) for p in args.ablation]
     for path in [p for p in heads if p.resolve() not in {a.resolve() for a in ablation}] + ablation:
         version = read_eagle(str(path), config).config.version
@@ -82,7 +81,7 @@ def drafters(args: argparse.Namespace, config) -> tuple[list[dict[str, Any]], di
     drafts = (
         [Path(p) for p in args.draft_checkpoint]
         if args.draft_checkpoint
-        else [p for p in folders if str(p) not in known and _is(load_config, p)][:1]
+        else [p for p in folders if str(p) not in known and can_read(load_config, p)][:1]
     )
     for path in drafts:
         add("draft", "draft_checkpoint", path)
@@ -238,9 +237,7 @@ def measure_batch(
                 fork = first_fork(a.token_ids, b.token_ids)
                 if fork is not None:
                     text, ids = [*group[row], *a.token_ids[:fork]], (a.token_ids[fork], b.token_ids[fork])
-                    near = (
-                        engines[0].margin(row, text, len(group[row]), params, *ids)[0] < settings.tie_margin
-                    )
+                    near = settings.is_tie(*engines[0].margin(row, text, len(group[row]), params, *ids))
                     same = "tie" if near and same != "differs" else "differs"
             for i, (results, ttft, seconds) in outcome.items():
                 lines.append(_batch_line(i, number, rep, params, group, results, ttft, seconds, same))
@@ -300,7 +297,6 @@ def measure(args: argparse.Namespace, say=print) -> None:
         max_new_tokens=args.max_new_tokens,
         reps=args.reps,
         seed=args.seed,
-        tie_margin=TIE if base.options.dtype in ("float32", "float64") else 0.0,
     )
     suites, prompts, ctx = find_questions(args, base, settings)
     found, missing = drafters(args, base.model.config)

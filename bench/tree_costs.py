@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 import sampling
-from bench.arms import synchronize
+from bench.measure import timed_in_turn
 from drafters.base import Draft, DraftInput
 from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine
@@ -105,20 +104,6 @@ def tree_engine(base: Engine, head: EagleHead, tree: StaticTree | DynamicTree | 
 def eagle_drafter(head: EagleHead, tree: StaticTree | DynamicTree, ctx: int) -> EagleDrafter:
     built = tree if isinstance(tree, DynamicTree) else tree_tables([tree], head.target.device)
     return EagleDrafter(head, built, 1, ctx + tree.N + 1)
-
-
-def timed_in_turn(calls: Mapping[Any, Callable[[], Any]], rounds: int, device) -> dict[Any, list[float]]:
-    """Seconds of every call, `rounds` times in turn (two more go before, to warm up)."""
-    times: dict[Any, list[float]] = {name: [] for name in calls}
-    for i in range(rounds + 2):
-        for name, call in calls.items():
-            synchronize(device)
-            started = time.perf_counter()
-            call()
-            synchronize(device)
-            if i > 1:
-                times[name].append(time.perf_counter() - started)
-    return times
 
 
 def _replayable(call: Callable[[], Any], cuda: bool) -> Callable[[], Any]:

@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
 
 Cell = dict[str, Any]
+Results = list[GenerationResult]
 TEMPERATURES = (0.0, 1.0)
 LENGTHS = range(2, 11)  # draft lengths of the draft LLM, as the paper searched them
 SHIFTED = "feature+shifted-token"  # what an EAGLE head sees (Figure 8 has heads that see less)
@@ -90,8 +92,8 @@ def find_drafters(args: argparse.Namespace, config: ModelConfig) -> tuple[list[C
     found = []
     for path in [p for p in heads if p.resolve() not in {a.resolve() for a in ablation}] + ablation:
         head = _with_card(f"eagle{read_eagle(path, config).config.version}", "eagle", path)
-        head.ablation = path in ablation or head.card.get("inputs", SHIFTED) != SHIFTED
-        found.append(head)
+        other = head.card.get("inputs", SHIFTED) != SHIFTED
+        found.append(replace(head, ablation=path in ablation or other))
     for path in [Path(args.medusa)] if args.medusa else [p for p in folders if _medusa_files(p)]:
         count = len({name.split(".")[0] for name in read_entries(_medusa_files(path)[:1])})
         found.append(_with_card("medusa", "medusa", path, "paper25" if count >= 5 else f"chain:{count}"))
@@ -382,18 +384,17 @@ def measure_batch(
             runs = {i: _timed_batch(engines[i], group, params) for i in order}
             if rep < 0:
                 continue
-            same = _agreement(plain, runs[0][0], runs[1][0], group, params, settings.tie_margin)
-            where = {"question": f"batch {number}", "rep": rep}
-            for i, run in runs.items():
-                how = {"baseline": i == 0, "label": SAME_TOKENS, "same": same if i else None}
-                lines.append(where | how | _batch_line(group, params, *run))
+            same = _agreement(plain, group, params, runs[0][0], runs[1][0], settings.tie_margin)
+            for i, (_, line) in runs.items():
+                line |= {"question": f"batch {number}", "rep": rep, "same": same if i else None}
+                lines.append(line | {"baseline": i == 0, "label": SAME_TOKENS})
     return lines
 
 
 def _timed_batch(
     engine: Engine, group: list[list[int]], params: SamplingParams
-) -> tuple[list[GenerationResult], float, float]:
-    """(results, seconds until the last row had its first token, seconds from there to the end), from empty caches."""
+) -> tuple[Results, dict[str, Any]]:
+    """(results, run line) of a batch from empty caches, decoding timed from when the last row had its first token."""
     others = [[(prompt[0] + 1) % engine.model.config.vocab_size] for prompt in group]
     engine.generate_batch(others, replace(params, max_new_tokens=1)).run()  # empties the caches
     synchronize(engine.model.device)
@@ -404,52 +405,42 @@ def _timed_batch(
         if len(rows) < len(group):
             rows.add(chunk.row)
             first = time.perf_counter()
-    ended = time.perf_counter()
+    decode_seconds = time.perf_counter() - first
     if any(r.cached_tokens for r in stream.results):
         raise RuntimeError("a batch reused cached tokens of another run.")
-    return stream.results, first - started, ended - first
-
-
-def _agreement(
-    plain: Engine,
-    expected: list[GenerationResult],
-    results: list[GenerationResult],
-    group: list[list[int]],
-    params: SamplingParams,
-    tie_margin: float,
-) -> str:
-    """Whether all rows have the tokens of plain decoding: same, tie (they fork at a near-tie) or differs."""
-    same = "same"
-    for row, (a, b) in enumerate(zip(expected, results, strict=True)):
-        fork = first_fork(a.token_ids, b.token_ids)
-        if fork is not None:
-            text = [*group[row], *a.token_ids[:fork]]
-            ids = a.token_ids[fork], b.token_ids[fork]
-            if plain.margin(row, text, len(group[row]), params, *ids)[0] >= tie_margin:
-                return "differs"
-            same = "tie"
-    return same
-
-
-def _batch_line(
-    group: list[list[int]],
-    params: SamplingParams,
-    results: list[GenerationResult],
-    ttft_seconds: float,
-    decode_seconds: float,
-) -> dict[str, Any]:
-    steps = [len(ids) for r in results for ids in r.tokens_per_step]
-    return {
+    steps = [len(ids) for r in stream.results for ids in r.tokens_per_step]
+    return stream.results, {
         "turn": 1,
         "seed": params.seed,
         "prompt_sha256": digest([t for prompt in group for t in prompt]),
         "prompt_tokens": sum(map(len, group)) / len(group),
         "new_tokens": 1 + sum(steps),
-        "ids_sha256": digest([t for r in results for t in r.token_ids]),
-        "ttft_seconds": ttft_seconds,
+        "ids_sha256": digest([t for r in stream.results for t in r.token_ids]),
+        "ttft_seconds": first - started,
         "decode_seconds": decode_seconds,
         "tokens_per_step": steps,
     }
+
+
+def _agreement(
+    plain: Engine,
+    group: list[list[int]],
+    params: SamplingParams,
+    expected: Results,
+    found: Results,
+    margin: float,
+) -> str:
+    """Whether all rows have the tokens of plain decoding: same, tie (they fork below the margin) or differs."""
+    same = "same"
+    for row, (a, b) in enumerate(zip(expected, found, strict=True)):
+        fork = first_fork(a.token_ids, b.token_ids)
+        if fork is not None:
+            text = [*group[row], *a.token_ids[:fork]]
+            ids = a.token_ids[fork], b.token_ids[fork]
+            if plain.margin(row, text, len(group[row]), params, *ids)[0] >= margin:
+                return "differs"
+            same = "tie"
+    return same
 
 
 def largest_batch(base: Engine, options: dict[str, Any], ctx: int, cap: int) -> int:
@@ -466,8 +457,4 @@ def largest_batch(base: Engine, options: dict[str, Any], ctx: int, cap: int) -> 
         plans = [plan_memory(config, replace(options, batch_size=batch), head) for options, head in arms]
         return sum(p.head + p.kv + p.buffers for p in plans) <= free
 
-    low, high = 1, cap
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return max(1, bisect_left(range(1, cap + 1), True, key=lambda batch: not fits(batch)))

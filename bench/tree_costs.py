@@ -84,11 +84,11 @@ def tree_drafter(head: EagleHead, tree: StaticTree | DynamicTree, ctx: int) -> E
     return eagle_drafter(head, built, 1, ctx + tree.N + 1)
 
 
-def tree_engine(base: Engine, head: EagleHead, tree: StaticTree | DynamicTree | None, ctx: int) -> Engine:
+def tree_engine(base: Engine, head: EagleHead, tree: StaticTree | DynamicTree | None) -> Engine:
     """An Engine with the tree on the weights of `base`; None is plain decoding."""
-    drafter = tree_drafter(head, tree, ctx) if tree is not None else None
+    drafter = tree_drafter(head, tree, base.ctx) if tree is not None else None
     kind = {"compile_mode": base.compile_mode, "kv_dtype": base.kv_dtype}
-    return Engine(base.model, base.tokenizer, drafter, 1, ctx, base.compiled, base.backend, **kind)
+    return Engine(base.model, base.tokenizer, drafter, 1, base.ctx, base.compiled, base.backend, **kind)
 
 
 def timed_in_turn(calls: Mapping[Any, Call], rounds: int, device: torch.device) -> dict[Any, list[float]]:
@@ -126,16 +126,10 @@ class StepParts:
     """
 
     def __init__(
-        self,
-        base: Engine,
-        head: EagleHead,
-        prompt: list[int],
-        params: SamplingParams,
-        ctx: int,
-        max_depth: int,
+        self, base: Engine, head: EagleHead, prompt: list[int], params: SamplingParams, max_depth: int
     ):
-        self.base, self.head, self.ctx, self.mode = base, head, ctx, params.mode
-        probe = tree_engine(base, head, tree_chain(max_depth), ctx)
+        self.base, self.head, self.mode = base, head, params.mode
+        probe = tree_engine(base, head, tree_chain(max_depth))
         with probe.backend.active():
             probe.generate(prompt, replace(params, max_new_tokens=2)).run()
         self.drafter, self.state = probe.drafter, probe.state
@@ -153,7 +147,8 @@ class StepParts:
 
     def drafting(self, tree: StaticTree | DynamicTree, depth: int | None = None) -> Call:
         """One draft of the tree. The draft cache is extended by `depth` + 1 rows (default: the tree's depth)."""
-        drafter, state, rows = tree_drafter(self.head, tree, self.ctx), self.state, (depth or tree.D) + 1
+        drafter, state = tree_drafter(self.head, tree, self.base.ctx), self.state
+        rows = (depth or tree.D) + 1
         noise = None if self.noise is None else self.noise[:, :rows]
         given = (state.tokens, state.n, state.root, state.features[:, :rows], state.count, noise)
         inputs = DraftInput(*given, state.sampling, self.mode, state.seen, state.counts)
@@ -174,7 +169,6 @@ def measure_costs(
     head: EagleHead,
     prompt: list[int],
     params: SamplingParams,
-    ctx: int,
     max_nodes: int,
     max_depth: int,
     rounds: int = 9,
@@ -184,7 +178,7 @@ def measure_costs(
 
     A part that is a difference of two timings is the median of paired differences.
     """
-    parts = StepParts(base, head, prompt, params, ctx, max_depth)
+    parts = StepParts(base, head, prompt, params, max_depth)
     widths = sorted({w for w in (*WIDTHS, 26) if w < max_nodes} | {max_nodes})
     depths = sorted({1, 2, LEVEL_DEPTH, max_depth})
     fan = StaticTree(tuple((r,) for r in range(4)))
@@ -204,13 +198,10 @@ def measure_costs(
     def less(a: Any, b: Any, parts: int = 1) -> float:  # no part takes less than nothing
         return max(statistics.median((x - y) / parts for x, y in zip(times[a], times[b], strict=True)), 1e-9)
 
-    dynamic = {
-        K: (less(("dynamic", K, 1), ("extend", 2)), less(("dynamic", K, 3), ("dynamic", K, 1), 2))
-        for K in topks
-    }
+    first = {K: less(("dynamic", K, 1), ("extend", 2)) for K in topks}
     return Costs(
         {w: statistics.median(times["verify", w]) for w in widths},
         {d: statistics.median(times["extend", d]) for d in depths},
         {w: less(("level", w), ("extend", LEVEL_DEPTH), LEVEL_DEPTH - 1) for w in LEVEL_WIDTHS},
-        dynamic,
+        {K: (first[K], less(("dynamic", K, 3), ("dynamic", K, 1), 2)) for K in topks},
     )

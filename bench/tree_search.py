@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,9 +66,7 @@ class RankStatistics:
     def __init__(self, tree: StaticTree):
         self.tree = tree
         self.steps = 0
-        self.children = [0] * tree.N
-        for parent in tree.parent[1:]:
-            self.children[parent] += 1
+        self.children = Counter(tree.parent[1:])
         self.trials = [[0] * tree.max_children for _ in range(tree.D)]
         self.hits = [[0] * tree.max_children for _ in range(tree.D)]
 
@@ -191,7 +190,6 @@ def collect(
     head: EagleHead,
     prompts: Sequence[list[int]],
     params: SamplingParams,
-    ctx: int,
     max_nodes: int,
     max_depth: int,
     topks: Sequence[int] = TOPKS,
@@ -205,7 +203,7 @@ def collect(
         tree = DynamicTree(min(pool + 1, 2 * max_nodes, MAX_NODES), max_depth - 1, K)
         dynamic.append((tree, DynamicStatistics(tree, sizes, range(1, max_depth))))
     for tree, observer in [(static.tree, static), *dynamic]:
-        engine = tree_engine(base, head, tree, ctx)
+        engine = tree_engine(base, head, tree)
         engine.observer = observer
         for prompt in prompts:
             engine.generate(prompt, params).run()
@@ -292,11 +290,7 @@ class _Program:
 
 
 def best_static(
-    probability: Tensor,
-    costs: Costs,
-    max_nodes: int,
-    max_depth: int | None = None,
-    max_rows: int | None = None,
+    probability: Tensor, costs: Costs, max_nodes: int, max_rows: int | None = None
 ) -> tuple[StaticTree, float]:
     """The static tree with the most expected tokens per second, and that rate.
 
@@ -310,7 +304,7 @@ def best_static(
     rows = min(max_nodes // 2, 24) if max_rows is None else max_rows
     found: list[tuple[float, int, int, int]] = []
     programs: dict[int, _Program] = {}
-    for D in range(1, min(max_depth or probability.shape[0], probability.shape[0], max_nodes - 1) + 1):
+    for D in range(1, min(probability.shape[0], max_nodes - 1) + 1):
         programs[D] = _Program(probability, D, max_nodes, rows)
         extend, tau = interpolate(costs.extend, D), programs[D].best.tolist()
         levels = [(D - 1) * interpolate(costs.level, m / (D - 1)) if D > 1 else 0.0 for m in range(rows + 1)]

@@ -7,6 +7,7 @@ known trees and plain decoding on prompts that had no part in the choice. What i
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -28,17 +29,20 @@ from support.errors import BadFileError, UsageError
 from tree import PAPER25, DynamicTree, parse_tree
 
 Say = Callable[[str], None]
+Prompts = Sequence[list[int]]
+Requests = Sequence[SamplingParams]
+Engines = Mapping[str, Engine]
 
 
 def tune(args: argparse.Namespace, say: Say, progress: Say) -> dict[str, Any]:
     """Everything that scripts.tune_tree does except writing the file; returns the file's content. Raises UserError."""
     base = load(args.checkpoint, **load_options(args))
     held = find_prompts(args, base, base.ctx - args.new_tokens)
-    tuning, checking = held[0::2], held[1::2]
     requests = [
         SamplingParams(temperature=t, seed=args.seed, max_new_tokens=args.new_tokens)
         for t in dict.fromkeys(args.temperature)
     ]
+    tuning, checking = held[0::2], held[1::2]
     costs, parts = _measure(args, base, tuning, requests, say)
     say("solving")
     default = parse_tree(DYNAMIC_GPU if base.model.device.type == "cuda" else DYNAMIC)
@@ -47,20 +51,23 @@ def tune(args: argparse.Namespace, say: Say, progress: Say) -> dict[str, Any]:
     if not chosen:  # a known tree is the solution and runs as its own candidate
         chosen = {"static": best_static(parts[0].probability(), costs[0], args.max_nodes)[0]}
     trees = chosen | known
-    outcome = _contest(base, chosen, known, tuning, checking, requests, args.reps, progress)
-    candidates = {
-        name: tree_json(tree)
-        | {"tree": describe(tree), "predicted_tokens_per_second": mean_rate(tree, parts, costs)}
-        for name, tree in trees.items()
-    }
+    engines = {name: tree_engine(base, base.head, tree) for name, tree in trees.items()}
+    tuned, heat = _heat({name: engines[name] for name in chosen}, tuning, requests, progress)
+    last = {name: engines[name] for name in (tuned, *known)} | {"plain": tree_engine(base, base.head, None)}
+    outcome = _final(last, checking, requests, args.reps, progress)
     winner = trees[outcome["winner"]]
     return tree_json(winner) | {
         "tree": describe(winner),
+        "heat": heat,
         **outcome,
         **_provenance(args, base),
         "temperatures": [p.temperature for p in requests],
         "prompts": {"statistics": len(tuning), "verification": len(checking), "new_tokens": args.new_tokens},
-        "candidates": candidates,
+        "candidates": {
+            name: tree_json(tree)
+            | {"tree": describe(tree), "predicted_tokens_per_second": mean_rate(tree, parts, costs)}
+            for name, tree in trees.items()
+        },
         "costs": [asdict(c) for c in costs],
         "statistics": [asdict(a) for a in parts],
     }
@@ -95,11 +102,7 @@ def find_prompts(args: argparse.Namespace, base: Engine, limit: int) -> list[lis
 
 
 def _measure(
-    args: argparse.Namespace,
-    base: Engine,
-    prompts: list[list[int]],
-    requests: Sequence[SamplingParams],
-    say: Say,
+    args: argparse.Namespace, base: Engine, prompts: Prompts, requests: Requests, say: Say
 ) -> tuple[list[Costs], list[Acceptance]]:
     """Costs and acceptance at every temperature. Acceptance may come from --stats."""
     parts = read_statistics(args.stats) if args.stats else []
@@ -107,7 +110,7 @@ def _measure(
         have = " ".join(f"{a.temperature:g}" for a in parts)
         raise UsageError(f"--stats {args.stats} was taken at --temperature {have}; ask for the same.")
     costs = []
-    limits = base.ctx, args.max_nodes, args.max_depth
+    limits = args.max_nodes, args.max_depth
     for params in requests:
         say(f"timing the parts of a step, T = {params.temperature:g}")
         costs.append(measure_costs(base, base.head, prompts[0], params, *limits, args.rounds))
@@ -117,48 +120,36 @@ def _measure(
     return costs, parts
 
 
-def _contest(
-    base: Engine,
-    chosen: Mapping[str, Tree],
-    known: Mapping[str, Tree],
-    tuning: list[list[int]],
-    checking: list[list[int]],
-    requests: Sequence[SamplingParams],
-    reps: int,
-    progress: Say,
+def _heat(
+    engines: Engines, prompts: Prompts, requests: Requests, progress: Say
+) -> tuple[str, dict[str, Any] | None]:
+    """(the fastest of the engines, the comparison that shows it). Nothing runs if there is only one."""
+    if len(engines) == 1:
+        return next(iter(engines)), None
+    runs = race(engines, prompts, requests, 1, lambda text: progress(f"heat: {text}"))
+    heat = compare(runs, list(engines))
+    return max(engines, key=lambda name: heat["rows"][name]["tokens_per_second"]), heat
+
+
+def _final(
+    engines: Engines, prompts: Prompts, requests: Requests, reps: int, progress: Say
 ) -> dict[str, Any]:
-    """A heat of the chosen trees on `tuning`, then the fastest of them against the known ones on `checking`."""
-    engines = {n: tree_engine(base, base.head, t, base.ctx) for n, t in {**chosen, **known}.items()}
-    engines["plain"] = tree_engine(base, base.head, None, base.ctx)
-    heat, tuned = None, next(iter(chosen))
-    if len(chosen) > 1:
-        runs = race(
-            {n: engines[n] for n in chosen}, tuning, requests, 1, lambda text: progress(f"heat: {text}")
-        )
-        heat = compare(runs, list(chosen))
-        tuned = max(chosen, key=lambda name: heat["rows"][name]["tokens_per_second"])
-    names = [tuned, *known, "plain"]
-    runs = race(
-        {n: engines[n] for n in names}, checking, requests, reps, lambda text: progress(f"final: {text}")
-    )
-    final = compare(runs, names)
-    winner, verdict = decide(final, tuned, list(known))
-    if final["rows"]["plain"]["tokens_per_second"] > final["rows"][winner]["tokens_per_second"]:
+    """What to write and why. engines: the tuned tree's, then those of the known trees, then plain decoding's."""
+    tuned, *known, plain = engines
+    runs = race(engines, prompts, requests, reps, lambda text: progress(f"final: {text}"))
+    final = compare(runs, list(engines))
+    winner, verdict = decide(final, tuned, known)
+    if final["rows"][plain]["tokens_per_second"] > final["rows"][winner]["tokens_per_second"]:
         verdict += "; plain decoding is faster still: this head does not pay here"
     by_temperature = {}
     for p in requests:
         these = [r for r in runs if r["temperature"] == p.temperature]
-        by_temperature[f"{p.temperature:g}"] = compare(these, names)
-    result = {"winner": winner, "verdict": verdict, "heat": heat}
-    return result | {"final": final, "final_by_temperature": by_temperature}
+        by_temperature[f"{p.temperature:g}"] = compare(these, list(engines))
+    return {"winner": winner, "verdict": verdict, "final": final, "final_by_temperature": by_temperature}
 
 
 def race(
-    engines: Mapping[str, Engine],
-    prompts: Sequence[list[int]],
-    requests: Sequence[SamplingParams],
-    reps: int,
-    progress: Say,
+    engines: Engines, prompts: Prompts, requests: Requests, reps: int, progress: Say
 ) -> list[dict[str, Any]]:
     """Every engine on every (prompt, request), `reps` times, interleaved: the order rotates from run to run.
 
@@ -168,18 +159,16 @@ def race(
     for arm in arms:
         for params in requests:
             arm.run(max(prompts, key=len), replace(params, max_new_tokens=min(16, params.max_new_tokens)))
-    runs, turn, total = [], 0, reps * len(requests) * len(prompts)
-    for rep in range(reps):
-        for params in requests:
-            for index, prompt in enumerate(prompts):
-                turn += 1
-                progress(f"run {turn} of {total}")
-                for k in range(len(arms)):
-                    arm = arms[(k + turn) % len(arms)]
-                    sample = arm.run(prompt, params)
-                    run = {"tree": arm.name, "prompt": index, "temperature": params.temperature, "rep": rep}
-                    run |= {"token_ids": sample.token_ids, "tokens_per_step": sample.tokens_per_step}
-                    runs.append(run | {"decode_seconds": sample.decode_seconds})
+    runs = []
+    turns = list(itertools.product(range(reps), requests, enumerate(prompts)))
+    for turn, (rep, params, (index, prompt)) in enumerate(turns, 1):
+        progress(f"run {turn} of {len(turns)}")
+        for k in range(len(arms)):
+            arm = arms[(k + turn) % len(arms)]
+            sample = arm.run(prompt, params)
+            run = {"tree": arm.name, "prompt": index, "temperature": params.temperature, "rep": rep}
+            run |= {"token_ids": sample.token_ids, "tokens_per_step": sample.tokens_per_step}
+            runs.append(run | {"decode_seconds": sample.decode_seconds})
     return runs
 
 

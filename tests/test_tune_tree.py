@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import CTX, eagle_engine, tiny_head, tiny_model
+from tiny import eagle_engine, tiny_head, tiny_model
 
 import generate
 import load
@@ -20,6 +20,7 @@ import tree_building
 import verify as verify_module
 from bench import tree_costs, tree_search, tree_tuning
 from bench.tree_costs import Costs
+from eagle_draft import EagleDrafter, UnshiftedDrafter
 from sampling import SamplingParams
 from scripts import tune_tree
 from support import errors
@@ -572,9 +573,18 @@ def test_costs_are_measured_without_changing_the_engine(monkeypatch):
     head = tiny_head(tiny_model(torch.float32))
     base = eagle_engine(head, trees.chain(2))
     before = base.generate(PROMPTS[0], SamplingParams(max_new_tokens=9)).run()[0].token_ids
-    costs = tree_costs.measure_costs(
-        base, head, PROMPTS[0], SamplingParams(temperature=1.0), CTX, 8, 5, 1, (2,)
-    )
+    costs = tree_costs.measure_costs(base, head, PROMPTS[0], SamplingParams(temperature=1.0), 8, 5, 1, (2,))
     assert set(costs.extend) == {1, 2, 4, 5} and 8 in costs.verify and set(costs.dynamic) == {2}
     assert min(*costs.level.values(), *costs.verify.values(), *costs.dynamic[2]) > 0
     assert base.generate(PROMPTS[0], SamplingParams(max_new_tokens=9)).run()[0].token_ids == before
+
+
+def test_the_drafter_that_is_timed_is_the_heads_own():
+    """A head of the paper's Figure 8 tuned with a drafter that pairs its features with other tokens."""
+    model = tiny_model(torch.float32)
+    base = eagle_engine(tiny_head(model), trees.chain(2))
+    unshifted = tiny_head(model, unshifted=True)
+    assert type(tree_costs.tree_engine(base, unshifted, trees.PAPER25).drafter) is UnshiftedDrafter
+    assert type(tree_costs.tree_engine(base, tiny_head(model), trees.PAPER25).drafter) is EagleDrafter
+    with pytest.raises(ValueError, match="static trees"):
+        tree_costs.measure_costs(base, unshifted, PROMPTS[0], SamplingParams(), 8, 5, 1, (2,))

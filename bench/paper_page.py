@@ -34,7 +34,8 @@ BARS = {
     "Lookahead": {"method": "lookahead"},
     "n-gram": {"method": "ngram"},
 }
-DISTILLED = {"DistillSpec": True, "Speculative sampling": False}  # the bars of draft LLMs
+# The bars of draft LLMs: what the model is, and the loss it was trained with.
+DRAFT_LLM = {"DistillSpec": ("distilled", "kl"), "Speculative sampling": ("undistilled", "ce")}
 
 
 def numbers(cell: Cell) -> dict[str, Any]:
@@ -308,39 +309,31 @@ def figure(page: Page, number: int, T: float) -> str:
     names = dict.fromkeys(["EAGLE", "EAGLE-3", DYNAMIC, *data, *BARS])
     rows = [[n, *_entries(data.get(n, [None] * len(models)), "x"), *_bar(page, n, T)] for n in names]
     note = ""
-    for distilled in (True, False):
-        found = {
-            c["tree"].removeprefix("chain:"): page.values[c["id"]] for c in _draft_llm(page, T, distilled)
-        }
+    for name, (kind, _) in DRAFT_LLM.items():
+        cells = _draft_llm(page, T, name)
+        found = {int(c["tree"].removeprefix("chain:")): page.values[c["id"]] for c in cells}
         if found:
-            lengths = ", ".join(f"{n}: {_speedup(found[n])}" for n in sorted(found, key=int))
-            note += f"{_kind(distilled).capitalize()} draft LLM, best of chains of 2 to 10: {lengths}. "
+            lengths = ", ".join(f"{n}: {_speedup(found[n])}" for n in sorted(found))
+            note += f"{kind.capitalize()} draft LLM, best of chains of 2 to 10: {lengths}. "
     note += "A blank means that the paper has no such bar. All of ours give plain decoding's tokens at any temperature."
     title = f"Figure {number}: methods, {'sampling' if T else 'greedy'} (T = {T:g})"
     return page.section(title, ["method", *models, f"**{page.name}**", "tau"], rows, note)
 
 
-def _kind(distilled: bool) -> str:
-    return "distilled" if distilled else "undistilled"
-
-
-def _draft_llm(page: Page, T: float, distilled: bool) -> list[Cell]:
+def _draft_llm(page: Page, T: float, name: str) -> list[Cell]:
     """The cells of a draft LLM. It is DistillSpec's if its card says that it learnt the target's distribution."""
     cells = page.measured(method="draft", T=T)
-    return [c for c in cells if (c["card"].get("loss") == "kl") == distilled]
+    return [c for c in cells if (c["card"].get("loss") == "kl") == (name == "DistillSpec")]
 
 
 def _bar(page: Page, name: str, T: float) -> list[str]:
     """[speedup, tau] of ours for a method of the figure."""
     if name == "Vanilla":
         return ["1.00x", "1.00"]
-    if name in DISTILLED:
-        distilled = DISTILLED[name]
-        why = (
-            f"{name}: no {_kind(distilled)} draft LLM "
-            f"(scripts.train_draft --loss {'kl' if distilled else 'ce'}, then --draft-checkpoint)"
-        )
-        value = page.fastest(_draft_llm(page, T, distilled), why)
+    if name in DRAFT_LLM:
+        kind, loss = DRAFT_LLM[name]
+        why = f"{name}: no {kind} draft LLM (scripts.train_draft --loss {loss}, then --draft-checkpoint)"
+        value = page.fastest(_draft_llm(page, T, name), why)
     else:
         cells = page.measured(T=T, **BARS[name])
         if name == DYNAMIC:

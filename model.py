@@ -496,6 +496,7 @@ class Transformer(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = RotaryTable(config.rope, config.head_dim, config.max_positions)
+        self.quant: str | None = None  # how the weights are quantized, for reports; who loads them says so
         self.run_block = Block.__call__  # the engine may put a compiled function with the same signature here
 
     @property

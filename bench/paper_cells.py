@@ -19,26 +19,25 @@ from typing import Any
 
 import torch
 
-from bench.arms import NO_STOP, PATHS, SAME_DISTRIBUTION, SAME_TOKENS, EngineArm, HFArm, build_engine, shown
+from bench import arms
 from bench.environment import environment, fingerprint
-from bench.measure import TIE, Bench, Settings, digest, first_fork
-from bench.suites import Prompts, Question, builtin_suite, prompts_of, random_suite, read_suite
+from bench.measure import Bench, Settings, digest, first_fork
+from bench.suites import Prompts, Question, find_questions, fit_context, prompts_of
 from engine import Engine
 from load import load, plan_memory
 from model import DTYPES, ModelConfig
 from runtime.results import GenerationResult
 from sampling import SamplingParams
-from support.errors import UsageError, one_line
+from support.errors import one_line
 from support.files import append_json_line, read_json, read_json_lines
-from support.machine import free_memory, synchronize
-from weights.checkpoint import load_config
-from weights.files import read_entries
-from weights.heads import MEDUSA_FILES, read_eagle
+from support.machine import free_memory
+from weights.heads import read_eagle
 from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
 
 Cell = dict[str, Any]
 Results = list[GenerationResult]
+Group = list[list[int]]  # the prompts of a batch
 TEMPERATURES = (0.0, 1.0)
 LENGTHS = range(2, 11)  # draft lengths of the draft LLM, as the paper searched them
 SHIFTED = "feature+shifted-token"  # what an EAGLE head sees (Figure 8 has heads that see less)
@@ -83,23 +82,23 @@ class Candidate:
         }
 
 
-def find_drafters(args: argparse.Namespace, config: ModelConfig) -> tuple[list[Candidate], dict[str, str]]:
+def candidates(args: argparse.Namespace, config: ModelConfig) -> tuple[list[Candidate], dict[str, str]]:
     """The drafters given or found in the checkpoint's folders, and for each kind that is missing the reason."""
-    directory = Path(args.checkpoint)
-    folders = sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else []
-    ablation = [Path(p) for p in args.ablation]
-    heads = [Path(p) for p in args.eagle] or [p for p in folders if _read(read_eagle, p, config)]
+    there = list(arms.find_drafters(Path(args.checkpoint), config))
+
+    def paths(option: str, given: Sequence[str]) -> list[Path]:
+        return [Path(p) for p in given] or [folder for kind, folder in there if kind == option]
+
     found = []
-    for path in [p for p in heads if p.resolve() not in {a.resolve() for a in ablation}] + ablation:
+    ablation = [Path(p) for p in args.ablation]
+    others = {p.resolve() for p in ablation}
+    for path in [p for p in paths("eagle", args.eagle) if p.resolve() not in others] + ablation:
         head = _with_card(f"eagle{read_eagle(path, config).config.version}", "eagle", path)
-        other = head.card.get("inputs", SHIFTED) != SHIFTED
-        found.append(replace(head, ablation=path in ablation or other))
-    for path in [Path(args.medusa)] if args.medusa else [p for p in folders if _medusa_files(p)]:
-        count = len({name.split(".")[0] for name in read_entries(_medusa_files(path)[:1])})
-        found.append(_with_card("medusa", "medusa", path, "paper25" if count >= 5 else f"chain:{count}"))
-    known = {path for d in found for path in d.options.values()}
-    others = [p for p in folders if str(p) not in known and _read(load_config, p)]
-    for path in [Path(p) for p in args.draft_checkpoint] or others[:1]:
+        sees_less = head.card.get("inputs", SHIFTED) != SHIFTED
+        found.append(replace(head, ablation=path in ablation or sees_less))
+    for path in paths("medusa", [args.medusa] if args.medusa else []):
+        found.append(_with_card("medusa", "medusa", path, arms.medusa_tree(path)))
+    for path in [Path(p) for p in args.draft_checkpoint] or paths("draft_checkpoint", [])[:1]:
         found.append(_with_card("draft", "draft_checkpoint", path, *(f"chain:{n}" for n in LENGTHS)))
     missing = {
         "eagle1": "no EAGLE-1 head given (--eagle HEAD)",
@@ -107,18 +106,6 @@ def find_drafters(args: argparse.Namespace, config: ModelConfig) -> tuple[list[C
         "draft": "no draft LLM given (--draft-checkpoint)",
     }
     return found, {k: v for k, v in missing.items() if not any(d.method == k for d in found)}
-
-
-def _read(reader: Callable, *arguments: Any) -> Any:
-    """What the reader returns, or None for a folder of another kind."""
-    try:
-        return reader(*arguments)
-    except ValueError:
-        return None
-
-
-def _medusa_files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else [path / f for f in MEDUSA_FILES if (path / f).is_file()]
 
 
 def _with_card(method: str, option: str, path: Path, *trees: str) -> Candidate:
@@ -185,8 +172,8 @@ def file_digest(path: str | Path) -> str:
 
 def cell_id(spec: Cell, identity: dict[str, Any]) -> str:
     """The same for the same weights, drafter weights, prompts and settings; another when any of them changed."""
-    options = {k: v for k, v in spec["options"].items() if k not in PATHS}
-    files = {k: file_digest(v) for k, v in spec["options"].items() if k in PATHS}
+    options = {k: v for k, v in spec["options"].items() if k not in arms.PATHS}
+    files = {k: file_digest(v) for k, v in spec["options"].items() if k in arms.PATHS}
     kept = {k: spec[k] for k in SLOT}
     text = json.dumps([kept, options, files, identity], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -246,14 +233,9 @@ class Measurement:
         self.engines: dict[str, Engine] = {}
         base = self.base("")
         dtype, shape = base.options.dtype, base.model.config
-        self.settings = Settings(
-            max_new_tokens=args.max_new_tokens,
-            reps=args.reps,
-            seed=args.seed,
-            tie_margin=TIE if dtype in ("float32", "float64") else 0.0,
-        )
-        self.suites, self.prompts, self.ctx = find_questions(args, base)
-        found, missing = find_drafters(args, shape)
+        self.settings = Settings(max_new_tokens=args.max_new_tokens, reps=args.reps, seed=args.seed)
+        self.suites, self.prompts, self.ctx = questions_by_suite(args, base)
+        found, missing = candidates(args, shape)
         heads = [d.options for d in found if d.method.startswith("eagle")]
         batches = {*args.batches}
         if args.largest_batch and heads:
@@ -290,9 +272,7 @@ class Measurement:
         key = "int4" if quant == "int4" else ""
         if key not in self.engines:
             source = args.int4 if key and args.int4 else args.checkpoint
-            base = load(
-                source, device=args.device, dtype=args.dtype, compile=args.compile, kernels=args.kernels
-            )
+            base = load(source, **arms.load_options(args, "device", "dtype", "compile", "kernels"))
             if key and not args.int4:
                 for block in base.model.layers:
                     quantize_(block, QuantSpec("int4"))
@@ -311,7 +291,7 @@ class Measurement:
     def run(self, spec: Cell, key: str) -> Cell:
         """Measure one cell and return its line. Where that fails, the line says why."""
         line = {"id": key} | {k: self.header[k] for k in ("checkpoint", "weights_sha256")}
-        line |= spec | {"options": shown(spec["options"])}
+        line |= spec | {"options": arms.shown(spec["options"])}
         started = time.perf_counter()
         run = measure_single if spec["batch"] == 1 else measure_batch
         try:
@@ -332,21 +312,15 @@ class Measurement:
         return {"type": "cell"} | line
 
 
-def find_questions(args: argparse.Namespace, base: Engine) -> tuple[dict[str, list[Question]], Prompts, int]:
+def questions_by_suite(
+    args: argparse.Namespace, base: Engine
+) -> tuple[dict[str, list[Question]], Prompts, int]:
     """(questions that fit by suite, how they become prompts, the context they need). MT-bench or the first file leads."""
     limit = min(base.model.rotary.length, base.model.config.max_positions)
     prompts = prompts_of(args, base.tokenizer)
-    if base.tokenizer is None:
-        every = random_suite(base.model.config.vocab_size, args.questions or 3, min(32, limit // 4))
-    else:
-        every = []
-        for path in args.suite or ["stdlib"]:
-            every += builtin_suite(args.questions) if path == "stdlib" else read_suite(path, args.questions)
-    need = max(prompts.longest(q, args.max_new_tokens) for q in every)
-    ctx = min(limit, (need + 63) // 64 * 64)
-    every = [q for q in every if len(prompts.ids(q.turns[:1], [])) + args.max_new_tokens <= ctx]
-    if not every:
-        raise UsageError(f"no question fits {ctx} tokens with --max-new-tokens {args.max_new_tokens}.")
+    shape = base.model.config.vocab_size, min(32, limit // 4)
+    every = find_questions(args.suite, args.questions, base.tokenizer, *shape)
+    every, ctx = fit_context(every, prompts, args.max_new_tokens, limit)
     names = sorted(dict.fromkeys(q.suite for q in every), key=lambda name: name != "mt_bench")
     return {name: [q for q in every if q.suite == name] for name in names}, prompts, ctx
 
@@ -355,16 +329,16 @@ def measure_single(
     base: Engine, spec: Cell, questions: list[Question], prompts: Prompts, settings: Settings, ctx: int
 ) -> list[dict[str, Any]]:
     """Plain decoding and the drafter in turn over the questions, as run lines of `bench.measure`."""
-    plain = EngineArm("plain", SAME_TOKENS, {}, build_engine(base, {}, ctx))
+    plain = arms.EngineArm("plain", arms.SAME_TOKENS, {}, arms.build_engine(base, {}, ctx))
     if spec["method"] == "hf":
-        arm = HFArm("hf", base.model, base.tokenizer)
+        arm = arms.HFArm("hf", base.model, base.tokenizer)
     else:
-        promise = SAME_TOKENS if spec["verify"] == "match" else SAME_DISTRIBUTION
-        arm = EngineArm("arm", promise, {}, build_engine(base, spec["options"], ctx))
-    stops = tuple(base.stop_ids(SamplingParams())) or NO_STOP
+        promise = arms.SAME_TOKENS if spec["verify"] == "match" else arms.SAME_DISTRIBUTION
+        arm = arms.EngineArm("arm", promise, {}, arms.build_engine(base, spec["options"], ctx))
+    stops = tuple(base.stop_ids(SamplingParams())) or arms.NO_STOP
     job = Bench([plain, arm], questions, prompts, replace(settings, temperatures=(spec["T"],)), stops, ctx)
     for each in job.arms:  # warms up
-        each.run(prompts.ids(questions[0].turns[:1], []), settings.params(spec["T"], 0, stops))
+        each.run(prompts.first(questions[0]), settings.params(spec["T"], 0, stops))
     return list(job.measure())
 
 
@@ -373,71 +347,54 @@ def measure_batch(
 ) -> list[dict[str, Any]]:
     """The same for batches. A run line has the tokens of all rows of a batch."""
     B, lines = spec["batch"], []
-    plain = build_engine(base, {"batch_size": B}, ctx)
-    engines = [plain, build_engine(base, spec["options"] | {"batch_size": B}, ctx)]
-    first = [prompts.ids(q.turns[:1], []) for q in questions]
+    plain = arms.build_engine(base, {"batch_size": B}, ctx)
+    engines = [plain, arms.build_engine(base, spec["options"] | {"batch_size": B}, ctx)]
+    first = [prompts.first(q) for q in questions]
     groups = [[first[(g + i) % len(first)] for i in range(B)] for g in range(0, len(first), B)]
     for rep in range(-1, settings.reps):  # repetition -1 warms up
-        params = replace(settings.params(spec["T"], max(rep, 0), NO_STOP), stop_ids=NO_STOP)
+        params = replace(settings.params(spec["T"], max(rep, 0), arms.NO_STOP), stop_ids=arms.NO_STOP)
         for number, group in enumerate(groups if rep >= 0 else groups[:1]):
             order = [(number + rep + i) % 2 for i in range(2)]
-            runs = {i: _timed_batch(engines[i], group, params) for i in order}
+            runs = {i: arms.timed_request(engines[i], group, params) for i in order}
             if rep < 0:
                 continue
-            same = _agreement(plain, group, params, runs[0][0], runs[1][0], settings.tie_margin)
-            for i, (_, line) in runs.items():
-                line |= {"question": f"batch {number}", "rep": rep, "same": same if i else None}
-                lines.append(line | {"baseline": i == 0, "label": SAME_TOKENS})
+            same = _agreement(plain, group, params, settings, runs[0][0], runs[1][0])
+            for i, run in runs.items():
+                where = {"question": f"batch {number}", "rep": rep, "label": arms.SAME_TOKENS}
+                where |= {"baseline": i == 0, "same": same if i else None}
+                lines.append(where | _line(group, params, *run))
     return lines
 
 
-def _timed_batch(
-    engine: Engine, group: list[list[int]], params: SamplingParams
-) -> tuple[Results, dict[str, Any]]:
-    """(results, run line) of a batch from empty caches, decoding timed from when the last row had its first token."""
-    others = [[(prompt[0] + 1) % engine.model.config.vocab_size] for prompt in group]
-    engine.generate_batch(others, replace(params, max_new_tokens=1)).run()  # empties the caches
-    synchronize(engine.model.device)
-    rows: set[int] = set()
-    started = first = time.perf_counter()
-    stream = engine.generate_batch(group, params)
-    for chunk in stream:
-        if len(rows) < len(group):
-            rows.add(chunk.row)
-            first = time.perf_counter()
-    decode_seconds = time.perf_counter() - first
-    if any(r.cached_tokens for r in stream.results):
-        raise RuntimeError("a batch reused cached tokens of another run.")
-    steps = [len(ids) for r in stream.results for ids in r.tokens_per_step]
-    return stream.results, {
+def _line(
+    group: Group, params: SamplingParams, results: Results, ttft_seconds: float, decode_seconds: float
+) -> dict[str, Any]:
+    """What a batch's run line says of the run itself."""
+    steps = [len(ids) for r in results for ids in r.tokens_per_step]
+    return {
         "turn": 1,
         "seed": params.seed,
         "prompt_sha256": digest([t for prompt in group for t in prompt]),
         "prompt_tokens": sum(map(len, group)) / len(group),
         "new_tokens": 1 + sum(steps),
-        "ids_sha256": digest([t for r in stream.results for t in r.token_ids]),
-        "ttft_seconds": first - started,
+        "ids_sha256": digest([t for r in results for t in r.token_ids]),
+        "ttft_seconds": ttft_seconds,
         "decode_seconds": decode_seconds,
         "tokens_per_step": steps,
     }
 
 
 def _agreement(
-    plain: Engine,
-    group: list[list[int]],
-    params: SamplingParams,
-    expected: Results,
-    found: Results,
-    margin: float,
+    plain: Engine, group: Group, params: SamplingParams, settings: Settings, expected: Results, found: Results
 ) -> str:
-    """Whether all rows have the tokens of plain decoding: same, tie (they fork below the margin) or differs."""
+    """Whether all rows have the tokens of plain decoding: same, tie (forks are rounding) or differs."""
     same = "same"
     for row, (a, b) in enumerate(zip(expected, found, strict=True)):
         fork = first_fork(a.token_ids, b.token_ids)
         if fork is not None:
             text = [*group[row], *a.token_ids[:fork]]
             ids = a.token_ids[fork], b.token_ids[fork]
-            if plain.margin(row, text, len(group[row]), params, *ids)[0] >= margin:
+            if not settings.is_tie(*plain.margin(row, text, len(group[row]), params, *ids)):
                 return "differs"
             same = "tie"
     return same
@@ -450,11 +407,11 @@ def largest_batch(base: Engine, options: dict[str, Any], ctx: int, cap: int) -> 
     """
     config, plain = base.model.config, replace(base.options, ctx=ctx)
     drafting = replace(plain, tree="paper25", **options)
-    arms = [(plain, None), (drafting, read_eagle(drafting.eagle, config))]
+    both = [(plain, None), (drafting, read_eagle(drafting.eagle, config))]
     free = free_memory(base.model.device) * 4 // 5
 
     def fits(batch: int) -> bool:
-        plans = [plan_memory(config, replace(options, batch_size=batch), head) for options, head in arms]
+        plans = [plan_memory(config, replace(options, batch_size=batch), head) for options, head in both]
         return sum(p.head + p.kv + p.buffers for p in plans) <= free
 
     return max(1, bisect_left(range(1, cap + 1), True, key=lambda batch: not fits(batch)))

@@ -5,7 +5,6 @@ cache, dynamic drafting. `Costs` adds them up for any tree, so that trees can be
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,13 +13,13 @@ from typing import Any
 import torch
 
 import sampling
+from bench.measure import timed_in_turn
 from drafters.base import DraftInput, PlainDrafter
 from eagle_draft import EagleDrafter, EagleHead, eagle_drafter
 from engine import Engine
 from runtime.compiled import CompiledStep
 from sampling import SamplingParams
 from step import accept_and_commit, decode_step
-from support.machine import synchronize
 from tree import DynamicTree, StaticTree, tree_tables
 from tree import chain as tree_chain
 
@@ -89,20 +88,6 @@ def tree_engine(base: Engine, head: EagleHead, tree: StaticTree | DynamicTree | 
     drafter = tree_drafter(head, tree, base.ctx) if tree is not None else None
     kind = {"compile_mode": base.compile_mode, "kv_dtype": base.kv_dtype}
     return Engine(base.model, base.tokenizer, drafter, 1, base.ctx, base.compiled, base.backend, **kind)
-
-
-def timed_in_turn(calls: Mapping[Any, Call], rounds: int, device: torch.device) -> dict[Any, list[float]]:
-    """Seconds of every call, `rounds` times in turn. Two more rounds go before, to warm up."""
-    times: dict[Any, list[float]] = {name: [] for name in calls}
-    for i in range(rounds + 2):
-        for name, call in calls.items():
-            synchronize(device)
-            started = time.perf_counter()
-            call()
-            synchronize(device)
-            if i > 1:
-                times[name].append(time.perf_counter() - started)
-    return times
 
 
 def captured(call: Call) -> Call:

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.arms import DYNAMIC, DYNAMIC_GPU, SAME_TOKENS, EngineArm
+from bench.arms import DYNAMIC, DYNAMIC_GPU, SAME_TOKENS, EngineArm, load_options
 from bench.environment import environment, fingerprint
 from bench.measure import first_fork
 from bench.suites import held_out_prompts, prompts_of, read_suite
@@ -36,7 +36,7 @@ Engines = Mapping[str, Engine]
 
 def tune(args: argparse.Namespace, say: Say, progress: Say) -> dict[str, Any]:
     """Everything that scripts.tune_tree does except writing the file; returns the file's content. Raises UserError."""
-    base = load(args.checkpoint, **load_options(args))
+    base = load(args.checkpoint, **tuned_options(args))
     held = find_prompts(args, base, base.ctx - args.new_tokens)
     requests = [
         SamplingParams(temperature=t, seed=args.seed, max_new_tokens=args.new_tokens)
@@ -73,10 +73,10 @@ def tune(args: argparse.Namespace, say: Say, progress: Say) -> dict[str, Any]:
     }
 
 
-def load_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of `load` that tuning has."""
+def tuned_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `load` that a tree is tuned for."""
     names = "eagle draft_vocab draft_vocab_text device dtype compile kernels ctx".split()
-    return {name: vars(args)[name] for name in names} | {"eagle_config": tuple(args.eagle_config)}
+    return load_options(args, *names) | {"eagle_config": tuple(args.eagle_config)}
 
 
 def find_prompts(args: argparse.Namespace, base: Engine, limit: int) -> list[list[int]]:

@@ -10,7 +10,13 @@ from report.lines import Report
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 
-TIE_ULPS = 2  # forks with a smaller margin are rounding (DESIGN section 4)
+TIE_MARGIN = 1e-4  # distance of two sampling keys
+TIE_ULPS = 2  # the same in units in the last place of the model's dtype
+
+
+def is_rounding_tie(margin: float, ulps: float) -> bool:
+    """Whether rounding may have decided between two tokens (DESIGN section 4); the arguments are `Engine.margin`'s."""
+    return margin < TIE_MARGIN or ulps <= TIE_ULPS
 
 
 def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult]):
@@ -55,7 +61,7 @@ def _prove(engine, prompts, params, results, report: Report, args) -> int:
         print(f"identical {same}/{total}", file=sys.stderr)
         return 0
     row, index, margin, ulps = fork
-    tie = margin < 1e-4 or ulps <= TIE_ULPS
+    tie = is_rounding_tie(margin, ulps)
     verdict = "near-tie: rounding" if tie else "NOT a rounding tie: this is a bug"
     where = f"fork at token {index} of row {row}, {same}/{total} identical"
     print(

@@ -18,11 +18,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench.arms import DYNAMIC
+from bench.arms import DYNAMIC, add_load_options
 from bench.paper_cells import measure
 from bench.paper_page import ROOT, render
 from load import DEMO
-from model import DTYPES
 from support.errors import UsageError, run_command
 
 CELLS = ROOT / "benchmarks" / "results" / "paper_tables_demo.jsonl"
@@ -36,10 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_models(parser)
     _add_questions(parser)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"))
-    add("--dtype", choices=tuple(DTYPES))
-    add("--compile", action="store_true")
-    add("--kernels", default="auto", choices=("auto", "triton", "reference"))
+    add_load_options(parser, "device", "dtype", "compile", "kernels")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--run", action="store_true", help="only measure what is missing")
     mode.add_argument("--render", action="store_true", help="only write the page")

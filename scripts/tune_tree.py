@@ -27,10 +27,10 @@ from pathlib import Path
 
 import torch
 
+from bench.arms import add_load_options
 from bench.tree_costs import LEVEL_DEPTH
-from bench.tree_tuning import load_options, report, tune
+from bench.tree_tuning import report, tune, tuned_options
 from load import DEMO, LoadOptions, tuned_tree_path
-from model import DTYPES
 from support.errors import UsageError, run_command
 from support.files import write_json
 from tree import MAX_DEPTH
@@ -77,10 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-nodes", type=int, help="greatest tree to consider (default: 32 on a CPU, 64 on a GPU)")
     add("--max-depth", type=int, default=8)
     add("--ctx", type=int, default=512)
-    add("--device", choices=("cuda", "cpu"))
-    add("--dtype", choices=tuple(DTYPES))
-    add("--compile", action="store_true", help="tune for generate.py --compile")
-    add("--kernels", default="auto", choices=("auto", "triton", "reference"))
+    add_load_options(parser, "device", "dtype", "compile", "kernels")
     add("--draft-vocab", type=int, default=0, metavar="K")
     add("--draft-vocab-text", metavar="FILE")
     add("-q", "--quiet", action="store_true", help="no progress on stderr")
@@ -122,7 +119,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         config = load_config(args.checkpoint)
         head = read_eagle(args.eagle, config, dict(item.split("=", 1) for item in args.eagle_config))
-        options = LoadOptions(args.checkpoint, **load_options(args))
+        options = LoadOptions(args.checkpoint, **tuned_options(args))
         path = tuned_tree_path(options, config, head, torch.device(content["device_type"]))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)

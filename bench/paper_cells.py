@@ -26,6 +26,7 @@ from bench.suites import Prompts, Question, find_questions, fit_context, prompts
 from engine import Engine
 from load import load, plan_memory
 from model import DTYPES, ModelConfig
+from options import options_from
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import one_line
@@ -272,11 +273,11 @@ class Measurement:
         key = "int4" if quant == "int4" else ""
         if key not in self.engines:
             source = args.int4 if key and args.int4 else args.checkpoint
-            base = load(source, **arms.load_options(args, "device", "dtype", "compile", "kernels"))
+            base = load(source, **options_from(args, "device", "dtype", "compile", "kernels"))
             if key and not args.int4:
                 for block in base.model.layers:
                     quantize_(block, QuantSpec("int4"))
-                base.model.quant = "int4"
+                base.model.set_quantization("int4")
                 with base.backend.active():
                     pack_(base.model, DTYPES[base.options.dtype])
             self.engines[key] = base

@@ -14,12 +14,12 @@ import torch
 
 import sampling
 from bench.measure import timed_in_turn
-from drafters.base import DraftInput, PlainDrafter
+from bench.timing import captured
+from drafters.base import PlainDrafter
 from eagle_draft import EagleDrafter, EagleHead, eagle_drafter
 from engine import Engine
-from runtime.compiled import CompiledStep
 from sampling import SamplingParams
-from step import accept_and_commit, decode_step
+from step import decode_step, draft_input
 from tree import DynamicTree, StaticTree, tree_tables
 from tree import chain as tree_chain
 
@@ -69,8 +69,8 @@ class StillDrafter(PlainDrafter):
     """Drafts nothing in `width` rows, for timing verification alone. Depth and features are another drafter's."""
 
     def __init__(self, like: EagleDrafter, width: int):
-        super().__init__(like.head.target, 1, width)
-        self.D, self.taps, self.feature_size = like.D, like.taps, like.feature_size
+        super().__init__(like.head.target, width, features_of=like)
+        self.D = like.D
 
 
 def chains(width: int, depth: int) -> StaticTree:
@@ -90,21 +90,7 @@ def tree_engine(base: Engine, head: EagleHead, tree: StaticTree | DynamicTree | 
     return Engine(base.model, base.tokenizer, drafter, 1, base.ctx, base.compiled, base.backend, **kind)
 
 
-def captured(call: Call) -> Call:
-    """The call as a CUDA graph, because on a GPU the whole step is one."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-class StepParts:
+class TimedParts:
     """Drafting and verification as calls, at the context of a prompt and with the code of its sampling mode.
 
     They run on the state of a request that has finished, so they change nothing.
@@ -127,25 +113,18 @@ class StepParts:
             positions = self.state.n[:, None] + 1 + level
             self.noise = sampling.gumbel_noise(self.state.sampling.seed, positions, ids)
 
-    def _compiled(self, drafter: Any) -> CompiledStep:
-        return CompiledStep(self.base.model, drafter, decode_step, accept_and_commit)
-
     def drafting(self, tree: StaticTree | DynamicTree, depth: int | None = None) -> Call:
         """One draft of the tree. The draft cache is extended by `depth` + 1 rows (default: the tree's depth)."""
         drafter, state = tree_drafter(self.head, tree, self.base.ctx), self.state
         rows = (depth or tree.D) + 1
         noise = None if self.noise is None else self.noise[:, :rows]
-        given = (state.tokens, state.n, state.root, state.features[:, :rows], state.count, noise)
-        inputs = DraftInput(*given, state.sampling, self.mode, state.seen, state.counts)
-        if self.base.compiled:
-            return partial(self._compiled(drafter).call, drafter.draft, inputs)
-        return partial(drafter.draft, inputs)
+        inputs = draft_input(state, self.mode, noise, self.base.parts)
+        return partial(drafter.draft, inputs._replace(features=state.features[:, :rows]))
 
     def verifying(self, width: int) -> Call:
         """A step whose tree has `width` nodes and costs nothing to draft."""
         drafter = StillDrafter(self.drafter, width)
-        step = self._compiled(drafter).step if self.base.compiled else decode_step
-        return partial(step, self.base.model, drafter, self.state, self.mode)
+        return partial(decode_step, self.base.model, drafter, self.state, self.mode, parts=self.base.parts)
 
 
 @torch.inference_mode()
@@ -159,11 +138,11 @@ def measure_costs(
     rounds: int = 9,
     topks: Sequence[int] = TOPKS,
 ) -> Costs:
-    """Costs at the context of `prompt` (see StepParts), as medians of `rounds` timings.
+    """Costs at the context of `prompt` (see TimedParts), as medians of `rounds` timings.
 
     A part that is a difference of two timings is the median of paired differences.
     """
-    parts = StepParts(base, head, prompt, params, max_depth)
+    parts = TimedParts(base, head, prompt, params, max_depth)
     widths = sorted({w for w in (*WIDTHS, 26) if w < max_nodes} | {max_nodes})
     depths = sorted({1, 2, LEVEL_DEPTH, max_depth})
     fan = StaticTree(tuple((r,) for r in range(4)))

@@ -23,7 +23,7 @@ from bench.tree_costs import TOPKS, WIDTHS, Costs, interpolate, tree_engine
 from eagle_draft import EagleHead
 from engine import Engine
 from sampling import SamplingParams
-from step import StepOutput
+from step import Observer, StepOutput
 from support.errors import BadFileError
 from tree import MAX_DEPTH, MAX_NODES, DynamicTree, StaticTree
 
@@ -56,7 +56,7 @@ def wide_tree(depth: int, ranks: int, nodes: int) -> StaticTree:
     return best
 
 
-class RankStatistics:
+class RankStatistics(Observer):
     """An engine observer that counts what the target takes on a static tree, in batch row 0.
 
     Both tables are indexed [depth][rank], and depth 0 is the root's children. `trials` counts how often an accepted node
@@ -70,7 +70,7 @@ class RankStatistics:
         self.trials = [[0] * tree.max_children for _ in range(tree.D)]
         self.hits = [[0] * tree.max_children for _ in range(tree.D)]
 
-    def __call__(self, output: StepOutput) -> None:
+    def step(self, output: StepOutput) -> None:
         count = int(output.count[0])
         if not count:
             return
@@ -83,7 +83,7 @@ class RankStatistics:
                 self.hits[depth][self.tree.rank[path[depth + 1]]] += 1
 
 
-class DynamicStatistics:
+class DynamicStatistics(Observer):
     """An engine observer on one large dynamic tree that counts tokens per step of every smaller one with its topk.
 
     A tree of n nodes and depth d is the best n - 1 of the nodes not deeper than d + 1, with ties to the lower node. The
@@ -97,7 +97,7 @@ class DynamicStatistics:
         self.steps = 0
         self.tokens = dict.fromkeys(self.shapes, 0)
 
-    def __call__(self, output: StepOutput) -> None:
+    def step(self, output: StepOutput) -> None:
         count = int(output.count[0])
         if not count:
             return
@@ -204,7 +204,7 @@ def collect(
         dynamic.append((tree, DynamicStatistics(tree, sizes, range(1, max_depth))))
     for tree, observer in [(static.tree, static), *dynamic]:
         engine = tree_engine(base, head, tree)
-        engine.observer = observer
+        engine.add_observer(observer)
         for prompt in prompts:
             engine.generate(prompt, params).run()
     entries = [entry for _, observer in dynamic for entry in observer.table()]

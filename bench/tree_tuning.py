@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.arms import DYNAMIC, DYNAMIC_GPU, SAME_TOKENS, EngineArm, load_options
+from bench.arms import DYNAMIC, DYNAMIC_GPU, SAME_TOKENS, EngineArm
 from bench.environment import environment, fingerprint
 from bench.measure import first_fork
 from bench.suites import held_out_prompts, prompts_of, read_suite
@@ -24,10 +24,15 @@ from bench.tree_costs import Costs, measure_costs, tree_engine
 from bench.tree_search import Acceptance, Tree, best_static, collect, finalists, mean_rate, read_statistics
 from engine import Engine
 from load import load
+from options import options_from
 from sampling import SamplingParams
 from support.errors import BadFileError, UsageError
 from tree import PAPER25, DynamicTree, parse_tree
 
+# options of `load` that a tree is tuned for
+TUNED_FOR = (
+    "checkpoint eagle eagle_config draft_vocab draft_vocab_text device dtype compile kernels ctx".split()
+)
 Say = Callable[[str], None]
 Prompts = Sequence[list[int]]
 Requests = Sequence[SamplingParams]
@@ -36,7 +41,7 @@ Engines = Mapping[str, Engine]
 
 def tune(args: argparse.Namespace, say: Say, progress: Say) -> dict[str, Any]:
     """Everything that scripts.tune_tree does except writing the file; returns the file's content. Raises UserError."""
-    base = load(args.checkpoint, **tuned_options(args))
+    base = load(**options_from(args, *TUNED_FOR))
     held = find_prompts(args, base, base.ctx - args.new_tokens)
     requests = [
         SamplingParams(temperature=t, seed=args.seed, max_new_tokens=args.new_tokens)
@@ -71,12 +76,6 @@ def tune(args: argparse.Namespace, say: Say, progress: Say) -> dict[str, Any]:
         "costs": [asdict(c) for c in costs],
         "statistics": [asdict(a) for a in parts],
     }
-
-
-def tuned_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of `load` that a tree is tuned for."""
-    names = "eagle draft_vocab draft_vocab_text device dtype compile kernels ctx".split()
-    return load_options(args, *names) | {"eagle_config": tuple(args.eagle_config)}
 
 
 def find_prompts(args: argparse.Namespace, base: Engine, limit: int) -> list[list[int]]:
@@ -228,7 +227,7 @@ def _provenance(args: argparse.Namespace, base: Engine) -> dict[str, Any]:
         "model": Path(args.checkpoint).resolve().name,
         "weights_sha256": fingerprint(base.model),
         "head": Path(args.eagle).name,
-        "quantization": getattr(base.model, "quant", None) or "none",
+        "quantization": base.model.quant or "none",
         "dtype": base.options.dtype,
         "compile": args.compile,
     }

@@ -18,10 +18,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench.arms import DYNAMIC, add_load_options
+from bench.arms import DYNAMIC
 from bench.paper_cells import measure
 from bench.paper_page import ROOT, render
-from load import DEMO
+from options import add_options
 from support.errors import UsageError, run_command
 
 CELLS = ROOT / "benchmarks" / "results" / "paper_tables_demo.jsonl"
@@ -35,7 +35,6 @@ def build_parser() -> argparse.ArgumentParser:
     _add_models(parser)
     _add_questions(parser)
     add = parser.add_argument
-    add_load_options(parser, "device", "dtype", "compile", "kernels")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--run", action="store_true", help="only measure what is missing")
     mode.add_argument("--render", action="store_true", help="only write the page")
@@ -52,7 +51,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, action="append", default=[], metavar=metavar, help=help)
 
     add = parser.add_argument
-    add("--checkpoint", default=str(DEMO), metavar="DIR", help="model directory (default: the embedded demo)")
+    add_options(parser, "checkpoint", "device", "dtype", "compile", "kernels")
     add_list("--eagle", "HEAD", "EAGLE head (repeatable; default: those in the checkpoint's folders)")
     add_list("--ablation", "HEAD", "head for Table 6 or Figure 8; its CARD.json says what it is")
     add("--medusa", metavar="PATH", help="Medusa heads")

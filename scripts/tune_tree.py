@@ -27,14 +27,13 @@ from pathlib import Path
 
 import torch
 
-from bench.arms import add_load_options
 from bench.tree_costs import LEVEL_DEPTH
-from bench.tree_tuning import report, tune, tuned_options
-from load import DEMO, LoadOptions, tuned_tree_path
+from bench.tree_tuning import TUNED_FOR, report, tune
+from options import LoadOptions, add_options, options_from, tuned_tree_path
 from support.errors import UsageError, run_command
 from support.files import write_json
 from tree import MAX_DEPTH
-from weights.checkpoint import load_config
+from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle
 
 # Smallest and largest value of the numeric flags.
@@ -56,9 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--checkpoint", default=str(DEMO), metavar="DIR")
-    add("--eagle", metavar="HEAD", help="default: the first eagle* folder of the checkpoint")
-    add("--eagle-config", action="append", default=[], metavar="KEY=VALUE", help="as in generate.py")
+    add_options(parser, *TUNED_FOR, ctx=512)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--suite", metavar="FILE.jsonl", help="prompts in MT-bench layout (first turns)")
     source.add_argument("--text", metavar="FILE", help="cut the prompts from this text")
@@ -76,10 +73,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=9, help="repetitions of every timing")
     add("--max-nodes", type=int, help="greatest tree to consider (default: 32 on a CPU, 64 on a GPU)")
     add("--max-depth", type=int, default=8)
-    add("--ctx", type=int, default=512)
-    add_load_options(parser, "device", "dtype", "compile", "kernels")
-    add("--draft-vocab", type=int, default=0, metavar="K")
-    add("--draft-vocab-text", metavar="FILE")
     add("-q", "--quiet", action="store_true", help="no progress on stderr")
     add("--debug", action="store_true", help="full tracebacks")
     return parser
@@ -87,9 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Fill in defaults. Raises UsageError for numbers that make no sense."""
-    if any("=" not in item for item in args.eagle_config):
-        raise UsageError("--eagle-config takes KEY=VALUE, like rope_theta=500000.")
-    if args.eagle is None:
+    if args.eagle is None:  # the checkpoint's first head
         found = sorted(p for p in Path(args.checkpoint).glob("eagle*") if p.is_dir())
         if not found:
             raise UsageError(f"no eagle* folder in {args.checkpoint}; give --eagle HEAD.")
@@ -117,10 +108,10 @@ def run(args: argparse.Namespace) -> None:
     if args.out:
         path = Path(args.out)
     else:
-        config = load_config(args.checkpoint)
-        head = read_eagle(args.eagle, config, dict(item.split("=", 1) for item in args.eagle_config))
-        options = LoadOptions(args.checkpoint, **tuned_options(args))
-        path = tuned_tree_path(options, config, head, torch.device(content["device_type"]))
+        options = LoadOptions(**options_from(args, *TUNED_FOR))
+        checkpoint = Checkpoint.open(options.checkpoint)
+        overrides = dict(item.split("=", 1) for item in options.eagle_config)
+        path = tuned_tree_path(options, checkpoint, read_eagle(options.eagle, checkpoint.config, overrides))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     print(report(content))

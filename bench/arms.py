@@ -22,8 +22,9 @@ from support.errors import UsageError
 from tokenizer import load_tokenizer
 from weights.checkpoint import load_config
 from weights.files import read_entries
-from weights.heads import MEDUSA_FILES, read_eagle
+from weights.heads import read_eagle
 from weights.hf import config_to_hf, hf_views
+from weights.medusa import MEDUSA_FILES
 from weights.quantized import pack_
 
 SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE = "same tokens", "same distribution", "other engine"

@@ -39,7 +39,8 @@ from support.errors import UsageError
 from support.machine import free_memory
 from weights.checkpoint import load_config
 from weights.files import read_entries
-from weights.heads import MEDUSA_FILES, read_eagle
+from weights.heads import read_eagle
+from weights.medusa import MEDUSA_FILES
 from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
 

@@ -13,7 +13,7 @@ import sampling
 from drafters.base import CachelessDrafter, Draft, DraftInput
 from model import Transformer, weight_bytes
 from tree import DynamicTree, TreeTables
-from weights.heads import read_medusa
+from weights.medusa import read_medusa
 
 
 class ResBlock(nn.Module):

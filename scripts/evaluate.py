@@ -30,7 +30,7 @@ from model import DTYPES, Transformer
 from sampling import SamplingParams
 from support.errors import USAGE, UsageError
 from support.texts import read_texts, stdlib_texts
-from weights.layerwise import Tally
+from weights.quality import Tally
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,9 @@ from sampling import SamplingParams
 from scripts import bench, evaluate
 from scripts import bench as bench  # FIXME bare
 from support.errors import UserError
-from weights.heads import read_eagle, save_eagle, save_medusa
+from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
+from weights.medusa import save_medusa
 
 QUESTIONS = [
     suites.Question("one", "a", ((1, 5, 9, 22, 7, 3),)),

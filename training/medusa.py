@@ -15,7 +15,7 @@ from model import Transformer
 from support.files import write_json
 from training.data import Batch
 from training.drafters import SETTINGS, describe, fit, open_target, output_weight, refuse_if_worse
-from weights.heads import MEDUSA_FILES, save_medusa
+from weights.medusa import MEDUSA_FILES, save_medusa
 
 DECAY = 0.8
 

@@ -1,8 +1,13 @@
-"""TODO."""
+"""A model directory of any format: `Checkpoint.open` reads what it is, `Checkpoint.load` reads its weights.
+
+To add a format, give it a kind, let `open` recognise it, and let `load` fill the model from its tensors.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shutil
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,41 +15,139 @@ import torch
 
 from model import DTYPES, ModelConfig, Transformer
 from support.files import read_json
-from weights.files import Entry, Progress, check_entries, read_entries, tensor_files
-from weights.hf import build_model, copy_tensors, hf_views, materialise, read_config, token_ids
-from weights.meta import read_meta
-from weights.published import fill_published
-from weights.quantized import QuantSpec, apply_spec_, fill_
+from weights.files import Entry, Progress, read_entries, tensor_files
+from weights.hf import build_model, fill_hf, read_config, token_ids
+from weights.meta import is_meta, read_meta_config, read_meta_entries
+from weights.published import fill_published, published_layout
+from weights.stored import fill_stored, read_spec
+
+QUANTIZED = {"eaglet": "eaglet_quant", "published": "quantization_config"}  # kind -> its key in config.json
+# What `copy_texts` takes along: the tokenizer, stop ids, the chat template, and the licence.
+TEXTS = """tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
+    merges.txt generation_config.json chat_template.jinja chat_template.json LICENSE LICENSE.txt USE_POLICY.md"""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A model directory that was recognised. Its config was read once, and its tensors are read when they are needed."""
+
+    directory: Path
+    kind: str  # hf | meta | eaglet (our quantized format) | published (GPTQ, AWQ, compressed-tensors)
+    raw: dict[str, Any]  # config.json as it stands there, {} for Meta's format
+    config: ModelConfig  # with the stop ids of generation_config.json, or else of config.json
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Checkpoint:
+        """Read the config of a model directory. Raises ValueError in one line if it is unusable."""
+        directory = Path(directory)
+        if not directory.is_dir():
+            hint = "Pass a folder with config.json and weights (python -m scripts.download REPO fetches one)."
+            raise ValueError(f"{directory} is not a directory. {hint}")
+        if is_meta(directory):
+            kind, raw, config = "meta", {}, read_meta_config(directory)
+        else:
+            raw = read_json(directory / "config.json")
+            kind = next((kind for kind, key in QUANTIZED.items() if raw.get(key)), "hf")
+            config = read_config(raw, directory)
+        if (file := directory / "generation_config.json").is_file():
+            stops = token_ids(read_json(file), "eos_token_id", str(file), config.vocab_size, directory)
+            config = replace(config, eos_token_ids=stops or config.eos_token_ids)
+        return cls(directory, kind, raw, config)
+
+    @property
+    def config_file(self) -> Path:
+        return self.directory / ("params.json" if self.kind == "meta" else "config.json")
+
+    @property
+    def quantization(self) -> str | None:
+        """How the weights are quantized: 'int4', 'int8', 'int4 (gptq)', ..., or None for floats.
+
+        Raises ValueError for a quantization that is not supported.
+        """
+        if self.kind not in QUANTIZED:
+            return None
+        section = self.raw[QUANTIZED[self.kind]]
+        if self.kind == "eaglet":
+            return read_spec(section, str(self.config_file)).mode
+        published_layout(section, str(self.config_file))
+        return f"int4 ({section['quant_method']})"
+
+    @property
+    def tokenizer_directory(self) -> Path:
+        """Where the tokenizer's files are. Meta keeps tokenizer.model one folder up, beside several models."""
+        above = self.directory.absolute().parent
+        here = any((self.directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+        return (
+            above
+            if self.kind == "meta" and not here and (above / "tokenizer.model").is_file()
+            else self.directory
+        )
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """All tensors, unread, under the names of the files (of Hugging Face for Meta's format)."""
+        if self.kind == "meta":
+            return read_meta_entries(self.directory, self.config)
+        if not (files := tensor_files(self.directory)):
+            raise ValueError(
+                f"{self.directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?"
+            )
+        return read_entries(files)
+
+    def reopened(self) -> Checkpoint:
+        """The same checkpoint with newly mapped files. Pages that were read before stop counting as our memory."""
+        return replace(self)
+
+    def load(
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        progress: Progress | None = None,
+        max_positions: int | None = None,
+    ) -> Transformer:
+        """Read the weights straight onto `device`, one tensor at a time, so that no tensor is held twice.
+
+        Args:
+            device: where the weights go.
+            dtype: of the weights; default: config.json's. Stored codes and scales are kept exactly.
+            progress: called with (done, total, tensor name) after each tensor.
+            max_positions: length of the rotary tables; default: all positions of the config.
+
+        Returns:
+            The model in eval mode, without gradients, with its rotary tables built.
+
+        Raises:
+            ValueError: one line that names the file and the tensor or key, and what to do.
+        """
+        quantization = self.quantization
+        model = build_model(self.config)
+        file, where = str(self.config_file), str(self.directory)
+        target = (device, dtype or DTYPES[self.config.dtype], progress)
+        if self.kind == "eaglet":
+            fill_stored(model, self.entries, read_spec(self.raw["eaglet_quant"], file), where, *target)
+        elif self.kind == "published":
+            fill_published(model, self.entries, self.raw["quantization_config"], file, *target)
+        else:
+            fill_hf(model, self.entries, where, *target)
+        if quantization:
+            model.quant = quantization  # becomes model.set_quantization(quantization)
+        longest = self.config.max_positions
+        model.rotary.build(device, min(max_positions or longest, longest))
+        return model.eval().requires_grad_(False)
+
+    def copy_texts(self, destination: Path) -> None:
+        """Copy the tokenizer's files, the chat template and the licence to another directory."""
+        files = [self.tokenizer_directory / "tokenizer.model"] + [
+            self.directory / name for name in TEXTS.split()
+        ]
+        for file in files:  # the directory's own tokenizer.model comes second and wins
+            if file.is_file():
+                shutil.copyfile(file, destination / file.name)
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """The geometry of the model in `directory` (Hugging Face, ours, or Meta). ValueError in one line if unusable.
-
-    Stop ids are transformers': those of generation_config.json, or else config.json's.
-    """
-    directory = _existing(directory)
-    config = read_meta(directory)[0] if is_meta(directory) else read_config(directory)
-    return _with_stops(config, directory)
-
-
-def _with_stops(config: ModelConfig, directory: Path) -> ModelConfig:
-    """With the stop ids of generation_config.json, if it names any."""
-    if not (file := directory / "generation_config.json").is_file():
-        return config
-    stops = token_ids(read_json(file), "eos_token_id", str(file), config.vocab_size, directory)
-    return replace(config, eos_token_ids=stops or config.eos_token_ids)
-
-
-def open_model(directory: str | Path) -> tuple[ModelConfig, dict[str, Entry]]:
-    """Config and unread tensors (Hugging Face names) of an unquantized directory. ValueError in one line if unusable."""
-    directory = _existing(directory)
-    if is_meta(directory):
-        config, entries = read_meta(directory)
-        return _with_stops(config, directory), entries
-    config = load_config(directory)
-    if not (files := tensor_files(directory)):
-        raise ValueError(f"{directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?")
-    return config, read_entries(files)
+    """The geometry of the model in a directory of any format (`Checkpoint.open`)."""
+    return Checkpoint.open(directory).config
 
 
 def load_model(
@@ -54,76 +157,5 @@ def load_model(
     progress: Progress | None = None,
     max_positions: int | None = None,
 ) -> Transformer:
-    """Read a model directory straight onto `device`, one tensor at a time (never two copies of the model).
-
-    Args:
-        directory: Hugging Face layout (`.safetensors` or `.bin`, sharded or not), ours, Meta's, or a quantized one.
-        device: where the weights go.
-        dtype: of the weights; default: config.json's.
-        progress: called with (bytes done, bytes in total, tensor name) after each tensor.
-        max_positions: length of the rotary tables; default: all positions of the config.
-
-    Returns:
-        The model in eval mode, without gradients, rotary tables built.
-
-    Raises:
-        ValueError: one line that names the file and the tensor or key, and what to do.
-    """
-    directory = _existing(directory)
-    raw = {} if is_meta(directory) else read_json(directory / "config.json")
-    if raw.get("eaglet_quant") or raw.get("quantization_config"):
-        return load_quantized(directory, raw, device, dtype, progress, max_positions)
-    config, entries = open_model(directory)
-    model = build_model(config)
-    fused = any(name.endswith(".experts.gate_up_proj") for name in entries)
-    duplicate = entries.pop("lm_head.weight", None) if config.tie_word_embeddings else None
-    shapes = {name: tuple(view.shape) for name, view in hf_views(model, fused).items()}
-    check_entries(shapes, entries, str(directory))
-    materialise(model, device, dtype or DTYPES[config.dtype], max_positions)
-    copy_tensors(hf_views(model, fused), entries, progress)
-    if duplicate is not None:
-        stored, embedding = duplicate.read(), model.embed_tokens.weight
-        if stored.shape != embedding.shape or not torch.equal(stored.to(embedding), embedding):
-            why = "lm_head.weight differs from the embedding although tie_word_embeddings is true"
-            raise ValueError(f"{directory}: {why}. Set it to false if the model has its own LM head.")
-    return model
-
-
-def _existing(directory: str | Path) -> Path:
-    if not (directory := Path(directory)).is_dir():
-        hint = "Pass a folder with config.json and weights (python -m scripts.download REPO fetches one)."
-        raise ValueError(f"{directory} is not a directory. {hint}")
-    return directory
-
-
-def is_meta(directory: Path) -> bool:
-    return (directory / "params.json").exists() and not (directory / "config.json").exists()
-
-
-def load_quantized(
-    directory: str | Path,
-    raw: dict[str, Any],
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
-    max_positions: int | None = None,
-) -> Transformer:
-    """Our quantized directory, or a published GPTQ, AWQ or compressed-tensors (W4A16) one, as a ready Transformer.
-
-    raw: its config.json. dtype: of embedding, norms and biases (default: config.json's); stored codes and scales are
-    kept exactly. One module at a time, so nothing is held twice. Strict: ValueError names file and tensor.
-    """
-
-    where = str(Path(directory) / "config.json")
-    config = load_config(directory)
-    entries = read_entries(tensor_files(Path(directory)))
-    model, dtype, spec = build_model(config), dtype or DTYPES[config.dtype], None
-    if raw.get("eaglet_quant"):
-        spec = QuantSpec.read(raw["eaglet_quant"], where)
-        apply_spec_(model, spec, entries)
-        fill_(model, entries, str(directory), device, dtype, progress)
-    else:
-        fill_published(model, entries, raw["quantization_config"], where, device, dtype, progress)
-    model.quant = spec.mode if spec else f"int4 ({raw['quantization_config']['quant_method']})"  # for reports
-    model.rotary.build(device, min(max_positions or config.max_positions, config.max_positions))
-    return model.eval().requires_grad_(False)
+    """The model in a directory of any format (`Checkpoint.load`)."""
+    return Checkpoint.open(directory).load(device, dtype, progress, max_positions)

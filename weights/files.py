@@ -1,4 +1,9 @@
-"""TODO."""
+"""Tensor files: safetensors and pickles in, safetensors out.
+
+Every format in this folder is a mapping from tensor names to entries. An `Entry` is one tensor on disk whose shape and
+dtype are known and whose values are not read yet, so a model is loaded one tensor at a time. Reading is strict. A
+damaged, missing, unexpected or non-finite tensor is a ValueError of one line, and no pickle can run code.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +21,17 @@ from torch import Tensor
 
 from support.files import INDEX_LIMIT, read_json, written_whole
 
-Progress = Callable[[int, int, str], None]
-
-
+Progress = Callable[[int, int, str], None]  # called with (done, total, name of the tensor or layer)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-
-
+# The dtypes of a safetensors header.
 KINDS = dict(zip("F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL".split(), FLOATS + INTEGERS, strict=True))
-
-
-# Buffers that old exporters stored and that follow from the config: the one thing a checkpoint may hold unused.
+# Old exporters stored these buffers. They follow from the config, so they are the only tensors that may stay unused.
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|rope\.freqs")
 
 
 class Entry(NamedTuple):
-    """One tensor on disk: shape and dtype are known (a str if we have none for it), `read()` brings it to the CPU."""
+    """One tensor on disk. `read()` brings its values to the CPU. dtype is a str where torch has no such dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
@@ -44,10 +42,10 @@ class Entry(NamedTuple):
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors (any device, views allowed) one by one, at most one copied at a time. Temp name, then rename."""
+    """Write a safetensors file whole. Tensors may be views on any device. At most one of them is copied at a time."""
     kinds = {dtype: kind for kind, dtype in KINDS.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    # wide dtypes first: every tensor then starts at a multiple of its element size
+    # Wide dtypes come first, so that every tensor starts at a multiple of its element size.
     order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     end = 0
     for name, t in order:
@@ -65,7 +63,7 @@ def write_safetensors(
 
 
 def read_entries(files: Iterable[Path]) -> dict[str, Entry]:
-    """All tensors of `.safetensors` / `.bin` / `.pth` files, unread. A name found in two files is an error."""
+    """All tensors of `.safetensors`, `.bin` and `.pth` files, unread. A name in two files is a ValueError."""
     entries: dict[str, Entry] = {}
     for path in files:
         found = _safetensors_entries(path) if path.suffix == ".safetensors" else pickle_entries(path)
@@ -91,7 +89,7 @@ def _safetensors_entries(path: Path) -> dict[str, Entry]:
 
 
 def _safetensors_header(path: Path) -> dict[str, Any]:
-    """The header alone, to name a truncated file and duplicated keys; the library checks everything else."""
+    """The header. It is read here to name a truncated file or a doubled key. The library checks everything else."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(value := dict(pairs)) != len(pairs):
@@ -117,18 +115,20 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
 
 
 def pickle_entries(path: Path) -> dict[str, Entry]:
+    """The tensors of a pickle file, which may hold nothing but a dictionary of names and dense tensors."""
     if [int(n) for n in torch.__version__.split(".")[:2]] < [2, 10]:
         why = f"pickle files need torch 2.10 or newer (CVE-2026-24747), this is {torch.__version__}"
         raise ValueError(f"{path}: {why}. Convert it to safetensors elsewhere.")
     try:
         with open(path, "rb") as file:
             mapped = file.read(2) == b"PK"  # the format before torch 1.6 cannot be mapped
-        with warnings.catch_warnings(action="ignore"):  # on old protocols, in two lines before our one
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # torch warns about old protocols in two lines of its own
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # what an untrusted pickle raises is up to the pickle
-        reason = _pickle_reason(error)
-        advice = "Get the model as safetensors"
-        raise ValueError(f"{path}: refused, not a plain tensor file ({reason}). {advice}.") from error
+    except Exception as error:  # an untrusted pickle can make torch.load raise anything
+        reason = f"not a plain tensor file ({_pickle_reason(error)})"
+        raise ValueError(f"{path}: refused, {reason}. Get the model as safetensors.") from error
     if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
         value = value["state_dict"]
     found: dict[str, Entry] = {}
@@ -141,7 +141,7 @@ def pickle_entries(path: Path) -> dict[str, Entry]:
 
 
 def _pickle_reason(error: Exception) -> str:
-    """What is wrong with a pickle: the global it asks for, or torch's reason without the advice to load it unsafely."""
+    """What is wrong with a pickle: the code that it asks for, or torch's reason without torch's unsafe advice."""
     text = " ".join(str(error).split())
     if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text):
         return f"Unsupported global: {found[1][:120]!r}, code that loading would run"
@@ -151,7 +151,10 @@ def _pickle_reason(error: Exception) -> str:
 
 
 def tensor_files(directory: Path) -> list[Path]:
-    """The weight files of a directory: those of the shard index, else `model*.safetensors`, else `.bin`, else none."""
+    """The weight files of a directory: those that a shard index names, or else all of one kind. [] without any.
+
+    Safetensors are preferred to pickles. Raises ValueError for an index that is damaged or names a missing file.
+    """
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         index = directory / f"{stem}{suffix}.index.json"
         if index.exists():
@@ -169,24 +172,32 @@ def tensor_files(directory: Path) -> list[Path]:
     return []
 
 
-def check_entries(expected: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry], where: str) -> None:
-    """ValueError in one line unless `entries` holds exactly the expected names with these shapes and a float dtype."""
+def check_entries(
+    expected: Mapping[str, tuple[int, ...]],
+    entries: Mapping[str, Entry],
+    where: str,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Raise a one-line ValueError unless `entries` holds exactly the expected names with the expected shapes.
+
+    `dtypes` are the exact dtypes of the tensors that it names. All others must be floats of 16 to 64 bits.
+    """
     if missing := expected.keys() - entries.keys():
         hint = " (tie_word_embeddings not set?)" if "lm_head.weight" in missing else ""
-        raise ValueError(
-            f"{where}: missing {few_names(missing)}{hint}. Is a shard missing? Download it again."
-        )
+        advice = "Is a shard missing? Download it again, or quantize the original again."
+        raise ValueError(f"{where}: missing {few_names(missing)}{hint}. {advice}")
     if extra := [name for name in entries.keys() - expected.keys() if not IGNORED.fullmatch(name)]:
         raise ValueError(
             f"{where}: unexpected {few_names(extra)}; config.json does not describe such a model."
         )
     for name, shape in expected.items():
         entry = entries[name]
-        if entry.shape != shape:
-            found = f"{name} is {list(entry.shape)}, expected {list(shape)}"
-            raise ValueError(f"{where}: {found}. Do {entry.file} and config.json belong together?")
-        if entry.dtype not in FLOATS:
-            raise ValueError(f"{where}: {name} has dtype {entry.dtype}, expected a float of 16 to 64 bits.")
+        wanted = (dtypes or {}).get(name)
+        if entry.shape != shape or (entry.dtype not in FLOATS if wanted is None else entry.dtype != wanted):
+            found = f"{name} is {entry.dtype} {list(entry.shape)}"
+            wanted = f"{wanted or 'a float of 16 to 64 bits'} {list(shape)}"
+            hint = f"{entry.file} and config.json do not belong together"
+            raise ValueError(f"{where}: {found}, expected {wanted}; {hint}.")
 
 
 def few_names(names: Iterable[str]) -> str:
@@ -197,10 +208,10 @@ def few_names(names: Iterable[str]) -> str:
 
 
 def check_finite(tensor: Tensor, name: str, file: str) -> None:
-    """ValueError if a float tensor holds NaN or inf. One pass, no temporary; syncs with the device."""
+    """Raise a ValueError if a float tensor holds NaN or infinity. One pass without a temporary copy.
+
+    The host waits for the device.
+    """
     if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
         kind = str(tensor.dtype).removeprefix("torch.")
         raise ValueError(f"{file}: {name} holds NaN or infinite values (as {kind}). Damaged file?")
-
-
-Progress = Callable[[int, int, str], None]

@@ -1,11 +1,16 @@
-"""TODO."""
+"""Published EAGLE heads in and out: the layouts of SafeAILab, SpecForge and speculators, and bare weight files.
+
+What a head is follows from its own tensors and its own config. Nothing is inferred from a file name, and nothing is
+taken from the target that could differ in the head. A head that is read wrongly changes no output and only lowers the
+acceptance, so every doubt is an error or a note.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,34 +30,28 @@ from weights.files import (
 )
 from weights.hf import config_to_hf, refuse_partial_rotation
 from weights.quantized import QuantSpec
+from weights.stored import read_spec, spec_to_json
 
-# Hugging Face name inside the head's decoder layer = ours; several to one are fused by rows, in this order
+# Hugging Face name inside the head's decoder layer = our name. Several names with one target are fused by rows, in order.
 HEAD_NAMES = """self_attn.q_proj=attention.qkv self_attn.k_proj=attention.qkv self_attn.v_proj=attention.qkv
     self_attn.o_proj=attention.o self_attn.q_norm=attention.q_norm self_attn.k_norm=attention.k_norm
     mlp.gate_proj=mlp.gate_up mlp.up_proj=mlp.gate_up mlp.down_proj=mlp.down
     input_layernorm=input_norm hidden_norm=hidden_norm post_attention_layernorm=post_norm"""
-
-
 PREFIXES = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
-
-
 ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
-
-
-# what --eagle-config may set, and what the head's decoder layer takes from its own config
+# What the head's decoder layer takes from the head's config, and what --eagle-config may set.
 HEAD_KEYS = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling".split()
-
-
 OVERRIDES = (*HEAD_KEYS, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
-
-
 SIZES = {2048: "1B", 3072: "3B", 4096: "7B or 8B", 5120: "13B", 6656: "33B", 8192: "70B"}
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Geometry of an EAGLE head. `layer.vocab_size` is the draft vocabulary; `taps` name the target layers whose
-    *input* is read (the number of layers: after the last one, before the final norm), () for version 1."""
+    """Geometry of an EAGLE head. `layer.vocab_size` is the draft vocabulary.
+
+    `taps` name the target layers whose *input* is read. The number of layers stands for the state after the last layer,
+    before the final norm. Version 1 has no taps.
+    """
 
     version: int
     layer: ModelConfig
@@ -69,19 +68,16 @@ class EagleConfig:
     unshifted: bool = False  # version 1: feature i goes with token i, not i + 1 (an ablation of the paper)
 
     def layout(self, layers: int) -> str:
-        """What `save_eagle` writes for a target of that many layers, and who reads it as it is meant."""
+        """What `save_eagle` writes for a target of that many layers, and which programs read it correctly."""
+        names = f"EAGLE-{self.version}, SafeAILab tensor names; "
+        if self.unshifted or self.norm_output or self.norm_before_fc or self.fc_norm:
+            return names + "only eaglet reads this layout correctly"
         beyond = ["norm_before_residual = true"] if self.norm_before_residual else []
         if self.version == 3 and self.taps != (2, layers // 2, layers - 3):
             beyond.append(f"aux layers {', '.join(map(str, self.taps))}")
-        names = f"EAGLE-{self.version}, SafeAILab tensor names; "
-        if self.unshifted or self.norm_output or self.norm_before_fc or self.fc_norm:
-            return names + "only eaglet reads it as it is meant"
         if beyond:
-            return (
-                names
-                + " and ".join(beyond)
-                + " in config.json: vLLM reads that, SafeAILab's own code does not"
-            )
+            said = f"{' and '.join(beyond)} in config.json"
+            return f"{names}{said}: vLLM reads that, SafeAILab's own code does not"
         return f"EAGLE-{self.version} (SafeAILab layout)"
 
 
@@ -97,25 +93,25 @@ class EagleFile:
 def read_eagle(
     path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None
 ) -> EagleFile:
-    """Read a published EAGLE-1/2/3 head: SafeAILab, SpecForge or speculators layout, ours, or a bare weight file.
+    """Read an EAGLE-1/2/3 head: a published one in any layout, one of ours (quantized too), or a bare weight file.
 
-    Generation, draft vocabulary and biases follow from the tensors, RoPE and eps from the head's own config, never from
-    the target's (eagle.md 4.7).
+    Generation, draft vocabulary and biases follow from the tensors. RoPE and eps come from the head's own config, never
+    from the target's (eagle.md 4.7).
 
     Args:
         path: a folder, or one `.safetensors` / `.bin` / `.pth` file (with or without a config.json beside it).
-        target: the model the head shall draft for.
-        overrides: config keys (OVERRIDES) to replace, values as JSON text.
+        target: the model that the head shall draft for.
+        overrides: config keys (OVERRIDES) to replace, with values as JSON text.
 
     Returns:
-        EagleFile; tensors on the CPU in their stored dtype.
+        EagleFile with tensors on the CPU in their stored dtype.
 
     Raises:
         ValueError: one line, if the head is damaged, does not fit the target, or needs something not implemented.
     """
     path = Path(path)
     if (path / "config.json").is_file() and read_json(path / "config.json").get("eaglet_quant"):
-        file = read_head(path)
+        file = read_quantized_eagle(path)
         made_for = file.config.target_hidden_size, file.config.target_vocab_size
         if made_for != (target.hidden_size, target.vocab_size):
             raise ValueError(
@@ -129,24 +125,18 @@ def read_eagle(
 def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: str | Path) -> None:
     """Write a head under SafeAILab's tensor names (`config.json`, `model.safetensors`).
 
-    EAGLE-1/2 and plain EAGLE-3 heads are then what SafeAILab's own code and other engines read. More than that stands in
-    config.json: norm_before_residual, which vLLM reads and SafeAILab's code takes for false; aux layers, which vLLM and
-    SGLang read and SafeAILab's code takes for 2, L // 2, L - 3. `EagleConfig.layout` says it for one head.
+    SafeAILab's own code and other engines read EAGLE-1/2 and plain EAGLE-3 heads of this layout. Two more things are in
+    config.json, which vLLM reads: norm_before_residual (SafeAILab's code always takes it for false) and the aux layers
+    (SGLang reads them too, SafeAILab's code always takes 2, L // 2, L - 3). `EagleConfig.layout` says it for one head.
 
-    `tensors` as in EagleFile. Raises ValueError if draft_ids are given but config.target_vocab_size is not.
+    `tensors` are those of an EagleFile. Raises ValueError if draft_ids are given without config.target_vocab_size.
     """
     directory, layer = Path(directory), config.layer
-    q, kv = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
-    prefix = "layers.0." if config.version == 1 else "midlayer."
-    pairs = [pair.split("=") for pair in HEAD_NAMES.split()]
-    vocab, out = config.target_vocab_size or layer.vocab_size, {}
+    vocab = config.target_vocab_size or layer.vocab_size
+    out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        inner, _, kind = name.removeprefix("layer.").rpartition(".")
-        names = [hf for hf, ours in pairs if ours == inner] if name.startswith("layer.") else []
-        if names:
-            sizes = [q, kv, kv] if inner == "attention.qkv" else [tensor.shape[0] // len(names)] * len(names)
-            pieces = zip(names, tensor.split(sizes), strict=True)
-            out |= {f"{prefix}{hf}.{kind}": piece for hf, piece in pieces}
+        if name.startswith("layer."):
+            out |= _split_layer_tensor(config, name, tensor)
         elif name != "draft_ids":
             out[name.replace("fc_norms.", "fc_norm.")] = tensor
         elif not config.target_vocab_size:
@@ -155,29 +145,77 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
             ids = tensor.cpu()
             out["d2t"] = ids - torch.arange(ids.numel())
             out["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(directory / "model.safetensors", out)
     keys = config_to_hf(layer) | {"vocab_size": vocab, "bias": config.fc_bias, "qkv_bias": layer.qkv_bias}
     if config.version == 3:
+        taps = {AUX: list(config.taps)}
         keys |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": layer.vocab_size}
-        keys |= {
-            "norm_before_residual": config.norm_before_residual,
-            "eagle_config": {AUX: list(config.taps)},
-        }
-        # Layer ids by entry, norm_output = what is fed back: both are ambiguous in the published layouts.
-        keys["eaglet_eagle"] = {AUX: list(config.taps), "norm_output": config.norm_output}
+        keys |= {"norm_before_residual": config.norm_before_residual, "eagle_config": taps}
+        # The published layouts are ambiguous about both of these. Here ids name the layers that the states enter, and
+        # norm_output says what is fed back.
+        keys["eaglet_eagle"] = taps | {"norm_output": config.norm_output}
     elif config.unshifted:
         keys["eaglet_eagle"] = {"unshifted": True}
     if config.target_hidden_size != layer.hidden_size:
         keys["target_hidden_size"] = config.target_hidden_size
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(directory / "model.safetensors", out)
     write_json(directory / "config.json", keys)
+
+
+def _split_layer_tensor(config: EagleConfig, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The published tensors that one tensor of the head's decoder layer is fused from."""
+    layer = config.layer
+    inner, _, kind = name.removeprefix("layer.").rpartition(".")
+    names = [hf for hf, ours in _head_names() if ours == inner]
+    kv = layer.num_key_value_heads * layer.head_dim
+    sizes = [tensor.shape[0] // len(names)] * len(names)
+    if inner == "attention.qkv":
+        sizes = [layer.num_attention_heads * layer.head_dim, kv, kv]
+    prefix = "layers.0." if config.version == 1 else "midlayer."
+    pieces = zip(names, tensor.split(sizes), strict=True)
+    return {f"{prefix}{hf}.{kind}": piece for hf, piece in pieces}
+
+
+def _head_names() -> list[tuple[str, str]]:
+    """(Hugging Face name, our name) of everything in the head's decoder layer."""
+    return [tuple(pair.split("=")) for pair in HEAD_NAMES.split()]
+
+
+def save_quantized_eagle(
+    config: EagleConfig, tensors: Mapping[str, Tensor], spec: QuantSpec, directory: Path
+) -> None:
+    """Write a quantized head in our own format. `tensors` have the names of the head's state dict."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(directory / "model.safetensors", tensors)
+    write_json(directory / "config.json", {"eaglet_quant": spec_to_json(spec), "eaglet_head": asdict(config)})
+
+
+def read_quantized_eagle(directory: str | Path) -> EagleFile:
+    """Read what `save_quantized_eagle` wrote. `weights.quantized.adopt_` puts the tensors into a head."""
+    where = Path(directory) / "config.json"
+    raw = read_json(where)
+    read_spec(raw.get("eaglet_quant"), str(where))
+    try:
+        given = raw["eaglet_head"]
+        layer = {k: tuple(v) if isinstance(v, list) else v for k, v in given["layer"].items()}
+        layer = ModelConfig(**layer | {"rope": RopeConfig(**layer["rope"])})
+        config = EagleConfig(**given | {"layer": layer, "taps": tuple(given["taps"])})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{where}: eaglet_head does not describe a head ({error}). Quantize it again."
+        ) from error
+    entries = read_entries(tensor_files(Path(directory)))
+    return EagleFile(config, {name: entry.read() for name, entry in entries.items()}, [])
 
 
 class _HeadReader:
     """One head while it is being understood: its config in parts, its tensors under `layers.0.` names."""
 
     def __init__(self, path: Path, target: ModelConfig, overrides: Mapping[str, str]):
-        self.path, self.target, self.notes = path, target, []
+        self.path = path
+        self.target = target
+        self.notes: list[str] = []
+        self.entries: dict[str, Entry] = {}
         raw = self._open()
         given = self._parse(overrides)
         self.bare, self.speculators = not raw, "speculators_model_type" in raw
@@ -185,7 +223,7 @@ class _HeadReader:
         parts = [layer, raw.get("eagle_config") or {}, raw.get("eaglet_eagle") or {}]
         if not all(isinstance(part, dict) for part in parts):
             self.fail("transformer_layer_config and eagle_config must be JSON objects.")
-        self.ours = bool(parts[2])  # flags mean what we say they mean
+        self.ours = bool(parts[2])  # the flags of our own files have exactly our meaning
         self.geometry = ConfigReader({**layer, **given}, str(path))
         self.flags = ConfigReader({**raw, **parts[1], **parts[2], **given}, str(path))
         nested = layer.get("rope_parameters")
@@ -196,7 +234,7 @@ class _HeadReader:
         raise ValueError(f"{self.path}: {text}")
 
     def _open(self) -> dict[str, Any]:
-        """Fills self.entries; returns the head's config, {} if it has none."""
+        """Fill self.entries. Returns the head's config, or {} if it has none."""
         path, folder = self.path, self.path if self.path.is_dir() else self.path.parent
         if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pth", ".pt"):
             self.fail("expected a .safetensors, .bin or .pth file, or a folder.")
@@ -208,7 +246,6 @@ class _HeadReader:
         if raw and not known and path.is_file() and raw.get("num_hidden_layers") != 1:
             self.notes.append(f"{folder / 'config.json'} describes a whole model, not this head: ignored")
             raw = {}
-        self.entries: dict[str, Entry] = {}
         for name, entry in read_entries(files).items():
             plain = name
             for pattern, prefix in PREFIXES.items():
@@ -222,7 +259,9 @@ class _HeadReader:
             self.entries[plain] = entry
         return raw
 
-    def _parse(self, overrides: Mapping[str, str]) -> dict[str, Any]:
+    @staticmethod
+    def _parse(overrides: Mapping[str, str]) -> dict[str, Any]:
+        """The values of --eagle-config by key."""
         given = {}
         for key, text in overrides.items():
             if key not in OVERRIDES:
@@ -234,10 +273,10 @@ class _HeadReader:
         return given
 
     def read(self) -> EagleFile:
-        taps = self._taps()
+        """The whole head. Raises ValueError as `read_eagle` does."""
+        taps, draft_ids, flags = self._taps(), self._draft_ids(), self.flags
         wide = bool(taps)
-        draft_ids = self._draft_ids()
-        layer, flags = self._layer(taps), self.flags
+        layer = self._layer(taps)
         own_embed = self.speculators or self.ours or layer.hidden_size != self.target.hidden_size
         if wide and not self.speculators and not self.ours and not flags.boolean("norm_output", True):
             self.fail("norm_output = false (an LM head without its norm) is not implemented.")
@@ -251,14 +290,14 @@ class _HeadReader:
             fc_norm="fc_norm.0.weight" in self.entries,
             norm_before_fc="input_norm.weight" in self.entries,
             norm_output=(self.speculators or self.ours) and flags.boolean("norm_output", False),
-            # an embedding of the target's width is a copy, unless the layout provides for a different one
+            # An embedding of the target's width is a copy of the target's, unless the layout allows another one.
             has_embed=wide and own_embed and "embed_tokens.weight" in self.entries,
             has_lm_head=wide and "lm_head.weight" in self.entries,
             target_vocab_size=self.target.vocab_size,
             unshifted=not wide and self.ours and flags.boolean("unshifted", False),
         )
-        for key in ("fc_norm", "norm_before_fc"):
-            if flags.config.get(key) is not None and flags.boolean(key, False) != getattr(config, key):
+        for key, found in {"fc_norm": config.fc_norm, "norm_before_fc": config.norm_before_fc}.items():
+            if flags.boolean(key, found) != found:
                 self.fail(f"config.json and the tensors disagree about {key}.")
         check_entries(self._shapes(config), self.entries, str(self.path))
         tensors = {} if draft_ids is None else {"draft_ids": draft_ids}
@@ -271,7 +310,10 @@ class _HeadReader:
         return entry.shape
 
     def _taps(self) -> tuple[int, ...]:
-        """Entry-convention layers, () for EAGLE-1/2, from tensor shapes; refuses a head made for another target."""
+        """The layers whose inputs EAGLE-3 reads, or () for EAGLE-1/2. The tensor shapes tell which of them it is.
+
+        Refuses a head that was made for another target.
+        """
         (hidden, width), seen = self._shape("fc.weight"), self._shape(f"{ATTENTION}q_proj.weight")[1]
         size, layers = self.target.hidden_size, self.target.num_hidden_layers
         ids, many = None, 2
@@ -307,7 +349,7 @@ class _HeadReader:
         return tuple(ids)
 
     def _draft_ids(self) -> Tensor | None:
-        """Takes d2t and t2d out of the entries: absolute target ids [Vd], None if the vocabularies are one (4.3)."""
+        """Absolute target ids [Vd] of the draft vocabulary, None if it is the target's. Takes d2t and t2d out (4.3)."""
         offsets, member = self.entries.pop("d2t", None), self.entries.pop("t2d", None)
         vocab, misfit = self.target.vocab_size, f"but the target's vocabulary is {self.target.vocab_size}"
         rows = self._shape("lm_head.weight")[0] if "lm_head.weight" in self.entries else vocab
@@ -330,7 +372,7 @@ class _HeadReader:
         return None if rows == vocab else ids
 
     def _layer(self, taps: tuple[int, ...]) -> ModelConfig:
-        """The head's decoder layer: sizes from tensors, heads, RoPE and eps from its own config (defaults: 1.4, 4.7)."""
+        """The head's decoder layer: sizes from the tensors, the rest from its own config (eagle.md 1.4, 4.7)."""
         read, target = self.geometry, self.target
         rows, kv_rows = (self._shape(f"{ATTENTION}{x}_proj.weight")[0] for x in "qk")
         known = read.config.get("num_attention_heads") is not None
@@ -352,26 +394,28 @@ class _HeadReader:
             "torch_dtype": str(self.entries["fc.weight"].dtype).removeprefix("torch."),
         }
         if self.bare:
-            assumed = {"head_dim": head_dim, "rope_theta": 10000, "rms_norm_eps": 1e-6}
-            if taps:  # both change what the head computes, and no tensor shows them
-                assumed |= {"norm_before_residual": "false", AUX: json.dumps(taps)}
-            text = ", ".join(
-                f"{key} {value}" for key, value in assumed.items() if key not in self.flags.config
-            )
-            self.notes.append(
-                f"{self.path.name} has no config.json: assumed {text or 'nothing'} (wrong values only lower acceptance; "
-                "--eagle-config KEY=VALUE sets them)"
-            )
+            self._note_assumptions(head_dim, taps)
         refuse_partial_rotation(hf, str(self.path))
         switches = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
         found = {key: ATTENTION + name in self.entries for key, name in switches.items()}
         return replace(ModelConfig.from_hf(hf, str(self.path)), **found)
 
+    def _note_assumptions(self, head_dim: int, taps: tuple[int, ...]) -> None:
+        assumed = {"head_dim": head_dim, "rope_theta": 10000, "rms_norm_eps": 1e-6}
+        if taps:  # both change what the head computes, and no tensor shows them
+            assumed |= {"norm_before_residual": "false", AUX: json.dumps(taps)}
+        text = ", ".join(f"{key} {value}" for key, value in assumed.items() if key not in self.flags.config)
+        self.notes.append(
+            f"{self.path.name} has no config.json: assumed {text or 'nothing'} (wrong values only lower acceptance; "
+            "--eagle-config KEY=VALUE sets them)"
+        )
+
     def _shapes(self, config: EagleConfig) -> dict[str, tuple[int, ...]]:
         """The names and shapes that a head of this config must have."""
         c, third = config.layer, config.version == 3
         H, I, q = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim
-        rows = {"q_proj": q, "k_proj": (kv := c.num_key_value_heads * c.head_dim), "v_proj": kv}
+        kv = c.num_key_value_heads * c.head_dim
+        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         width = len(config.taps) * config.target_hidden_size if third else 2 * H
         shapes: dict[str, tuple[int, ...]] = {"fc": (H, width), f"{ATTENTION}o_proj": (H, q)}
         shapes |= {ATTENTION + name: (size, 2 * H if third else H) for name, size in rows.items()}
@@ -385,22 +429,18 @@ class _HeadReader:
             shapes |= {f"fc_norm.{i}": (config.target_hidden_size,) for i in range(len(config.taps))}
         if config.norm_before_fc:
             shapes["input_norm"] = (width,)
-        either = {
-            "embed_tokens": (self.target.vocab_size, H),
-            "lm_head": (c.vocab_size, H),
-        }  # kept or dropped
-        shapes |= {name: shape for name, shape in either.items() if f"{name}.weight" in self.entries}
+        optional = {"embed_tokens": (self.target.vocab_size, H), "lm_head": (c.vocab_size, H)}
+        shapes |= {name: shape for name, shape in optional.items() if f"{name}.weight" in self.entries}
         biases = {ATTENTION + name: (size,) for name, size in rows.items() if c.qkv_bias}
-        biases |= {
-            name: (H,) for name, has in (("fc", config.fc_bias), (f"{ATTENTION}o_proj", c.o_bias)) if has
-        }
+        biases |= {"fc": (H,)} if config.fc_bias else {}
+        biases |= {f"{ATTENTION}o_proj": (H,)} if c.o_bias else {}
         named = {f"{name}.weight": shape for name, shape in shapes.items()}
         return named | {f"{name}.bias": shape for name, shape in biases.items()}
 
     def _tensors(self, config: EagleConfig) -> dict[str, Tensor]:
-        """The tensors under our names, fused. An EAGLE-1 head's embedding and LM head are copies of the target's."""
+        """The tensors under our names, fused. Copies of the target's embedding and LM head are dropped."""
         parts: dict[str, list[Tensor]] = {}
-        renamed = dict(pair.split("=") for pair in HEAD_NAMES.split())
+        renamed = dict(_head_names())
         order = {f"layers.0.{name}": i for i, name in enumerate(renamed)}
         kept = {"embed_tokens.weight": config.has_embed, "lm_head.weight": config.has_lm_head}
         for name in sorted(self.entries, key=lambda n: order.get(n.rpartition(".")[0], -1)):
@@ -413,70 +453,3 @@ class _HeadReader:
             parts.setdefault(ours, []).append(self.entries[name].read())
             check_finite(parts[ours][-1], name, self.entries[name].file)
         return {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in parts.items()}
-
-
-MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-
-
-MEDUSA_TENSOR = re.compile(r"([0-9]|[1-9][0-9])\.(0\.linear\.weight|0\.linear\.bias|1\.weight)")
-
-
-def read_medusa(path: str | Path, target: ModelConfig) -> dict[str, Tensor]:
-    """Medusa heads from `medusa_lm_head.pt` (weights only), `.safetensors`, or the folder that holds one of them.
-
-    Tensors `{i}.0.linear.weight` [H, H], `{i}.0.linear.bias` [H] and, for all heads or none (the target's LM head is
-    shared then), `{i}.1.weight` [V, H]. Strict: one-line ValueError for anything else; heads of several blocks are not
-    known."""
-    path, H, V = Path(path), target.hidden_size, target.vocab_size
-    if path.is_dir():
-        found = [path / name for name in MEDUSA_FILES if (path / name).is_file()]
-        if len(found) != 1:
-            raise ValueError(f"{path}: expected one of {', '.join(MEDUSA_FILES)}, found {len(found)}.")
-        path = found[0]
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; expected {' or '.join(MEDUSA_FILES)}.")
-    entries = read_entries([path])
-    if not entries or any(MEDUSA_TENSOR.fullmatch(name) is None for name in entries):
-        raise ValueError(
-            f"{path}: not Medusa heads of one block each ('0.0.linear.weight', ..., '0.1.weight')."
-        )
-    shapes: dict[str, tuple[int, ...]] = {}
-    for i in range(1 + max(int(name.split(".")[0]) for name in entries)):
-        shapes |= {f"{i}.0.linear.weight": (H, H), f"{i}.0.linear.bias": (H,)}
-        if any(name.endswith(".1.weight") for name in entries):
-            shapes[f"{i}.1.weight"] = (V, H)
-    check_entries(shapes, entries, str(path))
-    tensors = {name: entry.read() for name, entry in entries.items()}
-    for name, tensor in tensors.items():
-        check_finite(tensor, name, str(path))
-    return tensors
-
-
-def save_medusa(
-    tensors: Mapping[str, Tensor], directory: str | Path, dtype: torch.dtype = torch.bfloat16
-) -> None:
-    """Write `medusa_lm_head.safetensors` with the published names."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(
-        directory / MEDUSA_FILES[0], {name: t.detach().to(dtype) for name, t in tensors.items()}
-    )
-
-
-def read_head(directory: str | Path):
-    """A directory of `--eagle` as a checkpoint.EagleFile; its tensors have stored names: `adopt_` puts them in a head."""
-
-    where = Path(directory) / "config.json"
-    raw = read_json(where)
-    QuantSpec.read(raw.get("eaglet_quant"), str(where))
-    try:
-        given = raw["eaglet_head"]
-        layer = {k: tuple(v) if isinstance(v, list) else v for k, v in given["layer"].items()}
-        layer = ModelConfig(**layer | {"rope": RopeConfig(**layer["rope"])})
-        config = EagleConfig(**given | {"layer": layer, "taps": tuple(given["taps"])})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{where}: eaglet_head does not describe a head ({error}). Quantize it again."
-        ) from error
-    entries = read_entries(tensor_files(Path(directory)))
-    return EagleFile(config, {name: entry.read() for name, entry in entries.items()}, [])

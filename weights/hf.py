@@ -1,4 +1,8 @@
-"""TODO."""
+"""Hugging Face directories: config.json in and out, and the names of the tensors.
+
+`hf_views` is the one table of tensor names. Loading and saving both walk through it. Our modules fuse some matrices (q,
+k and v, for example), so a Hugging Face tensor is a view of some rows of one of our parameters.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,15 @@ from torch import Tensor
 
 from model import ModelConfig, RopeConfig, Transformer
 from support.files import INDEX_LIMIT, read_json, write_json
-from weights.files import Entry, Progress, check_finite, write_safetensors
+from weights.files import Entry, Progress, check_entries, check_finite, write_safetensors
 
 
-def read_config(directory: Path) -> ModelConfig:
-    """config.json as ModelConfig reads it, and strictly where that reads nothing: token ids, partial rotation."""
+def read_config(raw: dict[str, Any], directory: Path) -> ModelConfig:
+    """The geometry that a config.json describes. Token ids and partial rotation are checked more strictly here.
+
+    Raises ValueError in one line for a key that is missing, mistyped, out of range or not implemented.
+    """
     where = str(directory / "config.json")
-    raw = read_json(directory / "config.json")
     refuse_partial_rotation(raw, where)
     config = ModelConfig.from_hf(raw, where)
     bos, eos = (token_ids(raw, f"{x}_token_id", where, config.vocab_size, directory) for x in ("bos", "eos"))
@@ -28,7 +34,7 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def refuse_partial_rotation(raw: Mapping[str, Any], where: str) -> None:
-    """ModelConfig looks for it at the top level only, transformers 5 writes it beside the base."""
+    """Refuse a partial_rotary_factor beside the RoPE base, where transformers 5 writes it. ModelConfig reads the top."""
     for key in ("rope_parameters", "rope_scaling"):
         nested = raw.get(key)
         share = nested.get("partial_rotary_factor") if isinstance(nested, dict) else None
@@ -39,8 +45,11 @@ def refuse_partial_rotation(raw: Mapping[str, Any], where: str) -> None:
 
 
 def token_ids(raw: Mapping[str, Any], key: str, where: str, vocab: int, directory: Path) -> tuple[int, ...]:
-    """One id or a list of ids, () for null. An id past the vocabulary that the tokenizer's files add (a fine-tune whose
-    embedding was not enlarged) can never be predicted and is left out; any other value that is no id is refused."""
+    """The ids under a key that holds one id, a list of ids, or null.
+
+    An id past the vocabulary is left out if the tokenizer's files add it. Such a fine-tune never enlarged its embedding,
+    so the model cannot predict this token. Raises ValueError for any other value that is no id.
+    """
     value = raw.get(key)
     listed = value if isinstance(value, list) else [] if value is None else [value]
     odd = next((i for i in listed if type(i) is not int or i < 0), None)
@@ -56,22 +65,21 @@ def token_ids(raw: Mapping[str, Any], key: str, where: str, vocab: int, director
 
 
 def _added_ids(directory: Path) -> set[int]:
-    """Ids of the added tokens of any of the tokenizer's files; files that are not understood add none here."""
+    """Ids of the tokens that the tokenizer's files add. A file that is missing or strange adds none."""
     added: set[int] = set()
-    for name in ("added_tokens.json", "tokenizer_config.json", "tokenizer.json"):
+    readers = {
+        "added_tokens.json": lambda found: found.values(),
+        "tokenizer_config.json": lambda found: map(int, found["added_tokens_decoder"]),
+        "tokenizer.json": lambda found: (token["id"] for token in found["added_tokens"]),
+    }
+    for name, ids in readers.items():
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            found = read_json(directory / name, INDEX_LIMIT)
-            if name == "added_tokens.json":
-                added |= set(found.values())
-            elif name == "tokenizer_config.json":
-                added |= {int(i) for i in found["added_tokens_decoder"]}
-            else:
-                added |= {token["id"] for token in found["added_tokens"]}
+            added |= set(ids(read_json(directory / name, INDEX_LIMIT)))
     return added
 
 
 def build_model(config: ModelConfig) -> Transformer:
-    """The model on the meta device: shapes without memory. ValueError where sizes overflow."""
+    """The model on the meta device: shapes without memory. Raises ValueError for sizes that overflow."""
     try:
         with torch.device("meta"):
             return Transformer(config).eval().requires_grad_(False)
@@ -80,33 +88,57 @@ def build_model(config: ModelConfig) -> Transformer:
         raise ValueError(f"config.json: sizes are too large for a tensor ({reason}).") from error
 
 
-def materialise(
-    model: Transformer, device: torch.device | str, dtype: torch.dtype, max_positions: int | None = None
+def fill_hf(
+    model: Transformer, entries: Mapping[str, Entry], where: str, device, dtype, progress: Progress | None
 ) -> None:
-    """Give a meta model uninitialised memory on `device` and build its rotary tables."""
+    """Give a meta model memory on `device` and copy the entries into it one at a time, cast to `dtype`.
+
+    Raises ValueError in one line for tensors that do not match, and for values that are not finite in `dtype`.
+    """
+    entries = dict(entries)
+    duplicate = entries.pop("lm_head.weight", None) if model.lm_head is None else None
+    checked_views(model, entries, where)
     model.to(dtype=dtype).to_empty(device=device)
-    longest = model.config.max_positions
-    model.rotary.build(device, min(max_positions or longest, longest))
-
-
-def copy_tensors(
-    views: Mapping[str, Tensor], entries: Mapping[str, Entry], progress: Progress | None = None
-) -> None:
-    """Copy checked entries into views of parameters, casting; ValueError where a value is not finite then."""
+    views = views_for(model, entries)
     sizes = {name: math.prod(entries[name].shape) * entries[name].dtype.itemsize for name in views}
-    total, done = sum(sizes.values()), 0
+    done = 0
     for name in sorted(views, key=lambda name: entries[name].file):
         views[name].copy_(entries[name].read())
         check_finite(views[name], name, entries[name].file)
         done += sizes[name]
         if progress is not None:
-            progress(done, total, name)
+            progress(done, sum(sizes.values()), name)
+    if duplicate is not None:
+        stored, embedding = duplicate.read(), model.embed_tokens.weight
+        if stored.shape != embedding.shape or not torch.equal(stored.to(embedding), embedding):
+            why = "lm_head.weight differs from the embedding although tie_word_embeddings is true"
+            raise ValueError(f"{where}: {why}. Set it to false if the model has its own LM head.")
+
+
+def views_for(model: Transformer, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+    """`hf_views` under the names that `entries` use. Mixtral's experts have two layouts."""
+    return hf_views(model, any(name.endswith(".experts.gate_up_proj") for name in entries))
+
+
+def checked_views(model: Transformer, entries: Mapping[str, Entry], where: str) -> dict[str, Tensor]:
+    """`views_for`. Raises ValueError in one line unless the entries are exactly the tensors of the model."""
+    views = views_for(model, entries)
+    check_entries({name: tuple(view.shape) for name, view in views.items()}, entries, where)
+    return views
+
+
+def parameter_sources(model: Transformer, views: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Our parameter name -> the Hugging Face tensors whose rows it consists of, in order. `views` are the model's."""
+    ours: dict[int, list[str]] = {}
+    for hf, view in views.items():
+        ours.setdefault(id(view if view._base is None else view._base), []).append(hf)
+    return {name: ours[id(p)] for name, p in model.named_parameters()}
 
 
 def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tensor]:
-    """Hugging Face tensor name -> the slice of our (fused) parameter that holds it. Used to load and to save.
+    """Hugging Face tensor name -> the view of our parameter that holds this tensor.
 
-    fused_experts: Mixtral's transformers-5 names (one tensor for all experts) instead of the usual ones.
+    With `fused_experts` Mixtral gets the names of transformers 5, where one tensor holds all experts.
     """
     c = model.config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -147,9 +179,9 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
 
 
 def save_hf(model: Transformer, directory: str | Path) -> None:
-    """Write `config.json` and `model.safetensors` with Hugging Face names; transformers and `load_model` read them.
+    """Write `config.json` and `model.safetensors` with Hugging Face names, for transformers and `load_model`.
 
-    Weights keep the model's dtype. Each file gets a temporary name first; needs memory for one tensor only.
+    Weights keep the model's dtype. Each file is written whole, with memory for one tensor only.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

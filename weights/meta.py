@@ -1,4 +1,8 @@
-"""TODO."""
+"""Meta's own checkpoints: params.json and consolidated.*.pth, as a config and entries under Hugging Face names.
+
+Large models are split into model-parallel shards, and each shard holds a part of nearly every tensor. Meta orders the
+rows of q and k for rotating neighbouring pairs of dimensions. Both are put right while the tensors are read.
+"""
 
 from __future__ import annotations
 
@@ -12,41 +16,37 @@ from model import ConfigReader, ModelConfig
 from support.files import read_json
 from weights.files import Entry, few_names, pickle_entries
 
-# Meta name = Hugging Face name : dimension that model-parallel shards split ("-": every shard holds all of it)
+# Meta name = Hugging Face name : dimension that the shards split ("-" where every shard holds the whole tensor)
 META_TOP = "tok_embeddings=model.embed_tokens:1 norm=model.norm:- output=lm_head:0"
-
-
 META_LAYER = """attention.wq=self_attn.q_proj:0 attention.wk=self_attn.k_proj:0 attention.wv=self_attn.v_proj:0
     attention.wo=self_attn.o_proj:1 feed_forward.w1=mlp.gate_proj:0 feed_forward.w3=mlp.up_proj:0
     feed_forward.w2=mlp.down_proj:1 attention_norm=input_layernorm:- ffn_norm=post_attention_layernorm:-"""
-
-
 META_KEYS = """dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps rope_theta head_dim
     hidden_dim sliding_window use_scaled_rope rope_scaling_factor max_seq_len max_batch_size"""
 
 
-def read_meta(directory: Path) -> tuple[ModelConfig, dict[str, Entry]]:
-    """params.json and consolidated.*.pth as a config and entries under Hugging Face names, shards joined."""
+def is_meta(directory: Path) -> bool:
+    """Whether a directory is in Meta's format. A config.json beside params.json takes precedence."""
+    return (directory / "params.json").exists() and not (directory / "config.json").exists()
+
+
+def read_meta_config(directory: Path) -> ModelConfig:
+    """The geometry that params.json and the shapes of the tensors describe.
+
+    Raises ValueError in one line for keys that are not implemented, damaged files and missing shards.
+    """
     where = str(directory / "params.json")
     params = read_json(directory / "params.json")
     for key in params.keys() - set(META_KEYS.split()):
         raise ValueError(f"{where}: {key!r} is not implemented.")
-    files = sorted(directory.glob("consolidated.*.pth"))
-    if not files or [f.name for f in files] != [f"consolidated.{i:02}.pth" for i in range(len(files))]:
-        raise ValueError(f"{directory}: consolidated.00.pth, 01, ... are not without gaps.")
-    shards = [pickle_entries(file) for file in files]
-    for file, shard in zip(files, shards, strict=True):
-        if odd := shard.keys() ^ shards[0].keys():
-            raise ValueError(f"{file}: {few_names(odd)} is not in every shard. Download it again.")
-    embedding, w1 = (shards[0].get(f"{n}.weight") for n in ("tok_embeddings", "layers.0.feed_forward.w1"))
-    if embedding is None or w1 is None or len(embedding.shape) != 2 or len(w1.shape) != 2:
-        raise ValueError(f"{files[0]}: no tok_embeddings / feed_forward.w1: not a LLaMA of Meta's.")
+    shards = _shards(directory)
+    w1 = shards[0]["layers.0.feed_forward.w1.weight"]
     read = ConfigReader(params, where)
     dim, heads = read.integer("dim"), read.integer("n_heads")
-    by_rows = embedding.shape[1] == dim  # LLaMA 3 splits the embedding by vocabulary, 1 and 2 by dimension
-    vocab = embedding.shape[0] * (len(shards) if by_rows else 1)
+    rows = shards[0]["tok_embeddings.weight"].shape[0]
+    vocab = rows * (len(shards) if _splits_vocabulary(shards, dim) else 1)
     llama3, scaled = vocab == 128256, read.boolean("use_scaled_rope", False)
-    # 3.2 (1B and 3B, the only ones below 4096) scales by 32, 3.1 and 3.3 by 8
+    # LLaMA 3.2 (1B and 3B, the only ones below 4096) scales by 32. LLaMA 3.1 and 3.3 scale by 8.
     factor = read.number("rope_scaling_factor", 8.0 if dim >= 4096 else 32.0, 1.0)
     scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     longest = 131072 if scaled else 8192 if llama3 else 4096
@@ -62,7 +62,7 @@ def read_meta(directory: Path) -> tuple[ModelConfig, dict[str, Entry]]:
         "rms_norm_eps": read.number("norm_eps", 1e-5),
         "rope_theta": read.number("rope_theta", 10000.0, 1.0),
         "rope_scaling": {**scaling, "original_max_position_embeddings": 8192} if scaled else None,
-        # params.json does not tell how long the model was trained for: add max_seq_len to it for LLaMA 1 or CodeLlama
+        # params.json does not tell the trained context length. Add max_seq_len to it for LLaMA 1 or CodeLlama.
         "max_position_embeddings": read.integer("max_seq_len", longest),
         "sliding_window": params.get("sliding_window"),
         "tie_word_embeddings": "output.weight" not in shards[0],
@@ -70,14 +70,20 @@ def read_meta(directory: Path) -> tuple[ModelConfig, dict[str, Entry]]:
         "bos_token_id": 128000 if llama3 else 1,
         "eos_token_id": [128001, 128008, 128009] if llama3 else 2,
     }
-    config = ModelConfig.from_hf(hf, where)
+    return ModelConfig.from_hf(hf, where)
+
+
+def read_meta_entries(directory: Path, config: ModelConfig) -> dict[str, Entry]:
+    """The tensors of all shards, joined, under Hugging Face names. A name without a counterpart keeps its own."""
+    shards = _shards(directory)
+    by_rows = _splits_vocabulary(shards, config.hidden_size)
     entries = {}
     for name in shards[0]:
         _, layer, inner, kind = re.fullmatch(r"(layers\.(\d+)\.)?(.*?)(\.weight)?", name, re.DOTALL).groups()
         names = dict(pair.split("=") for pair in (META_LAYER if layer else META_TOP).split())
         target, _, split = names.get(inner, "").partition(":")
         if not target or not kind:
-            target, split = name, "-"  # unknown: check_entries will say so
+            target, split = name, "-"  # the strict check of all names will refuse it
         else:
             target = f"model.layers.{layer}.{target}.weight" if layer else f"{target}.weight"
         if inner == "tok_embeddings" and by_rows:
@@ -85,12 +91,31 @@ def read_meta(directory: Path) -> tuple[ModelConfig, dict[str, Entry]]:
         rotated = config.head_dim if inner in ("attention.wq", "attention.wk") else 0
         pieces = [shard[name] for shard in (shards[:1] if split == "-" else shards)]
         entries[target] = _joined(pieces, 0 if split == "-" else int(split), rotated)
-    return config, entries
+    return entries
+
+
+def _shards(directory: Path) -> list[dict[str, Entry]]:
+    """The tensors of each consolidated.*.pth file, unread. All shards hold the same names."""
+    files = sorted(directory.glob("consolidated.*.pth"))
+    if not files or [f.name for f in files] != [f"consolidated.{i:02}.pth" for i in range(len(files))]:
+        raise ValueError(f"{directory}: consolidated.00.pth, 01, ... are not without gaps.")
+    shards = [pickle_entries(file) for file in files]
+    for file, shard in zip(files, shards, strict=True):
+        if odd := shard.keys() ^ shards[0].keys():
+            raise ValueError(f"{file}: {few_names(odd)} is not in every shard. Download it again.")
+    for name in ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight"):
+        if name not in shards[0] or len(shards[0][name].shape) != 2:
+            raise ValueError(f"{files[0]}: no tok_embeddings / feed_forward.w1: not a LLaMA of Meta's.")
+    return shards
+
+
+def _splits_vocabulary(shards: list[dict[str, Entry]], dim: int) -> bool:
+    """Whether the shards split the embedding by vocabulary (LLaMA 3), and not by dimension (LLaMA 1 and 2)."""
+    return shards[0]["tok_embeddings.weight"].shape[1] == dim
 
 
 def _joined(pieces: list[Entry], split: int, head_dim: int) -> Entry:
-    """One entry from model-parallel pieces. head_dim > 0: q or k, whose rows Meta orders for rotating neighbouring
-    pairs of dimensions; they are put in half-rotation order."""
+    """One entry from the pieces of all shards. For q and k (head_dim > 0) the rows are put in half-rotation order."""
     shape = list(pieces[0].shape)
     if len(shape) > split:
         shape[split] *= len(pieces)

@@ -1,28 +1,31 @@
-"""TODO."""
+"""Published 4-bit checkpoints: GPTQ, AWQ (gemm) and compressed-tensors pack-quantized.
+
+Their codes are unpacked and put in our layout, exactly. Projections that our modules fuse (q, k and v, for example)
+must share their groups. What such a checkpoint does not quantize is read as floats.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from model import Experts
-from weights.files import IGNORED, Progress, check_finite
-from weights.quantized import GROUPS, QuantExperts, QuantLinear, parameter_sources, set_tensor
+from model import Experts, Transformer
+from weights.files import IGNORED, Entry, Progress, check_finite
+from weights.hf import parameter_sources, views_for
+from weights.quantized import GROUPS, QuantExperts, QuantLinear, replace_module, set_tensor
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where columns 0 to 7 lie in a word of AWQ
 
 
-def _nibbles(words: Tensor, dim: int) -> Tensor:
-    """int32 -> uint8, eight nibbles of each word side by side along `dim`, lowest first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    unpacked = (words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (words.dim() - dim - 1))) & 15
-    return unpacked.flatten(dim, dim + 1).to(torch.uint8)
+def published_layout(config: Any, where: str) -> str:
+    """How the weights that a `quantization_config` describes are packed.
 
-
-def _published_kind(config: Any, where: str) -> str:
-    """'gptq', 'gptq_v2', 'awq' or 'pack-quantized'; ValueError for anything else than 4-bit integer weights."""
+    Returns 'gptq', 'gptq_v2', 'awq' or 'pack-quantized'. Raises ValueError for anything but 4-bit integer weights.
+    """
     config = config if isinstance(config, dict) else {}
     method, bits, act = config.get("quant_method"), config.get("bits", config.get("w_bit")), None
     kind = {"gptq": config.get("checkpoint_format", "gptq"), "awq": "awq"}.get(method, config.get("format"))
@@ -40,29 +43,39 @@ def _published_kind(config: Any, where: str) -> str:
     return kind
 
 
-def _published_weight(read: Callable, kind: str, base: str, where: str) -> dict[str, Tensor | None]:
-    """One published linear as codes [N, K], scales and zeros [K/G, N], g_idx [K] or None."""
-    ct = kind == "pack-quantized"
-    names = ("weight_packed", "weight_scale", "weight_zero_point") if ct else ("qweight", "scales", "qzeros")
-    packed, scales, zeros = found = [read(f"{base}.{name}") for name in names]
-    for name, tensor in zip(names[: 3 - ct], found, strict=False):
+def _nibbles(words: Tensor, dim: int) -> Tensor:
+    """int32 -> uint8, the eight nibbles of each word side by side along `dim`, lowest first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    unpacked = (words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (words.dim() - dim - 1))) & 15
+    return unpacked.flatten(dim, dim + 1).to(torch.uint8)
+
+
+def _read_linear(
+    read: Callable[[str], Tensor | None], kind: str, base: str, where: str
+) -> dict[str, Tensor | None]:
+    """One published linear as codes [N, K], scales and zeros [K/G, N], and g_idx [K] or None."""
+    compressed = kind == "pack-quantized"
+    names = ("weight_packed", "weight_scale") if compressed else ("qweight", "scales", "qzeros")
+    found = [read(f"{base}.{name}") for name in names]
+    for name, tensor in zip(names, found, strict=True):
         if tensor is None:
             raise ValueError(f"{where}: tensor {base + '.' + name!r} is missing. Is a shard missing?")
+    packed, scales = found[:2]
     if not scales.isfinite().all():
         raise ValueError(f"{where}: the scales of {base} hold NaN or infinite values.")
-    g_idx = read(f"{base}.weight_g_idx" if ct else f"{base}.g_idx")
-    if ct:
-        shape = read(f"{base}.weight_shape")
+    g_idx = read(f"{base}.weight_g_idx" if compressed else f"{base}.g_idx")
+    if compressed:
+        shape, zeros = read(f"{base}.weight_shape"), read(f"{base}.weight_zero_point")
         N, K = shape.tolist() if shape is not None else (packed.shape[0], packed.shape[1] * 8)
         codes, scales = _nibbles(packed, 1)[:, :K], scales.T
         if zeros is not None:
             zeros = _nibbles(zeros, 0)[:N].T if zeros.dtype == torch.int32 else (zeros.T + 8).to(torch.uint8)
     elif kind == "awq":
-        order = torch.tensor((0, 4, 1, 5, 2, 6, 3, 7))  # where columns 0..7 lie in a word
-        codes, zeros = (_nibbles(t, 1).unflatten(1, (-1, 8))[:, :, order].flatten(1) for t in (packed, zeros))
+        unpacked = (_nibbles(tensor, 1).unflatten(1, (-1, 8)) for tensor in (packed, found[2]))
+        codes, zeros = (columns[:, :, list(AWQ_ORDER)].flatten(1) for columns in unpacked)
         codes = codes.T
     else:
-        codes, zeros = _nibbles(packed, 0).T, _nibbles(zeros, 1)
+        codes, zeros = _nibbles(packed, 0).T, _nibbles(found[2], 1)
         zeros = (zeros + 1) & 15 if kind == "gptq" else zeros  # the first format stores zero - 1
     (N, K), grid = codes.shape, scales.shape
     if len(grid) != 2 or grid[1] != N or K % grid[0] or (zeros is not None and zeros.shape != grid):
@@ -71,9 +84,12 @@ def _published_weight(read: Callable, kind: str, base: str, where: str) -> dict[
     return {"codes": codes, "scales": scales, "zeros": zeros, "g_idx": g_idx}
 
 
-def fuse_published(parts: list[dict[str, Tensor]], where: str) -> dict[str, Tensor]:
-    """Stored tensors of one weight whose rows are these parts (q, k, v), exactly. Groups longer than 128 (or the whole
-    row) repeat their scale; act-order becomes `perm`, which all parts must share since they share their input."""
+def _fuse(parts: list[dict[str, Tensor | None]], where: str) -> dict[str, Tensor]:
+    """The stored tensors of one weight whose rows are these parts (q, k and v, for example), exactly.
+
+    Groups longer than 128 columns repeat their scale. Act-order becomes `perm`. All parts must have the same, since they
+    read the same input.
+    """
     K, groups = parts[0]["codes"].shape[1], parts[0]["scales"].shape[0]
     size = K // groups
     natural = torch.arange(K) // size
@@ -98,21 +114,47 @@ def fuse_published(parts: list[dict[str, Tensor]], where: str) -> dict[str, Tens
     return stored if perm is None else stored | {"perm": perm.to(torch.int32)}
 
 
-def fill_published(model, entries, config, where: str, device, dtype, progress: Progress | None) -> None:
-    """Swap in and fill what is quantized in `entries`; read the rest as floats. Everything must be there and be used."""
+def _stack_experts(fused: list[dict[str, Tensor]], where: str) -> dict[str, Tensor]:
+    """The stored tensors of all experts of a layer, with a leading axis. They must share their act-order."""
+    perms = [one.pop("perm", None) for one in fused]
+    shared = perms[0]
+    if any((p is None) != (shared is None) or (p is not None and not torch.equal(p, shared)) for p in perms):
+        raise ValueError(f"{where}: experts with different act-orders are not supported; use static groups.")
+    if any("zeros" in one for one in fused):
+        for one in fused:
+            one.setdefault("zeros", torch.full(one["scales"].shape, 8, dtype=torch.uint8))
+    stored = {key: torch.stack([one[key] for one in fused]) for key in fused[0]}
+    return stored if shared is None else stored | {"perm": shared}
 
-    kind, used, tied = _published_kind(config, where), set(), model.lm_head is None
+
+def fill_published(
+    model: Transformer,
+    entries: Mapping[str, Entry],
+    config: dict[str, Any],
+    where: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: Progress | None,
+) -> None:
+    """Make a meta model a quantized one where `entries` hold codes, and fill it. The rest is cast to `dtype`.
+
+    `config` is the `quantization_config`. Raises ValueError in one line for a tensor that is missing, left over, damaged
+    or of another shape than config.json says.
+    """
+    kind = published_layout(config, where)
+    used: set[str] = set()
     marker = ".weight_packed" if kind == "pack-quantized" else ".qweight"
-    (sources, _), slots = parameter_sources(model, entries), dict(model.named_parameters())
+    sources, slots = parameter_sources(model, views_for(model, entries)), dict(model.named_parameters())
+    tied = model.lm_head is None
 
     def read(name: str) -> Tensor | None:
         used.add(name)
         return entries[name].read() if name in entries else None
 
-    def part(base: str) -> dict[str, Tensor]:
-        out = _published_weight(read, kind, base, where)
+    def part(base: str) -> dict[str, Tensor | None]:
+        out = _read_linear(read, kind, base, where)
         if config.get("sym") and kind == "gptq" and (out["zeros"] == 9).all():
-            out["zeros"] = None  # a writer that labels the second format as the first
+            out["zeros"] = None  # some writers label the second format as the first
         return out
 
     for done, (ours, names) in enumerate(sources.items()):
@@ -120,7 +162,7 @@ def fill_published(model, entries, config, where: str, device, dtype, progress: 
         if bases[0] + marker in entries:
             stacks = model.config.num_local_experts if slot.dim() == 3 else 1
             per, at = len(bases) // stacks, f"{where}: {ours}"
-            fused = [fuse_published([part(b) for b in bases[i * per :][:per]], at) for i in range(stacks)]
+            fused = [_fuse([part(b) for b in bases[i * per :][:per]], at) for i in range(stacks)]
             stored = fused[0] if slot.dim() == 2 else _stack_experts(fused, at)
             _install(model, ours, {k: v.to(device) for k, v in stored.items()}, slot, at)
         else:
@@ -141,30 +183,19 @@ def fill_published(model, entries, config, where: str, device, dtype, progress: 
             raise ValueError(f"{where}: unexpected tensor {name!r}; config.json describes another model.")
 
 
-def _stack_experts(fused: list[dict[str, Tensor]], where: str) -> dict[str, Tensor]:
-    perms = [one.pop("perm", None) for one in fused]
-    if any(
-        p is not perms[0] and (p is None or perms[0] is None or not torch.equal(p, perms[0])) for p in perms
-    ):
-        raise ValueError(f"{where}: experts with different act-orders are not supported; use static groups.")
-    if any("zeros" in one for one in fused):
-        for one in fused:
-            one.setdefault("zeros", torch.full(one["scales"].shape, 8, dtype=torch.uint8))
-    stored = {key: torch.stack([one[key] for one in fused]) for key in fused[0]}
-    return stored if perms[0] is None else stored | {"perm": perms[0]}
-
-
-def _install(model: nn.Module, parameter: str, stored: dict[str, Tensor], slot: Tensor, where: str) -> None:
-    """Put a QuantLinear in the place of the module (or the experts' parameter) that `parameter` belongs to."""
-    owner = parameter if slot.dim() == 3 else parameter.removesuffix(".weight")
-    parent, _, leaf = owner.rpartition(".")
-    holder = model.get_submodule(parent)
-    if slot.dim() == 3 and isinstance(holder, Experts):
-        holder = QuantExperts(holder.router, nn.Module(), nn.Module(), holder.per_token)
-        model.get_submodule(parent.rpartition(".")[0]).mlp = holder
-    bias = getattr(getattr(holder, leaf), "bias", None)
-    linear = QuantLinear(stored, bias, getattr(holder, "per_token", 0))
+def _install(model: Transformer, parameter: str, stored: dict[str, Tensor], slot: Tensor, where: str) -> None:
+    """Put a QuantLinear in the place of the linear, or of the experts' matrix, that `parameter` belongs to."""
+    if slot.dim() == 3:
+        name, block = parameter, parameter.rpartition(".")[0]
+        experts = model.get_submodule(block)
+        if isinstance(experts, Experts):
+            experts = QuantExperts(experts.router, nn.Module(), nn.Module(), experts.per_token)
+            replace_module(model, block, experts)
+        linear = QuantLinear(stored, None, experts.per_token)
+    else:
+        name = parameter.removesuffix(".weight")
+        linear = QuantLinear(stored, model.get_submodule(name).bias)
     shape, expected = [linear.out_features, linear.in_features], list(slot.shape[-2:])
     if shape != expected:
         raise ValueError(f"{where} is {shape}, expected {expected} by config.json.")
-    setattr(holder, leaf, linear)
+    replace_module(model, name, linear)

@@ -1,9 +1,19 @@
-"""TODO."""
+"""Linears and experts whose weights are int8 or int4, and what to quantize to.
+
+A quantized module keeps the tensors as they are stored, whatever the device is:
+
+int4  `qweight` uint8 [out, in/2] (byte j holds column 2j in its low half and column 2j+1 in its high half), `scales`
+      fp16 [in/G, out], optional `zeros` uint8 [in/G, out] (8 if absent), optional `perm` int32 [in] (stored column j
+      multiplies input perm[j]). weight = (q - zero) * scale
+int8  `qweight` int8 [out, in], `scales` fp32 [out]. weight = q * scale
+
+Mixtral's experts add a leading axis. After loading, `pack_` gives every module the layout that its kernel reads.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,23 +22,22 @@ import torch.nn as nn
 from torch import Tensor
 
 import kernels
-from model import ConfigReader, Experts, Transformer
+from model import Experts, Transformer
 from support.errors import UsageError
-from weights.files import FLOATS, Progress, check_finite
-from weights.hf import hf_views
 
-VERSION = 1  # of the stored format
-
-
-MODES, ALGORITHMS, HEADS, GROUPS = ("int8", "int4"), ("rtn", "gptq"), ("fp16", "int8", "int4"), (32, 64, 128)
+MODES = ("int8", "int4")
+ALGORITHMS = ("rtn", "gptq")
+HEADS = ("fp16", "int8", "int4")
+GROUPS = (32, 64, 128)
+TENSORS = ("qweight", "scales", "zeros", "perm")  # the tensors of one quantized weight
 
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """What to quantize to; stored as `eaglet_quant` in config.json. `group_size` counts for int4 only.
+    """What to quantize to. `group_size` counts for int4 only.
 
-    act_order: GPTQ updates input columns by descending activation energy. Groups stay where they are, so nothing is
-    permuted when the model runs.
+    With `act_order` GPTQ updates the input columns by descending activation energy. The groups stay where they are, so
+    nothing is permuted when the model runs. Raises UsageError for values that are not supported.
     """
 
     mode: str = "int4"
@@ -40,14 +49,17 @@ class QuantSpec:
     def __post_init__(self) -> None:
         allowed = {"mode": MODES, "group_size": GROUPS, "algorithm": ALGORITHMS, "lm_head": HEADS}
         for name, values in allowed.items():
-            if getattr(self, name) not in values:
+            if (value := vars(self)[name]) not in values:
                 listed = ", ".join(map(str, values))
-                raise UsageError(f"quantization {name} = {getattr(self, name)!r}; allowed: {listed}.")
+                raise UsageError(f"quantization {name} = {value!r}; allowed: {listed}.")
         if self.act_order and self.algorithm != "gptq":
             raise UsageError("--act-order orders GPTQ's column updates; add --algorithm gptq.")
 
     def bits(self, name: str, in_features: int) -> int:
-        """4, 8 or 16 (left alone: routers, an fp16 LM head) for the linear `name`; UsageError if groups do not fit."""
+        """Bits of the linear `name`: 4, 8, or 16 if it is left alone (a router, an fp16 LM head).
+
+        Raises UsageError if the group size does not divide its inputs.
+        """
         leaf = name.rpartition(".")[2]
         kind = "fp16" if leaf == "router" else self.lm_head if leaf == "lm_head" else self.mode
         if kind == "int4" and in_features % self.group_size:
@@ -58,45 +70,40 @@ class QuantSpec:
             )
         return {"fp16": 16, "int8": 8, "int4": 4}[kind]
 
-    @classmethod
-    def read(cls, config: Any, where: str) -> QuantSpec:
-        """From the `eaglet_quant` object of a config.json; ValueError for another version or unknown values."""
-        version = config.get("version") if isinstance(config, dict) else None
-        if version != VERSION:
-            raise ValueError(
-                f"{where}: eaglet_quant version {version!r}, this program reads version {VERSION}. "
-                "Quantize the original checkpoint again."
-            )
-        read = ConfigReader(config, f"{where} (eaglet_quant)")
-        allowed = {"mode": MODES, "algorithm": ALGORITHMS, "lm_head": HEADS}
-        texts = {key: read.text(key, None, values) for key, values in allowed.items()}
-        return cls(group_size=read.integer("group_size"), act_order=read.boolean("act_order", False), **texts)
-
 
 class QuantLinear(nn.Module):
-    """A linear over stored tensors (module docstring), or with an expert axis all experts' weights of one kind.
+    """A linear over stored tensors. With an expert axis it is one matrix kind of all experts.
 
-    The kernel's packing is made once per dtype and cached. Where it says all that the codes say, these are dropped:
-    plane words on CUDA at once, a dequantized matrix by `pack_`.
+    The kernel's packing is made once per dtype and kept. If the packed form is lossless, the original codes are freed:
+    on CUDA at once, and for a dequantized matrix by `pack_`.
     """
 
     def __init__(self, stored: Mapping[str, Tensor], bias: Tensor | None = None, per_token: int = 0):
-        """per_token: experts each token uses, where there is an expert axis."""
+        """stored: tensors by the names of TENSORS. per_token: how many experts each token uses, if there are any."""
         super().__init__()
         codes = stored["qweight"]
-        self.bits, self.per_token = 4 if codes.dtype == torch.uint8 else 8, per_token
+        self.bits = 4 if codes.dtype == torch.uint8 else 8
+        self.per_token = per_token
         self.out_features, self.in_features = codes.shape[-2], codes.shape[-1] * 8 // self.bits
         self.group_size = self.in_features // (stored["scales"].shape[-2] if self.bits == 4 else 1)
         self.experts = codes.shape[0] if codes.dim() == 3 else 0
-        for name in ("qweight", "scales", "zeros", "perm"):
+        for name in TENSORS:
             self.register_buffer(name, stored.get(name))
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.packed: kernels.PackedWeight | None = None
         self.packed_for: torch.dtype | None = None
 
     @classmethod
-    def empty(cls, shape, bits: int, group_size: int, extra: tuple[str, ...] = (), **options) -> QuantLinear:
-        """Meta tensors for a weight of `shape`; extra: 'zeros', 'perm'."""
+    def empty(
+        cls,
+        shape: tuple[int, ...],
+        bits: int,
+        group_size: int,
+        extra: Collection[str] = (),
+        bias: Tensor | None = None,
+        per_token: int = 0,
+    ) -> QuantLinear:
+        """A module of meta tensors for a weight of `shape`. extra: which of 'zeros' and 'perm' it has."""
         lead, N, K = shape[:-2], *shape[-2:]
         if bits == 8:
             layout = {"qweight": ((N, K), torch.int8), "scales": ((N,), torch.float32)}
@@ -107,20 +114,25 @@ class QuantLinear(nn.Module):
         stored = {k: torch.empty(*lead, *size, dtype=d, device="meta") for k, (size, d) in layout.items()}
         if "perm" in extra:
             stored["perm"] = torch.empty(K, dtype=torch.int32, device="meta")
-        return cls(stored, **options)
+        return cls(stored, bias, per_token)
 
     def pack(self, dtype: torch.dtype) -> kernels.PackedWeight:
-        """What the active kernel backend reads for activations of `dtype`; cached. Call it before tracing (`pack_`)."""
+        """What the active kernel backend reads for activations of `dtype`. Kept; make it before tracing with `pack_`."""
         if self.packed is None or (self.packed_for != dtype and self.qweight is not None):
-            self.packed, self.packed_for = self._pack(dtype, "auto"), dtype
+            self.packed = self._pack(dtype, "auto")
+            self.packed_for = dtype
             if self.packed.layout == "planes" and self.qweight.is_cuda:
                 self.qweight = None
         return self.packed
 
-    def release(self) -> None:
-        """Drop the codes if they are packed as a dense matrix, which takes their place for good (any dtype reads it). Not
-        under Triton's interpreter (debugging): there a CPU has a second backend, which they may be packed for next."""
-        if self.packed is not None and self.packed.layout == "dense" and not kernels._INTERPRETED:
+    def repack(self, dtype: torch.dtype) -> None:
+        """Pack for the backend that is active now. A dense matrix replaces the codes, since any dtype can read it.
+
+        Under Triton's interpreter the codes stay. A CPU has a second backend there, which may need them next.
+        """
+        if self.qweight is not None:
+            self.packed = None
+        if self.pack(dtype).layout == "dense" and not kernels._INTERPRETED:
             self.qweight = None
 
     def _pack(self, dtype: torch.dtype, layout: str) -> kernels.PackedWeight:
@@ -145,25 +157,27 @@ class QuantLinear(nn.Module):
         return replace(first, weight=weight, **kept)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, gated: bool = False) -> Tensor:
-        """x [..., in] -> [..., out] (+ residual), or SiLU(first half) * second half [..., out / 2] if gated."""
+        """x [..., in] -> [..., out] (+ residual). If gated: SiLU(first half) * second half [..., out / 2]."""
         return kernels.packed_linear(x, self.pack(x.dtype), self.bias, residual, gated)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix [(E,) out, in], columns in the order of the inputs; computed in fp32, rounded once (and to the
-        dtype it was packed for, where that took the place of the codes)."""
+        """The matrix [(E,) out, in] with its columns in the order of the inputs, computed in fp32 and rounded once.
+
+        If a packed matrix has replaced the codes, it was rounded to the dtype that it was packed for before.
+        """
         plain = self.packed if self.qweight is None else self._pack(dtype, "plain")
         weight = kernels.dequantize(plain, dtype)
         return weight if self.perm is None else weight[..., self.perm.argsort()]
 
     def weight_bytes_read(self, nodes: int) -> float:
-        """Bytes that a forward of `nodes` rows reads; of experts, those expected to be touched."""
+        """Bytes that a forward of `nodes` rows reads. Of experts, those that are expected to be touched count."""
         codes = max(1, self.experts) * self.in_features * self.out_features * self.bits / 8
-        others = sum(t.numel() * t.element_size() for t in (self.scales, self.zeros) if t is not None)
+        others = sum(t.nbytes for t in (self.scales, self.zeros) if t is not None)
         share = 1 - (1 - self.per_token / self.experts) ** nodes if self.experts else 1.0
-        return share * (codes + others) + sum(p.numel() * p.element_size() for p in self.parameters())
+        return share * (codes + others) + sum(p.nbytes for p in self.parameters())
 
     def _apply(self, fn, recurse: bool = True):
-        """Moves between devices. A change of dtype is for activations: scales stay as they were stored."""
+        """Move between devices. A change of dtype is meant for activations, so the scales stay as they were stored."""
         scales = self.scales
         super()._apply(fn, recurse)
         if self.scales.dtype != scales.dtype:
@@ -178,15 +192,19 @@ class QuantLinear(nn.Module):
 
 
 class QuantExperts(nn.Module):
-    """`model.Experts` with quantized matrices: same router, same routing, same call."""
+    """`model.Experts` with quantized matrices. The router and the routing are the same."""
 
     route, forward = Experts.route, Experts.forward
 
     def __init__(self, router: nn.Linear, gate_up: nn.Module, down: nn.Module, per_token: int):
         super().__init__()
-        self.router, self.gate_up, self.down, self.per_token = router, gate_up, down, per_token
+        self.router = router
+        self.gate_up = gate_up
+        self.down = down
+        self.per_token = per_token
 
     def mixture(self, x: Tensor) -> Tensor:
+        """x [..., H] -> [..., H], the weighted sum of each row's experts."""
         rows = x.reshape(-1, x.shape[-1])
         weight, index = self.route(rows)
         gate_up, down = self.gate_up.pack(x.dtype), self.down.pack(x.dtype)
@@ -194,10 +212,12 @@ class QuantExperts(nn.Module):
 
 
 def pack_(module: nn.Module, dtype: torch.dtype) -> None:
-    """Pack all quantized weights for the active kernel backend, before tracing, and drop the codes that the packing
-    replaces; those that keep theirs can be packed again for another backend. On a CPU plain float32 weights of wide
-    layers (and a tied head) are laid out column by column, values unchanged: one row times such a matrix is 2 to 3
-    times as fast, many rows are no slower."""
+    """Pack all quantized weights for the active kernel backend. Call this before tracing.
+
+    Codes that the packing replaces are freed. Other weights can be packed again for another backend. On a CPU the plain
+    float32 weights of wide layers (and a tied head) are laid out column by column with unchanged values. One row times
+    such a matrix is 2 to 3 times as fast, and many rows are no slower.
+    """
     for child in module.modules():
         tied = isinstance(child, nn.Embedding) and isinstance(module, Transformer) and module.lm_head is None
         if isinstance(child, nn.Linear) or tied:
@@ -205,41 +225,43 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
             if w.device.type == "cpu" and w.dtype == torch.float32 and w.shape[0] >= w.shape[1]:
                 w.data = w.data.t().contiguous().t()
         if isinstance(child, QuantLinear):
-            child.packed = None if child.qweight is not None else child.packed
-            child.pack(dtype)
-            child.release()
+            child.repack(dtype)
 
 
 def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backend: str = "auto") -> int:
-    """Bytes that a model or head takes after loading and `pack_`, from its stored tensors (anything with shape and
-    dtype, such as checkpoint.Entry): ours exactly, published layouts within a few per cent.
+    """Bytes that a model or head takes after loading and `pack_`, counted from its stored tensors.
 
-    device: 'cpu' or 'cuda'; backend: mode of the kernels.KernelBackend. Which packing they get is kernels' decision; a
-    test compares the two.
+    The kernels decide on the packing. This function repeats their decision, and a test compares the two. The count is
+    exact for our own format and within a few per cent for published ones.
+
+    Args:
+        stored: anything with a shape and a dtype by name, such as `weights.files.Entry`.
+        dtype: of the activations.
+        device: 'cpu' or 'cuda'.
+        backend: mode of the `kernels.KernelBackend`.
     """
     planes = dtype != torch.float64 and (backend == "triton" or (backend == "auto" and device == "cuda"))
     dense = not planes and device == "cpu" and dtype != torch.bfloat16
+    torch_packs = not planes and device == "cpu" and dtype == torch.bfloat16
     total = 0
     for name, tensor in stored.items():
         if isinstance(tensor.dtype, str):
-            continue  # a kind without a torch dtype: loading refuses it by name
+            continue  # torch has no such dtype, and loading refuses the tensor by name
         leaf, shape, width = name.rpartition(".")[2], tensor.shape, tensor.dtype.itemsize
         count = math.prod(shape)
         if leaf in ("qweight", "weight_packed"):
-            ours, bits = width == 1, 8 if tensor.dtype == torch.int8 else 4
-            values = count * width * 8 // bits
-            twice = not planes and device == "cpu" and bits == 4 and len(shape) == 2 and shape[0] % 16 == 0
+            bits = 8 if tensor.dtype == torch.int8 else 4
             if dense:
-                total += values * dtype.itemsize
-            elif planes and ours:  # rows are padded to blocks of 128; counters of the split sums
-                rows, per_row = count // shape[-1], shape[-1] * 8 // bits
-                total += rows * -(-per_row // 128) * 16 * bits + 4 * (kernels.SMALL_M // 32) * -(
-                    -shape[-2] // 16
-                )
-            else:  # torch's int4pack cannot be read back: the codes stay beside it
+                total += count * width * 8 // bits * dtype.itemsize
+            elif planes and width == 1:  # rows padded to blocks of 128, and counters of the split sums
+                blocks = -(-shape[-1] * 8 // bits // 128)
+                total += count // shape[-1] * blocks * 16 * bits
+                total += 4 * (kernels.SMALL_M // 32) * -(-shape[-2] // 16)
+            else:  # torch's int4pack cannot be read back, so the codes stay beside it
+                twice = torch_packs and bits == 4 and len(shape) == 2 and shape[0] % 16 == 0
                 total += count * width * (2 if twice else 1)
         elif leaf in ("scales", "weight_scale"):
-            paired = not planes and not dense and device == "cpu" and width == len(shape) == 2
+            paired = torch_packs and width == len(shape) == 2
             total += count * (width + (2 * dtype.itemsize if paired else 0))
         elif leaf in ("qzeros", "weight_zero_point"):
             total += count * (8 if width == 4 else 1)
@@ -252,7 +274,7 @@ def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backe
 
 def quantizable(
     module: nn.Module, spec: QuantSpec
-) -> Iterator[tuple[str, nn.Module, dict[str, Tensor], int]]:
+) -> Iterator[tuple[str, nn.Linear | Experts, dict[str, Tensor], int]]:
     """(name, module, its weights by full name, bits) of every linear and experts module that `spec` quantizes."""
     for name, child in list(module.named_modules()):
         weights = {}
@@ -265,26 +287,31 @@ def quantizable(
             yield name, child, weights, bits
 
 
-def apply_spec_(module: nn.Module, spec: QuantSpec, names: Any = ()) -> nn.Module:
-    """Swap every linear (and Mixtral's experts) for an empty quantized one on the meta device; returns `module`.
+def apply_spec_(module: nn.Module, spec: QuantSpec, names: Collection[str] = ()) -> nn.Module:
+    """Swap every linear (and Mixtral's experts) for an empty quantized one on the meta device. Returns `module`.
 
-    For a Transformer (a tied LM head gets a quantized copy of its own unless spec.lm_head is fp16) and for any other
-    module made of linears, such as an EAGLE head. names: tensors in the file; they tell where zeros and perms are.
+    The module is a Transformer, or anything else made of linears such as an EAGLE head. A tied LM head gets a quantized
+    copy of its own unless spec.lm_head is fp16. `names` are the tensors in the file. They tell which weights have zeros
+    and perms.
     """
     if isinstance(module, Transformer) and module.lm_head is None and spec.lm_head != "fp16":
         config = module.config
         module.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
     for name, child, weights, bits in quantizable(module, spec):
+        experts = isinstance(child, Experts)
+        bias, per_token = (None, child.per_token) if experts else (child.bias, 0)
         new = []
         for full, weight in weights.items():
-            extra = tuple(k for k in ("zeros", "perm") if f"{full}.{k}" in names)
-            options = {"bias": getattr(child, "bias", None), "per_token": getattr(child, "per_token", 0)}
-            new.append(QuantLinear.empty(weight.shape, bits, spec.group_size, extra, **options))
-        parent, _, leaf = name.rpartition(".")
-        if isinstance(child, Experts):
-            new = [QuantExperts(child.router, *new, child.per_token)]
-        setattr(module.get_submodule(parent), leaf, new[0])
+            extra = [leaf for leaf in ("zeros", "perm") if f"{full}.{leaf}" in names]
+            new.append(QuantLinear.empty(weight.shape, bits, spec.group_size, extra, bias, per_token))
+        replace_module(module, name, QuantExperts(child.router, *new, per_token) if experts else new[0])
     return module
+
+
+def replace_module(module: nn.Module, name: str, new: nn.Module) -> None:
+    """Put `new` in the place of the submodule called `name`."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(parent), leaf, new)
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -295,57 +322,21 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def adopt_(module: nn.Module, tensors: Mapping[str, Tensor], device, dtype: torch.dtype) -> None:
-    """Put tensors into a module (an EAGLE head), swapping the linears whose codes are among them; scales keep theirs."""
+    """Put tensors into a module such as an EAGLE head. A linear whose codes are among them becomes a quantized one.
+
+    Floats are cast to `dtype`, but scales keep theirs. Raises ValueError for codes of another shape than the linear's.
+    """
     for name, tensor in tensors.items():
         base, _, leaf = name.rpartition(".")
         if leaf == "qweight":
-            old, (parent, _, own) = module.get_submodule(base), base.rpartition(".")
-            parts = {key: tensors.get(f"{base}.{key}") for key in ("qweight", "scales", "zeros", "perm")}
-            new = QuantLinear({k: v.to(device) for k, v in parts.items() if v is not None}, old.bias)
+            old = module.get_submodule(base)
+            stored = {
+                key: tensors[f"{base}.{key}"].to(device) for key in TENSORS if f"{base}.{key}" in tensors
+            }
+            new = QuantLinear(stored, old.bias)
             shapes = [[linear.out_features, linear.in_features] for linear in (new, old)]
             if shapes[0] != shapes[1]:
                 raise ValueError(f"{base} is {shapes[0]}, expected {shapes[1]}: not a head for this model.")
-            setattr(module.get_submodule(parent), own, new)
-        elif leaf not in ("scales", "zeros", "perm"):
+            replace_module(module, base, new)
+        elif leaf not in TENSORS:
             set_tensor(module, name, tensor.to(device, dtype if tensor.is_floating_point() else None))
-
-
-def fill_(
-    module: nn.Module, entries: Mapping[str, Any], where: str, device, dtype, progress: Progress | None
-) -> None:
-    """Fill a meta module from entries (checkpoint.Entry) with exactly its state-dict names, shapes and kinds."""
-
-    expected, done = dict(module.state_dict()), 0
-    for what, odd in (("missing", expected.keys() - entries), ("unexpected", entries.keys() - expected)):
-        if odd:
-            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            raise ValueError(f"{where}: {what} tensor {min(odd)!r}{more}. Quantize the original again.")
-    for name, slot in expected.items():
-        entry, floats = entries[name], slot.is_floating_point()
-        kind = entry.dtype in FLOATS if floats else entry.dtype == slot.dtype
-        if entry.shape != tuple(slot.shape) or not kind:
-            found, wanted = f"{entry.dtype} {list(entry.shape)}", f"{slot.dtype} {list(slot.shape)}"
-            hint = "eaglet_quant in config.json and the weights do not belong together"
-            raise ValueError(f"{where}: {name} is {found}, expected {wanted}; {hint}.")
-    total = sum(t.numel() * t.element_size() for t in expected.values())
-    for name, slot in expected.items():
-        tensor, floats = entries[name].read(), slot.is_floating_point()
-        if floats:
-            check_finite(tensor, name, where)
-        if name.endswith(".perm") and tensor.sort().values.tolist() != list(range(len(tensor))):
-            raise ValueError(f"{where}: {name} is not a permutation of the inputs.")
-        half = dtype if floats and not name.endswith(".scales") else None
-        set_tensor(module, name, tensor.to(device, half, copy=True))  # off the mapped file
-        done += slot.numel() * slot.element_size()
-        if progress is not None:
-            progress(done, total, name)
-
-
-def parameter_sources(model: Transformer, entries: Mapping[str, Any]):
-    """(our parameter -> the Hugging Face tensors whose rows it consists of, in order; Hugging Face name -> view)."""
-
-    views = hf_views(model, any(name.endswith(".experts.gate_up_proj") for name in entries))
-    ours: dict[int, list[str]] = {}
-    for hf, view in views.items():
-        ours.setdefault(id(view if view._base is None else view._base), []).append(hf)
-    return {name: ours[id(p)] for name, p in model.named_parameters()}, views

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Rounding weights to codes and scales: to nearest (RTN), and with error feedback from calibration data (GPTQ)."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import torch.nn as nn
 from torch import Tensor
 
 from model import Transformer
-from weights.quantized import QuantLinear, QuantSpec, apply_spec_
+from weights.quantized import QuantLinear, QuantSpec, apply_spec_, set_tensor
 
-CLIPS = [
-    1 - i / 40 for i in range(17)
-]  # clip ratios tried per group: the first clips nothing, 7/8 uses -8 for the peak
-
-
-GPTQ_BLOCK, GPTQ_DAMPING = 128, 0.01  # columns updated together; share of the mean diagonal
+# Clip ratios that are tried for each group. The first one clips nothing, and 7/8 uses the code -8 for the peak.
+CLIPS = [1 - i / 40 for i in range(17)]
+GPTQ_BLOCK = 128  # columns that are updated together
+GPTQ_DAMPING = 0.01  # share of the mean diagonal that is added to the diagonal
 
 
 def _round(groups: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Codes (still floats) of groups [..., G] under scales [...]; a zero scale codes zeros."""
+    """Codes (still as floats) of groups [..., G] under scales [...]. A zero scale gives zero codes."""
     safe = torch.where(scales == 0, 1, scales).float()
     return (groups / safe[..., None]).round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
 def fit_scales(groups: Tensor, bits: int, importance: Tensor | None = None, clip: bool = True) -> Tensor:
-    """The scale of each group [..., G] with the least squared error over CLIPS, judged after rounding the scale.
+    """The scale of each group [..., G] that gives the least squared error over CLIPS, judged after rounding the scale.
 
-    importance weighs the squared errors, broadcast to groups (GPTQ: mean squared activation). clip = False: plain round
-    to nearest. Returns [...], fp16 for int4, else fp32. int4 scales may be negative: that puts the spare level -8 on
-    the side where the group needs it.
+    `importance` weighs the squared errors and is broadcast to the groups (GPTQ: the mean squared activation). Without
+    `clip` only the scale that clips nothing is tried. Returns [...], fp16 for int4 and fp32 for int8. An int4 scale may
+    be negative, which puts the spare level -8 on the side where the group needs it. Raises ValueError for weights that
+    are not finite or too large.
     """
     shape, groups = groups.shape[:-1], groups.reshape(-1, groups.shape[-1])
     weights = None if importance is None else importance.expand(*shape, -1).reshape(groups.shape)
-    out, rows = [], max(1, (1 << 20) // groups.shape[-1])  # a chunk stays in cache
+    rows = max(1, (1 << 20) // groups.shape[-1])  # so few that a chunk stays in the processor's cache
+    out = []
     for at in range(0, groups.shape[0], rows):
         chunk = groups[at : at + rows].float()
         peak = chunk.abs().amax(-1) / (2 ** (bits - 1) - 1)
@@ -60,22 +60,26 @@ def stored_tensors(codes: Tensor, scales: Tensor, bits: int) -> dict[str, Tensor
 
 
 def quantize_rtn(weight: Tensor, bits: int, group_size: int, clip: bool = True) -> dict[str, Tensor]:
-    """Round weight [..., N, K] to the nearest level, scales by `fit_scales`. Returns the stored tensors."""
+    """Round weight [..., N, K] to the nearest levels under the scales of `fit_scales`. Returns the stored tensors."""
     grouped = weight.unflatten(-1, (-1, group_size if bits == 4 else weight.shape[-1]))
     scales = fit_scales(grouped, bits, clip=clip)
     return stored_tensors(_round(grouped.float(), scales, bits).flatten(-2), scales, bits)
 
 
-def quantize_gptq(weight: Tensor, hessian: Tensor, bits: int, group_size: int, act_order: bool = False):
-    """GPTQ (arXiv 2210.17323): what rounding a column breaks is mended by the columns after it.
+def quantize_gptq(
+    weight: Tensor, hessian: Tensor, bits: int, group_size: int, act_order: bool = False
+) -> dict[str, Tensor]:
+    """GPTQ (arXiv 2210.17323). The error of rounding a column is compensated by the columns that follow.
 
-    weight [N, K]; hessian [K, K] fp32: sum of x x^T over the linear's inputs, any scale; all zero (an expert that no
-    token chose) gives RTN. Returns the stored tensors.
+    `weight` is [N, K]. `hessian` [K, K] fp32 is the sum of x x^T over the linear's inputs, at any scale. If it is all
+    zero (an expert that no token chose) the result equals RTN. Returns the stored tensors. Raises ValueError for
+    calibration activations that are degenerate or not finite.
     """
     (N, K), group = weight.shape, group_size if bits == 4 else weight.shape[1]
     energy, factor, order = _inverse_factor(hessian, act_order)
-    scales, fixed = torch.empty(N, K // group, device=weight.device), act_order or bits == 8
-    if fixed:  # groups are not met one after the other: fit their scales to the weights as they were
+    scales = torch.empty(N, K // group, device=weight.device)
+    fixed = act_order or bits == 8
+    if fixed:  # the columns of a group are not met one after the other, so its scale is fitted to the original weights
         scales = fit_scales(weight.unflatten(-1, (-1, group)), bits, energy.view(-1, group)).float()
     columns = weight.float().T[order].contiguous()  # [K, N]: rows are input columns, in update order
     codes, group_of = torch.empty_like(columns), (order // group).tolist()
@@ -91,20 +95,19 @@ def quantize_gptq(weight: Tensor, hessian: Tensor, bits: int, group_size: int, a
             errors[k - start] = (columns[k] - codes[k] * scale) / factor[k, k]
             columns[k:stop] -= factor[k, k:stop, None] * errors[k - start]
         columns[stop:] -= factor[start:stop, stop:].T @ errors
-    return stored_tensors(
-        codes[order.argsort()].T, scales.to(torch.float16 if bits == 4 else torch.float32), bits
-    )
+    scales = scales.to(torch.float16 if bits == 4 else torch.float32)
+    return stored_tensors(codes[order.argsort()].T, scales, bits)
 
 
 def _inverse_factor(hessian: Tensor, act_order: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Damped diagonal, upper Cholesky factor of the inverse in update order, update order."""
+    """The damped diagonal, the upper Cholesky factor of the inverse in update order, and the update order."""
     eye = torch.eye(hessian.shape[0], device=hessian.device)
     hessian = eye if hessian.diagonal().sum() == 0 else hessian
     energy = hessian.diagonal()
     order = torch.arange(energy.numel(), device=energy.device)
     if act_order:
         order = energy.argsort(descending=True, stable=True)
-    for attempt in range(6):  # near-singular calibration: damp harder
+    for attempt in range(6):  # a nearly singular matrix is damped harder
         damped = hessian + eye * (energy.mean() * GPTQ_DAMPING * 4**attempt)
         lower, failed = torch.linalg.cholesky_ex(damped[order][:, order])
         upper, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
@@ -119,14 +122,15 @@ def relative_error(weight: Tensor, restored: Tensor) -> float:
 
 
 def quantize_(module: nn.Module, spec: QuantSpec) -> dict[str, float]:
-    """Round every linear of a module in memory (RTN), in place. Returns the relative weight errors by name."""
-    floats, errors = dict(module.named_parameters()), {}
+    """Round every linear of a module in memory, in place and to nearest. Returns the relative weight errors by name."""
+    floats = dict(module.named_parameters())
+    errors = {}
     if isinstance(module, Transformer) and module.lm_head is None:
         floats["lm_head.weight"] = module.embed_tokens.weight
     for name, child in apply_spec_(module, spec).named_modules():
         if isinstance(child, QuantLinear):
             weight = floats[name if child.experts else f"{name}.weight"].detach()
             for key, value in quantize_rtn(weight, child.bits, spec.group_size).items():
-                setattr(child, key, value)
+                set_tensor(child, key, value)
             errors[name] = relative_error(weight, child.dequantize())
     return errors

@@ -1,0 +1,358 @@
+"""Quantizing a model directory layer by layer, with memory for one layer.
+
+One layer is in memory (in fp32) beside the activations of the texts. The activations pass through the float layers and
+through the quantized ones, so quality is measured without ever holding a model. GPTQ's calibration sees what the
+quantized layers before produce. Finished layers wait in OUT.partial until the result is complete.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Experts
+from support.errors import UsageError
+from support.files import directory_written_whole, write_json, writing_errors
+from support.machine import peak_memory
+from weights.checkpoint import QUANTIZED, Checkpoint
+from weights.files import Progress, check_finite, read_entries, write_safetensors
+from weights.hf import build_model, checked_views, config_to_hf, parameter_sources
+from weights.quality import Tally
+from weights.quantized import QuantLinear, QuantSpec, apply_spec_, quantizable, set_tensor
+from weights.rounding import quantize_gptq, quantize_rtn, relative_error
+from weights.stored import spec_to_json
+
+ABSURD_KL = 2.0  # nats per token; past this the result is broken, not merely bad, and is never written
+BATCH = 4  # sequences that pass through a layer together
+
+
+@torch.no_grad()
+def quantize_checkpoint(
+    directory: str | Path,
+    out: str | Path,
+    spec: QuantSpec,
+    calibration: Tensor,
+    evaluation: Tensor,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    refuse_kl: float | None = None,
+    finish: Callable[[Path], dict[str, Any]] = lambda unfinished: {},
+) -> dict[str, Any]:
+    """Quantize a model directory layer by layer into the directory `out`.
+
+    `out` appears complete or not at all. After an interruption the same call goes on from the finished layers, and a
+    note on the exception says so. A run that would fail again deletes its partial files.
+
+    Args:
+        calibration: int64 [W, T], what GPTQ sees.
+        evaluation: int64 [W, T + 1], what the receipt measures.
+        progress: called with (layers done, layers in total, name) after each layer.
+        refuse_kl: highest mean KL (nats) that is written. ABSURD_KL holds in any case.
+        finish: called with the finished but not yet renamed directory. It may add files, and returns additions to the
+            receipt.
+
+    Returns:
+        The receipt: the spec, what quantizing cost in quality, and sizes.
+
+    Raises:
+        UsageError: the model is quantized already, or a group size does not fit.
+        ValueError: one line, for a bad model directory, a full disk, or a result past `refuse_kl`.
+    """
+    out, started, source = Path(out), time.time(), _Source(Path(directory))
+    apply_spec_(copy.deepcopy(source.model), spec)  # refuses groups that do not fit before any work
+    work = _partial(out, [asdict(spec), source.raw, source.files, _digest(calibration)])
+    run, accepted = _Run(source, spec, work, device), False
+    try:
+        quality = run.quantize(calibration, evaluation, progress)
+        limit = min(ABSURD_KL, ABSURD_KL if refuse_kl is None else refuse_kl)
+        if not quality["mean_kl"] <= limit:  # NaN too
+            change = f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f}"
+            why = f"mean KL {quality['mean_kl']:.4f} nats, {change}; the limit is {limit:g}"
+            raise ValueError(f"refused: {why}. Nothing was written; try gptq, int8 or smaller groups.")
+        accepted = True
+        receipt = {"spec": asdict(spec), **quality, **run.receipt(calibration, evaluation)}
+        with directory_written_whole(out) as unfinished:
+            run.write(unfinished)
+            receipt |= finish(unfinished)
+            receipt["seconds"] = round(time.time() - started, 1)
+            receipt["peak_memory_bytes"] = peak_memory(torch.device("cpu"))
+            write_json(unfinished / "receipt.json", receipt)
+    except Exception as error:
+        # The disk or the memory was full, and may have room next time. Other errors would come again.
+        room = isinstance(error.__cause__, OSError) or not isinstance(error, ValueError)
+        if spec.algorithm == "gptq" and (room or accepted) and any(work.glob("*.safetensors")):
+            error.add_note(f"The finished layers wait in {work}: the same command goes on from there.")
+        else:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    shutil.rmtree(work)
+    if progress is not None:
+        progress(1, 1, "")
+    return receipt
+
+
+class _Source:
+    """A float model directory, read one of our parameters at a time. `model` stays on the meta device."""
+
+    def __init__(self, directory: Path):
+        self.checkpoint = Checkpoint.open(directory)
+        if key := QUANTIZED.get(self.checkpoint.kind):
+            raise UsageError(f"{directory} is already quantized ({key} in config.json); use the original.")
+        config = self.checkpoint.config
+        self.raw = self.checkpoint.raw or config_to_hf(config)  # Meta's format has no config.json
+        self.tied = config.tie_word_embeddings
+        self.model = build_model(config)
+        self.files: list[list[int]] | None = None
+        self.open()
+        self.names = parameter_sources(self.model, checked_views(self.model, self.entries, str(directory)))
+        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        dtype = self.entries[self.names["embed_tokens.weight"][0]].dtype
+        self.half = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
+
+    def open(self) -> None:
+        """Map the files, anew if they are mapped already. Pages that were read then stop counting as our memory."""
+        self.checkpoint = self.checkpoint.reopened()
+        self.entries = dict(self.checkpoint.entries)
+        if self.tied:
+            self.entries.pop("lm_head.weight", None)
+        names = sorted({entry.file for entry in self.entries.values()})
+        stats = [(self.checkpoint.directory / name).stat() for name in names]
+        found = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+        if self.files not in (None, found):
+            where = self.checkpoint.directory
+            raise ValueError(f"{where}: the weights changed while they were read. Start again.")
+        self.files = found
+
+    def read(self, name: str, device: torch.device | str) -> Tensor:
+        """One of our parameters, in fp32."""
+        tensor = torch.cat([self.entries[hf].read() for hf in self.names[name]]).view(self.shapes[name])
+        check_finite(tensor, name, str(self.checkpoint.directory))
+        return tensor.to(device, torch.float32)
+
+
+class _Run:
+    """One pass through the layers: what is quantized so far, and the activations that enter the next layer."""
+
+    def __init__(self, source: _Source, spec: QuantSpec, work: Path, device: torch.device | str):
+        self.source, self.spec, self.work, self.device = source, spec, work, device
+        self.errors: dict[str, float] = {}  # relative weight errors by name
+        self.stored: dict[str, Tensor] = {}  # the tensors of the result, mapped from the files in `work`
+
+    def quantize(
+        self, calibration: Tensor, evaluation: Tensor, progress: Progress | None
+    ) -> dict[str, float]:
+        """Quantize the whole model. Returns its quality (`Tally.report`)."""
+        layers = len(self.source.model.layers)
+        table = self._embed(calibration, evaluation[:, :-1])
+        self.source.model.rotary.build(self.device, max(self.after.shape[1], self.inputs.shape[1]))
+        for i in range(layers):
+            self._layer(i)
+            if progress is not None:
+                progress(i + 1, layers + 1, f"layer {i}")
+        return self._head(table, evaluation[:, 1:])
+
+    def _embed(self, calibration: Tensor, evaluation: Tensor) -> Tensor:
+        """Make the first activations. Returns the float embedding, which a tied LM head needs again."""
+        embedding = nn.Embedding(1, 1)
+        set_tensor(embedding, "weight", self.source.read("embed_tokens.weight", self.device))
+        table = embedding.weight.clone()
+        self.before = embedding(evaluation.to(self.device)).cpu()  # of the float layers
+        self.inputs = calibration[:0]
+        self._unit("embedding", embedding, "embed_tokens.", embedding)
+        self.after = embedding(evaluation.to(self.device)).cpu()  # of the quantized layers
+        self.inputs = embedding(calibration.to(self.device)).cpu()
+        return table
+
+    def _layer(self, i: int) -> None:
+        """Quantize layer i and carry all activations through it."""
+        model = self.source.model
+        block = model.layers[i]
+        self.source.open()
+        for name in [name for name, _ in block.named_parameters()]:
+            set_tensor(block, name, self.source.read(f"layers.{i}.{name}", self.device))
+
+        def forward(x: Tensor) -> Tensor:
+            return block.forward_train(x, *model.rotary(torch.arange(x.shape[1], device=x.device)[None]))
+
+        _through(forward, self.before, self.device)
+        self._unit(f"layer-{i:04}", block, f"layers.{i}.", forward)
+        for states in (self.after, self.inputs):
+            _through(forward, states, self.device)
+        block.to("meta")
+
+    def _head(self, table: Tensor, targets: Tensor) -> dict[str, float]:
+        """Quantize the LM head and compare the logits of both models."""
+        source = self.source
+        head = nn.Sequential(OrderedDict(norm=source.model.norm, lm_head=nn.Linear(1, 1, bias=False)))
+        set_tensor(head, "norm.weight", source.read("norm.weight", self.device))
+        set_tensor(
+            head, "lm_head.weight", table if source.tied else source.read("lm_head.weight", self.device)
+        )
+        plain, tally = copy.deepcopy(head), Tally()
+        self._unit("head", head, "", head)
+        for ids, x, y in zip(targets, self.before, self.after, strict=True):
+            tally.add(plain(x.to(self.device)).cpu(), head(y.to(self.device)).cpu(), ids)
+        if source.tied and self.spec.lm_head == "fp16":
+            del self.stored["lm_head.weight"]
+        return tally.report()
+
+    def _unit(self, unit: str, module: nn.Module, prefix: str, forward: Callable[[Tensor], Tensor]) -> None:
+        """Quantize `module`, or take over what an interrupted run has stored of it."""
+        path = self.work / f"{unit}.safetensors"
+        known = _tensors_in(path) if path.exists() else {}
+
+        def feed() -> None:
+            _through(forward, self.inputs, self.device, keep=False)
+
+        self.errors |= quantize_module_(module, prefix, self.spec, known, self.source.half, feed)
+        for name, tensor in known.items():
+            if tensor.is_floating_point():
+                check_finite(tensor, name, "result")
+        if not path.exists():
+            with writing_errors(path):
+                write_safetensors(path, known)
+        self.stored |= _tensors_in(path)
+
+    def receipt(self, calibration: Tensor, evaluation: Tensor) -> dict[str, Any]:
+        """What the receipt says of weights, sizes and texts."""
+        worst = sorted(self.errors.items(), key=lambda item: -item[1])[:5]
+        entries = self.source.entries.values()
+        texts = {"evaluation": evaluation[:, 1:].numel(), "calibration": calibration.numel()}
+        digests = {"evaluation": _digest(evaluation), "calibration": _digest(calibration)}
+        told = {name: {"tokens": count, "sha256": digests[name]} for name, count in texts.items()}
+        if self.spec.algorithm != "gptq":
+            told["calibration"] = None
+        return {
+            "worst_layers": [{"name": name, "relative_error": error} for name, error in worst],
+            "bytes_before": sum(math.prod(e.shape) * e.dtype.itemsize for e in entries),
+            "bytes_after": sum(t.nbytes for t in self.stored.values()),
+            "computed_in": f"float32 on {self.device}",
+            **told,
+        }
+
+    def write(self, directory: Path) -> None:
+        """Write the result in our format (`weights.stored`) with the tokenizer's files beside it."""
+        raw = {k: v for k, v in self.source.raw.items() if k != "dtype"}
+        raw["torch_dtype"] = str(self.source.half).removeprefix("torch.")
+        write_safetensors(directory / "model.safetensors", self.stored)
+        write_json(directory / "config.json", raw | {"eaglet_quant": spec_to_json(self.spec)})
+        self.source.checkpoint.copy_texts(directory)
+
+
+@torch.no_grad()
+def quantize_module_(
+    module: nn.Module,
+    prefix: str,
+    spec: QuantSpec,
+    stored: dict[str, Tensor],
+    half: torch.dtype,
+    run: Callable[[], None],
+) -> dict[str, float]:
+    """Round the linears of a float module one after the other. Each sees what its rounded predecessors produce.
+
+    The module is left with the weights that the stored tensors stand for.
+
+    Args:
+        stored: gets the tensors to write under full names. What it holds already is used instead of computed.
+        half: dtype of the stored tensors that are not quantized.
+        run: feeds the calibration activations through `module` (GPTQ).
+
+    Returns:
+        The relative weight errors by name.
+    """
+    errors = {}
+    for _, child, weights, bits in quantizable(module, spec):
+        for full, weight in weights.items():
+            key = prefix + full
+            if f"{key}.qweight" in stored:
+                out = {k: stored[f"{key}.{k}"] for k in ("qweight", "scales")}
+            elif spec.algorithm == "gptq":
+                hessians = _hessians(child, full.endswith(".down"), weight, run)
+                matrices = weight if weight.dim() == 3 else [weight]
+                parts = [
+                    quantize_gptq(w, h, bits, spec.group_size, spec.act_order)
+                    for w, h in zip(matrices, hessians, strict=True)
+                ]
+                stacked = {k: torch.stack([part[k] for part in parts]) for k in parts[0]}
+                out = stacked if weight.dim() == 3 else parts[0]
+            else:
+                out = quantize_rtn(weight, bits, spec.group_size)
+            stored |= {f"{key}.{k}": v.cpu() for k, v in out.items()}
+            restored = QuantLinear(out).dequantize().to(weight.device)
+            errors[key] = relative_error(weight, restored)
+            weight.copy_(restored)
+    for name, tensor in module.named_parameters():
+        if f"{prefix}{name.removesuffix('.weight')}.qweight" not in stored:
+            tensor.copy_(stored.setdefault(prefix + name, tensor.to("cpu", half, copy=True)))
+    return errors
+
+
+def _hessians(
+    child: nn.Linear | Experts, down: bool, weight: Tensor, run: Callable[[], None]
+) -> list[Tensor]:
+    """Sum of x x^T over the calibration inputs of a linear, or of each expert's `gate_up` or `down`."""
+    K, experts = weight.shape[-1], weight.shape[0] if weight.dim() == 3 else 1
+    sums = [torch.zeros(K, K, device=weight.device) for _ in range(experts)]
+
+    def add(_, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
+        index = child.route(x)[1] if isinstance(child, Experts) else None
+        for e, total in enumerate(sums):
+            rows = x if index is None else x[(index == e).any(-1)]
+            if index is not None and down:
+                gate, up = (rows @ child.gate_up[e].T).chunk(2, -1)
+                rows = F.silu(gate) * up
+            total.addmm_(rows.T, rows)
+
+    handle = child.register_forward_pre_hook(add)
+    try:
+        run()
+    finally:
+        handle.remove()
+    return sums
+
+
+def _through(
+    forward: Callable[[Tensor], Tensor], states: Tensor, device: torch.device | str, keep: bool = True
+) -> None:
+    """Replace states [W, T, H] on the host by forward(states), a batch at a time. Without `keep` only run forward."""
+    for i in range(0, len(states), BATCH):
+        out = forward(states[i : i + BATCH].to(device))
+        if keep:
+            states[i : i + BATCH] = out.cpu()
+
+
+def _tensors_in(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. They are mapped, so they take no memory until they are used."""
+    return {name: entry.read() for name, entry in read_entries([path]).items()}
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return hashlib.sha256(value.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _partial(out: Path, identity: Any) -> Path:
+    """OUT.partial for the finished layers of this very job. What another job left there is deleted."""
+    work = out.with_name(out.name + ".partial")
+    with writing_errors(work):
+        if not (work / _digest(identity)).exists():
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            (work / _digest(identity)).touch()
+    return work

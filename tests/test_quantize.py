@@ -22,7 +22,7 @@ from training import demo_model
 from weights import checkpoint, files, hf, quantizer, rounding
 from weights.heads import EagleConfig, read_eagle, read_quantized_eagle, save_eagle, save_quantized_eagle
 from weights.quality import Tally
-from weights.quantized import QuantExperts, QuantLinear, QuantSpec, adopt_, held_bytes, pack_
+from weights.quantized import QuantExperts, QuantLinear, QuantSpec, adopt_, empty_tensors, held_bytes, pack_
 from weights.rounding import quantize_gptq, quantize_rtn
 
 CONFIG = ModelConfig(
@@ -242,7 +242,7 @@ def test_changing_the_dtype_keeps_scales_and_repacks():
     assert layer.scales.dtype == torch.float16 and torch.equal(layer.scales, scales) and layer.packed is None
     assert layer(x.bfloat16()).dtype == torch.bfloat16
     assert torch.equal(layer(x), first)
-    meta = QuantLinear.empty((48, 128), 4, 32).to(torch.bfloat16)
+    meta = QuantLinear(empty_tensors((48, 128), 4, 32)).to(torch.bfloat16)
     assert meta.scales.dtype == torch.float16
 
 
@@ -561,7 +561,7 @@ def test_unusable_requests_exit_with_one_line(tmp_path, capsys):
         (3, "config.json", ["--checkpoint", busy]),
         (3, "cannot be read", ["--checkpoint", source, "--eval-text", tmp_path / "none.txt"]),
         (3, "refused: mean KL", ["--checkpoint", source, "--refuse-kl", "1e-9"]),
-        (3, "layers.1.mlp.down.weight holds NaN", ["--checkpoint", nan]),
+        (3, "layers.1.mlp.down_proj.weight holds NaN", ["--checkpoint", nan]),
     ]
     for code, message, argv in cases:
         new = [] if "--out" in argv else ["--out", tmp_path / "new"]

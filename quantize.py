@@ -72,23 +72,21 @@ def measure_tau(directory: Path, head: str | Path, prompts: list[list[int]], dev
     return sum(steps) / max(1, len(steps))
 
 
-def compare_tau(
-    before: tuple[Path, str | Path], after: tuple[Path, str | Path], prompts: list[list[int]], device: str
-) -> dict[str, Any]:
-    """tau of two pairs of a model and a head, for the receipt.
+def measure_taus(pairs: dict[str, tuple[Path, str | Path]], *how: Any) -> dict[str, Any]:
+    """tau of pairs of a model and a head by name. `how` are the other arguments of `measure_tau`.
 
     A model is quantized because it is large. If it does not fit in memory, a note takes the place of its tau.
     """
-    found: dict[str, Any] = {"tau_before": None, "tau_after": None, "notes": []}
-    for key, (directory, head) in (("tau_before", before), ("tau_after", after)):
+    found: dict[str, Any] = {"notes": []}
+    for key, (directory, head) in pairs.items():
         try:
-            found[key] = measure_tau(directory, head, prompts, device)
+            found[key] = measure_tau(directory, head, *how)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            found["notes"].append(
-                f"{key} was not measured, the model does not fit in memory: {one_line(error)}"
-            )
+            found[key] = None
+            why = f"the model does not fit in memory: {one_line(error)}"
+            found["notes"].append(f"{key} was not measured, {why}")
     return found
 
 
@@ -115,9 +113,8 @@ def _sizes(receipt: dict[str, Any]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
     demo = str(Path(__file__).parent / "demo")
     add("--checkpoint", default=demo, metavar="DIR", help="default: the demo model")
@@ -160,8 +157,8 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
         head_config, tensors, receipt = head
         save_quantized_eagle(head_config, tensors, head_spec, unfinished / "eagle")
         prompts = [row[: min(64, evaluation.shape[1] // 2)].tolist() for row in evaluation[:TAU_PROMPTS]]
-        before, after = (directory, args.eagle), (unfinished, unfinished / "eagle")
-        return {"head": receipt, **compare_tau(before, after, prompts, args.device)}
+        pairs = {"tau_before": (directory, args.eagle), "tau_after": (unfinished, unfinished / "eagle")}
+        return {"head": receipt, **measure_taus(pairs, prompts, args.device)}
 
     return quantize_checkpoint(
         directory, out, spec, calibration, evaluation, args.device, _show_progress, args.refuse_kl, finish

@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from model import ModelConfig, chain_ancestors
 from scripts import convert, download
+from support.files import read_json
 from weights import checkpoint
-from weights.checkpoint import load_config, load_model
+from weights.checkpoint import Checkpoint, load_config, load_model
 from weights.files import read_entries
 from weights.heads import AUX, EagleConfig, read_eagle, save_eagle
 from weights.hf import config_to_hf, hf_views, save_hf
@@ -67,6 +68,38 @@ def edit_tensors(directory: Path, change) -> None:
 def llama(tiny_checkpoint, tmp_path) -> Path:
     """A private copy of a tiny LLaMA directory."""
     return Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "llama"))
+
+
+# ---- what a directory is -------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_read_once(tiny_checkpoint, tmp_path, monkeypatch):
+    """Bug: every layer sniffs the directory again: config.json read four times, the kind guessed in six places."""
+    read: list[str] = []
+
+    def spy(path, *rest):
+        read.append(path.name)
+        return read_json(path, *rest)
+
+    for module in ("checkpoint", "hf", "meta"):
+        monkeypatch.setattr(f"weights.{module}.read_json", spy)
+    folder = tiny_checkpoint("llama")
+    found = Checkpoint.open(folder)
+    model = found.load(dtype=torch.bfloat16, max_positions=9)
+    assert (found.kind, found.quantization, found.tokenizer_directory) == ("hf", None, folder)
+    assert found.raw == json.loads((folder / "config.json").read_text()) and model.config == found.config
+    assert found.entries is found.entries and found.reopened().entries is not found.entries
+    assert (model.dtype, model.rotary.length) == (torch.bfloat16, 9)
+    assert read.count("config.json") == 1
+    write_meta(load_file(folder / "model.safetensors"), tmp_path / "m", 1, 0)
+    found = Checkpoint.open(tmp_path / "m")
+    assert (found.kind, found.quantization, found.raw) == ("meta", None, {})
+    assert found.load().config == found.config and read.count("params.json") == 1
+    assert found.tokenizer_directory == tmp_path / "m"
+    (tmp_path / "tokenizer.model").touch()  # Meta's place for it
+    assert found.tokenizer_directory == tmp_path
+    (tmp_path / "m" / "tokenizer.model").touch()
+    assert found.tokenizer_directory == tmp_path / "m"
 
 
 # ---- layouts of target models ----------------------------------------------------------------------------------

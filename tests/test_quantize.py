@@ -15,6 +15,7 @@ from eagle_draft import EagleHead
 from load import DEMO, load
 from model import Experts, ModelConfig, Transformer, weight_bytes
 from sampling import SamplingParams
+from scripts import convert
 from support import texts
 from support.errors import NotEnoughMemory, UsageError
 from support.files import write_json
@@ -500,6 +501,8 @@ def test_loading_keeps_codes_and_scales_whatever_the_dtype(tmp_path):
         assert tensor.dtype == (stored[name].dtype if quant else torch.bfloat16), name
         assert torch.equal(tensor, stored[name].to(tensor.dtype))
     assert model.rotary.length == 40 and stored["embed_tokens.weight"].dtype == torch.float16
+    found = checkpoint.Checkpoint.open(out)
+    assert (found.kind, found.quantization, model.quant) == ("eaglet", "int4", "int4")
     assert checkpoint.load_model(out).dtype == torch.float16
 
 
@@ -548,8 +551,9 @@ def test_unusable_requests_exit_with_one_line(tmp_path, capsys):
         tensors | {"model.layers.1.mlp.down_proj.weight": tensors["model.layers.1.mlp.down_proj.weight"] / 0},
         nan / "model.safetensors",
     )
+    assert convert.main([str(out), str(tmp_path / "converted")]) == 3
+    assert "is quantized (int4). Convert the original" in capsys.readouterr().err
     before = sorted(p.name for p in tmp_path.iterdir())
-    capsys.readouterr()
     cases = [
         (2, "already quantized", ["--checkpoint", out]),
         (2, "group size 128 does not divide its 288 inputs; use --group-size 32", ["--checkpoint", odd]),
@@ -827,6 +831,13 @@ def test_published_checkpoints_load_to_the_exact_matrices(tmp_path, kind, option
     config = options.get("config", UNTIED)
     matrices = published(tmp_path / "m", kind, **options)
     model = checkpoint.load_model(tmp_path / "m")
+    found = checkpoint.Checkpoint.open(tmp_path / "m")
+    method = {"ct": "compressed-tensors"}.get(kind, kind)
+    assert (found.kind, found.quantization, model.quant) == (
+        "published",
+        f"int4 ({method})",
+        f"int4 ({method})",
+    )
     floats = tiny(config)
     for name, view in hf.hf_views(floats).items():
         if name in matrices:

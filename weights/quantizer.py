@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,12 @@ from weights.checkpoint import QUANTIZED, Checkpoint
 from weights.files import Progress, check_finite, read_entries, write_safetensors
 from weights.hf import build_model, checked_views, config_to_hf, parameter_sources, read_parameter
 from weights.quality import Tally
-from weights.quantized import QuantLinear, QuantSpec, apply_spec_, quantizable, set_tensor
+from weights.quantized import QuantLinear, QuantSpec, Stored, apply_spec_, quantizable, set_tensor
 from weights.rounding import quantize_gptq, quantize_rtn, relative_error
 from weights.stored import spec_to_json
 
 ABSURD_KL = 2.0  # nats per token; past this the result is broken, not merely bad, and is never written
+Forward = Callable[[Tensor], Tensor]  # hidden states [W, T, H] -> hidden states
 BATCH = 4  # sequences that pass through a layer together
 
 
@@ -48,7 +50,7 @@ def quantize_checkpoint(
     calibration: Tensor,
     evaluation: Tensor,
     device: torch.device | str = "cpu",
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
     refuse_kl: float | None = None,
     finish: Callable[[Path], dict[str, Any]] = lambda unfinished: {},
 ) -> dict[str, Any]:
@@ -78,11 +80,7 @@ def quantize_checkpoint(
     run, accepted = _Run(source, spec, work, device), False
     try:
         quality = run.quantize(calibration, evaluation, progress)
-        limit = min(ABSURD_KL, ABSURD_KL if refuse_kl is None else refuse_kl)
-        if not quality["mean_kl"] <= limit:  # NaN too
-            change = f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f}"
-            why = f"mean KL {quality['mean_kl']:.4f} nats, {change}; the limit is {limit:g}"
-            raise ValueError(f"refused: {why}. Nothing was written; try gptq, int8 or smaller groups.")
+        _refuse_bad(quality, ABSURD_KL if refuse_kl is None else min(ABSURD_KL, refuse_kl))
         accepted = True
         receipt = quality | run.receipt(calibration, evaluation)
         with directory_written_whole(out) as unfinished:
@@ -100,8 +98,7 @@ def quantize_checkpoint(
             shutil.rmtree(work, ignore_errors=True)
         raise
     shutil.rmtree(work)
-    if progress is not None:
-        progress(1, 1, "")
+    progress(1, 1, "")
     return receipt
 
 
@@ -156,17 +153,14 @@ class _Run:
         self.errors: dict[str, float] = {}  # relative weight errors by name
         self.stored: dict[str, Tensor] = {}  # the tensors of the result, mapped from the files in `work`
 
-    def quantize(
-        self, calibration: Tensor, evaluation: Tensor, progress: Progress | None
-    ) -> dict[str, float]:
+    def quantize(self, calibration: Tensor, evaluation: Tensor, progress: Progress) -> dict[str, float]:
         """Quantize the whole model. Returns its quality (`Tally.report`)."""
         model = self.source.model
         table = self._embed(calibration, evaluation[:, :-1])
         model.rotary.build(self.device, max(self.after.shape[1], self.inputs.shape[1]))
         for i in range(len(model.layers)):
             self._layer(i)
-            if progress is not None:
-                progress(i + 1, len(model.layers) + 1, f"layer {i}")
+            progress(i + 1, len(model.layers) + 1, f"layer {i}")
         return self._head(table, evaluation[:, 1:])
 
     def _embed(self, calibration: Tensor, evaluation: Tensor) -> Tensor:
@@ -210,7 +204,7 @@ class _Run:
             del self.stored["lm_head.weight"]
         return tally.report()
 
-    def _unit(self, unit: str, module: nn.Module, prefix: str, forward: Callable[[Tensor], Tensor]) -> None:
+    def _unit(self, unit: str, module: nn.Module, prefix: str, forward: Forward) -> None:
         """Quantize `module`, or take over what an interrupted run has stored of it.
 
         Its linears are rounded one after the other, and each sees what its rounded predecessors produce. The module is
@@ -240,17 +234,13 @@ class _Run:
                 write_safetensors(path, known)
         self.stored |= _tensors_in(path)
 
-    def _round(
-        self, child: nn.Module, name: str, weight: Tensor, bits: int, forward: Callable[[Tensor], Tensor]
-    ) -> dict[str, Tensor]:
+    def _round(self, child: nn.Module, name: str, weight: Tensor, bits: int, forward: Forward) -> Stored:
         """The stored tensors of one weight of `child`."""
         spec = self.spec
         if spec.algorithm == "rtn":
             return quantize_rtn(weight, bits, spec.group_size)
 
-        def feed() -> None:
-            self._through(forward, self.inputs, keep=False)
-
+        feed = partial(self._through, forward, self.inputs, keep=False)
         hessians = _hessians(child, name.endswith(".down"), weight, feed)
         matrices = weight if weight.dim() == 3 else weight[None]
         options = (bits, spec.group_size, spec.act_order)
@@ -258,7 +248,7 @@ class _Run:
         stacked = {leaf: torch.stack([part[leaf] for part in parts]) for leaf in parts[0]}
         return stacked if weight.dim() == 3 else parts[0]
 
-    def _through(self, forward: Callable[[Tensor], Tensor], states: Tensor, keep: bool = True) -> None:
+    def _through(self, forward: Forward, states: Tensor, keep: bool = True) -> None:
         """Replace states [W, T, H] on the host by forward(states), a batch at a time. Without `keep` only run it."""
         for i in range(0, len(states), BATCH):
             out = forward(states[i : i + BATCH].to(self.device))
@@ -309,6 +299,14 @@ def _hessians(child: nn.Module, down: bool, weight: Tensor, feed: Callable[[], N
     finally:
         handle.remove()
     return sums
+
+
+def _refuse_bad(quality: dict[str, float], limit: float) -> None:
+    """Raise a ValueError for a result past the limit (nats)."""
+    if not quality["mean_kl"] <= limit:  # NaN too
+        change = f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f}"
+        why = f"mean KL {quality['mean_kl']:.4f} nats, {change}; the limit is {limit:g}"
+        raise ValueError(f"refused: {why}. Nothing was written; try gptq, int8 or smaller groups.")
 
 
 def _tensors_in(path: Path) -> dict[str, Tensor]:

@@ -1,17 +1,18 @@
-"""The EAGLE head (generations 1, 2 and 3), its cache, drafting, and its training losses.
+"""The EAGLE head (generations 1, 2 and 3), its cache, how it drafts, and its training losses.
 
-A head guesses the target's next *feature* from (feature of token i, embedding of token i+1), so it drafts several
-tokens ahead with one small layer. EAGLE-1 and EAGLE-2 share weights and differ only in the tree; EAGLE-3 reads three
-residual states of the target and has its own norms and LM head. One class serves all, the generation is data
-(`EagleConfig`). It does not know the decoding loop, sampling of the target, text or files.
+A head predicts the target's next *feature* from the feature of token i and the embedding of token i + 1, so it drafts
+several tokens ahead with one small layer. EAGLE-1 and EAGLE-2 share weights and differ only in the tree. EAGLE-3 reads
+three residual states of the target and has its own norms and LM head. One class serves all generations, and `EagleConfig`
+says which one a head is.
 
-Row i of the draft cache holds (feature i, token i+1) at position i. Rows below n are made from true target features
-only; the rows of a tree come after them and are overwritten in the next step (eagle.md 1.6, 2.4).
+Row i of the draft cache holds (feature i, token i + 1) at position i. Rows below n are made from the target's true
+features only. The rows of a tree come after them and are overwritten in the next step.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -34,16 +35,21 @@ from model import (
 )
 from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
+from weights.quantized import QuantLinear
 
-FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (eagle.md 7.2)
+FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (EAGLE paper)
 
 
 class EagleLayer(nn.Module):
-    """The head's decoder layer. EAGLE-1: no input norm. EAGLE-3: attention reads norm(embedding) and norm(feature)."""
+    """The head's decoder layer.
+
+    EAGLE-1's layer has no input norm. In EAGLE-3 the attention reads norm(embedding) and norm(feature) side by side.
+    """
 
     def __init__(self, config: EagleConfig):
         super().__init__()
-        geometry, wide = config.layer, config.version == 3
+        geometry = config.layer
+        wide = config.version == 3
         self.attention = Attention(geometry, in_size=geometry.hidden_size * (2 if wide else 1))
         self.post_norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
         self.mlp = MLP(geometry.hidden_size, geometry.intermediate_size)
@@ -70,7 +76,8 @@ class EagleHead(nn.Module):
         super().__init__()
         self.config = config
         geometry = config.layer
-        H, taps = geometry.hidden_size, len(config.taps)
+        H = geometry.hidden_size
+        taps = len(config.taps)
         width = 2 * H if config.version == 1 else taps * config.target_hidden_size
         self.fc = nn.Linear(width, H, bias=config.fc_bias)
         self.layer = EagleLayer(config)
@@ -89,8 +96,9 @@ class EagleHead(nn.Module):
         ids = torch.arange(geometry.vocab_size) if draft_vocab is None else draft_vocab
         self.register_buffer("draft_ids", ids if trimmed else None)
         self.rotary = RotaryTable(geometry.rope, geometry.head_dim, target.config.max_positions)
-        object.__setattr__(self, "target", target)  # shared, not owned: stays out of the state dict
-        self.run_layer = EagleHead.layer_forward  # the engine may put a compiled function here
+        object.__setattr__(
+            self, "target", target
+        )  # the head does not own it, so it stays out of the state dict
 
     @property
     def vocab_size(self) -> int:
@@ -112,7 +120,7 @@ class EagleHead(nn.Module):
         return (self.embed_tokens or self.target.embed_tokens)(tokens)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """True target features [..., feature_size] -> what the layer reads [..., H]. EAGLE-1/2: unchanged."""
+        """The target's features [..., feature_size] -> what the layer reads [..., H]. EAGLE-1/2 leaves them unchanged."""
         if self.config.version == 1:
             return features
         if self.fc_norms is not None:
@@ -129,12 +137,15 @@ class EagleHead(nn.Module):
             residual, x = self.layer.inputs(embedding, feature)
         return self.layer.finish(self.layer.attention(x, nodes, kv, residual))
 
-    def forward(self, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor, layer: Callable | None = None
+    ) -> Tensor:
         """tokens int64 [B, T] paired with feature [B, T, H] (fused, or the head's own output) -> output [B, T, H].
 
-        kv [2, B, Hkv, S, hd] is written at nodes.slots. The output is what `predict` and the next level read.
+        kv [2, B, Hkv, S, hd] is written at nodes.slots. The output is what `predict` and the next level read. layer is a
+        compiled `EagleHead.layer_forward`, or None for the method itself.
         """
-        out = self.run_layer(self, self.embed(tokens), feature, nodes, kv)
+        out = (layer or EagleHead.layer_forward)(self, self.embed(tokens), feature, nodes, kv)
         return self.norm(out) if self.config.norm_output else out
 
     def predict(self, output: Tensor) -> Tensor:
@@ -151,21 +162,22 @@ class EagleHead(nn.Module):
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def top(self, output: Tensor, count: int) -> kernels.TopK | None:
-        """The best of `predict(output)` without storing the logits, where the LM head's kernel can do that."""
+        """The `count` best of `predict(output)` where the LM head's kernel finds them without storing the logits."""
         if self.config.version == 1 and self.draft_ids is not None:
             return None
         own = self.lm_head if self.config.version == 3 else None
-        packed = getattr(own or self.target.lm_head, "packed", None)
+        linear = own or self.target.lm_head
+        packed = linear.packed if isinstance(linear, QuantLinear) else None
         if packed is None or packed.layout != "planes":
             return None
         plain = self.config.version == 1 or self.config.norm_output
         return kernels.packed_topk(output if plain else self.norm(output), packed, count)
 
     def trim(self) -> None:
-        """Copy the LM head rows of the draft vocabulary (EAGLE-1/2 with --draft-vocab); once, after loading."""
+        """Copy the LM head's rows of a trimmed draft vocabulary (EAGLE-1/2). Call it once, after loading."""
         if self.config.version == 1 and self.draft_ids is not None:
             head = self.target.lm_head or self.target.embed_tokens
-            weight = head.dequantize() if hasattr(head, "dequantize") else head.weight
+            weight = head.dequantize() if isinstance(head, QuantLinear) else head.weight
             rows = weight[self.draft_ids].to(self.target.dtype)
             self.register_buffer("trimmed_head", rows, persistent=False)
 
@@ -174,8 +186,8 @@ class EagleHead(nn.Module):
     ) -> Tensor:
         """Whole sequences with gradients: tokens [B, T] paired with feature [B, T, H] -> output [B, T, H].
 
-        `memory` (EAGLE-3's training-time test) collects each step's keys and values: step s attends step 0 causally
-        and, of steps 1..s, its own row only; rotary positions are row + s (eagle.md 7.3).
+        `memory` collects the keys and values of every step of EAGLE-3's training-time test. Step s attends step 0
+        causally and only its own row of steps 1 to s. Rotary positions are row + s.
         """
         embedding = self.embed(tokens)
         if self.config.version == 1:
@@ -212,12 +224,16 @@ class EagleDrafter(TreeDrafter):
     """Drafts trees with an EAGLE head."""
 
     def __init__(
-        self, head: EagleHead, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
-        shared_noise: bool = True, multi_round: str = "",
-    ):  # fmt: skip
-        super().__init__(tree, shared_noise, multi_round)
+        self,
+        head: EagleHead,
+        tree: DynamicTree | TreeTables,
+        batch_size: int,
+        slots: int,
+        shared_noise: bool = True,
+        multi_round: str = "",
+    ):
+        super().__init__(tree, head.feature_size, head.config.taps, shared_noise, multi_round)
         self.head = head
-        self.taps, self.feature_size = head.config.taps, head.feature_size
         self.slots = slots + self.scratch
         self.cache = head.new_cache(batch_size, self.slots)
 
@@ -231,23 +247,23 @@ class EagleDrafter(TreeDrafter):
     def top(self, output: Tensor, count: int) -> kernels.TopK | None:
         return self.head.top(output, count)
 
+    def buffers(self) -> list[Tensor]:
+        return [self.cache]
+
     def bytes_per_step(self, model: Transformer) -> float:
-        """Weight bytes one draft reads: the layer once per forward, the LM head (own, trimmed or shared) likewise."""
-        forwards = 1 + (self.tree.depth if self.dynamic else len(self.tree.levels))
+        """Every forward reads the layer and the LM head, which is the head's own, a trimmed one, or the target's."""
+        forwards = 1 + len(self.level_widths())
         head = self.head
-        shared = 0.0
-        trimmed = head.config.version == 1 and head.draft_ids is not None
-        if not trimmed and (head.config.version == 1 or head.lm_head is None):
-            shared = (
-                weight_bytes(model.lm_head) if model.lm_head is not None else model.embed_tokens.weight.nbytes
-            )
-        elif trimmed:
-            shared = head.trimmed_head.nbytes
-        return forwards * (weight_bytes(head) + shared)
+        if head.config.version == 1 and head.draft_ids is not None:
+            lm_head = head.trimmed_head.nbytes
+        elif head.config.version == 1 or head.lm_head is None:
+            lm_head = model.lm_head_bytes()
+        else:
+            lm_head = 0  # the head's own one is counted with its weights
+        return forwards * (weight_bytes(head) + lm_head)
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        """Append true pairs of one sequence: tokens [1, T + 1] from position start [1], features [1, T, F]
-        of all but the last. Row i pairs a feature with the *next* token."""
+        """Append true pairs of one sequence. Row i pairs the feature of token i with token i + 1."""
         tokens = tokens[:, 1:]
         T = tokens.shape[1]
         positions = start[:, None] + torch.arange(T, device=tokens.device)
@@ -255,30 +271,36 @@ class EagleDrafter(TreeDrafter):
         nodes = make_nodes(self.head.rotary, start, positions, start, seen, self.slots)
         self.head(tokens, self.head.fuse(features), nodes, self.cache[:, row : row + 1])
 
-    def _extend(self, request: DraftInput) -> Tensor:
-        """Re-feed the accepted tokens with their true features (always D + 1 rows) -> the last valid output [B, 1, H]."""
-        n, count, rows = request.n, request.count, request.features.shape[1]
+    def _extend(self, inputs: DraftInput) -> Tensor:
+        """Feed the accepted tokens again with their true features, always D + 1 rows; the last valid output [B, 1, H]."""
+        n = inputs.n
+        count = inputs.count
+        rows = inputs.features.shape[1]
         start = n - count
         row = torch.arange(rows, device=n.device)
         positions = start[:, None] + row
-        tokens = request.tokens.gather(1, (positions + 1).clamp(max=request.tokens.shape[1] - 1))
+        tokens = inputs.tokens.gather(1, (positions + 1).clamp(max=inputs.tokens.shape[1] - 1))
         seen = chain_ancestors(n.shape[0], rows, n.device)
         nodes = make_nodes(self.head.rotary, start, positions, start, seen, self.slots)
-        output = self.head(tokens, self.head.fuse(request.features), nodes, self.cache)
+        output = self.head(
+            tokens, self.head.fuse(inputs.features), nodes, self.cache, inputs.parts.draft_layer
+        )
         last = (count - 1)[:, None, None].expand(-1, 1, output.shape[-1])
         return output.gather(1, last)
 
-    def _level(self, request: DraftInput, depth: int, first: int, tokens, feature, visible) -> Tensor:
-        """Run the rows of one level: nodes at `depth`, cached from slot n + first; visible [B, W, first + W]."""
-        n = request.n
+    def _level(self, inputs: DraftInput, depth: int, first: int, tokens, feature, visible) -> Tensor:
+        n = inputs.n
         positions = (n + depth - 1)[:, None].expand(tokens.shape)
         nodes = make_nodes(self.head.rotary, n, positions, n + first, visible, self.slots)
-        return self.head(tokens, feature, nodes, self.cache)
+        return self.head(tokens, feature, nodes, self.cache, inputs.parts.draft_layer)
 
 
 class UnshiftedDrafter(EagleDrafter):
-    """EAGLE with features paired with their own tokens (the paper's Figure 8): a row cannot know which token was drawn
-    after its feature, so the children of all its siblings are the same. Static trees only; for that comparison alone."""
+    """EAGLE with every feature paired with its own token, the unshifted input of the paper's Figure 8.
+
+    A row then cannot know which token was drawn after its feature, so all siblings have the same children. It drafts
+    static trees only and exists for that comparison alone.
+    """
 
     def __init__(self, head: EagleHead, tree: TreeTables, *how, **more):
         if isinstance(tree, DynamicTree):
@@ -286,22 +308,23 @@ class UnshiftedDrafter(EagleDrafter):
                 "heads with unshifted tokens draft static trees, like --tree paper25 or chain:K."
             )
         super().__init__(head, tree, *how, **more)
+        self.rows: Tensor | None = None  # the tokens that the rows of this step's tree stand for
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
         super().prefill(row, F.pad(tokens[:, :-1], (1, 0)), features, start)
 
-    def _extend(self, request: DraftInput) -> Tensor:
-        self.rows = request.root[:, None]  # the tokens that the tree's rows stand for
-        return super()._extend(request._replace(tokens=F.pad(request.tokens[:, :-1], (1, 0))))
+    def _extend(self, inputs: DraftInput) -> Tensor:
+        self.rows = inputs.root[:, None]
+        return super()._extend(inputs._replace(tokens=F.pad(inputs.tokens[:, :-1], (1, 0))))
 
-    def _level(self, request: DraftInput, depth: int, first: int, tokens, feature, visible) -> Tensor:
+    def _level(self, inputs: DraftInput, depth: int, first: int, tokens, feature, visible) -> Tensor:
         above = self.rows.gather(1, self.tree.levels[depth - 1].source)
         self.rows = torch.cat((self.rows, tokens), 1)
-        return super()._level(request, depth, first, above, feature, visible)
+        return super()._level(inputs, depth, first, above, feature, visible)
 
 
 def eagle_drafter(head: EagleHead, *how, **more) -> EagleDrafter:
-    """The drafter that fits the head; arguments as EagleDrafter's."""
+    """The drafter that fits the head. The arguments are those of EagleDrafter."""
     return (UnshiftedDrafter if head.config.unshifted else EagleDrafter)(head, *how, **more)
 
 
@@ -309,12 +332,18 @@ def loss_eagle1(
     head: EagleHead, tokens: Tensor, features: Tensor, mask: Tensor, noise: Tensor | None = None,
     count: float | None = None, weights: tuple[float, float] = (1.0, 0.1),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """EAGLE-1's objective (eagle.md 7.2): smooth L1 to the true feature + 0.1 x soft cross-entropy.
+    """EAGLE-1's objective: smooth L1 to the true feature plus 0.1 times the soft cross-entropy (EAGLE, section 3.2).
 
-    tokens [B, T] ids t_0..; features [B, T, H] of the same tokens; noise [B, T, H] uniform in [-1, 1], scaled here, or
-    None. Row i sees (h_i, t_{i+1}) and counts where mask [B, T] holds for t_{i+1}: the rows that draft. Returns (loss,
-    top-1 agreement with the target [1]), both sums over rows / `count` (default: the rows that count here), so that parts
-    of a batch add up to the whole. One host sync.
+    Args:
+        tokens: int64 [B, T].
+        features: [B, T, H] of the same tokens.
+        mask: [B, T]. Row i sees (feature i, token i + 1) and counts where the mask holds for token i + 1.
+        noise: [B, T, H] uniform in [-1, 1] and scaled here, or None.
+        count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows that count.
+        weights: of the two parts of the loss.
+
+    Returns:
+        The loss and the share [1] of rows that agree with the target's most likely token. One host sync.
     """
     if noise is not None:
         noise = noise * (FEATURE_NOISE / 2) * 512 / tokens.shape[1]
@@ -324,11 +353,13 @@ def loss_eagle1(
     predicted = head.forward_train(tokens[:, 1:], noisy[:, :-1])[keep]
     target = features[:, 1:][keep]
     with torch.no_grad():
-        law = head.predict(target).softmax(-1)
+        distribution = head.predict(target).softmax(-1)
     logits = head.predict(predicted)
-    regression = F.smooth_l1_loss(predicted.to(law.dtype), target.to(law.dtype), reduction="none").mean(-1)
-    cross_entropy = F.cross_entropy(logits, law, reduction="sum")
-    hits = (logits.argmax(-1) == law.argmax(-1)).sum()
+    regression = F.smooth_l1_loss(
+        predicted.to(distribution.dtype), target.to(distribution.dtype), reduction="none"
+    ).mean(-1)
+    cross_entropy = F.cross_entropy(logits, distribution, reduction="sum")
+    hits = (logits.argmax(-1) == distribution.argmax(-1)).sum()
     return (weights[0] * regression.sum() + weights[1] * cross_entropy) / count, hits[None] / count
 
 
@@ -336,12 +367,20 @@ def loss_eagle3(
     head: EagleHead, tokens: Tensor, taps: Tensor, hidden_states: Tensor, mask: Tensor, steps: int = 7,
     count: float | None = None, decay: float = 0.8,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """EAGLE-3's training-time test (eagle.md 7.3): the head runs `steps` times on its own outputs, weights decay^s.
+    """EAGLE-3's training-time test: the head runs `steps` times on its own outputs (EAGLE-3 paper, section 3.2).
 
-    tokens [B, T]; taps [B, T, 3H] and hidden_states [B, T, H] of the target. Row i of step s embeds t_{i+1+s} and counts
-    where mask [B, T] holds for that token and the target's argmax can be drafted. Returns (loss, top-1 agreement with the
-    target by step [steps], an argmax that cannot be drafted being a miss), both sums over rows / `count` (default: the
-    masked rows of step 0), so that parts of a batch add up to the whole. Host syncs: one per step.
+    Args:
+        tokens: int64 [B, T].
+        taps: [B, T, 3H], the residual states of the target that the head reads.
+        hidden_states: [B, T, H] of the target.
+        mask: [B, T]. Row i of step s embeds token i + 1 + s. It counts where the mask holds for that token and the
+            target's most likely token is in the draft vocabulary.
+        count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows of step 0.
+        decay: step s weighs decay^s.
+
+    Returns:
+        The loss, and by step [steps] the share of rows that agree with the target's most likely token. A token outside
+        the draft vocabulary is a miss. One host sync per step.
     """
     keep = mask[:, 1:].bool()
     count = max(1.0, float(keep.sum()) if count is None else count)
@@ -354,18 +393,22 @@ def loss_eagle3(
             local[ids] = torch.arange(ids.numel(), device=ids.device)
             best, logits = local[best], logits[:, ids]
         drafted = best >= 0
-        law, best = logits[drafted].softmax(-1), best[drafted]
+        distribution = logits[drafted].softmax(-1)
+        best = best[drafted]
         keep = keep.masked_scatter(keep, drafted)
         where = torch.zeros_like(tokens[:, 1:]).masked_scatter(
             keep, torch.arange(len(best), device=best.device)
         )
-    feature, memory, total, hits = head.fuse(taps[:, :-1]), [], 0.0, []
+    feature = head.fuse(taps[:, :-1])
+    memory: list = []
+    total: Tensor | float = 0.0
+    hits = []
     for s in range(steps):
         rows = tokens.shape[1] - 1 - s  # the last rows run out of known tokens
         feature = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), feature, s, memory)
         counted = keep[:, s:]
         logits = head.predict(feature[:, :rows][counted])
         which = where[:, s:][counted]
-        total = total + decay**s * F.cross_entropy(logits, law[which], reduction="sum") / count
+        total = total + decay**s * F.cross_entropy(logits, distribution[which], reduction="sum") / count
         hits.append((logits.argmax(-1) == best[which]).sum() / count)
     return total, torch.stack(hits)

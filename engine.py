@@ -1,8 +1,7 @@
-"""The engine: prefill, the speculative step, stop rules, results. It speaks token ids; text only passes through.
+"""The engine: one request at a time, from prompt ids to a stream of tokens.
 
-A step is draft -> forward -> accept -> commit on static buffers (DESIGN: "the step"). Nothing in it waits for the host,
-so it can be compiled whole or captured as one CUDA graph. Plain decoding is the same step with a one-node tree. The
-emitted tokens are a function of (prompt, seed): the drafter decides only how many of them one forward yields.
+It prefills the prompt (reusing the prefix that its caches still hold), launches steps ahead of the host, applies the stop
+rules, and falls back to plain decoding while drafting does not pay. It speaks token ids; text only passes through.
 """
 
 from __future__ import annotations
@@ -12,66 +11,39 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import kernels
 import sampling
-from drafters.base import Drafter, PlainDrafter
+from drafters.base import UNCOMPILED, Drafter, PlainDrafter
 from model import Transformer, chain_ancestors
-from runtime.compiled import COMPILE_MODES, CompiledStep
-from runtime.results import Chunk, GenerationResult, SequenceOutput
-from runtime.runner import RING, Pacer, Runner
+from runtime.compiled import COMPILE_MODES, CompileMode, compile_parts
+from runtime.results import Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
+from runtime.runner import Pacer, Runner
 from sampling import SamplingMode, SamplingParams
-from step import HISTORY, MAX_STOP_IDS, DecodeState, StepOutput, accept_and_commit, decode_step
+from step import HISTORY, MAX_STOP_IDS, RING, DecodeState, Observer, StepOutput, decode_step
+from tokenizer import Tokenizer
 
-PREFILL_CHUNKS = (32, 64, 128, 256)  # fixed widths: a prompt of any length runs shapes that were seen before
-
-
+PREFILL_CHUNKS = (
+    32,
+    64,
+    128,
+    256,
+)  # fixed widths, so that a prompt of any length runs shapes that were seen before
 LAG = 2  # steps that run ahead of the host on a GPU
-
-
-# Where a request can be cut short: Engine methods, each of which the tests make fail with every kind of error.
-INJECTION_POINTS = (
-    "_allocate", "_set_up", "_capture", "_measure", "_prefill", "_launch", "_read", "_observe", "_finish", "_catch_up",
-)  # fmt: skip
-
-
-class Stream:
-    """An iterator of Chunks whose `results` fill as it runs. Leaving it early (break, exception, Ctrl-C) is safe."""
-
-    def __init__(self, chunks: Iterator[Chunk], results: list[GenerationResult]):
-        self._chunks, self.results = chunks, results
-
-    @property
-    def result(self) -> GenerationResult:
-        return self.results[0]
-
-    def __iter__(self) -> Iterator[Chunk]:
-        return self._chunks
-
-    def close(self) -> None:
-        """Stop here: what was not finished is marked as interrupted, wherever the iterator stands."""
-        self._chunks.close()
-        for result in self.results:
-            if result.stop_reason == "unfinished":
-                result.stop_reason = "interrupted"
-
-    def run(self) -> list[GenerationResult]:
-        """Run to the end and return the results."""
-        for _ in self._chunks:
-            pass
-        return self.results
+ASKED_FOR = "asked for"  # why speculation stays on: the user wants it
 
 
 class Engine:
-    """Decodes one batch at a time with a target, a drafter and static buffers. Built by `generate.load`."""
+    """Decodes one batch at a time with a target, a drafter and static buffers. `load.load` builds it."""
 
     def __init__(
         self,
         model: Transformer,
-        tokenizer=None,
+        tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
         batch_size: int = 1,
         ctx: int | None = None,
@@ -80,74 +52,122 @@ class Engine:
         lag: int | None = None,
         compile_mode: str = "graph",
         eagle_always: bool = True,
-        kv_dtype: torch.dtype | None = None,  # of the target's cache: None = the model's, or torch.int8
+        kv_dtype: torch.dtype | None = None,
+        options: Any = None,
+        plan: Any = None,
+        head: Any = None,
     ):
-        """lag: steps that may run ahead of the host, by default 2 on a GPU (0 with an observer, which wants them all).
-        eagle_always=False: measure at the first request whether speculation pays, and decode plainly while it does not.
-        The tokens are the same (to rounding: forwards of other widths)."""
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
-        self.drafter = drafter or PlainDrafter(model, batch_size)
+        """Allocate everything that requests need.
+
+        Args:
+            ctx: tokens of prompt and output that fit; default: all positions of the model.
+            compile, compile_mode: one of runtime.compiled.COMPILE_MODES.
+            lag: steps that may run ahead of the host; default: 2 on a GPU, 0 on a CPU. Observers see every step, so
+                with one attached nothing runs ahead.
+            eagle_always: False: measure at the first request whether speculation pays, and decode plainly while it does
+                not. The tokens are the same up to the rounding of forwards of other widths.
+            kv_dtype: of the target's cache: None for the model's, or torch.int8.
+            options, plan, head: what `load.load` decided, planned and read. The engine only keeps them for reports.
+
+        Raises:
+            ValueError: in one line, for values out of range.
+        """
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.drafter = drafter or PlainDrafter(model)
         self.ctx = ctx or model.config.max_positions
-        if not 2 <= self.ctx <= model.config.max_positions:
-            raise ValueError(
-                f"ctx is {self.ctx}; allowed: 2 to {model.config.max_positions} (the model's max_position_embeddings)."
-            )
         self.backend = backend or kernels.KernelBackend("auto", model.device.type)
-        if compile_mode not in COMPILE_MODES:
-            raise ValueError(f"compile_mode is {compile_mode!r:.40}; allowed: {', '.join(COMPILE_MODES)}.")
-        self.compiled, self.compile_mode = compile, compile_mode
-        what, how, captured = COMPILE_MODES[compile_mode] if compile else ("", None, False)
-        # Why speculation is never given up; '' = plain steps replace it while it does not pay.
-        self.always_on = "asked for" if eagle_always or self.drafter.D == 0 else ""
-        if self.drafter.multi_round:
-            self.always_on = "with multi-round verification the tokens depend on who drafts"
-        self.always_on = self.always_on or getattr(self.drafter, "always_on", "")
-        self.fallback: Drafter | None = None if self.always_on else PlainDrafter(model, batch_size)
-        if self.fallback is not None:  # keeps what the drafter will want to know
-            self.fallback.taps, self.fallback.feature_size = self.drafter.taps, self.drafter.feature_size
-        self.timings: dict[SamplingMode, tuple[float, float]] = {}  # seconds: plain step, speculative step
-        self.step_seconds: tuple[float, float] | None = None  # those of the request
-        self.warm: set[tuple] = set()  # kinds of step that have run compiled
-        self.compile_seconds = 0.0  # spent on their first runs: compiling, capturing
+        self.compiled = compile
+        self.compile_mode = compile_mode
         self.kv_dtype = kv_dtype
-        self.state = self._allocate()
+        self.options = options
+        self.plan = plan
+        self.head = head
         on_gpu = model.device.type == "cuda"
         self.lag = (LAG if on_gpu else 0) if lag is None else lag
-        if not 0 <= self.lag < RING:
-            raise ValueError(f"lag is {self.lag}; allowed: 0 to {RING - 1} steps ahead of the host.")
-        cuda = torch.cuda if on_gpu else None
-        self.runner = Runner(self.state.ring, self.state.step, cuda, captured and on_gpu)
-        self._step: Callable = decode_step
-        self._plain_step: Callable = decode_step
-        self._forward: Callable = _prefill_chunk
-        if what == "whole":
-            for holder in (self.state, self.state.sampling, self.drafter) if how else ():
-                for buffer in (t for t in vars(holder).values() if isinstance(t, Tensor)):
-                    torch._dynamo.mark_static_address(buffer)  # else Inductor captures no step that writes it
-            self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=how)
-            own = lambda *args: decode_step(*args)  # noqa: E731 (torch limits recompilations per code object)
-            self._plain_step = torch.compile(own, fullgraph=True, dynamic=False, mode=how)
-            self._forward = torch.compile(_prefill_chunk, fullgraph=True, dynamic=False)
-        elif what == "regions":
-            self._step = self._plain_step = CompiledStep(
-                model, self.drafter, decode_step, accept_and_commit, mode=how
-            ).step
-        # What the caches hold: per row, ids whose target rows are valid, and how many draft rows are.
+        self._check_arguments()
+        self.always_on = self._why_always_on(eagle_always)
+        stand_in = PlainDrafter(model, features_of=self.drafter)
+        self.fallback: Drafter | None = None if self.always_on else stand_in
+        self.state = self._allocate()
+        mode = COMPILE_MODES[compile_mode] if compile else CompileMode("", None, False)
+        self.runner = Runner(
+            self.state.ring, self.state.step, torch.cuda if on_gpu else None, mode.captured and on_gpu
+        )
+        self._compile(mode, on_gpu)
+        self.timings: dict[
+            SamplingMode, tuple[float, float]
+        ] = {}  # seconds of a plain and of a speculative step
+        self.step_seconds: tuple[float, float] | None = None  # those of the present request
+        self.warm: set[tuple] = set()  # kinds of step that have run compiled
+        self.compile_seconds = 0.0  # time spent on their first runs
+        self.observers: list[Observer] = []
+        # What the caches hold: for each row the ids whose target rows are valid, and the number of valid draft rows.
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
         self._drafted = [0] * batch_size
         self._owner: list[GenerationResult] | None = None  # of the request that the state belongs to
-        self.observer: Callable[[StepOutput], None] | None = (
-            None  # sees every step's tensors (--show-tree, --html)
-        )
+
+    def _check_arguments(self) -> None:
+        longest = self.model.config.max_positions
+        if not 2 <= self.ctx <= longest:
+            raise ValueError(
+                f"ctx is {self.ctx}; allowed: 2 to {longest} (the model's max_position_embeddings)."
+            )
+        if self.compile_mode not in COMPILE_MODES:
+            raise ValueError(
+                f"compile_mode is {self.compile_mode!r:.40}; allowed: {', '.join(COMPILE_MODES)}."
+            )
+        if not 0 <= self.lag < RING:
+            raise ValueError(f"lag is {self.lag}; allowed: 0 to {RING - 1} steps ahead of the host.")
+
+    def _why_always_on(self, eagle_always: bool) -> str:
+        """Why speculation is never given up; "" if plain steps replace it while it does not pay."""
+        if self.drafter.multi_round:
+            return "with multi-round verification the tokens depend on the drafter"
+        return ASKED_FOR if eagle_always or self.drafter.D == 0 else self.drafter.always_on
 
     def _allocate(self) -> DecodeState:
         history = self.fallback is not None
         return DecodeState(self.model, self.drafter, self.batch_size, self.ctx, history, self.kv_dtype)
 
+    def _compile(self, mode: CompileMode, on_gpu: bool) -> None:
+        """Set up the functions that steps and prefill run. Nothing is compiled before their first call."""
+        self._parts = compile_parts(on_gpu, mode.inductor) if mode.scope == "parts" else UNCOMPILED
+        self._step: Callable[..., StepOutput] = decode_step
+        self._plain_step: Callable[..., StepOutput] = decode_step
+        self._forward: Callable = _prefill_chunk
+        if mode.scope != "whole":
+            return
+        if mode.inductor:  # Inductor captures no step that writes a buffer whose address may change
+            for buffer in self.state.buffers() + self.drafter.buffers():
+                torch._dynamo.mark_static_address(buffer)
+        # torch limits recompilations per code object, so the plain step gets a code object of its own
+        plain_step = lambda *args, **named: decode_step(*args, **named)  # noqa: E731
+        self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=mode.inductor)
+        self._plain_step = torch.compile(plain_step, fullgraph=True, dynamic=False, mode=mode.inductor)
+        self._forward = torch.compile(_prefill_chunk, fullgraph=True, dynamic=False)
+
     @property
     def break_even_tau(self) -> float:
-        """Tokens per step from which on speculation pays; 0 where it was not measured (nothing is given up then)."""
+        """Tokens per step above which speculation pays. 0 where it was not measured; then it is never given up."""
         return self.step_seconds[1] / self.step_seconds[0] if self.step_seconds else 0.0
+
+    def add_observer(self, observer: Observer) -> None:
+        """Let `observer` watch all further steps.
+
+        Steps no longer run ahead of the host. Add an observer of phases before the first request, because a captured
+        graph holds only the marks of its capture.
+        """
+        if self.compiled and COMPILE_MODES[self.compile_mode].scope == "whole" and observer.marks:
+            raise ValueError(
+                "a step compiled in one piece has no phases to time; use --compile-mode regions."
+            )
+        self.observers.append(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Stop showing steps to `observer`."""
+        self.observers.remove(observer)
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The request's stop ids, or else the tokenizer's, or else the config's."""
@@ -158,37 +178,40 @@ class Engine:
         return self.model.config.eos_token_ids
 
     @torch.inference_mode()
-    def prepare(self, params: SamplingParams | None = None) -> float:
-        """Compile, capture and time now what requests with such settings need; else their first one does. Ends a stream
-        that is under way. Returns the seconds it took."""
-        params, started = params or SamplingParams(), time.perf_counter()
+    def warm_up(self, params: SamplingParams | None = None) -> float:
+        """Compile, capture and time now what requests with these settings need; otherwise their first one does.
+
+        Ends a stream that is under way. Returns the seconds it took.
+        """
+        params = params or SamplingParams()
+        started = time.perf_counter()
         self._owner = None
-        self._set_up(params)
-        self._prepare(params.mode)
+        self._write_settings(params)
+        self._first_runs(params.mode)
         return time.perf_counter() - started
 
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Stream:
-        """Decode one prompt. Returns a Stream of Chunks; its `result` is complete when the stream ends.
+        """Decode one prompt. Returns a Stream of Chunks whose `result` is complete when the stream ends.
 
-        Raises ValueError (before any kernel runs) for ids outside the vocabulary and for a prompt that does not fit.
+        Raises ValueError before any kernel runs, for ids outside the vocabulary and for a prompt that does not fit.
         """
         return self.generate_batch([prompt_ids], params)
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
     ) -> Stream:
-        """Decode up to batch_size prompts of any lengths together; row b draws with seed + b."""
+        """Decode up to batch_size prompts of any lengths together. Row b draws with seed + b. Otherwise as `generate`."""
         params = params or SamplingParams()
-        prompts = [list(p) for p in prompts]
-        self._check(prompts, params)
+        prompts = [list(prompt) for prompt in prompts]
+        self._check_request(prompts, params)
         chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 else 0
         results = [
-            GenerationResult(len(p), params.temperature, params.seed + b, chain=chain)
-            for b, p in enumerate(prompts)
+            GenerationResult(len(prompt), params.temperature, params.seed + b, chain=chain)
+            for b, prompt in enumerate(prompts)
         ]
         return Stream(self._run(prompts, params, results), results)
 
-    def _check(self, prompts: list[list[int]], params: SamplingParams) -> None:
+    def _check_request(self, prompts: list[list[int]], params: SamplingParams) -> None:
         if not 1 <= len(prompts) <= self.batch_size:
             raise ValueError(
                 f"{len(prompts)} prompts, but the engine holds 1 to {self.batch_size}; use --batch-size."
@@ -214,88 +237,37 @@ class Engine:
                 )
 
     @torch.inference_mode()
-    def _run(self, prompts, params: SamplingParams, results: list[GenerationResult]) -> Iterator[Chunk]:
-        B, mode = self.batch_size, params.mode
-        rows = [SequenceOutput(r, params, set(self.stop_ids(params)), self.tokenizer) for r in results]
-        lengths = [0] * B  # tokens in the target cache, as the host knows them
-        drafted = [0] * B  # draft rows made of true features
-        reuse = [list(ids) for ids in self._cached], list(self._drafted)
-        self._cached, self._drafted = [[] for _ in range(B)], [0] * B  # nothing is valid until we end well
+    def _run(
+        self, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult]
+    ) -> Iterator[Chunk]:
+        request = _Request(self, prompts, params, results)
+        reuse = list(zip(self._cached, self._drafted, strict=True))
+        self._forget_caches()  # nothing is valid until the request has ended well
         self._owner = results
         try:
-            self._set_up(params)
-            self._prepare(mode)
+            self._write_settings(params)
+            self._first_runs(params.mode)
             for b, prompt in enumerate(prompts):
-                started = time.perf_counter()
-                with self.backend.active():
-                    first = self._prefill(b, prompt, mode, reuse[0][b], reuse[1][b], results[b])
-                lengths[b], drafted[b] = len(prompt), len(prompt) - 1
-                results[b].prefill_seconds = time.perf_counter() - started
-                chunk = rows[b].push([first], step=False)
-                if rows[b].finished:
-                    self._finish(b)
-                yield chunk._replace(row=b)
+                yield request.prefill(b, prompt, *reuse[b])
                 self._check_owner(results)
-            # Seconds of decoding: steps alone, not what the consumer does with a chunk; but where steps run ahead they
-            # run meanwhile, so there it is the time that passed.
-            begun, seconds = time.perf_counter(), 0.0
-            observer, lag = self.observer, 0 if self.observer is not None else self.lag
             self.runner.begin()
-            pending: deque[Drafter] = deque()
-            pacer, drafter = Pacer(self.break_even_tau), self.drafter
-            while not all(row.finished for row in rows):
-                started = begun if lag else time.perf_counter()
-                wanted = self.drafter if pacer.speculating else self.fallback
-                if wanted is self.fallback or not pending:  # plain steps under way end first
-                    if wanted is not drafter and wanted is self.drafter:
-                        for b in (b for b, row in enumerate(rows) if not row.finished):
-                            self._catch_up(b, drafted[b], lengths[b])
-                            drafted[b] = lengths[b]
-                    drafter = wanted
-                while drafter is wanted and len(pending) <= lag:
-                    out = self._launch(drafter, mode)
-                    pending.append(drafter)
-                ring, used = self._read(), pending.popleft()
-                pacer.take(
-                    used is self.drafter,
-                    [r[0] for r, row in zip(ring, rows, strict=False) if not row.finished],
-                )
-                seconds = time.perf_counter() - started + (0.0 if lag else seconds)
-                if observer is not None:
-                    self._observe(observer, out)
-                for b, row in enumerate(rows):
-                    if row.finished:
-                        continue
-                    count, done, emitted, finite = ring[b][0], ring[b][1], ring[b][2::2], ring[b][3::2]
-                    usable = [*finite, 0].index(0)  # then an error, unless a stop comes first
-                    position = lengths[b] + usable
-                    drafted[b] = lengths[b] if used is self.drafter else drafted[b]
-                    lengths[b] += count
-                    results[b].decode_seconds = seconds
-                    chunk = row.push(emitted[: min(usable, count)])
-                    if used is self.fallback:
-                        results[b].plain_steps += [results[b].steps - 1] * bool(chunk.token_ids)
-                    if row.finished and not done:
-                        self._finish(b)
-                    if row.finished or usable > 0:
-                        yield chunk._replace(row=b)
-                        self._check_owner(results)
-                    if not row.finished and usable < count:
-                        raise ArithmeticError(self._not_finite(position))
-                    if done and not row.finished:
-                        raise RuntimeError(f"sequence {b} stopped on the device alone; please report this.")
-            for b, prompt in enumerate(prompts):
-                text = prompt + results[b].token_ids
-                self._cached[b] = text[: min(lengths[b], len(text))]
-                self._drafted[b] = max(0, min(drafted[b], len(text) - 1))
+            while not request.finished:
+                for chunk in request.advance():
+                    yield chunk
+                    self._check_owner(results)
+            for b in range(len(prompts)):
+                self._cached[b], self._drafted[b] = request.cached(b)
         finally:
-            for result in results:
-                if result.stop_reason == "unfinished":
-                    result.stop_reason = "interrupted"
+            mark_interrupted(results)
 
-    def _set_up(self, params: SamplingParams) -> None:
-        """Write a request's settings into the static buffers; every sequence counts as finished until its prefill."""
-        state, stop_ids = self.state, self.stop_ids(params)
+    def _forget_caches(self) -> None:
+        self._cached = [[] for _ in range(self.batch_size)]
+        self._drafted = [0] * self.batch_size
+
+    def _write_settings(self, params: SamplingParams) -> None:
+        """Write a request's settings into the static buffers. Every sequence counts as finished until its prefill."""
+        state = self.state
+        stop_ids = self.stop_ids(params)
         state.done.fill_(True)
         state.sampling.set(params)
         state.stop_ids.fill_(-1)
@@ -304,12 +276,16 @@ class Engine:
         state.seen.zero_()
         state.counts.zero_()
 
-    def _prepare(self, mode: SamplingMode) -> None:
-        """What the first request of a kind needs. All sequences are finished, so steps run here change nothing."""
+    def _first_runs(self, mode: SamplingMode) -> None:
+        """Capture, compile and time what the first request of a kind needs.
+
+        All sequences are finished, so the steps that run here change nothing.
+        """
         for drafter in (d for d in (self.drafter, self.fallback) if d is not None):
-            started, key = time.perf_counter(), self._call(drafter, mode)[0]
+            started = time.perf_counter()
+            key = self._step_call(drafter, mode)[0]
             self._capture(drafter, mode)
-            if self.compiled and key not in self.warm:  # a first run compiles; not on decoding's time
+            if self.compiled and key not in self.warm:  # the first run compiles, which is no time of decoding
                 self.runner.begin()
                 self._launch(drafter, mode)
                 self._read()
@@ -321,7 +297,7 @@ class Engine:
             self.step_seconds = self.timings[mode]
 
     def _measure(self, mode: SamplingMode) -> tuple[float, float]:
-        """Time plain and speculative steps in turn, as many at once as run ahead of the host anyway."""
+        """Seconds of a plain and of a speculative step, timed in turn with as many under way as in decoding."""
         self.runner.begin()
         times: list[list[float]] = [[], []]
         for _ in range(4):
@@ -335,8 +311,9 @@ class Engine:
         return statistics.median(times[0][1:]), statistics.median(times[1][1:])
 
     def _catch_up(self, row: int, start: int, end: int) -> None:
-        """Give the drafter the tokens start .. end - 1 that were decoded plainly. No host sync."""
-        state, width = self.state, PREFILL_CHUNKS[0]
+        """Give the drafter the tokens start .. end - 1, which were decoded plainly. No host sync."""
+        state = self.state
+        width = PREFILL_CHUNKS[0]
         level = torch.arange(width + 1, device=self.model.device)
         with self.backend.active():
             for at in range(start, end, width):
@@ -346,50 +323,70 @@ class Engine:
 
     def _capture(self, drafter: Drafter, mode: SamplingMode) -> None:
         with self.backend.active():
-            self.runner.prepare(*self._call(drafter, mode))
+            self.runner.capture(*self._step_call(drafter, mode))
 
-    def _call(self, drafter: Drafter, mode: SamplingMode) -> tuple[tuple, Callable[[], StepOutput]]:
-        """(key of its graph, the step itself)."""
+    def _step_call(self, drafter: Drafter, mode: SamplingMode) -> tuple[tuple, Callable[[], StepOutput]]:
+        """The key of a step's graph, and the step as a function without arguments."""
         step = self._plain_step if drafter is self.fallback else self._step
-        return (drafter.N, drafter.D, mode), lambda: step(self.model, drafter, self.state, mode)
+        named = {"parts": self._parts}
+        marking = [observer for observer in self.observers if observer.marks]
+
+        def mark(phase: str) -> None:
+            for observer in marking:
+                observer.mark(phase)
+
+        def call() -> StepOutput:
+            if marking:
+                mark("start")
+            return step(self.model, drafter, self.state, mode, **named)
+
+        if marking:
+            named["mark"] = mark
+        return (drafter.N, drafter.D, mode), call
 
     def _launch(self, drafter: Drafter, mode: SamplingMode) -> StepOutput:
         with self.backend.active():
-            return self.runner.launch(*self._call(drafter, mode))
+            return self.runner.launch(*self._step_call(drafter, mode))
 
     def _read(self) -> list[list[int]]:
         return self.runner.read()
 
-    def _observe(self, observer: Callable[[StepOutput], None], out: StepOutput) -> None:
-        observer(out)
+    def _observe(self, output: StepOutput) -> None:
+        for observer in self.observers:
+            observer.step(output)
 
     def _finish(self, row: int) -> None:
-        """The host found the row's end. Takes effect after the steps under way, which add rows that nobody reads."""
+        """End a row that the host found finished. The steps under way still add to it, and nobody reads what they add."""
         self.state.done.select(0, row).fill_(True)
 
     @torch.inference_mode()
     def margin(
         self, row: int, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int
     ) -> tuple[float, float]:
-        """How far apart tokens a and b are as successors of `text` (whose first `prompt` ids are the prompt): the
-        difference of their sampling keys z + T g, and how many units in the last place of the larger logit in the
-        model's dtype that is. For judging whether a fork is a rounding tie."""
-        self._cached, self._drafted = [[] for _ in self._cached], [0] * self.batch_size
+        """How far apart tokens a and b are as successors of `text`, whose first `prompt` ids are the prompt.
+
+        Returns the difference of their sampling keys z + T g, and the same in units of the last place of the larger logit
+        in the model's dtype. It tells a rounding tie from a bug.
+        """
+        self._forget_caches()
         with self.backend.active():
             self.state.sampling.set(params)
             logits, noise = self._prompt_logits(row, list(text), params.mode)
             if params.mode.penalties:
-                self._count(row, text, prompt)
+                self._count_tokens(row, text, prompt)
                 logits = self._penalised(row, logits)
             keys = logits[0, 0] if noise is None else (logits + self.state.sampling.temperature * noise)[0, 0]
-        distance, largest = abs(float(keys[a] - keys[b])), float(logits[0, 0, [a, b]].abs().max())
+        distance = abs(float(keys[a] - keys[b]))
+        largest = float(logits[0, 0, [a, b]].abs().max())
         ulp = torch.finfo(self.model.dtype).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-9)))
         return distance, distance / ulp
 
-    def _count(self, row: int, text: Sequence[int], prompt: int) -> None:
-        """Set the penalty counters as after generating text[prompt:]."""
-        state, device = self.state, self.model.device
-        state.seen[row], state.counts[row] = False, 0
+    def _count_tokens(self, row: int, text: Sequence[int], prompt: int) -> None:
+        """Set the penalty counters to what they are after generating text[prompt:]."""
+        state = self.state
+        device = self.model.device
+        state.seen[row] = False
+        state.counts[row] = 0
         state.seen[row, torch.tensor(text, device=device)] = True
         generated = torch.tensor(text[prompt:], dtype=torch.int64, device=device)
         state.counts[row].scatter_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
@@ -397,7 +394,8 @@ class Engine:
     def _penalised(self, row: int, logits: Tensor) -> Tensor:
         state = self.state
         empty = torch.zeros(1, 1, 1, dtype=torch.int64, device=logits.device)
-        seen, counts = state.seen[row : row + 1], state.counts[row : row + 1]
+        seen = state.seen[row : row + 1]
+        counts = state.counts[row : row + 1]
         return sampling.apply_penalties(logits, seen, counts, empty, empty.bool(), state.sampling)
 
     def _check_owner(self, results: list[GenerationResult]) -> None:
@@ -407,49 +405,59 @@ class Engine:
                 "before the next (several prompts at once: generate_batch)."
             )
 
-    def _not_finite(self, position: int) -> str:
-        low = self.model.dtype == torch.float16
-        hint = "fp16 overflow? Try --dtype bfloat16 or float32." if low else "Are the weights damaged?"
-        return f"logits became non-finite at token {position}. {hint}"
+    def not_finite(self, position: int) -> ArithmeticError:
+        """The error for logits that are not finite at a position."""
+        half = self.model.dtype == torch.float16
+        hint = "fp16 overflow? Try --dtype bfloat16 or float32." if half else "Are the weights damaged?"
+        return ArithmeticError(f"logits became non-finite at token {position}. {hint}")
 
-    def _prefill(self, row: int, prompt: list[int], mode, cached: list[int], drafted: int, result) -> int:
-        """Run the prompt (less what the caches still hold) in fixed chunks; set up the row; returns token 1."""
-        state, P = self.state, len(prompt)
-        start = next((i for i, (x, y) in enumerate(zip(prompt, cached, strict=False)) if x != y), len(cached))
-        start = min(start, P - 1)
-        if self.drafter.D > 0:
-            start = max(0, min(start - 1, drafted))  # draft row i holds token i + 1, which must agree too
-        result.cached_tokens = start
+    def _prefill(self, row: int, prompt: list[int], mode: SamplingMode, start: int) -> int:
+        """Run prompt[start:] in fixed chunks and set up the row. Returns the first generated token."""
+        state = self.state
+        P = len(prompt)
         logits, noise = self._prompt_logits(row, prompt, mode, start)
         if mode.penalties:
-            self._count(row, prompt, P)
+            self._count_tokens(row, prompt, P)
             logits = self._penalised(row, logits)
         first = sampling.choose(logits, noise, state.sampling, mode)[0, 0]
         state.tokens[row, :P] = torch.tensor(prompt, device=first.device)
         state.tokens[row, P] = first
-        state.n[row], state.root[row], state.count[row] = P, first, 1
-        state.produced[row], state.done[row] = 1, False
-        state.seen[row, first], state.counts[row, first] = True, 1
+        state.n[row] = P
+        state.root[row] = first
+        state.count[row] = 1
+        state.produced[row] = 1
+        state.done[row] = False
+        state.seen[row, first] = True
+        state.counts[row, first] = 1
         return int(first)
 
-    def _prompt_logits(self, row: int, text: list[int], mode, start: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Fill the caches with text[start:]; logits [1, 1, V] after its last token and that position's noise. The last
-        token's feature becomes the pending one."""
-        state, P, device = self.state, len(text), self.model.device
+    def _prompt_logits(
+        self, row: int, text: list[int], mode: SamplingMode, start: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Fill the caches with text[start:]; logits [1, 1, V] after its last token, and the noise of that position.
+
+        The last token's feature becomes the pending one.
+        """
+        state = self.state
+        P = len(text)
+        device = self.model.device
         ids = torch.tensor([*text, 0], dtype=torch.int64)
         while start < P:
             width = next((w for w in PREFILL_CHUNKS if P - start <= w), PREFILL_CHUNKS[-1])
             take = min(width, P - start)
             chunk, nexts = torch.zeros(2, 1, width, dtype=torch.int64)
-            chunk[0, :take], nexts[0, :take] = ids[start : start + take], ids[start + 1 : start + take + 1]
+            chunk[0, :take] = ids[start : start + take]
+            nexts[0, :take] = ids[start + 1 : start + take + 1]
             where = torch.tensor([start], device=device)
-            kv, tokens = state.kv[:, :, row : row + 1], (chunk.to(device), nexts.to(device))
-            hidden_states, features = self._forward(self.model, self.drafter, kv, row, *tokens, where)
+            kv = state.kv[:, :, row : row + 1]
+            hidden_states, features = self._forward(
+                self.model, self.drafter, kv, row, chunk.to(device), nexts.to(device), where
+            )
             start += take
         state.features[row, 0] = features[0, take - 1]
         logits = self.model.logits(hidden_states[:, take - 1 : take])
         if not bool(sampling.finite(logits).all()):
-            raise ArithmeticError(self._not_finite(P - 1))
+            raise self.not_finite(P - 1)
         if not mode.sample:
             return logits, None
         vocabulary = torch.arange(logits.shape[-1], device=device)
@@ -457,8 +465,130 @@ class Engine:
         return logits, sampling.gumbel_noise(state.sampling.seed[row : row + 1], position, vocabulary)
 
 
-def _prefill_chunk(model, drafter, kv: Tensor, row: int, tokens: Tensor, nexts: Tensor, start: Tensor):
-    """A chunk of known tokens [1, T] from position start [1] -> hidden_states [1, T, H], features [1, T, F]."""
+class _Request:
+    """The host's side of one request: what it knows of every row, and the steps under way."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        results: list[GenerationResult],
+    ):
+        self.engine = engine
+        self.prompts = prompts
+        self.params = params
+        self.results = results
+        stop_ids = set(engine.stop_ids(params))
+        self.rows = [SequenceOutput(result, params, stop_ids, engine.tokenizer) for result in results]
+        self.lengths = [0] * len(prompts)  # tokens in the target's cache
+        self.drafted = [0] * len(prompts)  # draft rows that are made of true features
+        self.lag = 0 if engine.observers else engine.lag
+        self.pending: deque[Drafter] = deque()  # the drafters of the steps under way
+        self.pacer: Pacer | None = None  # made when decoding begins
+        self.drafter = engine.drafter
+        self.begun = 0.0
+        self.seconds = 0.0
+
+    @property
+    def finished(self) -> bool:
+        return all(row.finished for row in self.rows)
+
+    def prefill(self, b: int, prompt: list[int], cached: list[int], drafted: int) -> Chunk:
+        """Run a prompt, less what the caches hold of it. Returns the first token's chunk."""
+        engine = self.engine
+        started = time.perf_counter()
+        common = (i for i, (x, y) in enumerate(zip(prompt, cached, strict=False)) if x != y)
+        start = min(next(common, min(len(cached), len(prompt))), len(prompt) - 1)
+        if engine.drafter.D > 0:  # draft row i holds token i + 1, which must agree too
+            start = max(0, min(start - 1, drafted))
+        self.results[b].cached_tokens = start
+        with engine.backend.active():
+            first = engine._prefill(b, prompt, self.params.mode, start)
+        self.lengths[b] = len(prompt)
+        self.drafted[b] = len(prompt) - 1
+        self.results[b].prefill_seconds = time.perf_counter() - started
+        chunk = self.rows[b].push([first], step=False)
+        if self.rows[b].finished:
+            engine._finish(b)
+        return chunk._replace(row=b)
+
+    def advance(self) -> Iterator[Chunk]:
+        """Launch steps and hand out what the oldest one emitted.
+
+        The seconds of decoding are those of the steps alone, not of what the consumer does with a chunk. Where steps run
+        ahead of the host they run meanwhile, so there it is the time that passed.
+        """
+        engine = self.engine
+        if self.pacer is None:
+            self.pacer = Pacer(engine.break_even_tau)
+            self.begun = time.perf_counter()
+        started = self.begun if self.lag else time.perf_counter()
+        output = self._launch_steps()
+        ring = engine._read()
+        used = self.pending.popleft()
+        counts = [r[0] for r, row in zip(ring, self.rows, strict=False) if not row.finished]
+        self.pacer.take(used is engine.drafter, counts)
+        self.seconds = time.perf_counter() - started + (0.0 if self.lag else self.seconds)
+        if engine.observers:
+            engine._observe(output)
+        for b, row in enumerate(self.rows):
+            if not row.finished:
+                yield from self._emit(b, row, ring[b], used)
+
+    def _launch_steps(self) -> StepOutput | None:
+        """Launch as many steps as may run ahead of the host. Returns the output of the last one launched."""
+        engine = self.engine
+        wanted = engine.drafter if self.pacer.speculating else engine.fallback
+        if (
+            wanted is engine.fallback or not self.pending
+        ):  # plain steps under way end before drafting comes back
+            if wanted is not self.drafter and wanted is engine.drafter:
+                for b in (b for b, row in enumerate(self.rows) if not row.finished):
+                    engine._catch_up(b, self.drafted[b], self.lengths[b])
+                    self.drafted[b] = self.lengths[b]
+            self.drafter = wanted
+        output = None
+        while self.drafter is wanted and len(self.pending) <= self.lag:
+            output = engine._launch(self.drafter, self.params.mode)
+            self.pending.append(self.drafter)
+        return output
+
+    def _emit(self, b: int, row: SequenceOutput, ring: list[int], used: Drafter) -> Iterator[Chunk]:
+        """Take one row's part of a step."""
+        engine = self.engine
+        count, done, emitted, finite = ring[0], ring[1], ring[2::2], ring[3::2]
+        usable = [*finite, 0].index(0)  # an unusable token is an error, unless a stop comes before it
+        position = self.lengths[b] + usable
+        if used is engine.drafter:
+            self.drafted[b] = self.lengths[b]
+        self.lengths[b] += count
+        self.results[b].decode_seconds = self.seconds
+        chunk = row.push(emitted[: min(usable, count)])
+        if used is engine.fallback and chunk.token_ids:
+            self.results[b].plain_steps.append(self.results[b].steps - 1)
+        if row.finished and not done:
+            engine._finish(b)
+        if row.finished or usable > 0:
+            yield chunk._replace(row=b)
+        if not row.finished and usable < count:
+            raise engine.not_finite(position)
+        if done and not row.finished:
+            raise RuntimeError(f"sequence {b} stopped on the device alone; please report this.")
+
+    def cached(self, b: int) -> tuple[list[int], int]:
+        """What the caches hold at the end: the ids of row b, and the number of its valid draft rows."""
+        text = self.prompts[b] + self.results[b].token_ids
+        return text[: min(self.lengths[b], len(text))], max(0, min(self.drafted[b], len(text) - 1))
+
+
+def _prefill_chunk(
+    model: Transformer, drafter: Drafter, kv: Tensor, row: int, tokens: Tensor, nexts: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A chunk of known tokens [1, T] from position start [1] -> hidden_states [1, T, H], features [1, T, F].
+
+    nexts [1, T] are the tokens that follow each of them.
+    """
     T = tokens.shape[1]
     depth = torch.arange(T, device=tokens.device)[None]
     nodes = model.nodes(start, depth, chain_ancestors(1, T, tokens.device), kv.shape[4])

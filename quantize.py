@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eagle_draft import EagleHead
 from load import load
-from model import ModelConfig
+from model_config import ModelConfig
 from sampling import SamplingParams
 from support.errors import BAD_FILE, UsageError, is_out_of_memory, one_line, run_command
 from support.machine import size_text

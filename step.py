@@ -1,4 +1,11 @@
-"""TODO."""
+"""The step, which is the whole idea: draft, forward, accept, commit.
+
+It works on static buffers with fixed shapes and never waits for the host, so it can be compiled and captured as one CUDA
+graph. Plain decoding is the same step with a one-node tree. The emitted tokens are a function of the prompt and the seed;
+the drafter only decides how many of them one forward yields.
+
+Shape letters: B batch, N nodes, D depth, S slots, V vocabulary, F feature size.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +17,52 @@ from torch import Tensor
 
 import kernels
 import sampling
-from drafters.base import Draft, Drafter, DraftInput
+from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts
 from model import Transformer
-from runtime.runner import RING
 from sampling import SamplingMode, SamplingState
-from verify import accept
-from verify import multi_round as verify_multi_round
+from verify import Accepted, accept, multi_round
 
+PHASES = ("draft", "verify", "accept")  # accept is choosing, walking and committing
 MAX_STOP_IDS = 32
-
-
-HISTORY = 128  # features kept for a drafter that catches up: more than Pacer.PLAIN + the longest run
+HISTORY = (
+    128  # features kept for a drafter that catches up: more than Pacer.PLAIN and the longest run of a step
+)
+RING = 8  # steps whose output the device keeps, which is more than may run ahead of the host
 
 
 class DecodeState:
-    """Every buffer a step reads or writes, allocated once. S = ctx + N + 1: the last slot takes writes past the end."""
+    """Every buffer that a step reads or writes, allocated once.
+
+    There are S = ctx + N + 1 slots. The last one takes every write past the end, so it never holds anything.
+    """
 
     def __init__(
-        self, model: Transformer, drafter: Drafter, batch_size: int, ctx: int, history=False, kv_dtype=None
+        self,
+        model: Transformer,
+        drafter: Drafter,
+        batch_size: int,
+        ctx: int,
+        history: bool = False,
+        kv_dtype: torch.dtype | None = None,
     ):
-        B, D, V, device = batch_size, drafter.D, model.config.vocab_size, model.device
-        self.ctx, self.slots = ctx, ctx + drafter.N + 1
+        """history: keep the features of the last HISTORY tokens, for a drafter that plain steps may replace."""
+        B = batch_size
+        D = drafter.D
+        V = model.config.vocab_size
+        F = drafter.feature_size
+        self.ctx = ctx
+        self.slots = ctx + drafter.N + 1
         self.kv = model.new_cache(B, self.slots, kv_dtype)
-        with torch.device(device):
+        with torch.device(model.device):
             self.tokens = torch.zeros(B, self.slots, dtype=torch.int64)
-            self.n = torch.ones(B, dtype=torch.int64)  # cached tokens = the root's position; >= count
+            self.n = torch.ones(
+                B, dtype=torch.int64
+            )  # tokens in the cache, which is the root's position; n >= count
             self.root = torch.zeros(B, dtype=torch.int64)
             self.count = torch.ones(B, dtype=torch.int64)  # valid rows of features
-            self.features = torch.zeros(B, D + 1, drafter.feature_size, dtype=model.dtype)
-            # of position p in row p mod HISTORY (and a trash row), if plain steps may replace speculative ones
-            self.history = (
-                torch.zeros(B, HISTORY + 1, drafter.feature_size, dtype=model.dtype) if history else None
-            )
+            self.features = torch.zeros(B, D + 1, F, dtype=model.dtype)
+            # the feature of position p lies in row p mod HISTORY; one more row takes what nobody reads
+            self.history = torch.zeros(B, HISTORY + 1, F, dtype=model.dtype) if history else None
             self.done = torch.ones(B, dtype=torch.bool)
             self.produced = torch.zeros(B, dtype=torch.int64)
             self.limit = torch.zeros(B, dtype=torch.int64)
@@ -49,24 +70,39 @@ class DecodeState:
             self.seen = torch.zeros(B, V, dtype=torch.bool)
             self.counts = torch.zeros(B, V, dtype=torch.int32)
             self.ring = torch.zeros(RING, B, 2 + 2 * (D + 1), dtype=torch.int64)  # what the host reads
-            self.step = torch.zeros(1, dtype=torch.int64)  # steps of this request
+            self.step = torch.zeros(1, dtype=torch.int64)  # number of steps of this request
             self.hashes = sampling.hash_ids(torch.arange(V))
-        self.sampling = SamplingState(B, device)
+        self.sampling = SamplingState(B, model.device)
+
+    def buffers(self) -> list[Tensor]:
+        """Every tensor of the state."""
+        holders = (self, self.sampling)
+        return [t for holder in holders for t in vars(holder).values() if isinstance(t, Tensor)]
 
     def nbytes(self) -> int:
-        tensors = [t for t in vars(self).values() if isinstance(t, Tensor)]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-
-PHASES = ("draft", "verify", "accept")  # accept: choice, walk and commit
+        return sum(buffer.nbytes for buffer in self.buffers())
 
 
 class StepOutput(NamedTuple):
+    """What a step emitted, as tensors on the device."""
+
     emitted: Tensor  # [B, D + 1] ids
     count: Tensor  # [B] how many of them; 0 for a sequence that had finished
     finite: Tensor  # [B, D + 1] bool: the logits behind each emitted token were usable
     path: Tensor  # [B, D + 1] accepted nodes, root first
     draft: Draft
+
+
+class Observer:
+    """Watches the steps of an engine (`Engine.add_observer`). A subclass overrides what it needs."""
+
+    marks: bool = False  # whether `mark` wants to be called
+
+    def mark(self, phase: str) -> None:
+        """Called inside a step: with "start" before it, then at the end of each of PHASES."""
+
+    def step(self, output: StepOutput) -> None:
+        """Called after the host has read a step, with the tensors of that step."""
 
 
 def decode_step(
@@ -75,43 +111,46 @@ def decode_step(
     state: DecodeState,
     mode: SamplingMode,
     mark: Callable[[str], None] | None = None,
-    settle: Callable | None = None,
+    parts: StepParts = UNCOMPILED,
 ) -> StepOutput:
-    """One step for all sequences: fixed shapes, in-place on `state`, no host sync (DESIGN section 3).
+    """One step for all sequences: fixed shapes, in place on `state`, no host sync.
 
-    mark(phase), if given, is called at the end of each of PHASES (a gauge). settle: a compiled `settle_step`.
+    mark(phase) is called at the end of each of PHASES, if given. parts: compiled functions to use.
     """
-    S, D, n = state.slots, drafter.D, state.n
-    level = torch.arange(D + 1, device=n.device)
+    n = state.n
     noise = None
     if mode.sample:
-        where = n[:, None] + 1 + level
-        noise = sampling.gumbel_noise(state.sampling.seed, where, state.hashes, hashed=True)
+        positions = n[:, None] + 1 + torch.arange(drafter.D + 1, device=n.device)
+        noise = sampling.gumbel_noise(state.sampling.seed, positions, state.hashes, hashed=True)
     buffers = (state.tokens, n, state.root, state.features, state.count, noise)
-    request = DraftInput(*buffers, state.sampling, mode, state.seen, state.counts)
-    draft = drafter.draft(request)
+    draft = drafter.draft(DraftInput(*buffers, state.sampling, mode, state.seen, state.counts, parts))
     if mark is not None:
         mark("draft")
-    nodes = model.nodes(n, draft.depth, draft.ancestors, S)
-    hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps)
+    nodes = model.nodes(n, draft.depth, draft.ancestors, state.slots)
+    hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps, parts.block)
     logits = model.logits(hidden_states)
     if mark is not None:
         mark("verify")
-    out = (settle or accept_and_commit)(
-        drafter, draft, logits, hidden_states if taps is None else taps, noise, state, mode
-    )
+    features = hidden_states if taps is None else taps
+    out = (parts.tail or accept_and_commit)(drafter, draft, logits, features, noise, state, mode)
     if mark is not None:
         mark("accept")
     return out
 
 
 def accept_and_commit(
-    drafter: Drafter, draft: Draft, logits: Tensor, features: Tensor, noise: Tensor | None,
-    state: DecodeState, mode: SamplingMode,
-) -> StepOutput:  # fmt: skip
-    """Accept and commit: logits [B, N, V] and features [B, N, F] of the tree's nodes -> what the step emits."""
-    S, V, D, n = state.slots, logits.shape[-1], drafter.D, state.n
-    level = torch.arange(D + 1, device=n.device)
+    drafter: Drafter,
+    draft: Draft,
+    logits: Tensor,
+    features: Tensor,
+    noise: Tensor | None,
+    state: DecodeState,
+    mode: SamplingMode,
+) -> StepOutput:
+    """Decide which nodes are accepted and write them into the state.
+
+    logits [B, N, V] and features [B, N, F] belong to the nodes of the tree. noise [B, D + 1, V] is the target's.
+    """
     usable = sampling.finite(logits)
     if mode.penalties:
         below_root = draft.ancestors.clone()
@@ -119,28 +158,53 @@ def accept_and_commit(
         paths = draft.tokens[:, None].expand_as(below_root)
         logits = sampling.apply_penalties(logits, state.seen, state.counts, paths, below_root, state.sampling)
     if drafter.multi_round:
-        accepted = _verify_multi_round(drafter, draft, logits, state, mode)
+        accepted = _accept_multi_round(drafter, draft, logits, state, mode)
     else:
         if noise is not None and draft.tokens.shape[1] > 1:
-            noise = noise.gather(1, draft.depth[..., None].expand(-1, -1, V))
+            noise = noise.gather(1, draft.depth[..., None].expand(-1, -1, logits.shape[-1]))
         choice = sampling.choose(logits, noise, state.sampling, mode)
-        if hasattr(drafter, "observe"):
-            drafter.observe(choice)
-        accepted = accept(draft.tokens, draft.parent, draft.depth, draft.ancestors, draft.valid, choice, D)
+        drafter.observe(choice)
+        accepted = accept(
+            draft.tokens, draft.parent, draft.depth, draft.ancestors, draft.valid, choice, drafter.D
+        )
+    return _commit(draft, accepted, features, usable, state, mode)
+
+
+def _accept_multi_round(
+    drafter: Drafter, draft: Draft, logits: Tensor, state: DecodeState, mode: SamplingMode
+) -> Accepted:
+    """The paper's Algorithm 1. Drafting (1), acceptance (2) and the bonus (3) have noise streams of their own."""
+    n = state.n
+    seed = state.sampling.seed
+    p = sampling.probabilities(logits, state.sampling, mode)
+    node = torch.arange(draft.tokens.shape[1], device=n.device)
+    u = sampling.uniform_noise(sampling.stream(seed, 2), n[:, None], node)[:, 0]
+    ids = torch.arange(p.shape[-1], device=n.device)
+    noise = sampling.gumbel_noise(sampling.stream(seed, 3), n[:, None], ids)[:, 0]
+    return multi_round(draft.tokens, drafter.tree, p, draft.q, u, noise, drafter.multi_round == "with")
+
+
+def _commit(
+    draft: Draft, accepted: Accepted, features: Tensor, usable: Tensor, state: DecodeState, mode: SamplingMode
+) -> StepOutput:
+    """Move the accepted path's cache rows, append its tokens, apply stop ids and the limit, and fill a ring row."""
+    n = state.n
+    trash = state.slots - 1
+    level = torch.arange(accepted.path.shape[1], device=n.device)
     live = ~state.done
     count = accepted.count * live
     new = level < count[:, None]
-    if D > 0:
-        source = (n[:, None] + accepted.path).clamp(max=S - 1)
-        kernels.commit_kv(state.kv, source, torch.where(new, n[:, None] + level, S - 1))
-    state.tokens.scatter_(1, torch.where(new, n[:, None] + 1 + level, S - 1), accepted.emitted)
+    if accepted.path.shape[1] > 1:
+        source = (n[:, None] + accepted.path).clamp(max=trash)
+        kernels.commit_kv(state.kv, source, torch.where(new, n[:, None] + level, trash))
+    state.tokens.scatter_(1, torch.where(new, n[:, None] + 1 + level, trash), accepted.emitted)
     kept = features.gather(1, accepted.path[..., None].expand(-1, -1, features.shape[-1]))
     state.features.copy_(torch.where(live[:, None, None], kept, state.features))
     if state.history is not None:
-        where = torch.where(new, (n[:, None] + level) % HISTORY, HISTORY)
-        state.history.scatter_(1, where[..., None].expand_as(kept), kept)
+        row = torch.where(new, (n[:, None] + level) % HISTORY, HISTORY)
+        state.history.scatter_(1, row[..., None].expand_as(kept), kept)
     state.root.copy_(torch.where(live, accepted.bonus, state.root))
-    state.n.add_(count)  # before count: wherever an interrupt falls, n >= count
+    state.n.add_(count)  # before state.count, so that n >= count wherever an interrupt falls
     state.count.copy_(torch.where(live, count, state.count))
     state.produced.add_(count)
     if mode.penalties:
@@ -154,14 +218,3 @@ def accept_and_commit(
     state.ring.narrow(2, 0, row.shape[1]).index_copy_(0, state.step % RING, row[None])
     state.step.add_(1)
     return StepOutput(accepted.emitted, count, finite, accepted.path, draft)
-
-
-def _verify_multi_round(drafter, draft: Draft, logits: Tensor, state: DecodeState, mode: SamplingMode):
-    """The paper's Algorithm 1. Three noise streams that share nothing: draft (1), acceptance (2), bonus (3)."""
-    n, seed = state.n, state.sampling.seed
-    p = sampling.probabilities(logits, state.sampling, mode)
-    node = torch.arange(draft.tokens.shape[1], device=n.device)
-    u = sampling.uniform_noise(sampling.stream(seed, 2), n[:, None], node)[:, 0]
-    ids = torch.arange(p.shape[-1], device=n.device)
-    noise = sampling.gumbel_noise(sampling.stream(seed, 3), n[:, None], ids)[:, 0]
-    return verify_multi_round(draft.tokens, drafter.tree, p, draft.q, u, noise, drafter.multi_round == "with")

@@ -1,7 +1,8 @@
 """Text to token ids and back: `tokenizer.json`, sentencepiece `tokenizer.model`, streaming, chat templates.
 
-What a user writes never becomes a control token. Decoding is one UTF-8 decoder over the tokens' bytes, so
-streaming equals one-shot. A model's chat template is untrusted: it runs sandboxed in a limited child process.
+What a user writes never becomes a control token. Decoding is one UTF-8 decoder over the bytes of the tokens, so streamed
+text equals the text decoded in one piece. A model's chat template is untrusted, so it runs sandboxed in a child process
+with limits.
 """
 
 import codecs
@@ -13,16 +14,19 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 TEMPLATE_CHARACTERS = 64 * 1024
-RENDER_SECONDS, RENDER_CPU_SECONDS, RENDER_MEMORY = 10, 2, 512 * 2**20  # memory: bytes of address space
+RENDER_SECONDS = 10
+RENDER_CPU_SECONDS = 2
+RENDER_MEMORY = 512 * 2**20  # bytes of address space
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
     "detailed, and polite answers to the user's questions."
 )
-LLAMA2_SYSTEM = (  # the 508 characters of the EAGLE evaluation, one double space included
+# The 508 characters of the EAGLE evaluation, one double space included.
+LLAMA2_SYSTEM = (
     "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being "
     "safe.  Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, or "
     "illegal content. Please ensure that your responses are socially unbiased and positive in nature.\n\nIf "
@@ -31,27 +35,28 @@ LLAMA2_SYSTEM = (  # the 508 characters of the EAGLE evaluation, one double spac
 )
 NAMED_TOKEN = re.compile("[a-z]+_token")  # keys such as bos_token
 BUILTIN_SYSTEM = {"vicuna": VICUNA_SYSTEM, "llama-2-chat": LLAMA2_SYSTEM, "mixtral": ""}
-PAPER_SUFFIX = {
-    "vicuna": "",
-    "llama-2-chat": " ",
-    "mixtral": "",
-}  # encode_chat(suffix=...) for paper benchmarks
+# What paper benchmarks pass to encode_chat as `suffix`.
+PAPER_SUFFIX = {"vicuna": "", "llama-2-chat": " ", "mixtral": ""}
 
 
 def builtin_prompt(name: str, messages: list[dict], add_generation_prompt: bool = True) -> str:
-    """Prompt of `vicuna`, `llama-2-chat` or `mixtral`, byte-equal to FastChat 0.2.31 as EAGLE used it.
+    """Prompt of `vicuna`, `llama-2-chat` or `mixtral`, byte for byte that of FastChat 0.2.31 as EAGLE used it.
 
-    A leading system message replaces BUILTIN_SYSTEM[name] ("" for none); an empty turn is its bare tag.
-    ValueError unless the roles are [system,] user, assistant, ..., user."""
-    roles, turns = [m["role"] for m in messages], [m["content"] for m in messages]
+    A leading system message replaces BUILTIN_SYSTEM[name]. An empty system message means none. An empty turn is its bare
+    tag. ValueError unless the roles are [system,] user, assistant, ..., user.
+    """
+    roles = [m["role"] for m in messages]
+    turns = [m["content"] for m in messages]
     system = turns.pop(0) if roles[:1] == ["system"] else BUILTIN_SYSTEM[name]
     expected = (["user", "assistant"] * len(turns))[: len(turns)]
     if not turns or roles[-len(turns) :] != expected or (add_generation_prompt and len(turns) % 2 == 0):
-        raise ValueError(f"{name} takes roles [system,] user, assistant, ..., user; got {', '.join(roles)}")
+        raise ValueError(f"{name} takes roles [system,] user, assistant, ..., user, not: {', '.join(roles)}")
+    ends = (" ", " </s><s>" if name == "llama-2-chat" else "</s>")
     if name == "vicuna":
-        tags, ends, prompt = ("USER:", "ASSISTANT:"), (" ", "</s>"), system + " "
+        tags = ("USER:", "ASSISTANT:")
+        prompt = system + " "
     else:
-        tags, ends = ("[INST]", "[/INST]"), (" ", "</s>" if name == "mixtral" else " </s><s>")
+        tags = ("[INST]", "[/INST]")
         prompt = f"[INST] <<SYS>>\n{system}\n<</SYS>>\n\n" if system else "[INST] "
     for i, text in enumerate(turns + [""] * add_generation_prompt):
         opened = i == 0 and name != "vicuna"  # the first [INST] is already there
@@ -60,12 +65,15 @@ def builtin_prompt(name: str, messages: list[dict], add_generation_prompt: bool 
 
 
 def load_tokenizer(directory: str | Path, vocab_size: int | None = None) -> "Tokenizer | None":
-    """Tokenizer of a model directory, or None without tokenizer files (prompts are ids then).
+    """Tokenizer of a model directory, or None without tokenizer files, where prompts are ids.
 
-    Prefers `tokenizer.json` to sentencepiece `tokenizer.model` (Meta: beside `params.json` or a folder up). Ids
-    must be below `vocab_size` (rows of the model's embedding), but for special tokens that nothing uses, such as
-    a stray <pad>. Stop ids are those of `generation_config.json`, else of `config.json`, else the tokenizer's own
-    EOS. Any bad file is a one-line ValueError."""
+    `tokenizer.json` is preferred to sentencepiece's `tokenizer.model`, which in Meta's layout lies beside `params.json`
+    or one folder up. The stop ids are those of `generation_config.json`, else those of `config.json`, else the
+    tokenizer's own EOS.
+
+    vocab_size: rows of the model's embedding. Ids must be below it, except for special tokens that nothing uses, such as
+    a stray <pad>. Any bad file is a one-line ValueError.
+    """
     directory = Path(directory)
     paths = [directory / "tokenizer.json", directory / "tokenizer.model"]
     if (directory / "params.json").is_file():
@@ -76,31 +84,35 @@ def load_tokenizer(directory: str | Path, vocab_size: int | None = None) -> "Tok
     with _one_line_errors(f"cannot use {path}", "Download the tokenizer files again, or pass --prompt-ids."):
         config = _named_tokens(directory / "special_tokens_map.json")
         config |= _named_tokens(directory / "tokenizer_config.json")
-        tokens = {content: {"id": i} for content, i in _json(directory / "added_tokens.json").items()}
-        for i, token in (config.get("added_tokens_decoder") or {}).items():
-            tokens[token["content"]] = {"id": int(i), "special": token.get("special", False)}
         named = {k: _content(v) for k, v in config.items() if NAMED_TOKEN.fullmatch(k) and v}
-        extra = [config.get(f"{kind}_special_tokens") or [] for kind in ("additional", "extra")]
-        extra = [t for group in extra for t in (group.values() if isinstance(group, dict) else group)]
-        for content in [*named.values(), *map(_content, extra)]:
-            tokens.setdefault(content, {})["special"] = True
-        files = (_load_json if path.name == "tokenizer.json" else _load_sentencepiece)(path, tokens, config)
-        tokenizer = Tokenizer(files, config, named, _listed_stops(directory, files, vocab_size), vocab_size)
-        if (directory / "chat_template.jinja").is_file():
-            with open(directory / "chat_template.jinja", encoding="utf-8") as file:
-                tokenizer.chat_templates = {"default": file.read(TEMPLATE_CHARACTERS + 1)}
-            tokenizer.chat_template_source = "chat_template.jinja"
-        elif found := config.get("chat_template"):
-            found = [{"name": "default", "template": found}] if isinstance(found, str) else found
-            tokenizer.chat_templates = {str(t["name"]): str(t["template"]) for t in found}
-            if "default" in tokenizer.chat_templates:
-                tokenizer.chat_template_source = "tokenizer_config.json"
-    return tokenizer
+        tokens = _added_tokens(directory, config, named)
+        if path.name == "tokenizer.json":
+            files = _load_json(path, tokens, named)
+        else:
+            files = _load_sentencepiece(path, tokens, named, legacy=config.get("legacy") is True)
+        stop = _listed_stops(directory, files, vocab_size)
+        return Tokenizer(files, config, stop, vocab_size, *_chat_templates(directory, config))
+
+
+def _added_tokens(directory: Path, config: dict, named: dict[str, str]) -> dict[str, dict]:
+    """The tokens that files beside the vocabulary declare, each with its id and whether it is special, where known."""
+    tokens = {content: {"id": i} for content, i in _json(directory / "added_tokens.json").items()}
+    for i, token in (config.get("added_tokens_decoder") or {}).items():
+        tokens[token["content"]] = {"id": int(i), "special": token.get("special", False)}
+    special = list(named.values())
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        group = config.get(key) or []
+        special += map(_content, group.values() if isinstance(group, dict) else group)
+    for content in special:
+        tokens.setdefault(content, {})["special"] = True
+    return tokens
 
 
 def _listed_stops(directory: Path, files: "_Files", vocab_size: int | None) -> list:
-    """Stop ids of generation_config.json, or else of config.json, [] if neither lists any. An added token that the model
-    has no row for never comes: it is left out."""
+    """Stop ids of generation_config.json, or else of config.json, or [] if neither lists any.
+
+    An added token that the model has no row for can never be sampled, so it is left out.
+    """
     for name in ("generation_config.json", "config.json"):
         stop = _json(directory / name).get("eos_token_id")
         stop = stop if isinstance(stop, list) else [] if stop is None else [stop]
@@ -111,43 +123,62 @@ def _listed_stops(directory: Path, files: "_Files", vocab_size: int | None) -> l
     return []
 
 
+def _chat_templates(directory: Path, config: dict) -> tuple[dict[str, str], str | None]:
+    """The model's chat templates by name, and the file that the default one comes from."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        with open(path, encoding="utf-8") as file:
+            return {"default": file.read(TEMPLATE_CHARACTERS + 1)}, path.name
+    found = config.get("chat_template") or []
+    found = [{"name": "default", "template": found}] if isinstance(found, str) else found
+    templates = {str(t["name"]): str(t["template"]) for t in found}
+    return templates, "tokenizer_config.json" if "default" in templates else None
+
+
 @dataclass
 class _Files:
-    """What both formats come down to. `encode(text, first)` parses no special tokens; `first`: the text starts
-    the sequence, where a dummy space belongs. `around`: the ids that the file puts before and after a text."""
+    """What a `tokenizer.json` and a `tokenizer.model` have in common.
+
+    encode(text, first) parses no special tokens. `first` says that the text starts the sequence, where a dummy space
+    belongs. `pieces` are the bytes of each id. `special` has the ids of special tokens. `named` are the texts of tokens
+    such as bos_token. `leading_space` says that the vocabulary puts a dummy space before a text. `around` are the ids
+    that the file puts before and after a text, or None if flags in tokenizer_config.json decide.
+    """
 
     encode: Callable[[str, bool], list[int]]
     vocab: dict[str, int]
     pieces: dict[int, bytes]
     special: dict[str, int]
+    named: dict[str, str]
     leading_space: bool
-    around: tuple[list[int], list[int]] | None = None
-    named: dict[str, str] = field(default_factory=dict)
+    around: tuple[list[int], list[int]] | None
 
 
 class Tokenizer:
-    """Encode, decode and chat for one model; made by `load_tokenizer`. Ids are Python ints on the host.
+    """Encode, decode and chat for one model. `load_tokenizer` makes it. Ids are Python ints on the host.
 
-    Attributes: vocab_size (largest id + 1), bos_id (or None), eos_ids (stop ids), special_ids, chat_templates (by
-    name), chat_template_source ("tokenizer_config.json", "chat_template.jinja", "built-in NAME" or None)."""
+    Attributes: vocab_size (largest id + 1), bos_id (or None), eos_ids (stop ids), special_ids, chat_templates (by name),
+    chat_template_source ("tokenizer_config.json", "chat_template.jinja", "built-in NAME", "named NAME" or None).
+    """
 
     def __init__(
-        self, files: _Files, config: dict, named: dict[str, str], stop: list, vocab_size: int | None
+        self, files: _Files, config: dict, stop: list, rows: int | None, templates: dict, source: str | None
     ):
-        self._files, self._named = files, files.named | named
+        """rows: of the model's embedding, None if unknown. templates, source: what `chat_templates` and so on become."""
+        self._files = files
         self.vocab_size = max(files.pieces, default=-1) + 1
         self.special_ids = frozenset(files.special.values())
         names = ("bos_token", "eos_token", "unk_token")
-        self.bos_id, eos_id, self._unk_id = (files.vocab.get(self._named.get(name, "")) for name in names)
-        # As in transformers, the post-processor of tokenizer.json decides; other files have flags. Without flag a
-        # sentencepiece model gets BOS, as in Meta's code and transformers 4 (transformers 5 adds none).
+        self.bos_id, eos_id, self._unk_id = (files.vocab.get(files.named.get(name, "")) for name in names)
+        # As in transformers, the post-processor of tokenizer.json decides. Other files have flags. Without a flag a
+        # sentencepiece model gets BOS, as in Meta's code and in transformers 4 (transformers 5 adds none).
         bos, eos = ([] if i is None else [i] for i in (self.bos_id, eos_id))
-        add_bos, add_eos = config.get("add_bos_token"), config.get("add_eos_token")
-        flagged = (bos if add_bos is None or add_bos else [], eos if add_eos else [])
+        add_bos = config.get("add_bos_token")
+        flagged = (bos if add_bos is None or add_bos else [], eos if config.get("add_eos_token") else [])
         self._prefix, self._suffix = flagged if files.around is None else files.around
         self.eos_ids = tuple(stop or eos)
 
-        limit = self.vocab_size if vocab_size is None else vocab_size
+        limit = self.vocab_size if rows is None else rows
         used = [*self.eos_ids, *self._prefix, *self._suffix, *bos]
         outside = [i for i in used if type(i) is not int or not 0 <= i < limit]
         outside += [i for i in files.pieces if not 0 <= i < limit and i not in self.special_ids]
@@ -157,21 +188,33 @@ class Tokenizer:
             )
         self._control = {content: i for content, i in files.special.items() if 0 <= i < limit}
         self._control_pattern = _any_of(self._control)
-        # User text may not yield these; a one-character special (pad_token "!") is an ordinary character too.
+        # A user's text may not yield these ids. A special token of one character (pad_token "!") is left out, because it
+        # is an ordinary character too.
         self._forbidden = {i: c for c, i in files.special.items() if len(c) > 1 and i != self._unk_id}
-        self.chat_templates: dict[str, str] = {}
-        self.chat_template_source: str | None = None
+        self.chat_templates: dict[str, str] = templates
+        self.chat_template_source = source
         self._template = "default"
 
+    @property
+    def pieces(self) -> dict[int, bytes]:
+        """The bytes that each token id stands for."""
+        return self._files.pieces
+
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Ids of a user's text; `</s>` in it stays text. `add_bos`: with what `transformers` puts around a text,
-        which is BOS if the model has one (and EOS for the rare model that asks for it)."""
+        """Ids of a user's text. `</s>` in the text stays text.
+
+        add_bos: with what `transformers` puts around a text, which is BOS if the model has one, and EOS for the rare
+        model that asks for it. ValueError for text that is not valid Unicode.
+        """
         ids = self._text_ids(text, first=True)
         return [*self._prefix, *ids, *self._suffix] if add_bos else ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True, continuation: bool = False) -> str:
-        """Text of ids, without the space sentencepiece puts before a text unless it is a `continuation` of other
-        text. Invalid UTF-8 gives U+FFFD, unknown ids nothing; spaces are not "cleaned up" (that loses text)."""
+        """Text of ids. Invalid UTF-8 gives U+FFFD, and unknown ids give nothing.
+
+        The space that sentencepiece puts before a text is removed, unless this is the `continuation` of another text.
+        Other spaces are not "cleaned up", because that loses text.
+        """
         stream = self.stream(skip_special, continuation)
         return stream.push(ids) + stream.flush()
 
@@ -180,70 +223,89 @@ class Tokenizer:
         return StreamDecoder(self._files, self.special_ids if skip_special else frozenset(), continuation)
 
     def use_template(self, name: str) -> None:
-        """Choose a built-in template or a named one of this model; ValueError lists what there is."""
+        """Choose a built-in template or a named one of this model. ValueError for another name lists the known ones."""
         known = [*self.chat_templates, *BUILTIN_SYSTEM]
         if name not in known:
-            raise ValueError(f"no chat template {name!r}; choose one of: {', '.join(known)}")
+            raise ValueError(f"there is no chat template {name!r}. Choose one of: {', '.join(known)}")
         self.chat_template_source = f"{'built-in' if name in BUILTIN_SYSTEM else 'named'} {name}"
         self._template = name
 
     def render_chat(self, messages: list, add_generation_prompt: bool = True) -> str:
-        """Prompt text of `messages`, dicts of `role` and `content`; failures are one-line ValueErrors."""
+        """Prompt text of `messages`, which are dicts of `role` and `content`. Failures are one-line ValueErrors."""
         _check_messages(messages)
         return self._render([messages], add_generation_prompt)[0]
 
     def encode_chat(self, messages: list, add_generation_prompt: bool = True, suffix: str = "") -> list[int]:
-        """Ids of `render_chat(messages) + suffix`. Control tokens written by the template are parsed; in message
-        contents they stay text. A model's template writes BOS itself, a built-in one gets it as in `encode`.
+        """Ids of `render_chat(messages) + suffix`.
 
-        Random sentinels, which keep the outer whitespace (so `trim` works), stand for the contents. This tells
-        template from contents and must reproduce the real prompt. If not, the template edits contents: the real
-        prompt is parsed whole, provided that no content holds the text of a control token and that the control
-        tokens are those of the sentinel prompt; else ValueError."""
+        Control tokens that the template writes are parsed. In message contents they stay text. A model's template writes
+        BOS itself, and a built-in template gets BOS as in `encode`. Failures are one-line ValueErrors.
+        """
         _check_messages(messages)
-        mark, bodies = f"\ue000{secrets.token_hex(12)}x", [m["content"].strip() for m in messages]
+        ids = []
+        run = ""  # text since the last control token
+        for i, piece in enumerate(self._template_and_contents(messages, add_generation_prompt)):
+            is_content = i % 2 == 1
+            for j, text in enumerate([piece] if is_content else self._control_pattern.split(piece)):
+                if j % 2 == 0:
+                    run += text
+                    continue
+                ids += [*self._text_ids(run, first=not ids), self._control[text]]
+                run = ""
+        ids += self._text_ids(run + suffix, first=not ids)
+        return self._prefix + ids if self._template in BUILTIN_SYSTEM else ids
+
+    def _template_and_contents(self, messages: list[dict], add_generation_prompt: bool) -> list[str]:
+        """The rendered prompt in pieces: the template's text at even places, message contents at odd ones.
+
+        A second rendering has random sentinels instead of the contents, which tells the two apart. A sentinel keeps the
+        white space around its content, so that `trim` in a template works. With the contents put back, the pieces must
+        reproduce the real prompt. If they do not, then the template edits contents, and the whole prompt counts as the
+        template's text. That is safe only if no content holds the text of a control token, and if the prompt has the
+        same control tokens as the rendering with sentinels. Otherwise it is a ValueError.
+        """
+        mark = f"\ue000{secrets.token_hex(12)}x"
+        bodies = [m["content"].strip() for m in messages]
         hidden = [
             m | {"content": m["content"].replace(body, f"{mark}{i}\ue001") if body else m["content"]}
             for i, (m, body) in enumerate(zip(messages, bodies, strict=True))
         ]
         real, opaque = self._render([messages, hidden], add_generation_prompt)
         pieces = re.split(f"{mark}([0-9]+)\ue001", opaque)
-        pieces[1::2] = [bodies[int(i)] for i in pieces[1::2]]  # contents; template text is at the even places
-        if "".join(pieces) != real:
-            find = self._control_pattern.findall
-            expected = [token for text in pieces[::2] for token in find(text)]
-            if any(map(find, bodies)) or find(real) != expected:
-                raise ValueError(
-                    f"the chat template ({self.chat_template_source}) edits messages that hold the text of control "
-                    "tokens. Remove that text, or pass --prompt."
-                )
-            pieces = [real]
-        ids, run = [], ""
-        for i, piece in enumerate(pieces):
-            for j, text in enumerate([piece] if i % 2 else self._control_pattern.split(piece)):
-                if j % 2:  # a control token ends a run of text
-                    ids += [*self._text_ids(run, first=not ids), self._control[text]]
-                run = "" if j % 2 else run + text
-        ids += self._text_ids(run + suffix, first=not ids)
-        return self._prefix + ids if self._template in BUILTIN_SYSTEM else ids
+        pieces[1::2] = [bodies[int(i)] for i in pieces[1::2]]
+        if "".join(pieces) == real:
+            return pieces
+        find = self._control_pattern.findall
+        expected = [token for text in pieces[::2] for token in find(text)]
+        if any(map(find, bodies)) or find(real) != expected:
+            raise ValueError(
+                f"the chat template ({self.chat_template_source}) edits messages that hold the text of control "
+                "tokens. Remove that text, or pass --prompt."
+            )
+        return [real]
 
     def _text_ids(self, text: str, first: bool) -> list[int]:
+        """Ids of text that holds no control tokens. `first`: the text starts the sequence."""
         with _one_line_errors("cannot encode this text", "Pass valid Unicode, or --prompt-ids."):
             text.encode()  # refuses lone surrogates
             ids = self._files.encode(text, first) if text else []
         if self._forbidden.keys().isdisjoint(ids):
             return ids
-        # A vocabulary may spell a control token with ordinary merges: write it character by character instead.
-        vocab, spelled = self._files.vocab, []
+        # A vocabulary may spell a control token with ordinary merges. Such a token is written character by character.
+        vocab = self._files.vocab
+        spelled = []
         for i in ids:
+            if i not in self._forbidden:
+                spelled.append(i)
             for char in self._forbidden.get(i, ""):
                 names = [char] if char in vocab else [f"<0x{byte:02X}>" for byte in char.encode()]
                 spelled += [vocab.get(name, self._unk_id) for name in names]
-            spelled += [] if i in self._forbidden else [i]
         return [i for i in spelled if i is not None]
 
     def _render(self, variants: list[list[dict]], add_generation_prompt: bool) -> list[str]:
-        name, builtins = self._template, ", ".join(BUILTIN_SYSTEM)
+        """One prompt per list of messages, all of which have the same roles."""
+        name = self._template
+        builtins = ", ".join(BUILTIN_SYSTEM)
         if name in BUILTIN_SYSTEM:
             return [builtin_prompt(name, messages, add_generation_prompt) for messages in variants]
         if name not in self.chat_templates:
@@ -251,16 +313,19 @@ class Tokenizer:
         roles = ", ".join(m["role"] for m in variants[0])
         where = f"chat template ({self.chat_template_source}) failed for roles [{roles}]"
         with _one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):
-            variables = self._named | {"add_generation_prompt": add_generation_prompt}
+            variables = self._files.named | {"add_generation_prompt": add_generation_prompt}
             return _render_in_child(self.chat_templates[name], variants, variables)
 
 
 class StreamDecoder:
-    """Text of ids as they arrive; all pushes and `flush` together equal `Tokenizer.decode` of all ids. Bytes of
-    an unfinished character wait for the next push, which costs time for its own ids only."""
+    """Text of ids as they arrive. All pushes and `flush` together equal `Tokenizer.decode` of all ids.
+
+    The bytes of an unfinished character wait for the next push. A push takes time for its own ids only.
+    """
 
     def __init__(self, files: _Files, skipped: frozenset[int], continuation: bool):
-        self._pieces, self._skipped = files.pieces, skipped
+        self._pieces = files.pieces
+        self._skipped = skipped
         self._strip_space = files.leading_space and not continuation
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -268,7 +333,8 @@ class StreamDecoder:
         """Text that became certain with these ids (may be "")."""
         data = b"".join(self._pieces.get(i, b"") for i in ids if i not in self._skipped)
         if self._strip_space and data:
-            data, self._strip_space = data.removeprefix(b" "), False
+            data = data.removeprefix(b" ")
+            self._strip_space = False
         return self._utf8.decode(data)
 
     def flush(self) -> str:
@@ -276,7 +342,8 @@ class StreamDecoder:
         return self._utf8.decode(b"", final=True)
 
 
-def _load_json(path: Path, tokens: dict[str, dict], config: dict) -> _Files:
+def _load_json(path: Path, tokens: dict[str, dict], named: dict[str, str]) -> _Files:
+    """Reads a tokenizer.json. `tokens` and `named` come from the files beside it."""
     import tokenizers
 
     rust = tokenizers.Tokenizer.from_file(str(path))
@@ -288,7 +355,8 @@ def _load_json(path: Path, tokens: dict[str, dict], config: dict) -> _Files:
         if known.get(content) is None or special > known[content]:
             added = tokenizers.AddedToken(content, special=special, normalized=False)
             (rust.add_special_tokens if special else rust.add_tokens)([added])
-    added, vocab = rust.get_added_tokens_decoder(), rust.get_vocab()
+    added = rust.get_added_tokens_decoder()
+    vocab = rust.get_vocab()
     decoder = rust.decoder.__getstate__().decode() if rust.decoder else ""
     alphabet = _byte_alphabet() if '"ByteLevel"' in decoder else {}
     if not alphabet and "▁" not in decoder:
@@ -296,14 +364,15 @@ def _load_json(path: Path, tokens: dict[str, dict], config: dict) -> _Files:
     leading_space = '"Strip"' in decoder or ('"Metaspace"' in decoder and '"never"' not in decoder)
     pieces = {i: _sentencepiece_bytes(token) for token, i in vocab.items()}
     if alphabet:
-        for token, i in vocab.items():  # added tokens and stray characters stand for themselves
+        # Added tokens and characters outside the alphabet stand for themselves.
+        for token, i in vocab.items():
             plain = i in added or not alphabet.keys() >= set(token)
             pieces[i] = token.encode() if plain else bytes(alphabet[char] for char in token)
-    # A random added token. Text behind it does not start the sequence, so it gets no dummy space; encoding it
-    # alone shows what the post-processor puts around a text.
+    # The anchor is a random added token. Text behind it does not start the sequence, so it gets no dummy space. Encoding
+    # the anchor alone shows what the post-processor puts around a text.
     anchor = f"\ue000{secrets.token_hex(12)}\ue001"
     rust.add_tokens([tokenizers.AddedToken(anchor, normalized=False, special=False)])
-    rust.encode_special_tokens = True  # means: special tokens found in text are not parsed
+    rust.encode_special_tokens = True  # In spite of its name, this leaves special tokens in a text unparsed.
     ids = rust.encode(anchor).ids
     place = ids.index(rust.token_to_id(anchor))
 
@@ -312,17 +381,19 @@ def _load_json(path: Path, tokens: dict[str, dict], config: dict) -> _Files:
         return ids if first else ids[1:]
 
     special = {t.content: i for i, t in added.items() if t.special}
-    return _Files(encode, vocab, pieces, special, leading_space, (ids[:place], ids[place + 1 :]))
+    return _Files(encode, vocab, pieces, special, named, leading_space, (ids[:place], ids[place + 1 :]))
 
 
-def _load_sentencepiece(path: Path, tokens: dict[str, dict], config: dict) -> _Files:
+def _load_sentencepiece(path: Path, tokens: dict[str, dict], named: dict[str, str], legacy: bool) -> _Files:
+    """Reads a sentencepiece model. `legacy`: every run of text between added tokens gets the dummy space."""
     import sentencepiece
 
     data = path.read_bytes()
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", data):
-        raise ValueError("a tiktoken file (Llama 3); put the tokenizer.json of the same model beside it.")
+        raise ValueError("a tiktoken file (Llama 3). Put the tokenizer.json of the same model beside it.")
     model = sentencepiece.SentencePieceProcessor(model_proto=data)
-    # Without dummy space: protobuf merges an appended normalizer_spec (field 3) {add_dummy_prefix: false}.
+    # The same model without the dummy space: protobuf merges an appended normalizer_spec (field 3) with
+    # {add_dummy_prefix: false}.
     inner = sentencepiece.SentencePieceProcessor(model_proto=data + b"\x1a\x02\x18\x00")
     vocab = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
     pieces = {i: _sentencepiece_bytes(token) for token, i in vocab.items()}
@@ -332,44 +403,49 @@ def _load_sentencepiece(path: Path, tokens: dict[str, dict], config: dict) -> _F
         i = vocab[content] = token.get("id", vocab.get(content, max(pieces) + 1))
         pieces[i] = content.encode()
         (special if token.get("special") else ordinary)[content] = i
-    pattern, legacy = _any_of(ordinary), config.get("legacy") is True
+    pattern = _any_of(ordinary)
 
     def encode(text: str, first: bool) -> list[int]:
         ids = []
-        for j, part in enumerate(pattern.split(text)):  # legacy: each run of text gets the dummy space
+        for j, part in enumerate(pattern.split(text)):
             processor = model if legacy or (first and j == 0) else inner
             ids += [ordinary[part]] if j % 2 else processor.encode(part)
         return ids
 
-    named = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
-    named = {name: model.id_to_piece(i) for name, i in named.items() if i >= 0}
-    return _Files(encode, vocab, pieces, special, model.encode("a") != inner.encode("a"), None, named)
+    own = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
+    named = {name: model.id_to_piece(i) for name, i in own.items() if i >= 0} | named
+    return _Files(encode, vocab, pieces, special, named, model.encode("a") != inner.encode("a"), None)
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character to byte of byte-level BPE: printable Latin-1 stands for itself, the rest is 256, 257, ..."""
+    """The byte that each character of byte-level BPE stands for.
+
+    Printable Latin-1 characters stand for themselves. The other bytes are written as characters 256, 257, ...
+    """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 def _sentencepiece_bytes(token: str) -> bytes:
-    """`▁` is a space; `<0xE6>` (byte fallback) is one byte."""
+    """The bytes of a sentencepiece token. `▁` is a space, and `<0xE6>` (byte fallback) is one byte."""
     byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
     return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
 
 
 def _any_of(words: Iterable[str]) -> re.Pattern:
-    """One group that matches any of the words, longest first; never matches without words."""
-    return re.compile(f"({'|'.join(map(re.escape, sorted(words, key=len, reverse=True))) or '(?!)'})")
+    """A pattern of one group that matches any of the words, longest first. Without words it never matches."""
+    longest_first = sorted(words, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def _content(token: str | dict) -> str:
+    """The text of a token, which config files write as text or as an object."""
     return token if isinstance(token, str) else token["content"]
 
 
 def _named_tokens(path: Path) -> dict:
-    """A JSON file whose `*_token` values are texts, or objects that hold one; ValueError names any other."""
+    """A JSON file whose `*_token` values are texts or objects that hold one. ValueError names any other value."""
     value = _json(path)
     for key, token in value.items():
         text = token.get("content") if isinstance(token, dict) else token
@@ -381,6 +457,7 @@ def _named_tokens(path: Path) -> dict:
 
 
 def _json(path: Path) -> dict:
+    """The JSON object in a file, {} if there is no such file."""
     value = {}
     if path.is_file():
         with _one_line_errors(f"{path.name} is not valid JSON", ""):
@@ -392,7 +469,7 @@ def _json(path: Path) -> dict:
 
 @contextlib.contextmanager
 def _one_line_errors(what: str, fix: str) -> Iterator[None]:
-    """Any failure, a Rust panic (a BaseException) included, becomes a ValueError of one line."""
+    """Any failure becomes a ValueError of one line, also a Rust panic, which is a BaseException."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -408,18 +485,23 @@ def _check_messages(messages: list[dict]) -> None:
     for i, m in enumerate(messages):
         if not isinstance(m, dict) or {k: type(v) for k, v in m.items()} != {"role": str, "content": str}:
             raise ValueError(f"message {i} must have exactly the keys role and content, both text")
-        if not re.fullmatch("[A-Za-z_-]{1,32}", m["role"]):  # anything else could hold control tokens
-            raise ValueError(f"message {i} has role {m['role'][:40]!r}; it must be a plain word such as user")
+        # A role that is not a plain word could hold control tokens.
+        if not re.fullmatch("[A-Za-z_-]{1,32}", m["role"]):
+            raise ValueError(f"message {i} has role {m['role'][:40]!r}, expected a plain word such as user")
 
 
 def _render_in_child(template: str, variants: list[list[dict]], variables: dict) -> list[str]:
-    """One prompt per list of messages. The sandbox alone stops neither nested loops nor strings of a gigabyte: a
-    child process with limits on CPU, memory and output does (without `resource`: wall clock and output)."""
+    """One prompt per list of messages, rendered in a child process with limits on time, CPU, memory and output.
+
+    The sandbox alone stops neither nested loops nor strings of a gigabyte. Where Python has no `resource` module, only
+    time and output are limited.
+    """
     if len(template) > TEMPLATE_CHARACTERS:
         raise ValueError(f"the template is longer than {TEMPLATE_CHARACTERS} characters")
     limit = 2**20 + 8 * sum(len(m["content"]) for m in variants[0])  # characters of a prompt
     request = {"template": template, "variants": variants, "variables": variables, "limit": limit}
-    command, data = [sys.executable, "-P", __file__], json.dumps(request).encode()
+    data = json.dumps(request).encode()
+    command = [sys.executable, "-P", __file__]
     try:
         done = subprocess.run(command, input=data, capture_output=True, timeout=RENDER_SECONDS)
         reply = json.loads(done.stdout)
@@ -432,18 +514,21 @@ def _render_in_child(template: str, variants: list[list[dict]], variables: dict)
 
 
 def _render_here(request: dict) -> list[str]:
-    """The child's side: Hugging Face's contract for templates in jinja2's immutable sandbox."""
+    """The prompts, in the child process: Hugging Face's contract for templates in jinja2's immutable sandbox."""
     import jinja2.ext
     import jinja2.sandbox
 
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
-        for name, limit in (("CORE", 0), ("CPU", RENDER_CPU_SECONDS), ("AS", RENDER_MEMORY)):
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (RENDER_CPU_SECONDS, RENDER_CPU_SECONDS))
+        resource.setrlimit(resource.RLIMIT_AS, (RENDER_MEMORY, RENDER_MEMORY))
 
     class Generation(jinja2.ext.Extension):
-        tags = {"generation"}  # marks the assistant's text for training; here its body is simply rendered
+        """The tag that marks the assistant's text for training. Here its body is simply rendered."""
+
+        tags = {"generation"}
 
         def parse(self, parser):
             next(parser.stream)
@@ -460,12 +545,13 @@ def _render_here(request: dict) -> list[str]:
     )
     sandbox.filters["tojson"] = tojson
     sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": datetime.datetime.now().strftime}
-    template, prompts, limit = sandbox.from_string(request["template"]), [], request["limit"]
+    template = sandbox.from_string(request["template"])
+    prompts = []
     for messages in request["variants"]:
         prompts.append("")
         for chunk in template.generate(messages=messages, tools=None, documents=None, **request["variables"]):
             prompts[-1] += chunk
-            if len(prompts[-1]) > limit:
+            if len(prompts[-1]) > request["limit"]:
                 raise ValueError("the prompt is far longer than the messages")
     return prompts
 
@@ -473,7 +559,7 @@ def _render_here(request: dict) -> list[str]:
 if __name__ == "__main__":
     try:
         answer = {"prompts": _render_here(json.load(sys.stdin))}
-    except Exception as failure:  # whatever a template raises is reported with its own message
-        name = type(failure).__name__
-        answer = {"error": str(failure) if name == "ValueError" else f"{name} {failure}"}
+    except Exception as failure:  # A template may raise anything, and the parent reports it.
+        kind = "" if type(failure) is ValueError else f"{type(failure).__name__} "
+        answer = {"error": f"{kind}{failure}"}
     print(json.dumps(answer))

@@ -1,4 +1,11 @@
-"""TODO."""
+"""What a draft tree is: topology, names, files, and the tables of a batch. All of it runs on the host.
+
+A tree has N nodes. Node 0 is the root (the last committed token), every other node has a parent with a lower number, and
+D is the greatest depth below the root. A step therefore emits 1 to D + 1 tokens. Plain decoding is the tree with one node.
+
+Shape letters: B batch, N nodes, K children per node, W rows of a draft level, R draft rows so far. Ids are int64.
+Code that a compiled step traces does not belong here (see tree_building.py).
+"""
 
 from __future__ import annotations
 
@@ -12,51 +19,70 @@ from torch import Tensor
 
 from tree_building import ancestors_from_parents
 
-MAX_NODES, MAX_DEPTH, MAX_TOPK, MAX_FILE_BYTES = 256, 16, 64, 1 << 20
+MAX_NODES = 256
+MAX_DEPTH = 16
+MAX_TOPK = 64
+MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A fixed tree given by paths of 0-based child ranks, without the root: `(2, 0)` is the first child of
-    the root's third child. Paths must be prefix-closed, ranks contiguous, else a ValueError names the path.
-    Sorted by length, then lexicographically, path number i is node i+1."""
+    """A fixed tree, given by the paths of its nodes below the root.
+
+    A path lists child ranks from 0, so `(2, 0)` is the first child of the root's third child. Every prefix of a path
+    must be a path too, and ranks must be contiguous; otherwise a ValueError names the path. Sorted by length and then
+    lexicographically, path number i is node i + 1.
+    """
 
     paths: tuple[tuple[int, ...], ...]
-    N: int = field(init=False)  # nodes, root included = rows of the verification forward
+    N: int = field(init=False)  # nodes with the root, which is the number of rows of the verifying forward
     D: int = field(init=False)  # greatest depth below the root
     parent: tuple[int, ...] = field(init=False)  # per node; the root is its own parent
     depth: tuple[int, ...] = field(init=False)
     rank: tuple[int, ...] = field(init=False)  # which of its parent's candidates a node takes; root 0
     branching: tuple[int, ...] = field(init=False)  # per depth 0..D-1: the most children of any node there
     max_children: int = field(init=False)
-    # levels[l]: the nodes at depth l+1 that have children. Only they go through the drafter, one forward per
-    # level; the root's own prediction comes from the forward that extends the draft cache.
+    # levels[l] lists the nodes at depth l + 1 that have children. Only these go through the drafter, one forward per
+    # level. The root's own prediction comes from the forward that extends the draft cache.
     levels: tuple[tuple[int, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         nodes = ((), *_checked_paths(self.paths))
         index = {path: i for i, path in enumerate(nodes)}
-        parent, depth = tuple(index[path[:-1]] for path in nodes), tuple(map(len, nodes))
-        inner, D = sorted(set(parent[1:])), depth[-1]
+        parent = tuple(index[path[:-1]] for path in nodes)
+        depth = tuple(len(path) for path in nodes)
+        D = depth[-1]
+        inner = sorted(set(parent[1:]))
         branching = tuple(1 + max(path[-1] for path in nodes if len(path) == d) for d in range(1, D + 1))
-        levels = tuple(tuple(i for i in inner if depth[i] == d) for d in range(1, D))
-        derived = dict(paths=nodes[1:], N=len(nodes), D=D, parent=parent, depth=depth, levels=levels)
-        derived |= dict(rank=(0, *(path[-1] for path in nodes[1:])), branching=branching)
-        for name, value in (derived | dict(max_children=max(branching, default=0))).items():
-            object.__setattr__(self, name, value)
+        derived = {
+            "paths": nodes[1:],
+            "N": len(nodes),
+            "D": D,
+            "parent": parent,
+            "depth": depth,
+            "rank": (0, *(path[-1] for path in nodes[1:])),
+            "branching": branching,
+            "max_children": max(branching, default=0),
+            "levels": tuple(tuple(i for i in inner if depth[i] == d) for d in range(1, D)),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)  # the dataclass is frozen
 
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """An EAGLE-2 tree, numbers as in SafeAILab/EAGLE: N counts the root, `depth` is the number of expansion
-    forwards (so D = depth + 1), `topk` is both the candidates per row and the frontier's width. `pool`
-    candidates are drafted, of which N-1 are kept. Raises ValueError for numbers out of range."""
+    """An EAGLE-2 tree, which is chosen anew in every step. The numbers are those of SafeAILab/EAGLE.
+
+    N counts the root, `depth` is the number of expansion forwards, and `topk` is both the number of candidates per row and
+    the width of the frontier. `pool` candidates are drafted and N - 1 of them are kept. Raises ValueError for numbers out
+    of range.
+    """
 
     N: int
     depth: int
     topk: int
-    D = property(lambda self: self.depth + 1)
-    pool = property(lambda self: self.topk + self.depth * self.topk**2)
+    D: int = field(init=False, repr=False, compare=False)
+    pool: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         limits = {"N": (2, MAX_NODES), "depth": (0, MAX_DEPTH - 1), "topk": (1, MAX_TOPK)}
@@ -64,6 +90,8 @@ class DynamicTree:
             value = getattr(self, name)
             if type(value) is not int or not low <= value <= high:
                 raise ValueError(f"dynamic tree: {name} is {value!r:.40}, allowed {low} to {high}")
+        object.__setattr__(self, "D", self.depth + 1)
+        object.__setattr__(self, "pool", self.topk + self.depth * self.topk**2)
         if self.N - 1 > self.pool:
             why = f"topk + depth * topk^2 = {self.pool} are drafted; use N <= {self.pool + 1}"
             raise ValueError(f"dynamic tree: N is {self.N}, but only {why}")
@@ -77,7 +105,7 @@ def _checked_paths(paths: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
         if not isinstance(path, list | tuple) or not 1 <= len(path) <= MAX_DEPTH:
             raise ValueError(f"tree: path {path!r:.60} must be a list of 1 to {MAX_DEPTH} child ranks")
         if any(type(rank) is not int or rank < 0 for rank in path):
-            raise ValueError(f"tree: path {path!r:.60} must hold integers >= 0 (0 = first child)")
+            raise ValueError(f"tree: path {path!r:.60} must hold integers >= 0 (0 is the first child)")
     known: set[tuple[int, ...]] = {()}
     ordered = sorted(map(tuple, paths), key=lambda path: (len(path), path))
     for path in ordered:
@@ -92,37 +120,57 @@ def _checked_paths(paths: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def chain(K: int) -> StaticTree:
-    """K drafted tokens in a row: N = K+1, D = K."""
+    """The tree of K drafted tokens in a row: N = K + 1 and D = K."""
     if type(K) is not int or not 1 <= K <= MAX_DEPTH:
         raise ValueError(f"tree: chain length {K!r:.40}, allowed 1 to {MAX_DEPTH}")
     return StaticTree(tuple((0,) * n for n in range(1, K + 1)))
 
 
 def root_only() -> StaticTree:
-    """The tree of plain decoding: N = 1, D = 0."""
+    """The tree of plain decoding: N = 1 and D = 0."""
     return StaticTree(())
 
 
-# EAGLE-1's published tree of 25 drafted nodes (its name there is mc_sim_7b_63), one word per path.
+def medusa_tree(children: str) -> StaticTree:
+    """A tree from words `PATH:COUNT`, the number of children of each node. `-` is the root."""
+    paths = []
+    for word in children.split():
+        parent, _, count = word.partition(":")
+        above = () if parent == "-" else tuple(map(int, parent))
+        paths += [(*above, rank) for rank in range(int(count))]
+    return StaticTree(tuple(paths))
+
+
+# EAGLE-1's published tree of 25 drafted nodes (called mc_sim_7b_63 there), one word per path.
 _PAPER25 = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
-
-
 PAPER25 = StaticTree(tuple(tuple(map(int, word)) for word in _PAPER25.split()))
+# Two of Medusa's published trees of 63 nodes.
+MEDUSA_TREES = {
+    "medusa:vicuna_7b_stage2": "-:10 0:10 1:5 2:2 3:2 4:1 5:1 6:1 7:1 00:9 01:4 02:2 03:1 04:1 05:1 10:3 11:1 20:1 "
+    "000:4 001:1 002:1 010:1",
+    "medusa:mc_sim_7b_63": "-:10 0:10 1:7 2:3 3:2 4:1 5:1 6:1 7:1 8:1 9:1 00:10 01:3 02:2 03:1 04:1 05:1 06:1 07:1 10:2 "
+    "20:1 000:2",
+}
+NAMES = f"paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, {', '.join(MEDUSA_TREES)}"
 
 
 def parse_tree(spec: str) -> StaticTree | DynamicTree:
-    """The tree that `spec` names: `paper25`, `chain:K`, `dynamic:N,DEPTH,TOPK` (N counts the root, DEPTH
-    expansions) or FILE.json: a list of paths, or an object with either "paths" or "dynamic": [N, DEPTH, TOPK]
-    (its other keys are ignored). Raises a one-line ValueError."""
+    """The tree that `spec` names: one of NAMES. Raises a one-line ValueError for anything else.
+
+    In `dynamic:N,DEPTH,TOPK` N counts the root and DEPTH the expansions. FILE.json holds a list of paths, or an object
+    with either "paths" or "dynamic": [N, DEPTH, TOPK], whose other keys are ignored.
+    """
     if spec == "paper25":
         return PAPER25
+    if spec in MEDUSA_TREES:
+        return medusa_tree(MEDUSA_TREES[spec])
     if spec.endswith(".json"):
         return _read_tree(spec)
     kind, _, rest = spec.partition(":")
     numbers = rest.split(",")
     if len(numbers) == {"chain": 1, "dynamic": 3}.get(kind) and all(map(str.isdecimal, numbers)):
         return (chain if kind == "chain" else DynamicTree)(*(int(n[:9]) for n in numbers))
-    raise ValueError(f"tree: {spec!r:.60} is not one of paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json")
+    raise ValueError(f"tree: {spec!r:.60} is not one of {NAMES}")
 
 
 def _read_tree(file: str) -> StaticTree | DynamicTree:
@@ -147,19 +195,21 @@ def _read_tree(file: str) -> StaticTree | DynamicTree:
 class Level(NamedTuple):
     """One draft forward of a batch of static trees. Padding rows have valid False and see only themselves."""
 
-    depth: int  # of every node in it; draft position = stable rows + depth - 1
+    depth: int  # of all its nodes
     node: Tensor  # [B, W] tree node of each row (0 in padding)
     valid: Tensor  # [B, W] bool
-    source: Tensor  # [B, W] run row of the node's parent: whose candidates and whose feature it takes
+    source: Tensor  # [B, W] run row of the node's parent, whose candidates and feature it takes
     rank: Tensor  # [B, W] which of those candidates
     visible: Tensor  # [B, W, R] bool over this and all earlier levels' rows (the root's run row is history)
 
 
 @dataclass(frozen=True)
 class TreeTables:
-    """Static trees of a batch as device tensors, padded to common sizes; built by `tree_tables`. Run rows number the
-    drafter's rows: 0 is the root's prediction, then the rows of each level in order. Padding nodes have valid False,
-    parent 0, depth 0 and see only themselves."""
+    """The static trees of a batch as device tensors, padded to common sizes. `tree_tables` builds them.
+
+    Run rows number the drafter's rows: row 0 is the root's prediction, then come the rows of each level in order. Padding
+    nodes have valid False, parent 0, depth 0, and see only themselves.
+    """
 
     N: int
     D: int
@@ -170,16 +220,10 @@ class TreeTables:
     depth: Tensor  # [B, N]
     rank: Tensor  # [B, N]
     valid: Tensor  # [B, N] bool
-    ancestors: Tensor  # [B, N, N] bool, row i = the nodes that i sees, itself included
+    ancestors: Tensor  # [B, N, N] bool, row i holds the nodes that node i sees, itself included
     children: Tensor  # [B, N, max_children], 0 = none
     source_row: Tensor  # [B, N] run row of each node's parent
     levels: tuple[Level, ...]
-
-    def tokens(self, root: Tensor, candidates: Tensor) -> Tensor:
-        """Tokens [B, N] from the root's [B] and the candidates [B, run_rows, max_children] of every run row:
-        node i takes `candidates[b, source_row[b, i], rank[b, i]]`."""
-        index = (self.source_row * self.max_children + self.rank)[:, 1:]
-        return torch.cat([root[:, None], candidates.flatten(1).gather(1, index)], 1)
 
 
 def tree_tables(trees: Sequence[StaticTree], device: torch.device | str = "cpu") -> TreeTables:
@@ -219,27 +263,3 @@ def tree_tables(trees: Sequence[StaticTree], device: torch.device | str = "cpu")
             levels.append(Level(d, node, live, source_row.gather(1, node), rank.gather(1, node), visible))
     tensors = (parent, depth, rank, valid, ancestors, children, source_row)
     return TreeTables(N, D, branching, K, run_rows, *tensors, tuple(levels))
-
-
-def medusa_tree(children: str) -> StaticTree:
-    """A tree from `path:number of children` words, `-` being the root: how eagle.md 10.2 lists the published trees."""
-    paths = []
-    for word in children.split():
-        parent, _, count = word.partition(":")
-        above = () if parent == "-" else tuple(map(int, parent))
-        paths += [(*above, rank) for rank in range(int(count))]
-    return StaticTree(tuple(paths))
-
-
-# Two of Medusa's published trees of 63 nodes; both go by these names after `--tree`.
-MEDUSA_TREES = {
-    "medusa:vicuna_7b_stage2": "-:10 0:10 1:5 2:2 3:2 4:1 5:1 6:1 7:1 00:9 01:4 02:2 03:1 04:1 05:1 10:3 11:1 20:1 "
-    "000:4 001:1 002:1 010:1",
-    "medusa:mc_sim_7b_63": "-:10 0:10 1:7 2:3 3:2 4:1 5:1 6:1 7:1 8:1 9:1 00:10 01:3 02:2 03:1 04:1 05:1 06:1 07:1 10:2 "
-    "20:1 000:2",
-}
-
-
-def named_tree(spec: str) -> StaticTree | DynamicTree:
-    """`trees.parse_tree`, with Medusa's published trees by name too."""
-    return medusa_tree(MEDUSA_TREES[spec]) if spec in MEDUSA_TREES else parse_tree(spec)

@@ -1,4 +1,11 @@
-"""TODO."""
+"""Growing draft trees on the device: fixed shapes, no value is read back to the host.
+
+A dynamic tree (EAGLE-2) collects candidates in a pool. `first_level` starts the pool, `expand` adds the candidates of
+one more draft forward, and `select` keeps the best of them as the tree. These functions stand apart from tree.py because
+a compiled step traces them, and TorchDynamo never traces a file called tree.py (it takes it for the dm-tree package).
+
+Shape letters: B batch, N nodes, D depth, K candidates per row, R draft rows so far, P size of the pool. Ids are int64.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +17,15 @@ from torch.nn.functional import pad
 
 
 def ancestors_from_parents(parent: Tensor, D: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Ancestors [B, N, N] bool (each node sees itself) and depth [B, N] of trees given by parent [B, N], none
-    deeper than D. Pointer doubling in ceil(log2(D+1)) steps. Nodes that are not valid [B, N] (optional) get
-    depth 0 and see themselves alone (a softmax needs one key)."""
+    """Who sees whom in trees given by parent [B, N], none of them deeper than D.
+
+    Returns ancestors [B, N, N] bool (every node sees itself) and depth [B, N]. Nodes that are not valid [B, N] get depth
+    0 and see only themselves, because a softmax needs one key. Pointer doubling takes ceil(log2(D + 1)) rounds.
+    """
     B, N = parent.shape
     itself = torch.eye(N, dtype=torch.bool, device=parent.device)
     seen = itself.expand(B, N, N)
-    for _ in range(D.bit_length()):  # step k: seen holds the nearest 2^k ancestors, parent is the 2^k-th
+    for _ in range(D.bit_length()):  # after round k, `seen` holds the nearest 2^k ancestors
         seen = seen | seen.gather(1, parent[..., None].expand(B, N, N))
         parent = parent.gather(1, parent)
     if valid is not None:
@@ -25,19 +34,22 @@ def ancestors_from_parents(parent: Tensor, D: int, valid: Tensor | None = None) 
 
 
 class Pool(NamedTuple):
-    """A dynamic tree's candidates so far (flat ids, parents first) and the frontier that is drafted from next."""
+    """The candidates of a dynamic tree so far, parents first, and the frontier that is drafted from next.
+
+    A candidate's flat id is its place in the pool.
+    """
 
     tokens: Tensor  # [B, P]
     scores: Tensor  # [B, P] cumulative, fp32 or wider
-    parent: Tensor  # [B, P] flat id, -1 = the root
+    parent: Tensor  # [B, P] flat id, -1 for the root
     frontier: Tensor  # [B, K] flat ids
     frontier_tokens: Tensor  # [B, K]
-    source: Tensor  # [B, K] which row of the forward before drafted each: whose feature it takes
+    source: Tensor  # [B, K] the row of the previous forward that drafted it, whose feature it takes
     visible: Tensor  # [B, K, R] bool over the rows of all expansion forwards, the next one included
 
 
 class DraftTree(NamedTuple):
-    """A dynamic tree. Nodes with valid False are padding: parent 0, depth 0, they see only themselves."""
+    """A dynamic tree. Nodes with valid False are padding: parent 0, depth 0, and they see only themselves."""
 
     tokens: Tensor  # [B, N]
     parent: Tensor  # [B, N]
@@ -48,19 +60,18 @@ class DraftTree(NamedTuple):
 
 
 def _usable(scores: Tensor) -> Tensor:
-    # At least fp32: in half precision confident children tie with their parents. NaN is the worst score.
+    """Scores in fp32 or wider, because in half precision confident children tie with their parents. NaN is the worst."""
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     return scores.where(~scores.isnan(), -torch.inf)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    # Ties go to the lower id; torch.topk promises no order among them.
+    """Indices of the largest scores. Ties go to the lower index, which torch.topk does not promise."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def first_level(tokens: Tensor, scores: Tensor) -> Pool:
-    """The pool after the root's prediction. tokens, scores [B, K]: the root's candidates and their
-    log-probabilities, chosen by the caller; all of them are the first frontier."""
+    """The pool after the root's prediction: tokens and scores [B, K] of the root's candidates, all of them frontier."""
     B, K = tokens.shape
     ids = torch.arange(K, device=tokens.device).expand(B, K)
     visible = torch.eye(K, dtype=torch.bool, device=tokens.device).expand(B, K, K)
@@ -69,26 +80,37 @@ def first_level(tokens: Tensor, scores: Tensor) -> Pool:
 
 
 def expand(pool: Pool, tokens: Tensor, scores: Tensor) -> Pool:
-    """The pool after one expansion. tokens, scores [B, K, K]: the K candidates of each frontier row and their
-    log-probabilities, chosen by the caller (shared noise selects by other keys than it scores by). The next
-    frontier is the best K of these K*K by cumulative score (EAGLE-2, expansion phase)."""
+    """The pool after one expansion. The next frontier is the best K of the new K * K candidates by cumulative score.
+
+    tokens and scores [B, K, K] are the K candidates of each frontier row and their log-probabilities. The caller chooses
+    the candidates, because with shared noise they are selected by other keys than they are scored by.
+    """
     B, K = pool.frontier.shape
     base = pool.scores.gather(1, pool.frontier)[..., None]
-    # A child scores no higher than its parent and has a higher flat id, so it never outlives it in `select`.
+    # A child scores no higher than its parent and has a higher flat id, so `select` never keeps it without its parent.
     total = torch.minimum(_usable(_usable(scores) + base), base).flatten(1)
-    best, flat = _best(total, K), tokens.flatten(1)
+    best = _best(total, K)
+    flat = tokens.flatten(1)
     inherited = pool.visible.gather(1, (best // K)[..., None].expand(-1, -1, pool.visible.shape[2]))
     own = torch.eye(K, dtype=torch.bool, device=tokens.device).expand(B, K, K)
-    parent = torch.cat([pool.parent, pool.frontier.repeat_interleave(K, 1)], 1)
-    scores, visible = torch.cat([pool.scores, total], 1), torch.cat([inherited, own], 2)
-    pool_tokens, frontier = torch.cat([pool.tokens, flat], 1), pool.tokens.shape[1] + best
-    return Pool(pool_tokens, scores, parent, frontier, flat.gather(1, best), best // K, visible)
+    return Pool(
+        tokens=torch.cat([pool.tokens, flat], 1),
+        scores=torch.cat([pool.scores, total], 1),
+        parent=torch.cat([pool.parent, pool.frontier.repeat_interleave(K, 1)], 1),
+        frontier=pool.tokens.shape[1] + best,
+        frontier_tokens=flat.gather(1, best),
+        source=best // K,
+        visible=torch.cat([inherited, own], 2),
+    )
 
 
 def select(pool: Pool, root: Tensor, N: int, D: int, live: Tensor | None = None) -> DraftTree:
-    """EAGLE-2's re-ranking: keep the best N-1 of the pool, numbered in flat order, parents first. root [B]: the root's
-    token. D: one more than the expansions. live [B] int64: keep only that many nodes, root included, and pad up to N
-    (a smaller tree in a larger captured size). ValueError if the pool is smaller than N-1."""
+    """EAGLE-2's re-ranking: the tree of the root and the best N - 1 candidates, parents first.
+
+    root [B] is the root's token, D is one more than the number of expansions. live [B] int64 keeps only that many nodes
+    (root included) and pads up to N, so that a smaller tree fits a larger captured size. Raises ValueError if the pool
+    is smaller than N - 1.
+    """
     P = pool.tokens.shape[1]
     if not 1 <= N <= P + 1:
         raise ValueError(f"dynamic tree: N is {N}, allowed 1 to {P + 1} for a pool of {P} candidates")
@@ -96,7 +118,8 @@ def select(pool: Pool, root: Tensor, N: int, D: int, live: Tensor | None = None)
     if live is not None:
         flat = flat.where(torch.arange(1, N, device=root.device) < live[:, None], P)
     flat = flat.sort(dim=-1).values
-    valid, flat = pad(flat < P, (1, 0), value=True), flat.clamp(max=P - 1)
+    valid = pad(flat < P, (1, 0), value=True)
+    flat = flat.clamp(max=P - 1)
     above = pool.parent.gather(1, flat)
     parent = pad(torch.where((above < 0) | ~valid[:, 1:], 0, torch.searchsorted(flat, above) + 1), (1, 0))
     ancestors, depth = ancestors_from_parents(parent, D, valid)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from weights.tuned import write_tuned
+from kernels.tuned import write_tuned
 
 # layer -> (out features, in features); experts: one expert's matrices
 LAYERS = {
@@ -94,10 +94,7 @@ def copy_bandwidth(device: torch.device, size: int) -> float:
 
 def dequantized(x: Tensor, weight: kernels.PackedWeight) -> Tensor:
     """x @ W^T by way of the whole matrix in x's dtype: on CUDA our fused kernel and cuBLAS."""
-    if weight.layout != "planes":
-        return x @ kernels.dequantize(weight, x.dtype).mT
-    tensors = weight.weight, weight.scales, weight.zeros
-    return x @ kernels._matrix(x, *tensors, weight.bits, weight.group_size, weight.n, x.is_cuda).mT
+    return x @ kernels.dequantize(weight, x.dtype, fused=weight.layout == "planes" and x.is_cuda).mT
 
 
 def make_kernel(name: str, n: int, k: int, dtype: torch.dtype, device: torch.device, buffers: int):

@@ -21,7 +21,7 @@ from model import ModelConfig, Transformer
 from weights.heads import EagleConfig
 from weights.hf import build_model
 from weights.quantized import QuantLinear, QuantSpec, apply_spec_, pack_, set_tensor
-from weights.tuned import read_tuned
+from kernels.tuned import read_tuned
 
 TINY = {"tiny": SHAPES["tiny"]} | {
     "tiny-moe": replace(SHAPES["tiny"], model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)

@@ -1,101 +1,117 @@
-"""TODO."""
+"""The contract of a drafter, and the drafter that drafts nothing.
+
+A drafter proposes a draft tree and is told what the target chose. It cannot change a token: the target verifies every
+node, so a bad draft only costs speed. Everything a drafter does inside a step has fixed shapes and never waits for the
+host. Shape letters: B batch, N nodes, D depth, S slots, V vocabulary, F feature size.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import sampling
 from model import Transformer
+from sampling import SamplingMode, SamplingState
 
 
-def root_draft(root: Tensor) -> Draft:
-    """The tree of one node per sequence: root [B]."""
-    zero = torch.zeros_like(root)[:, None]
-    return Draft(root[:, None], zero, zero, (zero == 0)[..., None], zero == 0, zero.float())
+class StepParts(NamedTuple):
+    """The functions of a step that `--compile` replaces by compiled ones. None stands for the function itself."""
+
+    block: Callable | None = None  # model.Block.forward
+    draft_layer: Callable | None = None  # eagle_draft.EagleHead.layer_forward
+    tail: Callable | None = None  # step.accept_and_commit
 
 
-class CachelessDrafter:
-    """What drafters without a cache of the text share. This one drafts nothing: n-grams alone are grafted onto it."""
-
-    N, D, taps, multi_round = 1, 0, (), ""
-
-    def __init__(self, model: Transformer):
-        self.feature_size = model.config.hidden_size
-
-    def bytes_per_step(self, model: Transformer) -> float:
-        """Weight bytes one draft reads."""
-        return 0.0
-
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        pass
-
-    def draft(self, request: DraftInput) -> Draft:
-        return root_draft(request.root)
+UNCOMPILED = StepParts()
 
 
 class Draft(NamedTuple):
-    """A proposed tree (see tree.py for shapes) and, for multi-round verification, the draft's probabilities."""
+    """A proposed tree, and for multi-round verification the draft's probabilities."""
 
-    tokens: Tensor
-    parent: Tensor
-    depth: Tensor
-    ancestors: Tensor
-    valid: Tensor
-    scores: Tensor  # [B, N] cumulative draft score (`sampling.draft_keys`; at T > 0 with the shared noise), root 0
+    tokens: Tensor  # [B, N]
+    parent: Tensor  # [B, N]
+    depth: Tensor  # [B, N]
+    ancestors: Tensor  # [B, N, N] bool
+    valid: Tensor  # [B, N] bool
+    scores: Tensor  # [B, N] cumulative draft score, root 0; `Drafter.scoring` says what it means
     q: Tensor | None = None  # [B, run_rows, V]
 
 
 class DraftInput(NamedTuple):
-    """What a drafter may look at in one step: static buffers of the engine, and the step's noise."""
+    """What a drafter may look at in one step: the engine's static buffers and the noise of this step."""
 
     tokens: Tensor  # [B, S] committed ids; tokens[n] is the root
-    n: Tensor  # [B] cached target tokens = the root's position
+    n: Tensor  # [B] tokens in the target's cache, which is the root's position
     root: Tensor  # [B]
     features: Tensor  # [B, D + 1, F] of positions n - count .. n - 1
     count: Tensor  # [B] valid rows of features
-    noise: Tensor | None  # [B, D + 1, V] shared noise, or None
-    state: sampling.SamplingState
-    mode: sampling.SamplingMode
-    seen: Tensor  # [B, V] bool, prompt and output
-    counts: Tensor  # [B, V] generated so far, root included
+    noise: Tensor | None  # [B, D + 1, V] the target's noise, None for greedy decoding
+    sampling: SamplingState
+    mode: SamplingMode
+    seen: Tensor  # [B, V] bool, tokens of the prompt and the output
+    counts: Tensor  # [B, V] how often each token was generated so far, the root included
+    parts: StepParts = UNCOMPILED
 
 
-class Drafter(Protocol):
-    """What the step needs of a drafter. All of it is of fixed shape and never waits for the host."""
+class Drafter:
+    """What the step, the engine and the reports need of a drafter. A new drafter is a subclass with `draft`."""
 
-    N: int  # nodes, root included
-    D: int  # greatest depth below the root
-    taps: tuple[int, ...]  # layers of the target whose input it wants; () = the post-norm hidden state
-    feature_size: int
+    multi_round: str = (
+        ""  # "without" or "with" replacement for multi-round verification, "" for choice-and-walk
+    )
+    always_on: str = ""  # why plain steps may not replace its steps for a while; "" if they may
+    scoring: str = "none"  # what Draft.scores are: "none", "probability", or "noisy" (with the shared noise)
+    grafted: bool = False  # whether n-gram nodes were added to another drafter's tree
 
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        """One sequence's known tokens [1, T + 1] from position start [1]; features [1, T, F] of all but the last."""
-
-    def draft(self, request: DraftInput) -> Draft: ...
-
-    # Optional: def observe(self, choice: Tensor) -> None, told the target's token after every row [B, N] of the step,
-    # invalid rows included. For drafters that guess with such rows (lookahead).
-    # Optional: always_on: str, why plain steps may not replace it for a while ('' = they may: prefill catches up).
-
-
-class PlainDrafter:
-    """Drafts nothing: the root alone, padded to `width` rows that never match (--prove keeps the forward's width)."""
-
-    D, taps, multi_round = 0, (), ""
-
-    def __init__(self, model: Transformer, batch_size: int, width: int = 1):
-        self.N, self.feature_size = width, model.config.hidden_size
-        zeros = torch.zeros(batch_size, width, dtype=torch.int64, device=model.device)
-        self.zeros, self.scores, self.valid = zeros, zeros.float(), (zeros == 1)
-        self.valid[:, 0] = True
-        self.ancestors = torch.eye(width, dtype=torch.bool, device=model.device).expand(batch_size, -1, -1)
+    def __init__(self, N: int, D: int, feature_size: int, taps: tuple[int, ...] = ()):
+        """N: nodes of the tree, root included. D: greatest depth below the root. feature_size: width of the target's
+        features per token. taps: layers of the target whose input it wants, () for the post-norm hidden state."""
+        self.N = N
+        self.D = D
+        self.feature_size = feature_size
+        self.taps = taps
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        pass
+        """Learn known tokens of one sequence: ids [1, T + 1] from position start [1], features [1, T, F] of T of them."""
 
-    def draft(self, request: DraftInput) -> Draft:
-        tokens = request.root[:, None].expand(-1, self.N)
-        return Draft(tokens, self.zeros, self.zeros, self.ancestors, self.valid, self.scores)
+    def draft(self, inputs: DraftInput) -> Draft:
+        """Propose one tree per sequence. No host sync."""
+        raise NotImplementedError
+
+    def observe(self, choice: Tensor) -> None:
+        """Learn the target's token after every row [B, N] of the step, invalid rows included."""
+
+    def bytes_per_step(self, model: Transformer) -> float:
+        """Weight bytes that one draft reads."""
+        return 0.0
+
+    def buffers(self) -> list[Tensor]:
+        """The tensors that a step writes in place."""
+        return []
+
+
+class PlainDrafter(Drafter):
+    """Drafts nothing: the tree is the root alone, padded to `width` rows that never match.
+
+    `--prove` uses the padding to keep the width of the forward. A PlainDrafter that stands in for another drafter
+    (`features_of`) collects the features that the other one will want.
+    """
+
+    def __init__(self, model: Transformer, width: int = 1, features_of: Drafter | None = None):
+        feature_size = features_of.feature_size if features_of else model.config.hidden_size
+        super().__init__(width, 0, feature_size, features_of.taps if features_of else ())
+        with torch.device(model.device):
+            self.zeros = torch.zeros(1, width, dtype=torch.int64)
+            self.scores = torch.zeros(1, width)
+            self.valid = torch.arange(width)[None] == 0
+            self.ancestors = torch.eye(width, dtype=torch.bool)[None]
+
+    def draft(self, inputs: DraftInput) -> Draft:
+        B = inputs.root.shape[0]
+        zeros = self.zeros.expand(B, -1)
+        tokens = inputs.root[:, None].expand(-1, self.N)
+        ancestors = self.ancestors.expand(B, -1, -1)
+        return Draft(tokens, zeros, zeros, ancestors, self.valid.expand(B, -1), self.scores.expand(B, -1))

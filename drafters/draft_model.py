@@ -1,6 +1,8 @@
-"""TODO."""
+"""A small LLM of the same vocabulary as the drafter."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -8,16 +10,16 @@ from torch import Tensor
 from drafters.base import DraftInput
 from drafters.tree_drafter import TreeDrafter
 from model import ModelConfig, Transformer, chain_ancestors, make_nodes
+from tokenizer import Tokenizer
 from tree import DynamicTree, TreeTables
 
 
 class DraftModelDrafter(TreeDrafter):
-    """A small LLM of the same vocabulary drafts: chains, static or dynamic trees, both verification rules.
+    """Drafts chains, static and dynamic trees with a small LLM, under both verification rules.
 
-    Row i of its cache holds token i. Rows up to the root stay; a step re-feeds the tokens accepted last (always D + 1
-    rows, what the tree left behind there is overwritten), the tree's rows follow them and never survive."""
-
-    taps = ()
+    Row i of its cache holds token i. Rows up to the root stay. A step feeds the tokens accepted last again, always in
+    D + 1 rows that overwrite what the last tree left behind. The rows of the tree follow and never survive.
+    """
 
     def __init__(
         self,
@@ -29,64 +31,71 @@ class DraftModelDrafter(TreeDrafter):
         shared_noise: bool = True,
         multi_round: str = "",
     ):
-        super().__init__(tree, shared_noise, multi_round)
+        super().__init__(tree, target.config.hidden_size, (), shared_noise, multi_round)
         check_vocabulary(target.config, model.config)
         if any(0 < window <= tree.D for window in model.config.windows):
             raise ValueError(
                 f"the draft model attends {max(model.config.windows)} tokens, less than the tree is deep."
             )
-        self.model, self.feature_size = model, target.config.hidden_size
+        self.model = model
         self.slots = slots + 1 + self.scratch
         self.cache = model.new_cache(batch_size, self.slots)
 
+    def buffers(self) -> list[Tensor]:
+        return [self.cache]
+
     def bytes_per_step(self, model: Transformer) -> float:
-        """Weight bytes one draft reads: the whole draft model once per forward."""
-        widths = (
-            [self.tree.topk] * self.tree.depth
-            if self.dynamic
-            else [x.node.shape[1] for x in self.tree.levels]
-        )
-        return sum(self.model.weight_bytes(width) for width in (self.D + 1, *widths))
+        """The whole draft model is read once per forward."""
+        return sum(self.model.weight_bytes(width) for width in (self.D + 1, *self.level_widths()))
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        self._chain(tokens[:, :-1], start, self.cache[:, :, row : row + 1])
+        self._chain(tokens[:, :-1], start, self.cache[:, :, row : row + 1], None)
 
-    def _chain(self, tokens: Tensor, start: Tensor, cache: Tensor) -> Tensor:
-        (B, T), device = tokens.shape, tokens.device
-        depth = torch.arange(T, device=device).expand(B, T)
-        nodes = self.model.nodes(start, depth, chain_ancestors(B, T, device), self.slots)
-        return self.model(tokens, nodes, cache)[0]
+    def _chain(self, tokens: Tensor, start: Tensor, cache: Tensor, block: Callable | None) -> Tensor:
+        B, T = tokens.shape
+        depth = torch.arange(T, device=tokens.device).expand(B, T)
+        nodes = self.model.nodes(start, depth, chain_ancestors(B, T, tokens.device), self.slots)
+        return self.model(tokens, nodes, cache, block=block)[0]
 
-    def _extend(self, request: DraftInput) -> Tensor:
-        start = request.n - request.count + 1
-        row = torch.arange(request.features.shape[1], device=start.device)
-        where = (start[:, None] + row).clamp(max=request.tokens.shape[1] - 1)
-        output = self._chain(request.tokens.gather(1, where), start, self.cache)
-        last = (request.count - 1)[:, None, None].expand(-1, 1, output.shape[-1])
+    def _extend(self, inputs: DraftInput) -> Tensor:
+        start = inputs.n - inputs.count + 1
+        row = torch.arange(inputs.features.shape[1], device=start.device)
+        where = (start[:, None] + row).clamp(max=inputs.tokens.shape[1] - 1)
+        output = self._chain(inputs.tokens.gather(1, where), start, self.cache, inputs.parts.block)
+        last = (inputs.count - 1)[:, None, None].expand(-1, 1, output.shape[-1])
         return output.gather(1, last)
 
-    def _level(self, request: DraftInput, depth: int, first: int, tokens, feature, visible) -> Tensor:
-        start = request.n + 1
-        positions = (request.n + depth)[:, None].expand(tokens.shape)
+    def _level(self, inputs: DraftInput, depth: int, first: int, tokens, feature, visible) -> Tensor:
+        start = inputs.n + 1
+        positions = (inputs.n + depth)[:, None].expand(tokens.shape)
         nodes = make_nodes(self.model.rotary, start, positions, start + first, visible, self.slots)
-        return self.model(tokens, nodes, self.cache)[0]
+        return self.model(tokens, nodes, self.cache, block=inputs.parts.block)[0]
 
     def predict(self, output: Tensor) -> Tensor:
         return self.model.logits(output)
 
 
-def check_vocabulary(target: ModelConfig, model: ModelConfig, tokenizers: tuple = (None, None)) -> None:
-    """ValueError unless both models number the same pieces: vocabulary sizes, and tokenizers where both exist."""
-    sizes = target.vocab_size, model.vocab_size
-    if sizes[0] != sizes[1]:
+def check_vocabulary(
+    target: ModelConfig,
+    draft: ModelConfig,
+    tokenizers: tuple[Tokenizer | None, Tokenizer | None] = (None, None),
+) -> None:
+    """Raise ValueError unless both models number the same pieces.
+
+    The sizes of the vocabularies are compared, and the tokenizers (the target's, the draft's) where both exist.
+    """
+    if target.vocab_size != draft.vocab_size:
         raise ValueError(
-            f"the draft model has {sizes[1]:,} tokens, the target {sizes[0]:,}; use a draft model of the same family."
+            f"the draft model has {draft.vocab_size:,} tokens, the target {target.vocab_size:,}; use a draft model of "
+            "the same family."
         )
-    if None not in tokenizers:
-        ours, theirs = (t._files.pieces for t in tokenizers)
-        if differ := [i for i in sorted(ours.keys() | theirs.keys()) if ours.get(i) != theirs.get(i)]:
-            i = differ[0]
-            raise ValueError(
-                f"the draft model's token {i} is {theirs.get(i)!r:.40}, the target's {ours.get(i)!r:.40} "
-                f"({len(differ):,} differ); use a draft model of the same family."
-            )
+    if None in tokenizers:
+        return
+    ours, theirs = (tokenizer.pieces for tokenizer in tokenizers)
+    different = [i for i in sorted(ours.keys() | theirs.keys()) if ours.get(i) != theirs.get(i)]
+    if different:
+        i = different[0]
+        raise ValueError(
+            f"the draft model's token {i} is {theirs.get(i)!r:.40}, the target's {ours.get(i)!r:.40} "
+            f"({len(different):,} differ); use a draft model of the same family."
+        )

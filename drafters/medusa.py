@@ -1,4 +1,4 @@
-"""TODO."""
+"""Medusa: heads that predict several tokens ahead at once from one hidden state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sampling
-from drafters.base import CachelessDrafter, Draft, DraftInput
+from drafters.base import Draft, Drafter, DraftInput
 from model import Transformer, weight_bytes
 from tree import DynamicTree, TreeTables
 from weights.medusa import read_medusa
@@ -28,8 +28,11 @@ class ResBlock(nn.Module):
 
 
 class MedusaHeads(nn.ModuleList):
-    """Medusa's heads under their published names: `{i}.0.linear.weight/bias` and `{i}.1.weight`, head i's own LM head.
-    Without the latter (`own_lm_head` False) all heads share the target's. Head i guesses the token i + 2 further on."""
+    """Medusa's heads under their published names: `{i}.0.linear.weight`, `{i}.0.linear.bias`, `{i}.1.weight`.
+
+    Head i predicts the token i + 2 positions further on. The last name is the head's own LM head. Without it
+    (own_lm_head = False) all heads share the target's.
+    """
 
     def __init__(self, target: Transformer, count: int, own_lm_head: bool = False):
         H, V = target.config.hidden_size, target.config.vocab_size
@@ -47,7 +50,7 @@ class MedusaHeads(nn.ModuleList):
 
 
 def load_medusa(path: str | Path, target: Transformer) -> MedusaHeads:
-    """Medusa heads of a file or folder (`checkpoint.read_medusa`) in the target's dtype and on its device."""
+    """Medusa heads of a file or folder in the target's dtype and on its device."""
     tensors = read_medusa(path, target.config)
     count, own = len({name.split(".")[0] for name in tensors}), "0.1.weight" in tensors
     with torch.device("meta"):
@@ -57,9 +60,12 @@ def load_medusa(path: str | Path, target: Transformer) -> MedusaHeads:
     return heads
 
 
-class MedusaDrafter(CachelessDrafter):
-    """Medusa: head d - 1 drafts all tokens at depth d at once from the last committed hidden state; the token of rank r
-    there is its r-th best whatever the parent is. With shared noise the ranks see the target's noise of that position."""
+class MedusaDrafter(Drafter):
+    """Head d - 1 drafts all tokens at depth d at once from the last committed hidden state.
+
+    The token of rank r at a depth is that head's r-th best, whatever the parent is. With shared noise the ranks use the
+    target's noise of that position.
+    """
 
     def __init__(self, heads: MedusaHeads, tree: TreeTables, shared_noise: bool = True):
         if isinstance(tree, DynamicTree):
@@ -67,31 +73,31 @@ class MedusaDrafter(CachelessDrafter):
         if tree.D > len(heads):
             raise ValueError(f"the tree is {tree.D} deep, but there are {len(heads)} Medusa heads; use --tree chain:"
                              f"{len(heads)} or another tree of that depth.")  # fmt: skip
-        super().__init__(heads.target)
-        self.heads, self.tree, self.shared_noise, self.N, self.D = heads, tree, shared_noise, tree.N, tree.D
+        super().__init__(tree.N, tree.D, heads.target.config.hidden_size)
+        self.heads = heads
+        self.tree = tree
+        self.shared_noise = shared_noise
+        self.scoring = "noisy" if shared_noise else "probability"
 
     def bytes_per_step(self, model: Transformer) -> float:
-        """Weight bytes one draft reads: the heads used, and the target's LM head if they share it."""
+        """The heads that are used, and the target's LM head if they share it."""
         used = sum(weight_bytes(self.heads[i]) for i in range(self.D))
-        shared = (
-            weight_bytes(model.lm_head) if model.lm_head is not None else model.embed_tokens.weight.nbytes
-        )
-        return used + (0.0 if self.heads.own_lm_head else shared)
+        return used if self.heads.own_lm_head else used + model.lm_head_bytes()
 
-    def draft(self, request: DraftInput) -> Draft:
+    def draft(self, inputs: DraftInput) -> Draft:
         t, K = self.tree, max(self.tree.max_children, 1)
-        last = (request.count - 1)[:, None, None].expand(-1, 1, self.feature_size)
-        logits = self.heads(request.features.gather(1, last)[:, 0], t.D)  # [B, D, V]
-        if request.mode.penalties:  # of the text so far: a cartesian tree has no path to follow
+        last = (inputs.count - 1)[:, None, None].expand(-1, 1, self.feature_size)
+        logits = self.heads(inputs.features.gather(1, last)[:, 0], t.D)  # [B, D, V]
+        if inputs.mode.penalties:  # of the text so far, because a node's parent is not known here
             none = torch.zeros_like(t.depth[:, :1, None]).expand(-1, t.D, -1)
             logits = sampling.apply_penalties(
-                logits, request.seen, request.counts, none, none > 0, request.state
+                logits, inputs.seen, inputs.counts, none, none > 0, inputs.sampling
             )
-        noise = request.noise[:, : t.D] if request.noise is not None and self.shared_noise else None
-        keys, scores = sampling.draft_keys(logits, noise, request.state, request.mode)
+        noise = inputs.noise[:, : t.D] if inputs.noise is not None and self.shared_noise else None
+        keys, scores = sampling.draft_keys(logits, noise, inputs.sampling, inputs.mode)
         best = keys.topk(K, -1).indices
         pick = ((t.depth - 1).clamp(min=0) * K + t.rank)[:, 1:]
-        tokens = torch.cat((request.root[:, None], best.flatten(1).gather(1, pick)), 1)
+        tokens = torch.cat((inputs.root[:, None], best.flatten(1).gather(1, pick)), 1)
         gained = F.pad(scores.gather(-1, best).flatten(1).gather(1, pick), (1, 0))
         totals = torch.where(t.ancestors, gained[:, None], 0.0).sum(-1)
         return Draft(tokens, t.parent, t.depth, t.ancestors, t.valid, totals)

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The gauge: where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -9,44 +9,33 @@ import torch
 
 from engine import Engine
 from runtime.results import GenerationResult
-from step import PHASES, StepOutput
+from step import PHASES, Observer, StepOutput
 
 
-class Gauge:
-    """Times the phases of an engine's steps, in an instrumented run: CUDA events on a GPU (which a captured graph
-    records at every replay), the clock on a CPU. Without a gauge a step holds no trace of it."""
+class Gauge(Observer):
+    """Times the phases of an engine's steps, with CUDA events on a GPU and with the clock on a CPU.
+
+    A captured graph records the events at every replay. Without a gauge a step holds no trace of it.
+    """
+
+    marks = True
 
     def __init__(self, engine: Engine):
-        if engine.compiled and engine.compile_mode in ("inductor", "reduce-overhead"):
-            raise ValueError(
-                "a step compiled in one piece has no phases to time; use --compile-mode regions."
-            )
         self.cuda = engine.model.device.type == "cuda"
         self.milliseconds = dict.fromkeys(PHASES, 0.0)
         self.times: dict[str, Any] = {}
         self.runner = engine.runner
-        step, observer = engine._step, engine.observer
+        engine.add_observer(self)
 
-        def timed(*arguments: Any) -> StepOutput:
-            self._mark("start")
-            return step(*arguments, mark=self._mark)
-
-        def observe(out: StepOutput) -> None:  # after the host has read the step
-            self._collect()
-            if observer is not None:
-                observer(out)
-
-        engine._step, engine.observer = timed, observe
-
-    def _mark(self, phase: str) -> None:
+    def mark(self, phase: str) -> None:
         if not self.cuda:
             self.times[phase] = time.perf_counter()
             return
-        if phase not in self.times:  # external: elapsed time can be asked for after a replay too
+        if phase not in self.times:  # an external event can be asked for its time after a replay too
             self.times[phase] = torch.cuda.Event(enable_timing=True, external=True)
         self.times[phase].record()
 
-    def _collect(self) -> None:
+    def step(self, output: StepOutput) -> None:
         before = self.times["start"]
         for phase in PHASES:
             now = self.times[phase]
@@ -54,7 +43,7 @@ class Gauge:
             before = now
 
     def split(self, result: GenerationResult) -> dict[str, float]:
-        """Milliseconds per step: each phase, host (what is left: reading the output, launches) and step, their sum."""
+        """Milliseconds per step: every phase, the host (reading the output, launching), and the whole step."""
         steps = max(result.steps, 1)
         parts = {phase: ms / steps for phase, ms in self.milliseconds.items()}
         whole = result.decode_seconds * 1e3 / steps

@@ -1,8 +1,8 @@
-"""TODO."""
+"""What a request gives: tokens and text with the stop rules applied, times and acceptance. All of it is on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,20 +14,27 @@ class Chunk(NamedTuple):
 
     row: int
     token_ids: list[int]
-    text: str  # '' without a tokenizer; never half a character, never part of a stop string
+    text: str  # never half a character and never part of a stop string; "" without a tokenizer
 
 
 def n_alpha(emitted: Sequence[int], depth: int = 5) -> list[float]:
-    """k-alpha, k < depth, from the lengths of whole steps: of those that accepted k drafts of a chain, the share that
-    accepted one more (eagle.md 6.2). Ends where none accepted so many."""
+    """k-alpha for k < depth, from the lengths of whole steps that drafted a chain (EAGLE paper, section 4.1).
+
+    k-alpha is the share of the steps with k accepted drafts that accepted one more. The list ends where no step accepted
+    so many.
+    """
     deeper = [sum(e > d for e in emitted) for d in range(depth + 1)]
     return [b / a for a, b in zip(deeper, deeper[1:], strict=False) if a]
 
 
 @dataclass
 class GenerationResult:
-    """One sequence's outcome. tokens_per_step lists the ids of every step; token 1 comes from the prompt's forward, so
-    new_tokens = 1 + sum of their lengths. tau is the mean of those that checked a draft (the target's own included)."""
+    """The outcome of one sequence.
+
+    tokens_per_step lists the ids that every step emitted. The first token comes from the prompt's forward, so new_tokens
+    is 1 + the sum of their lengths. tau is the mean length of the steps that checked a draft, the target's own token
+    included.
+    """
 
     prompt_tokens: int
     temperature: float
@@ -38,8 +45,10 @@ class GenerationResult:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     tokens_per_step: list[list[int]] = field(default_factory=list)
-    plain_steps: list[int] = field(default_factory=list)  # those without drafting, because it did not pay
-    chain: int = 0  # depth of the chain that was drafted; 0: another tree, or none
+    plain_steps: list[int] = field(
+        default_factory=list
+    )  # steps without a draft, because drafting did not pay
+    chain: int = 0  # depth of the chain that was drafted, 0 for another tree or none
     cached_tokens: int = 0
 
     @property
@@ -52,36 +61,35 @@ class GenerationResult:
 
     @property
     def plain_tokens(self) -> int:
-        """Tokens of the plain steps."""
+        """Tokens that plain steps emitted."""
         return sum(len(self.tokens_per_step[i]) for i in self.plain_steps)
 
     @property
     def drafted(self) -> list[int]:
-        """Lengths of the steps that had a draft (all steps, where there is no drafter): what tau is about."""
+        """Lengths of the steps that tau is about: those with a draft, or all steps where there is no drafter."""
         plain = set(self.plain_steps)
         return [len(t) for i, t in enumerate(self.tokens_per_step) if i not in plain]
 
     @property
     def tau(self) -> float:
-        """Tokens per target forward that checked a draft, the target's own included; 0 when there was none."""
+        """Tokens per target forward that checked a draft, the target's own token included. 0 without such a forward."""
         return sum(self.drafted) / len(self.drafted) if self.drafted else 0.0
 
     @property
     def accepted_by_depth(self) -> list[float]:
-        """Share of those steps that emitted more than d tokens, d = 1, 2, ...; tau = 1 + their sum."""
+        """The share of those steps that emitted more than d tokens, for d = 1, 2, ... tau is 1 + their sum."""
         emitted = self.drafted
         return [sum(e > d for e in emitted) / len(emitted) for d in range(1, max(emitted, default=0))]
 
     @property
     def n_alpha(self) -> list[float]:
-        """On a chain: k-alpha, k = 0..4, the share of drafts at depth k + 1 accepted once all shallower ones were; []
-        for other trees. Without the last step, which a stop may have cut short."""
+        """k-alpha of a chain for k = 0 to 4, [] for other trees. The last step may be cut short and does not count."""
         whole = self.drafted if self.steps - 1 in self.plain_steps else self.drafted[:-1]
         return n_alpha(whole, min(self.chain, 5))
 
     @property
     def tokens_per_second(self) -> float:
-        """Ids after the first over decode time."""
+        """Ids after the first one, divided by the decode time."""
         return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,15 +106,19 @@ class GenerationResult:
 
 
 class SequenceOutput:
-    """Host side of one sequence: truncates at stop ids, stop strings and the length limit; decodes text."""
+    """The host's side of one sequence: stops at stop ids, stop strings and the length limit, and decodes text."""
 
     def __init__(self, result: GenerationResult, params: SamplingParams, stop_ids: set[int], tokenizer):
-        self.result, self.params, self.stop_ids = result, params, stop_ids
+        self.result = result
+        self.params = params
+        self.stop_ids = stop_ids
         self.decoder = tokenizer.stream(continuation=True) if tokenizer is not None else None
-        self.text, self.shown, self.finished = "", 0, False
+        self.text = ""
+        self.shown = 0  # characters of the text that were handed out
+        self.finished = False
 
     def push(self, ids: Sequence[int], step: bool = True) -> Chunk:
-        """Take a step's ids; returns what of them counts."""
+        """Take the ids of a step. Returns those that count."""
         kept: list[int] = []
         for token in ids:
             if self.finished:
@@ -140,10 +152,11 @@ class SequenceOutput:
         return bool(found)
 
     def finish(self, reason: str) -> None:
-        self.finished, self.result.stop_reason = True, reason
+        self.finished = True
+        self.result.stop_reason = reason
 
     def _show(self) -> str:
-        """New text, without a tail that could still become a stop string."""
+        """The new text, without an end that could still become a stop string."""
         hold = 0
         if not self.finished:
             for stop in self.params.stop:
@@ -152,5 +165,40 @@ class SequenceOutput:
                         hold = size
                         break
         end = max(self.shown, len(self.text) - hold)
-        new, self.shown, self.result.text = self.text[self.shown : end], end, self.text
+        new = self.text[self.shown : end]
+        self.shown = end
+        self.result.text = self.text
         return new
+
+
+class Stream:
+    """An iterator of Chunks. Its `results` fill while it runs, and leaving it early (break, Ctrl-C) is safe."""
+
+    def __init__(self, chunks: Iterator[Chunk], results: list[GenerationResult]):
+        self._chunks = chunks
+        self.results = results
+
+    @property
+    def result(self) -> GenerationResult:
+        return self.results[0]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self._chunks
+
+    def close(self) -> None:
+        """Stop here. Sequences that had not finished are marked as interrupted."""
+        self._chunks.close()
+        mark_interrupted(self.results)
+
+    def run(self) -> list[GenerationResult]:
+        """Run to the end and return the results."""
+        for _ in self._chunks:
+            pass
+        return self.results
+
+
+def mark_interrupted(results: list[GenerationResult]) -> None:
+    """Say of all unfinished results that they were interrupted."""
+    for result in results:
+        if result.stop_reason == "unfinished":
+            result.stop_reason = "interrupted"

@@ -1,4 +1,7 @@
-"""TODO."""
+"""Running steps ahead of the host: the ring that carries their output, CUDA graphs, and when speculation pays.
+
+This file knows neither models nor text. A step is a function without arguments that works on static buffers.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +12,71 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RING = 8  # steps whose output the device keeps: more than may run ahead
+WARM_UP = 3  # runs before a capture, so that kernels are compiled and workspaces allocated outside the graph
 
 
-WARM_UP = 3  # steps before a capture: kernels compile, workspaces are allocated outside the graph
+def capture_graph(
+    call: Callable[[], Any],
+    cuda: Any = torch.cuda,
+    stream: Any = None,
+    pool: Any = None,
+    warm_up: int = WARM_UP,
+) -> tuple[Any, Any]:
+    """Capture `call` as a CUDA graph. Returns the graph and the output that every replay writes again.
+
+    The warm-up and the capture use the same side stream, because workspaces belong to a stream. `cuda` is torch.cuda, or
+    what a test puts in its place.
+    """
+    current = cuda.current_stream()
+    stream = stream or cuda.Stream()
+    graph = cuda.CUDAGraph()
+    try:
+        stream.wait_stream(current)
+        try:
+            with cuda.stream(stream):
+                for _ in range(warm_up):
+                    call()
+        finally:
+            current.wait_stream(stream)
+        with cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            output = call()
+    finally:
+        cuda.set_stream(current)  # a capture that fails may leave its own stream current
+    return graph, output
 
 
 class Runner:
-    """Launches steps and hands their output over through a device ring, without waiting for the steps.
+    """Launches steps and hands over their output through a ring on the device, without waiting for the steps.
 
     The i-th step since `begin` writes row i mod R of `ring` int64 [R, B, W] and adds one to `counter` int64 [1] itself.
-    After each step the whole ring is copied to (pinned) host memory, so a row stays there, unchanged, for R - 1 further
-    steps; `read` waits for its own step alone. On a CPU the same code runs without events.
+    After every step the whole ring is copied to pinned host memory, where a row stays unchanged for R - 1 further steps.
+    `read` waits only for its own step. On a CPU the same code runs without events.
     """
 
     def __init__(self, ring: Tensor, counter: Tensor, cuda: Any = None, capture: bool = False):
         """cuda: torch.cuda for tensors on a GPU (or what a test puts in its place). capture: replay CUDA graphs."""
-        self.ring, self.counter, self.cuda, self.capture = ring, counter, cuda, capture
+        self.ring = ring
+        self.counter = counter
+        self.cuda = cuda
+        self.capturing = capture
         self.host = torch.zeros(ring.shape, dtype=ring.dtype, pin_memory=cuda is torch.cuda)
         self.events = [cuda.Event() for _ in range(len(ring))] if cuda else []
         self.graphs: dict[Hashable, tuple[Any, Any]] = {}
         self.stream = cuda.Stream() if cuda and capture else None
         self.pool = cuda.graph_pool_handle() if cuda and capture else None
-        self.issued = self.taken = self.replays = 0
+        self.issued = 0
+        self.taken = 0
+        self.replays = 0
 
     def begin(self) -> None:
-        """Forget the steps issued so far (those still under way finish before any later one). No host sync."""
+        """Forget the steps issued so far. Those under way finish before any later one. No host sync."""
         self.counter.zero_()
-        self.issued = self.taken = self.replays = 0
+        self.issued = 0
+        self.taken = 0
+        self.replays = 0
 
     def launch(self, key: Hashable, step: Callable[[], Any]) -> Any:
-        """Run `step`, or replay the graph captured under `key`; returns the step's own output. No host sync."""
+        """Run `step`, or replay the graph captured under `key`. Returns the step's own output. No host sync."""
         if self.issued - self.taken >= len(self.ring):
             raise RuntimeError(f"{len(self.ring)} steps are unread; the ring holds no more.")
         graph, out = self.graphs.get(key, (None, None))
@@ -62,60 +99,59 @@ class Runner:
         self.taken += 1
         return self.host[row].tolist()
 
-    def prepare(self, key: Hashable, step: Callable[[], Any]) -> None:
-        """Capture `step` as the graph of `key`, unless there is one. The state must be such that steps change nothing
-        that counts (all sequences finished): warm-up runs it. RuntimeError if it cannot be captured; from then on steps
-        run eagerly."""
-        if not self.capture or key in self.graphs:
+    def capture(self, key: Hashable, step: Callable[[], Any]) -> None:
+        """Capture `step` as the graph of `key`, unless there is one or graphs are not wanted.
+
+        Call it while all sequences are finished, because the warm-up runs the step. Raises RuntimeError if the step
+        cannot be captured; from then on steps run one kernel at a time.
+        """
+        if not self.capturing or key in self.graphs:
             return
-        cuda, current = self.cuda, self.cuda.current_stream()
-        graph = cuda.CUDAGraph()
         try:
-            self.stream.wait_stream(current)
-            try:
-                with cuda.stream(self.stream):  # the capture's own stream: workspaces belong to a stream
-                    for _ in range(WARM_UP):
-                        step()
-            finally:
-                current.wait_stream(self.stream)
-            with cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                out = step()
+            self.graphs[key] = capture_graph(step, self.cuda, self.stream, self.pool)
         except Exception as error:
-            self.capture = False
+            self.capturing = False
             raise RuntimeError(
                 f"the step could not be captured as a CUDA graph ({type(error).__name__}: {error}); "
                 "the next request on this engine runs its steps one kernel at a time."
             ) from error
-        finally:
-            cuda.set_stream(current)  # a capture that fails may leave its own stream current
-        self.graphs[key] = graph, out
 
 
 class Pacer:
     """Decides within one request whether steps speculate: not while tau stays under break-even.
 
-    It looks at the last WINDOW steps. Once plain, it lets PLAIN tokens pass, then has PROBE steps speculate to decide.
+    It looks at the last WINDOW steps. While decoding is plain it lets PLAIN tokens pass, and then PROBE speculative steps
+    decide whether drafting comes back.
     """
 
-    WINDOW, PLAIN, PROBE = 16, 64, 8
+    WINDOW = 16
+    PLAIN = 64
+    PROBE = 8
 
     def __init__(self, break_even: float):
-        self.break_even, self.speculating = break_even, True
+        self.break_even = break_even
+        self.speculating = True
         self.counts: list[float] = []
-        self.needed, self.plain = self.WINDOW, 0
+        self.needed = self.WINDOW
+        self.plain = 0
 
     def take(self, speculative: bool, counts: Sequence[int]) -> None:
-        """Learn what a step emitted for each unfinished sequence. Steps launched before the last change of mind are
-        none of either phase."""
+        """Learn how many tokens a step emitted for each unfinished sequence.
+
+        Steps that were launched before the last change of mind belong to neither phase and are ignored.
+        """
         if speculative != self.speculating:
             return
         if not speculative:
             self.plain += 1
             if self.plain >= self.PLAIN:
-                self.speculating, self.counts, self.needed = True, [], self.PROBE
+                self.speculating = True
+                self.counts = []
+                self.needed = self.PROBE
             return
         self.counts = [*self.counts[1 - self.WINDOW :], statistics.fmean(counts)]
         if len(self.counts) >= self.needed:
             self.needed = self.WINDOW
             if statistics.fmean(self.counts) < self.break_even:
-                self.speculating, self.plain = False, 0
+                self.speculating = False
+                self.plain = 0

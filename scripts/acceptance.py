@@ -3,7 +3,7 @@
     python -m scripts.acceptance                         # the demo heads on held-out standard-library code
     python -m scripts.acceptance --checkpoint DIR --eagle HEAD --text FILE --json out.json
     python -m scripts.acceptance --ablation runs/a/CARD.json runs/b/CARD.json      # add heads trained on other inputs
-    python -m scripts.acceptance --readme README.md      # write the table between the README's markers
+    python -m scripts.acceptance --readme docs/results.md      # write the table between the page's markers
 
 Every arm decodes the same prompts. `same` counts prompts whose tokens equal plain decoding's (not promised by
 multi-round). tau counts tokens per target forward, the target's own included; k-alpha is the chance that the draft at

@@ -28,7 +28,7 @@ from bench.kernel_timing import (
     make_kernel,
     measure,
 )
-from weights.tuned import tuned_file
+from kernels.tuned import tuned_file
 
 
 def main(argv: list[str] | None = None) -> int:

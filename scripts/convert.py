@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from model import DTYPES
+from model_config import DTYPES
 from support.errors import BAD_FILE, run_command
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle

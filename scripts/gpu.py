@@ -3,7 +3,7 @@
     make gpu                               # under 8 minutes from cold caches; installs nothing, needs no network
     make gpu-full                          # every cell; run it again and it goes on where it was stopped
     python -m scripts.gpu --full --seconds 540     # as much of it as fits
-    python -m scripts.gpu --readme README.md       # the table 'measured on a GPU' from benchmarks/results/*-steps.jsonl
+    python -m scripts.gpu --readme docs/results.md # the table 'on a GPU' from benchmarks/results/*-steps.jsonl
     python -m scripts.gpu --device cpu --tiny      # tries the machinery on small shapes; measures nothing
 
 Every part is a process of its own with a time limit; the time that a part leaves over goes to the next ones. All parts

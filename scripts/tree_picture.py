@@ -3,7 +3,8 @@
     python -m scripts.tree_picture                                     # the demo's EAGLE head, docs/tree.svg
     python -m scripts.tree_picture --eagle HEAD --tree dynamic:16,4,4 --prompt "import os" --step 3 --out tree.svg
 
-The step is one of a real request (`--step`, default: of the first 24 the one that accepted most). The SVG says which.
+The step comes from a real request, and the SVG says which step it is. Without `--step` it is the one of the first 24
+that accepted most.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ from load import DEMO, load
 from report.viewer import Step, StepRecorder
 from sampling import SamplingParams
 
-COLUMN, ROW, BOX = 148, 25, 108
-ACCEPTED, REJECTED, BONUS, ROOT = "#1a7f37", "#9198a1", "#bc4c00", "#1f2328"
+COLUMN = 148  # width of a depth of the tree
+ROW = 25
+BOX = 108  # width of a token's box
+ACCEPTED = "#1a7f37"
+REJECTED = "#9198a1"
+BONUS = "#bc4c00"
+ROOT = "#1f2328"
 
 
 def leaf_rows(step: Step) -> dict[int, float]:
-    """Where each live node goes: leaves one under the other in depth-first order, parents in the middle of children."""
+    """The row of each live node. Leaves lie one under the other in depth-first order, parents in the middle of their
+    children."""
     children: dict[int, list[int]] = {}
     for i in range(1, len(step.tokens)):
         if step.valid[i]:
@@ -45,7 +52,7 @@ def leaf_rows(step: Step) -> dict[int, float]:
 
 
 def draw(step: Step, text, caption: str) -> str:
-    """The SVG. text: token id -> str; of the emitted tokens the last one is the target's own."""
+    """The SVG. `text` turns a token id into a string. The last of the emitted tokens is the target's own."""
     rows = leaf_rows(step)
     height = int((max(rows.values()) + 1) * ROW + 66)
     width = (max(step.depth[i] for i in rows) + 2) * COLUMN + 24
@@ -69,8 +76,11 @@ def draw(step: Step, text, caption: str) -> str:
         )
 
     def line(start: tuple[int, float], end: tuple[int, float], colour: str, strong: bool) -> None:
-        (x, y), (x2, y2) = at(*start), at(*end)
-        x, y, y2 = x + BOX, y + ROW / 2 - 2.5, y2 + ROW / 2 - 2.5
+        x, y = at(*start)
+        x2, y2 = at(*end)
+        x += BOX
+        y += ROW / 2 - 2.5
+        y2 += ROW / 2 - 2.5
         parts.append(
             f'<path d="M{x} {y:g} C{x + 20} {y:g} {x2 - 20} {y2:g} {x2} {y2:g}" fill="none" stroke="{colour}" '
             f'stroke-width="{2 if strong else 1}"/>'
@@ -79,7 +89,8 @@ def draw(step: Step, text, caption: str) -> str:
     for i in sorted(rows, key=lambda i: i in step.path):
         taken = i in step.path
         if i:
-            here, above = (step.depth[i], rows[i]), (step.depth[step.parent[i]], rows[step.parent[i]])
+            here = (step.depth[i], rows[i])
+            above = (step.depth[step.parent[i]], rows[step.parent[i]])
             line(above, here, ACCEPTED if taken else "#d0d7de", taken)
     last = step.path[-1]
     end = (step.depth[last], rows[last])
@@ -99,7 +110,7 @@ def draw(step: Step, text, caption: str) -> str:
 
 
 def _free_row(step: Step, rows: dict[int, float], end: tuple[int, float]) -> float:
-    """A row in the next column for the target's token: beside its node, or between its rejected children."""
+    """A row in the next column for the target's token. It lies beside its node, or between the rejected children."""
     taken = sorted(row for i, row in rows.items() if step.depth[i] == end[0] + 1)
     tries = [end[1], *(end[1] + sign * k for k in range(1, 40) for sign in (1, -1))]
     return next(row for row in tries if row >= 0 and all(abs(row - other) >= 0.95 for other in taken))

@@ -21,6 +21,11 @@ def size_text(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
+def default_device() -> str:
+    """The kind of device that is used where nothing else was asked for: "cuda" if there is a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def describe_device(device: torch.device) -> str:
     """The name of the GPU, or of the processor with its number of torch threads."""
     if device.type == "cuda":

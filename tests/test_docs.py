@@ -16,7 +16,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+import generate
 import tree as trees
+from bench import acceptance
 from report.viewer import Step
 from scripts import measured, tree_picture
 
@@ -156,11 +158,20 @@ def test_measured_table_says_what_the_files_say(tmp_path):
     summary |= {"llama_bench": [], "model": {"checkpoint": "demo", "dtype": "float32", "quant": "none"}}
     (tmp_path / "demo.jsonl").write_text(json.dumps({"type": "run"}) + "\n" + json.dumps(summary) + "\n")
     text = measured.table(tmp_path)
-    assert "AMD EPYC" in text and "plain 123 tok/s; fast 1.75x (1.50-2.00), tau 3.21; bad DIFFERS 2/8" in text
-    assert "mr 1.75x (1.50-2.00), tau 3.21, same distribution" in text
+    assert "**demo, float32** on AMD EPYC, 1 threads (`benchmarks/results/demo.jsonl`)" in text
+    assert (
+        "| arm | T = 0 | tau |" in text
+        and "| plain | 123 tok/s |  |\n| fast | 1.75x (1.50-2.00) | 3.21 |" in text
+    )
+    assert "| bad | DIFFERS 2/8 | 3.21 |\n| mr, same distribution | 1.75x (1.50-2.00) | 3.21 |" in text
+    sampled = [r | {"temperature": 1.0} for r in (row, fast | {"tau": 2.5})]
+    (tmp_path / "demo.jsonl").write_text(json.dumps(summary | {"rows": [row, fast, bad, *sampled]}) + "\n")
+    text = measured.table(tmp_path)
+    assert "| fast | 1.75x (1.50-2.00) | 3.21 | 1.75x (1.50-2.00) | 2.50 |" in text
+    assert "| bad | DIFFERS 2/8 | 3.21 |  |  |" in text
     rows = [r | {"suite": suite} for suite in ("s", "t", "all") for r in (row, fast)]
     (tmp_path / "demo.jsonl").write_text(json.dumps(summary | {"rows": rows}) + "\n")
-    assert measured.table(tmp_path).count("fast 1.75x") == 1  # all suites together, once
+    assert measured.table(tmp_path).count("| fast | 1.75x") == 1  # all suites together, once
     assert "No file here comes from a GPU" in text
     tuned = {"verdict": "the tuned tree won: 1.1 x", "compile": True, "model": "demo", "head": "eagle1"}
     (tmp_path / "t.json").write_text(json.dumps(tuned | {"environment": {"device": "AMD EPYC, 1 threads"}}))
@@ -174,15 +185,102 @@ def test_measured_table_says_what_the_files_say(tmp_path):
     with pytest.raises(ValueError, match="y.json"):
         measured.table(tmp_path)
     assert "Nothing has been measured" in measured.table(tmp_path / "none")
-    readme = tmp_path / "README.md"
-    readme.write_text("a\n<!-- measured -->\nold\n<!-- /measured -->\nb\n")
-    assert measured.main(["--results", str(tmp_path / "none"), "--readme", str(readme)]) == 0
-    assert "old" not in readme.read_text() and readme.read_text().endswith("<!-- /measured -->\nb\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "a\n<!-- headline -->\nold\n<!-- /headline -->\nb\n<!-- measured -->\nold\n<!-- /measured -->\nc\n"
+    )
+    assert measured.main(["--results", str(tmp_path / "none"), "--readme", str(page)]) == 0
+    text = page.read_text()
+    assert "old" not in text and text.count("Nothing has been measured") == 2
+    assert "<!-- /headline -->\nb\n" in text and text.endswith("<!-- /measured -->\nc\n")
+    page.write_text("no markers\n")
+    assert measured.main(["--results", str(tmp_path / "none"), "--readme", str(page)]) == 2
 
 
-def test_readme_table_is_the_committed_files():
-    """A row of the README edited by hand, or not written again after its file changed."""
+def test_headline_has_the_figures_of_its_files(tmp_path):
+    """A README row that is not its file's figure: another arm's or temperature's, a broken promise left out."""
+    assert measured.headline(tmp_path) == "Nothing has been measured and committed yet."
+    rows = [
+        {"arm": arm, "temperature": T, "baseline": False, "tau": 3.0 + T, "blocked": "DIFFERS 1/9: why"}
+        | {
+            "speedup": {"median": 1.5 + T, "low": 1.25, "high": 2.75}
+            if arm != "eagle3 paper25" or T
+            else None
+        }
+        for arm in ("eagle1 paper25", "eagle3 paper25")
+        for T in (0.0, 1.0)
+    ]
+    summary = {"type": "summary", "environment": {"device": "AMD EPYC, 1 threads"}, "rows": rows}
+    (tmp_path / "demo.jsonl").write_text(json.dumps(summary) + "\n")
+    text = measured.headline(tmp_path)
+    where = "AMD EPYC, 1 threads | [demo.jsonl](benchmarks/results/demo.jsonl) |"
+    assert f"temperature 0 | DIFFERS 1/9, tau 3.00 | {where}" in text
+    assert f"temperature 1 | 2.50x (1.25-2.75), tau 4.00 | {where}" in text
+    assert len(text.splitlines()) == 6 and "No file here comes from a GPU" in text
+    (tmp_path / "gpu.json").write_text(json.dumps({"environment": {"device": "NVIDIA GeForce RTX 3090"}}))
+    assert len(measured.headline(tmp_path).splitlines()) == 4
+
+
+def block(page: str, name: str) -> list[str]:
+    """The lines between a page's markers."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert text.count(f"<!-- {name} -->\n") == 1 and text.count(f"\n<!-- /{name} -->") == 1
+    return text.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- /{name} -->")[0].splitlines()
+
+
+def test_tables_are_the_committed_files():
+    """A row edited by hand, or not written again after its file changed."""
+    committed = {"README.md": {"headline": measured.headline()}}
+    committed["docs/results.md"] = {"measured": measured.table(), "quantization": measured.quantization()}
+    for page, blocks in committed.items():
+        for name, text in blocks.items():
+            rows = {line for line in block(page, name) if line.startswith(("|", "**"))}
+            hint = "run: python -m scripts.measured --readme README.md docs/results.md"
+            assert len(rows) > 2 and rows <= set(text.splitlines()), hint
+    report = json.loads((measured.RESULTS / "demo_acceptance.json").read_text())
+    hint = "run: python -m scripts.acceptance --readme docs/results.md"
+    assert block("docs/results.md", "acceptance") == acceptance.table(report).splitlines(), hint
+
+
+def test_the_readme_is_short():
+    """The front page growing back: its length, its rows of figures, a cell that is a page."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert len([line for line in block("README.md", "headline") if line.startswith("|")]) <= 2 + 6
+    assert all(len(cell) <= 160 for line in lines if line.startswith("|") for cell in line.split("|"))
+
+
+def test_the_house_names_every_room():
+    """A new file or folder that a reader finds nowhere in docs/house.md, or a room that has gone."""
+    page = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|([^|]*)\|", page.split("## All rooms")[1].split("\n## ")[0], re.M)
+    named = set(re.findall(r"`(\w+/|\w+\.py)`", " ".join(rows)))
+    there = {path.name for path in ROOT.glob("*.py")}
+    there |= {f"{path.parent.name}/" for path in ROOT.glob("*/*.py")}
+    assert named == there, f"not on the page: {sorted(there - named)}; not there: {sorted(named - there)}"
+
+
+def test_the_readme_explains_the_report(capsys):
+    """The sample report of the README having other lines than the real one, or lines that are not explained."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    inside = text.split("<!-- measured -->\n")[1].split("\n<!-- /measured -->")[0]
-    rows = {line for line in inside.splitlines() if "benchmarks/results/" in line}
-    assert rows <= set(measured.table().splitlines()), "run: python -m scripts.measured --readme README.md"
+    section = text.split("## The report, line by line")[1].split("\n## ")[0]
+    sample = re.search(r"^```\n(.*?)^```", section, re.S | re.M)[1]
+    assert generate.main(["--eagle", str(ROOT / "demo" / "eagle3"), "--max-new-tokens", "24"]) == 0
+    report = capsys.readouterr().err
+
+    def labels(text: str) -> list[str]:
+        return [line[:8].strip() for line in text.splitlines() if line.strip()]
+
+    assert labels(sample) == labels(report)
+    assert re.findall(r"^\| `([\w ]+)` \|", section, re.M) == labels(sample)
+
+
+def test_the_python_of_the_readme_runs(capsys, monkeypatch):
+    """The first program that a reader copies failing."""
+    monkeypatch.chdir(ROOT)
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M
+    )
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["stream"].result.text in capsys.readouterr().out and names["stream"].result.tau > 1.5

@@ -609,9 +609,9 @@ def test_an_overtaken_stream_says_so():
 
 def test_the_backend_does_not_leak_to_the_consumer():
     """Kernels chosen for one engine ran in the consumer's code between chunks, and in another engine's."""
-    before = kernels._ACTIVE.get()
+    before = kernels.active_backend()
     for _ in Engine(MODEL, backend=kernels.KernelBackend("reference")).generate(PROMPT, settings(0)):
-        assert kernels._ACTIVE.get() is before
+        assert kernels.active_backend() is before
         assert not torch.is_inference_mode_enabled()
 
 

@@ -1,7 +1,7 @@
-"""kernels.py: references against definitions, Triton kernels against references under the interpreter, PTX by emulation.
+"""The kernels: references against definitions, Triton kernels against references, PTX by emulation.
 
-Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported; `test_triton_interpreter` runs them in
-a process of their own, so the rest of the suite keeps the compiler.
+Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. `test_triton_interpreter`
+runs them in a process of its own, so that the rest of the suite keeps the compiler.
 """
 
 import json
@@ -18,7 +18,6 @@ from tiny import CTX, DRAFT_VOCAB, PROMPT, tables, tiny_head, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import engine
-import engine as engine  # FIXME bare
 import generate
 import kernels
 import sampling
@@ -26,8 +25,9 @@ import tree as trees
 from drafters.base import DraftInput
 from eagle_draft import EagleDrafter, EagleHead
 from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
+from kernels.packing import decode_ptx, from_planes, to_planes
 from sampling import SamplingParams
-from weights import hf, quantizer, rounding, tuned
+from weights import hf, quantizer, rounding
 from weights import quantized as weights_quantized
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +41,7 @@ def same_numbers_every_time():
     torch.manual_seed(0)
 
 
-interpreted = pytest.mark.skipif(not kernels._INTERPRETED, reason="run by test_triton_interpreter")
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_triton_interpreter")
 
 
 def error(got, want):
@@ -49,7 +49,8 @@ def error(got, want):
 
 
 def stored(bits, n, k, group=32, zeros=False, seed=0, experts=()):
-    """Random weights as stored: arguments of pack_int4 / pack_int8 / pack_half without the layout."""
+    """Random weights as they are stored: arguments of pack_int4, pack_int8 or pack_half without the
+    layout."""
     g = torch.Generator().manual_seed(seed)
     if bits == 4:
         q = torch.randint(0, 256, (*experts, n, k // 2), dtype=torch.uint8, generator=g)
@@ -63,8 +64,8 @@ def stored(bits, n, k, group=32, zeros=False, seed=0, experts=()):
 
 
 def exact(weights, rows, k):
-    """(weights, x) of few bits, whose sums are exact in any order: the interpreter multiplies with NumPy, whose order
-    depends on the tile. That the order does not is the GPU tests' to show."""
+    """(weights, x) of few bits, whose sums are exact in any order. The interpreter multiplies with NumPy,
+    which adds in an order that depends on the tile. Only the GPU tests can show that our order does not."""
     if "weight" in weights:
         return weights | {"weight": (weights["weight"] * 64).round() / 64}, torch.randint(
             -4, 5, (rows, k)
@@ -82,7 +83,7 @@ def pack(bits, weights, dtype, layout, config=TINY):
 
 
 def matrix(bits, weights):
-    """The float64 matrix the stored weights stand for, straight from the format's definition."""
+    """The float64 matrix that the stored weights stand for, straight from the definition of the format."""
     if bits == 16:
         return weights["weight"].double()
     if bits == 8:
@@ -108,7 +109,7 @@ def linear_definition(x, w, bias, residual, gated):
 
 
 def run_ptx(text, words):
-    """Execute the PTX of `kernels._ptx` on uint32 arrays with NumPy / torch arithmetic: the emulated machine."""
+    """Execute the PTX of `decode_ptx` on uint32 arrays with the arithmetic of NumPy and torch."""
     r = {}
     bits, bf16 = re.search(r"c1, (0x\w+)", text), "bf16x2" in text
     assert bits is not None
@@ -160,15 +161,15 @@ def run_ptx(text, words):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_ptx_decodes_every_code_in_every_place(bits, bf16):
-    """A wrong mask, constant or operand order in the inline PTX, which no interpreter would execute."""
+    """Catches a wrong mask, constant or operand order in the inline PTX, which no interpreter executes."""
     rng = np.random.default_rng(0)
     words = rng.integers(0, 2**32, (2, 4096), dtype=np.uint64).astype(np.uint32)
     codes = np.arange(2**bits, dtype=np.uint32)
     for p in range(32 // bits):  # and every code alone in every place
         words[p % 2, p * 256 : p * 256 + len(codes)] = codes << np.uint32(bits * p)
-    planes = run_ptx(kernels._ptx(bits, bf16), words)
+    planes = run_ptx(decode_ptx(bits, bf16), words)
     assert len(planes) == 32 // bits
-    want = kernels._from_planes(torch.from_numpy(words.view(np.int32)), bits, words.shape[1] * 32 // bits)
+    want = from_planes(torch.from_numpy(words.view(np.int32)), bits, words.shape[1] * 32 // bits)
     want = want.reshape(2, -1, 32 // bits, 4 * bits).double().numpy() - (8 if bits == 4 else 128)
     for p, plane in enumerate(planes):
         assert np.array_equal(plane[:, 0], want[0, :, p].ravel()) and np.array_equal(
@@ -178,11 +179,12 @@ def test_ptx_decodes_every_code_in_every_place(bits, bf16):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_plane_layout_is_the_documented_one(bits):
-    """Packing that disagrees with the kernel's reading of word i, or that loses the ragged last block."""
+    """Catches packing that disagrees with how the kernel reads word i, or that loses the ragged last
+    block."""
     codes = torch.randint(0, 2**bits, (3, 160))
-    words = kernels._to_planes(codes, bits)
+    words = to_planes(codes, bits)
     assert words.shape == (3, 2 * 4 * bits) and words.dtype == torch.int32
-    assert torch.equal(kernels._from_planes(words, bits, 160).long(), codes)
+    assert torch.equal(from_planes(words, bits, 160).long(), codes)
     per_block = 4 * bits
     for row, k in [(0, 0), (1, 17), (2, 127), (1, 130)]:
         word = words[row, k // 128 * per_block + k % 128 % per_block].item()
@@ -197,7 +199,7 @@ def test_plane_layout_is_the_documented_one(bits):
     "bits,group,zeros", [(4, 32, False), (4, 64, True), (4, 128, False), (8, 0, False), (16, 0, False)]
 )
 def test_cpu_linear_equals_the_format_definition(dtype, bits, group, zeros):
-    """The CPU layouts (int4pack, int8pack, dequantized, plain) drifting from the stored format or from each other."""
+    """Catches a CPU layout (int4pack, int8pack, dequantized, plain) that differs from the stored format."""
     weights = stored(bits, 64, 256, group or 32, zeros)
     if bits == 16:
         weights["weight"] = weights["weight"].to(dtype)
@@ -214,7 +216,8 @@ def test_cpu_linear_equals_the_format_definition(dtype, bits, group, zeros):
 
 
 def test_cpu_layout_choice():
-    """bf16 on CPU silently keeping a dequantized copy (4x the memory), or fp32 using the slow packed kernels."""
+    """Catches bfloat16 on a CPU that keeps a dequantized copy of 4 times the memory, and float32 that uses
+    the slow packed products."""
     four, eight = stored(4, 64, 256), stored(8, 64, 256)
     assert pack(4, four, torch.bfloat16, "auto").layout == "cpu"
     assert pack(8, eight, torch.bfloat16, "auto").layout == "plain"
@@ -224,7 +227,7 @@ def test_cpu_layout_choice():
 
 
 def test_desc_act_permutation():
-    """Columns of a desc_act checkpoint multiplied with the wrong activations."""
+    """Catches columns of a desc_act checkpoint that are multiplied with the wrong activations."""
     weights, perm = stored(4, 16, 64), torch.randperm(64)
     x = torch.randn(3, 64, dtype=torch.float64)
     packed = kernels.pack_int4(**weights, perm=perm, dtype=torch.float64)
@@ -232,7 +235,8 @@ def test_desc_act_permutation():
 
 
 def test_planes_beyond_small_m_and_float64_dequantize():
-    """Prefill through the plane layout reading nibbles in another order than the small-M kernel."""
+    """Catches prefill that reads the nibbles of layout 'planes' in another order than the kernel for few
+    rows."""
     weights = stored(4, 48, 160, zeros=True)
     packed = pack(4, weights, torch.float64, "planes")
     for rows in (3, 70):
@@ -245,7 +249,7 @@ def test_planes_beyond_small_m_and_float64_dequantize():
     [(dict(group_size=48), "group size 48"), (dict(scales=torch.ones(2, 3)), "scales (2, 3)")],
 )
 def test_bad_int4_is_one_clear_error(change, words):
-    """A mis-shaped checkpoint reaching a kernel as garbage addresses."""
+    """Catches a checkpoint of the wrong shape that reaches a kernel as invalid addresses."""
     with pytest.raises(ValueError, match=re.escape(words)):
         kernels.pack_int4(**(stored(4, 64, 128) | change))
     with pytest.raises(ValueError, match="int8: scales"):
@@ -254,7 +258,8 @@ def test_bad_int4_is_one_clear_error(change, words):
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_experts_equal_a_loop_over_tokens(bits):
-    """A token sent to the wrong expert, or slots summed with each other's weight."""
+    """Catches a token that is sent to the wrong expert, and slots that are summed with each other's
+    weight."""
     up, down = stored(bits, 64, 32, 32, experts=(4,)), stored(bits, 32, 32, 32, seed=1, experts=(4,))
     x, weights = torch.randn(5, 32, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64)
     ids = torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0], [0, 1]])  # expert 2 is idle
@@ -271,7 +276,7 @@ def test_experts_equal_a_loop_over_tokens(bits):
 
 
 def test_linear_config_is_a_function_of_shape_alone():
-    """A tiling that depends on M would make verify and plain decoding differ."""
+    """A tiling that depended on M would make verification and plain decoding differ."""
     assert kernels.linear_config(4096, 4096, 4) == kernels.linear_config(4096, 4096, 4)
     for n, k, bits in [(12288, 4096, 4), (4096, 11008, 4), (32000, 4096, 8), (22016, 4096, 4), (64, 128, 4)]:
         for count in (82, 128, 132, 170):
@@ -283,7 +288,8 @@ def test_linear_config_is_a_function_of_shape_alone():
 
 
 def test_write_and_commit_overlapping_rows():
-    """Commit reading a row it has already overwritten (source and target ranges overlap), for B = 1 and B = 2."""
+    """Catches a commit that reads a row after it was overwritten, where source and target ranges overlap, for
+    B = 1 and B = 2."""
     for batch in (1, 2):
         kv = torch.randn(3, 2, batch, 2, 10, 4)
         before = kv.clone()
@@ -333,7 +339,8 @@ def attention_definition(q, kv, start, visible, positions, window, scale):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 7])
 def test_attention_equals_definition(dtype, window):
-    """Wrong GQA packing, window edge, per-sequence start, or the clamped trash row."""
+    """Catches errors of grouped heads, of the edge of the window, of the start of each sequence and of the
+    clamped trash row."""
     for starts in ([0, 17], [30, 5], [37, 36]):
         case = attention_case(dtype, starts, 40)
         assert (
@@ -343,7 +350,8 @@ def test_attention_equals_definition(dtype, window):
 
 
 def test_int8_rows_keep_half_a_level_and_confine_what_is_not_finite():
-    """An int8 cache row that loses precision, takes its scale from another row, or hides an overflow as a number."""
+    """Catches an int8 cache row that loses precision, takes its scale from another row, or hides an overflow
+    as a number."""
     x = torch.randn(3, 4, 16, dtype=torch.float64)
     x[0, 0], x[1, 1, 3], x[1, 2, 3] = 0, float("nan"), float("inf")
     got = kernels.dequantize_rows(kernels.quantize_rows(x), torch.float64)
@@ -356,7 +364,7 @@ def test_int8_rows_keep_half_a_level_and_confine_what_is_not_finite():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_int8_attention_equals_definition_on_what_the_rows_stand_for(dtype):
-    """Scales of keys and values, or of neighbouring rows, mixed up in the reference."""
+    """Catches a reference that mixes up the scales of keys and values, or of neighbouring rows."""
     q, kv, *rest = attention_case(dtype, [30, 5], 40)
     rows = kernels.quantize_rows(kv)
     wide = kernels.dequantize_rows(rows, torch.float64)
@@ -366,7 +374,7 @@ def test_int8_attention_equals_definition_on_what_the_rows_stand_for(dtype):
 
 
 def test_attention_single_row_and_empty_history():
-    """The unmasked T = 1 fast path, or a query that sees nothing, returning NaN."""
+    """Catches NaN from the unmasked path for T = 1, and from a query that sees nothing."""
     q, kv, start, _, positions = attention_case(torch.float32, [5], 20)
     one = (q[:, :, :1], kv, start, torch.ones(1, 1, 1, dtype=torch.bool), positions[:, :1])
     assert error(kernels.tree_attention(*one, 0, 0.3), attention_definition(*one, 0, 0.3)) < 1e-5
@@ -389,13 +397,14 @@ def check_poison(run, dtype, kinds):
 
 
 def test_attention_unseen_nan_has_no_influence():
-    """0 x NaN: an overflowing rejected branch spoiling its siblings; or a poisoned path looking healthy."""
+    """Catches a rejected branch whose overflow spoils its siblings because 0 x NaN = NaN, and a spoilt path
+    that looks healthy."""
     for dtype in (torch.float32, torch.bfloat16):
         check_poison(kernels.tree_attention, dtype, [(0, float("nan")), (1, float("inf")), (0, float("inf"))])
 
 
 def test_attention_traces_without_recompiling():
-    """The opaque operator breaking the graph, or guarding on the live length."""
+    """Catches an operator that breaks the graph of torch.compile or makes it depend on the live length."""
     compiled = []
 
     def backend(graph, inputs):
@@ -410,7 +419,7 @@ def test_attention_traces_without_recompiling():
 
 
 def test_operators_have_shapes_on_fake_cuda():
-    """A step that cannot be checked (or captured) because an operator has no fake implementation."""
+    """A step cannot be checked or captured if an operator has no fake implementation."""
     with FakeTensorMode(allow_non_fake_inputs=True):
 
         def cuda(*shape, dtype=torch.float16):
@@ -436,7 +445,7 @@ def test_operators_have_shapes_on_fake_cuda():
 
 @needs_triton
 def test_backend_choice_is_reported_and_never_silent():
-    """`--kernels triton` quietly running the reference."""
+    """Catches `--kernels triton` that quietly runs the reference."""
     assert set(KernelBackend().table) == set(kernels.OPERATIONS)
     assert KernelBackend().report() == "reference (auto: 'cpu' has no Triton target)"
     mixed = KernelBackend()
@@ -448,13 +457,13 @@ def test_backend_choice_is_reported_and_never_silent():
     )
     with pytest.raises(ValueError, match="auto, triton, reference"):
         KernelBackend("cuda")
-    if not kernels._INTERPRETED:
+    if not kernels.INTERPRETED:
         with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
             KernelBackend("triton", "cpu")
 
 
 def test_imports_and_runs_without_triton():
-    """kernels.py failing to import on a machine that has no Triton."""
+    """Catches kernels that cannot be imported on a machine without Triton."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, kernels\n"
@@ -467,8 +476,8 @@ def test_imports_and_runs_without_triton():
 
 
 def test_triton_that_is_asked_for_but_not_there_is_one_line(monkeypatch, capsys):
-    """`--kernels triton` on a machine without Triton quietly decoding with the reference, or a traceback."""
-    monkeypatch.setattr(kernels, "triton", None)
+    """Catches `--kernels triton` without Triton that decodes with the reference, or ends with a traceback."""
+    monkeypatch.setattr(kernels.backend, "triton", None)
     assert generate.main(["--kernels", "triton", "--max-new-tokens", "2"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "triton is not installed" in err
@@ -480,8 +489,8 @@ def test_triton_that_is_asked_for_but_not_there_is_one_line(monkeypatch, capsys)
     ["linear", "topk", "experts", "attention", "norm", "engine and int4", "engine and int8", "command"],
 )
 def test_triton_interpreter(group):
-    """Runs the test_interpreted_* tests below, and so catches the bugs they name, with TRITON_INTERPRET=1."""
-    if kernels._INTERPRETED:
+    """Runs the test_interpreted_* tests below with TRITON_INTERPRET=1, and so catches what they catch."""
+    if kernels.INTERPRETED:
         pytest.skip("already interpreting")
     options = ["-q", "-x", "-rs", "-p", "no:cacheprovider", "-k", f"test_interpreted_{group}"]
     command = [sys.executable, "-m", "pytest", *options, __file__]
@@ -492,7 +501,8 @@ def test_triton_interpreter(group):
 
 
 def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path, capsys):
-    """A choice that is lost, taken from another GPU, or never used; a slower tiling that wins; a bad file that stops."""
+    """Catches a measured tiling that is lost, taken from another GPU or never used, a slower one that wins,
+    and a bad file that stops the program."""
     from bench import kernel_timing
     from scripts import bench_kernels
 
@@ -518,15 +528,15 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
     best = kernel_timing.tune(shapes, timer)
     four, eight = best["4096x4096 w4"], best["4096x4096 w8"]
     assert four[:2] == (64, 1) and eight == kernels.linear_config(4096, 4096, 8) and len(best) == 3
-    assert tuned.read_tuned("A", path) == ({}, "")
-    tuned.write_tuned("A", best, path)
-    tuned.write_tuned("B", {"64x128 w4": TINY}, path)
-    tuned.write_tuned("A", {"64x128 w4": TINY}, path)
-    assert tuned.read_tuned("A", path) == (best | {"64x128 w4": TINY}, "")
-    assert tuned.read_tuned("B", path)[0] == {"64x128 w4": TINY} and tuned.read_tuned("C", path)[0] == {}
+    assert kernels.read_tuned("A", path) == ({}, "")
+    kernels.write_tuned("A", best, path)
+    kernels.write_tuned("B", {"64x128 w4": TINY}, path)
+    kernels.write_tuned("A", {"64x128 w4": TINY}, path)
+    assert kernels.read_tuned("A", path) == (best | {"64x128 w4": TINY}, "")
+    assert kernels.read_tuned("B", path)[0] == {"64x128 w4": TINY} and kernels.read_tuned("C", path)[0] == {}
     assert [p.name for p in path.parent.iterdir()] == ["kernels.json"]
     weights = stored(4, 64, 128)
-    with KernelBackend(configs=tuned.read_tuned("B", path)[0]).active():
+    with KernelBackend(configs=kernels.read_tuned("B", path)[0]).active():
         assert kernels.pack_int4(**weights, layout="planes").config == TINY
     assert kernels.pack_int4(**weights, layout="planes").config == kernels.linear_config(64, 128, 4)
     good = json.loads(path.read_text())
@@ -541,10 +551,10 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
     ):
         broken = good | {"gpus": {"A": {"64x128 w4": bad}}}
         path.write_text(bad if isinstance(bad, str) else json.dumps(broken))
-        configs, note = tuned.read_tuned("A", path)
+        configs, note = kernels.read_tuned("A", path)
         assert configs == {} and "is ignored" in note and "\n" not in note, bad
-    tuned.write_tuned("A", {"64x128 w4": TINY}, path)
-    assert tuned.read_tuned("A", path) == ({"64x128 w4": TINY}, "")
+    kernels.write_tuned("A", {"64x128 w4": TINY}, path)
+    assert kernels.read_tuned("A", path) == ({"64x128 w4": TINY}, "")
     with pytest.raises(SystemExit):
         bench_kernels.main(["--tune", "--device", "cpu"])
     assert "nothing to tune on a CPU" in capsys.readouterr().err
@@ -553,8 +563,8 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
 @needs_triton
 @pytest.mark.parametrize("arch", ["86", "89", "90", "120"])
 def test_kernel_report_gates_hold(arch):
-    """A kernel that spills, that bounces decoded weights through shared memory, or asks for more of it than the GPU has;
-    the main int4 loop growing past 3.5 instructions per weight."""
+    """Catches a kernel that spills, stores decoded weights to shared memory or asks for more of it than the
+    GPU has, and a main int4 loop of more than 3.5 instructions per weight."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "scripts.kernel_report", "--quick", "--arch", arch]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -562,27 +572,43 @@ def test_kernel_report_gates_hold(arch):
     assert f"sm_{arch}" in done.stdout and "HMMA.16816.F32" in done.stdout
 
 
+def sums(compiled):
+    """Where Triton puts the operands of every matrix product and of every reduction of floats, in program
+    order. Two kernels with the same list add the same numbers in the same order."""
+    code = compiled.asm["ttgir"]
+    layouts = sorted(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE), reverse=True)
+    found = re.findall(
+        r"(?:\}\) : \(|(?:tt\.dot|warp_group_dot)\b.*? : )(tensor<[^)\n]*xf(?:16|32), .*)", code
+    )
+    for i, text in enumerate(found):
+        for name, layout in layouts:
+            text = re.sub(rf"{name}\b", lambda _, layout=layout: layout, text)
+        found[i] = text.split(" loc(")[0]
+    return found
+
+
 @needs_triton
 @pytest.mark.parametrize("arch", [86, 90])
 def test_attention_adds_up_alike_for_one_node_and_for_many(arch):
-    """Verify and plain decoding computed by different matrix instructions, or summed by threads in another arrangement:
-    bits that no interpreter would show."""
+    """Verification and plain decoding must use the same matrix instructions, and their threads must add in
+    the same order. No interpreter would show a difference."""
     from scripts import kernel_report
 
-    if kernels._INTERPRETED:
+    if kernels.INTERPRETED:
         pytest.skip("compiles for a GPU")
     seen = []
     for nodes in (1, 26, 128):
         fixed = dict(T=1, R=1) if nodes == 1 else {}  # what Triton makes of arguments equal to 1
         width = 1 << (nodes - 1).bit_length()
-        for variant in kernel_report._attention("fp16", nodes=width):
+        for variant in kernel_report.attention("fp16", nodes=width):
             variant = variant._replace(constants=variant.constants | fixed)
-            seen.append((variant.name[:16], kernel_report.sums(variant, arch)))
+            seen.append((variant.name[:16], sums(kernel_report.compile_variant(variant, arch))))
     assert all(found for _, found in seen) and seen[2:4] == seen[4:6] == seen[:2]
 
 
 def test_bench_script_runs_on_cpu():
-    """The GPU micro-benchmark failing in argument parsing, its shape table or its loop, on the day there is a GPU."""
+    """Catches errors of the GPU micro-benchmark in its arguments, its table of shapes or its loop before
+    there is a GPU."""
     command = [sys.executable, "-m", "scripts.bench_kernels", "--device", "cpu", "--quick"]
     command += ["--dtype", "float32"]
     command += [
@@ -609,7 +635,16 @@ def test_bench_script_runs_on_cpu():
 # ------------------------------------------------------------------------------------------ interpreted kernels
 
 
-TRITON = KernelBackend("triton", "cpu") if kernels._INTERPRETED else None
+# Where references are called, and by which names.
+REFERENCES = {
+    kernels: ("tree_attention_reference", "rms_norm_reference", "rope_reference", "dequantize", "epilogue"),
+    kernels.attention: ("tree_attention_reference",),
+    kernels.experts: ("dequantize", "epilogue"),
+    kernels.linear: ("dequantize", "epilogue"),
+    kernels.norm_rope: ("rms_norm_reference", "rope_reference"),
+    kernels.packing: ("dequantize",),
+}
+TRITON = KernelBackend("triton", "cpu") if kernels.INTERPRETED else None
 REFERENCE = KernelBackend("reference")
 
 
@@ -643,7 +678,8 @@ LINEARS = [
 @interpreted
 @pytest.mark.parametrize("bits,dtype,n,k,group,zeros,m,gated,config", LINEARS)
 def test_interpreted_linear(bits, dtype, n, k, group, zeros, m, gated, config):
-    """A wrong address, mask, group, epilogue or partial sum in the small-M GEMM; a counter left set for the next call."""
+    """Catches a wrong address, mask, group, epilogue or partial sum, and a counter that is not reset for the
+    next call."""
     weights = stored(bits, n, k, group or 32, zeros)
     if bits == 16:
         weights["weight"] = weights["weight"].to(dtype)
@@ -659,7 +695,8 @@ def test_interpreted_linear(bits, dtype, n, k, group, zeros, m, gated, config):
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("gated,add", [(False, False), (True, False), (False, True)])
 def test_interpreted_linear_rows_are_independent(bits, gated, add):
-    """A row's bits depending on M or on its neighbours (even NaN ones): verify and plain decoding would then differ."""
+    """The bits of a row may depend neither on M nor on its neighbours, even if these are NaN. Otherwise
+    verification and plain decoding would differ."""
     weights, x = exact(stored(bits, 32, 256, 128), 20, 256)
     packed, picked = pack(bits, weights, torch.float16, "planes"), [0, 13, 19]
     residual = torch.randn(20, 32).half()
@@ -677,19 +714,19 @@ def test_interpreted_linear_rows_are_independent(bits, gated, add):
 @interpreted
 @pytest.mark.parametrize("bits,group,zeros", [(4, 128, False), (4, 32, True), (8, 0, False)])
 def test_interpreted_linear_of_many_rows(bits, group, zeros, monkeypatch):
-    """Rows of a second tile (batch 4 x 26 nodes) landing elsewhere, changing bits, or falling to torch; partial sums of
-    two tiles that meet; above the bound, a dequantized matrix that is not the reference's."""
+    """Catches rows of a second tile (as of batch 4 x 26 nodes) that land elsewhere, change bits or fall back
+    to torch, and partial sums of two tiles that mix. Above SMALL_M the dequantized matrix must be that of the
+    reference."""
     k = 160 if group == 32 else 256
     weights, x = exact(stored(bits, 40, k, group or 32, zeros), 70, k)
     packed = pack(bits, weights, torch.float16, "planes")
     alone = [packed_linear(x[i : i + 1], packed) for i in (0, 40, 69)]
-    tensors = packed.weight, packed.scales, packed.zeros, bits, packed.group_size, packed.n
-    want, own = (kernels._matrix(x, *tensors, ours) for ours in (False, True))
+    want, own = (kernels.dequantize(packed, x.dtype, fused) for fused in (False, True))
     assert torch.equal(own, want)
-    half = kernels._matrix(x.bfloat16(), *tensors, True)  # the interpreter truncates to bfloat16
+    half = kernels.dequantize(packed, torch.bfloat16, fused=True)  # the interpreter truncates to bfloat16
     assert error(half, matrix(bits, weights)) < TOLERANCE[torch.bfloat16]
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "_matrix", None)
+        patch.setattr(kernels.linear, "dequantize", None)
         got = packed_linear(x, packed)
         assert torch.equal(got[[0, 40, 69]], torch.cat(alone)) and not packed.counters.any()
         gated = packed_linear(x, packed, gated=True)
@@ -700,14 +737,15 @@ def test_interpreted_linear_of_many_rows(bits, group, zeros, monkeypatch):
         error(gated, linear_definition(x, matrix(bits, weights), None, None, True))
         < 2 * TOLERANCE[torch.float16]
     )
-    monkeypatch.setattr(kernels, "SMALL_M", 64)
+    monkeypatch.setattr(kernels.linear, "SMALL_M", 64)
     assert error(packed_linear(x, packed), want) < TOLERANCE[torch.float16]
 
 
 @interpreted
 @pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (8, torch.bfloat16), (16, torch.float16)])
 def test_interpreted_experts(bits, dtype):
-    """Tokens gathered or scattered to the wrong pair; idle experts; more than one token tile; row dependence."""
+    """Catches tokens that are gathered from or written to the wrong pair, idle experts that are not idle,
+    errors of a second token tile, and rows that depend on each other."""
     up, down = stored(bits, 64, 64, 32, experts=(3,)), stored(bits, 64, 32, 32, seed=1, experts=(3,))
     layouts = [
         [pack(bits, w, dtype, layout, LinearConfig(64, 1)) for w in (up, down)]
@@ -736,7 +774,8 @@ def triton_attention(*args):
 )
 @pytest.mark.parametrize("starts,slots", [([33, 12], 60), ([57, 59], 60), ([200, 140], 300)])
 def test_interpreted_attention(dtype, window, starts, slots):
-    """Chunk, boundary, window, trash row or combine errors of the split-KV kernels."""
+    """Catches errors of chunks, of their boundary, of the window, of the trash row and of merging the partial
+    sums."""
     case = attention_case(dtype, starts, slots, heads=(2, 1))
     want = attention_definition(*case, window, 0.3)
     assert error(triton_attention(*case, window, 0.3), want) < TOLERANCE[dtype]
@@ -747,7 +786,8 @@ def test_interpreted_attention(dtype, window, starts, slots):
     "dtype,window,T", [(torch.float32, 0, 6), (torch.float16, 7, 6), (torch.float32, 9, 66)]
 )
 def test_interpreted_attention_int8(dtype, window, T):
-    """A wrong row length, scale address or mask of an int8 cache, in the tree kernels and (T = 66) in prefill's."""
+    """Catches a wrong row length, scale address or mask of an int8 cache, in the kernels for trees and (T =
+    66) for prefill."""
     if T == 6:
         q, kv, *rest = attention_case(dtype, [57, 140], 160, heads=(2, 1))
     else:
@@ -761,7 +801,8 @@ def test_interpreted_attention_int8(dtype, window, T):
 
 @interpreted
 def test_interpreted_attention_poison_and_prefill():
-    """Unseen NaN rows leaking into the Triton kernels; the prefill variant (many rows) masking the wrong region."""
+    """Catches unseen NaN rows that leak into the Triton kernels, and prefill (many rows) that masks the wrong
+    region."""
     check_poison(triton_attention, torch.float16, [(0, float("nan")), (1, float("inf"))])
     for window in (0, 9):
         start, T = torch.tensor([20]), 66
@@ -776,7 +817,8 @@ def test_interpreted_attention_poison_and_prefill():
 
 @interpreted
 def test_interpreted_attention_ignores_how_large_the_cache_is():
-    """Splits that follow the allocated length: a drafter's slack changing bits, a large --ctx idling the GPU."""
+    """Splits that followed the allocated length would change bits with a drafter's slack, and would idle the
+    GPU for a large --ctx."""
     for n in (500, 1400):
         q, kv, *rest = attention_case(torch.float16, [n], n + 20, heads=(2, 1))
         small = triton_attention(q, kv, *rest, 0, 0.3)
@@ -789,7 +831,7 @@ def test_interpreted_attention_ignores_how_large_the_cache_is():
 @interpreted
 @pytest.mark.parametrize("int8", [False, True])
 def test_interpreted_attention_of_one_row_equals_that_row_of_a_tree(int8):
-    """A tile or a split chosen by the number of nodes: the root of a tree differing from plain decoding."""
+    """If the number of nodes chose a tile or a split, the root of a tree would differ from plain decoding."""
     q, kv, start, visible, positions = attention_case(torch.float16, [300, 140], 400, heads=(4, 1))
     kv = kernels.quantize_rows(kv) if int8 else kv
     tree = triton_attention(q, kv, start, visible, positions, 0, 0.3)
@@ -801,7 +843,7 @@ def test_interpreted_attention_of_one_row_equals_that_row_of_a_tree(int8):
 @interpreted
 @pytest.mark.parametrize("start,int8", [(29, False), (140, False), (140, True)])
 def test_interpreted_attention_verify_equals_plain_bitwise(start, int8):
-    """The tail rule broken: a tree node's attention differing in any bit from plain decoding of the same path."""
+    """The attention of a tree node must equal plain decoding of the same path in every bit."""
     q, kv, starts, visible, positions = attention_case(torch.float16, [start], 300, heads=(2, 1))
     kv = kernels.quantize_rows(kv) if int8 else kv
     verify = triton_attention(q, kv, starts, visible, positions, 0, 0.3)
@@ -823,9 +865,10 @@ def test_interpreted_attention_verify_equals_plain_bitwise(start, int8):
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_interpreted_norm_and_rope(dtype):
-    """Rows, heads or halves mixed up; keys or values written to the wrong slot."""
+    """Catches rows, heads or halves that are mixed up, and keys or values that are written to the wrong
+    slot."""
     x, w = torch.randn(2, 2, 100).to(dtype), torch.randn(100).to(dtype)
-    want = kernels._rms_norm_reference(x, w, 1e-5)
+    want = kernels.rms_norm_reference(x, w, 1e-5)
     with TRITON.active():
         assert error(kernels.rms_norm(x, w, 1e-5), want.double()) < TOLERANCE[dtype]
     qkv, angle = torch.randn(2, 2, 4, 24).to(dtype), torch.randn(2, 2, 12)
@@ -833,7 +876,7 @@ def test_interpreted_norm_and_rope(dtype):
     for weight in (None, torch.randn(24).to(dtype)):
         caches = [torch.zeros(2, 2, 1, 11, 24, dtype=dtype) for _ in range(2)]
         args = (angle.cos(), angle.sin())
-        want = kernels._rope_reference(qkv, *args, caches[0], slots, weight, weight, 1e-5)
+        want = kernels.rope_reference(qkv, *args, caches[0], slots, weight, weight, 1e-5)
         with TRITON.active():
             got = kernels.rope_write_kv(qkv, *args, caches[1], slots, weight, weight, 1e-5)
         assert (
@@ -841,7 +884,7 @@ def test_interpreted_norm_and_rope(dtype):
             and error(caches[1], caches[0].double()) < TOLERANCE[dtype]
         )
         rows = [torch.zeros(2, 2, 1, 11, 28, dtype=torch.int8) for _ in range(2)]
-        kernels._rope_reference(qkv, *args, rows[0], slots, weight, weight, 1e-5)
+        kernels.rope_reference(qkv, *args, rows[0], slots, weight, weight, 1e-5)
         with TRITON.active():
             kernels.rope_write_kv(qkv, *args, rows[1], slots, weight, weight, 1e-5)
         got, want = (kernels.dequantize_rows(r, torch.float64) for r in rows)
@@ -851,7 +894,8 @@ def test_interpreted_norm_and_rope(dtype):
 
 @interpreted
 def test_interpreted_norm_refuses_what_no_kernel_can_do():
-    """A fallback that nobody asked for: under 'triton' an error that names operation and reason, under 'auto' a note."""
+    """A fallback must be noted under 'auto', and under 'triton' it is an error that names operation and
+    reason."""
     auto = KernelBackend("auto", "cuda")  # every operation on Triton, as on a GPU
     x = torch.randn(2, 3, 32, dtype=torch.float64)
     q, kv, *rest = attention_case(torch.float32, [5, 6], 20)
@@ -884,7 +928,7 @@ def test_interpreted_norm_refuses_what_no_kernel_can_do():
 
 
 def test_norms_and_rope_give_gradients():
-    """Training through an operator without a backward."""
+    """Catches training that goes through an operator without a backward."""
     x, w = torch.randn(2, 3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     kernels.rms_norm(x, w, 1e-5).sum().backward()
     assert x.grad.abs().sum() > 0 and w.grad.abs().sum() > 0
@@ -892,7 +936,7 @@ def test_norms_and_rope_give_gradients():
 
 @interpreted
 def test_interpreted_norm_gives_gradients():
-    """The same with the Triton backend active."""
+    """The same holds with the Triton backend active."""
     test_norms_and_rope_give_gradients()
 
 
@@ -907,7 +951,8 @@ def quantized(module, mode):
 @interpreted
 @pytest.mark.parametrize("mode, kv", [("int4", None), ("int8", None), ("int8", torch.int8)])
 def test_interpreted_engine_gives_the_reference_tokens(mode, kv, monkeypatch):
-    """A kernel that is right alone and wrong in the engine, or an engine that never gets to the kernel."""
+    """Catches a kernel that is right alone and wrong in the engine, and an engine that never calls the
+    kernel."""
     more = dict(qk_norm=True, windows=(0, 8)) if mode == "int4" else dict(qkv_bias=True)
     model = quantized(tiny_model(torch.float32, **WIDE, **more), mode)
     head = quantized(
@@ -936,21 +981,17 @@ def test_interpreted_engine_gives_the_reference_tokens(mode, kv, monkeypatch):
     def never(*args):
         raise AssertionError("the reference ran")
 
-    for name in (
-        "tree_attention_reference",
-        "_rms_norm_reference",
-        "_rope_reference",
-        "dequantize",
-        "epilogue",
-    ):
-        monkeypatch.setattr(kernels, name, never)
+    for module, names in REFERENCES.items():
+        for name in names:
+            monkeypatch.setattr(module, name, never)
     assert run(TRITON) == [plain, drafted] and not TRITON.declined
     assert model.layers[0].mlp.down.packed.layout == head.layer.mlp.down.packed.layout == "planes"
 
 
 @interpreted
 def test_interpreted_command_line_names_every_backend(tmp_path, capsys, monkeypatch):
-    """--kernels that does not reach the packing, a report that names no backend, a float64 run that falls back."""
+    """Catches --kernels that does not reach the packing, a report that names no backend, and a float64 run
+    that falls back."""
     hf.save_hf(tiny_model(torch.float32, **WIDE), tmp_path / "plain")
     texts = torch.randint(3, 90, (2, 17))
     quantizer.quantize_checkpoint(
@@ -977,7 +1018,8 @@ def test_interpreted_command_line_names_every_backend(tmp_path, capsys, monkeypa
     (4, torch.float32, 80, 256, 128, True, 2, TINY), (8, torch.float16, 80, 64, 0, False, 40, LinearConfig(32, 1)),
 ])  # fmt: skip
 def test_interpreted_topk(bits, dtype, n, k, group, zeros, m, config):
-    """A candidate lost in a tile, the merge or past a ragged edge; ties to a higher id; NaN that wins; wrong scores."""
+    """Catches a candidate that is lost in a tile, in the merge or past a ragged edge, ties that go to the
+    higher id, NaN that wins, and wrong scores."""
     weights = stored(bits, n, k, group or 32, zeros)
     codes = weights["qweight"]
     codes[40], codes[70] = codes[7], codes[7]  # three equal logits, in three tiles
@@ -1011,7 +1053,7 @@ def test_interpreted_topk(bits, dtype, n, k, group, zeros, m, config):
 
 
 def test_topk_reference_ties_and_log_probabilities():
-    """The reference itself: ties to the lower id, NaN last, log_total over the whole row."""
+    """The reference orders ties by the lower id, puts NaN last and takes log_total over the whole row."""
     logits = torch.tensor([[1.0, 3.0, float("nan"), 3.0, 2.0]])
     top = kernels.topk_reference(logits, 4)
     assert top.ids.tolist() == [[1, 3, 4, 0]]
@@ -1027,7 +1069,7 @@ def test_topk_reference_ties_and_log_probabilities():
 @interpreted
 @pytest.mark.parametrize("version,tree", [(1, trees.DynamicTree(8, 2, 3)), (3, trees.chain(2))])
 def test_interpreted_topk_drafts_the_same_tree(version, tree, monkeypatch):
-    """Drafting without logits proposing other tokens or scores than drafting with them."""
+    """Drafting without stored logits must propose the same tokens and scores as drafting with them."""
     model = quantized(tiny_model(torch.float32, **WIDE), "int8")
     head = quantized(tiny_head(model, version, DRAFT_VOCAB if version == 3 else None, **WIDE), "int8")
     built = tables(tree)
@@ -1055,7 +1097,8 @@ def test_interpreted_topk_drafts_the_same_tree(version, tree, monkeypatch):
 @interpreted
 @pytest.mark.parametrize("window,T", [(9, 6), (9, 66), (0, 66)])
 def test_interpreted_attention_poison_in_history_and_prefill(window, T):
-    """NaN in old history reaching queries whose window has left it, or in a prompt row reaching earlier ones."""
+    """Catches NaN in old history that reaches queries whose window has left it, or NaN in a prompt row that
+    reaches earlier rows."""
     n = 40
     q, kv = torch.randn(1, 2, T, 16), torch.randn(2, 1, 1, n + T + 4, 16)
     age = torch.arange(T)[:, None] - torch.arange(T)

@@ -1,5 +1,8 @@
-"""kernels.py on a CUDA device: correctness against float64, and bit-for-bit independence of a row from M and its
-neighbours. `make gpu` (pytest -m gpu); skipped where there is no device."""
+"""The kernels on a CUDA device: correctness against float64, and rows whose bits depend neither on M nor on
+their neighbours.
+
+`make gpu` (pytest -m gpu) runs these tests. They are skipped where there is no device.
+"""
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 
 
 def quantized(bits, n, k, dtype, group=128, zeros=False, experts=(), config=None):
-    """(packed weight on the device, its float64 matrix)."""
+    """(a packed weight on the device, its float64 matrix)."""
     g = torch.Generator("cuda").manual_seed(n + k)
     options = dict(device="cuda", generator=g)
     if bits == 16:
@@ -45,7 +48,8 @@ def error(got, want):
     (8, torch.float16, 0, False), (8, torch.bfloat16, 0, False), (16, torch.bfloat16, 0, False),
 ])  # fmt: skip
 def test_linear_on_device(n, k, bits, dtype, group, zeros):
-    """Operand order of the inline PTX, the atomic hand-over, or an address wrong on real hardware."""
+    """Catches an operand order of the inline PTX, a hand-over by atomics or an address that is wrong on real
+    hardware."""
     if bits == 4 and k % group:
         group = 32
     packed, matrix = quantized(bits, n, k, dtype, group, zeros)
@@ -66,7 +70,8 @@ def test_linear_on_device(n, k, bits, dtype, group, zeros):
 @pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (4, torch.bfloat16), (8, torch.float16), (8, torch.bfloat16),
                                         (16, torch.float16), (16, torch.bfloat16)])  # fmt: skip
 def test_linear_rows_are_bitwise_independent(n, k, bits, dtype):
-    """Verify (M = N) and plain decoding (M = 1) rounding differently: the promise of identical tokens rests on this."""
+    """Verification (M = N) and plain decoding (M = 1) must round alike: the promise of identical tokens rests
+    on this."""
     group = 128 if k % 128 == 0 else 32
     packed, _ = quantized(bits, n, k, dtype, group)
     x = torch.randn(104, k, device="cuda").to(dtype)
@@ -83,7 +88,8 @@ def test_linear_rows_are_bitwise_independent(n, k, bits, dtype):
 
 @pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (8, torch.float16), (16, torch.bfloat16)])
 def test_experts_on_device(bits, dtype):
-    """The grouped GEMM against the dense definition; rows independent bit for bit."""
+    """The grouped product equals its dense definition, and its rows do not depend on each other in any
+    bit."""
     (up, up_matrix), (down, down_matrix) = (
         quantized(bits, n, k, dtype, experts=(8,)) for n, k in ((2048, 1024), (1024, 1024))
     )
@@ -109,7 +115,8 @@ def test_experts_on_device(bits, dtype):
     "heads,dim,start", [((32, 8), 128, 700), ((32, 32), 128, 37), ((8, 2), 64, 2000), ((4, 4), 80, 129)]
 )
 def test_attention_on_device(dtype, window, heads, dim, start):
-    """Triton attention against float64; a committed path run again as plain decoding must agree in every bit."""
+    """Triton attention agrees with float64. Plain decoding of a committed path must equal verification in
+    every bit."""
     slots, T = 2100, 26
     parent = torch.tensor([max(0, (i - 1) // 3) for i in range(T)])
     tree, depth = torch.eye(T, dtype=torch.bool), torch.zeros(T, dtype=torch.int64)
@@ -142,16 +149,16 @@ def test_attention_on_device(dtype, window, heads, dim, start):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norm_and_rope_on_device(dtype):
-    """Row-per-program kernels against their references; rows independent bit for bit."""
+    """Norm and rope agree with their references, and their rows do not depend on each other in any bit."""
     x, w = torch.randn(26, 4096, device="cuda").to(dtype), torch.randn(4096, device="cuda").to(dtype)
     got = kernels.rms_norm(x, w, 1e-5)
-    assert error(got, kernels._rms_norm_reference(x.double(), w.double(), 1e-5)) < TOLERANCE[dtype]
+    assert error(got, kernels.rms_norm_reference(x.double(), w.double(), 1e-5)) < TOLERANCE[dtype]
     assert torch.equal(kernels.rms_norm(x[3:4], w, 1e-5), got[3:4])
     qkv, angle = torch.randn(1, 26, 48, 128, device="cuda").to(dtype), torch.randn(1, 26, 64, device="cuda")
     slots = torch.arange(30, 56, device="cuda")[None]
     caches = [torch.zeros(2, 1, 8, 64, 128, device="cuda", dtype=dtype) for _ in range(2)]
     out = kernels.rope_write_kv(qkv, angle.cos(), angle.sin(), caches[0], slots)
-    want = kernels._rope_reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
+    want = kernels.rope_reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
     assert (
         error(out, want.double()) < TOLERANCE[dtype]
         and error(caches[0], caches[1].double()) < TOLERANCE[dtype]
@@ -159,7 +166,7 @@ def test_norm_and_rope_on_device(dtype):
 
 
 def test_linear_in_a_cuda_graph():
-    """A counter or a partial left over from one replay spoiling the next."""
+    """Catches a counter or a partial sum that one replay leaves over and that spoils the next."""
     packed, matrix = quantized(4, 4096, 4096, torch.float16)
     x = torch.randn(16, 4096, device="cuda").half()
     packed_linear(x, packed)
@@ -177,16 +184,15 @@ def test_linear_in_a_cuda_graph():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits,group,zeros", [(4, 128, False), (4, 32, True), (8, 0, False)])
 def test_fused_dequantization_on_device(bits, group, zeros, dtype):
-    """A matrix for cuBLAS that is not, bit for bit, the one that the weights stand for."""
+    """The matrix for cuBLAS must be, bit for bit, the one that the weights stand for."""
     packed, _ = quantized(bits, 1000, 1120 if group == 32 else 1152, dtype, group, zeros)
-    x = torch.empty(1, packed.k, device="cuda", dtype=dtype)
-    tensors = packed.weight, packed.scales, packed.zeros, bits, packed.group_size, packed.n
-    assert torch.equal(kernels._matrix(x, *tensors, True), kernels._matrix(x, *tensors, False))
+    assert torch.equal(kernels.dequantize(packed, dtype, fused=True), kernels.dequantize(packed, dtype))
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_fp16_accumulation_on_device(gated):
-    """Sums in fp16 that are not promoted once per group, or that make rows depend on each other."""
+    """Catches sums in fp16 that are not added up in float32 once per group, or that make rows depend on each
+    other."""
     config = kernels.linear_config(4096, 4096, 4)._replace(accumulate="float16")
     packed, matrix = quantized(4, 4096, 4096, torch.float16, config=config)
     x = torch.randn(60, 4096, device="cuda").half()
@@ -202,7 +208,8 @@ def test_fp16_accumulation_on_device(gated):
 @pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (8, torch.bfloat16), (16, torch.float16)])
 @pytest.mark.parametrize("rows", [1, 10, 60, 300])
 def test_topk_on_device(bits, dtype, rows):
-    """A candidate lost in a tile or in the merge; scores that are not those of the logits."""
+    """Catches a candidate that is lost in a tile or in the merge, and scores that are not those of the
+    logits."""
     packed, _ = quantized(bits, 32000, 1024, dtype)
     x = torch.randn(rows, 1024, device="cuda").to(dtype)
     want = kernels.topk_reference(packed_linear(x, packed), 10)
@@ -213,7 +220,8 @@ def test_topk_on_device(bits, dtype, rows):
 
 
 def attention_inputs(batch, T, start, slots, heads=(8, 2), dim=128, dtype=torch.float16):
-    """q, cache and the rest of `tree_attention` for causal rows at different starts per sequence."""
+    """q, the cache and the rest of `tree_attention`, for causal rows at a different start in every
+    sequence."""
     q = torch.randn(batch, heads[0], T, dim, device="cuda").to(dtype)
     kv = torch.randn(2, batch, heads[1], slots, dim, device="cuda").to(dtype)
     n = torch.tensor([start - 100 * b for b in range(batch)], device="cuda")
@@ -231,7 +239,8 @@ def attention_wanted(q, kv, *rest):
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("start,slots", [(300, 400), (1500, 9000)])
 def test_attention_rows_do_not_depend_on_the_tree(dim, int8, start, slots):
-    """T = 1, 26 and 60 on different matrix instructions, tiles or splits: verify would differ from plain decoding."""
+    """T = 1, 26 and 60 must use the same matrix instructions, tiles and splits. Otherwise verification would
+    differ from plain decoding."""
     q, kv, n, visible, positions = attention_inputs(2, 60, start, slots, dim=dim)
     kv = kernels.quantize_rows(kv) if int8 else kv
     outs = {}
@@ -247,7 +256,7 @@ def test_attention_rows_do_not_depend_on_the_tree(dim, int8, start, slots):
 @pytest.mark.parametrize("dim,int8", [(128, False), (128, True), (256, False), (256, True)])
 @pytest.mark.parametrize("window", [0, 200])
 def test_prefill_attention_on_device(dim, int8, window):
-    """The variant for more than 64 rows: wrong mask, or more shared memory than there is."""
+    """Catches a wrong mask in the variant for more than 64 rows, or more shared memory than there is."""
     q, kv, n, visible, positions = attention_inputs(1, 256, 700, 1100, dim=dim, dtype=torch.bfloat16)
     if window:
         age = positions[0][:, None] - positions[0]
@@ -260,11 +269,12 @@ def test_prefill_attention_on_device(dim, int8, window):
 
 
 def test_int8_cache_on_device():
-    """Rows that rope quantizes in another way than the reference, in the codes or in the address of their scales."""
+    """Catches rows that rope quantizes in another way than the reference, in the codes or in the address of
+    their scales."""
     qkv, angle = torch.randn(2, 26, 48, 128, device="cuda").half(), torch.randn(2, 26, 64, device="cuda")
     slots = torch.stack([torch.arange(30, 56), torch.arange(3, 29)]).cuda()
     caches = [torch.zeros(2, 2, 8, 64, 132, device="cuda", dtype=torch.int8) for _ in range(2)]
     kernels.rope_write_kv(qkv, angle.cos(), angle.sin(), caches[0], slots)
-    kernels._rope_reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
+    kernels.rope_reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
     got, want = (kernels.dequantize_rows(c, torch.float64) for c in caches)
     assert (got - want).abs().max() <= 1.01 * want.abs().max() / 127 and error(got, want) < 1e-2

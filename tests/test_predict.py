@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import kernels
+from kernels.linear import launch_tile
 from scripts import predict
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,10 +77,10 @@ def test_rows_are_padded_as_the_kernel_pads_them():
     """The kernel's tile for 24 or 26 rows changing under a prediction that still assumes the old one."""
     for rows in (1, 8, 16, 24, 26, 32, 60, 64):
         tile = next(t for t in (16, 32, 64) if rows <= t)
-        assert kernels._launch([128, 1, 4, 4], rows, False)[1] == tile
+        assert launch_tile(kernels.LinearConfig(128, 1, 4, 4), rows, False)[1] == tile
 
 
-@pytest.mark.skipif(kernels.triton is None or kernels._INTERPRETED, reason="needs triton's compiler")
+@pytest.mark.skipif(kernels.triton is None or kernels.INTERPRETED, reason="needs triton's compiler")
 def test_the_instruction_counts_are_those_of_today_s_kernel(report):
     """A faster or slower kernel under a page that still shows the old one's figures."""
     from scripts import kernel_report

@@ -1,4 +1,4 @@
-"""Sampling: validation, noise quality, processors against transformers, distribution, tracing."""
+"""Tests of validation, the quality of the noise, processors against transformers, distributions, and tracing."""
 
 import math
 
@@ -578,7 +578,7 @@ SETTINGS = [
 
 
 def test_keys_of_the_gpu_equal_those_of_the_host():
-    """The CPU takes its key words from Python integers: noise of another sequence than the GPU's."""
+    """Prevents the CPU, which computes the key words with Python integers, from having other noise than the GPU."""
     seed = torch.tensor([0, -1, 2**63 - 1, -(2**63), 12345])
     for positions in (torch.tensor([[0, 1, 2**31, 2**40 + 3]]).expand(5, -1), torch.arange(5)[:, None] * 77):
         want = torch.stack(sampling._keys(seed, positions))

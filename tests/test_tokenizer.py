@@ -1,4 +1,4 @@
-"""Encode and decode against `transformers`, streaming, chat prompts, hostile files and templates."""
+"""Tests of encode and decode against `transformers`, of streaming, chat prompts, hostile files and templates."""
 
 import argparse
 import hashlib
@@ -172,6 +172,7 @@ def test_sentencepiece_equals_transformers(spm_dir):
     """Bug: wrong dummy prefix, missing BOS or lossy decoding changes every prompt of a LLaMA model."""
     ours, oracle = tk.load_tokenizer(spm_dir, 700), llama_oracle(spm_dir, add_bos_token=True)
     assert ours.bos_id == 1 and ours.eos_ids == (2,) and ours.vocab_size == 700
+    assert ours.pieces[ours._files.vocab["▁the"]] == b" the" and len(ours.pieces) == 700
     for text in TEXTS:
         ids = ours.encode(text)
         assert ids == [1, *ours.encode(text, add_bos=False)]

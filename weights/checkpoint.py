@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from model import DTYPES, ModelConfig, Transformer
+from model import Transformer
+from model_config import DTYPES, ModelConfig
 from support.files import read_json
 from weights.files import Destination, Entry, Progress, read_entries, tensor_files
 from weights.hf import build_model, fill_hf, read_config, token_ids
@@ -124,8 +125,7 @@ class Checkpoint:
             fill_published(model, self.entries, self.raw["quantization_config"], file, to)
         else:
             fill_hf(model, self.entries, where, to)
-        if quantization:
-            model.quant = quantization  # becomes model.set_quantization(quantization)
+        model.set_quantization(quantization)
         longest = self.config.max_positions
         model.rotary.build(device, min(max_positions or longest, longest))
         return model.eval().requires_grad_(False)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from model import ConfigReader, ModelConfig, RopeConfig
+from model_config import ConfigReader, ModelConfig, RopeConfig
 from support.files import read_json, write_json
 from weights.files import (
     IGNORED,

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model import ModelConfig, RopeConfig, Transformer
+from model import Transformer
+from model_config import ModelConfig, RopeConfig
 from support.files import INDEX_LIMIT, read_json, write_json
 from weights.files import Destination, Entries, check_entries, check_finite, few_names, write_safetensors
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model import ModelConfig
+from model_config import ModelConfig
 from weights.files import check_entries, check_finite, read_entries, write_safetensors
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model import ConfigReader, ModelConfig
+from model_config import ConfigReader, ModelConfig
 from support.files import read_json
 from weights.files import Entry, few_names, pickle_entries
 

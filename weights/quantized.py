@@ -22,7 +22,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import kernels
-from model import Experts, Transformer
+from model import Experts, SelfCounting, Transformer
 from support.errors import UsageError
 
 MODES = ("int8", "int4")
@@ -86,7 +86,7 @@ def empty_tensors(shape: tuple[int, ...], bits: int, group_size: int, extra: Col
     return stored
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(SelfCounting):
     """A linear over stored tensors. With an expert axis it is one matrix kind of all experts.
 
     The kernel's packing is made once per dtype and kept. If the packed form is lossless, the original codes are freed:
@@ -124,7 +124,7 @@ class QuantLinear(nn.Module):
         """
         if self.qweight is not None:
             self.packed = None
-        if self.pack(dtype).layout == "dense" and not kernels._INTERPRETED:
+        if self.pack(dtype).layout == "dense" and not kernels.INTERPRETED:
             self.qweight = None
 
     def _pack(self, dtype: torch.dtype, layout: str) -> kernels.PackedWeight:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from model import ConfigReader, Transformer
+from model import Transformer
+from model_config import ConfigReader
 from support.errors import BadFileError, UsageError
 from weights.files import Destination, Entries, check_entries, check_finite
 from weights.quantized import ALGORITHMS, HEADS, MODES, QuantSpec, apply_spec_, set_tensor

@@ -1,0 +1,16 @@
+# ruff: noqa: F401
+"""Every operation that has a hand-written Triton kernel, next to its plain-PyTorch reference.
+
+The reference has the same signature and is also what runs on a CPU. Where the backend makes a difference, the
+operation is a torch operator (`torch.ops.eaglet.*`) that torch.compile does not look into. The operator asks
+the active `KernelBackend` when it runs. The layout of a weight is chosen when the weight is packed.
+"""
+
+from kernels.attention import tree_attention, tree_attention_reference
+from kernels.backend import INTERPRETED, OPERATIONS, KernelBackend, active_backend, triton
+from kernels.experts import packed_experts
+from kernels.kv import KV_SCALE, commit_kv, dequantize_rows, quantize_rows, write_kv
+from kernels.linear import TopK, epilogue, packed_linear, packed_topk, topk_reference
+from kernels.norm_rope import rms_norm, rms_norm_reference, rope_reference, rope_write_kv
+from kernels.packing import PackedWeight, dequantize, pack_half, pack_int4, pack_int8
+from kernels.tuned import SMALL_M, LinearConfig, linear_config, read_tuned, shape_key, tuned_file, write_tuned

@@ -1,0 +1,323 @@
+"""Attention of the rows of a draft tree, a prompt chunk or one token over a static KV cache."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.backend import dot, jit, native, tl, triton, use_triton
+from kernels.kv import cache_problem, dequantize_rows, load_rows, scales_of
+
+
+def tree_attention(
+    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float
+) -> Tensor:
+    """Attention of T rows over a static cache -> [B,Hq,T,hd] in q's dtype. There is no backward.
+
+    q [B,Hq,T,hd].
+    kv [2,B,Hkv,S,hd] or int8 [2,B,Hkv,S,hd+4]: one layer, which already holds the rows of this forward.
+    start [B] int64: the first slot of the region. Row r of the region lies in slot min(start + r, S-1).
+    visible [B,T,R] bool: whether query t may see row r of the region, with the window already applied.
+    positions [B,T] int64: the position of each query.
+    window: of the slots j < start, which are history, a query sees all if window <= 0, else those with
+    j > position - window.
+
+    A row that a query may not see never influences it, even if it holds NaN. On a CPU `start` is read on the
+    host.
+    """
+    return torch.ops.eaglet.tree_attention(q, kv, start, visible, positions, window, scale)
+
+
+def tree_attention_reference(
+    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float
+) -> Tensor:
+    """Plain-PyTorch `tree_attention`. It reads `start` on the host, so its cost follows the live length."""
+    starts = start.tolist()
+    if len(starts) == 1:
+        return _attend_one(q, kv, visible[0], positions[0], starts[0], window, scale).contiguous()
+    rows = [
+        _attend_one(q[b : b + 1], kv[:, b : b + 1], visible[b], positions[b], n, window, scale)
+        for b, n in enumerate(starts)
+    ]
+    return torch.cat(rows)
+
+
+def _attend_one(
+    q: Tensor, kv: Tensor, visible: Tensor, positions: Tensor, start: int, window: int, scale: float
+) -> Tensor:
+    """The reference for one sequence: q [1,Hq,T,hd], kv [2,1,Hkv,S,hd], visible [T,R], positions [T]."""
+    _, query_heads, T, dim = q.shape
+    kv_heads, S = kv.shape[2:4]
+    R = visible.shape[1]
+    low = max(0, min(start, int(positions.min()) - window + 1)) if window > 0 else 0
+    if start + R <= S:
+        kv = kv.narrow(3, low, start + R - low)
+    else:  # The last rows of the region share the trash row.
+        slots = torch.cat((torch.arange(low, start), torch.arange(start, start + R).clamp_(max=S - 1)))
+        kv = kv[:, :, :, slots.to(kv.device)]
+    if kv.dtype == torch.int8:
+        kv = dequantize_rows(kv, q.dtype)
+    k, v = kv.unbind(0)
+    group = query_heads // kv_heads
+    if T == 1 and window <= 0 and (R == 1 or bool(visible.all())):
+        out = F.scaled_dot_product_attention(q.reshape(1, kv_heads, group, dim), k, v, scale=scale)
+        return out.view(q.shape)
+    # Queries that share a key head become the heads of one batch entry, so neither keys nor mask are copied.
+    grouped = q.reshape(kv_heads, group, T, dim)
+    mask = torch.zeros(T, start - low + R, dtype=q.dtype, device=q.device)
+    if window > 0:
+        outside = torch.arange(low, start, device=q.device) <= positions[:, None] - window
+        mask[:, : start - low].masked_fill_(outside, -math.inf)
+    mask[:, start - low :].masked_fill_(~visible, -math.inf)
+
+    def attend(k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.transpose(0, 1).expand(-1, group, -1, -1) for x in (k, v))
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
+
+    out = attend(k, v)
+    if math.isfinite(out.sum()):
+        return out
+    # 0 x NaN = NaN, so rows that are not finite are read as zero. Then the queries that see one become NaN.
+    poisoned = ~(torch.isfinite(k) & torch.isfinite(v)).all(-1)
+    bad = (poisoned[..., None, :] & (mask == 0)).any(-1).repeat_interleave(group, 1)
+    out = attend(k.masked_fill(poisoned[..., None], 0), v.masked_fill(poisoned[..., None], 0))
+    return out.masked_fill(bad[..., None], float("nan"))
+
+
+@jit
+def _row_geometry(start, positions, b, m, T, R, ROWS, REGION: tl.constexpr):
+    """For query rows m = g * T + t of sequence b: (whether the row exists, t, first slot n of the region,
+    position p, end of the keys that the chunk kernel handles)."""
+    ok = m < ROWS
+    t = m % T
+    n = tl.load(start + b).to(tl.int32)
+    p = tl.load(positions + b * T + t, mask=ok, other=0).to(tl.int32)
+    if REGION:
+        limit = tl.zeros_like(p) + n + R
+    else:
+        limit = tl.minimum(tl.maximum(p - 16, 0) // 16 * 16, n)
+    return ok, t, n, p, tl.where(ok, limit, 0)
+
+
+@jit
+def _split_bounds(split):
+    """The keys [first, last) of a split: 8 splits of 128, 8 of 256, 8 of 512, 8 of 1024, then all of 2048.
+
+    So short contexts fill the GPU and long ones have few partial sums. The size of the cache S plays no part,
+    because drafters allocate caches of different sizes.
+    """
+    octave = tl.minimum(split // 8, 4)
+    first = 1024 * ((1 << octave) - 1) + (split - 8 * octave) * (128 << octave)
+    return first, first + (128 << octave)
+
+
+@jit
+def _rescale(top, other):
+    """A step of an online softmax: (joint maximum, what to subtract from scores, factor of earlier sums).
+
+    Earlier sums were taken under the maximum `top`. What to subtract is the joint maximum, or 0 for -inf.
+    """
+    new = tl.maximum(top, other)
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    return new, safe, tl.exp(top - safe)
+
+
+@jit
+def attend_chunks_kernel(
+    q, kv, kv_scales, start, visible, positions, acc_out, ml_out, v_offset, S, T, R, ROWS, SPLITS, scale,
+    HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, WINDOW: tl.constexpr, REGION: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The part on matrix units: keys [0, limit) of every query row, limit = 16 floor((p - 16) / 16). With
+    REGION, for prefill, all keys. Grid (B Hkv, splits, row tiles).
+
+    Key blocks begin at multiples of BK, and a block that is masked changes no bit. So the partial sum of a
+    row depends on its position and its keys alone.
+    """
+    bh = tl.program_id(0)
+    split = tl.program_id(1)
+    b = bh // HKV
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, R, ROWS, REGION)
+    end = tl.max(limit, 0)
+    first, last = _split_bounds(split)
+    low = first
+    high = end if REGION else tl.minimum(last, end)
+    if WINDOW > 0:
+        low = tl.maximum(low, (tl.min(tl.where(ok, p, 2147483647), 0) - WINDOW + 1) // BK * BK)
+    if first < end:
+        d = tl.arange(0, HDP)
+        DT: tl.constexpr = q.dtype.element_ty
+        real = ok[:, None] & (d < HD)[None, :]
+        query = tl.load(q + (bh * ROWS + m[:, None]) * HD + d[None, :], mask=real, other=0)
+        top = tl.full((BM,), float("-inf"), tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        acc = tl.zeros((BM, HDP), tl.float32)
+        for j0 in range(low, high, BK):
+            j = j0 + tl.arange(0, BK)
+            slot = tl.minimum(j, S - 1)
+            at = (bh.to(tl.int64) * S + slot) * (HD + 4 * INT8)
+            k = load_rows(kv, kv_scales, at, d, j < end, DT, HD, INT8)
+            v = load_rows(kv, kv_scales, at + v_offset, d, j < end, DT, HD, INT8)
+            spoilt = tl.zeros((BK,), tl.int32)
+            if (
+                WINDOW > 0 or REGION
+            ):  # Queries of a tile see different keys, and 0 x NaN must not reach the others.
+                usable = tl.abs(v.to(tl.float32)) < float("inf")
+                spoilt = tl.max(tl.where(usable, 0, 1), 1)
+                v = tl.where(usable, v, 0.0).to(v.dtype)
+            see = j[None, :] < limit[:, None]
+            if WINDOW > 0:
+                see = see & ((j[None, :] > p[:, None] - WINDOW) | (j[None, :] >= n))
+            if REGION:
+                r = j - n
+                inside = ok[:, None] & ((r >= 0) & (r < R))[None, :]
+                vis = tl.load(visible + (b * T + t[:, None]) * R + r[None, :], mask=inside, other=0)
+                see = see & ((r < 0)[None, :] | (vis != 0))
+            dots = dot(query, tl.trans(k), tl.zeros((BM, BK), tl.float32), NATIVE)
+            score = tl.where(see, dots * scale, float("-inf"))
+            new, safe, shrink = _rescale(top, tl.max(score, 1))
+            weight = tl.exp(score - safe[:, None])
+            total = total * shrink + tl.sum(weight, 1)
+            acc = dot(weight.to(v.dtype), v, acc * shrink[:, None], NATIVE)
+            if WINDOW > 0 or REGION:
+                hit = tl.max(tl.where(see & (spoilt != 0)[None, :], 1, 0), 1)
+                acc = tl.where((hit != 0)[:, None], float("nan"), acc)
+            top = new
+        at = (bh * SPLITS + split) * ROWS + m
+        tl.store(acc_out + at[:, None] * HD + d[None, :], acc, mask=real)
+        tl.store(ml_out + at * 2, top, mask=ok)
+        tl.store(ml_out + at * 2 + 1, total, mask=ok)
+
+
+@jit
+def attend_tail_kernel(
+    q, kv, kv_scales, start, visible, positions, acc_in, ml_in, out, v_offset, S, T, R, ROWS, SPLITS, scale,
+    HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
+    REGION: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial sums of a row in split order, then add its tail. Grid (B Hkv, row tiles).
+
+    Key i of the tail is position limit + i, whichever slot holds it: history, or the i-th visible row of the
+    region. So verification and plain decoding reduce the same operands in the same places. Every query
+    gathers only rows that it sees. Others are loaded as zero.
+    """
+    bh = tl.program_id(0)
+    b = bh // HKV
+    m = tl.program_id(1) * RT + tl.arange(0, RT)
+    ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, R, ROWS, REGION)
+    d = tl.arange(0, HDP)
+    real = ok[:, None] & (d < HD)[None, :]
+    top = tl.full((RT,), float("-inf"), tl.float32)
+    total = tl.zeros((RT,), tl.float32)
+    acc = tl.zeros((RT, HDP), tl.float32)
+    first = 0
+    split = 0
+    while first < tl.max(limit, 0):
+        live = first < limit
+        at = (bh * SPLITS + split) * ROWS + m
+        top_s = tl.load(ml_in + at * 2, mask=live, other=float("-inf"))
+        total_s = tl.load(ml_in + at * 2 + 1, mask=live, other=0)
+        acc_s = tl.load(acc_in + at[:, None] * HD + d[None, :], mask=live[:, None] & real, other=0)
+        new, safe, mine = _rescale(top, top_s)
+        theirs = tl.exp(top_s - safe)
+        total = total * mine + total_s * theirs
+        acc = acc * mine[:, None] + acc_s * theirs[:, None]
+        top = new
+        split += 1
+        first = 2147483647 if REGION else _split_bounds(split)[0]
+    if not REGION:
+        base = bh.to(tl.int64) * S * (HD + 4 * INT8)
+        values = kv + base + v_offset
+        query = tl.load(q + (bh * ROWS + m[:, None]) * HD + d[None, :], mask=real, other=0).to(tl.float32)
+        r = tl.arange(0, RP)
+        seen = ok[:, None] & (r < R)[None, :]
+        vis = tl.load(visible + (b * T + t[:, None]) * R + r[None, :], mask=seen, other=0).to(tl.int32)
+        # 1, 2, ... for the visible rows of the region. Their slots are in the order of their positions.
+        rank = tl.cumsum(vis, 1) * vis
+        count = tl.sum(vis, 1)
+        for step in range(tl.cdiv(tl.max(tl.where(ok, n - limit + count, 0), 0), 16)):
+            j = limit[:, None] + step * 16 + tl.arange(0, 16)[None, :]
+            nth = j - n
+            row = tl.sum(tl.where(rank[:, None, :] == nth[:, :, None] + 1, r[None, None, :], 0), 2)
+            slot = tl.where(nth < 0, j, tl.minimum(n + row, S - 1))
+            see = ok[:, None] & (nth < count[:, None])
+            if WINDOW > 0:
+                see = see & ((nth >= 0) | (j > p[:, None] - WINDOW))
+            at = slot * (HD + 4 * INT8)
+            k = load_rows(kv + base, kv_scales + base // 4, at, d, see, tl.float32, HD, INT8)
+            v = load_rows(values, kv_scales + (base + v_offset) // 4, at, d, see, tl.float32, HD, INT8)
+            score = tl.where(see, tl.sum(query[:, None, :] * k, 2) * scale, float("-inf"))
+            new, safe, shrink = _rescale(top, tl.max(score, 1))
+            weight = tl.exp(score - safe[:, None])
+            total = total * shrink + tl.sum(weight, 1)
+            acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * v, 1)
+            top = new
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(out + (bh * ROWS + m[:, None]) * HD + d[None, :], acc.to(out.dtype.element_ty), mask=real)
+
+
+def attention_tiles(dim: int, region: bool, int8: bool, window: int) -> tuple[dict, dict]:
+    """Constants and compiler options of the chunk kernel and of the tail kernel.
+
+    The tiles are the largest that neither spill nor need more than 99 KB of shared memory. They do not depend
+    on T. A tile of another height means other matrix instructions (sm_90 uses wgmma from 64 rows) and sums in
+    another order, so verification would differ from plain decoding. Prefill (region) is the same for both.
+    """
+    key_block = 64 >> ((region or int8) + (dim > 128))
+    chunks = dict(BM=64 if region else 32, BK=key_block, num_warps=8 if region else 4, num_stages=2)
+    # Without a limit ptxas stops at 168 registers, too few for a window.
+    tail = dict(RT=4 if dim <= 128 else 2, num_warps=4, maxnreg=200 if window > 0 else None)
+    return chunks, tail
+
+
+def _tree_attention_triton(
+    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float
+) -> Tensor:
+    """`tree_attention` in two launches. Their grids depend on S and T alone."""
+    batch, query_heads, T, dim = q.shape
+    kv_heads, S = kv.shape[2:4]
+    R = visible.shape[2]
+    rows = query_heads // kv_heads * T
+    region = T > 64 or R > 128
+    int8 = kv.dtype == torch.int8
+    octave = min((S // 1024 + 1).bit_length() - 1, 4)
+    splits = 1 if region else 8 * octave + triton.cdiv(S - 1024 * (2**octave - 1), 128 << octave)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    acc = q.new_empty(batch * kv_heads, splits, rows, dim, dtype=torch.float32)
+    ml = q.new_empty(batch * kv_heads, splits, rows, 2, dtype=torch.float32)
+    visible = visible.contiguous().view(torch.uint8)
+    tensors = (q.contiguous(), kv, scales_of(kv), start, visible, positions.contiguous(), acc, ml)
+    sizes = (kv.stride(0), S, T, R, rows, splits, scale)
+    width = max(16, triton.next_power_of_2(dim))
+    constants = dict(HKV=kv_heads, HD=dim, HDP=width, WINDOW=max(window, 0), REGION=region, INT8=int8)
+    chunks, tail = attention_tiles(dim, region, int8, window)
+    attend_chunks_kernel[batch * kv_heads, splits, triton.cdiv(rows, chunks["BM"])](
+        *tensors, *sizes, **constants, **chunks, NATIVE=native(q.dtype)
+    )
+    attend_tail_kernel[batch * kv_heads, triton.cdiv(rows, tail["RT"])](
+        *tensors, out, *sizes, **constants, **tail, RP=1 if region else triton.next_power_of_2(R)
+    )
+    return out
+
+
+def _tree_attention(q, kv, start, visible, positions, window, scale):
+    problem = cache_problem(kv) if kv.dtype in (q.dtype, torch.int8) else "queries and cache differ in dtype"
+    run = _tree_attention_triton if use_triton("tree_attention", q, problem) else tree_attention_reference
+    return run(q, kv, start, visible, positions, window, scale)
+
+
+def _register() -> torch.library.Library:
+    """Register the operator by hand. `custom_op` would add 20 us to every call on a CPU."""
+    library = torch.library.Library("eaglet", "FRAGMENT")
+    arguments = "Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale"
+    library.define(f"tree_attention({arguments}) -> Tensor")
+    library.impl("tree_attention", _tree_attention, "CompositeExplicitAutograd")
+    torch.library.register_fake("eaglet::tree_attention", lambda q, *rest: q.new_empty(q.shape), lib=library)
+    return library
+
+
+_LIBRARY = _register()  # The registration lives as long as this object.

@@ -1,0 +1,109 @@
+"""Mixture of experts: linear layers of which each token uses a few."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kernels.backend import jit, tl, triton, use_triton
+from kernels.linear import epilogue, finish, launch_arguments, main_loop
+from kernels.packing import PackedWeight, dequantize
+from kernels.tuned import LinearConfig
+
+
+@jit
+def expert_kernel(
+    x, w, s, z, out, pairs, offsets, N, K, N_OUT, DIV, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr,
+    BT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The products of all experts in one launch. Grid (token tiles, row tiles, experts).
+
+    `pairs` lists the (token, slot) pairs sorted by expert. Expert e owns pairs[offsets[e] : offsets[e + 1]],
+    and pair p reads row p // DIV. Programs of idle experts end at once. The token tiles of one weight tile
+    are neighbours in launch order, so its weights come from DRAM once.
+    """
+    e = tl.program_id(2)
+    first = tl.load(offsets + e) + tl.program_id(0) * BT
+    end = tl.load(offsets + e + 1)
+    if first < end:
+        at = first + tl.arange(0, BT)
+        live = at < end
+        pair = tl.load(pairs + at, mask=live, other=0)
+        rows = pair // DIV
+        rn = tl.program_id(1) * BN + tl.arange(0, BN)
+        words = K if BITS == 16 else tl.cdiv(K, 128) * (4 * BITS)
+        w += e.to(tl.int64) * N * words
+        s += e * N * (K // GROUP if BITS == 4 else 1)
+        z += e * N * (K // GROUP if BITS == 4 else 1)
+        acc, up = main_loop(x, w, s, z, rows, live, rn, 0, tl.cdiv(K, 128), K, N, N_OUT,
+                            BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, EVEN_N, ACC, NATIVE)  # fmt: skip
+        finish(acc, up, s, s, s, out, rn, pair, live, N, N_OUT, BITS, False, False, GATED)
+
+
+def packed_experts(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: PackedWeight, down: PackedWeight
+) -> Tensor:
+    """Mixture-of-experts MLP: the sum of expert_weights[t, j] * MLP_{expert_ids[t, j]}(x[t]) in slot order j.
+
+    x [T,H]; expert_ids [T,k] int64; expert_weights [T,k]; gate_up packs [E,2I,H], down packs [E,H,I]. Returns
+    [T,H] in x's dtype, summed in float32 or wider. On Triton there is no host sync and the weights of an
+    active expert are read once. Elsewhere the host reads which experts are active.
+    """
+    hidden = _experts(x, expert_ids, gate_up, True)
+    y = _experts(hidden, expert_ids, down, False)
+    weights = expert_weights.to(torch.promote_types(x.dtype, torch.float32))[..., None]
+    out = y[:, 0] * weights[:, 0]
+    for slot in range(1, expert_ids.shape[1]):
+        out = out + y[:, slot] * weights[:, slot]
+    return out.to(x.dtype)
+
+
+def _experts(x: Tensor, expert_ids: Tensor, weight: PackedWeight, gated: bool) -> Tensor:
+    apart = gated and weight.zeros is not None  # as in `packed_linear`
+    y = torch.ops.eaglet.expert_linear(
+        weight.reorder(x), expert_ids, weight.weight, weight.scales, weight.zeros, weight.layout, weight.bits,
+        weight.group_size, weight.n, gated and not apart, weight.config[:4], weight.config.accumulate,
+    )  # fmt: skip
+    return epilogue(y, None, None, True) if apart else y
+
+
+@torch.library.custom_op("eaglet::expert_linear", mutates_args=())
+def _expert_linear(
+    x: Tensor, expert_ids: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None, layout: str,
+    bits: int, group: int, n: int, gated: bool, config: list[int], accumulate: str,
+) -> Tensor:  # fmt: skip
+    """x [T,K] or [T,k,K] -> [T,k,N]: row (t, j) is expert expert_ids[t, j] applied to x[t] or x[t, j]."""
+    tokens, slots = expert_ids.shape
+    k = x.shape[-1]
+    n_out = n // 2 if gated else n
+    rows = x.reshape(-1, k).contiguous()
+    div = slots if x.dim() == 2 else 1  # Pair p = (t, j) reads row p // div.
+    out = x.new_empty(tokens, slots, n_out)
+    experts = expert_ids.flatten()
+    # Neither the tile nor the split depends on the number of tokens.
+    tiling = LinearConfig(*config, accumulate)._replace(split_k=1)
+    packed = PackedWeight(layout, bits, group, n, k, weight, scales, zeros, config=tiling)
+    problem = "" if layout == "planes" else f"weights are packed as '{layout}', for another backend"
+    if not use_triton("packed_experts", x, problem):
+        for e in experts.unique().tolist():
+            own = [None if t is None else t[e] for t in (weight, scales, zeros)]
+            matrix = dequantize(replace(packed, weight=own[0], scales=own[1], zeros=own[2]), x.dtype)
+            pairs = (experts == e).nonzero().squeeze(1)
+            out.view(-1, n_out)[pairs] = epilogue(rows[pairs // div] @ matrix.mT, None, None, gated)
+        return out
+    pairs = experts.argsort(stable=True).to(torch.int32)
+    bounds = torch.arange(weight.shape[0] + 1, device=x.device)
+    offsets = (experts[None, :] < bounds[:, None]).sum(1, dtype=torch.int32)
+    grid, scales, zeros, _, constants = launch_arguments(rows, packed, gated, 16)
+    expert_kernel[triton.cdiv(tokens, constants["BT"]), grid[1], weight.shape[0]](
+        rows, weight, scales, zeros, out, pairs, offsets, n, k, n_out, div, **constants
+    )
+    return out
+
+
+@_expert_linear.register_fake
+def _(x, expert_ids, weight, scales, zeros, layout, bits, group, n, gated, config, accumulate):
+    return x.new_empty(*expert_ids.shape, n // 2 if gated else n)

@@ -1,0 +1,94 @@
+"""The KV cache: rows in and out, quantized to int8 if the cache is int8, and the move of an accepted path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.backend import jit, tl
+
+# Bytes of the float32 scale behind the hd codes of an int8 row. Moving a row moves its scale as well.
+KV_SCALE = 4
+
+
+def quantize_rows(x: Tensor) -> Tensor:
+    """Keys or values [..., hd] -> int8 rows [..., hd + 4]: codes, then a scale (the largest magnitude / 127).
+
+    A row depends on itself alone, so speculative and plain decoding store the same rows. A row with a NaN or
+    an infinity is read back as NaN.
+    """
+    x = x.float()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    codes = (x / torch.where(scale == 0, 1, scale) + 0.5).floor().nan_to_num(0).to(torch.int8)
+    return torch.cat((codes, scale.view(torch.int8)), -1)
+
+
+def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `quantize_rows`: int8 [..., hd + 4] -> [..., hd] in `dtype`, in float32 or wider."""
+    wide = torch.promote_types(dtype, torch.float32)
+    scale = rows[..., -KV_SCALE:].contiguous().view(torch.float32)
+    return (rows[..., :-KV_SCALE].to(wide) * scale.to(wide)).to(dtype)
+
+
+@jit
+def store_row(kv, kv_scales, at, d, y, HD: tl.constexpr, INT8: tl.constexpr):
+    """Store a key or value row y (fp32) at element `at` of the cache, as `quantize_rows` does it if INT8."""
+    if INT8:
+        scale = tl.max(tl.abs(y), 0) / 127
+        y = tl.floor(y / tl.where(scale == 0, 1.0, scale) + 0.5)
+        y = tl.where(tl.abs(y) < 128, y, 0.0)
+        tl.store(kv_scales + (at + HD) // 4, scale)
+    tl.store(kv + at + d, y.to(kv.dtype.element_ty), mask=d < HD)
+
+
+@jit
+def load_rows(kv, kv_scales, at, d, mask, DT: tl.constexpr, HD: tl.constexpr, INT8: tl.constexpr):
+    """Columns d of the rows at elements `at` [...] of the cache -> [..., hd] in DT, zero where not mask."""
+    there = tl.expand_dims(mask, -1) & (d < HD)
+    rows = tl.load(kv + tl.expand_dims(at, -1) + d, mask=there, other=0)
+    if INT8:
+        scale = tl.load(kv_scales + (at + HD) // 4, mask=mask, other=0)
+        rows = rows.to(tl.float32) * tl.expand_dims(scale, -1)
+    return rows.to(DT)
+
+
+def scales_of(kv: Tensor) -> Tensor:
+    """The argument `kv_scales` of a kernel: the memory of an int8 cache read as float32. A cache of another
+    dtype has no scales and takes their place itself."""
+    return kv.view(torch.float32) if kv.dtype == torch.int8 else kv
+
+
+def cache_problem(kv: Tensor) -> str:
+    """Why kernels cannot use a layer's cache kv [2,B,Hkv,S,hd], or ""."""
+    return "" if kv[0].is_contiguous() else "the cache of one layer is not contiguous"
+
+
+def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write the rows of one forward into the cache of one layer, in place.
+
+    kv_layer [2,B,Hkv,S,hd], or int8 [...,hd+4]; k, v [B,Hkv,T,hd], which are cast to the dtype of the cache
+    or quantized; slots [B,T] int64 in 0..S-1. The caller clamps slots to the trash row S-1, the only row that
+    may occur twice. No host sync, traceable.
+    """
+    rows = torch.stack((k, v))
+    rows = quantize_rows(rows) if kv_layer.dtype == torch.int8 else rows.to(kv_layer.dtype)
+    if slots.shape[0] == 1:
+        kv_layer.index_copy_(3, slots[0], rows)
+    else:
+        kv_layer.scatter_(3, slots[None, :, None, :, None].expand(rows.shape), rows)
+
+
+def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
+    """Move the rows of the accepted path to their final slots in all layers, in place.
+
+    All rows are gathered before any is written, so source and target may overlap. kv [L,2,B,Hkv,S,hd];
+    source, target [B,P] int64 slots, with a fixed P (= D+1). A row past the accepted count should have the
+    same slot in both, or the trash row as its target. No host sync.
+    """
+    layers, _, batch, heads, _, dim = kv.shape
+    if batch == 1:
+        kv.index_copy_(4, target[0], kv.index_select(4, source[0]))
+        return
+    shape = (layers, 2, batch, heads, source.shape[1], dim)
+    rows = kv.gather(4, source[None, None, :, None, :, None].expand(shape))
+    kv.scatter_(4, target[None, None, :, None, :, None].expand(shape), rows)

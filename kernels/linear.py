@@ -1,0 +1,393 @@
+"""Quantized linear layers: x @ W^T with its epilogue, and the top-k of a language-model head.
+
+In our kernel the bits of a row depend neither on the other rows nor on their number M, so that verification
+and plain decoding compute the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.backend import dot, jit, native, tl, triton, use_triton
+from kernels.packing import PackedWeight, decode, dequantize
+from kernels.tuned import SMALL_M, TILE_M, LinearConfig
+
+
+@jit
+def _group_row(s, rn, group, K, N, GROUP: tl.constexpr):
+    return tl.load(s + group * N + rn, mask=(rn < N) & (group * GROUP + 0 * rn < K), other=0)
+
+
+@jit
+def _group_rows(s, rn, block, K, N, GROUP: tl.constexpr, USED: tl.constexpr):
+    """The 1, 2 or 4 rows of `scales` (or `zeros`) of one K block, as four values. Not USED: placeholders.
+
+    They are loaded one turn before they are used, because loads of 2 bytes cannot be asynchronous copies.
+    """
+    if USED:
+        COUNT: tl.constexpr = 128 // GROUP
+        a = _group_row(s, rn, block * COUNT, K, N, GROUP)
+        b = _group_row(s, rn, block * COUNT + 1, K, N, GROUP) if COUNT > 1 else a
+        c = _group_row(s, rn, block * COUNT + 2, K, N, GROUP) if COUNT > 2 else a
+        d = _group_row(s, rn, block * COUNT + 3, K, N, GROUP) if COUNT > 2 else a
+        return a, b, c, d
+    else:
+        return rn, rn, rn, rn
+
+
+@jit
+def _multiply_block(
+    acc, w, scales, zeros, x, rows, live, rn, k0, K, N, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """acc[BN, BT] += W[rn, k0 : k0 + 128] @ x[rows, k0 : k0 + 128]^T. Tokens are the narrow side N of the
+    matrix instruction, because there are few of them."""
+    DT: tl.constexpr = x.dtype.element_ty
+    PLANES: tl.constexpr = 32 // BITS if BITS < 16 else 1
+    KP: tl.constexpr = 128 // PLANES
+    kp = tl.arange(0, KP)
+    wp = w + rn[:, None] * (K if BITS == 16 else tl.cdiv(K, 128) * KP) + (k0 // PLANES + kp)[None, :]
+    if EVEN_N and (EVEN_K or BITS < 16):
+        words = tl.load(wp, eviction_policy="evict_first")
+    else:
+        inside = (rn < N)[:, None] & (kp < (K - k0 if BITS == 16 else KP))[None, :]
+        words = tl.load(wp, mask=inside, other=0, eviction_policy="evict_first")
+    q = decode(words, BITS, DT, NATIVE) if BITS < 16 else (words,)
+    part = acc
+    for p in tl.static_range(PLANES):
+        k = k0 + p * KP + kp
+        mask = live[None, :] if EVEN_K else live[None, :] & (k < K)[:, None]
+        xp = tl.load(x + rows[None, :] * K + k[:, None], mask=mask, other=0, eviction_policy="evict_last")
+        if BITS != 4:  # One scale per output row is applied at the end.
+            part = dot(q[p], xp, part, NATIVE)
+        else:
+            if p * KP % GROUP == 0:
+                part = tl.zeros(acc.shape, ACC)
+            a = q[p]
+            if ZEROS:  # Exact: these are small integers.
+                zero = zeros[p * KP // GROUP].to(tl.float32) - 8
+                a = a - zero.to(DT)[:, None] if NATIVE else (a.to(tl.float32) - zero[:, None]).to(DT)
+            part = dot(a, xp, part, NATIVE)
+            if (p + 1) * KP % GROUP == 0:  # Each group is added up in fp32.
+                acc += part.to(tl.float32) * scales[p * KP // GROUP].to(tl.float32)[:, None]
+    return acc if BITS == 4 else part
+
+
+@jit
+def main_loop(
+    x, w, s, z, rows, live, rn, first, last, K, N, N_OUT, BN: tl.constexpr, BT: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The products of weight rows rn (and of rows rn + N_OUT if GATED) over the K blocks [first, last)."""
+    FOUR: tl.constexpr = BITS == 4
+    acc = tl.zeros((BN, BT), tl.float32)
+    up = tl.zeros((BN, BT), tl.float32)
+    scales = _group_rows(s, rn, first, K, N, GROUP, FOUR)
+    zeros = _group_rows(z, rn, first, K, N, GROUP, ZEROS)
+    up_scales = _group_rows(s, rn + N_OUT, first, K, N, GROUP, FOUR and GATED)
+    up_zeros = _group_rows(z, rn + N_OUT, first, K, N, GROUP, ZEROS and GATED)
+    for b in range(first, last):
+        scales_b = scales
+        zeros_b = zeros
+        up_scales_b = up_scales
+        up_zeros_b = up_zeros
+        scales = _group_rows(s, rn, b + 1, K, N, GROUP, FOUR)
+        zeros = _group_rows(z, rn, b + 1, K, N, GROUP, ZEROS)
+        acc = _multiply_block(acc, w, scales_b, zeros_b, x, rows, live, rn, b * 128, K, N,
+                              BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, NATIVE)  # fmt: skip
+        if GATED:
+            up_scales = _group_rows(s, rn + N_OUT, b + 1, K, N, GROUP, FOUR)
+            up_zeros = _group_rows(z, rn + N_OUT, b + 1, K, N, GROUP, ZEROS)
+            up = _multiply_block(up, w, up_scales_b, up_zeros_b, x, rows, live, rn + N_OUT, b * 128, K, N,
+                                 BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, NATIVE)  # fmt: skip
+    return acc, up
+
+
+@jit
+def finish(
+    acc, up, s, bias, residual, out, rn, out_rows, live, N, N_OUT, BITS: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """The epilogue: scale of an output row, bias, SiLU(gate) * up, residual. All in fp32, rounded once."""
+    ok = rn < N_OUT
+    if BITS == 8:
+        acc *= tl.load(s + rn, mask=ok, other=0).to(tl.float32)[:, None]
+        if GATED:
+            up *= tl.load(s + N_OUT + rn, mask=ok, other=0).to(tl.float32)[:, None]
+    if BIAS:
+        acc += tl.load(bias + rn, mask=ok, other=0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias + N_OUT + rn, mask=ok, other=0).to(tl.float32)[:, None]
+    if GATED:
+        acc = acc / (1 + tl.exp(-acc)) * up
+    at = out_rows[None, :] * N_OUT + rn[:, None]
+    mask = live[None, :] & ok[:, None]
+    if RESIDUAL:
+        acc += tl.load(residual + at, mask=mask, other=0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS: tl.constexpr, TOPK: tl.constexpr):
+    """The epilogue of a language-model head, for one tile of its vocabulary.
+
+    For each token it stores the TOPK best logits, the maximum and the sum of exp(logit - maximum) in out
+    [tiles, M, TOPK + 2], and the token ids of the best in ids [tiles, M, TOPK]. Logits are rounded like
+    stored ones. NaN counts as -inf. Of equal logits the lower id comes first.
+    """
+    ok = rn < N
+    if BITS == 8:
+        acc *= tl.load(s + rn, mask=ok, other=0).to(tl.float32)[:, None]
+    acc = acc.to(x.dtype.element_ty).to(tl.float32)
+    acc = tl.where(ok[:, None] & (acc == acc), acc, float("-inf"))
+    row = tile * M + rm
+    top = tl.max(acc, 0)
+    total = tl.sum(tl.exp(acc - tl.where(top == float("-inf"), 0.0, top)[None, :]), 0)
+    tl.store(out + row * (TOPK + 2) + TOPK, top, mask=live)
+    tl.store(out + row * (TOPK + 2) + TOPK + 1, total, mask=live)
+    free = ok[:, None] & live[None, :]
+    for i in range(TOPK):
+        best = tl.max(tl.where(free, acc, float("-inf")), 0)
+        which = tl.min(tl.where(free & (acc == best[None, :]), rn[:, None], 2147483647), 0)
+        tl.store(out + row * (TOPK + 2) + i, best, mask=live)
+        tl.store(ids + row * TOPK + i, which, mask=live)
+        free = free & (rn[:, None] != which[None, :])
+
+
+# M is not specialized: one binary per token tile also serves M = 1.
+@(triton.jit(do_not_specialize=["M"]) if triton else jit)
+def linear_kernel(
+    x, w, s, z, bias, residual, out, ids, part, count, M, N, K, N_OUT, BITS: tl.constexpr,
+    GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    TOPK: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    SPLIT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """out[M, N_OUT], or the best of it if TOPK > 0 (`_finish_topk`). Grid (token tiles, row tiles, SPLIT).
+
+    The token tiles of one weight tile are neighbours in launch order, so its weights come from DRAM once. The
+    program that arrives last adds the partial sums in split order. It also resets the counter, so that the
+    buffer is ready for the next launch or the next replay of a graph.
+    """
+    slab = tl.program_id(0)
+    tile = tl.program_id(1)
+    split = tl.program_id(2)
+    rt = tl.arange(0, BT)
+    rn = tile * BN + tl.arange(0, BN)
+    rm = slab * BT + rt
+    live = rm < M
+    blocks = tl.cdiv(K, 128)
+    first = blocks * split // SPLIT
+    last = blocks * (split + 1) // SPLIT
+    acc, up = main_loop(x, w, s, z, rm, live, rn, first, last, K, N, N_OUT,
+                        BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, EVEN_N, ACC, NATIVE)  # fmt: skip
+    if SPLIT > 1:
+        size = tl.num_programs(1) * BN * BT
+        step = size * 2 if GATED else size
+        at = slab * SPLIT * step + rn[:, None] * BT + rt[None, :]
+        tl.store(part + split * step + at, acc)
+        if GATED:
+            tl.store(part + split * step + size + at, up)
+        tl.debug_barrier()
+        count += slab * tl.num_programs(1) + tile
+        if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") != SPLIT - 1:
+            return
+        acc = tl.zeros((BN, BT), tl.float32)
+        up = tl.zeros((BN, BT), tl.float32)
+        for j in range(SPLIT):
+            acc += tl.load(part + j * step + at, cache_modifier=".cg")
+            if GATED:
+                up += tl.load(part + j * step + size + at, cache_modifier=".cg")
+        tl.store(count, 0)
+    if TOPK > 0:
+        _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS, TOPK)
+    else:
+        finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED)
+
+
+def launch_tile(
+    config: LinearConfig, tokens: int, gated: bool, group: int = 0, zeros: bool = False
+) -> tuple[int, int, dict]:
+    """(output columns BN and tokens BT of a program, compiler options) of a launch on `tokens` rows.
+
+    A gate-up layer halves BN, because two tiles share a program. With zero points a warp needs 32 output
+    columns, otherwise decoded weights go through shared memory. Groups below 128 have so many scales that
+    more than 32 tokens would spill even with all 255 registers.
+    """
+    block_n = max(config.block_n, 32 * config.warps if zeros else 16) // (1 + gated)
+    small_groups = 0 < group < 128
+    tile = min(32 if small_groups else TILE_M, max(16, triton.next_power_of_2(tokens)))
+    options = dict(num_warps=config.warps, num_stages=config.stages, maxnreg=None)
+    if tile == 32:  # Without a number, ptxas would rather spill than use more than 128 registers.
+        options["maxnreg"] = 255 if small_groups else 168
+    return max(16, block_n), tile, options
+
+
+def launch_arguments(
+    x: Tensor, weight: PackedWeight, gated: bool, tokens: int
+) -> tuple[tuple[int, int, int], Tensor, Tensor, Tensor, dict]:
+    """(grid, scales, zeros, buffer for partial sums, constants and compiler options) of a launch on x [M, K].
+
+    If the weight has no scales or zeros, x takes their place. tokens: for how many rows the tile is chosen.
+    """
+    config = weight.config
+    n_out = weight.n // 2 if gated else weight.n
+    zeros = weight.zeros is not None
+    block_n, tile, options = launch_tile(config, tokens, gated, weight.group_size, zeros)
+    grid = triton.cdiv(x.shape[0], tile), triton.cdiv(n_out, block_n), config.split_k
+    room = math.prod(grid) * (1 + gated) * block_n * tile if config.split_k > 1 else 0
+    partial = x.new_empty(room, dtype=torch.float32)
+    half = config.accumulate == "float16" and x.dtype == torch.float16
+    constants = dict(
+        BITS=weight.bits, GROUP=weight.group_size, ZEROS=zeros, GATED=gated, EVEN_K=weight.k % 128 == 0,
+        EVEN_N=n_out % block_n == 0, BN=block_n, BT=tile, ACC=tl.float16 if half else tl.float32,
+        NATIVE=native(x.dtype),
+    )  # fmt: skip
+    scales = x if weight.scales is None else weight.scales
+    return grid, scales, weight.zeros if zeros else x, partial, options | constants
+
+
+def epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
+    """What `packed_linear` does after the product, in y's dtype."""
+    y = y if bias is None else y + bias
+    if gated:
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
+    return y if residual is None else y + residual
+
+
+def packed_linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [..., K] @ W^T [+ bias], [SiLU(first half) * second half if gated], [+ residual] -> [..., N or N/2].
+
+    No host sync. With layout 'planes', up to SMALL_M rows run our kernel, more rows dequantize the weight and
+    use cuBLAS. Bias and epilogue are computed in float32 in our kernel, and in x's dtype elsewhere.
+    """
+    x = weight.reorder(x)
+    if weight.layout == "planes":
+        # In one program two tiles and their zero points would spill registers.
+        apart = gated and weight.zeros is not None
+        y = torch.ops.eaglet.planes_linear(
+            x, weight.weight, weight.scales, weight.zeros, weight.counters, bias, None if apart else residual,
+            weight.bits, weight.group_size, weight.n, gated and not apart, weight.config[:4],
+            weight.config.accumulate,
+        )  # fmt: skip
+        return epilogue(y, None, residual, True) if apart else y
+    if not torch.compiler.is_compiling():
+        # The layout decides. This call only notes that the reference runs, or refuses it under 'triton'.
+        use_triton("packed_linear", x, f"weights are packed as '{weight.layout}', for another backend")
+    rows = x.reshape(-1, weight.k)
+    if weight.layout == "cpu":
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight.weight, weight.group_size, weight.scales)
+    elif weight.bits == 8 and weight.layout == "plain" and rows.dtype == torch.bfloat16 and not rows.is_cuda:
+        y = torch.ops.aten._weight_int8pack_mm(rows, weight.weight, weight.scales.to(rows.dtype))
+    else:
+        y = rows @ dequantize(weight, x.dtype).mT
+    return epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
+
+
+@torch.library.custom_op("eaglet::planes_linear", mutates_args=())
+def _planes_linear(
+    x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor | None, counters: Tensor,
+    bias: Tensor | None, residual: Tensor | None, bits: int, group: int, n: int, gated: bool,
+    config: list[int], accumulate: str,
+) -> Tensor:  # fmt: skip
+    """`packed_linear` for layout 'planes'. `counters` is zero before and after, so it counts as unchanged."""
+    k = x.shape[-1]
+    rows = x.reshape(-1, k).contiguous()
+    tiling = LinearConfig(*config, accumulate)
+    weight = PackedWeight("planes", bits, group, n, k, words, scales, zeros, config=tiling)
+    ours = use_triton("packed_linear", x)
+    if not ours or len(rows) > SMALL_M:
+        y = rows @ dequantize(weight, x.dtype, fused=ours).mT
+        return epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
+    n_out = n // 2 if gated else n
+    out = x.new_empty((*x.shape[:-1], n_out))
+    grid, scales, zeros, partial, constants = launch_arguments(rows, weight, gated, len(rows))
+    linear_kernel[grid](
+        rows, words, scales, zeros, rows if bias is None else bias,
+        rows if residual is None else residual.contiguous(), out, out, partial, counters, len(rows), n, k,
+        n_out, BIAS=bias is not None, RESIDUAL=residual is not None, TOPK=0, SPLIT=grid[2], **constants,
+    )  # fmt: skip
+    return out
+
+
+@_planes_linear.register_fake
+def _(x, words, scales, zeros, counters, bias, residual, bits, group, n, gated, config, accumulate):
+    return x.new_empty((*x.shape[:-1], n // 2 if gated else n))
+
+
+class TopK(NamedTuple):
+    """The best logits of each row. values - log_total[..., None] are their log-probabilities.
+
+    values [..., K] float32, descending, with NaN as -inf; ids [..., K] int64, the lower one first where
+    values are equal; log_total [...] float32, the log-sum-exp of the whole row.
+    """
+
+    values: Tensor
+    ids: Tensor
+    log_total: Tensor
+
+
+def topk_reference(logits: Tensor, count: int) -> TopK:
+    """The `TopK` of stored logits [..., N], in float32 or wider."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = torch.where(logits.isnan(), -math.inf, logits)
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    return TopK(values[..., :count], ids[..., :count], logits.logsumexp(-1))
+
+
+def packed_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
+    """The `count` largest of each row of packed_linear(x [..., K], weight), 1 <= count <= N. No host sync.
+
+    On Triton the logits of up to SMALL_M rows are never stored. Every weight tile gives its own best ones,
+    and these are merged in the order of the tiles.
+    """
+    if weight.layout != "planes":
+        return topk_reference(packed_linear(x, weight), count)
+    top = torch.ops.eaglet.planes_topk(
+        weight.reorder(x).reshape(-1, weight.k), weight.weight, weight.scales, weight.zeros, weight.counters,
+        weight.bits, weight.group_size, weight.n, count, weight.config[:4], weight.config.accumulate,
+    )  # fmt: skip
+    return TopK(*(t.unflatten(0, x.shape[:-1]) for t in top))
+
+
+@torch.library.custom_op("eaglet::planes_topk", mutates_args=())
+def _planes_topk(
+    x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor | None, counters: Tensor, bits: int,
+    group: int, n: int, topk: int, config: list[int], accumulate: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`packed_topk` for layout 'planes' and rows x [M, K]."""
+    x = x.contiguous()
+    tokens, k = x.shape
+    tiling = LinearConfig(*config, accumulate)
+    weight = PackedWeight("planes", bits, group, n, k, words, scales, zeros, config=tiling)
+    rows = weight.config.block_n
+    problem = f"{topk} candidates exceed a tile of {rows} rows" if topk > rows else ""
+    ours = use_triton("packed_topk", x, problem)
+    if not ours or tokens > SMALL_M:
+        top = topk_reference(x @ dequantize(weight, x.dtype, fused=ours).mT, topk)
+        return tuple(t.clone() for t in top)  # An operator may not return views.
+    grid, scales, zeros, partial, constants = launch_arguments(x, weight, False, min(32, tokens))
+    out = x.new_empty(grid[1], tokens, topk + 2, dtype=torch.float32)
+    ids = x.new_empty(grid[1], tokens, topk, dtype=torch.int32)
+    linear_kernel[grid](
+        x, words, scales, zeros, x, x, out, ids, partial, counters, tokens, n, k, n, BIAS=False,
+        RESIDUAL=False, TOPK=topk, SPLIT=grid[2], **constants,
+    )  # fmt: skip
+    values, order = out[..., :topk].transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
+    ids = ids.transpose(0, 1).flatten(1).gather(1, order[:, :topk]).long()
+    return values[:, :topk].clone(), ids, (out[..., topk] + out[..., topk + 1].log()).logsumexp(0)
+
+
+@_planes_topk.register_fake
+def _(x, words, scales, zeros, counters, bits, group, n, topk, config, accumulate):
+    values = x.new_empty(x.shape[0], topk, dtype=torch.promote_types(x.dtype, torch.float32))
+    return values, torch.empty_like(values, dtype=torch.int64), torch.empty_like(values[:, 0])

@@ -1,0 +1,167 @@
+"""RMS norm, and rotary positions together with the write into the KV cache."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.backend import jit, skip_operator, tl, triton, use_triton
+from kernels.kv import cache_problem, scales_of, store_row, write_kv
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last axis of x [..., H], with weight [H].
+
+    The variance is computed in float32 or wider, and x is rounded before the weight, as LLaMA does it. A row
+    does not depend on other rows. With gradients, plain code always runs.
+    """
+    operator = rms_norm_reference if skip_operator(x, weight) else torch.ops.eaglet.rms_norm
+    return operator(x, weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Plain-PyTorch `rms_norm`."""
+    if x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x, weight.shape, weight, eps)  # Nothing is rounded in between.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+@jit
+def rms_norm_kernel(x, w, out, SIZE, eps, BLOCK: tl.constexpr):
+    """`rms_norm` with one program per row."""
+    d = tl.arange(0, BLOCK)
+    at = tl.program_id(0) * SIZE + d
+    row = tl.load(x + at, mask=d < SIZE, other=0).to(tl.float32)
+    row = (row * tl.rsqrt(tl.sum(row * row, 0) / SIZE + eps)).to(x.dtype.element_ty).to(tl.float32)
+    y = row * tl.load(w + d, mask=d < SIZE, other=0).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=d < SIZE)
+
+
+@torch.library.custom_op("eaglet::rms_norm", mutates_args=())
+def _rms_norm_operator(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if not use_triton("rms_norm", x, "" if weight.dtype == x.dtype else "the weight has another dtype"):
+        return rms_norm_reference(x, weight, eps)
+    x = x.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    size = x.shape[-1]
+    block = triton.next_power_of_2(size)
+    warps = min(16, max(4, block // 1024))
+    rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, BLOCK=block, num_warps=warps)
+    return out
+
+
+@_rms_norm_operator.register_fake
+def _(x, weight, eps):
+    return x.new_empty(x.shape)
+
+
+def rope_write_kv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Rotate q and k, write k and v into the cache in place, and return q [B,Hq,T,hd]. No host sync.
+
+    qkv [B,T,Hq+2Hkv,hd].
+    cos, sin [B,T,hd/2] float32: dimension i is paired with i + hd/2.
+    kv [2,B,Hkv,S,hd] or int8 [2,B,Hkv,S,hd+4] (`quantize_rows`): keys and values must each be contiguous.
+    slots [B,T] int64: where the cache takes the rows.
+    q_weight, k_weight [hd]: weights of an RMS norm of each head of q and k before they are rotated.
+    """
+    # Inductor cannot fuse the bytes of the scales of an int8 cache.
+    plain = skip_operator(qkv, q_weight) and kv.dtype != torch.int8
+    operator = rope_reference if plain else torch.ops.eaglet.rope_write_kv
+    return operator(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)
+
+
+def rope_reference(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None,
+    k_weight: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    """Plain-PyTorch `rope_write_kv`."""
+    kv_heads = kv.shape[2]
+    q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), 2)
+    if q_weight is not None:
+        q = rms_norm_reference(q, q_weight, eps)
+        k = rms_norm_reference(k, k_weight, eps)
+    # q and k turn together: first x cos, then each half gets the share of the other half in place. The usual
+    # form, which rotates the halves into a new tensor, takes three times as many calls.
+    x = torch.cat((q, k), 2) if q_weight is not None else qkv.narrow(2, 0, q.shape[2] + kv_heads)
+    low, high = x.chunk(2, -1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    turned = x.unflatten(-1, (2, -1)) * cos[:, :, :, None]
+    turned.select(3, 0).addcmul_(high, -sin)
+    turned.select(3, 1).addcmul_(low, sin)
+    q, k = turned.flatten(3).to(x.dtype).transpose(1, 2).split((q.shape[2], kv_heads), 1)
+    write_kv(kv, k, v.transpose(1, 2), slots)
+    return q
+
+
+@jit
+def rope_kernel(
+    qkv, cos, sin, kv, kv_scales, slots, q_weight, k_weight, out, v_offset, T, S, eps, HQ: tl.constexpr,
+    HKV: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """One program per head of one token: norm it if NORM, rotate it, write it to q, the key cache or the
+    value cache. Grid (B T, HQ + 2 HKV)."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    b = row // T
+    t = row % T
+    d = tl.arange(0, BLOCK)
+    ok = d < HD
+    at = (row * (HQ + 2 * HKV) + head) * HD
+    x = tl.load(qkv + at + d, mask=ok, other=0)
+    slot = tl.load(slots + row)
+    cache = ((b * HKV + (head - HQ) % HKV).to(tl.int64) * S + slot) * (HD + 4 * INT8)
+    if head >= HQ + HKV:
+        store_row(kv, kv_scales, cache + v_offset, d, x.to(tl.float32), HD, INT8)
+    else:
+        half: tl.constexpr = HD // 2
+        other = tl.where(d < half, d + half, d - half)
+        a = x.to(tl.float32)
+        c = tl.load(qkv + at + other, mask=ok, other=0).to(tl.float32)
+        if NORM:
+            w = q_weight if head < HQ else k_weight
+            inverse = tl.rsqrt(tl.sum(a * a, 0) / HD + eps)
+            DT: tl.constexpr = qkv.dtype.element_ty
+            wa = tl.load(w + d, mask=ok, other=0).to(tl.float32)
+            wc = tl.load(w + other, mask=ok, other=0).to(tl.float32)
+            a = ((a * inverse).to(DT).to(tl.float32) * wa).to(DT).to(tl.float32)
+            c = ((c * inverse).to(DT).to(tl.float32) * wc).to(DT).to(tl.float32)
+        co = tl.load(cos + row * half + d % half, mask=ok, other=0).to(tl.float32)
+        si = tl.load(sin + row * half + d % half, mask=ok, other=0).to(tl.float32)
+        y = a * co + tl.where(d < half, -c, c) * si
+        if head < HQ:
+            tl.store(out + ((b * HQ + head) * T + t) * HD + d, y.to(out.dtype.element_ty), mask=ok)
+        else:
+            y = tl.where(ok, y.to(qkv.dtype.element_ty).to(tl.float32), 0.0)
+            store_row(kv, kv_scales, cache, d, y, HD, INT8)
+
+
+@torch.library.custom_op("eaglet::rope_write_kv", mutates_args=("kv",))
+def _rope_operator(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None,
+    k_weight: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    if not use_triton("rope_write_kv", qkv, cache_problem(kv)):
+        return rope_reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps).contiguous()
+    B, T, heads, dim = qkv.shape
+    kv_heads, S = kv.shape[2:4]
+    out = qkv.new_empty(B, heads - 2 * kv_heads, T, dim)
+    qkv = qkv.contiguous()
+    norm = q_weight is not None
+    rope_kernel[B * T, heads](
+        qkv, cos.contiguous(), sin.contiguous(), kv, scales_of(kv), slots.contiguous(),
+        q_weight if norm else qkv, k_weight if norm else qkv, out, kv.stride(0), T, S, eps,
+        HQ=heads - 2 * kv_heads, HKV=kv_heads, HD=dim, BLOCK=triton.next_power_of_2(dim), NORM=norm,
+        INT8=kv.dtype == torch.int8, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@_rope_operator.register_fake
+def _(qkv, cos, sin, kv, slots, q_weight, k_weight, eps):
+    B, T, heads, dim = qkv.shape
+    return qkv.new_empty(B, heads - 2 * kv.shape[2], T, dim)

@@ -1,0 +1,276 @@
+"""Weights in the layout that their backend reads: packing, and the way back to a matrix.
+
+The layout 'planes' of Triton: 128 k values of one output row are KP = 16 (int4) or 32 (int8) int32 words.
+Word i holds the codes of k = i, i + KP, i + 2 KP, ..., the first one in its lowest bits, so that one load
+feeds every matrix product of the block from registers. Codes are unsigned, with the zero point in the middle
+(8 or 128).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.backend import active_backend, constexpr, jit, native, tl, triton, use_triton
+from kernels.tuned import SMALL_M, LinearConfig, linear_config, shape_key
+
+
+def decode_ptx(bits: int, bf16: bool) -> str:
+    """PTX for `inline_asm_elementwise(pack=2)`: two words in, 32 / bits registers of two half values out.
+
+    A code is ORed into the mantissa of 1024.0 (fp16) or 128.0 (bf16). Then the offset is subtracted. In fp16
+    every second nibble is read where it is, as 16 times the code, and scaled by 1/16. bf16 has only 7 bits of
+    mantissa, so the top bit of a byte is turned into 128 or 256 and added.
+    """
+    planes = 32 // bits
+    if bits == 4:
+        constants = (0xC308C308, 0x3F803F80, 0x43004300) if bf16 else (0x64086408, 0x2C002C00, 0xD480D480)
+    else:
+        constants = (0xBF80BF80, 0x43804380, 0x43004300) if bf16 else (0x64806480,)
+    body = [f"mov.b32 c{i}, 0x{value:08x};" for i, value in enumerate(constants, 1)]
+    for word, pick in (("lo", "0x5410"), ("hi", "0x7632")):
+        body.append(f"prmt.b32 {word}, ${planes}, ${planes + 1}, {pick};")
+    for plane in range(planes):
+        word = "lo" if plane < planes // 2 else "hi"
+        j = plane % (planes // 2)
+        out = f"${plane}"
+        in_place = bits == 4 and not bf16 and j % 2 == 1
+        shift = bits * (j - in_place)
+        if shift and not in_place:
+            body.append(f"shr.u32 s, {word}, {shift};")
+        source = "s" if shift else word
+        if bits == 4 and bf16:
+            body.append(f"lop3.b32 t, {source}, 0x000f000f, c3, 0xEA; fma.rn.bf16x2 {out}, t, c2, c1;")
+        elif bits == 8 and bf16:
+            body.append(f"lop3.b32 t, {source}, 0x007f007f, c3, 0xEA;")
+            body.append(f"lop3.b32 u, {source}, 0x00800080, c2, 0x6A; fma.rn.bf16x2 {out}, u, c1, t;")
+        elif in_place:
+            body.append(f"lop3.b32 t, {source}, 0x00f000f0, 0x64006400, 0xEA; fma.rn.f16x2 {out}, t, c2, c3;")
+        else:
+            mask = "0x000f000f" if bits == 4 else "0x00ff00ff"
+            body.append(f"lop3.b32 t, {source}, {mask}, 0x64006400, 0xEA; sub.rn.f16x2 {out}, t, c1;")
+    return "{ .reg .b32 lo, hi, s, t, u, c1, c2, c3; " + " ".join(body) + " }"
+
+
+_PTX4_FP16 = constexpr(decode_ptx(4, False))
+_PTX4_BF16 = constexpr(decode_ptx(4, True))
+_PTX8_FP16 = constexpr(decode_ptx(8, False))
+_PTX8_BF16 = constexpr(decode_ptx(8, True))
+_REGS4 = constexpr("=r," * 8 + "r,r")
+_REGS8 = constexpr("=r," * 4 + "r,r")
+
+
+@jit
+def _plane(w, p: tl.constexpr, BITS: tl.constexpr, DT: tl.constexpr):
+    return (((w >> (BITS * p)) & (2**BITS - 1)) - 2 ** (BITS - 1)).to(tl.float32).to(DT)
+
+
+@jit
+def decode(w, BITS: tl.constexpr, DT: tl.constexpr, NATIVE: tl.constexpr):
+    """int32 words -> 32 / BITS planes of codes in DT, zero points at 0. Not NATIVE: without inline PTX."""
+    if not NATIVE:
+        low = _plane(w, 0, BITS, DT), _plane(w, 1, BITS, DT), _plane(w, 2, BITS, DT), _plane(w, 3, BITS, DT)
+        return low if BITS == 8 else low + (
+            _plane(w, 4, BITS, DT), _plane(w, 5, BITS, DT), _plane(w, 6, BITS, DT), _plane(w, 7, BITS, DT),
+        )  # fmt: skip
+    elif BITS == 4 and DT == tl.float16:
+        return tl.inline_asm_elementwise(_PTX4_FP16, _REGS4, [w], (tl.float16,) * 8, is_pure=True, pack=2)
+    elif BITS == 4:
+        return tl.inline_asm_elementwise(_PTX4_BF16, _REGS4, [w], (tl.bfloat16,) * 8, is_pure=True, pack=2)
+    elif DT == tl.float16:
+        return tl.inline_asm_elementwise(_PTX8_FP16, _REGS8, [w], (tl.float16,) * 4, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(_PTX8_BF16, _REGS8, [w], (tl.bfloat16,) * 4, is_pure=True, pack=2)
+
+
+@jit
+def dequantize_kernel(
+    w, s, z, out, N, K, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BN: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """`dequantize` for out [N, K] from int4 or int8 words, bit for bit. Grid (row tiles, K blocks)."""
+    DT: tl.constexpr = out.dtype.element_ty
+    KP: tl.constexpr = 4 * BITS
+    block = tl.program_id(1)
+    kp = tl.arange(0, KP)
+    rn = tl.program_id(0) * BN + tl.arange(0, BN)
+    ok = (rn < N)[:, None]
+    words = tl.load(w + rn[:, None] * (tl.cdiv(K, 128) * KP) + (block * KP + kp)[None, :], mask=ok, other=0)
+    q = decode(words, BITS, DT, NATIVE)
+    for p in tl.static_range(32 // BITS):
+        k = block * 128 + p * KP
+        at = k // GROUP * N + rn if BITS == 4 else rn
+        value = q[p].to(tl.float32)
+        inside = (rn < N) & (k + 0 * rn < K)  # A group outside of the matrix has no scale.
+        if ZEROS:
+            value -= tl.load(z + at, mask=inside, other=8).to(tl.float32)[:, None] - 8
+        value *= tl.load(s + at, mask=inside, other=0).to(tl.float32)[:, None]
+        tl.store(out + rn[:, None] * K + (k + kp)[None, :], value.to(DT), mask=ok & (k + kp < K)[None, :])
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A weight in the layout that its backend reads, made by `pack_int4`, `pack_int8` or `pack_half`.
+
+    layout: 'planes' (for Triton), 'plain' (as stored), 'dense' (dequantized once) or 'cpu' (torch's
+    int4pack). Dimensions of `weight` before [N, ...] are experts. n and k are the numbers of output and input
+    features.
+    """
+
+    layout: str
+    bits: int
+    group_size: int
+    n: int
+    k: int
+    weight: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    perm: Tensor | None = None
+    # How many partial sums of a tile have arrived. All are zero between launches.
+    counters: Tensor | None = None
+    config: LinearConfig = LinearConfig()
+
+    def reorder(self, x: Tensor) -> Tensor:
+        """The columns of x [..., K] in the order in which the weight stores them."""
+        return x if self.perm is None else x.index_select(-1, self.perm)
+
+
+def _unpack_nibbles(qweight: Tensor) -> Tensor:
+    """uint8 [..., K/2] -> uint8 [..., K]. The low nibble of byte j holds k = 2j."""
+    return torch.stack((qweight & 15, qweight >> 4), -1).flatten(-2)
+
+
+def to_planes(codes: Tensor, bits: int) -> Tensor:
+    """Unsigned codes [..., K] -> int32 words [..., ceil(K/128) * 4 bits] of layout 'planes'. Codes past K are
+    zero points."""
+    blocks = F.pad(codes.to(torch.int32), (0, -codes.shape[-1] % 128), value=2 ** (bits - 1))
+    blocks = blocks.unflatten(-1, (-1, 32 // bits, 4 * bits))
+    words = blocks[..., 0, :].clone()
+    for plane in range(1, 32 // bits):
+        words |= blocks[..., plane, :] << bits * plane
+    return words.flatten(-2)
+
+
+def from_planes(words: Tensor, bits: int, k: int) -> Tensor:
+    """The inverse of `to_planes`: unsigned codes [..., K] as int32."""
+    shifts = bits * torch.arange(32 // bits, dtype=torch.int32, device=words.device)[:, None]
+    return ((words.unflatten(-1, (-1, 1, 4 * bits)) >> shifts) & (2**bits - 1)).flatten(-3)[..., :k]
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) -> Tensor:
+    """The matrix [..., N, K] that a packed weight stands for, rounded once from float32 or wider to `dtype`.
+
+    Columns keep the stored order if `perm` is set. Not for layout 'cpu'. fused: let one Triton kernel compute
+    the same bits, for layout 'planes' without experts.
+    """
+    if weight.layout == "dense" or weight.bits == 16:
+        return weight.weight.to(dtype)
+    if fused:
+        zeros = weight.scales if weight.zeros is None else weight.zeros  # a placeholder if there are none
+        out = weight.weight.new_empty(weight.n, weight.k, dtype=dtype)
+        dequantize_kernel[triton.cdiv(weight.n, 32), triton.cdiv(weight.k, 128)](
+            weight.weight, weight.scales, zeros, out, weight.n, weight.k, BITS=weight.bits,
+            GROUP=weight.group_size, ZEROS=weight.zeros is not None, BN=32, NATIVE=native(dtype), num_warps=4,
+        )  # fmt: skip
+        return out
+    wide = torch.promote_types(dtype, torch.float32)
+    if weight.layout == "planes":
+        codes = from_planes(weight.weight, weight.bits, weight.k)
+    else:
+        codes = _unpack_nibbles(weight.weight) if weight.bits == 4 else weight.weight
+    if weight.bits == 8:
+        codes = codes.to(wide) - (128 if weight.layout == "planes" else 0)
+        return (codes * weight.scales.to(wide)[..., None]).to(dtype)
+    zeros = 8 if weight.zeros is None else weight.zeros.to(wide).mT[..., None]
+    grouped = codes.to(wide).unflatten(-1, (-1, weight.group_size)) - zeros
+    return (grouped * weight.scales.to(wide).mT[..., None]).flatten(-2).to(dtype)
+
+
+def _choose_layout(plain: PackedWeight, dtype: torch.dtype) -> str:
+    """The layout for the active backend. On a CPU the fastest one was measured: torch's int4 and int8
+    products for bfloat16, a matrix that is dequantized once for every other dtype."""
+    if use_triton("packed_linear", plain.weight, "the dtype is float64" if dtype == torch.float64 else ""):
+        return "planes"
+    cpu = plain.weight.device.type == "cpu"
+    if plain.bits == 16 or (cpu and dtype != torch.bfloat16):
+        return "dense"
+    return "cpu" if cpu and plain.weight.dim() == 2 and plain.bits == 4 and plain.n % 16 == 0 else "plain"
+
+
+def _pack(plain: PackedWeight, dtype: torch.dtype, layout: str, config: LinearConfig | None) -> PackedWeight:
+    if layout == "auto":
+        layout = _choose_layout(plain, dtype)
+    if layout == "dense":
+        return replace(plain, layout=layout, weight=dequantize(plain, dtype), scales=None, zeros=None)
+    if layout == "cpu":
+        codes = _unpack_nibbles(plain.weight).to(torch.int32)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        shift = 0 * plain.scales if plain.zeros is None else (8 - plain.zeros.float()) * plain.scales.float()
+        scales = torch.stack((plain.scales.to(dtype), shift.to(dtype)), -1)
+        return replace(plain, layout=layout, weight=packed, scales=scales, zeros=None)
+    if layout == "plain":
+        return plain
+    weight = plain.weight.contiguous()
+    if plain.bits == 4:
+        weight = to_planes(_unpack_nibbles(weight), 4)
+    elif plain.bits == 8:
+        weight = to_planes(weight.to(torch.int32) + 128, 8)
+    device = weight.device
+    if config is None:
+        backend = active_backend()
+        config = backend.configs.get(shape_key(plain.n, plain.k, plain.bits)) if backend else None
+    if config is None:
+        on_gpu = device.type == "cuda"
+        count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 82
+        config = linear_config(plain.n, plain.k, plain.bits, count)
+    counters = torch.zeros(SMALL_M // 32 * -(-plain.n // 16), dtype=torch.int32, device=device)
+    return replace(plain, layout=layout, weight=weight, config=config, counters=counters)
+
+
+def pack_int4(
+    qweight: Tensor, scales: Tensor, zeros: Tensor | None = None, group_size: int = 128,
+    perm: Tensor | None = None, dtype: torch.dtype = torch.float16, layout: str = "auto",
+    config: LinearConfig | None = None,
+) -> PackedWeight:  # fmt: skip
+    """Stored int4 -> what the active backend reads, for activations of `dtype`.
+
+    qweight uint8 [..., N, K/2]; scales [..., K/G, N]; zeros uint8 like scales, or None for 8. Leading
+    dimensions are experts. perm int [K] (desc_act): column j of the stored matrix multiplies x[..., perm[j]].
+    config: the tiling, by default a measured one of the active backend or `linear_config`.
+
+    layout 'auto' is 'planes' on Triton. On a CPU it is torch's int4pack for bfloat16, otherwise the matrix is
+    dequantized once, which is fastest there and takes N K values of memory.
+
+    Raises ValueError for a group size other than 32, 64, 128 or one that does not divide K, and for scales of
+    another shape.
+    """
+    n = qweight.shape[-2]
+    k = 2 * qweight.shape[-1]
+    if group_size not in (32, 64, 128) or k % group_size:
+        raise ValueError(f"int4: group size {group_size} does not fit K = {k}. Use a divisor: 32, 64 or 128.")
+    if scales.shape != (*qweight.shape[:-2], k // group_size, n):
+        raise ValueError(
+            f"int4: scales {tuple(scales.shape)} do not match a [{n}, {k}] weight, want [K/G, N]"
+        )
+    plain = PackedWeight("plain", 4, group_size, n, k, qweight, scales, zeros, perm)
+    return _pack(plain, dtype, layout, config)
+
+
+def pack_int8(
+    qweight: Tensor, scales: Tensor, dtype: torch.dtype = torch.float16, layout: str = "auto",
+    config: LinearConfig | None = None,
+) -> PackedWeight:  # fmt: skip
+    """Stored int8 [..., N, K] with scales [..., N] -> what the active backend reads, as `pack_int4` does it.
+    On a CPU bfloat16 keeps int8 (torch's int8pack), other dtypes are dequantized once. ValueError for scales
+    of another shape."""
+    if scales.shape != qweight.shape[:-1]:
+        raise ValueError(f"int8: scales {tuple(scales.shape)} do not match the weight {tuple(qweight.shape)}")
+    return _pack(PackedWeight("plain", 8, 0, *qweight.shape[-2:], qweight, scales), dtype, layout, config)
+
+
+def pack_half(weight: Tensor, layout: str = "auto", config: LinearConfig | None = None) -> PackedWeight:
+    """A 16-bit weight [..., N, K] for our kernel, or for torch's matmul where that is the backend."""
+    return _pack(PackedWeight("plain", 16, 0, *weight.shape[-2:], weight), weight.dtype, layout, config)

@@ -1,0 +1,308 @@
+"""The geometry of a model, and the strict reading of a Hugging Face config.json into it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Supported values of `model_type`, each with the family's defaults for keys that config.json leaves out.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Base and scaling of the rotary position embedding. `kind` is one of ROPE_TYPES (transformers' `rope_type`)."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+    def frequencies(self, head_dim: int) -> tuple[Tensor, float]:
+        """Inverse frequencies [head_dim / 2] in float32, and the factor for cos and sin, as transformers computes them.
+
+        `dynamic` scaling gets the unscaled frequencies: `ModelConfig.max_positions` ends where its scaling would begin.
+        """
+        inv = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+        if self.kind == "linear":
+            return inv / self.factor, 1.0
+        if self.kind == "llama3":
+            return self._llama3(inv), 1.0
+        if self.kind == "yarn":
+            return self._yarn(inv, head_dim)
+        return inv, 1.0
+
+    def _llama3(self, inv: Tensor) -> Tensor:
+        """Scales long wavelengths by `factor`, keeps short ones, and blends the two in between."""
+        wavelength = 2 * math.pi / inv
+        low_freq_wavelength = self.original_max_positions / self.low_freq_factor
+        high_freq_wavelength = self.original_max_positions / self.high_freq_factor
+        smooth = (self.original_max_positions / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        blend = (1 - smooth) * inv / self.factor + smooth * inv
+        scaled = torch.where(wavelength > low_freq_wavelength, inv / self.factor, blend)
+        return torch.where(wavelength < high_freq_wavelength, inv, scaled)
+
+    def _yarn(self, inv: Tensor, head_dim: int) -> tuple[Tensor, float]:
+        """Keeps the dimensions that rotate often, scales those that rotate rarely, with a linear ramp in between."""
+
+        def dimension(rotations: float) -> float:
+            turns = self.original_max_positions / (rotations * 2 * math.pi)
+            return head_dim * math.log(turns) / (2 * math.log(self.theta))
+
+        def mscale(weight: float) -> float:
+            return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        ramp = (torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)
+        keep = 1 - ramp.clamp(0, 1)
+        attention_factor = self.attention_factor
+        if attention_factor is None and self.mscale and self.mscale_all_dim:
+            attention_factor = mscale(self.mscale) / mscale(self.mscale_all_dim)
+        elif attention_factor is None:
+            attention_factor = mscale(1.0)
+        return inv / self.factor * (1 - keep) + inv * keep, attention_factor
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Geometry of a model. The names are Hugging Face's. `windows[i]` is the attention window of layer i, 0 if full."""
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 0
+    dtype: str = "float32"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.windows:
+            object.__setattr__(self, "windows", (0,) * self.num_hidden_layers)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"config.json: head_dim is {self.head_dim}, but RoPE needs an even size.")
+
+    @property
+    def max_positions(self) -> int:
+        """The longest usable context.
+
+        `dynamic` RoPE is served up to its original length only, because a longer context would change the base of
+        keys that are already cached.
+        """
+        if self.rope.kind == "dynamic" and self.rope.original_max_positions:
+            return min(self.max_position_embeddings, self.rope.original_max_positions)
+        return self.max_position_embeddings
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any], where: str = "config.json") -> ModelConfig:
+        """Read a Hugging Face config.json, in the spelling of transformers 4 or 5.
+
+        Raises ValueError that names the key for anything missing, mistyped, out of range or not implemented.
+        """
+        read = ConfigReader(config, where)
+        family = read.text("model_type", None, tuple(FAMILIES))
+        defaults = FAMILIES[family]
+        _refuse_unknown_architecture(read)
+        hidden = read.integer("hidden_size")
+        heads = read.integer("num_attention_heads")
+        kv_heads = defaults.get("num_key_value_heads", heads)
+        layers = read.integer("num_hidden_layers", high=1000)
+        if defaults.get("head_dim") is None and hidden % heads and config.get("head_dim") is None:
+            raise read.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
+        positions = read.integer("max_position_embeddings", 2048, high=2**24)
+        experts = read.integer("num_local_experts", 8) if family == "mixtral" else 0
+        per_token = read.integer("num_experts_per_tok", 2) if family == "mixtral" else 0
+        if per_token > experts:
+            raise read.error(f"num_experts_per_tok {per_token} exceeds num_local_experts {experts}.")
+        bias = read.boolean("attention_bias", False) if family in ("llama", "qwen3") else family == "qwen2"
+        bos = config.get("bos_token_id")
+        eos = config.get("eos_token_id")
+        return cls(
+            model_type=family,
+            hidden_size=hidden,
+            intermediate_size=read.integer("intermediate_size"),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=read.integer("num_key_value_heads", kv_heads),
+            head_dim=read.integer("head_dim", defaults.get("head_dim", hidden // heads)),
+            vocab_size=read.integer("vocab_size", high=10_000_000),
+            max_position_embeddings=positions,
+            rms_norm_eps=read.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6), 0.0, 1.0),
+            rope=_read_rope(read, defaults.get("rope_theta", 10000.0), positions),
+            tie_word_embeddings=read.boolean("tie_word_embeddings", False),
+            qkv_bias=bias,
+            o_bias=bias and family in ("llama", "qwen3"),
+            mlp_bias=read.boolean("mlp_bias", False) if family == "llama" else False,
+            qk_norm=family == "qwen3",
+            windows=_read_windows(read, family, layers),
+            num_local_experts=experts,
+            num_experts_per_tok=per_token,
+            dtype=read.text("dtype" if "dtype" in config else "torch_dtype", "float32", tuple(DTYPES)),
+            bos_token_id=bos if isinstance(bos, int) else None,
+            eos_token_ids=tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)),
+        )
+
+
+class ConfigReader:
+    """Typed reads from a JSON object. A wrong type or range is a ValueError that names the key and the file `where`."""
+
+    def __init__(self, config: dict[str, Any], where: str):
+        self.config = config
+        self.where = where
+        if not isinstance(config, dict):
+            raise self.error(f"expected a JSON object, found {type(config).__name__}.")
+
+    def error(self, text: str) -> ValueError:
+        """The error to raise for something wrong in this file."""
+        return ValueError(f"{self.where}: {text}")
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.config.get(key)
+        if value is None and default is None:
+            raise self.error(f"required key {key!r} is missing.")
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**31) -> int:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(f"{key} = {value!r}, expected an integer in [{low}, {high}].")
+        return value
+
+    def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise self.error(f"{key} = {value!r}, expected a number in [{low}, {high}].")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{key} = {value!r}, expected true or false.")
+        return value
+
+    def text(self, key: str, default: str | None, allowed: tuple[str, ...]) -> str:
+        value = self._value(key, default)
+        if value not in allowed:
+            raise self.error(f"{key} = {value!r} is not supported, expected one of {', '.join(allowed)}.")
+        return value
+
+
+def _refuse_unknown_architecture(read: ConfigReader) -> None:
+    """ValueError for keys that would change the computation in a way that is not implemented."""
+    architectures = read.config.get("architectures") or ["ForCausalLM"]
+    if not isinstance(architectures, list) or not any(str(a).endswith("ForCausalLM") for a in architectures):
+        raise read.error(f"architectures = {architectures!r} holds no *ForCausalLM model.")
+    read.text("hidden_act", "silu", ("silu", "swish"))
+    for key, neutral in (("partial_rotary_factor", 1.0), ("pretraining_tp", 1)):
+        if read.config.get(key, neutral) not in (neutral, None):
+            raise read.error(f"{key} = {read.config[key]!r} is not implemented, expected {neutral}.")
+
+
+def _read_rope(outer: ConfigReader, default_theta: float, max_positions: int) -> RopeConfig:
+    """RoPE settings in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`)."""
+    config = outer.config
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise outer.error(f"rope_scaling / rope_parameters must be an object, found {scaling!r}.")
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise outer.error(f"rope_parameters per layer type are not implemented: {sorted(scaling)}.")
+    original = "original_max_position_embeddings"
+    theta_from = config if scaling.get("rope_theta") is None else scaling
+    merged = {
+        **scaling,
+        "rope_type": scaling.get("rope_type") or scaling.get("type") or "default",
+        "rope_theta": theta_from.get("rope_theta"),
+        original: scaling.get(original) or config.get(original),
+    }
+    read = ConfigReader(merged, outer.where)
+    kind = read.text("rope_type", "default", ROPE_TYPES)
+    theta = read.number("rope_theta", default_theta, 1.01)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    llama3 = kind == "llama3"
+    given_attention = merged.get("attention_factor") is not None
+    rope = RopeConfig(
+        theta=theta,
+        kind=kind,
+        original_max_positions=read.integer(original, None if llama3 else max_positions, high=2**24),
+        factor=read.number("factor", None, 1.0, 1e6),
+        low_freq_factor=read.number("low_freq_factor", None if llama3 else 1.0, 1e-6, 1e6),
+        high_freq_factor=read.number("high_freq_factor", None if llama3 else 4.0, 1e-6, 1e6),
+        beta_fast=read.number("beta_fast", 32.0, 1e-6, 1e6),
+        beta_slow=read.number("beta_slow", 1.0, 1e-6, 1e6),
+        mscale=read.number("mscale", 0.0, 0.0, 1e6),
+        mscale_all_dim=read.number("mscale_all_dim", 0.0, 0.0, 1e6),
+        truncate=read.boolean("truncate", True),
+        attention_factor=read.number("attention_factor", None, 0.0, 1e6) if given_attention else None,
+    )
+    if llama3 and rope.high_freq_factor <= rope.low_freq_factor:
+        raise read.error("high_freq_factor must exceed low_freq_factor for rope type llama3.")
+    return rope
+
+
+def _read_windows(read: ConfigReader, family: str, layers: int) -> tuple[int, ...]:
+    """Attention window per layer. Qwen ships a window size with a flag that switches the window off."""
+    if read.config.get("sliding_window") is None or family == "llama":
+        return (0,) * layers
+    window = read.integer("sliding_window")
+    if family in ("mistral", "mixtral"):
+        return (window,) * layers
+    if not read.boolean("use_sliding_window", False):
+        return (0,) * layers
+    kinds = read.config.get("layer_types")
+    if kinds is None:
+        first = read.integer("max_window_layers", 28, low=0)
+        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise read.error("layer_types must name full_attention or sliding_attention for each layer.")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

@@ -1,0 +1,343 @@
+"""What `load` builds, as options: one declaration of each serves the command lines, the benchmark and the Python API."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters.lookahead import LookaheadDrafter
+from drafters.ngram import WithNGrams
+from model import DTYPES, ModelConfig
+from runtime.compiled import COMPILE_MODES
+from sampling import SamplingParams
+from support import cache
+from support.errors import UsageError
+from support.machine import default_device, describe_device
+from tree import NAMES, parse_tree
+from weights.checkpoint import Checkpoint
+from weights.heads import EagleFile
+
+DEMO = Path(__file__).resolve().parent / "demo"
+DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
+VERIFY = ("match", "multi-round", "multi-round-replacement")
+MODEL, DRAFTING = "model", "speculative decoding"  # groups of --help
+
+
+def option(
+    default: Any,
+    help: str,
+    choices: Iterable[str] = (),
+    metavar: str | None = None,
+    least: int | None = None,
+    group: str = MODEL,
+) -> Any:
+    """A field of LoadOptions. least: the smallest number that is allowed; it makes the option a number."""
+    metadata = {
+        "help": help,
+        "choices": tuple(choices),
+        "metavar": metavar,
+        "least": least,
+        "group": group,
+    }
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What `load` builds. Everything about one request is in SamplingParams instead.
+
+    None stands for a default that depends on the model and the machine; `resolve` decides it.
+    """
+
+    checkpoint: str = option(str(DEMO), "model directory (default: the embedded demo)", metavar="DIR")
+    batch_size: int = option(
+        1, "sequences that are decoded together, with seeds seed, seed + 1, ...", least=1
+    )
+    ctx: int | None = option(None, "context to allocate (default: the model's, at most 8192)", least=2)
+    device: str | None = option(None, "default: the GPU if there is one", ("cuda", "cpu"))
+    dtype: str | None = option(None, "default: the checkpoint's; float32 on a CPU", DTYPES)
+    compile: bool = option(False, "compile the step (and on a GPU capture it as one CUDA graph)")
+    compile_mode: str = option(
+        "graph",
+        "graph: one block for all layers is compiled, and a GPU captures the whole step; max-autotune: the same with "
+        "measured tilings; capture: captured, not compiled; regions: compiled, not captured; for comparison the whole "
+        "step in one piece: inductor, reduce-overhead",
+        COMPILE_MODES,
+    )
+    kernels: str = option(
+        "auto", "implementation of the operations (default: auto)", ("auto", "triton", "reference")
+    )
+    kv: str = option(
+        "model",
+        "int8: halve (fp32: quarter) the target's cache; a drafter's keeps its dtype",
+        ("model", "int8"),
+    )
+    eagle: str | None = option(
+        None,
+        "EAGLE-1/2/3 head: folder, .safetensors, .bin or .pth",
+        metavar="HEAD",
+        group=DRAFTING,
+    )
+    eagle_config: tuple[str, ...] = option(
+        (), "config value for a head without a config.json (repeatable)", metavar="KEY=VALUE", group=DRAFTING
+    )
+    drafter: str = option(
+        "",
+        "default: what --eagle, --draft-checkpoint or --medusa names; n-grams need no file",
+        DRAFTERS,
+        group=DRAFTING,
+    )
+    draft_checkpoint: str | None = option(
+        None, "draft with a small LLM of the same vocabulary", metavar="DIR", group=DRAFTING
+    )
+    medusa: str | None = option(
+        None,
+        "Medusa heads: medusa_lm_head.pt, .safetensors, or their folder",
+        metavar="FILE",
+        group=DRAFTING,
+    )
+    ngram_nodes: int = option(
+        0, "add K nodes found by n-gram lookup to the tree", metavar="K", least=0, group=DRAFTING
+    )
+    # from Python also a tuple: one static tree for each sequence of the batch
+    tree: str | tuple[str, ...] = option(
+        "paper25", f"auto (tuned by scripts.tune_tree), {NAMES} (default: paper25)", group=DRAFTING
+    )
+    draft_vocab: int = option(
+        0, "EAGLE-1/2: draft only the K most frequent tokens", metavar="K", least=0, group=DRAFTING
+    )
+    draft_vocab_text: str | None = option(
+        None,
+        "rank tokens by how often this text has them, not by the tokenizer alone",
+        metavar="FILE",
+        group=DRAFTING,
+    )
+    draft_noise: bool = option(
+        True, "off: draft without the target's noise (default: on)", ("on", "off"), group=DRAFTING
+    )
+    verify: str = option(
+        "match", "which drafted tokens are accepted (default: match)", VERIFY, group=DRAFTING
+    )
+    eagle_always: bool = option(
+        False,
+        "go on drafting where plain decoding would be faster (default: the request falls back and probes)",
+        group=DRAFTING,
+    )
+
+    @property
+    def drafter_kind(self) -> str:
+        """The drafter that the options ask for: one of DRAFTERS, or "" for plain decoding. UsageError if they differ."""
+        flags = {"eagle": "--eagle HEAD", "draft": "--draft-checkpoint DIR", "medusa": "--medusa FILE"}
+        files = {"eagle": self.eagle, "draft": self.draft_checkpoint, "medusa": self.medusa}
+        given = [kind for kind, file in files.items() if file]
+        kind = self.drafter or (given[0] if given else "")
+        for extra in (k for k in given if k != kind):
+            raise UsageError(f"{flags[extra]} does not go with the drafter {kind}; give one of them.")
+        if kind in flags and not given:
+            raise UsageError(f"--drafter {kind} needs {flags[kind]}.")
+        if kind not in ("eagle", "draft", "") and self.verify != "match":
+            raise UsageError(f"--verify {self.verify} needs a draft distribution; {kind} has none.")
+        if self.ngram_nodes and kind in ("", "ngram"):
+            raise UsageError("--ngram-nodes adds to another drafter's tree; n-grams alone: --drafter ngram.")
+        return kind
+
+    @property
+    def trees(self) -> tuple[str, ...]:
+        """The names of the trees: one, or one for each sequence of the batch."""
+        return (self.tree,) if isinstance(self.tree, str) else tuple(self.tree)
+
+    def tree_shape(self) -> tuple[int, int]:
+        """(N, D) of what the drafter proposes; (1, 0) for plain decoding."""
+        kind = self.drafter_kind
+        if not kind:
+            return 1, 0
+        tree = parse_tree(self.trees[0])
+        shape = LookaheadDrafter.shape() if kind == "lookahead" else (tree.N, tree.D)
+        return WithNGrams.shape(*shape, self.ngram_nodes) if self.ngram_nodes else shape
+
+    def check(self) -> None:
+        """Raise UsageError for an option that is wrong or would be ignored. Nothing is read for that."""
+        for f in fields(self):
+            _check_value(f.name, getattr(self, f.name), f.default, f.metadata)
+        kind = self.drafter_kind
+        about_heads = {
+            "--eagle-config": self.eagle_config and kind != "eagle",
+            "--draft-vocab": self.draft_vocab and kind != "eagle",
+            "--verify": self.verify != "match" and not kind,
+            "--draft-noise off": not self.draft_noise and not kind,
+        }
+        for flag in (flag for flag, ignored in about_heads.items() if ignored):
+            raise UsageError(f"{flag} is about a draft head, and none was given (--eagle HEAD).")
+        if any("=" not in item for item in self.eagle_config):
+            raise UsageError("--eagle-config takes KEY=VALUE, like rope_theta=500000.")
+        if self.draft_vocab_text and not self.draft_vocab:
+            raise UsageError("--draft-vocab-text needs --draft-vocab K, the number of tokens to keep.")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("--device cuda, but this torch sees no CUDA device. Use --device cpu.")
+
+    def with_defaults(self, config: ModelConfig) -> LoadOptions:
+        """The options with device, dtype and ctx decided for a model."""
+        device = self.device or default_device()
+        # half precision is slow on CPUs without native support for it
+        dtype = self.dtype or ("float32" if device == "cpu" else config.dtype)
+        return replace(self, device=device, dtype=dtype, ctx=self.ctx or min(config.max_positions, 8192))
+
+    def resolve(self, checkpoint: Checkpoint, head: EagleFile | None = None) -> LoadOptions:
+        """The options with everything decided: device, dtype, ctx, and the tree that `--tree auto` stands for.
+
+        Raises UsageError where the model's context is exceeded or no tree was tuned.
+        """
+        options = self.with_defaults(checkpoint.config)
+        longest = checkpoint.config.max_positions
+        if options.ctx > longest:
+            raise UsageError(f"--ctx is {options.ctx:,}; this model's limit is {longest:,}.")
+        return (
+            replace(options, tree=find_tuned_tree(options, checkpoint, head))
+            if self.tree == "auto"
+            else options
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_value(name: str, value: Any, default: Any, metadata: Any) -> None:
+    least = metadata["least"]
+    if least is not None:
+        number = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        if not number and value is not None:
+            raise UsageError(f"{_flag(name)} is {value!r:.40}; allowed: {least} or more.")
+    elif isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise UsageError(f"{_flag(name)} is {value!r:.40}; allowed: True or False.")
+    elif metadata["choices"] and value != default and value not in metadata["choices"]:
+        raise UsageError(f"{_flag(name)} is {value!r:.40}; allowed: {', '.join(metadata['choices'])}.")
+
+
+def add_options(parser: argparse.ArgumentParser, names: Iterable[str] | None = None, **defaults: Any) -> None:
+    """Add the arguments of these options (default: all) to a command line. `options_from` reads them."""
+    groups: dict[str, Any] = {}
+    for f in (f for f in fields(LoadOptions) if names is None or f.name in names):
+        title = f.metadata["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        add = groups[title].add_argument
+        default = defaults.get(f.name, f.default)
+        described = {"help": f.metadata["help"], "default": default}
+        if f.default is False:
+            add(_flag(f.name), action="store_true", **described)
+        elif f.default is True:
+            described["default"] = "on" if default else "off"
+            add(_flag(f.name), choices=f.metadata["choices"], **described)
+        elif isinstance(f.default, tuple):
+            described["default"] = list(default)
+            add(_flag(f.name), action="append", metavar=f.metadata["metavar"], **described)
+        elif f.metadata["choices"]:
+            add(_flag(f.name), choices=f.metadata["choices"], **described)
+        else:
+            kind = str if f.metadata["least"] is None else int
+            add(_flag(f.name), type=kind, metavar=f.metadata["metavar"], **described)
+
+
+def options_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The options among parsed arguments, as keyword arguments of LoadOptions and `load`."""
+    found = {}
+    for f in (f for f in fields(LoadOptions) if f.name in vars(args)):
+        value = vars(args)[f.name]
+        if f.default is True:
+            value = value == "on"
+        found[f.name] = tuple(value) if isinstance(f.default, tuple) else value
+    return found
+
+
+def read_option(name: str, text: str) -> Any:
+    """The value of an option from text, as an arm of the benchmark gives it. Raises UsageError with what is allowed."""
+    f = next(f for f in fields(LoadOptions) if f.name == name)
+    if isinstance(f.default, bool):
+        if text not in ("on", "off"):
+            raise UsageError(f"{name}={text!r:.40}; allowed: on, off.")
+        return text == "on"
+    if f.metadata["least"] is not None:
+        if not text.isdecimal():
+            raise UsageError(f"{name}={text!r:.40}; allowed: an integer.")
+        return int(text)
+    return tuple(text.split(",")) if isinstance(f.default, tuple) else text
+
+
+def add_sampling(
+    parser: argparse.ArgumentParser, names: Iterable[str] | None = None, **defaults: Any
+) -> None:
+    """Add the arguments of SamplingParams (default: all) to a command line. `sampling_from` reads them."""
+    group = parser.add_argument_group("sampling")
+    for f in (f for f in fields(SamplingParams) if names is None or f.name in names):
+        if f.name == "stop":
+            group.add_argument(
+                "--stop", action="append", default=[], metavar="TEXT", help="stop string (repeatable)"
+            )
+        elif f.name == "stop_ids":
+            group.add_argument(
+                "--stop-ids", default="", metavar="2,13", help="stop ids instead of the model's own"
+            )
+        else:
+            default = defaults.get(f.name, f.default)
+            group.add_argument(
+                _flag(f.name), type=type(f.default), default=default, help=f"default: {default}"
+            )
+
+
+def sampling_from(args: argparse.Namespace) -> SamplingParams:
+    """The SamplingParams of parsed arguments."""
+    given = {f.name: vars(args)[f.name] for f in fields(SamplingParams) if f.name in vars(args)}
+    if "stop_ids" in given:
+        given["stop_ids"] = parse_ids(given["stop_ids"], "--stop-ids")
+    return SamplingParams(**given)
+
+
+def parse_ids(text: str, flag: str) -> tuple[int, ...]:
+    """Comma-separated ids. Raises UsageError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UsageError(f"{flag} {text!r:.60}: expected comma-separated integers, like 5,17,9.") from None
+
+
+def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile) -> Path:
+    """Where the tree tuned for this device, model, head, quantization, dtype and compilation lies, if there is one.
+
+    `python -m scripts.tune_tree` writes it and `--tree auto` reads it.
+    """
+    options = options.with_defaults(checkpoint.config)
+    quantization = [checkpoint.raw.get(key) for key in ("eaglet_quant", "quantization_config")]
+    vocabulary = (options.draft_vocab, options.draft_vocab_text)
+    how = (options.dtype, options.compile and options.compile_mode, options.kv)
+    described = (checkpoint.config, head.config, json.dumps(quantization, sort_keys=True), vocabulary, how)
+    digest = hashlib.sha256(repr(described).encode())
+    for name, tensor in sorted(head.tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.flatten()[:64].tolist()}".encode())
+    machine = re.sub(r"[^A-Za-z0-9]+", "-", describe_device(torch.device(options.device))).strip("-")
+    return cache.folder() / "trees" / f"{machine}-{digest.hexdigest()[:16]}.json"
+
+
+def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | None) -> str:
+    """The file that `--tree auto` stands for. Raises UsageError with the command that makes it."""
+    if head is None:
+        raise UsageError("--tree auto looks up the tree tuned for a draft head; it needs --eagle HEAD.")
+    path = tuned_tree_path(options, checkpoint, head)
+    if path.exists():
+        return str(path)
+    command = f"python -m scripts.tune_tree --checkpoint {options.checkpoint} --eagle {options.eagle}"
+    command += f" --draft-vocab {options.draft_vocab}" if options.draft_vocab else ""
+    command += f" --draft-vocab-text {options.draft_vocab_text}" if options.draft_vocab_text else ""
+    command += f" --dtype {options.dtype}" if options.dtype else ""
+    command += " --compile" if options.compile else ""
+    where = f"this model, head and device ({describe_device(torch.device(options.device))})"
+    raise UsageError(f"--tree auto: no tree was tuned for {where}. Run: {command}")

@@ -25,7 +25,8 @@ from drafters.ngram import NGramDrafter, WithNGrams
 from eagle_draft import EagleHead, eagle_drafter
 from engine import Engine
 from kernels import tuned
-from model import DTYPES, ModelConfig, Transformer
+from model import Transformer
+from model_config import DTYPES, ModelConfig
 from options import DEMO, LoadOptions
 from runtime.compiled import COMPILE_MODES
 from step import HISTORY, RING

@@ -15,7 +15,7 @@ import torch
 
 from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import WithNGrams
-from model import DTYPES, ModelConfig
+from model_config import DTYPES, ModelConfig
 from runtime.compiled import COMPILE_MODES
 from sampling import SamplingParams
 from support import cache

@@ -22,7 +22,8 @@ from drafters.draft_model import check_vocabulary
 from engine import Engine
 from load import build_drafter, build_head, draft_vocabulary
 from load import build_engine as build_loaded
-from model import ModelConfig, Transformer
+from model import Transformer
+from model_config import ModelConfig
 from options import LoadOptions, read_option
 from runtime.results import GenerationResult
 from sampling import SamplingParams

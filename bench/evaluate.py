@@ -15,7 +15,7 @@ from engine import Engine
 from model import Transformer
 from sampling import SamplingParams
 from support.errors import UsageError
-from weights.layerwise import Tally
+from weights.quality import Tally
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from bench.measure import Bench, Settings, digest, first_fork
 from bench.suites import Prompts, Question, find_questions, fit_context, prompts_of
 from engine import Engine
 from load import load, plan_memory
-from model import DTYPES, ModelConfig
+from model_config import DTYPES, ModelConfig
 from options import options_from
 from runtime.results import GenerationResult
 from sampling import SamplingParams

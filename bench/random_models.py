@@ -19,7 +19,8 @@ from eagle_draft import EagleHead
 from engine import Engine
 from kernels.tuned import read_tuned
 from load import build_engine
-from model import DTYPES, ModelConfig, RopeConfig, Transformer
+from model import Transformer
+from model_config import DTYPES, ModelConfig, RopeConfig
 from options import LoadOptions
 from weights.heads import EagleConfig
 from weights.hf import build_model

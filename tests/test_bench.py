@@ -26,13 +26,15 @@ from bench import summary as bench_summary
 from drafters.medusa import MedusaHeads
 from drafters.ngram import WithNGrams
 from engine import Engine
-from load import DRAFTERS, load, tuned_tree_path
+from load import load
+from options import DRAFTERS, tuned_tree_path
 from sampling import SamplingParams
 from scripts import bench
 from support.errors import UserError
 from support.texts import HELD_OUT
-from weights.heads import read_eagle, save_eagle, save_medusa
+from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
+from weights.medusa import save_medusa
 
 QUESTIONS = [
     suites.Question("one", "a", ((1, 5, 9, 22, 7, 3),)),

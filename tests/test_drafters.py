@@ -27,8 +27,8 @@ from step import DecodeState, decode_step
 from support import errors
 from tree import named_tree
 from weights.checkpoint import load_model
-from weights.heads import save_medusa
 from weights.hf import save_hf
+from weights.medusa import save_medusa
 
 MODEL = tiny_model()
 SMALL = tiny_model(seed=5, hidden_size=16, num_attention_heads=2, head_dim=8)

@@ -17,8 +17,9 @@ from load import load, plan_memory
 from scripts import paper_tables
 from support.files import read_json_lines
 from tree import PAPER25
-from weights.heads import read_eagle, save_eagle, save_medusa
+from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
+from weights.medusa import save_medusa
 
 PUBLISHED = json.loads(paper_page.PUBLISHED.read_text(encoding="utf-8"))
 FLAGS = "--kernels reference --dtype float64 --questions 2 --max-new-tokens 12 --reps 1 --batches 1 2".split()

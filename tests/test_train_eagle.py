@@ -16,7 +16,8 @@ import torch.nn.functional as F
 
 import load
 from eagle_draft import FEATURE_NOISE, loss_eagle1, loss_eagle3
-from model import ModelConfig, Transformer
+from model import Transformer
+from model_config import ModelConfig
 from sampling import SamplingParams
 from scripts import train_eagle
 from scripts.train_eagle import parse

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import ModelConfig, RopeConfig, Transformer
+from model import Transformer
+from model_config import ModelConfig, RopeConfig
 from support.files import write_json, write_text
 from support.texts import HELD_OUT, LEFT_OUT, read_source, stdlib_files
 from training.loop import Run, World

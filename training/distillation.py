@@ -14,14 +14,15 @@ from torch import Tensor
 
 from drafters.draft_model import DraftModelDrafter
 from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa
-from model import ModelConfig, Transformer
+from model import Transformer
+from model_config import ModelConfig
 from training.data import Batch, TokenData
 from training.drafters import DrafterTraining, output_weight
 from training.evaluation import Evaluation
 from training.optim import Recipe, init_weights
 from weights.checkpoint import load_model
-from weights.heads import save_medusa
 from weights.hf import save_hf
+from weights.medusa import save_medusa
 
 TOKENIZER_FILES = """tokenizer.model tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     generation_config.json chat_template.jinja""".split()

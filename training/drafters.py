@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from drafters.base import Drafter
-from model import DTYPES, Transformer
+from model import Transformer
+from model_config import DTYPES
 from support.errors import UserError
 from support.files import write_json
 from support.machine import describe_device

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from eagle_draft import FEATURE_NOISE, EagleDrafter, EagleHead, eagle_drafter, loss_eagle1, loss_eagle3
 from load import build_head
-from model import ModelConfig, RopeConfig, Transformer
+from model import Transformer
+from model_config import ModelConfig, RopeConfig
 from training.data import Batch, TokenData
 from training.drafters import DrafterTraining, output_weight
 from training.evaluation import Evaluation

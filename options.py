@@ -223,7 +223,7 @@ def _check_value(name: str, value: Any, default: Any, metadata: Any) -> None:
         raise UsageError(f"{_flag(name)} is {value!r:.40}; allowed: {', '.join(metadata['choices'])}.")
 
 
-def add_options(parser: argparse.ArgumentParser, names: Iterable[str] | None = None, **defaults: Any) -> None:
+def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
     """Add the arguments of these options (default: all) to a command line. `options_from` reads them."""
     groups: dict[str, Any] = {}
     for f in (f for f in fields(LoadOptions) if not names or f.name in names):
@@ -273,9 +273,7 @@ def read_option(name: str, text: str) -> Any:
     return tuple(text.split(",")) if isinstance(f.default, tuple) else text
 
 
-def add_sampling(
-    parser: argparse.ArgumentParser, names: Iterable[str] | None = None, **defaults: Any
-) -> None:
+def add_sampling(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
     """Add the arguments of SamplingParams (default: all) to a command line. `sampling_from` reads them."""
     group = parser.add_argument_group("sampling")
     for f in (f for f in fields(SamplingParams) if not names or f.name in names):

@@ -160,7 +160,8 @@ def random_engine(
 ) -> Engine:
     """An engine that decodes plainly with a random model of the shape `name`. options: further LoadOptions."""
     config = SHAPES[name]
-    opts = LoadOptions(checkpoint=name, device=device, dtype=dtype, ctx=64, **options).with_defaults(config)
+    options["ctx"] = options.get("ctx") or 64
+    opts = LoadOptions(checkpoint=name, device=device, dtype=dtype, **options).with_defaults(config)
     target = torch.device(opts.device)
     backend = kernel_backend(target, opts.kernels)
     with backend.active():

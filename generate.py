@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     options = options_from(args)
     # what compares or shows speculative steps needs all of them
     options["eagle_always"] |= bool(args.prove or args.show_tree or args.html or args.gauge)
-    engine = load(options.pop("checkpoint"), progress=report.progress, report=report.line, **options)
+    engine = load(progress=report.progress, report=report.line, **options)
     if args.template and engine.tokenizer:
         engine.tokenizer.use_template(args.template)
     report.head(engine, time.perf_counter() - started)

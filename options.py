@@ -15,7 +15,7 @@ import torch
 
 from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import WithNGrams
-from model import DTYPES, ModelConfig
+from model_config import DTYPES, ModelConfig
 from runtime.compiled import COMPILE_MODES
 from sampling import SamplingParams
 from support import cache
@@ -226,7 +226,7 @@ def _check_value(name: str, value: Any, default: Any, metadata: Any) -> None:
 def add_options(parser: argparse.ArgumentParser, names: Iterable[str] | None = None, **defaults: Any) -> None:
     """Add the arguments of these options (default: all) to a command line. `options_from` reads them."""
     groups: dict[str, Any] = {}
-    for f in (f for f in fields(LoadOptions) if names is None or f.name in names):
+    for f in (f for f in fields(LoadOptions) if not names or f.name in names):
         title = f.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
@@ -248,10 +248,10 @@ def add_options(parser: argparse.ArgumentParser, names: Iterable[str] | None = N
             add(_flag(f.name), type=kind, metavar=f.metadata["metavar"], **described)
 
 
-def options_from(args: argparse.Namespace) -> dict[str, Any]:
-    """The options among parsed arguments, as keyword arguments of LoadOptions and `load`."""
+def options_from(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """These options (default: all) of parsed arguments, as keyword arguments of LoadOptions and `load`."""
     found = {}
-    for f in (f for f in fields(LoadOptions) if f.name in vars(args)):
+    for f in (f for f in fields(LoadOptions) if not names or f.name in names):
         value = vars(args)[f.name]
         if f.default is True:
             value = value == "on"
@@ -278,7 +278,7 @@ def add_sampling(
 ) -> None:
     """Add the arguments of SamplingParams (default: all) to a command line. `sampling_from` reads them."""
     group = parser.add_argument_group("sampling")
-    for f in (f for f in fields(SamplingParams) if names is None or f.name in names):
+    for f in (f for f in fields(SamplingParams) if not names or f.name in names):
         if f.name == "stop":
             group.add_argument(
                 "--stop", action="append", default=[], metavar="TEXT", help="stop string (repeatable)"

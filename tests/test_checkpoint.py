@@ -19,7 +19,8 @@ import torch
 from conftest import BASE, FAMILIES, build_hf
 from safetensors.torch import load_file, save_file
 
-from model import ModelConfig, chain_ancestors
+from model import chain_ancestors
+from model_config import ModelConfig
 from scripts import convert, download
 from support.files import read_json
 from weights import checkpoint

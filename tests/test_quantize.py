@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 import kernels
 import quantize
 from eagle_draft import EagleHead
-from load import DEMO, load
-from model import Experts, ModelConfig, Transformer, weight_bytes
+from load import load
+from model import Experts, Transformer, weight_bytes
+from model_config import ModelConfig
+from options import DEMO
 from sampling import SamplingParams
 from scripts import convert
 from support import texts

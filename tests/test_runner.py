@@ -19,8 +19,8 @@ from eagle_draft import EagleDrafter
 from engine import INJECTION_POINTS, LAG, Engine
 from model import Transformer
 from report.gauge import Gauge
-from runtime.runner import RING, WARM_UP, Pacer, Runner
-from step import HISTORY, decode_step
+from runtime.runner import WARM_UP, Pacer, Runner
+from step import HISTORY, RING, decode_step
 
 
 def make(kind: str, tree: str, lag: int, batch_size: int = 1) -> Engine:

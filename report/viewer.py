@@ -50,8 +50,7 @@ class StepRecorder(Observer):
             return
         draft = output.draft
         tokens, parent, depth, valid, scores = (
-            tensor[0].tolist()
-            for tensor in (draft.tokens, draft.parent, draft.depth, draft.valid, draft.scores)
+            tensor[0].tolist() for tensor in (draft.tokens, draft.parent, draft.depth, draft.valid, draft.scores)
         )
         score = [math.exp(min(s, 0.0)) for s in scores]
         path = output.path[0, :count].tolist()
@@ -111,9 +110,7 @@ class StepRecorder(Observer):
             for ids, step in zip(result.tokens_per_step, self.steps, strict=False)
         ]
         first = self.text(result.token_ids[0]) if result.token_ids else ""
-        facts = (
-            f"{result.new_tokens} tokens, {result.steps} steps, tau {result.tau:.2f}, seed {result.seed}, "
-        )
+        facts = f"{result.new_tokens} tokens, {result.steps} steps, tau {result.tau:.2f}, seed {result.seed}, "
         facts += f"temperature {result.temperature:g}"
         data = json.dumps({"first": first, "steps": steps}).replace("<", "\\u003c")
         page = PAGE.replace("%FACTS%", html.escape(facts))

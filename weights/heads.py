@@ -19,14 +19,7 @@ from torch import Tensor
 
 from model_config import ConfigReader, ModelConfig, RopeConfig
 from support.files import read_json, write_json
-from weights.files import (
-    Entry,
-    check_entries,
-    check_finite,
-    read_entries,
-    tensor_files,
-    write_safetensors,
-)
+from weights.files import Entry, check_entries, check_finite, read_entries, tensor_files, write_safetensors
 from weights.hf import config_to_hf, refuse_partial_rotation
 from weights.quantized import QuantSpec
 from weights.stored import read_spec, spec_to_json
@@ -124,9 +117,7 @@ def head_tensors(config: EagleConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     return table
 
 
-def read_eagle(
-    path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None
-) -> EagleFile:
+def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None) -> EagleFile:
     """Read an EAGLE-1/2/3 head: a published one in any layout, one of ours (quantized too), or a bare weight file.
 
     Generation, draft vocabulary and biases follow from the tensors. RoPE and eps come from the head's own config, never
@@ -197,9 +188,7 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
     write_json(directory / "config.json", keys)
 
 
-def save_quantized_eagle(
-    config: EagleConfig, tensors: Mapping[str, Tensor], spec: QuantSpec, directory: Path
-) -> None:
+def save_quantized_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], spec: QuantSpec, directory: Path) -> None:
     """Write a quantized head in our own format. `tensors` have the names of the head's state dict."""
     directory.mkdir(parents=True, exist_ok=True)
     write_safetensors(directory / "model.safetensors", tensors)

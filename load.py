@@ -25,7 +25,8 @@ from drafters.ngram import NGramDrafter, WithNGrams
 from eagle_draft import EagleHead, eagle_drafter
 from engine import Engine
 from kernels import tuned
-from model import DTYPES, ModelConfig, Transformer
+from model import Transformer
+from model_config import DTYPES, ModelConfig
 from options import DEMO, LoadOptions
 from runtime.compiled import COMPILE_MODES
 from step import HISTORY, RING
@@ -144,7 +145,7 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
 
 
 def load(
-    checkpoint_dir: str | Path = DEMO,
+    checkpoint: str | Path = DEMO,
     *,
     progress: Progress | None = None,
     report: Callable[[str], None] | None = None,
@@ -153,7 +154,7 @@ def load(
     """Build an Engine from a model directory and, with `eagle=`, a draft head.
 
     Args:
-        checkpoint_dir: the model directory.
+        checkpoint: the model directory.
         progress: called with (done, total, tensor name) while weights stream in.
         report: called with notes, one line each, such as what was assumed about a bare head.
         options: fields of LoadOptions.
@@ -162,7 +163,7 @@ def load(
         ValueError: in one line. The kinds in support.errors tell a wrong option from a bad file.
     """
     say = report or (lambda line: None)
-    asked = LoadOptions(checkpoint=str(checkpoint_dir), **options)
+    asked = LoadOptions(checkpoint=str(checkpoint), **options)
     asked.check()
     with _bad_files():
         files = _Files(asked)
@@ -185,15 +186,11 @@ def load(
         drafter = build_drafter(model, head, options) if options.drafter_kind else None
     if options.compile:
         folder, found = cache.use(describe_device(device))
-        say(
-            f"compile {folder} ({found}); one block is compiled per width, prompts and settings compile nothing"
-        )
+        say(f"compile {folder} ({found}); one block is compiled per width, prompts and settings compile nothing")
     trained = head.config.layer if head else files.draft.config if files.draft else None
     if trained is not None and trained.max_position_embeddings < options.ctx:
         limit = trained.max_position_embeddings
-        say(
-            f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens."
-        )
+        say(f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens.")
     return build_engine(model, files.tokenizer, drafter, options, backend, plan, head)
 
 
@@ -217,9 +214,7 @@ class _Files:
         if self.draft is None:
             return plan_memory(self.checkpoint.config, options, self.head, weights)
         draft_weights = model_bytes(self.draft, options)
-        return plan_memory(
-            self.checkpoint.config, options, self.head, weights, self.draft.config, draft_weights
-        )
+        return plan_memory(self.checkpoint.config, options, self.head, weights, self.draft.config, draft_weights)
 
 
 @contextlib.contextmanager
@@ -327,9 +322,7 @@ def build_head(file: EagleFile, model: Transformer, ids: Tensor | None = None) -
     ids: sorted target ids of a trimmed draft vocabulary (EAGLE-1/2).
     """
     if ids is not None and file.config.version != 1:
-        raise ValueError(
-            "--draft-vocab trims EAGLE-1/2 heads; an EAGLE-3 head brings its own draft vocabulary."
-        )
+        raise ValueError("--draft-vocab trims EAGLE-1/2 heads; an EAGLE-3 head brings its own draft vocabulary.")
     ids = file.tensors.get("draft_ids") if ids is None else ids
     with torch.device("meta"):
         head = EagleHead(file.config, model, ids).eval().requires_grad_(False)
@@ -375,9 +368,7 @@ def build_drafter(model: Transformer, head: EagleHead | None, options: LoadOptio
         drafter = MedusaDrafter(heads, tree, options.draft_noise)
     elif kind == "draft":
         with _bad_files():
-            small = Checkpoint.open(options.draft_checkpoint).load(
-                model.device, model.dtype, None, options.ctx
-            )
+            small = Checkpoint.open(options.draft_checkpoint).load(model.device, model.dtype, None, options.ctx)
         pack_(small, small.dtype)
         drafter = DraftModelDrafter(model, small, *how)
     else:
@@ -389,9 +380,7 @@ def _build_trees(options: LoadOptions, device: torch.device) -> DynamicTree | Tr
     """The dynamic tree, or the tables of one static tree per sequence."""
     trees = [parse_tree(name) for name in options.trees]
     if len(trees) not in (1, options.batch_size):
-        raise ValueError(
-            f"{len(trees)} trees for a batch of {options.batch_size}; give one tree, or one per sequence."
-        )
+        raise ValueError(f"{len(trees)} trees for a batch of {options.batch_size}; give one tree, or one per sequence.")
     if not any(isinstance(tree, DynamicTree) for tree in trees):
         return tree_tables(trees * options.batch_size if len(trees) == 1 else trees, device)
     if len(set(trees)) > 1:

@@ -16,7 +16,8 @@ from html import escape
 from pathlib import Path
 
 from generate import DEMO_PROMPT
-from load import DEMO, load
+from load import load
+from options import DEMO
 from report.viewer import Step, StepRecorder
 from sampling import SamplingParams
 
@@ -117,9 +118,7 @@ def _free_row(step: Step, rows: dict[int, float], end: tuple[int, float]) -> flo
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", default=str(DEMO))
     parser.add_argument("--eagle", help="default: the checkpoint's eagle3 or eagle1")
     parser.add_argument("--tree", default="paper25")
@@ -134,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     head = args.eagle or str(heads[0])
     engine = load(args.checkpoint, eagle=head, tree=args.tree)
-    recorder = engine.observer = StepRecorder(engine)
+    recorder = StepRecorder(engine)
     params = SamplingParams(temperature=args.temperature, max_new_tokens=96)
     engine.generate(engine.tokenizer.encode(args.prompt), params).run()
     steps = recorder.steps
@@ -143,14 +142,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     chosen = args.step - 1 if args.step else max(range(min(24, len(steps))), key=lambda i: len(steps[i].path))
     step = steps[chosen]
-    caption = f"one step of {Path(args.checkpoint).name} with {Path(head).name}, {args.tree}: {sum(step.valid)} nodes in "
-    caption += (
-        f"one forward, {len(step.emitted)} tokens (step {chosen + 1} of a request, T = {args.temperature:g})"
+    caption = (
+        f"one step of {Path(args.checkpoint).name} with {Path(head).name}, {args.tree}: {sum(step.valid)} nodes in "
     )
+    caption += f"one forward, {len(step.emitted)} tokens (step {chosen + 1} of a request, T = {args.temperature:g})"
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_suffix(".part")
-    part.write_text(draw(step, recorder._text, caption), encoding="utf-8")
+    part.write_text(draw(step, recorder.text, caption), encoding="utf-8")
     os.replace(part, out)
     print(f"wrote {out}")
     return 0

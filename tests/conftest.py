@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch: on tiny matrices more threads only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on tiny matrices more threads only wait for each other
 
 import torch  # noqa: E402
 
@@ -38,24 +36,14 @@ FAMILIES = {
     "llama": ("LlamaConfig", {}),
     "llama-mha": ("LlamaConfig", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
     "llama-bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
-    "llama-tied": (
-        "LlamaConfig",
-        {"tie_word_embeddings": True, **rope("llama3", 5e5, factor=32.0, **LLAMA3)},
-    ),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, **rope("llama3", 5e5, factor=32.0, **LLAMA3)}),
     "llama31": ("LlamaConfig", rope("llama3", 5e5, factor=8.0, **LLAMA3)),
     "codellama": ("LlamaConfig", rope("default", 1e6)),
     "linear": ("LlamaConfig", rope("linear", factor=4.0)),
     "yarn": ("LlamaConfig", rope("yarn", factor=4.0, original_max_position_embeddings=128)),
     "yarn-set": (
         "LlamaConfig",
-        rope(
-            "yarn",
-            factor=4.0,
-            original_max_position_embeddings=64,
-            beta_fast=8.0,
-            beta_slow=2.0,
-            truncate=False,
-        )
+        rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0, beta_slow=2.0, truncate=False)
         | {"num_hidden_layers": 2},
     ),
     "mistral": ("MistralConfig", {"sliding_window": 8}),
@@ -64,12 +52,7 @@ FAMILIES = {
     "qwen2": ("Qwen2Config", {"sliding_window": 8, "use_sliding_window": False}),
     "qwen2-window": (
         "Qwen2Config",
-        {
-            "sliding_window": 8,
-            "use_sliding_window": True,
-            "max_window_layers": 1,
-            "tie_word_embeddings": True,
-        },
+        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "tie_word_embeddings": True},
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
 }

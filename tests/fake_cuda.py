@@ -142,9 +142,7 @@ class OneDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name()
-        if any(
-            word in name for word in ("_local_scalar_dense", "::item", "nonzero", "masked_select", "::equal")
-        ):
+        if any(word in name for word in ("_local_scalar_dense", "::item", "nonzero", "masked_select", "::equal")):
             raise Leak(f"{name} reads a value")
         out = function(*args, **(kwargs or {}))
         for tensor in tensors(args, kwargs, out):

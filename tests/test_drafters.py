@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
-import json
 
-import numpy as np
 import pytest
 import torch
 from test_engine import Indexing, OneDevice, on_fake_gpu
@@ -26,17 +23,12 @@ from eagle_draft import EagleDrafter
 from engine import Engine
 from load import load
 from sampling import SamplingParams
-from scripts import train_draft as train_draft  # FIXME bare
-from scripts import train_medusa as train_medusa  # FIXME bare
 from step import DecodeState, decode_step
 from support import errors
-from training import drafters
-from training.data import TokenData
-from training.eagle import WorseHead
 from tree import named_tree
 from weights.checkpoint import load_model
-from weights.heads import save_medusa
 from weights.hf import save_hf
+from weights.medusa import save_medusa
 
 MODEL = tiny_model()
 SMALL = tiny_model(seed=5, hidden_size=16, num_attention_heads=2, head_dim=8)
@@ -664,71 +656,12 @@ def test_unverified_rows_are_never_accepted():
     assert tuple(Engine(MODEL, drafter=drafter).generate(PROMPT, params).run()[0].token_ids) == plain(params)
 
 
-# ------------------------------------------------------------------ training
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The table model on disk, and its own text: runs of 50 tokens from random starts."""
-    folder, (model, follow) = tmp_path_factory.mktemp("train"), table_model()
+    """The table model on disk."""
+    folder, (model, _) = tmp_path_factory.mktemp("train"), table_model()
     save_hf(copy.deepcopy(model).float(), folder / "target")
-    runs = [np.random.default_rng(0).integers(0, V, 600)]
-    for _ in range(49):
-        runs.append(follow.numpy()[runs[-1]])
-    ids = np.stack(runs, 1).flatten().astype(np.int32)
-    TokenData(ids, np.ones(len(ids), bool), np.array([0, len(ids)]), True).save(folder / "data.npz")
     return folder
-
-
-def trained(script, files, out, *more, steps=120):
-    argv = [
-        "--checkpoint",
-        files / "target",
-        "--data",
-        files / "data.npz",
-        "--out",
-        out,
-        "--work",
-        f"{out}-work",
-    ]
-    argv += [
-        "--length",
-        64,
-        "--steps",
-        steps,
-        "--eval-prompts",
-        2,
-        "--eval-tokens",
-        32,
-        "--prompt-length",
-        16,
-    ]
-    argv += ["--hidden", 32, "--heads", 2] if script is train_draft else []
-    argv += ["--medusa-heads", 5, "--own-lm-head"] if script is train_medusa else []
-    args = drafters.checked(script.parser(), [str(a) for a in (*argv, *more)])
-    return script.train(args)
-
-
-@pytest.mark.parametrize("script", (train_draft, train_medusa))
-@pytest.mark.parametrize("loss", ("kl", "ce"))
-def test_training_from_scratch_drafts_well(script, loss, files, tmp_path):
-    """A loss on the wrong row, head or law: the drafts would stay at chance (tau 1)."""
-    card = trained(script, files, tmp_path / "out", "--loss", loss)
-    assert card["tau_greedy"] > 4 and card["tau_t1"] > 4
-    assert np.mean(card["loss_curve"][-5:]) < 0.5 * card["loss_curve"][0]
-    assert json.loads((tmp_path / "out" / "CARD.json").read_text())["tau_greedy"] == card["tau_greedy"]
-
-
-@pytest.mark.parametrize("script", (train_draft, train_medusa))
-def test_resume_is_exact_and_worse_ones_are_refused(script, files, tmp_path):
-    """State missing from the checkpoint; a run continued with other settings; a good drafter overwritten by a bad one."""
-    whole = trained(script, files, tmp_path / "a", steps=6)
-    trained(script, files, tmp_path / "b", "--pause-at", 3, steps=6)
-    with pytest.raises(ValueError, match="--loss"):
-        trained(script, files, tmp_path / "b", "--loss", "ce", steps=6)
-    assert trained(script, files, tmp_path / "b", steps=6)["loss_curve"] == whole["loss_curve"]
-    with pytest.raises(WorseHead, match="kept it"):
-        drafters.refuse_if_worse({"tau": 2.0}, {"tau_greedy": 1.5}, argparse.Namespace(out="x"))
 
 
 # ------------------------------------------------------------------ the loader

@@ -177,9 +177,7 @@ def test_float32_forks_are_near_ties(record_property):
     model, exact, forks, tokens = tiny_model(torch.float32), tiny_model(torch.float32).double(), 0, 0
     requests = [SamplingParams(temperature=T, seed=s, max_new_tokens=30) for s in (0, 1) for T in (0.0, 1.0)]
     narrow = [Engine(model).generate(PROMPT, params).run()[0].token_ids for params in requests]
-    for (kind, head), tree in zip(
-        heads(model).items(), ("paper25", "dynamic", "medusa", "chain4"), strict=True
-    ):
+    for (kind, head), tree in zip(heads(model).items(), ("paper25", "dynamic", "medusa", "chain4"), strict=True):
         engine = eagle_engine(head, TREES[tree])
         for params, theirs in zip(requests, narrow, strict=True):
             ours = engine.generate(PROMPT, params).run()[0].token_ids
@@ -425,29 +423,14 @@ def test_the_last_slot_of_the_context():
         prompt = (PROMPT * 9)[: CTX - 30]
         params = settings(2, max_new_tokens=30)
         expected = Engine(MODEL).generate(prompt, params).run()[0].token_ids
-        assert (
-            eagle_engine(HEADS["eagle1"], TREES[tree]).generate(prompt, params).run()[0].token_ids == expected
-        )
+        assert eagle_engine(HEADS["eagle1"], TREES[tree]).generate(prompt, params).run()[0].token_ids == expected
         with pytest.raises(ValueError, match="model's limit"):
             eagle_engine(HEADS["eagle1"], TREES[tree]).generate([1, *prompt], params)
 
 
 def letters() -> PieceTokenizer:
     """Tokens of one to three bytes over a small alphabet. Some of them are halves of characters."""
-    pieces = [
-        b"a",
-        b"b",
-        b"ab",
-        b"ba",
-        b"c",
-        b" ",
-        b"\xc3",
-        b"\xa9",
-        "é".encode(),
-        b"abc",
-        b"x\xe2",
-        b"\x82\xac",
-    ]
+    pieces = [b"a", b"b", b"ab", b"ba", b"c", b" ", b"\xc3", b"\xa9", "é".encode(), b"abc", b"x\xe2", b"\x82\xac"]
     return PieceTokenizer([pieces[i % len(pieces)] for i in range(V)])
 
 
@@ -620,14 +603,7 @@ def fresh_steps(index, prompt):
     return steps_of(fresh, list(prompt), settings(index, max_new_tokens=12))
 
 
-ACCIDENTS = (
-    abandon_early,
-    abandon_later,
-    consumer_raises,
-    interrupt_in_a_step,
-    failing_draft,
-    failing_forward,
-)
+ACCIDENTS = (abandon_early, abandon_later, consumer_raises, interrupt_in_a_step, failing_draft, failing_forward)
 
 
 @pytest.mark.parametrize("accident", ACCIDENTS)
@@ -638,9 +614,7 @@ def test_the_engine_survives(accident):
     engine.generate(PROMPT, settings(0, max_new_tokens=4)).run()  # something to reuse wrongly
     stream = accident(engine)
     for index, prompt in ((2, PROMPT), (7, PROMPT + [5, 6])):
-        assert steps_of(engine, prompt, settings(index, max_new_tokens=12)) == fresh_steps(
-            index, tuple(prompt)
-        )
+        assert steps_of(engine, prompt, settings(index, max_new_tokens=12)) == fresh_steps(index, tuple(prompt))
         engine.generate(PROMPT, settings(0, max_new_tokens=4)).run()
         accident(engine)
     stream.close()
@@ -727,9 +701,7 @@ def test_a_rejected_nan_branch_changes_nothing(value, index):
     assert all(len(step) == 6 for step in result.tokens_per_step[:-1])
 
 
-@pytest.mark.parametrize(
-    "kind, tree", (("eagle1", "paper25"), ("eagle1", "dynamic"), ("eagle3-full", "dynamic"))
-)
+@pytest.mark.parametrize("kind, tree", (("eagle1", "paper25"), ("eagle1", "dynamic"), ("eagle3-full", "dynamic")))
 def test_a_nan_draft_changes_nothing(kind, tree):
     """Catches NaN that stays in the draft cache. A head that drafts a token with NaN weights fills its own rows with
     NaN, and the next step must not see them."""
@@ -813,18 +785,14 @@ def dense_attention(q, kv, start, visible, positions, window, scale):
 
 @functools.cache
 def small_model():
-    model = tiny_model(
-        torch.float32, seed=4, layers=1, vocab=SMALL, hidden_size=16, num_attention_heads=2, head_dim=8
-    )
+    model = tiny_model(torch.float32, seed=4, layers=1, vocab=SMALL, hidden_size=16, num_attention_heads=2, head_dim=8)
     model.lm_head.weight.mul_(1.5)
     return model
 
 
 @functools.cache
 def small_head(seed=5):
-    return tiny_head(
-        small_model(), seed=seed, hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8
-    )
+    return tiny_head(small_model(), seed=seed, hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
 
 
 def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
@@ -833,15 +801,10 @@ def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
     drafter = EagleDrafter(small_head(), built, rows, ctx + built.N + 1, shared_noise, multi_round)
     engine = Engine(small_model(), drafter=drafter, batch_size=rows, ctx=ctx)
     state, prompt = engine.state, [1, 3, 0, 2]
-    out, filled = (
-        torch.zeros(rows, SPAN + built.D + 1, dtype=torch.int64),
-        torch.zeros(rows, dtype=torch.int64),
-    )
+    out, filled = (torch.zeros(rows, SPAN + built.D + 1, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
     with torch.inference_mode():
         state.sampling.set(params)
-        engine._prefill(
-            0, prompt, sampling.SamplingMode(), 0
-        )  # greedy, so that all rows start with the same token
+        engine._prefill(0, prompt, sampling.SamplingMode(), 0)  # greedy, so that all rows start with the same token
         for buffer in (state.tokens, state.n, state.root, state.count, state.features):
             buffer.copy_(buffer[:1].expand_as(buffer))
         state.kv.copy_(state.kv[:, :, :1].expand_as(state.kv))
@@ -944,9 +907,7 @@ def same_stream(monkeypatch):
 
 
 def accept_too_easily(monkeypatch):
-    monkeypatch.setattr(
-        sampling, "uniform_noise", lambda *args, real=sampling.uniform_noise: real(*args) * 0.7
-    )
+    monkeypatch.setattr(sampling, "uniform_noise", lambda *args, real=sampling.uniform_noise: real(*args) * 0.7)
 
 
 def raw_bonus(monkeypatch):
@@ -966,9 +927,7 @@ def residual_not_zeroed(monkeypatch):
         last = out.path.gather(1, (out.count - 1)[:, None])
         whole = p.gather(1, last[..., None].expand(-1, -1, p.shape[-1]))[:, 0]
         bonus = (whole.log() + noise).argmax(-1)
-        return out._replace(
-            bonus=bonus, emitted=out.emitted.scatter(1, (out.count - 1)[:, None], bonus[:, None])
-        )
+        return out._replace(bonus=bonus, emitted=out.emitted.scatter(1, (out.count - 1)[:, None], bonus[:, None]))
 
     monkeypatch.setattr(step_module, "multi_round", multi_round)
 
@@ -1062,9 +1021,7 @@ def fake_step(mode: str, spoil=lambda inputs: None) -> int:
         on_fake_gpu(model)
         drafter = PlainDrafter(model)
         if tree is not None:
-            drafter = EagleDrafter(
-                on_fake_gpu(head), on_fake_gpu(built), 2, CTX + built.N + 1, multi_round=rule
-            )
+            drafter = EagleDrafter(on_fake_gpu(head), on_fake_gpu(built), 2, CTX + built.N + 1, multi_round=rule)
         state = DecodeState(model, drafter, 2, CTX, history=drafter.D > 0)
         fallback, real = PlainDrafter(model, features_of=drafter), drafter.draft
 
@@ -1139,13 +1096,7 @@ def test_compiled_output_equals_eager_output():
 
 
 # Graphs that are compiled: one block and one tail, and one draft layer per width. On a CPU it is the block alone.
-PARTS = [
-    ("plain", True, 2),
-    ("static", True, 4),
-    ("dynamic", True, 4),
-    ("multi-round", True, 4),
-    ("static", False, 1),
-]
+PARTS = [("plain", True, 2), ("static", True, 4), ("dynamic", True, 4), ("multi-round", True, 4), ("static", False, 1)]
 
 
 @pytest.mark.parametrize("mode, everything, graphs", PARTS)
@@ -1159,9 +1110,7 @@ def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, everyt
         compiled.append(graph)
         return lambda *arguments: ran.append(graph) or graph.forward(*arguments)
 
-    monkeypatch.setattr(
-        engine_module, "compile_parts", lambda on_gpu, how: compile_parts(everything, how, backend)
-    )
+    monkeypatch.setattr(engine_module, "compile_parts", lambda on_gpu, how: compile_parts(everything, how, backend))
     tree = {"plain": None, "dynamic": trees.DynamicTree(6, 2, 2)}.get(mode, trees.chain(2))
     rule = {"multi_round": "without"} if mode == "multi-round" else {}
     model = tiny_model(torch.float32, layers=3)
@@ -1228,9 +1177,7 @@ def test_a_step_compiled_whole_decodes_the_same(mode, monkeypatch):
 
 def test_unknown_compile_mode_is_named():
     """Catches a mode that silently falls back to another one."""
-    with pytest.raises(
-        ValueError, match="compile_mode is 'fast'; allowed: graph, max-autotune, capture, regions"
-    ):
+    with pytest.raises(ValueError, match="compile_mode is 'fast'; allowed: graph, max-autotune, capture, regions"):
         Engine(tiny_model(), compile_mode="fast")
 
 

@@ -14,10 +14,7 @@ from load import load
 from options import DEMO
 from sampling import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 HEADS = sorted(str(p) for p in DEMO.glob("eagle*") if p.is_dir())[:1]
 TREES = [None, "paper25", "dynamic:32,6,6"]
 
@@ -112,9 +109,7 @@ def test_one_launch_per_step():
     names = [event.name for event in profile.events()]
     steps = stream.result.steps
     assert steps <= names.count("cudaGraphLaunch") <= steps + engine.lag
-    assert (
-        sum(name.startswith("cudaLaunchKernel") for name in names) <= 2
-    )  # the step counter, a host-side stop
+    assert sum(name.startswith("cudaLaunchKernel") for name in names) <= 2  # the step counter, a host-side stop
 
 
 def test_a_batch_in_one_graph():

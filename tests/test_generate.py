@@ -20,7 +20,8 @@ import generate
 import generate as generate  # FIXME bare
 import load
 from generate import main
-from load import DEMO, load
+from load import load
+from options import DEMO
 from sampling import SamplingParams
 from support import machine
 from weights import checkpoint

@@ -8,16 +8,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda, tensors
 from test_engine import HEADS, MODEL, PROMPTS, letters, plain, scripted, settings, steps_of
-from tiny import (
-    CTX,
-    PROMPT,
-    TREES,
-    ScriptedDrafter,
-    eagle_drafter,
-    fake_clock,
-    tables,
-    tiny_model,
-)
+from tiny import CTX, PROMPT, TREES, ScriptedDrafter, eagle_drafter, fake_clock, tables, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine as engine_module
@@ -50,9 +41,7 @@ def outcome(results):
 KINDS = (("", ""), ("eagle1", "paper25"), ("eagle3", "dynamic"))
 
 
-@pytest.mark.parametrize(
-    "kind, tree, index", (("", "", 2), ("eagle1", "paper25", 2), ("eagle3", "dynamic", 0))
-)
+@pytest.mark.parametrize("kind, tree, index", (("", "", 2), ("eagle1", "paper25", 2), ("eagle3", "dynamic", 0)))
 def test_steps_ahead_change_nothing(kind, tree, index):
     """Catches steps that ran ahead, were thrown away and still count in steps or tau, are emitted after a stop
     string, or stay in a cache that the next turn reuses. Rows finish at different times, by strings, ids and length."""
@@ -314,9 +303,7 @@ def test_warm_up_and_capture_change_nothing():
                 assert held > 4 and torch.equal(new[..., b, :, :held, :], old[..., b, :, :held, :])
         elif name not in ("ring", "step", "tokens"):
             assert torch.equal(new, old), name
-    assert torch.equal(
-        engine.state.tokens[:, :-1], before["tokens"][:, :-1]
-    )  # the last slot is the trash row
+    assert torch.equal(engine.state.tokens[:, :-1], before["tokens"][:, :-1])  # the last slot is the trash row
 
 
 def test_buffers_keep_their_addresses():
@@ -356,9 +343,7 @@ def addresses(buffers) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in buffers}
 
 
-@pytest.mark.parametrize(
-    "kind", ("", "eagle1", "eagle3-dynamic", "eagle1-grams", "draft", "ngram", "lookahead")
-)
+@pytest.mark.parametrize("kind", ("", "eagle1", "eagle3-dynamic", "eagle1-grams", "draft", "ngram", "lookahead"))
 def test_buffers_name_all_that_a_step_writes(kind):
     """Catches a tensor that a step writes and `buffers` leaves out. --compile-mode reduce-overhead would capture no
     step then, because its graphs must know the addresses of all that they write. Catches a name too many as well."""
@@ -405,9 +390,7 @@ def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
         engine.warm_up(settings(0))
     assert not engine.runner.graphs and engine.runner.cuda.current.name == "main"
     engine._step = real
-    assert steps_of(engine, PROMPT, settings(0)) == steps_of(
-        make("eagle1", "paper25", 0), PROMPT, settings(0)
-    )
+    assert steps_of(engine, PROMPT, settings(0)) == steps_of(make("eagle1", "paper25", 0), PROMPT, settings(0))
     assert engine.runner.graphs.pop(next(iter(engine.runner.graphs)))
     calls.clear()
 
@@ -422,9 +405,7 @@ def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
     with pytest.raises(RuntimeError, match="could not be captured.*OutOfMemoryError.*one kernel at a time"):
         stream.run()
     assert stream.result.stop_reason == "interrupted" and engine.runner.cuda.current.name == "main"
-    assert steps_of(engine, PROMPT, settings(2)) == steps_of(
-        make("eagle1", "paper25", 0), PROMPT, settings(2)
-    )
+    assert steps_of(engine, PROMPT, settings(2)) == steps_of(make("eagle1", "paper25", 0), PROMPT, settings(2))
     assert not engine.runner.graphs
 
 
@@ -520,20 +501,14 @@ def fresh_outcome(rows: int):
 
 
 @pytest.mark.parametrize("after", (False, True), ids=("before", "after"))
-@pytest.mark.parametrize(
-    "owner, point", INJECTION_POINTS, ids=[f"{o.__name__}.{p}" for o, p in INJECTION_POINTS]
-)
+@pytest.mark.parametrize("owner, point", INJECTION_POINTS, ids=[f"{o.__name__}.{p}" for o, p in INJECTION_POINTS])
 def test_the_engine_survives_every_injection_point(owner, point, after, monkeypatch):
     """Catches what Ctrl-C, a bug or a lack of memory leaves behind for later requests, at every place where a request
     can be cut short. A point that no request reaches fails here, because its error is not raised."""
     for name, value in (("WINDOW", 2), ("PLAIN", 4), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)
     monkeypatch.setattr(runner_module, "capture_graph", functools.partial(capture_graph, warm_up=1))
-    params, real, graphs = (
-        accident_params(),
-        getattr(owner, point),
-        point in ("_capture", "_launch", "launch"),
-    )
+    params, real, graphs = (accident_params(), getattr(owner, point), point in ("_capture", "_launch", "launch"))
     engine = accident_engine(graphs)
     for error in ERRORS:
 
@@ -552,9 +527,7 @@ def test_the_engine_survives_every_injection_point(owner, point, after, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(owner, point, failing)
             with pytest.raises(error, match=f"planted in {point}"):
-                (accident_engine(graphs) if point == "_allocate" else engine).generate_batch(
-                    PROMPTS[:2], params
-                ).run()
+                (accident_engine(graphs) if point == "_allocate" else engine).generate_batch(PROMPTS[:2], params).run()
         if point == "_observe":
             engine.remove_observer(observer)
         if point == "_allocate":
@@ -600,9 +573,7 @@ def test_an_interrupt_between_any_two_writes():
         engine._step = real
         assert bool((engine.state.n >= engine.state.count).all())
         if k % 9 == 0:
-            assert (
-                outcome(engine.generate_batch(PROMPTS[:1], settings(2, max_new_tokens=6)).run()) == expected
-            )
+            assert outcome(engine.generate_batch(PROMPTS[:1], settings(2, max_new_tokens=6)).run()) == expected
     assert k > 40
 
 
@@ -722,9 +693,7 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
         e.step_seconds = None
         e.fallback = None
     short = settings(2, max_new_tokens=9)
-    assert outcome(engine.generate_batch(turns, short).run()) == outcome(
-        always.generate_batch(turns, short).run()
-    )
+    assert outcome(engine.generate_batch(turns, short).run()) == outcome(always.generate_batch(turns, short).run())
 
 
 def test_features_kept_wrongly_are_caught(monkeypatch):
@@ -746,9 +715,7 @@ def test_the_first_request_measures_both_steps(monkeypatch):
         plain_step, speculative = engine.step_seconds
         # five draft levels are more operators than none
         assert engine.break_even_tau == speculative / plain_step > 1
-        engine.generate(
-            PROMPT, settings(0, max_new_tokens=5)
-        ).run()  # another kind of step takes another time
+        engine.generate(PROMPT, settings(0, max_new_tokens=5)).run()  # another kind of step takes another time
         assert len(engine.timings) == 2 and engine.step_seconds != (plain_step, speculative)
         engine.generate(PROMPT, params).run()
         assert len(engine.timings) == 2 and engine.step_seconds == (plain_step, speculative)

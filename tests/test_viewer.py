@@ -59,9 +59,7 @@ def test_parts_sum_to_the_step_and_tokens_stay(tree, monkeypatch):
     assert sum(parts[name] for name in (*PHASES, "host")) == pytest.approx(parts["step"])
     assert all(parts[name] > 0 for name in (*PHASES, "host"))
     assert parts["host"] < 0.05 * parts["step"], "phases cover the step"
-    assert gauge.line(result).startswith(
-        f"step {parts['step']:.2f} ms = draft {parts['draft']:.2f} + verify "
-    )
+    assert gauge.line(result).startswith(f"step {parts['step']:.2f} ms = draft {parts['draft']:.2f} + verify ")
     assert gauge.line(result).endswith("; no graph: kernels are launched one by one")
 
 

@@ -14,13 +14,12 @@ import tree as trees
 from drafters.base import Draft, Drafter, DraftInput
 from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine
-from model import ModelConfig, RopeConfig, Transformer
+from model import Transformer
+from model_config import ModelConfig, RopeConfig
 from weights.heads import EagleConfig
 
 V, CTX = 97, 160
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 # Five children at the root, uneven below: a small tree of the Medusa lists' kind.
 MEDUSA = trees.StaticTree(
     tuple(tuple(map(int, word)) for word in "0 1 2 3 4 00 01 02 10 11 20 30 000 001 010 100 0000".split())
@@ -37,9 +36,7 @@ DRAFT_VOCAB = torch.tensor(sorted({(i * 37 + 11) % V for i in range(60)}))  # 60
 
 
 def geometry(layers: int = 2, vocab: int = V, **changes) -> ModelConfig:
-    shape = dict(
-        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8
-    )
+    shape = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     return ModelConfig(
         "llama", num_hidden_layers=layers, vocab_size=vocab, max_position_embeddings=CTX, **(shape | changes)
     )
@@ -62,12 +59,7 @@ def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0, **changes) -> 
 
 
 def tiny_head(
-    target: Transformer,
-    version: int = 1,
-    vocab: Tensor | None = None,
-    seed: int = 1,
-    cls=EagleHead,
-    **changes,
+    target: Transformer, version: int = 1, vocab: Tensor | None = None, seed: int = 1, cls=EagleHead, **changes
 ) -> EagleHead:
     """`vocab`: absolute target ids that the head can draft. `changes`: fields of EagleConfig, or of the layer's
     geometry."""

@@ -12,15 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model import ConfigReader, ModelConfig
+from model_config import ConfigReader, ModelConfig
 from support.files import read_json
 from weights.files import Entry, few_names, pickle_entries
 
 # Meta name = Hugging Face name : dimension that the shards split ("-" where every shard holds the whole tensor)
-META_TOP = "tok_embeddings=model.embed_tokens:1 norm=model.norm:- output=lm_head:0"
+META_TOP = {"tok_embeddings": "model.embed_tokens:1", "norm": "model.norm:-", "output": "lm_head:0"}
 META_LAYER = """attention.wq=self_attn.q_proj:0 attention.wk=self_attn.k_proj:0 attention.wv=self_attn.v_proj:0
     attention.wo=self_attn.o_proj:1 feed_forward.w1=mlp.gate_proj:0 feed_forward.w3=mlp.up_proj:0
     feed_forward.w2=mlp.down_proj:1 attention_norm=input_layernorm:- ffn_norm=post_attention_layernorm:-"""
+META_LAYER = dict(pair.split("=") for pair in META_LAYER.split())
 META_KEYS = """dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps rope_theta head_dim
     hidden_dim sliding_window use_scaled_rope rope_scaling_factor max_seq_len max_batch_size"""
 
@@ -80,8 +81,7 @@ def read_meta_entries(directory: Path, config: ModelConfig) -> dict[str, Entry]:
     entries = {}
     for name in shards[0]:
         _, layer, inner, kind = re.fullmatch(r"(layers\.(\d+)\.)?(.*?)(\.weight)?", name, re.DOTALL).groups()
-        names = dict(pair.split("=") for pair in (META_LAYER if layer else META_TOP).split())
-        target, _, split = names.get(inner, "").partition(":")
+        target, _, split = (META_LAYER if layer else META_TOP).get(inner, "").partition(":")
         if not target or not kind:
             target, split = name, "-"  # the strict check of all names will refuse it
         else:
@@ -98,14 +98,14 @@ def _shards(directory: Path) -> list[dict[str, Entry]]:
     """The tensors of each consolidated.*.pth file, unread. All shards hold the same names."""
     files = sorted(directory.glob("consolidated.*.pth"))
     if not files or [f.name for f in files] != [f"consolidated.{i:02}.pth" for i in range(len(files))]:
-        raise ValueError(f"{directory}: consolidated.00.pth, 01, ... are not without gaps.")
+        raise ValueError(f"{directory}: of consolidated.00.pth, 01, ... some are missing. Download it again.")
     shards = [pickle_entries(file) for file in files]
     for file, shard in zip(files, shards, strict=True):
         if odd := shard.keys() ^ shards[0].keys():
             raise ValueError(f"{file}: {few_names(odd)} is not in every shard. Download it again.")
     for name in ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight"):
         if name not in shards[0] or len(shards[0][name].shape) != 2:
-            raise ValueError(f"{files[0]}: no tok_embeddings / feed_forward.w1: not a LLaMA of Meta's.")
+            raise ValueError(f"{files[0]}: the matrix {name!r} is missing, so this is not a LLaMA of Meta's.")
     return shards
 
 

@@ -93,7 +93,8 @@ class TreeDrafter(Drafter):
             noise = noise if ids is None else noise[..., ids]
         mode = inputs.mode if self.shared_noise else sampling.SamplingMode()
         keys, scores = sampling.draft_keys(logits, noise, inputs.sampling, mode)
-        return keys, scores if self.dynamic else logits.log_softmax(-1)
+        ready = self.dynamic or noise is None  # without noise the scores are the draft's own already
+        return keys, scores if ready else logits.log_softmax(-1)
 
     def _target_ids(self, local: Tensor) -> Tensor:
         """Target ids of draft-vocabulary ids."""

@@ -483,12 +483,16 @@ class _Request:
         self.rows = [SequenceOutput(result, params, stop_ids, engine.tokenizer) for result in results]
         self.lengths = [0] * len(prompts)  # tokens in the target's cache
         self.drafted = [0] * len(prompts)  # draft rows that are made of true features
-        self.lag = 0 if engine.observers else engine.lag
         self.pending: deque[Drafter] = deque()  # the drafters of the steps under way
         self.pacer: Pacer | None = None  # made when decoding begins
         self.drafter = engine.drafter
         self.begun = 0.0
         self.seconds = 0.0
+
+    @property
+    def lag(self) -> int:
+        """Steps that may run ahead of the host. Observers may come and go within a request."""
+        return 0 if self.engine.observers else self.engine.lag
 
     @property
     def finished(self) -> bool:
@@ -523,14 +527,16 @@ class _Request:
         if self.pacer is None:
             self.pacer = Pacer(engine.break_even_tau)
             self.begun = time.perf_counter()
-        started = self.begun if self.lag else time.perf_counter()
+        started = time.perf_counter()
         output = self._launch_steps()
         ring = engine._read()
         used = self.pending.popleft()
         counts = [r[0] for r, row in zip(ring, self.rows, strict=False) if not row.finished]
         self.pacer.take(used is engine.drafter, counts)
-        self.seconds = time.perf_counter() - started + (0.0 if self.lag else self.seconds)
-        if engine.observers:
+        now = time.perf_counter()
+        self.seconds = now - self.begun if self.lag else self.seconds + now - started
+        self.begun = now - self.seconds
+        if output is not None:  # a step that was launched before the observer came is not shown
             engine._observe(output)
         for b, row in enumerate(self.rows):
             if not row.finished:

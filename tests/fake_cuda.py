@@ -1,8 +1,12 @@
-"""A stand-in for the parts of torch.cuda that `runner.Runner` uses, for machines without a GPU.
+"""Stand-ins for a GPU, for machines without one.
 
-Its graphs are as strict as real ones: a capture computes nothing that lasts (what existed before it is put back), and a
-replay repeats the recorded operators on the recorded memory, with the host's numbers of that time baked in. A step
-that rebinds a buffer, or reads a value on the host, so replays wrongly here too.
+`FakeCuda` takes the place of torch.cuda in `runtime.runner`. Its graphs are as strict as real ones: a capture computes
+nothing that lasts (what existed before it is put back), and a replay repeats the recorded operators on the recorded
+memory, with the host's numbers of that time baked in. A step that rebinds a buffer, or reads a value on the host,
+therefore replays wrongly here too.
+
+`OneDevice` and `Indexing` let a step run on fake CUDA tensors, which have no values, and reject every read of a value
+and every copy to another device. `on_fake_gpu` moves modules and tree tables there.
 """
 
 from __future__ import annotations
@@ -10,8 +14,11 @@ from __future__ import annotations
 import contextlib
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tree import TreeTables
 
 
 def tensors(*trees) -> list[torch.Tensor]:
@@ -122,3 +129,78 @@ class FakeGraph:
     def replay(self):
         self.cuda.log.append(("replay", self.tape))
         self.tape.play()
+
+
+class Leak(Exception):
+    pass
+
+
+class OneDevice(TorchDispatchMode):
+    """Rejects every read of a value and every tensor that is not on the (fake) GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        if any(
+            word in name for word in ("_local_scalar_dense", "::item", "nonzero", "masked_select", "::equal")
+        ):
+            raise Leak(f"{name} reads a value")
+        out = function(*args, **(kwargs or {}))
+        for tensor in tensors(args, kwargs, out):
+            if tensor.device.type != "cuda":
+                raise Leak(f"{name} touches {tensor.device}")
+        return out
+
+
+class Indexing(TorchFunctionMode):
+    """x[...], ~x and copy_ by operators: their bindings in a CPU build of torch want a real device guard. Does what the
+    binding does, and rejects what makes the binding read a value: a 0-d tensor or a mask as an index."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__:
+            return self.at(*args)
+        if function is torch.Tensor.copy_:
+            return torch.ops.aten.copy_(*args)
+        if function is torch.Tensor.__invert__:
+            return args[0].bitwise_not()
+        if function is torch.Tensor.__setitem__:
+            return self.at(*args[:2]).fill_(args[2])
+        return function(*args, **(kwargs or {}))
+
+    def at(self, x, index):
+        index = index if isinstance(index, tuple) else (index,)
+        rest = [slice(None)] * (x.dim() - sum(i is not None and i is not Ellipsis for i in index))
+        if Ellipsis in [i for i in index if not isinstance(i, torch.Tensor)]:
+            where = next(k for k, i in enumerate(index) if i is Ellipsis)
+            index = (*index[:where], *rest, *index[where + 1 :])
+        dim, picked = 0, {}
+        for i in index:
+            if i is None:
+                x, dim = x.unsqueeze(dim), dim + 1
+            elif isinstance(i, int):
+                x = x.select(dim, i)
+            elif isinstance(i, slice):
+                x, dim = torch.ops.aten.slice(x, dim, i.start, i.stop, i.step or 1), dim + 1
+            elif i.dim() == 0 or i.dtype == torch.bool:
+                raise Leak("indexing reads a value")
+            else:
+                picked[dim], dim = i, dim + 1
+        if not picked:
+            return x
+        return torch.ops.aten.index(x, [picked.get(d) for d in range(max(picked) + 1)])
+
+
+def on_fake_gpu(thing):
+    """Replace every tensor of a module (in place) or of tree tables by an empty one on the fake GPU."""
+    if isinstance(thing, torch.nn.Module):
+        for module in thing.modules():
+            for store in (module._parameters, module._buffers):
+                for name, t in store.items():
+                    if t is not None:
+                        store[name] = on_fake_gpu(t)
+        return thing
+    if isinstance(thing, TreeTables):
+        return TreeTables(**tree_map(on_fake_gpu, dict(vars(thing))))
+    if isinstance(thing, torch.Tensor):
+        fake = torch.empty(thing.shape, dtype=thing.dtype, device="cuda")
+        return torch.nn.Parameter(fake, False) if isinstance(thing, torch.nn.Parameter) else fake
+    return thing

@@ -6,11 +6,11 @@ import functools
 import itertools
 import math
 import random
-import time
 import types
 
 import pytest
 import torch
+from fake_cuda import Indexing, Leak, OneDevice, on_fake_gpu
 from test_sampling import chi_square_z
 from tiny import (
     CTX,
@@ -21,31 +21,31 @@ from tiny import (
     PieceTokenizer,
     ScriptedDrafter,
     V,
+    eagle_drafter,
     eagle_engine,
+    fake_clock,
     heads,
     needs_triton,
     tables,
     tiny_head,
     tiny_model,
 )
-from torch._dynamo.testing import CompileCounter
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+import engine as engine_module
 import kernels
 import sampling
-import tree as trees  # FIXME bare
+import step as step_module
+import tree as trees
 import tree_building
-import verify
 from bench import acceptance
 from drafters.base import Draft, PlainDrafter
 from eagle_draft import EagleDrafter
 from engine import Engine
 from model import Transformer
-from runtime import results as runtime_results
-from runtime.compiled import CompiledStep
+from runtime.compiled import compile_parts
+from runtime.results import Chunk, SequenceOutput
 from sampling import SamplingParams
-from step import DecodeState, accept_and_commit, decode_step
+from step import DecodeState, Observer, decode_step
 
 MODEL = tiny_model()
 HEADS = heads(MODEL)
@@ -129,10 +129,7 @@ def test_int8_cache_keeps_the_promise(tree):
     """Keys and values quantized by more than their own row, or rows moved without their scales: speculative tokens then
     differ from plain ones. In a batch, and when a second turn reuses the first one's cache."""
     make = functools.partial(Engine, MODEL, None, batch_size=2, kv_dtype=torch.int8)
-    drafters = [None] + [
-        EagleDrafter(HEADS[kind], tables(TREES[tree], 2), 2, CTX + tables(TREES[tree], 2).N + 1)
-        for kind in ("eagle1", "eagle3")
-    ]
+    drafters = [None] + [eagle_drafter(HEADS[kind], TREES[tree], 2) for kind in ("eagle1", "eagle3")]
     engines, turn = [make(drafter) for drafter in drafters], PROMPTS[:2]
     assert engines[0].state.kv.dtype == torch.int8 and not engines[0].state.kv.any()
     for index in (0, 2):
@@ -156,7 +153,7 @@ def test_fewer_prompts_than_rows(tree):
 def test_wide_plain_forward_is_plain():
     """`--prove` replays through a forward of the tree's width: its padding rows must not count."""
     for index in (0, 7):
-        engine = Engine(MODEL, drafter=PlainDrafter(MODEL, 1, width=9))
+        engine = Engine(MODEL, drafter=PlainDrafter(MODEL, width=9))
         assert tuple(engine.generate(PROMPT, settings(index)).run()[0].token_ids) == plain(settings(index))
 
 
@@ -202,9 +199,9 @@ class RandomShapes(ScriptedDrafter):
         super().__init__(trees.chain(D), truth, shift)
         self.N, self.D, self.random = N, D, random.Random(0)
 
-    def shape(self, request):
+    def shape(self, inputs):
         parents, ranks = [], []
-        for _ in range(request.n.shape[0]):
+        for _ in range(inputs.n.shape[0]):
             depth, parent, rank, right = [0], [0], [0], self.random.sample(range(1, self.N), self.D)
             above, on_path = 0, 0
             for i in range(1, self.N):
@@ -223,12 +220,12 @@ class RandomShapes(ScriptedDrafter):
         return parent, depth, ancestors, torch.ones_like(parent, dtype=torch.bool), rank
 
 
-def scripted(tree, params, rows=1, shift=0):
+def scripted(tree, params, rows=1, shift=0, **options):
     """An engine whose drafter knows (or avoids) the plain continuation of every row."""
     longer = SamplingParams(**{**vars(params), "max_new_tokens": params.max_new_tokens + 20, "stop_ids": ()})
     truth = [PROMPTS[b] + list(plain(longer, b)) for b in range(rows)]
     drafter = RandomShapes(truth, shift) if tree == "random" else ScriptedDrafter(TREES[tree], truth, shift)
-    return Engine(MODEL, drafter=drafter, batch_size=rows)
+    return Engine(MODEL, drafter=drafter, batch_size=rows, **options)
 
 
 @pytest.mark.parametrize("rows", (1, 3))
@@ -257,23 +254,23 @@ def check_identity(index=2):
 
 
 def bonus_of_the_root(monkeypatch):
-    real = verify.accept
+    real = step_module.accept
 
     def accept(tokens, parent, depth, ancestors, valid, choice, D):
         out = real(tokens, parent, depth, ancestors, valid, choice, D)
         emitted = out.emitted.scatter(1, (out.count - 1)[:, None], choice[:, :1])
         return out._replace(bonus=choice[:, 0], emitted=emitted)
 
-    monkeypatch.setattr(trees, "accept", accept)
+    monkeypatch.setattr(step_module, "accept", accept)
 
 
 def parent_off_by_one(monkeypatch):
-    real = verify.accept
+    real = step_module.accept
 
     def accept(tokens, parent, *rest):
         return real(tokens, (parent - 1).clamp(min=0), *rest)
 
-    monkeypatch.setattr(trees, "accept", accept)
+    monkeypatch.setattr(step_module, "accept", accept)
 
 
 def noise_of_one_depth(monkeypatch):
@@ -338,12 +335,12 @@ def test_stop_ids_inside_an_accepted_run():
 
 def test_a_stop_ignored_inside_a_run_is_caught(monkeypatch):
     """Mutant: only the last token of a step is compared with the stop ids."""
-    real = runtime_results.SequenceOutput._take
+    real = SequenceOutput._take
 
     def push(self, ids, step=True):
         if not ids:  # the device has stopped
             self.finish("eos")
-            return runtime_results.Chunk(0, [], "")
+            return Chunk(0, [], "")
         real_ids, self.stop_ids = self.stop_ids, set()
         for token in ids[:-1]:
             real(self, token, 0)
@@ -352,9 +349,9 @@ def test_a_stop_ignored_inside_a_run_is_caught(monkeypatch):
         real(self, ids[-1], self.result.new_tokens)
         if step:
             self.result.tokens_per_step.append(list(ids))
-        return runtime_results.Chunk(0, list(ids), "")
+        return Chunk(0, list(ids), "")
 
-    monkeypatch.setattr(runtime_results.SequenceOutput, "push", push)
+    monkeypatch.setattr(SequenceOutput, "push", push)
     with pytest.raises((AssertionError, RuntimeError)):  # wrong ids, or the device alone has stopped
         check_stops(lambda params: scripted("chain4", params))
 
@@ -423,8 +420,8 @@ def test_stop_strings_across_tokens_and_steps():
         at = [rng.randrange(len(text)) for _ in range(rng.choice((1, 1, 2, 3)))]
         stops = tuple(text[i : i + rng.randint(1, 6)] for i in at) + (("zz", "é€é", "\ufffd")[trial % 3],)
         params = settings(2, max_new_tokens=rng.choice((7, 24)), stop=stops)
-        engine = scripted(("chain4", "medusa", "random")[trial % 3], settings(2))
-        engine.tokenizer = tokenizer
+        tree = ("chain4", "medusa", "random")[trial % 3]
+        engine = scripted(tree, settings(2), tokenizer=tokenizer)
         stream, shown = engine.generate(PROMPT, params), ""
         ids, final, reason = expected_stop(tokenizer, tokens, stops, params.max_new_tokens)
         for chunk in stream:
@@ -524,24 +521,26 @@ def consumer_raises(engine):
 
 
 def interrupt_in_a_step(engine):
-    def observer(out):
-        raise KeyboardInterrupt
+    class Interrupting(Observer):
+        def step(self, output):
+            raise KeyboardInterrupt
 
-    engine.observer = observer
+    observer = Interrupting()
+    engine.add_observer(observer)
     stream = engine.generate(PROMPT, settings(2))
     with pytest.raises(KeyboardInterrupt):
         stream.run()
-    engine.observer = None
+    engine.remove_observer(observer)
     return stream
 
 
 def failing_draft(engine):
     real = engine.drafter.draft
 
-    def draft(request):
-        if int(request.n[0]) > len(PROMPT) + 3:
+    def draft(inputs):
+        if int(inputs.n[0]) > len(PROMPT) + 3:
             raise MemoryError
-        return real(request)
+        return real(inputs)
 
     engine.drafter.draft = draft
     stream = engine.generate(PROMPT, settings(2))
@@ -580,8 +579,7 @@ ACCIDENTS = (
 @pytest.mark.parametrize("accident", ACCIDENTS)
 def test_the_engine_survives(accident):
     """A request cut short (closed stream, exception, Ctrl-C, out of memory) must leave nothing that the next one uses."""
-    engine = eagle_engine(HEADS["eagle1"], TREES["paper25"])
-    engine.lag = 2  # cut short with steps under way
+    engine = eagle_engine(HEADS["eagle1"], TREES["paper25"], lag=2)  # cut short with steps under way
     engine.generate(PROMPT, settings(0, max_new_tokens=4)).run()  # something to reuse wrongly
     stream = accident(engine)
     for index, prompt in ((2, PROMPT), (7, PROMPT + [5, 6])):
@@ -650,8 +648,8 @@ class Poisoner(ScriptedDrafter):
 
     poison = 0
 
-    def draft(self, request) -> Draft:
-        draft = super().draft(request)
+    def draft(self, inputs) -> Draft:
+        draft = super().draft(inputs)
         rank = self.tree.rank.expand_as(draft.tokens)
         return draft._replace(tokens=torch.where(rank > 0, self.poison, draft.tokens))
 
@@ -782,8 +780,7 @@ def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
     )
     with torch.inference_mode():
         state.sampling.set(params)
-        result = runtime_results.GenerationResult(4, 0.0, 0)
-        engine._prefill(0, prompt, sampling.SamplingMode(), [], 0, result)  # greedy: one first token for all
+        engine._prefill(0, prompt, sampling.SamplingMode(), 0)  # greedy: one first token for all
         for buffer in (state.tokens, state.n, state.root, state.count, state.features):
             buffer.copy_(buffer[:1].expand_as(buffer))
         state.kv.copy_(state.kv[:, :, :1].expand_as(state.kv))
@@ -899,7 +896,7 @@ def raw_bonus(monkeypatch):
 
 
 def residual_not_zeroed(monkeypatch):
-    real = verify.multi_round
+    real = step_module.multi_round
 
     def multi_round(tokens, tables, p, q, u, noise, replacement):
         out = real(tokens, tables, p, q, u, noise, replacement)
@@ -910,8 +907,7 @@ def residual_not_zeroed(monkeypatch):
             bonus=bonus, emitted=out.emitted.scatter(1, (out.count - 1)[:, None], bonus[:, None])
         )
 
-    monkeypatch.setattr("trees.multi_round", multi_round)
-    monkeypatch.setattr(trees, "multi_round", multi_round)
+    monkeypatch.setattr(step_module, "multi_round", multi_round)
 
 
 @pytest.mark.parametrize("mutant", (same_stream, accept_too_easily, raw_bonus, residual_not_zeroed))
@@ -991,82 +987,7 @@ def test_step_is_one_graph_and_never_recompiles(mode):
             assert steps_of(engine, prompt, params) == steps_of(eager, prompt, params)
 
 
-class Leak(Exception):
-    pass
-
-
-class OneDevice(TorchDispatchMode):
-    """Rejects every read of a value and every tensor that is not on the (fake) GPU."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.name()
-        if any(
-            word in name for word in ("_local_scalar_dense", "::item", "nonzero", "masked_select", "::equal")
-        ):
-            raise Leak(f"{name} reads a value")
-        out = function(*args, **(kwargs or {}))
-        for leaf in torch.utils._pytree.tree_leaves((args, kwargs, out)):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != "cuda":
-                raise Leak(f"{name} touches {leaf.device}")
-        return out
-
-
-class Indexing(TorchFunctionMode):
-    """x[...], ~x and copy_ by operators: their bindings in a CPU build of torch want a real device guard. Does what the
-    binding does, and rejects what makes the binding read a value: a 0-d tensor or a mask as an index."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.__getitem__:
-            return self.at(*args)
-        if function is torch.Tensor.copy_:
-            return torch.ops.aten.copy_(*args)
-        if function is torch.Tensor.__invert__:
-            return args[0].bitwise_not()
-        if function is torch.Tensor.__setitem__:
-            return self.at(*args[:2]).fill_(args[2])
-        return function(*args, **(kwargs or {}))
-
-    def at(self, x, index):
-        index = index if isinstance(index, tuple) else (index,)
-        rest = [slice(None)] * (x.dim() - sum(i is not None and i is not Ellipsis for i in index))
-        if Ellipsis in [i for i in index if not isinstance(i, torch.Tensor)]:
-            where = next(k for k, i in enumerate(index) if i is Ellipsis)
-            index = (*index[:where], *rest, *index[where + 1 :])
-        dim, tensors = 0, {}
-        for i in index:
-            if i is None:
-                x, dim = x.unsqueeze(dim), dim + 1
-            elif isinstance(i, int):
-                x = x.select(dim, i)
-            elif isinstance(i, slice):
-                x, dim = torch.ops.aten.slice(x, dim, i.start, i.stop, i.step or 1), dim + 1
-            elif i.dim() == 0 or i.dtype == torch.bool:
-                raise Leak("indexing reads a value")
-            else:
-                tensors[dim], dim = i, dim + 1
-        if not tensors:
-            return x
-        return torch.ops.aten.index(x, [tensors.get(d) for d in range(max(tensors) + 1)])
-
-
-def on_fake_gpu(thing):
-    """Replace every tensor of a module (in place) or of tree tables by an empty one on the fake GPU."""
-    if isinstance(thing, torch.nn.Module):
-        for module in thing.modules():
-            for store in (module._parameters, module._buffers):
-                for name, t in store.items():
-                    if t is not None:
-                        store[name] = on_fake_gpu(t)
-        return thing
-    if isinstance(thing, trees.TreeTables):
-        return trees.TreeTables(**torch.utils._pytree.tree_map(on_fake_gpu, dict(vars(thing))))
-    if isinstance(thing, torch.Tensor):
-        fake = torch.empty(thing.shape, dtype=thing.dtype, device="cuda")
-        return torch.nn.Parameter(fake, False) if isinstance(thing, torch.nn.Parameter) else fake
-    return thing
-
-
-def fake_step(mode: str, spoil=lambda request: None) -> int:
+def fake_step(mode: str, spoil=lambda inputs: None) -> int:
     """One step on fake cuda tensors; returns how many drafts were made."""
     tree, sampled, rule = MODES[mode]
     calls, model, head = [], tiny_model(torch.float32, layers=1), None
@@ -1075,18 +996,17 @@ def fake_step(mode: str, spoil=lambda request: None) -> int:
         built = tables(tree, 2)
     with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
         on_fake_gpu(model)
-        drafter = PlainDrafter(model, 2)
+        drafter = PlainDrafter(model)
         if tree is not None:
             drafter = EagleDrafter(
                 on_fake_gpu(head), on_fake_gpu(built), 2, CTX + built.N + 1, multi_round=rule
             )
         state = DecodeState(model, drafter, 2, CTX, history=drafter.D > 0)
-        fallback, real = PlainDrafter(model, 2), drafter.draft
-        fallback.taps, fallback.feature_size = drafter.taps, drafter.feature_size
+        fallback, real = PlainDrafter(model, features_of=drafter), drafter.draft
 
-        def draft(request):
-            calls.append(spoil(request))
-            return real(request)
+        def draft(inputs):
+            calls.append(spoil(inputs))
+            return real(inputs)
 
         drafter.draft = draft
         with OneDevice(), torch.inference_mode():
@@ -1126,12 +1046,12 @@ def test_a_ring_in_host_memory_is_caught(mode, monkeypatch):
 
 
 SPOILERS = {
-    "copy to the host": lambda request: request.n.cpu(),
-    "index by a 0-d tensor": lambda request: request.tokens[request.n[0]],
-    "item": lambda request: request.n.sum().item(),
-    "branch": lambda request: bool(request.n.sum() > 0),
-    "constant from the host": lambda request: request.n + torch.tensor([1, 2]),
-    "boolean mask": lambda request: request.tokens[request.tokens > 0],
+    "copy to the host": lambda inputs: inputs.n.cpu(),
+    "index by a 0-d tensor": lambda inputs: inputs.tokens[inputs.n[0]],
+    "item": lambda inputs: inputs.n.sum().item(),
+    "branch": lambda inputs: bool(inputs.n.sum() > 0),
+    "constant from the host": lambda inputs: inputs.n + torch.tensor([1, 2]),
+    "boolean mask": lambda inputs: inputs.tokens[inputs.tokens > 0],
 }
 
 
@@ -1153,35 +1073,58 @@ def test_compiled_output_equals_eager_output():
         assert steps_of(compiled, prompt, params) == steps_of(eager, prompt, params)
 
 
-@pytest.mark.parametrize("mode, compiled", [("plain", 2), ("static", 4), ("dynamic", 4)])
-def test_regions_compile_once_per_width_and_leave_other_engines_alone(mode, compiled):
-    """A block compiled anew for every layer, level, prompt, position, seed or temperature; and an engine on the same
-    model whose layers are silently compiled too (or stay so after an error)."""
+PARTS = {
+    "plain": 2,
+    "static": 4,
+    "dynamic": 4,
+    "multi-round": 4,
+}  # one block, one tail, one draft layer per width
+
+
+@pytest.mark.parametrize("mode", PARTS)
+def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, monkeypatch):
+    """A block compiled anew for every layer, level, prompt, position, seed or temperature. Another engine on the same
+    model and head whose layers are silently compiled too, or that stays so after an error."""
     torch._dynamo.reset()
-    tree = {"static": trees.chain(2), "dynamic": trees.DynamicTree(6, 2, 2)}.get(mode)
+    compiled, ran = [], []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return lambda *arguments: ran.append(graph) or graph.forward(*arguments)
+
+    monkeypatch.setattr(engine_module, "compile_parts", lambda on_gpu, how: compile_parts(True, how, backend))
+    tree = {"plain": None, "dynamic": trees.DynamicTree(6, 2, 2)}.get(mode, trees.chain(2))
+    rule = {"multi_round": "without"} if mode == "multi-round" else {}
+    model = tiny_model(torch.float32, layers=3)
+    head = tiny_head(model)
+
+    def make(compile: bool) -> Engine:
+        if tree is None:
+            return Engine(model, compile=compile)
+        return eagle_engine(head, tree, compile=compile, **rule)
+
+    def uncompiled(prompt, params):
+        before = len(ran)
+        found = steps_of(eager, prompt, params)
+        assert len(ran) == before, "the other engine ran compiled code"
+        return found
+
     temperature = 0.0 if mode == "plain" else 1.0
-
-    def make() -> Engine:
-        model = tiny_model(torch.float32, layers=3)
-        return Engine(model) if tree is None else eagle_engine(tiny_head(model), tree)
-
-    engine, eager, counter = make(), make(), CompileCounter()
-    regions = CompiledStep(
-        engine.model, engine.drafter, decode_step, accept_and_commit, every=True, backend=counter
-    )
-    engine._step = regions.step
-    plain_parts = [vars(part)[name] for part, name, _ in regions.hooks]
-    engine.generate(PROMPT, SamplingParams(temperature, max_new_tokens=6)).run()
-    assert counter.frame_count == compiled, "one block, one tail, one draft layer per width"
+    first = SamplingParams(temperature, max_new_tokens=6)
+    engine, eager = make(True), make(False)
+    expected = uncompiled(PROMPT, first)
+    assert steps_of(engine, PROMPT, first) == expected and ran
+    assert len(compiled) == PARTS[mode]
     with torch.compiler.set_stance("fail_on_recompile"):
         for prompt, changes in REQUESTS:
             changes = {**changes, "temperature": changes.get("temperature", 1) * temperature, "top_p": 1.0}
             params = SamplingParams(**changes)
-            assert steps_of(engine, prompt, params) == steps_of(eager, prompt, params)
-            assert [vars(part)[name] for part, name, _ in regions.hooks] == plain_parts
+            assert steps_of(engine, prompt, params) == uncompiled(prompt, params)
+    real = engine._step
+    engine._step = lambda *arguments, **named: (real(*arguments, **named), 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        regions.call(lambda: 1 / 0)
-    assert [vars(part)[name] for part, name, _ in regions.hooks] == plain_parts
+        engine.generate(PROMPT, first).run()
+    assert uncompiled(PROMPT, first) and len(compiled) == PARTS[mode]
 
 
 def test_unknown_compile_mode_is_named():
@@ -1192,22 +1135,25 @@ def test_unknown_compile_mode_is_named():
         Engine(tiny_model(), compile_mode="fast")
 
 
-def test_a_first_request_does_not_decode_on_the_compiler_s_time():
+def test_a_first_request_does_not_decode_on_the_compiler_s_time(monkeypatch):
     """Compilation counted as decoding: a first request that reports a fraction of the real speed, a second one not."""
-    engine = eagle_engine(HEADS["eagle1"], TREES["chain4"])
-    engine.compiled = True
-    step, slept = engine._step, []
+    clock = fake_clock(monkeypatch)
+    drafter = eagle_drafter(HEADS["eagle1"], TREES["chain4"])
+    engine = Engine(MODEL, drafter=drafter, compile=True, compile_mode="capture")  # captures on a GPU alone
+    step, compiled = engine._step, []
 
-    def compiling(*arguments):
-        if not slept:
-            time.sleep(0.3)
-            slept.append(True)
-        return step(*arguments)
+    def compiling(*arguments, **named):
+        if not compiled:
+            clock.now += 300
+            compiled.append(True)
+        return step(*arguments, **named)
 
     engine._step = compiling
-    first, second = (engine.generate(PROMPT, SamplingParams(max_new_tokens=6)).run()[0] for _ in range(2))
-    assert first.decode_seconds < 0.3 <= engine.compile_seconds
-    assert first.token_ids == second.token_ids and engine.compile_seconds < 0.6
+    with clock:
+        first, second = (engine.generate(PROMPT, settings(0)).run()[0] for _ in range(2))
+    assert 0 < first.decode_seconds < 1 and first.decode_seconds == pytest.approx(second.decode_seconds)
+    assert 300 < engine.compile_seconds < 301
+    assert first.token_ids == second.token_ids
 
 
 def test_children_beyond_the_survivors_keep_the_law(dense):

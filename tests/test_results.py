@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tiny import PROMPT, heads, tables, tiny_model
+from tiny import PROMPT, eagle_engine, tiny_head, tiny_model
 
 import tree as trees
-from eagle_draft import EagleDrafter
 from engine import Engine
 from runtime.results import GenerationResult
 from sampling import SamplingParams
@@ -32,9 +31,8 @@ def test_n_alpha_counts_whole_speculative_steps_of_a_chain_alone():
 def test_the_engine_says_which_results_come_from_a_chain(tree, chain):
     """n-alpha of a tree, where siblings make it another number, or of a chain missing."""
     model = tiny_model()
-    built = tables(tree, 1)
-    engine = Engine(model, drafter=EagleDrafter(heads(model)["eagle1"], built, 1, 64 + built.N + 1), ctx=64)
+    engine = eagle_engine(tiny_head(model), tree)
     found = engine.generate(PROMPT, SamplingParams(max_new_tokens=30)).run()[0]
     assert found.chain == chain and len(found.n_alpha) <= min(chain, 5)
     assert bool(found.n_alpha) == bool(chain) == bool(found.to_dict()["n_alpha"])
-    assert Engine(model, ctx=64).generate(PROMPT, SamplingParams(max_new_tokens=5)).run()[0].chain == 0
+    assert Engine(model).generate(PROMPT, SamplingParams(max_new_tokens=5)).run()[0].chain == 0

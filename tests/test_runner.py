@@ -6,30 +6,39 @@ import functools
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
+from fake_cuda import FakeCuda, tensors
 from test_engine import HEADS, MODEL, PROMPTS, letters, plain, scripted, settings, steps_of
-from tiny import CTX, PROMPT, TREES, ScriptedDrafter, eagle_engine, geometry, randomise, tables
+from tiny import (
+    CTX,
+    PROMPT,
+    TREES,
+    ScriptedDrafter,
+    eagle_drafter,
+    fake_clock,
+    tables,
+    tiny_model,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import step as step_module
+import engine as engine_module
+from drafters.base import Drafter
 from drafters.draft_model import DraftModelDrafter
 from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import NGramDrafter, WithNGrams
-from eagle_draft import EagleDrafter
-from engine import INJECTION_POINTS, LAG, Engine
-from model import Transformer
+from engine import LAG, Engine, _Request
 from report.gauge import Gauge
-from runtime.runner import RING, WARM_UP, Pacer, Runner
-from step import HISTORY, decode_step
+from runtime import runner as runner_module
+from runtime.compiled import compile_parts
+from runtime.runner import WARM_UP, Pacer, Runner, capture_graph
+from step import HISTORY, RING, Observer, decode_step
+
+ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
 
 
 def make(kind: str, tree: str, lag: int, batch_size: int = 1) -> Engine:
     """A tiny engine that runs `lag` steps ahead of the host; '' decodes plainly."""
-    engine = (
-        eagle_engine(HEADS[kind], TREES[tree], batch_size) if kind else Engine(MODEL, batch_size=batch_size)
-    )
-    engine.lag, engine.tokenizer = lag, letters()
-    return engine
+    drafter = eagle_drafter(HEADS[kind], TREES[tree], batch_size) if kind else None
+    return Engine(MODEL, letters(), drafter, batch_size, lag=lag)
 
 
 def outcome(results):
@@ -71,8 +80,7 @@ def test_stop_string_inside_an_accepted_run_found_late():
         params = settings(2, stop=(text[at : at + 3],))
         want = None
         for lag in (0, 2):
-            engine = scripted("chain4", settings(2))
-            engine.lag, engine.tokenizer = lag, letters()
+            engine = scripted("chain4", settings(2), tokenizer=letters(), lag=lag)
             first = engine.generate(PROMPT, params).run()
             again = steps_of(engine, PROMPT + first[0].token_ids[:2], settings(2, max_new_tokens=6))
             got = outcome(first), again[0]
@@ -98,13 +106,70 @@ def test_a_late_stop_leaves_rows_that_the_cache_disowns():
         assert len(engine._cached[0]) == held
 
 
+class Watcher(Observer):
+    """Keeps the tokens of every step that it sees (of row 0), and what was unread when it saw them."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.emitted, self.unread = engine, [], []
+
+    def step(self, output):
+        self.emitted.append(output.emitted[0, : int(output.count[0])].tolist())
+        self.unread.append(self.engine.runner.issued - self.engine.runner.taken)
+
+
 def test_an_observer_sees_every_step_and_no_other():
     """A viewer that is shown tensors of later steps: with an observer nothing runs ahead."""
-    engine, seen = make("eagle1", "paper25", 2), []
-    engine.observer = lambda out: seen.append(out.emitted[0, : int(out.count[0])].tolist())
+    engine = make("eagle1", "paper25", 2)
+    watcher = Watcher(engine)
+    engine.add_observer(watcher)
     result = engine.generate(PROMPT, settings(2)).run()[0]
-    assert [t for step in seen for t in step][: len(result.token_ids) - 1] == result.token_ids[1:]
-    assert len(seen) == result.steps
+    assert [t for step in watcher.emitted for t in step][: len(result.token_ids) - 1] == result.token_ids[1:]
+    assert len(watcher.emitted) == result.steps and set(watcher.unread) == {0}
+
+
+def test_observers_attach_and_detach():
+    """An observer that replaces the one before it, goes on watching after it was taken off, changes what is decoded, or
+    leaves the engine without steps ahead of the host."""
+    engine = make("eagle1", "paper25", 2)
+    one, two = Watcher(engine), Watcher(engine)
+    expected = outcome(make("eagle1", "paper25", 2).generate(PROMPT, settings(2)).run())
+    for watchers in ((one,), (one, two), (two,)):
+        for watcher in watchers:
+            engine.add_observer(watcher)
+        found = engine.generate(PROMPT, settings(2)).run()
+        assert outcome(found) == expected
+        for watcher in watchers:
+            engine.remove_observer(watcher)
+    assert len(one.emitted) == len(two.emitted) == 2 * found[0].steps
+    assert one.emitted == two.emitted
+    ahead, real = [], engine._read
+    engine._read = lambda: ahead.append(engine.runner.issued - engine.runner.taken) or real()
+    assert outcome(engine.generate(PROMPT, settings(2)).run()) == expected
+    assert set(ahead) == {1 + 2}
+    assert len(one.emitted) == len(two.emitted) == 2 * found[0].steps
+    with pytest.raises(ValueError):
+        engine.remove_observer(one)
+
+
+@pytest.mark.parametrize("at", (0, 1, 4))
+def test_an_observer_comes_and_goes_within_a_request(at):
+    """An observer that is attached while steps are under way and shown the tensors of a later step than the one that was
+    read, or of none; and seconds of decoding that jump when it comes or goes."""
+    engine = make("eagle1", "paper25", 2)
+    expected = outcome(make("eagle1", "paper25", 0).generate(PROMPT, settings(2)).run())
+    stream, watcher, seconds = engine.generate(PROMPT, settings(2)), Watcher(engine), []
+    for i, _ in enumerate(stream):
+        if i == at:
+            engine.add_observer(watcher)
+        if i == at + 8:
+            engine.remove_observer(watcher)
+        seconds.append(stream.result.decode_seconds)
+    assert outcome(stream.results) == expected
+    # two steps may have been under way already
+    steps = stream.result.tokens_per_step
+    late = next(k for k in range(3) if steps[at + k : at + k + len(watcher.emitted)] == watcher.emitted)
+    assert len(watcher.emitted) == 8 - late and set(watcher.unread) == {0}
+    assert seconds == sorted(seconds)
 
 
 def test_the_ring_refuses_to_overwrite_unread_rows():
@@ -122,10 +187,9 @@ def test_the_ring_refuses_to_overwrite_unread_rows():
 # ------------------------------------------------------------------ CUDA graphs, on a stand-in
 
 
-def on_fake_gpu(engine: Engine, lag: int = LAG) -> Engine:
-    """The engine as on a GPU with graphs: the one seam is the `cuda` of its Runner."""
-    state = engine.state
-    engine.runner, engine.lag = Runner(state.ring, state.step, FakeCuda(), capture=True), lag
+def with_graphs(engine: Engine) -> Engine:
+    """The engine as on a GPU with graphs. The one seam is the `cuda` of its Runner."""
+    engine.runner = Runner(engine.state.ring, engine.state.step, FakeCuda(), capture=True)
     return engine
 
 
@@ -134,7 +198,7 @@ def test_graphs_replay_what_eager_steps_compute(kind, tree):
     """A buffer rebound instead of written, or a number of the host baked into the graph (position, temperature, seed,
     stop id, row count): the replay would repeat the request it was captured in. Two requests in a row, other prompts,
     a batch, all settings; one capture per kind of step, when it is first needed."""
-    engine, eager = on_fake_gpu(make(kind, tree, 2, 3)), make(kind, tree, 0, 3)
+    engine, eager = with_graphs(make(kind, tree, 2, 3)), make(kind, tree, 0, 3)
     for number, index in enumerate((2, 1, 0, 7, 2, 3)):
         params = settings(index, seed=number, max_new_tokens=5 + number, stop_ids=(90 + number,))
         prompts = PROMPTS[: 3 - number % 3][:: 1 - 2 * (number % 2)]
@@ -149,7 +213,7 @@ def test_graphs_replay_what_eager_steps_compute(kind, tree):
 
 def test_the_gauge_counts_graph_launches():
     """A step split over several graphs, or left to single kernels, that reports as one launch."""
-    engine = on_fake_gpu(make("eagle1", "paper25", 0), lag=0)
+    engine = with_graphs(make("eagle1", "paper25", 0))
     gauge = Gauge(engine)
     engine.runner.begin()
     assert gauge.launches() == "no graph: kernels are launched one by one"
@@ -164,23 +228,23 @@ def test_graphs_are_captured_on_request():
     """A first request that captures although it was asked for before; settings of another kind believed captured; a
     request that differs after one; a cache lost by it."""
     params, kinds = settings(2), (settings(0), settings(2))
-    engine, plain_engine = on_fake_gpu(make("eagle1", "paper25", 2)), make("eagle1", "paper25", 2)
-    assert engine.prepare(params) > 0 and len(engine.runner.graphs) == 1
+    engine, plain_engine = with_graphs(make("eagle1", "paper25", 2)), make("eagle1", "paper25", 2)
+    assert engine.warm_up(params) > 0 and len(engine.runner.graphs) == 1
     graphs = dict(engine.runner.graphs)
     for p in (params, params):
         assert outcome(engine.generate(PROMPT, p).run()) == outcome(plain_engine.generate(PROMPT, p).run())
     assert engine.runner.graphs == graphs
     for p in kinds:
-        engine.prepare(p)
+        engine.warm_up(p)
     assert len(engine.runner.graphs) == 2
     text = PROMPT + engine.generate(PROMPT, params).run()[0].token_ids
-    engine.prepare(settings(0))
+    engine.warm_up(settings(0))
     again = engine.generate(text + [7], params).run()[0]
     assert again.cached_tokens > len(PROMPT)
     assert again.token_ids == make("eagle1", "paper25", 0).generate(text + [7], params).run()[0].token_ids
     stream = engine.generate(PROMPT, params)
     next(iter(stream))
-    engine.prepare(params)
+    engine.warm_up(params)
     with pytest.raises(RuntimeError, match="another request"):
         stream.run()
 
@@ -188,7 +252,7 @@ def test_graphs_are_captured_on_request():
 def test_capture_order_and_waits():
     """Warm-up on another stream than the capture's, a capture that does not wait for the stream before it, or a read that
     waits for more than the step it reads (the GPU then idles while the host works)."""
-    engine = on_fake_gpu(make("eagle1", "paper25", 2))
+    engine = with_graphs(make("eagle1", "paper25", 2))
     log = engine.runner.cuda.log
     result = engine.generate(PROMPT, settings(2)).run()[0]
     mode = "thread_local"  # other threads of the process may use CUDA during a capture
@@ -218,12 +282,12 @@ def contents(engine):
 
 def test_warm_up_and_capture_change_nothing():
     """A warm-up that advances a sequence, or writes over cache rows that the next chat turn reuses."""
-    engine = on_fake_gpu(make("eagle1", "paper25", 2, 2))
+    engine = with_graphs(make("eagle1", "paper25", 2, 2))
     engine.generate_batch(PROMPTS[:2], settings(2)).run()
     steps, real = [], engine._step
-    engine._step = lambda *args: steps.append(1) or real(*args)
+    engine._step = lambda *args, **named: steps.append(1) or real(*args, **named)
     with torch.inference_mode():
-        engine._set_up(settings(0))
+        engine._write_settings(settings(0))
         before = {k: v.clone() for k, v in contents(engine).items()}
         engine._capture(engine.drafter, settings(0).mode)
     assert len(steps) == WARM_UP + 1
@@ -252,33 +316,89 @@ def test_buffers_keep_their_addresses():
     assert {k: v.data_ptr() for k, v in vars(engine.state.sampling).items()} == sampling
 
 
-def test_a_rebound_buffer_is_caught(monkeypatch):
-    """That the comparison of graphs and eager steps can fail."""
-    real = step_module.decode_step
+class Writes(TorchDispatchMode):
+    """Collects the memory that operators write in place, less what was made meanwhile."""
 
-    def rebinding(model, drafter, state, mode):
-        out = real(model, drafter, state, mode)
+    def __init__(self):
+        super().__init__()
+        self.seen, self.written = {}, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {t.untyped_storage().data_ptr() for t in tensors(args, kwargs)}
+        out = function(*args, **(kwargs or {}))
+        for tensor in tensors(out):  # kept alive, so that no address is used twice
+            memory = tensor.untyped_storage()
+            if memory.data_ptr() not in given:
+                self.seen[memory.data_ptr()] = memory
+        names = [argument.name for argument in function._schema.arguments if argument.is_write]
+        by_name = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | (kwargs or {})
+        self.written |= addresses(by_name[name] for name in names if name in by_name) - self.seen.keys()
+        return out
+
+
+def addresses(buffers) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in buffers}
+
+
+@pytest.mark.parametrize(
+    "kind", ("", "eagle1", "eagle3-dynamic", "eagle1-grams", "draft", "ngram", "lookahead")
+)
+def test_buffers_name_all_that_a_step_writes(kind):
+    """A tensor that a step writes and `buffers` leaves out: with --compile-mode reduce-overhead, whose graphs need to
+    know these addresses, no step would be captured. A tensor that is named and never written."""
+    drafter = drafter_of(kind, 2) if kind else None
+    engine = Engine(MODEL, drafter=drafter, batch_size=2, eagle_always=kind == "lookahead")
+    engine._measure = lambda mode: (1.0, 1.0)
+    params = settings(7, max_new_tokens=5)
+    engine.generate_batch(PROMPTS[:2], params).run()
+    with torch.inference_mode(), Writes() as writes:
+        engine._step_call(engine.drafter, params.mode)[1]()
+    own = engine.drafter.buffers()
+    assert addresses(own) <= writes.written <= addresses([*engine.state.buffers(), *own])
+    assert len(addresses(own)) == {"": 0, "ngram": 0, "lookahead": 2}.get(kind, 1)
+    assert len(writes.written) > 10
+
+
+def test_a_rebound_buffer_is_caught():
+    """That the comparison of graphs and eager steps can fail."""
+
+    def rebinding(model, drafter, state, mode, **named):
+        out = decode_step(model, drafter, state, mode, **named)
         state.root = state.root.clone()
         return out
 
-    engine, eager = on_fake_gpu(make("eagle1", "paper25", 2)), make("eagle1", "paper25", 0)
+    engine, eager = with_graphs(make("eagle1", "paper25", 2)), make("eagle1", "paper25", 0)
     engine._step = rebinding
     with pytest.raises(AssertionError):
         assert steps_of(engine, PROMPT, settings(2)) == steps_of(eager, PROMPT, settings(2))
 
 
+def interrupt():
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("when", range(WARM_UP + 1))
 def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
     """An operator that cannot be captured, or memory that ends in the warm-up: one clear line, the stream as before, and
-    right tokens from then on."""
-    engine = on_fake_gpu(make("eagle1", "paper25", 2))
+    right tokens from then on, without graphs. Ctrl-C is no reason to give up graphs."""
+    engine = with_graphs(make("eagle1", "paper25", 2))
     real, calls = engine._step, []
+    engine._step = lambda *args, **named: calls.append(1) or (len(calls) == when + 1 and interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.warm_up(settings(0))
+    assert not engine.runner.graphs and engine.runner.cuda.current.name == "main"
+    engine._step = real
+    assert steps_of(engine, PROMPT, settings(0)) == steps_of(
+        make("eagle1", "paper25", 0), PROMPT, settings(0)
+    )
+    assert engine.runner.graphs.pop(next(iter(engine.runner.graphs)))
+    calls.clear()
 
-    def failing(*args):
+    def failing(*args, **named):
         calls.append(1)
         if len(calls) == when + 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(*args)
+        return real(*args, **named)
 
     engine._step = failing
     stream = engine.generate(PROMPT, settings(2))
@@ -291,16 +411,80 @@ def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
     assert not engine.runner.graphs
 
 
+@pytest.mark.parametrize("warm_up", (0, 2))
+def test_capture_graph_runs_on_one_side_stream_and_replays_into_its_output(warm_up):
+    """A warm-up on another stream than the capture's, a capture that computes, or a replay whose output is not the tensor
+    that was returned."""
+    cuda, x, streams = FakeCuda(), torch.zeros(3), []
+
+    def call():
+        streams.append(cuda.current.name)
+        x.add_(1)
+        return x * 2
+
+    graph, output = capture_graph(call, cuda, pool="shared", warm_up=warm_up)
+    assert streams == ["side"] * (warm_up + 1) and cuda.current.name == "main"
+    assert x.tolist() == [warm_up] * 3
+    assert ("capture", "shared", "side", "thread_local") in cuda.log
+    for i in range(2):
+        graph.replay()
+        assert x.tolist() == [warm_up + 1 + i] * 3 and output.tolist() == [2 * (warm_up + 1 + i)] * 3
+    assert len(streams) == warm_up + 1
+    stream = cuda.Stream()
+    capture_graph(call, cuda, stream, warm_up=1)
+    assert ("wait_stream", "side", "main") in cuda.log and cuda.current.name == "main"
+
+
+@pytest.mark.parametrize("when", range(WARM_UP + 1))
+def test_capture_graph_gives_the_stream_back_after_any_error(when):
+    """Kernels that run on the side stream of a failed capture from then on, beside those that they depend on."""
+    for error in ERRORS:
+        cuda, calls = FakeCuda(), []
+
+        def call(error=error, calls=calls):
+            calls.append(1)
+            if len(calls) == when + 1:
+                raise error("planted")
+
+        with pytest.raises(error, match="planted"):
+            capture_graph(call, cuda)
+        assert cuda.current.name == "main"
+        assert cuda.log.index(("wait_stream", "main", "side")) > cuda.log.index(("enter", "side"))
+
+
 # ------------------------------------------------------------------ accidents
 
-ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
+# Where a request can be cut short. Every one of these methods is made to fail with every kind of error.
+INJECTION_POINTS = [
+    (Engine, "_allocate"),
+    (Engine, "_forget_caches"),
+    (Engine, "_write_settings"),
+    (Engine, "_first_runs"),
+    (Engine, "_capture"),
+    (Engine, "_measure"),
+    (Engine, "_prefill"),
+    (Engine, "_prompt_logits"),
+    (Engine, "_check_owner"),
+    (Engine, "_launch"),
+    (Engine, "_read"),
+    (Engine, "_observe"),
+    (Engine, "_finish"),
+    (Engine, "_catch_up"),
+    (_Request, "prefill"),
+    (_Request, "_launch_steps"),
+    (_Request, "cached"),
+    (Runner, "begin"),
+    (Runner, "launch"),
+    (Runner, "read"),
+    (Pacer, "take"),
+]
 
 
 def accident_engine(graphs: bool) -> Engine:
     """It gives up speculation after two steps and takes it up again after four tokens."""
     engine = Engine(MODEL, letters(), drafter_of("eagle1-chain", 2), 2, lag=2, eagle_always=False)
     engine._measure = lambda mode: (1.0, 50.0)
-    return on_fake_gpu(engine) if graphs else engine
+    return with_graphs(engine) if graphs else engine
 
 
 def accident_params():
@@ -318,14 +502,20 @@ def fresh_outcome(rows: int):
 
 
 @pytest.mark.parametrize("after", (False, True), ids=("before", "after"))
-@pytest.mark.parametrize("point", INJECTION_POINTS)
-def test_the_engine_survives_every_injection_point(point, after, monkeypatch):
+@pytest.mark.parametrize(
+    "owner, point", INJECTION_POINTS, ids=[f"{o.__name__}.{p}" for o, p in INJECTION_POINTS]
+)
+def test_the_engine_survives_every_injection_point(owner, point, after, monkeypatch):
     """Ctrl-C, a bug or no memory at any place where a request can be cut short: what it left behind must not show in
-    later requests. A point that no request reaches fails here (the error is not raised)."""
+    later requests. A point that no request reaches fails here, because its error is not raised."""
     for name, value in (("WINDOW", 2), ("PLAIN", 4), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)
-    monkeypatch.setattr("runner.WARM_UP", 1)
-    params, real, graphs = accident_params(), getattr(Engine, point), point in ("_capture", "_launch")
+    monkeypatch.setattr(runner_module, "capture_graph", functools.partial(capture_graph, warm_up=1))
+    params, real, graphs = (
+        accident_params(),
+        getattr(owner, point),
+        point in ("_capture", "_launch", "launch"),
+    )
     engine = accident_engine(graphs)
     for error in ERRORS:
 
@@ -334,18 +524,21 @@ def test_the_engine_survives_every_injection_point(point, after, monkeypatch):
                 real(self, *args, **kwargs)
             raise error(f"planted in {point}")
 
-        engine.observer = (lambda out: None) if point == "_observe" else None
+        observer = Observer()
+        if point == "_observe":
+            engine.add_observer(observer)
         engine.generate(PROMPTS[1], settings(2, max_new_tokens=3)).run()  # something to reuse wrongly
         if point == "_measure":
             vars(engine).pop("_measure", None)
             engine.timings.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, point, failing)
+            patch.setattr(owner, point, failing)
             with pytest.raises(error, match=f"planted in {point}"):
                 (accident_engine(graphs) if point == "_allocate" else engine).generate_batch(
                     PROMPTS[:2], params
                 ).run()
-        engine.observer = None
+        if point == "_observe":
+            engine.remove_observer(observer)
         if point == "_allocate":
             engine = accident_engine(graphs)
         for rows in (1, 2):
@@ -377,9 +570,9 @@ def test_an_interrupt_between_any_two_writes():
     while fired:
         fired, k = False, k + 1
 
-        def step(*args, k=k):
+        def step(*args, k=k, **named):
             with Interrupt(k):
-                return real(*args)
+                return real(*args, **named)
 
         engine._step = step
         try:
@@ -429,14 +622,14 @@ class Turning(ScriptedDrafter):
 
     turn, shifts = 60, (1, 0)
 
-    def draft(self, request):
-        before, after = (self.with_shift(request, s) for s in self.shifts)
-        early = (request.n < self.turn)[:, None]
+    def draft(self, inputs):
+        before, after = (self.with_shift(inputs, s) for s in self.shifts)
+        early = (inputs.n < self.turn)[:, None]
         return before._replace(tokens=torch.where(early, before.tokens, after.tokens))
 
-    def with_shift(self, request, shift):
+    def with_shift(self, inputs, shift):
         self.shift = shift
-        return super().draft(request)
+        return super().draft(inputs)
 
 
 @pytest.mark.parametrize("lag", (0, 2))
@@ -465,22 +658,16 @@ def test_plain_steps_while_speculation_does_not_pay(shifts, lag):
     assert engine.generate(PROMPT, params).run()[0].tokens_per_step == result.tokens_per_step  # per request
 
 
-def draft_model():
-    model = Transformer(geometry(1)).to(torch.float64)
-    randomise(model, 5)
-    model.rotary.build("cpu", CTX)
-    return model
-
-
-def drafter_of(kind: str, batch_size: int):
+def drafter_of(kind: str, batch_size: int) -> Drafter:
     tree = next((t for name, t in TREES.items() if name.removesuffix("4") in kind), TREES["paper25"])
-    tree = tables(tree, batch_size)
-    slots = CTX + tree.N + 1
     if kind == "ngram":
         return NGramDrafter(MODEL, 8, 4)
+    if kind == "lookahead":
+        return LookaheadDrafter(MODEL, batch_size)
     if kind == "draft":
-        return DraftModelDrafter(MODEL, draft_model(), tree, batch_size, slots)
-    eagle = EagleDrafter(HEADS[kind.split("-")[0]], tree, batch_size, slots)
+        built = tables(tree, batch_size)
+        return DraftModelDrafter(MODEL, tiny_model(seed=5, layers=1), built, batch_size, CTX + built.N + 1)
+    eagle = eagle_drafter(HEADS[kind.split("-")[0]], tree, batch_size)
     return WithNGrams(eagle, 4) if "grams" in kind else eagle
 
 
@@ -528,20 +715,45 @@ def test_features_kept_wrongly_are_caught(monkeypatch):
         test_a_drafter_catches_up_after_plain_steps("eagle1", 0, monkeypatch)
 
 
-def test_the_first_request_measures_both_steps():
+def test_the_first_request_measures_both_steps(monkeypatch):
     """A break-even that was guessed, measured again in every request, or measured on steps that left traces."""
+    clock = fake_clock(monkeypatch)
     engine = Engine(MODEL, drafter=drafter_of("eagle1", 1), eagle_always=False)
     assert engine.step_seconds is None and engine.break_even_tau == 0
     params = settings(2, max_new_tokens=12)
-    assert tuple(engine.generate(PROMPT, params).run()[0].token_ids) == plain(params)
-    plain_step, speculative = engine.step_seconds
-    assert (
-        engine.break_even_tau == speculative / plain_step > 1
-    )  # 26 nodes and 5 draft levels cost more than one node
-    engine.generate(PROMPT, settings(0, max_new_tokens=5)).run()  # another kind of step takes another time
-    assert len(engine.timings) == 2 and engine.step_seconds != (plain_step, speculative)
-    engine.generate(PROMPT, params).run()
-    assert len(engine.timings) == 2 and engine.step_seconds == (plain_step, speculative)
+    with clock:
+        assert tuple(engine.generate(PROMPT, params).run()[0].token_ids) == plain(params)
+        plain_step, speculative = engine.step_seconds
+        # five draft levels are more operators than none
+        assert engine.break_even_tau == speculative / plain_step > 1
+        engine.generate(
+            PROMPT, settings(0, max_new_tokens=5)
+        ).run()  # another kind of step takes another time
+        assert len(engine.timings) == 2 and engine.step_seconds != (plain_step, speculative)
+        engine.generate(PROMPT, params).run()
+        assert len(engine.timings) == 2 and engine.step_seconds == (plain_step, speculative)
+
+
+@pytest.mark.parametrize("lag", (0, 2))
+def test_captures_and_first_runs_do_not_count_as_steps(lag, monkeypatch):
+    """A break-even that holds the seconds of a capture or of a compilation: speculation would be given up, or never."""
+    clock, times = fake_clock(monkeypatch), []
+    for slow in (0, 300):
+        drafter = drafter_of("eagle1-chain", 1)
+        options = dict(compile=True, compile_mode="capture", lag=lag, eagle_always=False)
+        engine = with_graphs(Engine(MODEL, drafter=drafter, **options))
+        real = engine.runner.capture
+
+        def capture(key, step, real=real, slow=slow):
+            clock.now += slow
+            real(key, step)
+
+        engine.runner.capture = capture
+        with clock:
+            engine.generate(PROMPT, settings(2, max_new_tokens=4)).run()
+        assert len(engine.runner.graphs) == 2 and engine.compile_seconds == pytest.approx(2 * slow, abs=1)
+        times.append(engine.step_seconds)
+    assert times[0] == pytest.approx(times[1])
 
 
 def test_what_cannot_catch_up_says_so():
@@ -549,10 +761,7 @@ def test_what_cannot_catch_up_says_so():
     for drafter, why in (
         (LookaheadDrafter(MODEL, 1), "window"),
         (WithNGrams(LookaheadDrafter(MODEL, 1), 4), "window"),
-        (
-            EagleDrafter(HEADS["eagle1"], tables(TREES["chain4"]), 1, CTX + 6, multi_round="without"),
-            "multi-round",
-        ),
+        (eagle_drafter(HEADS["eagle1"], TREES["chain4"], multi_round="without"), "multi-round"),
     ):
         engine = Engine(MODEL, drafter=drafter, eagle_always=False)
         assert why in engine.always_on and engine.fallback is None
@@ -561,15 +770,20 @@ def test_what_cannot_catch_up_says_so():
     assert not Engine(MODEL, drafter=drafter_of("ngram", 1), eagle_always=False).always_on
 
 
-def test_plain_steps_and_catching_up_do_not_recompile(monkeypatch):
+@pytest.mark.parametrize("scope", ("whole", "parts"))
+def test_plain_steps_and_catching_up_do_not_recompile(scope, monkeypatch):
     """A switch between the two kinds of step that compiles anew in the middle of a request."""
     torch._dynamo.reset()
     for name, value in (("WINDOW", 2), ("PLAIN", 5), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)
     monkeypatch.setattr(Engine, "_measure", lambda self, mode: (1.0, 99.0))
-    engine = Engine(MODEL, drafter=drafter_of("eagle1-chain", 1), lag=2, eagle_always=False)
-    compile = functools.partial(torch.compile, fullgraph=True, backend="eager", dynamic=False)
-    engine._step, engine._plain_step = compile(engine._step), compile(lambda *args: decode_step(*args))
+    monkeypatch.setattr(engine_module, "compile_parts", lambda on_gpu, how: compile_parts(True, how, "eager"))
+    compiled = dict(compile=True) if scope == "parts" else {}
+    engine = Engine(MODEL, drafter=drafter_of("eagle1-chain", 1), lag=2, eagle_always=False, **compiled)
+    if scope == "whole":
+        compile = functools.partial(torch.compile, fullgraph=True, backend="eager", dynamic=False)
+        engine._step = compile(engine._step)
+        engine._plain_step = compile(lambda *args, **named: decode_step(*args, **named))
     engine.generate(PROMPT, settings(2, max_new_tokens=6)).run()
     with torch.compiler.set_stance("fail_on_recompile"):
         for seed, prompt in ((3, PROMPT), (9, PROMPT[:3])):

@@ -8,9 +8,10 @@ import importlib.util
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tree as trees
-from drafters.base import Draft
+from drafters.base import Draft, Drafter, DraftInput
 from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine
 from model import ModelConfig, RopeConfig, Transformer
@@ -98,38 +99,68 @@ def tables(tree, batch_size: int = 1):
     return trees.tree_tables(tree if isinstance(tree, list) else [tree] * batch_size)
 
 
-def eagle_engine(
-    head: EagleHead, tree, batch_size: int = 1, tokenizer=None, compile=False, **options
-) -> Engine:
+def eagle_drafter(head: EagleHead, tree, batch_size: int = 1, **options) -> EagleDrafter:
+    """`tree`: as in `tables`."""
     built = tables(tree, batch_size)
-    drafter = EagleDrafter(head, built, batch_size, CTX + built.N + 1, **options)
-    return Engine(head.target, tokenizer, drafter, batch_size, compile=compile)
+    return EagleDrafter(head, built, batch_size, CTX + built.N + 1, **options)
 
 
-class ScriptedDrafter:
+def eagle_engine(
+    head: EagleHead, tree, batch_size: int = 1, tokenizer=None, compile=False, lag=None, **options
+) -> Engine:
+    drafter = eagle_drafter(head, tree, batch_size, **options)
+    return Engine(head.target, tokenizer, drafter, batch_size, compile=compile, lag=lag)
+
+
+class ScriptedDrafter(Drafter):
     """Drafts the known continuation. `truth[b][p]` is the token at position p; node i at depth d gets
-    `truth[n + d] + shift + rank`: shift 0 makes rank 0 right (an oracle), shift 1 everything wrong (hostile)."""
+    `truth[n + d] + shift + rank`: shift 0 makes rank 0 right (an oracle), shift 1 everything wrong (hostile).
 
-    multi_round, taps, feature_size = "", (), 32
+    It has nothing but `draft`, so it also shows that a drafter needs no more than that.
+    """
 
     def __init__(self, tree, truth: list[list[int]], shift: int = 0, vocab: int = V):
-        self.tree, self.shift, self.vocab = tables(tree, len(truth)), shift, vocab
-        self.N, self.D = self.tree.N, self.tree.D
+        self.tree = tables(tree, len(truth))
+        super().__init__(self.tree.N, self.tree.D, feature_size=32)
+        self.shift, self.vocab = shift, vocab
         self.truth = torch.tensor([row + [0] * (CTX + 40 - len(row)) for row in truth])
 
-    def prefill(self, row, tokens, features, start) -> None:
-        pass
-
-    def shape(self, request):
+    def shape(self, inputs: DraftInput):
         t = self.tree
         return t.parent, t.depth, t.ancestors, t.valid, t.rank
 
-    def draft(self, request) -> Draft:
-        parent, depth, ancestors, valid, rank = self.shape(request)
-        right = self.truth.gather(1, (request.n[:, None] + depth).clamp(max=self.truth.shape[1] - 1))
+    def draft(self, inputs: DraftInput) -> Draft:
+        parent, depth, ancestors, valid, rank = self.shape(inputs)
+        right = self.truth.gather(1, (inputs.n[:, None] + depth).clamp(max=self.truth.shape[1] - 1))
         tokens = (right + self.shift + rank) % self.vocab
-        tokens[:, 0] = request.root
+        tokens[:, 0] = inputs.root
         return Draft(tokens, parent, depth, ancestors, valid, torch.zeros(tokens.shape))
+
+
+class Clock(TorchDispatchMode):
+    """Stands in for the module `time`, so that a test of times finds the same ones on every machine, however busy.
+
+    Within `with clock:` every operator of torch takes a microsecond. A test adds to `now` what else shall take time.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.now += 1e-6
+        return function(*args, **(kwargs or {}))
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def fake_clock(monkeypatch) -> Clock:
+    """A clock that the engine and the gauge look at."""
+    clock = Clock()
+    for name in ("engine.time", "report.gauge.time"):
+        monkeypatch.setattr(name, clock)
+    return clock
 
 
 class PieceTokenizer:

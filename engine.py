@@ -133,7 +133,7 @@ class Engine:
 
     def _compile(self, mode: CompileMode, on_gpu: bool) -> None:
         """Set up the functions that steps and prefill run. Nothing is compiled before their first call."""
-        self._parts = compile_parts(on_gpu, mode.inductor) if mode.scope == "parts" else UNCOMPILED
+        self.parts = compile_parts(on_gpu, mode.inductor) if mode.scope == "parts" else UNCOMPILED
         self._step: Callable[..., StepOutput] = decode_step
         self._plain_step: Callable[..., StepOutput] = decode_step
         self._forward: Callable = _prefill_chunk
@@ -189,6 +189,15 @@ class Engine:
         self._write_settings(params)
         self._first_runs(params.mode)
         return time.perf_counter() - started
+
+    def step(self, mode: SamplingMode, mark: Callable[[str], None] | None = None) -> StepOutput:
+        """Run one speculative step now, on the state as it is and without its graph. For measurements."""
+        marks = {} if mark is None else {"mark": mark}
+        return self._step(self.model, self.drafter, self.state, mode, parts=self.parts, **marks)
+
+    def graph(self, mode: SamplingMode) -> Any:
+        """The CUDA graph that replays such a step, or None."""
+        return self.runner.graphs.get(self._step_call(self.drafter, mode)[0], (None,))[0]
 
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Stream:
         """Decode one prompt. Returns a Stream of Chunks whose `result` is complete when the stream ends.
@@ -328,7 +337,7 @@ class Engine:
     def _step_call(self, drafter: Drafter, mode: SamplingMode) -> tuple[tuple, Callable[[], StepOutput]]:
         """The key of a step's graph, and the step as a function without arguments."""
         step = self._plain_step if drafter is self.fallback else self._step
-        named = {"parts": self._parts}
+        named = {"parts": self.parts}
         marking = [observer for observer in self.observers if observer.marks]
 
         def mark(phase: str) -> None:

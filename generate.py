@@ -22,7 +22,7 @@ from pathlib import Path
 
 from engine import Engine
 from load import load
-from options import add_options, options_from
+from options import add_options, add_sampling, options_from, parse_ids, sampling_from
 from report import prove
 from report.gauge import Gauge
 from report.lines import Report, result_json
@@ -55,17 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="chat template: vicuna, llama-2-chat, mixtral, or one of the model's",
     )
-    add("--max-new-tokens", type=int, default=200)
-    add("--temperature", type=float, default=0.0)
-    add("--top-k", type=int, default=0)
-    add("--top-p", type=float, default=1.0)
-    add("--min-p", type=float, default=0.0)
-    add("--repetition-penalty", type=float, default=1.0)
-    add("--presence-penalty", type=float, default=0.0)
-    add("--frequency-penalty", type=float, default=0.0)
-    add("--seed", type=int, default=0)
-    add("--stop", action="append", default=[], metavar="TEXT", help="stop string (repeatable)")
-    add("--stop-ids", default="", metavar="2,13", help="stop ids instead of the model's own")
+    add_sampling(parser, max_new_tokens=200)
     add_options(parser)
     add = parser.add_argument_group("output").add_argument
     add(
@@ -96,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     """Do what the arguments ask for."""
     if args.cache:
         return cache_command(args.cache)
-    params = sampling_params(args)
+    params = sampling_from(args)
     check_arguments(args)
     request = read_request(args)
     report = Report(args.quiet or args.json)
@@ -104,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     options = options_from(args)
     # what compares or shows speculative steps needs all of them
     options["eagle_always"] |= bool(args.prove or args.show_tree or args.html or args.gauge)
-    engine = load(options.pop("checkpoint"), progress=report.progress, report=report.line, **options)
+    engine = load(progress=report.progress, report=report.line, **options)
     if args.template and engine.tokenizer:
         engine.tokenizer.use_template(args.template)
     report.head(engine, time.perf_counter() - started)
@@ -122,23 +112,6 @@ def cache_command(what: str) -> int:
     total = f"{len(found)} entries, {size_text(sum(entry.bytes for entry in found))}"
     print(f"{cache.root()}: {total}{' deleted' if what == 'clear' else ''}")
     return 0
-
-
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The settings of the request."""
-    return SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        seed=args.seed,
-        max_new_tokens=args.max_new_tokens,
-        stop_ids=parse_ids(args.stop_ids, "--stop-ids"),
-        stop=tuple(args.stop),
-    )
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -165,14 +138,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UsageError("--template and --system shape a chat; add --chat.")
     if args.batch_size > 1 and (args.show_tree or args.html):
         raise UsageError("--show-tree and --html show one sequence; use --batch-size 1.")
-
-
-def parse_ids(text: str, flag: str) -> tuple[int, ...]:
-    """Comma-separated ids. Raises UsageError for anything else."""
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise UsageError(f"{flag} {text!r:.60}: expected comma-separated integers, like 5,17,9.") from None
 
 
 def read_request(args: argparse.Namespace) -> str | list[int]:

@@ -25,7 +25,8 @@ from drafters.ngram import NGramDrafter, WithNGrams
 from eagle_draft import EagleHead, eagle_drafter
 from engine import Engine
 from kernels import tuned
-from model import DTYPES, ModelConfig, Transformer
+from model import Transformer
+from model_config import DTYPES, ModelConfig
 from options import DEMO, LoadOptions
 from runtime.compiled import COMPILE_MODES
 from step import HISTORY, RING
@@ -144,7 +145,7 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
 
 
 def load(
-    checkpoint_dir: str | Path = DEMO,
+    checkpoint: str | Path = DEMO,
     *,
     progress: Progress | None = None,
     report: Callable[[str], None] | None = None,
@@ -153,7 +154,7 @@ def load(
     """Build an Engine from a model directory and, with `eagle=`, a draft head.
 
     Args:
-        checkpoint_dir: the model directory.
+        checkpoint: the model directory.
         progress: called with (done, total, tensor name) while weights stream in.
         report: called with notes, one line each, such as what was assumed about a bare head.
         options: fields of LoadOptions.
@@ -162,7 +163,7 @@ def load(
         ValueError: in one line. The kinds in support.errors tell a wrong option from a bad file.
     """
     say = report or (lambda line: None)
-    asked = LoadOptions(checkpoint=str(checkpoint_dir), **options)
+    asked = LoadOptions(checkpoint=str(checkpoint), **options)
     asked.check()
     with _bad_files():
         files = _Files(asked)

@@ -15,8 +15,9 @@ import torch
 
 from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import WithNGrams
-from model import DTYPES, ModelConfig
+from model_config import DTYPES, ModelConfig
 from runtime.compiled import COMPILE_MODES
+from sampling import SamplingParams
 from support import cache
 from support.errors import UsageError
 from support.machine import default_device, describe_device
@@ -225,7 +226,7 @@ def _check_value(name: str, value: Any, default: Any, metadata: Any) -> None:
 def add_options(parser: argparse.ArgumentParser, names: Iterable[str] | None = None, **defaults: Any) -> None:
     """Add the arguments of these options (default: all) to a command line. `options_from` reads them."""
     groups: dict[str, Any] = {}
-    for f in (f for f in fields(LoadOptions) if names is None or f.name in names):
+    for f in (f for f in fields(LoadOptions) if not names or f.name in names):
         title = f.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
@@ -247,10 +248,10 @@ def add_options(parser: argparse.ArgumentParser, names: Iterable[str] | None = N
             add(_flag(f.name), type=kind, metavar=f.metadata["metavar"], **described)
 
 
-def options_from(args: argparse.Namespace) -> dict[str, Any]:
-    """The options among parsed arguments, as keyword arguments of LoadOptions and `load`."""
+def options_from(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """These options (default: all) of parsed arguments, as keyword arguments of LoadOptions and `load`."""
     found = {}
-    for f in (f for f in fields(LoadOptions) if f.name in vars(args)):
+    for f in (f for f in fields(LoadOptions) if not names or f.name in names):
         value = vars(args)[f.name]
         if f.default is True:
             value = value == "on"
@@ -270,6 +271,43 @@ def read_option(name: str, text: str) -> Any:
             raise UsageError(f"{name}={text!r:.40}; allowed: an integer.")
         return int(text)
     return tuple(text.split(",")) if isinstance(f.default, tuple) else text
+
+
+def add_sampling(
+    parser: argparse.ArgumentParser, names: Iterable[str] | None = None, **defaults: Any
+) -> None:
+    """Add the arguments of SamplingParams (default: all) to a command line. `sampling_from` reads them."""
+    group = parser.add_argument_group("sampling")
+    for f in (f for f in fields(SamplingParams) if not names or f.name in names):
+        if f.name == "stop":
+            group.add_argument(
+                "--stop", action="append", default=[], metavar="TEXT", help="stop string (repeatable)"
+            )
+        elif f.name == "stop_ids":
+            group.add_argument(
+                "--stop-ids", default="", metavar="2,13", help="stop ids instead of the model's own"
+            )
+        else:
+            default = defaults.get(f.name, f.default)
+            group.add_argument(
+                _flag(f.name), type=type(f.default), default=default, help=f"default: {default}"
+            )
+
+
+def sampling_from(args: argparse.Namespace) -> SamplingParams:
+    """The SamplingParams of parsed arguments."""
+    given = {f.name: vars(args)[f.name] for f in fields(SamplingParams) if f.name in vars(args)}
+    if "stop_ids" in given:
+        given["stop_ids"] = parse_ids(given["stop_ids"], "--stop-ids")
+    return SamplingParams(**given)
+
+
+def parse_ids(text: str, flag: str) -> tuple[int, ...]:
+    """Comma-separated ids. Raises UsageError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UsageError(f"{flag} {text!r:.60}: expected comma-separated integers, like 5,17,9.") from None
 
 
 def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile) -> Path:

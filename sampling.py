@@ -394,36 +394,44 @@ def choose(logits: Tensor, noise: Tensor | None, state: SamplingState, mode: Sam
 
 
 def draft_keys(
-    draft_logits: Tensor, noise: Tensor | None, state: SamplingState, mode: SamplingMode
+    draft_logits: Tensor,
+    noise: Tensor | None,
+    state: SamplingState,
+    mode: SamplingMode,
+    noisy_scores: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(keys, scores), each [B,W,K]. The children of a node are its largest keys, and dynamic trees add up the scores.
 
     With noise, which is looked up by the target's token ids, the keys are the perturbed logits z + T g. The scores are
     log_softmax((z + T g) / max(T, 0.5)) over the survivors. Removed tokens follow behind, ordered by raw log-probability.
     Without noise, without sampling, or with a single survivor, keys and scores are those of greedy decoding, z and
-    log_softmax(z). NaN logits become -inf in both.
+    log_softmax(z). The scores are also log_softmax(z) without noisy_scores. NaN logits become -inf in both.
     """
     z = torch.where(draft_logits.isnan(), -math.inf, draft_logits)
     raw = z.log_softmax(-1)
     keys, scores = z, raw
     if noise is not None and mode.sample:
         keys = z + state.temperature * noise
-        softer = state.temperature.clamp_min(0.5)
+        if noisy_scores:
+            softened = keys / state.temperature.clamp_min(0.5)
+            scores = softened if mode.filters else softened.log_softmax(-1)
         if mode.filters:
             alive = survivors(z, state)
-            scores = torch.where(alive, keys / softer, -math.inf).log_softmax(-1)
-            # raw is at most log(1/2) for a removed token, as a likelier one survived. So every removed token ends up
-            # strictly below every survivor.
-            keys, scores = (
-                torch.where(alive, x, torch.where(alive, x, math.inf).amin(-1, keepdim=True) + raw)
-                for x in (keys, scores)
-            )
             alone = alive.sum(-1, keepdim=True) == 1
-            keys, scores = torch.where(alone, z, keys), torch.where(alone, raw, scores)
-        else:
-            scores = (keys / softer).log_softmax(-1)
+            keys = torch.where(alone, z, _behind(keys, alive, raw))
+            if noisy_scores:
+                scores = torch.where(alive, scores, -math.inf).log_softmax(-1)
+                scores = torch.where(alone, raw, _behind(scores, alive, raw))
     dead = draft_logits.isnan() | scores.isnan()
     return keys.masked_fill(dead, -math.inf), scores.masked_fill(dead, -math.inf)
+
+
+def _behind(x: Tensor, alive: Tensor, raw: Tensor) -> Tensor:
+    """x of the survivors. Every other token ends up strictly below them, in the order of its raw log-probability.
+
+    raw is at most log(1/2) for a removed token, because a likelier one survived.
+    """
+    return torch.where(alive, x, torch.where(alive, x, math.inf).amin(-1, keepdim=True) + raw)
 
 
 def probabilities(logits: Tensor, state: SamplingState, mode: SamplingMode) -> Tensor:

@@ -93,6 +93,14 @@ class StepOutput(NamedTuple):
     draft: Draft
 
 
+def draft_input(
+    state: DecodeState, mode: SamplingMode, noise: Tensor | None = None, parts: StepParts = UNCOMPILED
+) -> DraftInput:
+    """What a drafter sees of the state. noise [B, D + 1, V] is the target's, None for greedy decoding."""
+    buffers = (state.tokens, state.n, state.root, state.features, state.count, noise)
+    return DraftInput(*buffers, state.sampling, mode, state.seen, state.counts, parts)
+
+
 class Observer:
     """Watches the steps of an engine (`Engine.add_observer`). A subclass overrides what it needs."""
 
@@ -122,8 +130,7 @@ def decode_step(
     if mode.sample:
         positions = n[:, None] + 1 + torch.arange(drafter.D + 1, device=n.device)
         noise = sampling.gumbel_noise(state.sampling.seed, positions, state.hashes, hashed=True)
-    buffers = (state.tokens, n, state.root, state.features, state.count, noise)
-    draft = drafter.draft(DraftInput(*buffers, state.sampling, mode, state.seen, state.counts, parts))
+    draft = drafter.draft(draft_input(state, mode, noise, parts))
     if mark is not None:
         mark("draft")
     nodes = model.nodes(n, draft.depth, draft.ancestors, state.slots)

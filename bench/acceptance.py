@@ -1,35 +1,47 @@
-"""TODO."""
+"""Acceptance of draft heads on held-out text, by tree, temperature and rule, and the tables that show it."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import os
+import itertools
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from bench.arms import build_engine
 from bench.suites import held_out_prompts
+from bench.summary import acceptance
+from bench.tables import table
 from load import load
+from options import options_from
 from runtime.results import GenerationResult, n_alpha
 from sampling import SamplingParams
+from support.files import read_json, write_json
 from support.machine import describe_device, versions
 
 TREES = ("chain:5", "paper25", "dynamic:26,5,8", "dynamic:60,7,10")
+SHARED_NOISE, MULTI_ROUND, TOP_K = "shared noise", "multi-round", "top-k drafts"
+RULES = {SHARED_NOISE: {}, TOP_K: {"draft_noise": False}, MULTI_ROUND: {"verify": "multi-round"}}
+# What the report keeps of the CARD.json of a head that was trained on other inputs.
+CARD = "inputs regenerated steps training_tokens chain_tau n_alpha held_out_accuracy device".split()
 
 
-RULES = {"shared noise": {}, "top-k drafts": {"draft_noise": False}, "multi-round": {"verify": "multi-round"}}
+def summarise(
+    results: Sequence[GenerationResult], plain: Sequence[GenerationResult], depth: int = 5
+) -> dict[str, Any]:
+    """tau, accepted_by_depth and counts over all steps, and how many texts are the same as plain decoding's.
 
-
-def summarise(results: list[GenerationResult], plain: list[GenerationResult], depth: int = 5) -> dict:
-    """One row of the report: tau, accepted_by_depth and counts over all steps; n_alpha without every text's last step, at
-    most 5 and not beyond the tree's `depth`."""
+    n_alpha leaves out the last step of every text and goes to depth 5, but not beyond the tree's `depth`.
+    """
     steps = [len(ids) for r in results for ids in r.tokens_per_step]
-    deeper = [sum(s > d for s in steps) for d in range(1, max(steps) + 1)]
     whole = [len(ids) for r in results for ids in r.tokens_per_step[:-1]]
+    tau, by_depth = acceptance(steps)
     return {
-        "tau": sum(steps) / len(steps),
-        "accepted_by_depth": [n / len(steps) for n in deeper if n],
+        "tau": tau,
+        "accepted_by_depth": by_depth,
         "n_alpha": n_alpha(whole, min(depth, 5)),
         "tokens": sum(steps) + len(results),
         "steps": len(steps),
@@ -38,30 +50,26 @@ def summarise(results: list[GenerationResult], plain: list[GenerationResult], de
     }
 
 
-def measure(args: argparse.Namespace) -> dict:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Decode the same prompts with every head, tree, temperature and rule; the report as JSON values."""
     heads = args.eagle or [str(p) for p in sorted(Path(args.checkpoint).glob("eagle*")) if p.is_dir()]
-    base = load(args.checkpoint, dtype=args.dtype, ctx=args.ctx)
+    base = load(**options_from(args, "checkpoint", "dtype", "ctx"))
     text = Path(args.text).read_text(encoding="utf-8") if args.text else None
     prompts = held_out_prompts(base.tokenizer, args.prompts, args.prompt_tokens, text)
+    request = SamplingParams(seed=1, max_new_tokens=args.new_tokens)
+    params = {T: replace(request, temperature=T) for T in args.temperature}
+    plain = {T: [base.generate(p, params[T]).run()[0] for p in prompts] for T in params}
     rows = []
-    for temperature in args.temperature:
-        params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=args.new_tokens)
-        plain = [base.generate(p, params).run()[0] for p in prompts]
-        for head in heads:
-            for tree in args.trees:
-                for rule, options in RULES.items():
-                    if (temperature == 0 and rule != "shared noise") or (
-                        rule == "multi-round" and "dyn" in tree
-                    ):
-                        continue
-                    fixed = {"dtype": args.dtype, "ctx": args.ctx, "eagle_always": True}  # tau, not speed
-                    engine = load(args.checkpoint, eagle=head, tree=tree, **fixed, **options)
-                    results = [engine.generate(p, params).run()[0] for p in prompts]
-                    row = {"head": Path(head).name, "tree": tree, "temperature": temperature, "rule": rule}
-                    rows.append(row | summarise(results, plain, engine.drafter.D))
-                    print(f"{row}  tau {rows[-1]['tau']:.2f}", file=sys.stderr)
+    for T, head, tree, rule in itertools.product(params, heads, args.trees, RULES):
+        greedy = T == 0 and rule != SHARED_NOISE  # without noise the rules are the same
+        if greedy or rule == MULTI_ROUND and tree.startswith("dyn"):
+            continue
+        engine = build_engine(base, {"eagle": head, "tree": tree, **RULES[rule]}, args.ctx)
+        results = [engine.generate(p, params[T]).run()[0] for p in prompts]
+        row = {"head": Path(head).name, "tree": tree, "temperature": T, "rule": rule}
+        rows.append(row | summarise(results, plain[T], engine.drafter.D))
+        print(f"{row}  tau {rows[-1]['tau']:.2f}", file=sys.stderr)
     return {
-        "command": "python -m scripts.acceptance " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
         "device": describe_device(base.model.device),
         "versions": versions(),
@@ -73,78 +81,60 @@ def measure(args: argparse.Namespace) -> dict:
     }
 
 
-def table(report: dict) -> str:
-    """Markdown: one line per head, tree, temperature; tau by rule; n-alpha of the chains below."""
-    cells = {(r["head"], r["tree"], r["temperature"], r["rule"]): r for r in report["rows"]}
-    keys = sorted(
-        {k[:3] for k in cells}, key=lambda k: (k[0], k[2], TREES.index(k[1]) if k[1] in TREES else 9)
-    )
-    lines = [
+def add_ablation(path: Path, cards: Sequence[str]) -> None:
+    """Put what matters of the CARD.json files of scripts.train_eagle into the report.
+
+    Raises ValueError for heads that were trained for different numbers of steps.
+    """
+    rows = [{name: card[name] for name in CARD} for card in map(read_json, map(Path, cards))]
+    if len({row["steps"] for row in rows}) > 1:
+        raise ValueError("heads trained for different numbers of steps; an ablation changes one thing.")
+    write_json(path, read_json(path) | {"ablation": rows})
+
+
+def tables(report: dict[str, Any]) -> str:
+    """Markdown: tau by rule, n-alpha of the chains, and the ablation if the report holds one."""
+    cells = {(r["head"], r["temperature"], r["tree"], r["rule"]): r for r in report["rows"]}
+    order = {tree: number for number, tree in enumerate(TREES)}
+    places = sorted({key[:3] for key in cells}, key=lambda k: (*k[:2], order.get(k[2], len(TREES))))
+    parts = [
         f"tau on {report['prompts']} held-out prompts x {report['new_tokens']} tokens, {report['dtype']}, "
         f"{report['device']}, torch {report['versions']['torch']}, {report['date']}:",
-        "",
-        "| head | T | tree | shared noise (default) | multi-round (paper) | top-k drafts (EAGLE-2/3) | same tokens |",
-        "|---|---:|---|---:|---:|---:|---|",
+        _tau_table(cells, places),
+        _alpha_table(cells, places),
     ]
-    for head, tree, temperature in keys:
-        found = [
-            cells.get((head, tree, temperature, rule))
-            for rule in ("shared noise", "multi-round", "top-k drafts")
-        ]
-        taus = " | ".join(f"{r['tau']:.2f}" if r else "-" for r in found)
+    if ablation := report.get("ablation"):
+        steps = f"EAGLE-1 heads of {ablation[0]['steps']} steps each, on greedy texts"
+        parts += [f"The paper's input ablation: {steps}:", _ablation_table(ablation)]
+    return "\n\n".join(parts)
+
+
+def _tau_table(cells: dict[tuple, dict], places: Sequence[tuple]) -> str:
+    rules = SHARED_NOISE, MULTI_ROUND, TOP_K
+    titles = "shared noise (default)", "multi-round (paper)", "top-k drafts (EAGLE-2/3)"
+    rows = []
+    for head, T, tree in places:
+        found = [cells.get((head, T, tree, rule)) for rule in rules]
         same = f"{found[0]['same']}/{found[0]['prompts']}" if found[0] else "-"
-        lines.append(f"| {head} | {temperature:g} | {tree} | {taus} | {same} |")
-    lines += [
-        "",
-        "| chain of 5, shared noise | 0-alpha | 1-alpha | 2-alpha | 3-alpha | 4-alpha |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for head, tree, temperature in keys:
-        row = cells.get((head, tree, temperature, "shared noise"))
+        rows.append([head, f"{T:g}", tree, *(f"{r['tau']:.2f}" if r else "-" for r in found), same])
+    return table(["head", "T", "tree", *titles, "same tokens"], rows)
+
+
+def _alpha_table(cells: dict[tuple, dict], places: Sequence[tuple]) -> str:
+    rows = []
+    for head, T, tree in places:
+        row = cells.get((head, T, tree, SHARED_NOISE))
         if tree == "chain:5" and row:
-            alphas = [f"{a:.2f}" for a in row["n_alpha"]] + ["-"] * (5 - len(row["n_alpha"]))
-            lines.append(f"| {head}, T = {temperature:g} | " + " | ".join(alphas[:5]) + " |")
-    if report.get("ablation"):
-        first = report["ablation"][0]
-        lines += [
-            "",
-            f"The paper's input ablation: EAGLE-1 heads of {first['steps']} steps each, on greedy texts:",
-            "",
-            "| head sees | tau, chain of 5 | 0-alpha | 1-alpha | 2-alpha | top-1 agreement |",
-            "|---|---:|---:|---:|---:|---:|",
-        ]
-        for row in report["ablation"]:
-            alphas = " | ".join(f"{a:.2f}" for a in row["n_alpha"][:3])
-            name = row["inputs"] + (", trained on the target's own text" if row["regenerated"] else "")
-            lines.append(
-                f"| {name} | {row['chain_tau']:.2f} | {alphas} | {row['held_out_accuracy'][0]:.2f} |"
-            )
-    return "\n".join(lines)
+            alphas = [f"{a:.2f}" for a in row["n_alpha"]] + ["-"] * 5
+            rows.append([f"{head}, T = {T:g}", *alphas[:5]])
+    return table(["chain of 5, shared noise", *(f"{k}-alpha" for k in range(5))], rows)
 
 
-def add_ablation(path: Path, cards: list[str]) -> None:
-    """Put what matters of the CARD.json files of scripts.train_eagle into the report."""
-    report = json.loads(path.read_text())
-    names = (
-        "inputs",
-        "regenerated",
-        "steps",
-        "training_tokens",
-        "chain_tau",
-        "n_alpha",
-        "held_out_accuracy",
-        "device",
-    )
-    rows = [{name: json.loads(Path(card).read_text())[name] for name in names} for card in cards]
-    if len({row["steps"] for row in rows}) > 1:
-        raise ValueError(
-            "the heads were trained for different numbers of steps; an ablation changes one thing."
-        )
-    write(path, report | {"ablation": rows})
-
-
-def write(path: Path, report: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(temporary, path)
+def _ablation_table(ablation: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for row in ablation:
+        name = row["inputs"] + (", trained on the target's own text" if row["regenerated"] else "")
+        figures = [row["chain_tau"], *row["n_alpha"][:3], row["held_out_accuracy"][0]]
+        rows.append([name, *(f"{figure:.2f}" for figure in figures)])
+    head = ["head sees", "tau, chain of 5", "0-alpha", "1-alpha", "2-alpha", "top-1 agreement"]
+    return table(head, rows)

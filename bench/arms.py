@@ -1,10 +1,15 @@
-"""TODO."""
+"""The arms of a benchmark: what decodes a prompt, what it promises, and how it is built from options.
+
+All arms share one copy of the weights. The first arm is plain decoding, and every other one is compared with it. An arm
+promises the same tokens as plain decoding, the same distribution, or nothing (another engine).
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,49 +20,34 @@ from torch import Tensor
 from bench.random_models import random_head
 from drafters.draft_model import check_vocabulary
 from engine import Engine
-from load import LoadOptions, build_drafter, build_head, draft_vocabulary, drafter_kind, find_tuned_tree
-from model import ModelConfig, Transformer
+from load import build_drafter, build_head, draft_vocabulary
+from load import build_engine as build_loaded
+from model import Transformer
+from model_config import ModelConfig
+from options import LoadOptions, read_option
+from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import UsageError
+from support.machine import synchronize
 from tokenizer import load_tokenizer
-from weights.checkpoint import load_config
+from weights.checkpoint import Checkpoint, load_config
 from weights.files import read_entries
-from weights.heads import MEDUSA_FILES, read_eagle
+from weights.heads import read_eagle
 from weights.hf import config_to_hf, hf_views
+from weights.medusa import MEDUSA_FILES
 from weights.quantized import pack_
 
 SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE = "same tokens", "same distribution", "other engine"
-
-
-LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)
-
-
-NO_STOP = (2**31 - 1,)  # no token has this id: decoding goes on to the length limit
-
-
-COMMON = (
-    "checkpoint",
-    "device",
-    "dtype",
-    "ctx",
-    "batch_size",
-    "kernels",
-    "compile",
-    "compile_mode",
-)  # for all
-
-
-PATHS = (
-    "eagle",
-    "draft_checkpoint",
-    "medusa",
-)  # arm options that name files, looked up in the checkpoint too
-
-
-DYNAMIC = "dynamic:16,4,4"  # the default dynamic tree on a CPU, where rows are not free
-
-
+LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)  # from the strongest promise to none
+NO_STOP = (2**31 - 1,)  # no token has this id, so decoding goes on to the length limit
+# Fields of LoadOptions that all arms share, and those that name files (looked up in the checkpoint's folder too).
+COMMON = ("checkpoint", "device", "dtype", "ctx", "batch_size", "kernels", "compile", "compile_mode")
+PATHS = ("eagle", "draft_checkpoint", "medusa")
+DYNAMIC = "dynamic:16,4,4"  # the default dynamic tree on a CPU, where no row is free
 DYNAMIC_GPU = "dynamic:32,6,8"
+
+
+# ---- what runs --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -82,32 +72,48 @@ class Arm(Protocol):
     def run(self, prompt: list[int], params: SamplingParams) -> Sample: ...
 
 
+def timed_request(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
+) -> tuple[list[GenerationResult], float, float]:
+    """Decode a batch of prompts from empty caches.
+
+    Returns the results, the seconds until the last sequence had its first token, and the seconds from then to the end.
+    One-token requests that share no prefix with the prompts go before, so that nothing of an earlier run is reused.
+    """
+    others = [[(prompt[0] + 1) % engine.model.config.vocab_size] for prompt in prompts]
+    engine.generate_batch(others, replace(params, max_new_tokens=1)).run()
+    synchronize(engine.model.device)
+    stream = engine.generate_batch(prompts, params)
+    waiting = set(range(len(prompts)))
+    begun = first = last = time.perf_counter()
+    for chunk in stream:
+        last = time.perf_counter()
+        if chunk.row in waiting:
+            waiting.remove(chunk.row)
+            first = last
+    if any(result.cached_tokens for result in stream.results):
+        raise RuntimeError("a run reused cached tokens of another run; please report this.")
+    return stream.results, first - begun, last - first
+
+
 @dataclass
 class EngineArm:
+    """An Engine of ours."""
+
     name: str
     label: str
     options: dict[str, Any]
     engine: Engine
 
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:
-        """One request from empty caches: a one-token request that shares no prefix with it goes before."""
-        engine, device = self.engine, self.engine.model.device
-        other = (prompt[0] + 1) % engine.model.config.vocab_size
-        engine.generate([other], replace(params, max_new_tokens=1)).run()
-        synchronize(device)
-        stream, times = engine.generate(prompt, params), []
-        started = time.perf_counter()
-        for _ in stream:
-            times.append(time.perf_counter())
-        result = stream.result
-        if result.cached_tokens:
-            raise RuntimeError(f"arm {self.name} reused {result.cached_tokens} cached tokens of another run.")
+        """One request from empty caches."""
+        (result,), ttft, seconds = timed_request(self.engine, [prompt], params)
         steps = [len(ids) for ids in result.tokens_per_step]
-        return Sample(result.token_ids, times[0] - started, times[-1] - times[0], steps, 0, result.text)
+        return Sample(result.token_ids, ttft, seconds, steps, result.cached_tokens, result.text)
 
 
 class HFArm:
-    """`transformers` generate on the very same weight tensors. kind: hf (dynamic cache), hf-static, hf-compiled."""
+    """`transformers` generate on the same weight tensors. kind: hf (dynamic cache), hf-static or hf-compiled."""
 
     label = OTHER_ENGINE
 
@@ -120,12 +126,12 @@ class HFArm:
 
     @torch.inference_mode()
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:
+        """One request with a new cache."""
         model, clock = self.model, _Clock()
         stops = [i for i in params.stop_ids if i not in NO_STOP]
-        options: dict[str, Any] = {"do_sample": False}
+        options: dict[str, Any] = {"do_sample": params.temperature > 0}
         if params.temperature:
-            options = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k}
-            options["top_p"] = params.top_p
+            options |= {name: vars(params)[name] for name in ("temperature", "top_k", "top_p")}
         if self.kind != "hf":
             options |= {"cache_implementation": "static", "disable_compile": True}
         ids = torch.tensor([prompt], device=model.device)
@@ -141,34 +147,38 @@ class HFArm:
             streamer=clock,
             **options,
         )
-        text = self.tokenizer.decode(clock.ids, continuation=True) if self.tokenizer else ""
-        return Sample(clock.ids, clock.times[0] - started, clock.times[-1] - clock.times[0], None, 0, text)
+        _, *times = clock.times  # the prompt comes first
+        new = clock.ids[len(prompt) :]
+        text = self.tokenizer.decode(new, continuation=True) if self.tokenizer else ""
+        return Sample(new, times[0] - started, times[-1] - times[0], text=text)
 
 
 class _Clock:
-    """A streamer of transformers: ids and the time each arrived on the host. The first `put` is the prompt."""
+    """A streamer for transformers: keeps the ids and the time when they arrived on the host."""
 
     def __init__(self):
-        self.ids, self.times, self.started = [], [], False
+        self.ids: list[int] = []
+        self.times: list[float] = []
 
     def put(self, ids: Tensor) -> None:
-        if self.started:
-            self.ids += ids.flatten().tolist()
-            self.times.append(time.perf_counter())
-        self.started = True
+        self.ids += ids.flatten().tolist()
+        self.times.append(time.perf_counter())
 
     def end(self) -> None:
         pass
 
 
 def hf_model(model: Transformer):
-    """A transformers model whose parameters are views of ours, or copies laid out as it would load them where ours lie
-    column by column; UserError where that cannot be (quantized weights)."""
+    """A transformers model on our weights: its parameters are views of ours.
+
+    Where ours lie column by column they are copies, laid out as transformers would load them. Raises UsageError for
+    quantized weights and without transformers.
+    """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise UsageError("--baseline hf needs transformers: pip install transformers") from error
-    if getattr(model, "quant", None):
+    if model.quant:
         raise UsageError("--baseline hf needs unquantized weights; this checkpoint is quantized.")
     values = config_to_hf(model.config)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
@@ -183,73 +193,57 @@ def hf_model(model: Transformer):
     return twin.eval().requires_grad_(False)
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+# ---- from options to arms ---------------------------------------------------------------------------------
 
 
 def parse_arm(text: str) -> tuple[str, dict[str, str]]:
-    """NAME=KEY=VALUE;KEY=VALUE -> (name, options); "plain=" is plain decoding."""
+    """NAME=KEY=VALUE;KEY=VALUE as (name, options). `plain=` is plain decoding."""
     name, separator, rest = text.partition("=")
     pairs = [item.partition("=") for item in rest.split(";") if item.strip()]
     if not name.strip() or not separator or any(not value for _, _, value in pairs):
         raise UsageError(
-            f"--arm {text!r:.80}: expected NAME=KEY=VALUE;KEY=VALUE, like e3=eagle=eagle3;tree=chain:5.",
+            f"--arm {text!r:.80}: expected NAME=KEY=VALUE;KEY=VALUE, like e3=eagle=eagle3;tree=chain:5."
         )
     return name.strip(), {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def arm_options(name: str, given: dict[str, str], directory: Path | None) -> tuple[str, dict[str, Any]]:
-    """Label and typed LoadOptions of an arm's text options; UserError for what an arm cannot set."""
-    kinds = {f.name: f.default for f in fields(LoadOptions) if f.name not in COMMON}
+    """Label and typed LoadOptions of an arm's text options. Raises UsageError for what an arm cannot set."""
+    known = [f.name for f in fields(LoadOptions) if f.name not in COMMON]
     options: dict[str, Any] = {}
-    given = dict(given)
-    label = given.pop("label", "").replace("-", " ")
-    for key, value in given.items():
+    for key, text in given.items():
         key = key.replace("-", "_")
-        if key not in kinds:
+        if key == "label":
+            continue
+        if key not in known:
             why = "is the same for all arms" if key in COMMON else "is unknown"
-            raise UsageError(f"--arm {name}: option {key} {why}; allowed: {', '.join(kinds)}, label.")
-        default = kinds[key]
-        if isinstance(default, bool):
-            if value not in ("on", "off"):
-                raise UsageError(f"--arm {name}: {key}={value!r:.40}; allowed: on, off.")
-            options[key] = value == "on"
-        elif isinstance(default, int):
-            if not value.isdecimal():
-                raise UsageError(f"--arm {name}: {key}={value!r:.40}; allowed: an integer.")
-            options[key] = int(value)
-        elif isinstance(default, tuple):
-            options[key] = tuple(value.split(","))
-        else:
-            options[key] = value
-        if key in PATHS and directory and not Path(value).exists() and (directory / value).exists():
-            options[key] = str(directory / value)
+            raise UsageError(f"--arm {name}: option {key} {why}; allowed: {', '.join(known)}, label.")
+        if key in PATHS and directory and not Path(text).exists() and (directory / text).exists():
+            text = str(directory / text)
+        try:
+            options[key] = read_option(key, text)
+        except UsageError as error:
+            raise UsageError(f"--arm {name}: {error}") from None
     promised = SAME_DISTRIBUTION if options.get("verify", "match") != "match" else SAME_TOKENS
-    if label and label not in LABELS:
+    label = given.get("label", promised).replace("-", " ")
+    if label not in LABELS:
         raise UsageError(f"--arm {name}: label {label!r:.40}; allowed: {', '.join(LABELS)}.")
-    return LABELS[max(LABELS.index(label or promised), LABELS.index(promised))], options
+    return max(label, promised, key=LABELS.index), options
 
 
-def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple[str, dict[str, str]]]:
-    """Plain decoding, n-grams, and every drafter that lies in a folder of the checkpoint; heads with two trees."""
-    arms: list[tuple[str, dict[str, str]]] = [("plain", {})]
-    others = [("n-gram", {"drafter": "ngram", "tree": "chain:15" if cuda else "chain:7"})]
+def find_drafters(directory: Path, config: ModelConfig) -> Iterator[tuple[str, Path]]:
+    """(option of LoadOptions, folder) of every drafter in a folder of the checkpoint, in the order of the names."""
     for folder in sorted(p for p in directory.iterdir() if p.is_dir()):
-        if medusa := [folder / name for name in MEDUSA_FILES if (folder / name).is_file()]:
-            heads = len({name.split(".")[0] for name in read_entries(medusa[:1])})
-            tree = "paper25" if heads >= 5 else f"chain:{heads}"
-            others.append((folder.name, {"medusa": folder.name, "tree": tree}))
-        elif _is(read_eagle, folder, config):
-            dynamic = DYNAMIC_GPU if cuda else DYNAMIC
-            arms.append((f"{folder.name} paper25", {"eagle": folder.name, "tree": "paper25"}))
-            arms.append((f"{folder.name} dynamic", {"eagle": folder.name, "tree": dynamic}))
-        elif _is(load_config, folder):
-            others.append((f"{folder.name} LLM", {"draft_checkpoint": folder.name, "tree": "chain:4"}))
-    return arms + others
+        if any((folder / name).is_file() for name in MEDUSA_FILES):
+            yield "medusa", folder
+        elif can_read(read_eagle, folder, config):
+            yield "eagle", folder
+        elif can_read(load_config, folder):
+            yield "draft_checkpoint", folder
 
 
-def _is(reader: Callable, *arguments: Any) -> bool:
+def can_read(reader: Callable, *arguments: Any) -> bool:
+    """Whether the reader accepts what lies there."""
     try:
         reader(*arguments)
     except ValueError:
@@ -257,37 +251,85 @@ def _is(reader: Callable, *arguments: Any) -> bool:
     return True
 
 
-def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
-    """An Engine for the arm's options on the weights, tokenizer and backend of `base`: nothing is loaded twice."""
-    opts = replace(base.options, ctx=ctx, **options)
-    model, config, head = base.model, base.model.config, None
-    kind = drafter_kind(opts)
-    if opts.tree == "auto" and kind != "eagle":
-        find_tuned_tree(opts, config, None, model.device)  # says that only EAGLE heads have tuned trees
-    if kind == "eagle":
-        version = opts.eagle.removeprefix("random:")
-        if version != opts.eagle:
-            head = random_head(model, int(version), getattr(model, "quant", None))
+def medusa_tree(path: Path) -> str:
+    """The tree to draft with these Medusa heads (a file, or the folder that holds it): paper25 if they are enough."""
+    file = path if path.is_file() else next(path / n for n in MEDUSA_FILES if (path / n).is_file())
+    heads = len({name.split(".")[0] for name in read_entries([file])})
+    return "paper25" if heads >= 5 else f"chain:{heads}"
+
+
+def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple[str, dict[str, str]]]:
+    """Plain decoding, n-grams, and every drafter that lies in a folder of the checkpoint; heads with two trees."""
+    heads: list[tuple[str, dict[str, str]]] = []
+    others = [("n-gram", {"drafter": "ngram", "tree": "chain:15" if cuda else "chain:7"})]
+    for kind, folder in find_drafters(directory, config):
+        name = folder.name
+        if kind == "eagle":
+            heads.append((f"{name} paper25", {kind: name, "tree": "paper25"}))
+            heads.append((f"{name} dynamic", {kind: name, "tree": DYNAMIC_GPU if cuda else DYNAMIC}))
+        elif kind == "medusa":
+            others.append((name, {kind: name, "tree": medusa_tree(folder)}))
         else:
-            pairs = dict(item.split("=", 1) for item in opts.eagle_config)
-            file = read_eagle(opts.eagle, config, pairs)
-            if opts.tree == "auto":
-                opts = replace(opts, tree=find_tuned_tree(opts, config, file, model.device))
-            head = build_head(file, model, draft_vocabulary(opts, config, base.tokenizer))
+            others.append((f"{name} LLM", {kind: name, "tree": "chain:4"}))
+    return [("plain", {}), *heads, *others]
+
+
+def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
+    """An Engine for an arm's options on the weights, tokenizer and backend of `base`, so nothing is loaded twice."""
+    # tau is measured, so speculation goes on where it does not pay, unless an arm is about falling back
+    opts = replace(base.options, **{"ctx": ctx, "eagle_always": True, **options})
+    model = base.model
+    kind = opts.drafter_kind
+    file = head = None
+    if kind == "eagle" and opts.eagle.startswith("random:"):
+        head = random_head(model, int(opts.eagle.removeprefix("random:")), model.quant)
+    elif kind == "eagle":
+        file = read_eagle(opts.eagle, model.config, dict(item.split("=", 1) for item in opts.eagle_config))
+        head = build_head(file, model, draft_vocabulary(opts, model.config, base.tokenizer))
+    if opts.tree == "auto":
+        opts = opts.resolve(Checkpoint.open(opts.checkpoint), file)
     if kind == "draft":
         small = load_config(opts.draft_checkpoint)
         theirs = load_tokenizer(opts.draft_checkpoint, small.vocab_size)
-        check_vocabulary(config, small, (base.tokenizer, theirs))
-    with base.backend.active():  # as in generate.load: packed for one backend, before anything is traced
-        if head:
+        check_vocabulary(model.config, small, (base.tokenizer, theirs))
+    with base.backend.active():  # weights are packed for one backend, and before anything is traced
+        if head is not None:
             pack_(head, model.dtype)
         drafter = build_drafter(model, head, opts) if kind else None
-    always = options.get("eagle_always", True)  # tau is measured, unless an arm is about falling back
-    how = {"compile_mode": opts.compile_mode, "eagle_always": always}
-    how["kv_dtype"] = torch.int8 if opts.kv == "int8" else base.kv_dtype
-    engine = Engine(model, base.tokenizer, drafter, opts.batch_size, ctx, opts.compile, base.backend, **how)
-    engine.options, engine.head = opts, head
-    return engine
+    return build_loaded(model, base.tokenizer, drafter, opts, base.backend, head=head)
+
+
+def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
+    """Plain decoding, then the arms that were asked for or found, then transformers.
+
+    `args` holds --checkpoint, --shape, --arm, --only, --baseline and --hf-compile. Raises UsageError for unknown or
+    repeated names.
+    """
+    directory = None if args.shape else Path(args.checkpoint)
+    cuda = base.model.device.type == "cuda"
+    if args.arm:
+        specs = [("plain", {}), *map(parse_arm, args.arm)]
+    elif directory:
+        specs = default_arms(directory, base.model.config, cuda)
+    else:
+        third = {"eagle": "random:3", "tree": DYNAMIC_GPU if cuda else DYNAMIC}
+        specs = [("plain", {}), ("eagle1 paper25", {"eagle": "random:1"}), ("eagle3 dynamic", third)]
+    if args.only:
+        wanted = {name.strip() for name in args.only.split(",")}
+        if unknown := wanted - {name for name, _ in specs}:
+            raise UsageError(f"--only {', '.join(unknown)}: arms are {', '.join(n for n, _ in specs)}.")
+        specs = [spec for spec in specs if spec[0] in wanted | {"plain"}]
+    names = [name for name, _ in specs]
+    if len(set(names)) < len(names):
+        raise UsageError(f"arm names must differ, and the first is always plain; got {', '.join(names)}.")
+    arms: list[Arm] = []
+    for name, given in specs:
+        label, options = arm_options(name, given, directory)
+        arms.append(EngineArm(name, label, options, build_engine(base, options, ctx)))
+    if args.baseline:
+        kinds = ["hf", "hf-static"] + ["hf-compiled"] * args.hf_compile
+        arms += [HFArm(kind, base.model, base.tokenizer) for kind in kinds]
+    return arms
 
 
 def shown(options: dict[str, Any]) -> dict[str, Any]:

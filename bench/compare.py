@@ -1,13 +1,18 @@
-"""TODO."""
+"""Two result files of scripts.bench side by side."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from bench.measure import Line
 from bench.records import read_lines
-from bench.summary import _pair
-from bench.tables import _number, table
+from bench.summary import Row, pair_of
+from bench.tables import number, table
+
+# What differs between any two runs on the same machine.
+GPU = "temperature.gpu utilization.gpu clocks.sm memory.used".split()
+PASSING = ("time_utc", "load_average", *(f"gpu.{name}" for name in GPU))
 
 
 def differences(a: Any, b: Any, name: str = "") -> list[str]:
@@ -20,85 +25,58 @@ def differences(a: Any, b: Any, name: str = "") -> list[str]:
 
 def compare(a: str | Path, b: str | Path) -> str:
     """Two result files side by side: what differs in the machines, the rates, and whether the work was the same."""
-    (runs_a, sum_a), (runs_b, sum_b) = read_lines(a), read_lines(b)
-    ignored = (
-        "time_utc",
-        "load_average",
-        "gpu.temperature.gpu",
-        "gpu.utilization.gpu",
-        "gpu.clocks.sm",
-        "gpu.memory.used",
-    )
-    changed = [
-        d for d in differences(sum_a["environment"], sum_b["environment"]) if d.split(":")[0] not in ignored
-    ]
-    changed += differences(sum_a["settings"], sum_b["settings"], "settings")
-    changed += differences(sum_a["model"], sum_b["model"], "model")
-    arms = [{fact["arm"]: fact["options"] for fact in summary.get("arms", [])} for summary in (sum_a, sum_b)]
-    for name in arms[0].keys() & arms[1].keys():
-        changed += differences(arms[0][name], arms[1][name], f"arm {name}")
-    rows_b = {(r["suite"], r["temperature"], r["arm"]): r for r in sum_b["rows"]}
+    (runs_a, summary_a), (runs_b, summary_b) = read_lines(a), read_lines(b)
+    rows_b = {_place(row): row for row in summary_b["rows"]}
     body, missing = [], []
-    for row in sum_a["rows"]:
-        key = row["suite"], row["temperature"], row["arm"]
-        other = rows_b.pop(key, None)
+    for row in summary_a["rows"]:
+        other = rows_b.pop(_place(row), None)
         if other is None:
-            missing.append(f"{key} only in {a}")
-            continue
-        same_work = _work(runs_a, key) == _work(runs_b, key)
-        ids_a, ids_b = _ids(runs_a, key), _ids(runs_b, key)
-        shared = ids_a.keys() & ids_b.keys()
-        equal = sum(ids_a[k] == ids_b[k] for k in shared)
-        gains = [_number(r["speedup"]["median"]) + "x" if r["speedup"] else "-" for r in (row, other)]
-        speeds = row["tokens_per_second"], other["tokens_per_second"]
-        ratio = f"{speeds[1] / speeds[0]:.3f}x" if same_work and all(speeds) else "other prompts"
-        ratio += " (other tokens)" if same_work and equal < len(shared) else ""
-        body.append(
-            [
-                row["suite"],
-                f"{row['temperature']:g}",
-                row["arm"],
-                _number(speeds[0], 1),
-                _number(speeds[1], 1),
-                ratio,
-            ]
-            + [*gains, _number(row["tau"]), _number(other["tau"]), f"{equal} / {len(shared)}"]
-        )
-    missing += [f"{key} only in {b}" for key in rows_b]
-    head = [
-        "suite",
-        "T",
-        "arm",
-        "A tok/s",
-        "B tok/s",
-        "B / A",
-        "A speedup",
-        "B speedup",
-        "A tau",
-        "B tau",
-        "same tokens",
-    ]
-    parts = [table(head, body)] if body else ["nothing in common"]
-    parts += (
-        ["differs   " + "\n          ".join(changed)]
-        if changed
-        else ["same environment, settings, model and arms"]
-    )
-    parts += ["missing   " + "\n          ".join(missing)] if missing else []
+            missing.append(f"{_place(row)} only in {a}")
+        else:
+            body.append(_cells(row, other, _of_row(runs_a, row), _of_row(runs_b, row)))
+    missing += [f"{place} only in {b}" for place in rows_b]
+    head = "suite|T|arm|A tok/s|B tok/s|B / A|A speedup|B speedup|A tau|B tau|same tokens".split("|")
+    changed, indent = _changes(summary_a, summary_b), "\n" + " " * 10
+    same = "same environment, settings, model and arms"
+    parts = [table(head, body) if body else "nothing in common"]
+    parts.append(f"differs   {indent.join(changed)}" if changed else same)
+    if missing:
+        parts.append(f"missing   {indent.join(missing)}")
     return "\n\n".join(parts)
 
 
-def _work(runs, key: tuple) -> set[tuple]:
-    return {
-        (r["prompt_sha256"], r["temperature"])
-        for r in runs
-        if r["arm"] == key[2] and r["temperature"] == key[1] and key[0] in ("all", r["suite"])
-    }
+def _place(row: Row) -> tuple:
+    return row["suite"], row["temperature"], row["arm"]
 
 
-def _ids(runs, key: tuple) -> dict[tuple, str]:
-    return {
-        (*_pair(r), r["prompt_sha256"]): r["ids_sha256"]
-        for r in runs
-        if r["arm"] == key[2] and r["temperature"] == key[1] and key[0] in ("all", r["suite"])
-    }
+def _of_row(runs: list[Line], row: Row) -> list[Line]:
+    """The runs that a row sums up."""
+    suite, T, arm = _place(row)
+    return [r for r in runs if r["arm"] == arm and r["temperature"] == T and suite in ("all", r["suite"])]
+
+
+def _changes(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """What differs in the environments, settings, models, and options of the arms that both have."""
+    found = differences(a["environment"], b["environment"])
+    changed = [line for line in found if line.split(":")[0] not in PASSING]
+    changed += differences(a["settings"], b["settings"], "settings")
+    changed += differences(a["model"], b["model"], "model")
+    arms = [{fact["arm"]: fact["options"] for fact in summary["arms"]} for summary in (a, b)]
+    for name in (name for name in arms[0] if name in arms[1]):
+        changed += differences(arms[0][name], arms[1][name], f"arm {name}")
+    return changed
+
+
+def _cells(row: Row, other: Row, runs_a: list[Line], runs_b: list[Line]) -> list[str]:
+    """The cells of an arm that both files have. Rates of other prompts are not set against each other."""
+    asked = [{r["prompt_sha256"] for r in runs} for runs in (runs_a, runs_b)]
+    ids = [{(*pair_of(r), r["prompt_sha256"]): r["ids_sha256"] for r in runs} for runs in (runs_a, runs_b)]
+    shared = ids[0].keys() & ids[1].keys()
+    equal = sum(ids[0][k] == ids[1][k] for k in shared)
+    rates = row["tokens_per_second"], other["tokens_per_second"]
+    ratio = f"{rates[1] / rates[0]:.3f}x" if asked[0] == asked[1] and all(rates) else "other prompts"
+    if asked[0] == asked[1] and equal < len(shared):
+        ratio += " (other tokens)"
+    cells = [row["suite"], f"{row['temperature']:g}", row["arm"], *(number(rate, 1) for rate in rates), ratio]
+    cells += [f"{number(r['speedup']['median'])}x" if r["speedup"] else "-" for r in (row, other)]
+    return [*cells, number(row["tau"]), number(other["tau"]), f"{equal} / {len(shared)}"]

@@ -1,4 +1,4 @@
-"""TODO."""
+"""What moves the numbers besides the code: the machine, the GPU's state, the model's weights, the memory of an engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GPU_FIELDS = (
 
 
 def parse_smi(line: str, processes: str, own: int) -> dict[str, Any]:
-    """One CSV line of nvidia-smi and its list of compute processes -> a dictionary; numbers where they are numbers."""
+    """One CSV line of nvidia-smi and its list of compute processes as a dictionary."""
 
     def value(text: str) -> Any:
         try:
@@ -39,11 +39,11 @@ def parse_smi(line: str, processes: str, own: int) -> dict[str, Any]:
 
 
 def gpu_state(device: torch.device) -> dict[str, Any] | None:
-    """Power cap, clocks, temperature, driver of the CUDA device; None on a CPU or without nvidia-smi."""
+    """Power cap, clocks, temperature and driver of the CUDA device. None on a CPU."""
     if device.type != "cuda":
         return None
-    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    which = ["-i", uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"] if uuid else []
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    which = ["-i", uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"]
     answers = []
     for query in (f"--query-gpu={GPU_FIELDS}", "--query-compute-apps=pid"):
         done = _output(["nvidia-smi", *which, query, "--format=csv,noheader,nounits"])
@@ -54,6 +54,7 @@ def gpu_state(device: torch.device) -> dict[str, Any] | None:
 
 
 def _output(command: list[str], cwd: Path | None = None) -> str | None:
+    """What a command prints; None if it fails or prints nothing."""
     try:
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -61,24 +62,25 @@ def _output(command: list[str], cwd: Path | None = None) -> str | None:
     return done.stdout.strip() if done.returncode == 0 and done.stdout.strip() else None
 
 
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Everything about the machine that moves the numbers."""
     here = Path(__file__).resolve().parent
-    known = {}
-    for name in ("torch", "triton", "transformers", "numpy"):
-        try:
-            known[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            known[name] = None
+    known = {name: _version(name) for name in ("torch", "triton", "transformers", "numpy")}
     commit = _output(["git", "rev-parse", "--short=12", "HEAD"], here)
     dirty = commit and _output(["git", "status", "--porcelain", "--untracked-files=no"], here)
-    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
         "device": describe_device(device),
         "gpu": gpu_state(device),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load_average": load_average,
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # not on Windows
         "platform": platform.platform(),
         "versions": {"python": platform.python_version(), **known, "cuda": torch.version.cuda},
         "git": {"commit": commit, "dirty": bool(dirty)},
@@ -97,33 +99,21 @@ def fingerprint(model: Transformer) -> str:
 
 
 def memory_of(engine: Engine) -> int:
-    """Bytes of every tensor the arm needs (weights, head, caches, buffers), each storage counted once."""
-    seen: dict[int, int] = {}
-    done: dict[int, Any] = {}  # keeps what it names alive: ids of freed objects come back
-
-    def visit(value: Any, depth: int) -> None:
+    """Bytes of every tensor that an engine needs (weights, head, caches, buffers), with each storage counted once."""
+    storages: dict[int, int] = {}
+    seen: dict[int, Any] = {}  # holds what was visited, because a freed object's id may come back
+    left: list[Any] = [engine.model, engine.drafter, engine.state]
+    while left:
+        value = left.pop()
         if isinstance(value, Tensor):
             if value.device.type != "meta":
-                storage = value.untyped_storage()
-                seen[storage.data_ptr()] = storage.nbytes()
-            return
-        if id(value) in done or depth > 4:
-            return
-        done[id(value)] = value
-        if isinstance(value, nn.Module):
-            for tensor in [*value.parameters(), *value.buffers()]:
-                visit(tensor, depth)
-            for child in value.modules():
-                for inner in vars(child).values():
-                    if not isinstance(inner, dict | nn.Module):
-                        visit(inner, depth + 1)
-        elif isinstance(value, list | tuple):
-            for inner in value:
-                visit(inner, depth + 1)
-        elif isinstance(value, dict):
-            visit(list(value.values()), depth + 1)
-        elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-            visit(list(vars(value).values()), depth + 1)
-
-    visit([engine.model, engine.drafter, engine.state], 0)
-    return sum(seen.values())
+                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif id(value) not in seen:
+            seen[id(value)] = value
+            if isinstance(value, dict):
+                left += value.values()
+            elif isinstance(value, list | tuple):
+                left += value
+            elif isinstance(value, nn.Module) or hasattr(value, "__dict__") and not callable(value):
+                left += vars(value).values()
+    return sum(storages.values())

@@ -1,4 +1,9 @@
-"""TODO."""
+"""Models and EAGLE heads of known shapes with random weights.
+
+The time of a step depends on shapes and on the context alone. On random weights it is that of a trained model of the same
+shape. What a random head gets accepted means nothing. The weights are made on the device in their final format, so a
+model of any size needs no file and little more memory than it keeps.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import kernels
 from eagle_draft import EagleHead
 from engine import Engine
-from load import LoadOptions
-from model import DTYPES, ModelConfig, RopeConfig, Transformer
+from kernels.tuned import read_tuned
+from load import build_engine
+from model import Transformer
+from model_config import DTYPES, ModelConfig, RopeConfig
+from options import LoadOptions
 from weights.heads import EagleConfig
 from weights.hf import build_model
-from weights.quantized import QuantSpec, pack_
-from weights.rounding import quantize_
+from weights.quantized import QuantLinear, QuantSpec, apply_spec_, pack_, set_tensor
 
 
 def _llama(
@@ -32,6 +39,9 @@ def _llama(
 
 SHAPES: dict[str, ModelConfig] = {
     "tiny": _llama(64, 96, 2, 4, 2, 256, max_position_embeddings=512),
+    "tiny-moe": _llama(
+        64, 96, 2, 4, 2, 256, max_position_embeddings=512, num_local_experts=4, num_experts_per_tok=2
+    ),
     "llama-100m": _llama(768, 2048, 12, 12, 12, tie_word_embeddings=True),
     "llama-2-7b": _llama(4096, 11008, 32, 32, 32),
     "llama-2-13b": _llama(5120, 13824, 40, 40, 40),
@@ -45,58 +55,114 @@ SHAPES: dict[str, ModelConfig] = {
 }
 
 
-def _fill(module: nn.Module, generator: torch.Generator) -> None:
-    for p in module.parameters():
-        if p.dim() > 1:
-            p.data.normal_(0, 1 / math.sqrt(p.shape[-1]), generator=generator)
-        else:
-            p.data.fill_(1)
+def empty_model(config: ModelConfig, quant: str | None) -> Transformer:
+    """A target on the meta device, as `quantize.py` would make it for `quant` (int8, int4, or nothing)."""
+    model = build_model(config)
+    if quant:
+        apply_spec_(model, _spec(config, quant))
+        model.set_quantization(quant)
+    return model
+
+
+def _spec(config: ModelConfig, quant: str) -> QuantSpec:
+    """The largest group size that divides the inputs of every linear."""
+    inputs = math.gcd(config.hidden_size, config.intermediate_size)
+    return QuantSpec(quant, group_size=next(group for group in (128, 64, 32) if inputs % group == 0))
+
+
+def head_config(target: ModelConfig, version: int) -> EagleConfig:
+    """The geometry of a published EAGLE head (generation 1 or 3) for `target`."""
+    layers = target.num_hidden_layers
+    taps: tuple[int, ...] = ()
+    vocab = target.vocab_size
+    if version == 3:
+        # Published heads read layers 2, L // 2 and L - 3. They draft 32,000 of LLaMA-3's 128,256 tokens, and all tokens
+        # of a target with a vocabulary of 32,000, which then needs no table of draft ids.
+        taps = (2, layers // 2, layers - 3) if layers > 5 else tuple(range(min(layers, 2) + 1))
+        vocab = min(vocab, 32000)
+    # A head's layer is a plain LLaMA layer of the target's sizes. It has no experts, no window, and no norms on queries
+    # and keys, also where the target has them.
+    layer = replace(
+        target, model_type="llama", num_hidden_layers=1, vocab_size=vocab, windows=(), num_local_experts=0,
+        num_experts_per_tok=0, qk_norm=False,
+    )  # fmt: skip
+    return EagleConfig(
+        version, layer, target.hidden_size, taps, fc_bias=version == 1, has_lm_head=version == 3
+    )
+
+
+def empty_head(model: Transformer, version: int, quant: str | None) -> EagleHead:
+    """An EAGLE head on the meta device with the geometry of `head_config`."""
+    with torch.device("meta"):
+        head = EagleHead(head_config(model.config, version), model).eval().requires_grad_(False)
+    return apply_spec_(head, _spec(model.config, quant)) if quant else head
+
+
+def _random(owner: nn.Module, name: str, like: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Random values for the tensor `name` of `owner`. Weights have variance 1 / inputs, so that activations keep their
+    size through any number of layers. Codes and scales together have that variance, too."""
+    if name == "qweight":
+        low, high = (0, 256) if like.dtype == torch.uint8 else (-128, 128)
+        return torch.randint(low, high, like.shape, dtype=like.dtype, device=device)
+    if not like.is_floating_point():
+        raise RuntimeError(f"no random values are known for {type(owner).__name__}.{name}; add them here.")
+    if isinstance(owner, QuantLinear) and name == "scales":
+        variance = 22.0 if owner.bits == 4 else 5461.0  # of uniform codes
+        scale = (variance * owner.in_features) ** -0.5
+        return ((torch.rand(like.shape, device=device) + 0.5) * scale).to(like.dtype)
+    if like.dim() > 1:
+        return torch.empty(like.shape, dtype=dtype, device=device).normal_(0, like.shape[-1] ** -0.5)
+    return torch.full(like.shape, 0.0 if name == "bias" else 1.0, dtype=dtype, device=device)
+
+
+def fill_random_(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Give every tensor of `module` that is on the meta device random values on `device`, in place."""
+    for owner in module.modules():
+        for name, slot in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
+            if slot.is_meta and slot.numel():
+                set_tensor(owner, name, _random(owner, name, slot, device, dtype))
+
+
+def random_model(
+    config: ModelConfig, quant: str | None, device: torch.device, dtype: torch.dtype
+) -> Transformer:
+    """A target of `config`'s shapes, packed for the kernel backend that is active."""
+    torch.manual_seed(0)
+    model = empty_model(config, quant)
+    for part in (*model.layers, model):  # so that the unpacked codes of one layer at a time take memory
+        fill_random_(part, device, dtype)
+        pack_(part, dtype)
+    model.rotary.build(device, config.max_positions)
+    return model
+
+
+def random_head(model: Transformer, version: int, quant: str | None = None) -> EagleHead:
+    """An EAGLE head (generation 1 or 3) for `model`, on its device and in its dtype, not packed yet."""
+    torch.manual_seed(version)
+    head = empty_head(model, version, quant)
+    if head.draft_ids is not None:
+        drafted = head.vocab_size
+        head.draft_ids = torch.arange(drafted, device=model.device) * model.config.vocab_size // drafted
+    fill_random_(head, model.device, model.dtype)
+    head.rotary.build(model.device, model.rotary.length)
+    head.trim()
+    return head
+
+
+def kernel_backend(device: torch.device, mode: str = "auto") -> kernels.KernelBackend:
+    """The backend that `load` would take, with the tilings that were measured on this GPU."""
+    tuned = read_tuned(torch.cuda.get_device_name(device))[0] if device.type == "cuda" else {}
+    return kernels.KernelBackend(mode, device.type, tuned)
 
 
 def random_engine(
     name: str, device: str | None, dtype: str | None, quant: str | None, **options: Any
 ) -> Engine:
-    """A model of a known shape with random weights, rounded block by block when `quant` is int8 or int4."""
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """An engine that decodes plainly with a random model of the shape `name`. options: further LoadOptions."""
     config = SHAPES[name]
-    dtype = dtype or ("float32" if target.type == "cpu" else config.dtype)
-    model = build_model(config)
-    model.to(dtype=DTYPES[dtype])
-    generator = torch.Generator(target).manual_seed(0)
-    spec = QuantSpec(quant) if quant else None
-    for block in model.layers:
-        block.to_empty(device=target)
-        _fill(block, generator)
-        if spec:
-            quantize_(block, spec)
-    for part in (model.embed_tokens, model.norm, model.lm_head):
-        if part is not None:
-            part.to_empty(device=target)
-            _fill(part, generator)
-    model.rotary.build(target, config.max_positions)
-    backend = kernels.KernelBackend(options.get("kernels", "auto"), target.type)
-    if spec:
-        model.quant = quant
+    opts = LoadOptions(checkpoint=name, device=device, dtype=dtype, ctx=64, **options).with_defaults(config)
+    target = torch.device(opts.device)
+    backend = kernel_backend(target, opts.kernels)
     with backend.active():
-        pack_(model, DTYPES[dtype])
-    engine = Engine(model, None, None, 1, 64, backend=backend)
-    engine.options = LoadOptions(checkpoint=name, device=target.type, dtype=dtype, **options)
-    return engine
-
-
-def random_head(model: Transformer, version: int, quant: str | None = None) -> EagleHead:
-    """An EAGLE head of the target's own geometry with random weights (EAGLE-3: at most 32,000 draft ids)."""
-    c = model.config
-    vocab = min(c.vocab_size, 32000) if version == 3 else c.vocab_size
-    layer = replace(c, num_hidden_layers=1, vocab_size=vocab, windows=(), num_local_experts=0, qk_norm=False)
-    taps = (2, c.num_hidden_layers // 2, c.num_hidden_layers - 3) if c.num_hidden_layers > 5 else (0, 1, 2)
-    config = EagleConfig(
-        version, layer, c.hidden_size, taps if version == 3 else (), version == 1, has_lm_head=version == 3
-    )
-    head = EagleHead(config, model).to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
-    _fill(head, torch.Generator(model.device).manual_seed(version))
-    if quant:
-        quantize_(head, QuantSpec(quant))
-    head.rotary.build(model.device, model.rotary.length)
-    head.trim()
-    return head
+        model = random_model(config, quant, target, DTYPES[opts.dtype])
+    return build_engine(model, None, None, opts, backend)

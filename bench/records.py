@@ -1,4 +1,4 @@
-"""TODO."""
+"""The files a benchmark writes while it runs, how they are read again, and its line of progress."""
 
 from __future__ import annotations
 
@@ -7,28 +7,35 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from support.errors import UsageError
+from support.files import read_json_lines
 
 
 class Lines:
-    """A JSON-lines file that is complete line by line and takes its name when closed; "-" or None: no file."""
+    """A JSON-lines file that is complete after every line.
+
+    It is called PATH.part until it is closed, so a run that was killed leaves its lines there. The path "-" or None
+    means that there is no file.
+    """
 
     def __init__(self, path: str | None):
         self.path = path if path and path != "-" else None
-        self.file = open(f"{self.path}.part", "w", encoding="utf-8") if self.path else None
+        self.file: TextIO | None = None
 
     def write(self, line: dict[str, Any]) -> None:
-        if self.file:
+        """Add a line and hand it to the system."""
+        if self.path:
+            self.file = self.file or open(f"{self.path}.part", "w", encoding="utf-8")
             self.file.write(json.dumps(line) + "\n")
             self.file.flush()
 
     def close(self) -> None:
+        """Give the file its name."""
         if self.file:
             self.file.close()
             os.replace(f"{self.path}.part", self.path)
-            self.file = None
 
 
 class Progress:
@@ -47,18 +54,19 @@ class Progress:
             print(f"{share:4.0%}  {text}", file=sys.stderr, flush=True)
 
     def done(self) -> None:
+        """Clear the line."""
         if self.live and not self.quiet:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(run lines, summary line) of a file written by --json; UserError if it is not one."""
+    """(run lines, summary line) of a file written by --json. Raises UsageError if it is not one."""
     try:
-        lines = [
-            json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()
-        ]
-        runs = [line for line in lines if line["type"] == "run"]
-        summary = next(line for line in reversed(lines) if line["type"] == "summary")
-    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
-        raise UsageError(f"{path}: not a file of scripts.bench --json ({error!r:.80}).") from error
-    return runs, summary
+        lines = read_json_lines(path)
+    except ValueError as error:
+        raise UsageError(f"{path}: not a file of scripts.bench --json ({error}).") from error
+    runs = [line for line in lines if line.get("type") == "run"]
+    summaries = [line for line in lines if line.get("type") == "summary"]
+    if not summaries:
+        raise UsageError(f"{path}: not a file of scripts.bench --json (no summary line).")
+    return runs, summaries[-1]

@@ -1,7 +1,8 @@
-"""TODO."""
+"""Rows in the terms of llama-bench, so that its numbers and ours can stand side by side."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from typing import Any
 
@@ -12,49 +13,48 @@ from support.errors import UsageError
 
 
 def parse_row(text: str) -> tuple[str, int, int]:
-    """pp512, tg128, tg128@d4096 -> (kind, tokens, depth)."""
-    test, _, depth = text.replace(" ", "").partition("@d")
-    kind, count = test[:2], test[2:]
-    if (
-        kind not in ("pp", "tg")
-        or not count.isdecimal()
-        or int(count) < 1
-        or (depth and not depth.isdecimal())
-    ):
+    """pp512, tg128 or tg128@d4096 as (kind, tokens, depth). Raises UsageError for anything else."""
+    found = re.fullmatch(r"(pp|tg)0*([1-9]\d*)(?:@d(\d+))?", text.replace(" ", ""))
+    if not found:
         raise UsageError(f"--rows {text!r:.40}: expected pp512, tg128 or tg128@d4096.")
+    kind, count, depth = found.groups()
     return kind, int(count), int(depth or 0)
 
 
 def row_context(text: str) -> int:
+    """The context that a row needs."""
     kind, count, depth = parse_row(text)
     return depth + count + (1 if kind == "pp" else 2)
 
 
 def bench_row(arm: EngineArm, text: str, ids: list[int], reps: int, bandwidth: float) -> dict[str, Any]:
-    """One row in llama-bench's terms, tokens/s mean and standard deviation: pp = prompt processing of N tokens after a
-    depth of cached ones (its share of the whole prompt's time), tg = N tokens generated one after another."""
+    """Measure one row on the prompt `ids`: tokens/s with mean and standard deviation over `reps` runs.
+
+    pp is the processing of N prompt tokens after a depth of cached ones (their share of the whole prompt's time), and tg
+    the generation of N tokens one after another.
+    """
     kind, count, depth = parse_row(text)
     rates, steps = [], []
     for _ in range(reps + 1):
         if kind == "tg":
-            prompt = ids[: max(1, depth)]
-            sample = arm.run(prompt, SamplingParams(max_new_tokens=count + 1, stop_ids=NO_STOP))
+            params = SamplingParams(max_new_tokens=count + 1, stop_ids=NO_STOP)
+            sample = arm.run(ids[: max(1, depth)], params)
             rates.append(count / sample.decode_seconds)
-            steps.append(sample.decode_seconds / len(sample.tokens_per_step or [0]))
+            steps.append(sample.decode_seconds / len(sample.tokens_per_step))
         else:
             params = SamplingParams(max_new_tokens=1, stop_ids=NO_STOP)
             seconds = arm.run(ids[: depth + count], params).ttft_seconds
-            seconds -= arm.run(ids[:depth], params).ttft_seconds if depth else 0.0
+            if depth:
+                seconds -= arm.run(ids[:depth], params).ttft_seconds
             rates.append(count / max(seconds, 1e-9))
-    rates, steps = rates[1:], steps[1:]  # the first one warms up
+    rates, steps = rates[1:], steps[1:]  # the first run warms up
     share = None
-    if kind == "tg" and bandwidth:
+    if kind == "tg":
         share = step_bytes(arm.engine, depth + count // 2) / statistics.median(steps) / bandwidth
-    name = f"{kind}{count}" + (f" @ d{depth}" if depth else "")
     return {
         "type": "row",
         "arm": arm.name,
-        "test": name,
+        "test": f"{kind}{count}" + (f" @ d{depth}" if depth else ""),
         "tokens_per_second": statistics.mean(rates),
         "sd": statistics.stdev(rates) if len(rates) > 1 else 0.0,
         "all": rates,

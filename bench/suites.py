@@ -1,4 +1,8 @@
-"""TODO."""
+"""What the benchmarks ask: questions from files or from the standard library, and how they become prompt ids.
+
+A suite is a list of questions. Texts of the standard library stand in where no question file is given, and random ids
+where the model has no tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from tokenizer import BUILTIN_SYSTEM, LLAMA2_SYSTEM, PAPER_SUFFIX
 
 @dataclass(frozen=True)
 class Question:
-    """One item of a suite. Turns are user messages (or text to continue), or token ids where there is no tokenizer."""
+    """One item of a suite. A turn is a user's message, or text to continue, or a tuple of token ids."""
 
     suite: str
     id: str
@@ -25,8 +29,13 @@ class Question:
 
 
 def read_suite(path: str | Path, limit: int = 0) -> list[Question]:
-    """A question file in MT-bench layout: JSON lines with "turns" (and "question_id"). UserError names the line."""
-    path, questions = Path(path), []
+    """The first `limit` questions (0: all) of a file in MT-bench layout: JSON lines with "turns" and "question_id".
+
+    Raises UsageError that names the line.
+    """
+    path = Path(path)
+    name = path.parent.name if path.stem == "question" else path.stem
+    questions: list[Question] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -43,9 +52,8 @@ def read_suite(path: str | Path, limit: int = 0) -> list[Question]:
             raise UsageError(
                 f"--suite {path}, line {number}: not a question in MT-bench layout ({error})."
             ) from None
-        name = path.parent.name if path.stem == "question" else path.stem
         questions.append(Question(name, str(item.get("question_id", number)), tuple(turns)))
-        if limit and len(questions) == limit:
+        if len(questions) == limit:
             break
     if not questions:
         raise UsageError(f"--suite {path}: no questions in it.")
@@ -53,8 +61,7 @@ def read_suite(path: str | Path, limit: int = 0) -> list[Question]:
 
 
 def builtin_suite(limit: int = 0, characters: int = 500) -> list[Question]:
-    """Text to continue from standard library modules that the demo model was not trained on: the same few for all."""
-
+    """Text to continue: 6 (or `limit`) standard library modules that the demo model was not trained on."""
     questions = []
     for path in stdlib_files()[1]:
         lines = read_source(path).splitlines(keepends=True)
@@ -70,15 +77,28 @@ def builtin_suite(limit: int = 0, characters: int = 500) -> list[Question]:
 
 
 def random_suite(vocab_size: int, count: int, length: int) -> list[Question]:
-    """Prompts of random ids, for shapes without weights worth the name and models without tokenizer."""
+    """`count` prompts of `length` random ids, for models without a tokenizer."""
     rng = random.Random(0)
     ids = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
     return [Question("random", str(i), (tuple(row),)) for i, row in enumerate(ids)]
 
 
+def find_questions(
+    files: Sequence[str], count: int, tokenizer, vocab_size: int, length: int
+) -> list[Question]:
+    """The first `count` questions (0: all) of every file. `stdlib`, the default, names the built-in suite.
+
+    Without a tokenizer the questions are `length` random ids.
+    """
+    if tokenizer is None:
+        return random_suite(vocab_size, count or 3, length)
+    suites = [builtin_suite(count) if file == "stdlib" else read_suite(file, count) for file in files]
+    return sum(suites, []) or builtin_suite(count)
+
+
 @dataclass(frozen=True)
 class Prompts:
-    """Turns to prompt ids: `chat` renders the model's template with the history, else turns are continued as text."""
+    """How turns become prompt ids: by the model's chat template with the history, or as text to continue."""
 
     tokenizer: Any
     chat: bool
@@ -86,7 +106,7 @@ class Prompts:
     system: str | None = None
 
     def ids(self, turns: Sequence[Any], answers: Sequence[str]) -> list[int]:
-        """turns: the user's messages so far; answers: the model's own, one fewer."""
+        """The prompt after the user's messages so far (`turns`) and the model's own answers, one fewer."""
         if not isinstance(turns[0], str):
             return list(turns[0])
         if not self.chat:
@@ -99,15 +119,21 @@ class Prompts:
                 messages.append({"role": "assistant", "content": answers[i].strip()})
         return self.tokenizer.encode_chat(messages, suffix=self.suffix)
 
+    def first(self, question: Question) -> list[int]:
+        """The prompt of a question's first turn."""
+        return self.ids(question.turns[:1], [])
+
     def longest(self, question: Question, max_new_tokens: int) -> int:
-        """An upper estimate of the context the last turn needs."""
+        """An upper estimate of the context that the last turn needs."""
         answers = [" x" for _ in question.turns[:-1]]
-        tokens = len(self.ids(question.turns, answers))
-        return tokens + len(question.turns) * (max_new_tokens + 16)
+        return len(self.ids(question.turns, answers)) + len(question.turns) * (max_new_tokens + 16)
 
 
 def prompts_of(args: argparse.Namespace, tokenizer) -> Prompts:
-    """How turns become prompts for this model; a built-in template brings the paper's suffix."""
+    """How --template, --format, --system and --suite turn questions into prompts for this model.
+
+    A built-in template brings the suffix that the paper used. Raises UsageError if there is no template to chat with.
+    """
     if tokenizer is None:
         return Prompts(None, False)
     if args.template:
@@ -120,8 +146,33 @@ def prompts_of(args: argparse.Namespace, tokenizer) -> Prompts:
     return Prompts(tokenizer, chat, PAPER_SUFFIX.get(args.template or "", ""), system)
 
 
+def fit_context(
+    questions: Sequence[Question],
+    prompts: Prompts,
+    max_new_tokens: int,
+    limit: int,
+    ctx: int | None = None,
+    least: int = 0,
+) -> tuple[list[Question], int]:
+    """The questions whose first turn fits, and the context to allocate.
+
+    The context is `ctx`, or else what the longest conversation needs, at least `least` and at most the model's `limit`.
+    Raises UsageError if no question fits.
+    """
+    if not ctx:
+        need = max(least, *(prompts.longest(question, max_new_tokens) for question in questions))
+        ctx = min(limit, (need + 63) // 64 * 64)
+    fitting = [q for q in questions if len(prompts.first(q)) + max_new_tokens <= ctx]
+    if not fitting:
+        raise UsageError(f"no question fits {ctx} tokens with --max-new-tokens {max_new_tokens}.")
+    return fitting, ctx
+
+
 def held_out_prompts(tokenizer, count: int, length: int, text: str | None = None) -> list[list[int]]:
-    """`count` windows of `length` tokens, spread evenly over the held-out modules (or over `text`)."""
+    """`count` windows of `length` tokens, spread evenly over `text` or over the held-out modules.
+
+    Raises ValueError for a text that is too short.
+    """
     if text is None:
         text = "\n".join(read_source(path) for path in stdlib_files()[1])
     ids = tokenizer.encode(text, add_bos=False)

@@ -1,4 +1,7 @@
-"""TODO."""
+"""From run lines to the rows of the report: rates, acceptance, speedups with their intervals, and why one is withheld.
+
+Everything here is recomputed from the run lines alone, so a committed result file can be checked against its own table.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,21 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from bench.arms import OTHER_ENGINE, SAME_TOKENS
-from bench.measure import Settings
+from bench.arms import OTHER_ENGINE, SAME_TOKENS, Arm, EngineArm
+from bench.measure import Line, Settings, step_bytes
 
 RESAMPLES = 2000
+POSITIONS = 16  # output positions that `tau_by_position` puts together
+Row = dict[str, Any]  # a row of the summary
 
 
-def rate(line: dict[str, Any]) -> float | None:
-    """Decode tokens/s of a run: ids after the first over the time after the first; None if there was only one."""
+def rate(line: Line) -> float | None:
+    """Decode tokens/s of a run: ids after the first over the time after the first. None if there was only one."""
     seconds = line["decode_seconds"]
     return (line["new_tokens"] - 1) / seconds if line["new_tokens"] > 1 and seconds > 0 else None
 
 
-def total_rate(lines: Sequence[dict[str, Any]], whole: bool = False) -> float | None:
+def total_rate(lines: Sequence[Line], whole: bool = False) -> float | None:
     """Total tokens / total time: of decoding, or (whole) of the requests with their prompts."""
     if whole:
         tokens = sum(r["new_tokens"] for r in lines)
@@ -39,67 +44,68 @@ def bootstrap(ratios: Sequence[float], seed: int = 0, resamples: int = RESAMPLES
 
 
 def acceptance(steps: Sequence[int]) -> tuple[float, list[float]]:
-    """tau and, for d = 1, 2, ..., the share of steps that emitted more than d tokens; tau = 1 + their sum."""
+    """tau, and for d = 1, 2, ... the share of steps that emitted more than d tokens; tau = 1 + their sum."""
     if not steps:
         return 0.0, []
     return sum(steps) / len(steps), [sum(n > d for n in steps) / len(steps) for d in range(1, max(steps))]
 
 
-def tau_by_position(lines: Sequence[dict[str, Any]], width: int = 16) -> list[float | None]:
-    """Mean tokens per step of the steps that begin at output positions [k width, (k+1) width)."""
-    buckets: dict[int, list[int]] = {}
+def tau_by_position(lines: Sequence[Line]) -> list[float | None]:
+    """Mean tokens per step of the steps that begin at output positions [16 k, 16 k + 16); None where none begins."""
+    groups: dict[int, list[int]] = {}
     for line in lines:
         at = 1
         for count in line["tokens_per_step"] or ():
-            buckets.setdefault(at // width, []).append(count)
+            groups.setdefault(at // POSITIONS, []).append(count)
             at += count
-    return [
-        statistics.mean(buckets[k]) if k in buckets else None for k in range(max(buckets, default=-1) + 1)
-    ]
+    return [statistics.mean(groups[k]) if k in groups else None for k in range(max(groups, default=-1) + 1)]
 
 
-def summarise(
-    runs: Sequence[dict[str, Any]], settings: Settings, resamples: int = RESAMPLES
-) -> list[dict[str, Any]]:
-    """One row per (suite, temperature, arm), from the run lines alone; suite "all" when there are several."""
+def question_of(line: Line) -> tuple:
+    """What was asked: suite, question, turn."""
+    return line["suite"], line["question"], line["turn"]
+
+
+def pair_of(line: Line) -> tuple:
+    """What the runs of one round through the arms have in common."""
+    return *question_of(line), line["rep"], line["temperature"]
+
+
+def summarise(runs: Sequence[Line], settings: Settings, resamples: int = RESAMPLES) -> list[Row]:
+    """One row per (suite, temperature, arm), the baseline first; with several suites also a suite "all"."""
     suites = list(dict.fromkeys(r["suite"] for r in runs))
     arms = list(dict.fromkeys(r["arm"] for r in sorted(runs, key=lambda r: not r["baseline"])))
     rows = []
-    for suite in [*suites, *(["all"] if len(suites) > 1 else [])]:
+    for suite in [*suites, "all"] if len(suites) > 1 else suites:
         of_suite = [r for r in runs if suite in ("all", r["suite"])]
         for T in dict.fromkeys(r["temperature"] for r in of_suite):
             here = [r for r in of_suite if r["temperature"] == T]
-            base = {_pair(r): r for r in here if r["baseline"]}
+            plain = [r for r in here if r["baseline"]]
             for arm in arms:
                 if lines := [r for r in here if r["arm"] == arm]:
-                    rows.append(_row(lines, base, suite, T, settings, resamples))
+                    row = {"suite": suite, "temperature": T} | _measured(lines, plain)
+                    row["synthetic"] = _synthetic(row, settings.synthetic_tau)
+                    rows.append(row | _compared(row, lines, plain, settings, resamples))
     return rows
 
 
-def _pair(line: dict[str, Any]) -> tuple:
-    return line["suite"], line["question"], line["turn"], line["rep"], line["temperature"]
-
-
-def _row(lines, base: dict[tuple, dict], suite: str, T: float, s: Settings, resamples: int) -> dict[str, Any]:
-    label, baseline = lines[0]["label"], lines[0]["baseline"]
+def _measured(lines: Sequence[Line], plain: Sequence[Line]) -> dict[str, Any]:
+    """What an arm's lines say: speed, acceptance, and the time of a step beside that of plain decoding."""
+    baseline = lines[0]["baseline"]
     known = all(r["tokens_per_step"] is not None for r in lines)
     steps = [n for r in lines for n in r["tokens_per_step"]] if known else []
     tau, by_depth = acceptance(steps)
-    seconds = sum(r["decode_seconds"] for r in lines)
     forwards = len(steps) if known else sum(r["new_tokens"] - 1 for r in lines)
+    step = sum(r["decode_seconds"] for r in lines) / forwards if forwards else None
+    plain_step = _plain_step(plain)
     reps = sorted({r["rep"] for r in lines})
-    per_rep = [v for v in (total_rate([r for r in lines if r["rep"] == rep]) for rep in reps) if v]
-    plain = list(base.values())
-    plain_steps = sum(len(r["tokens_per_step"]) for r in plain)
-    plain_step = sum(r["decode_seconds"] for r in plain) / plain_steps if plain_steps else None
-    step = seconds / forwards if forwards else None
-    row: dict[str, Any] = {
-        "suite": suite,
-        "temperature": T,
+    per_rep = [v for rep in reps if (v := total_rate([r for r in lines if r["rep"] == rep]))]
+    verdicts = [r["same"] for r in lines]
+    return {
         "arm": lines[0]["arm"],
-        "label": label,
+        "label": lines[0]["label"],
         "baseline": baseline,
-        "prompts": len({_pair(r)[:3] for r in lines}),
+        "prompts": len({question_of(r) for r in lines}),
         "runs": len(lines),
         "prompt_tokens": statistics.mean(r["prompt_tokens"] for r in lines),
         "new_tokens": sum(r["new_tokens"] for r in lines),
@@ -113,74 +119,104 @@ def _row(lines, base: dict[tuple, dict], suite: str, T: float, s: Settings, resa
         "tau_by_position": tau_by_position(lines) if known else None,
         "step_ms": 1e3 * step if step else None,
         "break_even_tau": step / plain_step if step and plain_step and known else None,
-        "same": None
-        if baseline
-        else {k: sum(r["same"] == k for r in lines) for k in ("same", "tie", "differs")},
-        "speedup": None,
-        "blocked": None,
-        "synthetic": None,
+        "same": None if baseline else {k: verdicts.count(k) for k in ("same", "tie", "differs")},
     }
-    if s.synthetic_tau and step and plain_step and known:
-        given = 1.0 if baseline else s.synthetic_tau
-        row["synthetic"] = {
-            "given_tau": given,
-            "tokens_per_second": given / step,
-            "speedup": given / step * plain_step,
-        }
-    if baseline:
-        return row
-    pairs = [(r, base[_pair(r)]) for r in lines if _pair(r) in base]
+
+
+def _plain_step(plain: Sequence[Line]) -> float | None:
+    """Seconds of a step of plain decoding."""
+    steps = sum(len(r["tokens_per_step"]) for r in plain)
+    return sum(r["decode_seconds"] for r in plain) / steps if steps else None
+
+
+def _synthetic(row: Row, tau: float) -> dict[str, float] | None:
+    """Speed at a given tau, from the measured time of a step alone."""
+    if not tau or not row["break_even_tau"]:
+        return None
+    given = 1.0 if row["baseline"] else tau
+    rate = 1e3 * given / row["step_ms"]
+    return {"given_tau": given, "tokens_per_second": rate, "speedup": given / row["break_even_tau"]}
+
+
+def _compared(
+    row: Row, lines: Sequence[Line], plain: Sequence[Line], settings: Settings, resamples: int
+) -> dict[str, Any]:
+    """An arm's speedup over plain decoding, or in `blocked` why there is none. The baseline has neither."""
+    if row["baseline"]:
+        return {"speedup": None, "blocked": None}
+    base = {pair_of(r): r for r in plain}
+    pairs = [(r, base[pair_of(r)]) for r in lines if pair_of(r) in base]
     ratios: dict[tuple, list[float]] = {}
     for ours, theirs in pairs:
         a, b = rate(ours), rate(theirs)
         if a and b:
-            ratios.setdefault(_pair(ours)[:3], []).append(a / b)
+            ratios.setdefault(question_of(ours), []).append(a / b)
     per_prompt = [statistics.median(values) for values in ratios.values()]
-    if lines[0]["random_weights"] and lines[0].get("depth") != 0 and label != OTHER_ENGINE:
-        row["blocked"] = "random weights: acceptance means nothing"
-    elif label == SAME_TOKENS and row["same"]["differs"] and not s.allow_diff:
-        row["blocked"] = f"DIFFERS {row['same']['differs']}/{len(lines)}"
-    elif lines[0].get("depth") and tau == 1:
+    blocked = _blocked(row, lines[0], settings)
+    if not blocked and not per_prompt:
+        blocked = "no run decoded more than one token"
+    if blocked:
+        return {"speedup": None, "blocked": blocked}
+    mine, theirs = [p[0] for p in pairs], [p[1] for p in pairs]
+    low, high = bootstrap(per_prompt, settings.seed, resamples)
+    speedup = {
+        "median": statistics.median(per_prompt),
+        "low": low,
+        "high": high,
+        "per_prompt": per_prompt,
+        "total": total_rate(mine) / total_rate(theirs),
+        "request": total_rate(mine, True) / total_rate(theirs, True),
+        "ttft": statistics.median(m["ttft_seconds"] / t["ttft_seconds"] for m, t in pairs),
+    }
+    return {"speedup": speedup, "blocked": None}
+
+
+def _blocked(row: Row, line: Line, settings: Settings) -> str | None:
+    """Why an arm's ratio would mislead, or None; `line` is one of its runs."""
+    depth = line.get("depth")  # the cells of the paper's tables do not keep it
+    if line["random_weights"] and depth != 0 and row["label"] != OTHER_ENGINE:
+        return "random weights: acceptance means nothing"
+    if row["label"] == SAME_TOKENS and row["same"]["differs"] and not settings.allow_diff:
+        return f"DIFFERS {row['same']['differs']}/{row['runs']}"
+    if depth and row["tau"] == 1:
         cost = f"{1 / row['break_even_tau']:.2f}x" if row["break_even_tau"] else "unknown"
-        row["blocked"] = (
-            f"ACCEPTED NOTHING: the drafter is broken or lost here; plain decoding's speed times {cost}"
-        )
-    elif not per_prompt:
-        row["blocked"] = "no run decoded more than one token"
-    else:
-        mine, theirs = [p[0] for p in pairs], [p[1] for p in pairs]
-        low, high = bootstrap(per_prompt, s.seed, resamples)
-        row["speedup"] = {
-            "median": statistics.median(per_prompt),
-            "low": low,
-            "high": high,
-            "per_prompt": per_prompt,
-            "total": total_rate(mine) / total_rate(theirs),
-            "request": total_rate(mine, True) / total_rate(theirs, True),
-            "ttft": statistics.median(m["ttft_seconds"] / t["ttft_seconds"] for m, t in pairs),
-        }
-    return row
+        return f"ACCEPTED NOTHING: the drafter is broken or lost here; plain decoding's speed times {cost}"
+    return None
 
 
-def remarks(
-    rows: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]], facts: Sequence[dict]
-) -> list[str]:
+def add_bandwidth_share(rows: Sequence[Row], arms: Sequence[Arm], bandwidth: float) -> None:
+    """Set every row's `bandwidth_share`: the bytes of a step over its time and the bandwidth of a copy."""
+    engines = {arm.name: arm.engine for arm in arms if isinstance(arm, EngineArm)}
+    for row in rows:
+        row["bandwidth_share"] = None
+        if row["arm"] in engines and row["step_ms"]:
+            context = int(row["prompt_tokens"] + row["new_tokens"] / row["runs"] / 2)
+            moved = step_bytes(engines[row["arm"]], context)
+            row["bandwidth_share"] = moved / row["step_ms"] * 1e3 / bandwidth
+
+
+def broken(row: Row) -> bool:
+    """Whether an arm promised the tokens of plain decoding and gave others."""
+    return row["label"] == SAME_TOKENS and bool(row["same"]) and row["same"]["differs"] > 0
+
+
+def remarks(rows: Sequence[Row], runs: Sequence[Line], facts: Sequence[dict]) -> list[str]:
     """What a reader should not overlook: broken promises, drafters that accept nothing or cost time, unsteady steps."""
     depth = {f["arm"]: f.get("depth", 0) for f in facts}
+    random_weights = bool(runs) and runs[0]["random_weights"]
     notes, slow = [], []
     for row in rows:
         where = f"{row['arm']} on {row['suite']}, T = {row['temperature']:g}"
-        if row["label"] == SAME_TOKENS and row["same"] and row["same"]["differs"]:
-            notes.append(
-                f"{where}: {row['same']['differs']} of {row['runs']} runs DIFFER from plain decoding"
-            )
-        if row["same"] and row["same"]["tie"]:
-            notes.append(f"{where}: {row['same']['tie']} of {row['runs']} runs fork at a near-tie (rounding)")
-        if runs and runs[0]["random_weights"]:
+        same = row["same"] or {"tie": 0, "differs": 0}
+        if broken(row):
+            notes.append(f"{where}: {same['differs']} of {row['runs']} runs DIFFER from plain decoding")
+        if same["tie"]:
+            notes.append(f"{where}: {same['tie']} of {row['runs']} runs fork at a near-tie (rounding)")
+        if random_weights or not depth.get(row["arm"]):
             continue
-        if depth.get(row["arm"]) and row["steps"] and not row["accepted_by_depth"]:
+        if row["steps"] and not row["accepted_by_depth"]:
             notes.append(f"{where}: accepted nothing (tau 1.00): a broken drafter, or one of another model")
-        elif depth.get(row["arm"]) and row["break_even_tau"] and row["tau"] < row["break_even_tau"]:
+        elif row["break_even_tau"] and row["tau"] < row["break_even_tau"]:
             slow.append(f"{where} (tau {row['tau']:.2f} < {row['break_even_tau']:.2f})")
     if slow:
         notes.append(f"tau below break-even, speculation costs time: {'; '.join(slow)}")
@@ -188,8 +224,7 @@ def remarks(
     for r in runs:
         key = (r["arm"], r["prompt_sha256"], r["temperature"], r["seed"])
         if seen.setdefault(key, r["tokens_per_step"]) != r["tokens_per_step"]:
-            notes.append(
-                f"{r['arm']}: a repeated request took other steps (is state carried between requests?)"
-            )
+            what = "a repeated request took other steps (is state carried between requests?)"
+            notes.append(f"{r['arm']}: {what}")
             break
     return list(dict.fromkeys(notes))

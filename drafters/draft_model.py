@@ -9,7 +9,8 @@ from torch import Tensor
 
 from drafters.base import DraftInput
 from drafters.tree_drafter import TreeDrafter
-from model import ModelConfig, Transformer, chain_ancestors, make_nodes
+from model import Transformer, chain_ancestors, make_nodes
+from model_config import ModelConfig
 from tokenizer import Tokenizer
 from tree import DynamicTree, TreeTables
 

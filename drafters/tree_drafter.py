@@ -92,9 +92,7 @@ class TreeDrafter(Drafter):
             noise = inputs.noise[:, depth : depth + 1]
             noise = noise if ids is None else noise[..., ids]
         mode = inputs.mode if self.shared_noise else sampling.SamplingMode()
-        keys, scores = sampling.draft_keys(logits, noise, inputs.sampling, mode)
-        ready = self.dynamic or noise is None  # without noise the scores are the draft's own already
-        return keys, scores if ready else logits.log_softmax(-1)
+        return sampling.draft_keys(logits, noise, inputs.sampling, mode, noisy_scores=self.dynamic)
 
     def _target_ids(self, local: Tensor) -> Tensor:
         """Target ids of draft-vocabulary ids."""

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from generate import DEMO_PROMPT
-from load import DEMO, load
+from load import load
+from options import DEMO
 from sampling import SamplingParams
 
 NEW_TOKENS = 160

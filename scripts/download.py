@@ -14,34 +14,33 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-ALLOWED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "LICENSE*", "USE_POLICY*")
-WEIGHTS = ("model*.safetensors", "*.safetensors")  # the first pattern that matches anything
+from support.errors import BAD_FILE, run_command
+
+TEXTS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "LICENSE*", "USE_POLICY*")
+WEIGHTS = ("model*.safetensors", "*.safetensors")  # the first pattern that matches anything counts
 PICKLES = ("pytorch_model*.bin", "consolidated.*.pth", "*.bin", "*.pth")
 
 
 def select(files: Iterable[str], allow_pickle: bool) -> list[str]:
-    """The files of a repository to fetch: weights of one kind, configs, tokenizer; nothing from subfolders.
+    """The files of a repository to fetch: weights of one kind, configs, tokenizer. Subfolders are left out.
 
     Raises ValueError if there are no weights, or only pickles without `allow_pickle`.
     """
     top = [name for name in files if "/" not in name]
-    chosen = {name for name in top if any(fnmatch(name, pattern) for pattern in ALLOWED)}
-    for patterns, allowed in ((WEIGHTS, True), (PICKLES, allow_pickle)):
-        for pattern in patterns:
-            if weights := {name for name in top if fnmatch(name, pattern)}:
-                if not allowed:
-                    first = min(weights)
-                    raise ValueError(
-                        f"weights exist as pickle only ({first}). Trust the author? Use --allow-pickle."
-                    )
-                return sorted(chosen | weights)
+    chosen = {name for name in top if any(fnmatch(name, pattern) for pattern in TEXTS)}
+    for pattern in WEIGHTS + PICKLES:
+        if weights := {name for name in top if fnmatch(name, pattern)}:
+            if pattern in PICKLES and not allow_pickle:
+                found = f"weights exist as pickle only ({min(weights)})"
+                raise ValueError(f"{found}. Trust the author? Use --allow-pickle.")
+            return sorted(chosen | weights)
     raise ValueError(
         "no weight files at the top level: not a model, or a format that we do not read (GGUF?)."
     )
 
 
 def download(repo: str, revision: str, out: Path | None, allow_pickle: bool) -> tuple[Path, str]:
-    """Fetch `repo` into `out` (default: ./NAME); returns (directory, commit). ValueError in one line on failure."""
+    """Fetch `repo` into `out` (default: ./NAME). Returns (directory, commit). Raises ValueError in one line."""
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo):
         raise ValueError(f"{repo}: expected OWNER/NAME, as in the address of the model's page.")
     try:
@@ -53,31 +52,29 @@ def download(repo: str, revision: str, out: Path | None, allow_pickle: bool) -> 
         info = huggingface_hub.HfApi().model_info(repo, revision=revision)
         files = select([file.rfilename for file in info.siblings or ()], allow_pickle)
         huggingface_hub.snapshot_download(repo, revision=info.sha, allow_patterns=files, local_dir=out)
-    except Exception as error:  # the hub client raises its own, httpx's and OS errors
+    except Exception as error:  # the hub's client raises errors of its own, of httpx and of the system
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{repo} at {revision}: {first}") from error
     return out, info.sha
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code (2 usage, 3 nothing usable was found)."""
     parser = argparse.ArgumentParser("python -m scripts.download", description=__doc__.splitlines()[0])
-    parser.add_argument("repo", metavar="REPO", help="OWNER/NAME on the hub")
-    parser.add_argument(
-        "--revision", default="main", help="branch, tag or commit (default main); printed as a commit"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: ./NAME")
-    parser.add_argument(
-        "--allow-pickle", action="store_true", help="take .bin / .pth where there is no safetensors"
-    )
+    add = parser.add_argument
+    add("repo", metavar="REPO", help="OWNER/NAME on the hub")
+    add("--revision", default="main", help="branch, tag or commit (default main); printed as a commit")
+    add("--out", type=Path, metavar="DIR", help="default: ./NAME")
+    add("--allow-pickle", action="store_true", help="take .bin / .pth where there is no safetensors")
+    add("--debug", action="store_true", help="full tracebacks")
     args = parser.parse_args(argv)
-    try:
+
+    def body() -> None:
         out, commit = download(args.repo, args.revision, args.out, args.allow_pickle)
-    except ValueError as error:
-        print(f"error  {error}", file=sys.stderr)
-        return 3
-    print(f"{args.repo} at {commit} (repeat with --revision {commit})", file=sys.stderr)
-    print(out)
-    return 0
+        print(f"{args.repo} at {commit} (repeat with --revision {commit})", file=sys.stderr)
+        print(out)
+
+    return run_command(body, args.debug, BAD_FILE)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.paper_page import Page, latest
+from bench.paper_cells import latest
+from bench.paper_page import Page
 from support.files import replace_block
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"

@@ -1,34 +1,32 @@
-"""A prediction of step times on a GPU that nobody here has: an RTX 3090. Not a measurement, and labelled so everywhere.
+"""A prediction of step times on a GPU that nobody here has: an RTX 3090. It is no measurement, and every page says so.
 
     python -m scripts.kernel_report --arch 86 --json docs/kernel_report_sm86.json   # instruction counts, on any machine
     python -m scripts.predict --write docs/rtx3090_prediction.md
 
-What it is made of: bytes per step from the engine's own cost functions on the real shapes; instructions per weight
-counted in the kernels compiled for sm_86; and the card's published limits. Every linear takes the longest of three times:
-its bytes at the memory's rate, its instructions at the issue rate, its products at the tensor cores' rate. Keys and
-values are read at the memory's rate, and every kernel of the captured step costs a fixed gap.
+It is made of three things: bytes per step from the engine's own cost functions on the real shapes, instructions per
+weight counted in the kernels compiled for sm_86, and the card's published limits. Every linear takes the longest of
+three times: its bytes at the memory's rate, its instructions at the issue rate, its products at the tensor cores' rate.
+Keys and values are read at the memory's rate, and every kernel of the captured step costs a fixed gap.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from bench.random_models import SHAPES
-from bench.step_time import draft_rows
-from eagle_draft import EagleHead
-from model import Transformer, weight_bytes
-from tree import named_tree
-from weights.heads import EagleConfig
-from weights.hf import build_model
-from weights.quantized import QuantLinear, QuantSpec, apply_spec_
+from bench.random_models import SHAPES, empty_head, empty_model
+from bench.step_cells import draft_rows
+from model import Transformer
+from support.errors import run_command
+from support.files import read_json, write_text
+from tree import parse_tree
+from weights.quantized import QuantLinear
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "docs" / "kernel_report_sm86.json"
@@ -41,9 +39,7 @@ class Gpu:
     name: str = "RTX 3090 (350 W, stock clocks)"
     bytes_per_second: float = 936e9  # GDDR6X, data sheet
     lanes_per_second: float = 82 * 4 * 32 * 1.695e9  # SMs x schedulers x lanes x boost clock
-    multiplies_per_second: float = (
-        71e12  # fp16 tensor cores with fp32 accumulation, dense, counted as 2 per product
-    )
+    multiplies_per_second: float = 71e12  # dense fp16 products summed in fp32, each counted as 2
     memory_share: float = 0.87  # of the data sheet; copies on this card are published at 0.90
     issue_share: float = 0.75
     matrix_share: float = 0.85
@@ -77,103 +73,85 @@ PER_LAYER, PER_LEVEL, PER_STEP = 10, 20, 40
 
 def target(shape: str) -> Transformer:
     """The int4 target (group 128, int8 LM head) without memory, its activations fp16."""
-    model = build_model(SHAPES[shape]).to(torch.float16)
-    return apply_spec_(model, QuantSpec("int4"))
+    return empty_model(SHAPES[shape], "int4").to(torch.float16)
 
 
-def head_of(model: Transformer, version: int) -> EagleHead:
-    """An int4 head of the target's geometry without memory (EAGLE-3: 32,000 draft ids, int8 LM head)."""
-    c = model.config
-    vocab = min(c.vocab_size, 32000) if version == 3 else c.vocab_size
-    layer = replace(c, num_hidden_layers=1, vocab_size=vocab, windows=())
-    taps = (2, c.num_hidden_layers // 2, c.num_hidden_layers - 3) if version == 3 else ()
-    config = EagleConfig(version, layer, c.hidden_size, taps, fc_bias=version == 1, has_lm_head=version == 3)
-    with torch.device("meta"):
-        head = EagleHead(config, model).to(torch.float16)
-    return apply_spec_(head, QuantSpec("int4"))
+def tile_of(rows: int) -> int:
+    """The rows that the kernel computes for `rows` rows."""
+    return next(tile for tile in (16, 32, 64) if rows <= tile)
 
 
 def instructions(report: dict[str, Any], bits: int, rows: int) -> float:
-    """Instructions per weight of the fp16 kernel that runs `rows` rows (the report's tile of 16, 32 or 64 rows)."""
-    tile = next(t for t in (16, 32, 64) if rows <= t)
-    name = f"linear w{bits} fp16 M<={tile}" + " g128" * (bits == 4)
-    found = [
-        row["instructions_per_weight"]
-        for row in report["rows"]
-        if (row["kernel"], row["arch"]) == (name, "sm_86")
-    ]
-    if not found:
-        raise ValueError(
-            f"the kernel report has no '{name}' for sm_86; make it again: scripts.kernel_report --arch 86"
-        )
-    return found[0]
+    """Instructions per weight of the fp16 kernel that runs `rows` rows. Raises ValueError if the report lacks it."""
+    name = f"linear w{bits} fp16 M<={tile_of(rows)}" + " g128" * (bits == 4)
+    for row in report["rows"]:
+        if (row["kernel"], row["arch"]) == (name, "sm_86"):
+            return row["instructions_per_weight"]
+    raise ValueError(
+        f"the kernel report has no '{name}' for sm_86; make it again: scripts.kernel_report --arch 86"
+    )
 
 
 def linear_seconds(module: torch.nn.Module, rows: int, report: dict[str, Any], gpu: Gpu) -> dict[str, float]:
-    """Bytes, weights and seconds of every quantized linear in `module` for a forward of `rows` rows."""
+    """Bytes, weights and seconds of all quantized linears in `module` for a forward of `rows` rows.
+
+    `seconds` adds up the longest of the three times of each linear.
+    """
     total = {"bytes": 0.0, "weights": 0.0, "memory": 0.0, "issue": 0.0, "matrix": 0.0, "seconds": 0.0}
-    tile = next(t for t in (16, 32, 64) if rows <= t)  # rows are padded to what the kernel computes
+    rate, issued = gpu.bytes_per_second * gpu.memory_share, gpu.lanes_per_second * gpu.issue_share
+    multiplied = gpu.multiplies_per_second * gpu.matrix_share
     for linear in (m for m in module.modules() if isinstance(m, QuantLinear)):
         weights = linear.in_features * linear.out_features
+        size = linear.weight_bytes_read(rows)
         times = {
-            "memory": linear.weight_bytes_read(rows) / (gpu.bytes_per_second * gpu.memory_share),
-            "issue": weights
-            * instructions(report, linear.bits, rows)
-            / (gpu.lanes_per_second * gpu.issue_share),
-            "matrix": 2 * weights * tile / (gpu.multiplies_per_second * gpu.matrix_share),
+            "memory": size / rate,
+            "issue": weights * instructions(report, linear.bits, rows) / issued,
+            "matrix": 2 * weights * tile_of(rows) / multiplied,
         }
-        added = times | {
-            "bytes": linear.weight_bytes_read(rows),
-            "weights": weights,
-            "seconds": max(times.values()),
-        }
+        added = times | {"bytes": size, "weights": weights, "seconds": max(times.values())}
         total = {name: total[name] + added[name] for name in total}
     return total
 
 
+def draft_cost(
+    setup: Setup, model: Transformer, report: dict[str, Any], gpu: Gpu
+) -> tuple[float, float, int]:
+    """Seconds, bytes and number of the draft forwards of a step with an int4 head of the target's geometry."""
+    head = empty_head(model, setup.head, "int4").to(torch.float16)
+    body = torch.nn.ModuleDict({"fc": head.fc, "layer": head.layer})
+    lm_head = torch.nn.ModuleDict({"lm_head": head.lm_head or model.lm_head})
+    seconds = size = 0.0
+    forwards = draft_rows(setup.tree)
+    for level, rows in enumerate(forwards):  # the first forward feeds again what was accepted
+        forward = body if level == 0 or setup.head == 1 else torch.nn.ModuleDict({"layer": head.layer})
+        for module, count in ((forward, rows), (lm_head, rows if level else 1)):
+            added = linear_seconds(module, count, report, gpu)
+            seconds += added["seconds"]
+            size += added["bytes"]
+    return seconds + len(forwards) * PER_LEVEL * gpu.gap, size, len(forwards)
+
+
 def predict(setup: Setup, report: dict[str, Any], gpu: Gpu, context: int = CONTEXT) -> dict[str, Any]:
-    """One line of the table: seconds of the parts of a step and what binds the verification."""
+    """One line of the table: milliseconds of the parts of a step and what binds the verification."""
     model = target(setup.shape)
-    layers, tree = model.config.num_hidden_layers, named_tree(setup.tree) if setup.tree else None
-    nodes = tree.N if tree else 1
-    rate = gpu.bytes_per_second * gpu.memory_share
+    nodes = parse_tree(setup.tree).N if setup.tree else 1
     verify = linear_seconds(model, nodes, report, gpu)
-    attention = model.kv_bytes(context, 2) / rate
-    gaps = (layers * PER_LAYER + PER_STEP) * gpu.gap
-    draft = {"seconds": 0.0, "bytes": 0.0, "gaps": 0.0, "forwards": 0}
-    if tree:
-        head = head_of(model, setup.head)
-        body = torch.nn.ModuleDict({"fc": head.fc, "layer": head.layer})
-        lm_head = torch.nn.ModuleDict({"lm_head": head.lm_head or model.lm_head})
-        for level, rows in enumerate(draft_rows(setup.tree)):  # the first forward re-feeds what was accepted
-            forward = body if level == 0 or setup.head == 1 else torch.nn.ModuleDict({"layer": head.layer})
-            for module, count in ((forward, rows), (lm_head, rows if level else 1)):
-                added = linear_seconds(module, count, report, gpu)
-                draft["seconds"] += added["seconds"]
-                draft["bytes"] += added["bytes"]
-            draft["gaps"] += PER_LEVEL * gpu.gap
-            draft["forwards"] += 1
-    seconds = verify["seconds"] + attention + gaps + draft["seconds"] + draft["gaps"]
+    attention = model.kv_bytes(context, 2) / (gpu.bytes_per_second * gpu.memory_share)
+    gaps = (model.config.num_hidden_layers * PER_LAYER + PER_STEP) * gpu.gap
+    draft, draft_bytes, forwards = draft_cost(setup, model, report, gpu) if setup.head else (0.0, 0.0, 0)
+    seconds = verify["seconds"] + attention + gaps + draft
     return {
         "setup": setup._asdict(), "nodes": nodes, "context": context, "linear_weights": verify["weights"],
-        "target_bytes": verify["bytes"], "kv_bytes": model.kv_bytes(context, 2), "draft_bytes": draft["bytes"],
-        "draft_forwards": draft["forwards"], "target_ms": verify["seconds"] * 1e3, "attention_ms": attention * 1e3,
-        "draft_ms": (draft["seconds"] + draft["gaps"]) * 1e3, "gaps_ms": gaps * 1e3, "step_ms": seconds * 1e3,
+        "target_bytes": verify["bytes"], "kv_bytes": model.kv_bytes(context, 2), "draft_bytes": draft_bytes,
+        "draft_forwards": forwards, "target_ms": verify["seconds"] * 1e3, "attention_ms": attention * 1e3,
+        "draft_ms": draft * 1e3, "gaps_ms": gaps * 1e3, "step_ms": seconds * 1e3,
         "bound": max(("memory", "issue", "matrix"), key=lambda name: verify[name]),
         "tokens_per_second": setup.tau / seconds,
     }  # fmt: skip
 
 
-def check_bytes(shape: str) -> tuple[float, float]:
-    """(bytes of the target's quantized linears, the same by the engine's cost function less norms and embedding)."""
-    model = target(shape)
-    linears = sum(m.weight_bytes_read(1) for m in model.modules() if isinstance(m, QuantLinear))
-    norms = sum(p.numel() * 2 for name, p in model.named_parameters() if "norm" in name)
-    return linears, weight_bytes(model) - norms
-
-
 def page(report: dict[str, Any], gpu: Gpu) -> str:
-    """The document."""
+    """The Markdown page: what it is, the table, and what was assumed."""
     rows = [predict(setup, report, gpu) for setup in SETUPS]
     plain = {row["setup"]["shape"]: row["step_ms"] for row in rows if not row["setup"]["head"]}
     issue, limit = instructions(report, 4, 16), gpu.lanes_per_second * gpu.issue_share
@@ -232,18 +210,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, default=REPORT, help="JSON of scripts.kernel_report --arch 86")
     parser.add_argument("--write", type=Path, help="write the page to this file")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead")
+    parser.add_argument("--debug", action="store_true", help="full tracebacks")
     args = parser.parse_args(argv)
-    report, gpu = json.loads(args.report.read_text(encoding="utf-8")), Gpu()
+    return run_command(lambda: show(args), args.debug)
+
+
+def show(args: argparse.Namespace) -> None:
+    """Print the page or the rows, and write the page where that is asked for."""
+    report, gpu = read_json(args.report), Gpu()
     if args.json:
         print(json.dumps([predict(setup, report, gpu) for setup in SETUPS], indent=1))
-        return 0
+        return
     text = page(report, gpu)
     if args.write:
-        draft = args.write.with_name(args.write.name + ".tmp")
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, args.write)
+        write_text(args.write, text)
     print(text)
-    return 0
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
     python -m scripts.train_draft --checkpoint demo --data stdlib --out demo/draft
     python -m scripts.train_draft --checkpoint MODEL --data sharegpt.jsonl --regenerate 5000 --hidden 512 --out DRAFT
 
-The draft has the target's vocabulary and tokenizer; its tied embedding starts as the leading directions of the target's
-LM head. `--loss kl` teaches it the target's whole law after every token, `--loss ce` the text alone. With --regenerate
-the text is the target's own (the on-policy data of DistillSpec). Data options as in scripts.train_eagle. Interrupted runs
-resume from --work, deterministic by --seed. A draft with a better held-out tau is never replaced (--force does).
+The draft has the target's vocabulary and tokenizer. Its tied embedding starts as the leading directions of the target's
+LM head. `--loss kl` teaches it the target's whole distribution after every token, `--loss ce` the text alone. With
+--regenerate the text is the target's own (the on-policy data of DistillSpec). The data options are those of
+scripts.train_eagle. The result depends on --seed alone, and interrupted runs resume from --work. A draft with a better
+held-out tau is replaced only with --force.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ from __future__ import annotations
 import argparse
 import sys
 
-from training.draft_model import train
-from training.drafters import checked, common_parser, run
+from training.command import at_least, distillation_parser, parsed, run
+from training.distillation import DraftModelTraining
+from training.drafters import train
 
 
-def parser() -> argparse.ArgumentParser:
-    p = common_parser(__doc__)
-    p.add_argument("--layers", type=int, default=2)
-    p.add_argument("--hidden", type=int, default=128)
-    p.add_argument("--intermediate", type=int, help="default: 3 x --hidden")
-    p.add_argument("--heads", type=int, help="default: --hidden / 64")
-    return p
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
+    p = distillation_parser(__doc__)
+    p.add_argument("--layers", type=at_least(1), default=2)
+    p.add_argument("--hidden", type=at_least(1), default=128)
+    p.add_argument("--intermediate", type=at_least(1), help="default: 3 x --hidden")
+    p.add_argument("--heads", type=at_least(1), help="default: --hidden / 64")
+    return parsed(p, argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(train, checked(parser(), argv))
+    args = parse(argv)
+    return run(lambda: train(DraftModelTraining, args), args)
 
 
 if __name__ == "__main__":

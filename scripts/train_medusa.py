@@ -2,10 +2,10 @@
 
     python -m scripts.train_medusa --checkpoint demo --data stdlib --out demo/medusa
 
-Head k guesses, from the target's hidden state at a token, the token k + 2 further on: one residual block and an LM head,
-the target's own unless --own-lm-head. `--loss ce` is Medusa-1 (the text, weights 0.8^k), `--loss kl` teaches the target's
-law at that place instead. Data options, resuming and --force as in scripts.train_draft. Writes CARD.json and
-medusa_lm_head.safetensors with the published names to OUT.
+Head k guesses, from the target's hidden state at a token, the token k + 2 further on. It has one residual block and an
+LM head, which is the target's own unless --own-lm-head is given. `--loss ce` is Medusa-1 (the text, weights 0.8^k).
+`--loss kl` teaches the target's distribution at that place instead. Data options, resuming and --force are those of
+scripts.train_draft. The command writes CARD.json and medusa_lm_head.safetensors with the published names to OUT.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from __future__ import annotations
 import argparse
 import sys
 
-from training.drafters import checked, common_parser, run
-from training.medusa import train
+from training.command import at_least, distillation_parser, parsed, run
+from training.distillation import MedusaTraining
+from training.drafters import train
 
 
-def parser() -> argparse.ArgumentParser:
-    p = common_parser(__doc__)
-    p.add_argument("--medusa-heads", type=int, default=5)
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
+    p = distillation_parser(__doc__)
+    p.add_argument("--medusa-heads", type=at_least(1), default=5)
     p.add_argument("--own-lm-head", action="store_true", help="as published: an LM head per head (large)")
-    return p
+    return parsed(p, argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(train, checked(parser(), argv))
+    args = parse(argv)
+    return run(lambda: train(MedusaTraining, args), args)
 
 
 if __name__ == "__main__":

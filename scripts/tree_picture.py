@@ -16,7 +16,8 @@ from html import escape
 from pathlib import Path
 
 from generate import DEMO_PROMPT
-from load import DEMO, load
+from load import load
+from options import DEMO
 from report.viewer import Step, StepRecorder
 from sampling import SamplingParams
 
@@ -134,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     head = args.eagle or str(heads[0])
     engine = load(args.checkpoint, eagle=head, tree=args.tree)
-    recorder = engine.observer = StepRecorder(engine)
+    recorder = StepRecorder(engine)
     params = SamplingParams(temperature=args.temperature, max_new_tokens=96)
     engine.generate(engine.tokenizer.encode(args.prompt), params).run()
     steps = recorder.steps
@@ -150,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_suffix(".part")
-    part.write_text(draw(step, recorder._text, caption), encoding="utf-8")
+    part.write_text(draw(step, recorder.text, caption), encoding="utf-8")
     os.replace(part, out)
     print(f"wrote {out}")
     return 0

@@ -8,11 +8,13 @@
 1. Costs: the time of a verification by its width, of a draft level by its width, of extending the draft cache and of
    dynamic drafting, timed in turn (medians).
 2. Acceptance: on half of the prompts, a wide static tree gives the chance that the target takes child r of an accepted
-   node, by depth and rank; a large dynamic tree per TOPK gives tau of every smaller one. Per temperature.
-3. The static tree with the most expected tokens per second by dynamic programming (Sequoia, arXiv 2402.12374, with the
-   cost of draft levels in it), the best dynamic tree from a grid; the fastest of them on those same prompts is chosen.
-4. It runs against paper25, the default dynamic tree and plain decoding on the other half: paired, interleaved, same
-   tokens. Only if it wins is it written; else the best of the known trees is, and the report says so.
+   node, by depth and rank. A large dynamic tree per TOPK gives tau of every smaller one. Both per temperature.
+3. Search: the static tree with the most expected tokens per second by dynamic programming (Sequoia, arXiv 2402.12374,
+   with the cost of draft levels in it), and the best dynamic tree of a grid. The fastest of them on those same prompts
+   is chosen.
+4. Proof: it runs against paper25, the default dynamic tree and plain decoding on the other half of the prompts, paired,
+   interleaved and with the same tokens. It is written only if it wins. Otherwise the best of the known trees is written,
+   and the report says so.
 
 The file is what `--tree FILE.json` takes, in the place where `--tree auto` looks. Exit codes: 2 usage, 3 bad file.
 """
@@ -26,13 +28,24 @@ from pathlib import Path
 import torch
 
 from bench.tree_costs import LEVEL_DEPTH
-from bench.tree_search import report, tune, write_json
-from load import DEMO, LoadOptions, tuned_tree_path
-from model import DTYPES
-from support.errors import USAGE, UsageError
+from bench.tree_tuning import TUNED_FOR, report, tune
+from options import LoadOptions, add_options, options_from, tuned_tree_path
+from support.errors import UsageError, run_command
+from support.files import write_json
 from tree import MAX_DEPTH
-from weights.checkpoint import load_config
+from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle
+
+# Smallest and largest value of the numeric flags.
+LIMITS = {
+    "max_nodes": (8, 128),
+    "max_depth": (LEVEL_DEPTH, MAX_DEPTH),
+    "prompts": (2, 10000),
+    "new_tokens": (2, 1 << 20),
+    "reps": (1, 1000),
+    "rounds": (1, 1000),
+    "prompt_tokens": (1, 1 << 20),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,9 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--checkpoint", default=str(DEMO), metavar="DIR")
-    add("--eagle", metavar="HEAD", help="default: the first eagle* folder of the checkpoint")
-    add("--eagle-config", action="append", default=[], metavar="KEY=VALUE", help="as in generate.py")
+    add_options(parser, *TUNED_FOR, ctx=512)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--suite", metavar="FILE.jsonl", help="prompts in MT-bench layout (first turns)")
     source.add_argument("--text", metavar="FILE", help="cut the prompts from this text")
@@ -62,86 +73,56 @@ def build_parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=9, help="repetitions of every timing")
     add("--max-nodes", type=int, help="greatest tree to consider (default: 32 on a CPU, 64 on a GPU)")
     add("--max-depth", type=int, default=8)
-    add("--ctx", type=int, default=512)
-    add("--device", choices=("cuda", "cpu"))
-    add("--dtype", choices=tuple(DTYPES))
-    add("--compile", action="store_true", help="tune for generate.py --compile")
-    add("--kernels", default="auto", choices=("auto", "triton", "reference"))
-    add("--draft-vocab", type=int, default=0, metavar="K")
-    add("--draft-vocab-text", metavar="FILE")
     add("-q", "--quiet", action="store_true", help="no progress on stderr")
     add("--debug", action="store_true", help="full tracebacks")
     return parser
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Fill in defaults; UserError for numbers that make no sense."""
-    if any("=" not in item for item in args.eagle_config):
-        raise UsageError("--eagle-config takes KEY=VALUE, like rope_theta=500000.")
-    if args.eagle is None:
+    """Fill in defaults. Raises UsageError for numbers that make no sense."""
+    if args.eagle is None:  # the checkpoint's first head
         found = sorted(p for p in Path(args.checkpoint).glob("eagle*") if p.is_dir())
         if not found:
             raise UsageError(f"no eagle* folder in {args.checkpoint}; give --eagle HEAD.")
         args.eagle = str(found[0])
     cuda = args.device == "cuda" or args.device is None and torch.cuda.is_available()
     args.max_nodes = args.max_nodes or (64 if cuda else 32)
-    limits = {
-        "max_nodes": (8, 128),
-        "max_depth": (LEVEL_DEPTH, MAX_DEPTH),
-        "prompts": (2, 10000),
-        "new_tokens": (2, 1 << 20),
-        "reps": (1, 1000),
-        "rounds": (1, 1000),
-        "prompt_tokens": (1, 1 << 20),
-    }
-    for name, (low, high) in limits.items():
-        if not low <= getattr(args, name) <= high:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} is {getattr(args, name)}; allowed: {low} to {high}.")
+    for name, (low, high) in LIMITS.items():
+        value = vars(args)[name]
+        if not low <= value <= high:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; allowed: {low} to {high}.")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     check_arguments(args)
 
     def say(text: str) -> None:
         if not args.quiet:
-            end = "\r\033[K" if sys.stderr.isatty() and "run " in text else "\n"
-            if end == "\n" and "run " in text:
-                return
-            print(text, end=end, file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
 
-    content = tune(args, say)
+    def progress(text: str) -> None:  # the next line overwrites it
+        if not args.quiet and sys.stderr.isatty():
+            print(text, end="\r\033[K", file=sys.stderr, flush=True)
+
+    content = tune(args, say, progress)
     if args.out:
         path = Path(args.out)
     else:
-        config = load_config(args.checkpoint)
-        head = read_eagle(args.eagle, config, dict(item.split("=", 1) for item in args.eagle_config))
-        opts = LoadOptions(
-            args.checkpoint,
-            args.eagle,
-            draft_vocab=args.draft_vocab,
-            draft_vocab_text=args.draft_vocab_text,
-            dtype=args.dtype,
-            compile=args.compile,
-        )
-        path = tuned_tree_path(opts, config, head, torch.device(content["device_type"]))
+        options = LoadOptions(**options_from(args, *TUNED_FOR))
+        checkpoint = Checkpoint.open(options.checkpoint)
+        overrides = dict(item.split("=", 1) for item in options.eagle_config)
+        path = tuned_tree_path(options, checkpoint, read_eagle(options.eagle, checkpoint.config, overrides))
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     print(report(content))
     print(f"written to {path}" + ("" if args.out else "   (--tree auto)"))
-    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = build_parser().parse_args(argv)
     args.argv = argv
-    try:
-        return run(args)
-    except ValueError as error:
-        if args.debug:
-            raise
-        print(f"error  {' '.join(str(error).split())}", file=sys.stderr)
-        return getattr(error, "code", USAGE)
+    return run_command(lambda: run(args), args.debug)
 
 
 if __name__ == "__main__":

@@ -18,20 +18,23 @@ import torch
 from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
 
 import tree
+from bench import acceptance, compare, evaluate, measure, records, suites, tables
 from bench import arms as bench_arms
-from bench import compare, measure, records, suites, tables
 from bench import environment as bench_environment
 from bench import rows as bench_rows
 from bench import summary as bench_summary
 from drafters.medusa import MedusaHeads
+from drafters.ngram import WithNGrams
 from engine import Engine
-from load import DRAFTERS, load, tuned_tree_path
+from load import load
+from options import DRAFTERS, tuned_tree_path
 from sampling import SamplingParams
-from scripts import bench, evaluate
-from scripts import bench as bench  # FIXME bare
+from scripts import bench
 from support.errors import UserError
-from weights.heads import read_eagle, save_eagle, save_medusa
+from support.texts import HELD_OUT
+from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
+from weights.medusa import save_medusa
 
 QUESTIONS = [
     suites.Question("one", "a", ((1, 5, 9, 22, 7, 3),)),
@@ -374,20 +377,22 @@ def test_other_labels_print_their_ratio_with_the_label(label):
 
 
 def test_a_near_tie_is_counted_apart(monkeypatch):
-    """float32 rounding at a tie blocked the speedup of a correct drafter; a real fork must still block it."""
+    """Rounding at a tie blocked the speedup of a correct drafter; a real fork must still block it, as in --prove."""
     model = tiny_model()
-    for margin, kind in ((9e-5, "tie"), (2e-4, "differs")):
+    for margin, ulps, kind in ((9e-5, 9.0, "tie"), (2e-4, 2.0, "tie"), (2e-4, 2.1, "differs")):
         arms = [
             bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model)),
             OtherArm(bench_arms.SAME_TOKENS),
         ]
-        monkeypatch.setattr(arms[0].engine, "margin", lambda *a, margin=margin: (margin, 1.0))
+        monkeypatch.setattr(arms[0].engine, "margin", lambda *a, found=(margin, ulps): found)
         settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
         runs = list(bench_of(arms, settings=settings).measure())
         row = bench_summary.summarise(runs, settings)[-1]
         assert row["same"][kind] == 3 and (row["speedup"] is None) == (kind == "differs")
         assert ("3 near-tie" in tables.result_table([row])) == (kind == "tie")
-        assert {r["margin"] for r in runs if not r["baseline"]} == {margin}
+        assert {(r["margin"], r["margin_ulps"]) for r in runs if not r["baseline"]} == {(margin, ulps)}
+        strict = list(bench_of(arms, settings=replace(settings, tie_margin=1e-5)).measure())
+        assert {r["same"] for r in strict if not r["baseline"]} == {"differs"}
 
 
 def test_a_prefix_is_no_near_tie():
@@ -475,6 +480,10 @@ def test_every_run_starts_from_empty_caches():
     arm = bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, engine)
     a, b = arm.run(prompt, params), arm.run(prompt, params)
     assert a.cached_tokens == b.cached_tokens == 0 and a.token_ids == b.token_ids
+    pair = Engine(model, batch_size=2)
+    for _ in range(2):
+        both, first, rest = bench_arms.timed_request(pair, [prompt, prompt[:9]], params)
+        assert both[0].token_ids == a.token_ids and first > 0 and rest > 0
 
 
 def test_state_carried_between_requests_is_reported():
@@ -588,12 +597,24 @@ def test_bad_suites_name_the_line(tmp_path, bad):
 
 def test_builtin_suite_is_held_out_text():
     """Acceptance measured on the training text of the demo model."""
-    from training.corpus import HELD_OUT
-
     questions = suites.builtin_suite()
     assert 5 <= len(questions) <= 12 and len({q.turns for q in questions}) == len(questions)
     for q in questions:
         assert q.id.split("/")[0] in HELD_OUT and 100 < len(q.turns[0]) <= 500
+    assert suites.find_questions([], 2, Words(), V, 5) == questions[:2]
+
+
+def test_questions_that_do_not_fit_are_left_out():
+    """One prompt that is longer than the context stopped the whole benchmark."""
+    prompts = suites.Prompts(None, False)
+    kept, ctx = suites.fit_context(QUESTIONS, prompts, 9, limit=48, least=30)
+    assert ctx == 48 and kept == QUESTIONS
+    kept, ctx = suites.fit_context(QUESTIONS, prompts, 9, limit=CTX)
+    assert ctx == 64 and kept == QUESTIONS  # 37 + 9 + 16 tokens, rounded up
+    kept, ctx = suites.fit_context(QUESTIONS, prompts, 9, limit=CTX, ctx=20)
+    assert ctx == 20 and kept == QUESTIONS[:2]
+    with pytest.raises(UserError, match="no question fits 10 tokens"):
+        suites.fit_context(QUESTIONS, prompts, 9, limit=CTX, ctx=10)
 
 
 # ---- files ------------------------------------------------------------------------------------------------
@@ -716,6 +737,54 @@ def test_lines_survive_an_interruption(tmp_path):
     assert (tmp_path / "x.jsonl").read_text() == '{"a": 1}\n' and not list(tmp_path.glob("*.part"))
 
 
+def test_memory_counts_every_cache_once():
+    """The cache of a drafter inside another one was not counted, or shared weights were counted twice."""
+    model = tiny_model()
+    plain, eagle = Engine(model), eagle_engine(tiny_head(model), tree.chain(4))
+    grafted = Engine(model, None, WithNGrams(eagle.drafter, 3))
+    own = eagle.drafter.cache.nbytes
+    sizes = [bench_environment.memory_of(engine) for engine in (plain, eagle, grafted)]
+    weights = sum(p.nbytes for p in model.parameters())
+    assert sizes[0] >= weights + plain.state.kv.nbytes
+    assert sizes[0] + own < sizes[1] < sizes[0] + own + weights and sizes[2] > sizes[0] + own
+
+
+def test_acceptance_tables_and_the_ablation(tmp_path):
+    """A rule in another's column, a chain's n-alpha cut short, heads of unequal training set side by side."""
+    row = {
+        "head": "h",
+        "temperature": 1.0,
+        "tree": "chain:5",
+        "same": 3,
+        "prompts": 4,
+        "n_alpha": [0.5, 0.25],
+    }
+    rows = [row | {"rule": rule, "tau": tau} for tau, rule in enumerate(acceptance.RULES, 1)]
+    rows.append(rows[0] | {"tree": "paper25", "tau": 4.5, "same": 4})
+    path = tmp_path / "report.json"
+    more = {"prompts": 4, "new_tokens": 8, "dtype": "float32", "device": "d", "date": "today"}
+    path.write_text(json.dumps({"rows": rows, "versions": {"torch": "2"}, **more}))
+    card = dict.fromkeys(acceptance.CARD, 0) | {"inputs": "token", "steps": 5, "chain_tau": 1.5}
+    cards = []
+    for i, changes in enumerate(({}, {"regenerated": 9})):
+        (tmp_path / f"{i}.json").write_text(
+            json.dumps(card | changes | {"n_alpha": [0.5] * 5, "held_out_accuracy": [0.75, 0.5]})
+        )
+        cards.append(str(tmp_path / f"{i}.json"))
+    acceptance.add_ablation(path, cards)
+    cells = [
+        [c.strip() for c in x.split("|")[1:-1]]
+        for x in acceptance.tables(json.loads(path.read_text())).splitlines()
+    ]
+    assert ["h", "1", "chain:5", "1.00", "3.00", "2.00", "3/4"] in cells
+    assert ["h", "1", "paper25", "4.50", "-", "-", "4/4"] in cells
+    assert ["h, T = 1", "0.50", "0.25", "-", "-", "-"] in cells
+    assert ["token, trained on the target's own text", "1.50", "0.50", "0.50", "0.50", "0.75"] in cells
+    (tmp_path / "1.json").write_text(json.dumps(card | {"steps": 6, "n_alpha": [0.5] * 5}))
+    with pytest.raises(ValueError, match="different numbers of steps"):
+        acceptance.add_ablation(path, cards)
+
+
 # ---- the command ------------------------------------------------------------------------------------------
 
 
@@ -826,7 +895,7 @@ def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
         ids, steps = real(ids, steps, stop_ids)
         return ([*ids[:-1], (ids[-1] + 1) % V] if steps and max(steps) and next(calls) % 2 else ids), steps
 
-    monkeypatch.setattr(bench, "counted", spoiled)
+    monkeypatch.setattr(measure, "counted", spoiled)
     assert bench.main(flags) == 1
     assert "DIFFERS" in capsys.readouterr().out
 

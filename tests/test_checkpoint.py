@@ -1,4 +1,4 @@
-"""checkpoint.py: every layout gives the same tensors, every damaged file gives one line, nothing else gets through."""
+"""weights/: every layout gives the same tensors, every damaged file gives one line, nothing else gets through."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
-import checkpoint as checkpoint  # FIXME bare
 import pytest
 import torch
 from conftest import BASE, FAMILIES, build_hf
 from safetensors.torch import load_file, save_file
 
-from model import ModelConfig, chain_ancestors
+from model import chain_ancestors
+from model_config import ModelConfig
 from scripts import convert, download
-from weights import files as weights_files
-from weights import heads as weights_heads
-from weights import hf as weights_hf
-from weights.checkpoint import load_config, load_model
-from weights.heads import EagleConfig, read_eagle, save_eagle
-from weights.hf import save_hf
+from support.files import read_json
+from weights import checkpoint
+from weights.checkpoint import Checkpoint, load_config, load_model
+from weights.files import read_entries
+from weights.heads import AUX, EagleConfig, read_eagle, save_eagle
+from weights.hf import config_to_hf, hf_views, save_hf
 
 
 def logits_of(model, length: int = 20) -> torch.Tensor:
@@ -69,6 +69,38 @@ def edit_tensors(directory: Path, change) -> None:
 def llama(tiny_checkpoint, tmp_path) -> Path:
     """A private copy of a tiny LLaMA directory."""
     return Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "llama"))
+
+
+# ---- what a directory is -------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_read_once(tiny_checkpoint, tmp_path, monkeypatch):
+    """Bug: every layer sniffs the directory again: config.json read four times, the kind guessed in six places."""
+    read: list[str] = []
+
+    def spy(path, *rest):
+        read.append(path.name)
+        return read_json(path, *rest)
+
+    for module in ("checkpoint", "hf", "meta"):
+        monkeypatch.setattr(f"weights.{module}.read_json", spy)
+    folder = tiny_checkpoint("llama")
+    found = Checkpoint.open(folder)
+    model = found.load(dtype=torch.bfloat16, max_positions=9)
+    assert (found.kind, found.quantization, found.tokenizer_directory) == ("hf", None, folder)
+    assert found.raw == json.loads((folder / "config.json").read_text()) and model.config == found.config
+    assert found.entries is found.entries and found.reopened().entries is not found.entries
+    assert (model.dtype, model.rotary.length) == (torch.bfloat16, 9)
+    assert read.count("config.json") == 1
+    write_meta(load_file(folder / "model.safetensors"), tmp_path / "m", 1, 0)
+    found = Checkpoint.open(tmp_path / "m")
+    assert (found.kind, found.quantization, found.raw) == ("meta", None, {})
+    assert found.load().config == found.config and read.count("params.json") == 1
+    assert found.tokenizer_directory == tmp_path / "m"
+    (tmp_path / "tokenizer.model").touch()  # Meta's place for it
+    assert found.tokenizer_directory == tmp_path
+    (tmp_path / "m" / "tokenizer.model").touch()
+    assert found.tokenizer_directory == tmp_path / "m"
 
 
 # ---- layouts of target models ----------------------------------------------------------------------------------
@@ -126,7 +158,7 @@ def test_dtype_of_file_and_of_memory(tiny_checkpoint, tmp_path, dtype):
 def test_configs_survive_writing(change):
     """A switch that our own directories forget: the converted model would differ from its source."""
     config = ModelConfig.from_hf({**BASE, "model_type": "llama", **change})
-    assert ModelConfig.from_hf(json.loads(json.dumps(weights_hf.config_to_hf(config)))) == config
+    assert ModelConfig.from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
 
 
 def test_sharded_safetensors_and_bin_equal_the_single_file(tiny_checkpoint, tmp_path):
@@ -172,7 +204,7 @@ def test_both_mixtral_layouts(tiny_checkpoint, tmp_path):
     """transformers 5's fused experts with gate and up swapped, or experts in another order."""
     model = load_model(tiny_checkpoint("mixtral"))
     for fused in (False, True):
-        views = {name: view.clone() for name, view in weights_hf.hf_views(model, fused_experts=fused).items()}
+        views = {name: view.clone() for name, view in hf_views(model, fused_experts=fused).items()}
         folder = tmp_path / str(fused)
         folder.mkdir()
         shutil.copy(tiny_checkpoint("mixtral") / "config.json", folder)
@@ -252,7 +284,6 @@ def test_meta_errors_and_rope_switches(tiny_checkpoint, tmp_path):
 def test_tensors_are_read_one_by_one(tiny_checkpoint, monkeypatch):
     """Two copies of the model in memory while it loads; a progress bar that does not end at 100 %."""
     alive: list[weakref.ref] = []
-    original = weights_files.read_entries
 
     def watch(entry):
         def read():
@@ -264,7 +295,7 @@ def test_tensors_are_read_one_by_one(tiny_checkpoint, monkeypatch):
         return entry._replace(read=read)
 
     monkeypatch.setattr(
-        checkpoint, "read_entries", lambda files: {n: watch(e) for n, e in original(files).items()}
+        checkpoint, "read_entries", lambda files: {n: watch(e) for n, e in read_entries(files).items()}
     )
     seen = []
     model = load_model(tiny_checkpoint("llama"), progress=lambda *report: seen.append(report))
@@ -1063,7 +1094,7 @@ def test_mutated_head_configs_give_clean_errors_or_load(tmp_path):
             "norm_output",
             "fc_norm",
             "rope_parameters",
-            weights_heads.AUX,
+            AUX,
         ]
         at[rng.choice([*at, *extra])] = rng.choice(values)
         (folders[i % 2] / "config.json").write_text(json.dumps(raw))

@@ -8,7 +8,8 @@ import torch
 
 from engine import Engine
 from generate import DEMO_PROMPT
-from load import DEMO, load
+from load import load
+from options import DEMO
 from sampling import SamplingParams
 
 pytestmark = [

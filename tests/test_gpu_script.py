@@ -1,5 +1,6 @@
 """`make gpu` on a machine without a GPU: the same scripts on small shapes, and the real shapes as fake tensors."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -14,31 +15,33 @@ import torch
 from test_engine import Indexing, OneDevice, on_fake_gpu
 
 import eagle_draft
-import engine as engine_module
+import load
 import model as model_module
 import tree as trees
-from bench import environment as bench_environment
-from bench import kernel_timing, random_models, step_cells, step_time
-from bench import measure as bench_measure
+from bench import gpu_report, kernel_timing, random_models, step_cells, step_run, step_time, timing
+from bench.environment import environment
+from bench.measure import step_bytes
+from engine import Engine
+from runtime.compiled import COMPILE_MODES
 from sampling import SamplingParams
-from scripts import bench_kernels, gpu, step_time
-from scripts import bench_kernels as bench_kernels  # FIXME bare
-from scripts import step_time as step_time  # FIXME bare
+from scripts import bench_kernels, gpu
+from scripts import step_time as command
 from step import decode_step
+from support.files import append_json_line, read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--device", "cpu", "--tiny", "--steps", "4", "--repeats", "3"]
 
 
 def cells(path: Path) -> list[dict]:
-    return [line for line in step_time.read_lines(path) if line["type"] == "step_time"]
+    return [line for line in read_json_lines(path) if line["type"] == "step_time"]
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> Path:
     """One run over all tiny cells."""
     path = tmp_path_factory.mktemp("steps") / "steps.jsonl"
-    assert step_time.main(["--json", str(path), *TINY]) == 0
+    assert command.main(["--json", str(path), *TINY]) == 0
     return path
 
 
@@ -85,19 +88,19 @@ def test_a_finished_cell_is_skipped_and_a_broken_line_is_survived(measured, tmp_
     path = tmp_path / "steps.jsonl"
     kept = measured.read_text().splitlines()[:-2]
     path.write_text("\n".join(kept) + '\n{"type": "step_time", "key": "tin')
-    assert step_time.main(["--json", str(path), *TINY, "--only", "tiny-moe"]) == 0
+    assert command.main(["--json", str(path), *TINY, "--only", "tiny-moe"]) == 0
     assert "2 cells to measure, 0 done" in capsys.readouterr().out
     rows = cells(path)
     assert len(rows) == len(kept) + 2 and {r["shape"] for r in rows[-2:]} == {"tiny-moe"}
     assert rows[-1]["break_even_tau"]  # the plain cell of the same run is its baseline
-    assert step_time.main(["--json", str(path), *TINY]) == 0
+    assert command.main(["--json", str(path), *TINY]) == 0
     assert "0 cells to measure, 8 done" in capsys.readouterr().out and len(cells(path)) == len(rows)
     other = tmp_path / "other.jsonl"
     arguments = ["--json", str(other), "--done", str(path), *TINY, "--only", "tiny half | plain"]
-    assert step_time.main(arguments) == 0 and not other.exists()
+    assert command.main(arguments) == 0 and not other.exists()
     text = path.read_text()
     path.write_text(text.replace('"commit": "', '"commit": "x').replace('"commit": null', '"commit": "x"'))
-    assert step_time.main(arguments) == 0 and len(cells(other)) == 2
+    assert command.main(arguments) == 0 and len(cells(other)) == 2
 
 
 def test_a_failing_cell_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch):
@@ -109,17 +112,17 @@ def test_a_failing_cell_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nsecond line")
         return real(config, quant, device, dtype)
 
-    monkeypatch.setattr(step_time, "random_model", no_room)
-    assert step_time.main(["--json", str(path), *TINY]) == 1
+    monkeypatch.setattr(step_cells, "random_model", no_room)
+    assert command.main(["--json", str(path), *TINY]) == 1
     rows = cells(path)
     assert len(rows) == 8
     for row in rows:
         assert ("error" in row) == (row["quant"] == "int4") == ("step_ms" not in row)
     failed = next(row for row in rows if "error" in row)
     assert failed["error"] == "eager: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
-    assert step_time.main(["--json", str(path), *TINY, "--skip-failed"]) == 1 and len(cells(path)) == 8
-    monkeypatch.setattr(step_time, "random_model", real)
-    assert step_time.main(["--json", str(path), *TINY]) == 0
+    assert command.main(["--json", str(path), *TINY, "--skip-failed"]) == 1 and len(cells(path)) == 8
+    monkeypatch.setattr(step_cells, "random_model", real)
+    assert command.main(["--json", str(path), *TINY]) == 0
     assert {row["key"] for row in cells(path) if "step_ms" in row} == {c.key for c in step_cells.tiny_cells()}
 
 
@@ -134,9 +137,9 @@ def test_a_way_to_run_that_takes_too_long_is_given_up_for_the_next(tmp_path, mon
 
     monkeypatch.setattr(step_cells.Builder, "engine", slow)
     arguments = ["--json", str(path), *TINY, "--run", "engine", "graph", "--cell-seconds", "0.3"]
-    monkeypatch.setattr(step_time, "measure", lambda cell, engine, *_: fake_row())
+    monkeypatch.setattr(step_run, "measure", lambda cell, engine, *_: fake_row())
     began = time.time()
-    assert step_time.main([*arguments, "--only", "plain"]) == 0
+    assert command.main([*arguments, "--only", "plain"]) == 0
     assert time.time() - began < 30
     rows = cells(path)
     assert [row["mode"] for row in rows] == ["graph"] * 4 and asked == ["engine", *["graph"] * 4]
@@ -146,33 +149,31 @@ def test_a_way_to_run_that_takes_too_long_is_given_up_for_the_next(tmp_path, mon
 def test_slow_compilation_comes_after_the_sure_figures(tmp_path, monkeypatch):
     """Half of the time budget compiling, nothing to show; or quick compilation, and the figures that users get left
     out. The engine's own figure must join the captured one, not be skipped for it."""
-    path, env = tmp_path / "steps.jsonl", bench_environment.environment(torch.device("cpu"))
-    args = step_time.build_parser().parse_args(["--json", str(path), *TINY])
+    path, env = tmp_path / "steps.jsonl", environment(torch.device("cpu"))
+    args = command.build_parser().parse_args(["--json", str(path), *TINY])
     slow = {"type": "start", "cache": "cold", "environment": env, "first_request_s": 80.0}
     other = slow | {"first_request_s": 8.0, "environment": env | {"device": "another"}}
     killed = {"type": "start", "cache": "cold", "error": "killed after 75 s"}
-    monkeypatch.setattr(step_time, "on_gpu", lambda device: True)
+    monkeypatch.setattr(step_run, "on_gpu", lambda device: True)
 
     def passes(*lines):
-        return step_time.ways(args, torch.device("cuda"), list(lines), env)
+        return step_run.ways(args.run, torch.device("cuda"), list(lines), env)
 
     assert passes() == passes(slow) == passes(other) == passes(killed) == [["graph"], ["engine"]]
     assert passes(slow, slow | {"first_request_s": 8.0}) == [["engine", "graph"]]
-    monkeypatch.setattr(step_time, "on_gpu", lambda device: False)
+    monkeypatch.setattr(step_run, "on_gpu", lambda device: False)
     assert passes() == [["eager"]]
-    monkeypatch.setattr(step_time, "ways", lambda *_: [["graph"], ["engine"]])
+    monkeypatch.setattr(step_run, "ways", lambda *_: [["graph"], ["engine"]])
     monkeypatch.setattr(step_cells.Builder, "engine", lambda self, cell, mode: mode)
-    monkeypatch.setattr(step_time, "measure", lambda cell, engine, *_: fake_row())
+    monkeypatch.setattr(step_run, "measure", lambda cell, engine, *_: fake_row())
     arguments = ["--json", str(path), *TINY, "--only", "tiny half"]
-    assert (
-        step_time.main(arguments) == 0 and [r["mode"] for r in cells(path)] == ["graph"] * 4 + ["engine"] * 4
-    )
+    assert command.main(arguments) == 0 and [r["mode"] for r in cells(path)] == ["graph"] * 4 + ["engine"] * 4
     assert all(row["break_even_tau"] == 1 for row in cells(path))
-    assert step_time.main(arguments) == 0 and len(cells(path)) == 8
-    assert step_time.table(cells(path)).count("| tiny |") == 4  # one row per cell: the later line's
-    monkeypatch.setattr(step_time, "measure", mock.Mock(side_effect=RuntimeError("cannot be captured")))
+    assert command.main(arguments) == 0 and len(cells(path)) == 8
+    assert gpu_report.table(cells(path)).count("| tiny |") == 4  # one row per cell: the later line's
+    monkeypatch.setattr(step_run, "measure", mock.Mock(side_effect=RuntimeError("cannot be captured")))
     path.write_text("".join(json.dumps(row) + "\n" for row in cells(path)[:4]))
-    assert step_time.main(arguments) == 0  # every cell has a figure, if not from the engine
+    assert command.main(arguments) == 0  # every cell has a figure, if not from the engine
     assert [row.get("error") for row in cells(path)[4:]] == ["engine: RuntimeError: cannot be captured"] * 4
 
 
@@ -184,9 +185,9 @@ def fake_row() -> dict:
 def test_a_dead_device_ends_the_process_with_its_own_code(tmp_path, monkeypatch):
     """An illegal access in one cell turning every later cell into a failure."""
     path = tmp_path / "steps.jsonl"
-    monkeypatch.setattr(step_time, "measure", mock.Mock(side_effect=RuntimeError("illegal memory access")))
-    monkeypatch.setattr(step_time, "usable", lambda device: False)
-    assert step_time.main(["--json", str(path), *TINY]) == step_time.POISONED
+    monkeypatch.setattr(step_run, "measure", mock.Mock(side_effect=RuntimeError("illegal memory access")))
+    monkeypatch.setattr(step_run, "usable", lambda device: False)
+    assert command.main(["--json", str(path), *TINY]) == step_run.POISONED
     assert len(cells(path)) == 1 and "illegal memory access" in cells(path)[0]["error"]
 
 
@@ -201,12 +202,12 @@ def test_after_a_dead_device_the_next_way_is_tried(tmp_path, monkeypatch):
             raise RuntimeError("illegal memory access")
         return fake_row()
 
-    monkeypatch.setattr(step_time, "measure", measure)
-    monkeypatch.setattr(step_time, "usable", lambda device: False)
+    monkeypatch.setattr(step_run, "measure", measure)
+    monkeypatch.setattr(step_run, "usable", lambda device: False)
     arguments = ["--json", str(path), *TINY, "--run", "engine", "graph", "--only", "tiny-moe"]
-    assert step_time.main(arguments) == step_time.POISONED
-    assert step_time.main([*arguments, "--skip-failed"]) == step_time.POISONED
-    assert step_time.main([*arguments, "--skip-failed"]) == 0
+    assert command.main(arguments) == step_run.POISONED
+    assert command.main([*arguments, "--skip-failed"]) == step_run.POISONED
+    assert command.main([*arguments, "--skip-failed"]) == 0
     rows = cells(path)
     assert len(dead) == len(set(dead)) == 2  # each cell killed the device once
     assert [row.get("mode") for row in rows] == [None, "graph", None, "graph"]
@@ -217,9 +218,9 @@ def test_starts_and_bandwidth_write_their_lines(tmp_path):
     """The cold start counting from the wrong moment, or a line that goals() cannot read."""
     path = tmp_path / "steps.jsonl"
     begin = time.time() - 100
-    assert step_time.main(["--json", str(path), *TINY, "--bandwidth"]) == 0
-    assert step_time.main(["--json", str(path), *TINY, "--start", "cold", "--since", str(begin)]) == 0
-    environment, start = step_time.read_lines(path)
+    assert command.main(["--json", str(path), *TINY, "--bandwidth"]) == 0
+    assert command.main(["--json", str(path), *TINY, "--start", "cold", "--since", str(begin)]) == 0
+    environment, start = read_json_lines(path)
     assert environment["type"] == "environment" and environment["copy_gbs"] > 0
     assert start["cache"] == "cold" and start["imports_s"] > 100 and start["second_request_s"] > 0
     parts = start["imports_s"] + start["build_s"] + start["first_request_s"]
@@ -233,7 +234,7 @@ def test_starts_and_bandwidth_write_their_lines(tmp_path):
 def test_usage_errors(arguments, message, tmp_path, capsys):
     """A traceback, or an empty run that looks like success."""
     with pytest.raises(SystemExit) as error:
-        step_time.main(["--json", str(tmp_path / "x"), *arguments])
+        command.main(["--json", str(tmp_path / "x"), *arguments])
     assert error.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -275,7 +276,7 @@ def fake_gpu(monkeypatch):
     properties = types.SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "fake")
-    monkeypatch.setattr(step_time, "free", lambda device: None)
+    monkeypatch.setattr(step_cells, "free", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", mock.Mock())
 
     def build(self, device, length=None):
@@ -285,10 +286,10 @@ def fake_gpu(monkeypatch):
     real = trees.tree_tables
     monkeypatch.setattr(model_module.RotaryTable, "build", build)
     ready = real([trees.PAPER25])
-    monkeypatch.setattr(generate.trees, "tree_tables", lambda which, device: on_fake_gpu(ready))
+    monkeypatch.setattr(load, "tree_tables", lambda which, device: on_fake_gpu(ready))
     monkeypatch.setattr(eagle_draft.EagleHead, "top", lambda *_: None)  # its fake operator needs a CUDA build
     with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
-        yield step_cells.Builder(torch.device("cuda"), random_models.SHAPES)
+        yield step_cells.Builder(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("name,gigabytes", [
@@ -306,7 +307,7 @@ def test_real_shapes_build_and_step_on_a_fake_gpu(fake_gpu, name, gigabytes):
         out = decode_step(engine.model, engine.drafter, engine.state, SamplingParams().mode)
     assert out.emitted.shape == (1, engine.drafter.D + 1) and engine.drafter.N == cell.nodes
     low, high = gigabytes
-    assert low < bench_measure.step_bytes(engine, cell.context) / 1e9 < high
+    assert low < step_bytes(engine, cell.context) / 1e9 < high
     weights = engine.model.weight_bytes(8 if "mixtral" in name else 1)
     assert step_time.planned(engine) > 0.9 * weights
     if cell.quant:
@@ -321,14 +322,14 @@ def test_random_weights_of_a_deep_model_stay_finite(quant):
         random_models.SHAPES["tiny"], hidden_size=128, intermediate_size=256, num_hidden_layers=80, windows=()
     )
     with torch.no_grad():
-        model = step_cells.random_model(config, quant, torch.device("cpu"), torch.float32)
+        model = random_models.random_model(config, quant, torch.device("cpu"), torch.float32)
         kv, n = model.new_cache(1, 40), torch.zeros(1, dtype=torch.int64)
         nodes = model.nodes(n, torch.arange(8)[None], model_module.chain_ancestors(1, 8, "cpu"), 40)
         hidden, taps = model(torch.arange(8)[None] * 31, nodes, kv, (2, 40, 80))
         logits = model.logits(hidden)
         assert torch.isfinite(logits).all() and 0.3 < logits.std() < 3
         assert taps.abs().max() < 1000 and kv.abs().max() < 100  # far from fp16's 65504
-        head = step_cells.random_head(model, 3, quant)
+        head = random_models.random_head(model, 3, quant)
         assert 0.2 < head.predict(head.fuse(taps)).std() < 5
 
 
@@ -345,21 +346,21 @@ def test_the_cuda_timing_code_uses_the_api_as_it_is(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, double)
     torch.cuda.Event.return_value.elapsed_time.return_value = 1.5
     device = torch.device("cuda")
-    replay = step_time.captured(lambda: calls.append("call"))
+    replay = timing.captured(lambda: calls.append("call"))
     assert len(calls) == 3 and torch.cuda.graph.call_count == 1  # two to warm up, one captured
     replay()
-    samples = step_time.times(replay, device, 4, lambda: calls.append("before"))
+    samples = timing.times(replay, device, 4, lambda: calls.append("before"))
     assert samples == [1.5] * 4 and calls.count("before") == 4
     assert torch.cuda.CUDAGraph.return_value.replay.call_count == 5
     assert torch.cuda.Event.return_value.record.call_count == 8
     step_cells.free(device)
     assert torch.cuda.empty_cache.call_count == 1
     seconds = kernel_timing.measure([lambda: calls.append("kernel")] * 3, device, 2)
-    assert seconds == pytest.approx(1.5e-3 / 3) and calls.count("kernel") == 6
+    assert seconds == pytest.approx(1.5e-3 / 3) and calls.count("kernel") == 9
     monkeypatch.setattr(
         torch.cuda, "synchronize", mock.Mock(side_effect=RuntimeError("illegal memory access"))
     )
-    assert not step_time.usable(device) and step_time.usable(torch.device("cpu"))
+    assert not step_run.usable(device) and step_run.usable(torch.device("cpu"))
 
 
 class Event:
@@ -379,7 +380,8 @@ class Event:
 def test_what_only_a_gpu_runs_is_run_here_too(tmp_path, monkeypatch, broken):
     """A name that does not exist in the lines that a CPU run skips; an extra that fails costing the cell its time."""
     path = tmp_path / "steps.jsonl"
-    monkeypatch.setattr(step_time, "on_gpu", lambda device: True)
+    for module in (step_cells, step_run, step_time, timing):
+        monkeypatch.setattr(module, "on_gpu", lambda device: True)
     monkeypatch.setattr(step_time, "captured", lambda call: call)
     monkeypatch.setattr(step_time, "gpu_state", lambda device: {"clocks.sm": 1.0})
     state = {
@@ -391,14 +393,14 @@ def test_what_only_a_gpu_runs_is_run_here_too(tmp_path, monkeypatch, broken):
     for name, value in (state | {"get_device_name": "fake"}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(step_time, "bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(step_run, "copy_bandwidth", lambda device: 1e9)
     if broken:
-        for name in ("split", "planned", "launches"):
-            double = mock.Mock(side_effect=RuntimeError("not on this build"), __name__=name)
-            monkeypatch.setattr(step_time, name, double)
+        for module, name in ((step_time, "split"), (step_time, "planned"), (step_run, "launches")):
+            double = mock.Mock(side_effect=RuntimeError("not on this build"))
+            monkeypatch.setattr(module, name, double)
     arguments = ["--json", str(path), *TINY, "--run", "graph", "--only", "tiny int4"]
-    assert step_time.main(arguments) == 0
-    rows, counted = cells(path), [line for line in step_time.read_lines(path) if line["type"] == "launches"]
+    assert command.main(arguments) == 0
+    rows, counted = cells(path), [line for line in read_json_lines(path) if line["type"] == "launches"]
     assert [row["mode"] for row in rows] == ["graph"] * 2 and all(
         "captured here" in row["how"] for row in rows
     )
@@ -418,41 +420,40 @@ def test_the_engines_own_graph_is_timed_where_it_has_one(monkeypatch):
     something else; an option that this Engine does not have."""
     graph, sink = mock.Mock(), types.SimpleNamespace(type="cuda")  # a device
     engine = types.SimpleNamespace(
-        model=types.SimpleNamespace(device=sink), drafter="d", state="s", _step=mock.Mock()
-    )
+        model=types.SimpleNamespace(device=sink), drafter="d", state="s", _step=mock.Mock(),
+        _call=lambda drafter, mode: (("key", drafter), None), runner=types.SimpleNamespace(graphs={}),
+    )  # fmt: skip
     monkeypatch.setattr(step_time, "captured", lambda call: call)
     call, how = step_time.step_call(engine)
     call()
     assert "captured here" in how and engine._step.call_count == 1
-    assert (
-        step_time.finish(fake_row() | {"how": how}, step_cells.tiny_cells()[0], 1e9, None, 4.0)["host_gap_ms"]
-        is None
-    )
-    engine._call = lambda drafter, mode: (("key", drafter), None)
-    engine.runner = types.SimpleNamespace(graphs={("key", "d"): (graph, None)})
+    row = step_time.finish(fake_row() | {"how": how}, step_cells.tiny_cells()[0], 1e9, None, 4.0)
+    assert row["host_gap_ms"] is None
+    engine.runner.graphs["key", "d"] = (graph, None)
     call, how = step_time.step_call(engine)
     call()
     assert graph.replay.call_count == 1 and engine._step.call_count == 1 and how == "the engine's CUDA graph"
-    monkeypatch.setattr(
-        step_time, "Engine", lambda model, compile, compile_mode="graph", eagle_always=False: None
-    )
-    monkeypatch.setattr(engine_module.Engine, "__init__", engine_module.Engine, raising=False)
-    monkeypatch.setattr(step_time.engine_module, "COMPILE_MODES", ("regions",), raising=False)
-    assert step_cells.engine_options("graph") == {"compile": False, "eagle_always": True}
-    monkeypatch.setattr(step_time.engine_module, "COMPILE_MODES", ("graph", "capture"), raising=False)
-    assert step_cells.engine_options("engine") == {"compile": True, "eagle_always": True}
-    assert step_cells.engine_options("graph") == {
-        "compile": True,
-        "compile_mode": "capture",
-        "eagle_always": True,
-    }
+
+
+@pytest.mark.parametrize("mode,compiled,captures", [
+    ("engine", True, ("regions", None, True)), ("graph", True, ("", None, True)), ("eager", False, None),
+])  # fmt: skip
+def test_every_way_to_run_is_one_that_the_engine_has(mode, compiled, captures):
+    """An option that this Engine does not have, or one whose meaning has changed."""
+    options = step_cells.engine_options(mode)
+    inspect.signature(Engine).bind_partial(**options)
+    how = load.LoadOptions(**options)
+    load.check_options(how)
+    assert how.compile == compiled and how.eagle_always
+    assert captures is None or COMPILE_MODES[how.compile_mode] == captures
 
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_a_step_that_marks_its_phases_is_split_by_its_marks(monkeypatch, cuda):
     """Phases of an uncompiled draft subtracted from a compiled step, where the engine could have said; the first
     replay's events read in place of each replay's own."""
-    monkeypatch.setattr(step_time, "on_gpu", lambda device: cuda)
+    for module in (step_time, timing):
+        monkeypatch.setattr(module, "on_gpu", lambda device: cuda)
     monkeypatch.setattr(step_time, "captured", lambda call: call)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -544,7 +545,7 @@ def test_the_parts_fit_the_promise(tmp_path):
     assert by_name["cold"].env == by_name["warm"].env != {} and "tests/test_kernels_gpu.py" in str(
         by_name["tests"].command
     )
-    parsers = {"step_time": step_time.build_parser()}
+    parsers = {"step_time": command.build_parser()}
     for part in found:
         module = part.command[2].removeprefix("scripts.")
         if module in parsers:
@@ -568,8 +569,8 @@ def test_make_gpu_runs_here_on_small_shapes(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     summary = json.loads((tmp_path / "cpu-tiny-summary.json").read_text())
     assert [(p["part"], p["exit"]) for p in summary["parts"]] == [("bandwidth", 0), ("peers", 0)]
-    assert len(step_time.read_lines(tmp_path / "cpu-tiny-steps.jsonl")) == 1
-    declined = step_time.read_lines(tmp_path / "cpu-tiny-kernels.jsonl")
+    assert len(read_json_lines(tmp_path / "cpu-tiny-steps.jsonl")) == 1
+    declined = read_json_lines(tmp_path / "cpu-tiny-kernels.jsonl")
     assert {line["kernel"] for line in declined} == {"torchao", "gemlite"}
     assert all("skipped" in line or "us" in line for line in declined)
     assert "unmeasured (goal >= 0.85)" in done.stdout
@@ -581,8 +582,8 @@ def test_finished_parts_of_a_full_run_are_kept(tmp_path):
     parts = [{"part": p, "exit": e} for p, e in (("tests", 0), ("steps", 0), ("demo", 1), ("memcheck", 0))]
     (tmp_path / "s.json").write_text(json.dumps({"environment": env, "parts": parts}))
     files = [tmp_path / "s.json", tmp_path / "none.json"]
-    assert set(gpu.finished(files, {"environment": env})) == {"tests", "memcheck"}
-    assert gpu.finished(files, {"environment": env | {"git": {"commit": "b"}}}) == {}
+    assert set(gpu.finished(files, env)) == {"tests", "memcheck"}
+    assert gpu.finished(files, env | {"git": {"commit": "b"}}) == {}
 
 
 def line(quant="", tree="", head_quant="", context=128, ms=5.0, **more) -> dict:
@@ -618,7 +619,7 @@ def test_goals_are_judged_by_the_figures():
         {"type": "start", "cache": "cold", "total_s": 70.0, "key": "llama-3-8b"},
         {"type": "launches", "error": "x"},
     ]
-    text = gpu.goals(rows)
+    text = gpu_report.goals(rows)
     assert text[0].startswith("  ok") and "1.000" in text[0]
     assert text[1].startswith("  ok") and "1.080" in text[1] and text[2].startswith("  ok")
     assert text[4] == "  ?    tok/s at tau 3.91, 7-chain: unmeasured (goal >= 455)"
@@ -640,16 +641,16 @@ def test_kernel_goals_are_judged_over_all_layers():
         timed("tinygemm", 16, "qkv", 1.0, 1.0),
         {"model": "llama-3-8b", "kernel": "gemlite", "skipped": "absent"},
     ]
-    text = gpu.kernel_goals(rows)
+    text = gpu_report.kernel_goals(rows)
     assert text[0] == "  ok   int4 at 1 rows, share of copy bandwidth: 0.667 (goal >= 0.65)"
     assert text[2].startswith("  ?    int8") and "unmeasured" in text[5]
     assert text[4] == "  ok   int4 at 16 rows over 1 row: 1.050 (goal <= 1.1)"
     assert text[6] == "  ok   int4 at 16 rows over cublas: 0.420 (goal <= 1)"
     rows.append(timed("tinygemm", 16, "down", 20.0, 1.0))
-    assert gpu.kernel_goals(rows)[6] == "  MISS int4 at 16 rows over tinygemm: 2.000 (goal <= 1)"
-    assert all("unmeasured" in line for line in gpu.kernel_goals([]))
+    assert gpu_report.kernel_goals(rows)[6] == "  MISS int4 at 16 rows over tinygemm: 2.000 (goal <= 1)"
+    assert all("unmeasured" in line for line in gpu_report.kernel_goals([]))
     slow = [timed("int4", 1, "qkv", 10.0, 3000.0), timed("int4", 1, "down", 90.0, 1000.0)]
-    assert "0.400" in gpu.kernel_goals(slow)[0]  # 120 MB in 100 us, not the mean of 1.0 and 0.33
+    assert "0.400" in gpu_report.kernel_goals(slow)[0]  # 120 MB in 100 us, not the mean of 1.0 and 0.33
 
 
 def test_the_readme_table_comes_from_committed_lines(tmp_path):
@@ -658,9 +659,9 @@ def test_the_readme_table_comes_from_committed_lines(tmp_path):
     page.write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")
     assert gpu.main(["--readme", str(page), "--results", str(tmp_path)]) == 0
     assert "unmeasured" in page.read_text() and "old" not in page.read_text()
-    step_time.append(tmp_path / "h100-steps.jsonl", line(ms=9.0))
-    step_time.append(tmp_path / "h100-steps.jsonl", line(ms=5.0, bytes_per_step=12 * 10**9))
-    step_time.append(tmp_path / "h100-steps.jsonl", line() | {"shape": "tiny", "key": "tiny"})
+    append_json_line(tmp_path / "h100-steps.jsonl", line(ms=9.0))
+    append_json_line(tmp_path / "h100-steps.jsonl", line(ms=5.0, bytes_per_step=12 * 10**9))
+    append_json_line(tmp_path / "h100-steps.jsonl", line() | {"shape": "tiny", "key": "tiny"})
     gpu.readme(page, tmp_path)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("<!-- /gpu -->\nafter\n")
@@ -685,7 +686,7 @@ def test_kernel_benchmark_resumes_and_survives_its_peers(tmp_path, monkeypatch, 
             raise AssertionError("a peer's own way of failing")
         return real(name, *rest)
 
-    monkeypatch.setattr(bench_kernels, "make_kernel", make)
+    monkeypatch.setattr(kernel_timing, "make_kernel", make)
     arguments = [
         "--device",
         "cpu",
@@ -701,7 +702,7 @@ def test_kernel_benchmark_resumes_and_survives_its_peers(tmp_path, monkeypatch, 
     ]
     arguments += ["--resume", "--kernels", "int4", "gemlite"]
     assert bench_kernels.main(arguments) == 0
-    rows = step_time.read_lines(path)
+    rows = read_json_lines(path)
     assert all(("us" in row) == (row["kernel"] == "int4") for row in rows) and len(rows) == 10
     assert rows[1]["skipped"] == "AssertionError: a peer's own way of failing"
     asked.clear()
@@ -718,12 +719,10 @@ def test_kernel_benchmark_resumes_and_survives_its_peers(tmp_path, monkeypatch, 
             torch.ops.aten, "_convert_weight_to_int4pack", lambda codes, tiles: codes, raising=False
         )
         monkeypatch.setattr(torch.ops.aten, "_weight_int4pack_mm", op, raising=False)
-        functions, size, takes = real(name, 64, 128, torch.float32, torch.device("cpu"), 2)
-        assert (
-            takes == dtype
-            and len(functions) == 2
-            and size == 64 * 128 // 2 + (2 if name == "int4" else 4) * 64
-        )
+        functions, takes = real(name, 64, 128, torch.float32, torch.device("cpu"), 2)
+        size = kernel_timing.weight_bytes(name, 64, 128, torch.float32)
+        assert takes == dtype and len(functions) == 2
+        assert size == 64 * 128 // 2 + (2 if name == "int4" else 4) * 64
         if name == "tinygemm":
             x = torch.zeros(1, 128, dtype=takes)
             assert functions[0](x) is x  # nothing but the peer's own kernel runs

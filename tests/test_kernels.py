@@ -27,7 +27,7 @@ from eagle_draft import EagleDrafter, EagleHead
 from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
 from kernels.packing import decode_ptx, from_planes, to_planes
 from sampling import SamplingParams
-from weights import hf, layerwise, rounding
+from weights import hf, quantizer, rounding
 from weights import quantized as weights_quantized
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -994,7 +994,7 @@ def test_interpreted_command_line_names_every_backend(tmp_path, capsys, monkeypa
     that falls back."""
     hf.save_hf(tiny_model(torch.float32, **WIDE), tmp_path / "plain")
     texts = torch.randint(3, 90, (2, 17))
-    layerwise.quantize_checkpoint(
+    quantizer.quantize_checkpoint(
         tmp_path / "plain", tmp_path / "q", weights_quantized.QuantSpec("int4", 32), texts[:, 1:], texts
     )
     monkeypatch.setattr(engine, "PREFILL_CHUNKS", (8,))

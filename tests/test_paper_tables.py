@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from tiny import tiny_head, tiny_model
 
 from bench import paper_cells, paper_page
 from drafters.medusa import MedusaHeads
+from load import load, plan_memory
 from scripts import paper_tables
-from scripts import paper_tables as paper  # FIXME bare
+from support.files import read_json_lines
 from tree import PAPER25
-from weights.heads import save_eagle, save_medusa
+from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
+from weights.medusa import save_medusa
 
 PUBLISHED = json.loads(paper_page.PUBLISHED.read_text(encoding="utf-8"))
 FLAGS = "--kernels reference --dtype float64 --questions 2 --max-new-tokens 12 --reps 1 --batches 1 2".split()
@@ -101,11 +104,9 @@ def run(directory, cells, page, *flags, ablation=True):
 def measured(directory, tmp_path_factory):
     """(cell file, page text) of a real measurement with short draft lengths."""
     out = tmp_path_factory.mktemp("out")
-    lengths, paper_page.LENGTHS = paper_page.LENGTHS, range(2, 4)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paper_cells, "LENGTHS", range(2, 4))
         assert run(directory, out / "cells.jsonl", out / "page.md") == 0
-    finally:
-        paper_page.LENGTHS = lengths
     return out / "cells.jsonl", (out / "page.md").read_text()
 
 
@@ -114,7 +115,7 @@ def section(page: str, title: str) -> str:
 
 
 def cells_of(path):
-    return [line for line in paper_page.read_cells(path) if line["type"] == "cell"]
+    return [line for line in read_json_lines(path) if line["type"] == "cell"]
 
 
 def by_hand(cell):
@@ -223,7 +224,7 @@ def test_cells_that_were_not_run_say_why(measured, tmp_path):
     """A hole in the page that looks like a number, or a reason that is lost: int4 cannot group 32 inputs by 128."""
     pytest.importorskip("transformers", reason="one cell is transformers")
     path, page = measured
-    int4 = [line for line in paper_page.read_cells(path) if line["type"] == "not_run"]
+    int4 = [line for line in read_json_lines(path) if line["type"] == "not_run"]
     assert len(int4) == 2 and "group size 128" in section(page, "Table 4")
     assert "no experts" in section(page, "Table 3") and "humaneval: its question file" in section(
         page, "Table 8"
@@ -257,8 +258,8 @@ def test_a_distilled_and_a_plain_draft_llm_have_a_bar_each(measured, tmp_path):
 def test_quick_fills_in_what_was_not_said(monkeypatch):
     """--quick that silently overrides --reps or --max-new-tokens, or a default that it forgets."""
     seen = []
-    monkeypatch.setattr(paper, "measure", lambda args, say: seen.append(args))
-    monkeypatch.setattr(paper, "render", lambda *args: "")
+    monkeypatch.setattr(paper_tables, "measure", lambda args, say: seen.append(args))
+    monkeypatch.setattr(paper_tables, "render", lambda *args: "")
     for flags in ([], ["--quick"], ["--quick", "--reps", "2", "--max-new-tokens", "9", "--questions", "5"]):
         assert paper_tables.main(flags) == 0
     assert [(a.questions, a.max_new_tokens, a.reps) for a in seen] == [(0, 64, 3), (3, 48, 1), (5, 9, 2)]
@@ -271,7 +272,7 @@ def test_a_second_run_measures_nothing_again(measured, directory, tmp_path, monk
     lines = path.read_text().splitlines(keepends=True)
     cells = tmp_path / "cells.jsonl"
     cells.write_text("".join(lines))
-    monkeypatch.setattr(paper, "LENGTHS", range(2, 4))
+    monkeypatch.setattr(paper_cells, "LENGTHS", range(2, 4))
     asked, real = [], paper_cells.measure_single
 
     def counted(base, spec, *rest):
@@ -279,7 +280,7 @@ def test_a_second_run_measures_nothing_again(measured, directory, tmp_path, monk
             asked.append(spec["method"])
         return real(base, spec, *rest)
 
-    monkeypatch.setattr(paper, "measure_single", counted)
+    monkeypatch.setattr(paper_cells, "measure_single", counted)
     assert run(directory, cells, tmp_path / "page.md") == 0 and asked == []
     medusa = next(i for i, text in enumerate(lines) if json.loads(text).get("method") == "medusa")
     rest = [text for text in lines if text != lines[medusa]]
@@ -288,14 +289,14 @@ def test_a_second_run_measures_nothing_again(measured, directory, tmp_path, monk
     assert len(cells_of(cells)) == len(cells_of(path))
     write_head(tiny_model(torch.float32), directory / "token", seed=9)
     assert run(directory, cells, tmp_path / "page.md") == 0 and asked == ["medusa"] + ["eagle1"] * 4
-    kept = paper_page.latest(paper_page.read_cells(cells), cells_of(cells)[0]["weights_sha256"])
+    kept = paper_cells.latest(read_json_lines(cells), cells_of(cells)[0]["weights_sha256"])
     assert sum(c["ablation"] for c in kept if c["type"] == "cell") == 4
 
 
 def test_differing_tokens_are_never_a_speedup(measured, tmp_path):
     """A drafter that changes the text getting its ratio printed; a batch of them hidden in the throughput."""
     path, page = measured
-    lines = paper_page.read_cells(path)
+    lines = read_json_lines(path)
     for line in lines:
         if line["type"] == "cell" and line["label"] == "same tokens" and line["method"] == "eagle1":
             line["runs"][0]["same"] = "differs"
@@ -309,21 +310,17 @@ def test_differing_tokens_are_never_a_speedup(measured, tmp_path):
 
 def test_largest_batch_is_the_last_that_fits(directory, monkeypatch):
     """A batch that runs out of memory, one below the limit, or one that forgets that both arms hold caches."""
-    base = paper.load(str(directory), dtype="float64", device="cpu", kernels="reference")
-    drafter = {"options": {"eagle": str(directory / "eagle1")}}
+    base = load(str(directory), dtype="float64", device="cpu", kernels="reference")
+    head = {"eagle": str(directory / "eagle1")}
+    file = read_eagle(head["eagle"], base.model.config)
     plain, eagle = (
-        paper.plan_memory(
-            base.model.config, paper.replace(base.options, ctx=64, batch_size=5, **options), head
-        )
-        for options, head in (
-            ({}, None),
-            (drafter["options"], paper.checkpoint.read_eagle(drafter["options"]["eagle"], base.model.config)),
-        )
+        plan_memory(base.model.config, replace(base.options, ctx=64, batch_size=5, **options), file_or_none)
+        for options, file_or_none in (({}, None), (head, file))
     )
     need = sum(p.head + p.kv + p.buffers for p in (plain, eagle))
     for free, batch in ((need * 5 // 4 + 4, 5), (need * 5 // 4 - 4, 4), (0, 1), (10**12, 64)):
-        monkeypatch.setattr(paper, "free_memory", lambda device, free=free: free)
-        assert paper_cells.largest_batch(base, drafter, 64, 64) == batch
+        monkeypatch.setattr(paper_cells, "free_memory", lambda device, free=free: free)
+        assert paper_cells.largest_batch(base, head, 64, 64) == batch
 
 
 def test_wrong_flags_are_one_line(directory, tmp_path, capsys):
@@ -332,4 +329,4 @@ def test_wrong_flags_are_one_line(directory, tmp_path, capsys):
     bad = tmp_path / "bad.jsonl"
     bad.write_text("not json\n")
     assert paper_tables.main(["--render", "--cells", str(bad), "--page", str(tmp_path / "p.md")]) == 2
-    assert "not a file of scripts.paper_tables" in capsys.readouterr().err
+    assert "not a file of JSON lines" in capsys.readouterr().err

@@ -8,7 +8,9 @@ import pytest
 
 import kernels
 from kernels.linear import launch_tile
+from model import weight_bytes
 from scripts import predict
+from weights.quantized import QuantLinear
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "rtx3090_prediction.md"
@@ -68,8 +70,10 @@ def test_a_wide_tree_is_bound_by_the_tensor_cores(report):
 def test_bytes_are_those_of_the_engine_s_cost_function():
     """A prediction that counts bytes its own way drifts from what the engine reports."""
     for shape in ("llama-2-7b", "llama-3-8b"):
-        ours, engine = predict.check_bytes(shape)
-        assert ours == pytest.approx(engine, rel=1e-6)
+        model = predict.target(shape)
+        norms = sum(p.numel() * 2 for name, p in model.named_parameters() if "norm" in name)
+        linears = sum(m.weight_bytes_read(1) for m in model.modules() if isinstance(m, QuantLinear))
+        assert linears == pytest.approx(weight_bytes(model) - norms, rel=1e-6)
 
 
 @pytest.mark.skipif(kernels.triton is None, reason="needs triton")

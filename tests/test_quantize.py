@@ -1,10 +1,9 @@
-import ast
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import checkpoint as checkpoint  # FIXME bare
 import pytest
 import torch
 import torch.nn as nn
@@ -12,14 +11,21 @@ from safetensors.torch import load_file, save_file
 
 import kernels
 import quantize
-import quantize as quantize  # FIXME bare
-from model import Experts, ModelConfig, Transformer
-from support import errors as support_errors
-from support import files, texts
-from weights import checkpoint, files, hf, layerwise, rounding
-from weights import heads as weights_heads
-from weights import quantized as weights_quantized
-from weights.quantized import QuantLinear, QuantSpec
+from eagle_draft import EagleHead
+from load import load
+from model import Experts, Transformer, weight_bytes
+from model_config import ModelConfig
+from options import DEMO
+from sampling import SamplingParams
+from scripts import convert
+from support import texts
+from support.errors import NotEnoughMemory, UsageError
+from support.files import write_json
+from training import demo_model
+from weights import checkpoint, files, hf, quantizer, rounding
+from weights.heads import EagleConfig, read_eagle, read_quantized_eagle, save_eagle, save_quantized_eagle
+from weights.quality import Tally
+from weights.quantized import QuantExperts, QuantLinear, QuantSpec, adopt_, empty_tensors, held_bytes, pack_
 from weights.rounding import quantize_gptq, quantize_rtn
 
 CONFIG = ModelConfig(
@@ -68,6 +74,15 @@ def run(*argv) -> int:
 
 def tokens(count: int = 4, length: int = 33, seed: int = 1) -> torch.Tensor:
     return torch.randint(192, (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def measure(before: Transformer, after: Transformer, tokens: torch.Tensor) -> dict[str, float]:
+    """What a receipt says, computed with whole models."""
+    tally = Tally()
+    for row in tokens:
+        tally.add(*(m.logits(m.forward_train(row[None, :-1])[0])[0] for m in (before, after)), row[1:])
+    return tally.report()
 
 
 def correlated(n: int, k: int, rows: int = 2048):
@@ -230,7 +245,7 @@ def test_changing_the_dtype_keeps_scales_and_repacks():
     assert layer.scales.dtype == torch.float16 and torch.equal(layer.scales, scales) and layer.packed is None
     assert layer(x.bfloat16()).dtype == torch.bfloat16
     assert torch.equal(layer(x), first)
-    meta = QuantLinear.empty((48, 128), 4, 32).to(torch.bfloat16)
+    meta = QuantLinear(empty_tensors((48, 128), 4, 32)).to(torch.bfloat16)
     assert meta.scales.dtype == torch.float16
 
 
@@ -240,7 +255,7 @@ def test_quant_experts_route_and_multiply_like_experts(mode):
     model = tiny(MIXTRAL)
     block = model.layers[0]
     rounding.quantize_(block, QuantSpec(mode, 32))
-    assert isinstance(block.mlp, weights_quantized.QuantExperts) and isinstance(block.mlp.router, nn.Linear)
+    assert isinstance(block.mlp, QuantExperts) and isinstance(block.mlp.router, nn.Linear)
     plain = Experts(MIXTRAL)
     plain.router = block.mlp.router
     plain.gate_up.data, plain.down.data = block.mlp.gate_up.dequantize(), block.mlp.down.dequantize()
@@ -251,8 +266,6 @@ def test_quant_experts_route_and_multiply_like_experts(mode):
 
 def test_bytes_read_count_codes_scales_and_touched_experts():
     """Prevents reports that count fp16 bytes for int4 weights, or all experts when a token reads two of four."""
-    from model import weight_bytes
-
     layer = QuantLinear(random_stored(zeros=True))
     assert layer.weight_bytes_read(1) == 48 * 64 + 48 * 4 * 2 + 48 * 4 == weight_bytes(layer)
     experts = tiny(MIXTRAL).layers[0].mlp
@@ -283,17 +296,17 @@ def test_packing_holds_what_is_planned(mode, config, dtype):
     model, x = tiny(config), tokens(1, 9)
     rounding.quantize_(model, QuantSpec(mode, 32))
     model.to(dtype)
-    plan = weights_quantized.held_bytes(model.state_dict(), dtype, "cpu")
+    plan = held_bytes(model.state_dict(), dtype, "cpu")
     before = {name: c.dequantize() for name, c in model.named_modules() if isinstance(c, QuantLinear)}
     want = model.logits(model.forward_train(x)[0])
-    weights_quantized.pack_(model, dtype)
+    pack_(model, dtype)
     assert held(model) - held(model.rotary) == pytest.approx(plan, rel=0.01)
     assert torch.equal(model.logits(model.forward_train(x)[0]), want)
     for name, matrix in before.items():
         layer = model.get_submodule(name)
         assert torch.equal(layer.dequantize(), matrix)
         assert (layer.qweight is None) == (dtype != torch.bfloat16)
-    weights_quantized.pack_(model, dtype)  # again: what is dense stays
+    pack_(model, dtype)  # again: what is dense stays
     assert torch.equal(model.logits(model.forward_train(x)[0]), want)
 
 
@@ -301,23 +314,19 @@ def test_packing_holds_what_is_planned(mode, config, dtype):
 def test_the_plan_of_a_quantized_model_and_head_is_what_the_engine_holds(tmp_path, mode):
     """Prevents a memory plan that counts a quantized model as its file although a CPU decodes with dense matrices (6.4 MB
     planned, 38 held), or a quantized head as half precision."""
-    import generate as generate  # FIXME bare
-    import load as load_module
-
-    model, head = checkpoint.load_model(load_module.DEMO), load_module.DEMO / "eagle3"
-    config = json.loads((load_module.DEMO / "config.json").read_text())
+    model = checkpoint.load_model(DEMO)
+    config = json.loads((DEMO / "config.json").read_text())
     spec = QuantSpec(mode, 128)
     rounding.quantize_(model, spec)
-    (tmp_path / "q" / "eagle").mkdir(parents=True)
+    (tmp_path / "q").mkdir()
     files.write_safetensors(tmp_path / "q" / "model.safetensors", model.state_dict())
     stored = {"version": 1, **vars(spec)}
-    files.write_json(tmp_path / "q" / "config.json", config | {"eaglet_quant": stored})
-    raw, tensors, _ = quantize.quantize_head(head, model.config, spec)
-    files.write_safetensors(tmp_path / "q" / "eagle" / "model.safetensors", tensors)
-    files.write_json(tmp_path / "q" / "eagle" / "config.json", raw)
+    write_json(tmp_path / "q" / "config.json", config | {"eaglet_quant": stored})
+    head_config, tensors, _ = quantize.quantize_head(DEMO / "eagle3", model.config, spec)
+    save_quantized_eagle(head_config, tensors, spec, tmp_path / "q" / "eagle")
     for dtype in ("float32", "bfloat16"):
         options = {"device": "cpu", "ctx": 512, "dtype": dtype}
-        engine = load_module.load(tmp_path / "q", eagle=str(tmp_path / "q" / "eagle"), **options)
+        engine = load(tmp_path / "q", eagle=str(tmp_path / "q" / "eagle"), **options)
         weights = held(engine.model) - held(engine.model.rotary)
         assert engine.plan.weights == pytest.approx(weights, rel=0.05)
         assert engine.plan.head == pytest.approx(held(engine.head) - held(engine.head.rotary), rel=0.05)
@@ -349,14 +358,14 @@ def test_experts_are_packed_one_at_a_time(bits, layout, monkeypatch):
         count = sum(
             t.nbytes for t in (packed.weight, packed.scales, packed.zeros, packed.counters) if t is not None
         )
-        assert weights_quantized.held_bytes(stored, torch.float16, "cuda") == count
+        assert held_bytes(stored, torch.float16, "cuda") == count
 
 
 def test_packed_modules_trace_as_one_graph():
     """Prevents lazy packing inside a trace, a graph break per linear, or a compilation per layer."""
     model = tiny(CONFIG)
     rounding.quantize_(model, QuantSpec("int4", 32))
-    weights_quantized.pack_(model, torch.float32)
+    pack_(model, torch.float32)
     x = torch.randn(1, 3, 128)
     compiled = torch.compile(lambda mlp, x: mlp(x), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(model.layers[0].mlp, x), model.layers[0].mlp(x))
@@ -377,11 +386,9 @@ def test_specs_are_validated():
             QuantSpec(**bad)
     spec = QuantSpec("int4", 128, lm_head="fp16")
     assert [spec.bits(n, 128) for n in ("fc", "layers.0.mlp.router", "lm_head")] == [4, 16, 16]
-    with pytest.raises(
-        support_errors.UsageError, match=r"layers\.0\.mlp\.down: .* 128 does not divide its 320 .*32 or 64"
-    ):
+    with pytest.raises(UsageError, match=r"layers\.0\.mlp\.down: .* 128 does not divide its 320 .*32 or 64"):
         spec.bits("layers.0.mlp.down", 320)
-    with pytest.raises(support_errors.UsageError, match="use --mode int8"):
+    with pytest.raises(UsageError, match="use --mode int8"):
         spec.bits("o", 100)
 
 
@@ -391,7 +398,7 @@ def test_plain_weights_on_a_cpu_lie_column_by_column():
         model, tokens = tiny(config), torch.arange(8)[None]
         before = {name: p.clone() for name, p in model.named_parameters()}
         want = model.logits(model.forward_train(tokens)[0])
-        weights_quantized.pack_(model, torch.float32)
+        pack_(model, torch.float32)
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
         torch.testing.assert_close(model.logits(model.forward_train(tokens)[0]), want)
         head = model.embed_tokens if model.lm_head is None else model.lm_head
@@ -432,9 +439,9 @@ def test_receipts_are_true(tmp_path, config, options, capsys):
     out = tmp_path / "q"
     assert run("--checkpoint", source, "--out", out, *options) == 0, capsys.readouterr().err
     receipt = json.loads((out / "receipt.json").read_text())
-    text = texts.token_windows([], None, 192, layerwise.EVALUATION_WINDOWS, 40)
+    text = texts.token_windows([], None, 192, quantize.EVALUATION_WINDOWS, 40)
     before, after = checkpoint.load_model(source), checkpoint.load_model(out, dtype=torch.float32)
-    again = layerwise.measure(before, after, text)
+    again = measure(before, after, text)
     for key in ("perplexity_before", "perplexity_after", "mean_kl"):
         assert receipt[key] == pytest.approx(again[key], rel=2e-3, abs=1e-6), key
     assert receipt["top1_agreement"] == pytest.approx(again["top1_agreement"], abs=0.005)
@@ -468,7 +475,7 @@ def test_gptq_beats_rtn_on_a_whole_model(tmp_path):
     kl = {}
     for algorithm in ("rtn", "gptq"):
         spec = QuantSpec("int4", 128, algorithm)
-        receipt = layerwise.quantize_checkpoint(
+        receipt = quantizer.quantize_checkpoint(
             source, tmp_path / algorithm, spec, tokens(16, 32, 7), tokens()
         )
         kl[algorithm] = receipt["mean_kl"]
@@ -496,6 +503,8 @@ def test_loading_keeps_codes_and_scales_whatever_the_dtype(tmp_path):
         assert tensor.dtype == (stored[name].dtype if quant else torch.bfloat16), name
         assert torch.equal(tensor, stored[name].to(tensor.dtype))
     assert model.rotary.length == 40 and stored["embed_tokens.weight"].dtype == torch.float16
+    found = checkpoint.Checkpoint.open(out)
+    assert (found.kind, found.quantization, model.quant) == ("eaglet", "int4", "int4")
     assert checkpoint.load_model(out).dtype == torch.float16
 
 
@@ -544,8 +553,9 @@ def test_unusable_requests_exit_with_one_line(tmp_path, capsys):
         tensors | {"model.layers.1.mlp.down_proj.weight": tensors["model.layers.1.mlp.down_proj.weight"] / 0},
         nan / "model.safetensors",
     )
+    assert convert.main([str(out), str(tmp_path / "converted")]) == 3
+    assert "is quantized (int4). Convert the original" in capsys.readouterr().err
     before = sorted(p.name for p in tmp_path.iterdir())
-    capsys.readouterr()
     cases = [
         (2, "already quantized", ["--checkpoint", out]),
         (2, "group size 128 does not divide its 288 inputs; use --group-size 32", ["--checkpoint", odd]),
@@ -557,7 +567,7 @@ def test_unusable_requests_exit_with_one_line(tmp_path, capsys):
         (3, "config.json", ["--checkpoint", busy]),
         (3, "cannot be read", ["--checkpoint", source, "--eval-text", tmp_path / "none.txt"]),
         (3, "refused: mean KL", ["--checkpoint", source, "--refuse-kl", "1e-9"]),
-        (3, "layers.1.mlp.down.weight holds NaN", ["--checkpoint", nan]),
+        (3, "layers.1.mlp.down_proj.weight holds NaN", ["--checkpoint", nan]),
     ]
     for code, message, argv in cases:
         new = [] if "--out" in argv else ["--out", tmp_path / "new"]
@@ -582,7 +592,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, capsys, 
             raise OSError(28, "No space left on device")
         return real(path, tensors, *rest)
 
-    monkeypatch.setattr(checkpoint, "write_safetensors", full)
+    monkeypatch.setattr(quantizer, "write_safetensors", full)
     assert run("--checkpoint", source, "--algorithm", algorithm) == 3
     err = capsys.readouterr().err
     assert "No space left on device" in err and ("m-int4.partial: the same command" in err) == (
@@ -592,7 +602,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, capsys, 
     assert left == (["m"] if algorithm == "rtn" else ["m", "m-int4.partial"])
     for part in (tmp_path / "m-int4.partial").glob("*.safetensors"):
         load_file(part)  # what GPTQ keeps for resuming is complete
-    monkeypatch.setattr(checkpoint, "write_safetensors", real)
+    monkeypatch.setattr(quantizer, "write_safetensors", real)
     assert run("--checkpoint", source, "--algorithm", algorithm) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "m-int4"]
 
@@ -600,7 +610,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, capsys, 
 @pytest.mark.parametrize("name", ["embedding.safetensors", "layer-0001.safetensors", "config.json"])
 def test_a_file_that_cannot_be_finished_leaves_no_part(tmp_path, monkeypatch, capsys, name):
     """Prevents `.part` files in OUT.partial after "nothing half-written was left" (a file size limit, a full disk)."""
-    source, real = saved(tmp_path / "m", CONFIG), checkpoint.os.replace
+    source, real = saved(tmp_path / "m", CONFIG), os.replace
 
     def refuse(part, path):
         if Path(path).name == name:
@@ -608,7 +618,7 @@ def test_a_file_that_cannot_be_finished_leaves_no_part(tmp_path, monkeypatch, ca
             raise OSError(27, "File too large")
         real(part, path)
 
-    monkeypatch.setattr(checkpoint.os, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     assert run("--checkpoint", source, "--algorithm", "gptq") == 3
     err = capsys.readouterr().err
     assert "File too large" in err and len(err.splitlines()) == 1
@@ -630,28 +640,28 @@ def test_interrupted_gptq_resumes_to_the_same_bytes(tmp_path):
     """Prevents a resumed run that calibrates later layers on other inputs, or that reuses another job's layers."""
     source, spec = saved(tmp_path / "m", UNTIED), QuantSpec("int4", 32, "gptq")
     calibration, text = tokens(8, 32, 7), tokens()
-    whole = layerwise.quantize_checkpoint(source, tmp_path / "whole", spec, calibration, text)
+    whole = quantizer.quantize_checkpoint(source, tmp_path / "whole", spec, calibration, text)
 
     def stop(done, total, name):
         raise KeyboardInterrupt
 
     out = tmp_path / "q"
     with pytest.raises(KeyboardInterrupt):
-        layerwise.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
+        quantizer.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
     kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "q.partial").glob("*.safetensors")}
     assert "layer-0000.safetensors" in kept and not out.exists()
     with pytest.raises(KeyboardInterrupt):  # the same job again: the finished layer is not written anew
-        layerwise.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
+        quantizer.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
     assert kept == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "q.partial").glob("*.safetensors")}
-    resumed = layerwise.quantize_checkpoint(source, out, spec, calibration, text)
+    resumed = quantizer.quantize_checkpoint(source, out, spec, calibration, text)
     same = [(tmp_path / d / "model.safetensors").read_bytes() for d in ("whole", "q")]
     assert same[0] == same[1] and not (tmp_path / "q.partial").exists()
     for key in ("mean_kl", "perplexity_after", "worst_layers"):
         assert resumed[key] == whole[key]
     shutil.rmtree(out)
     with pytest.raises(KeyboardInterrupt):
-        layerwise.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
-    other = layerwise.quantize_checkpoint(source, out, replace(spec, mode="int8"), calibration, text)
+        quantizer.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
+    other = quantizer.quantize_checkpoint(source, out, replace(spec, mode="int8"), calibration, text)
     assert other["mean_kl"] < whole["mean_kl"] / 10  # not a mixture of both jobs
 
 
@@ -669,7 +679,7 @@ def test_only_one_layer_is_in_memory(tmp_path):
         ]
         seen.append(len(floats))
 
-    layerwise.quantize_checkpoint(
+    quantizer.quantize_checkpoint(
         source, tmp_path / "q", QuantSpec("int4", 64), tokens(0, 32), tokens(), progress=count
     )
     assert seen == [0] * 5
@@ -683,7 +693,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path):
         saved(source, CONFIG, seed=1)
 
     with pytest.raises(ValueError, match="changed while they were read"):
-        layerwise.quantize_checkpoint(
+        quantizer.quantize_checkpoint(
             source, tmp_path / "q", QuantSpec("int8"), tokens(0, 32), tokens(), progress=replaced
         )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
@@ -823,6 +833,13 @@ def test_published_checkpoints_load_to_the_exact_matrices(tmp_path, kind, option
     config = options.get("config", UNTIED)
     matrices = published(tmp_path / "m", kind, **options)
     model = checkpoint.load_model(tmp_path / "m")
+    found = checkpoint.Checkpoint.open(tmp_path / "m")
+    method = {"ct": "compressed-tensors"}.get(kind, kind)
+    assert (found.kind, found.quantization, model.quant) == (
+        "published",
+        f"int4 ({method})",
+        f"int4 ({method})",
+    )
     floats = tiny(config)
     for name, view in hf.hf_views(floats).items():
         if name in matrices:
@@ -921,16 +938,7 @@ def test_published_checkpoints_cannot_be_quantized_again(tmp_path, capsys):
 
 def test_default_texts_respect_the_demo_models_split():
     """Prevents calibrating or measuring on the wrong side of the demo model's training split."""
-    tree = ast.parse((Path(quantize.__file__).parent / "scripts" / "train_demo.py").read_text())
-    named = {
-        t.id: n.value
-        for n in tree.body
-        if isinstance(n, ast.Assign)
-        for t in n.targets
-        if isinstance(t, ast.Name)
-    }
-    assert list(ast.literal_eval(named["HELD_OUT"])) == texts.HELD_OUT
-    assert list(ast.literal_eval(named["LEFT_OUT"])) == texts.LEFT_OUT
+    assert demo_model.stdlib_files is texts.stdlib_files and demo_model.HELD_OUT is texts.HELD_OUT
     assert any("class ArgumentParser" in text for text in texts.stdlib_texts(True))
     assert not any("class ArgumentParser" in text for text in texts.stdlib_texts(False))
 
@@ -976,22 +984,18 @@ def test_token_windows_cover_the_text():
 
 def tiny_head(path: Path, target: ModelConfig, version: int = 1) -> Path:
     """A random EAGLE head for `target`, as published ones are stored."""
-    from eagle_draft import EagleHead
-
     layer = replace(target, num_hidden_layers=1, windows=(0,), qkv_bias=False)
     third = {"taps": (0, 1, 2), "has_lm_head": True} if version == 3 else {"fc_bias": True}
-    config = weights_heads.EagleConfig(version, layer, 128, target_vocab_size=192, **third)
+    config = EagleConfig(version, layer, 128, target_vocab_size=192, **third)
     torch.manual_seed(9)
     head = EagleHead(config, tiny(target))
-    weights_heads.save_eagle(config, head.state_dict(), path)
+    save_eagle(config, head.state_dict(), path)
     return path
 
 
 @pytest.mark.parametrize("version, bits", [(1, 4), (3, 4), (3, 8)])
 def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
     """Prevents a head that stays in half precision, loses fc.bias or its own LM head, or a receipt without tau."""
-    from eagle_draft import EagleHead
-
     source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED, version)
     argv = ["--checkpoint", source, "--out", tmp_path / "q", "--group-size", 32, "--eagle", head]
     argv += ["--eagle-mode", "int8"] if bits == 8 else []
@@ -1002,13 +1006,13 @@ def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
         receipt["head"]["bytes_after"] < receipt["head"]["bytes_before"] / (4 if bits == 4 else 3)
         and "tau" in capsys.readouterr().out
     )
-    plain, file = weights_heads.read_eagle(head, UNTIED), weights_heads.read_head(tmp_path / "q" / "eagle")
+    plain, file = read_eagle(head, UNTIED), read_quantized_eagle(tmp_path / "q" / "eagle")
     assert file.config == plain.config
     heads = []
     for tensors in (plain.tensors, file.tensors):
         with torch.device("meta"):
             heads.append(EagleHead(plain.config, tiny(UNTIED)))
-        weights_quantized.adopt_(heads[-1], tensors, "cpu", torch.float32)
+        adopt_(heads[-1], tensors, "cpu", torch.float32)
         assert not any(t.is_meta for t in heads[-1].state_dict().values())
     linears = {name: c.bits for name, c in heads[1].named_modules() if isinstance(c, QuantLinear)}
     names = ["fc", "layer.attention.qkv", "layer.attention.o", "layer.mlp.gate_up", "layer.mlp.down"]
@@ -1018,21 +1022,17 @@ def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
     assert (heads[0].fc.bias is None) == (heads[1].fc.bias is None)
     with pytest.raises(ValueError, match=r"fc is \[128, \d+\], expected"):
         heads[0].fc = nn.Linear(64, 128)
-        weights_quantized.adopt_(heads[0], file.tensors, "cpu", torch.float32)
+        adopt_(heads[0], file.tensors, "cpu", torch.float32)
     (tmp_path / "q" / "eagle" / "config.json").write_text('{"eaglet_quant": {"version": 1}}')
     with pytest.raises(ValueError, match="required key 'mode' is missing"):
-        weights_heads.read_head(tmp_path / "q" / "eagle")
+        read_quantized_eagle(tmp_path / "q" / "eagle")
 
 
 @pytest.mark.parametrize("kind", ["plan", "cuda", "host", "allocator"])
 def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monkeypatch, kind):
     """Prevents losing all the work because the unquantized model, whose size was the reason, does not fit in memory."""
-    import generate as generate  # FIXME bare
-    import load as load_module
-    from support import errors as support_errors
-
     errors = {
-        "plan": support_errors.NotEnoughMemory("not enough memory: plan 9 GB,\nfree 1 GB."),
+        "plan": NotEnoughMemory("not enough memory: plan 9 GB,\nfree 1 GB."),
         "cuda": torch.OutOfMemoryError("CUDA out of memory"),
         "host": MemoryError(),
         "allocator": RuntimeError(
@@ -1043,16 +1043,16 @@ def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monke
         saved(tmp_path / "m", UNTIED),
         tiny_head(tmp_path / "h", UNTIED),
         [],
-        load_module.load,
+        load,
     )
 
-    def load(directory, **options):
+    def limited(directory, **options):
         devices.append(options["device"])
         if Path(directory) == source:
             raise errors[kind]
         return real(directory, **options)
 
-    monkeypatch.setattr(generate, "load", load)
+    monkeypatch.setattr(quantize, "load", limited)
     argv = [
         "--checkpoint",
         source,
@@ -1083,7 +1083,7 @@ def test_running_out_of_memory_is_exit_code_4(tmp_path, capsys, monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
     source = saved(tmp_path / "m", CONFIG)
-    monkeypatch.setattr(quantize, "_hessians", full)  # the embedding is finished by then
+    monkeypatch.setattr(quantizer, "_hessians", full)  # the embedding is finished by then
     assert run("--checkpoint", source, "--algorithm", "gptq") == 4
     assert "the same command goes on" in capsys.readouterr().err
 
@@ -1105,9 +1105,6 @@ def test_a_head_that_does_not_fit_is_refused_before_any_work(tmp_path, capsys):
 )
 def test_a_drafter_does_not_change_what_a_quantized_model_says(tmp_path, options):
     """Prevents quantized linears whose result for a row depends on how many rows there are (exact in float64)."""
-    from load import load
-    from sampling import SamplingParams
-
     source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED)
     assert run("--checkpoint", source, "--out", tmp_path / "q", *options) == 0
     emitted = []

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from scripts import train_demo
-from scripts import train_demo as train_demo  # FIXME bare
-from training import corpus, demo_model
+from training import demo_model
 
 VOCAB = 400
 TINY = replace(
@@ -33,8 +32,8 @@ def tokenizer(tmp_path_factory) -> bytes:
     """The tiny corpus' tokenizer, trained once."""
     stdlib, path = Path(sysconfig.get_paths()["stdlib"]), tmp_path_factory.mktemp("spm") / "tokenizer.model"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_demo, "VOCAB_SIZE", VOCAB)
-        corpus.train_tokenizer([stdlib / "bisect.py", stdlib / "heapq.py"], path)
+        patch.setattr(demo_model, "VOCAB_SIZE", VOCAB)
+        demo_model.train_tokenizer([stdlib / "bisect.py", stdlib / "heapq.py"], path)
     return path.read_bytes()
 
 
@@ -42,10 +41,10 @@ def tokenizer(tmp_path_factory) -> bytes:
 def run(tokenizer, tmp_path, monkeypatch):
     """run(name, *flags) -> exit code of a tiny training in tmp_path / name, exported to its `out`."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    monkeypatch.setattr(train_demo, "VOCAB_SIZE", VOCAB)
-    monkeypatch.setattr(train_demo, "CONFIG", TINY)
-    monkeypatch.setattr(train_demo, "LENGTHS", (32, 64))
-    monkeypatch.setattr(train_demo, "stdlib_files", lambda: ([stdlib / "bisect.py"], [stdlib / "heapq.py"]))
+    monkeypatch.setattr(demo_model, "VOCAB_SIZE", VOCAB)
+    monkeypatch.setattr(demo_model, "CONFIG", TINY)
+    monkeypatch.setattr(demo_model, "LENGTHS", (32, 64))
+    monkeypatch.setattr(demo_model, "stdlib_files", lambda: ([stdlib / "bisect.py"], [stdlib / "heapq.py"]))
     before = signal.getsignal(signal.SIGINT)
 
     def train(name: str, *flags: str) -> int:
@@ -77,7 +76,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(run, tmp_path, monkeypatch, c
     """Bug: Ctrl-C ends in a traceback and loses up to 200 steps, or a resumed run ends in other weights because the state
     was saved in the middle of a step."""
     assert run("whole") == 0
-    real, drawn = corpus.batch, []
+    real, drawn = demo_model.batch, []
 
     def batch(*args):
         drawn.append(args)
@@ -85,7 +84,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(run, tmp_path, monkeypatch, c
             os.kill(os.getpid(), signal.SIGINT)
         return real(*args)
 
-    monkeypatch.setattr(train_demo, "batch", batch)
+    monkeypatch.setattr(demo_model, "batch", batch)
     capsys.readouterr()
     assert run("stopped") == 130 and not (tmp_path / "stopped" / "out").exists()
     lines = [line for line in capsys.readouterr().err.splitlines() if "interrupted" in line]
@@ -103,7 +102,7 @@ def test_a_second_ctrl_c_does_not_wait(run, monkeypatch, capsys):
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("the second Ctrl-C did nothing")
 
-    monkeypatch.setattr(train_demo, "batch", stuck)
+    monkeypatch.setattr(demo_model, "batch", stuck)
     assert run("a") == 130
     assert len([line for line in capsys.readouterr().err.splitlines() if "interrupted" in line]) == 1
 
@@ -113,13 +112,22 @@ def test_another_runs_directory_gives_one_line(run, tmp_path, capsys):
     assert run("a") == 0
     state = tmp_path / "a" / "train_state.pt"
     good = state.read_bytes()
-    torch.save({"settings": {}, "head": {}}, tmp_path / "head.pt")  # what the training of heads keeps
+    kept = torch.load(state, weights_only=True)
+    foreign = {
+        "older": {"settings": {}, "head": {}},
+        "head": kept | {"run": {"--version": 1, "--seed": 0}},
+        "partial": {name: value for name, value in kept.items() if name != "optims"},
+    }
+    for name, content in foreign.items():
+        torch.save(content, tmp_path / name)
     cases = [
-        (["--seed", "1"], good, "from another run (seed 0, here 1)"),
-        (["--steps", "7"], good, "from another run (steps 6, here 7)"),
-        (["--batch-tokens", "128"], good, "from another run (batch_tokens 64, here 128)"),
-        ([], (tmp_path / "head.pt").read_bytes(), "not a training state of this script"),
-        ([], good[: len(good) // 2], "not a training state of this script"),
+        (["--seed", "1"], good, "from another run (--seed 0, here 1)"),
+        (["--steps", "7"], good, "from another run (--steps 6, here 7)"),
+        (["--batch-tokens", "128"], good, "from another run (--batch-tokens 64, here 128)"),
+        ([], (tmp_path / "head").read_bytes(), "from another run (--steps None, here 6)"),
+        ([], (tmp_path / "older").read_bytes(), "not a training state of this command"),
+        ([], (tmp_path / "partial").read_bytes(), "not a training state of this command"),
+        ([], good[: len(good) // 2], "not a training state of this command"),
     ]
     for flags, content, says in cases:
         state.write_bytes(content)
@@ -144,7 +152,7 @@ def test_another_runs_directory_gives_one_line(run, tmp_path, capsys):
 def test_the_defaults_are_the_recipe_of_the_card(monkeypatch):
     """Bug: `python -m scripts.train_demo` says that it makes demo/ again and trains something else."""
     seen = []
-    monkeypatch.setattr(train_demo, "train", seen.append)
+    monkeypatch.setattr(demo_model, "train", seen.append)
     assert train_demo.main([]) == 0
     card = (Path(train_demo.__file__).parents[1] / "demo" / "CARD.md").read_text()
     args = seen[0]

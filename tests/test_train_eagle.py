@@ -1,4 +1,4 @@
-"""Tests of scripts/train_eagle.py and of the training losses in eagle_draft.py, on a tiny random target."""
+"""Training of EAGLE heads on a tiny random target, and the training losses in eagle_draft.py."""
 
 import json
 import math
@@ -16,15 +16,19 @@ import torch.nn.functional as F
 
 import load
 from eagle_draft import FEATURE_NOISE, loss_eagle1, loss_eagle3
-from model import ModelConfig, Transformer
+from model import Transformer
+from model_config import ModelConfig
 from sampling import SamplingParams
 from scripts import train_eagle
 from scripts.train_eagle import parse
 from tokenizer import load_tokenizer
-from training import data as training_data
-from training import eagle, eagle_head
-from training.data import TokenData, World, chat_row, read_messages
-from training.eagle_head import INPUTS, TrainHead
+from training import eagle, sources
+from training.data import Batch, TokenData, step_batches
+from training.drafters import train
+from training.eagle import INPUTS, TrainHead
+from training.evaluation import Evaluation
+from training.loop import World
+from training.sources import chat_row, read_messages
 from weights.checkpoint import load_config, load_model
 from weights.heads import read_eagle
 from weights.hf import save_hf
@@ -55,7 +59,7 @@ def files(tmp_path_factory):
     target.lm_head.weight.data *= 6  # random logits are nearly flat: nothing to learn from
     save_hf(target, folder / "target")
     ids = np.random.default_rng(0).integers(0, V, 20000).astype(np.int32)
-    TokenData(ids, np.ones(len(ids), bool), np.array([0, len(ids)]), True).save(folder / "data.npz")
+    TokenData.from_stream(ids).save(folder / "data.npz")
     return folder
 
 
@@ -79,7 +83,7 @@ def options(files, out, *more, version=1, steps=6, **given):
 
 
 def run(files, out, *more, **given):
-    return eagle.train(parse(options(files, out, *more, **given)))
+    return train(eagle.EagleTraining, parse(options(files, out, *more, **given)))
 
 
 def saved(out):
@@ -92,7 +96,7 @@ def tiny_head(files, version=1, inputs=INPUTS[0], draft_vocab=None, seed=3):
     more = ["--draft-vocab", str(draft_vocab)] if draft_vocab else []
     args = parse(options(files, "unused", *more, version=version))
     ids = torch.arange(0, 2 * draft_vocab, 2) if draft_vocab else None
-    head = TrainHead(eagle_head.head_config(target.config, args), target, ids, inputs).double()
+    head = TrainHead(eagle.head_config(target.config, args), target, ids, inputs).double()
     generator = torch.Generator().manual_seed(seed)
     for p in head.parameters():
         torch.nn.init.normal_(p, std=0.3, generator=generator)
@@ -137,7 +141,7 @@ def test_resume_is_exact(files, tmp_path, version):
     assert part["step"] == 3
     rest = run(files, tmp_path / "b", version=version, steps=6)
     assert rest["loss_curve"] == whole["loss_curve"]
-    a, b = saved(tmp_path / "a")["head"], saved(tmp_path / "b")["head"]
+    a, b = saved(tmp_path / "a")["module"], saved(tmp_path / "b")["module"]
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -162,7 +166,7 @@ def test_accumulation_with_rows_of_different_lengths(files, tmp_path):
     rng, rows = np.random.default_rng(1), []
     for n in rng.integers(8, 60, 40):
         rows.append((rng.integers(0, V, n).tolist(), (np.arange(n) >= n // 3).tolist()))
-    TokenData.from_rows(rows, stream=False).save(tmp_path / "chats.npz")
+    TokenData.from_rows(rows).save(tmp_path / "chats.npz")
     more = ["--data", str(tmp_path / "chats.npz"), "--optimizer", "adamw"]
     big = run(files, tmp_path / "a", *more, batch=6)["loss_curve"]
     small = run(files, tmp_path / "b", *more, batch=2, accumulate=3)["loss_curve"]
@@ -183,7 +187,15 @@ def test_two_processes_equal_one_with_the_doubled_batch(files, tmp_path):
 
 def evaluation_of(files, target, *more):
     args = parse(options(files, "unused", "--eval-prompts", "3", "--eval-tokens", "24", *more))
-    return eagle_head.Evaluation(target, (), training_data.load_data(args, target, None)[1], args)
+    return Evaluation(target, (), sources.load_data(args, target, None)[1], args)
+
+
+def tau_of(directory, files, target, *more):
+    """tau of the head in `directory`, on the prompts that training measures on."""
+    args = parse(options(files, "unused", version=1))
+    training = eagle.EagleTraining(args, target)
+    evaluation = evaluation_of(files, target, *more)
+    return evaluation.tau(training.drafter(training.read(directory), evaluation))
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -191,12 +203,11 @@ def test_exported_head_drafts_the_same(files, trained, version):
     """An export that loses or permutes a tensor, rounds differently from what was measured, or misses a config key."""
     out, card = trained[version]
     target = load_model(files / "target", dtype=torch.float32)
-    found, state = read_eagle(out, target.config), saved(out)["head"]
+    found, state = read_eagle(out, target.config), saved(out)["module"]
     assert found.notes == [] and set(found.tensors) == set(state)
     for name, tensor in state.items():
         assert torch.equal(found.tensors[name], tensor.to(found.tensors[name].dtype)), name
-    head = eagle_head.build_head(found.config, found.tensors, target)
-    again = evaluation_of(files, target).tau(head)
+    again = tau_of(out, files, target)
     assert again == {k: card[f"{k}_greedy"] for k in ("tau", "accepted_by_depth")}
 
 
@@ -205,9 +216,7 @@ def test_chain_tau_without_the_engine_equals_the_engine(files, trained, version)
     """Draft rows, positions or attention of training differ from those of drafting."""
     out, card = trained[version]
     target = load_model(files / "target", dtype=torch.float32)
-    found = read_eagle(out, target.config)
-    head = eagle_head.build_head(found.config, found.tensors, target)
-    measured = evaluation_of(files, target, "--tree", "chain:5").tau(head)["tau"]
+    measured = tau_of(out, files, target, "--tree", "chain:5")["tau"]
     assert measured > 1.2
     assert card["chain_tau"] == pytest.approx(measured, abs=0.02)
 
@@ -465,7 +474,7 @@ def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, cap
     path.write_text(
         "\n".join(map(json.dumps, [SHAREGPT, bad, OPENAI, {"x": 1}, {"messages": [{"role": "tool"}]}]))
     )
-    conversations, texts, left_out = training_data.read_records(str(path))
+    conversations, texts, left_out = sources.read_records(str(path))
     assert (
         len(conversations) == 2
         and texts == []
@@ -473,7 +482,7 @@ def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, cap
     )
     path.write_text('{"messages": ')
     with pytest.raises(ValueError, match="not JSON"):
-        training_data.read_records(str(path))
+        sources.read_records(str(path))
 
 
 @pytest.mark.parametrize("chats", [True, False])
@@ -494,7 +503,7 @@ def test_regenerated_data_is_the_targets_own(tokenizer_files, tmp_path, chats):
     argv += ["--work", str(tmp_path), "--regenerate", "3", "--regenerate-tokens", "12", "--length", "40"]
     args = parse([*argv, "--prompt-length", "10"])
     target, tokenizer = load_model(tokenizer_files), load_tokenizer(tokenizer_files)
-    parts = training_data.load_data(args, target, tokenizer)
+    parts = sources.load_data(args, target, tokenizer)
     (cache,) = tmp_path.glob("data-*.npz")
     data, stamp = TokenData.load(cache), cache.stat().st_mtime_ns
     assert sum(p.rows for p in parts) == data.rows == 3 and not data.stream
@@ -505,34 +514,34 @@ def test_regenerated_data_is_the_targets_own(tokenizer_files, tmp_path, chats):
             assert "hello" not in text and "hi" in text and "unanswered" not in text
         else:
             assert mask.tolist() == [False] * 10 + [True] * (len(ids) - 10) and len(ids) > 10
-    training_data.load_data(args, target, tokenizer)
+    sources.load_data(args, target, tokenizer)
     assert cache.stat().st_mtime_ns == stamp
 
 
 def test_draft_vocabulary_is_the_most_frequent_answer_tokens():
     """Frequencies of the prompts counted, ids unsorted, or too few ids when little data is at hand."""
     data = TokenData.from_rows(
-        [([5, 9, 9, 2, 2, 7, 7, 7], [False, True, True, True, True, False, False, True])], False
+        [([5, 9, 9, 2, 2, 7, 7, 7], [False, True, True, True, True, False, False, True])]
     )
-    assert eagle_head.draft_vocabulary(data, 3, 12).tolist() == [2, 7, 9]
-    assert eagle_head.draft_vocabulary(data, 5, 12).tolist() == [0, 1, 2, 7, 9]
-    assert eagle_head.draft_vocabulary(data, 12, 12) is None
+    assert eagle.frequent_tokens(data, 3, 12).tolist() == [2, 7, 9]
+    assert eagle.frequent_tokens(data, 5, 12).tolist() == [0, 1, 2, 7, 9]
+    assert eagle.frequent_tokens(data, 12, 12) is None
 
 
 def test_every_conversation_is_seen_once_per_epoch():
     """Rows repeated or skipped within an epoch, or the same order in every epoch."""
-    data = TokenData.from_rows([([k] * 4, [True] * 4) for k in range(10)], False)
+    data = TokenData.from_rows([([k] * 4, [True] * 4) for k in range(10)])
     epochs = [[int(data.sample(0, e * 10 + j, 8)[0][0]) for j in range(10)] for e in range(2)]
     assert [sorted(e) for e in epochs] == [list(range(10))] * 2 and epochs[0] != epochs[1]
 
 
 def test_steps_deal_out_every_row_once():
     """Two processes training on the same rows, or a count that is not the whole step's."""
-    data = TokenData.from_rows([([k] * (k + 3), [False] + [True] * (k + 2)) for k in range(8)], False)
+    data = TokenData.from_rows([([k] * (k + 3), [False] + [True] * (k + 2)) for k in range(8)])
     args = SimpleNamespace(batch=2, accumulate=2, seed=0, length=8)
     seen, counts = [], set()
     for rank in range(2):
-        batches, count = training_data.step_batches(data, 0, World(rank, 2, torch.device("cpu")), args)
+        batches, count = step_batches(data, 0, World(rank, 2, torch.device("cpu")), args)
         seen += [int(b.tokens[i, 0]) for b in batches for i in range(2)]
         counts.add(count)
     assert sorted(seen) == list(range(8))
@@ -542,10 +551,8 @@ def test_steps_deal_out_every_row_once():
 def test_noise_belongs_to_the_row():
     """Noise that changes with the batch a row is in (resume and accumulation would differ), or beyond its width."""
     tokens = torch.zeros(2, 16, dtype=torch.int64)
-    both = eagle_head.feature_noise(training_data.Batch(tokens, tokens, [4, 7], [16, 8]), 6, FEATURE_NOISE, 0)
-    alone = eagle_head.feature_noise(
-        training_data.Batch(tokens[:1, :8], tokens, [7], [8]), 6, FEATURE_NOISE, 0
-    )
+    both = eagle.feature_noise(Batch(tokens, tokens, [4, 7], [16, 8]), 6, FEATURE_NOISE, 0)
+    alone = eagle.feature_noise(Batch(tokens[:1, :8], tokens, [7], [8]), 6, FEATURE_NOISE, 0)
     torch.testing.assert_close(both[1, :8] / 16, alone[0] / 8)  # after loss_eagle1's 512 / T the same
     assert both[0].abs().max() <= 1 and both[0].std() == pytest.approx(1 / math.sqrt(3), abs=0.1)
     assert not both[1, 8:].any()

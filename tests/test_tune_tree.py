@@ -5,28 +5,30 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import CTX, eagle_engine, tiny_head, tiny_model
+from tiny import eagle_engine, tiny_head, tiny_model
 
 import generate
-import generate as generate  # FIXME bare
 import load
 import tree as trees
 import tree_building
 import verify as verify_module
-from bench import tree_costs, tree_search
+from bench import tree_costs, tree_search, tree_tuning
 from bench.tree_costs import Costs
+from eagle_draft import EagleDrafter, UnshiftedDrafter
 from sampling import SamplingParams
 from scripts import tune_tree
-from scripts import tune_tree as tune  # FIXME bare
 from support import errors
 from support.errors import UserError
+from support.files import write_json
 from tree import DynamicTree, StaticTree
-from weights.heads import save_eagle
+from weights.checkpoint import load_config
+from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
 
 PROMPTS = [[1, 5, 9, 22, 7, 3], [4, 4, 8, 2, 60], [9, 30, 31, 32], [7, 7, 7, 50, 51]]
@@ -122,7 +124,7 @@ def test_the_program_ranks_right_by_itself_where_levels_are_linear(curve, monkey
     """Levels priced wrongly in the program, hidden because the best 64 are scored again; larger trees would show it."""
     p = torch.tensor(ACCEPTANCE["usual"], dtype=torch.float64)
     best = tree_search.best_static(p, CURVES[curve], 8, max_rows=7)[1]
-    monkeypatch.setattr(tune, "CANDIDATES", 1)
+    monkeypatch.setattr(tree_search, "CANDIDATES", 1)
     assert tree_search.best_static(p, CURVES[curve], 8, max_rows=7)[1] == pytest.approx(best, rel=1e-9)
 
 
@@ -317,7 +319,7 @@ def test_few_trials_lean_on_the_level_above():
     """A depth that was never reached would have probability 0 / 0, or 1 after a single lucky trial."""
     p = acceptance().probability()
     assert p[0].tolist() == [0.6, 0.2, 0.05]
-    assert p[1, 0] == pytest.approx((25 + tree_costs.SHRINK * 0.6) / (50 + tree_costs.SHRINK))
+    assert p[1, 0] == pytest.approx((25 + tree_search.SHRINK * 0.6) / (50 + tree_search.SHRINK))
     assert torch.allclose(p[2], p[1])
     both = tree_search.pooled([acceptance(), acceptance(1.0, 2)])
     assert (
@@ -395,17 +397,17 @@ def test_rates_count_all_tokens_over_all_times_where_tokens_agree():
     runs = fake_runs({"a": 10.0, "plain": 5.0})
     for T in (0.0, 1.0):  # a second repetition, slow once: the median of two is their mean
         runs.append(runs[0] | {"rep": 1, "temperature": T, "decode_seconds": 4.0})
-    outcome = tree_search.compare(runs, ["a", "plain"])
+    outcome = tree_tuning.compare(runs, ["a", "plain"])
     assert outcome["rows"]["a"]["tokens_per_second"] == pytest.approx(120 / (4 * 2 + 2 * 3))
     assert outcome["rows"]["a"]["tau"] == 2 and outcome["compared"] == 6
-    outcome = tree_search.compare(fake_runs({"a": 10.0, "plain": 5.0}, forks=1), ["a", "plain"])
+    outcome = tree_tuning.compare(fake_runs({"a": 10.0, "plain": 5.0}, forks=1), ["a", "plain"])
     assert outcome["different_tokens"] == 2 and len(outcome["rows"]["a"]["per_prompt"]) == 4
     with pytest.raises(ValueError, match="this is a bug"):
-        tree_search.compare(fake_runs({"a": 10.0, "plain": 5.0}, forks=2), ["a", "plain"])
+        tree_tuning.compare(fake_runs({"a": 10.0, "plain": 5.0}, forks=2), ["a", "plain"])
 
 
 def run_main(checkpoint, monkeypatch, tmp_path, *flags: str) -> int:
-    monkeypatch.setattr(tune, "find_prompts", lambda args, base, limit: [list(p) for p in PROMPTS])
+    monkeypatch.setattr(tree_tuning, "find_prompts", lambda args, base, limit: [list(p) for p in PROMPTS])
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path / "cache"))
     common = (
         "--device cpu --ctx 128 --new-tokens 12 --rounds 1 --reps 1 --max-nodes 8 --max-depth 4 -q".split()
@@ -416,8 +418,10 @@ def run_main(checkpoint, monkeypatch, tmp_path, *flags: str) -> int:
 def fake_pipeline(monkeypatch, tuned_rate: float) -> list[str]:
     """Replace everything that takes time; the tuned tree (the first of every race) runs at tuned_rate."""
     costs = Costs(line(1, 0.05), line(0.1, 0), line(0.1, 0.01), {2: (0.2, 0.1)})
-    monkeypatch.setattr(tune, "measure_costs", lambda *a: costs)
-    monkeypatch.setattr(tune, "collect", lambda base, head, p, params, *a: acceptance(params.temperature))
+    monkeypatch.setattr(tree_tuning, "measure_costs", lambda *a: costs)
+    monkeypatch.setattr(
+        tree_tuning, "collect", lambda base, head, p, params, *a: acceptance(params.temperature)
+    )
     order: list[str] = []
 
     def race(engines, prompts, requests, reps, progress):
@@ -425,7 +429,7 @@ def fake_pipeline(monkeypatch, tuned_rate: float) -> list[str]:
         rates = dict.fromkeys(engines, 100.0) | {"plain": 60.0, "paper25": 90.0}
         return fake_runs(rates | {order[0]: tuned_rate} if "plain" in engines else rates)
 
-    monkeypatch.setattr(tune, "race", race)
+    monkeypatch.setattr(tree_tuning, "race", race)
     return order
 
 
@@ -457,7 +461,7 @@ def test_a_winning_tree_is_written_and_found_by_auto(checkpoint, monkeypatch, tm
     written = json.loads(file.read_text())
     tree = trees.parse_tree(str(file))
     assert (
-        "the tuned tree won" in written["verdict"] and tree_search.tree_json(tree).items() <= written.items()
+        "the tuned tree won" in written["verdict"] and tree_tuning.tree_json(tree).items() <= written.items()
     )
     assert tree not in (trees.PAPER25, DynamicTree(16, 4, 4))
     wanted = "environment model head quantization dtype command costs statistics final candidates".split()
@@ -474,8 +478,8 @@ def test_a_winning_tree_is_written_and_found_by_auto(checkpoint, monkeypatch, tm
 def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch, tmp_path):
     """One cached tree for two devices, models, heads, quantizations or ways to run."""
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
-    config = generate.checkpoint.load_config(checkpoint)
-    one, two = (generate.checkpoint.read_eagle(checkpoint / f"eagle{i}", config) for i in (1, 2))
+    config = load_config(checkpoint)
+    one, two = (read_eagle(checkpoint / f"eagle{i}", config) for i in (1, 2))
     opts = load.LoadOptions(str(checkpoint))
     device = torch.device("cpu")
     path = load.tuned_tree_path(opts, config, one, device)
@@ -487,33 +491,31 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
     others = [
         load.tuned_tree_path(opts, config, two, device),
         load.tuned_tree_path(load.LoadOptions(str(quantized)), config, one, device),
-        load.tuned_tree_path(opts, generate.replace(config, rms_norm_eps=1e-3), one, device),
+        load.tuned_tree_path(opts, replace(config, rms_norm_eps=1e-3), one, device),
         *(
-            load.tuned_tree_path(generate.replace(opts, **more), config, one, device)
+            load.tuned_tree_path(replace(opts, **more), config, one, device)
             for more in ({"dtype": "bfloat16"}, {"compile": True}, {"draft_vocab": 9}, {"kv": "int8"})
         ),
     ]
-    monkeypatch.setattr(generate, "describe_device", lambda device: "NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr(load, "describe_device", lambda device: "NVIDIA GeForce RTX 3090")
     others.append(load.tuned_tree_path(opts, config, one, device))
     assert "NVIDIA-GeForce-RTX-3090" in others[-1].name
     assert len({path, *others}) == 9
 
 
 @pytest.mark.parametrize(
-    "tree", [trees.PAPER25, trees.chain(3), DynamicTree(16, 4, 4)], ids=tree_search.describe
+    "tree", [trees.PAPER25, trees.chain(3), DynamicTree(16, 4, 4)], ids=tree_tuning.describe
 )
 def test_a_written_tree_reads_back(tree, tmp_path):
     """Keys around the tree that confuse the parser, or ranks that come back as something else."""
-    tree_search.write_json(
-        tmp_path / "t.json", tree_search.tree_json(tree) | {"statistics": [], "dtype": "float32"}
-    )
+    write_json(tmp_path / "t.json", tree_tuning.tree_json(tree) | {"statistics": [], "dtype": "float32"})
     assert trees.parse_tree(str(tmp_path / "t.json")) == tree and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_real_run_uses_other_prompts_for_the_verification(checkpoint, monkeypatch, tmp_path, capsys):
     """Trees judged on the prompts that chose them; and the whole program, with real clocks, on a tiny model."""
     seen: dict[str, list] = {"collect": [], "race": []}
-    collect, race = tree_search.collect, tree_search.race
+    collect, race = tree_search.collect, tree_tuning.race
 
     def spy_collect(base, head, prompts, *rest):
         seen["collect"] += prompts
@@ -524,9 +526,9 @@ def test_a_real_run_uses_other_prompts_for_the_verification(checkpoint, monkeypa
         return race(engines, prompts, *rest)
 
     real_costs = tree_costs.measure_costs
-    monkeypatch.setattr(tune, "measure_costs", lambda *a: real_costs(*a, topks=(2,)))
-    monkeypatch.setattr(tune, "collect", spy_collect)
-    monkeypatch.setattr(tune, "race", spy_race)
+    monkeypatch.setattr(tree_tuning, "measure_costs", lambda *a: real_costs(*a, topks=(2,)))
+    monkeypatch.setattr(tree_tuning, "collect", spy_collect)
+    monkeypatch.setattr(tree_tuning, "race", spy_race)
     out = tmp_path / "tree.json"
     assert run_main(checkpoint, monkeypatch, tmp_path, "--out", str(out)) == 0
     final, checked = seen["race"][-1]
@@ -543,7 +545,7 @@ def test_a_real_run_uses_other_prompts_for_the_verification(checkpoint, monkeypa
     # the same again from its own statistics: nothing is collected, and temperatures must match
     seen["collect"].clear()
     fake_race = fake_pipeline(monkeypatch, 120.0)
-    monkeypatch.setattr(tune, "collect", spy_collect)
+    monkeypatch.setattr(tree_tuning, "collect", spy_collect)
     assert run_main(checkpoint, monkeypatch, tmp_path, "--out", str(out), "--stats", str(out)) == 0
     assert not seen["collect"] and fake_race
     flags = ["--out", str(out), "--stats", str(out), "--temperature", "0.7"]
@@ -571,9 +573,18 @@ def test_costs_are_measured_without_changing_the_engine(monkeypatch):
     head = tiny_head(tiny_model(torch.float32))
     base = eagle_engine(head, trees.chain(2))
     before = base.generate(PROMPTS[0], SamplingParams(max_new_tokens=9)).run()[0].token_ids
-    costs = tree_costs.measure_costs(
-        base, head, PROMPTS[0], SamplingParams(temperature=1.0), CTX, 8, 5, 1, (2,)
-    )
+    costs = tree_costs.measure_costs(base, head, PROMPTS[0], SamplingParams(temperature=1.0), 8, 5, 1, (2,))
     assert set(costs.extend) == {1, 2, 4, 5} and 8 in costs.verify and set(costs.dynamic) == {2}
     assert min(*costs.level.values(), *costs.verify.values(), *costs.dynamic[2]) > 0
     assert base.generate(PROMPTS[0], SamplingParams(max_new_tokens=9)).run()[0].token_ids == before
+
+
+def test_the_drafter_that_is_timed_is_the_heads_own():
+    """A head of the paper's Figure 8 tuned with a drafter that pairs its features with other tokens."""
+    model = tiny_model(torch.float32)
+    base = eagle_engine(tiny_head(model), trees.chain(2))
+    unshifted = tiny_head(model, unshifted=True)
+    assert type(tree_costs.tree_engine(base, unshifted, trees.PAPER25).drafter) is UnshiftedDrafter
+    assert type(tree_costs.tree_engine(base, tiny_head(model), trees.PAPER25).drafter) is EagleDrafter
+    with pytest.raises(ValueError, match="static trees"):
+        tree_costs.measure_costs(base, unshifted, PROMPTS[0], SamplingParams(), 8, 5, 1, (2,))

@@ -14,7 +14,8 @@ import tree as trees
 from drafters.base import Draft, Drafter, DraftInput
 from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine
-from model import ModelConfig, RopeConfig, Transformer
+from model import Transformer
+from model_config import ModelConfig, RopeConfig
 from weights.heads import EagleConfig
 
 V, CTX = 97, 160

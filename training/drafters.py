@@ -1,240 +1,293 @@
-"""TODO."""
+"""Training any kind of drafter for a target: from the data to a published drafter with its CARD.json.
+
+`DrafterTraining` names what a kind of drafter provides: EAGLE heads, draft LLMs and Medusa heads are its subclasses.
+`train` is the course of every run.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
+import functools
+from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
-from engine import Engine
+from drafters.base import Drafter
 from model import Transformer
-from tokenizer import load_tokenizer
-from training.data import Batch, TokenData, World, load_data, step_batches
-from training.eagle import Progress, WorseHead
-from training.eagle_head import Evaluation
-from training.optim import Muon, learning_rate, save_state, update
-from tree import DynamicTree, named_tree, tree_tables
+from model_config import DTYPES
+from support.errors import UserError
+from support.files import write_json
+from support.machine import describe_device
+from tokenizer import Tokenizer, load_tokenizer
+from training.data import Batch, TokenData, step_batches
+from training.evaluation import Evaluation
+from training.loop import Run, World
+from training.optim import Recipe, optimizers, update
+from training.sources import load_data
 from weights.checkpoint import load_model
+from weights.quantized import QuantLinear
 
-TOKENIZER_FILES = (
-    "tokenizer.model tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json \
-generation_config.json chat_template.jinja".split()
-)
-
-
-SETTINGS = "checkpoint data held_out steps batch accumulate length seed regenerate loss lr".split()
+# Options that decide the weights of every kind of drafter. A state is not resumed with other values.
+SETTINGS = "checkpoint data held_out steps batch accumulate length seed regenerate".split()
+CARD_OPTIONS = "steps length seed tree eval_prompts eval_tokens".split()
+LABELS = {"chain_tau": "chain tau", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
 
 
-# ------------------------------------------------------------------ shared with scripts.train_medusa
+class WorseHead(UserError):
+    """The new drafter drafts worse than the one that it would replace."""
+
+    code = 1
 
 
-class DrafterEvaluation(Evaluation):
-    """Held-out tau of any drafter, measured by the real engine on the prompts that heads are measured on."""
+class DrafterTraining(ABC):
+    """One kind of drafter in training. The trained module is float32, on the target's device."""
 
-    def __init__(
-        self, target: Transformer, stop_ids: tuple[int, ...], held: TokenData, args: argparse.Namespace
-    ):
-        self.target, self.stop_ids, self.held, self.args = target, stop_ids, held, args
-        self.prompts = self._prompts()
-        self.ctx = min(target.rotary.length, max(map(len, self.prompts)) + args.eval_tokens)
-        self.tree = named_tree(args.tree)
+    title: str  # of the module, for messages
+    options: tuple[str, ...]  # besides SETTINGS, those that decide the weights
+    recipe: Recipe
+    clip_by_value = False  # clip gradients by value instead of by norm
+    drafts = True  # False: no engine can draft with it, so only its numbers are written
+    note = ""  # printed when the drafter was written
 
-    def tables(self):
-        if isinstance(self.tree, DynamicTree):
-            return self.tree
-        return tree_tables([self.tree] * len(self.prompts), self.target.device)
+    def __init__(self, args: argparse.Namespace, target: Transformer):
+        """Raises ValueError in one line for options that do not fit together or do not fit the target."""
+        self.args = args
+        self.target = target
 
-    def tau(self, drafter, temperature: float = 0.0) -> dict:
-        """tau and accepted_by_depth of the engine with `drafter` over the held-out prompts."""
-        engine = Engine(self.target, drafter=drafter, batch_size=len(self.prompts), ctx=self.ctx)
-        results = engine.generate_batch(self.prompts, self._params(temperature)).run()
-        emitted = [len(ids) for r in results for ids in r.tokens_per_step]
-        depths = [sum(e > d for e in emitted) / max(1, len(emitted)) for d in range(1, drafter.D + 1)]
-        return {"tau": sum(emitted) / max(1, len(emitted)), "accepted_by_depth": depths}
+    def settings(self) -> dict[str, Any]:
+        """All options that decide the weights."""
+        return {name: vars(self.args)[name] for name in (*SETTINGS, *self.options)}
 
-    def measure(self, drafter: Callable) -> dict:
-        """Greedy and at T = 1; `drafter()` makes a fresh one."""
-        greedy, sampled = (self.tau(drafter(), t) for t in (0.0, 1.0))
-        return {f"{k}_greedy": v for k, v in greedy.items()} | {f"{k}_t1": v for k, v in sampled.items()}
+    @abstractmethod
+    def build(self, data: TokenData) -> nn.Module:
+        """The untrained module."""
 
+    @abstractmethod
+    def loss(self, module: nn.Module, batch: Batch, count: float) -> tuple[Tensor, Tensor]:
+        """(loss, agreement with the target's argmax [n]) of a micro-batch, both sums over tokens divided by `count`."""
 
-def make_optimizers(module: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for hidden matrices, AdamW for the rest (embeddings, Medusa's own LM heads `{i}.1.weight`, norms, biases)."""
-    named = list(module.named_parameters())
-    wide = [p.dim() != 2 or "embed" in n or n.endswith(".1.weight") for n, p in named]
-    hidden, rest = ([p for (_, p), w in zip(named, wide, strict=True) if w == side] for side in (False, True))
-    adam = torch.optim.AdamW(rest, lr=2e-3 * rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
-    return [Muon(hidden, lr=0.02 * rate), adam]
+    @abstractmethod
+    def write(self, module: nn.Module, directory: Path) -> None:
+        """Write the module as it is published, in bfloat16."""
 
+    @abstractmethod
+    def read(self, directory: Path) -> nn.Module:
+        """Read what `write` wrote, to draft with. Raises ValueError if there is something else."""
 
-def fit(
-    args: argparse.Namespace,
-    module: nn.Module,
-    loss_of: Callable[[Batch, float], tuple[Tensor, Tensor]],
-    data: TokenData,
-    settings: dict,
-    say: Callable[..., None],
-) -> tuple[list[float], float] | None:
-    """Train `module` in place; loss_of(batch, count) -> (loss, accuracies), sums / count. Returns (loss curve, seconds),
-    or None after --pause-at. State is kept in --work/train_state.pt; ValueError if it belongs to another run."""
-    state_path, first, seconds, curve = Path(args.work) / "train_state.pt", 0, 0.0, []
-    optims, world = make_optimizers(module, args.lr), World(0, 1, next(module.parameters()).device)
-    if state_path.exists():
-        state = torch.load(state_path, weights_only=True, map_location=world.device)
-        if wrong := [k for k, v in settings.items() if state["settings"].get(k) != v]:
-            raise ValueError(
-                f"{state_path} is from a run with another --{wrong[0].replace('_', '-')} "
-                f"({state['settings'].get(wrong[0])!r}); delete it, match it, or give another --work."
-            )
-        module.load_state_dict(state["module"])
-        for optim, saved in zip(optims, state["optims"], strict=True):
-            optim.load_state_dict(saved)
-        first, seconds, curve = state["step"], state["seconds"], state["curve"]
-        say(f"resumed at step {first}")
-    run = Progress(args.steps, first, seconds, say)
-    for step in range(first, args.steps):
-        batches, count = step_batches(data, step, world, args)
-        total, hits, tokens = 0.0, 0.0, 0
-        for batch in batches:
-            loss, accuracy = loss_of(batch, max(1.0, count))
-            loss.backward()
-            total, hits = total + float(loss.detach()), hits + accuracy.detach()
-            tokens += batch.tokens.numel()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=False)
-        update(optims, learning_rate(step, args.steps))
-        curve.append(total)
-        run.report(step, total, hits.tolist(), tokens)
-        done = step + 1
-        if done % args.save_every == 0 or done in (args.steps, args.pause_at):
-            save_state(state_path, module=module.state_dict(), optims=[o.state_dict() for o in optims], step=done,
-                       settings=settings, seconds=run.seconds(), curve=curve)  # fmt: skip
-        if done == args.pause_at:
-            say(f"\npaused at step {done}; the same command without --pause-at goes on")
-            return None
-    say("")
-    return curve, run.seconds()
+    @abstractmethod
+    def drafter(self, module: nn.Module, evaluation: Evaluation) -> Drafter:
+        """A fresh drafter for `evaluation`. Raises ValueError if its tree does not fit."""
+
+    @abstractmethod
+    def card(self) -> dict[str, Any]:
+        """What CARD.json says about this kind of drafter alone."""
+
+    def numbers(self, module: nn.Module, evaluation: Evaluation) -> dict[str, Any]:
+        """Held-out numbers besides those of the engine."""
+        return {}
 
 
-def open_target(
-    args: argparse.Namespace,
-) -> tuple[Transformer, TokenData, TokenData, DrafterEvaluation, Callable]:
-    """(target, training data, held-out data, evaluation, say) of a run; its --work directory is made."""
+def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, Any]:
+    """Train a drafter, measure what is written, and publish it to args.out.
 
-    def say(*parts, **how) -> None:
-        print(*parts, file=sys.stderr, flush=True, **how)
+    Returns:
+        What CARD.json holds, and the loss curve. After --pause-at only the step and the loss curve.
 
-    Path(args.work).mkdir(parents=True, exist_ok=True)
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    target = load_model(args.checkpoint, device, torch.float32 if device == "cpu" else None)
+    Raises:
+        ValueError: one line, for input that cannot be used.
+        WorseHead: the drafter at args.out is better. It stays.
+    """
+    world = World.start(args.device)
+    try:
+        return _train(kind, args, world)
+    finally:
+        world.stop()
+
+
+def _train(kind: type[DrafterTraining], args: argparse.Namespace, world: World) -> dict[str, Any]:
+    work = Path(args.work)
+    work.mkdir(parents=True, exist_ok=True)
+    target, tokenizer = open_target(args, world.device)
+    training = kind(args, target)
+    old = existing(training, Path(args.out)) if world.chief and training.drafts and not args.force else None
+    with world.chief_first():  # it leaves tokenised data for the others
+        data, held_out = load_data(args, target, tokenizer)
+    module = training.build(data)
+    evaluation = None
+    if world.chief:
+        stops = target.config.eos_token_ids if tokenizer is None else tuple(tokenizer.eos_ids)
+        evaluation = Evaluation(target, stops, held_out, args)
+        for drafting in (module, old) if training.drafts else ():
+            if drafting is not None:
+                training.drafter(drafting, evaluation)  # refuses what does not fit before time is spent
+    world.say(
+        f"{training.title} of {_size(module) / 1e6:.2f} M parameters; "
+        f"{int(data.mask.sum()):,} training tokens, {int(held_out.mask.sum()):,} held out"
+    )
+    optims = optimizers(module, training.recipe)
+
+    def after_step(done: int) -> None:
+        if evaluation is not None and args.eval_every and done % args.eval_every == 0:
+            numbers = measure(training, module, evaluation, greedy_only=True)
+            world.say(f"\nstep {done}: {summary(numbers)}")
+
+    identity = {f"--{name.replace('_', '-')}": value for name, value in training.settings().items()}
+    identity["processes"] = world.size
+    run = Run(module, optims, identity, work / "train_state.pt", world)
+    step = functools.partial(train_step, training, module, optims, data, world)
+    run.fit(step, args.steps, args.save_every, args.pause_at, after_step)
+    if run.paused:
+        return {"step": len(run.curve), "loss_curve": run.curve}
+    card: dict[str, Any] = {}
+    if evaluation is not None:
+        card = describe(training, module, data, held_out, world) | training.card()
+        card |= {"minutes": round(run.seconds / 60, 1), "last_loss": float(np.mean(run.curve[-50:]))}
+        card |= measure(training, module, evaluation)
+        world.say(f"{summary(card)} (tree {args.tree})")
+        publish(training, module, card, old, evaluation, world)
+    world.barrier()
+    return card | {"loss_curve": run.curve}
+
+
+def open_target(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, Tokenizer | None]:
+    """The target and its tokenizer. On a CPU the target is float32 unless --dtype says otherwise."""
+    dtype = DTYPES.get(args.dtype) or (None if device.type == "cuda" else torch.float32)
+    target = load_model(args.checkpoint, device, dtype)
     tokenizer = load_tokenizer(args.checkpoint, target.config.vocab_size)
     if tokenizer is not None and args.chat_template:
         tokenizer.use_template(args.chat_template)
     if args.length > target.rotary.length:
         raise ValueError(f"--length {args.length}: the target has {target.rotary.length} positions.")
-    data, held = load_data(args, target, tokenizer)
-    stops = tuple(tokenizer.eos_ids) if tokenizer is not None else target.config.eos_token_ids
-    return target, data, held, DrafterEvaluation(target, stops, held, args), say
+    return target, tokenizer
+
+
+def existing(training: DrafterTraining, out: Path) -> nn.Module | None:
+    """The drafter at --out, to be compared with the new one. ValueError if something else is there."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    try:
+        return training.read(out)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"--out {out} holds something that cannot be compared with the new drafter ({error}); "
+            "give another --out, or --force to replace it."
+        ) from None
+
+
+def train_step(
+    training: DrafterTraining,
+    module: nn.Module,
+    optims: list[torch.optim.Optimizer],
+    data: TokenData,
+    world: World,
+    step: int,
+) -> tuple[float, list[float], int]:
+    """One update from --accumulate micro-batches on every process. Returns (loss, accuracies, tokens)."""
+    args = training.args
+    recipe = training.recipe
+    batches, count = step_batches(data, step, world, args)
+    value = torch.zeros(1, device=world.device)
+    hits: Tensor | float = 0.0
+    tokens = 0
+    for batch in batches:
+        loss, accuracy = training.loss(module, batch, count)
+        loss.backward()
+        value = value + loss.detach().float()
+        hits = hits + accuracy.detach().float()
+        tokens += batch.tokens.numel()
+    parameters = list(module.parameters())
+    world.sum_([*(p.grad for p in parameters), value, hits])
+    if training.clip_by_value:
+        nn.utils.clip_grad_value_(parameters, recipe.clip, foreach=False)
+    else:
+        nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=False)
+    update(optims, recipe.factor(step, args.steps))
+    return float(value), hits.tolist(), tokens * world.size
+
+
+def measure(
+    training: DrafterTraining, module: nn.Module, evaluation: Evaluation, greedy_only: bool = False
+) -> dict[str, Any]:
+    """Held-out numbers of the drafter as it would be published; it is written to --work/export for that."""
+    numbers = training.numbers(module, evaluation)
+    if training.drafts:
+        export = Path(training.args.work) / "export"
+        training.write(module, export)
+        written = training.read(export)
+        numbers |= evaluation.measure(lambda: training.drafter(written, evaluation), greedy_only)
+    return numbers
+
+
+def summary(numbers: dict[str, Any]) -> str:
+    """The most important held-out numbers on one line."""
+    parts = [f"accuracy {first:.3f}" for first in numbers.get("held_out_accuracy", [])[:1]]
+    parts += [f"{label} {numbers[name]:.2f}" for name, label in LABELS.items() if name in numbers]
+    return "held-out " + ", ".join(parts)
+
+
+def publish(
+    training: DrafterTraining,
+    module: nn.Module,
+    card: dict[str, Any],
+    old: nn.Module | None,
+    evaluation: Evaluation,
+    world: World,
+) -> None:
+    """Write the drafter and its CARD.json to --out, unless the `old` one there is better."""
+    out = Path(training.args.out)
+    if not training.drafts:
+        place = Path(training.args.work) / "CARD.json"
+        write_json(place, card)
+        world.say(f"no engine drafts with such a {training.title}: nothing was exported; numbers in {place}")
+        return
+    if old is not None:
+        refuse_if_worse(evaluation.tau(training.drafter(old, evaluation)), card, training.args)
+    training.write(module, out)
+    write_json(out / "CARD.json", card)
+    world.say(f"wrote {out}")
+    if training.note:
+        world.say(f"note: {training.note}")
+
+
+def refuse_if_worse(old: dict[str, Any], new: dict[str, Any], args: argparse.Namespace) -> None:
+    """Raise WorseHead if the drafter at --out has the better held-out tau."""
+    if old["tau"] > new["tau_greedy"]:
+        raise WorseHead(
+            f"what is at {args.out} is better (held-out tau {old['tau']:.3f}, the new one {new['tau_greedy']:.3f}); "
+            "kept it. The new one stays in --work: run the same command with --force to replace what is at --out."
+        )
+
+
+def describe(
+    training: DrafterTraining, module: nn.Module, data: TokenData, held_out: TokenData, world: World
+) -> dict[str, Any]:
+    """What CARD.json of any trained drafter says about the run."""
+    args = training.args
+    c = training.target.config
+    return {
+        "target": {"layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "vocab_size": c.vocab_size},
+        "parameters": _size(module),
+        "data": args.data if args.data == "stdlib" else Path(args.data).name,
+        "regenerated": args.regenerate,
+        "training_tokens": int(data.mask.sum()),
+        "held_out_tokens": int(held_out.mask.sum()),
+        "rows_per_step": args.batch * args.accumulate * world.size,
+        "processes": world.size,
+        "device": describe_device(world.device),
+        "torch": torch.__version__,
+        **{name: vars(args)[name] for name in CARD_OPTIONS},
+    }
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def output_weight(target: Transformer) -> Tensor:
     """The LM head's rows [V, H] in float32, also of a tied or quantized one."""
     head = target.lm_head if target.lm_head is not None else target.embed_tokens
-    return head.dequantize(torch.float32) if hasattr(head, "dequantize") else head.weight.float()
-
-
-def refuse_if_worse(old: dict | None, new: dict, args: argparse.Namespace) -> None:
-    """WorseHead if what lies at --out has the better held-out tau."""
-    if old is not None and old["tau"] > new["tau_greedy"]:
-        raise WorseHead(
-            f"what is at {args.out} is better (held-out tau {old['tau']:.3f}, the new one {new['tau_greedy']:.3f}); kept "
-            "it. Run the same command with --force to replace it."
-        )
-
-
-def describe(
-    args: argparse.Namespace, target: Transformer, module: nn.Module, data: TokenData, held: TokenData
-) -> dict:
-    """What CARD.json of any trained drafter says."""
-    c = target.config
-    return {
-        "target": {"layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "vocab_size": c.vocab_size},
-        "parameters": sum(p.numel() for p in module.parameters()),
-        "data": args.data if args.data == "stdlib" else Path(args.data).name,
-        "regenerated": args.regenerate,
-        "training_tokens": int(data.mask.sum()),
-        "held_out_tokens": int(held.mask.sum()),
-        "steps": args.steps,
-        "rows_per_step": args.batch * args.accumulate,
-        "length": args.length,
-        "loss": args.loss,
-        "lr": args.lr,
-        "seed": args.seed,
-        "device": f"{target.device.type}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "tree": args.tree,
-        "eval_prompts": args.eval_prompts,
-        "eval_tokens": args.eval_tokens,
-    }
-
-
-def common_parser(doc: str) -> argparse.ArgumentParser:
-    """The options that training any of these drafters has; those of data as in scripts.train_eagle."""
-    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = p.add_argument
-    add("--checkpoint", required=True, help="the target")
-    add("--data", required=True, help="JSON/JSONL, text file, directory, `stdlib`, or tokenised .npz")
-    add("--held-out", help="the same kinds (default: the last 5 %% of --data)")
-    add("--out", required=True, help="folder to write")
-    add("--work", help="tokenised data and training state (default: runs/NAME of --out)")
-    add("--steps", type=int, default=600)
-    add("--batch", type=int, default=8, help="sequences of a micro-batch")
-    add("--accumulate", type=int, default=1, help="micro-batches per optimiser step")
-    add("--length", type=int, default=256, help="tokens of a training window")
-    add("--lr", type=float, default=1.0, help="factor on the learning rates")
-    add("--loss", choices=("kl", "ce"), default="kl", help="learn the target's law, or the text")
-    add("--regenerate", type=int, default=0, metavar="N", help="train on N texts by the target itself")
-    add("--regenerate-tokens", type=int, default=256)
-    add("--regenerate-temperature", type=float, default=1.0)
-    add("--prompt-length", type=int, default=64, help="tokens of a plain-text prompt")
-    add("--chat-template")
-    add("--eval-prompts", type=int, default=8)
-    add("--eval-tokens", type=int, default=96, help="new tokens per prompt")
-    add("--tree", default="paper25", help="of the measurements")
-    add("--save-every", type=int, default=100)
-    add("--pause-at", type=int, help="stop after this step; the same command goes on from there")
-    add("--seed", type=int, default=0)
-    add("--device", default="auto", help="auto, cpu, cuda")
-    add("--threads", type=int, default=0, help="CPU threads (0 = torch's default)")
-    add("--force", action="store_true", help="replace what is at --out, better or not")
-    add("--debug", action="store_true", help="tracebacks")
-    return p
-
-
-def checked(p: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """Parsed options; a usage error for numbers out of range."""
-    args = p.parse_args(argv)
-    for name, value in vars(args).items():
-        least = {"regenerate": 0, "threads": 0, "seed": -(2**31), "length": 8, "eval_tokens": 2}.get(name, 1)
-        if isinstance(value, int) and not isinstance(value, bool) and value < least:
-            p.error(f"--{name.replace('_', '-')} is {value}; allowed: at least {least}")
-    args.work = args.work or f"runs/{Path(args.out).name}"
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    return args
-
-
-def run(train: Callable, args: argparse.Namespace) -> int:
-    """`train(args)`; one line and an exit code for what the user can mend."""
-    try:
-        train(args)
-    except ValueError as error:
-        if args.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, WorseHead) else 2
-    return 0
+    return head.dequantize(torch.float32) if isinstance(head, QuantLinear) else head.weight.float()

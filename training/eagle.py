@@ -1,404 +1,338 @@
-"""TODO."""
+"""Training EAGLE heads of generations 1 and 3: the head, its recipes and losses, what is measured and what is written."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
 
-from eagle_draft import EagleHead
+from eagle_draft import FEATURE_NOISE, EagleDrafter, EagleHead, eagle_drafter, loss_eagle1, loss_eagle3
+from load import build_head
 from model import Transformer
-from support.files import write_json
-from tokenizer import load_tokenizer
-from training.data import TokenData, World, load_data, step_batches
-from training.eagle_head import (
-    Evaluation,
-    TrainHead,
-    build_head,
-    can_export,
-    draft_vocabulary,
-    exported,
-    feature_noise,
-    head_config,
-    head_loss,
-    init_head,
-)
-from training.optim import Muon, save_state, update
-from weights.checkpoint import load_model
+from model_config import ModelConfig, RopeConfig
+from training.data import Batch, TokenData
+from training.drafters import DrafterTraining, output_weight
+from training.evaluation import Evaluation
+from training.optim import Recipe
 from weights.heads import EagleConfig, read_eagle, save_eagle
+from weights.quantized import QuantLinear
 
-# --------------------------------------------------------------------------------------------------- training
+INPUTS = ("feature+shifted-token", "feature+unshifted-token", "feature", "token")
+OPTIONS = """version recipe optimizer lr warmup cooldown weight_decay clip noise feature_weight token_weight ttt_steps
+    draft_vocab inputs intermediate_size heads taps norm_before_residual rope_theta""".split()
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Optimiser settings. `clip`: by value for EAGLE-1, by norm for EAGLE-3, as their authors."""
+class TrainHead(EagleHead):
+    """An EAGLE head in training: the paper's input ablation, and an LM head that passes gradients when quantized."""
 
-    optimizer: str
-    lr: float  # of AdamW, and of Muon if that trains the matrices
-    side_lr: float  # of AdamW for norms, biases and the LM head where Muon trains the rest
-    warmup: int
-    cooldown: float  # share of the steps over which the rate falls linearly to zero
-    weight_decay: float
-    clip: float = 0.5
+    def __init__(
+        self, config: EagleConfig, target: Transformer, draft_ids: Tensor | None, inputs: str, compiled=False
+    ):
+        """With `compiled`, the forwards over whole sequences are compiled: the target's and the head's."""
+        super().__init__(config, target, draft_ids)
+        self.inputs = inputs
+        self.run_head = torch.compile(super().forward_train) if compiled else super().forward_train
+        self.run_target = torch.compile(target.forward_train) if compiled else target.forward_train
+        own = config.version == 1 and isinstance(target.lm_head, QuantLinear)
+        shared = target.lm_head.dequantize(target.dtype) if own else None
+        self.register_buffer("shared_head", shared, persistent=False)
+
+    def shown(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, T] such that row i, which takes `shown[i + 1]`, sees token i + 1, or token i if unshifted."""
+        return tokens.roll(1, 1) if self.inputs == "feature+unshifted-token" else tokens
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        embedding = super().embed(tokens)
+        return embedding * 0 if self.inputs == "feature" else embedding
+
+    def forward_train(
+        self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None
+    ) -> Tensor:
+        feature = feature * 0 if self.inputs == "token" else feature
+        return self.run_head(tokens, feature, shift, memory)
+
+    def predict(self, output: Tensor) -> Tensor:
+        if self.shared_head is None:
+            return super().predict(output)
+        return F.linear(output.to(self.shared_head.dtype), self.shared_head).float()
+
+    @torch.no_grad()
+    def target_features(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(hidden_states [B, T, H], what the head reads [B, T, F]) of the target."""
+        hidden_states, taps = self.run_target(tokens, self.config.taps)
+        return hidden_states, (hidden_states if taps is None else taps).to(self.fc.weight.dtype)
+
+
+def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
+    """One decoder layer of the target's geometry (eagle.md 1, 4), with the options' overrides.
+
+    Raises ValueError in one line for options that do not fit the target.
+    """
+    heads = args.heads or target.num_attention_heads
+    kv_heads = min(heads, target.num_key_value_heads) if args.heads else target.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(f"--heads {heads} is not a multiple of the {kv_heads} key-value heads.")
+    vocab = args.draft_vocab or target.vocab_size
+    if args.version == 1 and vocab != target.vocab_size:
+        raise ValueError("--draft-vocab is for --version 3; an EAGLE-1 head is trimmed when it is used.")
+    if not 8 <= vocab <= target.vocab_size:
+        raise ValueError(f"--draft-vocab {vocab}: allowed are 8 to {target.vocab_size}.")
+    taps: tuple[int, ...] = ()
+    if args.version == 3:
+        L = target.num_hidden_layers
+        taps = args.taps or (2, L // 2, L - 3)
+        if list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= L:
+            rule = f"must be distinct, ascending, 0 to {L}; pass --taps a,b,c."
+            raise ValueError(f"taps {taps} of a target with {L} layers {rule}")
+    layer = ModelConfig(
+        model_type="llama",
+        hidden_size=target.hidden_size,
+        intermediate_size=args.intermediate_size or target.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=target.head_dim,
+        vocab_size=vocab,
+        max_position_embeddings=args.max_positions or args.length,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=RopeConfig(theta=args.rope_theta or 10000.0),
+        qkv_bias=target.model_type == "qwen2" and args.version == 1,
+        dtype="bfloat16",
+    )
+    return EagleConfig(
+        version=args.version,
+        layer=layer,
+        target_hidden_size=target.hidden_size,
+        taps=taps,
+        fc_bias=args.version == 1,
+        has_lm_head=args.version == 3,
+        norm_before_residual=args.version == 3 and args.norm_before_residual == "on",
+        target_vocab_size=target.vocab_size,
+        unshifted=args.version == 1 and args.inputs == "feature+unshifted-token",
+    )
+
+
+def frequent_tokens(data: TokenData, size: int, vocab: int) -> Tensor | None:
+    """Sorted ids [size] of the most frequent tokens that count (ties to the lower id), or None for all of them."""
+    if size == vocab:
+        return None
+    frequency = np.bincount(data.ids[data.mask], minlength=vocab)
+    return torch.from_numpy(np.sort(np.argsort(-frequency, kind="stable")[:size]).astype(np.int64))
+
+
+@torch.no_grad()
+def init_head(head: TrainHead, seed: int) -> None:
+    """Fan-in scaled matrices, residual outputs zero, the feature passed on; EAGLE-3's LM head starts as the target's."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in head.named_parameters():
+        if name.endswith("bias"):
+            p.zero_()
+        elif p.dim() == 2:
+            nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=generator)
+    head.layer.attention.o.weight.zero_()
+    head.layer.mlp.down.weight.zero_()
+    H = head.config.layer.hidden_size
+    head.fc.weight[:, :-H] *= 0.1
+    head.fc.weight[:, -H:] = torch.eye(H)
+    if head.config.version == 3:
+        rows = output_weight(head.target)
+        head.lm_head.weight.copy_(rows if head.draft_ids is None else rows[head.draft_ids.to(rows.device)])
+        head.norm.weight.copy_(head.target.norm.weight)
+
+
+def exported(head: TrainHead) -> dict[str, Tensor]:
+    """The head's tensors as they are written: bfloat16 on the CPU.
+
+    What the inputs of an EAGLE-1 head leave out gets weights of zero, which any engine runs.
+    """
+    tensors = {
+        n: t.to("cpu", t.dtype if n == "draft_ids" else torch.bfloat16) for n, t in head.state_dict().items()
+    }
+    if head.config.version == 1 and head.inputs in ("feature", "token"):
+        half = head.config.layer.hidden_size
+        left_out = slice(None, half) if head.inputs == "feature" else slice(half, None)
+        tensors["fc.weight"] = tensors["fc.weight"].clone()
+        tensors["fc.weight"][:, left_out] = 0
+    return tensors
+
+
+def feature_noise(batch: Batch, size: int, width: float, seed: int) -> Tensor:
+    """Uniform noise [B, T, size] that depends on (seed, row number) alone; `loss_eagle1` scales it for the length T."""
+    B, T = batch.tokens.shape
+    noise = torch.zeros(B, T, size)
+    for b, (number, length) in enumerate(zip(batch.numbers, batch.lengths, strict=True)):
+        rng = np.random.default_rng((seed, number, 1))
+        own = torch.from_numpy(rng.random((length, size), dtype=np.float32)) * 2 - 1
+        noise[b, :length] = own * (width / FEATURE_NOISE) * (T / length)
+    return noise.to(batch.tokens.device)
+
+
+def head_loss(
+    head: TrainHead, batch: Batch, count: float, noise: Tensor | None, args: argparse.Namespace
+) -> tuple[Tensor, Tensor]:
+    """(loss, accuracy by draft step) of a micro-batch, divided by `count`."""
+    hidden_states, features = head.target_features(batch.tokens)
+    tokens = head.shown(batch.tokens)
+    if head.config.version == 1:
+        weights = (args.feature_weight, args.token_weight)
+        return loss_eagle1(head, tokens, features, batch.mask, noise, count, weights)
+    return loss_eagle3(head, tokens, features, hidden_states, batch.mask, args.ttt_steps, count)
+
+
+@torch.no_grad()
+def held_out_accuracy(head: TrainHead, evaluation: Evaluation, windows: int = 8) -> list[float]:
+    """Top-1 agreement with the target on held-out rows, by draft step (EAGLE-1: the first only)."""
+    data = evaluation.held_out
+    args = evaluation.args
+    hits: Tensor | float = 0.0
+    count = 0.0
+    rows = max(1, len(data.ids) // args.length) if data.stream else data.rows
+    for k in range(min(windows, rows)):
+        ids, mask = data.row(k, args.length)
+        if mask[1:].any():
+            tokens, counted = (torch.from_numpy(x)[None] for x in (ids.astype(np.int64), mask))
+            device = head.target.device
+            batch = Batch(tokens.to(device), counted.to(device), [], [])
+            hits = hits + head_loss(head, batch, 1.0, None, args)[1]
+            count += mask[1:].sum()
+    return (hits / count).tolist() if count else []
+
+
+@torch.no_grad()
+def chain_numbers(head: TrainHead, evaluation: Evaluation, K: int = 5) -> dict:
+    """tau and n-alpha of a greedy chain of K on the target's own greedy texts: without the engine, for any --inputs."""
+    emitted: list[int] = []
+    alive = [0] * K
+    examined = [0] * K
+    for prompt, text in zip(evaluation.prompts, evaluation.texts, strict=True):
+        runs = chain_runs(head, torch.tensor([text], device=head.target.device), K)
+        last = len(text) - 1
+        # Rows from which all K drafts can be judged.
+        judged = runs[len(prompt) - 1 : max(len(prompt) - 1, last - K)]
+        for k in range(K):
+            examined[k] += sum(run >= k for run in judged)
+            alive[k] += sum(run > k for run in judged)
+        position = len(prompt)
+        while position < last:
+            emitted.append(min(runs[position - 1] + 1, last - position))
+            position += emitted[-1]
+    alphas = [a / e if e else 0.0 for a, e in zip(alive, examined, strict=True)]
+    return {"chain_tau": sum(emitted) / max(1, len(emitted)), "n_alpha": alphas}
+
+
+def chain_runs(head: TrainHead, tokens: Tensor, K: int) -> list[int]:
+    """For each row i of tokens [1, T]: how many of K greedily drafted tokens equal tokens i + 2, i + 3, ...
+
+    Row i sees true features up to i only, and after that its own drafts: the attention of the training-time test.
+    """
+    _, features = head.target_features(tokens)
+    feature = head.fuse(features[:, :-1])
+    memory: list = []
+    unshifted = head.inputs == "feature+unshifted-token"
+    newest = tokens[:, 1:]
+    shown = tokens[:, :-1] if unshifted else newest
+    alive = torch.ones_like(newest, dtype=torch.bool)
+    runs = torch.zeros_like(newest)
+    for s in range(K):
+        feature = head.forward_train(shown, feature, s, memory)
+        drafted = head.predict(feature).argmax(-1)
+        drafted = drafted if head.draft_ids is None else head.draft_ids[drafted]
+        truth = tokens[:, 2 + s :]
+        alive &= drafted == F.pad(truth, (0, newest.shape[1] - truth.shape[1]), value=-1)
+        runs += alive
+        shown = newest if unshifted else drafted
+        newest = drafted
+    return runs[0].tolist()
 
 
 def recipe_for(args: argparse.Namespace) -> Recipe:
     """The named recipe with the options' overrides. `paper`: eagle.md 7.2, 7.3; `small`: tuned for small targets."""
-    if args.recipe == "paper":
-        first = args.version == 1
-        base = Recipe(
-            "adamw", 3e-5 if first else 5e-5, 0.0, 2000 if first else 12000, 1.0, 0.01 if first else 0.0
-        )
+    if args.recipe == "small":
+        base = Recipe("muon", lr=0.02, side_lr=2e-3, warmup=20, cooldown=0.6, weight_decay=0.01)
+    elif args.version == 1:
+        base = Recipe("adamw", lr=3e-5, side_lr=0.0, warmup=2000, cooldown=1.0, weight_decay=0.01)
     else:
-        base = Recipe("muon", 0.02, 2e-3, 20, 0.6, 0.01)
+        base = Recipe("adamw", lr=5e-5, side_lr=0.0, warmup=12000, cooldown=1.0, weight_decay=0.0)
     names = ("optimizer", "lr", "warmup", "cooldown", "weight_decay", "clip")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
     if given.get("optimizer") == "adamw" and "lr" not in given and base.optimizer == "muon":
         given["lr"] = 1e-3
     return replace(base, **given)
 
 
-def make_optimizers(head: TrainHead, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    named = list(head.named_parameters())
-    betas, decay = (0.9, 0.95), recipe.weight_decay
-    if recipe.optimizer == "adamw":
-        return [torch.optim.AdamW([p for _, p in named], recipe.lr, betas, weight_decay=decay, foreach=False)]
-    hidden = [p for n, p in named if p.dim() == 2 and "lm_head" not in n]
-    rest = [p for n, p in named if p.dim() != 2 or "lm_head" in n]
-    side = torch.optim.AdamW(rest, recipe.side_lr, betas, weight_decay=0.0, foreach=False)
-    return [Muon(hidden, lr=recipe.lr, weight_decay=decay), side]
+class EagleTraining(DrafterTraining):
+    """An EAGLE head in training."""
 
+    options = tuple(OPTIONS)
 
-def rate_factor(step: int, steps: int, recipe: Recipe) -> float:
-    """Factor on the peak rate: linear warm-up, flat, then linear to zero over the last `cooldown` of the steps."""
-    cool = (steps - step) / (recipe.cooldown * steps) if recipe.cooldown > 0 else 1.0
-    return min(1.0, (step + 1) / max(1, recipe.warmup)) * min(1.0, cool)
+    def __init__(self, args: argparse.Namespace, target: Transformer):
+        super().__init__(args, target)
+        self.title = f"EAGLE-{args.version} head ({args.inputs})"
+        self.config = head_config(target.config, args)
+        self.recipe = recipe_for(args)
+        # As the authors of the two generations do it.
+        self.clip_by_value = args.version == 1
+        self.drafts = args.version == 1 or args.inputs == INPUTS[0]
+        self.layout = self.config.layout(target.config.num_hidden_layers)
+        self.note = self.layout if "tensor names" in self.layout else ""  # not every engine reads it
+        half = target.device.type == "cuda" or target.dtype != torch.float32
+        self.autocast = args.autocast == "on" or (args.autocast == "auto" and half)
 
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"autocast": "on" if self.autocast else "off"}
 
-def train_step(
-    head: TrainHead,
-    optims: list,
-    data: TokenData,
-    step: int,
-    recipe: Recipe,
-    world: World,
-    args: argparse.Namespace,
-) -> tuple[float, list[float], int]:
-    """One optimiser step over --accumulate micro-batches on every process. Returns (loss, accuracy, tokens)."""
-    batches, count = step_batches(data, step, world, args)
-    value, hits, tokens = torch.zeros(1, device=world.device), 0.0, 0
-    for batch in batches:
+    def build(self, data: TokenData) -> TrainHead:
+        args = self.args
+        draft_ids = frequent_tokens(data, self.config.layer.vocab_size, self.target.config.vocab_size)
+        head = TrainHead(self.config, self.target, draft_ids, args.inputs, args.compile)
+        init_head(head, args.seed)
+        head.to(self.target.device)
+        head.rotary.build(self.target.device, self.target.rotary.length)
+        return head
+
+    def loss(self, module: TrainHead, batch: Batch, count: float) -> tuple[Tensor, Tensor]:
+        args = self.args
         noise = None
         if args.version == 1 and args.noise > 0:
-            noise = feature_noise(batch, head.feature_size, args.noise, args.seed)
-        with torch.autocast(world.device.type, torch.bfloat16) if args.autocast == "on" else nullcontext():
-            loss, accuracy = head_loss(head, batch, count, noise, args)
-        loss.backward()
-        value, hits, tokens = (
-            value + loss.detach().float(),
-            hits + accuracy.detach().float(),
-            tokens + batch.tokens.numel(),
-        )
-    parameters = [p for p in head.parameters() if p.requires_grad]
-    world.sum_([*(p.grad for p in parameters), value, hits])
-    if args.version == 1:
-        nn.utils.clip_grad_value_(parameters, recipe.clip, foreach=False)
-    else:
-        nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=False)
-    update(optims, rate_factor(step, args.steps, recipe))
-    return float(value), hits.tolist(), tokens * world.size
+            noise = feature_noise(batch, module.feature_size, args.noise, args.seed)
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
+            return head_loss(module, batch, count, noise, args)
 
+    def write(self, module: TrainHead, directory: Path) -> None:
+        save_eagle(self.config, exported(module), directory)
 
-SETTINGS = (
-    "checkpoint",
-    "data",
-    "held_out",
-    "version",
-    "steps",
-    "batch",
-    "accumulate",
-    "length",
-    "recipe",
-    "optimizer",
-)
+    def read(self, directory: Path) -> EagleHead:
+        return build_head(read_eagle(directory, self.target.config), self.target)
 
+    def drafter(self, module: EagleHead, evaluation: Evaluation) -> EagleDrafter:
+        return eagle_drafter(module, evaluation.tables(), len(evaluation.prompts), evaluation.slots)
 
-SETTINGS += (
-    "lr",
-    "warmup",
-    "cooldown",
-    "weight_decay",
-    "clip",
-    "noise",
-    "feature_weight",
-    "token_weight",
-    "ttt_steps",
-)
+    def numbers(self, module: TrainHead, evaluation: Evaluation) -> dict[str, Any]:
+        """Accuracy and a chain's tau of the head as it is written, also of heads that no engine drafts with."""
+        rounded = TrainHead(self.config, self.target, None, module.inputs)
+        rounded.load_state_dict(exported(module))
+        rounded.to(self.target.device).requires_grad_(False)
+        rounded.rotary.build(self.target.device, self.target.rotary.length)
+        accuracy = held_out_accuracy(rounded, evaluation)
+        return {"held_out_accuracy": accuracy} | chain_numbers(rounded, evaluation)
 
-
-SETTINGS += (
-    "draft_vocab",
-    "inputs",
-    "intermediate_size",
-    "heads",
-    "taps",
-    "norm_before_residual",
-    "rope_theta",
-    "regenerate",
-    "seed",
-    "autocast",
-)
-
-
-def train(args: argparse.Namespace) -> dict:
-    """Train, measure, export. Returns what CARD.json holds; raises ValueError with one line for unusable input."""
-    world = World.start(args.device)
-    try:
-        return _train(args, world)
-    finally:
-        world.stop()
-
-
-def _train(args: argparse.Namespace, world: World) -> dict:
-    chief, work, out = world.rank == 0, Path(args.work), Path(args.out)
-    say: Callable[..., None] = (
-        (lambda *a, **k: print(*a, file=sys.stderr, flush=True, **k)) if chief else _silent
-    )
-    work.mkdir(parents=True, exist_ok=True)
-    dtype = {"auto": None if world.device.type == "cuda" else torch.float32}.get(args.dtype, args.dtype)
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    target = load_model(args.checkpoint, world.device, dtype)
-    if args.autocast == "auto":
-        args.autocast = "on" if world.device.type == "cuda" or target.dtype != torch.float32 else "off"
-    tokenizer = load_tokenizer(args.checkpoint, target.config.vocab_size)
-    if tokenizer is not None and args.chat_template:
-        tokenizer.use_template(args.chat_template)
-    if args.length > target.rotary.length:
-        raise ValueError(f"--length {args.length}: the target has {target.rotary.length} positions.")
-    config, recipe = head_config(target.config, args), recipe_for(args)
-    rival = _existing_head(out, target) if chief and can_export(args) and not args.force else None
-    if chief:
-        data, held = load_data(args, target, tokenizer)
-    world.barrier()
-    if not chief:
-        data, held = load_data(args, target, tokenizer)
-    draft_ids = draft_vocabulary(data, config.layer.vocab_size, target.config.vocab_size)
-    head = TrainHead(config, target, draft_ids, args.inputs)
-    init_head(head, args.seed)
-    head.to(world.device)
-    head.rotary.build(world.device, target.rotary.length)
-    optims = make_optimizers(head, recipe)
-    size = sum(p.numel() for p in head.parameters())
-    say(
-        f"EAGLE-{args.version} head of {size / 1e6:.2f} M parameters, {args.inputs}; "
-        f"{int(data.mask.sum()):,} training tokens, {int(held.mask.sum()):,} held out"
-    )
-    evaluation = None
-    if chief:
-        stops = tuple(tokenizer.eos_ids) if tokenizer is not None else target.config.eos_token_ids
-        evaluation = Evaluation(target, stops, held, args)
-    settings = {name: getattr(args, name) for name in SETTINGS} | {"processes": world.size}
-    state_path, first, seconds, curve = work / "train_state.pt", 0, 0.0, []
-    if state_path.exists():
-        state = torch.load(state_path, weights_only=True, map_location=world.device)
-        if wrong := [k for k, v in settings.items() if state["settings"].get(k) != v]:
-            raise ValueError(
-                f"{state_path} is from a run with another --{wrong[0].replace('_', '-')} "
-                f"({state['settings'].get(wrong[0])!r}); delete it, match it, or give another --work."
-            )
-        head.load_state_dict(state["head"])
-        for optim, saved in zip(optims, state["optims"], strict=True):
-            optim.load_state_dict(saved)
-        first, seconds, curve = state["step"], state["seconds"], state["curve"]
-        say(f"resumed at step {first}")
-    if args.compile:
-        compile_(head)
-    run = Progress(args.steps, first, seconds, say)
-    for step in range(first, args.steps):
-        loss, accuracy, tokens = train_step(head, optims, data, step, recipe, world, args)
-        curve.append(loss)
-        run.report(step, loss, accuracy, tokens)
-        done, last = step + 1, step + 1 == args.steps
-        pause = done == args.pause_at
-        if chief and (done % args.save_every == 0 or last or pause):
-            optim_states = [o.state_dict() for o in optims]
-            save_state(state_path, head=head.state_dict(), optims=optim_states, step=done, settings=settings,
-                       seconds=run.seconds(), curve=curve)  # fmt: skip
-        if pause:
-            say(f"\npaused at step {done}; the same command without --pause-at goes on")
-            return {"step": done, "loss_curve": curve}
-        if chief and args.eval_every and done % args.eval_every == 0 and not last:
-            run.pause()
-            say(f"\nstep {done}: {_summary(measure(head, evaluation, greedy_only=True))}")
-            run.resume()
-        world.barrier()
-    say("")
-    card: dict = {}
-    if chief:
-        card = _card(args, config, recipe, target, data, held, size, run.seconds(), curve, world)
-        card |= measure(head, evaluation)
-        say(_summary(card))
-        publish(head, card, rival, evaluation, args)
-    world.barrier()
-    return card | {"loss_curve": curve}
-
-
-def _silent(*args, **kwargs) -> None:
-    pass
-
-
-def compile_(head: TrainHead) -> None:
-    """Compile the two forwards (the target's and the head's) in place."""
-    target = head.target
-    target.forward_train = torch.compile(target.forward_train)
-    head.forward_train = torch.compile(head.forward_train)
-
-
-class Progress:
-    """The progress line: averaged loss and accuracy, tokens per second, minutes left."""
-
-    def __init__(self, steps: int, first: int, seconds: float, say: Callable[..., None]):
-        self.steps, self.first, self.before, self.say = steps, first, seconds, say
-        self.started, self.tokens, self.loss, self.accuracy = time.perf_counter(), 0, None, None
-
-    def seconds(self) -> float:
-        """Training time so far, evaluations and earlier runs' shares handled."""
-        return self.before + time.perf_counter() - self.started
-
-    def pause(self) -> None:
-        self.paused = time.perf_counter()
-
-    def resume(self) -> None:
-        self.started += time.perf_counter() - self.paused
-
-    def report(self, step: int, loss: float, accuracy: list[float], tokens: int) -> None:
-        keep = 0.0 if self.loss is None else 0.95
-        self.loss = keep * (self.loss or 0.0) + (1 - keep) * loss
-        self.accuracy = keep * (self.accuracy or 0.0) + (1 - keep) * accuracy[0]
-        self.tokens += tokens
-        if step % 10 == 9 or step == self.steps - 1:
-            spent = time.perf_counter() - self.started
-            left = spent / (step + 1 - self.first) * (self.steps - step - 1)
-            deepest = f" (last step {accuracy[-1]:.3f})" if len(accuracy) > 1 else ""
-            self.say(
-                f"\rstep {step + 1}/{self.steps}  loss {self.loss:.3f}  top-1 {self.accuracy:.3f}{deepest}  "
-                f"{self.tokens / spent:.0f} tok/s  {left / 60:.1f} min left   ",
-                end="\n" if step % 100 == 99 else "",
-            )
-
-
-def measure(head: TrainHead, evaluation: Evaluation, greedy_only: bool = False) -> dict:
-    """Held-out numbers of the head as it would be written (bf16 weights)."""
-    tensors, inputs = exported(head), head.inputs
-    rounded = TrainHead(head.config, head.target, None, inputs)
-    rounded.load_state_dict(tensors)
-    rounded.to(head.fc.weight.device).requires_grad_(False)
-    rounded.rotary.build(head.fc.weight.device, head.target.rotary.length)
-    out: dict = {"held_out_accuracy": evaluation.accuracy(rounded)}
-    chain = evaluation.chain(rounded)
-    out |= {"chain_tau": chain["tau"], "n_alpha": chain["n_alpha"]}
-    if can_export(evaluation.args):
-        drafter = build_head(head.config, tensors, head.target)
-        for name, temperature in [("greedy", 0.0)] + [("t1", 1.0)] * (not greedy_only):
-            out |= {f"{k}_{name}": v for k, v in evaluation.tau(drafter, temperature).items()}
-    return out
-
-
-def _summary(numbers: dict) -> str:
-    parts = [f"accuracy {numbers['held_out_accuracy'][0]:.3f}"] if numbers["held_out_accuracy"] else []
-    parts += [f"chain tau {numbers['chain_tau']:.2f}"]
-    parts += [
-        f"{label} {numbers[k]:.2f}"
-        for k, label in (("tau_greedy", "tau"), ("tau_t1", "tau at T = 1"))
-        if k in numbers
-    ]
-    return "held-out " + ", ".join(parts)
-
-
-def _existing_head(out: Path, target: Transformer) -> EagleHead | None:
-    """The head at --out, to be compared with the new one; ValueError if there is something else."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return None
-    try:
-        found = read_eagle(out, target.config)
-        return build_head(found.config, found.tensors, target)
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"--out {out} holds something that cannot be compared with the new head ({error}); "
-            "give another --out, or --force to replace it."
-        ) from None
-
-
-class WorseHead(ValueError):
-    """The new head drafts worse than the one it would replace."""
-
-
-def publish(
-    head: TrainHead, card: dict, rival: EagleHead | None, evaluation: Evaluation, args: argparse.Namespace
-) -> None:
-    """Write the head and its CARD.json to --out, unless a better one is there."""
-    out = Path(args.out)
-    if not can_export(args):
-        write_json(Path(args.work) / "CARD.json", card)
-        print(
-            f"an ablation of EAGLE-3: no head exported; numbers in {Path(args.work) / 'CARD.json'}",
-            file=sys.stderr,
-        )
-        return
-    if rival is not None:
-        old, new = evaluation.tau(rival)["tau"], card["tau_greedy"]
-        if old > new:
-            raise WorseHead(
-                f"the head at {out} is better (held-out tau {old:.3f}, the new one {new:.3f}); kept it. "
-                "The new one stays in --work: run the same command with --force to replace it."
-            )
-    save_eagle(head.config, exported(head), out)
-    write_json(out / "CARD.json", card)
-    print(f"wrote {out}", file=sys.stderr)
-    if "tensor names" in card["format"]:  # not every engine reads it
-        print(f"note: {card['format']}", file=sys.stderr)
-
-
-def _card(args, config: EagleConfig, recipe: Recipe, target: Transformer, data: TokenData, held: TokenData,
-          size: int, seconds: float, curve: list[float], world: World) -> dict:  # fmt: skip
-    c = target.config
-    rows = args.batch * args.accumulate * world.size
-    return {
-        "format": config.layout(c.num_hidden_layers),
-        "norm_before_residual": args.norm_before_residual == "on" if args.version == 3 else None,
-        "inputs": args.inputs,
-        "target": {"layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "vocab_size": c.vocab_size},
-        "parameters": size,
-        "data": args.data if args.data == "stdlib" else Path(args.data).name,
-        "regenerated": args.regenerate,
-        "training_tokens": int(data.mask.sum()),
-        "held_out_tokens": int(held.mask.sum()),
-        "steps": args.steps,
-        "rows_per_step": rows,
-        "length": args.length,
-        "ttt_steps": args.ttt_steps if args.version == 3 else None,
-        "draft_vocab": args.draft_vocab or c.vocab_size,
-        "recipe": asdict(recipe),
-        "loss_weights": [args.feature_weight, args.token_weight] if args.version == 1 else None,
-        "noise": args.noise if args.version == 1 else None,
-        "seed": args.seed,
-        "minutes": round(seconds / 60, 1),
-        "processes": world.size,
-        "device": torch.cuda.get_device_name()
-        if world.device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "last_loss": float(np.mean(curve[-50:])) if curve else None,
-        "tree": args.tree,
-        "eval_prompts": args.eval_prompts,
-        "eval_tokens": args.eval_tokens,
-    }
+    def card(self) -> dict[str, Any]:
+        args = self.args
+        first = args.version == 1
+        return {
+            "format": self.layout,
+            "norm_before_residual": None if first else self.config.norm_before_residual,
+            "inputs": args.inputs,
+            "ttt_steps": None if first else args.ttt_steps,
+            "draft_vocab": self.config.layer.vocab_size,
+            "recipe": asdict(self.recipe),
+            "loss_weights": [args.feature_weight, args.token_weight] if first else None,
+            "noise": args.noise if first else None,
+        }

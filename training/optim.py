@@ -1,22 +1,42 @@
-"""TODO."""
+"""From a gradient to an updated weight: optimizers, their recipe and schedule, and the initial weights of a model."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import signal
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from model import Transformer
+# Parts of the names of matrices that map from or to the vocabulary. AdamW trains these. `.1.weight` is the LM head of
+# one of Medusa's heads.
+VOCABULARY = ("embed", "lm_head", ".1.weight")
 
 
-def init_weights(model: Transformer, generator: torch.Generator) -> None:
+@dataclass(frozen=True)
+class Recipe:
+    """Optimizer settings of a run.
+
+    `muon` trains hidden matrices with Muon and everything else with AdamW at `side_lr` and without weight decay.
+    `adamw` trains everything with AdamW at `lr`.
+    """
+
+    optimizer: str = "muon"
+    lr: float = 0.02
+    side_lr: float = 2e-3
+    warmup: int = 50  # steps
+    cooldown: float = 0.45  # share of the steps over which the rate falls linearly to zero
+    weight_decay: float = 0.01
+    clip: float = 0.5  # of the gradients, for drafters
+
+    def factor(self, step: int, steps: int) -> float:
+        """The factor on the peak rates: linear warm-up, flat, then linear to zero."""
+        cool = (steps - step) / (self.cooldown * steps) if self.cooldown > 0 else 1.0
+        return min(1.0, (step + 1) / max(1, self.warmup)) * min(1.0, cool)
+
+
+def init_weights(model: nn.Module, generator: torch.Generator) -> None:
     """Normal(0, 0.02) embeddings, fan-in scaled matrices, zeroed residual outputs (each block starts as identity)."""
     for name, p in model.named_parameters():
         if p.dim() < 2:
@@ -47,7 +67,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Nearest semi-orthogonal matrix, roughly: quintic Newton-Schulz iteration on the spectral-normalised input."""
+    """Roughly the nearest semi-orthogonal matrix: quintic Newton-Schulz iteration on the normalised input."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / (x.norm() + 1e-7)
@@ -57,68 +77,27 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def optimizers(model: Transformer) -> list[torch.optim.Optimizer]:
-    hidden = [
-        p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n and "lm_head" not in n
-    ]
-    rest = [p for n, p in model.named_parameters() if p.dim() < 2 or "embed" in n or "lm_head" in n]
-    adam = torch.optim.AdamW(rest, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
-    return [Muon(hidden, lr=0.02), adam]
-
-
-def learning_rate(step: int, steps: int) -> float:
-    """Factor on the peak rate: short warm-up, flat, then linear to zero over the last 45 %."""
-    warm, cool = min(1.0, (step + 1) / 50), min(1.0, (steps - step) / (0.45 * steps))
-    return warm * cool
+def optimizers(module: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """The optimizers of all parameters of `module`, at their peak rates."""
+    betas = (0.9, 0.95)
+    if recipe.optimizer == "adamw":
+        everything = list(module.parameters())
+        decay = recipe.weight_decay
+        return [torch.optim.AdamW(everything, recipe.lr, betas, weight_decay=decay, foreach=False)]
+    hidden = []
+    rest = []
+    for name, p in module.named_parameters():
+        is_hidden = p.dim() == 2 and not any(part in name for part in VOCABULARY)
+        (hidden if is_hidden else rest).append(p)
+    side = torch.optim.AdamW(rest, recipe.side_lr, betas, weight_decay=0.0, foreach=False)
+    return [Muon(hidden, recipe.lr, weight_decay=recipe.weight_decay), side]
 
 
 def update(optims: Iterable[torch.optim.Optimizer], factor: float) -> None:
-    """One step of every optimizer at `factor` of its peak rates; the gradients are used up."""
+    """One step of every optimizer at `factor` of its peak rates. The gradients are dropped."""
     for optim in optims:
         for group in optim.param_groups:
             group.setdefault("peak", group["lr"])
             group["lr"] = group["peak"] * factor
         optim.step()
         optim.zero_grad(set_to_none=True)
-
-
-def save_state(path: Path, **state) -> None:
-    """Save through a temporary name, so that an interruption never leaves half a state."""
-    temporary = path.with_suffix(".tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
-
-
-def read_state(path: Path, run: dict[str, Any]) -> dict[str, Any]:
-    """The state of this very run; ValueError in one line for a damaged file or another run's, naming what differs."""
-    advice = "Delete it or give another --work."
-    try:
-        state = torch.load(path, weights_only=True)
-        found = state["run"]
-        different = next((key for key, value in run.items() if found[key] != value), None)
-    except Exception as error:  # whatever a damaged or foreign file raises
-        raise ValueError(f"{path}: not a training state of this script. {advice}") from error
-    if different is not None:
-        values = f"{different} {found[different]!r:.60}, here {run[different]!r:.60}"
-        raise ValueError(
-            f"{path} is from another run ({values}). Match it, delete it or give another --work."
-        )
-    return state
-
-
-@contextlib.contextmanager
-def deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C waits for the end of a step, where the state is whole: the yielded function says whether it was pressed.
-    Pressed again it interrupts at once."""
-    pressed: list[int] = []
-
-    def press(number: int, frame: Any) -> None:
-        if pressed:
-            raise KeyboardInterrupt
-        pressed.append(number)
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from model import DTYPES, ModelConfig, Transformer
+from model import Transformer
+from model_config import DTYPES, ModelConfig
 from support.files import read_json
-from weights.files import Entry, Progress, read_entries, tensor_files
+from weights.files import Destination, Entry, Progress, read_entries, tensor_files
 from weights.hf import build_model, fill_hf, read_config, token_ids
 from weights.meta import is_meta, read_meta_config, read_meta_entries
 from weights.published import fill_published, published_layout
@@ -77,11 +78,8 @@ class Checkpoint:
         """Where the tokenizer's files are. Meta keeps tokenizer.model one folder up, beside several models."""
         above = self.directory.absolute().parent
         here = any((self.directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-        return (
-            above
-            if self.kind == "meta" and not here and (above / "tokenizer.model").is_file()
-            else self.directory
-        )
+        moved = self.kind == "meta" and not here and (above / "tokenizer.model").is_file()
+        return above if moved else self.directory
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -89,9 +87,8 @@ class Checkpoint:
         if self.kind == "meta":
             return read_meta_entries(self.directory, self.config)
         if not (files := tensor_files(self.directory)):
-            raise ValueError(
-                f"{self.directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?"
-            )
+            expected = "no model*.safetensors, no pytorch_model*.bin"
+            raise ValueError(f"{self.directory}: {expected}. All downloaded?")
         return read_entries(files)
 
     def reopened(self) -> Checkpoint:
@@ -119,28 +116,24 @@ class Checkpoint:
         Raises:
             ValueError: one line that names the file and the tensor or key, and what to do.
         """
-        quantization = self.quantization
+        quantization, file, where = self.quantization, str(self.config_file), str(self.directory)
         model = build_model(self.config)
-        file, where = str(self.config_file), str(self.directory)
-        target = (device, dtype or DTYPES[self.config.dtype], progress)
+        to = Destination(device, dtype or DTYPES[self.config.dtype], progress or (lambda *_: None))
         if self.kind == "eaglet":
-            fill_stored(model, self.entries, read_spec(self.raw["eaglet_quant"], file), where, *target)
+            fill_stored(model, self.entries, read_spec(self.raw["eaglet_quant"], file), where, to)
         elif self.kind == "published":
-            fill_published(model, self.entries, self.raw["quantization_config"], file, *target)
+            fill_published(model, self.entries, self.raw["quantization_config"], file, to)
         else:
-            fill_hf(model, self.entries, where, *target)
-        if quantization:
-            model.quant = quantization  # becomes model.set_quantization(quantization)
+            fill_hf(model, self.entries, where, to)
+        model.set_quantization(quantization)
         longest = self.config.max_positions
         model.rotary.build(device, min(max_positions or longest, longest))
         return model.eval().requires_grad_(False)
 
     def copy_texts(self, destination: Path) -> None:
         """Copy the tokenizer's files, the chat template and the licence to another directory."""
-        files = [self.tokenizer_directory / "tokenizer.model"] + [
-            self.directory / name for name in TEXTS.split()
-        ]
-        for file in files:  # the directory's own tokenizer.model comes second and wins
+        files = [self.directory / name for name in TEXTS.split()]
+        for file in (self.tokenizer_directory / "tokenizer.model", *files):
             if file.is_file():
                 shutil.copyfile(file, destination / file.name)
 
@@ -150,12 +143,6 @@ def load_config(directory: str | Path) -> ModelConfig:
     return Checkpoint.open(directory).config
 
 
-def load_model(
-    directory: str | Path,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
-    max_positions: int | None = None,
-) -> Transformer:
-    """The model in a directory of any format (`Checkpoint.load`)."""
-    return Checkpoint.open(directory).load(device, dtype, progress, max_positions)
+def load_model(directory: str | Path, *where: Any, **options: Any) -> Transformer:
+    """The model in a directory of any format. The arguments are those of `Checkpoint.load`."""
+    return Checkpoint.open(directory).load(*where, **options)

@@ -22,6 +22,8 @@ from torch import Tensor
 from support.files import INDEX_LIMIT, read_json, written_whole
 
 Progress = Callable[[int, int, str], None]  # called with (done, total, name of the tensor or layer)
+Shapes = Mapping[str, tuple[int, ...]]
+Dtypes = Mapping[str, torch.dtype]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 # The dtypes of a safetensors header.
@@ -39,12 +41,21 @@ class Entry(NamedTuple):
     read: Callable[[], Tensor]
 
 
-def write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> None:
+Entries = Mapping[str, Entry]
+
+
+class Destination(NamedTuple):
+    """Where loaded tensors go. Floats are cast to `dtype`, and `progress` is called after each tensor."""
+
+    device: torch.device | str
+    dtype: torch.dtype
+    progress: Progress
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file whole. Tensors may be views on any device. At most one of them is copied at a time."""
     kinds = {dtype: kind for kind, dtype in KINDS.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Wide dtypes come first, so that every tensor starts at a multiple of its element size.
     order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     end = 0
@@ -172,12 +183,7 @@ def tensor_files(directory: Path) -> list[Path]:
     return []
 
 
-def check_entries(
-    expected: Mapping[str, tuple[int, ...]],
-    entries: Mapping[str, Entry],
-    where: str,
-    dtypes: Mapping[str, torch.dtype] | None = None,
-) -> None:
+def check_entries(expected: Shapes, entries: Entries, where: str, dtypes: Dtypes | None = None) -> None:
     """Raise a one-line ValueError unless `entries` holds exactly the expected names with the expected shapes.
 
     `dtypes` are the exact dtypes of the tensors that it names. All others must be floats of 16 to 64 bits.
@@ -187,12 +193,9 @@ def check_entries(
         advice = "Is a shard missing? Download it again, or quantize the original again."
         raise ValueError(f"{where}: missing {few_names(missing)}{hint}. {advice}")
     if extra := [name for name in entries.keys() - expected.keys() if not IGNORED.fullmatch(name)]:
-        raise ValueError(
-            f"{where}: unexpected {few_names(extra)}; config.json does not describe such a model."
-        )
+        raise ValueError(f"{where}: unexpected {few_names(extra)}; config.json describes another model.")
     for name, shape in expected.items():
-        entry = entries[name]
-        wanted = (dtypes or {}).get(name)
+        entry, wanted = entries[name], (dtypes or {}).get(name)
         if entry.shape != shape or (entry.dtype not in FLOATS if wanted is None else entry.dtype != wanted):
             found = f"{name} is {entry.dtype} {list(entry.shape)}"
             wanted = f"{wanted or 'a float of 16 to 64 bits'} {list(shape)}"

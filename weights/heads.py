@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from model import ConfigReader, ModelConfig, RopeConfig
+from model_config import ConfigReader, ModelConfig, RopeConfig
 from support.files import read_json, write_json
 from weights.files import (
     IGNORED,
@@ -37,6 +37,7 @@ HEAD_NAMES = """self_attn.q_proj=attention.qkv self_attn.k_proj=attention.qkv se
     self_attn.o_proj=attention.o self_attn.q_norm=attention.q_norm self_attn.k_norm=attention.k_norm
     mlp.gate_proj=mlp.gate_up mlp.up_proj=mlp.gate_up mlp.down_proj=mlp.down
     input_layernorm=input_norm hidden_norm=hidden_norm post_attention_layernorm=post_norm"""
+HEAD_NAMES = dict(pair.split("=") for pair in HEAD_NAMES.split())
 PREFIXES = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
 ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
 # What the head's decoder layer takes from the head's config, and what --eagle-config may set.
@@ -113,11 +114,10 @@ def read_eagle(
     if (path / "config.json").is_file() and read_json(path / "config.json").get("eaglet_quant"):
         file = read_quantized_eagle(path)
         made_for = file.config.target_hidden_size, file.config.target_vocab_size
-        if made_for != (target.hidden_size, target.vocab_size):
-            raise ValueError(
-                f"{path} does not fit this model: made for hidden_size and vocab_size {made_for}, "
-                f"this model has {(target.hidden_size, target.vocab_size)}. Pass the matching --checkpoint."
-            )
+        wanted = target.hidden_size, target.vocab_size
+        if made_for != wanted:
+            sizes = f"made for hidden_size and vocab_size {made_for}, this model has {wanted}"
+            raise ValueError(f"{path} does not fit this model: {sizes}. Pass the matching --checkpoint.")
         return file
     return _HeadReader(path, target, overrides or {}).read()
 
@@ -166,7 +166,7 @@ def _split_layer_tensor(config: EagleConfig, name: str, tensor: Tensor) -> dict[
     """The published tensors that one tensor of the head's decoder layer is fused from."""
     layer = config.layer
     inner, _, kind = name.removeprefix("layer.").rpartition(".")
-    names = [hf for hf, ours in _head_names() if ours == inner]
+    names = [hf for hf, ours in HEAD_NAMES.items() if ours == inner]
     kv = layer.num_key_value_heads * layer.head_dim
     sizes = [tensor.shape[0] // len(names)] * len(names)
     if inner == "attention.qkv":
@@ -174,11 +174,6 @@ def _split_layer_tensor(config: EagleConfig, name: str, tensor: Tensor) -> dict[
     prefix = "layers.0." if config.version == 1 else "midlayer."
     pieces = zip(names, tensor.split(sizes), strict=True)
     return {f"{prefix}{hf}.{kind}": piece for hf, piece in pieces}
-
-
-def _head_names() -> list[tuple[str, str]]:
-    """(Hugging Face name, our name) of everything in the head's decoder layer."""
-    return [tuple(pair.split("=")) for pair in HEAD_NAMES.split()]
 
 
 def save_quantized_eagle(
@@ -201,9 +196,8 @@ def read_quantized_eagle(directory: str | Path) -> EagleFile:
         layer = ModelConfig(**layer | {"rope": RopeConfig(**layer["rope"])})
         config = EagleConfig(**given | {"layer": layer, "taps": tuple(given["taps"])})
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{where}: eaglet_head does not describe a head ({error}). Quantize it again."
-        ) from error
+        problem = f"eaglet_head does not describe a head ({error})"
+        raise ValueError(f"{where}: {problem}. Quantize it again.") from error
     entries = read_entries(tensor_files(Path(directory)))
     return EagleFile(config, {name: entry.read() for name, entry in entries.items()}, [])
 
@@ -324,17 +318,14 @@ class _HeadReader:
                 self.fail(f"{AUX} = {ids!r}, expected a list of layer numbers.")
             many = len(ids)
         elif seen != hidden or width != 2 * hidden:
-            self.fail(
-                f"fc.weight {[hidden, width]} with q_proj inputs {seen} is neither EAGLE-1/2 nor EAGLE-3."
-            )
+            found = f"fc.weight {[hidden, width]} with q_proj inputs {seen}"
+            self.fail(f"{found} is neither EAGLE-1/2 nor EAGLE-3.")
         if width != many * size:
             made_for = width // many
             looks = f"{made_for} ({SIZES[made_for]}?)" if made_for in SIZES else str(made_for)
-            raise ValueError(
-                f"{self.path} does not fit this model: fc.weight is {[hidden, width]}, expected {[size, many * size]} "
-                f"({many} x hidden_size {size}). The head looks made for hidden_size {looks}. "
-                "Pass the matching --checkpoint."
-            )
+            expected = f"expected {[size, many * size]} ({many} x hidden_size {size})"
+            found = f"fc.weight is {[hidden, width]}, {expected}. The head looks made for hidden_size {looks}"
+            raise ValueError(f"{self.path} does not fit this model: {found}. Pass the matching --checkpoint.")
         if ids is None:
             return ()
         if hidden != size and "embed_tokens.weight" not in self.entries:
@@ -440,8 +431,7 @@ class _HeadReader:
     def _tensors(self, config: EagleConfig) -> dict[str, Tensor]:
         """The tensors under our names, fused. Copies of the target's embedding and LM head are dropped."""
         parts: dict[str, list[Tensor]] = {}
-        renamed = dict(_head_names())
-        order = {f"layers.0.{name}": i for i, name in enumerate(renamed)}
+        order = {f"layers.0.{name}": i for i, name in enumerate(HEAD_NAMES)}
         kept = {"embed_tokens.weight": config.has_embed, "lm_head.weight": config.has_lm_head}
         for name in sorted(self.entries, key=lambda n: order.get(n.rpartition(".")[0], -1)):
             if not kept.get(name, True) or IGNORED.fullmatch(name):
@@ -449,7 +439,7 @@ class _HeadReader:
             stem, _, kind = name.rpartition(".")
             ours = name.replace("fc_norm.", "fc_norms.")
             if stem in order:
-                ours = f"layer.{renamed[stem.removeprefix('layers.0.')]}.{kind}"
+                ours = f"layer.{HEAD_NAMES[stem.removeprefix('layers.0.')]}.{kind}"
             parts.setdefault(ours, []).append(self.entries[name].read())
             check_finite(parts[ours][-1], name, self.entries[name].file)
         return {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in parts.items()}

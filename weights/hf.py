@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model import ModelConfig, RopeConfig, Transformer
+from model import Transformer
+from model_config import ModelConfig, RopeConfig
 from support.files import INDEX_LIMIT, read_json, write_json
-from weights.files import Entry, Progress, check_entries, check_finite, write_safetensors
+from weights.files import Destination, Entries, check_entries, check_finite, few_names, write_safetensors
 
 
 def read_config(raw: dict[str, Any], directory: Path) -> ModelConfig:
@@ -39,9 +40,8 @@ def refuse_partial_rotation(raw: Mapping[str, Any], where: str) -> None:
         nested = raw.get(key)
         share = nested.get("partial_rotary_factor") if isinstance(nested, dict) else None
         if share not in (None, 1.0) or isinstance(share, bool):
-            raise ValueError(
-                f"{where}: partial_rotary_factor = {share!r} in {key} is not implemented (only 1.0)."
-            )
+            found = f"partial_rotary_factor = {share!r} in {key}"
+            raise ValueError(f"{where}: {found} is not implemented (only 1.0).")
 
 
 def token_ids(raw: Mapping[str, Any], key: str, where: str, vocab: int, directory: Path) -> tuple[int, ...]:
@@ -57,10 +57,8 @@ def token_ids(raw: Mapping[str, Any], key: str, where: str, vocab: int, director
     if past and (unknown := set(past) - _added_ids(directory)):
         odd = min(unknown)
     if odd is not None:
-        raise ValueError(
-            f"{where}: {key} holds {odd!r:.80}, expected token ids in [0, {vocab - 1}] or null. Correct the file or "
-            "download it again."
-        )
+        expected = f"expected token ids in [0, {vocab - 1}] or null"
+        raise ValueError(f"{where}: {key} holds {odd!r:.80}, {expected}. Correct it or download it again.")
     return tuple(i for i in listed if i < vocab)
 
 
@@ -88,17 +86,15 @@ def build_model(config: ModelConfig) -> Transformer:
         raise ValueError(f"config.json: sizes are too large for a tensor ({reason}).") from error
 
 
-def fill_hf(
-    model: Transformer, entries: Mapping[str, Entry], where: str, device, dtype, progress: Progress | None
-) -> None:
-    """Give a meta model memory on `device` and copy the entries into it one at a time, cast to `dtype`.
+def fill_hf(model: Transformer, entries: Entries, where: str, to: Destination) -> None:
+    """Give a meta model memory on a device and copy the entries into it one at a time.
 
-    Raises ValueError in one line for tensors that do not match, and for values that are not finite in `dtype`.
+    Raises ValueError in one line for tensors that do not match, and for values that are not finite in the new dtype.
     """
     entries = dict(entries)
     duplicate = entries.pop("lm_head.weight", None) if model.lm_head is None else None
     checked_views(model, entries, where)
-    model.to(dtype=dtype).to_empty(device=device)
+    model.to(dtype=to.dtype).to_empty(device=to.device)
     views = views_for(model, entries)
     sizes = {name: math.prod(entries[name].shape) * entries[name].dtype.itemsize for name in views}
     done = 0
@@ -106,8 +102,7 @@ def fill_hf(
         views[name].copy_(entries[name].read())
         check_finite(views[name], name, entries[name].file)
         done += sizes[name]
-        if progress is not None:
-            progress(done, sum(sizes.values()), name)
+        to.progress(done, sum(sizes.values()), name)
     if duplicate is not None:
         stored, embedding = duplicate.read(), model.embed_tokens.weight
         if stored.shape != embedding.shape or not torch.equal(stored.to(embedding), embedding):
@@ -115,16 +110,32 @@ def fill_hf(
             raise ValueError(f"{where}: {why}. Set it to false if the model has its own LM head.")
 
 
-def views_for(model: Transformer, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """`hf_views` under the names that `entries` use. Mixtral's experts have two layouts."""
+def views_for(model: Transformer, entries: Entries) -> dict[str, Tensor]:
+    """`hf_views` under the names that the entries use. Mixtral's experts have two layouts."""
     return hf_views(model, any(name.endswith(".experts.gate_up_proj") for name in entries))
 
 
-def checked_views(model: Transformer, entries: Mapping[str, Entry], where: str) -> dict[str, Tensor]:
+def checked_views(model: Transformer, entries: Entries, where: str) -> dict[str, Tensor]:
     """`views_for`. Raises ValueError in one line unless the entries are exactly the tensors of the model."""
     views = views_for(model, entries)
     check_entries({name: tuple(view.shape) for name, view in views.items()}, entries, where)
     return views
+
+
+def read_parameter(entries: Entries, names: Sequence[str], shape: torch.Size, where: str) -> Tensor:
+    """One of our parameters, made of the rows of Hugging Face tensors (`parameter_sources`), in their dtype.
+
+    Raises ValueError in one line for a tensor that is missing, of another shape, or not finite.
+    """
+    if missing := [name for name in names if name not in entries]:
+        raise ValueError(f"{where}: {few_names(missing)} is missing. Is a shard missing?")
+    parts = [entries[name].read() for name in names]
+    for name, part in zip(names, parts, strict=True):
+        check_finite(part, name, entries[name].file)
+    tensor = torch.cat(parts)
+    if tensor.numel() != shape.numel() or tensor.shape[-1] != shape[-1]:
+        raise ValueError(f"{where}: {names[0]} {list(parts[0].shape)} does not fit config.json.")
+    return tensor.view(shape)
 
 
 def parameter_sources(model: Transformer, views: Mapping[str, Tensor]) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model import ModelConfig
+from model_config import ModelConfig
 from weights.files import check_entries, check_finite, read_entries, write_safetensors
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -34,9 +34,8 @@ def read_medusa(path: str | Path, target: ModelConfig) -> dict[str, Tensor]:
         raise ValueError(f"{path}: no such file; expected {' or '.join(MEDUSA_FILES)}.")
     entries = read_entries([path])
     if not entries or any(MEDUSA_TENSOR.fullmatch(name) is None for name in entries):
-        raise ValueError(
-            f"{path}: not Medusa heads of one block each ('0.0.linear.weight', ..., '0.1.weight')."
-        )
+        known = "'0.0.linear.weight', ..., '0.1.weight'"
+        raise ValueError(f"{path}: not Medusa heads of one block each ({known}).")
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(1 + max(int(name.split(".")[0]) for name in entries)):
         shapes |= {f"{i}.0.linear.weight": (H, H), f"{i}.0.linear.bias": (H,)}
@@ -55,6 +54,5 @@ def save_medusa(
     """Write `medusa_lm_head.safetensors` with the published names, in `dtype`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(
-        directory / MEDUSA_FILES[0], {name: t.detach().to(dtype) for name, t in tensors.items()}
-    )
+    cast = {name: tensor.detach().to(dtype) for name, tensor in tensors.items()}
+    write_safetensors(directory / MEDUSA_FILES[0], cast)

@@ -12,15 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model import ConfigReader, ModelConfig
+from model_config import ConfigReader, ModelConfig
 from support.files import read_json
 from weights.files import Entry, few_names, pickle_entries
 
 # Meta name = Hugging Face name : dimension that the shards split ("-" where every shard holds the whole tensor)
-META_TOP = "tok_embeddings=model.embed_tokens:1 norm=model.norm:- output=lm_head:0"
+META_TOP = {"tok_embeddings": "model.embed_tokens:1", "norm": "model.norm:-", "output": "lm_head:0"}
 META_LAYER = """attention.wq=self_attn.q_proj:0 attention.wk=self_attn.k_proj:0 attention.wv=self_attn.v_proj:0
     attention.wo=self_attn.o_proj:1 feed_forward.w1=mlp.gate_proj:0 feed_forward.w3=mlp.up_proj:0
     feed_forward.w2=mlp.down_proj:1 attention_norm=input_layernorm:- ffn_norm=post_attention_layernorm:-"""
+META_LAYER = dict(pair.split("=") for pair in META_LAYER.split())
 META_KEYS = """dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps rope_theta head_dim
     hidden_dim sliding_window use_scaled_rope rope_scaling_factor max_seq_len max_batch_size"""
 
@@ -80,8 +81,7 @@ def read_meta_entries(directory: Path, config: ModelConfig) -> dict[str, Entry]:
     entries = {}
     for name in shards[0]:
         _, layer, inner, kind = re.fullmatch(r"(layers\.(\d+)\.)?(.*?)(\.weight)?", name, re.DOTALL).groups()
-        names = dict(pair.split("=") for pair in (META_LAYER if layer else META_TOP).split())
-        target, _, split = names.get(inner, "").partition(":")
+        target, _, split = (META_LAYER if layer else META_TOP).get(inner, "").partition(":")
         if not target or not kind:
             target, split = name, "-"  # the strict check of all names will refuse it
         else:

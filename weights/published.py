@@ -6,7 +6,7 @@ must share their groups. What such a checkpoint does not quantize is read as flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ import torch.nn as nn
 from torch import Tensor
 
 from model import Experts, Transformer
-from weights.files import IGNORED, Entry, Progress, check_finite
-from weights.hf import parameter_sources, views_for
+from weights.files import IGNORED, Destination, Entries
+from weights.hf import parameter_sources, read_parameter, views_for
 from weights.quantized import GROUPS, QuantExperts, QuantLinear, replace_module, set_tensor
 
+Part = dict[str, Tensor | None]  # one published linear, as `_read_linear` returns it
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where columns 0 to 7 lie in a word of AWQ
 
 
@@ -36,10 +37,9 @@ def published_layout(config: Any, where: str) -> str:
         act = next((g["input_activations"] for g in groups if g.get("input_activations")), None)
     gemm = method != "awq" or str(config.get("version", "gemm")).lower() == "gemm"
     if kind not in ("gptq", "gptq_v2", "awq", "pack-quantized") or bits != 4 or act or not gemm:
-        raise ValueError(
-            f"{where}: quantization_config with quant_method {method!r}, format {kind!r}, {bits} bits is not supported; "
-            "supported: GPTQ, AWQ (gemm) and compressed-tensors pack-quantized, 4-bit weights, 16-bit activations."
-        )
+        found = f"quantization_config with quant_method {method!r}, format {kind!r}, {bits} bits"
+        known = "GPTQ, AWQ (gemm) and compressed-tensors pack-quantized, 4-bit weights, 16-bit activations"
+        raise ValueError(f"{where}: {found} is not supported; supported: {known}.")
     return kind
 
 
@@ -51,8 +51,8 @@ def _nibbles(words: Tensor, dim: int) -> Tensor:
 
 
 def _read_linear(
-    read: Callable[[str], Tensor | None], kind: str, base: str, where: str
-) -> dict[str, Tensor | None]:
+    read: Callable[[str], Tensor | None], kind: str, base: str, where: str, symmetric: bool
+) -> Part:
     """One published linear as codes [N, K], scales and zeros [K/G, N], and g_idx [K] or None."""
     compressed = kind == "pack-quantized"
     names = ("weight_packed", "weight_scale") if compressed else ("qweight", "scales", "qzeros")
@@ -80,11 +80,13 @@ def _read_linear(
     (N, K), grid = codes.shape, scales.shape
     if len(grid) != 2 or grid[1] != N or K % grid[0] or (zeros is not None and zeros.shape != grid):
         raise ValueError(f"{where}: {base}: scales {list(grid)} or zeros do not fit a [{N}, {K}] weight.")
+    if symmetric and kind == "gptq" and (zeros == 9).all():
+        zeros = None  # some writers label the second format as the first
     g_idx = None if g_idx is None or (g_idx < 0).all() else g_idx.long()
     return {"codes": codes, "scales": scales, "zeros": zeros, "g_idx": g_idx}
 
 
-def _fuse(parts: list[dict[str, Tensor | None]], where: str) -> dict[str, Tensor]:
+def _fuse(parts: list[Part], where: str) -> dict[str, Tensor]:
     """The stored tensors of one weight whose rows are these parts (q, k and v, for example), exactly.
 
     Groups longer than 128 columns repeat their scale. Act-order becomes `perm`. All parts must have the same, since they
@@ -98,9 +100,8 @@ def _fuse(parts: list[dict[str, Tensor | None]], where: str) -> dict[str, Tensor
         raise ValueError(f"{where}: fused projections differ in group size or act-order: not supported.")
     ours = next((g for g in reversed(GROUPS) if size % g == 0), 0)
     if not ours or not torch.equal(orders[0].sort().values, natural):
-        raise ValueError(
-            f"{where}: groups of {size} columns or an uneven g_idx: supported are 32, 64, 128, -1."
-        )
+        found = f"groups of {size} columns or an uneven g_idx"
+        raise ValueError(f"{where}: {found}; supported groups are 32, 64, 128, -1.")
     perm = None if torch.equal(orders[0], natural) else orders[0].argsort(stable=True)
     codes = torch.cat([part["codes"] for part in parts])
     codes = codes if perm is None else codes[:, perm]
@@ -127,16 +128,8 @@ def _stack_experts(fused: list[dict[str, Tensor]], where: str) -> dict[str, Tens
     return stored if shared is None else stored | {"perm": shared}
 
 
-def fill_published(
-    model: Transformer,
-    entries: Mapping[str, Entry],
-    config: dict[str, Any],
-    where: str,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    progress: Progress | None,
-) -> None:
-    """Make a meta model a quantized one where `entries` hold codes, and fill it. The rest is cast to `dtype`.
+def fill_published(model: Transformer, entries: Entries, config: Any, where: str, to: Destination) -> None:
+    """Make a meta model a quantized one where `entries` hold codes, and fill it. What is not quantized is cast.
 
     `config` is the `quantization_config`. Raises ValueError in one line for a tensor that is missing, left over, damaged
     or of another shape than config.json says.
@@ -151,11 +144,8 @@ def fill_published(
         used.add(name)
         return entries[name].read() if name in entries else None
 
-    def part(base: str) -> dict[str, Tensor | None]:
-        out = _read_linear(read, kind, base, where)
-        if config.get("sym") and kind == "gptq" and (out["zeros"] == 9).all():
-            out["zeros"] = None  # some writers label the second format as the first
-        return out
+    def part(base: str) -> Part:
+        return _read_linear(read, kind, base, where, bool(config.get("sym")))
 
     for done, (ours, names) in enumerate(sources.items()):
         slot, bases = slots[ours], [name.removesuffix(".weight") for name in names]
@@ -164,18 +154,12 @@ def fill_published(
             per, at = len(bases) // stacks, f"{where}: {ours}"
             fused = [_fuse([part(b) for b in bases[i * per :][:per]], at) for i in range(stacks)]
             stored = fused[0] if slot.dim() == 2 else _stack_experts(fused, at)
-            _install(model, ours, {k: v.to(device) for k, v in stored.items()}, slot, at)
+            _install(model, ours, {k: v.to(to.device) for k, v in stored.items()}, slot, at)
         else:
-            parts = [read(name) for name in names]
-            if lacking := [name for name, tensor in zip(names, parts, strict=True) if tensor is None]:
-                raise ValueError(f"{where}: tensor {lacking[0]!r} is missing. Is a shard missing?")
-            tensor = torch.cat(parts)
-            if tensor.numel() != slot.numel() or tensor.shape[-1] != slot.shape[-1]:
-                raise ValueError(f"{where}: {names[0]} {list(parts[0].shape)} does not fit config.json.")
-            check_finite(tensor, names[0], entries[names[0]].file)
-            set_tensor(model, ours, tensor.view(slot.shape).to(device, dtype))
-        if progress is not None:
-            progress(done + 1, len(sources), ours)
+            used.update(names)
+            tensor = read_parameter(entries, names, slot.shape, where)
+            set_tensor(model, ours, tensor.to(to.device, to.dtype))
+        to.progress(done + 1, len(sources), ours)
     for name in entries.keys() - used:
         spare = IGNORED.fullmatch(name) or (tied and name == "lm_head.weight")
         spare = spare or name.endswith(".bias") and not entries[name].read().any()  # AutoGPTQ's zero biases

@@ -22,14 +22,15 @@ import torch.nn as nn
 from torch import Tensor
 
 import kernels
-from model import Experts, Transformer
+from model import Experts, SelfCounting, Transformer
 from support.errors import UsageError
 
 MODES = ("int8", "int4")
 ALGORITHMS = ("rtn", "gptq")
 HEADS = ("fp16", "int8", "int4")
 GROUPS = (32, 64, 128)
-TENSORS = ("qweight", "scales", "zeros", "perm")  # the tensors of one quantized weight
+TENSORS = ("qweight", "scales", "zeros", "perm")
+Stored = Mapping[str, Tensor]  # the tensors of one quantized weight, by the names of TENSORS
 
 
 @dataclass(frozen=True)
@@ -65,21 +66,35 @@ class QuantSpec:
         if kind == "int4" and in_features % self.group_size:
             fits = [str(g) for g in GROUPS if in_features % g == 0]
             advice = f"use --group-size {' or '.join(fits)}" if fits else "use --mode int8"
-            raise UsageError(
-                f"{name}: group size {self.group_size} does not divide its {in_features} inputs; {advice}."
-            )
+            problem = f"group size {self.group_size} does not divide its {in_features} inputs"
+            raise UsageError(f"{name}: {problem}; {advice}.")
         return {"fp16": 16, "int8": 8, "int4": 4}[kind]
 
 
-class QuantLinear(nn.Module):
+def empty_tensors(shape: tuple[int, ...], bits: int, group_size: int, extra: Collection[str] = ()) -> Stored:
+    """Meta tensors for a weight of `shape`. extra: which of 'zeros' and 'perm' it has."""
+    lead, N, K = shape[:-2], *shape[-2:]
+    grid = (K // group_size, N)
+    layout = {"qweight": ((N, K // 2), torch.uint8), "scales": (grid, torch.float16)}
+    if bits == 8:
+        layout = {"qweight": ((N, K), torch.int8), "scales": ((N,), torch.float32)}
+    elif "zeros" in extra:
+        layout["zeros"] = (grid, torch.uint8)
+    stored = {k: torch.empty(*lead, *size, dtype=d, device="meta") for k, (size, d) in layout.items()}
+    if "perm" in extra:
+        stored["perm"] = torch.empty(K, dtype=torch.int32, device="meta")
+    return stored
+
+
+class QuantLinear(SelfCounting):
     """A linear over stored tensors. With an expert axis it is one matrix kind of all experts.
 
     The kernel's packing is made once per dtype and kept. If the packed form is lossless, the original codes are freed:
     on CUDA at once, and for a dequantized matrix by `pack_`.
     """
 
-    def __init__(self, stored: Mapping[str, Tensor], bias: Tensor | None = None, per_token: int = 0):
-        """stored: tensors by the names of TENSORS. per_token: how many experts each token uses, if there are any."""
+    def __init__(self, stored: Stored, bias: Tensor | None = None, per_token: int = 0):
+        """per_token: how many experts each token uses, if there are any."""
         super().__init__()
         codes = stored["qweight"]
         self.bits = 4 if codes.dtype == torch.uint8 else 8
@@ -92,29 +107,6 @@ class QuantLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.packed: kernels.PackedWeight | None = None
         self.packed_for: torch.dtype | None = None
-
-    @classmethod
-    def empty(
-        cls,
-        shape: tuple[int, ...],
-        bits: int,
-        group_size: int,
-        extra: Collection[str] = (),
-        bias: Tensor | None = None,
-        per_token: int = 0,
-    ) -> QuantLinear:
-        """A module of meta tensors for a weight of `shape`. extra: which of 'zeros' and 'perm' it has."""
-        lead, N, K = shape[:-2], *shape[-2:]
-        if bits == 8:
-            layout = {"qweight": ((N, K), torch.int8), "scales": ((N,), torch.float32)}
-        else:
-            grid = (K // group_size, N)
-            layout = {"qweight": ((N, K // 2), torch.uint8), "scales": (grid, torch.float16)}
-            layout |= {"zeros": (grid, torch.uint8)} if "zeros" in extra else {}
-        stored = {k: torch.empty(*lead, *size, dtype=d, device="meta") for k, (size, d) in layout.items()}
-        if "perm" in extra:
-            stored["perm"] = torch.empty(K, dtype=torch.int32, device="meta")
-        return cls(stored, bias, per_token)
 
     def pack(self, dtype: torch.dtype) -> kernels.PackedWeight:
         """What the active kernel backend reads for activations of `dtype`. Kept; make it before tracing with `pack_`."""
@@ -274,7 +266,7 @@ def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backe
 
 def quantizable(
     module: nn.Module, spec: QuantSpec
-) -> Iterator[tuple[str, nn.Linear | Experts, dict[str, Tensor], int]]:
+) -> Iterator[tuple[str, nn.Module, dict[str, Tensor], int]]:
     """(name, module, its weights by full name, bits) of every linear and experts module that `spec` quantizes."""
     for name, child in list(module.named_modules()):
         weights = {}
@@ -303,7 +295,8 @@ def apply_spec_(module: nn.Module, spec: QuantSpec, names: Collection[str] = ())
         new = []
         for full, weight in weights.items():
             extra = [leaf for leaf in ("zeros", "perm") if f"{full}.{leaf}" in names]
-            new.append(QuantLinear.empty(weight.shape, bits, spec.group_size, extra, bias, per_token))
+            empty = empty_tensors(weight.shape, bits, spec.group_size, extra)
+            new.append(QuantLinear(empty, bias, per_token))
         replace_module(module, name, QuantExperts(child.router, *new, per_token) if experts else new[0])
     return module
 
@@ -330,10 +323,8 @@ def adopt_(module: nn.Module, tensors: Mapping[str, Tensor], device, dtype: torc
         base, _, leaf = name.rpartition(".")
         if leaf == "qweight":
             old = module.get_submodule(base)
-            stored = {
-                key: tensors[f"{base}.{key}"].to(device) for key in TENSORS if f"{base}.{key}" in tensors
-            }
-            new = QuantLinear(stored, old.bias)
+            parts = {key: tensors.get(f"{base}.{key}") for key in TENSORS}
+            new = QuantLinear({k: t.to(device) for k, t in parts.items() if t is not None}, old.bias)
             shapes = [[linear.out_features, linear.in_features] for linear in (new, old)]
             if shapes[0] != shapes[1]:
                 raise ValueError(f"{base} is {shapes[0]}, expected {shapes[1]}: not a head for this model.")

@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,14 @@ from support.files import directory_written_whole, write_json, writing_errors
 from support.machine import peak_memory
 from weights.checkpoint import QUANTIZED, Checkpoint
 from weights.files import Progress, check_finite, read_entries, write_safetensors
-from weights.hf import build_model, checked_views, config_to_hf, parameter_sources
+from weights.hf import build_model, checked_views, config_to_hf, parameter_sources, read_parameter
 from weights.quality import Tally
-from weights.quantized import QuantLinear, QuantSpec, apply_spec_, quantizable, set_tensor
+from weights.quantized import QuantLinear, QuantSpec, Stored, apply_spec_, quantizable, set_tensor
 from weights.rounding import quantize_gptq, quantize_rtn, relative_error
 from weights.stored import spec_to_json
 
 ABSURD_KL = 2.0  # nats per token; past this the result is broken, not merely bad, and is never written
+Forward = Callable[[Tensor], Tensor]  # hidden states [W, T, H] -> hidden states
 BATCH = 4  # sequences that pass through a layer together
 
 
@@ -48,7 +50,7 @@ def quantize_checkpoint(
     calibration: Tensor,
     evaluation: Tensor,
     device: torch.device | str = "cpu",
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
     refuse_kl: float | None = None,
     finish: Callable[[Path], dict[str, Any]] = lambda unfinished: {},
 ) -> dict[str, Any]:
@@ -78,13 +80,9 @@ def quantize_checkpoint(
     run, accepted = _Run(source, spec, work, device), False
     try:
         quality = run.quantize(calibration, evaluation, progress)
-        limit = min(ABSURD_KL, ABSURD_KL if refuse_kl is None else refuse_kl)
-        if not quality["mean_kl"] <= limit:  # NaN too
-            change = f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f}"
-            why = f"mean KL {quality['mean_kl']:.4f} nats, {change}; the limit is {limit:g}"
-            raise ValueError(f"refused: {why}. Nothing was written; try gptq, int8 or smaller groups.")
+        _refuse_bad(quality, ABSURD_KL if refuse_kl is None else min(ABSURD_KL, refuse_kl))
         accepted = True
-        receipt = {"spec": asdict(spec), **quality, **run.receipt(calibration, evaluation)}
+        receipt = quality | run.receipt(calibration, evaluation)
         with directory_written_whole(out) as unfinished:
             run.write(unfinished)
             receipt |= finish(unfinished)
@@ -100,8 +98,7 @@ def quantize_checkpoint(
             shutil.rmtree(work, ignore_errors=True)
         raise
     shutil.rmtree(work)
-    if progress is not None:
-        progress(1, 1, "")
+    progress(1, 1, "")
     return receipt
 
 
@@ -118,7 +115,8 @@ class _Source:
         self.model = build_model(config)
         self.files: list[list[int]] | None = None
         self.open()
-        self.names = parameter_sources(self.model, checked_views(self.model, self.entries, str(directory)))
+        views = checked_views(self.model, self.entries, str(directory))
+        self.names = parameter_sources(self.model, views)
         self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
         dtype = self.entries[self.names["embed_tokens.weight"][0]].dtype
         self.half = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
@@ -139,8 +137,8 @@ class _Source:
 
     def read(self, name: str, device: torch.device | str) -> Tensor:
         """One of our parameters, in fp32."""
-        tensor = torch.cat([self.entries[hf].read() for hf in self.names[name]]).view(self.shapes[name])
-        check_finite(tensor, name, str(self.checkpoint.directory))
+        where = str(self.checkpoint.directory)
+        tensor = read_parameter(self.entries, self.names[name], self.shapes[name], where)
         return tensor.to(device, torch.float32)
 
 
@@ -148,30 +146,28 @@ class _Run:
     """One pass through the layers: what is quantized so far, and the activations that enter the next layer."""
 
     def __init__(self, source: _Source, spec: QuantSpec, work: Path, device: torch.device | str):
-        self.source, self.spec, self.work, self.device = source, spec, work, device
+        self.source = source
+        self.spec = spec
+        self.work = work
+        self.device = device
         self.errors: dict[str, float] = {}  # relative weight errors by name
         self.stored: dict[str, Tensor] = {}  # the tensors of the result, mapped from the files in `work`
 
-    def quantize(
-        self, calibration: Tensor, evaluation: Tensor, progress: Progress | None
-    ) -> dict[str, float]:
+    def quantize(self, calibration: Tensor, evaluation: Tensor, progress: Progress) -> dict[str, float]:
         """Quantize the whole model. Returns its quality (`Tally.report`)."""
-        layers = len(self.source.model.layers)
+        model = self.source.model
         table = self._embed(calibration, evaluation[:, :-1])
-        self.source.model.rotary.build(self.device, max(self.after.shape[1], self.inputs.shape[1]))
-        for i in range(layers):
+        model.rotary.build(self.device, max(self.after.shape[1], self.inputs.shape[1]))
+        for i in range(len(model.layers)):
             self._layer(i)
-            if progress is not None:
-                progress(i + 1, layers + 1, f"layer {i}")
+            progress(i + 1, len(model.layers) + 1, f"layer {i}")
         return self._head(table, evaluation[:, 1:])
 
     def _embed(self, calibration: Tensor, evaluation: Tensor) -> Tensor:
         """Make the first activations. Returns the float embedding, which a tied LM head needs again."""
-        embedding = nn.Embedding(1, 1)
-        set_tensor(embedding, "weight", self.source.read("embed_tokens.weight", self.device))
-        table = embedding.weight.clone()
+        table = self.source.read("embed_tokens.weight", self.device)
+        embedding = nn.Embedding.from_pretrained(table.clone())
         self.before = embedding(evaluation.to(self.device)).cpu()  # of the float layers
-        self.inputs = calibration[:0]
         self._unit("embedding", embedding, "embed_tokens.", embedding)
         self.after = embedding(evaluation.to(self.device)).cpu()  # of the quantized layers
         self.inputs = embedding(calibration.to(self.device)).cpu()
@@ -188,37 +184,48 @@ class _Run:
         def forward(x: Tensor) -> Tensor:
             return block.forward_train(x, *model.rotary(torch.arange(x.shape[1], device=x.device)[None]))
 
-        _through(forward, self.before, self.device)
+        self._through(forward, self.before)
         self._unit(f"layer-{i:04}", block, f"layers.{i}.", forward)
-        for states in (self.after, self.inputs):
-            _through(forward, states, self.device)
+        self._through(forward, self.after)
+        self._through(forward, self.inputs)
         block.to("meta")
 
     def _head(self, table: Tensor, targets: Tensor) -> dict[str, float]:
         """Quantize the LM head and compare the logits of both models."""
-        source = self.source
+        source, device, tally = self.source, self.device, Tally()
         head = nn.Sequential(OrderedDict(norm=source.model.norm, lm_head=nn.Linear(1, 1, bias=False)))
-        set_tensor(head, "norm.weight", source.read("norm.weight", self.device))
-        set_tensor(
-            head, "lm_head.weight", table if source.tied else source.read("lm_head.weight", self.device)
-        )
-        plain, tally = copy.deepcopy(head), Tally()
+        set_tensor(head, "norm.weight", source.read("norm.weight", device))
+        set_tensor(head, "lm_head.weight", table if source.tied else source.read("lm_head.weight", device))
+        plain = copy.deepcopy(head)
         self._unit("head", head, "", head)
         for ids, x, y in zip(targets, self.before, self.after, strict=True):
-            tally.add(plain(x.to(self.device)).cpu(), head(y.to(self.device)).cpu(), ids)
+            tally.add(plain(x.to(device)).cpu(), head(y.to(device)).cpu(), ids)
         if source.tied and self.spec.lm_head == "fp16":
             del self.stored["lm_head.weight"]
         return tally.report()
 
-    def _unit(self, unit: str, module: nn.Module, prefix: str, forward: Callable[[Tensor], Tensor]) -> None:
-        """Quantize `module`, or take over what an interrupted run has stored of it."""
+    def _unit(self, unit: str, module: nn.Module, prefix: str, forward: Forward) -> None:
+        """Quantize `module`, or take over what an interrupted run has stored of it.
+
+        Its linears are rounded one after the other, and each sees what its rounded predecessors produce. The module is
+        left with the weights that the stored tensors stand for.
+        """
         path = self.work / f"{unit}.safetensors"
         known = _tensors_in(path) if path.exists() else {}
-
-        def feed() -> None:
-            _through(forward, self.inputs, self.device, keep=False)
-
-        self.errors |= quantize_module_(module, prefix, self.spec, known, self.source.half, feed)
+        for _, child, weights, bits in quantizable(module, self.spec):
+            for full, weight in weights.items():
+                key = prefix + full
+                if f"{key}.qweight" in known:
+                    out = {leaf: known[f"{key}.{leaf}"] for leaf in ("qweight", "scales")}
+                else:
+                    out = self._round(child, full, weight, bits, forward)
+                    known |= {f"{key}.{leaf}": tensor.cpu() for leaf, tensor in out.items()}
+                restored = QuantLinear(out).dequantize().to(weight.device)
+                self.errors[key] = relative_error(weight, restored)
+                weight.copy_(restored)
+        for name, tensor in module.named_parameters():
+            if f"{prefix}{name.removesuffix('.weight')}.qweight" not in known:
+                tensor.copy_(known.setdefault(prefix + name, tensor.to("cpu", self.source.half, copy=True)))
         for name, tensor in known.items():
             if tensor.is_floating_point():
                 check_finite(tensor, name, "result")
@@ -227,21 +234,39 @@ class _Run:
                 write_safetensors(path, known)
         self.stored |= _tensors_in(path)
 
+    def _round(self, child: nn.Module, name: str, weight: Tensor, bits: int, forward: Forward) -> Stored:
+        """The stored tensors of one weight of `child`."""
+        spec = self.spec
+        if spec.algorithm == "rtn":
+            return quantize_rtn(weight, bits, spec.group_size)
+
+        feed = partial(self._through, forward, self.inputs, keep=False)
+        hessians = _hessians(child, name.endswith(".down"), weight, feed)
+        matrices = weight if weight.dim() == 3 else weight[None]
+        options = (bits, spec.group_size, spec.act_order)
+        parts = [quantize_gptq(w, h, *options) for w, h in zip(matrices, hessians, strict=True)]
+        stacked = {leaf: torch.stack([part[leaf] for part in parts]) for leaf in parts[0]}
+        return stacked if weight.dim() == 3 else parts[0]
+
+    def _through(self, forward: Forward, states: Tensor, keep: bool = True) -> None:
+        """Replace states [W, T, H] on the host by forward(states), a batch at a time. Without `keep` only run it."""
+        for i in range(0, len(states), BATCH):
+            out = forward(states[i : i + BATCH].to(self.device))
+            if keep:
+                states[i : i + BATCH] = out.cpu()
+
     def receipt(self, calibration: Tensor, evaluation: Tensor) -> dict[str, Any]:
         """What the receipt says of weights, sizes and texts."""
         worst = sorted(self.errors.items(), key=lambda item: -item[1])[:5]
-        entries = self.source.entries.values()
-        texts = {"evaluation": evaluation[:, 1:].numel(), "calibration": calibration.numel()}
-        digests = {"evaluation": _digest(evaluation), "calibration": _digest(calibration)}
-        told = {name: {"tokens": count, "sha256": digests[name]} for name, count in texts.items()}
-        if self.spec.algorithm != "gptq":
-            told["calibration"] = None
+        entries, gptq = self.source.entries.values(), self.spec.algorithm == "gptq"
         return {
+            "spec": asdict(self.spec),
             "worst_layers": [{"name": name, "relative_error": error} for name, error in worst],
             "bytes_before": sum(math.prod(e.shape) * e.dtype.itemsize for e in entries),
             "bytes_after": sum(t.nbytes for t in self.stored.values()),
+            "evaluation": {"tokens": evaluation[:, 1:].numel(), "sha256": _digest(evaluation)},
+            "calibration": {"tokens": calibration.numel(), "sha256": _digest(calibration)} if gptq else None,
             "computed_in": f"float32 on {self.device}",
-            **told,
         }
 
     def write(self, directory: Path) -> None:
@@ -253,57 +278,7 @@ class _Run:
         self.source.checkpoint.copy_texts(directory)
 
 
-@torch.no_grad()
-def quantize_module_(
-    module: nn.Module,
-    prefix: str,
-    spec: QuantSpec,
-    stored: dict[str, Tensor],
-    half: torch.dtype,
-    run: Callable[[], None],
-) -> dict[str, float]:
-    """Round the linears of a float module one after the other. Each sees what its rounded predecessors produce.
-
-    The module is left with the weights that the stored tensors stand for.
-
-    Args:
-        stored: gets the tensors to write under full names. What it holds already is used instead of computed.
-        half: dtype of the stored tensors that are not quantized.
-        run: feeds the calibration activations through `module` (GPTQ).
-
-    Returns:
-        The relative weight errors by name.
-    """
-    errors = {}
-    for _, child, weights, bits in quantizable(module, spec):
-        for full, weight in weights.items():
-            key = prefix + full
-            if f"{key}.qweight" in stored:
-                out = {k: stored[f"{key}.{k}"] for k in ("qweight", "scales")}
-            elif spec.algorithm == "gptq":
-                hessians = _hessians(child, full.endswith(".down"), weight, run)
-                matrices = weight if weight.dim() == 3 else [weight]
-                parts = [
-                    quantize_gptq(w, h, bits, spec.group_size, spec.act_order)
-                    for w, h in zip(matrices, hessians, strict=True)
-                ]
-                stacked = {k: torch.stack([part[k] for part in parts]) for k in parts[0]}
-                out = stacked if weight.dim() == 3 else parts[0]
-            else:
-                out = quantize_rtn(weight, bits, spec.group_size)
-            stored |= {f"{key}.{k}": v.cpu() for k, v in out.items()}
-            restored = QuantLinear(out).dequantize().to(weight.device)
-            errors[key] = relative_error(weight, restored)
-            weight.copy_(restored)
-    for name, tensor in module.named_parameters():
-        if f"{prefix}{name.removesuffix('.weight')}.qweight" not in stored:
-            tensor.copy_(stored.setdefault(prefix + name, tensor.to("cpu", half, copy=True)))
-    return errors
-
-
-def _hessians(
-    child: nn.Linear | Experts, down: bool, weight: Tensor, run: Callable[[], None]
-) -> list[Tensor]:
+def _hessians(child: nn.Module, down: bool, weight: Tensor, feed: Callable[[], None]) -> list[Tensor]:
     """Sum of x x^T over the calibration inputs of a linear, or of each expert's `gate_up` or `down`."""
     K, experts = weight.shape[-1], weight.shape[0] if weight.dim() == 3 else 1
     sums = [torch.zeros(K, K, device=weight.device) for _ in range(experts)]
@@ -320,20 +295,18 @@ def _hessians(
 
     handle = child.register_forward_pre_hook(add)
     try:
-        run()
+        feed()
     finally:
         handle.remove()
     return sums
 
 
-def _through(
-    forward: Callable[[Tensor], Tensor], states: Tensor, device: torch.device | str, keep: bool = True
-) -> None:
-    """Replace states [W, T, H] on the host by forward(states), a batch at a time. Without `keep` only run forward."""
-    for i in range(0, len(states), BATCH):
-        out = forward(states[i : i + BATCH].to(device))
-        if keep:
-            states[i : i + BATCH] = out.cpu()
+def _refuse_bad(quality: dict[str, float], limit: float) -> None:
+    """Raise a ValueError for a result past the limit (nats)."""
+    if not quality["mean_kl"] <= limit:  # NaN too
+        change = f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f}"
+        why = f"mean KL {quality['mean_kl']:.4f} nats, {change}; the limit is {limit:g}"
+        raise ValueError(f"refused: {why}. Nothing was written; try gptq, int8 or smaller groups.")
 
 
 def _tensors_in(path: Path) -> dict[str, Tensor]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
-from model import ConfigReader, Transformer
+from model import Transformer
+from model_config import ConfigReader
 from support.errors import BadFileError, UsageError
-from weights.files import Entry, Progress, check_entries, check_finite
+from weights.files import Destination, Entries, check_entries, check_finite
 from weights.quantized import ALGORITHMS, HEADS, MODES, QuantSpec, apply_spec_, set_tensor
 
 VERSION = 1
@@ -27,10 +26,8 @@ def read_spec(value: Any, where: str) -> QuantSpec:
     """The QuantSpec of an `eaglet_quant` object. Raises ValueError for another version or for unknown values."""
     version = value.get("version") if isinstance(value, dict) else None
     if version != VERSION:
-        raise ValueError(
-            f"{where}: eaglet_quant version {version!r}, this program reads version {VERSION}. "
-            "Quantize the original checkpoint again."
-        )
+        found = f"eaglet_quant version {version!r}, this program reads version {VERSION}"
+        raise ValueError(f"{where}: {found}. Quantize the original checkpoint again.")
     read = ConfigReader(value, f"{where} (eaglet_quant)")
     allowed = {"mode": MODES, "algorithm": ALGORITHMS, "lm_head": HEADS}
     texts = {key: read.text(key, None, values) for key, values in allowed.items()}
@@ -41,33 +38,23 @@ def read_spec(value: Any, where: str) -> QuantSpec:
         raise BadFileError(f"{where}: {error}") from error
 
 
-def fill_stored(
-    model: Transformer,
-    entries: dict[str, Entry],
-    spec: QuantSpec,
-    where: str,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    progress: Progress | None,
-) -> None:
+def fill_stored(model: Transformer, entries: Entries, spec: QuantSpec, where: str, to: Destination) -> None:
     """Make a meta model a quantized one and fill it from entries under its state-dict names, one tensor at a time.
 
-    Embedding, norms and biases are cast to `dtype`. Codes and scales stay exactly as they are stored. Raises ValueError
-    in one line for tensors that do not match.
+    Embedding, norms and biases are cast. Codes and scales stay exactly as they are stored. Raises ValueError in one line
+    for tensors that do not match.
     """
     expected = dict(apply_spec_(model, spec, entries).state_dict())
     exact = {name: slot.dtype for name, slot in expected.items() if not slot.is_floating_point()}
     check_entries({name: tuple(slot.shape) for name, slot in expected.items()}, entries, where, exact)
-    total = sum(slot.nbytes for slot in expected.values())
-    done = 0
+    done, total = 0, sum(slot.nbytes for slot in expected.values())
     for name, slot in expected.items():
         tensor = entries[name].read()
         if slot.is_floating_point():
             check_finite(tensor, name, where)
         if name.endswith(".perm") and tensor.sort().values.tolist() != list(range(len(tensor))):
             raise ValueError(f"{where}: {name} is not a permutation of the inputs.")
-        cast = dtype if slot.is_floating_point() and not name.endswith(".scales") else None
-        set_tensor(model, name, tensor.to(device, cast, copy=True))  # a copy lets go of the mapped file
+        cast = to.dtype if slot.is_floating_point() and not name.endswith(".scales") else None
+        set_tensor(model, name, tensor.to(to.device, cast, copy=True))  # a copy lets go of the mapped file
         done += slot.nbytes
-        if progress is not None:
-            progress(done, total, name)
+        to.progress(done, total, name)

@@ -1,0 +1,155 @@
+"""What the measurements of `make gpu` say: the table of step times, and the goals for an H100 beside their figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from bench.kernel_timing import PEERS
+
+Line = dict[str, Any]
+Check = tuple[str, float | None, str, float]  # what, value, '>=' or '<=', bound
+
+COLUMNS = (
+    "device", "target", "weights", "head, tree", "nodes", "context", "step ms (p10 to p90)", "of copy", "over plain",
+    "draft share", "tok/s at given tau",
+)  # fmt: skip
+
+
+def table(lines: Iterable[Line]) -> str:
+    """Markdown of the cells that have a figure, '' if none has. Of a cell measured twice the later line counts."""
+    latest: dict[tuple, Line] = {}
+    for line in lines:
+        if line.get("type") == "step_time" and "step_ms" in line:
+            latest[line["environment"]["device"], line["key"]] = line
+    if not latest:
+        return ""
+
+    def order(line: Line) -> tuple:
+        cell = [line[key] for key in ("shape", "quant", "context", "nodes")]
+        return line["environment"]["device"], *cell
+
+    rows = [COLUMNS, ["---"] * 4 + ["---:"] * 7, *map(_cells, sorted(latest.values(), key=order))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cells(line: Line) -> list[str]:
+    """The columns of one cell."""
+    ms, split, synthetic = line["step_ms"], line["split_ms"], line["synthetic"]
+    head, rate = "plain", "-"
+    if line["head"]:
+        head = f"EAGLE-{line['head']} {line['head_quant'] or line['dtype']}, {line['tree']}"
+    if synthetic["source"] != "assumed":
+        source = f"{synthetic['source']}, {synthetic['given_tau']:g}"
+        rate = f"{synthetic['tokens_per_second']:.0f} ({source})"
+    return [
+        line["environment"]["device"], line["shape"], line["quant"] or line["dtype"], head,
+        str(line["nodes"]), str(line["context"]), f"{ms['median']:.3f} ({ms['p10']:.3f} to {ms['p90']:.3f})",
+        f"{line['share_of_copy']:.0%}", f"{line['break_even_tau']:.2f}x" if line["break_even_tau"] else "-",
+        f"{split['draft'] / ms['median']:.0%}" if split else "-", rate,
+    ]  # fmt: skip
+
+
+def readme_block(lines: Iterable[Line]) -> str:
+    """The text of a README's block 'gpu': the machines and the table. Small shapes do not count."""
+    lines = [line for line in lines if not str(line.get("shape", "")).startswith("tiny")]
+    text = table(lines)
+    if not text:
+        return "(unmeasured: no GPU result is committed; `make gpu` writes one to benchmarks/results)"
+    cells = [line for line in lines if line.get("type") == "step_time" and "step_ms" in line]
+    machines = []
+    for env in {line["environment"]["device"]: line["environment"] for line in cells}.values():
+        gpu, known = env["gpu"] or {}, env["versions"]
+        machines.append(
+            f"{env['device']} at {gpu.get('power.limit', '?')} W, driver {gpu.get('driver_version', '?')}, "
+            f"torch {known['torch']}, triton {known['triton']}, commit {env['git']['commit']}"
+        )
+    return (
+        f"{'; '.join(machines)}. Random weights of real shapes: step times are measured, tok/s is the given tau over "
+        f"the step time, not a measured rate.\n\n{text}"
+    )
+
+
+def goals(lines: Iterable[Line]) -> list[str]:
+    """The goals for an H100 beside what was measured. A goal without its figures is called unmeasured."""
+    lines = [line for line in lines if "error" not in line]
+    cells = {
+        (c["quant"], c["tree"], c["head_quant"], c["context"]): c
+        for c in lines
+        if c.get("type") == "step_time" and c["shape"] == "llama-3-8b"
+    }
+    real = [line for line in lines if str(line.get("key", "")).startswith("llama")]
+    starts = {line["cache"]: line["total_s"] for line in real if line["type"] == "start"}
+    graphs = [line["graphs"] for line in real if line["type"] == "launches"]
+    plain = cells.get(("", "", "", 128))
+    chain, wide = (cells.get(("", tree, "int8", 128)) for tree in ("chain:7", "dynamic:60,7,10"))
+    split = wide and wide["split_ms"]
+    verify = split["verify"] / plain["step_ms"]["median"] if plain and split else None
+    share = split["draft"] / wide["step_ms"]["median"] if split else None
+
+    def rate(cell: Line | None) -> float | None:
+        return cell and cell["synthetic"]["tokens_per_second"]
+
+    return judged([
+        ("plain bf16 decoding, share of copy bandwidth", plain and plain["share_of_copy"], ">=", 0.85),
+        ("verify of 60 nodes over the one-node step", verify, "<=", 1.10),
+        ("draft's share of a 60-node step, int8 head", share, "<=", 0.20),
+        ("host gap of a 60-node step, ms", wide and wide["host_gap_ms"], "<=", 0.05),
+        ("tok/s at tau 3.91, 7-chain", rate(chain), ">=", 455),
+        ("tok/s at tau 6.13, 60 nodes", rate(wide), ">=", 700),
+        ("cold start, s", starts.get("cold"), "<=", 60),
+        ("warm start, s", starts.get("warm"), "<=", 10),
+        ("CUDA graphs launched per step", max(graphs, default=None), "<=", 1),
+    ])  # fmt: skip
+
+
+def kernel_goals(lines: Iterable[Line], model: str = "llama-3-8b") -> list[str]:
+    """The kernels' goals for an H100 over all layers of one model together.
+
+    These are the share of the copy bandwidth, flatness from 1 row to 64, and the fastest peer at 16 and 32 rows.
+    """
+    total: dict[tuple[str, int], dict[str, tuple[float, float]]] = {}  # (kernel, rows) -> layer -> (us, kB)
+    copy = 0.0
+    for line in lines:
+        if line.get("model") == model and "us" in line and "not a GPU" not in line["device"]:
+            found = total.setdefault((line["kernel"], line["m"]), {})
+            found[line["layer"]] = (line["us"], line["gbs"] * line["us"])
+            copy = line["copy_gbs"]
+    layers = {layer for found in total.values() for layer in found}
+
+    def us(kernel: str, rows: int) -> float | None:
+        found = total.get((kernel, rows), {})
+        return sum(t for t, _ in found.values()) if layers and found.keys() == layers else None
+
+    def share(kernel: str, rows: int) -> float | None:
+        time_us = us(kernel, rows)
+        return time_us and sum(size for _, size in total[kernel, rows].values()) / time_us / copy
+
+    def over(kernel: str, rows: int, other: str, others: int) -> float | None:
+        mine, theirs = us(kernel, rows), us(other, others)
+        return mine and theirs and mine / theirs
+
+    checks: list[Check] = [
+        (f"{kernel} at {m} rows, share of copy bandwidth", share(kernel, m), ">=", bound)
+        for kernel, bound in (("int4", 0.65), ("int8", 0.85))
+        for m in (1, 16)
+    ]
+    for m, bound in ((16, 1.1), (64, 1.25)):
+        checks.append((f"int4 at {m} rows over 1 row", over("int4", m, "int4", 1), "<=", bound))
+    for rows in (16, 32):
+        rivals = {peer: us(peer, rows) for peer in PEERS}
+        peer = min((name for name, time_us in rivals.items() if time_us), key=rivals.get, default="no peer")
+        checks.append((f"int4 at {rows} rows over {peer}", over("int4", rows, peer, rows), "<=", 1.0))
+    return judged(checks)
+
+
+def judged(checks: Iterable[Check]) -> list[str]:
+    """One line per check."""
+    found = []
+    for text, value, relation, bound in checks:
+        if value is None:
+            found.append(f"  ?    {text}: unmeasured (goal {relation} {bound:g})")
+        else:
+            good = value >= bound if relation == ">=" else value <= bound
+            found.append(f"  {'ok  ' if good else 'MISS'} {text}: {value:.3f} (goal {relation} {bound:g})")
+    return found

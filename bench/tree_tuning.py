@@ -1,0 +1,276 @@
+"""Finding the draft tree that is fastest on this machine, and proving it end to end (scripts.tune_tree).
+
+The candidates come from bench/tree_search.py. They are raced against each other, then the fastest of them against the
+known trees and plain decoding on prompts that had no part in the choice. What is written is what won.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from bench.arms import DYNAMIC, DYNAMIC_GPU, SAME_TOKENS, EngineArm
+from bench.environment import environment, fingerprint
+from bench.measure import first_fork
+from bench.suites import held_out_prompts, prompts_of, read_suite
+from bench.summary import bootstrap
+from bench.tables import table
+from bench.tree_costs import Costs, measure_costs, tree_engine
+from bench.tree_search import Acceptance, Tree, best_static, collect, finalists, mean_rate, read_statistics
+from engine import Engine
+from load import load
+from options import options_from
+from sampling import SamplingParams
+from support.errors import BadFileError, UsageError
+from tree import PAPER25, DynamicTree, parse_tree
+
+# options of `load` that a tree is tuned for
+TUNED_FOR = (
+    "checkpoint eagle eagle_config draft_vocab draft_vocab_text device dtype compile kernels ctx".split()
+)
+Say = Callable[[str], None]
+Prompts = Sequence[list[int]]
+Requests = Sequence[SamplingParams]
+Engines = Mapping[str, Engine]
+
+
+def tune(args: argparse.Namespace, say: Say, progress: Say) -> dict[str, Any]:
+    """Everything that scripts.tune_tree does except writing the file; returns the file's content. Raises UserError."""
+    base = load(**options_from(args, *TUNED_FOR))
+    held = find_prompts(args, base, base.ctx - args.new_tokens)
+    requests = [
+        SamplingParams(temperature=t, seed=args.seed, max_new_tokens=args.new_tokens)
+        for t in dict.fromkeys(args.temperature)
+    ]
+    tuning, checking = held[0::2], held[1::2]
+    costs, parts = _measure(args, base, tuning, requests, say)
+    say("solving")
+    default = parse_tree(DYNAMIC_GPU if base.model.device.type == "cuda" else DYNAMIC)
+    known = {"paper25": PAPER25, describe(default): default}
+    chosen = {n: t for n, t in finalists(parts, costs, args.max_nodes).items() if t not in known.values()}
+    if not chosen:  # a known tree is the solution and runs as its own candidate
+        chosen = {"static": best_static(parts[0].probability(), costs[0], args.max_nodes)[0]}
+    trees = chosen | known
+    engines = {name: tree_engine(base, base.head, tree) for name, tree in trees.items()}
+    tuned, heat = _heat({name: engines[name] for name in chosen}, tuning, requests, progress)
+    last = {name: engines[name] for name in (tuned, *known)} | {"plain": tree_engine(base, base.head, None)}
+    outcome = _final(last, checking, requests, args.reps, progress)
+    winner = trees[outcome["winner"]]
+    return tree_json(winner) | {
+        "tree": describe(winner),
+        "heat": heat,
+        **outcome,
+        **_provenance(args, base),
+        "temperatures": [p.temperature for p in requests],
+        "prompts": {"statistics": len(tuning), "verification": len(checking), "new_tokens": args.new_tokens},
+        "candidates": {
+            name: tree_json(tree)
+            | {"tree": describe(tree), "predicted_tokens_per_second": mean_rate(tree, parts, costs)}
+            for name, tree in trees.items()
+        },
+        "costs": [asdict(c) for c in costs],
+        "statistics": [asdict(a) for a in parts],
+    }
+
+
+def find_prompts(args: argparse.Namespace, base: Engine, limit: int) -> list[list[int]]:
+    """Different prompts of at most `limit` tokens: a suite's first turns, or parts of a text.
+
+    The default text is held-out modules of the standard library.
+    """
+    if base.tokenizer is None:
+        raise BadFileError(f"{args.checkpoint} has no tokenizer files; the prompts need one.")
+    if args.suite:
+        how = prompts_of(args, base.tokenizer)
+        found = [how.ids(q.turns[:1], []) for q in read_suite(args.suite, args.prompts)]
+    else:
+        try:
+            text = Path(args.text).read_text(encoding="utf-8") if args.text else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--text {args.text}: {error}") from error
+        found = held_out_prompts(base.tokenizer, args.prompts, args.prompt_tokens, text)
+    unique = [list(ids) for ids in dict.fromkeys(map(tuple, found)) if len(ids) <= limit]
+    if len(unique) < 2:
+        raise UsageError(f"{len(unique)} different prompts of at most {limit} tokens; 2 are needed.")
+    return unique
+
+
+def _measure(
+    args: argparse.Namespace, base: Engine, prompts: Prompts, requests: Requests, say: Say
+) -> tuple[list[Costs], list[Acceptance]]:
+    """Costs and acceptance at every temperature. Acceptance may come from --stats."""
+    parts = read_statistics(args.stats) if args.stats else []
+    if args.stats and [a.temperature for a in parts] != [p.temperature for p in requests]:
+        have = " ".join(f"{a.temperature:g}" for a in parts)
+        raise UsageError(f"--stats {args.stats} was taken at --temperature {have}; ask for the same.")
+    costs = []
+    limits = args.max_nodes, args.max_depth
+    for params in requests:
+        say(f"timing the parts of a step, T = {params.temperature:g}")
+        costs.append(measure_costs(base, base.head, prompts[0], params, *limits, args.rounds))
+    for params in () if parts else requests:
+        say(f"acceptance on {len(prompts)} prompts, T = {params.temperature:g}")
+        parts.append(collect(base, base.head, prompts, params, *limits))
+    return costs, parts
+
+
+def _heat(
+    engines: Engines, prompts: Prompts, requests: Requests, progress: Say
+) -> tuple[str, dict[str, Any] | None]:
+    """(the fastest of the engines, the comparison that shows it). Nothing runs if there is only one."""
+    if len(engines) == 1:
+        return next(iter(engines)), None
+    runs = race(engines, prompts, requests, 1, lambda text: progress(f"heat: {text}"))
+    heat = compare(runs, list(engines))
+    return max(engines, key=lambda name: heat["rows"][name]["tokens_per_second"]), heat
+
+
+def _final(
+    engines: Engines, prompts: Prompts, requests: Requests, reps: int, progress: Say
+) -> dict[str, Any]:
+    """What to write and why. engines: the tuned tree's, then those of the known trees, then plain decoding's."""
+    tuned, *known, plain = engines
+    runs = race(engines, prompts, requests, reps, lambda text: progress(f"final: {text}"))
+    final = compare(runs, list(engines))
+    winner, verdict = decide(final, tuned, known)
+    if final["rows"][plain]["tokens_per_second"] > final["rows"][winner]["tokens_per_second"]:
+        verdict += "; plain decoding is faster still: this head does not pay here"
+    by_temperature = {}
+    for p in requests:
+        these = [r for r in runs if r["temperature"] == p.temperature]
+        by_temperature[f"{p.temperature:g}"] = compare(these, list(engines))
+    return {"winner": winner, "verdict": verdict, "final": final, "final_by_temperature": by_temperature}
+
+
+def race(
+    engines: Engines, prompts: Prompts, requests: Requests, reps: int, progress: Say
+) -> list[dict[str, Any]]:
+    """Every engine on every (prompt, request), `reps` times, interleaved: the order rotates from run to run.
+
+    Returns one dictionary per run. A repetition that is not counted goes first, on the longest prompt.
+    """
+    arms = [EngineArm(name, SAME_TOKENS, {}, engine) for name, engine in engines.items()]
+    for arm in arms:
+        for params in requests:
+            arm.run(max(prompts, key=len), replace(params, max_new_tokens=min(16, params.max_new_tokens)))
+    runs = []
+    turns = list(itertools.product(range(reps), requests, enumerate(prompts)))
+    for turn, (rep, params, (index, prompt)) in enumerate(turns, 1):
+        progress(f"run {turn} of {len(turns)}")
+        for k in range(len(arms)):
+            arm = arms[(k + turn) % len(arms)]
+            sample = arm.run(prompt, params)
+            run = {"tree": arm.name, "prompt": index, "temperature": params.temperature, "rep": rep}
+            run |= {"token_ids": sample.token_ids, "tokens_per_step": sample.tokens_per_step}
+            runs.append(run | {"decode_seconds": sample.decode_seconds})
+    return runs
+
+
+def compare(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Tokens per second and tau of every tree over the prompts where all have the same tokens, and how many had not.
+
+    A prompt's time is the median of its repetitions. The rate is all tokens over all times. Raises ValueError if more
+    than half of the prompts differ (that is a bug, no rounding) or none was continued by more than one token.
+    """
+    cells: dict[tuple, dict[str, list[dict]]] = {}
+    for run in runs:
+        cells.setdefault((run["prompt"], run["temperature"]), {}).setdefault(run["tree"], []).append(run)
+    kept, differ = [], 0
+    for arms in cells.values():
+        ids = arms[names[0]][0]["token_ids"]
+        if any(first_fork(ids, r["token_ids"]) is not None for name in names for r in arms[name]):
+            differ += 1
+        elif len(ids) > 1:
+            kept.append(arms)
+    if differ * 2 > len(cells):
+        raise ValueError(
+            f"the trees gave different tokens on {differ} of {len(cells)} prompts: this is a bug."
+        )
+    if not kept:
+        raise ValueError("no prompt was continued by more than one token; choose other prompts.")
+    rows: dict[str, dict[str, Any]] = {}
+    tokens = [len(arms[names[0]][0]["token_ids"]) - 1 for arms in kept]
+    for name in names:
+        seconds = [statistics.median(r["decode_seconds"] for r in arms[name]) for arms in kept]
+        rows[name] = {
+            "tokens_per_second": sum(tokens) / sum(seconds),
+            "tau": statistics.fmean(n for arms in kept for n in arms[name][0]["tokens_per_step"]),
+            "per_prompt": [t / s for t, s in zip(tokens, seconds, strict=True)],
+        }
+    return {"rows": rows, "compared": len(kept), "different_tokens": differ}
+
+
+def decide(outcome: dict[str, Any], tuned: str, known: Sequence[str]) -> tuple[str, str]:
+    """(the tree to write, a sentence that says why): the tuned one if it is at least as fast as every known one."""
+    rows = outcome["rows"]
+    rates = {name: rows[name]["tokens_per_second"] for name in (tuned, *known)}
+    best = max(known, key=rates.get)
+    pairs = zip(rows[tuned]["per_prompt"], rows[best]["per_prompt"], strict=True)
+    low, high = bootstrap([a / b for a, b in pairs])
+    ratio = f"{rates[tuned] / rates[best]:.3f} x {best} (95 % interval of the paired median {low:.3f} to {high:.3f})"
+    if rates[tuned] >= rates[best]:
+        return tuned, f"the tuned tree won: {ratio}"
+    return best, f"the tuned tree lost: {ratio}; written is {best}"
+
+
+def _provenance(args: argparse.Namespace, base: Engine) -> dict[str, Any]:
+    device = base.model.device
+    return {
+        "command": " ".join(["python -m scripts.tune_tree", *args.argv]),
+        "device_type": device.type,
+        "environment": environment(device),
+        "model": Path(args.checkpoint).resolve().name,
+        "weights_sha256": fingerprint(base.model),
+        "head": Path(args.eagle).name,
+        "quantization": base.model.quant or "none",
+        "dtype": base.options.dtype,
+        "compile": args.compile,
+    }
+
+
+def tree_json(tree: Tree) -> dict[str, Any]:
+    """What `parse_tree` reads."""
+    if isinstance(tree, DynamicTree):
+        return {"dynamic": [tree.N, tree.depth, tree.topk]}
+    return {"paths": [list(path) for path in tree.paths]}
+
+
+def describe(tree: Tree) -> str:
+    """A tree in a few words."""
+    if isinstance(tree, DynamicTree):
+        return f"dynamic:{tree.N},{tree.depth},{tree.topk}"
+    if tree == PAPER25:
+        return "paper25"
+    rows = ",".join(str(len(rows)) for rows in tree.levels)
+    return f"static N {tree.N} D {tree.D}" + (f" levels {rows}" if rows else "")
+
+
+def report(content: dict[str, Any]) -> str:
+    """The markdown page on stdout."""
+    final, by_temperature = content["final"], content["final_by_temperature"].values()
+    plain = final["rows"]["plain"]["tokens_per_second"]
+    body = []
+    for name, row in final["rows"].items():
+        facts = content["candidates"].get(name, {"tree": "plain decoding"})
+        guess, rate = facts.get("predicted_tokens_per_second"), row["tokens_per_second"]
+        cells = [name, facts["tree"], f"{row['tau']:.2f}", f"{guess:.1f}" if guess else "-"]
+        cells += [f"{rate:.1f}", f"{rate / plain:.2f}x"]
+        body.append(cells + [f"{o['rows'][name]['tokens_per_second']:.1f}" for o in by_temperature])
+    temperatures = (f"T = {t:g}" for t in content["temperatures"])
+    head = ["tree", "is", "tau", "predicted", "tok/s", "of plain", *temperatures]
+    lines = [
+        f"{content['model']}  {content['head']}  {content['dtype']}  quantization {content['quantization']}   "
+        f"{content['environment']['device']}{'   compiled' if content['compile'] else ''}",
+        "",
+        table(head, body),
+        "",
+        content["verdict"],
+    ]
+    if final["different_tokens"]:
+        lines.append(f"left out: {final['different_tokens']} runs where tokens forked (fp32 near-ties)")
+    return "\n".join(lines)

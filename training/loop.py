@@ -1,0 +1,214 @@
+"""The training loop that all commands share: processes, progress, saved states, Ctrl-C.
+
+A run is deterministic: every step depends on the saved state and on its own number alone. A run that was interrupted and
+resumed therefore ends in the same weights as one that was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from support.files import written_whole
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of torchrun, or alone without torchrun."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def start(cls, device: str) -> World:
+        """Join the other processes. `device` is auto, cpu or cuda (torchrun gives each process its own GPU)."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if size == 1:
+            return cls(0, 1, torch.device(device))
+        if device == "cuda":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=timedelta(hours=6))
+        return cls(dist.get_rank(), size, torch.device(device))
+
+    @property
+    def chief(self) -> bool:
+        """Whether this process is the one that prints, measures and writes."""
+        return self.rank == 0
+
+    def say(self, text: str, end: str = "\n") -> None:
+        """Print to stderr, once for all processes."""
+        if self.chief:
+            print(text, end=end, file=sys.stderr, flush=True)
+
+    def sum_(self, tensors: list[Tensor]) -> None:
+        """Add the tensors up over all processes, in place (through one flat buffer)."""
+        if self.size == 1:
+            return
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        dist.all_reduce(flat)
+        for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            t.copy_(part.view_as(t))
+
+    @contextlib.contextmanager
+    def chief_first(self) -> Iterator[None]:
+        """Let the first process run the block before the others do."""
+        if not self.chief:
+            self.barrier()
+        yield
+        if self.chief:
+            self.barrier()
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def stop(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+@dataclass
+class Run:
+    """One run of a command: what is trained, how far it has come, and the file that keeps both."""
+
+    module: nn.Module
+    optims: list[torch.optim.Optimizer]
+    identity: dict[str, Any]  # by name, what makes this run this one
+    path: Path  # of the state
+    world: World
+    curve: list[float] = field(default_factory=list)  # the loss of every step so far
+    seconds: float = 0.0  # that the steps took
+    paused: bool = False
+
+    def fit(
+        self,
+        train_step: Callable[[int], tuple[float, list[float], int]],
+        steps: int,
+        save_every: int,
+        pause_at: int | None = None,
+        after_step: Callable[[int], None] | None = None,
+    ) -> None:
+        """Train up to step number `steps`, going on from the saved state if there is one.
+
+        Args:
+            train_step: called with the number of the step, makes the update and returns (loss, accuracies, tokens).
+            save_every: steps between saved states. The state is also saved at the end and after Ctrl-C.
+            pause_at: stop after this step.
+            after_step: called with the number of finished steps, except after the last one.
+
+        Raises:
+            ValueError: one line, for a damaged state or the state of another run.
+            KeyboardInterrupt: after Ctrl-C, once the current step is finished and saved.
+        """
+        if self.path.exists():
+            self.resume()
+            self.world.say(f"resumed at step {len(self.curve)}")
+        # One of several processes must not leave alone at the end of a step: the others would wait for it.
+        defer = deferred_interrupt() if self.world.size == 1 else contextlib.nullcontext(lambda: False)
+        recent: deque[tuple[float, ...]] = deque(maxlen=20)
+        with defer as interrupted:
+            for step in range(len(self.curve), steps):
+                started = time.perf_counter()
+                loss, accuracies, tokens = train_step(step)
+                spent = time.perf_counter() - started
+                self.seconds += spent
+                self.curve.append(loss)
+                recent.append((spent, tokens, loss, *accuracies))
+                done = step + 1
+                if done % 10 == 0 or done == steps:
+                    self.world.say(progress(done, steps, recent), end="\n" if done % 100 == 0 else "")
+                stop = interrupted()
+                if self.world.chief and (stop or done % save_every == 0 or done in (steps, pause_at)):
+                    self.save()
+                if stop:
+                    self.world.say("")
+                    interrupt = KeyboardInterrupt()
+                    interrupt.add_note(f"(after step {done}; {self.path})")
+                    raise interrupt
+                if done == pause_at:
+                    self.world.say(f"\npaused at step {done}; the same command without --pause-at goes on")
+                    self.paused = True
+                    return
+                if after_step is not None and done < steps:
+                    after_step(done)
+                self.world.barrier()
+        self.world.say("")
+
+    def save(self) -> None:
+        """Write all that the rest of the run depends on. An interruption leaves the older state in its place."""
+        state = {"run": self.identity, "step": len(self.curve), "curve": self.curve, "seconds": self.seconds}
+        state |= {"module": self.module.state_dict(), "optims": [o.state_dict() for o in self.optims]}
+        with written_whole(self.path) as temporary:
+            torch.save(state, temporary)
+
+    def resume(self) -> None:
+        """Go on from the saved state.
+
+        Raises ValueError in one line for a damaged file, and for the state of another run, naming what differs.
+        """
+        advice = "Delete it or give another --work."
+        try:
+            state = torch.load(self.path, weights_only=True, map_location=self.world.device)
+            found = state["run"]
+            different = [name for name, value in self.identity.items() if found.get(name) != value]
+            if not different:
+                self.module.load_state_dict(state["module"])
+                for optim, saved in zip(self.optims, state["optims"], strict=True):
+                    optim.load_state_dict(saved)
+                self.curve = list(state["curve"])
+                self.seconds = state["seconds"]
+                return
+        except Exception as error:  # a damaged or foreign file may raise anything
+            raise ValueError(f"{self.path}: not a training state of this command. {advice}") from error
+        name = different[0]
+        values = f"{name} {found.get(name)!r:.60}, here {self.identity[name]!r:.60}"
+        raise ValueError(f"{self.path} is from another run ({values}). Match it, or: {advice}")
+
+
+def progress(done: int, steps: int, recent: Iterable[tuple[float, ...]]) -> str:
+    """The progress line. `recent` holds (seconds, tokens, loss, accuracies) of the last steps, which are averaged."""
+    seconds, tokens, loss, *accuracies = map(fmean, zip(*recent, strict=True))
+    text = f"\rstep {done}/{steps}  loss {loss:.3f}  "
+    if accuracies:
+        text += f"top-1 {accuracies[0]:.3f}  "
+    if len(accuracies) > 1:
+        text += f"(last step {accuracies[-1]:.3f})  "
+    return text + f"{tokens / seconds:.0f} tok/s  {seconds * (steps - done) / 60:.1f} min left   "
+
+
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Let Ctrl-C wait for the end of a step, where the state is whole. A second Ctrl-C interrupts at once.
+
+    Yields a function that says whether Ctrl-C was pressed.
+    """
+    pressed: list[int] = []
+
+    def press(number: int, frame: Any) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,269 @@
+"""From --data to tokenised rows: reading files, marking what counts, and text that the target writes itself.
+
+The result is kept in --work, so that a resumed run neither tokenises nor generates again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from engine import Engine
+from model import Transformer
+from sampling import SamplingParams
+from support.texts import read_source, stdlib_files
+from tokenizer import Tokenizer
+from training.data import TokenData
+
+ROLES = {"human": "user", "user": "user", "system": "system"} | dict.fromkeys(
+    ("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"
+)
+
+
+def read_records(source: str) -> tuple[list[list[dict]], list[str], list[str]]:
+    """Read a data file or directory, or `stdlib`.
+
+    Returns:
+        (conversations as role/content messages, texts, reasons for the rows that were left out).
+
+    Raises:
+        ValueError: one line, if there is nothing to read or the file is not JSON as its name says.
+    """
+    path = Path(source)
+    if source == "stdlib":
+        files = stdlib_files()[0]
+    elif path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".py", ".md") and p.is_file())
+    else:
+        files = [path] if path.is_file() else []
+    if not files:
+        raise ValueError(f"{source}: no such file, no folder of .txt, .py or .md files, and not `stdlib`.")
+    if path.suffix not in (".json", ".jsonl") or not path.is_file():
+        return [], [read_source(file) for file in files], []
+    text = path.read_text(encoding="utf-8")
+    try:
+        lines = [line for line in text.splitlines() if line.strip()]
+        records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); expected an array, or one object per line.") from None
+    conversations: list[list[dict]] = []
+    texts: list[str] = []
+    left_out: list[str] = []
+    for number, record in enumerate(records, 1):
+        try:
+            if isinstance(record, dict) and isinstance(record.get("text"), str):
+                texts.append(record["text"])
+            else:
+                conversations.append(read_messages(record))
+        except ValueError as error:
+            left_out.append(f"row {number}: {error}")
+    return conversations, texts, left_out
+
+
+def read_messages(record: dict) -> list[dict]:
+    """Messages [system,] user, assistant, ..., assistant of a ShareGPT or OpenAI record; ValueError if it has none.
+
+    Answers before the first question and questions after the last answer are dropped.
+    """
+    turns = record.get("messages", record.get("conversations")) if isinstance(record, dict) else None
+    if not isinstance(turns, list):
+        raise ValueError("neither `messages`, `conversations` nor `text`")
+    messages = []
+    for turn in turns:
+        turn = turn if isinstance(turn, dict) else {}
+        name = turn.get("role", turn.get("from"))
+        content = turn.get("content", turn.get("value"))
+        if isinstance(content, list):
+            content = "".join(p.get("text", "") for p in content if isinstance(p, dict))
+        if name not in ROLES or not isinstance(content, str):
+            raise ValueError(f"a turn of role {name!r} (known: {', '.join(ROLES)}) or without text")
+        messages.append({"role": ROLES[name], "content": content})
+    system = messages[:1] if messages and messages[0]["role"] == "system" else []
+    messages = messages[len(system) :]
+    while messages and messages[0]["role"] == "assistant":
+        messages = messages[1:]
+    while messages and messages[-1]["role"] == "user":
+        messages = messages[:-1]
+    if not messages or any(m["role"] != ("user", "assistant")[i % 2] for i, m in enumerate(messages)):
+        raise ValueError("roles do not alternate between user and assistant")
+    return system + messages
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """The length of the longest common start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def chat_row(tokenizer: Tokenizer, messages: list[dict]) -> tuple[list[int], list[bool]]:
+    """(ids, mask) of a conversation: an answer counts from behind the generation prompt to its end-of-turn token.
+
+    The template decides where that is: the prompt of every answer, and the conversation up to it, are rendered too.
+    """
+    ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
+    mask = [False] * len(ids)
+    for k, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        start = _common(tokenizer.encode_chat(messages[:k], add_generation_prompt=True), ids)
+        end = _common(tokenizer.encode_chat(messages[: k + 1], add_generation_prompt=False), ids)
+        stops = [i + 1 for i in range(start, end) if ids[i] in tokenizer.eos_ids]
+        for i in range(start, min([end, *stops])):
+            mask[i] = True
+    return ids, mask
+
+
+def tokenise(tokenizer: Tokenizer, conversations: list, texts: list[str]) -> tuple[TokenData, list[str]]:
+    """Conversations as rows, or else texts as one stream of BOS + text + EOS; and reasons for rows left out."""
+    if not conversations:
+        bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        eos = tokenizer.eos_ids[:1]
+        ids = [i for text in texts for i in (*bos, *tokenizer.encode(text, add_bos=False), *eos)]
+        return TokenData.from_stream(ids), []
+
+    def attempt(messages: list[dict]) -> tuple[list[int], list[bool]] | str:
+        try:
+            ids, mask = chat_row(tokenizer, messages)
+            return (ids, mask) if any(mask) else "no token of an answer was found"
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as pool:  # a model's own template runs in a child process
+        attempts = list(pool.map(attempt, conversations))
+    rows = [row for row in attempts if not isinstance(row, str)]
+    rows += [(ids, [True] * len(ids)) for ids in map(tokenizer.encode, texts)]
+    return TokenData.from_rows(rows), [reason for reason in attempts if isinstance(reason, str)]
+
+
+def continue_texts(engine: Engine, data: TokenData, args: argparse.Namespace) -> TokenData:
+    """Plain text by the target itself: --regenerate random prefixes of --prompt-length, continued to --length."""
+    rows: list[tuple[list[int], list[bool]]] = []
+    for first in range(0, args.regenerate, engine.batch_size):
+        numbers = range(first, min(args.regenerate, first + engine.batch_size))
+        prompts = [data.sample(args.seed + 1, i, args.prompt_length)[0].tolist() for i in numbers]
+        new_tokens = args.length - args.prompt_length
+        params = SamplingParams(
+            args.regenerate_temperature, max_new_tokens=new_tokens, seed=args.seed + first
+        )
+        for prompt, result in zip(prompts, engine.generate_batch(prompts, params).run(), strict=True):
+            mask = [False] * len(prompt) + [True] * len(result.token_ids)
+            rows.append((prompt + result.token_ids, mask))
+        _report(f"{len(rows)}/{args.regenerate} texts")
+    print(file=sys.stderr)
+    return TokenData.from_rows(rows)
+
+
+def answer_again(engine: Engine, tokenizer: Tokenizer, conversations: list, args: argparse.Namespace) -> list:
+    """The conversations with every answer replaced by the target's own, turn by turn (the paper's Table 6).
+
+    A conversation ends before the first question whose prompt would leave no room for --regenerate-tokens.
+    """
+    out: list[list[dict]] = []
+    for first in range(0, len(conversations), engine.batch_size):
+        group = conversations[first : first + engine.batch_size]
+        histories = [[m for m in c[:1] if m["role"] == "system"] for c in group]
+        questions = [[m for m in c if m["role"] == "user"] for c in group]
+        params = SamplingParams(
+            args.regenerate_temperature,
+            max_new_tokens=args.regenerate_tokens,
+            seed=args.seed + first,
+            stop_ids=tuple(tokenizer.eos_ids),
+        )
+        for turn in range(max(map(len, questions))):
+            asked = []
+            prompts = []
+            for history, own in zip(histories, questions, strict=True):
+                answered = len([m for m in history if m["role"] == "user"])
+                if turn >= len(own) or answered != turn:
+                    continue
+                prompt = tokenizer.encode_chat([*history, own[turn]], add_generation_prompt=True)
+                if len(prompt) + args.regenerate_tokens <= engine.ctx:
+                    asked.append((history, own[turn]))
+                    prompts.append(prompt)
+            if not prompts:
+                break
+            results = engine.generate_batch(prompts, params).run()
+            for (history, question), result in zip(asked, results, strict=True):
+                answer = tokenizer.decode(result.token_ids).strip()
+                history += [question, {"role": "assistant", "content": answer}]
+        out += [c for c in histories if c and c[-1]["role"] == "assistant"]
+        _report(f"{len(out)}/{len(conversations)} dialogues")
+    print(file=sys.stderr)
+    return out
+
+
+def _report(what: str) -> None:
+    print(f"\rregenerated {what}   ", end="", file=sys.stderr, flush=True)
+
+
+def load_data(
+    args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer | None
+) -> tuple[TokenData, TokenData]:
+    """(training, held-out) data of a run.
+
+    Held out is what --held-out names, for stdlib the demo model's held-out modules, or else the last 5 % of --data.
+    Raises ValueError in one line for data that cannot be used.
+    """
+    source = Path(args.data)
+    cache = Path(args.work) / f"data-{_fingerprint(args)}.npz"
+    if source.suffix == ".npz":
+        data = TokenData.load(source)
+    elif cache.exists():
+        data = TokenData.load(cache)
+    else:
+        data = _make_data(args, target, tokenizer)
+        data.save(cache)
+    if len(data.ids) == 0 or not 0 <= data.ids.min() <= data.ids.max() < target.config.vocab_size:
+        raise ValueError(f"--data {source}: no tokens, or ids outside the target's vocabulary.")
+    if args.held_out is None and args.data != "stdlib":
+        return data.split(0.05)
+    if args.held_out is not None and Path(args.held_out).suffix == ".npz":
+        return data, TokenData.load(Path(args.held_out))
+    tokenizer = _needed(tokenizer, "--held-out")
+    if args.held_out is None:
+        return data, tokenise(tokenizer, [], [read_source(p) for p in stdlib_files()[1]])[0]
+    conversations, texts, _ = read_records(args.held_out)
+    return data, tokenise(tokenizer, conversations, texts)[0]
+
+
+def _fingerprint(args: argparse.Namespace) -> str:
+    """A hash of everything that decides the tokenised data: options, and the files with their times."""
+    key = [args.data, args.regenerate, args.chat_template, str(Path(args.checkpoint).resolve())]
+    if args.regenerate:
+        key += [args.seed, args.length, args.prompt_length]
+        key += [args.regenerate_tokens, args.regenerate_temperature]
+    checkpoint = Path(args.checkpoint)
+    for path in (Path(args.data), checkpoint / "tokenizer.json", checkpoint / "tokenizer.model"):
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []:
+            key += [str(file), file.stat().st_size, file.stat().st_mtime_ns]
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+
+
+def _make_data(args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer | None) -> TokenData:
+    tokenizer = _needed(tokenizer, "--data")
+    conversations, texts, left_out = read_records(args.data)
+    engine = None
+    if args.regenerate:
+        ctx = min(target.rotary.length, args.length + args.regenerate_tokens)
+        engine = Engine(target, batch_size=8, ctx=ctx)
+        if conversations:
+            conversations = answer_again(engine, tokenizer, conversations[: args.regenerate], args)
+    data, reasons = tokenise(tokenizer, conversations, texts)
+    if engine is not None and data.stream:
+        data = continue_texts(engine, data, args)
+    left_out += reasons
+    if left_out:
+        print(f"left out {len(left_out)} rows, e.g. {left_out[0]}", file=sys.stderr)
+    if not data.mask.any():
+        why = left_out[0] if left_out else "it is empty"
+        raise ValueError(f"--data {args.data}: nothing to train on ({why}).")
+    return data
+
+
+def _needed(tokenizer: Tokenizer | None, option: str) -> Tokenizer:
+    if tokenizer is None:
+        raise ValueError(f"the checkpoint has no tokenizer; give {option} as a tokenised .npz.")
+    return tokenizer

@@ -11,17 +11,17 @@ import pytest
 import torch
 from tiny import CTX, DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, randomise, tiny_head, tiny_model
 
-import eagle_draft as eagle_draft  # FIXME bare
-import load
 import sampling
 import tree as trees
 from bench.suites import held_out_prompts
 from drafters import tree_drafter
 from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine
+from load import draft_vocabulary, load
+from options import DEMO
 from sampling import SamplingParams
 from tokenizer import load_tokenizer
-from verify import _multi_round_walk
+from verify import multi_round_walk
 from weights.checkpoint import load_config
 from weights.heads import read_eagle
 
@@ -122,12 +122,16 @@ class Reference:
 
 
 class BruteForce:
-    """Trees as Python lists, from the reference head's law after every path."""
+    """Trees as Python lists, from the reference head's distribution after every path.
 
-    def __init__(self, head, ids, params: SamplingParams, noise: bool):
+    A dynamic tree is ranked by scores with the shared noise. The scores of a static tree are the draft's own
+    log-probabilities.
+    """
+
+    def __init__(self, head, ids, params: SamplingParams, noise: bool, ranked: bool = False):
         self.reference, self.ids, self.params = Reference(head), ids, params
         self.features = self.reference.true_features(ids[:-1])
-        self.noise, self.known = noise, {}
+        self.noise, self.ranked, self.known = noise, ranked, {}
 
     def law(self, path):
         """(keys, scores, target ids) of the children of the node at the end of `path`."""
@@ -139,7 +143,7 @@ class BruteForce:
                 where = torch.tensor([[len(self.ids) + len(path)]])
                 seed = torch.tensor([self.params.seed])
                 keys = z + T * sampling.gumbel_noise(seed, where, targets)[0, 0]
-                scores = (keys / max(T, 0.5)).log_softmax(-1)
+                scores = (keys / max(T, 0.5)).log_softmax(-1) if self.ranked else scores
             self.known[path] = keys, scores, targets
         return self.known[path]
 
@@ -219,8 +223,9 @@ def check_drafts(head, tree, params, shared_noise=True, steps=4):
     engine.generate(PROMPT, params).run()
     most = max(range(len(seen)), key=lambda i: int(seen[i][1]))  # a step after a long acceptance
     for ids, _, draft in seen[:steps] + [seen[most]]:
-        brute = BruteForce(head, ids[0], params, shared_noise)
-        expected = brute.static(tree) if isinstance(tree, trees.StaticTree) else brute.dynamic(tree)
+        dynamic = isinstance(tree, trees.DynamicTree)
+        brute = BruteForce(head, ids[0], params, shared_noise, ranked=dynamic)
+        expected = brute.dynamic(tree) if dynamic else brute.static(tree)
         got = drafted_nodes(draft, 0)
         assert [path for path, _ in got] == [path for path, _ in expected]
         assert max(abs(a[1] - b[1]) for a, b in zip(got, expected, strict=True)) < 1e-6
@@ -350,7 +355,7 @@ class OracleHead(EagleHead):
             self._truth[ids] = (hidden if taps is None else taps)[0]
         return self._truth[ids]
 
-    def forward(self, tokens, feature, nodes, kv):
+    def forward(self, tokens, feature, nodes, kv, layer=None):
         out = torch.zeros_like(feature)
         for b in range(tokens.shape[0]):
             start, region = int(nodes.start[b]), nodes.visible.shape[2]
@@ -654,7 +659,7 @@ def test_children_beyond_the_survivors_are_accepted_too(monkeypatch):
     engine = eagle_engine(tiny_head(peaked_model()), MEDUSA, multi_round="without")
     params, taus = SamplingParams(temperature=1.0, top_k=1, seed=5, max_new_tokens=100), []
     for share in (0.0, tree_drafter.SLIVER):
-        monkeypatch.setattr(eagle_draft, "SLIVER", share)
+        monkeypatch.setattr(tree_drafter, "SLIVER", share)
         taus.append(engine.generate(PROMPT, params).run()[0].tau)
     greedy = eagle_engine(engine.drafter.head, MEDUSA)
     assert taus[0] < taus[1] <= greedy.generate(PROMPT, params).run()[0].tau + 0.1, taus
@@ -676,7 +681,7 @@ def test_a_child_of_probability_zero_keeps_the_law(q, replacement):
         weight = q[first] * ((second == 0) if spent else left[second] / left.sum())
         tokens = torch.tensor([[0, first, 3 if spent else second, 2, 3]]).expand(len(u), -1)
         laws = p.expand(len(u), 5, 4), q.expand(len(u), 1, 4)
-        path, count, law = _multi_round_walk(tokens, tree, *laws, u, replacement)
+        path, count, law = multi_round_walk(tokens, tree, *laws, u, replacement)
         drafted = torch.nn.functional.one_hot(tokens.gather(1, path)[:, 1], 4).double()
         total += weight * torch.where(count[:, None] > 1, drafted, law).mean(0)
     torch.testing.assert_close(total, p, rtol=0, atol=1e-12)
@@ -718,7 +723,7 @@ class Pieces:
 def chosen(K, tokenizer=None, text=None, V=15):
     opts = SimpleNamespace(draft_vocab=K, draft_vocab_text=text)
     config = SimpleNamespace(vocab_size=V, eos_token_ids=(14,))
-    return load.draft_vocabulary(opts, config, tokenizer).tolist()
+    return draft_vocabulary(opts, config, tokenizer).tolist()
 
 
 def test_a_draft_vocabulary_without_text_holds_stops_and_characters(tmp_path):
@@ -734,7 +739,7 @@ def test_a_draft_vocabulary_without_text_holds_stops_and_characters(tmp_path):
     assert chosen(5, Pieces(), str(text)) == [3, 8, 9, 10, 14], (
         "uncounted tokens follow by the tokenizer's order"
     )
-    demo = load_tokenizer(load.DEMO, 4096)
+    demo = load_tokenizer(DEMO, 4096)
     kept = chosen(1024, demo, V=4096)
     assert len(kept) == 1024 and sorted({*demo.eos_ids, *kept}) == kept
     assert {demo.encode(c, add_bos=False)[-1] for c in "x,.(=[]:\n\t\"'_)"} <= {*kept}
@@ -745,7 +750,7 @@ def test_a_draft_vocabulary_without_text_keeps_acceptance():
     params, taus = SamplingParams(max_new_tokens=64), {}
     for K in (0, 1024):
         options = dict(draft_vocab=K, tree="paper25", ctx=256, eagle_always=True)
-        engine = load.load(load.DEMO, eagle=str(load.DEMO / "eagle1"), **options)
+        engine = load(DEMO, eagle=str(DEMO / "eagle1"), **options)
         prompts = held_out_prompts(engine.tokenizer, 3, 96)
         steps = [len(ids) for p in prompts for ids in engine.generate(p, params).run()[0].tokens_per_step]
         taus[K] = sum(steps) / len(steps)
@@ -758,8 +763,8 @@ def test_a_draft_vocabulary_without_text_keeps_acceptance():
 def test_a_bare_eagle3_head_says_all_it_assumes(tmp_path):
     """norm_before_residual and the aux layers assumed in silence: the demo's head then accepts a third of its tokens."""
     file = tmp_path / "head3.safetensors"
-    shutil.copy(load.DEMO / "eagle3" / "model.safetensors", file)
-    target, aux = load_config(load.DEMO), "eagle_aux_hidden_state_layer_ids"
+    shutil.copy(DEMO / "eagle3" / "model.safetensors", file)
+    target, aux = load_config(DEMO), "eagle_aux_hidden_state_layer_ids"
     basics = {"head_dim": "64", "rope_theta": "10000", "rms_norm_eps": "1e-5"}
     (note,) = read_eagle(file, target, basics).notes
     assert (
@@ -771,6 +776,6 @@ def test_a_bare_eagle3_head_says_all_it_assumes(tmp_path):
     read = read_eagle(file, target, basics | {aux: "[2, 5, 8]", "norm_before_residual": "true"})
     assert "assumed nothing" in read.notes[0]
     assert (read.config.taps, read.config.norm_before_residual) == ((2, 5, 8), True)
-    shutil.copy(load.DEMO / "eagle1" / "model.safetensors", file)
+    shutil.copy(DEMO / "eagle1" / "model.safetensors", file)
     (note,) = read_eagle(file, target).notes
     assert "head_dim 64" in note and "norm_before_residual" not in note and aux not in note

@@ -17,14 +17,15 @@ import torch
 from tiny import needs_triton
 
 import generate
-import generate as generate  # FIXME bare
-import load
-from generate import main
-from load import load
-from options import DEMO
+from bench.acceptance import summarise
+from bench.suites import held_out_prompts
+from generate import load, main
+from load import plan_memory
+from options import DEMO, LoadOptions
+from report import prove
 from sampling import SamplingParams
 from support import machine
-from weights import checkpoint
+from weights.checkpoint import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = sorted(p.name for p in DEMO.glob("eagle*") if p.is_dir())
@@ -126,7 +127,7 @@ def test_errors_are_one_line_with_the_right_exit_code(flags, code, says, capsys)
 
 def test_a_plan_that_does_not_fit_names_the_change_that_does(capsys, monkeypatch):
     """An allocation failure in the middle of loading instead of one line before it."""
-    monkeypatch.setattr(generate, "free_memory", lambda device: 40_000_000)
+    monkeypatch.setattr("load.free_memory", lambda device: 40_000_000)
     code = main(["--ctx", "2048", "--batch-size", "4"])
     err = capsys.readouterr().err
     assert code == 4 and re.search(r"Try --ctx \d+", err), err
@@ -231,13 +232,14 @@ def test_chat_outlives_a_bad_turn(capsys, monkeypatch):
 def test_load_refuses_wrong_options_by_name(options):
     """KeyError, TypeError or RuntimeError from deep inside for a misspelt keyword argument of the Python API."""
     with pytest.raises(ValueError, match="--" + list(options)[-1].replace("_", "-")):
-        load.load(**options)
+        load(**options)
 
 
 @pytest.mark.parametrize(("margin", "verdict"), [((0.0625, 1.0), 0), ((0.0625, 3.0), 1), ((5e-5, 90.0), 0)])
 def test_prove_judges_a_fork_by_the_dtype_s_precision(margin, verdict, capsys, monkeypatch):
     """A rounding tie of half precision called a bug, or a bug excused because its margin is small in absolute terms."""
-    monkeypatch.setattr(generate, "prove", lambda *args: (18, 60, (0, 18, *margin)))
+    forked = prove.Proof(18, 60, prove.Fork(0, 18, *margin))
+    monkeypatch.setattr(prove, "prove", lambda *args: forked)
     code, _, err = run(capsys, "--eagle", str(DEMO / "eagle1"), "--prove", "--max-new-tokens", "4")
     assert code == verdict and "fork at token 18 of row 0, 18/60 identical" in err
     assert f"{margin[1]:.1f} ulp in float32" in err and ("this is a bug" in err) == bool(verdict)
@@ -245,7 +247,7 @@ def test_prove_judges_a_fork_by_the_dtype_s_precision(margin, verdict, capsys, m
 
 def test_a_fork_s_margin_in_units_of_the_last_place():
     """The unit taken from another dtype or another magnitude: ties would pass for bugs, and bugs for ties."""
-    engine = load.load(dtype="bfloat16", ctx=256)
+    engine = load(dtype="bfloat16", ctx=256)
     prompt = engine.tokenizer.encode("def f(x):")
     with torch.inference_mode(), engine.backend.active():
         logits = engine._prompt_logits(0, prompt, SamplingParams().mode)[0][0, 0]
@@ -285,9 +287,6 @@ def test_demo_heads_reach_their_floor(head):
     """A head that was shipped broken: the text would be the same, only slower."""
     floor = json.loads((DEMO / "floors.json").read_text())[head]
     engine = load(DEMO, eagle=str(DEMO / head), tree="paper25", ctx=512, eagle_always=True)
-    from bench.acceptance import summarise
-    from bench.suites import held_out_prompts
-
     prompts = held_out_prompts(engine.tokenizer, 4, 96)
     for temperature, least in (("0", floor["greedy"]), ("1", floor["sampled"])):
         params = SamplingParams(temperature=float(temperature), seed=1, max_new_tokens=64)
@@ -332,7 +331,7 @@ def test_html_page_and_coloured_text_hold_every_token(head, tmp_path, capsys, mo
 def test_draft_vocabulary_can_be_trimmed_and_counted(head, tmp_path):
     """A trimmed vocabulary that changes the text, or drafts ids that are not its own."""
     sample = tmp_path / "sample.py"
-    sample.write_text((ROOT / "trees.py").read_text())
+    sample.write_text((ROOT / "tree.py").read_text())
     plain = load(DEMO, ctx=256, dtype="float64")
     prompt = plain.tokenizer.encode(generate.DEMO_PROMPT)
     params = SamplingParams(max_new_tokens=40)
@@ -431,10 +430,10 @@ def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeyp
 
 def test_plan_counts_the_graphs_where_there_are_any():
     """Memory that a captured step keeps, planned for on a CPU, or forgotten on a GPU."""
-    config = checkpoint.load_config(DEMO)
+    config = load_config(DEMO)
 
     def graphs(**options) -> int:
-        return load.plan_memory(config, load.LoadOptions(ctx=256, **options)).graphs
+        return plan_memory(config, LoadOptions(ctx=256, **options)).graphs
 
     assert graphs(compile=True, device="cpu") == graphs(device="cuda") == 0
     assert graphs(compile=True, device="cuda", compile_mode="inductor") == 0

@@ -1,4 +1,4 @@
-"""artefacts.py: compiled code is found again by the next process, and clearing deletes nothing that is not ours."""
+"""support/cache.py: compiled code is found again by the next process, and clearing deletes nothing that is not ours."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import artefacts as artefacts  # FIXME bare
 import pytest
+from test_tree import files_run
 
 import generate
+from generate import load
+from sampling import SamplingParams
 from support import cache
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,18 +41,38 @@ def test_folder_is_keyed_by_versions_device_and_source(monkeypatch):
     assert cache.use("a CPU, 4 threads") == (folder, "found")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "inductor")
     assert cache.use("NVIDIA X")[0] != folder
-    monkeypatch.setattr(artefacts, "version", lambda package: "99.0")
+    monkeypatch.setattr(cache, "version", lambda package: "99.0")
     assert cache.use("a CPU, 4 threads")[0] != folder
     monkeypatch.undo()
 
 
 def test_source_changes_the_key(tmp_path, monkeypatch):
-    """An edited model.py that runs the code compiled before the edit."""
-    (tmp_path / "artefacts.py").write_text("a = 1")
-    monkeypatch.setattr(artefacts, "__file__", str(tmp_path / "artefacts.py"))
-    before = cache.key("cpu")
-    (tmp_path / "model.py").write_text("b = 1")
-    assert cache.key("cpu") != before
+    """An edited model.py that runs the code compiled before the edit; a kernel's file that moved into a folder and no
+    longer counts; everything compiled again because a report's wording changed."""
+    monkeypatch.setattr(cache, "SOURCES", tmp_path)
+    for name in ("model.py", "kernels/__init__.py", "kernels/linear.py", "report/__init__.py", "notes/a.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a = 1")
+    keys = [cache.key("cpu")]
+    for name in ("model.py", "kernels/linear.py", "kernels/new.py", "new.py"):
+        (tmp_path / name).write_text("b = 1")
+        keys.append(cache.key("cpu"))
+    (tmp_path / "new.py").rename(tmp_path / "kernels" / "newer.py")
+    keys.append(cache.key("cpu"))
+    assert len(set(keys)) == len(keys)
+    for name in ("report/lines.py", "notes/a.py"):
+        (tmp_path / name).write_text("c = 1")
+    assert cache.key("cpu") == keys[-1]
+
+
+def test_all_that_a_compiled_step_runs_is_in_the_key(tmp_path, monkeypatch):
+    """A room that the digest leaves out: its edits would run the code compiled before them."""
+    engine = load(eagle=str(ROOT / "demo" / "eagle1"), tree="dynamic:8,2,3", ngram_nodes=3, ctx=64)
+    stream = engine.generate([1, 2, 3], SamplingParams(temperature=1.0, max_new_tokens=3))
+    ran = {Path(name) for name in files_run(stream.run) if Path(name).is_relative_to(ROOT)}
+    used = {path.relative_to(ROOT).as_posix() for path in ran if path.parent != ROOT / "tests"}
+    assert {"step.py", "model.py", "tree_building.py", "kernels/attention.py", "drafters/ngram.py"} <= used
+    assert used <= {path.relative_to(ROOT).as_posix() for path in cache._traced_sources()}
 
 
 def test_folders_that_the_user_chose_are_kept(tmp_path, monkeypatch):

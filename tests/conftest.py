@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if item.get_closest_marker("slow") and not config.getoption("--slow") and "slow" not in wanted:
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Say why tests were skipped, one line for each reason."""
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count:4d}: {reason.removeprefix('Skipped: ')}")
 
 
 def build_hf(family: str, **changes):

@@ -22,17 +22,7 @@ from torch import Tensor
 import kernels
 from drafters.base import DraftInput
 from drafters.tree_drafter import TreeDrafter
-from model import (
-    MLP,
-    Attention,
-    Nodes,
-    RMSNorm,
-    RotaryTable,
-    Transformer,
-    chain_ancestors,
-    make_nodes,
-    weight_bytes,
-)
+from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, chain_ancestors, make_nodes, weight_bytes
 from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
 from weights.quantized import QuantLinear
@@ -96,9 +86,7 @@ class EagleHead(nn.Module):
         ids = torch.arange(geometry.vocab_size) if draft_vocab is None else draft_vocab
         self.register_buffer("draft_ids", ids if trimmed else None)
         self.rotary = RotaryTable(geometry.rope, geometry.head_dim, target.config.max_positions)
-        object.__setattr__(
-            self, "target", target
-        )  # the head does not own it, so it stays out of the state dict
+        object.__setattr__(self, "target", target)  # the head does not own it, so it stays out of the state dict
 
     @property
     def vocab_size(self) -> int:
@@ -181,9 +169,7 @@ class EagleHead(nn.Module):
             rows = weight[self.draft_ids].to(self.target.dtype)
             self.register_buffer("trimmed_head", rows, persistent=False)
 
-    def forward_train(
-        self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None
-    ) -> Tensor:
+    def forward_train(self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None) -> Tensor:
         """Whole sequences with gradients: tokens [B, T] paired with feature [B, T, H] -> output [B, T, H].
 
         `memory` collects the keys and values of every step of EAGLE-3's training-time test. Step s attends step 0
@@ -282,9 +268,7 @@ class EagleDrafter(TreeDrafter):
         tokens = inputs.tokens.gather(1, (positions + 1).clamp(max=inputs.tokens.shape[1] - 1))
         seen = chain_ancestors(n.shape[0], rows, n.device)
         nodes = make_nodes(self.head.rotary, start, positions, start, seen, self.slots)
-        output = self.head(
-            tokens, self.head.fuse(inputs.features), nodes, self.cache, inputs.parts.draft_layer
-        )
+        output = self.head(tokens, self.head.fuse(inputs.features), nodes, self.cache, inputs.parts.draft_layer)
         last = (count - 1)[:, None, None].expand(-1, 1, output.shape[-1])
         return output.gather(1, last)
 
@@ -304,9 +288,7 @@ class UnshiftedDrafter(EagleDrafter):
 
     def __init__(self, head: EagleHead, tree: TreeTables, *how, **more):
         if isinstance(tree, DynamicTree):
-            raise ValueError(
-                "heads with unshifted tokens draft static trees, like --tree paper25 or chain:K."
-            )
+            raise ValueError("heads with unshifted tokens draft static trees, like --tree paper25 or chain:K.")
         super().__init__(head, tree, *how, **more)
         self.rows: Tensor | None = None  # the tokens that the rows of this step's tree stand for
 
@@ -396,9 +378,7 @@ def loss_eagle3(
         distribution = logits[drafted].softmax(-1)
         best = best[drafted]
         keep = keep.masked_scatter(keep, drafted)
-        where = torch.zeros_like(tokens[:, 1:]).masked_scatter(
-            keep, torch.arange(len(best), device=best.device)
-        )
+        where = torch.zeros_like(tokens[:, 1:]).masked_scatter(keep, torch.arange(len(best), device=best.device))
     feature = head.fuse(taps[:, :-1])
     memory: list = []
     total: Tensor | float = 0.0

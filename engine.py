@@ -27,12 +27,7 @@ from sampling import SamplingMode, SamplingParams
 from step import HISTORY, MAX_STOP_IDS, RING, DecodeState, Observer, StepOutput, decode_step
 from tokenizer import Tokenizer
 
-PREFILL_CHUNKS = (
-    32,
-    64,
-    128,
-    256,
-)  # fixed widths, so that a prompt of any length runs shapes that were seen before
+PREFILL_CHUNKS = (32, 64, 128, 256)  # fixed widths, so that a prompt of any length runs shapes that were seen before
 LAG = 2  # steps that run ahead of the host on a GPU
 ASKED_FOR = "asked for"  # why speculation stays on: the user wants it
 
@@ -92,13 +87,9 @@ class Engine:
         self.fallback: Drafter | None = None if self.always_on else stand_in
         self.state = self._allocate()
         mode = COMPILE_MODES[compile_mode] if compile else CompileMode("", None, False)
-        self.runner = Runner(
-            self.state.ring, self.state.step, torch.cuda if on_gpu else None, mode.captured and on_gpu
-        )
+        self.runner = Runner(self.state.ring, self.state.step, torch.cuda if on_gpu else None, mode.captured and on_gpu)
         self._compile(mode, on_gpu)
-        self.timings: dict[
-            SamplingMode, tuple[float, float]
-        ] = {}  # seconds of a plain and of a speculative step
+        self.timings: dict[SamplingMode, tuple[float, float]] = {}  # seconds of a plain and of a speculative step
         self.step_seconds: tuple[float, float] | None = None  # those of the present request
         self.warm: set[tuple] = set()  # kinds of step that have run compiled
         self.compile_seconds = 0.0  # time spent on their first runs
@@ -111,13 +102,9 @@ class Engine:
     def _check_arguments(self) -> None:
         longest = self.model.config.max_positions
         if not 2 <= self.ctx <= longest:
-            raise ValueError(
-                f"ctx is {self.ctx}; allowed: 2 to {longest} (the model's max_position_embeddings)."
-            )
+            raise ValueError(f"ctx is {self.ctx}; allowed: 2 to {longest} (the model's max_position_embeddings).")
         if self.compile_mode not in COMPILE_MODES:
-            raise ValueError(
-                f"compile_mode is {self.compile_mode!r:.40}; allowed: {', '.join(COMPILE_MODES)}."
-            )
+            raise ValueError(f"compile_mode is {self.compile_mode!r:.40}; allowed: {', '.join(COMPILE_MODES)}.")
         if not 0 <= self.lag < RING:
             raise ValueError(f"lag is {self.lag}; allowed: 0 to {RING - 1} steps ahead of the host.")
 
@@ -160,9 +147,7 @@ class Engine:
         graph holds only the marks of its capture.
         """
         if self.compiled and COMPILE_MODES[self.compile_mode].scope == "whole" and observer.marks:
-            raise ValueError(
-                "a step compiled in one piece has no phases to time; use --compile-mode regions."
-            )
+            raise ValueError("a step compiled in one piece has no phases to time; use --compile-mode regions.")
         self.observers.append(observer)
 
     def remove_observer(self, observer: Observer) -> None:
@@ -206,9 +191,7 @@ class Engine:
         """
         return self.generate_batch([prompt_ids], params)
 
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
-    ) -> Stream:
+    def generate_batch(self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None) -> Stream:
         """Decode up to batch_size prompts of any lengths together. Row b draws with seed + b. Otherwise as `generate`."""
         params = params or SamplingParams()
         prompts = [list(prompt) for prompt in prompts]
@@ -222,9 +205,7 @@ class Engine:
 
     def _check_request(self, prompts: list[list[int]], params: SamplingParams) -> None:
         if not 1 <= len(prompts) <= self.batch_size:
-            raise ValueError(
-                f"{len(prompts)} prompts, but the engine holds 1 to {self.batch_size}; use --batch-size."
-            )
+            raise ValueError(f"{len(prompts)} prompts, but the engine holds 1 to {self.batch_size}; use --batch-size.")
         if len(self.stop_ids(params)) > MAX_STOP_IDS:
             raise ValueError(f"{len(self.stop_ids(params))} stop ids; allowed: at most {MAX_STOP_IDS}.")
         if params.stop and self.tokenizer is None:
@@ -478,11 +459,7 @@ class _Request:
     """The host's side of one request: what it knows of every row, and the steps under way."""
 
     def __init__(
-        self,
-        engine: Engine,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        results: list[GenerationResult],
+        self, engine: Engine, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult]
     ):
         self.engine = engine
         self.prompts = prompts
@@ -555,9 +532,7 @@ class _Request:
         """Launch as many steps as may run ahead of the host. Returns the output of the last one launched."""
         engine = self.engine
         wanted = engine.drafter if self.pacer.speculating else engine.fallback
-        if (
-            wanted is engine.fallback or not self.pending
-        ):  # plain steps under way end before drafting comes back
+        if wanted is engine.fallback or not self.pending:  # plain steps under way end before drafting comes back
             if wanted is not self.drafter and wanted is engine.drafter:
                 for b in (b for b, row in enumerate(self.rows) if not row.finished):
                     engine._catch_up(b, self.drafted[b], self.lengths[b])

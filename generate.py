@@ -50,19 +50,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt-file", metavar="FILE", help="continue the text of a file")
     add("--chat", action="store_true", help="interactive chat; keeps history and the cache between turns")
     add("--system", help="system message of the chat")
-    add(
-        "--template",
-        metavar="NAME",
-        help="chat template: vicuna, llama-2-chat, mixtral, or one of the model's",
-    )
+    add("--template", metavar="NAME", help="chat template: vicuna, llama-2-chat, mixtral, or one of the model's")
     add_sampling(parser, max_new_tokens=200)
     add_options(parser)
     add = parser.add_argument_group("output").add_argument
-    add(
-        "--prove",
-        action="store_true",
-        help="replay without the head and compare; exit 1 on a real difference",
-    )
+    add("--prove", action="store_true", help="replay without the head and compare; exit 1 on a real difference")
     add("--show-tree", action="store_true", help="colour accepted tokens by depth")
     add("--html", metavar="FILE", help="write a page that shows every step's tree")
     add("--gauge", action="store_true", help="time the phases of a step: draft, verify, accept, host")
@@ -166,11 +158,7 @@ def prompt_ids(engine: Engine, text: str | list[int]) -> list[int]:
 
 
 def run_once(
-    engine: Engine,
-    prompts: list[list[int]],
-    params: SamplingParams,
-    args: argparse.Namespace,
-    report: Report,
+    engine: Engine, prompts: list[list[int]], params: SamplingParams, args: argparse.Namespace, report: Report
 ) -> int:
     """Decode one batch, show it, and do what else was asked for with it."""
     recorder = StepRecorder(engine) if args.show_tree or args.html else None
@@ -192,9 +180,7 @@ def run_once(
     results = stream.results
     longest = max(results, key=lambda result: result.steps)
     if args.json:
-        print(
-            json.dumps(result_json(engine, results) | ({"gauge_ms": gauge.split(longest)} if gauge else {}))
-        )
+        print(json.dumps(result_json(engine, results) | ({"gauge_ms": gauge.split(longest)} if gauge else {})))
     else:
         if show and args.batch_size > 1:
             for b, result in enumerate(results):

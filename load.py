@@ -186,15 +186,11 @@ def load(
         drafter = build_drafter(model, head, options) if options.drafter_kind else None
     if options.compile:
         folder, found = cache.use(describe_device(device))
-        say(
-            f"compile {folder} ({found}); one block is compiled per width, prompts and settings compile nothing"
-        )
+        say(f"compile {folder} ({found}); one block is compiled per width, prompts and settings compile nothing")
     trained = head.config.layer if head else files.draft.config if files.draft else None
     if trained is not None and trained.max_position_embeddings < options.ctx:
         limit = trained.max_position_embeddings
-        say(
-            f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens."
-        )
+        say(f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens.")
     return build_engine(model, files.tokenizer, drafter, options, backend, plan, head)
 
 
@@ -218,9 +214,7 @@ class _Files:
         if self.draft is None:
             return plan_memory(self.checkpoint.config, options, self.head, weights)
         draft_weights = model_bytes(self.draft, options)
-        return plan_memory(
-            self.checkpoint.config, options, self.head, weights, self.draft.config, draft_weights
-        )
+        return plan_memory(self.checkpoint.config, options, self.head, weights, self.draft.config, draft_weights)
 
 
 @contextlib.contextmanager
@@ -328,9 +322,7 @@ def build_head(file: EagleFile, model: Transformer, ids: Tensor | None = None) -
     ids: sorted target ids of a trimmed draft vocabulary (EAGLE-1/2).
     """
     if ids is not None and file.config.version != 1:
-        raise ValueError(
-            "--draft-vocab trims EAGLE-1/2 heads; an EAGLE-3 head brings its own draft vocabulary."
-        )
+        raise ValueError("--draft-vocab trims EAGLE-1/2 heads; an EAGLE-3 head brings its own draft vocabulary.")
     ids = file.tensors.get("draft_ids") if ids is None else ids
     with torch.device("meta"):
         head = EagleHead(file.config, model, ids).eval().requires_grad_(False)
@@ -376,9 +368,7 @@ def build_drafter(model: Transformer, head: EagleHead | None, options: LoadOptio
         drafter = MedusaDrafter(heads, tree, options.draft_noise)
     elif kind == "draft":
         with _bad_files():
-            small = Checkpoint.open(options.draft_checkpoint).load(
-                model.device, model.dtype, None, options.ctx
-            )
+            small = Checkpoint.open(options.draft_checkpoint).load(model.device, model.dtype, None, options.ctx)
         pack_(small, small.dtype)
         drafter = DraftModelDrafter(model, small, *how)
     else:
@@ -390,9 +380,7 @@ def _build_trees(options: LoadOptions, device: torch.device) -> DynamicTree | Tr
     """The dynamic tree, or the tables of one static tree per sequence."""
     trees = [parse_tree(name) for name in options.trees]
     if len(trees) not in (1, options.batch_size):
-        raise ValueError(
-            f"{len(trees)} trees for a batch of {options.batch_size}; give one tree, or one per sequence."
-        )
+        raise ValueError(f"{len(trees)} trees for a batch of {options.batch_size}; give one tree, or one per sequence.")
     if not any(isinstance(tree, DynamicTree) for tree in trees):
         return tree_tables(trees * options.batch_size if len(trees) == 1 else trees, device)
     if len(set(trees)) > 1:

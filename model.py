@@ -287,12 +287,7 @@ class Transformer(nn.Module):
         return make_nodes(self.rotary, n, n[:, None] + depth, n, ancestors, slots, max(self.config.windows))
 
     def forward(
-        self,
-        tokens: Tensor,
-        nodes: Nodes,
-        kv_cache: Tensor,
-        taps: tuple[int, ...] = (),
-        block: Callable | None = None,
+        self, tokens: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...] = (), block: Callable | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Forward on nodes, without a host sync. All shapes depend on B, T and S only.
 

@@ -40,13 +40,7 @@ def option(
     group: str = MODEL,
 ) -> Any:
     """A field of LoadOptions. least: the smallest number that is allowed; it makes the option a number."""
-    metadata = {
-        "help": help,
-        "choices": tuple(choices),
-        "metavar": metavar,
-        "least": least,
-        "group": group,
-    }
+    metadata = {"help": help, "choices": tuple(choices), "metavar": metavar, "least": least, "group": group}
     return field(default=default, metadata=metadata)
 
 
@@ -58,9 +52,7 @@ class LoadOptions:
     """
 
     checkpoint: str = option(str(DEMO), "model directory (default: the embedded demo)", metavar="DIR")
-    batch_size: int = option(
-        1, "sequences that are decoded together, with seeds seed, seed + 1, ...", least=1
-    )
+    batch_size: int = option(1, "sequences that are decoded together, with seeds seed, seed + 1, ...", least=1)
     ctx: int | None = option(None, "context to allocate (default: the model's, at most 8192)", least=2)
     device: str | None = option(None, "default: the GPU if there is one", ("cuda", "cpu"))
     dtype: str | None = option(None, "default: the checkpoint's; float32 on a CPU", DTYPES)
@@ -72,19 +64,12 @@ class LoadOptions:
         "step in one piece: inductor, reduce-overhead",
         COMPILE_MODES,
     )
-    kernels: str = option(
-        "auto", "implementation of the operations (default: auto)", ("auto", "triton", "reference")
-    )
+    kernels: str = option("auto", "implementation of the operations (default: auto)", ("auto", "triton", "reference"))
     kv: str = option(
-        "model",
-        "int8: halve (fp32: quarter) the target's cache; a drafter's keeps its dtype",
-        ("model", "int8"),
+        "model", "int8: halve (fp32: quarter) the target's cache; a drafter's keeps its dtype", ("model", "int8")
     )
     eagle: str | None = option(
-        None,
-        "EAGLE-1/2/3 head: folder, .safetensors, .bin or .pth",
-        metavar="HEAD",
-        group=DRAFTING,
+        None, "EAGLE-1/2/3 head: folder, .safetensors, .bin or .pth", metavar="HEAD", group=DRAFTING
     )
     eagle_config: tuple[str, ...] = option(
         (), "config value for a head without a config.json (repeatable)", metavar="KEY=VALUE", group=DRAFTING
@@ -99,14 +84,9 @@ class LoadOptions:
         None, "draft with a small LLM of the same vocabulary", metavar="DIR", group=DRAFTING
     )
     medusa: str | None = option(
-        None,
-        "Medusa heads: medusa_lm_head.pt, .safetensors, or their folder",
-        metavar="FILE",
-        group=DRAFTING,
+        None, "Medusa heads: medusa_lm_head.pt, .safetensors, or their folder", metavar="FILE", group=DRAFTING
     )
-    ngram_nodes: int = option(
-        0, "add K nodes found by n-gram lookup to the tree", metavar="K", least=0, group=DRAFTING
-    )
+    ngram_nodes: int = option(0, "add K nodes found by n-gram lookup to the tree", metavar="K", least=0, group=DRAFTING)
     # from Python also a tuple: one static tree for each sequence of the batch
     tree: str | tuple[str, ...] = option(
         "paper25", f"auto (tuned by scripts.tune_tree), {NAMES} (default: paper25)", group=DRAFTING
@@ -115,17 +95,12 @@ class LoadOptions:
         0, "EAGLE-1/2: draft only the K most frequent tokens", metavar="K", least=0, group=DRAFTING
     )
     draft_vocab_text: str | None = option(
-        None,
-        "rank tokens by how often this text has them, not by the tokenizer alone",
-        metavar="FILE",
-        group=DRAFTING,
+        None, "rank tokens by how often this text has them, not by the tokenizer alone", metavar="FILE", group=DRAFTING
     )
     draft_noise: bool = option(
         True, "off: draft without the target's noise (default: on)", ("on", "off"), group=DRAFTING
     )
-    verify: str = option(
-        "match", "which drafted tokens are accepted (default: match)", VERIFY, group=DRAFTING
-    )
+    verify: str = option("match", "which drafted tokens are accepted (default: match)", VERIFY, group=DRAFTING)
     eagle_always: bool = option(
         False,
         "go on drafting where plain decoding would be faster (default: the request falls back and probes)",
@@ -221,7 +196,7 @@ def _check_value(name: str, value: Any, default: Any, metadata: Any) -> None:
         raise UsageError(f"{_flag(name)} is {value!r:.40}; allowed: {', '.join(metadata['choices'])}.")
 
 
-def add_options(parser: argparse.ArgumentParser, names: Iterable[str] | None = None, **defaults: Any) -> None:
+def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
     """Add the arguments of these options (default: all) to a command line. `options_from` reads them."""
     groups: dict[str, Any] = {}
     for f in (f for f in fields(LoadOptions) if not names or f.name in names):
@@ -271,25 +246,17 @@ def read_option(name: str, text: str) -> Any:
     return tuple(text.split(",")) if isinstance(f.default, tuple) else text
 
 
-def add_sampling(
-    parser: argparse.ArgumentParser, names: Iterable[str] | None = None, **defaults: Any
-) -> None:
+def add_sampling(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
     """Add the arguments of SamplingParams (default: all) to a command line. `sampling_from` reads them."""
     group = parser.add_argument_group("sampling")
     for f in (f for f in fields(SamplingParams) if not names or f.name in names):
         if f.name == "stop":
-            group.add_argument(
-                "--stop", action="append", default=[], metavar="TEXT", help="stop string (repeatable)"
-            )
+            group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string (repeatable)")
         elif f.name == "stop_ids":
-            group.add_argument(
-                "--stop-ids", default="", metavar="2,13", help="stop ids instead of the model's own"
-            )
+            group.add_argument("--stop-ids", default="", metavar="2,13", help="stop ids instead of the model's own")
         else:
             default = defaults.get(f.name, f.default)
-            group.add_argument(
-                _flag(f.name), type=type(f.default), default=default, help=f"default: {default}"
-            )
+            group.add_argument(_flag(f.name), type=type(f.default), default=default, help=f"default: {default}")
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:

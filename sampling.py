@@ -218,12 +218,7 @@ def stream(seed: Tensor, which: int) -> Tensor:
 
 
 def apply_penalties(
-    logits: Tensor,
-    seen: Tensor,
-    counts: Tensor,
-    path_tokens: Tensor,
-    path_valid: Tensor,
-    state: SamplingState,
+    logits: Tensor, seen: Tensor, counts: Tensor, path_tokens: Tensor, path_valid: Tensor, state: SamplingState
 ) -> Tensor:
     """Logits [B,N,V] after repetition, presence and frequency penalties. Every node has its own history.
 
@@ -394,11 +389,7 @@ def choose(logits: Tensor, noise: Tensor | None, state: SamplingState, mode: Sam
 
 
 def draft_keys(
-    draft_logits: Tensor,
-    noise: Tensor | None,
-    state: SamplingState,
-    mode: SamplingMode,
-    noisy_scores: bool = True,
+    draft_logits: Tensor, noise: Tensor | None, state: SamplingState, mode: SamplingMode, noisy_scores: bool = True
 ) -> tuple[Tensor, Tensor]:
     """(keys, scores), each [B,W,K]. The children of a node are its largest keys, and dynamic trees add up the scores.
 

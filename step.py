@@ -24,9 +24,7 @@ from verify import Accepted, accept, multi_round
 
 PHASES = ("draft", "verify", "accept")  # accept is choosing, walking and committing
 MAX_STOP_IDS = 32
-HISTORY = (
-    128  # features kept for a drafter that catches up: more than Pacer.PLAIN and the longest run of a step
-)
+HISTORY = 128  # features kept for a drafter that catches up: more than Pacer.PLAIN and the longest run of a step
 RING = 8  # steps whose output the device keeps, which is more than may run ahead of the host
 
 
@@ -55,9 +53,7 @@ class DecodeState:
         self.kv = model.new_cache(B, self.slots, kv_dtype)
         with torch.device(model.device):
             self.tokens = torch.zeros(B, self.slots, dtype=torch.int64)
-            self.n = torch.ones(
-                B, dtype=torch.int64
-            )  # tokens in the cache, which is the root's position; n >= count
+            self.n = torch.ones(B, dtype=torch.int64)  # tokens in the cache, which is the root's position; n >= count
             self.root = torch.zeros(B, dtype=torch.int64)
             self.count = torch.ones(B, dtype=torch.int64)  # valid rows of features
             self.features = torch.zeros(B, D + 1, F, dtype=model.dtype)
@@ -171,9 +167,7 @@ def accept_and_commit(
             noise = noise.gather(1, draft.depth[..., None].expand(-1, -1, logits.shape[-1]))
         choice = sampling.choose(logits, noise, state.sampling, mode)
         drafter.observe(choice)
-        accepted = accept(
-            draft.tokens, draft.parent, draft.depth, draft.ancestors, draft.valid, choice, drafter.D
-        )
+        accepted = accept(draft.tokens, draft.parent, draft.depth, draft.ancestors, draft.valid, choice, drafter.D)
     return _commit(draft, accepted, features, usable, state, mode)
 
 

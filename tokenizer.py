@@ -161,9 +161,7 @@ class Tokenizer:
     chat_template_source ("tokenizer_config.json", "chat_template.jinja", "built-in NAME", "named NAME" or None).
     """
 
-    def __init__(
-        self, files: _Files, config: dict, stop: list, rows: int | None, templates: dict, source: str | None
-    ):
+    def __init__(self, files: _Files, config: dict, stop: list, rows: int | None, templates: dict, source: str | None):
         """rows: of the model's embedding, None if unknown. templates, source: what `chat_templates` and so on become."""
         self._files = files
         self.vocab_size = max(files.pieces, default=-1) + 1
@@ -450,9 +448,7 @@ def _named_tokens(path: Path) -> dict:
     for key, token in value.items():
         text = token.get("content") if isinstance(token, dict) else token
         if NAMED_TOKEN.fullmatch(key) and token is not None and not isinstance(text, str):
-            raise ValueError(
-                f"{path.name}: {key} = {token!r:.80}, expected a text, an object with content, or null"
-            )
+            raise ValueError(f"{path.name}: {key} = {token!r:.80}, expected a text, an object with content, or null")
     return value
 
 

@@ -1,7 +1,7 @@
 """What a draft tree is: topology, names, files, and the tables of a batch. All of it runs on the host.
 
-A tree has N nodes. Node 0 is the root (the last committed token), every other node has a parent with a lower number, and
-D is the greatest depth below the root. A step therefore emits 1 to D + 1 tokens. Plain decoding is the tree with one node.
+A tree has N nodes. Node 0 is the root (the last committed token), and every other node has a parent with a lower number.
+D is the greatest depth below the root, so a step emits 1 to D + 1 tokens. Plain decoding is the tree with one node.
 
 Shape letters: B batch, N nodes, K children per node, W rows of a draft level, R draft rows so far. Ids are int64.
 Code that a compiled step traces does not belong here (see tree_building.py).
@@ -73,9 +73,9 @@ class StaticTree:
 class DynamicTree:
     """An EAGLE-2 tree, which is chosen anew in every step. The numbers are those of SafeAILab/EAGLE.
 
-    N counts the root, `depth` is the number of expansion forwards, and `topk` is both the number of candidates per row and
-    the width of the frontier. `pool` candidates are drafted and N - 1 of them are kept. Raises ValueError for numbers out
-    of range.
+    N counts the root, `depth` is the number of expansion forwards, and `topk` is both the number of candidates per row
+    and the width of the frontier. `pool` candidates are drafted and N - 1 of them are kept. Raises ValueError for numbers
+    out of range.
     """
 
     N: int

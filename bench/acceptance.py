@@ -29,9 +29,7 @@ RULES = {SHARED_NOISE: {}, TOP_K: {"draft_noise": False}, MULTI_ROUND: {"verify"
 CARD = "inputs regenerated steps training_tokens chain_tau n_alpha held_out_accuracy device".split()
 
 
-def summarise(
-    results: Sequence[GenerationResult], plain: Sequence[GenerationResult], depth: int = 5
-) -> dict[str, Any]:
+def summarise(results: Sequence[GenerationResult], plain: Sequence[GenerationResult], depth: int = 5) -> dict[str, Any]:
     """tau, accepted_by_depth and counts over all steps, and how many texts are the same as plain decoding's.
 
     n_alpha leaves out the last step of every text and goes to depth 5, but not beyond the tree's `depth`.

@@ -201,9 +201,7 @@ def parse_arm(text: str) -> tuple[str, dict[str, str]]:
     name, separator, rest = text.partition("=")
     pairs = [item.partition("=") for item in rest.split(";") if item.strip()]
     if not name.strip() or not separator or any(not value for _, _, value in pairs):
-        raise UsageError(
-            f"--arm {text!r:.80}: expected NAME=KEY=VALUE;KEY=VALUE, like e3=eagle=eagle3;tree=chain:5."
-        )
+        raise UsageError(f"--arm {text!r:.80}: expected NAME=KEY=VALUE;KEY=VALUE, like e3=eagle=eagle3;tree=chain:5.")
     return name.strip(), {key.strip(): value.strip() for key, _, value in pairs}
 
 

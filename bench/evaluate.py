@@ -97,9 +97,7 @@ def evaluate(
             ids, targets = text.ids[start:end], torch.tensor(text.ids[scored:end])
             logits = logits_of(model, ids)[rows]
             if not bool(torch.isfinite(logits).all()):
-                raise ArithmeticError(
-                    f"logits are not finite in tokens {start} to {end}; are the weights damaged?"
-                )
+                raise ArithmeticError(f"logits are not finite in tokens {start} to {end}; are the weights damaged?")
             total += float(F.cross_entropy(logits.double(), targets, reduction="sum"))
             positions += len(targets)
             if against is not None:

@@ -175,9 +175,7 @@ def finished(paths: Sequence[Path], common: dict[str, Any]) -> set[tuple[int, in
     return {(line["n"], line["k"], line["kernel"], line["m"]) for line in lines if "us" in line}
 
 
-def candidates(
-    n: int, k: int, bits: int, multiprocessors: int, half: bool = False
-) -> list[kernels.LinearConfig]:
+def candidates(n: int, k: int, bits: int, multiprocessors: int, half: bool = False) -> list[kernels.LinearConfig]:
     """The default tiling first, then its neighbours: split-K, rows per tile, warps and stages.
 
     half: try all of them for int4 with sums in fp16, too, promoted to fp32 once per group. int8 has no groups.

@@ -26,9 +26,7 @@ from support.machine import peak_memory, resident_memory, synchronize
 Line = dict[str, Any]  # a run line of the JSON
 
 
-def counted(
-    ids: list[int], steps: list[int] | None, stop_ids: Iterable[int]
-) -> tuple[list[int], list[int] | None]:
+def counted(ids: list[int], steps: list[int] | None, stop_ids: Iterable[int]) -> tuple[list[int], list[int] | None]:
     """ids up to and including the first stop id, and the steps cut to match (the first id comes from the prompt)."""
     stops = set(stop_ids)
     end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
@@ -209,9 +207,7 @@ class Bench:
         answers.append(runs[0][0].text)
         return lines
 
-    def _line(
-        self, i: int, sample: Sample, params: SamplingParams, prompt: list[int], plain: list[int]
-    ) -> Line:
+    def _line(self, i: int, sample: Sample, params: SamplingParams, prompt: list[int], plain: list[int]) -> Line:
         """What a run line says of arm i's run; `plain` are the ids of plain decoding."""
         arm = self.arms[i]
         ids, steps = counted(sample.token_ids, sample.tokens_per_step, params.stop_ids)
@@ -268,9 +264,7 @@ def run_with_peak(arm: Arm, prompt: list[int], params: SamplingParams) -> tuple[
 # ---- the cost of a step -----------------------------------------------------------------------------------
 
 
-def timed_in_turn(
-    calls: Mapping[Any, Callable[[], Any]], rounds: int, device: torch.device
-) -> dict[Any, list[float]]:
+def timed_in_turn(calls: Mapping[Any, Callable[[], Any]], rounds: int, device: torch.device) -> dict[Any, list[float]]:
     """Seconds of every call, `rounds` times in turn, after two rounds that warm up."""
     times: dict[Any, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 2):

@@ -116,9 +116,7 @@ def _with_card(method: str, option: str, path: Path, *trees: str) -> Candidate:
     return Candidate(method, name, {option: str(path)}, trees, {k: card[k] for k in CARD if k in card})
 
 
-def plan(
-    found: list[Candidate], suites: Sequence[str], dtype: str, dynamic: str, batches: Sequence[int]
-) -> list[Cell]:
+def plan(found: list[Candidate], suites: Sequence[str], dtype: str, dynamic: str, batches: Sequence[int]) -> list[Cell]:
     """The specs of all cells that this checkpoint can have.
 
     suites: names, with the one in MT-bench's part first. dtype: of the checkpoint. dynamic: the dynamic tree. batches:
@@ -313,9 +311,7 @@ class Measurement:
         return {"type": "cell"} | line
 
 
-def questions_by_suite(
-    args: argparse.Namespace, base: Engine
-) -> tuple[dict[str, list[Question]], Prompts, int]:
+def questions_by_suite(args: argparse.Namespace, base: Engine) -> tuple[dict[str, list[Question]], Prompts, int]:
     """(questions that fit by suite, how they become prompts, the context they need). MT-bench or the first file leads."""
     limit = min(base.model.rotary.length, base.model.config.max_positions)
     prompts = prompts_of(args, base.tokenizer)

@@ -27,28 +27,20 @@ from weights.hf import build_model
 from weights.quantized import QuantLinear, QuantSpec, apply_spec_, pack_, set_tensor
 
 
-def _llama(
-    hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int = 32000, **more
-) -> ModelConfig:
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int = 32000, **more) -> ModelConfig:
     family = "mixtral" if "num_local_experts" in more else "llama"
     base = dict(max_position_embeddings=4096, dtype="bfloat16", rms_norm_eps=1e-5)
-    return ModelConfig(
-        family, hidden, inner, layers, heads, kv, 64 if hidden < 2048 else 128, vocab, **(base | more)
-    )
+    return ModelConfig(family, hidden, inner, layers, heads, kv, 64 if hidden < 2048 else 128, vocab, **(base | more))
 
 
 SHAPES: dict[str, ModelConfig] = {
     "tiny": _llama(64, 96, 2, 4, 2, 256, max_position_embeddings=512),
-    "tiny-moe": _llama(
-        64, 96, 2, 4, 2, 256, max_position_embeddings=512, num_local_experts=4, num_experts_per_tok=2
-    ),
+    "tiny-moe": _llama(64, 96, 2, 4, 2, 256, max_position_embeddings=512, num_local_experts=4, num_experts_per_tok=2),
     "llama-100m": _llama(768, 2048, 12, 12, 12, tie_word_embeddings=True),
     "llama-2-7b": _llama(4096, 11008, 32, 32, 32),
     "llama-2-13b": _llama(5120, 13824, 40, 40, 40),
     "llama-2-70b": _llama(8192, 28672, 80, 64, 8),
-    "llama-3-8b": _llama(
-        4096, 14336, 32, 32, 8, 128256, max_position_embeddings=8192, rope=RopeConfig(theta=5e5)
-    ),
+    "llama-3-8b": _llama(4096, 14336, 32, 32, 8, 128256, max_position_embeddings=8192, rope=RopeConfig(theta=5e5)),
     "mixtral-8x7b": _llama(
         4096, 14336, 32, 32, 8, num_local_experts=8, num_experts_per_tok=2, rope=RopeConfig(theta=1e6)
     ),
@@ -86,9 +78,7 @@ def head_config(target: ModelConfig, version: int) -> EagleConfig:
         target, model_type="llama", num_hidden_layers=1, vocab_size=vocab, windows=(), num_local_experts=0,
         num_experts_per_tok=0, qk_norm=False,
     )  # fmt: skip
-    return EagleConfig(
-        version, layer, target.hidden_size, taps, fc_bias=version == 1, has_lm_head=version == 3
-    )
+    return EagleConfig(version, layer, target.hidden_size, taps, fc_bias=version == 1, has_lm_head=version == 3)
 
 
 def empty_head(model: Transformer, version: int, quant: str | None) -> EagleHead:
@@ -123,9 +113,7 @@ def fill_random_(module: nn.Module, device: torch.device, dtype: torch.dtype) ->
                 set_tensor(owner, name, _random(owner, name, slot, device, dtype))
 
 
-def random_model(
-    config: ModelConfig, quant: str | None, device: torch.device, dtype: torch.dtype
-) -> Transformer:
+def random_model(config: ModelConfig, quant: str | None, device: torch.device, dtype: torch.dtype) -> Transformer:
     """A target of `config`'s shapes, packed for the kernel backend that is active."""
     torch.manual_seed(0)
     model = empty_model(config, quant)
@@ -155,12 +143,11 @@ def kernel_backend(device: torch.device, mode: str = "auto") -> kernels.KernelBa
     return kernels.KernelBackend(mode, device.type, tuned)
 
 
-def random_engine(
-    name: str, device: str | None, dtype: str | None, quant: str | None, **options: Any
-) -> Engine:
+def random_engine(name: str, device: str | None, dtype: str | None, quant: str | None, **options: Any) -> Engine:
     """An engine that decodes plainly with a random model of the shape `name`. options: further LoadOptions."""
     config = SHAPES[name]
-    opts = LoadOptions(checkpoint=name, device=device, dtype=dtype, ctx=64, **options).with_defaults(config)
+    options["ctx"] = options.get("ctx") or 64
+    opts = LoadOptions(checkpoint=name, device=device, dtype=dtype, **options).with_defaults(config)
     target = torch.device(opts.device)
     backend = kernel_backend(target, opts.kernels)
     with backend.active():

@@ -156,9 +156,7 @@ class Builder:
         how = engine_options(mode)
         drafting = {"eagle": "random", "tree": cell.tree} if head else {}
         dtype = str(model.dtype).removeprefix("torch.")
-        opts = LoadOptions(
-            checkpoint=cell.shape, ctx=cell.ctx, dtype=dtype, device=self.device.type, **drafting, **how
-        )
+        opts = LoadOptions(checkpoint=cell.shape, ctx=cell.ctx, dtype=dtype, device=self.device.type, **drafting, **how)
         drafter = build_drafter(model, head, opts) if head else None
         return build_engine(model, None, drafter, opts, self.backend, head=head)
 

@@ -86,9 +86,7 @@ def usable(device: torch.device) -> bool:
         return False
 
 
-def ways(
-    chosen: list[str] | None, device: torch.device, lines: list[Line], env: dict[str, Any]
-) -> list[list[str]]:
+def ways(chosen: list[str] | None, device: torch.device, lines: list[Line], env: dict[str, Any]) -> list[list[str]]:
     """The passes over the cells. Each pass is a list of ways to run, tried in order until one gives a figure.
 
     If the last cold start compiled quickly, the only pass runs the engine as users run it, and a plain capture where
@@ -253,19 +251,14 @@ class Run:
             print(f"launches, {cell.key}: {found}", flush=True)
 
 
-def run_start(
-    label: str, path: Path, since: float, device: torch.device, env: dict[str, Any], tiny: bool
-) -> int:
+def run_start(label: str, path: Path, since: float, device: torch.device, env: dict[str, Any], tiny: bool) -> int:
     """Time one start, from the Unix time `since` to the first decoded tokens, and append its line to `path`.
 
     Returns 1 if it failed, else 0.
     """
     cell = next(cell for cell in (tiny_cells() if tiny else quick_cells()) if cell.head)
     line: Line = {"type": "start", "cache": label, "key": cell.key, "environment": env}
-    line |= {
-        "command": " ".join(sys.argv),
-        "weights": "random, made on the device; reading files is not in it",
-    }
+    line |= {"command": " ".join(sys.argv), "weights": "random, made on the device; reading files is not in it"}
     begun = time.time()
     stages = {"imports_s": round(begun - since, 3)}
 

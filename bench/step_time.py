@@ -194,9 +194,7 @@ def planned(engine: Engine) -> int:
     return replace(plan, head=round(weight_bytes(head, rows)) if head is not None else 0).total
 
 
-def finish(
-    row: dict[str, Any], cell: Cell, copy: float, plain_ms: float | None, assumed: float
-) -> dict[str, Any]:
+def finish(row: dict[str, Any], cell: Cell, copy: float, plain_ms: float | None, assumed: float) -> dict[str, Any]:
     """Add what follows from the measured figures: share of the copy bandwidth, break-even tau, synthetic tokens/s.
 
     copy: bytes per second; plain_ms: the plain step of the same target and context, if it is known; assumed: the tau

@@ -49,9 +49,7 @@ def read_suite(path: str | Path, limit: int = 0) -> list[Question]:
             if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
                 raise ValueError('"turns" must be a list of non-empty strings')
         except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f"--suite {path}, line {number}: not a question in MT-bench layout ({error})."
-            ) from None
+            raise UsageError(f"--suite {path}, line {number}: not a question in MT-bench layout ({error}).") from None
         questions.append(Question(name, str(item.get("question_id", number)), tuple(turns)))
         if len(questions) == limit:
             break
@@ -83,9 +81,7 @@ def random_suite(vocab_size: int, count: int, length: int) -> list[Question]:
     return [Question("random", str(i), (tuple(row),)) for i, row in enumerate(ids)]
 
 
-def find_questions(
-    files: Sequence[str], count: int, tokenizer, vocab_size: int, length: int
-) -> list[Question]:
+def find_questions(files: Sequence[str], count: int, tokenizer, vocab_size: int, length: int) -> list[Question]:
     """The first `count` questions (0: all) of every file. `stdlib`, the default, names the built-in suite.
 
     Without a tokenizer the questions are `length` random ids.

@@ -45,9 +45,7 @@ def new_event(device: torch.device, external: bool = False) -> Any:
     return torch.cuda.Event(enable_timing=True, external=external) if on_gpu(device) else HostEvent()
 
 
-def times(
-    call: Callable[[], Any], device: torch.device, repeats: int, before: Callable[[], Any]
-) -> list[float]:
+def times(call: Callable[[], Any], device: torch.device, repeats: int, before: Callable[[], Any]) -> list[float]:
     """Milliseconds of each of `repeats` calls. `before` runs ahead of every call and is not timed.
 
     On a GPU the host runs ahead and waits only once, at the end, unless `before` waits.

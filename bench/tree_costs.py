@@ -96,9 +96,7 @@ class TimedParts:
     They run on the state of a request that has finished, so they change nothing.
     """
 
-    def __init__(
-        self, base: Engine, head: EagleHead, prompt: list[int], params: SamplingParams, max_depth: int
-    ):
+    def __init__(self, base: Engine, head: EagleHead, prompt: list[int], params: SamplingParams, max_depth: int):
         self.base, self.head, self.mode = base, head, params.mode
         probe = tree_engine(base, head, tree_chain(max_depth))
         with probe.backend.active():

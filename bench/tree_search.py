@@ -115,9 +115,7 @@ class DynamicStatistics(Observer):
     def table(self) -> list[dict[str, Any]]:
         """One entry per dynamic tree that topk's pool can fill: {"dynamic": [N, depth, topk], "tau": ...}."""
         fits = [s for s in self.shapes if s[0] - 1 <= self.topk + s[1] * self.topk**2]
-        return [
-            {"dynamic": [N, d, self.topk], "tau": self.tokens[N, d] / max(self.steps, 1)} for N, d in fits
-        ]
+        return [{"dynamic": [N, d, self.topk], "tau": self.tokens[N, d] / max(self.steps, 1)} for N, d in fits]
 
 
 @dataclass

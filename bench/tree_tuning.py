@@ -30,9 +30,7 @@ from support.errors import BadFileError, UsageError
 from tree import PAPER25, DynamicTree, parse_tree
 
 # options of `load` that a tree is tuned for
-TUNED_FOR = (
-    "checkpoint eagle eagle_config draft_vocab draft_vocab_text device dtype compile kernels ctx".split()
-)
+TUNED_FOR = "checkpoint eagle eagle_config draft_vocab draft_vocab_text device dtype compile kernels ctx".split()
 Say = Callable[[str], None]
 Prompts = Sequence[list[int]]
 Requests = Sequence[SamplingParams]
@@ -119,9 +117,7 @@ def _measure(
     return costs, parts
 
 
-def _heat(
-    engines: Engines, prompts: Prompts, requests: Requests, progress: Say
-) -> tuple[str, dict[str, Any] | None]:
+def _heat(engines: Engines, prompts: Prompts, requests: Requests, progress: Say) -> tuple[str, dict[str, Any] | None]:
     """(the fastest of the engines, the comparison that shows it). Nothing runs if there is only one."""
     if len(engines) == 1:
         return next(iter(engines)), None
@@ -130,9 +126,7 @@ def _heat(
     return max(engines, key=lambda name: heat["rows"][name]["tokens_per_second"]), heat
 
 
-def _final(
-    engines: Engines, prompts: Prompts, requests: Requests, reps: int, progress: Say
-) -> dict[str, Any]:
+def _final(engines: Engines, prompts: Prompts, requests: Requests, reps: int, progress: Say) -> dict[str, Any]:
     """What to write and why. engines: the tuned tree's, then those of the known trees, then plain decoding's."""
     tuned, *known, plain = engines
     runs = race(engines, prompts, requests, reps, lambda text: progress(f"final: {text}"))
@@ -147,9 +141,7 @@ def _final(
     return {"winner": winner, "verdict": verdict, "final": final, "final_by_temperature": by_temperature}
 
 
-def race(
-    engines: Engines, prompts: Prompts, requests: Requests, reps: int, progress: Say
-) -> list[dict[str, Any]]:
+def race(engines: Engines, prompts: Prompts, requests: Requests, reps: int, progress: Say) -> list[dict[str, Any]]:
     """Every engine on every (prompt, request), `reps` times, interleaved: the order rotates from run to run.
 
     Returns one dictionary per run. A repetition that is not counted goes first, on the longest prompt.
@@ -188,9 +180,7 @@ def compare(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, A
         elif len(ids) > 1:
             kept.append(arms)
     if differ * 2 > len(cells):
-        raise ValueError(
-            f"the trees gave different tokens on {differ} of {len(cells)} prompts: this is a bug."
-        )
+        raise ValueError(f"the trees gave different tokens on {differ} of {len(cells)} prompts: this is a bug.")
     if not kept:
         raise ValueError("no prompt was continued by more than one token; choose other prompts.")
     rows: dict[str, dict[str, Any]] = {}

@@ -59,9 +59,7 @@ class DraftInput(NamedTuple):
 class Drafter:
     """What the step, the engine and the reports need of a drafter. A new drafter is a subclass with `draft`."""
 
-    multi_round: str = (
-        ""  # "without" or "with" replacement for multi-round verification, "" for choice-and-walk
-    )
+    multi_round: str = ""  # "without" or "with" replacement for multi-round verification, "" for choice-and-walk
     always_on: str = ""  # why plain steps may not replace its steps for a while; "" if they may
     scoring: str = "none"  # what Draft.scores are: "none", "probability", or "noisy" (with the shared noise)
     grafted: bool = False  # whether n-gram nodes were added to another drafter's tree

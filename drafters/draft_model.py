@@ -35,9 +35,7 @@ class DraftModelDrafter(TreeDrafter):
         super().__init__(tree, target.config.hidden_size, (), shared_noise, multi_round)
         check_vocabulary(target.config, model.config)
         if any(0 < window <= tree.D for window in model.config.windows):
-            raise ValueError(
-                f"the draft model attends {max(model.config.windows)} tokens, less than the tree is deep."
-            )
+            raise ValueError(f"the draft model attends {max(model.config.windows)} tokens, less than the tree is deep.")
         self.model = model
         self.slots = slots + 1 + self.scratch
         self.cache = model.new_cache(batch_size, self.slots)
@@ -77,9 +75,7 @@ class DraftModelDrafter(TreeDrafter):
 
 
 def check_vocabulary(
-    target: ModelConfig,
-    draft: ModelConfig,
-    tokenizers: tuple[Tokenizer | None, Tokenizer | None] = (None, None),
+    target: ModelConfig, draft: ModelConfig, tokenizers: tuple[Tokenizer | None, Tokenizer | None] = (None, None)
 ) -> None:
     """Raise ValueError unless both models number the same pieces.
 

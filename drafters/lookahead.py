@@ -43,9 +43,7 @@ class LookaheadDrafter(Drafter):
         self.root = PlainDrafter(model)
         with torch.device(model.device):
             self.window = torch.zeros(batch_size, levels, window, dtype=torch.int64)
-            self.pool = torch.full(
-                (batch_size, model.config.vocab_size, guesses, levels), -1, dtype=torch.int32
-            )
+            self.pool = torch.full((batch_size, model.config.vocab_size, guesses, levels), -1, dtype=torch.int32)
             level = torch.arange(levels).repeat_interleave(window)
             column = torch.arange(window).repeat(levels)
             self.depth = 1 + level + column

@@ -90,9 +90,7 @@ class MedusaDrafter(Drafter):
         logits = self.heads(inputs.features.gather(1, last)[:, 0], t.D)  # [B, D, V]
         if inputs.mode.penalties:  # of the text so far, because a node's parent is not known here
             none = torch.zeros_like(t.depth[:, :1, None]).expand(-1, t.D, -1)
-            logits = sampling.apply_penalties(
-                logits, inputs.seen, inputs.counts, none, none > 0, inputs.sampling
-            )
+            logits = sampling.apply_penalties(logits, inputs.seen, inputs.counts, none, none > 0, inputs.sampling)
         noise = inputs.noise[:, : t.D] if inputs.noise is not None and self.shared_noise else None
         keys, scores = sampling.draft_keys(logits, noise, inputs.sampling, inputs.mode)
         best = keys.topk(K, -1).indices

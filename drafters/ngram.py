@@ -80,9 +80,7 @@ class WithNGrams(Drafter):
 
     def __init__(self, drafter: Drafter, K: int):
         if drafter.multi_round:
-            raise ValueError(
-                "--ngram-nodes needs --verify match: n-grams are not drawn from the draft's distribution."
-            )
+            raise ValueError("--ngram-nodes needs --verify match: n-grams are not drawn from the draft's distribution.")
         if not 1 <= K <= MAX_NODES - drafter.N:
             raise ValueError(f"--ngram-nodes is {K}; allowed: 1 to {MAX_NODES - drafter.N} here.")
         super().__init__(*self.shape(drafter.N, drafter.D, K), drafter.feature_size, drafter.taps)
@@ -120,8 +118,6 @@ class NGramDrafter(WithNGrams):
 
     def __init__(self, model: Transformer, N: int, D: int):
         if not (2 <= N <= MAX_NODES and 1 <= D <= MAX_DEPTH):
-            raise ValueError(
-                f"n-gram tree: N is {N} and D is {D}; allowed: 2 to {MAX_NODES}, 1 to {MAX_DEPTH}."
-            )
+            raise ValueError(f"n-gram tree: N is {N} and D is {D}; allowed: 2 to {MAX_NODES}, 1 to {MAX_DEPTH}.")
         super().__init__(PlainDrafter(model), N - 1)
         self.D = D

@@ -98,9 +98,7 @@ class TreeDrafter(Drafter):
         """Target ids of draft-vocabulary ids."""
         return local if self.draft_ids is None else self.draft_ids[local]
 
-    def _children(
-        self, inputs: DraftInput, output: Tensor, depth: int, paths: Tensor, width: int, first_row: int = 0
-    ):
+    def _children(self, inputs: DraftInput, output: Tensor, depth: int, paths: Tensor, width: int, first_row: int = 0):
         """The `width` best children of each row: (draft-vocabulary ids, scores, q), each [B, W, ...]."""
         by_logits = inputs.noise is None or not self.shared_noise
         if by_logits and not (inputs.mode.penalties or self.multi_round):
@@ -178,9 +176,7 @@ class TreeDrafter(Drafter):
         pick = (tables.source_row * width + tables.rank)[:, 1:]
         scored = torch.cat(values, 1).flatten(1).gather(1, pick) + totals.gather(1, tables.source_row[:, 1:])
         q = torch.cat(distributions, 1) if self.multi_round else None
-        return Draft(
-            tokens, tables.parent, tables.depth, tables.ancestors, tables.valid, F.pad(scored, (1, 0)), q
-        )
+        return Draft(tokens, tables.parent, tables.depth, tables.ancestors, tables.valid, F.pad(scored, (1, 0)), q)
 
     def _dynamic(self, inputs: DraftInput, output: Tensor) -> Draft:
         K = self.tree.topk
@@ -191,9 +187,7 @@ class TreeDrafter(Drafter):
         parent_paths = paths.expand(-1, K, -1)
         for level in range(self.tree.depth):
             chosen = pool.frontier_tokens
-            output = self._level(
-                inputs, level + 1, level * K, self._target_ids(chosen), feature, pool.visible
-            )
+            output = self._level(inputs, level + 1, level * K, self._target_ids(chosen), feature, pool.visible)
             if inputs.mode.penalties:
                 paths = torch.cat((parent_paths, chosen[..., None]), -1)
             local, scores, _ = self._children(inputs, output, level + 1, paths, K)

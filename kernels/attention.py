@@ -163,9 +163,7 @@ def attend_chunks_kernel(
             k = load_rows(kv, kv_scales, at, d, j < end, DT, HD, INT8)
             v = load_rows(kv, kv_scales, at + v_offset, d, j < end, DT, HD, INT8)
             spoilt = tl.zeros((BK,), tl.int32)
-            if (
-                WINDOW > 0 or REGION
-            ):  # Queries of a tile see different keys, and 0 x NaN must not reach the others.
+            if WINDOW > 0 or REGION:  # Queries of a tile see different keys, and 0 x NaN must not reach the others.
                 usable = tl.abs(v.to(tl.float32)) < float("inf")
                 spoilt = tl.max(tl.where(usable, 0, 1), 1)
                 v = tl.where(usable, v, 0.0).to(v.dtype)

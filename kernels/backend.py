@@ -56,9 +56,7 @@ class KernelBackend:
         elif self.mode == "auto" and self.device_type != "cuda":
             choice = ("reference", f"auto: '{self.device_type}' has no Triton target")
         elif triton is None:
-            raise ValueError(
-                "kernels: triton is not installed. Use pip install triton or --kernels reference."
-            )
+            raise ValueError("kernels: triton is not installed. Use pip install triton or --kernels reference.")
         elif self.device_type != "cuda" and not INTERPRETED:
             raise ValueError(
                 f"kernels: Triton runs on '{self.device_type}' only under its interpreter. "
@@ -120,9 +118,7 @@ def use_triton(operation: str, x: Tensor, problem: str = "") -> bool:
     elif not x.is_cuda and not INTERPRETED:
         problem = f"tensors are on '{x.device.type}'"
     if problem and backend.mode == "triton":
-        raise ValueError(
-            f"kernels: {operation} has no Triton kernel where {problem}. Use --kernels auto or reference."
-        )
+        raise ValueError(f"kernels: {operation} has no Triton kernel where {problem}. Use --kernels auto or reference.")
     if problem:
         backend.declined[operation] = problem
     return not problem

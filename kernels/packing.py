@@ -252,9 +252,7 @@ def pack_int4(
     if group_size not in (32, 64, 128) or k % group_size:
         raise ValueError(f"int4: group size {group_size} does not fit K = {k}. Use a divisor: 32, 64 or 128.")
     if scales.shape != (*qweight.shape[:-2], k // group_size, n):
-        raise ValueError(
-            f"int4: scales {tuple(scales.shape)} do not match a [{n}, {k}] weight, want [K/G, N]"
-        )
+        raise ValueError(f"int4: scales {tuple(scales.shape)} do not match a [{n}, {k}] weight, want [K/G, N]")
     plain = PackedWeight("plain", 4, group_size, n, k, qweight, scales, zeros, perm)
     return _pack(plain, dtype, layout, config)
 

@@ -41,15 +41,11 @@ def is_rounding_tie(margin: float, ulps: float) -> bool:
 
 def first_fork(ours: list[int], theirs: list[int]) -> int | None:
     """The index of the first difference, None if equal. A proper prefix forks at its end."""
-    agree = next(
-        (i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), min(len(ours), len(theirs))
-    )
+    agree = next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), min(len(ours), len(theirs)))
     return None if agree == max(len(ours), len(theirs)) else agree
 
 
-def prove(
-    engine: Engine, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult]
-) -> Proof:
+def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult]) -> Proof:
     """Replay `results` without the drafter.
 
     On a GPU the replay keeps the width of the forward (one live node, the rest padding) and its kernels, so equality is
@@ -79,13 +75,7 @@ def prove(
 
 
 def _judge(
-    plain: Engine,
-    row: int,
-    index: int,
-    prompt: list[int],
-    params: SamplingParams,
-    ours: list[int],
-    theirs: list[int],
+    plain: Engine, row: int, index: int, prompt: list[int], params: SamplingParams, ours: list[int], theirs: list[int]
 ) -> Fork:
     if index == min(len(ours), len(theirs)):  # one of them has no token here
         return Fork(row, index, float("inf"), float("inf"))

@@ -14,6 +14,7 @@ from runtime.results import GenerationResult
 from step import Observer, StepOutput
 from support.files import write_text
 
+PAGE = Path(__file__).with_name("page.html")  # the page of steps, with %MARKS% for what a request fills in
 # Terminal colours by depth. Depth 0 is the target's own token, deeper ones are accepted draft tokens.
 COLOURS = (0, 32, 36, 34, 35, 33, 31)
 
@@ -50,8 +51,7 @@ class StepRecorder(Observer):
             return
         draft = output.draft
         tokens, parent, depth, valid, scores = (
-            tensor[0].tolist()
-            for tensor in (draft.tokens, draft.parent, draft.depth, draft.valid, draft.scores)
+            tensor[0].tolist() for tensor in (draft.tokens, draft.parent, draft.depth, draft.valid, draft.scores)
         )
         score = [math.exp(min(s, 0.0)) for s in scores]
         path = output.path[0, :count].tolist()
@@ -111,82 +111,10 @@ class StepRecorder(Observer):
             for ids, step in zip(result.tokens_per_step, self.steps, strict=False)
         ]
         first = self.text(result.token_ids[0]) if result.token_ids else ""
-        facts = (
-            f"{result.new_tokens} tokens, {result.steps} steps, tau {result.tau:.2f}, seed {result.seed}, "
-        )
+        facts = f"{result.new_tokens} tokens, {result.steps} steps, tau {result.tau:.2f}, seed {result.seed}, "
         facts += f"temperature {result.temperature:g}"
         data = json.dumps({"first": first, "steps": steps}).replace("<", "\\u003c")
-        page = PAGE.replace("%FACTS%", html.escape(facts))
+        page = PAGE.read_text(encoding="utf-8").replace("%FACTS%", html.escape(facts))
         page = page.replace("%SCORES%", html.escape(self.meaning(result.temperature)))
         page = page.replace("%DATA%", data)  # last: the text may hold the other marks
         write_text(file, page)
-
-
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>eaglet: what was drafted and accepted</title>
-<style>
-:root { --c0:#333; --c1:#1b7f3b; --c2:#0b7285; --c3:#1c5fc4; --c4:#8a2be2; --c5:#b26a00; --c6:#c02626; }
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.3rem; margin: 0 } .facts { color: #666; margin: .2rem 0 1rem }
-#text { white-space: pre-wrap; font: 14px/1.5 ui-monospace, monospace; background: #f6f6f4; padding: 1rem;
-  border-radius: 6px; max-height: 20rem; overflow: auto }
-#text span { cursor: pointer; border-radius: 3px } #text span.on { background: #ffe9a8 }
-nav { margin: 1rem 0 .5rem; display: flex; gap: .6rem; align-items: center }
-button { font: inherit; padding: .15rem .7rem } input { flex: 1 }
-svg { width: 100%; background: #fff; border: 1px solid #ddd; border-radius: 6px }
-svg text { font: 12px ui-monospace, monospace; white-space: pre }
-.legend b { font-weight: 600; margin-right: .8rem }
-</style>
-<h1>What was drafted, what was accepted</h1><p class="facts">%FACTS%</p>
-<p class="legend"></p><div id="text"></div>
-<nav><button id="prev">&larr;</button><input id="at" type="range" min="0" value="0"><button id="next">&rarr;</button>
-<span id="where"></span></nav><div id="tree"></div><p class="facts">%SCORES%</p>
-<script>
-const data = %DATA%, colour = d => `var(--c${Math.min(d, 6)})`, steps = data.steps;
-const shown = s => s.replace(/\\n/g, "\\u23ce").replace(/ /g, "\\u00b7") || "\\u2205";
-const text = document.getElementById("text"), at = document.getElementById("at");
-document.querySelector(".legend").innerHTML = [1, 2, 3, 4, 5, 6].map(d =>
-  `<b style="color:${colour(d)}">depth ${d}${d == 6 ? "+" : ""}</b>`).join("") + "dark: the target's own token";
-function piece(s, depth, step) {
-  const e = document.createElement("span"); e.textContent = s; e.style.color = colour(depth);
-  if (step !== null) { e.dataset.step = step; e.onclick = () => go(step); } text.append(e);
-}
-piece(data.first, 0, null);
-steps.forEach((s, i) => s.kept.forEach((t, j) =>
-  piece(t, s.bonus !== null && j == s.kept.length - 1 ? 0 : j + 1, i)));
-at.max = Math.max(0, steps.length - 1);
-function go(i) {
-  if (!steps.length) return;
-  i = Math.max(0, Math.min(steps.length - 1, i)); at.value = i;
-  const s = steps[i], column = 150, row = 24, kids = s.nodes.map(() => []);
-  s.nodes.forEach((n, k) => { if (k) kids[n[1]].push(k); });
-  const y = []; let next = 0;
-  const place = k => { kids[k].forEach(place);
-    y[k] = kids[k].length ? (y[kids[k][0]] + y[kids[k].at(-1)]) / 2 : next++; };
-  place(0);
-  const X = k => 20 + s.nodes[k][2] * column, Y = k => 24 + y[k] * row;
-  let out = "";
-  s.nodes.forEach((n, k) => { if (k) out += `<path fill="none" stroke="${n[4] ? colour(n[2]) : "#ccc"}" ` +
-    `stroke-width="${n[4] ? 2.5 : 1}" d="M${X(n[1]) + 102} ${Y(n[1])} C${X(n[1]) + 126} ${Y(n[1])} ` +
-    `${X(k) - 28} ${Y(k)} ${X(k) - 6} ${Y(k)}"/>`; });
-  const escape = t => t.replace(/[&<>]/g, c => ({"&": "&amp;", "<": "&lt;", ">": "&gt;"}[c]));
-  s.nodes.forEach((n, k) => { const label = shown(n[0]).slice(0, 9);
-    out += `<text x="${X(k)}" y="${Y(k) + 4}" fill="${n[4] ? colour(n[2]) : "#999"}" ` +
-      `font-weight="${n[4] ? 700 : 400}">${escape(label)}<title>${escape(n[0])}</title></text>`;
-    if (k) out += `<text x="${X(k) + 72}" y="${Y(k) + 4}" fill="#aaa" style="font-size:10px">` +
-      `${n[3] >= .005 ? n[3].toFixed(2) : "&lt;.01"}</text>`; });
-  const deepest = Math.max(...s.nodes.map(n => n[2]));
-  document.getElementById("tree").innerHTML =
-    `<svg viewBox="0 0 ${(deepest + 1) * column + 20} ${Math.max(1, next) * row + 24}">${out}</svg>`;
-  const bonus = s.bonus === null ? "cut short by a stop rule" : `then the target's own ${shown(s.bonus)}`;
-  document.getElementById("where").textContent = `step ${i + 1} of ${steps.length}: ` +
-    `${s.kept.length - (s.bonus === null ? 0 : 1)} accepted, ${bonus}`;
-  text.querySelectorAll("span").forEach(e => e.classList.toggle("on", e.dataset.step == i));
-}
-at.oninput = () => go(+at.value);
-document.getElementById("prev").onclick = () => go(+at.value - 1);
-document.getElementById("next").onclick = () => go(+at.value + 1);
-document.onkeydown = e => { if (e.key == "ArrowLeft") go(+at.value - 1); if (e.key == "ArrowRight") go(+at.value + 1); };
-go(0);
-</script></html>
-"""

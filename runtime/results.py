@@ -45,9 +45,7 @@ class GenerationResult:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     tokens_per_step: list[list[int]] = field(default_factory=list)
-    plain_steps: list[int] = field(
-        default_factory=list
-    )  # steps without a draft, because drafting did not pay
+    plain_steps: list[int] = field(default_factory=list)  # steps without a draft, because drafting did not pay
     chain: int = 0  # depth of the chain that was drafted, 0 for another tree or none
     cached_tokens: int = 0
 
@@ -93,15 +91,7 @@ class GenerationResult:
         return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        names = (
-            "new_tokens",
-            "steps",
-            "tau",
-            "accepted_by_depth",
-            "n_alpha",
-            "plain_tokens",
-            "tokens_per_second",
-        )
+        names = ("new_tokens", "steps", "tau", "accepted_by_depth", "n_alpha", "plain_tokens", "tokens_per_second")
         return asdict(self) | {name: getattr(self, name) for name in names}
 
 

@@ -16,11 +16,7 @@ WARM_UP = 3  # runs before a capture, so that kernels are compiled and workspace
 
 
 def capture_graph(
-    call: Callable[[], Any],
-    cuda: Any = torch.cuda,
-    stream: Any = None,
-    pool: Any = None,
-    warm_up: int = WARM_UP,
+    call: Callable[[], Any], cuda: Any = torch.cuda, stream: Any = None, pool: Any = None, warm_up: int = WARM_UP
 ) -> tuple[Any, Any]:
     """Capture `call` as a CUDA graph. Returns the graph and the output that every replay writes again.
 

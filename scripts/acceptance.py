@@ -25,9 +25,7 @@ from support.files import read_json, replace_block, write_json
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, "checkpoint", "dtype", "ctx", dtype="float32", ctx=512)
     parser.add_argument("--eagle", action="append", help="head (repeatable; default: CHECKPOINT/eagle*)")
     parser.add_argument("--text", help="held-out text (default: the demo's held-out modules)")

@@ -23,9 +23,7 @@ from support.machine import copy_bandwidth
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench_kernels", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench_kernels", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS))
     add("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))

@@ -24,11 +24,7 @@ def run(title: str, engine, prompt: list[int], params: SamplingParams, plain) ->
     started = time.perf_counter()
     result = engine.generate(prompt, params).run()[0]
     seconds = time.perf_counter() - started
-    same = (
-        ""
-        if plain is None
-        else f"   same tokens as plain: {'yes' if result.token_ids == plain.token_ids else 'NO'}"
-    )
+    same = "" if plain is None else f"   same tokens as plain: {'yes' if result.token_ids == plain.token_ids else 'NO'}"
     print(
         f"{title:<38} {result.new_tokens:4d} tokens  {result.steps:4d} target forwards  tau {result.tau:4.2f}  "
         f"{result.tokens_per_second:7.1f} tok/s  ({seconds:.2f} s with prompt){same}"

@@ -34,9 +34,7 @@ def select(files: Iterable[str], allow_pickle: bool) -> list[str]:
                 found = f"weights exist as pickle only ({min(weights)})"
                 raise ValueError(f"{found}. Trust the author? Use --allow-pickle.")
             return sorted(chosen | weights)
-    raise ValueError(
-        "no weight files at the top level: not a model, or a format that we do not read (GGUF?)."
-    )
+    raise ValueError("no weight files at the top level: not a model, or a format that we do not read (GGUF?).")
 
 
 def download(repo: str, revision: str, out: Path | None, allow_pickle: bool) -> tuple[Path, str]:

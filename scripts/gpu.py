@@ -103,9 +103,7 @@ def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Pa
     """What to run, in order, with limits in seconds that add up to under eight minutes (without --full)."""
     full = args.full
     steps, kernels, demo = (str(out / f"{name}-{kind}.jsonl") for kind in ("steps", "kernels", "demo"))
-    shared, fresh = (
-        {key: os.path.join(cache, which, key) for key in CACHES} for which in ("shared", "start")
-    )
+    shared, fresh = ({key: os.path.join(cache, which, key) for key in CACHES} for which in ("shared", "start"))
     shared = {} if full else shared  # `make gpu` starts with cold caches, a resumed run with the machine's
     step_time = _module("scripts.step_time", "--json", steps)
     step_time += ["--device", "cpu", "--tiny"] if args.tiny else []
@@ -117,9 +115,7 @@ def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Pa
     micro += [*_committed("kernels", kernels, full), "--kernels"]
     ours, peers = ["int4", "int8", "int4-dequant", "half", "cublas", "tinygemm"], ["torchao", "gemlite"]
     compare = _module("scripts.bench", "--json", demo, "--reps", "1", "--questions", "2")
-    compare += (
-        ["--max-new-tokens", "8"] if args.tiny else ["--compile", "--max-seconds", "300" if full else "15"]
-    )
+    compare += ["--max-new-tokens", "8"] if args.tiny else ["--compile", "--max-seconds", "300" if full else "15"]
     found = [
         Part("bandwidth", [*step_time, "--bandwidth"], 120 if full else 35),
         Part("tests", _tests(args.tiny), 1800 if full else 115, shared),
@@ -241,9 +237,7 @@ def run_parts(args: argparse.Namespace, out: Path, name: str, cache: str, summar
 def main(argv: list[str] | None = None) -> int:
     """0: every part ran to its end; 1: a part failed or was killed; 2: usage."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m scripts.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--out", type=Path, default=Path(os.environ.get("OUT") or RESULTS))

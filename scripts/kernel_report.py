@@ -114,9 +114,7 @@ def linear(
         pointers |= dict(bias=act, residual=act, ids="*i32", part="*fp32", count="*i32")
         constants |= dict(BIAS=False, RESIDUAL=not gated and not topk, SPLIT=4, TOPK=topk)
     name = f"{'experts' if expert else 'linear'} w{bits} {dtype} M<={tokens}" + f" g{group}" * (bits == 4)
-    name += (
-        " zeros" * zeros + " gate-up" * gated + " fp16-acc" * half + " ragged" * ragged + " narrow" * narrow
-    )
+    name += " zeros" * zeros + " gate-up" * gated + " fp16-acc" * half + " ragged" * ragged + " narrow" * narrow
     name += f" top-{topk}" if topk else ""
     kernel = expert_kernel if expert else linear_kernel
     weights = block * 128 / (options["num_warps"] * 32) * (1 + gated)
@@ -222,9 +220,7 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        sass = subprocess.run(
-            [tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
-        )
+        sass = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True)
         usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True)
     return sass.stdout, usage.stdout
 
@@ -249,9 +245,7 @@ def _opcodes(lines: list[str]) -> collections.Counter:
     """How often each opcode occurs. Matrix and memory instructions keep their suffixes (HMMA.16816.F32)."""
     count: collections.Counter = collections.Counter()
     for line in lines:
-        match = re.match(
-            r"\s*(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.[A-Z0-9_]+)*)", line
-        )
+        match = re.match(r"\s*(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.[A-Z0-9_]+)*)", line)
         if match and not line.strip().startswith("."):
             op = match.group(1)
             wide = op in MATRIX or op in ("LDG", "LDS", "LDSM", "STS", "LDGSTS", "LDL", "STL")

@@ -60,9 +60,7 @@ def _speed(row: dict[str, Any]) -> str:
 
 def summary_of(lines: list[Any]) -> dict[str, Any] | None:
     """The last summary line of a file of scripts.bench; None for another kind of file."""
-    return next(
-        (line for line in reversed(lines) if isinstance(line, dict) and line.get("type") == "summary"), None
-    )
+    return next((line for line in reversed(lines) if isinstance(line, dict) and line.get("type") == "summary"), None)
 
 
 def _bench(summary: dict[str, Any], name: str) -> str:
@@ -106,9 +104,7 @@ def same_tokens(rows: list[dict[str, Any]]) -> tuple[int, int]:
 def device_of(lines: list[Any]) -> str:
     """The device that a file names, or 'not stated'."""
     ends = (lines[0], lines[-1]) if lines else ()
-    return str(
-        next((found for key in ("device", "gpu") for end in ends if (found := find(end, key))), "not stated")
-    )
+    return str(next((found for key in ("device", "gpu") for end in ends if (found := find(end, key))), "not stated"))
 
 
 def describe(lines: list[Any]) -> tuple[str, str]:
@@ -140,10 +136,7 @@ def describe(lines: list[Any]) -> tuple[str, str]:
     if isinstance(first, dict) and "parts" in first:
         failed = [p["part"] for p in first["parts"] if p.get("exit")]
         return device, f"`make gpu`: {len(first['parts'])} parts, failed: {', '.join(failed) or 'none'}"
-    return (
-        device,
-        f"{len(lines)} line(s) of {'kernel timings' if 'kernel' in str(first) else 'other numbers'}",
-    )
+    return (device, f"{len(lines)} line(s) of {'kernel timings' if 'kernel' in str(first) else 'other numbers'}")
 
 
 def files(results: Path) -> list[Path]:
@@ -208,10 +201,7 @@ def headline(results: Path = RESULTS) -> str:
 def quantization(path: Path = RESULTS / "demo_quantize.json") -> str:
     """Markdown: the receipts of a file, and tau by format of target and head."""
     report = read(path)[0]
-    lines = [
-        "| weights | perplexity | mean KL, nats | same top token | size |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    lines = ["| weights | perplexity | mean KL, nats | same top token | size |", "|---|---:|---:|---:|---:|"]
     for r in report["receipts"]:
         change = r["perplexity_after"] / r["perplexity_before"] - 1
         lines.append(
@@ -219,11 +209,7 @@ def quantization(path: Path = RESULTS / "demo_quantize.json") -> str:
             f"{r['mean_kl']:.4f} | {r['top1_agreement']:.2%} | {r['bytes_after'] / r['bytes_before']:.0%} |"
         )
     cells = {(a["target"], a["head"], a["temperature"]): a["tau"] for a in report["acceptance"]}
-    lines += [
-        "",
-        "| target | EAGLE-3 head | tau, T = 0 | tau, T = 1 |",
-        "|---|---|---:|---:|",
-    ]
+    lines += ["", "| target | EAGLE-3 head | tau, T = 0 | tau, T = 1 |", "|---|---|---:|---:|"]
     for target, head in dict.fromkeys(key[:2] for key in cells):
         taus = " | ".join(f"{cells[target, head, T]:.2f}" for T in (0.0, 1.0))
         lines.append(f"| {target} | {head} | {taus} |")
@@ -231,15 +217,10 @@ def quantization(path: Path = RESULTS / "demo_quantize.json") -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", default=str(RESULTS), metavar="DIR")
     parser.add_argument(
-        "--readme",
-        metavar="FILE",
-        nargs="+",
-        help="write the blocks between the markers that these pages have",
+        "--readme", metavar="FILE", nargs="+", help="write the blocks between the markers that these pages have"
     )
     args = parser.parse_args(argv)
     results = Path(args.results)
@@ -254,9 +235,7 @@ def main(argv: list[str] | None = None) -> int:
             old = page.read_text(encoding="utf-8")
             names = [name for name in blocks if f"<!-- {name} -->\n" in old]
             if not names:
-                raise ValueError(
-                    f"{page}: none of the markers <!-- {' -->, <!-- '.join(blocks)} --> is in it."
-                )
+                raise ValueError(f"{page}: none of the markers <!-- {' -->, <!-- '.join(blocks)} --> is in it.")
             for name in names:
                 replace_block(page, name, blocks[name])
     except (ValueError, OSError) as error:

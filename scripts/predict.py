@@ -87,9 +87,7 @@ def instructions(report: dict[str, Any], bits: int, rows: int) -> float:
     for row in report["rows"]:
         if (row["kernel"], row["arch"]) == (name, "sm_86"):
             return row["instructions_per_weight"]
-    raise ValueError(
-        f"the kernel report has no '{name}' for sm_86; make it again: scripts.kernel_report --arch 86"
-    )
+    raise ValueError(f"the kernel report has no '{name}' for sm_86; make it again: scripts.kernel_report --arch 86")
 
 
 def linear_seconds(module: torch.nn.Module, rows: int, report: dict[str, Any], gpu: Gpu) -> dict[str, float]:
@@ -113,9 +111,7 @@ def linear_seconds(module: torch.nn.Module, rows: int, report: dict[str, Any], g
     return total
 
 
-def draft_cost(
-    setup: Setup, model: Transformer, report: dict[str, Any], gpu: Gpu
-) -> tuple[float, float, int]:
+def draft_cost(setup: Setup, model: Transformer, report: dict[str, Any], gpu: Gpu) -> tuple[float, float, int]:
     """Seconds, bytes and number of the draft forwards of a step with an int4 head of the target's geometry."""
     head = empty_head(model, setup.head, "int4").to(torch.float16)
     body = torch.nn.ModuleDict({"fc": head.fc, "layer": head.layer})

@@ -118,9 +118,7 @@ def _free_row(step: Step, rows: dict[int, float], end: tuple[int, float]) -> flo
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", default=str(DEMO))
     parser.add_argument("--eagle", help="default: the checkpoint's eagle3 or eagle1")
     parser.add_argument("--tree", default="paper25")
@@ -144,10 +142,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     chosen = args.step - 1 if args.step else max(range(min(24, len(steps))), key=lambda i: len(steps[i].path))
     step = steps[chosen]
-    caption = f"one step of {Path(args.checkpoint).name} with {Path(head).name}, {args.tree}: {sum(step.valid)} nodes in "
-    caption += (
-        f"one forward, {len(step.emitted)} tokens (step {chosen + 1} of a request, T = {args.temperature:g})"
+    caption = (
+        f"one step of {Path(args.checkpoint).name} with {Path(head).name}, {args.tree}: {sum(step.valid)} nodes in "
     )
+    caption += f"one forward, {len(step.emitted)} tokens (step {chosen + 1} of a request, T = {args.temperature:g})"
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_suffix(".part")

@@ -105,7 +105,7 @@ def entries() -> list[Entry]:
 
 
 def clear() -> list[Entry]:
-    """Delete the compiled code and nothing else. Returns what was deleted. Raises ValueError if the folder is not ours."""
+    """Delete the compiled code and nothing else. Returns what was deleted. ValueError if the folder is not ours."""
     place = root()
     gone = entries()
     if not place.exists():

@@ -58,10 +58,7 @@ def one_line(error: BaseException) -> str:
 
 
 def run_command(
-    body: Callable[[], int | None],
-    debug: bool = False,
-    bad_input: int = USAGE,
-    interrupted: str = "interrupted",
+    body: Callable[[], int | None], debug: bool = False, bad_input: int = USAGE, interrupted: str = "interrupted"
 ) -> int:
     """Run the body of a command and return its exit code (None counts as 0).
 

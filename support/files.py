@@ -131,9 +131,7 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}).") from error
     except ValueError as error:
-        raise ValueError(
-            f"{path}: not a file of JSON lines ({error}). Remove it or write it again."
-        ) from error
+        raise ValueError(f"{path}: not a file of JSON lines ({error}). Remove it or write it again.") from error
     return values
 
 

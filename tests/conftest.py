@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch: on tiny matrices more threads only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on tiny matrices more threads only wait for each other
 
 import torch  # noqa: E402
 
@@ -38,24 +37,14 @@ FAMILIES = {
     "llama": ("LlamaConfig", {}),
     "llama-mha": ("LlamaConfig", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
     "llama-bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
-    "llama-tied": (
-        "LlamaConfig",
-        {"tie_word_embeddings": True, **rope("llama3", 5e5, factor=32.0, **LLAMA3)},
-    ),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, **rope("llama3", 5e5, factor=32.0, **LLAMA3)}),
     "llama31": ("LlamaConfig", rope("llama3", 5e5, factor=8.0, **LLAMA3)),
     "codellama": ("LlamaConfig", rope("default", 1e6)),
     "linear": ("LlamaConfig", rope("linear", factor=4.0)),
     "yarn": ("LlamaConfig", rope("yarn", factor=4.0, original_max_position_embeddings=128)),
     "yarn-set": (
         "LlamaConfig",
-        rope(
-            "yarn",
-            factor=4.0,
-            original_max_position_embeddings=64,
-            beta_fast=8.0,
-            beta_slow=2.0,
-            truncate=False,
-        )
+        rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0, beta_slow=2.0, truncate=False)
         | {"num_hidden_layers": 2},
     ),
     "mistral": ("MistralConfig", {"sliding_window": 8}),
@@ -64,12 +53,7 @@ FAMILIES = {
     "qwen2": ("Qwen2Config", {"sliding_window": 8, "use_sliding_window": False}),
     "qwen2-window": (
         "Qwen2Config",
-        {
-            "sliding_window": 8,
-            "use_sliding_window": True,
-            "max_window_layers": 1,
-            "tie_word_embeddings": True,
-        },
+        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "tie_word_embeddings": True},
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
 }
@@ -88,8 +72,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
 
 
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Say why tests were skipped, one line for each reason."""
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count:4d}: {reason.removeprefix('Skipped: ')}")
+
+
 def build_hf(family: str, **changes):
-    """A random transformers model of the family in float32; norms and biases are random too, so that none is inert."""
+    """A random transformers model of the family in float32. Norms and biases are random too, so that none is inert."""
     transformers = pytest.importorskip("transformers")
     cls, more = FAMILIES[family]
     config = getattr(transformers, cls)(**{**BASE, **more, **changes})
@@ -106,7 +97,7 @@ def build_hf(family: str, **changes):
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory):
-    """tiny_checkpoint(family) -> directory written by transformers' save_pretrained (made once per session)."""
+    """tiny_checkpoint(family) is a directory that transformers' save_pretrained wrote, once per session."""
     made: dict[str, Path] = {}
 
     def make(family: str) -> Path:

@@ -26,6 +26,8 @@ def tensors(*trees) -> list[torch.Tensor]:
 
 
 class Tape(TorchDispatchMode):
+    """Records operators, puts back what they wrote, and plays them again."""
+
     def __init__(self):
         super().__init__()
         self.calls, self.before, self.made = [], {}, set()
@@ -92,7 +94,7 @@ class FakeCuda:
     @contextlib.contextmanager
     def graph(self, graph, pool, stream, capture_error_mode):
         self.log.append(("capture", pool, stream.name, capture_error_mode))
-        self.current = stream  # and, as torch does when a capture fails, left so
+        self.current = stream  # and left so, as torch does when a capture fails
         tape = Tape()
         try:
             with tape:
@@ -132,7 +134,7 @@ class FakeGraph:
 
 
 class Leak(Exception):
-    pass
+    """A step read a value or left the device."""
 
 
 class OneDevice(TorchDispatchMode):
@@ -140,9 +142,7 @@ class OneDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name()
-        if any(
-            word in name for word in ("_local_scalar_dense", "::item", "nonzero", "masked_select", "::equal")
-        ):
+        if any(word in name for word in ("_local_scalar_dense", "::item", "nonzero", "masked_select", "::equal")):
             raise Leak(f"{name} reads a value")
         out = function(*args, **(kwargs or {}))
         for tensor in tensors(args, kwargs, out):
@@ -152,8 +152,10 @@ class OneDevice(TorchDispatchMode):
 
 
 class Indexing(TorchFunctionMode):
-    """x[...], ~x and copy_ by operators: their bindings in a CPU build of torch want a real device guard. Does what the
-    binding does, and rejects what makes the binding read a value: a 0-d tensor or a mask as an index."""
+    """Does x[...], ~x and copy_ by operators, because their bindings in a CPU build of torch want a real device guard.
+
+    It rejects what makes the binding read a value: a 0-d tensor or a mask as an index.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.__getitem__:

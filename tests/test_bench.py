@@ -32,6 +32,7 @@ from sampling import SamplingParams
 from scripts import bench
 from support.errors import UserError
 from support.texts import HELD_OUT
+from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
 from weights.medusa import save_medusa
@@ -864,7 +865,7 @@ def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
         with pytest.raises(UserError, match="--tree auto"):
             bench_arms.build_engine(base, options, 64)
     file = read_eagle(auto["eagle"], base.model.config)
-    path = tuned_tree_path(replace(base.options, **auto), base.model.config, file, base.model.device)
+    path = tuned_tree_path(replace(base.options, **auto), Checkpoint.open(tiny_directory), file)
     path.parent.mkdir(parents=True)
     path.write_text('{"paths": [[0], [1], [0, 0]]}')
     assert bench_arms.build_engine(base, auto, 64).drafter.N == 4

@@ -1,4 +1,5 @@
-"""engine.py: same tokens with every drafter, stop rules, damage control, multi-round's law, one graph per step."""
+"""engine.py: the same tokens with every drafter, stop rules, interrupted requests, the distribution of multi-round
+verification, and one graph per step."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ import step as step_module
 import tree as trees
 import tree_building
 from bench import acceptance
-from drafters.base import Draft, PlainDrafter
+from drafters.base import Draft, Drafter, PlainDrafter
 from eagle_draft import EagleDrafter
 from engine import Engine
 from model import Transformer
@@ -68,13 +69,13 @@ def settings(index: int, **more) -> SamplingParams:
 
 @functools.cache
 def plain(params: SamplingParams, row: int = 0) -> tuple[int, ...]:
-    """Plain decoding of PROMPTS[row] in float64; row b of a batch draws with seed + b."""
+    """Plain decoding of PROMPTS[row] in float64. Row b of a batch draws with seed + b."""
     seed = {**vars(params), "seed": params.seed + row}
     return tuple(Engine(MODEL).generate(PROMPTS[row], SamplingParams(**seed)).run()[0].token_ids)
 
 
 def consistent(result) -> bool:
-    """The counting rules of DESIGN section 3."""
+    """The counting rules: what new_tokens, steps, tau and accepted_by_depth must be for these tokens."""
     flat = [token for step in result.tokens_per_step for token in step]
     assert result.token_ids[1:] == flat and all(result.tokens_per_step)
     assert result.new_tokens == 1 + len(flat) and result.steps == len(result.tokens_per_step)
@@ -90,8 +91,8 @@ def consistent(result) -> bool:
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", HEADS)
 def test_same_tokens_as_plain_decoding(kind, tree):
-    """A drafter that changes the output: the promise of the project. Exact in float64; pairs of heads and trees, with the
-    settings in rotation so that every tree and every head meets all of them."""
+    """Catches a drafter that changes the output, which is the promise of the project. Float64 is exact. The settings
+    rotate, so that every tree and every head meets all of them."""
     first = list(HEADS).index(kind) + 2 * list(TREES).index(tree)
     engine = eagle_engine(HEADS[kind], TREES[tree])
     for index in (first, first + 3, first + 5):
@@ -103,7 +104,8 @@ def test_same_tokens_as_plain_decoding(kind, tree):
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_same_tokens_in_a_batch(kind):
-    """Rows that leak into each other: other lengths, trees, seeds, penalties, and rows that finish at other times."""
+    """Catches rows of a batch that leak into each other: rows of other lengths, trees, seeds and penalties, which
+    finish at other times."""
     mixed = [trees.chain(4), MEDUSA, trees.root_only()]
     for index, tree in ((2, mixed), (7, mixed), (3, TREES["dynamic"]), (6, TREES["dynamic"])):
         index += list(HEADS).index(kind)
@@ -117,7 +119,7 @@ def test_same_tokens_in_a_batch(kind):
 
 
 def test_plain_batch_rows_equal_single_runs():
-    """Batch row b must draw with seed + b and see its own prompt, penalties and length only."""
+    """Catches a row b that does not draw with seed + b, or that sees another row's prompt, penalties or length."""
     for index in (2, 7):
         results = Engine(MODEL, batch_size=3).generate_batch(PROMPTS, settings(index)).run()
         assert [tuple(r.token_ids) for r in results] == [plain(settings(index), b) for b in range(3)]
@@ -126,8 +128,9 @@ def test_plain_batch_rows_equal_single_runs():
 
 @pytest.mark.parametrize("tree", ("chain4", "dynamic"))
 def test_int8_cache_keeps_the_promise(tree):
-    """Keys and values quantized by more than their own row, or rows moved without their scales: speculative tokens then
-    differ from plain ones. In a batch, and when a second turn reuses the first one's cache."""
+    """Catches keys and values that are quantized by more than their own row, and rows that are moved without their
+    scales. Speculative tokens would then differ from plain ones. The test decodes a batch, and a second turn that
+    reuses the cache of the first."""
     make = functools.partial(Engine, MODEL, None, batch_size=2, kv_dtype=torch.int8)
     drafters = [None] + [eagle_drafter(HEADS[kind], TREES[tree], 2) for kind in ("eagle1", "eagle3")]
     engines, turn = [make(drafter) for drafter in drafters], PROMPTS[:2]
@@ -143,7 +146,7 @@ def test_int8_cache_keeps_the_promise(tree):
 
 @pytest.mark.parametrize("tree", ("chain4", "dynamic"))
 def test_fewer_prompts_than_rows(tree):
-    """Rows without a prompt used to re-feed draft row -1 and crash; they must change nothing."""
+    """Catches rows without a prompt that change something. They once fed draft row -1 again and crashed."""
     engine = eagle_engine(HEADS["eagle1"], TREES[tree], batch_size=3)
     for rows in (1, 3, 2, 1):
         results = engine.generate_batch(PROMPTS[:rows], settings(2)).run()
@@ -151,7 +154,7 @@ def test_fewer_prompts_than_rows(tree):
 
 
 def test_wide_plain_forward_is_plain():
-    """`--prove` replays through a forward of the tree's width: its padding rows must not count."""
+    """Catches padding rows that count: `--prove` replays through a forward that is as wide as the tree."""
     for index in (0, 7):
         engine = Engine(MODEL, drafter=PlainDrafter(MODEL, width=9))
         assert tuple(engine.generate(PROMPT, settings(index)).run()[0].token_ids) == plain(settings(index))
@@ -169,13 +172,12 @@ def key_margin(model, ids, params, a, b):
 
 
 def test_float32_forks_are_near_ties(record_property):
-    """In float32 a wide forward rounds differently: a fork is allowed only where two keys are equal to rounding."""
+    """Catches a real difference that hides behind rounding. In float32 a wide forward rounds differently, so a fork
+    is allowed, but only where two keys are equal to rounding."""
     model, exact, forks, tokens = tiny_model(torch.float32), tiny_model(torch.float32).double(), 0, 0
     requests = [SamplingParams(temperature=T, seed=s, max_new_tokens=30) for s in (0, 1) for T in (0.0, 1.0)]
     narrow = [Engine(model).generate(PROMPT, params).run()[0].token_ids for params in requests]
-    for (kind, head), tree in zip(
-        heads(model).items(), ("paper25", "dynamic", "medusa", "chain4"), strict=True
-    ):
+    for (kind, head), tree in zip(heads(model).items(), ("paper25", "dynamic", "medusa", "chain4"), strict=True):
         engine = eagle_engine(head, TREES[tree])
         for params, theirs in zip(requests, narrow, strict=True):
             ours = engine.generate(PROMPT, params).run()[0].token_ids
@@ -192,8 +194,55 @@ def test_float32_forks_are_near_ties(record_property):
 # ------------------------------------------------------------------ drafters that know
 
 
+def test_a_drafter_needs_no_more_than_draft():
+    """Catches a step, an engine or a report that needs more of a drafter than its contract: what a new drafter leaves out
+    must do nothing."""
+    drafter = Drafter(3, 1, 32)
+    assert drafter.buffers() == [] and drafter.bytes_per_step(MODEL) == 0 and drafter.taps == ()
+    assert not (drafter.multi_round or drafter.always_on or drafter.grafted) and drafter.scoring == "none"
+    before = dict(vars(drafter))
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    assert drafter.observe(tokens) is None
+    assert drafter.prefill(0, tokens, torch.zeros(1, 2, 32), torch.zeros(1, dtype=torch.int64)) is None
+    assert vars(drafter) == before
+    with pytest.raises(NotImplementedError):
+        drafter.draft(None)
+    for engine in (scripted("chain4", settings(2)), Engine(MODEL)):
+        assert engine.drafter.buffers() == [] and engine.drafter.bytes_per_step(MODEL) == 0
+        assert tuple(engine.generate(PROMPT, settings(2)).run()[0].token_ids) == plain(settings(2))
+
+
+class Told(ScriptedDrafter):
+    """Keeps what it is told of every step: the position of the root, and the target's choices."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.told = []
+
+    def draft(self, inputs) -> Draft:
+        self.n = inputs.n.clone()
+        return super().draft(inputs)
+
+    def observe(self, choice):
+        self.told.append((self.n, choice))
+
+
+def test_a_drafter_is_told_the_target_s_choice_after_every_row():
+    """Catches choices that reach `observe` in another order than the nodes, for some rows only, or not in every step."""
+    truth = [PROMPTS[b] + list(plain(settings(2, max_new_tokens=44), b)) for b in range(2)]
+    drafter = Told(MEDUSA, truth)
+    results = Engine(MODEL, drafter=drafter, batch_size=2).generate_batch(PROMPTS[:2], settings(2)).run()
+    assert len(drafter.told) == max(result.steps for result in results) > 2
+    tree = drafter.tree
+    right = ~(tree.ancestors & (tree.rank > 0)[:, None]).any(-1)  # nodes whose whole path is of rank 0
+    for n, choice in drafter.told:
+        follows = drafter.truth.gather(1, n[:, None] + tree.depth + 1)
+        assert choice.shape == (2, drafter.N) and right.sum() == 2 * (drafter.D + 1)
+        assert torch.equal(choice[right], follows[right])
+
+
 class RandomShapes(ScriptedDrafter):
-    """Another random tree in every step and row, always with one right path of D nodes (as dynamic trees vary)."""
+    """Another random tree in every step and row, as dynamic trees vary, always with one right path of D nodes."""
 
     def __init__(self, truth, shift=0, N=14, D=5):
         super().__init__(trees.chain(D), truth, shift)
@@ -210,7 +259,7 @@ class RandomShapes(ScriptedDrafter):
                     rank.append(0)
                 else:
                     above = self.random.choice([j for j in range(i) if depth[j] < self.D])
-                    rank.append(i)  # wrong, and unlike its siblings
+                    rank.append(i)  # a wrong token that no sibling has
                 parent.append(above)
                 depth.append(depth[above] + 1)
             parents.append(parent)
@@ -221,7 +270,7 @@ class RandomShapes(ScriptedDrafter):
 
 
 def scripted(tree, params, rows=1, shift=0, **options):
-    """An engine whose drafter knows (or avoids) the plain continuation of every row."""
+    """An engine whose drafter knows the plain continuation of every row, or with shift=1 avoids it."""
     longer = SamplingParams(**{**vars(params), "max_new_tokens": params.max_new_tokens + 20, "stop_ids": ()})
     truth = [PROMPTS[b] + list(plain(longer, b)) for b in range(rows)]
     drafter = RandomShapes(truth, shift) if tree == "random" else ScriptedDrafter(TREES[tree], truth, shift)
@@ -231,8 +280,9 @@ def scripted(tree, params, rows=1, shift=0, **options):
 @pytest.mark.parametrize("rows", (1, 3))
 @pytest.mark.parametrize("tree", ("paper25", "chain4", "medusa", "random", "root"))
 def test_oracle_is_accepted_whole_and_hostile_not_at_all(tree, rows):
-    """Acceptance lost in the engine (positions, slots, masks, noise rows, commits): an oracle must give D+1 tokens in
-    every step, a drafter that is always wrong one, and the text must be the same. Also sampled, with penalties."""
+    """Catches acceptance that is lost in the engine, by wrong positions, slots, masks, noise rows or commits. An
+    oracle must get D + 1 tokens in every step and a drafter that is always wrong one token. The text must be the
+    same, greedy and sampled, with and without penalties."""
     for index in (0, 2, 7):
         params = settings(index)
         for shift in (0, 1):
@@ -287,7 +337,7 @@ def no_commit(monkeypatch):
 
 
 def siblings_share_a_position(monkeypatch):
-    """Node i at position n + i instead of n + depth: slots taken for positions."""
+    """Node i at position n + i instead of n + depth: a slot is taken for a position."""
     real = Transformer.nodes
 
     def nodes(self, n, depth, ancestors, slots):
@@ -301,7 +351,7 @@ MUTANTS = (bonus_of_the_root, parent_off_by_one, noise_of_one_depth, no_commit, 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_engine_mutants_change_tokens(mutant, monkeypatch):
-    """That the identity test can fail: each of these bugs in verification must change the text."""
+    """Shows that the test of equal tokens can fail: each of these bugs in verification changes the text."""
     for row in range(1):
         plain(settings(2), row), plain(settings(2, max_new_tokens=44), row)  # computed by the real code
     check_identity()
@@ -314,7 +364,7 @@ def test_engine_mutants_change_tokens(mutant, monkeypatch):
 
 
 def check_stops(engine_for):
-    """Every first occurrence of a token as a stop id: ids, reason and counts end with it."""
+    """For every token of the text as a stop id: the ids, the reason and the counts end with its first occurrence."""
     params = settings(2)
     tokens = plain(params)
     for k in range(len(tokens)):
@@ -329,16 +379,17 @@ def check_stops(engine_for):
 
 
 def test_stop_ids_inside_an_accepted_run():
-    """Tokens after a stop id leaking into ids, counts, tau or acceptance (eagle.md 5.7); k = 0 is the first token."""
+    """Catches tokens after a stop id that leak into ids, counts, tau or acceptance. The first token of the text can
+    be the stop id too."""
     check_stops(lambda params: scripted("chain4", params))
 
 
 def test_a_stop_ignored_inside_a_run_is_caught(monkeypatch):
-    """Mutant: only the last token of a step is compared with the stop ids."""
+    """Shows that the test above can fail: this mutant compares only the last token of a step with the stop ids."""
     real = SequenceOutput._take
 
     def push(self, ids, step=True):
-        if not ids:  # the device has stopped
+        if not ids:  # only the device has stopped
             self.finish("eos")
             return Chunk(0, [], "")
         real_ids, self.stop_ids = self.stop_ids, set()
@@ -352,13 +403,13 @@ def test_a_stop_ignored_inside_a_run_is_caught(monkeypatch):
         return Chunk(0, list(ids), "")
 
     monkeypatch.setattr(SequenceOutput, "push", push)
-    with pytest.raises((AssertionError, RuntimeError)):  # wrong ids, or the device alone has stopped
+    with pytest.raises((AssertionError, RuntimeError)):  # wrong ids, or only the device has stopped
         check_stops(lambda params: scripted("chain4", params))
 
 
 @pytest.mark.parametrize("tree", ("chain4", "random"))
 def test_length_limit_inside_an_accepted_run(tree):
-    """max_new_tokens overshot by an accepted run, or counted without the token from prefill."""
+    """Catches an accepted run that goes past max_new_tokens, and a count without the token that prefill gives."""
     for limit in range(1, 14):
         params = settings(2, max_new_tokens=limit)
         result = scripted(tree, params).generate(PROMPT, params).run()[0]
@@ -367,34 +418,19 @@ def test_length_limit_inside_an_accepted_run(tree):
 
 
 def test_the_last_slot_of_the_context():
-    """Tree rows that reach past the context must go to the trash row, not over live rows."""
+    """Catches tree rows past the end of the context that overwrite live rows instead of the trash row."""
     for tree in ("paper25", "dynamic", "chain4"):
         prompt = (PROMPT * 9)[: CTX - 30]
         params = settings(2, max_new_tokens=30)
         expected = Engine(MODEL).generate(prompt, params).run()[0].token_ids
-        assert (
-            eagle_engine(HEADS["eagle1"], TREES[tree]).generate(prompt, params).run()[0].token_ids == expected
-        )
+        assert eagle_engine(HEADS["eagle1"], TREES[tree]).generate(prompt, params).run()[0].token_ids == expected
         with pytest.raises(ValueError, match="model's limit"):
             eagle_engine(HEADS["eagle1"], TREES[tree]).generate([1, *prompt], params)
 
 
 def letters() -> PieceTokenizer:
-    """Tokens of one to three bytes over a small alphabet, some of them halves of characters."""
-    pieces = [
-        b"a",
-        b"b",
-        b"ab",
-        b"ba",
-        b"c",
-        b" ",
-        b"\xc3",
-        b"\xa9",
-        "é".encode(),
-        b"abc",
-        b"x\xe2",
-        b"\x82\xac",
-    ]
+    """Tokens of one to three bytes over a small alphabet. Some of them are halves of characters."""
+    pieces = [b"a", b"b", b"ab", b"ba", b"c", b" ", b"\xc3", b"\xa9", "é".encode(), b"abc", b"x\xe2", b"\x82\xac"]
     return PieceTokenizer([pieces[i % len(pieces)] for i in range(V)])
 
 
@@ -412,7 +448,8 @@ def expected_stop(tokenizer, tokens, stops, limit):
 
 
 def test_stop_strings_across_tokens_and_steps():
-    """Stop strings that span tokens or steps: text after (or part of) one shown, ids miscounted, a chunk taken back."""
+    """Catches errors of stop strings that span tokens or steps: a part of one or the text after it is shown, ids are
+    counted wrongly, or a chunk is taken back."""
     tokenizer, rng = letters(), random.Random(1)
     tokens = plain(settings(2, max_new_tokens=44))
     text = tokenizer.decode(tokens)
@@ -433,7 +470,7 @@ def test_stop_strings_across_tokens_and_steps():
 
 
 def test_text_streams_as_soon_as_it_may():
-    """Text held back although no stop string could still match: the user would see a frozen stream."""
+    """Catches text that is held back although no stop string can match any more. A user would see a frozen stream."""
     params = settings(2, stop=("zzz",))
     engine = Engine(MODEL, letters())
     shown = ""
@@ -453,8 +490,8 @@ def steps_of(engine, prompt, params):
 
 @pytest.mark.parametrize("kind, tree", (("eagle1", "paper25"), ("eagle3", "dynamic")))
 def test_a_turn_after_a_stop_equals_a_fresh_run(kind, tree):
-    """Rows of tokens that a stop cut off, or stale draft rows, surviving in a cache that the next turn reuses: tokens and
-    tokens per step must be a fresh engine's, and the common prefix must really be reused."""
+    """Catches rows of tokens that a stop cut off, and stale draft rows, in a cache that the next turn reuses. Tokens
+    and tokens per step must be those of a fresh engine, and the common prefix must really be reused."""
     hot = dict(temperature=4.0, seed=8)  # the shared noise makes long accepted runs
     engine = eagle_engine(HEADS[kind], TREES[tree])
     free = SamplingParams(max_new_tokens=24, **hot)
@@ -474,7 +511,7 @@ def test_a_turn_after_a_stop_equals_a_fresh_run(kind, tree):
 
 
 def test_prefix_reuse_counts():
-    """cached_tokens wrong by one, or a cache believed valid further than it is."""
+    """Catches cached_tokens that are wrong by one, and a cache that is believed valid further than it is."""
     engine = Engine(MODEL)
     params = settings(0, max_new_tokens=6)
     ids = engine.generate(PROMPT, params).run()[0].token_ids
@@ -551,7 +588,7 @@ def failing_draft(engine):
 
 
 def failing_forward(engine):
-    """Out of memory in the middle of prefill."""
+    """Memory runs out in the middle of prefill."""
     real, engine._forward = engine._forward, lambda *args: (_ for _ in ()).throw(MemoryError())
     stream = engine.generate(PROMPT, settings(2))
     with pytest.raises(MemoryError):
@@ -566,26 +603,18 @@ def fresh_steps(index, prompt):
     return steps_of(fresh, list(prompt), settings(index, max_new_tokens=12))
 
 
-ACCIDENTS = (
-    abandon_early,
-    abandon_later,
-    consumer_raises,
-    interrupt_in_a_step,
-    failing_draft,
-    failing_forward,
-)
+ACCIDENTS = (abandon_early, abandon_later, consumer_raises, interrupt_in_a_step, failing_draft, failing_forward)
 
 
 @pytest.mark.parametrize("accident", ACCIDENTS)
 def test_the_engine_survives(accident):
-    """A request cut short (closed stream, exception, Ctrl-C, out of memory) must leave nothing that the next one uses."""
+    """Catches what a request that is cut short leaves behind for the next one. The stream is closed, the consumer or
+    the step raises an exception, Ctrl-C is pressed, or memory runs out."""
     engine = eagle_engine(HEADS["eagle1"], TREES["paper25"], lag=2)  # cut short with steps under way
     engine.generate(PROMPT, settings(0, max_new_tokens=4)).run()  # something to reuse wrongly
     stream = accident(engine)
     for index, prompt in ((2, PROMPT), (7, PROMPT + [5, 6])):
-        assert steps_of(engine, prompt, settings(index, max_new_tokens=12)) == fresh_steps(
-            index, tuple(prompt)
-        )
+        assert steps_of(engine, prompt, settings(index, max_new_tokens=12)) == fresh_steps(index, tuple(prompt))
         engine.generate(PROMPT, settings(0, max_new_tokens=4)).run()
         accident(engine)
     stream.close()
@@ -593,7 +622,8 @@ def test_the_engine_survives(accident):
 
 
 def test_an_overtaken_stream_says_so():
-    """A half-read stream resumed after another request decoded from that one's state, and spoiled its cache."""
+    """Catches a half-read stream that goes on decoding from the state of another request, and so spoils that
+    request's cache too."""
     engine = Engine(MODEL)
     stream = engine.generate(PROMPT, settings(2))
     chunks = iter(stream)
@@ -606,7 +636,7 @@ def test_an_overtaken_stream_says_so():
 
 
 def test_the_backend_does_not_leak_to_the_consumer():
-    """Kernels chosen for one engine ran in the consumer's code between chunks, and in another engine's."""
+    """Catches the kernels of one engine that run in the consumer's code between chunks, or in another engine's."""
     before = kernels.active_backend()
     for _ in Engine(MODEL, backend=kernels.KernelBackend("reference")).generate(PROMPT, settings(0)):
         assert kernels.active_backend() is before
@@ -628,7 +658,8 @@ def test_the_backend_does_not_leak_to_the_consumer():
     ),
 )
 def test_bad_requests_are_refused_at_once(prompts, params, message):
-    """A request that would index out of the cache or the vocabulary must end in one line before any kernel runs."""
+    """Catches requests that index out of the cache or the vocabulary. They must end in one line before any kernel
+    runs."""
     with pytest.raises(ValueError, match=message) as error:
         Engine(MODEL).generate_batch(prompts, SamplingParams(**params))
     assert "\n" not in str(error.value)
@@ -657,7 +688,8 @@ class Poisoner(ScriptedDrafter):
 @pytest.mark.parametrize("value", (math.nan, math.inf))
 @pytest.mark.parametrize("index", (0, 7))
 def test_a_rejected_nan_branch_changes_nothing(value, index):
-    """0 x NaN = NaN: a rejected branch that overflows must not reach its siblings, later steps or the counts."""
+    """Catches a rejected branch whose overflow reaches its siblings, later steps or the counts, because 0 x NaN =
+    NaN."""
     params = settings(index)
     truth = PROMPT + list(plain(settings(index, max_new_tokens=44)))
     unused = next(t for t in range(V) if t not in truth)
@@ -669,11 +701,10 @@ def test_a_rejected_nan_branch_changes_nothing(value, index):
     assert all(len(step) == 6 for step in result.tokens_per_step[:-1])
 
 
-@pytest.mark.parametrize(
-    "kind, tree", (("eagle1", "paper25"), ("eagle1", "dynamic"), ("eagle3-full", "dynamic"))
-)
+@pytest.mark.parametrize("kind, tree", (("eagle1", "paper25"), ("eagle1", "dynamic"), ("eagle3-full", "dynamic")))
 def test_a_nan_draft_changes_nothing(kind, tree):
-    """A head that drafts a poisoned token: its own cache rows turn NaN, and must be gone in the next step."""
+    """Catches NaN that stays in the draft cache. A head that drafts a token with NaN weights fills its own rows with
+    NaN, and the next step must not see them."""
     params = settings(2)
     truth = PROMPT + list(plain(params))
     unused = next(t for t in range(V) if t not in truth)
@@ -695,8 +726,8 @@ def test_a_nan_draft_changes_nothing(kind, tree):
 
 @pytest.mark.parametrize("tree", ("root", "chain4", "medusa"))
 def test_a_nan_on_the_accepted_path_is_an_error(tree):
-    """Non-finite logits must never become token 0: one line that names the position, after the good tokens, whoever
-    drafts; and none at all when the text stops before them."""
+    """Catches logits that are not finite and become token 0. Whoever drafts, the good tokens come first and then one
+    line that names the position. There is no error if the text stops before it."""
     tokens = plain(settings(2))
     k = next(i for i in range(7, 24) if tokens[i] not in tokens[:i] and tokens[i] not in PROMPT)
     model = poisoned_model(tokens[k], math.nan)
@@ -718,13 +749,13 @@ def test_a_nan_on_the_accepted_path_is_an_error(tree):
 
 
 def test_a_batch_row_with_nan_leaves_the_others_right():
-    """A row that already finished must not raise, and NaN in one row's cache must stay there."""
+    """Catches an error for a row that has finished already, and NaN that leaves the cache of its row."""
     others = [plain(settings(2), b) for b in range(1, 3)]
     tokens = plain(settings(2))
     elsewhere = {t for row in (*others, *PROMPTS) for t in row}
     k = next(i for i, t in enumerate(tokens) if i > 0 and t not in tokens[:i] and t not in elsewhere)
     stop = tokens[k]
-    model = poisoned_model(stop, math.nan)  # row 0 stops on it; its rows go on being computed
+    model = poisoned_model(stop, math.nan)  # row 0 stops at this token, but its forwards go on
     truth = [p + list(plain(settings(2, max_new_tokens=44), b)) for b, p in enumerate(PROMPTS)]
     for drafter in (None, ScriptedDrafter(MEDUSA, truth)):
         engine = Engine(model, drafter=drafter, batch_size=3)
@@ -733,7 +764,7 @@ def test_a_batch_row_with_nan_leaves_the_others_right():
         assert [tuple(r.token_ids) for r in results[1:]] == others
 
 
-# ------------------------------------------------------------------ multi-round: the law of the emitted tokens
+# ------------------------------------------------------------------ multi-round: the distribution of the emitted tokens
 
 SMALL = 5  # vocabulary
 ROWS, SPAN = 8192, 3  # draws, and tokens per draw: 125 outcomes
@@ -741,7 +772,7 @@ BUSH = trees.StaticTree(tuple(tuple(map(int, w)) for w in "0 1 2 00 01 10 000".s
 
 
 def dense_attention(q, kv, start, visible, positions, window, scale):
-    """The reference op loops over rows; this one is vectorised for thousands of them."""
+    """Attention for thousands of rows at once. The reference loops over the rows."""
     B, _, T, _ = q.shape
     S, R = kv.shape[3], visible.shape[2]
     group = q.shape[1] // kv.shape[2]
@@ -754,33 +785,26 @@ def dense_attention(q, kv, start, visible, positions, window, scale):
 
 @functools.cache
 def small_model():
-    model = tiny_model(
-        torch.float32, seed=4, layers=1, vocab=SMALL, hidden_size=16, num_attention_heads=2, head_dim=8
-    )
+    model = tiny_model(torch.float32, seed=4, layers=1, vocab=SMALL, hidden_size=16, num_attention_heads=2, head_dim=8)
     model.lm_head.weight.mul_(1.5)
     return model
 
 
 @functools.cache
 def small_head(seed=5):
-    return tiny_head(
-        small_model(), seed=seed, hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8
-    )
+    return tiny_head(small_model(), seed=seed, hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
 
 
 def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
-    """SPAN tokens after the first one of every row, through prefill and the engine's own step. int64 [rows, SPAN]."""
+    """SPAN tokens after the first one of every row, from prefill and the engine's own step. int64 [rows, SPAN]."""
     built = tables(tree, rows)
     drafter = EagleDrafter(small_head(), built, rows, ctx + built.N + 1, shared_noise, multi_round)
     engine = Engine(small_model(), drafter=drafter, batch_size=rows, ctx=ctx)
     state, prompt = engine.state, [1, 3, 0, 2]
-    out, filled = (
-        torch.zeros(rows, SPAN + built.D + 1, dtype=torch.int64),
-        torch.zeros(rows, dtype=torch.int64),
-    )
+    out, filled = (torch.zeros(rows, SPAN + built.D + 1, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
     with torch.inference_mode():
         state.sampling.set(params)
-        engine._prefill(0, prompt, sampling.SamplingMode(), 0)  # greedy: one first token for all
+        engine._prefill(0, prompt, sampling.SamplingMode(), 0)  # greedy, so that all rows start with the same token
         for buffer in (state.tokens, state.n, state.root, state.count, state.features):
             buffer.copy_(buffer[:1].expand_as(buffer))
         state.kv.copy_(state.kv[:, :, :1].expand_as(state.kv))
@@ -797,17 +821,17 @@ def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
             out.scatter_(1, torch.where(keep, where, out.shape[1] - 1), step.emitted)
             filled += step.count
             taken.append(step.count.double().mean())
-            state.n.clamp_(max=ctx - 6)  # rows that are done may not run out of cache
+            state.n.clamp_(max=ctx - 6)  # finished rows must not run out of cache
     return out[:, :SPAN], float(torch.stack(taken).mean()), prompt + [int(state.tokens[0, 4])]
 
 
-def exact_law(start, params):
-    """Probability of each of SMALL^SPAN continuations, in float64, filters written out here."""
+def exact_distribution(start, params):
+    """Probability of each of the SMALL^SPAN continuations in float64, with the filters written out here."""
     model = small_model()
     weights = {k: v.double() for k, v in model.state_dict().items()}
     twin = tiny_model(torch.float64, layers=1, vocab=SMALL, hidden_size=16, num_attention_heads=2, head_dim=8)
     twin.load_state_dict(weights)
-    law = torch.ones(1, dtype=torch.float64)
+    wanted = torch.ones(1, dtype=torch.float64)
     for length in range(SPAN):
         ids = torch.tensor([[*start, *tail] for tail in itertools.product(range(SMALL), repeat=length)])
         z = twin.logits(twin.forward_train(ids)[0][:, -1]) / params.temperature
@@ -818,24 +842,24 @@ def exact_law(start, params):
             p = p / p.sum(-1, keepdim=True)
         p = torch.where(p.cumsum(-1) - p < params.top_p, p, 0)
         p = torch.zeros_like(p).scatter(1, order, p / p.sum(-1, keepdim=True))
-        law = (law[:, None] * p).flatten()
-    return law
+        wanted = (wanted[:, None] * p).flatten()
+    return wanted
 
 
-def deviation(drawn, law):
-    """Chi-square of the drawn continuations against the law, as a standard normal deviate."""
+def deviation(drawn, wanted):
+    """Chi-square of the drawn continuations against the wanted probabilities, as a standard normal deviate."""
     cells = (drawn * SMALL ** torch.arange(SPAN - 1, -1, -1)).sum(-1)
     observed = torch.bincount(cells, minlength=SMALL**SPAN).double()
-    assert not observed[law == 0].any(), "a token that the filters remove"
-    return chi_square_z(observed[law > 0], law[law > 0] * len(drawn))
+    assert not observed[wanted == 0].any(), "a token that the filters remove"
+    return chi_square_z(observed[wanted > 0], wanted[wanted > 0] * len(drawn))
 
 
-LAWS = {
+SAMPLINGS = {
     "T=1": SamplingParams(temperature=1.0, seed=100),
     "T=0.7 top-k": SamplingParams(temperature=0.7, top_k=3, seed=90000),
     "T=1.3 top-p": SamplingParams(temperature=1.3, top_p=0.8, seed=200000),
 }
-RULES = [  # every rule with filters and without, every law on chain, tree and dynamic tree
+RULES = [  # every rule with and without filters, every setting on a chain or a tree
     ("chain", "with", "T=1"),
     ("chain", "with", "T=1.3 top-p"),
     ("chain", "without", "T=0.7 top-k"),
@@ -854,21 +878,23 @@ def dense(monkeypatch):
     monkeypatch.setattr(kernels, "tree_attention", dense_attention)
 
 
-@pytest.mark.parametrize("tree, rule, law", RULES)
-def test_emitted_tokens_follow_the_target(tree, rule, law, dense):
-    """A biased rule: multi-round (with and without replacement, chain and tree, filters on both sides) and shared noise
-    must emit the target's own law over 125 continuations.
+@pytest.mark.parametrize("tree, rule, name", RULES)
+def test_emitted_tokens_follow_the_target(tree, rule, name, dense):
+    """Catches a biased rule. Multi-round verification (with and without replacement, on chains and trees, with
+    filters on both sides) and shared noise must emit 125 continuations with the target's own probabilities.
 
-    Power: with 8192 draws the statistic's expectation grows by 8192 sum (p - q)^2 / q; a shift of 3 % of the mass
-    between equally likely halves adds 8192 * 4 * 0.03^2 = 29 to a mean of at most 124 with deviation 16; the mutants
-    below land far beyond the limit of 4.5 deviations (chance 3e-6)."""
-    drawn, _, start = draws(SMALL_TREES[tree], LAWS[law], rule)
-    assert deviation(drawn, exact_law(start, LAWS[law])) < 4.5
+    Power: with 8192 draws the expectation of the statistic grows by 8192 sum (p - q)^2 / q. A shift of 3 % of the
+    mass between equally likely halves adds 8192 * 4 * 0.03^2 = 29 to a mean of at most 124 with deviation 16. The
+    mutants below land far beyond the limit of 4.5 deviations, which chance exceeds in 3 of a million runs.
+    """
+    drawn, _, start = draws(SMALL_TREES[tree], SAMPLINGS[name], rule)
+    assert deviation(drawn, exact_distribution(start, SAMPLINGS[name])) < 4.5
 
 
 def test_multi_round_beats_chance_and_is_refused_with_dynamic_trees(dense):
-    """A rule that accepts nothing is lossless too: acceptance must exceed that of a head with other weights' luck."""
-    params = LAWS["T=1"]
+    """Catches a rule that accepts too little. A rule that accepts nothing is lossless too, so acceptance must exceed
+    the luck of a head with other weights."""
+    params = SAMPLINGS["T=1"]
     _, tau, _ = draws(BUSH, params, "without")
     assert tau > 1.4
     with pytest.raises(ValueError, match="static tree"):
@@ -876,18 +902,16 @@ def test_multi_round_beats_chance_and_is_refused_with_dynamic_trees(dense):
 
 
 def same_stream(monkeypatch):
-    """Draft, acceptance and bonus share their noise."""
+    """Drafting, acceptance and the bonus share their noise."""
     monkeypatch.setattr(sampling, "stream", lambda seed, which: seed)
 
 
 def accept_too_easily(monkeypatch):
-    monkeypatch.setattr(
-        sampling, "uniform_noise", lambda *args, real=sampling.uniform_noise: real(*args) * 0.7
-    )
+    monkeypatch.setattr(sampling, "uniform_noise", lambda *args, real=sampling.uniform_noise: real(*args) * 0.7)
 
 
 def raw_bonus(monkeypatch):
-    """Bonus and acceptance from unfiltered probabilities (top-p after acceptance)."""
+    """Bonus and acceptance use unfiltered probabilities, as if top-p came after acceptance."""
 
     def probabilities(logits, state, mode):
         return (logits / state.temperature).softmax(-1)
@@ -901,39 +925,38 @@ def residual_not_zeroed(monkeypatch):
     def multi_round(tokens, tables, p, q, u, noise, replacement):
         out = real(tokens, tables, p, q, u, noise, replacement)
         last = out.path.gather(1, (out.count - 1)[:, None])
-        law = p.gather(1, last[..., None].expand(-1, -1, p.shape[-1]))[:, 0]
-        bonus = (law.log() + noise).argmax(-1)
-        return out._replace(
-            bonus=bonus, emitted=out.emitted.scatter(1, (out.count - 1)[:, None], bonus[:, None])
-        )
+        whole = p.gather(1, last[..., None].expand(-1, -1, p.shape[-1]))[:, 0]
+        bonus = (whole.log() + noise).argmax(-1)
+        return out._replace(bonus=bonus, emitted=out.emitted.scatter(1, (out.count - 1)[:, None], bonus[:, None]))
 
     monkeypatch.setattr(step_module, "multi_round", multi_round)
 
 
 @pytest.mark.parametrize("mutant", (same_stream, accept_too_easily, raw_bonus, residual_not_zeroed))
 def test_multi_round_mutants_are_caught(mutant, dense, monkeypatch):
-    """That the distribution test can fail."""
-    params = LAWS["T=1.3 top-p"]
+    """Shows that the test of the distribution can fail."""
+    params = SAMPLINGS["T=1.3 top-p"]
     mutant(monkeypatch)
     try:
         drawn, _, start = draws(BUSH, params, "without")
-        z = deviation(drawn, exact_law(start, params))
-    except AssertionError:  # a token that the filters remove
+        z = deviation(drawn, exact_distribution(start, params))
+    except AssertionError:  # the mutant emitted a token that the filters remove
         return
     assert z > 8
 
 
 def test_reused_noise_is_caught(dense, monkeypatch):
-    """Mutant: the noise of one position used for all depths (positions dropped from the key)."""
+    """Shows the same for shared noise: this mutant drops positions from the key, so all depths share one noise."""
     real = sampling.gumbel_noise
-    params = LAWS["T=1"]
+    params = SAMPLINGS["T=1"]
     monkeypatch.setattr(sampling, "gumbel_noise", lambda s, p, *a, **how: real(s, p * 0, *a, **how))
     drawn, _, start = draws(BUSH, params, "")
-    assert deviation(drawn, exact_law(start, params)) > 8
+    assert deviation(drawn, exact_distribution(start, params)) > 8
 
 
 def test_greedy_multi_round_is_greedy():
-    """At T = 0 both sides are one-hot: Algorithm 1 must degenerate to exact match."""
+    """Catches multi-round verification that samples at temperature 0. Both distributions have one token there, so
+    only equal tokens may be accepted."""
     for rule in ("with", "without"):
         engine = eagle_engine(HEADS["eagle1-trimmed"], MEDUSA, multi_round=rule)
         assert tuple(engine.generate(PROMPT, settings(0)).run()[0].token_ids) == plain(settings(0))
@@ -971,8 +994,8 @@ REQUESTS = [
 
 @pytest.mark.parametrize("mode", MODES)
 def test_step_is_one_graph_and_never_recompiles(mode):
-    """A graph break, or a guard on a prompt, position, seed, temperature or stop id, costs seconds in the middle of a
-    request and cannot be captured."""
+    """Catches a graph break, and a guard on a prompt, position, seed, temperature or stop id. It would cost seconds
+    in the middle of a request, and such a step cannot be captured."""
     torch._dynamo.reset()
     engine, sampled = tiny_engine(mode)
     eager, _ = tiny_engine(mode)
@@ -988,7 +1011,7 @@ def test_step_is_one_graph_and_never_recompiles(mode):
 
 
 def fake_step(mode: str, spoil=lambda inputs: None) -> int:
-    """One step on fake cuda tensors; returns how many drafts were made."""
+    """One step on fake CUDA tensors. Returns how many drafts were made."""
     tree, sampled, rule = MODES[mode]
     calls, model, head = [], tiny_model(torch.float32, layers=1), None
     if tree is not None:
@@ -998,9 +1021,7 @@ def fake_step(mode: str, spoil=lambda inputs: None) -> int:
         on_fake_gpu(model)
         drafter = PlainDrafter(model)
         if tree is not None:
-            drafter = EagleDrafter(
-                on_fake_gpu(head), on_fake_gpu(built), 2, CTX + built.N + 1, multi_round=rule
-            )
+            drafter = EagleDrafter(on_fake_gpu(head), on_fake_gpu(built), 2, CTX + built.N + 1, multi_round=rule)
         state = DecodeState(model, drafter, 2, CTX, history=drafter.D > 0)
         fallback, real = PlainDrafter(model, features_of=drafter), drafter.draft
 
@@ -1011,7 +1032,7 @@ def fake_step(mode: str, spoil=lambda inputs: None) -> int:
         drafter.draft = draft
         with OneDevice(), torch.inference_mode():
             out = decode_step(model, drafter, state, SamplingParams(**sampled).mode)
-            if state.history is not None:  # the plain step that may take over, and catching up after it
+            if state.history is not None:  # a plain step may take over, and then the drafter catches up
                 plainly = decode_step(model, fallback, state, SamplingParams(**sampled).mode)
                 assert plainly.emitted.shape == (2, 1)
                 backend = kernels.KernelBackend("auto", "cuda")
@@ -1027,13 +1048,14 @@ def fake_step(mode: str, spoil=lambda inputs: None) -> int:
 @needs_triton
 @pytest.mark.parametrize("mode", MODES)
 def test_step_never_leaves_the_device(mode):
-    """A hidden host read or copy: each would stall the GPU, and forbids capture. fullgraph alone lets .cpu() pass."""
+    """Catches a hidden read or copy to the host. Each would make the GPU wait and forbids capture. fullgraph alone
+    lets .cpu() pass."""
     assert fake_step(mode) == 1
 
 
 @pytest.mark.parametrize("mode", ("plain", "static"))
 def test_a_ring_in_host_memory_is_caught(mode, monkeypatch):
-    """The step handing its output straight to the host: every step would wait for the one before."""
+    """Shows that the test above can fail: with a ring on the host every step would wait for the one before."""
     real = DecodeState.__init__
 
     def init(self, *args, **kwargs):
@@ -1057,14 +1079,14 @@ SPOILERS = {
 
 @pytest.mark.parametrize("spoiler", SPOILERS)
 def test_a_planted_leak_is_caught(spoiler):
-    """That the test above can fail."""
+    """Shows the same for reads of values and for tensors that come from the host."""
     with pytest.raises(Leak):
         fake_step("static", SPOILERS[spoiler])
 
 
 @pytest.mark.slow
 def test_compiled_output_equals_eager_output():
-    """Inductor's code for the step and prefill must give the eager tokens (in-place updates are easy to lose)."""
+    """Catches in-place updates that Inductor's code for the step or for prefill loses."""
     torch._dynamo.reset()
     model = tiny_model(torch.float32, layers=1)
     compiled, eager = (eagle_engine(tiny_head(model), trees.chain(1), compile=c) for c in (True, False))
@@ -1073,18 +1095,14 @@ def test_compiled_output_equals_eager_output():
         assert steps_of(compiled, prompt, params) == steps_of(eager, prompt, params)
 
 
-PARTS = {
-    "plain": 2,
-    "static": 4,
-    "dynamic": 4,
-    "multi-round": 4,
-}  # one block, one tail, one draft layer per width
+# Graphs that are compiled: one block and one tail, and one draft layer per width. On a CPU it is the block alone.
+PARTS = [("plain", True, 2), ("static", True, 4), ("dynamic", True, 4), ("multi-round", True, 4), ("static", False, 1)]
 
 
-@pytest.mark.parametrize("mode", PARTS)
-def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, monkeypatch):
-    """A block compiled anew for every layer, level, prompt, position, seed or temperature. Another engine on the same
-    model and head whose layers are silently compiled too, or that stays so after an error."""
+@pytest.mark.parametrize("mode, everything, graphs", PARTS)
+def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, everything, graphs, monkeypatch):
+    """Catches a block that is compiled anew for every layer, level, prompt, position, seed or temperature. Catches
+    another engine on the same model and head whose layers run compiled too, also after an error."""
     torch._dynamo.reset()
     compiled, ran = [], []
 
@@ -1092,7 +1110,7 @@ def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, monkey
         compiled.append(graph)
         return lambda *arguments: ran.append(graph) or graph.forward(*arguments)
 
-    monkeypatch.setattr(engine_module, "compile_parts", lambda on_gpu, how: compile_parts(True, how, backend))
+    monkeypatch.setattr(engine_module, "compile_parts", lambda on_gpu, how: compile_parts(everything, how, backend))
     tree = {"plain": None, "dynamic": trees.DynamicTree(6, 2, 2)}.get(mode, trees.chain(2))
     rule = {"multi_round": "without"} if mode == "multi-round" else {}
     model = tiny_model(torch.float32, layers=3)
@@ -1114,7 +1132,7 @@ def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, monkey
     engine, eager = make(True), make(False)
     expected = uncompiled(PROMPT, first)
     assert steps_of(engine, PROMPT, first) == expected and ran
-    assert len(compiled) == PARTS[mode]
+    assert len(compiled) == graphs
     with torch.compiler.set_stance("fail_on_recompile"):
         for prompt, changes in REQUESTS:
             changes = {**changes, "temperature": changes.get("temperature", 1) * temperature, "top_p": 1.0}
@@ -1124,22 +1142,51 @@ def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, monkey
     engine._step = lambda *arguments, **named: (real(*arguments, **named), 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.generate(PROMPT, first).run()
-    assert uncompiled(PROMPT, first) and len(compiled) == PARTS[mode]
+    assert uncompiled(PROMPT, first) and len(compiled) == graphs
+
+
+@pytest.mark.parametrize("mode", ("inductor", "reduce-overhead"))
+def test_a_step_compiled_whole_decodes_the_same(mode, monkeypatch):
+    """Catches a mode that compiles the step in one piece and leaves out a function, breaks its graph, recompiles for a
+    request, or (reduce-overhead) does not mark the buffers whose addresses stay."""
+    torch._dynamo.reset()
+    real, calls = torch.compile, []
+
+    def compile(function, **how):
+        calls.append(how)
+        return real(function, fullgraph=how["fullgraph"], dynamic=how["dynamic"], backend="eager")
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(Engine, "_measure", lambda self, mode: (1.0, 99.0))  # plain steps take over after 16
+    drafter = eagle_drafter(HEADS["eagle1"], TREES["chain4"])
+    engine = Engine(MODEL, drafter=drafter, compile=True, compile_mode=mode, eagle_always=False)
+    assert all(how["fullgraph"] and not how["dynamic"] for how in calls)
+    inductor = None if mode == "inductor" else mode
+    assert [how.get("mode") for how in calls] == [inductor, inductor, None], "step, plain step, prefill"
+    buffers = [*engine.state.buffers(), drafter.cache]
+    marked = [hasattr(buffer, "_dynamo_static_input_type") for buffer in buffers]
+    assert all(marked) if inductor else not any(marked)
+    for number, prompt in enumerate((PROMPT, PROMPT * 3, PROMPT[:4])):
+        params = settings(2, seed=number, max_new_tokens=40)
+        stance = "fail_on_recompile" if number == 2 else "default"
+        with torch.compiler.set_stance(stance):
+            result = engine.generate(prompt, params).run()[0]
+        assert result.token_ids == Engine(MODEL).generate(prompt, params).run()[0].token_ids
+        assert result.plain_tokens > 10
 
 
 def test_unknown_compile_mode_is_named():
-    """A mode that falls back to another one in silence."""
-    with pytest.raises(
-        ValueError, match="compile_mode is 'fast'; allowed: graph, max-autotune, capture, regions"
-    ):
+    """Catches a mode that silently falls back to another one."""
+    with pytest.raises(ValueError, match="compile_mode is 'fast'; allowed: graph, max-autotune, capture, regions"):
         Engine(tiny_model(), compile_mode="fast")
 
 
 def test_a_first_request_does_not_decode_on_the_compiler_s_time(monkeypatch):
-    """Compilation counted as decoding: a first request that reports a fraction of the real speed, a second one not."""
+    """Catches compilation that counts as decoding. The first request would report a fraction of the real speed and
+    the second one would not."""
     clock = fake_clock(monkeypatch)
     drafter = eagle_drafter(HEADS["eagle1"], TREES["chain4"])
-    engine = Engine(MODEL, drafter=drafter, compile=True, compile_mode="capture")  # captures on a GPU alone
+    engine = Engine(MODEL, drafter=drafter, compile=True, compile_mode="capture")  # compiles nothing on a CPU
     step, compiled = engine._step, []
 
     def compiling(*arguments, **named):
@@ -1156,15 +1203,17 @@ def test_a_first_request_does_not_decode_on_the_compiler_s_time(monkeypatch):
     assert first.token_ids == second.token_ids
 
 
-def test_children_beyond_the_survivors_keep_the_law(dense):
-    """More children than the filters leave tokens: those that follow, accepted too easily, would bias the output."""
+def test_children_beyond_the_survivors_keep_the_distribution(dense):
+    """Catches drafted tokens that are accepted too easily because the filters left fewer tokens than there are
+    children. They would bias the output."""
     params = SamplingParams(temperature=1.0, top_k=2, seed=4000)
     drawn, _, start = draws(BUSH, params, "without")
-    assert deviation(drawn, exact_law(start, params)) < 4.5
+    assert deviation(drawn, exact_distribution(start, params)) < 4.5
 
 
 def test_a_truncated_last_step_is_no_rejection():
-    """The acceptance table's n-alpha: an oracle that is never wrong, cut by the length limit, came out below 1."""
+    """Catches a last step, cut by the length limit, that counts as a rejection in the acceptance table. The n-alpha
+    of an oracle that is never wrong came out below 1."""
     continuation = plain(settings(0, max_new_tokens=60))
     engine = Engine(MODEL, drafter=ScriptedDrafter(TREES["chain4"], [[*PROMPT, *continuation]]))
     result = engine.generate(PROMPT, settings(0, max_new_tokens=20)).run()[0]

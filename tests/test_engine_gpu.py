@@ -1,5 +1,7 @@
 """The engine on a CUDA device: graphs give the eager tokens, nothing waits in the loop, one launch per step.
-`make gpu` (pytest -m gpu); skipped where there is no device."""
+
+Run it with `make gpu` (pytest -m gpu). Without a device it is skipped.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,13 @@ from load import load
 from options import DEMO
 from sampling import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 HEADS = sorted(str(p) for p in DEMO.glob("eagle*") if p.is_dir())[:1]
 TREES = [None, "paper25", "dynamic:32,6,6"]
 
 
 def build(tree: str | None, mode: str | None, **options) -> Engine:
-    """The demo model on the GPU; tree None: plain decoding; mode None: eager."""
+    """The demo model on the GPU. Without a tree it decodes plainly, without a mode it runs eagerly."""
     eagle = {} if tree is None else {"eagle": HEADS[0], "tree": tree}
     compiled = {} if mode is None else {"compile": True, "compile_mode": mode}
     return load(DEMO, device="cuda", ctx=1024, **({"eagle_always": True} | eagle | compiled | options))
@@ -47,8 +46,9 @@ REQUESTS = [
 
 @pytest.mark.parametrize("tree", TREES)
 def test_graph_equals_eager(tree):
-    """A replay that repeats the request it was captured in: the same kernels captured must give the same ids in the same
-    steps, request after request, and a new temperature, seed, prompt or stop string must not capture again."""
+    """Catches a replay that repeats the request in which it was captured. The same kernels, captured, must give the
+    same ids in the same steps, request after request, and a new temperature, seed, prompt or stop string must not
+    capture again."""
     graph, eager = build(tree, "capture"), build(tree, None)
     for number, params in enumerate(REQUESTS):
         assert decode(graph, **params) == decode(eager, **params), params
@@ -59,7 +59,8 @@ def test_graph_equals_eager(tree):
 
 @pytest.mark.parametrize("mode", ("graph", "reduce-overhead"))
 def test_compiled_modes_agree_to_rounding(mode):
-    """Inductor's kernels round differently, so a fork is allowed, but only where two tokens are nearly tied."""
+    """Catches compiled steps that decode something else. Inductor's kernels round differently, so a fork is allowed,
+    but only where two tokens are nearly tied."""
     compiled, eager = build("paper25", mode), build(None, None)
     for params in REQUESTS[:2]:
         (ours, *_), (theirs, *_) = decode(compiled, **params), decode(eager, **params)
@@ -74,8 +75,8 @@ def test_compiled_modes_agree_to_rounding(mode):
 @pytest.mark.parametrize("fallback", (False, True))
 @pytest.mark.parametrize("tree", TREES[1:])
 def test_nothing_in_the_loop_waits_for_the_device(tree, fallback):
-    """A hidden synchronisation (an .item(), a copy to pageable memory) that makes the GPU idle in every step; also while
-    plain steps take over and the drafter catches up."""
+    """Catches a hidden synchronisation (an .item(), a copy to pageable memory), which makes the GPU idle in every
+    step, also while plain steps take over and the drafter catches up."""
     engine = build(tree, "capture", eagle_always=not fallback)
     decode(engine)  # captures, and measures where plain steps may take over
     if fallback:
@@ -94,7 +95,7 @@ def test_nothing_in_the_loop_waits_for_the_device(tree, fallback):
 
 
 def test_one_launch_per_step():
-    """Kernels launched beside the graph, or several graphs per step."""
+    """Catches kernels that are launched beside the graph, and several graphs per step."""
     engine = build("paper25", "capture")
     decode(engine)
     stream = engine.generate(prompt_of(engine), SamplingParams(max_new_tokens=120))
@@ -108,13 +109,11 @@ def test_one_launch_per_step():
     names = [event.name for event in profile.events()]
     steps = stream.result.steps
     assert steps <= names.count("cudaGraphLaunch") <= steps + engine.lag
-    assert (
-        sum(name.startswith("cudaLaunchKernel") for name in names) <= 2
-    )  # the step counter, a host-side stop
+    assert sum(name.startswith("cudaLaunchKernel") for name in names) <= 2  # the step counter, a host-side stop
 
 
 def test_a_batch_in_one_graph():
-    """Sequences that end at different times in one captured step."""
+    """Catches rows of a captured batch that disturb each other. The sequences end at different times."""
     prompts = [prompt_of(build(None, None))[:k] for k in (12, 7, 20)]
     params = SamplingParams(max_new_tokens=60, temperature=0.8, seed=4, stop=("\n\n",))
     found = [
@@ -125,19 +124,20 @@ def test_a_batch_in_one_graph():
 
 
 def test_the_first_request_measures_and_reports():
-    """A break-even of zero or less, or captures that are counted into it."""
+    """Catches a break-even of zero or less, and captures that are counted into it."""
     engine = build("paper25", "capture", eagle_always=False)
     decode(engine)
     assert 0.5 < engine.break_even_tau < 50 and max(engine.step_seconds) < 0.1
 
 
 def test_zz_a_step_that_cannot_be_captured_leaves_a_usable_engine():
-    """An operator that needs the host: one clear line, then right tokens, eagerly. (Last: it provokes a CUDA error.)"""
+    """Catches an operator that needs the host and leaves a broken engine. The error is one clear line, and then come
+    the right tokens, eagerly. It is the last test because it provokes a CUDA error."""
     engine, eager = build("paper25", "capture"), build("paper25", None)
     real = engine._step
 
-    def reading(*args):
-        out = real(*args)
+    def reading(*args, **named):
+        out = real(*args, **named)
         out.count.tolist()
         return out
 

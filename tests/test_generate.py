@@ -45,17 +45,7 @@ def test_the_main_job_writes_text_to_stdout_and_the_report_to_stderr(capsys):
     code, out, err = run(capsys, "--max-new-tokens", "24")
     assert code == 0 and out.startswith("def read_file") and len(out) > 120
     assert "tok/s" not in out
-    for word in (
-        "model ",
-        "device ",
-        "plan ",
-        "prompt ",
-        "generate ",
-        "speed ",
-        "memory ",
-        "stop ",
-        "length",
-    ):
+    for word in ("model ", "device ", "plan ", "prompt ", "generate ", "speed ", "memory ", "stop ", "length"):
         assert word in err, word
 
 
@@ -64,9 +54,7 @@ def test_json_is_one_object_with_every_field(capsys):
     code, out, err = run(capsys, "--json", "--max-new-tokens", "9", "-p", "import os\n")
     result = json.loads(out)
     assert code == 0 and err == "" and set(FIELDS) <= set(result)
-    assert (
-        result["new_tokens"] == 9 == len(result["token_ids"]) == 1 + sum(map(len, result["tokens_per_step"]))
-    )
+    assert result["new_tokens"] == 9 == len(result["token_ids"]) == 1 + sum(map(len, result["tokens_per_step"]))
     assert result["stop_reason"] == "length" and result["tau"] == 1.0
 
 
@@ -74,9 +62,7 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
     """A checkpoint without tokenizer files that cannot be used at all."""
     for name in ("config.json", "model.safetensors"):
         shutil.copy(DEMO / name, tmp_path)
-    code, out, _ = run(
-        capsys, "--checkpoint", str(tmp_path), "--prompt-ids", "1,5,17", "--max-new-tokens", "4", "-q"
-    )
+    code, out, _ = run(capsys, "--checkpoint", str(tmp_path), "--prompt-ids", "1,5,17", "--max-new-tokens", "4", "-q")
     assert code == 0 and len([t for t in out.strip().split(",") if t]) == 4
     code, _, err = run(capsys, "--checkpoint", str(tmp_path), "-p", "x")
     assert code == 3 and "--prompt-ids" in err
@@ -176,16 +162,7 @@ def test_stop_string_ends_the_text_before_it(capsys):
 
 def test_ctrl_c_prints_the_report_and_exits_130(tmp_path):
     """A long generation that cannot be stopped, or that loses what it wrote."""
-    command = [
-        sys.executable,
-        "generate.py",
-        "--max-new-tokens",
-        "1800",
-        "--ctx",
-        "2048",
-        "--stop-ids",
-        "4095",
-    ]
+    command = [sys.executable, "generate.py", "--max-new-tokens", "1800", "--ctx", "2048", "--stop-ids", "4095"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     first = process.stdout.read(len("def read_file") + 150)
     process.send_signal(signal.SIGINT)
@@ -369,9 +346,7 @@ def test_compiled_decoding_equals_eager_and_does_not_recompile():
     compiled = load(DEMO, ctx=256, compile=False, dtype="float64")
     compiled._step = torch.compile(compiled._step, fullgraph=True, dynamic=False, backend="eager")
     compiled._forward = torch.compile(compiled._forward, fullgraph=True, dynamic=False, backend="eager")
-    prompts = [
-        compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)
-    ]
+    prompts = [compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)]
 
     def request(i: int) -> SamplingParams:
         return SamplingParams(temperature=0.5 + 0.2 * i, top_p=0.9 - 0.1 * i, seed=i, max_new_tokens=8 + i)
@@ -391,9 +366,7 @@ def test_the_compile_flag_itself_compiles_once(flags, tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
     options = {"ctx": 256, "tree": "chain:2", "eagle_always": True, "device": "cpu"} | flags
     compiled, eager = (load(DEMO, compile=compile, **options) for compile in (True, False))
-    prompts = [
-        compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)
-    ]
+    prompts = [compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)]
 
     def request(i: int, top_p: float) -> SamplingParams:
         return SamplingParams(temperature=0.5 + 0.2 * i, top_p=top_p, seed=i, max_new_tokens=8 + i)

@@ -16,7 +16,8 @@ def result(lengths, **more) -> GenerationResult:
 
 
 def test_n_alpha_counts_whole_speculative_steps_of_a_chain_alone():
-    """Plain steps, and a last step that the length limit cut, counted as rejections; depths that the chain has not."""
+    """Catches plain steps, and a last step that the length limit cut, that count as rejections, and depths that the
+    chain does not have."""
     r = result([3, 1, 1, 2, 3, 1, 1], plain_steps=[2, 5], chain=2)
     # examined: 3, 1, 2, 3 -> three of four accepted at depth 1, two of those three at depth 2
     assert r.n_alpha == [pytest.approx(3 / 4), pytest.approx(2 / 3)]
@@ -29,7 +30,7 @@ def test_n_alpha_counts_whole_speculative_steps_of_a_chain_alone():
 
 @pytest.mark.parametrize("tree, chain", [(trees.chain(2), 2), (trees.PAPER25, 0), (trees.chain(7), 7)])
 def test_the_engine_says_which_results_come_from_a_chain(tree, chain):
-    """n-alpha of a tree, where siblings make it another number, or of a chain missing."""
+    """Catches n-alpha of a tree, where siblings make it another number, and a chain without n-alpha."""
     model = tiny_model()
     engine = eagle_engine(tiny_head(model), tree)
     found = engine.generate(PROMPT, SamplingParams(max_new_tokens=30)).run()[0]

@@ -8,16 +8,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda, tensors
 from test_engine import HEADS, MODEL, PROMPTS, letters, plain, scripted, settings, steps_of
-from tiny import (
-    CTX,
-    PROMPT,
-    TREES,
-    ScriptedDrafter,
-    eagle_drafter,
-    fake_clock,
-    tables,
-    tiny_model,
-)
+from tiny import CTX, PROMPT, TREES, ScriptedDrafter, eagle_drafter, fake_clock, tables, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine as engine_module
@@ -36,7 +27,7 @@ ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
 
 
 def make(kind: str, tree: str, lag: int, batch_size: int = 1) -> Engine:
-    """A tiny engine that runs `lag` steps ahead of the host; '' decodes plainly."""
+    """A tiny engine that runs `lag` steps ahead of the host. It decodes plainly if `kind` is empty."""
     drafter = eagle_drafter(HEADS[kind], TREES[tree], batch_size) if kind else None
     return Engine(MODEL, letters(), drafter, batch_size, lag=lag)
 
@@ -50,12 +41,10 @@ def outcome(results):
 KINDS = (("", ""), ("eagle1", "paper25"), ("eagle3", "dynamic"))
 
 
-@pytest.mark.parametrize(
-    "kind, tree, index", (("", "", 2), ("eagle1", "paper25", 2), ("eagle3", "dynamic", 0))
-)
+@pytest.mark.parametrize("kind, tree, index", (("", "", 2), ("eagle1", "paper25", 2), ("eagle3", "dynamic", 0)))
 def test_steps_ahead_change_nothing(kind, tree, index):
-    """Steps that run ahead and are thrown away: counted in steps or tau, emitted after a stop string, or kept in a cache
-    that the next turn reuses. Rows finish at different times, by strings, ids and length."""
+    """Catches steps that ran ahead, were thrown away and still count in steps or tau, are emitted after a stop
+    string, or stay in a cache that the next turn reuses. Rows finish at different times, by strings, ids and length."""
     text = letters().decode(plain(settings(index)))
     for stops in ((text[9:12],), (text[4:6], text[15:19])):
         params = settings(index, stop=stops, stop_ids=(plain(settings(index), 1)[6],))
@@ -72,8 +61,9 @@ def test_steps_ahead_change_nothing(kind, tree, index):
 
 
 def test_stop_string_inside_an_accepted_run_found_late():
-    """A stop string in the middle of a long run, while two more runs are already accepted on the device: all of them
-    must be unwound for the next turn. The oracle accepts everything."""
+    """Catches accepted tokens that the next turn still sees after a stop string cut them off. The string lies in the
+    middle of a long run while two more runs are accepted on the device already, because the oracle's drafts are all
+    accepted."""
     long = settings(2, max_new_tokens=44)
     text = letters().decode(plain(long))
     for at in range(3, 20, 4):
@@ -90,8 +80,8 @@ def test_stop_string_inside_an_accepted_run_found_late():
 
 
 def test_a_late_stop_leaves_rows_that_the_cache_disowns():
-    """The cache believed valid up to where the device went instead of to where the text ended; and that the steps above
-    really run ahead (else those tests prove nothing)."""
+    """Catches a cache that is believed valid up to where the device went instead of to where the text ended. It also
+    shows that the steps of the tests above really run ahead."""
 
     class Late(Engine):
         def _finish(self, row):
@@ -107,7 +97,7 @@ def test_a_late_stop_leaves_rows_that_the_cache_disowns():
 
 
 class Watcher(Observer):
-    """Keeps the tokens of every step that it sees (of row 0), and what was unread when it saw them."""
+    """Keeps the tokens of row 0 of every step that it sees, and how many steps were unread then."""
 
     def __init__(self, engine: Engine):
         self.engine, self.emitted, self.unread = engine, [], []
@@ -118,7 +108,7 @@ class Watcher(Observer):
 
 
 def test_an_observer_sees_every_step_and_no_other():
-    """A viewer that is shown tensors of later steps: with an observer nothing runs ahead."""
+    """Catches a viewer that is shown tensors of later steps. With an observer nothing may run ahead."""
     engine = make("eagle1", "paper25", 2)
     watcher = Watcher(engine)
     engine.add_observer(watcher)
@@ -128,8 +118,8 @@ def test_an_observer_sees_every_step_and_no_other():
 
 
 def test_observers_attach_and_detach():
-    """An observer that replaces the one before it, goes on watching after it was taken off, changes what is decoded, or
-    leaves the engine without steps ahead of the host."""
+    """Catches an observer that replaces another one, that goes on watching after it was removed, that changes what is
+    decoded, or after which no step runs ahead of the host any more."""
     engine = make("eagle1", "paper25", 2)
     one, two = Watcher(engine), Watcher(engine)
     expected = outcome(make("eagle1", "paper25", 2).generate(PROMPT, settings(2)).run())
@@ -153,8 +143,8 @@ def test_observers_attach_and_detach():
 
 @pytest.mark.parametrize("at", (0, 1, 4))
 def test_an_observer_comes_and_goes_within_a_request(at):
-    """An observer that is attached while steps are under way and shown the tensors of a later step than the one that was
-    read, or of none; and seconds of decoding that jump when it comes or goes."""
+    """Catches an observer that is added while steps are under way and then shown another step than the one that was
+    read, or none. Catches seconds of decoding that jump when it comes or goes."""
     engine = make("eagle1", "paper25", 2)
     expected = outcome(make("eagle1", "paper25", 0).generate(PROMPT, settings(2)).run())
     stream, watcher, seconds = engine.generate(PROMPT, settings(2)), Watcher(engine), []
@@ -173,7 +163,7 @@ def test_an_observer_comes_and_goes_within_a_request(at):
 
 
 def test_the_ring_refuses_to_overwrite_unread_rows():
-    """A lag longer than the ring: rows overwritten before the host saw them."""
+    """Catches a lag longer than the ring, with which rows are overwritten before the host has seen them."""
     runner = Runner(torch.zeros(3, 1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     for i in range(3):
         runner.launch("", lambda i=i: runner.ring[i].fill_(i))
@@ -188,16 +178,17 @@ def test_the_ring_refuses_to_overwrite_unread_rows():
 
 
 def with_graphs(engine: Engine) -> Engine:
-    """The engine as on a GPU with graphs. The one seam is the `cuda` of its Runner."""
+    """The engine as on a GPU with graphs. The `cuda` of its Runner is the only part that is replaced."""
     engine.runner = Runner(engine.state.ring, engine.state.step, FakeCuda(), capture=True)
     return engine
 
 
 @pytest.mark.parametrize("kind, tree", KINDS)
 def test_graphs_replay_what_eager_steps_compute(kind, tree):
-    """A buffer rebound instead of written, or a number of the host baked into the graph (position, temperature, seed,
-    stop id, row count): the replay would repeat the request it was captured in. Two requests in a row, other prompts,
-    a batch, all settings; one capture per kind of step, when it is first needed."""
+    """Catches a buffer that is rebound instead of written, and a number of the host (position, temperature, seed,
+    stop id, row count) that is fixed in the graph. A replay would repeat the request in which it was captured.
+    Requests with other prompts, batches and settings follow each other, and every kind of step is captured once, when
+    it is first needed."""
     engine, eager = with_graphs(make(kind, tree, 2, 3)), make(kind, tree, 0, 3)
     for number, index in enumerate((2, 1, 0, 7, 2, 3)):
         params = settings(index, seed=number, max_new_tokens=5 + number, stop_ids=(90 + number,))
@@ -207,12 +198,25 @@ def test_graphs_replay_what_eager_steps_compute(kind, tree):
         )
         captured = [entry for entry in engine.runner.cuda.log if entry[0] == "captured"]
         assert len(captured) == len(engine.runner.graphs) == (1, 1, 2, 3, 3, 4)[number]
-    assert {pool for _, pool in captured} == {engine.runner.pool}  # one pool for all
+    assert {pool for _, pool in captured} == {engine.runner.pool}  # one memory pool for all graphs
     assert len({mode for *_, mode in engine.runner.graphs}) == 4
 
 
+@pytest.mark.parametrize("kind", ("eagle1-grams", "draft", "ngram", "lookahead"))
+def test_every_drafter_replays_what_it_drafts_eagerly(kind):
+    """Catches a drafter whose draft or `observe` rebinds a buffer or fixes a number of the host in the graph."""
+    engine, eager = (Engine(MODEL, letters(), drafter_of(kind, 2), 2, lag=2) for _ in range(2))
+    with_graphs(engine)
+    for number, index in enumerate((2, 0, 7, 2)):
+        params = settings(index, seed=number, max_new_tokens=5 + 4 * number)
+        prompts = PROMPTS[:2][:: 1 - 2 * (number % 2)]
+        found, expected = (outcome(e.generate_batch(prompts, params).run()) for e in (engine, eager))
+        assert found == expected
+    assert len(engine.runner.graphs) == 3 and engine.runner.replays > 0
+
+
 def test_the_gauge_counts_graph_launches():
-    """A step split over several graphs, or left to single kernels, that reports as one launch."""
+    """Catches a step that is split over several graphs, or left to single kernels, and reports one launch."""
     engine = with_graphs(make("eagle1", "paper25", 0))
     gauge = Gauge(engine)
     engine.runner.begin()
@@ -225,8 +229,8 @@ def test_the_gauge_counts_graph_launches():
 
 
 def test_graphs_are_captured_on_request():
-    """A first request that captures although it was asked for before; settings of another kind believed captured; a
-    request that differs after one; a cache lost by it."""
+    """Catches a first request that captures again after `warm_up`, settings of another kind that count as captured,
+    and a request that differs after a warm-up or loses its cached prefix."""
     params, kinds = settings(2), (settings(0), settings(2))
     engine, plain_engine = with_graphs(make("eagle1", "paper25", 2)), make("eagle1", "paper25", 2)
     assert engine.warm_up(params) > 0 and len(engine.runner.graphs) == 1
@@ -250,8 +254,8 @@ def test_graphs_are_captured_on_request():
 
 
 def test_capture_order_and_waits():
-    """Warm-up on another stream than the capture's, a capture that does not wait for the stream before it, or a read that
-    waits for more than the step it reads (the GPU then idles while the host works)."""
+    """Catches a warm-up on another stream than the capture's, a capture that does not wait for the stream before it,
+    and a read that waits for more than its own step. The GPU would then idle while the host works."""
     engine = with_graphs(make("eagle1", "paper25", 2))
     log = engine.runner.cuda.log
     result = engine.generate(PROMPT, settings(2)).run()[0]
@@ -267,10 +271,10 @@ def test_capture_order_and_waits():
     kinds = [entry[0] for entry in log[5:]]
     replays, waits = kinds.count("replay"), [entry[1] for entry in log if entry[0] == "wait"]
     assert waits == [i % RING for i in range(result.steps)]
-    assert replays == result.steps + LAG  # thrown away, and not counted
+    assert replays == result.steps + LAG  # the last ones are thrown away and not counted
     for i in range(result.steps):
         at = [k for k, entry in enumerate(kinds) if entry == "wait"][i]
-        assert kinds[:at].count("replay") == i + 1 + LAG  # only the step two replays back is waited for
+        assert kinds[:at].count("replay") == i + 1 + LAG  # the host waits only for the step two replays back
     assert all(k == "record" for j, k in enumerate(kinds[1:]) if kinds[j] == "replay")
 
 
@@ -281,7 +285,7 @@ def contents(engine):
 
 
 def test_warm_up_and_capture_change_nothing():
-    """A warm-up that advances a sequence, or writes over cache rows that the next chat turn reuses."""
+    """Catches a warm-up that advances a sequence, or writes over cache rows that the next chat turn reuses."""
     engine = with_graphs(make("eagle1", "paper25", 2, 2))
     engine.generate_batch(PROMPTS[:2], settings(2)).run()
     steps, real = [], engine._step
@@ -299,13 +303,12 @@ def test_warm_up_and_capture_change_nothing():
                 assert held > 4 and torch.equal(new[..., b, :, :held, :], old[..., b, :, :held, :])
         elif name not in ("ring", "step", "tokens"):
             assert torch.equal(new, old), name
-    assert torch.equal(
-        engine.state.tokens[:, :-1], before["tokens"][:, :-1]
-    )  # the last slot is the trash row
+    assert torch.equal(engine.state.tokens[:, :-1], before["tokens"][:, :-1])  # the last slot is the trash row
 
 
 def test_buffers_keep_their_addresses():
-    """A buffer rebound by a step or by a request's set-up: a captured graph would go on writing the old one."""
+    """Catches a buffer that a step or the settings of a request rebind. A captured graph would go on writing the old
+    one."""
     engine = make("eagle1", "paper25", 2, 2)
     engine.generate_batch(PROMPTS[:2], settings(2)).run()
     addresses = {k: v.data_ptr() for k, v in contents(engine).items()}
@@ -317,7 +320,7 @@ def test_buffers_keep_their_addresses():
 
 
 class Writes(TorchDispatchMode):
-    """Collects the memory that operators write in place, less what was made meanwhile."""
+    """Collects the memory that operators write in place, except what was allocated meanwhile."""
 
     def __init__(self):
         super().__init__()
@@ -340,12 +343,10 @@ def addresses(buffers) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in buffers}
 
 
-@pytest.mark.parametrize(
-    "kind", ("", "eagle1", "eagle3-dynamic", "eagle1-grams", "draft", "ngram", "lookahead")
-)
+@pytest.mark.parametrize("kind", ("", "eagle1", "eagle3-dynamic", "eagle1-grams", "draft", "ngram", "lookahead"))
 def test_buffers_name_all_that_a_step_writes(kind):
-    """A tensor that a step writes and `buffers` leaves out: with --compile-mode reduce-overhead, whose graphs need to
-    know these addresses, no step would be captured. A tensor that is named and never written."""
+    """Catches a tensor that a step writes and `buffers` leaves out. --compile-mode reduce-overhead would capture no
+    step then, because its graphs must know the addresses of all that they write. Catches a name too many as well."""
     drafter = drafter_of(kind, 2) if kind else None
     engine = Engine(MODEL, drafter=drafter, batch_size=2, eagle_always=kind == "lookahead")
     engine._measure = lambda mode: (1.0, 1.0)
@@ -360,7 +361,7 @@ def test_buffers_name_all_that_a_step_writes(kind):
 
 
 def test_a_rebound_buffer_is_caught():
-    """That the comparison of graphs and eager steps can fail."""
+    """Shows that the comparison of graphs with eager steps can fail."""
 
     def rebinding(model, drafter, state, mode, **named):
         out = decode_step(model, drafter, state, mode, **named)
@@ -379,8 +380,9 @@ def interrupt():
 
 @pytest.mark.parametrize("when", range(WARM_UP + 1))
 def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
-    """An operator that cannot be captured, or memory that ends in the warm-up: one clear line, the stream as before, and
-    right tokens from then on, without graphs. Ctrl-C is no reason to give up graphs."""
+    """Catches unclear errors, wrong streams and wrong tokens after an operator that cannot be captured or memory that
+    ends in the warm-up. The error is one line, and from then on steps run without graphs. Ctrl-C is no reason to give
+    up graphs."""
     engine = with_graphs(make("eagle1", "paper25", 2))
     real, calls = engine._step, []
     engine._step = lambda *args, **named: calls.append(1) or (len(calls) == when + 1 and interrupt())
@@ -388,9 +390,7 @@ def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
         engine.warm_up(settings(0))
     assert not engine.runner.graphs and engine.runner.cuda.current.name == "main"
     engine._step = real
-    assert steps_of(engine, PROMPT, settings(0)) == steps_of(
-        make("eagle1", "paper25", 0), PROMPT, settings(0)
-    )
+    assert steps_of(engine, PROMPT, settings(0)) == steps_of(make("eagle1", "paper25", 0), PROMPT, settings(0))
     assert engine.runner.graphs.pop(next(iter(engine.runner.graphs)))
     calls.clear()
 
@@ -405,16 +405,14 @@ def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
     with pytest.raises(RuntimeError, match="could not be captured.*OutOfMemoryError.*one kernel at a time"):
         stream.run()
     assert stream.result.stop_reason == "interrupted" and engine.runner.cuda.current.name == "main"
-    assert steps_of(engine, PROMPT, settings(2)) == steps_of(
-        make("eagle1", "paper25", 0), PROMPT, settings(2)
-    )
+    assert steps_of(engine, PROMPT, settings(2)) == steps_of(make("eagle1", "paper25", 0), PROMPT, settings(2))
     assert not engine.runner.graphs
 
 
 @pytest.mark.parametrize("warm_up", (0, 2))
 def test_capture_graph_runs_on_one_side_stream_and_replays_into_its_output(warm_up):
-    """A warm-up on another stream than the capture's, a capture that computes, or a replay whose output is not the tensor
-    that was returned."""
+    """Catches a warm-up on another stream than the capture's, a capture that computes something, and a replay that
+    does not write the tensor that was returned."""
     cuda, x, streams = FakeCuda(), torch.zeros(3), []
 
     def call():
@@ -437,7 +435,8 @@ def test_capture_graph_runs_on_one_side_stream_and_replays_into_its_output(warm_
 
 @pytest.mark.parametrize("when", range(WARM_UP + 1))
 def test_capture_graph_gives_the_stream_back_after_any_error(when):
-    """Kernels that run on the side stream of a failed capture from then on, beside those that they depend on."""
+    """Catches a failed capture whose side stream stays current. Later kernels would run beside those that they depend
+    on."""
     for error in ERRORS:
         cuda, calls = FakeCuda(), []
 
@@ -502,20 +501,14 @@ def fresh_outcome(rows: int):
 
 
 @pytest.mark.parametrize("after", (False, True), ids=("before", "after"))
-@pytest.mark.parametrize(
-    "owner, point", INJECTION_POINTS, ids=[f"{o.__name__}.{p}" for o, p in INJECTION_POINTS]
-)
+@pytest.mark.parametrize("owner, point", INJECTION_POINTS, ids=[f"{o.__name__}.{p}" for o, p in INJECTION_POINTS])
 def test_the_engine_survives_every_injection_point(owner, point, after, monkeypatch):
-    """Ctrl-C, a bug or no memory at any place where a request can be cut short: what it left behind must not show in
-    later requests. A point that no request reaches fails here, because its error is not raised."""
+    """Catches what Ctrl-C, a bug or a lack of memory leaves behind for later requests, at every place where a request
+    can be cut short. A point that no request reaches fails here, because its error is not raised."""
     for name, value in (("WINDOW", 2), ("PLAIN", 4), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)
     monkeypatch.setattr(runner_module, "capture_graph", functools.partial(capture_graph, warm_up=1))
-    params, real, graphs = (
-        accident_params(),
-        getattr(owner, point),
-        point in ("_capture", "_launch", "launch"),
-    )
+    params, real, graphs = (accident_params(), getattr(owner, point), point in ("_capture", "_launch", "launch"))
     engine = accident_engine(graphs)
     for error in ERRORS:
 
@@ -534,9 +527,7 @@ def test_the_engine_survives_every_injection_point(owner, point, after, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(owner, point, failing)
             with pytest.raises(error, match=f"planted in {point}"):
-                (accident_engine(graphs) if point == "_allocate" else engine).generate_batch(
-                    PROMPTS[:2], params
-                ).run()
+                (accident_engine(graphs) if point == "_allocate" else engine).generate_batch(PROMPTS[:2], params).run()
         if point == "_observe":
             engine.remove_observer(observer)
         if point == "_allocate":
@@ -561,8 +552,8 @@ class Interrupt(TorchDispatchMode):
 
 
 def test_an_interrupt_between_any_two_writes():
-    """A step cut in two: positions and counts that contradict each other (n < count re-feeds draft row -1) in a row that
-    the next request does not use."""
+    """Catches positions and counts that contradict each other after a step was cut in two, in a row that the next
+    request does not use. With n < count it would feed draft row -1."""
     engine, fresh = make("eagle1", "chain4", 0, 3), make("eagle1", "chain4", 0, 3)
     expected = outcome(fresh.generate_batch(PROMPTS[:1], settings(2, max_new_tokens=6)).run())
     short, hot, k = [[1], [2, 3], [4]], settings(2, temperature=4.0, seed=8, max_new_tokens=9), 0
@@ -582,9 +573,7 @@ def test_an_interrupt_between_any_two_writes():
         engine._step = real
         assert bool((engine.state.n >= engine.state.count).all())
         if k % 9 == 0:
-            assert (
-                outcome(engine.generate_batch(PROMPTS[:1], settings(2, max_new_tokens=6)).run()) == expected
-            )
+            assert outcome(engine.generate_batch(PROMPTS[:1], settings(2, max_new_tokens=6)).run()) == expected
     assert k > 40
 
 
@@ -592,14 +581,15 @@ def test_an_interrupt_between_any_two_writes():
 
 
 def test_pacer_gives_up_after_a_window_and_probes_again():
-    """A request that stays slow because the decision is made never, or once; or that flickers on one bad step."""
+    """Catches a request that stays slow because the decision is made never or only once, and one that flickers
+    because of one bad step."""
     pacer = Pacer(2.0)
     for _ in range(15):
         pacer.take(True, [1, 2])
         assert pacer.speculating
     pacer.take(True, [1, 1])
     assert not pacer.speculating
-    pacer.take(True, [5])  # was under way: belongs to no phase
+    pacer.take(True, [5])  # this step was under way, so it belongs to no phase
     for _ in range(63):
         pacer.take(False, [1, 1])
         assert not pacer.speculating
@@ -608,7 +598,7 @@ def test_pacer_gives_up_after_a_window_and_probes_again():
     for i in range(8):
         pacer.take(False, [1])
         assert pacer.speculating
-        pacer.take(True, [3 if i < 4 else 0, 1])  # tau 1.25: a probe is 8 steps, not 16
+        pacer.take(True, [3 if i < 4 else 0, 1])  # tau 1.25; a probe is 8 steps, not 16
     assert not pacer.speculating
     for _ in range(64):
         pacer.take(False, [1])
@@ -618,7 +608,7 @@ def test_pacer_gives_up_after_a_window_and_probes_again():
 
 
 class Turning(ScriptedDrafter):
-    """Always wrong up to a position, always right from there on (or the other way round, with shifts exchanged)."""
+    """Always wrong up to a position and always right from there on. Exchange the shifts for the opposite."""
 
     turn, shifts = 60, (1, 0)
 
@@ -635,8 +625,8 @@ class Turning(ScriptedDrafter):
 @pytest.mark.parametrize("lag", (0, 2))
 @pytest.mark.parametrize("shifts", ((1, 0), (0, 1)))
 def test_plain_steps_while_speculation_does_not_pay(shifts, lag):
-    """A hopeless drafter that goes on slowing a request, or one that became good and stays unused. The tokens are plain
-    decoding's throughout, and so are the counts."""
+    """Catches a hopeless drafter that goes on slowing a request, and one that became good and stays unused. The
+    tokens are always those of plain decoding, and the counts fit."""
     params = settings(2, max_new_tokens=130)
     expected = plain(params)
     truth = PROMPT + list(plain(settings(2, max_new_tokens=140)))
@@ -674,8 +664,9 @@ def drafter_of(kind: str, batch_size: int) -> Drafter:
 @pytest.mark.parametrize("lag", (0, 2))
 @pytest.mark.parametrize("kind", ("eagle1", "eagle3-dynamic", "eagle1-grams", "draft", "ngram"))
 def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
-    """Draft rows of plainly decoded tokens missing, shifted by one or made from other features: acceptance would be lost,
-    silently. Tokens and every later draft row must be those of an engine that never stopped; also in the next turn."""
+    """Catches draft rows of plainly decoded tokens that are missing, shifted by one or made from other features.
+    Acceptance would be lost silently. Tokens and all later draft rows must be those of an engine that never stopped,
+    also in the next turn."""
     for name, value in (("WINDOW", 3), ("PLAIN", 37), ("PROBE", 3)):  # 37: more than one chunk of catching up
         monkeypatch.setattr(Pacer, name, value)
     params = settings(2, max_new_tokens=90)
@@ -702,13 +693,11 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
         e.step_seconds = None
         e.fallback = None
     short = settings(2, max_new_tokens=9)
-    assert outcome(engine.generate_batch(turns, short).run()) == outcome(
-        always.generate_batch(turns, short).run()
-    )
+    assert outcome(engine.generate_batch(turns, short).run()) == outcome(always.generate_batch(turns, short).run())
 
 
 def test_features_kept_wrongly_are_caught(monkeypatch):
-    """That the test above can fail: catching up from a row too far."""
+    """Shows that the test above can fail: this mutant catches up from a row too far."""
     real = Engine._catch_up
     monkeypatch.setattr(Engine, "_catch_up", lambda self, row, start, end: real(self, row, start + 1, end))
     with pytest.raises(AssertionError):
@@ -716,7 +705,7 @@ def test_features_kept_wrongly_are_caught(monkeypatch):
 
 
 def test_the_first_request_measures_both_steps(monkeypatch):
-    """A break-even that was guessed, measured again in every request, or measured on steps that left traces."""
+    """Catches a break-even that is guessed, measured again in every request, or measured on steps that leave traces."""
     clock = fake_clock(monkeypatch)
     engine = Engine(MODEL, drafter=drafter_of("eagle1", 1), eagle_always=False)
     assert engine.step_seconds is None and engine.break_even_tau == 0
@@ -726,9 +715,7 @@ def test_the_first_request_measures_both_steps(monkeypatch):
         plain_step, speculative = engine.step_seconds
         # five draft levels are more operators than none
         assert engine.break_even_tau == speculative / plain_step > 1
-        engine.generate(
-            PROMPT, settings(0, max_new_tokens=5)
-        ).run()  # another kind of step takes another time
+        engine.generate(PROMPT, settings(0, max_new_tokens=5)).run()  # another kind of step takes another time
         assert len(engine.timings) == 2 and engine.step_seconds != (plain_step, speculative)
         engine.generate(PROMPT, params).run()
         assert len(engine.timings) == 2 and engine.step_seconds == (plain_step, speculative)
@@ -736,7 +723,8 @@ def test_the_first_request_measures_both_steps(monkeypatch):
 
 @pytest.mark.parametrize("lag", (0, 2))
 def test_captures_and_first_runs_do_not_count_as_steps(lag, monkeypatch):
-    """A break-even that holds the seconds of a capture or of a compilation: speculation would be given up, or never."""
+    """Catches a break-even that holds the seconds of a capture or of a compilation. Speculation would be given up
+    without reason, or never."""
     clock, times = fake_clock(monkeypatch), []
     for slow in (0, 300):
         drafter = drafter_of("eagle1-chain", 1)
@@ -757,7 +745,8 @@ def test_captures_and_first_runs_do_not_count_as_steps(lag, monkeypatch):
 
 
 def test_what_cannot_catch_up_says_so():
-    """Plain steps put between the steps of a drafter that lives from them, or of a rule whose tokens depend on them."""
+    """Catches plain steps between the steps of a drafter that needs all of them (lookahead), or of a rule whose
+    tokens depend on the drafter (multi-round)."""
     for drafter, why in (
         (LookaheadDrafter(MODEL, 1), "window"),
         (WithNGrams(LookaheadDrafter(MODEL, 1), 4), "window"),
@@ -772,7 +761,7 @@ def test_what_cannot_catch_up_says_so():
 
 @pytest.mark.parametrize("scope", ("whole", "parts"))
 def test_plain_steps_and_catching_up_do_not_recompile(scope, monkeypatch):
-    """A switch between the two kinds of step that compiles anew in the middle of a request."""
+    """Catches a switch between the two kinds of step that compiles anew in the middle of a request."""
     torch._dynamo.reset()
     for name, value in (("WINDOW", 2), ("PLAIN", 5), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)

@@ -15,6 +15,7 @@ from tiny import eagle_engine, tiny_head, tiny_model
 
 import generate
 import load
+import options
 import tree as trees
 import tree_building
 import verify as verify_module
@@ -23,11 +24,12 @@ from bench.tree_costs import Costs
 from eagle_draft import EagleDrafter, UnshiftedDrafter
 from sampling import SamplingParams
 from scripts import tune_tree
+from step import Observer
 from support import errors
 from support.errors import UserError
 from support.files import write_json
 from tree import DynamicTree, StaticTree
-from weights.checkpoint import load_config
+from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
 
@@ -234,7 +236,7 @@ def test_rank_statistics_equal_a_recount(name):
     index = {(): 0} | {path: i for i, path in enumerate(tree.paths, 1)}
     for _ in range(STEPS):
         output, choice = scripted_output(tree, rng)
-        observer(output)
+        observer.step(output)
         ranks: list[int] = []
         while (token := choice[index[tuple(ranks)]]) >= 10:
             ranks.append(token - 10)
@@ -242,7 +244,7 @@ def test_rank_statistics_equal_a_recount(name):
     trials, hits = recount(tree, records)
     assert as_counts(observer.trials) == trials and as_counts(observer.hits) == hits
     assert observer.steps == STEPS == trials[0, 0]
-    observer(SimpleNamespace(count=torch.tensor([0]), path=output.path, draft=output.draft))
+    observer.step(SimpleNamespace(count=torch.tensor([0]), path=output.path, draft=output.draft))
     assert observer.steps == STEPS, "a finished sequence's step was counted"
 
 
@@ -253,11 +255,12 @@ def test_rank_statistics_of_a_real_engine():
     engine, emitted = eagle_engine(head, tree), []
     statistics = tree_search.RankStatistics(tree)
 
-    def observer(output):
-        statistics(output)
-        emitted.append(int(output.count[0]))
+    class Both(Observer):
+        def step(self, output):
+            statistics.step(output)
+            emitted.append(int(output.count[0]))
 
-    engine.observer = observer
+    engine.add_observer(Both())
     engine.generate(PROMPTS[0], SamplingParams(temperature=1.0, max_new_tokens=60)).run()
     assert statistics.steps == len(emitted)
     assert sum(map(sum, statistics.hits)) == sum(emitted) - len(emitted)
@@ -280,7 +283,7 @@ def test_dynamic_statistics_equal_the_smaller_trees_own_steps():
         root = torch.tensor([9])
         big = tree_building.select(pools[-1], root, 31, depth + 1)
         output, choice = scripted_output(big, rng)
-        observer(output)
+        observer.step(output)
         route, seen = {}, big.ancestors[0].tolist()
         for node in range(31):  # the target's token after a path of tokens
             path = [i for i in range(1, 31) if seen[node][i]]
@@ -478,27 +481,26 @@ def test_a_winning_tree_is_written_and_found_by_auto(checkpoint, monkeypatch, tm
 def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch, tmp_path):
     """One cached tree for two devices, models, heads, quantizations or ways to run."""
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
-    config = load_config(checkpoint)
-    one, two = (read_eagle(checkpoint / f"eagle{i}", config) for i in (1, 2))
-    opts = load.LoadOptions(str(checkpoint))
-    device = torch.device("cpu")
-    path = load.tuned_tree_path(opts, config, one, device)
-    assert path == load.tuned_tree_path(opts, config, one, device)
+    opened = Checkpoint.open(checkpoint)
+    one, two = (read_eagle(checkpoint / f"eagle{i}", opened.config) for i in (1, 2))
+    opts = options.LoadOptions(str(checkpoint), device="cpu")
+    path = options.tuned_tree_path(opts, opened, one)
+    assert path == options.tuned_tree_path(opts, opened, one)
     quantized = tmp_path / "int4"
     quantized.mkdir()
     raw = json.loads((checkpoint / "config.json").read_text()) | {"eaglet_quant": {"mode": "int4"}}
     (quantized / "config.json").write_text(json.dumps(raw))
     others = [
-        load.tuned_tree_path(opts, config, two, device),
-        load.tuned_tree_path(load.LoadOptions(str(quantized)), config, one, device),
-        load.tuned_tree_path(opts, replace(config, rms_norm_eps=1e-3), one, device),
+        options.tuned_tree_path(opts, opened, two),
+        options.tuned_tree_path(opts, Checkpoint.open(quantized), one),
+        options.tuned_tree_path(opts, replace(opened, config=replace(opened.config, rms_norm_eps=1e-3)), one),
         *(
-            load.tuned_tree_path(replace(opts, **more), config, one, device)
+            options.tuned_tree_path(replace(opts, **more), opened, one)
             for more in ({"dtype": "bfloat16"}, {"compile": True}, {"draft_vocab": 9}, {"kv": "int8"})
         ),
     ]
-    monkeypatch.setattr(load, "describe_device", lambda device: "NVIDIA GeForce RTX 3090")
-    others.append(load.tuned_tree_path(opts, config, one, device))
+    monkeypatch.setattr(options, "describe_device", lambda device: "NVIDIA GeForce RTX 3090")
+    others.append(options.tuned_tree_path(opts, opened, one))
     assert "NVIDIA-GeForce-RTX-3090" in others[-1].name
     assert len({path, *others}) == 9
 

@@ -40,7 +40,7 @@ class Collector(Observer):
 
 @pytest.mark.parametrize("tree", ["root", "paper25", "dynamic"])
 def test_parts_sum_to_the_step_and_tokens_stay(tree, monkeypatch):
-    """A phase counted twice or not at all, and an instrumented step that decodes something else."""
+    """Catches a phase that is counted twice or not at all, and an instrumented step that decodes something else."""
     plain, gauged = engines(tree)
     clock = fake_clock(monkeypatch)
     params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
@@ -59,14 +59,12 @@ def test_parts_sum_to_the_step_and_tokens_stay(tree, monkeypatch):
     assert sum(parts[name] for name in (*PHASES, "host")) == pytest.approx(parts["step"])
     assert all(parts[name] > 0 for name in (*PHASES, "host"))
     assert parts["host"] < 0.05 * parts["step"], "phases cover the step"
-    assert gauge.line(result).startswith(
-        f"step {parts['step']:.2f} ms = draft {parts['draft']:.2f} + verify "
-    )
+    assert gauge.line(result).startswith(f"step {parts['step']:.2f} ms = draft {parts['draft']:.2f} + verify ")
     assert gauge.line(result).endswith("; no graph: kernels are launched one by one")
 
 
 def test_a_gauge_that_is_taken_off_counts_no_more(monkeypatch):
-    """Marks that go on costing time in every step, or steps that are added to a measurement that has ended."""
+    """Catches marks that go on costing time in every step, and steps that are added to a measurement that has ended."""
     engine, _ = engines("paper25")
     clock = fake_clock(monkeypatch)
     params = SamplingParams(max_new_tokens=12)
@@ -97,7 +95,7 @@ SLOW = {  # part of a step -> the phase that its time belongs to
 
 @pytest.mark.parametrize("part", SLOW)
 def test_a_slow_phase_is_found(part, monkeypatch):
-    """Times that go to the wrong phase: the gauge would send people to tune the wrong kernel."""
+    """Catches times that go to the wrong phase. The gauge would send people to tune the wrong kernel."""
     engine, _ = engines("paper25")
     clock = fake_clock(monkeypatch)
     phase, owner, name = SLOW[part]
@@ -119,7 +117,8 @@ def test_a_slow_phase_is_found(part, monkeypatch):
 
 
 def test_flag_adds_line_and_field(capsys):
-    """--gauge that is accepted and shows nothing; a step compiled in one piece that is said to have phases."""
+    """Catches --gauge that is accepted and shows nothing, and a step compiled in one piece that is said to have
+    phases."""
     head = str(DEMO / "eagle1")
     command = ["--device", "cpu", "--eagle", head, "--tree", "chain:2", "--max-new-tokens", "8", "--gauge"]
     assert generate.main(command) == 0
@@ -134,7 +133,8 @@ def test_flag_adds_line_and_field(capsys):
 
 
 def test_the_page_says_what_the_numbers_are(tmp_path):
-    """Scores with the shared noise shown as probabilities: at T > 0 they are far from the draft's own law."""
+    """Catches scores with the shared noise that are called probabilities. At T > 0 they are far from the draft's own
+    probabilities."""
     head, page = tiny_head(tiny_model()), tmp_path / "steps.html"
     cases = [
         (0.0, dict(), "probability of the path"),
@@ -159,7 +159,7 @@ def test_the_page_says_what_the_numbers_are(tmp_path):
 
 
 def test_probabilities_on_the_page_are_the_draft_s_own():
-    """Multi-round drafts shown with the scores of shared noise that they do not use."""
+    """Catches multi-round drafts that are shown with scores of shared noise, which they do not use."""
     head, taken = tiny_head(tiny_model()), []
     engine = eagle_engine(head, TREES["chain4"], multi_round="without")
     real, recorder = engine.drafter.draft, StepRecorder(engine)
@@ -171,8 +171,8 @@ def test_probabilities_on_the_page_are_the_draft_s_own():
 
 
 def test_a_static_tree_s_probabilities_are_without_the_noise_and_change_nothing(monkeypatch):
-    """The noise of the target left in what is called a probability; a viewer that changes what is drafted."""
-    head, laws = tiny_head(tiny_model()), []
+    """Catches the target's noise in what is called a probability, and a viewer that changes what is drafted."""
+    head, probabilities = tiny_head(tiny_model()), []
     plain, engine = (eagle_engine(head, TREES["chain4"]) for _ in range(2))
     params = SamplingParams(1.0, seed=2, max_new_tokens=12)
     unseen = plain.generate(PROMPT, params).run()[0]
@@ -180,11 +180,11 @@ def test_a_static_tree_s_probabilities_are_without_the_noise_and_change_nothing(
     predict = engine.drafter.predict
 
     def spy(output):
-        laws.append(predict(output).softmax(-1)[0, 0])
+        probabilities.append(predict(output).softmax(-1)[0, 0])
         return predict(output)
 
     monkeypatch.setattr(engine.drafter, "predict", spy)
     assert engine.generate(PROMPT, params).run()[0].tokens_per_step == unseen.tokens_per_step
     for at, step in enumerate(recorder.steps):
-        own = [float(law[token]) for law, token in zip(laws[4 * at :], step.tokens[1:], strict=False)]
+        own = [float(p[token]) for p, token in zip(probabilities[4 * at :], step.tokens[1:], strict=False)]
         assert step.score[1:] == pytest.approx([math.prod(own[: i + 1]) for i in range(4)], rel=1e-5)

@@ -19,9 +19,7 @@ from model_config import ModelConfig, RopeConfig
 from weights.heads import EagleConfig
 
 V, CTX = 97, 160
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 # Five children at the root, uneven below: a small tree of the Medusa lists' kind.
 MEDUSA = trees.StaticTree(
     tuple(tuple(map(int, word)) for word in "0 1 2 3 4 00 01 02 10 11 20 30 000 001 010 100 0000".split())
@@ -38,16 +36,14 @@ DRAFT_VOCAB = torch.tensor(sorted({(i * 37 + 11) % V for i in range(60)}))  # 60
 
 
 def geometry(layers: int = 2, vocab: int = V, **changes) -> ModelConfig:
-    shape = dict(
-        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8
-    )
+    shape = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     return ModelConfig(
         "llama", num_hidden_layers=layers, vocab_size=vocab, max_position_embeddings=CTX, **(shape | changes)
     )
 
 
 def randomise(module: nn.Module, seed: int, std: float = 0.25) -> None:
-    """Random weights; norms and biases too, so that none is inert."""
+    """Random weights. Norms and biases are random too, so that none is inert."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -63,14 +59,10 @@ def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0, **changes) -> 
 
 
 def tiny_head(
-    target: Transformer,
-    version: int = 1,
-    vocab: Tensor | None = None,
-    seed: int = 1,
-    cls=EagleHead,
-    **changes,
+    target: Transformer, version: int = 1, vocab: Tensor | None = None, seed: int = 1, cls=EagleHead, **changes
 ) -> EagleHead:
-    """`vocab`: absolute target ids the head can draft. `changes`: fields of EagleConfig, or of the layer's geometry."""
+    """`vocab`: absolute target ids that the head can draft. `changes`: fields of EagleConfig, or of the layer's
+    geometry."""
     flags = {k: changes.pop(k) for k in list(changes) if k in EagleConfig.__dataclass_fields__}
     drafted = target.config.vocab_size if vocab is None or version == 1 else len(vocab)
     layer = geometry(1, drafted, rope=RopeConfig(theta=500.0), **changes)
@@ -94,7 +86,7 @@ def heads(target: Transformer) -> dict[str, EagleHead]:
 
 
 def tables(tree, batch_size: int = 1):
-    """`tree`: one tree (for every sequence) or a list, one per sequence; dynamic trees stay as they are."""
+    """The tables of one tree for every sequence, or of a list with one tree for each. Dynamic trees stay as they are."""
     if isinstance(tree, trees.DynamicTree):
         return tree
     return trees.tree_tables(tree if isinstance(tree, list) else [tree] * batch_size)
@@ -114,8 +106,10 @@ def eagle_engine(
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts the known continuation. `truth[b][p]` is the token at position p; node i at depth d gets
-    `truth[n + d] + shift + rank`: shift 0 makes rank 0 right (an oracle), shift 1 everything wrong (hostile).
+    """Drafts the known continuation. `truth[b][p]` is the token at position p.
+
+    Node i at depth d gets `truth[n + d] + shift + rank`. With shift 0 rank 0 is right (an oracle), with shift 1
+    everything is wrong (hostile).
 
     It has nothing but `draft`, so it also shows that a drafter needs no more than that.
     """
@@ -139,7 +133,7 @@ class ScriptedDrafter(Drafter):
 
 
 class Clock(TorchDispatchMode):
-    """Stands in for the module `time`, so that a test of times finds the same ones on every machine, however busy.
+    """Stands in for the module `time`, so that a test of times finds the same ones on every machine, also a busy one.
 
     Within `with clock:` every operator of torch takes a microsecond. A test adds to `now` what else shall take time.
     """
@@ -165,7 +159,7 @@ def fake_clock(monkeypatch) -> Clock:
 
 
 class PieceTokenizer:
-    """Token id -> bytes; decodes incrementally, so characters may span tokens."""
+    """Maps token ids to bytes. It decodes incrementally, so characters may span tokens."""
 
     def __init__(self, pieces: list[bytes], eos_ids: tuple[int, ...] = ()):
         self.pieces, self.eos_ids = pieces, eos_ids

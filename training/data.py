@@ -88,9 +88,7 @@ class TokenData:
         train = TokenData(self.ids[:cut], self.mask[:cut], starts, self.stream)
         held_out = TokenData(self.ids[cut:], self.mask[cut:], held_out_starts, self.stream)
         if not train.mask.any() or not held_out.mask.any():
-            raise ValueError(
-                f"{self.rows} rows are too few to hold some out; give more --data or a --held-out."
-            )
+            raise ValueError(f"{self.rows} rows are too few to hold some out; give more --data or a --held-out.")
         return train, held_out
 
 
@@ -109,9 +107,7 @@ class Batch:
     lengths: list[int]
 
 
-def step_batches(
-    data: TokenData, step: int, world: World, args: argparse.Namespace
-) -> tuple[list[Batch], float]:
+def step_batches(data: TokenData, step: int, world: World, args: argparse.Namespace) -> tuple[list[Batch], float]:
     """This process's micro-batches of a step, and how many tokens count in the whole step (all processes, at least 1).
 
     The step's rows depend on (seed, step) and on their total number alone, however they are dealt out.

@@ -152,9 +152,7 @@ def loss_of(model: Transformer, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def bits_per_byte(
-    model: Transformer, stream: np.ndarray, size: int, length: int = 1024, most: int = 64
-) -> float:
+def bits_per_byte(model: Transformer, stream: np.ndarray, size: int, length: int = 1024, most: int = 64) -> float:
     """Bits per UTF-8 byte over up to `most` consecutive windows of the stream, which has `size` bytes."""
     count = min(most, (len(stream) - 1) // length)
     windows = torch.from_numpy(stream[: count * length + 1].astype(np.int64))

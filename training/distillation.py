@@ -51,9 +51,7 @@ def draft_config(target: ModelConfig, args: argparse.Namespace) -> ModelConfig:
     """A LLaMA of the target's vocabulary with tied embeddings; ValueError for sizes that do not divide."""
     heads = args.heads or max(1, args.hidden // 64)
     if args.hidden % heads or (args.hidden // heads) % 2:
-        raise ValueError(
-            f"--hidden {args.hidden} over {heads} heads gives no even head size; change --heads."
-        )
+        raise ValueError(f"--hidden {args.hidden} over {heads} heads gives no even head size; change --heads.")
     return ModelConfig(
         model_type="llama",
         hidden_size=args.hidden,

@@ -32,9 +32,7 @@ OPTIONS = """version recipe optimizer lr warmup cooldown weight_decay clip noise
 class TrainHead(EagleHead):
     """An EAGLE head in training: the paper's input ablation, and an LM head that passes gradients when quantized."""
 
-    def __init__(
-        self, config: EagleConfig, target: Transformer, draft_ids: Tensor | None, inputs: str, compiled=False
-    ):
+    def __init__(self, config: EagleConfig, target: Transformer, draft_ids: Tensor | None, inputs: str, compiled=False):
         """With `compiled`, the forwards over whole sequences are compiled: the target's and the head's."""
         super().__init__(config, target, draft_ids)
         self.inputs = inputs
@@ -52,9 +50,7 @@ class TrainHead(EagleHead):
         embedding = super().embed(tokens)
         return embedding * 0 if self.inputs == "feature" else embedding
 
-    def forward_train(
-        self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None
-    ) -> Tensor:
+    def forward_train(self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None) -> Tensor:
         feature = feature * 0 if self.inputs == "token" else feature
         return self.run_head(tokens, feature, shift, memory)
 
@@ -152,9 +148,7 @@ def exported(head: TrainHead) -> dict[str, Tensor]:
 
     What the inputs of an EAGLE-1 head leave out gets weights of zero, which any engine runs.
     """
-    tensors = {
-        n: t.to("cpu", t.dtype if n == "draft_ids" else torch.bfloat16) for n, t in head.state_dict().items()
-    }
+    tensors = {n: t.to("cpu", t.dtype if n == "draft_ids" else torch.bfloat16) for n, t in head.state_dict().items()}
     if head.config.version == 1 and head.inputs in ("feature", "token"):
         half = head.config.layer.hidden_size
         left_out = slice(None, half) if head.inputs == "feature" else slice(half, None)

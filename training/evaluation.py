@@ -18,9 +18,7 @@ from tree import DynamicTree, TreeTables, parse_tree, tree_tables
 class Evaluation:
     """The held-out prompts of a run, and the engine that measures drafters on them."""
 
-    def __init__(
-        self, target: Transformer, stop_ids: tuple[int, ...], held_out: TokenData, args: argparse.Namespace
-    ):
+    def __init__(self, target: Transformer, stop_ids: tuple[int, ...], held_out: TokenData, args: argparse.Namespace):
         """Raises ValueError in one line if the held-out data or --tree cannot be used."""
         self.target = target
         self.stop_ids = stop_ids

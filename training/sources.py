@@ -145,9 +145,7 @@ def continue_texts(engine: Engine, data: TokenData, args: argparse.Namespace) ->
         numbers = range(first, min(args.regenerate, first + engine.batch_size))
         prompts = [data.sample(args.seed + 1, i, args.prompt_length)[0].tolist() for i in numbers]
         new_tokens = args.length - args.prompt_length
-        params = SamplingParams(
-            args.regenerate_temperature, max_new_tokens=new_tokens, seed=args.seed + first
-        )
+        params = SamplingParams(args.regenerate_temperature, max_new_tokens=new_tokens, seed=args.seed + first)
         for prompt, result in zip(prompts, engine.generate_batch(prompts, params).run(), strict=True):
             mask = [False] * len(prompt) + [True] * len(result.token_ids)
             rows.append((prompt + result.token_ids, mask))

@@ -133,9 +133,7 @@ def pickle_entries(path: Path) -> dict[str, Entry]:
     try:
         with open(path, "rb") as file:
             mapped = file.read(2) == b"PK"  # the format before torch 1.6 cannot be mapped
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # torch warns about old protocols in two lines of its own
+        with warnings.catch_warnings(action="ignore"):  # about old protocols
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # an untrusted pickle can make torch.load raise anything
         reason = f"not a plain tensor file ({_pickle_reason(error)})"

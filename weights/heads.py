@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,25 +19,11 @@ from torch import Tensor
 
 from model_config import ConfigReader, ModelConfig, RopeConfig
 from support.files import read_json, write_json
-from weights.files import (
-    IGNORED,
-    Entry,
-    check_entries,
-    check_finite,
-    read_entries,
-    tensor_files,
-    write_safetensors,
-)
+from weights.files import Entry, check_entries, check_finite, read_entries, tensor_files, write_safetensors
 from weights.hf import config_to_hf, refuse_partial_rotation
 from weights.quantized import QuantSpec
 from weights.stored import read_spec, spec_to_json
 
-# Hugging Face name inside the head's decoder layer = our name. Several names with one target are fused by rows, in order.
-HEAD_NAMES = """self_attn.q_proj=attention.qkv self_attn.k_proj=attention.qkv self_attn.v_proj=attention.qkv
-    self_attn.o_proj=attention.o self_attn.q_norm=attention.q_norm self_attn.k_norm=attention.k_norm
-    mlp.gate_proj=mlp.gate_up mlp.up_proj=mlp.gate_up mlp.down_proj=mlp.down
-    input_layernorm=input_norm hidden_norm=hidden_norm post_attention_layernorm=post_norm"""
-HEAD_NAMES = dict(pair.split("=") for pair in HEAD_NAMES.split())
 PREFIXES = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
 ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
 # What the head's decoder layer takes from the head's config, and what --eagle-config may set.
@@ -91,9 +77,47 @@ class EagleFile:
     notes: list[str]
 
 
-def read_eagle(
-    path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None
-) -> EagleFile:
+def head_tensors(config: EagleConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Our tensor name -> the published tensors whose rows it is made of, with their shapes.
+
+    This is the one table of a head's tensors, for reading and for writing. The published names are those of EAGLE-1.
+    """
+    c, third, taps = config.layer, config.version == 3, len(config.taps)
+    H, I, hd = c.hidden_size, c.intermediate_size, c.head_dim
+    q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
+    width = taps * config.target_hidden_size if third else 2 * H
+    qkv = {f"{ATTENTION}q_proj": q, f"{ATTENTION}k_proj": kv, f"{ATTENTION}v_proj": kv}
+    # our name -> rows of the published tensors, columns, whether there is a bias
+    linears = {
+        "fc": ({"fc": H}, width, config.fc_bias),
+        "layer.attention.qkv": (qkv, 2 * H if third else H, c.qkv_bias),
+        "layer.attention.o": ({f"{ATTENTION}o_proj": H}, q, c.o_bias),
+        "layer.mlp.gate_up": ({"layers.0.mlp.gate_proj": I, "layers.0.mlp.up_proj": I}, H, False),
+        "layer.mlp.down": ({"layers.0.mlp.down_proj": H}, I, False),
+    }
+    if config.has_embed:
+        linears["embed_tokens"] = ({"embed_tokens": config.target_vocab_size}, H, False)
+    if config.has_lm_head:
+        linears["lm_head"] = ({"lm_head": c.vocab_size}, H, False)
+    norms = {"layer.post_norm": ("layers.0.post_attention_layernorm", H)}
+    if third:
+        norms |= {"layer.input_norm": ("layers.0.input_layernorm", H), "norm": ("norm", H)}
+        norms |= {"layer.hidden_norm": ("layers.0.hidden_norm", H)}
+    if c.qk_norm:
+        norms |= {f"layer.attention.{x}_norm": (f"{ATTENTION}{x}_norm", hd) for x in "qk"}
+    if config.fc_norm:
+        norms |= {f"fc_norms.{i}": (f"fc_norm.{i}", config.target_hidden_size) for i in range(taps)}
+    if config.norm_before_fc:
+        norms["input_norm"] = ("input_norm", width)
+    table = {f"{ours}.weight": {f"{name}.weight": (size,)} for ours, (name, size) in norms.items()}
+    for ours, (parts, columns, bias) in linears.items():
+        table[f"{ours}.weight"] = {f"{name}.weight": (rows, columns) for name, rows in parts.items()}
+        if bias:
+            table[f"{ours}.bias"] = {f"{name}.bias": (rows,) for name, rows in parts.items()}
+    return table
+
+
+def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None) -> EagleFile:
     """Read an EAGLE-1/2/3 head: a published one in any layout, one of ours (quantized too), or a bare weight file.
 
     Generation, draft vocabulary and biases follow from the tensors. RoPE and eps come from the head's own config, never
@@ -133,12 +157,14 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
     """
     directory, layer = Path(directory), config.layer
     vocab = config.target_vocab_size or layer.vocab_size
+    table, prefix = head_tensors(config), "layers.0." if config.version == 1 else "midlayer."
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if name.startswith("layer."):
-            out |= _split_layer_tensor(config, name, tensor)
-        elif name != "draft_ids":
-            out[name.replace("fc_norms.", "fc_norm.")] = tensor
+        if name != "draft_ids":
+            sizes = [shape[0] for shape in table[name].values()]
+            pieces = tensor.split(sizes) if len(sizes) > 1 else [tensor]
+            names = [part.replace("layers.0.", prefix) for part in table[name]]
+            out |= dict(zip(names, pieces, strict=True))
         elif not config.target_vocab_size:
             raise ValueError("save_eagle: a head with draft_ids needs config.target_vocab_size.")
         else:
@@ -162,23 +188,7 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
     write_json(directory / "config.json", keys)
 
 
-def _split_layer_tensor(config: EagleConfig, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The published tensors that one tensor of the head's decoder layer is fused from."""
-    layer = config.layer
-    inner, _, kind = name.removeprefix("layer.").rpartition(".")
-    names = [hf for hf, ours in HEAD_NAMES.items() if ours == inner]
-    kv = layer.num_key_value_heads * layer.head_dim
-    sizes = [tensor.shape[0] // len(names)] * len(names)
-    if inner == "attention.qkv":
-        sizes = [layer.num_attention_heads * layer.head_dim, kv, kv]
-    prefix = "layers.0." if config.version == 1 else "midlayer."
-    pieces = zip(names, tensor.split(sizes), strict=True)
-    return {f"{prefix}{hf}.{kind}": piece for hf, piece in pieces}
-
-
-def save_quantized_eagle(
-    config: EagleConfig, tensors: Mapping[str, Tensor], spec: QuantSpec, directory: Path
-) -> None:
+def save_quantized_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], spec: QuantSpec, directory: Path) -> None:
     """Write a quantized head in our own format. `tensors` have the names of the head's state dict."""
     directory.mkdir(parents=True, exist_ok=True)
     write_safetensors(directory / "model.safetensors", tensors)
@@ -293,9 +303,16 @@ class _HeadReader:
         for key, found in {"fc_norm": config.fc_norm, "norm_before_fc": config.norm_before_fc}.items():
             if flags.boolean(key, found) != found:
                 self.fail(f"config.json and the tensors disagree about {key}.")
-        check_entries(self._shapes(config), self.entries, str(self.path))
+        table = head_tensors(config)
+        shapes = {name: shape for parts in table.values() for name, shape in parts.items()}
+        # A copy of the target's embedding or LM head may be there. It must fit, and it is not read.
+        for name, rows in {"embed_tokens": self.target.vocab_size, "lm_head": layer.vocab_size}.items():
+            if f"{name}.weight" in self.entries:
+                shapes[f"{name}.weight"] = (rows, layer.hidden_size)
+        check_entries(shapes, self.entries, str(self.path))
         tensors = {} if draft_ids is None else {"draft_ids": draft_ids}
-        return EagleFile(config, tensors | self._tensors(config), self.notes)
+        tensors |= {ours: self._fused(parts) for ours, parts in table.items()}
+        return EagleFile(config, tensors, self.notes)
 
     def _shape(self, name: str) -> tuple[int, int]:
         entry = self.entries.get(name)
@@ -401,45 +418,10 @@ class _HeadReader:
             "--eagle-config KEY=VALUE sets them)"
         )
 
-    def _shapes(self, config: EagleConfig) -> dict[str, tuple[int, ...]]:
-        """The names and shapes that a head of this config must have."""
-        c, third = config.layer, config.version == 3
-        H, I, q = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim
-        kv = c.num_key_value_heads * c.head_dim
-        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        width = len(config.taps) * config.target_hidden_size if third else 2 * H
-        shapes: dict[str, tuple[int, ...]] = {"fc": (H, width), f"{ATTENTION}o_proj": (H, q)}
-        shapes |= {ATTENTION + name: (size, 2 * H if third else H) for name, size in rows.items()}
-        shapes |= {"layers.0.mlp.gate_proj": (I, H), "layers.0.mlp.up_proj": (I, H)}
-        shapes |= {"layers.0.mlp.down_proj": (H, I), "layers.0.post_attention_layernorm": (H,)}
-        if third:
-            shapes |= {"layers.0.input_layernorm": (H,), "layers.0.hidden_norm": (H,), "norm": (H,)}
-        if c.qk_norm:
-            shapes |= {f"{ATTENTION}{x}_norm": (c.head_dim,) for x in "qk"}
-        if config.fc_norm:
-            shapes |= {f"fc_norm.{i}": (config.target_hidden_size,) for i in range(len(config.taps))}
-        if config.norm_before_fc:
-            shapes["input_norm"] = (width,)
-        optional = {"embed_tokens": (self.target.vocab_size, H), "lm_head": (c.vocab_size, H)}
-        shapes |= {name: shape for name, shape in optional.items() if f"{name}.weight" in self.entries}
-        biases = {ATTENTION + name: (size,) for name, size in rows.items() if c.qkv_bias}
-        biases |= {"fc": (H,)} if config.fc_bias else {}
-        biases |= {f"{ATTENTION}o_proj": (H,)} if c.o_bias else {}
-        named = {f"{name}.weight": shape for name, shape in shapes.items()}
-        return named | {f"{name}.bias": shape for name, shape in biases.items()}
-
-    def _tensors(self, config: EagleConfig) -> dict[str, Tensor]:
-        """The tensors under our names, fused. Copies of the target's embedding and LM head are dropped."""
-        parts: dict[str, list[Tensor]] = {}
-        order = {f"layers.0.{name}": i for i, name in enumerate(HEAD_NAMES)}
-        kept = {"embed_tokens.weight": config.has_embed, "lm_head.weight": config.has_lm_head}
-        for name in sorted(self.entries, key=lambda n: order.get(n.rpartition(".")[0], -1)):
-            if not kept.get(name, True) or IGNORED.fullmatch(name):
-                continue
-            stem, _, kind = name.rpartition(".")
-            ours = name.replace("fc_norm.", "fc_norms.")
-            if stem in order:
-                ours = f"layer.{HEAD_NAMES[stem.removeprefix('layers.0.')]}.{kind}"
-            parts.setdefault(ours, []).append(self.entries[name].read())
-            check_finite(parts[ours][-1], name, self.entries[name].file)
-        return {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in parts.items()}
+    def _fused(self, names: Iterable[str]) -> Tensor:
+        """One of our tensors, from the rows of these tensors of the file."""
+        pieces = []
+        for name in names:
+            pieces.append(self.entries[name].read())
+            check_finite(pieces[-1], name, self.entries[name].file)
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]

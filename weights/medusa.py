@@ -48,9 +48,7 @@ def read_medusa(path: str | Path, target: ModelConfig) -> dict[str, Tensor]:
     return tensors
 
 
-def save_medusa(
-    tensors: Mapping[str, Tensor], directory: str | Path, dtype: torch.dtype = torch.bfloat16
-) -> None:
+def save_medusa(tensors: Mapping[str, Tensor], directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write `medusa_lm_head.safetensors` with the published names, in `dtype`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

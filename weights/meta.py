@@ -98,14 +98,14 @@ def _shards(directory: Path) -> list[dict[str, Entry]]:
     """The tensors of each consolidated.*.pth file, unread. All shards hold the same names."""
     files = sorted(directory.glob("consolidated.*.pth"))
     if not files or [f.name for f in files] != [f"consolidated.{i:02}.pth" for i in range(len(files))]:
-        raise ValueError(f"{directory}: consolidated.00.pth, 01, ... are not without gaps.")
+        raise ValueError(f"{directory}: of consolidated.00.pth, 01, ... some are missing. Download it again.")
     shards = [pickle_entries(file) for file in files]
     for file, shard in zip(files, shards, strict=True):
         if odd := shard.keys() ^ shards[0].keys():
             raise ValueError(f"{file}: {few_names(odd)} is not in every shard. Download it again.")
     for name in ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight"):
         if name not in shards[0] or len(shards[0][name].shape) != 2:
-            raise ValueError(f"{files[0]}: no tok_embeddings / feed_forward.w1: not a LLaMA of Meta's.")
+            raise ValueError(f"{files[0]}: the matrix {name!r} is missing, so this is not a LLaMA of Meta's.")
     return shards
 
 

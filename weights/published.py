@@ -50,9 +50,7 @@ def _nibbles(words: Tensor, dim: int) -> Tensor:
     return unpacked.flatten(dim, dim + 1).to(torch.uint8)
 
 
-def _read_linear(
-    read: Callable[[str], Tensor | None], kind: str, base: str, where: str, symmetric: bool
-) -> Part:
+def _read_linear(read: Callable[[str], Tensor | None], kind: str, base: str, where: str, symmetric: bool) -> Part:
     """One published linear as codes [N, K], scales and zeros [K/G, N], and g_idx [K] or None."""
     compressed = kind == "pack-quantized"
     names = ("weight_packed", "weight_scale") if compressed else ("qweight", "scales", "qzeros")

@@ -177,9 +177,7 @@ class QuantLinear(SelfCounting):
         if self.qweight is not None:
             self.packed = None
         elif self.packed.weight.device != self.scales.device:
-            raise ValueError(
-                "packed weights cannot move to another device; load the model again on that one."
-            )
+            raise ValueError("packed weights cannot move to another device; load the model again on that one.")
         return self
 
 
@@ -264,9 +262,7 @@ def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backe
     return total
 
 
-def quantizable(
-    module: nn.Module, spec: QuantSpec
-) -> Iterator[tuple[str, nn.Module, dict[str, Tensor], int]]:
+def quantizable(module: nn.Module, spec: QuantSpec) -> Iterator[tuple[str, nn.Module, dict[str, Tensor], int]]:
     """(name, module, its weights by full name, bits) of every linear and experts module that `spec` quantizes."""
     for name, child in list(module.named_modules()):
         weights = {}

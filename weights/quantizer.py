@@ -117,7 +117,6 @@ class _Source:
         self.open()
         views = checked_views(self.model, self.entries, str(directory))
         self.names = parameter_sources(self.model, views)
-        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
         dtype = self.entries[self.names["embed_tokens.weight"][0]].dtype
         self.half = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 
@@ -138,8 +137,8 @@ class _Source:
     def read(self, name: str, device: torch.device | str) -> Tensor:
         """One of our parameters, in fp32."""
         where = str(self.checkpoint.directory)
-        tensor = read_parameter(self.entries, self.names[name], self.shapes[name], where)
-        return tensor.to(device, torch.float32)
+        shape = self.model.get_parameter(name).shape
+        return read_parameter(self.entries, self.names[name], shape, where).to(device, torch.float32)
 
 
 class _Run:

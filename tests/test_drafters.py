@@ -593,7 +593,7 @@ def test_another_vocabulary_is_refused():
 
 
 def test_published_trees():
-    """Lists that lost a node on the way: 63 nodes, and the counts by depth that eagle.md 10.2 states."""
+    """Lists that lost a node on the way: 63 nodes, and the published counts by depth."""
     counts = {"vicuna_7b_stage2": [10, 23, 23, 7], "mc_sim_7b_63": [10, 28, 23, 2]}
     for name, by_depth in counts.items():
         tree = trees.parse_tree(f"medusa:{name}")

@@ -43,7 +43,7 @@ def rotate(x, theta):
 
 
 class Reference:
-    """The head of eagle.md 1.1 and 4.1 with Hugging Face's separate tensors: no cache, no tree, one path at a time."""
+    """The published head with Hugging Face's separate tensors: no cache, no tree, one path at a time."""
 
     def __init__(self, head: EagleHead):
         c, g, t = head.config, head.config.layer, dict(head.state_dict())
@@ -162,7 +162,7 @@ class BruteForce:
         return [nodes[ranks] for ranks in tree.paths]
 
     def dynamic(self, tree):
-        """EAGLE-2 as in eagle.md 3.2: pool, frontier, re-ranking."""
+        """EAGLE-2 as the paper describes it: pool, frontier, re-ranking."""
         pool = [((token,), score) for token, score in self.children((), tree.topk)]
         frontier = list(pool)
         for _ in range(tree.depth):
@@ -480,7 +480,7 @@ def test_extend_mutants_spoil_the_cache(mutant, monkeypatch):
     "tree", (trees.chain(4), MEDUSA, trees.DynamicTree(24, 4, 4)), ids=("chain", "static", "dynamic")
 )
 def test_shifted_draft_positions_lose_acceptance(tree, monkeypatch):
-    """Mutant: draft rows one position too far (the eaglefast defect, eagle.md 2.6)."""
+    """Mutant: draft rows one position too far."""
     real = EagleDrafter._level
     monkeypatch.setattr(
         EagleDrafter, "_level", lambda self, request, depth, *rest: real(self, request, depth + 1, *rest)
@@ -501,7 +501,7 @@ def test_a_row_that_sees_its_sibling_loses_acceptance(monkeypatch):
 
 @pytest.mark.parametrize("version", (1, 3))
 def test_offset_table_read_as_absolute_loses_acceptance(version):
-    """Mutant: d2t's offsets taken for target ids (eagle.md 4.3)."""
+    """Mutant: d2t's offsets taken for target ids."""
     engine = oracle_engine(version, vocab=vocabulary(GREEDY))
     engine.drafter.head.draft_ids.sub_(torch.arange(engine.drafter.head.vocab_size))
     assert tau(engine) < 2

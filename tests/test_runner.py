@@ -539,6 +539,22 @@ def test_the_engine_survives_every_injection_point(owner, point, after, monkeypa
             assert texts(engine.generate_batch(PROMPTS[:rows], params).run()) == fresh_outcome(rows)
 
 
+def test_rows_of_a_request_that_was_cut_short_stand_still():
+    """Catches rows that go on after their request was cut short, in the warm-up or in the steps of the next request. They
+    could run past the end of the cache."""
+    engine = accident_engine(graphs=True)
+    stream = engine.generate_batch(PROMPTS[:2], settings(2))
+    for _, _ in zip(stream, range(4), strict=False):
+        pass
+    stream.close()
+    assert not engine.state.done.any()
+    reached = engine.state.n.clone()
+    engine.warm_up(settings(0))
+    assert engine.state.done.all() and torch.equal(engine.state.n, reached)
+    engine.generate_batch(PROMPTS[:1], settings(2, max_new_tokens=6)).run()
+    assert engine.state.n[1] == reached[1]
+
+
 class Interrupt(TorchDispatchMode):
     """Ctrl-C after the k-th operator that writes in place."""
 

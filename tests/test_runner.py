@@ -226,6 +226,9 @@ def test_the_gauge_counts_graph_launches():
     assert gauge.launches() == "1 graph launch per step"
     engine.runner.replays *= 2
     assert gauge.launches() == "2 graph launches per step"
+    with pytest.raises(ValueError, match="captured without marks; add an observer of phases before"):
+        Gauge(engine)
+    assert engine.observers == [gauge]
 
 
 def test_graphs_are_captured_on_request():

@@ -16,7 +16,6 @@ from typing import Any
 
 from bench.arms import DYNAMIC, DYNAMIC_GPU, SAME_TOKENS, EngineArm
 from bench.environment import environment, fingerprint
-from bench.measure import first_fork
 from bench.records import Progress
 from bench.suites import held_out_prompts, prompts_of, read_suite
 from bench.summary import bootstrap
@@ -156,7 +155,7 @@ def compare(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, A
     kept, differ = [], 0
     for arms in cells.values():
         ids = arms[names[0]][0]["token_ids"]
-        if any(first_fork(ids, r["token_ids"]) is not None for name in names for r in arms[name]):
+        if any(r["token_ids"] != ids for name in names for r in arms[name]):
             differ += 1
         elif len(ids) > 1:
             kept.append(arms)

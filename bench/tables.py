@@ -186,10 +186,10 @@ def pyplot() -> Any:
     return plt
 
 
-def write_plot(path: str | Path, rows: Sequence[dict[str, Any]], title: str) -> None:
+def write_plot(path: str | Path, summary: dict[str, Any]) -> None:
     """Speed by suite, acceptance by depth and tau by position as one picture."""
-    plt = pyplot()
-    rows = [r for r in rows if r["suite"] != "all"]
+    plt, model = pyplot(), summary["model"]
+    rows = [r for r in summary["rows"] if r["suite"] != "all"]
     groups = list(dict.fromkeys((r["suite"], r["temperature"]) for r in rows))
     arms = list(dict.fromkeys(r["arm"] for r in rows))
     # the map's own grey is left out, because grey is plain decoding
@@ -229,7 +229,7 @@ def write_plot(path: str | Path, rows: Sequence[dict[str, Any]], title: str) -> 
     labels = {r["arm"]: r["label"] for r in rows}
     names = [arm if labels[arm] == SAME_TOKENS else f"{arm} ({labels[arm]})" for arm in arms]
     figure.legend(patches, names, loc="outside lower center", ncols=min(len(arms), 8), fontsize=9)
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(f"{model['checkpoint']} {model['dtype']} on {summary['environment']['device']}", fontsize=9)
     with written_whole(path) as part:
         figure.savefig(part, format="png", dpi=110)
     plt.close(figure)

@@ -239,7 +239,7 @@ def test_tables_are_the_committed_files():
             assert len(rows) > 2 and rows <= set(text.splitlines()), hint
     report = json.loads((measured.RESULTS / "demo_acceptance.json").read_text())
     hint = "run: python -m scripts.acceptance --readme docs/results.md"
-    assert block("docs/results.md", "acceptance") == acceptance.table(report).splitlines(), hint
+    assert block("docs/results.md", "acceptance") == acceptance.tables(report).splitlines(), hint
 
 
 def test_the_readme_is_short():

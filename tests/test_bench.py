@@ -770,7 +770,7 @@ def test_acceptance_tables_and_the_ablation(tmp_path):
         (tmp_path / f"{i}.json").write_text(
             json.dumps(card | changes | {"n_alpha": [0.5] * 5, "held_out_accuracy": [0.75, 0.5]})
         )
-        cards.append(str(tmp_path / f"{i}.json"))
+        cards.append(tmp_path / f"{i}.json")
     acceptance.add_ablation(path, cards)
     cells = [
         [c.strip() for c in x.split("|")[1:-1]]

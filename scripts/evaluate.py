@@ -25,7 +25,6 @@ from options import add_options, options_from
 from support.errors import UsageError, run_command
 from support.texts import read_texts, stdlib_texts
 
-
 OPTIONS = ("checkpoint", "device", "dtype", "eagle")
 HELD_OUT = "held-out standard library modules"
 

@@ -66,10 +66,8 @@ def result_table(rows: Sequence[dict[str, Any]]) -> str:
             cells += [f"{given['given_tau']:g}", f"{given['tokens_per_second']:.1f}"] if given else ["-", "-"]
         if same:
             ties = f", {same['tie']} near-tie" if same["tie"] else ""
-            cells += [
-                f"{same['same']} / {row['runs']}{ties}",
-                row["label"] + (", DIFFERS" if gain and broken(row) else ""),
-            ]
+            differs = ", DIFFERS" if gain and broken(row) else ""
+            cells += [f"{same['same']} / {row['runs']}{ties}", row["label"] + differs]
         body.append(cells if same else [*cells, "", "baseline"])
     return table(head, body)
 
@@ -108,9 +106,11 @@ def report(summary: dict[str, Any]) -> None:
             print(f"tok/s at it: {given}; no acceptance was measured for it.")
         if cost := cost_table(rows, summary["arms"], bandwidth):
             print(f"\n{cost}")
-    if tests := summary["llama_bench"]:
-        rates = (f"{row['tokens_per_second']:.2f} ± {row['sd']:.2f}" for row in tests)
-        body = [[row["arm"], row["test"], rate, percent(row["bandwidth_share"])] for row, rate in zip(tests, rates)]
+    if summary["llama_bench"]:
+        body = [
+            [r["arm"], r["test"], f"{r['tokens_per_second']:.2f} ± {r['sd']:.2f}", percent(r["bandwidth_share"])]
+            for r in summary["llama_bench"]
+        ]
         print("\n" + table(["arm", "test", "t/s", "of copy bandwidth"], body))
     for note in summary["notes"]:
         print(f"note  {note}")
@@ -155,7 +155,7 @@ def write_csv(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
     """The summary rows as CSV, nested values flattened."""
     flat = []
     for row in rows:
-        out = {k: v for k, v in row.items() if k not in NESTED and not isinstance(v, list)}
+        out = {k: v for k, v in row.items() if k not in (*NESTED, "tau_by_position", "accepted_by_depth")}
         for name in NESTED:
             out |= {f"{name}_{k}": v for k, v in (row[name] or {}).items() if not isinstance(v, list)}
         out["accepted_by_depth"] = " ".join(f"{v:.6f}" for v in row["accepted_by_depth"] or ())

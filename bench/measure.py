@@ -228,14 +228,13 @@ def run_with_peak(arm: Arm, prompt: list[int], params: SamplingParams) -> tuple[
 def timed_in_turn(calls: Mapping[Any, Callable[[], Any]], rounds: int, device: torch.device) -> dict[Any, list[float]]:
     """Seconds of every call, `rounds` times in turn, after two rounds that warm up."""
     times: dict[Any, list[float]] = {name: [] for name in calls}
-    for i in range(rounds + 2):
-        for name, call in calls.items():
-            synchronize(device)
-            started = time.perf_counter()
-            call()
-            synchronize(device)
-            if i > 1:
-                times[name].append(time.perf_counter() - started)
+    for i, (name, call) in itertools.product(range(rounds + 2), calls.items()):
+        synchronize(device)
+        started = time.perf_counter()
+        call()
+        synchronize(device)
+        if i > 1:
+            times[name].append(time.perf_counter() - started)
     return times
 
 

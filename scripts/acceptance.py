@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.acceptance import TREES, add_ablation, measure, tables
 from options import add_options
-from support.errors import run_command
+from support.errors import command_parser, run_command
 from support.files import read_json, replace_block, write_json
 
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("scripts.acceptance", __doc__)
     add_options(parser, "checkpoint", "dtype", "ctx", dtype="float32", ctx=512)
     add = parser.add_argument
     add("--eagle", action="append", help="head (repeatable; default: CHECKPOINT/eagle*)")
@@ -52,7 +52,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--json", type=Path, default=Path("benchmarks/results/demo_acceptance.json"))
     add("--ablation", type=Path, nargs="+", help="only add these CARD.json files to the JSON")
     add("--readme", type=Path, help="only rewrite this file's table from the JSON")
-    add("--debug", action="store_true", help="full tracebacks")
     args = parser.parse_args(argv)
     return run_command(lambda: run(args, argv), args.debug)
 

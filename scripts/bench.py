@@ -33,11 +33,10 @@ from bench.session import measure
 from bench.suites import find_questions, fit_context, prompts_of
 from bench.summary import broken
 from bench.tables import check_outputs, report, write_csv, write_plot
-from engine import Engine
 from load import load
 from options import add_options, add_sampling, options_from
 from sampling import SamplingParams
-from support.errors import INTERRUPTED, UsageError, run_command
+from support.errors import INTERRUPTED, UsageError, command_parser, run_command
 from support.machine import copy_bandwidth
 
 SHARED = ("checkpoint", "compile", "kernels", "device", "dtype", "ctx")  # options that all arms share
@@ -45,9 +44,7 @@ SHARED = ("checkpoint", "compile", "kernels", "device", "dtype", "ctx")  # optio
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="scripts.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("scripts.bench", __doc__)
     many = {"action": "append", "default": []}
     add_options(parser, *SHARED)
     add = parser.add_argument_group("arms").add_argument
@@ -83,7 +80,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--plot", metavar="PNG", help="speed, acceptance by depth, tau by position (needs matplotlib)")
     add("--compare", nargs=2, metavar=("A", "B"), help="compare two --json files and exit")
     add("-q", "--quiet", action="store_true", help="no progress line")
-    parser.add_argument("--debug", action="store_true", help="full tracebacks")
     return parser
 
 
@@ -100,18 +96,13 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(tuple(dict.fromkeys(args.temperature)), random_weights=bool(args.shape), **given)
 
 
-def base_engine(args: argparse.Namespace) -> Engine:
-    """Plain decoding of the checkpoint, or of random weights of a shape: every arm runs on its weights."""
-    options = options_from(args, *SHARED)
-    if args.shape:
-        del options["checkpoint"]
-        return random_engine(args.shape, quant=args.quant, **options)
-    return load(**options)
-
-
 def prepare(args: argparse.Namespace, rows: list[str], progress: Progress) -> tuple[Bench, dict[str, Any]]:
     """The arms and questions that the flags ask for, and what the JSON says of the model."""
-    settings, base = settings_of(args), base_engine(args)
+    settings = settings_of(args)
+    if args.shape:
+        base = random_engine(args.shape, quant=args.quant, **options_from(args, *SHARED[1:]))
+    else:
+        base = load(**options_from(args, *SHARED))
     config, prompts = base.model.config, prompts_of(args, base.tokenizer)
     limit = args.ctx or min(base.model.rotary.length, config.max_positions)
     length = min(128, limit // 4)

@@ -22,7 +22,7 @@ from bench.records import Progress
 from engine import Engine
 from load import load
 from options import add_options, options_from
-from support.errors import UsageError, run_command
+from support.errors import UsageError, command_parser, run_command
 from support.texts import read_texts, stdlib_texts
 
 OPTIONS = ("checkpoint", "device", "dtype", "eagle")
@@ -85,9 +85,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="scripts.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("scripts.evaluate", __doc__)
     add_options(parser, *OPTIONS)
     add = parser.add_argument
     add("--against", metavar="DIR", help="reference checkpoint with the same tokenizer: KL and agreement with it")
@@ -99,7 +97,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--shots", type=int, help="with --lm-eval: few-shot examples")
     add("--limit", type=int, help="with --lm-eval: examples per task")
     add("--json", action="store_true", help="one JSON object on stdout")
-    add("--debug", action="store_true", help="full tracebacks")
     args = parser.parse_args(argv)
     return run_command(lambda: run(args), args.debug)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.paper_cells import latest
 from bench.paper_page import Page
-from support.errors import run_command
+from support.errors import command_parser, run_command
 from support.files import read_json, read_json_lines, replace_block
 
 Lines = list[dict[str, Any]]
@@ -212,12 +212,12 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("scripts.measured", __doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     pages = "write the blocks between the markers that these pages have"
     parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+", default=[], help=pages)
     args = parser.parse_args(argv)
-    return run_command(lambda: run(args))
+    return run_command(lambda: run(args), args.debug)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from generate import DEMO_PROMPT
 from load import load
 from options import add_options, add_sampling, options_from, sampling_from
 from report.viewer import Step, StepRecorder
-from support.errors import UsageError, run_command
+from support.errors import UsageError, command_parser, run_command
 from support.files import write_text
 
 COLUMN = 148  # width of a depth of the tree
@@ -139,14 +139,14 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("scripts.tree_picture", __doc__)
     add_options(parser, "checkpoint", "eagle", "tree")
     add_sampling(parser, "temperature", "max_new_tokens", max_new_tokens=96)
     parser.add_argument("--prompt", default=DEMO_PROMPT)
     parser.add_argument("--step", type=int, help="which step, from 1")
     parser.add_argument("--out", type=Path, default=Path("docs/tree.svg"))
     args = parser.parse_args(argv)
-    return run_command(lambda: run(args))
+    return run_command(lambda: run(args), args.debug)
 
 
 if __name__ == "__main__":

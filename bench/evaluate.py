@@ -88,7 +88,8 @@ def evaluate(
     """
     if not 1 <= stride <= window - 1:
         raise UsageError(f"--stride is {stride}; allowed: 1 to --window - 1 = {window - 1}.")
-    tally, count = Tally(), sum(len(t.ids) - t.first for t in texts)
+    tally = Tally()
+    count = sum(len(t.ids) - t.first for t in texts)
     for text in texts:
         for start, end, scored in windows(len(text.ids), text.first, window, stride):
             rows = slice(scored - start - 1, end - start - 1)
@@ -98,7 +99,8 @@ def evaluate(
                 raise ArithmeticError(f"logits are not finite in tokens {start} to {end}; are the weights damaged?")
             tally.add(logits if against is None else logits_of(against, ids)[rows], logits, targets)
             progress(tally.positions / count)
-    size, report = sum(t.size for t in texts), tally.report()
+    report = tally.report()
+    size = sum(t.size for t in texts)
     out: dict[str, Any] = {
         "tokens": tally.positions,
         "bytes": size,
@@ -184,11 +186,7 @@ class Answers:
 
 def harness_class(base: type = object) -> type:
     """`Answers` as a subclass of `base`: lm_eval.api.model.LM, or anything else in tests."""
-
-    class EagletLM(Answers, base):
-        """What the harness calls."""
-
-    return EagletLM
+    return type("EagletLM", (Answers, base), {})
 
 
 def run_harness(engine: Engine, tasks: Sequence[str], shots: int | None, limit: int | None) -> dict[str, Any]:

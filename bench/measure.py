@@ -124,7 +124,8 @@ class Bench:
 
         Past `max_seconds` the first repetition ends with the question at hand, and `cut` says after how many.
         """
-        s, started, done = self.settings, time.perf_counter(), 0
+        s, started = self.settings, time.perf_counter()
+        done = 0
         limit = s.max_seconds or math.inf
         total = s.reps * len(s.temperatures) * sum(len(q.turns) for q in self.questions)
         for rep, (number, question) in itertools.product(range(s.reps), enumerate(self.questions)):
@@ -166,34 +167,18 @@ class Bench:
         for place, (i, (sample, peak)) in enumerate(runs.items()):
             arm = self.arms[i]
             ids, steps = counted(sample.token_ids, sample.tokens_per_step, params.stop_ids)
-            yield {
-                "type": "run",
-                "suite": question.suite,
-                "question": question.id,
-                "turn": turn,
-                "prompt_sha256": digest(prompt),
-                "prompt_tokens": len(prompt),
-                "arm": arm.name,
-                "label": arm.label,
-                "depth": arm.engine.drafter.D if isinstance(arm, EngineArm) else None,
-                "baseline": i == 0,
-                "temperature": T,
-                "seed": params.seed,
-                "new_tokens": len(ids),
-                "ids_sha256": digest(ids),
-                "stopped": bool(ids) and ids[-1] in params.stop_ids,
-                "ttft_seconds": sample.ttft_seconds,
-                "decode_seconds": sample.decode_seconds,
-                "tokens_per_step": steps,
-                "cached_tokens": sample.cached_tokens,
-                **(self._judge(prompt, plain, ids, params) if i else UNJUDGED),
-                "rep": rep,
-                "order": place,
-                "working_bytes": peak,
-                "resident_bytes": resident_memory(),
-                "random_weights": s.random_weights,
-                "environment": self.environment,
-            }
+            line = {"type": "run", "suite": question.suite, "question": question.id, "turn": turn}
+            line |= {"prompt_sha256": digest(prompt), "prompt_tokens": len(prompt)}
+            line |= {"arm": arm.name, "label": arm.label, "baseline": i == 0}
+            line["depth"] = arm.engine.drafter.D if isinstance(arm, EngineArm) else None
+            line |= {"temperature": T, "seed": params.seed, "rep": rep, "order": place}
+            line |= {"new_tokens": len(ids), "ids_sha256": digest(ids)}
+            line["stopped"] = bool(ids) and ids[-1] in params.stop_ids
+            line |= {"ttft_seconds": sample.ttft_seconds, "decode_seconds": sample.decode_seconds}
+            line |= {"tokens_per_step": steps, "cached_tokens": sample.cached_tokens}
+            line |= self._judge(prompt, plain, ids, params) if i else UNJUDGED
+            line |= {"working_bytes": peak, "resident_bytes": resident_memory()}
+            yield line | {"random_weights": s.random_weights, "environment": self.environment}
 
     def _judge(self, prompt: list[int], plain: list[int], ids: list[int], params: SamplingParams) -> Line:
         """How the ids compare with those of plain decoding. There is no margin if one text is a prefix of the other."""

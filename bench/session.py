@@ -20,7 +20,8 @@ def measure(
     Returns the last line of the JSON, with everything that the report prints. Every run goes to `emit` at once. Ctrl-C
     ends it early. `model` says what is measured. `bandwidth` is that of a copy, in bytes per second.
     """
-    settings, started = bench.settings, time.perf_counter()
+    started = time.perf_counter()
+    settings = bench.settings
     runs: list[Line] = []
     done: Line = {"warm_up": [], "arms": [], "llama_bench": [], "interrupted": False}
     try:

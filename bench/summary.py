@@ -95,27 +95,18 @@ def _measured(lines: Sequence[Line], plain: Sequence[Line], synthetic_tau: float
     if synthetic_tau and break_even:  # the speed at a given tau, from the measured time of a step alone
         given = 1.0 if baseline else synthetic_tau
         synthetic = {"given_tau": given, "tokens_per_second": given / step, "speedup": given / break_even}
-    return {
-        "arm": lines[0]["arm"],
-        "label": lines[0]["label"],
-        "baseline": baseline,
-        "prompts": len({question_of(r) for r in lines}),
-        "runs": len(lines),
-        "prompt_tokens": statistics.mean(r["prompt_tokens"] for r in lines),
-        "new_tokens": sum(r["new_tokens"] for r in lines),
-        "tokens_per_second": total_rate(lines),
-        "tokens_per_second_sd": statistics.stdev(per_rep) if len(per_rep) > 1 else None,
-        "request_tokens_per_second": total_rate(lines, whole=True),
-        "ttft_ms": 1e3 * statistics.median(r["ttft_seconds"] for r in lines),
-        "steps": len(steps) if known else None,
-        "tau": tau if known else None,
-        "accepted_by_depth": by_depth if known else None,
-        "tau_by_position": tau_by_position(lines) if known else None,
-        "step_ms": 1e3 * step if step else None,
-        "break_even_tau": break_even,
-        "same": None if baseline else {k: verdicts.count(k) for k in ("same", "tie", "differs")},
-        "synthetic": synthetic,
-    }
+    row = {name: lines[0][name] for name in ("arm", "label", "baseline")}
+    row |= {"prompts": len({question_of(r) for r in lines}), "runs": len(lines)}
+    row["prompt_tokens"] = statistics.mean(r["prompt_tokens"] for r in lines)
+    row["new_tokens"] = sum(r["new_tokens"] for r in lines)
+    row |= {"tokens_per_second": total_rate(lines), "request_tokens_per_second": total_rate(lines, whole=True)}
+    row["tokens_per_second_sd"] = statistics.stdev(per_rep) if len(per_rep) > 1 else None
+    row["ttft_ms"] = 1e3 * statistics.median(r["ttft_seconds"] for r in lines)
+    told = {"steps": len(steps), "tau": tau, "accepted_by_depth": by_depth, "tau_by_position": tau_by_position(lines)}
+    row |= told if known else dict.fromkeys(told)
+    row |= {"step_ms": 1e3 * step if step else None, "break_even_tau": break_even, "synthetic": synthetic}
+    row["same"] = None if baseline else {k: verdicts.count(k) for k in ("same", "tie", "differs")}
+    return row
 
 
 def _step_seconds(lines: Sequence[Line]) -> float | None:
@@ -172,7 +163,8 @@ def add_bandwidth_share(rows: Sequence[Row], arms: Sequence[Arm], bandwidth: flo
     """Set every row's `bandwidth_share`: the bytes of a step over its time and the bandwidth of a copy."""
     engines = {arm.name: arm.engine for arm in arms if isinstance(arm, EngineArm)}
     for row in rows:
-        engine, context = engines.get(row["arm"]), int(row["prompt_tokens"] + row["new_tokens"] / row["runs"] / 2)
+        engine = engines.get(row["arm"])
+        context = int(row["prompt_tokens"] + row["new_tokens"] / row["runs"] / 2)
         known = engine and row["step_ms"]
         row["bandwidth_share"] = step_bytes(engine, context) / row["step_ms"] * 1e3 / bandwidth if known else None
 

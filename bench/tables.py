@@ -181,7 +181,7 @@ def pyplot() -> Any:
 
 def write_plot(path: str | Path, summary: dict[str, Any]) -> None:
     """Speed by suite, acceptance by depth and tau by position as one picture."""
-    plt, model = pyplot(), summary["model"]
+    plt = pyplot()
     rows = [r for r in summary["rows"] if r["suite"] != "all"]
     groups = list(dict.fromkeys((r["suite"], r["temperature"]) for r in rows))
     labels = {r["arm"]: r["label"] for r in rows}
@@ -191,10 +191,13 @@ def write_plot(path: str | Path, summary: dict[str, Any]) -> None:
     figure, (speed, depth, position) = plt.subplots(1, 3, figsize=(17, 5.8), constrained_layout=True)
     thick = 0.84 / len(arms)
     for row in rows:
-        group, arm = groups.index((row["suite"], row["temperature"])), arms.index(row["arm"])
-        colour, style = colours[arm], {"ls": STYLES[group % 4], "marker": "o", "color": colours[arm]}
+        group = groups.index((row["suite"], row["temperature"]))
+        arm = arms.index(row["arm"])
+        colour = colours[arm]
+        style = {"ls": STYLES[group % 4], "marker": "o", "color": colour}
         if top := row["tokens_per_second"]:
-            at, error = group + (arm - (len(arms) - 1) / 2) * thick, row["tokens_per_second_sd"] or 0
+            at = group + (arm - (len(arms) - 1) / 2) * thick
+            error = row["tokens_per_second_sd"] or 0
             fill = {"color": "white", "hatch": "//"} if row["blocked"] else {"color": colour}
             speed.bar(at, top, thick, yerr=error, edgecolor=colour, **fill)
             speed.text(at, top + error, f" {gain_text(row)}", ha="center", va="bottom", rotation=90, size=8)
@@ -214,7 +217,8 @@ def write_plot(path: str | Path, summary: dict[str, Any]) -> None:
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours[: len(arms)]]
     names = [arm if label == SAME_TOKENS else f"{arm} ({label})" for arm, label in labels.items()]
     figure.legend(patches, names, loc="outside lower center", ncols=min(len(arms), 8), fontsize=9)
-    figure.suptitle(f"{model['checkpoint']} {model['dtype']} on {summary['environment']['device']}", fontsize=9)
+    name = "{checkpoint} {dtype}".format_map(summary["model"])
+    figure.suptitle(f"{name} on {summary['environment']['device']}", fontsize=9)
     with written_whole(path) as part:
         figure.savefig(part, format="png", dpi=110)
     plt.close(figure)

@@ -56,16 +56,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--suite", **many, metavar="FILE", help="questions in MT-bench layout (repeatable)")
     add("--questions", type=int, default=0, metavar="N", help="the first N questions of every suite")
     add("--format", default="auto", choices=("auto", "chat", "text"), help="auto: chat if there is a template")
-    names = "vicuna, llama-2-chat, mixtral (as the paper used them), or the model's own"
-    add("--template", metavar="NAME", help=names)
+    add("--template", metavar="NAME", help="vicuna, llama-2-chat, mixtral (as the paper used them), or the model's own")
     add("--system", metavar="TEXT", help='"paper": the 508 characters of the EAGLE evaluation')
     add_sampling(parser, "top_k", "top_p", "seed", "max_new_tokens", max_new_tokens=64)
     add = parser.add_argument_group("measuring").add_argument
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     add("--ignore-eos", action="store_true", help="decode to the length limit")
     add("--reps", type=int, default=3)
-    limit = "no repetition starts that would end later, nor a question of the first one (0: no limit)"
-    add("--max-seconds", type=float, default=80, help=limit)
+    add("--max-seconds", type=float, default=80, help="no repetition starts that would end later (0: no limit)")
     add("--warmup-runs", type=int, default=3, help="at most this many per arm, until two agree within 1 %%")
     add("--tie-margin", type=float, help="logit margin of a near-tie (default: the rule of --prove)")
     add("--allow-diff", action="store_true", help="print ratios of arms that differ, labelled")

@@ -10,6 +10,7 @@ that accepted most.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
@@ -46,14 +47,11 @@ def leaf_rows(step: Step) -> dict[int, float]:
         if step.valid[i]:
             children.setdefault(step.parent[i], []).append(i)
     rows: dict[int, float] = {}
-    used = 0
+    leaves = itertools.count()
 
     def place(i: int) -> float:
-        nonlocal used
         below = [place(c) for c in children.get(i, ())]
-        if not below:
-            used += 1
-        rows[i] = (below[0] + below[-1]) / 2 if below else used - 1
+        rows[i] = (below[0] + below[-1]) / 2 if below else next(leaves)
         return rows[i]
 
     place(0)

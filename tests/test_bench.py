@@ -95,11 +95,9 @@ def measured():
     """(run lines as read back from JSON, settings, the arms) of a real measurement."""
     torch.set_num_threads(1)
     arms = arms_on(tiny_model())
-    lines: list[str] = []
-    job = bench_of(arms, emit=lambda line: lines.append(json.dumps(line)), environment={"device": "test"})
+    job = bench_of(arms, environment={"device": "test"})
     job.warm_up()
-    list(job.measure())
-    return [json.loads(line) for line in lines], SETTINGS, arms
+    return [json.loads(json.dumps(line)) for line in job.measure()], SETTINGS, arms
 
 
 def line(
@@ -707,13 +705,14 @@ def test_compare_shows_rates_and_what_changed(measured, tmp_path):
 def test_plot_is_written(measured, tmp_path):
     """A plot that fails on blocked arms or on arms without steps, after an hour of measuring."""
     pytest.importorskip("matplotlib")
-    rows = summary_of(measured)["rows"]
+    summary = summary_of(measured)
+    rows = summary["rows"]
     blocked = [r | {"speedup": None, "blocked": "DIFFERS 1/6"} if r["arm"] == "eagle" else r for r in rows]
     unknown = [
         r | {"accepted_by_depth": None, "tau_by_position": None} if r["arm"] == "multi" else r
         for r in blocked
     ]
-    tables.write_plot(tmp_path / "out.png", unknown, "test")
+    tables.write_plot(tmp_path / "out.png", summary | {"rows": unknown})
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG") and not list(tmp_path.glob("*.part"))
 
 
@@ -771,7 +770,7 @@ def test_acceptance_tables_and_the_ablation(tmp_path):
         (tmp_path / f"{i}.json").write_text(
             json.dumps(card | changes | {"n_alpha": [0.5] * 5, "held_out_accuracy": [0.75, 0.5]})
         )
-        cards.append(str(tmp_path / f"{i}.json"))
+        cards.append(tmp_path / f"{i}.json")
     acceptance.add_ablation(path, cards)
     cells = [
         [c.strip() for c in x.split("|")[1:-1]]

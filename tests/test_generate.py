@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 HEADS = sorted(p.name for p in DEMO.glob("eagle*") if p.is_dir())
 # The keys of --json. Other programs read them: one may be added, none renamed or dropped.
 ROW = """text token_ids prompt_tokens cached_tokens new_tokens stop_reason prefill_seconds decode_seconds
-tokens_per_second steps tokens_per_step plain_steps plain_tokens tau accepted_by_depth chain n_alpha temperature seed""".split()
+tokens_per_second steps tokens_per_step plain_steps plain_tokens tau accepted_by_depth chain n_alpha temperature
+seed""".split()
 RUN = """checkpoint quant dtype device drafter tree eagle draft_checkpoint medusa ngram_nodes verify kernels compile
 compile_mode break_even_tau compile_seconds graphs_reused graphs_compiled peak_memory_bytes versions""".split()
 

@@ -66,9 +66,7 @@ def test_every_flag_in_the_documents_exists():
                 continue
             flags = {w.split("=")[0] for w in words if w.startswith("-") and w not in ("-m", "-")}
             asked.setdefault(module, set()).update(flags)
-    assert {"generate", "quantize", "scripts.bench", "scripts.paper_tables", "scripts.train_eagle"} <= set(
-        asked
-    )
+    assert {"generate", "quantize", "scripts.bench", "scripts.paper_tables", "scripts.train_eagle"} <= set(asked)
     for module, flags in asked.items():
         known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", help_of(module)))
         assert flags <= known, f"{module}: {sorted(flags - known)} in the documents, not in its --help"
@@ -93,9 +91,7 @@ def test_the_worked_example_runs_and_keeps_the_promise(capsys):
     names: dict = {}
     exec(compile(define, "docs/extending.md", "exec"), names)
     exec(compile(use.replace('"demo"', repr(str(ROOT / "demo"))), "docs/extending.md", "exec"), names)
-    assert names["b"].tau > 1 and capsys.readouterr().out.startswith(
-        "tau "
-    )  # the block asserts the tokens itself
+    assert names["b"].tau > 1 and capsys.readouterr().out.startswith("tau ")  # the block asserts the tokens itself
     fast, plain = names["fast"], names["plain"]
     greedy = names["SamplingParams"](max_new_tokens=24)
     a, b = (engine.generate(names["prompt"], greedy).run()[0] for engine in (plain, fast))
@@ -130,9 +126,7 @@ def test_the_committed_picture_is_a_real_step():
     """A picture nobody can remake: it says model, head, tree and step, and is small."""
     text = (ROOT / "docs" / "tree.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(text)
-    assert len(text) < 20_000 and re.search(
-        r"one step of demo with eagle\d, \S+: \d+ nodes in one forward", text
-    )
+    assert len(text) < 20_000 and re.search(r"one step of demo with eagle\d, \S+: \d+ nodes in one forward", text)
 
 
 def test_measured_table_says_what_the_files_say(tmp_path):
@@ -150,19 +144,12 @@ def test_measured_table_says_what_the_files_say(tmp_path):
     fast["speedup"] = {"median": 1.75, "low": 1.5, "high": 2.0}
     bad = fast | {"arm": "bad", "speedup": None, "blocked": "DIFFERS 2/8"}
     other = fast | {"arm": "mr", "label": "same distribution"}
-    summary = {
-        "type": "summary",
-        "environment": {"device": "AMD EPYC, 1 threads"},
-        "rows": [row, fast, bad, other],
-    }
+    summary = {"type": "summary", "environment": {"device": "AMD EPYC, 1 threads"}, "rows": [row, fast, bad, other]}
     summary |= {"llama_bench": [], "model": {"checkpoint": "demo", "dtype": "float32", "quant": "none"}}
     (tmp_path / "demo.jsonl").write_text(json.dumps({"type": "run"}) + "\n" + json.dumps(summary) + "\n")
     text = measured.table(tmp_path)
     assert "**demo, float32** on AMD EPYC, 1 threads (`benchmarks/results/demo.jsonl`)" in text
-    assert (
-        "| arm | T = 0 | tau |" in text
-        and "| plain | 123 tok/s |  |\n| fast | 1.75x (1.50-2.00) | 3.21 |" in text
-    )
+    assert "| arm | T = 0 | tau |" in text and "| plain | 123 tok/s |  |\n| fast | 1.75x (1.50-2.00) | 3.21 |" in text
     assert "| bad | DIFFERS 2/8 | 3.21 |\n| mr, same distribution | 1.75x (1.50-2.00) | 3.21 |" in text
     sampled = [r | {"temperature": 1.0} for r in (row, fast | {"tau": 2.5})]
     (tmp_path / "demo.jsonl").write_text(json.dumps(summary | {"rows": [row, fast, bad, *sampled]}) + "\n")
@@ -176,9 +163,7 @@ def test_measured_table_says_what_the_files_say(tmp_path):
     tuned = {"verdict": "the tuned tree won: 1.1 x", "compile": True, "model": "demo", "head": "eagle1"}
     (tmp_path / "t.json").write_text(json.dumps(tuned | {"environment": {"device": "AMD EPYC, 1 threads"}}))
     assert "tree tuned for demo with eagle1, compiled: the tuned tree won: 1.1 x" in measured.table(tmp_path)
-    (tmp_path / "x.json").write_text(
-        json.dumps({"environment": {"device": "NVIDIA GeForce RTX 3090"}, "parts": []})
-    )
+    (tmp_path / "x.json").write_text(json.dumps({"environment": {"device": "NVIDIA GeForce RTX 3090"}, "parts": []}))
     text = measured.table(tmp_path)
     assert "No file here" not in text and "RTX 3090" in text and "`make gpu`" in text
     (tmp_path / "y.json").write_text("{")
@@ -186,9 +171,7 @@ def test_measured_table_says_what_the_files_say(tmp_path):
         measured.table(tmp_path)
     assert "Nothing has been measured" in measured.table(tmp_path / "none")
     page = tmp_path / "page.md"
-    page.write_text(
-        "a\n<!-- headline -->\nold\n<!-- /headline -->\nb\n<!-- measured -->\nold\n<!-- /measured -->\nc\n"
-    )
+    page.write_text("a\n<!-- headline -->\nold\n<!-- /headline -->\nb\n<!-- measured -->\nold\n<!-- /measured -->\nc\n")
     assert measured.main(["--results", str(tmp_path / "none"), "--readme", str(page)]) == 0
     text = page.read_text()
     assert "old" not in text and text.count("Nothing has been measured") == 2
@@ -202,11 +185,7 @@ def test_headline_has_the_figures_of_its_files(tmp_path):
     assert measured.headline(tmp_path) == "Nothing has been measured and committed yet."
     rows = [
         {"arm": arm, "temperature": T, "baseline": False, "tau": 3.0 + T, "blocked": "DIFFERS 1/9: why"}
-        | {
-            "speedup": {"median": 1.5 + T, "low": 1.25, "high": 2.75}
-            if arm != "eagle3 paper25" or T
-            else None
-        }
+        | {"speedup": {"median": 1.5 + T, "low": 1.25, "high": 2.75} if arm != "eagle3 paper25" or T else None}
         for arm in ("eagle1 paper25", "eagle3 paper25")
         for T in (0.0, 1.0)
     ]
@@ -278,9 +257,7 @@ def test_the_readme_explains_the_report(capsys):
 def test_the_python_of_the_readme_runs(capsys, monkeypatch):
     """The first program that a reader copies failing."""
     monkeypatch.chdir(ROOT)
-    (code,) = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M
-    )
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M)
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert names["stream"].result.text in capsys.readouterr().out and names["stream"].result.tau > 1.5

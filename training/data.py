@@ -6,6 +6,7 @@ What a step takes depends on the seed and on the number of the step alone, so a 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -54,7 +55,7 @@ class TokenData:
     def save(self, path: Path) -> None:
         """Write an .npz file."""
         with written_whole(path) as temporary, open(temporary, "wb") as file:
-            np.savez(file, ids=self.ids, mask=self.mask, starts=self.starts, stream=self.stream)
+            np.savez(file, **vars(self))
 
     @property
     def rows(self) -> int:
@@ -77,16 +78,14 @@ class TokenData:
     def split(self, share: float) -> tuple[TokenData, TokenData]:
         """The first rows (of a stream: tokens) for training, and the last `share` of them held out."""
         if self.stream:
-            cut = int(len(self.ids) * (1 - share))
-            starts = np.array([0, cut])
-            held_out_starts = np.array([0, len(self.ids) - cut])
+            row = 1
+            starts = np.array([0, int(len(self.ids) * (1 - share)), len(self.ids)])
         else:
             row = min(self.rows - 1, max(1, round(self.rows * (1 - share))))
-            cut = int(self.starts[row])
-            starts = self.starts[: row + 1]
-            held_out_starts = self.starts[row:] - cut
-        train = TokenData(self.ids[:cut], self.mask[:cut], starts, self.stream)
-        held_out = TokenData(self.ids[cut:], self.mask[cut:], held_out_starts, self.stream)
+            starts = self.starts
+        cut = int(starts[row])
+        train = TokenData(self.ids[:cut], self.mask[:cut], starts[: row + 1], self.stream)
+        held_out = TokenData(self.ids[cut:], self.mask[cut:], starts[row:] - cut, self.stream)
         if not train.mask.any() or not held_out.mask.any():
             raise ValueError(f"{self.rows} rows are too few to hold some out; give more --data or a --held-out.")
         return train, held_out
@@ -103,8 +102,8 @@ class Batch:
 
     tokens: Tensor
     mask: Tensor
-    numbers: list[int]
-    lengths: list[int]
+    numbers: Sequence[int]
+    lengths: Sequence[int]
 
 
 def step_batches(data: TokenData, step: int, world: World, args: argparse.Namespace) -> tuple[list[Batch], float]:
@@ -113,19 +112,15 @@ def step_batches(data: TokenData, step: int, world: World, args: argparse.Namesp
     The step's rows depend on (seed, step) and on their total number alone, however they are dealt out.
     """
     total = args.batch * args.accumulate * world.size
-    numbers = range(step * total, (step + 1) * total)
-    rows = [(number, *data.sample(args.seed, number, args.length)) for number in numbers]
+    rows = [(k, *data.sample(args.seed, k, args.length)) for k in range(step * total, (step + 1) * total)]
     count = float(sum(mask[1:].sum() for _, _, mask in rows))
     rows.sort(key=lambda row: (-len(row[1]), row[0]))  # rows of like length together: less padding
     batches = []
     for a in range(world.rank, args.accumulate * world.size, world.size):
-        part = rows[a * args.batch : (a + 1) * args.batch]
-        longest = max(2, len(part[0][1]))
-        tokens = torch.zeros(len(part), longest, dtype=torch.int64)
-        mask = torch.zeros(len(part), longest, dtype=torch.bool)
-        for b, (_, ids, counted) in enumerate(part):
-            tokens[b, : len(ids)] = torch.from_numpy(ids)
-            mask[b, : len(ids)] = torch.from_numpy(counted)
-        lengths = [len(ids) for _, ids, _ in part]
-        batches.append(Batch(tokens.to(world.device), mask.to(world.device), [n for n, *_ in part], lengths))
+        numbers, ids, masks = zip(*rows[a * args.batch : (a + 1) * args.batch], strict=True)
+        lengths = [len(row) for row in ids]
+        longest = max(2, *lengths)
+        padded = (np.stack([np.pad(row, (0, longest - len(row))) for row in part]) for part in (ids, masks))
+        tokens, mask = (torch.from_numpy(array).to(world.device) for array in padded)
+        batches.append(Batch(tokens.long(), mask, numbers, lengths))
     return batches, max(1.0, count)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from drafters.base import Drafter
 from model import Transformer
@@ -34,7 +35,8 @@ from weights.quantized import QuantLinear
 # Options that decide the weights of every kind of drafter. A state is not resumed with other values.
 SETTINGS = "checkpoint data held_out steps batch accumulate length seed regenerate".split()
 CARD_OPTIONS = "steps length seed tree eval_prompts eval_tokens".split()
-LABELS = {"chain_tau": "chain tau", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
+LABELS = {"held_out_accuracy": "accuracy", "chain_tau": "chain tau", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
+TEMPERATURES = {"greedy": 0.0, "t1": 1.0}  # that tau is measured at
 
 
 class WorseHead(UserError):
@@ -47,6 +49,7 @@ class DrafterTraining(ABC):
     """One kind of drafter in training. The trained module is float32, on the target's device."""
 
     title: str  # of the module, for messages
+    format: str  # of what `write` writes, for CARD.json
     options: tuple[str, ...]  # besides SETTINGS, those that decide the weights
     recipe: Recipe
     clip_by_value = False  # clip gradients by value instead of by norm
@@ -84,7 +87,7 @@ class DrafterTraining(ABC):
 
     @abstractmethod
     def card(self) -> dict[str, Any]:
-        """What CARD.json says about this kind of drafter alone."""
+        """What else CARD.json says about this kind of drafter."""
 
     def numbers(self, module: nn.Module, evaluation: Evaluation) -> dict[str, Any]:
         """Held-out numbers besides those of the engine."""
@@ -101,56 +104,49 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         ValueError: one line, for input that cannot be used.
         WorseHead: the drafter at args.out is better. It stays.
     """
-    world = World.start(args.device)
-    try:
-        return _train(kind, args, world)
-    finally:
-        world.stop()
-
-
-def _train(kind: type[DrafterTraining], args: argparse.Namespace, world: World) -> dict[str, Any]:
     work = Path(args.work)
     work.mkdir(parents=True, exist_ok=True)
-    target, tokenizer = open_target(args, world.device)
-    training = kind(args, target)
-    old = existing(training, Path(args.out)) if world.chief and training.drafts and not args.force else None
-    with world.chief_first():  # it leaves tokenised data for the others
+    with World.start(args.device) as world:
+        target, tokenizer = open_target(args, world.device)
+        training = kind(args, target)
+        old = existing(training, Path(args.out)) if world.chief and training.drafts and not args.force else None
+        if not world.chief:
+            world.barrier()  # the first process leaves tokenised data for the others
         data, held_out = load_data(args, target, tokenizer)
-    module = training.build(data)
-    evaluation = None
-    if world.chief:
-        stops = target.config.eos_token_ids if tokenizer is None else tuple(tokenizer.eos_ids)
-        evaluation = Evaluation(target, stops, held_out, args)
-        for drafting in (module, old) if training.drafts else ():
-            if drafting is not None:
+        if world.chief:
+            world.barrier()
+        module = training.build(data)
+        evaluation = None
+        if world.chief:
+            stops = target.config.eos_token_ids if tokenizer is None else tuple(tokenizer.eos_ids)
+            evaluation = Evaluation(target, stops, held_out, args)
+            for drafting in (m for m in (module, old) if m is not None and training.drafts):
                 training.drafter(drafting, evaluation)  # refuses what does not fit before time is spent
-    world.say(
-        f"{training.title} of {_size(module) / 1e6:.2f} M parameters; "
-        f"{int(data.mask.sum()):,} training tokens, {int(held_out.mask.sum()):,} held out"
-    )
-    optims = optimizers(module, training.recipe)
+        card = describe(training, module, data, held_out, world)
+        world.say(
+            f"{training.title} of {card['parameters'] / 1e6:.2f} M parameters; "
+            f"{card['training_tokens']:,} training tokens, {card['held_out_tokens']:,} held out"
+        )
+        optims = optimizers(module, training.recipe)
 
-    def after_step(done: int) -> None:
-        if evaluation is not None and args.eval_every and done % args.eval_every == 0:
-            numbers = measure(training, module, evaluation, greedy_only=True)
-            world.say(f"\nstep {done}: {summary(numbers)}")
+        def after_step(done: int) -> None:
+            if evaluation is not None and args.eval_every and done % args.eval_every == 0:
+                world.say(f"\nstep {done}: {summary(measure(training, module, evaluation, {'greedy': 0.0}))}")
 
-    identity = {f"--{name.replace('_', '-')}": value for name, value in training.settings().items()}
-    identity["processes"] = world.size
-    run = Run(module, optims, identity, work / "train_state.pt", world)
-    step = functools.partial(train_step, training, module, optims, data, world)
-    run.fit(step, args.steps, args.save_every, args.pause_at, after_step)
-    if run.paused:
-        return {"step": len(run.curve), "loss_curve": run.curve}
-    card: dict[str, Any] = {}
-    if evaluation is not None:
-        card = describe(training, module, data, held_out, world) | training.card()
-        card |= {"minutes": round(run.seconds / 60, 1), "last_loss": float(np.mean(run.curve[-50:]))}
-        card |= measure(training, module, evaluation)
-        world.say(f"{summary(card)} (tree {args.tree})")
-        publish(training, module, card, old, evaluation, world)
-    world.barrier()
-    return card | {"loss_curve": run.curve}
+        identity = {f"--{name.replace('_', '-')}": value for name, value in training.settings().items()}
+        run = Run(module, optims, identity | {"processes": world.size}, work / "train_state.pt", world)
+        step = functools.partial(train_step, training, module, optims, data, world)
+        run.fit(step, args.steps, args.save_every, args.pause_at, after_step)
+        if len(run.curve) < args.steps:
+            return {"step": len(run.curve), "loss_curve": run.curve}
+        if evaluation is not None:
+            card |= {"minutes": round(run.seconds / 60, 1), "last_loss": float(np.mean(run.curve[-50:]))}
+            card |= measure(training, module, evaluation)
+            world.say(f"{summary(card)} (tree {args.tree})")
+            old_tau = 0.0 if old is None else evaluation.tau(training.drafter(old, evaluation))["tau"]
+            publish(training, module, card, old_tau, world)
+        world.barrier()
+        return card | {"loss_curve": run.curve}
 
 
 def open_target(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, Tokenizer | None]:
@@ -179,12 +175,7 @@ def existing(training: DrafterTraining, out: Path) -> nn.Module | None:
 
 
 def train_step(
-    training: DrafterTraining,
-    module: nn.Module,
-    optims: list[torch.optim.Optimizer],
-    data: TokenData,
-    world: World,
-    step: int,
+    training: DrafterTraining, module: nn.Module, optims: list[Optimizer], data: TokenData, world: World, step: int
 ) -> tuple[float, list[float], int]:
     """One update from --accumulate micro-batches on every process. Returns (loss, accuracies, tokens)."""
     args = training.args
@@ -192,25 +183,21 @@ def train_step(
     batches, count = step_batches(data, step, world, args)
     value = torch.zeros(1, device=world.device)
     hits: Tensor | float = 0.0
-    tokens = 0
     for batch in batches:
         loss, accuracy = training.loss(module, batch, count)
         loss.backward()
         value = value + loss.detach().float()
         hits = hits + accuracy.detach().float()
-        tokens += batch.tokens.numel()
     parameters = list(module.parameters())
     world.sum_([*(p.grad for p in parameters), value, hits])
-    if training.clip_by_value:
-        nn.utils.clip_grad_value_(parameters, recipe.clip, foreach=False)
-    else:
-        nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=False)
+    clip = nn.utils.clip_grad_value_ if training.clip_by_value else nn.utils.clip_grad_norm_
+    clip(parameters, recipe.clip, foreach=False)
     update(optims, recipe.factor(step, args.steps))
-    return float(value), hits.tolist(), tokens * world.size
+    return float(value), hits.tolist(), sum(batch.tokens.numel() for batch in batches) * world.size
 
 
 def measure(
-    training: DrafterTraining, module: nn.Module, evaluation: Evaluation, greedy_only: bool = False
+    training: DrafterTraining, module: nn.Module, evaluation: Evaluation, temperatures: dict[str, float] = TEMPERATURES
 ) -> dict[str, Any]:
     """Held-out numbers of the drafter as it would be published; it is written to --work/export for that."""
     numbers = training.numbers(module, evaluation)
@@ -218,59 +205,45 @@ def measure(
         export = Path(training.args.work) / "export"
         training.write(module, export)
         written = training.read(export)
-        numbers |= evaluation.measure(lambda: training.drafter(written, evaluation), greedy_only)
+        for label, temperature in temperatures.items():
+            found = evaluation.tau(training.drafter(written, evaluation), temperature)
+            numbers |= {f"{name}_{label}": value for name, value in found.items()}
     return numbers
 
 
 def summary(numbers: dict[str, Any]) -> str:
     """The most important held-out numbers on one line."""
-    parts = [f"accuracy {first:.3f}" for first in numbers.get("held_out_accuracy", [])[:1]]
-    parts += [f"{label} {numbers[name]:.2f}" for name, label in LABELS.items() if name in numbers]
-    return "held-out " + ", ".join(parts)
+    shown = {label: np.ravel(numbers[name])[0] for name, label in LABELS.items() if numbers.get(name)}
+    return "held-out " + ", ".join(f"{label} {value:.3f}" for label, value in shown.items())
 
 
-def publish(
-    training: DrafterTraining,
-    module: nn.Module,
-    card: dict[str, Any],
-    old: nn.Module | None,
-    evaluation: Evaluation,
-    world: World,
-) -> None:
-    """Write the drafter and its CARD.json to --out, unless the `old` one there is better."""
+def publish(training: DrafterTraining, module: nn.Module, card: dict[str, Any], old_tau: float, world: World) -> None:
+    """Write the drafter and its CARD.json to --out. Raises WorseHead if the one there has a better tau, `old_tau`."""
     out = Path(training.args.out)
     if not training.drafts:
         place = Path(training.args.work) / "CARD.json"
         write_json(place, card)
         world.say(f"no engine drafts with such a {training.title}: nothing was exported; numbers in {place}")
         return
-    if old is not None:
-        refuse_if_worse(evaluation.tau(training.drafter(old, evaluation)), card, training.args)
-    training.write(module, out)
-    write_json(out / "CARD.json", card)
-    world.say(f"wrote {out}")
-    if training.note:
-        world.say(f"note: {training.note}")
-
-
-def refuse_if_worse(old: dict[str, Any], new: dict[str, Any], args: argparse.Namespace) -> None:
-    """Raise WorseHead if the drafter at --out has the better held-out tau."""
-    if old["tau"] > new["tau_greedy"]:
+    if old_tau > card["tau_greedy"]:
         raise WorseHead(
-            f"what is at {args.out} is better (held-out tau {old['tau']:.3f}, the new one {new['tau_greedy']:.3f}); "
+            f"what is at {out} is better (held-out tau {old_tau:.3f}, the new one {card['tau_greedy']:.3f}); "
             "kept it. The new one stays in --work: run the same command with --force to replace what is at --out."
         )
+    training.write(module, out)
+    write_json(out / "CARD.json", card)
+    world.say(f"wrote {out}" + (f"\nnote: {training.note}" if training.note else ""))
 
 
 def describe(
     training: DrafterTraining, module: nn.Module, data: TokenData, held_out: TokenData, world: World
 ) -> dict[str, Any]:
-    """What CARD.json of any trained drafter says about the run."""
+    """What CARD.json says about the drafter and its training, without what is measured at the end."""
     args = training.args
     c = training.target.config
     return {
         "target": {"layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "vocab_size": c.vocab_size},
-        "parameters": _size(module),
+        "parameters": sum(p.numel() for p in module.parameters()),
         "data": args.data if args.data == "stdlib" else Path(args.data).name,
         "regenerated": args.regenerate,
         "training_tokens": int(data.mask.sum()),
@@ -280,14 +253,12 @@ def describe(
         "device": describe_device(world.device),
         "torch": torch.__version__,
         **{name: vars(args)[name] for name in CARD_OPTIONS},
+        "format": training.format,
+        **training.card(),
     }
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def output_weight(target: Transformer) -> Tensor:
     """The LM head's rows [V, H] in float32, also of a tied or quantized one."""
-    head = target.lm_head if target.lm_head is not None else target.embed_tokens
+    head = target.lm_head or target.embed_tokens
     return head.dequantize(torch.float32) if isinstance(head, QuantLinear) else head.weight.float()

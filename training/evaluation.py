@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -21,15 +21,14 @@ class Evaluation:
     def __init__(self, target: Transformer, stop_ids: tuple[int, ...], held_out: TokenData, args: argparse.Namespace):
         """Raises ValueError in one line if the held-out data or --tree cannot be used."""
         self.target = target
-        self.stop_ids = stop_ids
         self.held_out = held_out
         self.args = args
         self.prompts = self._prompts()
         longest = max(map(len, self.prompts))
         self.ctx = min(target.rotary.length, longest + args.eval_tokens)
-        self.new_tokens = self.ctx - longest
-        if self.new_tokens < 2:
+        if self.ctx < longest + 2:
             raise ValueError("held-out prompts leave no room for new tokens; use a smaller --prompt-length.")
+        self.params = SamplingParams(max_new_tokens=self.ctx - longest, stop_ids=stop_ids, seed=args.seed)
         self.tree = parse_tree(args.tree)
 
     def _prompts(self) -> list[list[int]]:
@@ -40,15 +39,12 @@ class Evaluation:
         if data.stream:
             starts = [k * max(0, len(data.ids) - length) // count for k in range(count)]
             return [data.ids[start : start + length].tolist() for start in starts]
-        prompts = []
-        for k in range(data.rows):
-            ids, mask = data.row(k, self.target.rotary.length - 2)
-            first = int(mask.argmax())
-            if mask.any() and 0 < first <= self.target.rotary.length // 2 and len(prompts) < count:
-                prompts.append(ids[:first].tolist())
+        room = self.target.rotary.length
+        rows = (data.row(k, room - 2) for k in range(data.rows))
+        prompts = [ids[: mask.argmax()].tolist() for ids, mask in rows if 0 < mask.argmax() <= room // 2]
         if not prompts:
             raise ValueError("no held-out conversation has a prompt that fits; give --held-out.")
-        return prompts
+        return prompts[:count]
 
     @property
     def slots(self) -> int:
@@ -69,10 +65,7 @@ class Evaluation:
 
     def _generate(self, drafter: Drafter | None, temperature: float) -> list:
         engine = Engine(self.target, drafter=drafter, batch_size=len(self.prompts), ctx=self.ctx)
-        params = SamplingParams(
-            temperature, max_new_tokens=self.new_tokens, stop_ids=self.stop_ids, seed=self.args.seed
-        )
-        return engine.generate_batch(self.prompts, params).run()
+        return engine.generate_batch(self.prompts, replace(self.params, temperature=temperature)).run()
 
     def tau(self, drafter: Drafter, temperature: float = 0.0) -> dict[str, Any]:
         """tau and accepted_by_depth of the engine with `drafter` over the held-out prompts."""
@@ -81,10 +74,3 @@ class Evaluation:
         steps = max(1, len(emitted))
         depths = [sum(count > d for count in emitted) / steps for d in range(1, drafter.D + 1)]
         return {"tau": sum(emitted) / steps, "accepted_by_depth": depths}
-
-    def measure(self, drafter: Callable[[], Drafter], greedy_only: bool = False) -> dict[str, Any]:
-        """The numbers of `tau`, greedy and at T = 1, each with a fresh `drafter()`."""
-        numbers = {f"{name}_greedy": value for name, value in self.tau(drafter()).items()}
-        if not greedy_only:
-            numbers |= {f"{name}_t1": value for name, value in self.tau(drafter(), 1.0).items()}
-        return numbers

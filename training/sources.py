@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
+import re
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from engine import Engine
@@ -24,8 +28,8 @@ ROLES = {"human": "user", "user": "user", "system": "system"} | dict.fromkeys(
 )
 
 
-def read_records(source: str) -> tuple[list[list[dict]], list[str], list[str]]:
-    """Read a data file or directory, or `stdlib`.
+def read_records(source: str, held_out: bool = False) -> tuple[list[list[dict]], list[str], list[str]]:
+    """Read a data file or directory, or `stdlib` (the training files of the demo model or those held out from it).
 
     Returns:
         (conversations as role/content messages, texts, reasons for the rows that were left out).
@@ -35,7 +39,7 @@ def read_records(source: str) -> tuple[list[list[dict]], list[str], list[str]]:
     """
     path = Path(source)
     if source == "stdlib":
-        files = stdlib_files()[0]
+        files = stdlib_files()[held_out]
     elif path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".py", ".md") and p.is_file())
     else:
@@ -46,8 +50,8 @@ def read_records(source: str) -> tuple[list[list[dict]], list[str], list[str]]:
         return [], [read_source(file) for file in files], []
     text = path.read_text(encoding="utf-8")
     try:
-        lines = [line for line in text.splitlines() if line.strip()]
-        records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
+        array = text.lstrip().startswith("[")
+        records = json.loads(text) if array else [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); expected an array, or one object per line.") from None
     conversations: list[list[dict]] = []
@@ -82,15 +86,11 @@ def read_messages(record: dict) -> list[dict]:
         if name not in ROLES or not isinstance(content, str):
             raise ValueError(f"a turn of role {name!r} (known: {', '.join(ROLES)}) or without text")
         messages.append({"role": ROLES[name], "content": content})
-    system = messages[:1] if messages and messages[0]["role"] == "system" else []
-    messages = messages[len(system) :]
-    while messages and messages[0]["role"] == "assistant":
-        messages = messages[1:]
-    while messages and messages[-1]["role"] == "user":
-        messages = messages[:-1]
-    if not messages or any(m["role"] != ("user", "assistant")[i % 2] for i, m in enumerate(messages)):
+    roles = "".join(message["role"][0] for message in messages)  # s, u and a
+    talk = re.fullmatch("(s?)a*((?:ua)+)u*", roles)
+    if talk is None:
         raise ValueError("roles do not alternate between user and assistant")
-    return system + messages
+    return messages[: talk.end(1)] + messages[talk.start(2) : talk.end(2)]
 
 
 def _common(a: list[int], b: list[int]) -> int:
@@ -105,14 +105,11 @@ def chat_row(tokenizer: Tokenizer, messages: list[dict]) -> tuple[list[int], lis
     """
     ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
     mask = [False] * len(ids)
-    for k, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+    for k in (k for k, message in enumerate(messages) if message["role"] == "assistant"):
         start = _common(tokenizer.encode_chat(messages[:k], add_generation_prompt=True), ids)
         end = _common(tokenizer.encode_chat(messages[: k + 1], add_generation_prompt=False), ids)
-        stops = [i + 1 for i in range(start, end) if ids[i] in tokenizer.eos_ids]
-        for i in range(start, min([end, *stops])):
-            mask[i] = True
+        end = next((i + 1 for i in range(start, end) if ids[i] in tokenizer.eos_ids), end)
+        mask[start:end] = [True] * (end - start)
     return ids, mask
 
 
@@ -138,19 +135,25 @@ def tokenise(tokenizer: Tokenizer, conversations: list, texts: list[str]) -> tup
     return TokenData.from_rows(rows), [reason for reason in attempts if isinstance(reason, str)]
 
 
+def _groups(count: int, size: int) -> Iterator[range]:
+    """The numbers below `count` in groups of `size`, with a progress line on stderr."""
+    for first in range(0, count, size):
+        numbers = range(first, min(count, first + size))
+        yield numbers
+        print(f"\rregenerated {numbers.stop}/{count}   ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+
+
 def continue_texts(engine: Engine, data: TokenData, args: argparse.Namespace) -> TokenData:
     """Plain text by the target itself: --regenerate random prefixes of --prompt-length, continued to --length."""
     rows: list[tuple[list[int], list[bool]]] = []
-    for first in range(0, args.regenerate, engine.batch_size):
-        numbers = range(first, min(args.regenerate, first + engine.batch_size))
+    for numbers in _groups(args.regenerate, engine.batch_size):
         prompts = [data.sample(args.seed + 1, i, args.prompt_length)[0].tolist() for i in numbers]
         new_tokens = args.length - args.prompt_length
-        params = SamplingParams(args.regenerate_temperature, max_new_tokens=new_tokens, seed=args.seed + first)
+        params = SamplingParams(args.regenerate_temperature, max_new_tokens=new_tokens, seed=args.seed + numbers.start)
         for prompt, result in zip(prompts, engine.generate_batch(prompts, params).run(), strict=True):
             mask = [False] * len(prompt) + [True] * len(result.token_ids)
             rows.append((prompt + result.token_ids, mask))
-        _report(f"{len(rows)}/{args.regenerate} texts")
-    print(file=sys.stderr)
     return TokenData.from_rows(rows)
 
 
@@ -159,42 +162,25 @@ def answer_again(engine: Engine, tokenizer: Tokenizer, conversations: list, args
 
     A conversation ends before the first question whose prompt would leave no room for --regenerate-tokens.
     """
+    most = args.regenerate_tokens
+    params = SamplingParams(args.regenerate_temperature, max_new_tokens=most, stop_ids=tuple(tokenizer.eos_ids))
     out: list[list[dict]] = []
-    for first in range(0, len(conversations), engine.batch_size):
-        group = conversations[first : first + engine.batch_size]
-        histories = [[m for m in c[:1] if m["role"] == "system"] for c in group]
-        questions = [[m for m in c if m["role"] == "user"] for c in group]
-        params = SamplingParams(
-            args.regenerate_temperature,
-            max_new_tokens=args.regenerate_tokens,
-            seed=args.seed + first,
-            stop_ids=tuple(tokenizer.eos_ids),
-        )
-        for turn in range(max(map(len, questions))):
-            asked = []
-            prompts = []
-            for history, own in zip(histories, questions, strict=True):
-                answered = len([m for m in history if m["role"] == "user"])
-                if turn >= len(own) or answered != turn:
-                    continue
-                prompt = tokenizer.encode_chat([*history, own[turn]], add_generation_prompt=True)
-                if len(prompt) + args.regenerate_tokens <= engine.ctx:
-                    asked.append((history, own[turn]))
-                    prompts.append(prompt)
-            if not prompts:
+    for numbers in _groups(len(conversations), engine.batch_size):
+        split = [[[m for m in conversations[i] if m["role"] == role] for role in ("system", "user")] for i in numbers]
+        out += [history for history, _ in split]
+        for turn in itertools.count():
+            talks = [talk for talk in split if turn < len(talk[1])]
+            prompts = [tokenizer.encode_chat([*history, asked[turn]]) for history, asked in talks]
+            fits = [len(prompt) + most <= engine.ctx for prompt in prompts]
+            split = list(itertools.compress(talks, fits))
+            if not split:
                 break
-            results = engine.generate_batch(prompts, params).run()
-            for (history, question), result in zip(asked, results, strict=True):
+            prompts = list(itertools.compress(prompts, fits))
+            results = engine.generate_batch(prompts, replace(params, seed=args.seed + numbers.start)).run()
+            for (history, asked), result in zip(split, results, strict=True):
                 answer = tokenizer.decode(result.token_ids).strip()
-                history += [question, {"role": "assistant", "content": answer}]
-        out += [c for c in histories if c and c[-1]["role"] == "assistant"]
-        _report(f"{len(out)}/{len(conversations)} dialogues")
-    print(file=sys.stderr)
-    return out
-
-
-def _report(what: str) -> None:
-    print(f"\rregenerated {what}   ", end="", file=sys.stderr, flush=True)
+                history += [asked[turn], {"role": "assistant", "content": answer}]
+    return [history for history in out if history and history[-1]["role"] == "assistant"]
 
 
 def load_data(
@@ -206,62 +192,48 @@ def load_data(
     Raises ValueError in one line for data that cannot be used.
     """
     source = Path(args.data)
-    cache = Path(args.work) / f"data-{_fingerprint(args)}.npz"
-    if source.suffix == ".npz":
-        data = TokenData.load(source)
-    elif cache.exists():
-        data = TokenData.load(cache)
-    else:
-        data = _make_data(args, target, tokenizer)
-        data.save(cache)
+    cache = source if source.suffix == ".npz" else Path(args.work) / f"data-{_fingerprint(args)}.npz"
+    if not cache.exists():
+        ctx = min(target.rotary.length, args.length + args.regenerate_tokens)
+        engine = Engine(target, batch_size=8, ctx=ctx) if args.regenerate else None
+        _read_data(args.data, "--data", tokenizer, args, engine).save(cache)
+    data = TokenData.load(cache)
     if len(data.ids) == 0 or not 0 <= data.ids.min() <= data.ids.max() < target.config.vocab_size:
-        raise ValueError(f"--data {source}: no tokens, or ids outside the target's vocabulary.")
+        raise ValueError(f"--data {args.data}: no tokens, or ids outside the target's vocabulary.")
     if args.held_out is None and args.data != "stdlib":
         return data.split(0.05)
-    if args.held_out is not None and Path(args.held_out).suffix == ".npz":
-        return data, TokenData.load(Path(args.held_out))
-    tokenizer = _needed(tokenizer, "--held-out")
-    if args.held_out is None:
-        return data, tokenise(tokenizer, [], [read_source(p) for p in stdlib_files()[1]])[0]
-    conversations, texts, _ = read_records(args.held_out)
-    return data, tokenise(tokenizer, conversations, texts)[0]
+    return data, _read_data(args.held_out or args.data, "--held-out", tokenizer, args)
 
 
 def _fingerprint(args: argparse.Namespace) -> str:
-    """A hash of everything that decides the tokenised data: options, and the files with their times."""
-    key = [args.data, args.regenerate, args.chat_template, str(Path(args.checkpoint).resolve())]
-    if args.regenerate:
-        key += [args.seed, args.length, args.prompt_length]
-        key += [args.regenerate_tokens, args.regenerate_temperature]
-    checkpoint = Path(args.checkpoint)
+    """A hash of everything that may decide the tokenised data: options, and the files with their times."""
+    names = "data regenerate chat_template seed length prompt_length regenerate_tokens regenerate_temperature"
+    checkpoint = Path(args.checkpoint).resolve()
+    key = [checkpoint, *(vars(args)[name] for name in names.split())]
     for path in (Path(args.data), checkpoint / "tokenizer.json", checkpoint / "tokenizer.model"):
         for file in sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []:
-            key += [str(file), file.stat().st_size, file.stat().st_mtime_ns]
+            key += [file, file.stat().st_size, file.stat().st_mtime_ns]
     return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
 
-def _make_data(args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer | None) -> TokenData:
-    tokenizer = _needed(tokenizer, "--data")
-    conversations, texts, left_out = read_records(args.data)
-    engine = None
-    if args.regenerate:
-        ctx = min(target.rotary.length, args.length + args.regenerate_tokens)
-        engine = Engine(target, batch_size=8, ctx=ctx)
-        if conversations:
-            conversations = answer_again(engine, tokenizer, conversations[: args.regenerate], args)
+def _read_data(
+    source: str, option: str, tokenizer: Tokenizer | None, args: argparse.Namespace, engine: Engine | None = None
+) -> TokenData:
+    """The tokenised data that `option` names. With an `engine`, the target writes the answers or texts again."""
+    if source.endswith(".npz"):
+        return TokenData.load(Path(source))
+    if tokenizer is None:
+        raise ValueError(f"the checkpoint has no tokenizer; give {option} as a tokenised .npz.")
+    conversations, texts, left_out = read_records(source, option == "--held-out")
+    if engine is not None and conversations:
+        conversations = answer_again(engine, tokenizer, conversations[: args.regenerate], args)
     data, reasons = tokenise(tokenizer, conversations, texts)
     if engine is not None and data.stream:
         data = continue_texts(engine, data, args)
     left_out += reasons
     if left_out:
-        print(f"left out {len(left_out)} rows, e.g. {left_out[0]}", file=sys.stderr)
+        print(f"{option}: left out {len(left_out)} rows, e.g. {left_out[0]}", file=sys.stderr)
     if not data.mask.any():
         why = left_out[0] if left_out else "it is empty"
-        raise ValueError(f"--data {args.data}: nothing to train on ({why}).")
+        raise ValueError(f"{option} {source}: no text that counts ({why}).")
     return data
-
-
-def _needed(tokenizer: Tokenizer | None, option: str) -> Tokenizer:
-    if tokenizer is None:
-        raise ValueError(f"the checkpoint has no tokenizer; give {option} as a tokenised .npz.")
-    return tokenizer

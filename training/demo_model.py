@@ -23,7 +23,7 @@ from torch import Tensor
 
 from model import Transformer
 from model_config import ModelConfig
-from support.files import write_json, write_text
+from support.files import write_json, write_text, written_whole
 from support.texts import HELD_OUT, LEFT_OUT, read_source, stdlib_files
 from training.loop import Run, World
 from training.optim import Recipe, init_weights, optimizers, update
@@ -87,25 +87,22 @@ class Text(NamedTuple):
 
 def train_tokenizer(files: list[Path], out: Path) -> None:
     """Write a sentencepiece BPE model with byte fallback that keeps every space of the source."""
-    text = out.with_suffix(".txt")
-    text.write_text("\n".join(map(read_source, files)), encoding="utf-8")
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text),
-        model_prefix=str(out.with_suffix("")),
-        model_type="bpe",
-        vocab_size=VOCAB_SIZE,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        add_dummy_prefix=False,
-        split_digits=True,
-        character_coverage=0.9995,
-        max_sentence_length=16384,
-        input_sentence_size=400_000,
-        minloglevel=2,
-    )
-    text.unlink()
+    with written_whole(out) as temporary, open(temporary, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for path in files for line in read_source(path).split("\n")),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=VOCAB_SIZE,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            add_dummy_prefix=False,
+            split_digits=True,
+            max_sentence_length=16384,
+            input_sentence_size=400_000,
+            minloglevel=2,
+        )
 
 
 def load_corpus(tokenizer: Path) -> tuple[Text, Text]:
@@ -137,7 +134,7 @@ def load_corpus(tokenizer: Path) -> tuple[Text, Text]:
 def batch(stream: np.ndarray, rng: np.random.Generator, count: int, length: int) -> Tensor:
     """`count` windows of `length` + 1 tokens at random places, int64 [count, length + 1]."""
     starts = rng.integers(0, len(stream) - length - 1, count)
-    return torch.from_numpy(np.stack([stream[s : s + length + 1] for s in starts]).astype(np.int64))
+    return torch.from_numpy(stream[starts[:, None] + np.arange(length + 1)].astype(np.int64))
 
 
 def loss_of(model: Transformer, tokens: Tensor) -> Tensor:

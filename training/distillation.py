@@ -16,8 +16,7 @@ from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa
 from model import Transformer
 from model_config import ModelConfig
 from training.data import Batch, TokenData
-from training.drafters import DrafterTraining, output_weight
-from training.evaluation import Evaluation
+from training.drafters import DrafterTraining, Evaluation, output_weight
 from training.optim import Recipe, init_weights
 from weights.checkpoint import Checkpoint, load_model
 from weights.hf import save_hf
@@ -69,7 +68,6 @@ class DraftModelTraining(DistillationTraining):
 
     title = "draft model"
     format = "draft LLM (Hugging Face layout)"
-    options = ("loss", "lr", "layers", "hidden", "intermediate", "heads")
 
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
@@ -110,14 +108,13 @@ class DraftModelTraining(DistillationTraining):
         return load_model(directory, self.target.device, self.target.dtype)
 
     def drafter(self, module: Transformer, evaluation: Evaluation) -> DraftModelDrafter:
-        return DraftModelDrafter(self.target, module, evaluation.tables(), len(evaluation.prompts), evaluation.slots)
+        return DraftModelDrafter(self.target, module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
 
 
 class MedusaTraining(DistillationTraining):
     """Medusa heads in training."""
 
     format = "Medusa heads (medusa_lm_head layout)"
-    options = ("loss", "lr", "medusa_heads", "own_lm_head")
 
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
@@ -162,7 +159,7 @@ class MedusaTraining(DistillationTraining):
         return load_medusa(directory, self.target)
 
     def drafter(self, module: MedusaHeads, evaluation: Evaluation) -> MedusaDrafter:
-        return MedusaDrafter(module, evaluation.tables())
+        return MedusaDrafter(module, evaluation.tree)
 
     def card(self) -> dict[str, Any]:
         return super().card() | {"heads": self.args.medusa_heads, "own_lm_head": self.args.own_lm_head}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import functools
 from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +20,80 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drafters.base import Drafter
+from engine import Engine
 from model import Transformer
 from model_config import DTYPES
+from sampling import SamplingParams
 from support.errors import UserError
 from support.files import write_json
 from support.machine import describe_device
 from tokenizer import Tokenizer, load_tokenizer
-from training.data import Batch, TokenData, step_batches
-from training.evaluation import Evaluation
+from training.data import Batch, TokenData, load_data, step_batches
 from training.loop import Run, World
 from training.optim import Recipe, optimizers, update
-from training.sources import load_data
+from tree import DynamicTree, parse_tree, tree_tables
 from weights.checkpoint import load_model
 from weights.quantized import QuantLinear
 
-# Options that decide the weights of every kind of drafter. A state is not resumed with other values.
-SETTINGS = "checkpoint data held_out steps batch accumulate length seed regenerate".split()
+# Options that do not decide the weights. A state is not resumed with other values of the others.
+FREE = """out work eval_every eval_prompts eval_tokens prompt_length tree save_every pause_at device dtype threads debug
+    force compile autocast max_positions""".split()
 CARD_OPTIONS = "steps length seed tree eval_prompts eval_tokens".split()
 LABELS = {"held_out_accuracy": "accuracy", "chain_tau": "chain tau", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
 TEMPERATURES = {"greedy": 0.0, "t1": 1.0}  # that tau is measured at
+
+
+class Evaluation:
+    """The held-out prompts of a run, and the engine that measures drafters on them."""
+
+    def __init__(self, target: Transformer, stop_ids: tuple[int, ...], held_out: TokenData, args: argparse.Namespace):
+        """Raises ValueError in one line if the held-out data or --tree cannot be used."""
+        self.target = target
+        self.held_out = held_out
+        self.args = args
+        self.prompts = self._prompts()
+        longest = max(map(len, self.prompts))
+        self.ctx = min(target.rotary.length, longest + args.eval_tokens)
+        if self.ctx < longest + 2:
+            raise ValueError("held-out prompts leave no room for new tokens; use a smaller --prompt-length.")
+        self.params = SamplingParams(max_new_tokens=self.ctx - longest, stop_ids=stop_ids, seed=args.seed)
+        tree = parse_tree(args.tree)
+        self.slots = self.ctx + tree.N + 1  # of the cache, for every sequence
+        static = not isinstance(tree, DynamicTree)
+        self.tree = tree_tables([tree] * len(self.prompts), target.device) if static else tree
+
+    def _prompts(self) -> list[list[int]]:
+        """Evenly spaced windows of held-out text, or held-out conversations up to their first answer."""
+        data = self.held_out
+        count = self.args.eval_prompts
+        length = self.args.prompt_length
+        if data.stream:
+            starts = [k * max(0, len(data.ids) - length) // count for k in range(count)]
+            return [data.ids[start : start + length].tolist() for start in starts]
+        room = self.target.rotary.length
+        rows = (data.row(k, room - 2) for k in range(data.rows))
+        prompts = [ids[: mask.argmax()].tolist() for ids, mask in rows if 0 < mask.argmax() <= room // 2]
+        if not prompts:
+            raise ValueError("no held-out conversation has a prompt that fits; give --held-out.")
+        return prompts[:count]
+
+    @cached_property
+    def texts(self) -> list[list[int]]:
+        """Every prompt with the target's own greedy text behind it."""
+        results = self._generate(None, 0.0)
+        return [prompt + r.token_ids for prompt, r in zip(self.prompts, results, strict=True)]
+
+    def _generate(self, drafter: Drafter | None, temperature: float) -> list:
+        engine = Engine(self.target, drafter=drafter, batch_size=len(self.prompts), ctx=self.ctx)
+        return engine.generate_batch(self.prompts, replace(self.params, temperature=temperature)).run()
+
+    def tau(self, drafter: Drafter, temperature: float = 0.0) -> dict[str, Any]:
+        """tau and accepted_by_depth of the engine with `drafter` over the held-out prompts."""
+        results = self._generate(drafter, temperature)
+        emitted = [len(ids) for result in results for ids in result.tokens_per_step]
+        steps = max(1, len(emitted))
+        depths = [sum(count > d for count in emitted) / steps for d in range(1, drafter.D + 1)]
+        return {"tau": sum(emitted) / steps, "accepted_by_depth": depths}
 
 
 class WorseHead(UserError):
@@ -50,8 +107,8 @@ class DrafterTraining(ABC):
 
     title: str  # of the module, for messages
     format: str  # of what `write` writes, for CARD.json
-    options: tuple[str, ...]  # besides SETTINGS, those that decide the weights
     recipe: Recipe
+    autocast = False  # train in bfloat16 where torch.autocast allows it
     clip_by_value = False  # clip gradients by value instead of by norm
     drafts = True  # False: no engine can draft with it, so only its numbers are written
     note = ""  # printed when the drafter was written
@@ -60,10 +117,6 @@ class DrafterTraining(ABC):
         """Raises ValueError in one line for options that do not fit together or do not fit the target."""
         self.args = args
         self.target = target
-
-    def settings(self) -> dict[str, Any]:
-        """All options that decide the weights."""
-        return {name: vars(self.args)[name] for name in (*SETTINGS, *self.options)}
 
     @abstractmethod
     def build(self, data: TokenData) -> nn.Module:
@@ -133,11 +186,12 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
             if evaluation is not None and args.eval_every and done % args.eval_every == 0:
                 world.say(f"\nstep {done}: {summary(measure(training, module, evaluation, {'greedy': 0.0}))}")
 
-        identity = {f"--{name.replace('_', '-')}": value for name, value in training.settings().items()}
-        run = Run(module, optims, identity | {"processes": world.size}, work / "train_state.pt", world)
+        identity = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in FREE}
+        identity |= {"autocast": training.autocast, "processes": world.size}
+        run = Run(module, optims, identity, work / "train_state.pt", world)
         step = functools.partial(train_step, training, module, optims, data, world)
         run.fit(step, args.steps, args.save_every, args.pause_at, after_step)
-        if len(run.curve) < args.steps:
+        if len(run.curve) == args.pause_at:
             return {"step": len(run.curve), "loss_curve": run.curve}
         if evaluation is not None:
             card |= {"minutes": round(run.seconds / 60, 1), "last_loss": float(np.mean(run.curve[-50:]))}

@@ -19,14 +19,11 @@ from load import build_head
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from training.data import Batch, TokenData
-from training.drafters import DrafterTraining, output_weight
-from training.evaluation import Evaluation
+from training.drafters import DrafterTraining, Evaluation, output_weight
 from training.optim import Recipe
 from weights.heads import EagleConfig, read_eagle, save_eagle
 from weights.quantized import QuantLinear
 
-OPTIONS = """version recipe optimizer lr warmup cooldown weight_decay clip noise feature_weight token_weight ttt_steps
-    draft_vocab inputs intermediate_size heads taps norm_before_residual rope_theta""".split()
 INPUTS = ("feature+shifted-token", "feature+unshifted-token", "feature", "token")
 
 
@@ -248,8 +245,6 @@ def recipe_for(args: argparse.Namespace) -> Recipe:
 class EagleTraining(DrafterTraining):
     """An EAGLE head in training."""
 
-    options = tuple(OPTIONS)
-
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
         self.title = f"EAGLE-{args.version} head ({args.inputs})"
@@ -262,9 +257,6 @@ class EagleTraining(DrafterTraining):
         self.note = self.format if "tensor names" in self.format else ""  # not every engine reads it
         half = target.device.type == "cuda" or target.dtype != torch.float32
         self.autocast = args.autocast == "on" or (args.autocast == "auto" and half)
-
-    def settings(self) -> dict[str, Any]:
-        return super().settings() | {"autocast": "on" if self.autocast else "off"}
 
     def build(self, data: TokenData) -> TrainHead:
         draft_ids = frequent_tokens(data, self.config.layer.vocab_size, self.target.config.vocab_size)
@@ -288,7 +280,7 @@ class EagleTraining(DrafterTraining):
         return build_head(read_eagle(directory, self.target.config), self.target)
 
     def drafter(self, module: EagleHead, evaluation: Evaluation) -> EagleDrafter:
-        return eagle_drafter(module, evaluation.tables(), len(evaluation.prompts), evaluation.slots)
+        return eagle_drafter(module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
 
     def numbers(self, module: TrainHead, evaluation: Evaluation) -> dict[str, Any]:
         """Accuracy and a chain's tau of the head as it is written, also of heads that no engine drafts with."""

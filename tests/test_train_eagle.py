@@ -22,13 +22,12 @@ from sampling import SamplingParams
 from scripts import train_eagle
 from scripts.train_eagle import parse
 from tokenizer import load_tokenizer
-from training import eagle, sources
-from training.data import Batch, TokenData, step_batches
-from training.drafters import train
+from training import data as training_data
+from training import eagle
+from training.data import Batch, TokenData, chat_row, read_messages, step_batches
+from training.drafters import Evaluation, train
 from training.eagle import INPUTS, TrainHead
-from training.evaluation import Evaluation
 from training.loop import World
-from training.sources import chat_row, read_messages
 from weights.checkpoint import load_config, load_model
 from weights.heads import read_eagle
 from weights.hf import save_hf
@@ -187,7 +186,7 @@ def test_two_processes_equal_one_with_the_doubled_batch(files, tmp_path):
 
 def evaluation_of(files, target, *more):
     args = parse(options(files, "unused", "--eval-prompts", "3", "--eval-tokens", "24", *more))
-    return Evaluation(target, (), sources.load_data(args, target, None)[1], args)
+    return Evaluation(target, (), training_data.load_data(args, target, None)[1], args)
 
 
 def tau_of(directory, files, target, *more):
@@ -474,7 +473,7 @@ def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, cap
     path.write_text(
         "\n".join(map(json.dumps, [SHAREGPT, bad, OPENAI, {"x": 1}, {"messages": [{"role": "tool"}]}]))
     )
-    conversations, texts, left_out = sources.read_records(str(path))
+    conversations, texts, left_out = training_data.read_records(str(path))
     assert (
         len(conversations) == 2
         and texts == []
@@ -482,7 +481,7 @@ def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, cap
     )
     path.write_text('{"messages": ')
     with pytest.raises(ValueError, match="not JSON"):
-        sources.read_records(str(path))
+        training_data.read_records(str(path))
 
 
 @pytest.mark.parametrize("chats", [True, False])
@@ -503,7 +502,7 @@ def test_regenerated_data_is_the_targets_own(tokenizer_files, tmp_path, chats):
     argv += ["--work", str(tmp_path), "--regenerate", "3", "--regenerate-tokens", "12", "--length", "40"]
     args = parse([*argv, "--prompt-length", "10"])
     target, tokenizer = load_model(tokenizer_files), load_tokenizer(tokenizer_files)
-    parts = sources.load_data(args, target, tokenizer)
+    parts = training_data.load_data(args, target, tokenizer)
     (cache,) = tmp_path.glob("data-*.npz")
     data, stamp = TokenData.load(cache), cache.stat().st_mtime_ns
     assert sum(p.rows for p in parts) == data.rows == 3 and not data.stream
@@ -514,7 +513,7 @@ def test_regenerated_data_is_the_targets_own(tokenizer_files, tmp_path, chats):
             assert "hello" not in text and "hi" in text and "unanswered" not in text
         else:
             assert mask.tolist() == [False] * 10 + [True] * (len(ids) - 10) and len(ids) > 10
-    sources.load_data(args, target, tokenizer)
+    training_data.load_data(args, target, tokenizer)
     assert cache.stat().st_mtime_ns == stamp
 
 

@@ -97,9 +97,7 @@ def test_a_file_imports_only_rooms_above_it(name):
     assert not upward(name, SOURCES[name])
 
 
-@pytest.mark.parametrize(
-    "line", ["import engine", "from engine import Engine", "from load import load as _load"]
-)
+@pytest.mark.parametrize("line", ["import engine", "from engine import Engine", "from load import load as _load"])
 def test_an_import_upward_inside_a_function_is_caught(line):
     """A layering test that looks at the top of the file only."""
     mutant = SOURCES["drafters.ngram"] + f"\n\ndef mutant():\n    def inner():\n        {line}\n"
@@ -134,14 +132,7 @@ def code_lines(source: str) -> int:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if ast.get_docstring(node, clean=False) is not None:
                 documented.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    layout = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in layout:
@@ -157,16 +148,7 @@ def test_the_core_is_small_together():
 
 def test_nothing_happens_at_import():
     """Work, output or global state while importing: every top-level statement of the core defines something."""
-    allowed = (
-        ast.Import,
-        ast.ImportFrom,
-        ast.FunctionDef,
-        ast.ClassDef,
-        ast.Assign,
-        ast.AnnAssign,
-        ast.If,
-        ast.Try,
-    )
+    allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.If, ast.Try)
     for name, source in SOURCES.items():
         for node in ast.parse(source).body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -65,17 +65,7 @@ def files(tmp_path_factory):
 def options(files, out, *more, version=1, steps=6, **given):
     argv = ["--checkpoint", str(files / "target"), "--data", str(files / "data.npz"), "--out", str(out)]
     argv += ["--work", f"{out}-work", "--version", str(version), "--steps", str(steps), "--length", "64"]
-    argv += [
-        "--eval-prompts",
-        "4",
-        "--eval-tokens",
-        "32",
-        "--prompt-length",
-        "16",
-        "--eval-every",
-        "0",
-        *more,
-    ]
+    argv += ["--eval-prompts", "4", "--eval-tokens", "32", "--prompt-length", "16", "--eval-every", "0", *more]
     for name, value in given.items():
         argv += [f"--{name.replace('_', '-')}", str(value)]
     return argv
@@ -112,10 +102,7 @@ def trained(files):
     more = ["--eval-prompts", "3", "--eval-tokens", "24"]
     third = [*more, "--ttt-steps", "3", "--draft-vocab", "60"]
     return {
-        version: (
-            files / f"head{version}",
-            run(files, files / f"head{version}", *extra, version=version, steps=110),
-        )
+        version: (files / f"head{version}", run(files, files / f"head{version}", *extra, version=version, steps=110))
         for version, extra in ((1, more), (3, third))
     }
 
@@ -333,9 +320,7 @@ def first_change(a, b):
 
 
 @pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize(
-    "inputs, token, feature", list(zip(INPUTS, (4, 5, None, 4), (5, 5, 5, None), strict=True))
-)
+@pytest.mark.parametrize("inputs, token, feature", list(zip(INPUTS, (4, 5, None, 4), (5, 5, 5, None), strict=True)))
 def test_input_ablation_sees_what_its_name_says(files, version, inputs, token, feature):
     """An ablation that leaks the input it is meant to leave out, or shifts the wrong way."""
     head, target = tiny_head(files, version, inputs)
@@ -360,21 +345,10 @@ def test_input_ablation_drafts_in_the_engine_as_it_was_trained(files, trained, t
     for inputs in INPUTS:
         out = tmp_path / inputs
         card = run(
-            files,
-            out,
-            "--eval-prompts",
-            "3",
-            "--eval-tokens",
-            "24",
-            "--tree",
-            "chain:5",
-            steps=50,
-            inputs=inputs,
+            files, out, "--eval-prompts", "3", "--eval-tokens", "24", "--tree", "chain:5", steps=50, inputs=inputs
         )
         assert json.loads((out / "CARD.json").read_text())["inputs"] == inputs
-        assert card["tau_greedy"] == pytest.approx(
-            card["chain_tau"], rel=0.02
-        )  # the engine's, and by teacher forcing
+        assert card["tau_greedy"] == pytest.approx(card["chain_tau"], rel=0.02)  # the engine's, and by teacher forcing
         if inputs == INPUTS[0]:
             continue
         assert card["chain_tau"] < best["chain_tau"]
@@ -470,15 +444,9 @@ def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, cap
         ]
     }
     path = tmp_path / "d.jsonl"
-    path.write_text(
-        "\n".join(map(json.dumps, [SHAREGPT, bad, OPENAI, {"x": 1}, {"messages": [{"role": "tool"}]}]))
-    )
+    path.write_text("\n".join(map(json.dumps, [SHAREGPT, bad, OPENAI, {"x": 1}, {"messages": [{"role": "tool"}]}])))
     conversations, texts, left_out = training_data.read_records(str(path))
-    assert (
-        len(conversations) == 2
-        and texts == []
-        and [r[:6] for r in left_out] == ["row 2:", "row 4:", "row 5:"]
-    )
+    assert len(conversations) == 2 and texts == [] and [r[:6] for r in left_out] == ["row 2:", "row 4:", "row 5:"]
     path.write_text('{"messages": ')
     with pytest.raises(ValueError, match="not JSON"):
         training_data.read_records(str(path))
@@ -489,16 +457,7 @@ def test_regenerated_data_is_the_targets_own(tokenizer_files, tmp_path, chats):
     """Old answers kept beside the new ones, prompts counted in the loss, or the work done again at every start."""
     path = tmp_path / ("d.jsonl" if chats else "d.txt")
     path.write_text("\n".join([json.dumps(SHAREGPT)] * 3) if chats else "some plain text to go on with " * 20)
-    argv = [
-        "--checkpoint",
-        str(tokenizer_files),
-        "--data",
-        str(path),
-        "--version",
-        "1",
-        "--out",
-        str(tmp_path / "o"),
-    ]
+    argv = ["--checkpoint", str(tokenizer_files), "--data", str(path), "--version", "1", "--out", str(tmp_path / "o")]
     argv += ["--work", str(tmp_path), "--regenerate", "3", "--regenerate-tokens", "12", "--length", "40"]
     args = parse([*argv, "--prompt-length", "10"])
     target, tokenizer = load_model(tokenizer_files), load_tokenizer(tokenizer_files)
@@ -519,9 +478,7 @@ def test_regenerated_data_is_the_targets_own(tokenizer_files, tmp_path, chats):
 
 def test_draft_vocabulary_is_the_most_frequent_answer_tokens():
     """Frequencies of the prompts counted, ids unsorted, or too few ids when little data is at hand."""
-    data = TokenData.from_rows(
-        [([5, 9, 9, 2, 2, 7, 7, 7], [False, True, True, True, True, False, False, True])]
-    )
+    data = TokenData.from_rows([([5, 9, 9, 2, 2, 7, 7, 7], [False, True, True, True, True, False, False, True])])
     assert eagle.frequent_tokens(data, 3, 12).tolist() == [2, 7, 9]
     assert eagle.frequent_tokens(data, 5, 12).tolist() == [0, 1, 2, 7, 9]
     assert eagle.frequent_tokens(data, 12, 12) is None

@@ -237,7 +237,7 @@ def test_feature_paired_with_the_wrong_token(files, trained, tmp_path, monkeypat
 
 
 def test_loss_eagle1_is_the_papers(files):
-    """Target feature, mask, noise scale or normalisation shifted or changed (eagle.md 7.2)."""
+    """Target feature, mask, noise scale or normalisation shifted or changed."""
     head, target = tiny_head(files)
     tokens = torch.randint(0, V, (2, 12), generator=torch.Generator().manual_seed(0))
     features, _ = target.forward_train(tokens)
@@ -263,7 +263,7 @@ def test_loss_eagle1_is_the_papers(files):
 
 @pytest.mark.parametrize("draft_vocab", [None, 20])
 def test_loss_eagle3_is_the_papers(files, draft_vocab):
-    """Steps, weights, shifts, the restriction to the draft vocabulary, or own outputs not fed back (eagle.md 7.3)."""
+    """Steps, weights, shifts, the restriction to the draft vocabulary, or own outputs not fed back."""
     head, target = tiny_head(files, 3, draft_vocab=draft_vocab)
     ids = head.draft_ids if draft_vocab else torch.arange(V)
     T, steps = 10, 3
@@ -290,7 +290,7 @@ def test_loss_eagle3_is_the_papers(files, draft_vocab):
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_training_time_attention_equals_an_explicit_mask(files, version):
-    """Step s seeing other rows of steps 1..s, not seeing its own, or with positions not moved on (eagle.md 7.3)."""
+    """Step s seeing other rows of steps 1..s, not seeing its own, or with positions not moved on."""
     head, _ = tiny_head(files, version)
     attention, T, steps = head.layer.attention, 9, 4
     generator = torch.Generator().manual_seed(5)
@@ -534,7 +534,7 @@ def test_unusable_options_are_one_line(files, tmp_path, capsys, more, message):
 
 
 def test_the_papers_recipe_is_documented_by_its_numbers(files):
-    """Recipe values that drift from eagle.md 7.2 and 7.3."""
+    """Recipe values that drift from those of the papers."""
     one = eagle.recipe_for(parse(options(files, "o", "--recipe", "paper")))
     three = eagle.recipe_for(parse(options(files, "o", "--recipe", "paper", version=3)))
     assert (one.optimizer, one.lr, one.warmup, one.weight_decay, one.clip) == ("adamw", 3e-5, 2000, 0.01, 0.5)

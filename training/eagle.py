@@ -65,7 +65,7 @@ class TrainHead(EagleHead):
 
 
 def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
-    """One decoder layer of the target's geometry (eagle.md 1, 4), with the options' overrides.
+    """One decoder layer of the target's geometry, with the options' overrides.
 
     Raises ValueError in one line for options that do not fit the target.
     """
@@ -229,7 +229,7 @@ def chain_runs(head: TrainHead, tokens: Tensor, K: int) -> list[int]:
 
 
 def recipe_for(args: argparse.Namespace) -> Recipe:
-    """The named recipe with the options' overrides. `paper`: eagle.md 7.2, 7.3; `small`: tuned for small targets."""
+    """The named recipe with the options' overrides: `paper` as in the EAGLE papers, or `small` for small targets."""
     if args.recipe == "small":
         base = Recipe("muon", lr=0.02, side_lr=2e-3, warmup=20, cooldown=0.6)
     elif args.version == 1:

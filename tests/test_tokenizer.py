@@ -428,7 +428,7 @@ def test_streaming_cost_is_linear(spm_dir):
 
     stream._pieces = Counted(stream._pieces)
     text = "".join([stream.push([i]) for i in ids])
-    assert text == "x = y\n" * 20_000 and stream._pieces.lookups == len(ids)
+    assert text == "x = y\n" * 20_000 and 0 < stream._pieces.lookups <= len(ids)
 
 
 # ---- chat --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 from bench.arms import build_engine
 from bench.suites import held_out_prompts
 from bench.summary import acceptance
-from bench.tables import table
+from bench.tables import number, table
 from load import load
 from options import options_from
 from runtime.results import GenerationResult, n_alpha
@@ -25,6 +25,8 @@ from support.machine import describe_device, versions
 TREES = ("chain:5", "paper25", "dynamic:26,5,8", "dynamic:60,7,10")
 SHARED_NOISE, MULTI_ROUND, TOP_K = "shared noise", "multi-round", "top-k drafts"
 RULES = {SHARED_NOISE: {}, TOP_K: {"draft_noise": False}, MULTI_ROUND: {"verify": "multi-round"}}
+# What the columns of the table are called.
+TITLES = {SHARED_NOISE: "shared noise (default)", MULTI_ROUND: "multi-round (paper)", TOP_K: "top-k drafts (EAGLE-2/3)"}
 # What the report keeps of the CARD.json of a head that was trained on other inputs.
 CARD = "inputs regenerated steps training_tokens chain_tau n_alpha held_out_accuracy device".split()
 
@@ -79,12 +81,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def add_ablation(path: Path, cards: Sequence[str]) -> None:
+def add_ablation(path: Path, cards: Sequence[Path]) -> None:
     """Put what matters of the CARD.json files of scripts.train_eagle into the report.
 
     Raises ValueError for heads that were trained for different numbers of steps.
     """
-    rows = [{name: card[name] for name in CARD} for card in map(read_json, map(Path, cards))]
+    rows = [{name: card[name] for name in CARD} for card in map(read_json, cards)]
     if len({row["steps"] for row in rows}) > 1:
         raise ValueError("heads trained for different numbers of steps; an ablation changes one thing.")
     write_json(path, read_json(path) | {"ablation": rows})
@@ -94,45 +96,27 @@ def tables(report: dict[str, Any]) -> str:
     """Markdown: tau by rule, n-alpha of the chains, and the ablation if the report holds one."""
     cells = {(r["head"], r["temperature"], r["tree"], r["rule"]): r for r in report["rows"]}
     order = {tree: number for number, tree in enumerate(TREES)}
-    places = sorted({key[:3] for key in cells}, key=lambda k: (*k[:2], order.get(k[2], len(TREES))))
+    taus, alphas = [], []
+    for head, T, tree in sorted({key[:3] for key in cells}, key=lambda k: (*k[:2], order.get(k[2], len(TREES)))):
+        found = [cells.get((head, T, tree, rule)) for rule in TITLES]
+        ours = found[0]
+        same = f"{ours['same']}/{ours['prompts']}" if ours else "-"
+        taus.append([head, f"{T:g}", tree, *(number(r and r["tau"]) for r in found), same])
+        if tree == "chain:5" and ours:
+            alphas.append([f"{head}, T = {T:g}", *(map(number, (ours["n_alpha"] + [None] * 5)[:5]))])
     parts = [
         f"tau on {report['prompts']} held-out prompts x {report['new_tokens']} tokens, {report['dtype']}, "
         f"{report['device']}, torch {report['versions']['torch']}, {report['date']}:",
-        _tau_table(cells, places),
-        _alpha_table(cells, places),
+        table(["head", "T", "tree", *TITLES.values(), "same tokens"], taus),
+        table(["chain of 5, shared noise", *(f"{k}-alpha" for k in range(5))], alphas),
     ]
     if ablation := report.get("ablation"):
         steps = f"EAGLE-1 heads of {ablation[0]['steps']} steps each, on greedy texts"
-        parts += [f"The paper's input ablation: {steps}:", _ablation_table(ablation)]
+        head = ["head sees", "tau, chain of 5", "0-alpha", "1-alpha", "2-alpha", "top-1 agreement"]
+        rows = []
+        for row in ablation:
+            name = row["inputs"] + (", trained on the target's own text" if row["regenerated"] else "")
+            figures = row["chain_tau"], *row["n_alpha"][:3], row["held_out_accuracy"][0]
+            rows.append([name, *map(number, figures)])
+        parts += [f"The paper's input ablation: {steps}:", table(head, rows)]
     return "\n\n".join(parts)
-
-
-def _tau_table(cells: dict[tuple, dict], places: Sequence[tuple]) -> str:
-    rules = SHARED_NOISE, MULTI_ROUND, TOP_K
-    titles = "shared noise (default)", "multi-round (paper)", "top-k drafts (EAGLE-2/3)"
-    rows = []
-    for head, T, tree in places:
-        found = [cells.get((head, T, tree, rule)) for rule in rules]
-        same = f"{found[0]['same']}/{found[0]['prompts']}" if found[0] else "-"
-        rows.append([head, f"{T:g}", tree, *(f"{r['tau']:.2f}" if r else "-" for r in found), same])
-    return table(["head", "T", "tree", *titles, "same tokens"], rows)
-
-
-def _alpha_table(cells: dict[tuple, dict], places: Sequence[tuple]) -> str:
-    rows = []
-    for head, T, tree in places:
-        row = cells.get((head, T, tree, SHARED_NOISE))
-        if tree == "chain:5" and row:
-            alphas = [f"{a:.2f}" for a in row["n_alpha"]] + ["-"] * 5
-            rows.append([f"{head}, T = {T:g}", *alphas[:5]])
-    return table(["chain of 5, shared noise", *(f"{k}-alpha" for k in range(5))], rows)
-
-
-def _ablation_table(ablation: Sequence[dict[str, Any]]) -> str:
-    rows = []
-    for row in ablation:
-        name = row["inputs"] + (", trained on the target's own text" if row["regenerated"] else "")
-        figures = [row["chain_tau"], *row["n_alpha"][:3], row["held_out_accuracy"][0]]
-        rows.append([name, *(f"{figure:.2f}" for figure in figures)])
-    head = ["head sees", "tau, chain of 5", "0-alpha", "1-alpha", "2-alpha", "top-1 agreement"]
-    return table(head, rows)

@@ -7,12 +7,13 @@ promises the same tokens as plain decoding, the same distribution, or nothing (a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,16 +63,6 @@ class Sample:
     text: str = ""
 
 
-class Arm(Protocol):
-    """Something that decodes a prompt. Engines and `transformers` look the same to the benchmark."""
-
-    name: str
-    label: str
-    options: dict[str, Any]
-
-    def run(self, prompt: list[int], params: SamplingParams) -> Sample: ...
-
-
 def timed_request(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
 ) -> tuple[list[GenerationResult], float, float]:
@@ -84,16 +75,15 @@ def timed_request(
     engine.generate_batch(others, replace(params, max_new_tokens=1)).run()
     synchronize(engine.model.device)
     stream = engine.generate_batch(prompts, params)
-    waiting = set(range(len(prompts)))
-    begun = first = last = time.perf_counter()
+    begun = last = time.perf_counter()
+    first: dict[int, float] = {}  # when the first token of each sequence came
     for chunk in stream:
         last = time.perf_counter()
-        if chunk.row in waiting:
-            waiting.remove(chunk.row)
-            first = last
+        first.setdefault(chunk.row, last)
     if any(result.cached_tokens for result in stream.results):
         raise RuntimeError("a run reused cached tokens of another run; please report this.")
-    return stream.results, first - begun, last - first
+    ready = max(first.values(), default=last)
+    return stream.results, ready - begun, last - ready
 
 
 @dataclass
@@ -127,30 +117,27 @@ class HFArm:
     @torch.inference_mode()
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:
         """One request with a new cache."""
-        model, clock = self.model, _Clock()
+        clock = _Clock()
         stops = [i for i in params.stop_ids if i not in NO_STOP]
-        options: dict[str, Any] = {"do_sample": params.temperature > 0}
+        ids = torch.tensor([prompt], device=self.model.device)
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": params.max_new_tokens}
+        options |= {"eos_token_id": stops or None, "pad_token_id": stops[0] if stops else 0}
+        options["do_sample"] = params.temperature > 0
         if params.temperature:
             options |= {name: vars(params)[name] for name in ("temperature", "top_k", "top_p")}
         if self.kind != "hf":
             options |= {"cache_implementation": "static", "disable_compile": True}
-        ids = torch.tensor([prompt], device=model.device)
         torch.manual_seed(params.seed)
-        synchronize(model.device)
+        synchronize(self.model.device)
         started = time.perf_counter()
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=params.max_new_tokens,
-            eos_token_id=stops or None,
-            pad_token_id=stops[0] if stops else 0,
-            streamer=clock,
-            **options,
-        )
+        self.model.generate(ids, streamer=clock, **options)
         _, *times = clock.times  # the prompt comes first
         new = clock.ids[len(prompt) :]
         text = self.tokenizer.decode(new, continuation=True) if self.tokenizer else ""
         return Sample(new, times[0] - started, times[-1] - times[0], text=text)
+
+
+Arm = EngineArm | HFArm
 
 
 class _Clock:
@@ -209,19 +196,13 @@ def arm_options(name: str, given: dict[str, str], directory: Path | None) -> tup
     """Label and typed LoadOptions of an arm's text options. Raises UsageError for what an arm cannot set."""
     known = [f.name for f in fields(LoadOptions) if f.name not in COMMON]
     options: dict[str, Any] = {}
-    for key, text in given.items():
-        key = key.replace("-", "_")
-        if key == "label":
-            continue
+    for key, text in ((k.replace("-", "_"), text) for k, text in given.items() if k != "label"):
         if key not in known:
             why = "is the same for all arms" if key in COMMON else "is unknown"
             raise UsageError(f"--arm {name}: option {key} {why}; allowed: {', '.join(known)}, label.")
         if key in PATHS and directory and not Path(text).exists() and (directory / text).exists():
             text = str(directory / text)
-        try:
-            options[key] = read_option(key, text)
-        except UsageError as error:
-            raise UsageError(f"--arm {name}: {error}") from None
+        options[key] = read_option(key, text)
     promised = SAME_DISTRIBUTION if options.get("verify", "match") != "match" else SAME_TOKENS
     label = given.get("label", promised).replace("-", " ")
     if label not in LABELS:
@@ -234,19 +215,12 @@ def find_drafters(directory: Path, config: ModelConfig) -> Iterator[tuple[str, P
     for folder in sorted(p for p in directory.iterdir() if p.is_dir()):
         if any((folder / name).is_file() for name in MEDUSA_FILES):
             yield "medusa", folder
-        elif can_read(read_eagle, folder, config):
-            yield "eagle", folder
-        elif can_read(load_config, folder):
-            yield "draft_checkpoint", folder
-
-
-def can_read(reader: Callable, *arguments: Any) -> bool:
-    """Whether the reader accepts what lies there."""
-    try:
-        reader(*arguments)
-    except ValueError:
-        return False
-    return True
+            continue
+        for kind, reader, more in (("eagle", read_eagle, (config,)), ("draft_checkpoint", load_config, ())):
+            with contextlib.suppress(ValueError):
+                reader(folder, *more)
+                yield kind, folder
+                break
 
 
 def medusa_tree(path: Path) -> str:
@@ -258,7 +232,7 @@ def medusa_tree(path: Path) -> str:
 
 def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple[str, dict[str, str]]]:
     """Plain decoding, n-grams, and every drafter that lies in a folder of the checkpoint; heads with two trees."""
-    heads: list[tuple[str, dict[str, str]]] = []
+    heads: list[tuple[str, dict[str, str]]] = [("plain", {})]
     others = [("n-gram", {"drafter": "ngram", "tree": "chain:15" if cuda else "chain:7"})]
     for kind, folder in find_drafters(directory, config):
         name = folder.name
@@ -269,7 +243,7 @@ def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple
             others.append((name, {kind: name, "tree": medusa_tree(folder)}))
         else:
             others.append((f"{name} LLM", {kind: name, "tree": "chain:4"}))
-    return [("plain", {}), *heads, *others]
+    return heads + others
 
 
 def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
@@ -305,13 +279,12 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     """
     directory = None if args.shape else Path(args.checkpoint)
     cuda = base.model.device.type == "cuda"
+    third = {"eagle": "random:3", "tree": DYNAMIC_GPU if cuda else DYNAMIC}
+    specs = [("plain", {}), ("eagle1 paper25", {"eagle": "random:1"}), ("eagle3 dynamic", third)]
     if args.arm:
         specs = [("plain", {}), *map(parse_arm, args.arm)]
     elif directory:
         specs = default_arms(directory, base.model.config, cuda)
-    else:
-        third = {"eagle": "random:3", "tree": DYNAMIC_GPU if cuda else DYNAMIC}
-        specs = [("plain", {}), ("eagle1 paper25", {"eagle": "random:1"}), ("eagle3 dynamic", third)]
     if args.only:
         wanted = {name.strip() for name in args.only.split(",")}
         if unknown := wanted - {name for name, _ in specs}:
@@ -324,12 +297,5 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     for name, given in specs:
         label, options = arm_options(name, given, directory)
         arms.append(EngineArm(name, label, options, build_engine(base, options, ctx)))
-    if args.baseline:
-        kinds = ["hf", "hf-static"] + ["hf-compiled"] * args.hf_compile
-        arms += [HFArm(kind, base.model, base.tokenizer) for kind in kinds]
-    return arms
-
-
-def shown(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as the JSON keeps them: file names without the folders of this machine."""
-    return {k: Path(v).name if k in PATHS or str(v).endswith(".json") else v for k, v in options.items()}
+    kinds = ["hf", "hf-static"] + ["hf-compiled"] * args.hf_compile if args.baseline else []
+    return arms + [HFArm(kind, base.model, base.tokenizer) for kind in kinds]

@@ -26,20 +26,14 @@ def differences(a: Any, b: Any, name: str = "") -> list[str]:
 def compare(a: str | Path, b: str | Path) -> str:
     """Two result files side by side: what differs in the machines, the rates, and whether the work was the same."""
     (runs_a, summary_a), (runs_b, summary_b) = read_lines(a), read_lines(b)
-    rows_b = {_place(row): row for row in summary_b["rows"]}
-    body, missing = [], []
-    for row in summary_a["rows"]:
-        other = rows_b.pop(_place(row), None)
-        if other is None:
-            missing.append(f"{_place(row)} only in {a}")
-        else:
-            body.append(_cells(row, other, _of_row(runs_a, row), _of_row(runs_b, row)))
-    missing += [f"{place} only in {b}" for place in rows_b]
+    rows_a, rows_b = ({_place(row): row for row in summary["rows"]} for summary in (summary_a, summary_b))
+    shared = [place for place in rows_a if place in rows_b]
+    body = [_cells(rows_a[p], rows_b[p], _runs_of(runs_a, p), _runs_of(runs_b, p)) for p in shared]
+    missing = [f"{place} only in {a if place in rows_a else b}" for place in [*rows_a, *rows_b] if place not in shared]
     head = "suite|T|arm|A tok/s|B tok/s|B / A|A speedup|B speedup|A tau|B tau|same tokens".split("|")
     changed, indent = _changes(summary_a, summary_b), "\n" + " " * 10
-    same = "same environment, settings, model and arms"
     parts = [table(head, body) if body else "nothing in common"]
-    parts.append(f"differs   {indent.join(changed)}" if changed else same)
+    parts.append(f"differs   {indent.join(changed)}" if changed else "same environment, settings, model and arms")
     if missing:
         parts.append(f"missing   {indent.join(missing)}")
     return "\n\n".join(parts)
@@ -49,9 +43,9 @@ def _place(row: Row) -> tuple:
     return row["suite"], row["temperature"], row["arm"]
 
 
-def _of_row(runs: list[Line], row: Row) -> list[Line]:
-    """The runs that a row sums up."""
-    suite, T, arm = _place(row)
+def _runs_of(runs: list[Line], place: tuple) -> list[Line]:
+    """The runs that the row at a place sums up."""
+    suite, T, arm = place
     return [r for r in runs if r["arm"] == arm and r["temperature"] == T and suite in ("all", r["suite"])]
 
 

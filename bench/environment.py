@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,10 @@ GPU_FIELDS = (
 def parse_smi(line: str, processes: str, own: int) -> dict[str, Any]:
     """One CSV line of nvidia-smi and its list of compute processes as a dictionary."""
 
-    def value(text: str) -> Any:
-        try:
-            return float(text)
-        except ValueError:
-            return text
-
-    gpu = dict(zip(GPU_FIELDS.split(","), (value(v.strip()) for v in line.split(",")), strict=False))
+    gpu: dict[str, Any] = dict(zip(GPU_FIELDS.split(","), map(str.strip, line.split(",")), strict=False))
+    for name, text in gpu.items():
+        with contextlib.suppress(ValueError):
+            gpu[name] = float(text)
     pids = [p.split(",")[0].strip() for p in processes.splitlines() if p.strip()]
     return gpu | {"other_processes": sum(p != str(own) for p in pids)}
 
@@ -43,47 +42,39 @@ def gpu_state(device: torch.device) -> dict[str, Any] | None:
     if device.type != "cuda":
         return None
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    which = ["-i", uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"]
-    answers = []
-    for query in (f"--query-gpu={GPU_FIELDS}", "--query-compute-apps=pid"):
-        done = _output(["nvidia-smi", *which, query, "--format=csv,noheader,nounits"])
-        if done is None:
-            return {"name": torch.cuda.get_device_name(device), "error": "nvidia-smi gave no answer"}
-        answers.append(done)
-    return parse_smi(answers[0].splitlines()[0], answers[1], os.getpid())
+    command = ["nvidia-smi", "-i", uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", "--format=csv,noheader,nounits"]
+    state = _output([*command, f"--query-gpu={GPU_FIELDS}"])
+    if not state:
+        return {"name": torch.cuda.get_device_name(device), "error": "nvidia-smi gave no answer"}
+    return parse_smi(state.splitlines()[0], _output([*command, "--query-compute-apps=pid"]), os.getpid())
 
 
-def _output(command: list[str], cwd: Path | None = None) -> str | None:
-    """What a command prints; None if it fails or prints nothing."""
+def _output(command: list[str]) -> str:
+    """What a command prints when it runs in this folder; nothing if it fails."""
     try:
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() if done.returncode == 0 and done.stdout.strip() else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Everything about the machine that moves the numbers."""
-    here = Path(__file__).resolve().parent
-    known = {name: _version(name) for name in ("torch", "triton", "transformers", "numpy")}
-    commit = _output(["git", "rev-parse", "--short=12", "HEAD"], here)
-    dirty = commit and _output(["git", "status", "--porcelain", "--untracked-files=no"], here)
+    known = dict.fromkeys(("torch", "triton", "transformers", "numpy"))
+    for name in known:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            known[name] = importlib.metadata.version(name)
+    commit = _output(["git", "rev-parse", "--short=12", "HEAD"])
+    dirty = _output(["git", "status", "--porcelain", "--untracked-files=no"])
     return {
         "device": describe_device(device),
         "gpu": gpu_state(device),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # not on Windows
+        "load_average": None if sys.platform == "win32" else os.getloadavg()[0],
         "platform": platform.platform(),
         "versions": {"python": platform.python_version(), **known, "cuda": torch.version.cuda},
-        "git": {"commit": commit, "dirty": bool(dirty)},
+        "git": {"commit": commit or None, "dirty": bool(dirty)},
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -105,9 +96,8 @@ def memory_of(engine: Engine) -> int:
     left: list[Any] = [engine.model, engine.drafter, engine.state]
     while left:
         value = left.pop()
-        if isinstance(value, Tensor):
-            if value.device.type != "meta":
-                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        if isinstance(value, Tensor) and not value.is_meta:
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         elif id(value) not in seen:
             seen[id(value)] = value
             if isinstance(value, dict):

@@ -6,24 +6,28 @@ benchmarks/README.md is the contract that the numbers keep, and it says what eve
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.arms import NO_STOP, Arm, EngineArm, Sample, shown
+from bench.arms import NO_STOP, PATHS, Arm, EngineArm, Sample
 from bench.environment import memory_of
 from bench.suites import Prompts, Question
 from engine import Engine
-from report.prove import is_rounding_tie
+from report.prove import first_fork, is_rounding_tie
 from sampling import SamplingParams
 from step import draft_input
 from support.machine import peak_memory, resident_memory, synchronize
 
 Line = dict[str, Any]  # a run line of the JSON
+UNJUDGED: Line = dict.fromkeys(("same", "fork", "margin", "margin_ulps"))  # of the baseline, which is not compared
 
 
 def counted(ids: list[int], steps: list[int] | None, stop_ids: Iterable[int]) -> tuple[list[int], list[int] | None]:
@@ -32,24 +36,13 @@ def counted(ids: list[int], steps: list[int] | None, stop_ids: Iterable[int]) ->
     end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
     if steps is None:
         return ids[:end], None
-    left, kept = end - 1, []
-    for count in steps:
-        if left <= 0:
-            break
-        kept.append(min(count, left))
-        left -= kept[-1]
-    return ids[:end], kept
+    begins = itertools.accumulate(steps, initial=1)  # where in the output each step begins
+    return ids[:end], [min(count, end - at) for count, at in zip(steps, begins, strict=False) if at < end]
 
 
 def digest(ids: Sequence[int]) -> str:
     """A short hash of token ids."""
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
-
-
-def first_fork(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Index of the first difference; None when equal. A proper prefix forks at its end."""
-    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return None if at == len(a) == len(b) else at
 
 
 @dataclass
@@ -93,7 +86,7 @@ def agree(rates: Sequence[float]) -> bool:
 
 @dataclass
 class Bench:
-    """Runs arms over questions, interleaved, and hands every run to `emit` as a dictionary of plain values."""
+    """Runs arms over questions, interleaved, and says of every run what happened as a dictionary of plain values."""
 
     arms: list[Arm]
     questions: list[Question]
@@ -101,7 +94,6 @@ class Bench:
     settings: Settings
     stop_ids: tuple[int, ...]
     ctx: int
-    emit: Callable[[Line], None] = lambda line: None
     progress: Callable[[float, str], None] = lambda share, text: None
     environment: dict[str, Any] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)  # turns that did not fit the context
@@ -115,9 +107,8 @@ class Bench:
         """
         s, notes, began = self.settings, [], time.perf_counter()
         prompts = [self.prompts.first(question) for question in self.questions]
-        for i, (arm, T) in enumerate((a, t) for a in self.arms for t in s.temperatures):
-            total = len(self.arms) * len(s.temperatures)
-            self.progress(0.0, f"warm-up {arm.name}, T = {T:g}  ({i + 1} of {total})")
+        for arm, T in itertools.product(self.arms, s.temperatures):
+            self.progress(0.0, f"warm-up {arm.name}, T = {T:g}")
             params = s.params(T, 0, self.stop_ids)
             arm.run(max(prompts, key=len), replace(params, max_new_tokens=min(4, s.max_new_tokens)))
             rates: list[float] = []
@@ -126,8 +117,7 @@ class Bench:
                 rates.append(len(sample.token_ids) / (sample.ttft_seconds + sample.decode_seconds))
                 if s.max_seconds and time.perf_counter() - began > s.max_seconds / 3:
                     break
-            note = {"arm": arm.name, "temperature": T, "tokens_per_second": rates}
-            notes.append(note | {"agreed": agree(rates)})
+            notes.append({"arm": arm.name, "temperature": T, "tokens_per_second": rates, "agreed": agree(rates)})
         return notes
 
     def measure(self) -> Iterator[Line]:
@@ -136,38 +126,29 @@ class Bench:
         Past `max_seconds` the first repetition ends with the question at hand, and `cut` says after how many.
         """
         s, started = self.settings, time.perf_counter()
-        total = s.reps * len(s.temperatures) * sum(len(q.turns) for q in self.questions)
         done = 0
-        for rep in range(s.reps):
+        limit = s.max_seconds or math.inf
+        total = s.reps * len(s.temperatures) * sum(len(q.turns) for q in self.questions)
+        for rep, (number, question) in itertools.product(range(s.reps), enumerate(self.questions)):
             spent = time.perf_counter() - started
-            if rep and s.max_seconds and (self.cut or spent + spent / rep > s.max_seconds):
-                break
-            for number, question in enumerate(self.questions):
-                late = s.max_seconds and time.perf_counter() - started > s.max_seconds
-                if late and rep == 0 and number:
-                    self.cut = f"--max-seconds {s.max_seconds:g}: {number} of {len(self.questions)} questions"
-                    break
-                for T in s.temperatures:
+            if rep and not number and spent + spent / rep > limit:
+                return
+            if number and not rep and spent > limit:
+                self.cut = f"--max-seconds {limit:g}: {number} of {len(self.questions)} questions"
+                return
+            for T in s.temperatures:
+                answers: list[str] = []
+                for _ in question.turns:
+                    spent = time.perf_counter() - started
                     what = f"{question.suite} {question.id}, T = {T:g}, repetition {rep + 1} of {s.reps}"
-                    answers: list[str] = []
-                    for _ in question.turns:
-                        self._show(what, done, total, time.perf_counter() - started)
-                        done += 1
-                        lines = self._turn(question, answers, T, rep, done)
-                        if not lines:
-                            break
-                        yield from lines
+                    if done:
+                        left = min(spent * (total - done) / done, max(0.0, limit - spent))
+                        what += f", {left:.0f} s left"
+                    self.progress(done / total, what)
+                    done += 1
+                    yield from self._turn(question, answers, T, rep, done)
 
-    def _show(self, what: str, done: int, total: int, spent: float) -> None:
-        """Report the progress, with the seconds that are left."""
-        if done:
-            left = spent / done * (total - done)
-            if self.settings.max_seconds:
-                left = min(left, max(0.0, self.settings.max_seconds - spent))
-            what += f", {left:.0f} s left"
-        self.progress(done / total, what)
-
-    def _turn(self, question: Question, answers: list[str], T: float, rep: int, rotate: int) -> list[Line]:
+    def _turn(self, question: Question, answers: list[str], T: float, rep: int, rotate: int) -> Iterator[Line]:
         """The lines of one prompt through all arms; none if the prompt does not fit.
 
         `answers` are plain decoding's to the turns before, and its answer to this one is appended.
@@ -175,86 +156,52 @@ class Bench:
         s, turn = self.settings, len(answers) + 1
         prompt = self.prompts.ids(question.turns[:turn], answers)
         if len(prompt) + s.max_new_tokens > self.ctx:
-            note = f"{question.suite} {question.id} turn {turn}: {len(prompt)} tokens + {s.max_new_tokens}"
-            if note not in self.skipped:
-                self.skipped.append(note)
-            return []
+            self.skipped.append(
+                f"{question.suite} {question.id} turn {turn}: {len(prompt)} tokens + {s.max_new_tokens}"
+            )
+            return
         params = s.params(T, rep, self.stop_ids)
         order = [(i + rotate) % len(self.arms) for i in range(len(self.arms))]
         runs = {i: run_with_peak(self.arms[i], prompt, params) for i in order}
         plain = counted(runs[0][0].token_ids, None, params.stop_ids)[0]
-        asked = {
-            "type": "run",
-            "suite": question.suite,
-            "question": question.id,
-            "turn": turn,
-            "prompt_sha256": digest(prompt),
-            "prompt_tokens": len(prompt),
-        }
-        lines = []
-        for place, (i, (sample, peak)) in enumerate(runs.items()):
-            line = asked | self._line(i, sample, params, prompt, plain)
-            line |= {
-                "rep": rep,
-                "order": place,
-                "working_bytes": peak,
-                "resident_bytes": resident_memory(),
-                "random_weights": s.random_weights,
-                "environment": self.environment,
-            }
-            self.emit(line)
-            lines.append(line)
         answers.append(runs[0][0].text)
-        return lines
+        for place, (i, (sample, peak)) in enumerate(runs.items()):
+            arm = self.arms[i]
+            ids, steps = counted(sample.token_ids, sample.tokens_per_step, params.stop_ids)
+            line = {"type": "run", "suite": question.suite, "question": question.id, "turn": turn}
+            line |= {"prompt_sha256": digest(prompt), "prompt_tokens": len(prompt)}
+            line |= {"arm": arm.name, "label": arm.label, "baseline": i == 0}
+            line["depth"] = arm.engine.drafter.D if isinstance(arm, EngineArm) else None
+            line |= {"temperature": T, "seed": params.seed, "rep": rep, "order": place}
+            line |= {"new_tokens": len(ids), "ids_sha256": digest(ids)}
+            line["stopped"] = bool(ids) and ids[-1] in params.stop_ids
+            line |= {"ttft_seconds": sample.ttft_seconds, "decode_seconds": sample.decode_seconds}
+            line |= {"tokens_per_step": steps, "cached_tokens": sample.cached_tokens}
+            line |= self._judge(prompt, plain, ids, params) if i else UNJUDGED
+            line |= {"working_bytes": peak, "resident_bytes": resident_memory()}
+            yield line | {"random_weights": s.random_weights, "environment": self.environment}
 
-    def _line(self, i: int, sample: Sample, params: SamplingParams, prompt: list[int], plain: list[int]) -> Line:
-        """What a run line says of arm i's run; `plain` are the ids of plain decoding."""
-        arm = self.arms[i]
-        ids, steps = counted(sample.token_ids, sample.tokens_per_step, params.stop_ids)
-        same, fork, margin, ulps = self._judge(prompt, plain, ids, params)
-        return {
-            "arm": arm.name,
-            "label": arm.label,
-            "depth": arm.engine.drafter.D if isinstance(arm, EngineArm) else None,
-            "baseline": i == 0,
-            "temperature": params.temperature,
-            "seed": params.seed,
-            "new_tokens": len(ids),
-            "ids_sha256": digest(ids),
-            "stopped": bool(ids) and ids[-1] in params.stop_ids,
-            "ttft_seconds": sample.ttft_seconds,
-            "decode_seconds": sample.decode_seconds,
-            "tokens_per_step": steps,
-            "cached_tokens": sample.cached_tokens,
-            "same": same if i else None,
-            "fork": fork,
-            "margin": margin,
-            "margin_ulps": ulps,
-        }
-
-    def _judge(
-        self, prompt: list[int], plain: list[int], ids: list[int], params: SamplingParams
-    ) -> tuple[str, int | None, float | None, float | None]:
-        """(`same`, `tie` or `differs`; where the ids fork; margin and ulps there, None if one text is a prefix)."""
+    def _judge(self, prompt: list[int], plain: list[int], ids: list[int], params: SamplingParams) -> Line:
+        """How the ids compare with those of plain decoding. There is no margin if one text is a prefix of the other."""
         fork = first_fork(plain, ids)
-        if fork is None:
-            return "same", None, None, None
+        judged = UNJUDGED | {"same": "same" if fork is None else "differs", "fork": fork}
         baseline = self.arms[0]
-        if fork >= min(len(plain), len(ids)) or not isinstance(baseline, EngineArm):
-            return "differs", fork, None, None
+        if fork is None or fork >= min(len(plain), len(ids)) or not isinstance(baseline, EngineArm):
+            return judged
         key = (digest(prompt), fork, plain[fork], ids[fork], params.seed, params.temperature)
         if key not in self.margins:
             text = [*prompt, *plain[:fork]]
             self.margins[key] = baseline.engine.margin(0, text, len(prompt), params, plain[fork], ids[fork])
         margin, ulps = self.margins[key]
-        return "tie" if self.settings.is_tie(margin, ulps) else "differs", fork, margin, ulps
+        judged |= {"margin": margin, "margin_ulps": ulps}
+        return judged | {"same": "tie"} if self.settings.is_tie(margin, ulps) else judged
 
 
 def run_with_peak(arm: Arm, prompt: list[int], params: SamplingParams) -> tuple[Sample, int | None]:
     """A run, and on a GPU the peak of its memory above what was allocated before."""
-    if not isinstance(arm, EngineArm) or arm.engine.model.device.type != "cuda":
+    device = arm.engine.model.device if isinstance(arm, EngineArm) else torch.device("cpu")
+    if device.type != "cuda":
         return arm.run(prompt, params), None
-    device = arm.engine.model.device
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     sample = arm.run(prompt, params)
@@ -267,14 +214,13 @@ def run_with_peak(arm: Arm, prompt: list[int], params: SamplingParams) -> tuple[
 def timed_in_turn(calls: Mapping[Any, Callable[[], Any]], rounds: int, device: torch.device) -> dict[Any, list[float]]:
     """Seconds of every call, `rounds` times in turn, after two rounds that warm up."""
     times: dict[Any, list[float]] = {name: [] for name in calls}
-    for i in range(rounds + 2):
-        for name, call in calls.items():
-            synchronize(device)
-            started = time.perf_counter()
-            call()
-            synchronize(device)
-            if i > 1:
-                times[name].append(time.perf_counter() - started)
+    for i, (name, call) in itertools.product(range(rounds + 2), calls.items()):
+        synchronize(device)
+        started = time.perf_counter()
+        call()
+        synchronize(device)
+        if i > 1:
+            times[name].append(time.perf_counter() - started)
     return times
 
 
@@ -312,7 +258,9 @@ def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
     """Options, tree size, draft time and memory of every arm. Call it after the warm-up."""
     facts = []
     for arm in arms:
-        fact: dict[str, Any] = {"arm": arm.name, "label": arm.label, "options": shown(arm.options)}
+        # file names without the folders of this machine
+        files = {k: Path(v).name for k, v in arm.options.items() if k in PATHS or str(v).endswith(".json")}
+        fact: dict[str, Any] = {"arm": arm.name, "label": arm.label, "options": arm.options | files}
         if isinstance(arm, EngineArm):
             engine = arm.engine
             alone, share = draft_share(engine)

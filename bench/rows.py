@@ -34,23 +34,20 @@ def bench_row(arm: EngineArm, text: str, ids: list[int], reps: int, bandwidth: f
     the generation of N tokens one after another.
     """
     kind, count, depth = parse_row(text)
+    params = SamplingParams(max_new_tokens=count + 1 if kind == "tg" else 1, stop_ids=NO_STOP)
     rates, steps = [], []
     for _ in range(reps + 1):
         if kind == "tg":
-            params = SamplingParams(max_new_tokens=count + 1, stop_ids=NO_STOP)
             sample = arm.run(ids[: max(1, depth)], params)
-            rates.append(count / sample.decode_seconds)
-            steps.append(sample.decode_seconds / len(sample.tokens_per_step))
+            seconds = sample.decode_seconds
+            steps.append(seconds / len(sample.tokens_per_step))
         else:
-            params = SamplingParams(max_new_tokens=1, stop_ids=NO_STOP)
             seconds = arm.run(ids[: depth + count], params).ttft_seconds
             if depth:
                 seconds -= arm.run(ids[:depth], params).ttft_seconds
-            rates.append(count / max(seconds, 1e-9))
+        rates.append(count / max(seconds, 1e-9))
     rates, steps = rates[1:], steps[1:]  # the first run warms up
-    share = None
-    if kind == "tg":
-        share = step_bytes(arm.engine, depth + count // 2) / statistics.median(steps) / bandwidth
+    share = step_bytes(arm.engine, depth + count // 2) / statistics.median(steps) / bandwidth if steps else None
     return {
         "type": "row",
         "arm": arm.name,

@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +37,18 @@ def read_suite(path: str | Path, limit: int = 0) -> list[Question]:
     path = Path(path)
     name = path.parent.name if path.stem == "question" else path.stem
     questions: list[Question] = []
+    number = 1
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--suite {path}: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+            if not line.strip() or 0 < limit <= len(questions):
+                continue
             item = json.loads(line)
             turns = item["turns"]
             if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
                 raise ValueError('"turns" must be a list of non-empty strings')
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"--suite {path}, line {number}: not a question in MT-bench layout ({error}).") from None
-        questions.append(Question(name, str(item.get("question_id", number)), tuple(turns)))
-        if len(questions) == limit:
-            break
+            questions.append(Question(name, str(item.get("question_id", number)), tuple(turns)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--suite {path}, line {number}: not a question in MT-bench layout ({error}).") from None
     if not questions:
         raise UsageError(f"--suite {path}: no questions in it.")
     return questions
@@ -74,22 +70,17 @@ def builtin_suite(limit: int = 0, characters: int = 500) -> list[Question]:
     return questions[: limit or 6]
 
 
-def random_suite(vocab_size: int, count: int, length: int) -> list[Question]:
-    """`count` prompts of `length` random ids, for models without a tokenizer."""
-    rng = random.Random(0)
-    ids = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
-    return [Question("random", str(i), (tuple(row),)) for i, row in enumerate(ids)]
-
-
 def find_questions(files: Sequence[str], count: int, tokenizer, vocab_size: int, length: int) -> list[Question]:
     """The first `count` questions (0: all) of every file. `stdlib`, the default, names the built-in suite.
 
     Without a tokenizer the questions are `length` random ids.
     """
     if tokenizer is None:
-        return random_suite(vocab_size, count or 3, length)
-    suites = [builtin_suite(count) if file == "stdlib" else read_suite(file, count) for file in files]
-    return sum(suites, []) or builtin_suite(count)
+        draw = random.Random(0).randrange
+        rows = [tuple(draw(vocab_size) for _ in range(length)) for _ in range(count or 3)]
+        return [Question("random", str(i), (row,)) for i, row in enumerate(rows)]
+    suites = [builtin_suite(count) if file == "stdlib" else read_suite(file, count) for file in files or ["stdlib"]]
+    return sum(suites, [])
 
 
 @dataclass(frozen=True)
@@ -109,10 +100,10 @@ class Prompts:
             text = "".join(t + a + "\n\n" for t, a in zip(turns, answers, strict=False)) + turns[-1]
             return self.tokenizer.encode(text)
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        for i, turn in enumerate(turns):
+        for turn, answer in zip_longest(turns, answers):
             messages.append({"role": "user", "content": turn})
-            if i < len(answers):
-                messages.append({"role": "assistant", "content": answers[i].strip()})
+            if answer is not None:
+                messages.append({"role": "assistant", "content": answer.strip()})
         return self.tokenizer.encode_chat(messages, suffix=self.suffix)
 
     def first(self, question: Question) -> list[int]:
@@ -143,12 +134,7 @@ def prompts_of(args: argparse.Namespace, tokenizer) -> Prompts:
 
 
 def fit_context(
-    questions: Sequence[Question],
-    prompts: Prompts,
-    max_new_tokens: int,
-    limit: int,
-    ctx: int | None = None,
-    least: int = 0,
+    questions: list[Question], prompts: Prompts, max_new_tokens: int, limit: int, ctx: int | None = None, least: int = 0
 ) -> tuple[list[Question], int]:
     """The questions whose first turn fits, and the context to allocate.
 

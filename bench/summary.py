@@ -5,6 +5,7 @@ Everything here is recomputed from the run lines alone, so a committed result fi
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -19,20 +20,13 @@ POSITIONS = 16  # output positions that `tau_by_position` puts together
 Row = dict[str, Any]  # a row of the summary
 
 
-def rate(line: Line) -> float | None:
-    """Decode tokens/s of a run: ids after the first over the time after the first. None if there was only one."""
-    seconds = line["decode_seconds"]
-    return (line["new_tokens"] - 1) / seconds if line["new_tokens"] > 1 and seconds > 0 else None
-
-
 def total_rate(lines: Sequence[Line], whole: bool = False) -> float | None:
-    """Total tokens / total time: of decoding, or (whole) of the requests with their prompts."""
-    if whole:
-        tokens = sum(r["new_tokens"] for r in lines)
-        seconds = sum(r["ttft_seconds"] + r["decode_seconds"] for r in lines)
-    else:
-        tokens = sum(r["new_tokens"] - 1 for r in lines)
-        seconds = sum(r["decode_seconds"] for r in lines)
+    """Tokens per second of decoding, or (whole) of the requests with their prompts; None without tokens or time.
+
+    Decoding counts the ids after the first and the time after the first.
+    """
+    tokens = sum(r["new_tokens"] - (0 if whole else 1) for r in lines)
+    seconds = sum(r["decode_seconds"] + (r["ttft_seconds"] if whole else 0.0) for r in lines)
     return tokens / seconds if tokens and seconds else None
 
 
@@ -53,11 +47,9 @@ def acceptance(steps: Sequence[int]) -> tuple[float, list[float]]:
 def tau_by_position(lines: Sequence[Line]) -> list[float | None]:
     """Mean tokens per step of the steps that begin at output positions [16 k, 16 k + 16); None where none begins."""
     groups: dict[int, list[int]] = {}
-    for line in lines:
-        at = 1
-        for count in line["tokens_per_step"] or ():
+    for steps in (line["tokens_per_step"] or () for line in lines):
+        for at, count in zip(itertools.accumulate(steps, initial=1), steps, strict=False):
             groups.setdefault(at // POSITIONS, []).append(count)
-            at += count
     return [statistics.mean(groups[k]) if k in groups else None for k in range(max(groups, default=-1) + 1)]
 
 
@@ -74,68 +66,52 @@ def pair_of(line: Line) -> tuple:
 def summarise(runs: Sequence[Line], settings: Settings, resamples: int = RESAMPLES) -> list[Row]:
     """One row per (suite, temperature, arm), the baseline first; with several suites also a suite "all"."""
     suites = list(dict.fromkeys(r["suite"] for r in runs))
-    arms = list(dict.fromkeys(r["arm"] for r in sorted(runs, key=lambda r: not r["baseline"])))
+    suites += ["all"] if len(suites) > 1 else []
+    temperatures = dict.fromkeys(r["temperature"] for r in runs)
+    arms = dict.fromkeys(r["arm"] for r in sorted(runs, key=lambda r: not r["baseline"]))
     rows = []
-    for suite in [*suites, "all"] if len(suites) > 1 else suites:
-        of_suite = [r for r in runs if suite in ("all", r["suite"])]
-        for T in dict.fromkeys(r["temperature"] for r in of_suite):
-            here = [r for r in of_suite if r["temperature"] == T]
+    for suite, T, arm in itertools.product(suites, temperatures, arms):
+        here = [r for r in runs if r["temperature"] == T and suite in ("all", r["suite"])]
+        if lines := [r for r in here if r["arm"] == arm]:
             plain = [r for r in here if r["baseline"]]
-            for arm in arms:
-                if lines := [r for r in here if r["arm"] == arm]:
-                    row = {"suite": suite, "temperature": T} | _measured(lines, plain)
-                    row["synthetic"] = _synthetic(row, settings.synthetic_tau)
-                    rows.append(row | _compared(row, lines, plain, settings, resamples))
+            row = {"suite": suite, "temperature": T} | _measured(lines, plain, settings.synthetic_tau)
+            rows.append(row | _compared(row, lines, plain, settings, resamples))
     return rows
 
 
-def _measured(lines: Sequence[Line], plain: Sequence[Line]) -> dict[str, Any]:
+def _measured(lines: Sequence[Line], plain: Sequence[Line], synthetic_tau: float) -> dict[str, Any]:
     """What an arm's lines say: speed, acceptance, and the time of a step beside that of plain decoding."""
     baseline = lines[0]["baseline"]
     known = all(r["tokens_per_step"] is not None for r in lines)
-    steps = [n for r in lines for n in r["tokens_per_step"]] if known else []
+    steps = [n for r in lines for n in r["tokens_per_step"] or ()]
     tau, by_depth = acceptance(steps)
-    forwards = len(steps) if known else sum(r["new_tokens"] - 1 for r in lines)
-    step = sum(r["decode_seconds"] for r in lines) / forwards if forwards else None
-    plain_step = _plain_step(plain)
-    reps = sorted({r["rep"] for r in lines})
-    per_rep = [v for rep in reps if (v := total_rate([r for r in lines if r["rep"] == rep]))]
+    step, plain_step = _step_seconds(lines), _step_seconds(plain)
+    break_even = step / plain_step if step and plain_step and known else None
+    per_rep = [total_rate([r for r in lines if r["rep"] == rep]) for rep in sorted({r["rep"] for r in lines})]
+    per_rep = [rate for rate in per_rep if rate]
     verdicts = [r["same"] for r in lines]
-    return {
-        "arm": lines[0]["arm"],
-        "label": lines[0]["label"],
-        "baseline": baseline,
-        "prompts": len({question_of(r) for r in lines}),
-        "runs": len(lines),
-        "prompt_tokens": statistics.mean(r["prompt_tokens"] for r in lines),
-        "new_tokens": sum(r["new_tokens"] for r in lines),
-        "tokens_per_second": total_rate(lines),
-        "tokens_per_second_sd": statistics.stdev(per_rep) if len(per_rep) > 1 else None,
-        "request_tokens_per_second": total_rate(lines, whole=True),
-        "ttft_ms": 1e3 * statistics.median(r["ttft_seconds"] for r in lines),
-        "steps": forwards if known else None,
-        "tau": tau if known else None,
-        "accepted_by_depth": by_depth if known else None,
-        "tau_by_position": tau_by_position(lines) if known else None,
-        "step_ms": 1e3 * step if step else None,
-        "break_even_tau": step / plain_step if step and plain_step and known else None,
-        "same": None if baseline else {k: verdicts.count(k) for k in ("same", "tie", "differs")},
-    }
+    synthetic = None
+    if synthetic_tau and break_even:  # the speed at a given tau, from the measured time of a step alone
+        given = 1.0 if baseline else synthetic_tau
+        synthetic = {"given_tau": given, "tokens_per_second": given / step, "speedup": given / break_even}
+    row = {name: lines[0][name] for name in ("arm", "label", "baseline")}
+    row |= {"prompts": len({question_of(r) for r in lines}), "runs": len(lines)}
+    row["prompt_tokens"] = statistics.mean(r["prompt_tokens"] for r in lines)
+    row["new_tokens"] = sum(r["new_tokens"] for r in lines)
+    row |= {"tokens_per_second": total_rate(lines), "request_tokens_per_second": total_rate(lines, whole=True)}
+    row["tokens_per_second_sd"] = statistics.stdev(per_rep) if len(per_rep) > 1 else None
+    row["ttft_ms"] = 1e3 * statistics.median(r["ttft_seconds"] for r in lines)
+    told = {"steps": len(steps), "tau": tau, "accepted_by_depth": by_depth, "tau_by_position": tau_by_position(lines)}
+    row |= told if known else dict.fromkeys(told)
+    row |= {"step_ms": 1e3 * step if step else None, "break_even_tau": break_even, "synthetic": synthetic}
+    row["same"] = None if baseline else {k: verdicts.count(k) for k in ("same", "tie", "differs")}
+    return row
 
 
-def _plain_step(plain: Sequence[Line]) -> float | None:
-    """Seconds of a step of plain decoding."""
-    steps = sum(len(r["tokens_per_step"]) for r in plain)
-    return sum(r["decode_seconds"] for r in plain) / steps if steps else None
-
-
-def _synthetic(row: Row, tau: float) -> dict[str, float] | None:
-    """Speed at a given tau, from the measured time of a step alone."""
-    if not tau or not row["break_even_tau"]:
-        return None
-    given = 1.0 if row["baseline"] else tau
-    rate = 1e3 * given / row["step_ms"]
-    return {"given_tau": given, "tokens_per_second": rate, "speedup": given / row["break_even_tau"]}
+def _step_seconds(lines: Sequence[Line]) -> float | None:
+    """Seconds per step. An engine that does not tell its steps emits one token in each."""
+    steps = sum(r["new_tokens"] - 1 if r["tokens_per_step"] is None else len(r["tokens_per_step"]) for r in lines)
+    return sum(r["decode_seconds"] for r in lines) / steps if steps else None
 
 
 def _compared(
@@ -148,16 +124,14 @@ def _compared(
     pairs = [(r, base[pair_of(r)]) for r in lines if pair_of(r) in base]
     ratios: dict[tuple, list[float]] = {}
     for ours, theirs in pairs:
-        a, b = rate(ours), rate(theirs)
-        if a and b:
-            ratios.setdefault(question_of(ours), []).append(a / b)
-    per_prompt = [statistics.median(values) for values in ratios.values()]
-    blocked = _blocked(row, lines[0], settings)
-    if not blocked and not per_prompt:
-        blocked = "no run decoded more than one token"
+        rates = total_rate([ours]), total_rate([theirs])
+        if all(rates):
+            ratios.setdefault(question_of(ours), []).append(rates[0] / rates[1])
+    blocked = _blocked(row, lines[0], settings) or (None if ratios else "no run decoded more than one token")
     if blocked:
         return {"speedup": None, "blocked": blocked}
-    mine, theirs = [p[0] for p in pairs], [p[1] for p in pairs]
+    per_prompt = [statistics.median(values) for values in ratios.values()]
+    mine, theirs = zip(*pairs, strict=True)
     low, high = bootstrap(per_prompt, settings.seed, resamples)
     speedup = {
         "median": statistics.median(per_prompt),
@@ -188,11 +162,10 @@ def add_bandwidth_share(rows: Sequence[Row], arms: Sequence[Arm], bandwidth: flo
     """Set every row's `bandwidth_share`: the bytes of a step over its time and the bandwidth of a copy."""
     engines = {arm.name: arm.engine for arm in arms if isinstance(arm, EngineArm)}
     for row in rows:
-        row["bandwidth_share"] = None
-        if row["arm"] in engines and row["step_ms"]:
-            context = int(row["prompt_tokens"] + row["new_tokens"] / row["runs"] / 2)
-            moved = step_bytes(engines[row["arm"]], context)
-            row["bandwidth_share"] = moved / row["step_ms"] * 1e3 / bandwidth
+        engine = engines.get(row["arm"])
+        context = int(row["prompt_tokens"] + row["new_tokens"] / row["runs"] / 2)
+        known = engine and row["step_ms"]
+        row["bandwidth_share"] = step_bytes(engine, context) / row["step_ms"] * 1e3 / bandwidth if known else None
 
 
 def broken(row: Row) -> bool:
@@ -202,21 +175,19 @@ def broken(row: Row) -> bool:
 
 def remarks(rows: Sequence[Row], runs: Sequence[Line], facts: Sequence[dict]) -> list[str]:
     """What a reader should not overlook: broken promises, drafters that accept nothing or cost time, unsteady steps."""
-    depth = {f["arm"]: f.get("depth", 0) for f in facts}
-    random_weights = bool(runs) and runs[0]["random_weights"]
+    drafting = {f["arm"] for f in facts if f.get("depth")}
+    if runs and runs[0]["random_weights"]:
+        drafting = set()
     notes, slow = [], []
     for row in rows:
         where = f"{row['arm']} on {row['suite']}, T = {row['temperature']:g}"
-        same = row["same"] or {"tie": 0, "differs": 0}
         if broken(row):
-            notes.append(f"{where}: {same['differs']} of {row['runs']} runs DIFFER from plain decoding")
-        if same["tie"]:
-            notes.append(f"{where}: {same['tie']} of {row['runs']} runs fork at a near-tie (rounding)")
-        if random_weights or not depth.get(row["arm"]):
-            continue
-        if row["steps"] and not row["accepted_by_depth"]:
+            notes.append(f"{where}: {row['same']['differs']} of {row['runs']} runs DIFFER from plain decoding")
+        if row["same"] and row["same"]["tie"]:
+            notes.append(f"{where}: {row['same']['tie']} of {row['runs']} runs fork at a near-tie (rounding)")
+        if row["arm"] in drafting and row["steps"] and not row["accepted_by_depth"]:
             notes.append(f"{where}: accepted nothing (tau 1.00): a broken drafter, or one of another model")
-        elif row["break_even_tau"] and row["tau"] < row["break_even_tau"]:
+        elif row["arm"] in drafting and row["break_even_tau"] and row["tau"] < row["break_even_tau"]:
             slow.append(f"{where} (tau {row['tau']:.2f} < {row['break_even_tau']:.2f})")
     if slow:
         notes.append(f"tau below break-even, speculation costs time: {'; '.join(slow)}")
@@ -224,7 +195,6 @@ def remarks(rows: Sequence[Row], runs: Sequence[Line], facts: Sequence[dict]) ->
     for r in runs:
         key = (r["arm"], r["prompt_sha256"], r["temperature"], r["seed"])
         if seen.setdefault(key, r["tokens_per_step"]) != r["tokens_per_step"]:
-            what = "a repeated request took other steps (is state carried between requests?)"
-            notes.append(f"{r['arm']}: {what}")
+            notes.append(f"{r['arm']}: a repeated request took other steps (is state carried between requests?)")
             break
-    return list(dict.fromkeys(notes))
+    return notes

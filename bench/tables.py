@@ -15,6 +15,7 @@ from support.errors import UsageError
 from support.files import written_whole
 from support.machine import size_text
 
+NESTED = ("speedup", "same", "synthetic")  # fields of a row that are dictionaries
 STYLES = ("-", "--", ":", "-.")  # of a plot's lines, by suite and temperature
 
 
@@ -42,53 +43,50 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(head), f"|{'|'.join(rule)}|", *map(line, rows)])
 
 
+def gain_text(row: dict[str, Any]) -> str:
+    """The median speedup, or in a word why there is none; nothing for the baseline."""
+    return f"{row['speedup']['median']:.2f}x" if row["speedup"] else (row["blocked"] or "").split(":")[0]
+
+
 def result_table(rows: Sequence[dict[str, Any]]) -> str:
     """The table of arms: speed, speedup with its interval, tau, TTFT, and whether the tokens were the same."""
     synthetic = any(row["synthetic"] for row in rows)
     head = "suite|T|arm|prompts|tok/s|speedup|95 % CI|total|tau|by depth|TTFT ms".split("|")
     head += ["given tau", "tok/s at it"] * synthetic + ["tokens as plain", "label"]
-    return table(head, [_result_cells(row, synthetic) for row in rows])
-
-
-def _result_cells(row: dict[str, Any], synthetic: bool) -> list[str]:
-    gain, same, given = row["speedup"], row["same"], row["synthetic"]
-    cells = [row["suite"], f"{row['temperature']:g}", row["arm"], str(row["prompts"])]
-    deviation = row["tokens_per_second_sd"]
-    cells.append(number(row["tokens_per_second"], 1) + ("" if deviation is None else f" ± {deviation:.1f}"))
-    if gain:
-        interval = f"{gain['low']:.2f} .. {gain['high']:.2f}"
-        cells += [f"{gain['median']:.2f}x", interval, f"{gain['total']:.2f}x"]
-    else:
-        cells += ["" if row["baseline"] else row["blocked"].split(":")[0], "", ""]
-    depth = " ".join(f"{share:.2f}".lstrip("0") for share in row["accepted_by_depth"] or ())
-    cells += [number(row["tau"]), depth, f"{row['ttft_ms']:.1f}"]
-    if synthetic:
-        cells += [f"{given['given_tau']:g}", f"{given['tokens_per_second']:.1f}"] if given else ["-", "-"]
-    if not same:
-        return [*cells, "", "baseline"]
-    tokens = f"{same['same']} / {row['runs']}" + (f", {same['tie']} near-tie" if same["tie"] else "")
-    return [*cells, tokens, row["label"] + (", DIFFERS" if gain and broken(row) else "")]
+    body = []
+    for row in rows:
+        gain, same, given = row["speedup"], row["same"], row["synthetic"]
+        deviation = f" ± {row['tokens_per_second_sd']:.1f}" if row["tokens_per_second_sd"] is not None else ""
+        cells = [row["suite"], f"{row['temperature']:g}", row["arm"], str(row["prompts"])]
+        cells += [number(row["tokens_per_second"], 1) + deviation, gain_text(row)]
+        cells += [f"{gain['low']:.2f} .. {gain['high']:.2f}", f"{gain['total']:.2f}x"] if gain else ["", ""]
+        depth = " ".join(f"{share:.2f}".lstrip("0") for share in row["accepted_by_depth"] or ())
+        cells += [number(row["tau"]), depth, f"{row['ttft_ms']:.1f}"]
+        if synthetic:
+            cells += [f"{given['given_tau']:g}", f"{given['tokens_per_second']:.1f}"] if given else ["-", "-"]
+        if same:
+            ties = f", {same['tie']} near-tie" if same["tie"] else ""
+            differs = ", DIFFERS" if gain and broken(row) else ""
+            cells += [f"{same['same']} / {row['runs']}{ties}", row["label"] + differs]
+        body.append(cells if same else [*cells, "", "baseline"])
+    return table(head, body)
 
 
 def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], bandwidth: float) -> str:
     """Where a step's time goes: draft, the rest (verify, accept, commit, host), break-even, bandwidth, memory."""
-    known = {f["arm"]: f for f in facts}
+    known = {f["arm"]: f for f in facts if "nodes" in f}
     body = []
-    for row in rows:
-        fact = known.get(row["arm"], {})
-        if row["step_ms"] is None or row["steps"] is None or "nodes" not in fact:
-            continue
+    for row in (r for r in rows if r["arm"] in known and r["step_ms"] and r["steps"]):
+        fact, step = known[row["arm"]], row["step_ms"]
         part = fact["draft_share"]
         if part is None:
-            part = min(1.0, 1e3 * fact["draft_seconds"] / row["step_ms"])
-        step, draft = row["step_ms"], part * row["step_ms"]
+            part = min(1.0, 1e3 * fact["draft_seconds"] / step)
         cells = [row["suite"], f"{row['temperature']:g}", row["arm"], str(fact["nodes"]), number(step)]
-        cells += [number(draft or None), number(step - draft), percent(part or None)]
+        cells += [number(part * step or None), number(step - part * step), percent(part or None)]
         cells += ["-" if row["baseline"] else number(row["break_even_tau"]), number(row["tau"])]
         body.append([*cells, percent(row["bandwidth_share"]), size_text(fact["memory_bytes"])])
     head = "suite|T|arm|nodes|step ms|draft ms|rest ms|draft share|break-even tau|tau".split("|")
-    head += [f"of {bandwidth / 1e9:.0f} GB/s copy", "memory"]
-    return table(head, body) if body else ""
+    return table([*head, f"of {bandwidth / 1e9:.0f} GB/s copy", "memory"], body) if body else ""
 
 
 def report(summary: dict[str, Any]) -> None:
@@ -109,7 +107,11 @@ def report(summary: dict[str, Any]) -> None:
         if cost := cost_table(rows, summary["arms"], bandwidth):
             print(f"\n{cost}")
     if summary["llama_bench"]:
-        print("\n" + _llama_bench_table(summary["llama_bench"]))
+        body = [
+            [r["arm"], r["test"], f"{r['tokens_per_second']:.2f} ± {r['sd']:.2f}", percent(r["bandwidth_share"])]
+            for r in summary["llama_bench"]
+        ]
+        print("\n" + table(["arm", "test", "t/s", "of copy bandwidth"], body))
     for note in summary["notes"]:
         print(f"note  {note}")
     print(f"\n{summary['seconds']:.0f} s")
@@ -136,14 +138,6 @@ def _header(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _llama_bench_table(rows: Sequence[dict[str, Any]]) -> str:
-    body = []
-    for row in rows:
-        rate = f"{row['tokens_per_second']:.2f} ± {row['sd']:.2f}"
-        body.append([row["arm"], row["test"], rate, percent(row["bandwidth_share"])])
-    return table(["arm", "test", "t/s", "of copy bandwidth"], body)
-
-
 # ---- files ------------------------------------------------------------------------------------------------
 
 
@@ -161,9 +155,8 @@ def write_csv(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
     """The summary rows as CSV, nested values flattened."""
     flat = []
     for row in rows:
-        nested = ("speedup", "same", "synthetic")
-        out = {k: v for k, v in row.items() if k not in (*nested, "tau_by_position", "accepted_by_depth")}
-        for name in nested:
+        out = {k: v for k, v in row.items() if k not in (*NESTED, "tau_by_position", "accepted_by_depth")}
+        for name in NESTED:
             out |= {f"{name}_{k}": v for k, v in (row[name] or {}).items() if not isinstance(v, list)}
         out["accepted_by_depth"] = " ".join(f"{v:.6f}" for v in row["accepted_by_depth"] or ())
         flat.append(out)
@@ -186,36 +179,32 @@ def pyplot() -> Any:
     return plt
 
 
-def write_plot(path: str | Path, rows: Sequence[dict[str, Any]], title: str) -> None:
+def write_plot(path: str | Path, summary: dict[str, Any]) -> None:
     """Speed by suite, acceptance by depth and tau by position as one picture."""
     plt = pyplot()
-    rows = [r for r in rows if r["suite"] != "all"]
+    rows = [r for r in summary["rows"] if r["suite"] != "all"]
     groups = list(dict.fromkeys((r["suite"], r["temperature"]) for r in rows))
-    arms = list(dict.fromkeys(r["arm"] for r in rows))
+    labels = {r["arm"]: r["label"] for r in rows}
+    arms = list(labels)
     # the map's own grey is left out, because grey is plain decoding
-    colours = [c for i, c in enumerate(plt.get_cmap("tab10").colors) if i != 7]
-    colour = {arm: "0.6" if i == 0 else colours[(i - 1) % 9] for i, arm in enumerate(arms)}
+    colours = ["0.6"] + [c for i, c in enumerate(plt.get_cmap("tab10").colors) if i != 7] * len(arms)
     figure, (speed, depth, position) = plt.subplots(1, 3, figsize=(17, 5.8), constrained_layout=True)
     thick = 0.84 / len(arms)
     for row in rows:
-        arm, group = row["arm"], (row["suite"], row["temperature"])
-        at = groups.index(group) + (arms.index(arm) - (len(arms) - 1) / 2) * thick
-        style = STYLES[groups.index(group) % 4]
+        group = groups.index((row["suite"], row["temperature"]))
+        arm = arms.index(row["arm"])
+        colour = colours[arm]
+        style = {"ls": STYLES[group % 4], "marker": "o", "color": colour}
         if top := row["tokens_per_second"]:
-            blocked = row["blocked"] is not None
-            fill = {"color": "white", "hatch": "//"} if blocked else {"color": colour[arm]}
+            at = group + (arm - (len(arms) - 1) / 2) * thick
             error = row["tokens_per_second_sd"] or 0
-            speed.bar(at, top, thick, yerr=error, edgecolor=colour[arm], **fill)
-            why = row["blocked"].split(":")[0] if blocked else ""
-            mark = f"{row['speedup']['median']:.2f}x" if row["speedup"] else why
-            speed.text(at, top + error, f" {mark}", ha="center", va="bottom", rotation=90, size=8)
-        if row["accepted_by_depth"]:
-            shares = row["accepted_by_depth"]
-            depth.plot(range(1, len(shares) + 1), shares, style, marker="o", ms=4, color=colour[arm])
-        if row["tau_by_position"]:
-            found = [(POSITIONS * k, tau) for k, tau in enumerate(row["tau_by_position"]) if tau is not None]
-            middles, taus = [at + POSITIONS // 2 for at, _ in found], [tau for _, tau in found]
-            position.plot(middles, taus, style, marker="o", ms=3, color=colour[arm])
+            fill = {"color": "white", "hatch": "//"} if row["blocked"] else {"color": colour}
+            speed.bar(at, top, thick, yerr=error, edgecolor=colour, **fill)
+            speed.text(at, top + error, f" {gain_text(row)}", ha="center", va="bottom", rotation=90, size=8)
+        shares = row["accepted_by_depth"] or ()
+        depth.plot(range(1, len(shares) + 1), shares, ms=4, **style)
+        taus = {POSITIONS * k + POSITIONS // 2: tau for k, tau in enumerate(row["tau_by_position"] or ()) if tau}
+        position.plot(taus.keys(), taus.values(), ms=3, **style)
     speed.set_xticks(range(len(groups)), [f"{suite}\nT = {T:g}" for suite, T in groups])
     speed.set(ylabel="decode tokens/s", title="speed by suite (ratio to plain: median over prompts)")
     speed.set_ylim(0, 1.18 * max((r["tokens_per_second"] or 0) for r in rows) or 1)
@@ -225,11 +214,11 @@ def write_plot(path: str | Path, rows: Sequence[dict[str, Any]], title: str) -> 
     position.set(xlabel="position in the output (tokens)", ylabel="tau", title="tau by position")
     lines = [plt.Line2D([], [], color="0.3", ls=STYLES[i % 4]) for i in range(len(groups))]
     depth.legend(lines, [f"{suite}, T = {T:g}" for suite, T in groups], fontsize=8)
-    patches = [plt.Rectangle((0, 0), 1, 1, color=colour[arm]) for arm in arms]
-    labels = {r["arm"]: r["label"] for r in rows}
-    names = [arm if labels[arm] == SAME_TOKENS else f"{arm} ({labels[arm]})" for arm in arms]
+    patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours[: len(arms)]]
+    names = [arm if label == SAME_TOKENS else f"{arm} ({label})" for arm, label in labels.items()]
     figure.legend(patches, names, loc="outside lower center", ncols=min(len(arms), 8), fontsize=9)
-    figure.suptitle(title, fontsize=9)
+    name = "{checkpoint} {dtype}".format_map(summary["model"])
+    figure.suptitle(f"{name} on {summary['environment']['device']}", fontsize=9)
     with written_whole(path) as part:
         figure.savefig(part, format="png", dpi=110)
     plt.close(figure)

@@ -29,15 +29,14 @@ from bench.measure import Bench, Settings
 from bench.random_models import SHAPES, random_engine
 from bench.records import Lines, Progress
 from bench.rows import row_context
-from bench.session import measure, summary_line
+from bench.session import measure
 from bench.suites import find_questions, fit_context, prompts_of
 from bench.summary import broken
 from bench.tables import check_outputs, report, write_csv, write_plot
-from engine import Engine
 from load import load
-from options import add_options, options_from
+from options import add_options, add_sampling, options_from
 from sampling import SamplingParams
-from support.errors import INTERRUPTED, UsageError, run_command
+from support.errors import INTERRUPTED, UsageError, command_parser, run_command
 from support.machine import copy_bandwidth
 
 SHARED = ("checkpoint", "compile", "kernels", "device", "dtype", "ctx")  # options that all arms share
@@ -45,106 +44,63 @@ SHARED = ("checkpoint", "compile", "kernels", "device", "dtype", "ctx")  # optio
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="scripts.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add_options(parser, *SHARED)
-    _add_arms(parser.add_argument_group("arms"))
-    _add_questions(parser.add_argument_group("questions"))
-    _add_settings(parser.add_argument_group("measuring"))
-    _add_engine_alone(parser.add_argument_group("engine alone"))
-    _add_output(parser.add_argument_group("output"))
-    add("--debug", action="store_true", help="full tracebacks")
-    return parser
-
-
-def _add_arms(group) -> None:
-    add = group.add_argument
+    parser = command_parser("scripts.bench", __doc__)
     many = {"action": "append", "default": []}
+    add_options(parser, *SHARED)
+    add = parser.add_argument_group("arms").add_argument
     add("--arm", **many, metavar="NAME=OPTIONS", help="an arm beside plain decoding (repeatable)")
     add("--only", default="", metavar="A,B", help="of the default arms only these (plain is always in)")
     add("--baseline", choices=("hf",), help="add transformers generate (dynamic and static cache)")
     add("--hf-compile", action="store_true", help="with --baseline hf: also with a compiled forward")
-
-
-def _add_questions(group) -> None:
-    add = group.add_argument
-    many = {"action": "append", "default": []}
+    add = parser.add_argument_group("questions").add_argument
     add("--suite", **many, metavar="FILE", help="questions in MT-bench layout (repeatable)")
     add("--questions", type=int, default=0, metavar="N", help="the first N questions of every suite")
-    formats = ("auto", "chat", "text")
-    add("--format", default="auto", choices=formats, help="auto: chat if there is a template")
-    names = "vicuna, llama-2-chat, mixtral (as the paper used them), or the model's own"
-    add("--template", metavar="NAME", help=names)
+    add("--format", default="auto", choices=("auto", "chat", "text"), help="auto: chat if there is a template")
+    add("--template", metavar="NAME", help="vicuna, llama-2-chat, mixtral (as the paper used them), or the model's own")
     add("--system", metavar="TEXT", help='"paper": the 508 characters of the EAGLE evaluation')
-
-
-def _add_settings(group) -> None:
-    add = group.add_argument
+    add_sampling(parser, "top_k", "top_p", "seed", "max_new_tokens", max_new_tokens=64)
+    add = parser.add_argument_group("measuring").add_argument
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    add("--top-k", type=int, default=0)
-    add("--top-p", type=float, default=1.0)
-    add("--seed", type=int, default=0)
-    add("--max-new-tokens", type=int, default=64)
     add("--ignore-eos", action="store_true", help="decode to the length limit")
     add("--reps", type=int, default=3)
-    limit = "no repetition starts that would end later, nor a question of the first one (0: no limit)"
-    add("--max-seconds", type=float, default=80, help=limit)
+    add("--max-seconds", type=float, default=80, help="no repetition starts that would end later (0: no limit)")
     add("--warmup-runs", type=int, default=3, help="at most this many per arm, until two agree within 1 %%")
     add("--tie-margin", type=float, help="logit margin of a near-tie (default: the rule of --prove)")
     add("--allow-diff", action="store_true", help="print ratios of arms that differ, labelled")
-
-
-def _add_engine_alone(group) -> None:
-    add = group.add_argument
+    add = parser.add_argument_group("engine alone").add_argument
     add("--synthetic-tau", type=float, default=0.0, metavar="X", help="also: X / measured step time")
     add("--shape", choices=tuple(SHAPES), help="random weights of this shape; needs --synthetic-tau")
     add("--quant", choices=("int8", "int4"), help="with --shape: quantized weights")
     add("--rows", default="", metavar="pp512,tg128@d4096", help="llama-bench rows of plain decoding")
-
-
-def _add_output(group) -> None:
-    add = group.add_argument
+    add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="JSON lines: every run, then the summary; -: the summary on stdout")
     add("--csv", metavar="FILE", help="the summary's rows")
     add("--plot", metavar="PNG", help="speed, acceptance by depth, tau by position (needs matplotlib)")
     add("--compare", nargs=2, metavar=("A", "B"), help="compare two --json files and exit")
     add("-q", "--quiet", action="store_true", help="no progress line")
+    return parser
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Settings from the flags. Raises UsageError for values that make no sense."""
     for name, least in (("reps", 1), ("max_new_tokens", 2), ("warmup_runs", 1)):
         if vars(args)[name] < least:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} is too small; allowed: {least} or more.")
+            raise UsageError(f"--{name.replace('_', '-')} is too small; allowed: {least} or more.")
     if args.shape and not args.synthetic_tau:
         raise UsageError("--shape has random weights; add --synthetic-tau X (tokens per step to assume).")
     if args.synthetic_tau and args.synthetic_tau < 1:
         raise UsageError("--synthetic-tau counts the target's own token; allowed: 1 or more.")
-    flags = [f.name for f in fields(Settings) if f.name in vars(args)]
-    return Settings(
-        temperatures=tuple(dict.fromkeys(args.temperature)),
-        random_weights=bool(args.shape),
-        **{name: vars(args)[name] for name in flags},
-    )
+    given = {f.name: vars(args)[f.name] for f in fields(Settings) if f.name in vars(args)}
+    return Settings(tuple(dict.fromkeys(args.temperature)), random_weights=bool(args.shape), **given)
 
 
-def base_engine(args: argparse.Namespace) -> Engine:
-    """Plain decoding of the checkpoint, or of random weights of a shape: every arm runs on its weights."""
-    options = options_from(args, *SHARED)
-    if args.shape:
-        del options["checkpoint"]
-        return random_engine(args.shape, quant=args.quant, **options)
-    return load(**options)
-
-
-def prepare(
-    args: argparse.Namespace, settings: Settings, rows: list[str], lines: Lines, progress: Progress
-) -> tuple[Bench, dict[str, Any]]:
+def prepare(args: argparse.Namespace, rows: list[str], progress: Progress) -> tuple[Bench, dict[str, Any]]:
     """The arms and questions that the flags ask for, and what the JSON says of the model."""
-    base = base_engine(args)
+    settings = settings_of(args)
+    if args.shape:
+        base = random_engine(args.shape, quant=args.quant, **options_from(args, *SHARED[1:]))
+    else:
+        base = load(**options_from(args, *SHARED))
     config, prompts = base.model.config, prompts_of(args, base.tokenizer)
     limit = args.ctx or min(base.model.rotary.length, config.max_positions)
     length = min(128, limit // 4)
@@ -161,10 +117,9 @@ def prepare(
         "ctx": ctx,
         "template": base.tokenizer.chat_template_source if prompts.chat else None,
     }
-    arms = arms_of(args, base, ctx)
     stops = base.stop_ids(SamplingParams()) or NO_STOP
     where = environment(base.model.device)
-    return Bench(arms, questions, prompts, settings, stops, ctx, lines.write, progress, where), model
+    return Bench(arms_of(args, base, ctx), questions, prompts, settings, stops, ctx, progress, where), model
 
 
 def run(args: argparse.Namespace) -> int:
@@ -173,27 +128,25 @@ def run(args: argparse.Namespace) -> int:
         print(compare(*args.compare))
         return 0
     check_outputs(args)
-    settings = settings_of(args)
     rows = [text.strip() for text in args.rows.split(",") if text.strip()]
     lines, progress = Lines(args.json), Progress(args.quiet)
-    bench, model = prepare(args, settings, rows, lines, progress)
+    bench, model = prepare(args, rows, progress)
     bandwidth = copy_bandwidth(bench.arms[0].engine.model.device)
-    outcome = measure(bench, rows, bool(not rows or args.arm or args.suite), bandwidth)
+    compared = bool(not rows or args.arm or args.suite)
+    summary = measure(bench, rows, compared, model, bandwidth, lines.write)
     progress.done()
-    summary = summary_line(bench, outcome, model, bandwidth)
     lines.write(summary)
     lines.close()
     report(summary)
     if args.csv:
         write_csv(args.csv, summary["rows"])
     if args.plot and summary["rows"]:
-        title = f"{model['checkpoint']} {model['dtype']} on {summary['environment']['device']}"
-        write_plot(args.plot, summary["rows"], title)
+        write_plot(args.plot, summary)
     if args.json == "-":
         print(json.dumps(summary))
-    if outcome.interrupted:
+    if summary["interrupted"]:
         return INTERRUPTED
-    return int(any(map(broken, summary["rows"])) and not settings.allow_diff)
+    return int(any(map(broken, summary["rows"])) and not args.allow_diff)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.records import Progress
 from model_config import DTYPES
-from support.errors import BAD_FILE, run_command
+from support.errors import BAD_FILE, command_parser, run_command
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
@@ -25,7 +26,13 @@ def convert_model(source: Path, destination: Path, dtype: str | None) -> None:
     checkpoint = Checkpoint.open(source)
     if quantization := checkpoint.quantization:
         raise ValueError(f"{source} is quantized ({quantization}). Convert the original instead.")
-    save_hf(checkpoint.load(dtype=DTYPES.get(dtype), progress=show_progress, max_positions=1), destination)
+    line = Progress(quiet=False)
+
+    def show(done: int, total: int, name: str) -> None:
+        line(done / total, f"reading {done / 1e9:.1f} of {total / 1e9:.1f} GB  {name[:60]}")
+
+    save_hf(checkpoint.load(dtype=DTYPES.get(dtype), progress=show, max_positions=1), destination)
+    line.done()
     checkpoint.copy_texts(destination)
 
 
@@ -37,38 +44,14 @@ def convert_eagle(head: Path, target: Path, destination: Path, overrides: Sequen
     for pair in overrides:
         if "=" not in pair:
             raise ValueError(f"--eagle-config {pair}: expected key=value.")
-    given = dict(pair.split("=", 1) for pair in overrides)
-    read = read_eagle(head, Checkpoint.open(target).config, given)
+    read = read_eagle(head, Checkpoint.open(target).config, dict(pair.split("=", 1) for pair in overrides))
     save_eagle(read.config, read.tensors, destination)
     for note in read.notes:
         print(f"note  {note}", file=sys.stderr)
 
 
-def show_progress(done: int, total: int, name: str) -> None:
-    """A line that overwrites itself, on terminals only."""
-    if sys.stderr.isatty():
-        line = f"\rreading {done / 1e9:6.1f} of {total / 1e9:.1f} GB  {name[:60]:60}"
-        print(line, end="\n" if done == total else "", file=sys.stderr)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code (2 usage, 3 bad file, 4 memory, 5 internal)."""
-    parser = argparse.ArgumentParser("python -m scripts.convert", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("source", nargs="?", type=Path, metavar="SRC", help="model directory (not with --eagle)")
-    add("destination", type=Path, metavar="DST", help="directory to write; must not hold a model yet")
-    add("--dtype", choices=sorted(DTYPES), help="default: as stored")
-    add("--eagle", type=Path, metavar="HEAD", help="convert this head (file or directory) instead")
-    add("--target", type=Path, metavar="DIR", help="the model the head was made for")
-    add("--eagle-config", action="append", default=[], metavar="KEY=VALUE", help="e.g. rope_theta=5e5")
-    add("--debug", action="store_true", help="full tracebacks")
-    args = parser.parse_args(argv)
-    if bool(args.eagle) != bool(args.target) or bool(args.eagle) == bool(args.source):
-        parser.error("give SRC DST, or --eagle HEAD --target DIR DST")
-    return run_command(lambda: convert(args), args.debug, BAD_FILE)
-
-
-def convert(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
+    """Convert, and print where the files lie."""
     out = args.destination
     if (out / "config.json").exists():
         raise ValueError(f"{out} already holds a model. Choose another directory or remove it.")
@@ -77,6 +60,22 @@ def convert(args: argparse.Namespace) -> None:
     else:
         convert_model(args.source, out, args.dtype)
     print(out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code (2 usage, 3 bad file, 4 memory, 5 internal)."""
+    parser = command_parser("scripts.convert", __doc__)
+    add = parser.add_argument
+    add("source", nargs="?", type=Path, metavar="SRC", help="model directory (not with --eagle)")
+    add("destination", type=Path, metavar="DST", help="directory to write; must not hold a model yet")
+    add("--dtype", choices=sorted(DTYPES), help="default: as stored")
+    add("--eagle", type=Path, metavar="HEAD", help="convert this head (file or directory) instead")
+    add("--target", type=Path, metavar="DIR", help="the model the head was made for")
+    add("--eagle-config", action="append", default=[], metavar="KEY=VALUE", help="e.g. rope_theta=5e5")
+    args = parser.parse_args(argv)
+    if bool(args.eagle) != bool(args.target) or bool(args.eagle) == bool(args.source):
+        parser.error("give SRC DST, or --eagle HEAD --target DIR DST")
+    return run_command(lambda: run(args), args.debug, BAD_FILE)
 
 
 if __name__ == "__main__":

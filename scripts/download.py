@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from support.errors import BAD_FILE, run_command
+from support.errors import BAD_FILE, command_parser, run_command
 
 TEXTS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "LICENSE*", "USE_POLICY*")
 WEIGHTS = ("model*.safetensors", "*.safetensors")  # the first pattern that matches anything counts
@@ -56,23 +56,23 @@ def download(repo: str, revision: str, out: Path | None, allow_pickle: bool) -> 
     return out, info.sha
 
 
+def run(args: argparse.Namespace) -> None:
+    """Download, and print where the files lie."""
+    out, commit = download(args.repo, args.revision, args.out, args.allow_pickle)
+    print(f"{args.repo} at {commit} (repeat with --revision {commit})", file=sys.stderr)
+    print(out)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code (2 usage, 3 nothing usable was found)."""
-    parser = argparse.ArgumentParser("python -m scripts.download", description=__doc__.splitlines()[0])
+    parser = command_parser("scripts.download", __doc__)
     add = parser.add_argument
     add("repo", metavar="REPO", help="OWNER/NAME on the hub")
     add("--revision", default="main", help="branch, tag or commit (default main); printed as a commit")
     add("--out", type=Path, metavar="DIR", help="default: ./NAME")
     add("--allow-pickle", action="store_true", help="take .bin / .pth where there is no safetensors")
-    add("--debug", action="store_true", help="full tracebacks")
     args = parser.parse_args(argv)
-
-    def body() -> None:
-        out, commit = download(args.repo, args.revision, args.out, args.allow_pickle)
-        print(f"{args.repo} at {commit} (repeat with --revision {commit})", file=sys.stderr)
-        print(out)
-
-    return run_command(body, args.debug, BAD_FILE)
+    return run_command(lambda: run(args), args.debug, BAD_FILE)
 
 
 if __name__ == "__main__":

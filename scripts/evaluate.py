@@ -22,31 +22,11 @@ from bench.records import Progress
 from engine import Engine
 from load import load
 from options import add_options, options_from
-from support.errors import UsageError, run_command
+from support.errors import UsageError, command_parser, run_command
 from support.texts import read_texts, stdlib_texts
 
-
-def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="scripts.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add_options(parser, "checkpoint", "device", "dtype", "eagle")
-    reference = "reference checkpoint with the same tokenizer: KL and agreement with it"
-    add("--against", metavar="DIR", help=reference)
-    source = "text, or .jsonl of texts (default: held-out standard library modules)"
-    add("--text", metavar="FILE", help=source)
-    add("--max-tokens", type=int, default=16384)
-    add("--window", type=int, default=1024, help="tokens per forward")
-    add("--stride", type=int, default=512, help="tokens scored per forward after the first")
-    tasks = "comma-separated tasks of lm-evaluation-harness instead"
-    add("--lm-eval", default="", metavar="TASKS", help=tasks)
-    add("--shots", type=int, help="with --lm-eval: few-shot examples")
-    add("--limit", type=int, help="with --lm-eval: examples per task")
-    add("--json", action="store_true", help="one JSON object on stdout")
-    add("--debug", action="store_true", help="full tracebacks")
-    return parser
+OPTIONS = ("checkpoint", "device", "dtype", "eagle")
+HELD_OUT = "held-out standard library modules"
 
 
 def score(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
@@ -74,7 +54,7 @@ def score(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     return {
         "checkpoint": Path(args.checkpoint).resolve().name,
         "against": Path(args.against).resolve().name if args.against else None,
-        "text": Path(args.text).name if args.text else "held-out standard library modules",
+        "text": Path(args.text).name if args.text else HELD_OUT,
         "dtype": engine.options.dtype,
         "window": window,
         "stride": stride,
@@ -85,7 +65,7 @@ def score(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> None:
     """Run the tasks, or score the text and print the result."""
-    engine = load(**options_from(args, "checkpoint", "device", "dtype", "eagle"))
+    engine = load(**options_from(args, *OPTIONS))
     if args.lm_eval:
         tasks = [task.strip() for task in args.lm_eval.split(",") if task.strip()]
         print(json.dumps(run_harness(engine, tasks, args.shots, args.limit), default=str))
@@ -105,7 +85,19 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
-    args = build_parser().parse_args(argv)
+    parser = command_parser("scripts.evaluate", __doc__)
+    add_options(parser, *OPTIONS)
+    add = parser.add_argument
+    add("--against", metavar="DIR", help="reference checkpoint with the same tokenizer: KL and agreement with it")
+    add("--text", metavar="FILE", help=f"text, or .jsonl of texts (default: {HELD_OUT})")
+    add("--max-tokens", type=int, default=16384)
+    add("--window", type=int, default=1024, help="tokens per forward")
+    add("--stride", type=int, default=512, help="tokens scored per forward after the first")
+    add("--lm-eval", default="", metavar="TASKS", help="comma-separated tasks of lm-evaluation-harness instead")
+    add("--shots", type=int, help="with --lm-eval: few-shot examples")
+    add("--limit", type=int, help="with --lm-eval: examples per task")
+    add("--json", action="store_true", help="one JSON object on stdout")
+    args = parser.parse_args(argv)
     return run_command(lambda: run(args), args.debug)
 
 

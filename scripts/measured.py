@@ -10,15 +10,15 @@ other file. `headline` has at most six rows of these. `quantization` has the rec
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from bench.paper_cells import latest
 from bench.paper_page import Page
-from support.files import replace_block
+from support.errors import command_parser, run_command
+from support.files import read_json, read_json_lines, replace_block
 
+Lines = list[dict[str, Any]]
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 HEADLINE = (  # file, arm, temperature, what the README calls it
     ("demo.jsonl", "eagle3 paper25", 0.0, "speed with EAGLE-3 relative to plain decoding, temperature 0"),
@@ -26,18 +26,15 @@ HEADLINE = (  # file, arm, temperature, what the README calls it
     ("demo_compiled.jsonl", "hf", 0.0, "speed of `transformers` relative to our plain decoding"),
     ("llama_100m_compiled.jsonl", "hf", 0.0, "the same with 100 M random weights"),
 )
+NOTHING = "Nothing has been measured and committed yet."
 CPU = ("cpu", "epyc", "xeon", "ryzen", "intel", "amd", "arm", "threads")
 
 
-def read(path: Path) -> list[Any]:
-    """The JSON values of a .json or .jsonl file; ValueError names a file that is neither."""
-    text = path.read_text(encoding="utf-8")
-    try:
-        if path.suffix == ".json":
-            return [json.loads(text)]
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); remove it or write it again.") from error
+def contents(results: Path) -> dict[str, Lines]:
+    """The JSON objects of every .json and .jsonl file in a folder, which need not exist. ValueError names a bad file."""
+    found = {path.name: [read_json(path)] for path in results.glob("*.json")}
+    found |= {path.name: read_json_lines(path) for path in results.glob("*.jsonl")}
+    return dict(sorted(found.items()))
 
 
 def find(value: Any, name: str) -> Any:
@@ -58,9 +55,16 @@ def _speed(row: dict[str, Any]) -> str:
     return row["blocked"].split(":")[0]
 
 
-def summary_of(lines: list[Any]) -> dict[str, Any] | None:
+def summary_of(lines: Lines) -> dict[str, Any] | None:
     """The last summary line of a file of scripts.bench; None for another kind of file."""
-    return next((line for line in reversed(lines) if isinstance(line, dict) and line.get("type") == "summary"), None)
+    return next((line for line in reversed(lines) if line.get("type") == "summary"), None)
+
+
+def _cells(row: dict[str, Any] | None) -> tuple[str, str]:
+    """The speed of a row and, if it is one of a drafter, its tau."""
+    if row is None:
+        return "", ""
+    return _speed(row), f"{row['tau']:.2f}" if row["tau"] and not row["baseline"] else ""
 
 
 def _bench(summary: dict[str, Any], name: str) -> str:
@@ -75,12 +79,7 @@ def _bench(summary: dict[str, Any], name: str) -> str:
     titles = ["arm", *(title for T in temperatures for title in (f"T = {T:g}", "tau"))]
     lines = [titles, ["---", *["---:"] * (len(titles) - 1)]]
     for arm, rows in arms.items():
-        line = [arm]
-        for T in temperatures:
-            row = rows.get(T)
-            drafted = row and row["tau"] and not row["baseline"]
-            line += [_speed(row) if row else "", f"{row['tau']:.2f}" if drafted else ""]
-        lines.append(line)
+        lines.append([arm, *(cell for T in temperatures for cell in _cells(rows.get(T)))])
     model = summary["model"]
     what = [model["checkpoint"], model["dtype"]]
     what += [model["quant"]] if model["quant"] != "none" else []
@@ -101,106 +100,86 @@ def same_tokens(rows: list[dict[str, Any]]) -> tuple[int, int]:
     return sum(r["same"] for r in shared), sum(r["prompts"] for r in shared)
 
 
-def device_of(lines: list[Any]) -> str:
-    """The device that a file names, or 'not stated'."""
-    ends = (lines[0], lines[-1]) if lines else ()
-    return str(next((found for key in ("device", "gpu") for end in ends if (found := find(end, key))), "not stated"))
+def device_of(lines: Lines) -> str:
+    """The device that a file names, in its first line or else in its last ones, or 'not stated'."""
+    order = [*lines[:1], *reversed(lines)]
+    return str(next((found for key in ("device", "gpu") for line in order if (found := find(line, key))), "not stated"))
 
 
-def describe(lines: list[Any]) -> tuple[str, str]:
-    """(device, what the file says) of the values of a file that is not of scripts.bench."""
+def describe(lines: Lines) -> str:
+    """What a file says that is not of scripts.bench."""
     first = lines[0] if lines else {}
-    device = device_of(lines)
-    kinds = {line.get("type") for line in lines if isinstance(line, dict)}
-    if "cell" in kinds:
+    if any(line.get("type") == "cell" for line in lines):
         header = next(line for line in reversed(lines) if line["type"] == "model")
         cells = [c for c in latest(lines, header["weights_sha256"]) if c["type"] == "cell"]
-        values = Page(lines, {}).values
-        taus = [v["tau"] for v in values.values() if v["tau"]]
-        where = find(cells[-1]["environment"], "device") if cells else device
-        return where, (f"{len(cells)} cells of the paper's tables for {header['checkpoint']}, tau up to {max(taus):.2f} "
-                       "(docs/paper_tables.md)" if taus else "no cell yet")  # fmt: skip
-    if isinstance(first, dict) and "rows" in first and first["rows"] and "rule" in first["rows"][0]:
+        best = max((v["tau"] for v in Page(lines, {}).values.values() if v["tau"]), default=0.0)
+        text = f"{len(cells)} cells of the paper's tables for {header['checkpoint']}, tau up to {best:.2f}"
+        return f"{text} (docs/paper_tables.md)" if best else "no cell yet"
+    if "rule" in (first.get("rows") or [{}])[0]:
         best = max(first["rows"], key=lambda r: r["tau"])
         same, total = same_tokens(first["rows"])
         text = f"acceptance: tau up to {best['tau']:.2f} ({best['head']}, {best['tree']}, T = {best['temperature']:g})"
-        return device, f"{text}; same tokens as plain decoding in {same} of {total} runs with shared noise"
-    if isinstance(first, dict) and "receipts" in first:
-        return (
-            device,
-            f"{len(first['receipts'])} receipts of quantize.py, tau of {len(first['acceptance'])} combinations",
-        )
-    if isinstance(first, dict) and "verdict" in first:
+        return f"{text}; same tokens as plain decoding in {same} of {total} runs with shared noise"
+    if "receipts" in first:
+        return f"{len(first['receipts'])} receipts of quantize.py, tau of {len(first['acceptance'])} combinations"
+    if "verdict" in first:
         how = "compiled" if first["compile"] else "eager"
-        return device, f"tree tuned for {first['model']} with {first['head']}, {how}: {first['verdict']}"
-    if isinstance(first, dict) and "parts" in first:
+        return f"tree tuned for {first['model']} with {first['head']}, {how}: {first['verdict']}"
+    if "parts" in first:
         failed = [p["part"] for p in first["parts"] if p.get("exit")]
-        return device, f"`make gpu`: {len(first['parts'])} parts, failed: {', '.join(failed) or 'none'}"
-    return (device, f"{len(lines)} line(s) of {'kernel timings' if 'kernel' in str(first) else 'other numbers'}")
-
-
-def files(results: Path) -> list[Path]:
-    """The result files of a folder, which need not exist."""
-    return sorted(p for p in results.glob("*.json*") if p.suffix in (".json", ".jsonl"))
+        return f"`make gpu`: {len(first['parts'])} parts, failed: {', '.join(failed) or 'none'}"
+    return f"{len(lines)} line(s) of {'kernel timings' if 'kernel' in str(first) else 'other numbers'}"
 
 
 def table(results: Path = RESULTS) -> str:
     """Markdown: a table per file of scripts.bench, one row per other file, and whether any GPU is among the devices."""
-    if not files(results):
-        return "Nothing has been measured and committed yet."
-    parts, others = [], [["what", "device", "file"], ["---"] * 3]
-    for path in files(results):
-        lines = read(path)
-        if summary := summary_of(lines):
-            parts.append(_bench(summary, path.name))
-        else:
-            device, text = describe(lines)
-            others.append([text, device, f"`benchmarks/results/{path.name}`"])
-    if len(others) > 2:
-        parts.append(markdown(others))
-    return "\n\n".join(parts) + no_gpu(results)
+    files = contents(results)
+    summaries = {name: summary_of(lines) for name, lines in files.items()}
+    parts = [_bench(summary, name) for name, summary in summaries.items() if summary]
+    others = [
+        [describe(lines), device_of(lines), f"`benchmarks/results/{name}`"]
+        for name, lines in files.items()
+        if not summaries[name]
+    ]
+    if others:
+        parts.append(markdown([["what", "device", "file"], ["---"] * 3, *others]))
+    return "\n\n".join(parts) + no_gpu(files) if files else NOTHING
 
 
-def no_gpu(results: Path) -> str:
+def no_gpu(files: dict[str, Lines]) -> str:
     """What to say below a table if no file comes from a GPU, else nothing."""
-    known = {device_of(read(path)) for path in files(results)} - {"not stated"}
+    known = {device_of(lines) for lines in files.values()} - {"not stated"}
     gpus = [d for d in known if not any(word in d.lower() for word in CPU)]
     return "" if gpus else "\n\nNo file here comes from a GPU: speed and memory there are unmeasured."
 
 
 def headline(results: Path = RESULTS) -> str:
     """Markdown for the README: at most six rows about the demo; a row whose file is missing is left out."""
-    rows = []
-
-    def add(what: str, result: str, device: str, name: str) -> None:
-        rows.append([what, result, device, f"[{name}](benchmarks/results/{name})"])
-
+    files = contents(results)
+    rows: list[tuple[str, str, str]] = []  # what it is, the result, the file
     for name, arm, T, what in HEADLINE:
-        summary = summary_of(read(results / name)) if (results / name).exists() else None
-        for row in summary["rows"] if summary else ():
+        for row in (summary_of(files.get(name, [])) or {"rows": ()})["rows"]:
             if (row["arm"], row["temperature"]) == (arm, T):
-                tau = f", tau {row['tau']:.2f}" if row["tau"] else ""
-                add(what, _speed(row) + tau, find(summary, "device"), name)
-    if (path := results / "demo_acceptance.json").exists():
-        report = read(path)[0]
+                rows.append((what, _speed(row) + (f", tau {row['tau']:.2f}" if row["tau"] else ""), name))
+    for report in files.get("demo_acceptance.json", ()):
         same, total = same_tokens(report["rows"])
         what = "EAGLE runs that gave the tokens of plain decoding"
-        add(what, f"{same} of {total}", report["device"], path.name)
-    if (path := results / "demo_quantize.json").exists():
-        report = read(path)[0]
-        for receipt in report["receipts"]:
-            if (receipt["spec"]["mode"], receipt["spec"]["algorithm"]) == ("int4", "gptq"):
-                size = receipt["bytes_after"] / receipt["bytes_before"]
-                result = f"{receipt['top1_agreement']:.2%} same top token, {size:.0%} of the size"
-                add("int4 weights (GPTQ) against bf16", result, report["device"], path.name)
+        rows.append((what, f"{same} of {total}", "demo_acceptance.json"))
+    for report in files.get("demo_quantize.json", ()):
+        for r in report["receipts"]:
+            if (r["spec"]["mode"], r["spec"]["algorithm"]) == ("int4", "gptq"):
+                size = r["bytes_after"] / r["bytes_before"]
+                result = f"{r['top1_agreement']:.2%} same top token, {size:.0%} of the size"
+                rows.append(("int4 weights (GPTQ) against bf16", result, "demo_quantize.json"))
     if not rows:
-        return "Nothing has been measured and committed yet."
-    return markdown([["what", "result", "device", "file"], ["---"] * 4, *rows]) + no_gpu(results)
+        return NOTHING
+    lines = [[*facts, device_of(files[name]), f"[{name}](benchmarks/results/{name})"] for *facts, name in rows]
+    return markdown([["what", "result", "device", "file"], ["---"] * 4, *lines]) + no_gpu(files)
 
 
 def quantization(path: Path = RESULTS / "demo_quantize.json") -> str:
     """Markdown: the receipts of a file, and tau by format of target and head."""
-    report = read(path)[0]
+    report = read_json(path)
     lines = ["| weights | perplexity | mean KL, nats | same top token | size |", "|---|---:|---:|---:|---:|"]
     for r in report["receipts"]:
         change = r["perplexity_after"] / r["perplexity_before"] - 1
@@ -216,32 +195,29 @@ def quantization(path: Path = RESULTS / "demo_quantize.json") -> str:
     return "\n".join(lines)
 
 
+def run(args: argparse.Namespace) -> None:
+    """Print the tables, or write every block whose markers a page has."""
+    blocks = {"headline": headline(args.results), "measured": table(args.results)}
+    if (receipts := args.results / "demo_quantize.json").exists():
+        blocks["quantization"] = quantization(receipts)
+    for page in args.readme:
+        names = [name for name in blocks if f"<!-- {name} -->\n" in page.read_text(encoding="utf-8")]
+        if not names:
+            raise ValueError(f"{page}: none of the markers <!-- {' -->, <!-- '.join(blocks)} --> is in it.")
+        for name in names:
+            replace_block(page, name, blocks[name])
+    if not args.readme:
+        print(f"{blocks['headline']}\n\n{blocks['measured']}")
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", default=str(RESULTS), metavar="DIR")
-    parser.add_argument(
-        "--readme", metavar="FILE", nargs="+", help="write the blocks between the markers that these pages have"
-    )
+    """Run the command line."""
+    parser = command_parser("scripts.measured", __doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    pages = "write the blocks between the markers that these pages have"
+    parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+", default=[], help=pages)
     args = parser.parse_args(argv)
-    results = Path(args.results)
-    try:
-        if not args.readme:
-            print(f"{headline(results)}\n\n{table(results)}")
-            return 0
-        blocks = {"headline": headline(results), "measured": table(results)}
-        if (receipts := results / "demo_quantize.json").exists():
-            blocks["quantization"] = quantization(receipts)
-        for page in map(Path, args.readme):
-            old = page.read_text(encoding="utf-8")
-            names = [name for name in blocks if f"<!-- {name} -->\n" in old]
-            if not names:
-                raise ValueError(f"{page}: none of the markers <!-- {' -->, <!-- '.join(blocks)} --> is in it.")
-            for name in names:
-                replace_block(page, name, blocks[name])
-    except (ValueError, OSError) as error:
-        print(f"error  {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(lambda: run(args), args.debug)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 
@@ -55,6 +56,14 @@ def one_line(error: BaseException) -> str:
     text = " ".join(" ".join([str(error), *getattr(error, "__notes__", [])]).split())
     expected = isinstance(error, ValueError | ArithmeticError | OSError) or is_out_of_memory(error)
     return text if expected and text else f"{type(error).__name__}: {text}"
+
+
+def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser for the command `python -m NAME` whose --help shows the description as it is written, with --debug."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description, formatter_class=style)
+    parser.add_argument("--debug", action="store_true", help="full tracebacks")
+    return parser
 
 
 def run_command(

@@ -28,9 +28,11 @@ from weights.checkpoint import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = sorted(p.name for p in DEMO.glob("eagle*") if p.is_dir())
-FIELDS = """text token_ids prompt_tokens new_tokens stop_reason prefill_seconds decode_seconds tokens_per_second steps
-tokens_per_step tau accepted_by_depth temperature seed checkpoint quant dtype device tree eagle peak_memory_bytes
-versions""".split()
+# The keys of --json. Other programs read them: one may be added, none renamed or dropped.
+ROW = """text token_ids prompt_tokens cached_tokens new_tokens stop_reason prefill_seconds decode_seconds
+tokens_per_second steps tokens_per_step plain_steps plain_tokens tau accepted_by_depth chain n_alpha temperature seed""".split()
+RUN = """checkpoint quant dtype device drafter tree eagle draft_checkpoint medusa ngram_nodes verify kernels compile
+compile_mode break_even_tau compile_seconds graphs_reused graphs_compiled peak_memory_bytes versions""".split()
 
 
 def run(capsys, *flags: str) -> tuple[int, str, str]:
@@ -52,9 +54,17 @@ def test_json_is_one_object_with_every_field(capsys):
     """A consumer that has to parse logs."""
     code, out, err = run(capsys, "--json", "--max-new-tokens", "9", "-p", "import os\n")
     result = json.loads(out)
-    assert code == 0 and err == "" and set(FIELDS) <= set(result)
+    assert code == 0 and err == "" and set(result) == {*ROW, *RUN}
     assert result["new_tokens"] == 9 == len(result["token_ids"]) == 1 + sum(map(len, result["tokens_per_step"]))
     assert result["stop_reason"] == "length" and result["tau"] == 1.0
+    assert [result[name] for name in ("drafter", "tree", "eagle", "verify", "compile_mode")] == [None] * 5
+    head = str(DEMO / "eagle1")
+    flags = ["--eagle", head, "--tree", "chain:3", "--batch-size", "2", "--gauge"]
+    result = json.loads(run(capsys, "--json", "--max-new-tokens", "9", *flags)[1])
+    assert set(result) == {*ROW, *RUN, "batch", "gauge_ms"} and [set(row) for row in result["batch"]] == [set(ROW)] * 2
+    assert set(result["gauge_ms"]) == {"draft", "verify", "accept", "host", "step"}
+    chosen = {"drafter": "eagle", "tree": "chain:3", "eagle": head, "verify": "match", "chain": 3, "dtype": "float32"}
+    assert chosen.items() <= result.items()
 
 
 def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
@@ -88,6 +98,7 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["--eagle", str(DEMO / "eagle1"), "--tree", "auto"], 2, "--eagle " + str(DEMO / "eagle1")),
         (["--drafter", "ngram", "--tree", "auto"], 2, "needs --eagle"),
         (["--draft-vocab", "-1"], 2, "0 or more"),
+        (["--html", "no/such/dir/page.html", "--max-new-tokens", "2"], 3, "no/such/dir/page.html"),
         (["--eagle", "no/such/head"], 3, "no/such/head"),
         pytest.param(["--kernels", "triton"], 2, "TRITON_INTERPRET", marks=needs_triton),
         (["--ctx", "100000"], 2, "ctx"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -302,8 +303,7 @@ def figure(page: Page, number: int, T: float) -> str:
     rows = [[n, *_entries(data.get(n, [None] * len(models)), "x"), *_bar(page, n, T)] for n in names]
     note = ""
     for name, (kind, _) in DRAFT_LLM.items():
-        cells = _draft_llm(page, T, name)
-        found = {int(c["tree"].removeprefix("chain:")): page.values[c["id"]] for c in cells}
+        found = {int(c["tree"].removeprefix("chain:")): page.values[c["id"]] for c in _draft_llm(page, T, name)}
         if found:
             lengths = ", ".join(f"{n}: {_speedup(found[n])}" for n in sorted(found))
             note += f"{kind.capitalize()} draft LLM, best of chains of 2 to 10: {lengths}. "
@@ -324,14 +324,14 @@ def _bar(page: Page, name: str, T: float) -> list[str]:
         return ["1.00x", "1.00"]
     if name in DRAFT_LLM:
         kind, loss = DRAFT_LLM[name]
+        cells = _draft_llm(page, T, name)
         why = f"{name}: no {kind} draft LLM (scripts.train_draft --loss {loss}, then --draft-checkpoint)"
-        value = page.fastest(_draft_llm(page, T, name), why)
     else:
-        cells = page.measured(T=T, **BARS[name])
-        if name == DYNAMIC:
-            cells = [c for c in cells if c["tree"].startswith("dynamic")][-1:]
-        method = BARS[name]["method"]
-        value = page.fastest(cells, "no EAGLE-3 head" if method == "eagle3" else page.missing(method))
+        cells, method = page.measured(T=T, **BARS[name]), BARS[name]["method"]
+        why = "no EAGLE-3 head" if method == "eagle3" else page.missing(method)
+    if name == DYNAMIC:
+        cells = [c for c in cells if c["tree"].startswith("dynamic")][-1:]
+    value = page.fastest(cells, why)
     return [_speedup(value), _tau(value)]
 
 
@@ -381,17 +381,16 @@ def preface(page: Page) -> str:
     done = [c for c in page.cells if c["type"] == "cell"]
     if not done:
         return "\n".join([*text, "No cell has been measured yet."])
-    machines, commits, loads = [], [], []
-    for e in (c["environment"] for c in done):
-        machines.append(", ".join([e["device"], *(f"{k} {v}" for k, v in e["versions"].items() if v)]))
-        commits.append(f"{e['git']['commit']}{' (modified)' if e['git']['dirty'] else ''}")
-        loads += [e["load_average"] / e["cpus"]] if e["load_average"] is not None and e["cpus"] else []
+    environments = [c["environment"] for c in done]
+    loads = [e["load_average"] / e["cpus"] for e in environments if e["load_average"] is not None and e["cpus"]]
+    machines = [", ".join([e["device"], *(f"{k} {v}" for k, v in e["versions"].items() if v)]) for e in environments]
     machines += [f"cores busy at the start {min(loads):.0%} to {max(loads):.0%}"] if loads else []
     made_of = [c["settings"] for c in done]
     sizes = dict.fromkeys(f"{s['max_new_tokens']} new tokens, {s['reps']} repetition(s)" for s in made_of)
     prompts = ", ".join(f"{suite}: {count} prompts" for suite, count in page.header["suites"].items())
     seconds = sum(c["seconds"] for c in done)
     text += [f"{len(done)} cells, {seconds:.0f} s; {prompts}; {' and '.join(sizes)}", ""]
+    commits = [f"{e['git']['commit']}{' (modified)' if e['git']['dirty'] else ''}" for e in environments]
     facts = {"device": machines, "commit": commits, "commands": [f"`{c['command']}`" for c in done]}
     return "\n".join(text + [f"- {name}: {', '.join(dict.fromkeys(found))}" for name, found in facts.items()])
 
@@ -399,10 +398,9 @@ def preface(page: Page) -> str:
 def render(cells: str | Path, page: str | Path, published: str | Path = PUBLISHED) -> str:
     """Write the page from the cell file; returns its text. Raises a one-line ValueError for a file that is none."""
     found = Page(read_json_lines(cells), read_json(Path(published)))
-    tables = (table1, table2, table3, table4, table5, table6, table7, table8)
-    parts = [preface(found), *(one(found) for one in tables)]
-    parts += [figure(found, 1, 0.0), figure(found, 2, 1.0), figure8(found), figure9(found)]
-    text = "\n\n".join(part.strip("\n") for part in parts) + "\n"
+    tables = (preface, table1, table2, table3, table4, table5, table6, table7, table8)
+    figures = (partial(figure, number=1, T=0.0), partial(figure, number=2, T=1.0), figure8, figure9)
+    text = "\n\n".join(part(found).strip("\n") for part in (*tables, *figures)) + "\n"
     Path(page).parent.mkdir(parents=True, exist_ok=True)
     write_text(page, text)
     return text

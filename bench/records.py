@@ -60,11 +60,8 @@ class Progress:
 
 
 def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(run lines, summary line) of a file written by --json. Raises UsageError if it is not one."""
-    try:
-        lines = read_json_lines(path)
-    except ValueError as error:
-        raise UsageError(f"{path}: not a file of scripts.bench --json ({error}).") from error
+    """(run lines, summary line) of a file written by --json. Raises ValueError if it is not one."""
+    lines = read_json_lines(path)
     runs = [line for line in lines if line.get("type") == "run"]
     summaries = [line for line in lines if line.get("type") == "summary"]
     if not summaries:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from bench.random_models import SHAPES, kernel_backend, random_head, random_model
+from bench.random_models import SHAPES, random_head, random_model
 from bench.timing import on_gpu
 from eagle_draft import EagleHead
 from engine import Engine
-from load import build_drafter, build_engine
+from load import build_drafter, build_engine, open_backend
 from model import Transformer
 from options import LoadOptions
 from tree import DynamicTree, parse_tree
@@ -124,7 +124,7 @@ class Builder:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.backend = kernel_backend(device)
+        self.backend = open_backend(LoadOptions(device=device.type), lambda note: None)
         self.kept: dict[str, tuple[Any, Any]] = {}
 
     def dtype(self, cell: Cell) -> torch.dtype:

@@ -66,17 +66,16 @@ def pair_of(line: Line) -> tuple:
 def summarise(runs: Sequence[Line], settings: Settings, resamples: int = RESAMPLES) -> list[Row]:
     """One row per (suite, temperature, arm), the baseline first; with several suites also a suite "all"."""
     suites = list(dict.fromkeys(r["suite"] for r in runs))
-    arms = list(dict.fromkeys(r["arm"] for r in sorted(runs, key=lambda r: not r["baseline"])))
+    suites += ["all"] if len(suites) > 1 else []
+    temperatures = dict.fromkeys(r["temperature"] for r in runs)
+    arms = dict.fromkeys(r["arm"] for r in sorted(runs, key=lambda r: not r["baseline"]))
     rows = []
-    for suite in [*suites, "all"] if len(suites) > 1 else suites:
-        of_suite = [r for r in runs if suite in ("all", r["suite"])]
-        for T in dict.fromkeys(r["temperature"] for r in of_suite):
-            here = [r for r in of_suite if r["temperature"] == T]
+    for suite, T, arm in itertools.product(suites, temperatures, arms):
+        here = [r for r in runs if r["temperature"] == T and suite in ("all", r["suite"])]
+        if lines := [r for r in here if r["arm"] == arm]:
             plain = [r for r in here if r["baseline"]]
-            for arm in arms:
-                if lines := [r for r in here if r["arm"] == arm]:
-                    row = {"suite": suite, "temperature": T} | _measured(lines, plain, settings.synthetic_tau)
-                    rows.append(row | _compared(row, lines, plain, settings, resamples))
+            row = {"suite": suite, "temperature": T} | _measured(lines, plain, settings.synthetic_tau)
+            rows.append(row | _compared(row, lines, plain, settings, resamples))
     return rows
 
 

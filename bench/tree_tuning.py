@@ -19,7 +19,7 @@ from bench.environment import environment, fingerprint
 from bench.records import Progress
 from bench.suites import held_out_prompts, prompts_of, read_suite
 from bench.summary import bootstrap
-from bench.tables import table
+from bench.tables import number, table
 from bench.tree_costs import Costs, measure_costs, tree_engine
 from bench.tree_search import Acceptance, Tree, best_static, collect, finalists, mean_rate, read_statistics
 from engine import Engine
@@ -116,9 +116,9 @@ def _measure(
     for params in requests:
         say(f"timing the parts of a step, T = {params.temperature:g}")
         costs.append(measure_costs(base, base.head, prompts[0], params, *limits, args.rounds))
-    for params in () if parts else requests:
-        say(f"acceptance on {len(prompts)} prompts, T = {params.temperature:g}")
-        parts.append(collect(base, base.head, prompts, params, *limits))
+        if not args.stats:
+            say(f"acceptance on {len(prompts)} prompts, T = {params.temperature:g}")
+            parts.append(collect(base, base.head, prompts, params, *limits))
     return costs, parts
 
 
@@ -215,25 +215,17 @@ def about(tree: Tree) -> dict[str, Any]:
 
 def report(content: dict[str, Any]) -> str:
     """The markdown page on stdout."""
-    final, by_temperature = content["final"], content["final_by_temperature"].values()
+    final, by_temperature = content["final"], content["final_by_temperature"]
     plain = final["rows"]["plain"]["tokens_per_second"]
     body = []
     for name, row in final["rows"].items():
         facts = content["candidates"].get(name, {"tree": "plain decoding"})
         guess, rate = facts.get("predicted_tokens_per_second"), row["tokens_per_second"]
-        cells = [name, facts["tree"], f"{row['tau']:.2f}", f"{guess:.1f}" if guess else "-"]
-        cells += [f"{rate:.1f}", f"{rate / plain:.2f}x"]
-        body.append(cells + [f"{o['rows'][name]['tokens_per_second']:.1f}" for o in by_temperature])
-    temperatures = (f"T = {t:g}" for t in content["temperatures"])
-    head = ["tree", "is", "tau", "predicted", "tok/s", "of plain", *temperatures]
-    lines = [
-        f"{content['model']}  {content['head']}  {content['dtype']}  quantization {content['quantization']}   "
-        f"{content['environment']['device']}{'   compiled' if content['compile'] else ''}",
-        "",
-        table(head, body),
-        "",
-        content["verdict"],
-    ]
-    if final["different_tokens"]:
-        lines.append(f"left out: {final['different_tokens']} runs where tokens forked (fp32 near-ties)")
+        cells = [name, facts["tree"], number(row["tau"]), number(guess, 1), number(rate, 1), f"{rate / plain:.2f}x"]
+        body.append(cells + [number(o["rows"][name]["tokens_per_second"], 1) for o in by_temperature.values()])
+    head = ["tree", "is", "tau", "predicted", "tok/s", "of plain", *(f"T = {T}" for T in by_temperature)]
+    what = f"{content['model']}  {content['head']}  {content['dtype']}  quantization {content['quantization']}   "
+    what += content["environment"]["device"] + "   compiled" * content["compile"]
+    forked = f"left out: {final['different_tokens']} runs where tokens forked (fp32 near-ties)"
+    lines = [what, "", table(head, body), "", content["verdict"], *([forked] if final["different_tokens"] else [])]
     return "\n".join(lines)

@@ -78,9 +78,7 @@ def arms_on(model):
         bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model)),
         scripted(model, "oracle", 0),
         scripted(model, "hostile", 1),
-        bench_arms.EngineArm(
-            "eagle", bench_arms.SAME_TOKENS, {}, eagle_engine(head, tree.DynamicTree(8, 2, 3))
-        ),
+        bench_arms.EngineArm("eagle", bench_arms.SAME_TOKENS, {}, eagle_engine(head, tree.DynamicTree(8, 2, 3))),
         bench_arms.EngineArm("multi", bench_arms.SAME_DISTRIBUTION, {}, multi),
     ]
 
@@ -100,9 +98,7 @@ def measured():
     return [json.loads(json.dumps(line)) for line in job.measure()], SETTINGS, arms
 
 
-def line(
-    arm="fast", question="a", rep=0, baseline=False, new=11, decode=1.0, steps=None, same="same", **more
-):
+def line(arm="fast", question="a", rep=0, baseline=False, new=11, decode=1.0, steps=None, same="same", **more):
     """A made-up run line."""
     base = {
         "type": "run",
@@ -135,17 +131,13 @@ def test_summary_recounts_from_the_raw_lines(measured):
     """A table whose numbers cannot be recomputed from its own raw data: medians, totals, intervals, tau, by depth."""
     runs, settings, _ = measured
     rows = bench_summary.summarise(runs, settings)
-    assert {(r["suite"], r["temperature"]) for r in rows} == {
-        (s, t) for s in ("one", "two", "all") for t in (0.0, 1.0)
-    }
+    assert {(r["suite"], r["temperature"]) for r in rows} == {(s, t) for s in ("one", "two", "all") for t in (0.0, 1.0)}
     assert [r["arm"] for r in rows[:5]] == ["plain", "oracle", "hostile", "eagle", "multi"]
     for row in rows:
         mine = [
             r
             for r in runs
-            if r["arm"] == row["arm"]
-            and r["temperature"] == row["temperature"]
-            and row["suite"] in (r["suite"], "all")
+            if r["arm"] == row["arm"] and r["temperature"] == row["temperature"] and row["suite"] in (r["suite"], "all")
         ]
         plain = {
             (r["suite"], r["question"], r["turn"], r["rep"]): r
@@ -189,17 +181,13 @@ def test_summary_recounts_from_the_raw_lines(measured):
         ]
         assert gain["request"] == pytest.approx(whole[0] / whole[1])
         draw = random.Random(settings.seed)
-        medians = sorted(
-            statistics.median([draw.choices(per_prompt, k=len(per_prompt)), None][0]) for _ in range(2000)
-        )
+        medians = sorted(statistics.median([draw.choices(per_prompt, k=len(per_prompt)), None][0]) for _ in range(2000))
         assert (gain["low"], gain["high"]) == pytest.approx((medians[50], medians[1949]))
         assert gain["low"] <= gain["median"] <= gain["high"]
 
 
 RESULTS = Path(bench.__file__).resolve().parent.parent / "benchmarks" / "results"
-COMMITTED = [
-    p for p in sorted(RESULTS.glob("*.jsonl")) if '"type": "summary"' in p.read_text(encoding="utf-8")
-]
+COMMITTED = [p for p in sorted(RESULTS.glob("*.jsonl")) if '"type": "summary"' in p.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.name)
@@ -223,17 +211,13 @@ def test_committed_results_recount(path):
             [r for r in runs if (r["suite"], r["temperature"], r["arm"]) == (*key, arm)]
             for arm in (row["arm"], "plain")
         )
-        whole = [
-            sum(r["new_tokens"] - 1 for r in x) / sum(r["decode_seconds"] for r in x) for x in (mine, base)
-        ]
+        whole = [sum(r["new_tokens"] - 1 for r in x) / sum(r["decode_seconds"] for r in x) for x in (mine, base)]
         assert row["tokens_per_second"] == pytest.approx(whole[0])
         assert row["ttft_ms"] == pytest.approx(1e3 * statistics.median(r["ttft_seconds"] for r in mine))
         if row["baseline"]:
             continue
         differs = sum(
-            r["same"] == "differs"
-            for r in runs
-            if (r["suite"], r["temperature"], r["arm"]) == (*key, row["arm"])
+            r["same"] == "differs" for r in runs if (r["suite"], r["temperature"], r["arm"]) == (*key, row["arm"])
         )
         if row["label"] == bench_arms.SAME_TOKENS and differs and not summary["settings"]["allow_diff"]:
             assert row["speedup"] is None and "DIFFERS" in row["blocked"]
@@ -246,8 +230,7 @@ def test_committed_results_recount(path):
             per_prompt = [statistics.median(ratios) for ratios in prompts.values()]
             middle, draw = statistics.median(per_prompt), random.Random(summary["settings"]["seed"])
             medians = sorted(
-                statistics.median(draw.choices(per_prompt, k=len(per_prompt)))
-                for _ in range(bench_summary.RESAMPLES)
+                statistics.median(draw.choices(per_prompt, k=len(per_prompt))) for _ in range(bench_summary.RESAMPLES)
             )
             interval = medians[int(0.025 * len(medians))], medians[math.ceil(0.975 * len(medians)) - 1]
             assert (row["speedup"]["low"], row["speedup"]["high"]) == pytest.approx(interval)
@@ -290,9 +273,7 @@ def test_promises_and_extremes_on_a_real_engine(measured):
             assert row["same"] == {"same": row["runs"], "tie": 0, "differs": 0}
             assert (row["blocked"] or "").split(":")[0] == ("ACCEPTED NOTHING" if arm == "hostile" else "")
         assert rows["all", T, "oracle"]["tau"] > 3.5
-        assert (
-            rows["all", T, "hostile"]["tau"] == 1.0 and rows["all", T, "hostile"]["accepted_by_depth"] == []
-        )
+        assert rows["all", T, "hostile"]["tau"] == 1.0 and rows["all", T, "hostile"]["accepted_by_depth"] == []
     facts = [{"arm": "hostile", "depth": 4}, {"arm": "plain", "depth": 0}]
     notes = bench_summary.remarks(list(rows.values()), runs, facts)
     assert any("hostile on all" in n and "accepted nothing (tau 1.00)" in n for n in notes)
@@ -345,10 +326,7 @@ def test_tau_by_position_follows_the_output():
 def test_differing_tokens_never_give_a_speedup():
     """A fast arm that decodes something else: its ratio was printed as a speedup."""
     model = tiny_model()
-    arms = [
-        bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model)),
-        OtherArm(bench_arms.SAME_TOKENS),
-    ]
+    arms = [bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model)), OtherArm(bench_arms.SAME_TOKENS)]
     settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
     runs = list(bench_of(arms, settings=settings).measure())
     row = bench_summary.summarise(runs, settings)[-1]
@@ -401,9 +379,7 @@ def test_a_prefix_is_no_near_tie():
     prompt = list(QUESTIONS[0].turns[0])
     ids = plain.run(prompt, SamplingParams(max_new_tokens=9, stop_ids=(V - 1,))).token_ids
     settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
-    runs = list(
-        bench_of([plain, OtherArm(bench_arms.SAME_TOKENS, ids[:4])], QUESTIONS[:1], settings).measure()
-    )
+    runs = list(bench_of([plain, OtherArm(bench_arms.SAME_TOKENS, ids[:4])], QUESTIONS[:1], settings).measure())
     other = next(r for r in runs if not r["baseline"])
     assert other["same"] == "differs" and other["fork"] == 4 and other["margin"] is None
 
@@ -457,9 +433,7 @@ def test_ids_are_counted_up_to_the_first_stop():
     assert measure.counted([5, 6], None, {9}) == ([5, 6], None)
     model = tiny_model()
     plain = bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model))
-    ids = plain.run(
-        list(QUESTIONS[0].turns[0]), SamplingParams(max_new_tokens=9, stop_ids=(V - 1,))
-    ).token_ids
+    ids = plain.run(list(QUESTIONS[0].turns[0]), SamplingParams(max_new_tokens=9, stop_ids=(V - 1,))).token_ids
     stop = next(t for i, t in enumerate(ids) if i >= 2 and t not in ids[:i])
     over = OtherArm(bench_arms.SAME_TOKENS, [*ids, *ids])  # an engine that runs on
     settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
@@ -536,7 +510,7 @@ class Words:
 
 
 def test_multi_turn_questions_carry_the_models_own_answers(tmp_path):
-    """The second turn without the first one's answer (or with another arm's) is another benchmark (eagle.md 6.4)."""
+    """The second turn without the first one's answer (or with another arm's) is another benchmark."""
     path = tmp_path / "mt_bench" / "question.jsonl"
     path.parent.mkdir()
     items = [
@@ -563,9 +537,7 @@ def test_multi_turn_questions_carry_the_models_own_answers(tmp_path):
     prompts = suites.Prompts(words, True, " ", "be brief")
     settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
     runs = list(
-        bench_of(
-            [Talker("plain", " fine \n"), Talker("b", "other")], questions, settings, prompts=prompts
-        ).measure()
+        bench_of([Talker("plain", " fine \n"), Talker("b", "other")], questions, settings, prompts=prompts).measure()
     )
     assert [(r["question"], r["turn"], r["arm"]) for r in runs if r["baseline"]] == [
         ("81", 1, "plain"),
@@ -575,9 +547,7 @@ def test_multi_turn_questions_carry_the_models_own_answers(tmp_path):
     system = {"role": "system", "content": "be brief"}
     first, again = {"role": "user", "content": "Hello"}, {"role": "user", "content": "Again"}
     answer = {"role": "assistant", "content": "fine"}
-    assert words.messages[:2] == [[system, first], [system, first, answer, again]] and set(
-        words.suffixes
-    ) == {" "}
+    assert words.messages[:2] == [[system, first], [system, first, answer, again]] and set(words.suffixes) == {" "}
     text = suites.Prompts(Words(), False)
     assert text.ids(["ab", "cd"], ["x"]) == [len("abx\n\ncd")]
     assert text.longest(questions[0], 10) >= 20
@@ -654,9 +624,7 @@ def test_csv_holds_the_rows(measured, tmp_path):
     tables.write_csv(tmp_path / "out.csv", summary["rows"])
     with open(tmp_path / "out.csv", newline="") as file:
         found = list(csv.DictReader(file))
-    assert len(found) == len(summary["rows"]) and not any(
-        "{" in v or "[" in v for row in found for v in row.values()
-    )
+    assert len(found) == len(summary["rows"]) and not any("{" in v or "[" in v for row in found for v in row.values())
     for text, row in zip(found, summary["rows"], strict=True):
         assert float(text["tau"]) == row["tau"] and text["label"] == row["label"]
         assert text["speedup_median"] == (str(row["speedup"]["median"]) if row["speedup"] else "")
@@ -694,9 +662,7 @@ def test_compare_shows_rates_and_what_changed(measured, tmp_path):
     other["arms"][1]["options"]["tree"] = "chain:9"
     changed = [r | {"ids_sha256": "x"} if r["arm"] == other["arms"][1]["arm"] else r for r in runs]
     page = compare.compare(a, write_lines(tmp_path / "d.jsonl", changed, other))
-    assert (
-        "tree" in page and "chain:9" in page and "(other tokens)" in page and "same environment" not in page
-    )
+    assert "tree" in page and "chain:9" in page and "(other tokens)" in page and "same environment" not in page
     (tmp_path / "c.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="not a file of scripts.bench"):
         compare.compare(a, tmp_path / "c.jsonl")
@@ -708,10 +674,7 @@ def test_plot_is_written(measured, tmp_path):
     summary = summary_of(measured)
     rows = summary["rows"]
     blocked = [r | {"speedup": None, "blocked": "DIFFERS 1/6"} if r["arm"] == "eagle" else r for r in rows]
-    unknown = [
-        r | {"accepted_by_depth": None, "tau_by_position": None} if r["arm"] == "multi" else r
-        for r in blocked
-    ]
+    unknown = [r | {"accepted_by_depth": None, "tau_by_position": None} if r["arm"] == "multi" else r for r in blocked]
     tables.write_plot(tmp_path / "out.png", summary | {"rows": unknown})
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG") and not list(tmp_path.glob("*.part"))
 
@@ -751,14 +714,7 @@ def test_memory_counts_every_cache_once():
 
 def test_acceptance_tables_and_the_ablation(tmp_path):
     """A rule in another's column, a chain's n-alpha cut short, heads of unequal training set side by side."""
-    row = {
-        "head": "h",
-        "temperature": 1.0,
-        "tree": "chain:5",
-        "same": 3,
-        "prompts": 4,
-        "n_alpha": [0.5, 0.25],
-    }
+    row = {"head": "h", "temperature": 1.0, "tree": "chain:5", "same": 3, "prompts": 4, "n_alpha": [0.5, 0.25]}
     rows = [row | {"rule": rule, "tau": tau} for tau, rule in enumerate(acceptance.RULES, 1)]
     rows.append(rows[0] | {"tree": "paper25", "tau": 4.5, "same": 4})
     path = tmp_path / "report.json"
@@ -773,8 +729,7 @@ def test_acceptance_tables_and_the_ablation(tmp_path):
         cards.append(tmp_path / f"{i}.json")
     acceptance.add_ablation(path, cards)
     cells = [
-        [c.strip() for c in x.split("|")[1:-1]]
-        for x in acceptance.tables(json.loads(path.read_text())).splitlines()
+        [c.strip() for c in x.split("|")[1:-1]] for x in acceptance.tables(json.loads(path.read_text())).splitlines()
     ]
     assert ["h", "1", "chain:5", "1.00", "3.00", "2.00", "3/4"] in cells
     assert ["h", "1", "paper25", "4.50", "-", "-", "4/4"] in cells
@@ -808,10 +763,7 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
     out, table = tmp_path / "out.jsonl", tmp_path / "out.csv"
     flags = f"--checkpoint {tiny_directory} --dtype float64 --max-new-tokens 6 --reps 2 -q".split()
     flags += ["--questions", "2", "--warmup-runs", "1", "--kernels", "reference"]
-    assert (
-        bench.main([*flags, "--arm", "chain=eagle=eagle1;tree=chain:2", "--json", "-", "--temperature", "0"])
-        == 0
-    )
+    assert bench.main([*flags, "--arm", "chain=eagle=eagle1;tree=chain:2", "--json", "-", "--temperature", "0"]) == 0
     page = capsys.readouterr().out
     summary = json.loads(page.splitlines()[-1])
     assert [r["arm"] for r in summary["rows"]] == ["plain", "chain"] and "| random" in page
@@ -825,9 +777,7 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
     assert str(tiny_directory) not in out.read_text().replace(tiny_directory.name, "")
     for run in runs:
         assert (
-            run["environment"]["versions"]["torch"]
-            and run["label"] == "same tokens"
-            and run["same"] in (None, "same")
+            run["environment"]["versions"]["torch"] and run["label"] == "same tokens" and run["same"] in (None, "same")
         )
     again = bench_summary.summarise(runs, SETTINGS)
     for a, b in zip(again, summary["rows"], strict=True):
@@ -921,10 +871,7 @@ def test_usage_errors_are_one_line(flags, why, capsys):
 def test_synthetic_tau_is_labelled_and_never_a_speedup(capsys):
     """Random weights accept nothing or everything by accident; only the step time may be used, and it must say so."""
     flags = "--shape tiny --synthetic-tau 3 --quant int8 --max-new-tokens 5 --reps 1 -q".split()
-    assert (
-        bench.main([*flags, "--temperature", "0", "--questions", "2", "--warmup-runs", "1", "--json", "-"])
-        == 0
-    )
+    assert bench.main([*flags, "--temperature", "0", "--questions", "2", "--warmup-runs", "1", "--json", "-"]) == 0
     page = capsys.readouterr().out
     assert "given tau 3 / measured step time" in page
     rows = json.loads(page.splitlines()[-1])["rows"]
@@ -1032,9 +979,9 @@ def test_kl_of_a_model_with_itself_is_zero_and_with_another_is_not():
     assert other["mean_kl"] > 0.01 and other["perplexity"] == pytest.approx(same["perplexity"])
     logits = [evaluate.logits_of(m, texts[0].ids[:16])[:15].log_softmax(-1) for m in (b, a)]
     kl = (logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean()
-    assert evaluate.evaluate(a, [evaluate.Scored(texts[0].ids[:16], 1, 15)], 16, 8, b)[
-        "mean_kl"
-    ] == pytest.approx(float(kl))
+    assert evaluate.evaluate(a, [evaluate.Scored(texts[0].ids[:16], 1, 15)], 16, 8, b)["mean_kl"] == pytest.approx(
+        float(kl)
+    )
 
 
 def test_long_text_is_cut_to_the_token_limit():
@@ -1065,9 +1012,7 @@ def test_harness_adapter_answers_all_three_kinds():
     ids = tokenizer.encode("def f(x):")
     assert score == pytest.approx(-slow_nll(model, ids, 7)) and isinstance(greedy, bool)
     spaced = lm.loglikelihood([ask("def ", "f")])[0][0]
-    assert spaced == pytest.approx(
-        -slow_nll(model, tokenizer.encode("def f"), 4)
-    )  # the space belongs to the answer
+    assert spaced == pytest.approx(-slow_nll(model, tokenizer.encode("def f"), 4))  # the space belongs to the answer
     best = engine.generate(tokenizer.encode("def f("), SamplingParams(max_new_tokens=3)).run()[0]
     if 96 not in best.token_ids and 0 not in best.token_ids and not best.text[:1].isspace():
         assert lm.loglikelihood([ask("def f(", best.text)])[0][1]
@@ -1076,9 +1021,7 @@ def test_harness_adapter_answers_all_three_kinds():
     long = "abcdefghij" * 15  # several windows: every token once
     assert lm.loglikelihood_rolling([ask(long)])[0] < rolling
     plain = lm.generate_until([ask("def f(", {"max_gen_toks": 12})])[0]
-    assert (
-        plain == engine.generate(tokenizer.encode("def f("), SamplingParams(max_new_tokens=12)).run()[0].text
-    )
+    assert plain == engine.generate(tokenizer.encode("def f("), SamplingParams(max_new_tokens=12)).run()[0].text
     stop = plain[4:6]
     cut = lm.generate_until([ask("def f(", {"until": [stop], "max_gen_toks": 12, "do_sample": False})])[0]
     assert cut == plain[: plain.index(stop)]

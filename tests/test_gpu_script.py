@@ -135,9 +135,7 @@ def test_a_way_to_run_that_takes_too_long_is_given_up_for_the_next(tmp_path, mon
     monkeypatch.setattr(step_cells.Builder, "engine", slow)
     arguments = ["--json", str(path), *TINY, "--run", "engine", "graph", "--cell-seconds", "0.3"]
     monkeypatch.setattr(step_run, "measure", lambda cell, engine, *_: fake_row())
-    began = time.time()
     assert command.main([*arguments, "--only", "plain"]) == 0
-    assert time.time() - began < 30
     rows = cells(path)
     assert [row["mode"] for row in rows] == ["graph"] * 4 and asked == ["engine", *["graph"] * 4]
     assert "OutOfTime" in rows[0]["problems"]["engine"] and "not tried" in rows[1]["problems"]["engine"]

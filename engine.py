@@ -143,11 +143,13 @@ class Engine:
     def add_observer(self, observer: Observer) -> None:
         """Let `observer` watch all further steps.
 
-        Steps no longer run ahead of the host. Add an observer of phases before the first request, because a captured
-        graph holds only the marks of its capture.
+        Steps no longer run ahead of the host. Raises ValueError for an observer of phases if the step is compiled in one
+        piece, or is captured already, because a graph holds only the marks of its capture.
         """
         if self.compiled and COMPILE_MODES[self.compile_mode].scope == "whole" and observer.marks:
             raise ValueError("a step compiled in one piece has no phases to time; use --compile-mode regions.")
+        if self.runner.graphs and observer.marks:
+            raise ValueError("the step is captured without marks; add an observer of phases before the first request.")
         self.observers.append(observer)
 
     def remove_observer(self, observer: Observer) -> None:

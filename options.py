@@ -132,9 +132,9 @@ class LoadOptions:
     def tree_shape(self) -> tuple[int, int]:
         """(N, D) of what the drafter proposes; (1, 0) for plain decoding."""
         kind = self.drafter_kind
+        tree = parse_tree(self.trees[0])  # a misspelt name is an error even where nothing is drafted
         if not kind:
             return 1, 0
-        tree = parse_tree(self.trees[0])
         shape = LookaheadDrafter.shape() if kind == "lookahead" else (tree.N, tree.D)
         return WithNGrams.shape(*shape, self.ngram_nodes) if self.ngram_nodes else shape
 
@@ -174,7 +174,9 @@ class LoadOptions:
         longest = checkpoint.config.max_positions
         if options.ctx > longest:
             raise UsageError(f"--ctx is {options.ctx:,}; this model's limit is {longest:,}.")
-        return replace(options, tree=find_tuned_tree(options, checkpoint, head)) if self.tree == "auto" else options
+        if self.tree == "auto":
+            return replace(options, tree=find_tuned_tree(self, checkpoint, head))
+        return options
 
 
 def _flag(name: str) -> str:
@@ -185,7 +187,7 @@ def _check_value(name: str, value: Any, default: Any, metadata: Any) -> None:
     least = metadata["least"]
     if least is not None:
         number = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        if not number and value is not None:
+        if not number and (value is not None or default is not None):
             raise UsageError(f"{_flag(name)} is {value!r:.40}; allowed: {least} or more.")
     elif isinstance(default, bool):
         if not isinstance(value, bool):
@@ -302,5 +304,6 @@ def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
     command += f" --draft-vocab-text {options.draft_vocab_text}" if options.draft_vocab_text else ""
     command += f" --dtype {options.dtype}" if options.dtype else ""
     command += " --compile" if options.compile else ""
-    where = f"this model, head and device ({describe_device(torch.device(options.device))})"
+    device = options.with_defaults(checkpoint.config).device
+    where = f"this model, head and device ({describe_device(torch.device(device))})"
     raise UsageError(f"--tree auto: no tree was tuned for {where}. Run: {command}")

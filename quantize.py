@@ -24,7 +24,7 @@ from load import load
 from model_config import ModelConfig
 from sampling import SamplingParams
 from support.errors import BAD_FILE, UsageError, is_out_of_memory, one_line, run_command
-from support.machine import size_text
+from support.machine import default_device, size_text
 from support.texts import read_texts, stdlib_texts, token_windows
 from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
@@ -129,7 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--eagle-mode", choices=MODES, help="of the head (default: --mode); int8 keeps more of tau")
     add("--refuse-kl", type=float, metavar="NATS", help="write nothing if the mean KL is higher")
     add("--eval-text", metavar="FILE", help="text of the receipt; default: held-out standard library modules")
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", choices=("cpu", "cuda"), default=default_device())
     add("--debug", action="store_true", help="full tracebacks")
     return parser
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,19 +19,15 @@ COLUMNS = (
 
 def table(lines: Iterable[Line]) -> str:
     """Markdown of the cells that have a figure, '' if none has. Of a cell measured twice the later line counts."""
-    latest: dict[tuple, Line] = {}
-    for line in lines:
-        if line.get("type") == "step_time" and "step_ms" in line:
-            latest[line["environment"]["device"], line["key"]] = line
-    if not latest:
-        return ""
+    latest = {(line["environment"]["device"], line["key"]): line for line in _measured(lines)}
+    order = ("shape", "quant", "context", "nodes")
+    found = sorted(latest.values(), key=lambda line: (line["environment"]["device"], *(line[key] for key in order)))
+    rows = [COLUMNS, ["---"] * 4 + ["---:"] * 7, *map(_cells, found)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) if found else ""
 
-    def order(line: Line) -> tuple:
-        cell = [line[key] for key in ("shape", "quant", "context", "nodes")]
-        return line["environment"]["device"], *cell
 
-    rows = [COLUMNS, ["---"] * 4 + ["---:"] * 7, *map(_cells, sorted(latest.values(), key=order))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def _measured(lines: Iterable[Line]) -> list[Line]:
+    return [line for line in lines if line.get("type") == "step_time" and "step_ms" in line]
 
 
 def _cells(line: Line) -> list[str]:
@@ -40,8 +37,7 @@ def _cells(line: Line) -> list[str]:
     if line["head"]:
         head = f"EAGLE-{line['head']} {line['head_quant'] or line['dtype']}, {line['tree']}"
     if synthetic["source"] != "assumed":
-        source = f"{synthetic['source']}, {synthetic['given_tau']:g}"
-        rate = f"{synthetic['tokens_per_second']:.0f} ({source})"
+        rate = f"{synthetic['tokens_per_second']:.0f} ({synthetic['source']}, {synthetic['given_tau']:g})"
     return [
         line["environment"]["device"], line["shape"], line["quant"] or line["dtype"], head,
         str(line["nodes"]), str(line["context"]), f"{ms['median']:.3f} ({ms['p10']:.3f} to {ms['p90']:.3f})",
@@ -52,11 +48,9 @@ def _cells(line: Line) -> list[str]:
 
 def readme_block(lines: Iterable[Line]) -> str:
     """The text of a README's block 'gpu': the machines and the table. Small shapes do not count."""
-    lines = [line for line in lines if not str(line.get("shape", "")).startswith("tiny")]
-    text = table(lines)
-    if not text:
+    cells = [line for line in _measured(lines) if not line["shape"].startswith("tiny")]
+    if not cells:
         return "(unmeasured: no GPU result is committed; `make gpu` writes one to benchmarks/results)"
-    cells = [line for line in lines if line.get("type") == "step_time" and "step_ms" in line]
     machines = []
     for env in {line["environment"]["device"]: line["environment"] for line in cells}.values():
         gpu, known = env["gpu"] or {}, env["versions"]
@@ -66,37 +60,30 @@ def readme_block(lines: Iterable[Line]) -> str:
         )
     return (
         f"{'; '.join(machines)}. Random weights of real shapes: step times are measured, tok/s is the given tau over "
-        f"the step time, not a measured rate.\n\n{text}"
+        f"the step time, not a measured rate.\n\n{table(cells)}"
     )
 
 
 def goals(lines: Iterable[Line]) -> list[str]:
     """The goals for an H100 beside what was measured. A goal without its figures is called unmeasured."""
-    lines = [line for line in lines if "error" not in line]
-    cells = {
-        (c["quant"], c["tree"], c["head_quant"], c["context"]): c
-        for c in lines
-        if c.get("type") == "step_time" and c["shape"] == "llama-3-8b"
-    }
-    real = [line for line in lines if str(line.get("key", "")).startswith("llama")]
+    real = [line for line in lines if "error" not in line and line.get("key", "").startswith("llama")]
+    measured = [line for line in _measured(real) if line["shape"] == "llama-3-8b" and line["context"] == 128]
+    cells = {(line["quant"], line["tree"], line["head_quant"]): line for line in measured}
     starts = {line["cache"]: line["total_s"] for line in real if line["type"] == "start"}
     graphs = [line["graphs"] for line in real if line["type"] == "launches"]
-    plain = cells.get(("", "", "", 128))
-    chain, wide = (cells.get(("", tree, "int8", 128)) for tree in ("chain:7", "dynamic:60,7,10"))
+    plain = cells.get(("", "", ""))
+    chain, wide = (cells.get(("", tree, "int8")) for tree in ("chain:7", "dynamic:60,7,10"))
     split = wide and wide["split_ms"]
     verify = split["verify"] / plain["step_ms"]["median"] if plain and split else None
     share = split["draft"] / wide["step_ms"]["median"] if split else None
-
-    def rate(cell: Line | None) -> float | None:
-        return cell and cell["synthetic"]["tokens_per_second"]
-
+    of_chain, of_wide = (cell and cell["synthetic"]["tokens_per_second"] for cell in (chain, wide))
     return judged([
         ("plain bf16 decoding, share of copy bandwidth", plain and plain["share_of_copy"], ">=", 0.85),
         ("verify of 60 nodes over the one-node step", verify, "<=", 1.10),
         ("draft's share of a 60-node step, int8 head", share, "<=", 0.20),
         ("host gap of a 60-node step, ms", wide and wide["host_gap_ms"], "<=", 0.05),
-        ("tok/s at tau 3.91, 7-chain", rate(chain), ">=", 455),
-        ("tok/s at tau 6.13, 60 nodes", rate(wide), ">=", 700),
+        ("tok/s at tau 3.91, 7-chain", of_chain, ">=", 455),
+        ("tok/s at tau 6.13, 60 nodes", of_wide, ">=", 700),
         ("cold start, s", starts.get("cold"), "<=", 60),
         ("warm start, s", starts.get("warm"), "<=", 10),
         ("CUDA graphs launched per step", max(graphs, default=None), "<=", 1),
@@ -129,16 +116,14 @@ def kernel_goals(lines: Iterable[Line], model: str = "llama-3-8b") -> list[str]:
         mine, theirs = us(kernel, rows), us(other, others)
         return mine and theirs and mine / theirs
 
-    checks: list[Check] = [
-        (f"{kernel} at {m} rows, share of copy bandwidth", share(kernel, m), ">=", bound)
-        for kernel, bound in (("int4", 0.65), ("int8", 0.85))
-        for m in (1, 16)
-    ]
+    checks: list[Check] = []
+    for (kernel, bound), m in itertools.product((("int4", 0.65), ("int8", 0.85)), (1, 16)):
+        checks.append((f"{kernel} at {m} rows, share of copy bandwidth", share(kernel, m), ">=", bound))
     for m, bound in ((16, 1.1), (64, 1.25)):
         checks.append((f"int4 at {m} rows over 1 row", over("int4", m, "int4", 1), "<=", bound))
     for rows in (16, 32):
-        rivals = {peer: us(peer, rows) for peer in PEERS}
-        peer = min((name for name, time_us in rivals.items() if time_us), key=rivals.get, default="no peer")
+        rivals = {name: time_us for name in PEERS if (time_us := us(name, rows))}
+        peer = min(rivals, key=rivals.get, default="no peer")
         checks.append((f"int4 at {rows} rows over {peer}", over("int4", rows, peer, rows), "<=", 1.0))
     return judged(checks)
 
@@ -147,9 +132,7 @@ def judged(checks: Iterable[Check]) -> list[str]:
     """One line per check."""
     found = []
     for text, value, relation, bound in checks:
-        if value is None:
-            found.append(f"  ?    {text}: unmeasured (goal {relation} {bound:g})")
-        else:
-            good = value >= bound if relation == ">=" else value <= bound
-            found.append(f"  {'ok  ' if good else 'MISS'} {text}: {value:.3f} (goal {relation} {bound:g})")
+        good = value is not None and (value >= bound if relation == ">=" else value <= bound)
+        mark, figure = ("?   ", "unmeasured") if value is None else ("ok  " if good else "MISS", f"{value:.3f}")
+        found.append(f"  {mark} {text}: {figure} (goal {relation} {bound:g})")
     return found

@@ -57,7 +57,7 @@ def measure(calls: list[Callable[[], Tensor]], device: torch.device, repeats: in
         for call in calls:
             call()
 
-    replay = captured(run) if device.type == "cuda" else run
+    replay = captured(run, device)
     replay()  # the first replay uploads the graph
     samples = times(replay, device, repeats, partial(synchronize, device))
     return statistics.median(samples) / 1e3 / len(calls)
@@ -151,21 +151,21 @@ def time_kernel(
     bandwidth: of a copy, in bytes per second.
     """
     size = weight_bytes(name, n, k, dtype)
-    found: list[dict[str, Any]] = []
-    first = None
+    seconds: list[float] = []
+    skipped = []
     try:
         functions, takes = make_kernel(name, n, k, dtype, device, rotating(size, device))
         for m in tokens:
             x = torch.randn(m, k, device=device, dtype=takes)
-            seconds = measure([partial(f, x) for f in functions], device, repeats)
-            first = first or seconds
-            found.append({
-                "m": m, "us": round(seconds * 1e6, 2), "gbs": round(size / seconds / 1e9, 1),
-                "share_of_copy": round(size / seconds / bandwidth, 3), "over_first_m": round(seconds / first, 3),
-            })  # fmt: skip
+            seconds.append(measure([partial(f, x) for f in functions], device, repeats))
     except Exception as problem:  # whatever a peer raises is its result
-        found.append({"skipped": describe(problem)})
-    return found
+        skipped = [{"skipped": describe(problem)}]
+    found = [
+        {"m": m, "us": round(s * 1e6, 2), "gbs": round(size / s / 1e9, 1),
+         "share_of_copy": round(size / s / bandwidth, 3), "over_first_m": round(s / seconds[0], 3)}
+        for m, s in zip(tokens, seconds, strict=False)
+    ]  # fmt: skip
+    return found + skipped
 
 
 def finished(paths: Sequence[Path], common: dict[str, Any]) -> set[tuple[int, int, str, int]]:
@@ -204,15 +204,15 @@ def tune(
     if kernels.triton is not None:  # its OutOfResources is not a RuntimeError
         refused += (kernels.triton.runtime.errors.TritonError,)
     for n, k, bits in shapes:
-        tried = candidates(n, k, bits, multiprocessors, half)
+        default, *others = candidates(n, k, bits, multiprocessors, half)
         seconds = {}
-        for config in tried:
+        for config in (default, *others):
             with contextlib.suppress(*refused):
                 seconds[config] = time_of(n, k, bits, config)
         if seconds:
             fastest = min(seconds, key=seconds.get)
-            keep = seconds.get(tried[0], math.inf) <= 1.02 * seconds[fastest]
-            best[kernels.shape_key(n, k, bits)] = tried[0] if keep else fastest
+            keep = seconds.get(default, math.inf) <= 1.02 * seconds[fastest]
+            best[kernels.shape_key(n, k, bits)] = default if keep else fastest
     return best
 
 

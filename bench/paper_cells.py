@@ -43,6 +43,7 @@ TEMPERATURES = (0.0, 1.0)
 LENGTHS = range(2, 11)  # draft lengths of the draft LLM, as the paper searched them
 SHIFTED = "feature+shifted-token"  # what an EAGLE head sees (Figure 8 has heads that see less)
 CARD = ("inputs", "regenerated", "data", "loss", "parameters", "steps")  # what a cell keeps of CARD.json
+WEIGHTS = (".safetensors", ".bin", ".pt")
 # What says which place on the page a cell fills.
 SLOT = ("method", "drafter", "tree", "verify", "suite", "T", "quant", "batch", "ablation")
 # What a cell keeps of every run.
@@ -66,41 +67,32 @@ class Candidate:
     card: dict[str, Any] = field(default_factory=dict)  # what CARD.json beside its weights says of its making
     ablation: bool = False  # whether it is there for Table 6 and Figure 8 alone
 
-    def cell(self, tree: str, suite: str, T: float, quant: str = "", batch: int = 1, **options: Any) -> Cell:
+    def cell(self, tree: str, suite: str, T: float, quant: str = "", batch: int = 1, verify: str = "match") -> Cell:
         """The spec of a cell. quant '' stands for the checkpoint's own precision."""
+        drafting = {"tree": tree, "verify": verify if verify != "match" else ""}
+        options = self.options | {name: value for name, value in drafting.items() if value}
         return {
-            "method": self.method,
-            "drafter": self.name,
-            "card": self.card,
-            "ablation": self.ablation,
-            "tree": tree,
-            "verify": options.get("verify", "match"),
-            "suite": suite,
-            "T": T,
-            "quant": quant,
-            "batch": batch,
-            "options": self.options | options | ({"tree": tree} if tree else {}),
-        }
+            "method": self.method, "drafter": self.name, "card": self.card, "ablation": self.ablation, "tree": tree,
+            "verify": verify, "suite": suite, "T": T, "quant": quant, "batch": batch, "options": options,
+        }  # fmt: skip
 
 
 def candidates(args: argparse.Namespace, config: ModelConfig) -> tuple[list[Candidate], dict[str, str]]:
     """The drafters given or found in the checkpoint's folders, and for each kind that is missing the reason."""
     there = list(arms.find_drafters(Path(args.checkpoint), config))
-
-    def paths(option: str, given: Sequence[str]) -> list[Path]:
-        return [Path(p) for p in given] or [folder for kind, folder in there if kind == option]
-
-    found = []
+    paths = {kind: [folder for found, folder in there if found == kind] for kind in arms.PATHS}
+    paths["draft_checkpoint"] = paths["draft_checkpoint"][:1]
+    paths |= {kind: [Path(p) for p in vars(args)[kind]] for kind in arms.PATHS if vars(args)[kind]}
     ablation = [Path(p) for p in args.ablation]
     others = {p.resolve() for p in ablation}
-    for path in [p for p in paths("eagle", args.eagle) if p.resolve() not in others] + ablation:
+    found = []
+    for path in [p for p in paths["eagle"] if p.resolve() not in others] + ablation:
         head = _with_card(f"eagle{read_eagle(path, config).config.version}", "eagle", path)
         sees_less = head.card.get("inputs", SHIFTED) != SHIFTED
         found.append(replace(head, ablation=path in ablation or sees_less))
-    for path in paths("medusa", [args.medusa] if args.medusa else []):
-        found.append(_with_card("medusa", "medusa", path, arms.medusa_tree(path)))
-    for path in [Path(p) for p in args.draft_checkpoint] or paths("draft_checkpoint", [])[:1]:
-        found.append(_with_card("draft", "draft_checkpoint", path, *(f"chain:{n}" for n in LENGTHS)))
+    found += [_with_card("medusa", "medusa", path, arms.medusa_tree(path)) for path in paths["medusa"]]
+    chains = [f"chain:{n}" for n in LENGTHS]
+    found += [_with_card("draft", "draft_checkpoint", path, *chains) for path in paths["draft_checkpoint"]]
     missing = {
         "eagle1": "no EAGLE-1 head given (--eagle HEAD)",
         "medusa": "no Medusa heads given (--medusa)",
@@ -158,14 +150,13 @@ def _head_cells(head: Candidate, suites: Sequence[str], dynamic: str, multi_roun
 def file_digest(path: str | Path) -> str:
     """A short hash of a drafter's weight files: their sizes, first and last megabytes."""
     path, digest = Path(path), hashlib.sha256()
-    weights = [path] if path.is_file() else sorted(path.iterdir())
+    weights = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in WEIGHTS)
     for file in weights:
-        if path.is_file() or file.suffix in (".safetensors", ".bin", ".pt"):
-            size = file.stat().st_size
-            with open(file, "rb") as stream:
-                digest.update(f"{size}".encode() + stream.read(1 << 20))
-                stream.seek(max(0, size - (1 << 20)))
-                digest.update(stream.read())
+        size = file.stat().st_size
+        with open(file, "rb") as stream:
+            digest.update(f"{size}".encode() + stream.read(1 << 20))
+            stream.seek(max(0, size - (1 << 20)))
+            digest.update(stream.read())
     return digest.hexdigest()[:16]
 
 
@@ -243,27 +234,17 @@ class Measurement:
         self.environment = environment(base.model.device)
         self.weights = fingerprint(base.model)
         self.identity = {
-            "model": self.weights,
-            "device": self.environment["device"],
-            "dtype": dtype,
-            "compile": args.compile,
-            "tokens": args.max_new_tokens,
-            "reps": args.reps,
-            "seed": args.seed,
-        }
+            "model": self.weights, "device": self.environment["device"], "dtype": dtype, "compile": args.compile,
+            "tokens": args.max_new_tokens, "reps": args.reps, "seed": args.seed,
+        }  # fmt: skip
         rounded = "blocks rounded to int4 in memory (RTN, groups of 128)"
         self.header = {
-            "type": "model",
-            "checkpoint": Path(args.checkpoint).resolve().name,
-            "dtype": dtype,
-            "weights_sha256": self.weights,
-            "layers": shape.num_hidden_layers,
-            "hidden_size": shape.hidden_size,
-            "experts": shape.num_local_experts,
+            "type": "model", "checkpoint": Path(args.checkpoint).resolve().name, "dtype": dtype,
+            "weights_sha256": self.weights, "layers": shape.num_hidden_layers, "hidden_size": shape.hidden_size,
+            "experts": shape.num_local_experts, "missing": missing,
             "suites": {name: len(questions) for name, questions in self.suites.items()},
-            "missing": missing,
             "int4": "a quantized checkpoint" if args.int4 else rounded,
-        }
+        }  # fmt: skip
 
     def base(self, quant: str) -> Engine:
         """The plain engine of a weight precision, loaded once. int4 is --int4 DIR, or is rounded in memory."""
@@ -298,17 +279,11 @@ class Measurement:
             runs = run(base, spec, questions, self.prompts, self.settings, self.ctx)
         except (ValueError, torch.OutOfMemoryError) as error:
             return {"type": "not_run"} | line | {"reason": one_line(error)[:200]}
-        drafted = [r for r in runs if not r["baseline"]]
-        line |= {
-            "runs": [{k: r.get(k) for k in KEPT} for r in drafted],
-            "plain": [{k: r.get(k) for k in KEPT} for r in runs if r["baseline"]],
-            "label": drafted[0]["label"],
-            "settings": asdict(self.settings),
-            "seconds": time.perf_counter() - started,
-            "command": self.args.command,
-            "environment": self.environment,
-        }
-        return {"type": "cell"} | line
+        arms_of = {"runs": [r for r in runs if not r["baseline"]], "plain": [r for r in runs if r["baseline"]]}
+        line |= {name: [{k: r.get(k) for k in KEPT} for r in lines] for name, lines in arms_of.items()}
+        line |= {"label": arms_of["runs"][0]["label"], "settings": asdict(self.settings)}
+        line |= {"seconds": time.perf_counter() - started, "command": self.args.command}
+        return {"type": "cell"} | line | {"environment": self.environment}
 
 
 def questions_by_suite(args: argparse.Namespace, base: Engine) -> tuple[dict[str, list[Question]], Prompts, int]:
@@ -344,8 +319,7 @@ def measure_batch(
 ) -> list[dict[str, Any]]:
     """The same for batches. A run line has the tokens of all rows of a batch."""
     B, lines = spec["batch"], []
-    plain = arms.build_engine(base, {"batch_size": B}, ctx)
-    engines = [plain, arms.build_engine(base, spec["options"] | {"batch_size": B}, ctx)]
+    engines = [arms.build_engine(base, options | {"batch_size": B}, ctx) for options in ({}, spec["options"])]
     first = [prompts.first(q) for q in questions]
     groups = [[first[(g + i) % len(first)] for i in range(B)] for g in range(0, len(first), B)]
     for rep in range(-1, settings.reps):  # repetition -1 warms up
@@ -355,30 +329,18 @@ def measure_batch(
             runs = {i: arms.timed_request(engines[i], group, params) for i in order}
             if rep < 0:
                 continue
-            same = _agreement(plain, group, params, settings, runs[0][0], runs[1][0])
-            for i, run in runs.items():
-                where = {"question": f"batch {number}", "rep": rep, "label": arms.SAME_TOKENS}
-                where |= {"baseline": i == 0, "same": same if i else None}
-                lines.append(where | _line(group, params, *run))
+            same = _agreement(engines[0], group, params, settings, runs[0][0], runs[1][0])
+            for i, (results, ttft_seconds, decode_seconds) in runs.items():
+                steps = [len(ids) for r in results for ids in r.tokens_per_step]
+                lines.append({
+                    "question": f"batch {number}", "turn": 1, "rep": rep, "seed": params.seed,
+                    "label": arms.SAME_TOKENS, "baseline": i == 0, "same": same if i else None,
+                    "prompt_sha256": digest([t for prompt in group for t in prompt]),
+                    "prompt_tokens": sum(map(len, group)) / B, "new_tokens": 1 + sum(steps),
+                    "ids_sha256": digest([t for r in results for t in r.token_ids]),
+                    "ttft_seconds": ttft_seconds, "decode_seconds": decode_seconds, "tokens_per_step": steps,
+                })  # fmt: skip
     return lines
-
-
-def _line(
-    group: Group, params: SamplingParams, results: Results, ttft_seconds: float, decode_seconds: float
-) -> dict[str, Any]:
-    """What a batch's run line says of the run itself."""
-    steps = [len(ids) for r in results for ids in r.tokens_per_step]
-    return {
-        "turn": 1,
-        "seed": params.seed,
-        "prompt_sha256": digest([t for prompt in group for t in prompt]),
-        "prompt_tokens": sum(map(len, group)) / len(group),
-        "new_tokens": 1 + sum(steps),
-        "ids_sha256": digest([t for r in results for t in r.token_ids]),
-        "ttft_seconds": ttft_seconds,
-        "decode_seconds": decode_seconds,
-        "tokens_per_step": steps,
-    }
 
 
 def _agreement(

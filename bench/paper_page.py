@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ def numbers(cell: Cell) -> dict[str, Any]:
     }
 
 
+UNMEASURED = {  # the header of an empty cell file
+    "checkpoint": "this checkpoint", "dtype": "", "weights_sha256": "", "suites": {}, "missing": {}, "experts": 0,
+    "int4": "",
+}  # fmt: skip
 Numbers = dict[str, Any] | None  # what `numbers` returns, or None for a cell that was not run
 
 
@@ -73,9 +78,7 @@ def _tau(value: Numbers) -> str:
 
 
 def _alphas(value: Numbers) -> list[str]:
-    if value is None:
-        return ["not run"] * 5
-    return ([f"{a:.2f}" for a in value["alpha"]] + ["-"] * 5)[:5]
+    return ["not run"] * 5 if value is None else [*(f"{a:.2f}" for a in value["alpha"]), *["-"] * 5][:5]
 
 
 def _entries(row: Sequence[float | None], kinds: str) -> list[str]:
@@ -89,24 +92,23 @@ class Page:
 
     def __init__(self, lines: list[Cell], published: dict[str, Any]):
         self.published = published
-        self.header = next((x for x in reversed(lines) if x["type"] == "model"), None)
-        self.cells = latest(lines, self.header["weights_sha256"]) if self.header else []
+        headers = [line for line in lines if line["type"] == "model"]
+        self.header = headers[-1] if headers else UNMEASURED
+        self.cells = latest(lines, self.header["weights_sha256"])
         self.values = {c["id"]: numbers(c) for c in self.cells if c["type"] == "cell"}
-        self.name = self.header["checkpoint"] if self.header else "this checkpoint"
-        self.suites = list(self.header["suites"]) if self.header else []
-        self.dtype = self.header["dtype"] if self.header else ""
+        self.name, self.dtype, self.suites = (self.header[key] for key in ("checkpoint", "dtype", "suites"))
+        self.main = next(iter(self.suites), "no suite")  # the one in the place of MT-bench
         eagle = {c["method"] for c in self.cells if c["method"].startswith("eagle") and not c["ablation"]}
         self.methods = sorted(eagle) or ["eagle1"]
         self.best = self.methods[0]  # the head of the tables that have one row for us
+        # The paper's tasks, and our own suites in the place of MT-bench.
+        self.tasks = [*TASKS, *(s for s in self.suites if s not in (*TASKS, "mt_bench"))]
         self.reasons: dict[str, None] = {}
 
     def find(self, **wanted: Any) -> list[Cell]:
         """The cells with these facts, in the order of the file. By default: main suite, batch 1, the usual method."""
-        usual = {"batch": 1, "verify": "match", "quant": self.dtype, "ablation": False}
-        if self.suites:
-            usual["suite"] = self.suites[0]
-        wanted = usual | wanted
-        return [c for c in self.cells if all(c.get(k) == v for k, v in wanted.items())]
+        usual = {"suite": self.main, "batch": 1, "verify": "match", "quant": self.dtype, "ablation": False}
+        return [c for c in self.cells if all(c.get(k) == v for k, v in (usual | wanted).items())]
 
     def measured(self, **wanted: Any) -> list[Cell]:
         return [c for c in self.find(**wanted) if c["type"] == "cell"]
@@ -115,10 +117,10 @@ class Page:
         """The numbers of the latest such cell. None after noting why there is none (default: what its line says)."""
         found = self.find(method=method, T=T, tree=tree, **wanted)
         done = [c for c in found if c["type"] == "cell"]
-        suite = wanted.get("suite")
+        suite = wanted.get("suite", self.main)
         if found and not done:
             why = found[-1]["reason"]
-        elif suite and suite not in self.suites:
+        elif suite not in (*self.suites, self.main):
             why = f"{suite}: its question file was not given (--suite {suite}/question.jsonl)"
         return self.fastest(done[-1:], why or self.missing(method))
 
@@ -130,16 +132,15 @@ class Page:
 
     def missing(self, method: str) -> str:
         """Why there are no cells of a method, as far as the last run knew."""
-        kind = "eagle1" if method.startswith("eagle") else method
-        return (self.header or {}).get("missing", {}).get(kind, "not measured yet (--run)")
+        return self.header["missing"].get(
+            "eagle1" if method.startswith("eagle") else method, "not measured yet (--run)"
+        )
 
     def by_card(self, T: float, tree: str, inputs: Sequence[str | None], regenerated: bool, why: str) -> Numbers:
         """The latest cell of a head that was trained so, as its CARD.json says. Ablation heads come last."""
-        cells = self.measured(method=self.best, T=T, tree=tree)
-        cells += self.measured(method=self.best, T=T, tree=tree, ablation=True)
-        cells = [c for c in cells if c["card"].get("inputs") in inputs]
-        cells = [c for c in cells if bool(c["card"].get("regenerated")) == regenerated]
-        return self.fastest(cells[-1:], why)
+        cells = [c for late in (False, True) for c in self.measured(method=self.best, T=T, tree=tree, ablation=late)]
+        facts = [(c, c["card"].get("inputs"), bool(c["card"].get("regenerated"))) for c in cells]
+        return self.fastest([c for c, seen, made in facts if seen in inputs and made == regenerated][-1:], why)
 
     def with_alphas(self, **wanted: Any) -> list[str]:
         """speedup and tau with the tree of the paper, and n-alpha with a chain of 5."""
@@ -162,6 +163,11 @@ class Page:
             rows.append([*before, f"**{self.name}, {label}**", *ours(T=T, **head, **wanted)])
         return rows
 
+    def by_temperature(self, name: str, kinds: str, ours: Callable[..., list[str]]) -> list[list[str]]:
+        """The rows of `compared` for a published table that has a part for each temperature."""
+        parts = [(T, self.published[name][f"{T:g}"]) for T in TEMPERATURES]
+        return [row for T, theirs in parts for row in self.compared(theirs, kinds, ours, f"{T:g}", T=T)]
+
     def section(self, title: str, head: Sequence[str], rows: Sequence[list[str]], note: str = "") -> str:
         """Title, table, note, and why entries of the table were not run. Short rows end in blank entries."""
         body = table(head, [row + [""] * (len(head) - len(row)) for row in rows])
@@ -170,11 +176,6 @@ class Page:
             text += f"\nnot run: {'; '.join(self.reasons)}\n"
         self.reasons = {}
         return text
-
-    @property
-    def tasks(self) -> list[str]:
-        """The paper's tasks, and our own suites in the place of MT-bench."""
-        return [*TASKS, *(s for s in self.suites if s not in (*TASKS, "mt_bench"))]
 
 
 # ---- tables
@@ -185,30 +186,27 @@ def table1(page: Page) -> str:
         values = [page.look_up(tree="paper25", suite=task, **wanted) for task in page.tasks]
         return [text for v in values for text in (_speedup(v), _tau(v))]
 
-    theirs = page.published["table1"]
-    rows = [row for T in TEMPERATURES for row in page.compared(theirs[f"{T:g}"], "xt", ours, f"{T:g}", T=T)]
     head = ["T", "model", *(f"{task} {x}" for task in page.tasks for x in ("speedup", "tau"))]
-    return page.section("Table 1: speedup and tau by task", head, rows)
+    return page.section("Table 1: speedup and tau by task", head, page.by_temperature("table1", "xt", ours))
 
 
 def table2(page: Page) -> str:
     def ours(**wanted: Any) -> list[str]:
         return page.with_alphas(**wanted)[1:]
 
-    theirs = page.published["table2"]
-    rows = [row for T in TEMPERATURES for row in page.compared(theirs[f"{T:g}"], "t", ours, f"{T:g}", T=T)]
-    main = "MT-bench" if page.suites[:1] == ["mt_bench"] else (page.suites or ["no suite"])[0]
     note = (
-        f"The paper's rows are on MT-bench, ours on {main}. tau is that of the tree of 26 nodes, n-alpha that of a chain "
-        "of 5. n-alpha leaves out the last step of every text, because the length limit may have cut it."
+        f"The paper's rows are on MT-bench, ours on {'MT-bench' if page.main == 'mt_bench' else page.main}. tau is that "
+        "of the tree of 26 nodes, n-alpha that of a chain of 5. n-alpha leaves out the last step of every text, because "
+        "the length limit may have cut it."
     )
+    rows = page.by_temperature("table2", "t", ours)
     return page.section("Table 2: tau and n-alpha", ["T", "model", "tau", *ALPHAS], rows, note)
 
 
 def table3(page: Page) -> str:
     rows = [[model, *_entries(row, "xtttttt")] for model, row in page.published["table3"].items()]
     ours = ["not run"] * 7
-    if page.header and page.header["experts"]:
+    if page.header["experts"]:
         ours = page.with_alphas(method=page.best, T=0.0)
     else:
         page.reasons[f"{page.name} has no experts; give a Mixtral checkpoint and its head"] = None
@@ -237,7 +235,7 @@ def table4(page: Page) -> str:
         "Brackets hold the paired ratio to plain decoding of the same precision. Cells were measured one after another, "
         "so on a busy machine the rates of different rows do not compare."
     )
-    note += f" Our int4: {page.header['int4']}." if page.header else ""
+    note += f" Our int4: {page.header['int4']}." if page.header["int4"] else ""
     head = ["tokens/s", f"FP16 (ours: {page.dtype or 'not run'})", "int4"]
     return page.section("Table 4: generation speed by precision, T = 0", head, rows, note)
 
@@ -305,8 +303,7 @@ def figure(page: Page, number: int, T: float) -> str:
     rows = [[n, *_entries(data.get(n, [None] * len(models)), "x"), *_bar(page, n, T)] for n in names]
     note = ""
     for name, (kind, _) in DRAFT_LLM.items():
-        cells = _draft_llm(page, T, name)
-        found = {int(c["tree"].removeprefix("chain:")): page.values[c["id"]] for c in cells}
+        found = {int(c["tree"].removeprefix("chain:")): page.values[c["id"]] for c in _draft_llm(page, T, name)}
         if found:
             lengths = ", ".join(f"{n}: {_speedup(found[n])}" for n in sorted(found))
             note += f"{kind.capitalize()} draft LLM, best of chains of 2 to 10: {lengths}. "
@@ -327,14 +324,14 @@ def _bar(page: Page, name: str, T: float) -> list[str]:
         return ["1.00x", "1.00"]
     if name in DRAFT_LLM:
         kind, loss = DRAFT_LLM[name]
+        cells = _draft_llm(page, T, name)
         why = f"{name}: no {kind} draft LLM (scripts.train_draft --loss {loss}, then --draft-checkpoint)"
-        value = page.fastest(_draft_llm(page, T, name), why)
     else:
-        cells = page.measured(T=T, **BARS[name])
-        if name == DYNAMIC:
-            cells = [c for c in cells if c["tree"].startswith("dynamic")][-1:]
-        method = BARS[name]["method"]
-        value = page.fastest(cells, "no EAGLE-3 head" if method == "eagle3" else page.missing(method))
+        cells, method = page.measured(T=T, **BARS[name]), BARS[name]["method"]
+        why = "no EAGLE-3 head" if method == "eagle3" else page.missing(method)
+    if name == DYNAMIC:
+        cells = [c for c in cells if c["tree"].startswith("dynamic")][-1:]
+    value = page.fastest(cells, why)
     return [_speedup(value), _tau(value)]
 
 
@@ -384,17 +381,16 @@ def preface(page: Page) -> str:
     done = [c for c in page.cells if c["type"] == "cell"]
     if not done:
         return "\n".join([*text, "No cell has been measured yet."])
-    machines, commits, loads = [], [], []
-    for e in (c["environment"] for c in done):
-        machines.append(", ".join([e["device"], *(f"{k} {v}" for k, v in e["versions"].items() if v)]))
-        commits.append(f"{e['git']['commit']}{' (modified)' if e['git']['dirty'] else ''}")
-        loads += [e["load_average"] / e["cpus"]] if e["load_average"] is not None and e["cpus"] else []
+    environments = [c["environment"] for c in done]
+    loads = [e["load_average"] / e["cpus"] for e in environments if e["load_average"] is not None and e["cpus"]]
+    machines = [", ".join([e["device"], *(f"{k} {v}" for k, v in e["versions"].items() if v)]) for e in environments]
     machines += [f"cores busy at the start {min(loads):.0%} to {max(loads):.0%}"] if loads else []
     made_of = [c["settings"] for c in done]
     sizes = dict.fromkeys(f"{s['max_new_tokens']} new tokens, {s['reps']} repetition(s)" for s in made_of)
     prompts = ", ".join(f"{suite}: {count} prompts" for suite, count in page.header["suites"].items())
     seconds = sum(c["seconds"] for c in done)
     text += [f"{len(done)} cells, {seconds:.0f} s; {prompts}; {' and '.join(sizes)}", ""]
+    commits = [f"{e['git']['commit']}{' (modified)' if e['git']['dirty'] else ''}" for e in environments]
     facts = {"device": machines, "commit": commits, "commands": [f"`{c['command']}`" for c in done]}
     return "\n".join(text + [f"- {name}: {', '.join(dict.fromkeys(found))}" for name, found in facts.items()])
 
@@ -402,10 +398,9 @@ def preface(page: Page) -> str:
 def render(cells: str | Path, page: str | Path, published: str | Path = PUBLISHED) -> str:
     """Write the page from the cell file; returns its text. Raises a one-line ValueError for a file that is none."""
     found = Page(read_json_lines(cells), read_json(Path(published)))
-    tables = (table1, table2, table3, table4, table5, table6, table7, table8)
-    parts = [preface(found), *(one(found) for one in tables)]
-    parts += [figure(found, 1, 0.0), figure(found, 2, 1.0), figure8(found), figure9(found)]
-    text = "\n\n".join(part.strip("\n") for part in parts) + "\n"
+    tables = (preface, table1, table2, table3, table4, table5, table6, table7, table8)
+    figures = (partial(figure, number=1, T=0.0), partial(figure, number=2, T=1.0), figure8, figure9)
+    text = "\n\n".join(part(found).strip("\n") for part in (*tables, *figures)) + "\n"
     Path(page).parent.mkdir(parents=True, exist_ok=True)
     write_text(page, text)
     return text

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import kernels
 from eagle_draft import EagleHead
 from engine import Engine
-from kernels.tuned import read_tuned
-from load import build_engine
+from load import build_engine, open_backend
 from model import Transformer
 from model_config import DTYPES, ModelConfig, RopeConfig
 from options import LoadOptions
@@ -137,19 +135,13 @@ def random_head(model: Transformer, version: int, quant: str | None = None) -> E
     return head
 
 
-def kernel_backend(device: torch.device, mode: str = "auto") -> kernels.KernelBackend:
-    """The backend that `load` would take, with the tilings that were measured on this GPU."""
-    tuned = read_tuned(torch.cuda.get_device_name(device))[0] if device.type == "cuda" else {}
-    return kernels.KernelBackend(mode, device.type, tuned)
-
-
 def random_engine(name: str, device: str | None, dtype: str | None, quant: str | None, **options: Any) -> Engine:
     """An engine that decodes plainly with a random model of the shape `name`. options: further LoadOptions."""
     config = SHAPES[name]
     options["ctx"] = options.get("ctx") or 64
     opts = LoadOptions(checkpoint=name, device=device, dtype=dtype, **options).with_defaults(config)
     target = torch.device(opts.device)
-    backend = kernel_backend(target, opts.kernels)
+    backend = open_backend(opts, lambda note: None)
     with backend.active():
         model = random_model(config, quant, target, DTYPES[opts.dtype])
     return build_engine(model, None, None, opts, backend)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from bench.random_models import SHAPES, kernel_backend, random_head, random_model
+from bench.random_models import SHAPES, random_head, random_model
 from bench.timing import on_gpu
 from eagle_draft import EagleHead
 from engine import Engine
-from load import build_drafter, build_engine
+from load import build_drafter, build_engine, open_backend
 from model import Transformer
 from options import LoadOptions
 from tree import DynamicTree, parse_tree
@@ -56,11 +56,6 @@ class Cell:
         head = f"eagle{self.head}-{self.head_quant or 'half'} {self.tree}" if self.head else "plain"
         return f"{self.shape} {self.quant or 'half'} | {head} | {self.nodes} nodes | context {self.context}"
 
-    @property
-    def engine_key(self) -> tuple:
-        """Cells with the same key share one engine, so that nothing is compiled or captured twice."""
-        return self.shape, self.quant, self.head, self.head_quant, self.tree, self.ctx
-
 
 def grid(
     shape: str, quant: str, head: int, nodes: Iterable[int], contexts: Iterable[int], ctx: int = 2048
@@ -90,8 +85,7 @@ def full_cells() -> list[Cell]:
     cells += grid("llama-3-8b", "int4", 3, [8, 32], both) + grid("llama-3-8b", "", 3, [32], both)
     for quant in ("", "int4", "int8"):
         cells += grid("llama-3-8b", quant, 3, [1, 24, 60], (8192,), 8192)
-    cells += grid("llama-2-70b", "int4", 1, [1, 24, 60], both)
-    cells += grid("mixtral-8x7b", "int4", 1, [1, 8, 24, 60], both)
+    cells += grid("llama-2-70b", "int4", 1, [1, 24, 60], both) + grid("mixtral-8x7b", "int4", 1, [1, 8, 24, 60], both)
     for quant in ("int4", "int8", ""):
         cells += grid("llama-2-13b", quant, 1, [1, 24, 60], both)
     return cells
@@ -109,9 +103,8 @@ def draft_rows(tree: str) -> list[int]:
     if not tree:
         return []
     parsed = parse_tree(tree)
-    if isinstance(parsed, DynamicTree):
-        return [parsed.D + 1, *[parsed.topk] * parsed.depth]
-    return [parsed.D + 1, *map(len, parsed.levels)]
+    dynamic = isinstance(parsed, DynamicTree)
+    return [parsed.D + 1, *([parsed.topk] * parsed.depth if dynamic else map(len, parsed.levels))]
 
 
 def engine_options(mode: str) -> dict[str, Any]:
@@ -120,8 +113,8 @@ def engine_options(mode: str) -> dict[str, Any]:
     engine: as `generate.py --compile`; graph: uncompiled kernels in one CUDA graph; eager: neither. Random weights get
     nothing accepted, so falling back to plain steps is switched off.
     """
-    how = {"compile": mode != "eager", "compile_mode": "capture" if mode == "graph" else "graph"}
-    return how | {"eagle_always": True}
+    compile_mode = "capture" if mode == "graph" else "graph"
+    return {"compile": mode != "eager", "compile_mode": compile_mode, "eagle_always": True}
 
 
 class Builder:
@@ -131,7 +124,7 @@ class Builder:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.backend = kernel_backend(device)
+        self.backend = open_backend(LoadOptions(device=device.type), lambda note: None)
         self.kept: dict[str, tuple[Any, Any]] = {}
 
     def dtype(self, cell: Cell) -> torch.dtype:
@@ -149,16 +142,18 @@ class Builder:
             model = self._keep("model", target, lambda: random_model(*target))
             if cell.head:
                 head = self._keep("head", (target, drafted), lambda: _packed_head(model, *drafted))
-            key = (cell.engine_key, mode)
-            return self._keep("engine", key, lambda: self._make_engine(cell, mode, model, head))
+            return self._keep(
+                "engine", (target, drafted, cell.tree, cell.ctx, mode), lambda: self._make(cell, mode, model, head)
+            )
 
-    def _make_engine(self, cell: Cell, mode: str, model: Transformer, head: EagleHead | None) -> Engine:
-        how = engine_options(mode)
+    def _make(self, cell: Cell, mode: str, model: Transformer, head: EagleHead | None) -> Engine:
         drafting = {"eagle": "random", "tree": cell.tree} if head else {}
         dtype = str(model.dtype).removeprefix("torch.")
-        opts = LoadOptions(checkpoint=cell.shape, ctx=cell.ctx, dtype=dtype, device=self.device.type, **drafting, **how)
-        drafter = build_drafter(model, head, opts) if head else None
-        return build_engine(model, None, drafter, opts, self.backend, head=head)
+        options = LoadOptions(
+            cell.shape, ctx=cell.ctx, dtype=dtype, device=self.device.type, **drafting, **engine_options(mode)
+        )
+        drafter = build_drafter(model, head, options) if head else None
+        return build_engine(model, None, drafter, options, self.backend, head=head)
 
     def _keep(self, kind: str, key: Any, make: Callable[[], Any]) -> Any:
         if kind not in self.kept or self.kept[kind][0] != key:

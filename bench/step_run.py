@@ -11,11 +11,11 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,6 @@ def limited(seconds: float) -> Iterator[None]:
     This works in the main thread only. Code that never returns to Python is not interrupted, so the caller needs a
     limit of its own that ends the process.
     """
-    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
-        yield
-        return
 
     def ring(signum, frame):
         raise OutOfTime(f"longer than {seconds:g} s")
@@ -77,13 +74,11 @@ def limited(seconds: float) -> Iterator[None]:
 
 def usable(device: torch.device) -> bool:
     """Whether the device still answers. An illegal memory access ends a CUDA context for good."""
-    if not on_gpu(device):
-        return True
     try:
-        torch.cuda.synchronize(device)
-        return bool(torch.ones(1, device=device).item() == 1)
+        synchronize(device)
     except RuntimeError:
         return False
+    return True
 
 
 def ways(chosen: list[str] | None, device: torch.device, lines: list[Line], env: dict[str, Any]) -> list[list[str]]:
@@ -97,7 +92,7 @@ def ways(chosen: list[str] | None, device: torch.device, lines: list[Line], env:
         return [chosen or ["eager"]]
     cold = [line for line in lines if line.get("cache") == "cold" and "first_request_s" in line]
     cold = [line for line in cold if identity(line["environment"]) == identity(env)]
-    quick = bool(cold) and "error" not in cold[-1] and cold[-1]["first_request_s"] <= QUICK_START
+    quick = cold and "error" not in cold[-1] and cold[-1]["first_request_s"] <= QUICK_START
     return [["engine", "graph"]] if quick else [["graph"], ["engine"]]
 
 
@@ -109,6 +104,11 @@ def warmed_up(builder: Builder, cell: Cell, mode: str, new_tokens: int) -> Engin
     return engine
 
 
+def baseline(line: Line) -> tuple:
+    """What a plain cell must agree in to be the baseline of another."""
+    return tuple(line[key] for key in ("shape", "quant", "context", "ctx", "mode"))
+
+
 class Run:
     """One run over cells: what is done, what failed, which way to run is given up, and the plain baselines."""
 
@@ -117,38 +117,39 @@ class Run:
         self.args, self.device, self.env, self.started = args, device, env, started
         lines = [line for path in (args.json, *args.done) for line in read_json_lines(path)]
         self.passes = ways(args.run, device, lines, env)
-        mine = [line for line in lines if line.get("type") == "step_time"]
-        mine = [line for line in mine if identity(line["environment"]) == identity(env)]
-        self.done = {(line["key"], line["mode"]) for line in mine if "step_ms" in line}
-        self.failed = {(line["key"], way) for line in mine if "error" in line for way in line["problems"]}
-        plain = [line for line in mine if "mode" in line and not line["head"]]
-        self.plain = {self.baseline(line): line["step_ms"]["median"] for line in plain}
+        self.done: set[tuple[str, str]] = set()  # (key, way) of cells with a figure
+        self.failed: set[tuple[str, str]] = set()
+        self.plain: dict[tuple, float] = {}  # baseline -> milliseconds
+        for line in lines:
+            if line.get("type") == "step_time" and identity(line["environment"]) == identity(env):
+                self.remember(line)
         self.latest: tuple[Cell, str] | None = None  # the cell whose engine is at hand, and the way it runs
         self.broken: dict[str, str] = {}  # way -> why it is not tried again
         self.builder = Builder(device)
         self.copy = copy_bandwidth(device)
 
-    @staticmethod
-    def baseline(line: Line) -> tuple:
-        """What a plain cell must agree in to be the baseline of another."""
-        return tuple(line[key] for key in ("shape", "quant", "context", "ctx", "mode"))
+    def remember(self, line: Line) -> None:
+        """Take in how the cell of a line ended."""
+        if "step_ms" in line:
+            self.done.add((line["key"], line["mode"]))
+            if not line["head"]:
+                self.plain[baseline(line)] = line["step_ms"]["median"]
+        else:
+            self.failed |= {(line["key"], way) for way in line["problems"]}
 
     def finished(self, cell: Cell, modes: list[str]) -> bool:
         """Whether a pass has nothing to add. The engine's own figure is worth having beside a captured one."""
-        enough = {mode for key, mode in self.done if key == cell.key}
         if self.args.skip_failed and all((cell.key, mode) in self.failed for mode in modes):
             return True
-        return bool(enough & set(modes) if modes == ["engine"] else enough)
+        found = {mode for key, mode in self.done if key == cell.key}
+        return bool(found & {"engine"} if modes == ["engine"] else found)
 
     def over(self, cells: list[Cell]) -> int:
         """Measure the cells. Returns 0 if every cell has a figure or time ran out, 1 if some failed, or POISONED."""
         for modes in self.passes:
             todo = [cell for cell in cells if not self.finished(cell, modes)]
-            print(
-                f"{len(todo)} cells to measure, {len(cells) - len(todo)} done; {' or '.join(modes)}; "
-                f"copy {self.copy / 1e9:.0f} GB/s",
-                flush=True,
-            )
+            counts = f"{len(todo)} cells to measure, {len(cells) - len(todo)} done"
+            print(f"{counts}; {' or '.join(modes)}; copy {self.copy / 1e9:.0f} GB/s", flush=True)
             for number, cell in enumerate(todo):
                 if all(mode in self.broken for mode in modes):
                     print(f"given up: {'; '.join(self.broken[mode] for mode in modes)}", flush=True)
@@ -173,26 +174,33 @@ class Run:
         line: Line = {"type": "step_time", "key": cell.key, **asdict(cell), "dtype": dtype}
         line |= {"environment": self.env, "command": " ".join(sys.argv), "problems": {}}
         for mode in modes:
-            reason = self.broken.get(mode, "")
             if self.args.skip_failed and (cell.key, mode) in self.failed:
-                reason = "failed in an earlier run"
-            if reason:
-                line["problems"][mode] = reason
-                continue
-            row, problem = self.try_mode(cell, mode)
-            if row is not None:
-                line["mode"] = mode
-                alone = self.plain.get(self.baseline(line))
-                line |= finish(row, cell, self.copy, alone, self.args.synthetic_tau)
-                break
-            line["problems"][mode] = problem
-            self.builder.drop()
-            torch._dynamo.reset()
-            alive = usable(self.device)
-            if not alive:
-                break
+                line["problems"][mode] = "failed in an earlier run"
+            elif mode in self.broken:
+                line["problems"][mode] = self.broken[mode]
+            else:
+                row, problem = self.try_mode(cell, mode)
+                if row is not None:
+                    line["mode"] = mode
+                    alone = self.plain.get(baseline(line))
+                    line |= finish(row, cell, self.copy, alone, self.args.synthetic_tau)
+                    self.latest = (cell, mode)
+                    break
+                line["problems"][mode] = problem
+                self.builder.drop()
+                torch._dynamo.reset()
+                alive = usable(self.device)
+                if not alive:
+                    break
+        if "step_ms" in line:
+            shown = f"{line['step_ms']['median']:.3f} ms, {line['share_of_copy']:.0%} of copy ({line['mode']})"
+        else:
+            line["error"] = "; ".join(f"{mode}: {text}" for mode, text in line["problems"].items())
+            shown = f"failed: {line['error']}" + "; the device no longer answers" * (not alive)
         line |= {"seconds": round(time.time() - started, 2), "utc": utc()}
-        self.record(cell, line, alive)
+        self.remember(line)
+        append_json_line(self.args.json, line)
+        print(f"{cell.key}: {shown}  [{line['seconds']:.0f} s]", flush=True)
         return alive
 
     def try_mode(self, cell: Cell, mode: str) -> tuple[Line | None, str]:
@@ -204,28 +212,11 @@ class Run:
             with limited(self.args.cell_seconds):
                 if on_gpu(self.device):
                     torch.cuda.reset_peak_memory_stats(self.device)
-                engine = self.builder.engine(cell, mode)
-                return measure(cell, engine, self.args.steps, self.args.repeats), ""
+                return measure(cell, self.builder.engine(cell, mode), self.args.steps, self.args.repeats), ""
         except Exception as error:  # whatever went wrong is this cell's result
             if isinstance(error, OutOfTime):
                 self.broken[mode] = f"not tried: an earlier cell took {describe(error)}"
             return None, describe(error)
-
-    def record(self, cell: Cell, line: Line, alive: bool) -> None:
-        """Append the cell's line to the file, print it, and remember how the cell ended."""
-        if "step_ms" in line:
-            mode, median = line["mode"], line["step_ms"]["median"]
-            self.done.add((cell.key, mode))
-            self.latest = (cell, mode)
-            if not cell.head:
-                self.plain[self.baseline(line)] = median
-            shown = f"{median:.3f} ms, {line['share_of_copy']:.0%} of copy ({mode})"
-        else:
-            line["error"] = "; ".join(f"{mode}: {text}" for mode, text in line["problems"].items())
-            self.failed |= {(cell.key, mode) for mode in line["problems"]}
-            shown = f"failed: {line['error']}" + "; the device no longer answers" * (not alive)
-        append_json_line(self.args.json, line)
-        print(f"{cell.key}: {shown}  [{line['seconds']:.0f} s]", flush=True)
 
     def count_launches(self, cells: list[Cell]) -> None:
         """Write `launches` lines: of the engine at hand and, if there is time, of the first plain and drafted cell.
@@ -259,23 +250,21 @@ def run_start(label: str, path: Path, since: float, device: torch.device, env: d
     cell = next(cell for cell in (tiny_cells() if tiny else quick_cells()) if cell.head)
     line: Line = {"type": "start", "cache": label, "key": cell.key, "environment": env}
     line |= {"command": " ".join(sys.argv), "weights": "random, made on the device; reading files is not in it"}
+    builder, mode = Builder(device), "engine" if on_gpu(device) else "eager"
+    request = partial(warmed_up, builder, cell, mode, 9)
     begun = time.time()
     stages = {"imports_s": round(begun - since, 3)}
-
-    def ended(stage: str) -> None:
-        nonlocal begun
-        stages[stage], begun = round(time.time() - begun, 3), time.time()
-
+    calls = (
+        ("build_s", partial(builder.engine, cell, mode)),
+        ("first_request_s", request),
+        ("second_request_s", request),
+    )
     try:
-        builder, mode = Builder(device), "engine" if on_gpu(device) else "eager"
-        builder.engine(cell, mode)
-        synchronize(device)
-        ended("build_s")
-        warmed_up(builder, cell, mode, 9)
-        ended("first_request_s")
-        line["total_s"] = round(begun - since, 3)
-        warmed_up(builder, cell, mode, 9)
-        ended("second_request_s")
+        for stage, call in calls:
+            call()
+            synchronize(device)
+            stages[stage], begun = round(time.time() - begun, 3), time.time()
+        line["total_s"] = round(begun - since - stages["second_request_s"], 3)
     except Exception as error:
         line["error"] = describe(error)
     append_json_line(path, line | stages | {"utc": utc()})

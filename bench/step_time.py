@@ -6,7 +6,6 @@ tokens (`pin`). The cache below holds the keys and values of a real prompt.
 
 from __future__ import annotations
 
-import collections
 import random
 import statistics
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from load import plan_memory
 from model import weight_bytes
 from sampling import SamplingMode, SamplingParams
 from step import PHASES, draft_input
+from support.machine import synchronize
 from weights.heads import EagleFile
 
 MODE = SamplingMode()  # cells decode greedily
@@ -38,8 +38,8 @@ class OutOfTime(Exception):
 def pin(engine: Engine, context: int) -> None:
     """Set sequence 0 back to `context` cached tokens with room to go on. Fills device buffers without waiting."""
     state = engine.state
-    values = ((state.n, context), (state.count, 1), (state.produced, 1), (state.done, False))
-    for buffer, value in (*values, (state.limit, 1 << 40)):
+    values = {state.n: context, state.count: 1, state.produced: 1, state.done: False, state.limit: 1 << 40}
+    for buffer, value in values.items():
         buffer.fill_(value)
 
 
@@ -48,20 +48,15 @@ def step_call(engine: Engine) -> tuple[Callable[[], Any], str]:
 
     Call it under inference mode with the backend active, after a request has warmed the engine up.
     """
-    graph = engine.graph(MODE)
+    graph, device = engine.graph(MODE), engine.model.device
     if graph is not None:
         return graph.replay, "the engine's CUDA graph"
-    step = partial(engine.step, MODE)
-    if not on_gpu(engine.model.device):
-        return step, "called on the CPU"
-    return captured(step), "one CUDA graph, captured here around the engine's step"
+    how = "one CUDA graph, captured here around the engine's step" if on_gpu(device) else "called on the CPU"
+    return captured(partial(engine.step, MODE), device), how
 
 
 def parts(engine: Engine) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Two calls on the engine's state: drafting alone, and verifying alone (the target's forward with logits).
-
-    What a step takes beyond the two is acceptance and commit.
-    """
+    """Two calls on the engine's state: drafting alone, and verifying alone (the target's forward with logits)."""
     model, drafter, state = engine.model, engine.drafter, engine.state
     inputs = draft_input(state, MODE)
     tree = drafter.draft(inputs)
@@ -73,7 +68,7 @@ def parts(engine: Engine) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return partial(drafter.draft, inputs), verify
 
 
-def marked(engine: Engine, context: int, repeats: int) -> tuple[float, float]:
+def marked(engine: Engine, context: int, repeats: int) -> list[float]:
     """Median milliseconds of drafting and of verifying, between the marks that the engine's step sets."""
     device = engine.model.device
     at = {phase: new_event(device, external=True) for phase in ("start", *PHASES)}
@@ -82,16 +77,14 @@ def marked(engine: Engine, context: int, repeats: int) -> tuple[float, float]:
         at["start"].record()
         engine.step(MODE, lambda phase: at[phase].record())
 
-    call = captured(step) if on_gpu(device) else step
-    drafts, verifies = [], []
+    call = captured(step, device)
+    samples = []
     for _ in range(repeats):
         pin(engine, context)
         call()
-        if on_gpu(device):
-            torch.cuda.synchronize()
-        drafts.append(at["start"].elapsed_time(at["draft"]))
-        verifies.append(at["draft"].elapsed_time(at["verify"]))
-    return statistics.median(drafts), statistics.median(verifies)
+        synchronize(device)
+        samples.append([at[a].elapsed_time(at[b]) for a, b in (("start", "draft"), ("draft", "verify"))])
+    return [statistics.median(phase) for phase in zip(*samples, strict=True)]
 
 
 def split(engine: Engine, cell: Cell, repeats: int, step_ms: float) -> dict[str, Any]:
@@ -105,12 +98,16 @@ def split(engine: Engine, cell: Cell, repeats: int, step_ms: float) -> dict[str,
     found = attempt(notes, "marks", lambda: marked(engine, cell.context, count))
     if found is None:
         pin(engine, cell.context)
-        calls = [captured(part) if on_gpu(device) else part for part in parts(engine)]
+        calls = [captured(part, device) for part in parts(engine)]
         found = [statistics.median(times(call, device, count, lambda: None)) for call in calls]
         how = f"draft and verify timed alone; {notes['marks']}"
     draft, verify = found
-    found = {"draft": draft, "verify": verify, "rest": step_ms - draft - verify}
-    return {name: round(value, 5) for name, value in found.items()} | {"how": how}
+    return {
+        "draft": round(draft, 5),
+        "verify": round(verify, 5),
+        "rest": round(step_ms - draft - verify, 5),
+        "how": how,
+    }
 
 
 def launches(call: Callable[[], Any]) -> dict[str, Any]:
@@ -121,17 +118,17 @@ def launches(call: Callable[[], Any]) -> dict[str, Any]:
     with torch.profiler.profile(activities=activities) as recorded:
         call()
         torch.cuda.synchronize()
-    events = recorded.events()
-    names = collections.Counter(event.name for event in events)
-    kernels = sum(n for name, n in names.items() if name.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
-    ran = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in events)
-    return {"graphs": names["cudaGraphLaunch"], "kernels_from_host": kernels, "device_activities": ran}
+    names = [event.name for event in recorded.events()]
+    return {
+        "graphs": names.count("cudaGraphLaunch"),
+        "kernels_from_host": sum(name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for name in names),
+        "device_activities": sum(e.device_type == torch.autograd.DeviceType.CUDA for e in recorded.events()),
+    }
 
 
 def prompt_ids(vocab: int, length: int) -> list[int]:
     """The same random prompt for the same arguments."""
-    rng = random.Random(0)
-    return [rng.randrange(vocab) for _ in range(length)]
+    return random.Random(0).choices(range(vocab), k=length)
 
 
 def attempt(notes: dict[str, str], name: str, ask: Callable[[], Any]) -> Any:
@@ -152,33 +149,28 @@ def measure(cell: Cell, engine: Engine, steps: int, repeats: int) -> dict[str, A
     prompt = prompt_ids(model.config.vocab_size, max(1, cell.context - steps // 2))
     engine.generate(prompt, SamplingParams(max_new_tokens=3)).run()  # compiles, captures, fills the cache
     result = engine.generate(prompt, SamplingParams(max_new_tokens=steps + 1)).run()[0]
-    row: dict[str, Any] = {
-        "wall_ms": round(result.decode_seconds / result.steps * 1e3, 5),
-        "wall_steps": result.steps,
-        "tau_of_random_weights": round(result.tau, 3),
-    }
     reset = partial(pin, engine, cell.context)
     with torch.inference_mode(), engine.backend.active():
         reset()
-        call, row["how"] = step_call(engine)
+        call, how = step_call(engine)
         times(call, device, 2, reset)
-        row["step_ms"] = spread(times(call, device, repeats, reset))
+        step_ms = spread(times(call, device, repeats, reset))
         peak = torch.cuda.max_memory_allocated(device) if on_gpu(device) else None
         with ThreadPoolExecutor(1) as watcher:  # asked right after the work, answered while the parts run
             clocks = watcher.submit(gpu_state, device)
-            row["split_ms"] = None
-            if cell.head:
-                median = row["step_ms"]["median"]
-                row["split_ms"] = attempt(notes, "split", lambda: split(engine, cell, repeats, median))
-            row["gpu"] = clocks.result()
-    row["bytes_per_step"] = round(step_bytes(engine, cell.context))
-    row["weight_bytes"] = round(model.weight_bytes(cell.nodes))
-    row["kv_bytes"] = round(model.kv_bytes(cell.context))
-    row["draft_bytes"] = row["bytes_per_step"] - row["weight_bytes"] - row["kv_bytes"]
-    row["rows"] = {"target": engine.drafter.N, "draft": draft_rows(cell.tree)}
+            parted = cell.head and attempt(notes, "split", lambda: split(engine, cell, repeats, step_ms["median"]))
+    total, weights, kv = (round(size) for size in (
+        step_bytes(engine, cell.context), model.weight_bytes(cell.nodes), model.kv_bytes(cell.context)
+    ))  # fmt: skip
     plan = attempt(notes, "planned", lambda: planned(engine))
     tensors = attempt(notes, "memory_of", lambda: memory_of(engine))
-    row["memory"] = {"plan": plan, "tensors": tensors, "peak": peak}
+    row = {
+        "wall_ms": round(result.decode_seconds / result.steps * 1e3, 5), "wall_steps": result.steps,
+        "tau_of_random_weights": round(result.tau, 3), "how": how, "step_ms": step_ms, "split_ms": parted or None,
+        "gpu": clocks.result(), "bytes_per_step": total, "weight_bytes": weights, "kv_bytes": kv,
+        "draft_bytes": total - weights - kv, "rows": {"target": engine.drafter.N, "draft": draft_rows(cell.tree)},
+        "memory": {"plan": plan, "tensors": tensors, "peak": peak},
+    }  # fmt: skip
     return row | ({"notes": notes} if notes else {})
 
 
@@ -201,19 +193,20 @@ def finish(row: dict[str, Any], cell: Cell, copy: float, plain_ms: float | None,
     for trees without a published one.
     """
     median = row["step_ms"]["median"]
-    row["copy_gbs"] = round(copy / 1e9, 2)
-    row["share_of_copy"] = round(row["bytes_per_step"] / (median / 1e3) / copy, 4)
     # A graph captured here is not what the engine's loop ran, so the two times have no gap between them.
     own = "captured here" not in row.get("how", "")
-    row["host_gap_ms"] = round(row["wall_ms"] - median, 5) if own else None
     plain_ms = plain_ms if cell.head else median
-    row["plain_step_ms"] = plain_ms
-    row["break_even_tau"] = round(median / plain_ms, 4) if plain_ms else None
-    tau, source = 1.0, "plain decoding"
-    if cell.head:
-        tau, source = PUBLISHED_TAU.get((cell.shape, cell.tree), (assumed, "assumed"))
-    row["synthetic"] = {
-        "given_tau": tau, "source": source, "tokens_per_second": round(tau / median * 1e3, 2),
-        "label": "synthetic: given tau / measured step time; no acceptance was measured",
+    tau, source = (
+        PUBLISHED_TAU.get((cell.shape, cell.tree), (assumed, "assumed")) if cell.head else (1.0, "plain decoding")
+    )
+    return row | {
+        "copy_gbs": round(copy / 1e9, 2),
+        "share_of_copy": round(row["bytes_per_step"] / (median / 1e3) / copy, 4),
+        "host_gap_ms": round(row["wall_ms"] - median, 5) if own else None,
+        "plain_step_ms": plain_ms,
+        "break_even_tau": round(median / plain_ms, 4) if plain_ms else None,
+        "synthetic": {
+            "given_tau": tau, "source": source, "tokens_per_second": round(tau / median * 1e3, 2),
+            "label": "synthetic: given tau / measured step time; no acceptance was measured",
+        },
     }  # fmt: skip
-    return row

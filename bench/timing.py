@@ -14,19 +14,19 @@ from typing import Any
 import torch
 
 from runtime.runner import capture_graph
+from support.machine import synchronize
 
 
 def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Capture `call` as a CUDA graph. The returned function replays the graph: the same work without the host's part.
+def captured(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """`call` as a CUDA graph: the same work without the host's part. On a CPU it is `call` itself.
 
     Raises RuntimeError for a call that cannot be captured.
     """
-    graph, _ = capture_graph(call, warm_up=2)
-    return graph.replay
+    return capture_graph(call, warm_up=2)[0].replay if on_gpu(device) else call
 
 
 class HostEvent:
@@ -56,20 +56,18 @@ def times(call: Callable[[], Any], device: torch.device, repeats: int, before: C
         begin.record()
         call()
         end.record()
-    if on_gpu(device):
-        torch.cuda.synchronize()
+    synchronize(device)
     return [begin.elapsed_time(end) for begin, end in events]
 
 
 def spread(samples: list[float]) -> dict[str, float]:
     """Median, 10th and 90th percentile (the nearest samples) and number of `samples`."""
     ordered = sorted(samples)
-    low, high = (ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.9))
-    found = {"median": statistics.median(ordered), "p10": low, "p90": high}
-    return {name: round(value, 5) for name, value in found.items()} | {"count": len(ordered)}
+    low, high = (round(ordered[round(q * (len(ordered) - 1))], 5) for q in (0.1, 0.9))
+    return {"median": round(statistics.median(ordered), 5), "p10": low, "p90": high, "count": len(ordered)}
 
 
 def describe(error: BaseException) -> str:
     """The type of an error and the first line of its message, for a result file."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300] if text else ''}"
+    first, *_ = str(error).strip().split("\n")
+    return f"{type(error).__name__}: {first[:300]}"

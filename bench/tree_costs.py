@@ -4,6 +4,7 @@ cache, dynamic drafting. `Costs` adds them up for any tree, so that trees can be
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -106,9 +107,9 @@ class TimedParts:
         self.state.count.fill_(1)
         self.noise = None
         if params.mode.sample:
-            level = torch.arange(max_depth + 1, device=base.model.device)
-            ids = torch.arange(base.model.config.vocab_size, device=base.model.device)
-            positions = self.state.n[:, None] + 1 + level
+            with torch.device(base.model.device):
+                ids = torch.arange(base.model.config.vocab_size)
+                positions = self.state.n[:, None] + 1 + torch.arange(max_depth + 1)
             self.noise = sampling.gumbel_noise(self.state.sampling.seed, positions, ids)
 
     def drafting(self, tree: StaticTree | DynamicTree, depth: int | None = None) -> Call:
@@ -127,15 +128,9 @@ class TimedParts:
 
 @torch.inference_mode()
 def measure_costs(
-    base: Engine,
-    head: EagleHead,
-    prompt: list[int],
-    params: SamplingParams,
-    max_nodes: int,
-    max_depth: int,
-    rounds: int = 9,
-    topks: Sequence[int] = TOPKS,
-) -> Costs:
+    base: Engine, head: EagleHead, prompt: list[int], params: SamplingParams, max_nodes: int, max_depth: int,
+    rounds: int = 9, topks: Sequence[int] = TOPKS,
+) -> Costs:  # fmt: skip
     """Costs at the context of `prompt` (see TimedParts), as medians of `rounds` timings.
 
     A part that is a difference of two timings is the median of paired differences.
@@ -147,23 +142,19 @@ def measure_costs(
     calls: dict[Any, Call] = {("verify", w): parts.verifying(w) for w in widths}
     calls |= {("extend", d): parts.drafting(fan, d) for d in depths}
     calls |= {("level", w): parts.drafting(chains(w, LEVEL_DEPTH)) for w in LEVEL_WIDTHS}
-    for K in topks:
-        for depth in (1, 3):
-            N = min(16, DynamicTree(2, depth, K).pool + 1)
-            calls["dynamic", K, depth] = parts.drafting(DynamicTree(N, depth, K))
+    for K, depth in itertools.product(topks, (1, 3)):
+        N = min(16, DynamicTree(2, depth, K).pool + 1)
+        calls["dynamic", K, depth] = parts.drafting(DynamicTree(N, depth, K))
     device = base.model.device
     with base.backend.active():
-        if device.type == "cuda":
-            calls = {name: captured(call) for name, call in calls.items()}
-        times = timed_in_turn(calls, rounds, device)
+        times = timed_in_turn({name: captured(call, device) for name, call in calls.items()}, rounds, device)
 
     def less(a: Any, b: Any, parts: int = 1) -> float:  # no part takes less than nothing
         return max(statistics.median((x - y) / parts for x, y in zip(times[a], times[b], strict=True)), 1e-9)
 
-    first = {K: less(("dynamic", K, 1), ("extend", 2)) for K in topks}
     return Costs(
         {w: statistics.median(times["verify", w]) for w in widths},
         {d: statistics.median(times["extend", d]) for d in depths},
         {w: less(("level", w), ("extend", LEVEL_DEPTH), LEVEL_DEPTH - 1) for w in LEVEL_WIDTHS},
-        {K: (first[K], less(("dynamic", K, 3), ("dynamic", K, 1), 2)) for K in topks},
+        {K: (less(("dynamic", K, 1), ("extend", 2)), less(("dynamic", K, 3), ("dynamic", K, 1), 2)) for K in topks},
     )

@@ -6,11 +6,10 @@ The counts give the chance that the target takes child r of an accepted node, by
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from engine import Engine
 from sampling import SamplingParams
 from step import Observer, StepOutput
 from support.errors import BadFileError
-from tree import MAX_DEPTH, MAX_NODES, DynamicTree, StaticTree
+from support.files import read_json
+from tree import MAX_NODES, DynamicTree, StaticTree
 
 SHRINK = 8.0  # a rank's chance at a depth counts this many trials of the same rank one level above
 CANDIDATES = 64  # solutions of the dynamic program that are scored again with every level's own width
@@ -67,20 +67,16 @@ class RankStatistics(Observer):
         self.tree = tree
         self.steps = 0
         self.children = Counter(tree.parent[1:])
-        self.trials = [[0] * tree.max_children for _ in range(tree.D)]
-        self.hits = [[0] * tree.max_children for _ in range(tree.D)]
+        self.trials, self.hits = ([[0] * tree.max_children for _ in range(tree.D)] for _ in range(2))
 
     def step(self, output: StepOutput) -> None:
-        count = int(output.count[0])
-        if not count:
-            return
-        self.steps += 1
-        path = output.path[0, :count].tolist()
+        path = output.path[0, : output.count[0]].tolist()  # empty in a sequence that has finished
+        self.steps += bool(path)
         for depth, node in enumerate(path):
             for rank in range(self.children[node]):
                 self.trials[depth][rank] += 1
-            if depth + 1 < count:
-                self.hits[depth][self.tree.rank[path[depth + 1]]] += 1
+        for depth, node in enumerate(path[1:]):
+            self.hits[depth][self.tree.rank[node]] += 1
 
 
 class DynamicStatistics(Observer):
@@ -92,30 +88,29 @@ class DynamicStatistics(Observer):
     """
 
     def __init__(self, tree: DynamicTree, sizes: Sequence[int], depths: Sequence[int]):
+        self.tree = tree
         self.shapes = [(N, d) for d in depths for N in sizes if d <= tree.depth and N <= tree.N]
-        self.topk = tree.topk
         self.steps = 0
         self.tokens = dict.fromkeys(self.shapes, 0)
 
     def step(self, output: StepOutput) -> None:
-        count = int(output.count[0])
-        if not count:
+        if not output.count[0]:
             return
         self.steps += 1
-        draft = output.draft
-        path = output.path[0, 1:count].tolist()
-        depth, scores, valid = (t[0].tolist() for t in (draft.depth, draft.scores, draft.valid))
+        path = output.path[0, 1 : output.count[0]].tolist()
+        depth, scores, valid = (t[0].tolist() for t in (output.draft.depth, output.draft.scores, output.draft.valid))
         order = sorted((i for i in range(1, len(depth)) if valid[i]), key=lambda i: (-scores[i], i))
-        place: dict[int, dict[int, int]] = {}
-        for N, d in self.shapes:
-            if d not in place:
-                place[d] = {node: i for i, node in enumerate(n for n in order if depth[n] <= d + 1)}
-            self.tokens[N, d] += 1 + sum(place[d].get(node, N) < N - 1 for node in path)
+        for d in {d for _, d in self.shapes}:
+            kept = [node for node in order if depth[node] <= d + 1]
+            places = [kept.index(node) for node in path if node in kept]
+            for N in (N for N, deepest in self.shapes if deepest == d):
+                self.tokens[N, d] += 1 + sum(place < N - 1 for place in places)
 
     def table(self) -> list[dict[str, Any]]:
         """One entry per dynamic tree that topk's pool can fill: {"dynamic": [N, depth, topk], "tau": ...}."""
-        fits = [s for s in self.shapes if s[0] - 1 <= self.topk + s[1] * self.topk**2]
-        return [{"dynamic": [N, d, self.topk], "tau": self.tokens[N, d] / max(self.steps, 1)} for N, d in fits]
+        K, steps = self.tree.topk, max(self.steps, 1)
+        fits = [(N, d) for N, d in self.shapes if N - 1 <= K + d * K**2]
+        return [{"dynamic": [N, d, K], "tau": self.tokens[N, d] / steps} for N, d in fits]
 
 
 @dataclass
@@ -132,10 +127,10 @@ class Acceptance:
 
         Where trials are few, the chance leans on that of the same rank one level above.
         """
-        rows: list[Tensor] = []
-        for tried, hit in zip(self.trials, self.hits, strict=True):
-            t, h = torch.tensor(tried, dtype=torch.float64), torch.tensor(hit, dtype=torch.float64)
-            rows.append((h + SHRINK * rows[-1]) / (t + SHRINK) if rows else h / t.clamp(min=1))
+        trials, hits = (torch.tensor(table, dtype=torch.float64) for table in (self.trials, self.hits))
+        rows = [hits[0] / trials[0].clamp(min=1)]
+        for tried, hit in zip(trials[1:], hits[1:], strict=True):
+            rows.append((hit + SHRINK * rows[-1]) / (tried + SHRINK))
         return torch.stack(rows)
 
     def tau(self, tree: Tree) -> float:
@@ -149,63 +144,51 @@ class Acceptance:
 def pooled(parts: Sequence[Acceptance]) -> Acceptance:
     """All temperatures as one: the sum of their counts, and the mean tau of each dynamic tree."""
 
-    def add(tables: Sequence[list[list[int]]]) -> list[list[int]]:
-        return [[sum(cell) for cell in zip(*row, strict=True)] for row in zip(*tables, strict=True)]
+    def add(tables: Iterable[list[list[int]]]) -> list[list[int]]:
+        return torch.tensor(list(tables)).sum(0).tolist()
 
-    taus = [
-        {"dynamic": e["dynamic"], "tau": statistics.mean(p.tau(DynamicTree(*e["dynamic"])) for p in parts)}
-        for e in parts[0].dynamic
-    ]
-    return Acceptance(-1.0, add([p.trials for p in parts]), add([p.hits for p in parts]), taus)
+    shapes = [e["dynamic"] for e in parts[0].dynamic]
+    taus = [{"dynamic": s, "tau": statistics.mean(p.tau(DynamicTree(*s)) for p in parts)} for s in shapes]
+    return Acceptance(-1.0, add(p.trials for p in parts), add(p.hits for p in parts), taus)
 
 
 def read_statistics(path: str | Path) -> list[Acceptance]:
     """The "statistics" of a file that scripts.tune_tree wrote. Raises BadFileError for anything else."""
     try:
-        items = json.loads(Path(path).read_text(encoding="utf-8"))["statistics"]
-        found = []
-        for item in items:
-            trials, hits = item["trials"], item["hits"]
-            shape = {(len(trials), len(row)) for row in [*trials, *hits]}
-            pairs = [(t, h) for a, b in zip(trials, hits, strict=True) for t, h in zip(a, b, strict=True)]
-            if len(shape) != 1 or not all(type(t) is type(h) is int and 0 <= h <= t for t, h in pairs):
-                raise ValueError("trials and hits must be tables of counts of one shape, hits <= trials")
-            for entry in item["dynamic"]:
-                DynamicTree(*entry["dynamic"])
-                if not 1 <= float(entry["tau"]) <= MAX_DEPTH + 1:
-                    raise ValueError(f"tau {entry['tau']!r:.20} of a dynamic tree is impossible")
-            found.append(Acceptance(float(item["temperature"]), trials, hits, item["dynamic"]))
-        if not found or len({(len(a.trials), len(a.trials[0])) for a in found}) != 1:
-            raise ValueError("it must hold at least one temperature, all with tables of one shape")
+        found = [Acceptance(**item) for item in read_json(Path(path))["statistics"]]
+        if len({(len(table), len(row)) for a in found for table in (a.trials, a.hits) for row in table}) != 1:
+            raise ValueError("it must hold at least one temperature, and all tables must have one shape")
+        tables = [(rows, hits) for a in found for rows, hits in zip(a.trials, a.hits, strict=True)]
+        counts = [pair for rows, hits in tables for pair in zip(rows, hits, strict=True)]
+        if not all(type(t) is type(h) is int and 0 <= h <= t for t, h in counts):
+            raise ValueError("trials and hits must be counts, hits <= trials")
+        for entry in (entry for a in found for entry in a.dynamic):
+            if not 1 <= entry["tau"] <= DynamicTree(*entry["dynamic"]).D + 1:
+                raise ValueError(f"tau {entry['tau']!r:.20} of a dynamic tree is impossible")
         return found
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"no statistics of this program ({type(error).__name__}: {error})"
         raise BadFileError(f"--stats {path}: {why}; run without --stats to measure them.") from None
 
 
 def collect(
-    base: Engine,
-    head: EagleHead,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    max_nodes: int,
-    max_depth: int,
-    topks: Sequence[int] = TOPKS,
-) -> Acceptance:
+    base: Engine, head: EagleHead, prompts: Sequence[list[int]], params: SamplingParams, max_nodes: int,
+    max_depth: int, topks: Sequence[int] = TOPKS,
+) -> Acceptance:  # fmt: skip
     """Acceptance at the temperature of `params`: one run over the prompts with the wide static tree, one per topk."""
     static = RankStatistics(wide_tree(max_depth, 8, min(8 * max(max_nodes, max_depth + 1), MAX_NODES)))
-    dynamic = []
     sizes = [N for N in WIDTHS if 4 <= N <= max_nodes]
+    dynamic = []
     for K in topks:
         pool = DynamicTree(2, max_depth - 1, K).pool
         tree = DynamicTree(min(pool + 1, 2 * max_nodes, MAX_NODES), max_depth - 1, K)
-        dynamic.append((tree, DynamicStatistics(tree, sizes, range(1, max_depth))))
-    for tree, observer in [(static.tree, static), *dynamic]:
-        engine = tree_engine(base, head, tree)
+        dynamic.append(DynamicStatistics(tree, sizes, range(1, max_depth)))
+    for observer in (static, *dynamic):
+        engine = tree_engine(base, head, observer.tree)
         engine.add_observer(observer)
         for prompt in prompts:
             engine.generate(prompt, params).run()
-    entries = [entry for _, observer in dynamic for entry in observer.table()]
+    entries = [entry for observer in dynamic for entry in observer.table()]
     return Acceptance(params.temperature, static.trials, static.hits, entries)
 
 
@@ -325,8 +308,8 @@ def best_dynamic(
     """
     shapes = [DynamicTree(*e["dynamic"]) for e in parts[0].dynamic]
     usable = [t for t in shapes if t.N <= max_nodes and all(t.topk in c.dynamic for c in costs)]
-    rated = [(mean_rate(t, parts, costs), -t.N, -t.depth, t.topk, t) for t in usable]
-    return (max(rated)[-1], max(rated)[0]) if rated else None
+    best = max(usable, key=lambda t: (mean_rate(t, parts, costs), -t.N, -t.depth, t.topk), default=None)
+    return best and (best, mean_rate(best, parts, costs))
 
 
 def mean_rate(tree: Tree, parts: Sequence[Acceptance], costs: Sequence[Costs]) -> float:
@@ -341,12 +324,9 @@ def finalists(parts: Sequence[Acceptance], costs: Sequence[Costs], max_nodes: in
     """The best static tree per temperature and for all of them, and the best dynamic tree; without repetitions."""
     everything = [(f"static T={a.temperature:g}", a, c) for a, c in zip(parts, costs, strict=True)]
     if len(parts) > 1:
-
-        def mean(tables: Sequence[Mapping[int, float]]) -> dict[int, float]:
-            return {k: statistics.mean(t[k] for t in tables) for k in tables[0]}
-
-        middle = Costs(*(mean(t) for t in zip(*((c.verify, c.extend, c.level) for c in costs), strict=True)))
-        everything.append(("static all T", pooled(parts), middle))
+        tables = zip(*((c.verify, c.extend, c.level) for c in costs), strict=True)
+        means = ({k: statistics.mean(t[k] for t in table) for k in table[0]} for table in tables)
+        everything.append(("static all T", pooled(parts), Costs(*means)))
     chosen: dict[str, Tree] = {}
     for name, a, c in everything:
         tree, _ = best_static(a.probability(), c, max_nodes)

@@ -16,10 +16,10 @@ from typing import Any
 
 from bench.arms import DYNAMIC, DYNAMIC_GPU, SAME_TOKENS, EngineArm
 from bench.environment import environment, fingerprint
-from bench.measure import first_fork
+from bench.records import Progress
 from bench.suites import held_out_prompts, prompts_of, read_suite
 from bench.summary import bootstrap
-from bench.tables import table
+from bench.tables import number, table
 from bench.tree_costs import Costs, measure_costs, tree_engine
 from bench.tree_search import Acceptance, Tree, best_static, collect, finalists, mean_rate, read_statistics
 from engine import Engine
@@ -37,43 +37,48 @@ Requests = Sequence[SamplingParams]
 Engines = Mapping[str, Engine]
 
 
-def tune(args: argparse.Namespace, say: Say, progress: Say) -> dict[str, Any]:
+def tune(args: argparse.Namespace, say: Say, progress: Progress) -> dict[str, Any]:
     """Everything that scripts.tune_tree does except writing the file; returns the file's content. Raises UserError."""
     base = load(**options_from(args, *TUNED_FOR))
+    device, head = base.model.device, base.head
     held = find_prompts(args, base, base.ctx - args.new_tokens)
-    requests = [
-        SamplingParams(temperature=t, seed=args.seed, max_new_tokens=args.new_tokens)
-        for t in dict.fromkeys(args.temperature)
-    ]
+    temperatures = list(dict.fromkeys(args.temperature))
+    requests = [SamplingParams(temperature=t, seed=args.seed, max_new_tokens=args.new_tokens) for t in temperatures]
     tuning, checking = held[0::2], held[1::2]
     costs, parts = _measure(args, base, tuning, requests, say)
     say("solving")
-    default = parse_tree(DYNAMIC_GPU if base.model.device.type == "cuda" else DYNAMIC)
+    default = parse_tree(DYNAMIC_GPU if device.type == "cuda" else DYNAMIC)
     known = {"paper25": PAPER25, describe(default): default}
     chosen = {n: t for n, t in finalists(parts, costs, args.max_nodes).items() if t not in known.values()}
     if not chosen:  # a known tree is the solution and runs as its own candidate
         chosen = {"static": best_static(parts[0].probability(), costs[0], args.max_nodes)[0]}
     trees = chosen | known
-    engines = {name: tree_engine(base, base.head, tree) for name, tree in trees.items()}
-    tuned, heat = _heat({name: engines[name] for name in chosen}, tuning, requests, progress)
-    last = {name: engines[name] for name in (tuned, *known)} | {"plain": tree_engine(base, base.head, None)}
-    outcome = _final(last, checking, requests, args.reps, progress)
-    winner = trees[outcome["winner"]]
-    return tree_json(winner) | {
-        "tree": describe(winner),
-        "heat": heat,
-        **outcome,
-        **_provenance(args, base),
-        "temperatures": [p.temperature for p in requests],
-        "prompts": {"statistics": len(tuning), "verification": len(checking), "new_tokens": args.new_tokens},
-        "candidates": {
-            name: tree_json(tree)
-            | {"tree": describe(tree), "predicted_tokens_per_second": mean_rate(tree, parts, costs)}
-            for name, tree in trees.items()
-        },
-        "costs": [asdict(c) for c in costs],
-        "statistics": [asdict(a) for a in parts],
+    engines = {name: tree_engine(base, head, tree) for name, tree in trees.items()}
+    tuned, heat = next(iter(chosen)), None
+    if len(chosen) > 1:
+        heat = compare(race({name: engines[name] for name in chosen}, tuning, requests, 1, progress), list(chosen))
+        tuned = max(chosen, key=lambda name: heat["rows"][name]["tokens_per_second"])
+    last = {name: engines[name] for name in (tuned, *known)} | {"plain": tree_engine(base, head, None)}
+    runs = race(last, checking, requests, args.reps, progress)
+    final = compare(runs, list(last))
+    winner, verdict = decide(final, tuned, list(known))
+    of_candidates = {
+        name: about(tree) | {"predicted_tokens_per_second": mean_rate(tree, parts, costs)}
+        for name, tree in trees.items()
     }
+    return about(trees[winner]) | {
+        "command": " ".join(["python -m scripts.tune_tree", *args.argv]), "device_type": device.type,
+        "environment": environment(device), "model": Path(args.checkpoint).resolve().name,
+        "weights_sha256": fingerprint(base.model), "head": Path(args.eagle).name,
+        "quantization": base.model.quant or "none", "dtype": base.options.dtype, "compile": args.compile,
+        "winner": winner, "verdict": verdict, "heat": heat, "final": final,
+        "final_by_temperature": {
+            f"{t:g}": compare([r for r in runs if r["temperature"] == t], list(last)) for t in temperatures
+        },
+        "temperatures": temperatures, "candidates": of_candidates,
+        "prompts": {"statistics": len(tuning), "verification": len(checking), "new_tokens": args.new_tokens},
+        "costs": [asdict(c) for c in costs], "statistics": [asdict(a) for a in parts],
+    }  # fmt: skip
 
 
 def find_prompts(args: argparse.Namespace, base: Engine, limit: int) -> list[list[int]]:
@@ -111,55 +116,30 @@ def _measure(
     for params in requests:
         say(f"timing the parts of a step, T = {params.temperature:g}")
         costs.append(measure_costs(base, base.head, prompts[0], params, *limits, args.rounds))
-    for params in () if parts else requests:
-        say(f"acceptance on {len(prompts)} prompts, T = {params.temperature:g}")
-        parts.append(collect(base, base.head, prompts, params, *limits))
+        if not args.stats:
+            say(f"acceptance on {len(prompts)} prompts, T = {params.temperature:g}")
+            parts.append(collect(base, base.head, prompts, params, *limits))
     return costs, parts
 
 
-def _heat(engines: Engines, prompts: Prompts, requests: Requests, progress: Say) -> tuple[str, dict[str, Any] | None]:
-    """(the fastest of the engines, the comparison that shows it). Nothing runs if there is only one."""
-    if len(engines) == 1:
-        return next(iter(engines)), None
-    runs = race(engines, prompts, requests, 1, lambda text: progress(f"heat: {text}"))
-    heat = compare(runs, list(engines))
-    return max(engines, key=lambda name: heat["rows"][name]["tokens_per_second"]), heat
-
-
-def _final(engines: Engines, prompts: Prompts, requests: Requests, reps: int, progress: Say) -> dict[str, Any]:
-    """What to write and why. engines: the tuned tree's, then those of the known trees, then plain decoding's."""
-    tuned, *known, plain = engines
-    runs = race(engines, prompts, requests, reps, lambda text: progress(f"final: {text}"))
-    final = compare(runs, list(engines))
-    winner, verdict = decide(final, tuned, known)
-    if final["rows"][plain]["tokens_per_second"] > final["rows"][winner]["tokens_per_second"]:
-        verdict += "; plain decoding is faster still: this head does not pay here"
-    by_temperature = {}
-    for p in requests:
-        these = [r for r in runs if r["temperature"] == p.temperature]
-        by_temperature[f"{p.temperature:g}"] = compare(these, list(engines))
-    return {"winner": winner, "verdict": verdict, "final": final, "final_by_temperature": by_temperature}
-
-
-def race(engines: Engines, prompts: Prompts, requests: Requests, reps: int, progress: Say) -> list[dict[str, Any]]:
+def race(engines: Engines, prompts: Prompts, requests: Requests, reps: int, progress: Progress) -> list[dict[str, Any]]:
     """Every engine on every (prompt, request), `reps` times, interleaved: the order rotates from run to run.
 
     Returns one dictionary per run. A repetition that is not counted goes first, on the longest prompt.
     """
     arms = [EngineArm(name, SAME_TOKENS, {}, engine) for name, engine in engines.items()]
-    for arm in arms:
-        for params in requests:
-            arm.run(max(prompts, key=len), replace(params, max_new_tokens=min(16, params.max_new_tokens)))
+    for arm, params in itertools.product(arms, requests):
+        arm.run(max(prompts, key=len), replace(params, max_new_tokens=min(16, params.max_new_tokens)))
     runs = []
     turns = list(itertools.product(range(reps), requests, enumerate(prompts)))
     for turn, (rep, params, (index, prompt)) in enumerate(turns, 1):
-        progress(f"run {turn} of {len(turns)}")
+        progress(turn / len(turns), f"race of {', '.join(engines)}")
         for k in range(len(arms)):
             arm = arms[(k + turn) % len(arms)]
             sample = arm.run(prompt, params)
-            run = {"tree": arm.name, "prompt": index, "temperature": params.temperature, "rep": rep}
-            run |= {"token_ids": sample.token_ids, "tokens_per_step": sample.tokens_per_step}
-            runs.append(run | {"decode_seconds": sample.decode_seconds})
+            measured = {name: vars(sample)[name] for name in ("token_ids", "tokens_per_step", "decode_seconds")}
+            runs.append({"tree": arm.name, "prompt": index, "temperature": params.temperature, "rep": rep} | measured)
+    progress.done()
     return runs
 
 
@@ -175,7 +155,7 @@ def compare(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, A
     kept, differ = [], 0
     for arms in cells.values():
         ids = arms[names[0]][0]["token_ids"]
-        if any(first_fork(ids, r["token_ids"]) is not None for name in names for r in arms[name]):
+        if any(r["token_ids"] != ids for name in names for r in arms[name]):
             differ += 1
         elif len(ids) > 1:
             kept.append(arms)
@@ -198,29 +178,17 @@ def compare(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, A
 def decide(outcome: dict[str, Any], tuned: str, known: Sequence[str]) -> tuple[str, str]:
     """(the tree to write, a sentence that says why): the tuned one if it is at least as fast as every known one."""
     rows = outcome["rows"]
-    rates = {name: rows[name]["tokens_per_second"] for name in (tuned, *known)}
+    rates = {name: row["tokens_per_second"] for name, row in rows.items()}
     best = max(known, key=rates.get)
     pairs = zip(rows[tuned]["per_prompt"], rows[best]["per_prompt"], strict=True)
     low, high = bootstrap([a / b for a, b in pairs])
     ratio = f"{rates[tuned] / rates[best]:.3f} x {best} (95 % interval of the paired median {low:.3f} to {high:.3f})"
-    if rates[tuned] >= rates[best]:
-        return tuned, f"the tuned tree won: {ratio}"
-    return best, f"the tuned tree lost: {ratio}; written is {best}"
-
-
-def _provenance(args: argparse.Namespace, base: Engine) -> dict[str, Any]:
-    device = base.model.device
-    return {
-        "command": " ".join(["python -m scripts.tune_tree", *args.argv]),
-        "device_type": device.type,
-        "environment": environment(device),
-        "model": Path(args.checkpoint).resolve().name,
-        "weights_sha256": fingerprint(base.model),
-        "head": Path(args.eagle).name,
-        "quantization": base.model.quant or "none",
-        "dtype": base.options.dtype,
-        "compile": args.compile,
-    }
+    winner, verdict = tuned, f"the tuned tree won: {ratio}"
+    if rates[tuned] < rates[best]:
+        winner, verdict = best, f"the tuned tree lost: {ratio}; written is {best}"
+    if rates["plain"] > rates[winner]:
+        verdict += "; plain decoding is faster still: this head does not pay here"
+    return winner, verdict
 
 
 def tree_json(tree: Tree) -> dict[str, Any]:
@@ -240,27 +208,24 @@ def describe(tree: Tree) -> str:
     return f"static N {tree.N} D {tree.D}" + (f" levels {rows}" if rows else "")
 
 
+def about(tree: Tree) -> dict[str, Any]:
+    """A tree in a file: what `parse_tree` reads, and what people read."""
+    return tree_json(tree) | {"tree": describe(tree)}
+
+
 def report(content: dict[str, Any]) -> str:
     """The markdown page on stdout."""
-    final, by_temperature = content["final"], content["final_by_temperature"].values()
+    final, by_temperature = content["final"], content["final_by_temperature"]
     plain = final["rows"]["plain"]["tokens_per_second"]
     body = []
     for name, row in final["rows"].items():
         facts = content["candidates"].get(name, {"tree": "plain decoding"})
         guess, rate = facts.get("predicted_tokens_per_second"), row["tokens_per_second"]
-        cells = [name, facts["tree"], f"{row['tau']:.2f}", f"{guess:.1f}" if guess else "-"]
-        cells += [f"{rate:.1f}", f"{rate / plain:.2f}x"]
-        body.append(cells + [f"{o['rows'][name]['tokens_per_second']:.1f}" for o in by_temperature])
-    temperatures = (f"T = {t:g}" for t in content["temperatures"])
-    head = ["tree", "is", "tau", "predicted", "tok/s", "of plain", *temperatures]
-    lines = [
-        f"{content['model']}  {content['head']}  {content['dtype']}  quantization {content['quantization']}   "
-        f"{content['environment']['device']}{'   compiled' if content['compile'] else ''}",
-        "",
-        table(head, body),
-        "",
-        content["verdict"],
-    ]
-    if final["different_tokens"]:
-        lines.append(f"left out: {final['different_tokens']} runs where tokens forked (fp32 near-ties)")
+        cells = [name, facts["tree"], number(row["tau"]), number(guess, 1), number(rate, 1), f"{rate / plain:.2f}x"]
+        body.append(cells + [number(o["rows"][name]["tokens_per_second"], 1) for o in by_temperature.values()])
+    head = ["tree", "is", "tau", "predicted", "tok/s", "of plain", *(f"T = {T}" for T in by_temperature)]
+    what = f"{content['model']}  {content['head']}  {content['dtype']}  quantization {content['quantization']}   "
+    what += content["environment"]["device"] + "   compiled" * content["compile"]
+    forked = f"left out: {final['different_tokens']} runs where tokens forked (fp32 near-ties)"
+    lines = [what, "", table(head, body), "", content["verdict"], *([forked] if final["different_tokens"] else [])]
     return "\n".join(lines)

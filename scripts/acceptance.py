@@ -7,7 +7,7 @@
 
 Every arm decodes the same prompts. `same` counts prompts whose tokens equal plain decoding's (multi-round does not
 promise that). tau counts tokens per target forward, the target's own included. k-alpha is the chance that the draft at
-depth k+1 of a chain is accepted once all shallower ones were (eagle.md 6.2), over all steps of all prompts but the last
+depth k+1 of a chain is accepted once all shallower ones were, over all steps of all prompts but the last
 step of each: the length limit or a stop may have cut that one, which is no rejection.
 """
 

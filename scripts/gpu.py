@@ -79,24 +79,18 @@ def run(command: list[str], log: Path, seconds: float, env: dict[str, str]) -> i
 
 def run_part(part: Part, log: Path, seconds: float) -> dict[str, Any]:
     """Run one part, again where it asks for that. Its last lines go to the terminal."""
-    began, attempts, code = time.time(), 0, None
-    while code is None or (code == part.retry and attempts < 4):
-        left = seconds - (time.time() - began)
-        if attempts and left < 20:
-            break
+    began, left, attempts, code = time.time(), seconds, 0, None
+    while not attempts or (code == part.retry and attempts < 4 and left >= 20):
         values = {"{seconds}": f"{max(5, left - 15):.0f}", "{now}": f"{time.time():.3f}"}
         command = [values.get(word, word) for word in part.command] + ["--skip-failed"] * bool(attempts)
         print(f"== {part.name}: {' '.join(command)}  (at most {left:.0f} s)", flush=True)
         at = log.stat().st_size if log.exists() else 0
         code, attempts = run(command, log, left, part.env), attempts + 1
-        with log.open("rb") as read:
-            read.seek(at)
-            tail = read.read().decode(errors="replace").splitlines()[-12:]
+        tail = log.read_bytes()[at:].decode(errors="replace").splitlines()[-12:]
         print("\n".join(line[:200] for line in tail), flush=True)
-    took = round(time.time() - began, 1)
-    return {
-        "part": part.name, "exit": code, "seconds": took, "limit": round(seconds, 1), "attempts": attempts,
-    }  # fmt: skip
+        left = seconds - (time.time() - began)
+    took = round(seconds - left, 1)
+    return {"part": part.name, "exit": code, "seconds": took, "limit": round(seconds, 1), "attempts": attempts}
 
 
 def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Part]:
@@ -105,31 +99,29 @@ def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Pa
     steps, kernels, demo = (str(out / f"{name}-{kind}.jsonl") for kind in ("steps", "kernels", "demo"))
     shared, fresh = ({key: os.path.join(cache, which, key) for key in CACHES} for which in ("shared", "start"))
     shared = {} if full else shared  # `make gpu` starts with cold caches, a resumed run with the machine's
-    step_time = _module("scripts.step_time", "--json", steps)
-    step_time += ["--device", "cpu", "--tiny"] if args.tiny else []
-    measured = ["--seconds", "{seconds}", "--cell-seconds", "600" if full else "70", *["--full"] * full]
+    step_time = _module("scripts.step_time", "--json", steps, *["--device", "cpu", "--tiny"] * args.tiny)
+    start = [*step_time, "--since", "{now}", "--start"]
+    cells = ["--seconds", "{seconds}", "--cell-seconds", "600" if full else "70", *["--full"] * full]
     shapes = [] if full else ["--models", "llama-3-8b", "--m", "1", "16", "32", "64", "104", "256"]
     if args.tiny:
         shapes = ["--device", "cpu", "--quick", "--models", "llama-3-8b", "--m", "1", "16"]
     micro = _module("scripts.bench_kernels", "--json", kernels, "--resume", *shapes)
     micro += [*_committed("kernels", kernels, full), "--kernels"]
-    ours, peers = ["int4", "int8", "int4-dequant", "half", "cublas", "tinygemm"], ["torchao", "gemlite"]
     compare = _module("scripts.bench", "--json", demo, "--reps", "1", "--questions", "2")
     compare += ["--max-new-tokens", "8"] if args.tiny else ["--compile", "--max-seconds", "300" if full else "15"]
-    found = [
-        Part("bandwidth", [*step_time, "--bandwidth"], 120 if full else 35),
-        Part("tests", _tests(args.tiny), 1800 if full else 115, shared),
-        Part("cold", [*step_time, "--start", "cold", "--since", "{now}"], 300 if full else 75, fresh),
-        Part("warm", [*step_time, "--start", "warm", "--since", "{now}"], 300 if full else 20, fresh),
-        Part(
-            "steps", [*step_time, *measured, *_committed("steps", steps, full)], 6 * 3600 if full else 120, shared,
-            POISONED,
-        ),
-        Part("kernels", [*micro, *ours], 3600 if full else 45, shared),
-        Part("peers", [*micro, *peers], 3600 if full else 12, shared),
-        Part("demo", compare, 900 if full else 30, shared),
-    ]  # fmt: skip
-    found += _sanitizer() if full and not args.tiny else []
+    rows = [  # name, limit of make gpu, limit of make gpu-full, variables, command
+        ("bandwidth", 35, 120, {}, [*step_time, "--bandwidth"]),
+        ("tests", 115, 1800, shared, _tests(args.tiny)),
+        ("cold", 75, 300, fresh, [*start, "cold"]),
+        ("warm", 20, 300, fresh, [*start, "warm"]),
+        ("steps", 120, 6 * 3600, shared, [*step_time, *cells, *_committed("steps", steps, full)]),
+        ("kernels", 45, 3600, shared, [*micro, "int4", "int8", "int4-dequant", "half", "cublas", "tinygemm"]),
+        ("peers", 12, 3600, shared, [*micro, "torchao", "gemlite"]),
+        ("demo", 30, 900, shared, compare),
+        *(_sanitizer() if full and not args.tiny else []),
+    ]
+    again = {"steps": POISONED}
+    found = [Part(part, words, long if full else short, env, again.get(part)) for part, short, long, env, words in rows]
     return [part for part in found if not args.only or part.name in args.only]
 
 
@@ -151,21 +143,17 @@ def _tests(tiny: bool) -> list[str]:
     return command
 
 
-def _sanitizer() -> list[Part]:
-    """The kernel tests under compute-sanitizer, if it is installed."""
-    installed = glob.glob("/usr/local/cuda*/bin/compute-sanitizer")
-    checker = shutil.which("compute-sanitizer") or next(iter(installed), None)
-    if checker is None:
-        return []
+def _sanitizer() -> list[tuple]:
+    """The rows of the kernel tests under compute-sanitizer, if it is installed."""
+    places = [os.environ.get("PATH", ""), *glob.glob("/usr/local/cuda*/bin")]
+    checker = shutil.which("compute-sanitizer", path=os.pathsep.join(places))
     few = "test_linear_in_a_cuda_graph or test_norm_and_rope or test_experts"
-    watched = _module("pytest", "-m", "gpu", "-q", "-k", few, "tests/test_kernels_gpu.py")
-    tools = ("memcheck", "racecheck")
-    return [Part(tool, [checker, "--tool", tool, "--error-exitcode", "9", *watched], 900) for tool in tools]
+    watched = ["--error-exitcode", "9", *_module("pytest", "-m", "gpu", "-q", "-k", few, "tests/test_kernels_gpu.py")]
+    return [(tool, 0, 900, {}, [checker, "--tool", tool, *watched]) for tool in ("memcheck", "racecheck") if checker]
 
 
 def finished(files: Iterable[Path], env: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Parts of earlier summaries that ran to their end on this device, torch and commit, and resume nothing by
-    themselves."""
+    """The parts of earlier summaries that ran to their end on this device, torch and commit, without those in RESUMED."""
     found = {}
     for summary in (read_json(file) for file in files if file.exists()):
         if identity(summary["environment"]) == identity(env):

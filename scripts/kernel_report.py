@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -31,49 +31,44 @@ from kernels.linear import launch_tile, linear_kernel
 from kernels.norm_rope import rms_norm_kernel, rope_kernel
 from kernels.packing import dequantize_kernel
 from kernels.tuned import linear_config
+from support.files import write_text
 
 ARCHITECTURES = (86, 89, 90, 120)
 LIMIT = 3.5  # thread instructions per int4 weight
 MATRIX = ("HMMA", "HGMMA", "IMMA", "WGMMA", "UTCHMMA")
 
 LINE = "{:48} {:7} {:>4} {:>6} {:>7} {:>7}  {}"
-# The linear layers of the report: (bits, dtypes, numbers of tokens, further arguments of `linear`).
+# The linear layers of the report: (bits, dtype, numbers of tokens, forms). A form is as `linear` takes it.
 LINEARS = (
-    (4, "fp16 bf16", (16, 32, 64), {}),
-    (4, "fp16", (16, 32, 64), dict(gated=True)),
-    (4, "bf16", (64,), dict(gated=True)),
-    (4, "fp16", (16, 64), dict(ragged=True)),
-    (4, "fp16", (16,), dict(narrow=True)),
-    (4, "fp16", (64,), dict(narrow=True, zeros=True)),
-    (4, "fp16", (16, 64), dict(half=True)),
-    (4, "fp16", (64,), dict(gated=True, half=True)),
+    (4, "fp16", (16, 32, 64), ("", "gate-up", "zeros")),
+    (4, "bf16", (16, 32, 64), ("",)),
+    (4, "bf16", (64,), ("gate-up", "zeros")),
+    (4, "fp16", (16, 64), ("ragged", "fp16-acc")),
+    (4, "fp16", (16,), ("narrow",)),
+    (4, "fp16", (64,), ("zeros narrow", "gate-up fp16-acc")),
     # Small groups have many scales, so that registers are short.
-    (4, "fp16", (16, 64), dict(group=64)),
-    (4, "fp16", (16, 64), dict(group=32)),
-    (4, "bf16", (64,), dict(group=64, gated=True)),
-    (4, "bf16", (64,), dict(group=32, gated=True)),
-    (4, "fp16", (16, 32, 64), dict(zeros=True)),
-    (4, "bf16", (64,), dict(zeros=True)),
-    (4, "bf16", (16, 64), dict(group=64, zeros=True)),
-    (4, "bf16", (16, 64), dict(group=32, zeros=True)),
-    (8, "fp16", (16, 32, 64), {}),
-    (8, "bf16", (16, 64), {}),
-    (8, "fp16", (16, 64), dict(gated=True)),
-    (8, "bf16", (64,), dict(gated=True)),
-    (16, "fp16", (16,), {}),
-    (16, "bf16", (16, 32), {}),
-    (16, "bf16", (64,), dict(gated=True)),
-    (4, "fp16", (16,), dict(expert=True)),
-    (4, "fp16 bf16", (16,), dict(expert=True, gated=True)),
-    (4, "bf16", (16,), dict(expert=True, gated=True, group=32)),
-    (4, "fp16 bf16", (16,), dict(expert=True, zeros=True)),
-    (4, "fp16 bf16", (16,), dict(expert=True, zeros=True, group=32)),
-    (8, "fp16", (16,), dict(expert=True)),
-    (8, "fp16", (16,), dict(expert=True, gated=True)),
-    (16, "fp16", (16,), dict(expert=True)),
-    (16, "fp16", (16,), dict(expert=True, gated=True)),
-    (4, "fp16 bf16", (32,), dict(topk=10)),
-    (8, "fp16 bf16", (32,), dict(topk=10)),
+    (4, "fp16", (16, 64), ("g64", "g32")),
+    (4, "bf16", (16, 64), ("g64 zeros", "g32 zeros")),
+    (4, "bf16", (64,), ("g64 gate-up", "g32 gate-up")),
+    (8, "fp16", (16, 32, 64), ("",)),
+    (8, "fp16", (16, 64), ("gate-up",)),
+    (8, "bf16", (16, 64), ("",)),
+    (8, "bf16", (64,), ("gate-up",)),
+    (16, "fp16", (16,), ("",)),
+    (16, "bf16", (16, 32), ("",)),
+    (16, "bf16", (64,), ("gate-up",)),
+    (4, "fp16", (16,), ("experts", "experts gate-up", "experts zeros", "experts g32 zeros")),
+    (4, "bf16", (16,), ("experts gate-up", "experts g32 gate-up", "experts zeros", "experts g32 zeros")),
+    (8, "fp16", (16,), ("experts", "experts gate-up")),
+    (16, "fp16", (16,), ("experts", "experts gate-up")),
+    *((bits, dtype, (32,), ("top-10",)) for bits in (4, 8) for dtype in ("fp16", "bf16")),
+)
+QUICK = (  # the main int4 loop, and those that have been too large
+    (4, "fp16", (16,), ("",)),
+    (4, "fp16", (32,), ("gate-up",)),
+    (4, "fp16", (64,), ("zeros",)),
+    (4, "bf16", (32,), ("g32 zeros",)),
+    (4, "bf16", (16,), ("experts g32 gate-up",)),
 )
 
 
@@ -90,36 +85,33 @@ class Variant(NamedTuple):
     quantized: bool = False
 
 
-def linear(
-    bits: int, dtype: str, tokens: int = 16, group: int = 128, zeros: bool = False, gated: bool = False,
-    half: bool = False, ragged: bool = False, narrow: bool = False, expert: bool = False, topk: int = 0,
-) -> Variant:  # fmt: skip
-    """The kernel as `packed_linear` (expert: `packed_experts`) launches it for a 4096 x 4096 layer.
+def linear(bits: int, dtype: str, tokens: int, form: str) -> Variant:
+    """The kernel as `packed_linear` launches it for a 4096 x 4096 layer.
 
-    half: sums in fp16; ragged: sizes that do not divide the tiles; narrow: a layer of 2048 rows, whose
-    default tile is 64 rows.
+    `form` holds words. experts: as `packed_experts` launches it; g64, g32: groups of so many weights instead of 128;
+    zeros: with zero points; gate-up: two matrices at once; fp16-acc: sums in fp16; ragged: sizes that do not divide the
+    tiles; narrow: a layer of 2048 rows, whose default tile is 64 rows; top-10: an LM head that keeps 10 values.
     """
-    config = linear_config(2048 if narrow else 4096, 4096, bits)
+    words = form.split()
+    expert, zeros, gated, ragged, top = (w in words for w in ("experts", "zeros", "gate-up", "ragged", "top-10"))
+    group = next((int(word[1:]) for word in words if word in ("g64", "g32")), 128)
+    config = linear_config(2048 if "narrow" in words else 4096, 4096, bits)
     block, tile, options = launch_tile(config, tokens, gated, group, zeros)
     act = f"*{dtype}"
-    pointers = dict(x=act, w=act if bits == 16 else "*i32", s="*fp32" if bits == 8 else "*fp16", z="*u8")
-    pointers["out"] = "*fp32" if topk else act
-    constants = dict(
-        BITS=bits, GROUP=group, ZEROS=zeros, GATED=gated, EVEN_K=not ragged, EVEN_N=not ragged, BN=block,
-        BT=tile, ACC=tl.float16 if half else tl.float32, NATIVE=True,
-    )  # fmt: skip
+    pointers = {"x": act, "w": act if bits == 16 else "*i32", "s": "*fp32" if bits == 8 else "*fp16", "z": "*u8"}
+    pointers["out"] = "*fp32" if top else act
+    constants = dict(BITS=bits, GROUP=group, ZEROS=zeros, GATED=gated, EVEN_K=not ragged, EVEN_N=not ragged)
+    constants |= dict(BN=block, BT=tile, ACC=tl.float16 if "fp16-acc" in words else tl.float32, NATIVE=True)
     if expert:
         pointers |= dict(pairs="*i32", offsets="*i32")
     else:
         pointers |= dict(bias=act, residual=act, ids="*i32", part="*fp32", count="*i32")
-        constants |= dict(BIAS=False, RESIDUAL=not gated and not topk, SPLIT=4, TOPK=topk)
+        constants |= dict(BIAS=False, RESIDUAL=not gated and not top, SPLIT=4, TOPK=10 if top else 0)
     name = f"{'experts' if expert else 'linear'} w{bits} {dtype} M<={tokens}" + f" g{group}" * (bits == 4)
-    name += " zeros" * zeros + " gate-up" * gated + " fp16-acc" * half + " ragged" * ragged + " narrow" * narrow
-    name += f" top-{topk}" if topk else ""
-    kernel = expert_kernel if expert else linear_kernel
+    name = " ".join([name, *(word for word in words if word not in ("experts", f"g{group}"))])
     weights = block * 128 / (options["num_warps"] * 32) * (1 + gated)
-    main_loop = bits == 4 and dtype == "fp16" and group == 128 and tokens <= 32
-    gate = main_loop and not (zeros or half or expert or narrow)
+    gate = bits == 4 and dtype == "fp16" and tokens <= 32 and form in ("", "gate-up", "ragged", "top-10")
+    kernel = expert_kernel if expert else linear_kernel
     return Variant(name, kernel, pointers, constants, options, weights, gate, bits < 16)
 
 
@@ -171,26 +163,16 @@ def norm_and_rope() -> list[Variant]:
 
 
 def variants(quick: bool = False) -> list[Variant]:
-    """All kernel variants of the report. quick: the main int4 loop and one of each kind that has been too
-    large."""
+    """All kernel variants of the report. quick: the main int4 loop and one of each kind that has been too large."""
+    rows = QUICK if quick else LINEARS
+    found = [linear(bits, dtype, m, form) for bits, dtype, tokens, forms in rows for form in forms for m in tokens]
     if quick:
-        return [
-            linear(4, "fp16"),
-            linear(4, "fp16", 32, gated=True),
-            linear(4, "fp16", 64, zeros=True),
-            linear(4, "bf16", 32, group=32, zeros=True),
-            linear(4, "bf16", group=32, gated=True, expert=True),
-            attention("fp16", dim=256)[0],
-        ]
-    found = []
-    for bits, dtypes, tokens, more in LINEARS:
-        found += [linear(bits, dtype, m, **more) for dtype in dtypes.split() for m in tokens]
+        return [*found, attention("fp16", dim=256)[0]]
     found += [dequantization(4, "fp16"), dequantization(4, "bf16", 32, True), dequantization(8, "fp16")]
-    for int8 in (False, True):
-        for dim in (64, 128, 256):
-            found += attention("bf16", int8=int8, dim=dim)
-            found += attention("fp16", window=4096, int8=int8, dim=dim)
-        for dim in (128, 256):
+    for int8, dim in itertools.product((False, True), (64, 128, 256)):
+        found += attention("bf16", int8=int8, dim=dim)
+        found += attention("fp16", window=4096, int8=int8, dim=dim)
+        if dim > 64:
             found += attention("fp16", region=True, int8=int8, dim=dim)
             found += attention("bf16", region=True, window=4096, int8=int8, dim=dim)
     found += attention("fp16")
@@ -200,8 +182,7 @@ def variants(quick: bool = False) -> list[Variant]:
 
 def compile_variant(variant: Variant, arch: int) -> CompiledKernel:
     """The variant compiled for the GPU architecture sm_`arch`, as a launch on a GPU would compile it."""
-    signature = {}
-    attributes = {}
+    signature, attributes = {}, {}
     for i, name in enumerate(variant.kernel.arg_names):
         if name in variant.constants:
             signature[name] = "constexpr"
@@ -220,23 +201,22 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        sass = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True)
-        usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True)
-    return sass.stdout, usage.stdout
+        commands = ([tools / "nvdisasm", "-c"], [tools / "cuobjdump", "-res-usage"])
+        sass, usage = (
+            subprocess.check_output([*command, file.name], text=True, stderr=subprocess.DEVNULL) for command in commands
+        )
+    return sass, usage
 
 
 def _main_loop(sass: str) -> list[str]:
     """The lines of the loop with most matrix instructions, or all lines if there is no loop."""
     lines = sass.splitlines()
+    labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"\s*(\.L_x_\d+):", line))}
     best = (0, (0, len(lines)))
-    labels = {}
-    for i, line in enumerate(lines):
-        if match := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[match.group(1)] = i
     for i, line in enumerate(lines):
         match = re.search(r"BRA[^`]*`\((\.L_x_\d+)\)", line)
-        if match and labels.get(match.group(1), i) < i:
-            first = labels[match.group(1)]
+        first = labels.get(match[1], i) if match else i
+        if first < i:
             best = max(best, (sum(op in x for x in lines[first:i] for op in MATRIX), (first, i + 1)))
     return lines[slice(*best[1])]
 
@@ -254,31 +234,26 @@ def _opcodes(lines: list[str]) -> collections.Counter:
 
 
 def inspect(variant: Variant, arch: int) -> dict:
-    """Compile one variant for one architecture. Returns its numbers and, as `failures`, the gates it
-    fails."""
+    """Compile one variant for one architecture. Returns its numbers and, as `failures`, the gates it fails."""
     compiled = compile_variant(variant, arch)
     sass, usage = disassemble(compiled.asm["cubin"])
-    loop = _opcodes(_main_loop(sass))
-    everything = _opcodes(sass.splitlines())
-    spill_ops = sum(n for op, n in everything.items() if op.startswith(("LDL", "STL")))
-    stack = re.search(r"STACK:(\d+)", usage)
-    registers = re.search(r"REG:(\d+)", usage)
-    per_weight = sum(loop.values()) / variant.weights if variant.weights else None
+    loop, everything = _opcodes(_main_loop(sass)), _opcodes(sass.splitlines())
+    spills = sum(n for op, n in everything.items() if op.startswith(("LDL", "STL")))
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+    per_weight = round(loop.total() / variant.weights, 2) if variant.weights else None
     stores = sum(n for op, n in loop.items() if op.startswith("STS"))
     failures = []
-    if spill_ops or (stack and int(stack.group(1))):
-        failures.append(f"spills ({spill_ops} local memory instructions)")
-    if variant.gate and per_weight > LIMIT:
+    if spills or stack:
+        failures.append(f"spills ({spills} local memory instructions)")
+    if variant.gate and loop.total() > LIMIT * variant.weights:
         failures.append(f"{per_weight:.2f} instructions per weight, limit {LIMIT}")
     # To store every decoded weight in 16 bits takes a store for at most eight of them.
     if variant.quantized and stores >= variant.weights / 8:
         failures.append(f"decoded weights go through shared memory ({stores} STS in the loop)")
     return dict(
-        kernel=variant.name, arch=f"sm_{arch}", registers=int(registers.group(1)) if registers else None,
-        spills=spill_ops, shared_bytes=compiled.metadata.shared,
-        instructions_per_weight=None if per_weight is None else round(per_weight, 2),
-        loop_instructions=sum(loop.values()), shared_stores=stores,
-        matrix=sorted(op for op in everything if op.startswith(MATRIX)), failures=failures,
+        kernel=variant.name, arch=f"sm_{arch}", registers=registers, spills=spills,
+        shared_bytes=compiled.metadata.shared, instructions_per_weight=per_weight, loop_instructions=loop.total(),
+        shared_stores=stores, matrix=sorted(op for op in everything if op.startswith(MATRIX)), failures=failures,
     )  # fmt: skip
 
 
@@ -292,22 +267,17 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows = []
     print(LINE.format("kernel", "arch", "regs", "spills", "smem", "instr/w", "matrix instruction"))
-    for variant in variants(args.quick):
-        for arch in args.arch:
-            row = inspect(variant, arch)
-            rows.append(row)
-            ratio = row["instructions_per_weight"]
-            cells = [row["kernel"], row["arch"], row["registers"] or "?", row["spills"], row["shared_bytes"]]
-            cells += ["" if ratio is None else f"{ratio:.2f}", " ".join(row["matrix"]) or "-"]
-            failures = "".join(f"  FAIL: {text}" for text in row["failures"])
-            print(LINE.format(*cells) + failures, flush=True)
+    for variant, arch in itertools.product(variants(args.quick), args.arch):
+        row = inspect(variant, arch)
+        rows.append(row)
+        cells = [row[name] for name in ("kernel", "arch", "registers", "spills", "shared_bytes")]
+        cells += [row["instructions_per_weight"] or "", " ".join(row["matrix"]) or "-"]
+        print(LINE.format(*cells) + "".join(f"  FAIL: {text}" for text in row["failures"]), flush=True)
     if args.json:
-        draft = args.json.with_name(args.json.name + ".tmp")
-        draft.write_text(json.dumps(dict(triton=triton.__version__, rows=rows), indent=1) + "\n")
-        os.replace(draft, args.json)
+        write_text(args.json, json.dumps(dict(triton=triton.__version__, rows=rows), indent=1) + "\n")
     failed = sum(bool(row["failures"]) for row in rows)
     print(f"{len(rows)} kernels compiled, {failed} failed a gate")
-    return 1 if failed else 0
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

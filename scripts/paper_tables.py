@@ -54,7 +54,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "checkpoint", "device", "dtype", "compile", "kernels")
     add_list("--eagle", "HEAD", "EAGLE head (repeatable; default: those in the checkpoint's folders)")
     add_list("--ablation", "HEAD", "head for Table 6 or Figure 8; its CARD.json says what it is")
-    add("--medusa", metavar="PATH", help="Medusa heads")
+    add_list("--medusa", "PATH", "Medusa heads")
     add_list("--draft-checkpoint", "DIR", "draft LLM (repeatable: a distilled and a plain one)")
     add("--int4", metavar="DIR", help="the model quantized by quantize.py (default: rounded in memory)")
     files = "mt_bench, humaneval, gsm8k, alpaca; stdlib: the built-in ones"

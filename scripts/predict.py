@@ -66,6 +66,7 @@ SETUPS = (
     Setup("llama-3-8b", 3, "dynamic:60,7,10", 6.13, "EAGLE-3 paper, LLaMA-3.1-8B, MT-bench, T = 0"),
 )
 CONTEXT = 512
+Forwards = list[tuple[torch.nn.Module, int]]  # modules and the rows that run through them
 # Kernels of the captured step with element-wise work fused: two norms, four linears, rotary and cache write, two of
 # attention, activation; then what is not per layer.
 PER_LAYER, PER_LEVEL, PER_STEP = 10, 20, 40
@@ -90,59 +91,59 @@ def instructions(report: dict[str, Any], bits: int, rows: int) -> float:
     raise ValueError(f"the kernel report has no '{name}' for sm_86; make it again: scripts.kernel_report --arch 86")
 
 
-def linear_seconds(module: torch.nn.Module, rows: int, report: dict[str, Any], gpu: Gpu) -> dict[str, float]:
-    """Bytes, weights and seconds of all quantized linears in `module` for a forward of `rows` rows.
+def linear_seconds(forwards: Forwards, report: dict[str, Any], gpu: Gpu) -> dict[str, float]:
+    """Bytes, weights and seconds of the quantized linears of all `forwards`.
 
     `seconds` adds up the longest of the three times of each linear.
     """
-    total = {"bytes": 0.0, "weights": 0.0, "memory": 0.0, "issue": 0.0, "matrix": 0.0, "seconds": 0.0}
-    rate, issued = gpu.bytes_per_second * gpu.memory_share, gpu.lanes_per_second * gpu.issue_share
-    multiplied = gpu.multiplies_per_second * gpu.matrix_share
-    for linear in (m for m in module.modules() if isinstance(m, QuantLinear)):
+    total = dict.fromkeys(("bytes", "weights", "memory", "issue", "matrix", "seconds"), 0.0)
+    for linear, rows in (
+        (m, rows) for module, rows in forwards for m in module.modules() if isinstance(m, QuantLinear)
+    ):
         weights = linear.in_features * linear.out_features
         size = linear.weight_bytes_read(rows)
-        times = {
-            "memory": size / rate,
-            "issue": weights * instructions(report, linear.bits, rows) / issued,
-            "matrix": 2 * weights * tile_of(rows) / multiplied,
+        added = {
+            "memory": size / (gpu.bytes_per_second * gpu.memory_share),
+            "issue": weights * instructions(report, linear.bits, rows) / (gpu.lanes_per_second * gpu.issue_share),
+            "matrix": 2 * weights * tile_of(rows) / (gpu.multiplies_per_second * gpu.matrix_share),
         }
-        added = times | {"bytes": size, "weights": weights, "seconds": max(times.values())}
+        added |= {"bytes": size, "weights": weights, "seconds": max(added.values())}
         total = {name: total[name] + added[name] for name in total}
     return total
 
 
-def draft_cost(setup: Setup, model: Transformer, report: dict[str, Any], gpu: Gpu) -> tuple[float, float, int]:
-    """Seconds, bytes and number of the draft forwards of a step with an int4 head of the target's geometry."""
+def draft_forwards(setup: Setup, model: Transformer) -> Forwards:
+    """The draft forwards of a step with an int4 head of the target's geometry, each a body and an LM head."""
     head = empty_head(model, setup.head, "int4").to(torch.float16)
-    body = torch.nn.ModuleDict({"fc": head.fc, "layer": head.layer})
-    lm_head = torch.nn.ModuleDict({"lm_head": head.lm_head or model.lm_head})
-    seconds = size = 0.0
-    forwards = draft_rows(setup.tree)
-    for level, rows in enumerate(forwards):  # the first forward feeds again what was accepted
-        forward = body if level == 0 or setup.head == 1 else torch.nn.ModuleDict({"layer": head.layer})
-        for module, count in ((forward, rows), (lm_head, rows if level else 1)):
-            added = linear_seconds(module, count, report, gpu)
-            seconds += added["seconds"]
-            size += added["bytes"]
-    return seconds + len(forwards) * PER_LEVEL * gpu.gap, size, len(forwards)
+    first, layer = (torch.nn.ModuleList(parts) for parts in ([head.fc, head.layer], [head.layer]))
+    lm_head = torch.nn.ModuleList([head.lm_head or model.lm_head])
+    found = []
+    for level, rows in enumerate(draft_rows(setup.tree)):  # the first forward feeds again what was accepted
+        body = first if level == 0 or setup.head == 1 else layer
+        found += [(body, rows), (lm_head, rows if level else 1)]
+    return found
 
 
 def predict(setup: Setup, report: dict[str, Any], gpu: Gpu, context: int = CONTEXT) -> dict[str, Any]:
     """One line of the table: milliseconds of the parts of a step and what binds the verification."""
     model = target(setup.shape)
     nodes = parse_tree(setup.tree).N if setup.tree else 1
-    verify = linear_seconds(model, nodes, report, gpu)
-    attention = model.kv_bytes(context, 2) / (gpu.bytes_per_second * gpu.memory_share)
-    gaps = (model.config.num_hidden_layers * PER_LAYER + PER_STEP) * gpu.gap
-    draft, draft_bytes, forwards = draft_cost(setup, model, report, gpu) if setup.head else (0.0, 0.0, 0)
-    seconds = verify["seconds"] + attention + gaps + draft
+    verify = linear_seconds([(model, nodes)], report, gpu)
+    kv = model.kv_bytes(context, 2)
+    forwards = draft_forwards(setup, model) if setup.head else []
+    draft, levels = linear_seconds(forwards, report, gpu), len(forwards) // 2
+    ms = {
+        "target_ms": verify["seconds"] * 1e3,
+        "attention_ms": kv / (gpu.bytes_per_second * gpu.memory_share) * 1e3,
+        "draft_ms": (draft["seconds"] + levels * PER_LEVEL * gpu.gap) * 1e3,
+        "gaps_ms": (model.config.num_hidden_layers * PER_LAYER + PER_STEP) * gpu.gap * 1e3,
+    }
+    step_ms = sum(ms.values())
     return {
         "setup": setup._asdict(), "nodes": nodes, "context": context, "linear_weights": verify["weights"],
-        "target_bytes": verify["bytes"], "kv_bytes": model.kv_bytes(context, 2), "draft_bytes": draft_bytes,
-        "draft_forwards": forwards, "target_ms": verify["seconds"] * 1e3, "attention_ms": attention * 1e3,
-        "draft_ms": draft * 1e3, "gaps_ms": gaps * 1e3, "step_ms": seconds * 1e3,
-        "bound": max(("memory", "issue", "matrix"), key=lambda name: verify[name]),
-        "tokens_per_second": setup.tau / seconds,
+        "target_bytes": verify["bytes"], "kv_bytes": kv, "draft_bytes": draft["bytes"], "draft_forwards": levels, **ms,
+        "step_ms": step_ms, "bound": max(("memory", "issue", "matrix"), key=verify.get),
+        "tokens_per_second": setup.tau / step_ms * 1e3,
     }  # fmt: skip
 
 
@@ -193,11 +194,8 @@ def page(report: dict[str, Any], gpu: Gpu) -> str:
         "half-precision head. EAGLE-3's fusion layer runs once per step.",
         "Power limit, clocks and temperature as delivered; a lower power limit costs tens of per cent on this card.",
     )
-    lines += [
-        "",
-        "For scale: the EAGLE paper reports 160.4 tok/s for LLaMA-2-7B int4 on this card, 106.9 without EAGLE.",
-    ]
-    lines += ["", "## Assumptions", ""] + [f"{i}. {text}" for i, text in enumerate(assumptions, 1)]
+    scale = "For scale: the EAGLE paper reports 160.4 tok/s for LLaMA-2-7B int4 on this card, 106.9 without EAGLE."
+    lines += ["", scale, "", "## Assumptions", "", *(f"{i}. {text}" for i, text in enumerate(assumptions, 1))]
     return "\n".join(lines) + "\n"
 
 
@@ -208,19 +206,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead")
     parser.add_argument("--debug", action="store_true", help="full tracebacks")
     args = parser.parse_args(argv)
-    return run_command(lambda: show(args), args.debug)
 
+    def show() -> None:
+        report, gpu = read_json(args.report), Gpu()
+        if args.json:
+            print(json.dumps([predict(setup, report, gpu) for setup in SETUPS], indent=1))
+            return
+        text = page(report, gpu)
+        if args.write:
+            write_text(args.write, text)
+        print(text)
 
-def show(args: argparse.Namespace) -> None:
-    """Print the page or the rows, and write the page where that is asked for."""
-    report, gpu = read_json(args.report), Gpu()
-    if args.json:
-        print(json.dumps([predict(setup, report, gpu) for setup in SETUPS], indent=1))
-        return
-    text = page(report, gpu)
-    if args.write:
-        write_text(args.write, text)
-    print(text)
+    return run_command(show, args.debug)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", default="runs/train_demo", help="tokenizer, training state")
     parser.add_argument("--batch-tokens", type=at_least(max(demo_model.LENGTHS)), default=4096)
     parser.add_argument("--compile", action="store_true", help="compile the loss (faster after a minute)")
-    args = parser.parse_args(argv)
-    return run(lambda: demo_model.train(args), args, BAD_FILE)
+    return run(demo_model.train, parser.parse_args(argv), BAD_FILE)
 
 
 if __name__ == "__main__":

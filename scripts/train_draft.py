@@ -13,6 +13,7 @@ held-out tau is replaced only with --force.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 
 from training.command import at_least, distillation_parser, parsed, run
@@ -31,8 +32,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    return run(lambda: train(DraftModelTraining, args), args)
+    return run(functools.partial(train, DraftModelTraining), parse(argv))
 
 
 if __name__ == "__main__":

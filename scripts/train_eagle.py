@@ -16,6 +16,7 @@ config.json, such as vLLM.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 
 from eagle_draft import FEATURE_NOISE
@@ -42,8 +43,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--clip", type=float, help="gradients: by value (version 1) or norm (version 3)")
 
     add = p.add_argument_group("loss").add_argument
-    add("--noise", type=float, default=FEATURE_NOISE,
-        help="version 1: width of the noise on features at 512 tokens")  # fmt: skip
+    add("--noise", type=float, default=FEATURE_NOISE, help="version 1: width of the noise on features at 512 tokens")
     add("--feature-weight", type=float, default=1.0, help="version 1: weight of smooth L1")
     add("--token-weight", type=float, default=0.1, help="version 1: weight of soft cross-entropy")
     add("--ttt-steps", type=at_least(1), default=7, help="version 3: steps of the training-time test")
@@ -70,8 +70,7 @@ def _taps(text: str) -> tuple[int, ...]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    return run(lambda: train(EagleTraining, args), args)
+    return run(functools.partial(train, EagleTraining), parse(argv))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ scripts.train_draft. The command writes CARD.json and medusa_lm_head.safetensors
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 
 from training.command import at_least, distillation_parser, parsed, run
@@ -27,8 +28,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    return run(lambda: train(MedusaTraining, args), args)
+    return run(functools.partial(train, MedusaTraining), parse(argv))
 
 
 if __name__ == "__main__":

@@ -25,27 +25,21 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
+from bench.records import Progress
 from bench.tree_costs import LEVEL_DEPTH
 from bench.tree_tuning import TUNED_FOR, report, tune
 from options import LoadOptions, add_options, options_from, tuned_tree_path
 from support.errors import UsageError, run_command
 from support.files import write_json
+from support.machine import default_device
 from tree import MAX_DEPTH
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle
 
-# Smallest and largest value of the numeric flags.
-LIMITS = {
-    "max_nodes": (8, 128),
-    "max_depth": (LEVEL_DEPTH, MAX_DEPTH),
-    "prompts": (2, 10000),
-    "new_tokens": (2, 1 << 20),
-    "reps": (1, 1000),
-    "rounds": (1, 1000),
-    "prompt_tokens": (1, 1 << 20),
-}
+LIMITS = {  # smallest and largest value of the numeric flags
+    "max_nodes": (8, 128), "max_depth": (LEVEL_DEPTH, MAX_DEPTH), "prompts": (2, 10000), "new_tokens": (2, 1 << 20),
+    "reps": (1, 1000), "rounds": (1, 1000), "prompt_tokens": (1, 1 << 20),
+}  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -83,8 +77,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         if not found:
             raise UsageError(f"no eagle* folder in {args.checkpoint}; give --eagle HEAD.")
         args.eagle = str(found[0])
-    cuda = args.device == "cuda" or args.device is None and torch.cuda.is_available()
-    args.max_nodes = args.max_nodes or (64 if cuda else 32)
+    args.max_nodes = args.max_nodes or (64 if (args.device or default_device()) == "cuda" else 32)
     for name, (low, high) in LIMITS.items():
         value = vars(args)[name]
         if not low <= value <= high:
@@ -98,28 +91,21 @@ def run(args: argparse.Namespace) -> None:
         if not args.quiet:
             print(text, file=sys.stderr, flush=True)
 
-    def progress(text: str) -> None:  # the next line overwrites it
-        if not args.quiet and sys.stderr.isatty():
-            print(text, end="\r\033[K", file=sys.stderr, flush=True)
-
-    content = tune(args, say, progress)
-    if args.out:
-        path = Path(args.out)
-    else:
+    content = tune(args, say, Progress(args.quiet))
+    path = Path(args.out or "")
+    if not args.out:
         options = LoadOptions(**options_from(args, *TUNED_FOR))
         checkpoint = Checkpoint.open(options.checkpoint)
         overrides = dict(item.split("=", 1) for item in options.eagle_config)
         path = tuned_tree_path(options, checkpoint, read_eagle(options.eagle, checkpoint.config, overrides))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
-    print(report(content))
-    print(f"written to {path}" + ("" if args.out else "   (--tree auto)"))
+    print(f"{report(content)}\nwritten to {path}" + ("" if args.out else "   (--tree auto)"))
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
     args = build_parser().parse_args(argv)
-    args.argv = argv
+    args.argv = sys.argv[1:] if argv is None else argv
     return run_command(lambda: run(args), args.debug)
 
 

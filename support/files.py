@@ -124,7 +124,7 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_bytes().split(b"\n")
         values = [json.loads(line) for line in lines[:-1] if line.strip()]
         if any(not isinstance(value, dict) for value in values):
             raise ValueError("a line is not a JSON object")
@@ -138,8 +138,8 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 def replace_block(path: Path, name: str, text: str) -> None:
     """Put `text` between the markers `<!-- NAME -->` and `<!-- /NAME -->`. Raises ValueError if they are missing."""
     old = path.read_text(encoding="utf-8")
-    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-    if begin not in old or end not in old:
-        raise ValueError(f"{path}: the markers {begin.strip()} and {end} are missing.")
-    before, rest = old.split(begin, 1)
-    write_text(path, f"{before}{begin}{text}\n{end}{rest.split(end, 1)[1]}")
+    before, begin, rest = old.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- /{name} -->")
+    if not begin or not end:
+        raise ValueError(f"{path}: the markers <!-- {name} --> and <!-- /{name} --> are missing.")
+    write_text(path, f"{before}{begin}{text}\n{end}{after}")

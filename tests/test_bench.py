@@ -510,7 +510,7 @@ class Words:
 
 
 def test_multi_turn_questions_carry_the_models_own_answers(tmp_path):
-    """The second turn without the first one's answer (or with another arm's) is another benchmark (eagle.md 6.4)."""
+    """The second turn without the first one's answer (or with another arm's) is another benchmark."""
     path = tmp_path / "mt_bench" / "question.jsonl"
     path.parent.mkdir()
     items = [

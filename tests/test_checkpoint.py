@@ -32,9 +32,7 @@ from weights.hf import config_to_hf, hf_views, save_hf
 
 def logits_of(model, length: int = 20) -> torch.Tensor:
     tokens = torch.arange(5, 5 + length)[None]
-    nodes = model.nodes(
-        torch.tensor([0]), torch.arange(length)[None], chain_ancestors(1, length, "cpu"), length + 1
-    )
+    nodes = model.nodes(torch.tensor([0]), torch.arange(length)[None], chain_ancestors(1, length, "cpu"), length + 1)
     return model.logits(model(tokens, nodes, model.new_cache(1, length + 1))[0])
 
 
@@ -294,9 +292,7 @@ def test_tensors_are_read_one_by_one(tiny_checkpoint, monkeypatch):
 
         return entry._replace(read=read)
 
-    monkeypatch.setattr(
-        checkpoint, "read_entries", lambda files: {n: watch(e) for n, e in read_entries(files).items()}
-    )
+    monkeypatch.setattr(checkpoint, "read_entries", lambda files: {n: watch(e) for n, e in read_entries(files).items()})
     seen = []
     model = load_model(tiny_checkpoint("llama"), progress=lambda *report: seen.append(report))
     done = [report[0] for report in seen]
@@ -376,9 +372,7 @@ def test_values_too_large_for_the_dtype(llama):
 )
 def test_shard_names_stay_inside_the_folder(llama, name):
     """An index that makes us open, and complain about the content of, files elsewhere."""
-    (llama / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"model.norm.weight": name}})
-    )
+    (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
     one_line(lambda: load_model(llama), "not a plain .safetensors file name")
 
 
@@ -411,9 +405,7 @@ def test_hostile_pickles_do_not_run(llama, name, monkeypatch, tmp_path):
         (llama / "params.json").write_text(json.dumps({"dim": 64, "n_layers": 3, "n_heads": 4}))
     for zipped in (True, False):
         torch.save({"model.norm.weight": Hostile()}, llama / name, _use_new_zipfile_serialization=zipped)
-        one_line(
-            lambda: load_model(llama), name, "refused", "Unsupported global: 'posix.mkdir'", "safetensors"
-        )
+        one_line(lambda: load_model(llama), name, "refused", "Unsupported global: 'posix.mkdir'", "safetensors")
     assert not (tmp_path / "pwned").exists()
     torch.save(torch.nn.Linear(1, 1), llama / name)
     text = one_line(lambda: load_model(llama), "'torch.nn.modules.linear.Linear'")
@@ -492,10 +484,7 @@ def test_stop_ids_without_a_tokenizer(llama):
         ({"eos_token_id": {"a": 2}}, "eos_token_id"),
         ({"bos_token_id": -4}, "bos_token_id holds -4"),
         ({"bos_token_id": True}, "bos_token_id holds True"),
-        (
-            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor = 0.5",
-        ),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": "1"}}, "partial_rotary_factor"),
     ],
 )
@@ -527,11 +516,7 @@ def test_published_oddities_of_token_ids_are_accepted(llama):
 
 def test_huge_sizes_are_refused_before_memory_is_taken(llama):
     """A config that asks for terabytes must fail on the shapes in the file, not in the allocator."""
-    for change in (
-        {"hidden_size": 2**31, "head_dim": 16},
-        {"vocab_size": 10_000_000},
-        {"intermediate_size": 2**31},
-    ):
+    for change in ({"hidden_size": 2**31, "head_dim": 16}, {"vocab_size": 10_000_000}, {"intermediate_size": 2**31}):
         original = (llama / "config.json").read_text()
         edit_json(llama / "config.json", **change)
         one_line(lambda: load_model(llama))
@@ -581,9 +566,7 @@ def test_mutated_files_give_clean_errors_or_load(llama):
             raw = json.loads(config_bytes)
             nested = raw["rope_parameters"]
             at = nested if rng.random() < 0.15 else raw
-            key = rng.choice(
-                [*at, "head_dim", "rope_scaling", "sliding_window", "model_type", "quantization_config"]
-            )
+            key = rng.choice([*at, "head_dim", "rope_scaling", "sliding_window", "model_type", "quantization_config"])
             at[key] = rng.choice(values)
             if key == "model_type":
                 at[key] = rng.choice(["qwen2", "qwen3", "mixtral", "mistral", "gpt2"])
@@ -624,9 +607,7 @@ GEOMETRY = {
 }
 
 
-def layer_tensors(
-    prefix: str, wide: int, hidden: int = H, heads: int = 4, kv_heads: int = 2, hd: int = 16
-) -> dict:
+def layer_tensors(prefix: str, wide: int, hidden: int = H, heads: int = 4, kv_heads: int = 2, hd: int = 16) -> dict:
     q, kv = heads * hd, kv_heads * hd
     shapes = {
         "self_attn.q_proj": (q, wide),
@@ -648,10 +629,7 @@ def eagle1(bias: bool = True, **geometry) -> dict:
 
 
 def eagle3(prefix: str = "midlayer.", vocab: int = VD, hidden: int = H, taps: int = 3, **geometry) -> dict:
-    head = {
-        "fc.weight": torch.randn(hidden, taps * H),
-        **layer_tensors(prefix, 2 * hidden, hidden, **geometry),
-    }
+    head = {"fc.weight": torch.randn(hidden, taps * H), **layer_tensors(prefix, 2 * hidden, hidden, **geometry)}
     for name in (f"{prefix}hidden_norm", f"{prefix}input_layernorm", "norm"):
         head[f"{name}.weight"] = torch.randn(hidden)
     head["lm_head.weight"] = torch.randn(vocab, hidden)
@@ -723,9 +701,7 @@ def test_eagle1_llama3_and_qwen2_variants(tmp_path):
     want = torch.cat([source[f"layers.0.self_attn.{name}_proj.bias"] for name in "qkv"])
     assert read.config.layer.qkv_bias and torch.equal(read.tensors["layer.attention.qkv.bias"], want)
     del source["layers.0.self_attn.k_proj.bias"]
-    one_line(
-        lambda: read_eagle(write_head(tmp_path / "c", source, GEOMETRY), TARGET), "missing", "k_proj.bias"
-    )
+    one_line(lambda: read_eagle(write_head(tmp_path / "c", source, GEOMETRY), TARGET), "missing", "k_proj.bias")
 
 
 def test_geometry_is_the_heads_own(tmp_path):
@@ -742,9 +718,7 @@ def test_geometry_is_the_heads_own(tmp_path):
     layer = read_eagle(write_head(tmp_path / "mixtral", source, config), target).config.layer
     assert (layer.num_key_value_heads, layer.num_local_experts, layer.rope.theta) == (4, 0, 10000.0)
     assert layer.rms_norm_eps == 1e-6
-    config = {
-        k: v for k, v in GEOMETRY.items() if k not in ("num_key_value_heads", "max_position_embeddings")
-    }
+    config = {k: v for k, v in GEOMETRY.items() if k not in ("num_key_value_heads", "max_position_embeddings")}
     source = eagle1(heads=4, kv_heads=1)
     folder = write_head(tmp_path / "vicuna", source, {**config, "max_sequence_length": 2000})
     layer = read_eagle(folder, replace(TARGET, num_key_value_heads=4)).config.layer
@@ -796,9 +770,7 @@ def test_specforge_layout(tmp_path):
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 4096, "rope_theta": 6e5,
     }  # fmt: skip
-    rope = read_eagle(
-        write_head(tmp_path / "h", source, config, "model.safetensors"), TARGET
-    ).config.layer.rope
+    rope = read_eagle(write_head(tmp_path / "h", source, config, "model.safetensors"), TARGET).config.layer.rope
     assert (rope.kind, rope.original_max_positions, rope.theta) == ("llama3", 4096, 6e5)
     config["norm_output"] = False
     one_line(lambda: read_eagle(write_head(tmp_path / "h", source, config), TARGET), "norm_output")
@@ -807,11 +779,7 @@ def test_specforge_layout(tmp_path):
 def speculators(**changes) -> dict:
     config = {
         "speculators_model_type": "eagle3",
-        "transformer_layer_config": {
-            **GEOMETRY,
-            "model_type": "llama",
-            "rope_parameters": {"rope_theta": 4e5},
-        },
+        "transformer_layer_config": {**GEOMETRY, "model_type": "llama", "rope_parameters": {"rope_theta": 4e5}},
         "draft_vocab_size": VD,
         "target_hidden_size": H,
         "eagle_aux_hidden_state_layer_ids": None,
@@ -854,9 +822,7 @@ def test_head_narrower_than_its_target(tmp_path):
     one_line(lambda: read_eagle(write_head(tmp_path / "h", source, config), TARGET), "embed_tokens")
     source["embed_tokens.weight"] = torch.randn(V, 32)
     read = read_eagle(write_head(tmp_path / "h", source, config), TARGET)
-    assert (
-        read.config.has_embed and read.config.layer.hidden_size == 32 and read.config.target_hidden_size == H
-    )
+    assert read.config.has_embed and read.config.layer.hidden_size == 32 and read.config.target_hidden_size == H
     assert read.config.layer.head_dim == 16
 
 
@@ -867,9 +833,7 @@ def test_other_prefixes_and_old_speculators_names(tmp_path):
     renamed = {f"draft_model.{name}": t for name, t in source.items()}
     got = read_eagle(write_head(tmp_path / "b", renamed, GEOMETRY), TARGET)
     assert all(torch.equal(got.tensors[n], want.tensors[n]) for n in want.tensors)
-    renamed = {
-        n.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): t for n, t in source.items()
-    }
+    renamed = {n.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): t for n, t in source.items()}
     got = read_eagle(write_head(tmp_path / "c", renamed, GEOMETRY), TARGET)
     assert all(torch.equal(got.tensors[n], want.tensors[n]) for n in want.tensors)
     source["model.fc.weight"] = source["fc.weight"]
@@ -884,21 +848,11 @@ def test_bare_head_file(tmp_path):
     assert (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim) == (4, 1, 16)
     assert (layer.rope.theta, layer.rms_norm_eps, layer.max_position_embeddings) == (10000.0, 1e-6, 512)
     assert len(read.notes) == 1 and "rope_theta 10000" in read.notes[0] and "head_dim 16" in read.notes[0]
-    given = {
-        "rope_theta": "500000",
-        "rms_norm_eps": "1e-5",
-        "head_dim": "32",
-        "max_position_embeddings": "99",
-    }
+    given = {"rope_theta": "500000", "rms_norm_eps": "1e-5", "head_dim": "32", "max_position_embeddings": "99"}
     folder = write_head(tmp_path / "wide", eagle1(heads=2, kv_heads=1, hd=32), None, "head.pth")
     read = read_eagle(folder / "head.pth", TARGET, given)
     layer = read.config.layer
-    assert (layer.num_attention_heads, layer.head_dim, layer.rope.theta, layer.rms_norm_eps) == (
-        2,
-        32,
-        5e5,
-        1e-5,
-    )
+    assert (layer.num_attention_heads, layer.head_dim, layer.rope.theta, layer.rms_norm_eps) == (2, 32, 5e5, 1e-5)
     assert layer.max_position_embeddings == 99 and "rope_theta" not in read.notes[0]
     shutil.copy(write_head(tmp_path / "x", {}, {**GEOMETRY, "num_hidden_layers": 8}) / "config.json", folder)
     read = read_eagle(folder / "head.pth", TARGET, given)  # the target's config lies beside it
@@ -912,11 +866,7 @@ def test_overrides_beat_the_heads_config(tmp_path):
     """--eagle-config that loses against rope_parameters or a nested config."""
     source = eagle3("layers.0.")
     folder = write_head(tmp_path / "h", source, speculators())
-    given = {
-        "rope_theta": "10000",
-        "norm_before_residual": "false",
-        "eagle_aux_hidden_state_layer_ids": "[2,3,4]",
-    }
+    given = {"rope_theta": "10000", "norm_before_residual": "false", "eagle_aux_hidden_state_layer_ids": "[2,3,4]"}
     config = read_eagle(folder, TARGET, given).config
     assert config.layer.rope.theta == 10000.0 and not config.norm_before_residual and config.taps == (2, 3, 4)
 
@@ -926,24 +876,14 @@ def test_heads_for_another_target_are_refused(tmp_path):
     big = replace(TARGET, hidden_size=80, head_dim=20)
     one = write_head(tmp_path / "one", eagle1(), GEOMETRY)
     three = write_head(tmp_path / "three", eagle3(), GEOMETRY)
-    one_line(
-        lambda: read_eagle(one, big),
-        "does not fit",
-        "[64, 128]",
-        "[80, 160]",
-        "hidden_size 64",
-        "--checkpoint",
-    )
+    one_line(lambda: read_eagle(one, big), "does not fit", "[64, 128]", "[80, 160]", "hidden_size 64", "--checkpoint")
     one_line(lambda: read_eagle(three, big), "does not fit", "[64, 192]", "[80, 240]", "3 x hidden_size 80")
     one_line(lambda: read_eagle(one, replace(TARGET, vocab_size=200)), "128", "200")
     one_line(lambda: read_eagle(three, replace(TARGET, vocab_size=200)), "128", "200")
     short = replace(TARGET, num_hidden_layers=3, windows=())
     one_line(lambda: read_eagle(three, short), "layers")
     llama2 = {**GEOMETRY, "hidden_size": 4096}
-    one_line(
-        lambda: read_eagle(write_head(tmp_path / "x", {"fc.weight": torch.ones(3)}, llama2), TARGET),
-        "fc.weight",
-    )
+    one_line(lambda: read_eagle(write_head(tmp_path / "x", {"fc.weight": torch.ones(3)}, llama2), TARGET), "fc.weight")
     odd = eagle3()
     odd["fc.weight"] = torch.randn(H, H)
     one_line(lambda: read_eagle(write_head(tmp_path / "y", odd, GEOMETRY), TARGET), "[64, 64]", "[64, 192]")
@@ -962,10 +902,7 @@ def broken_head(change) -> dict:
     ("change", "words"),
     [
         (lambda t: t.pop("d2t"), ("no d2t",)),
-        (
-            lambda t: t.update(d2t=t["d2t"] + torch.arange(VD)),
-            ("d2t", "offsets"),
-        ),  # absolute ids where offsets belong
+        (lambda t: t.update(d2t=t["d2t"] + torch.arange(VD)), ("d2t", "offsets")),  # absolute ids where offsets belong
         (lambda t: t.update(d2t=t["d2t"] + 100), ("d2t",)),
         (lambda t: t.update(d2t=t["d2t"].float()), ("d2t", "float32")),
         (lambda t: t.update(d2t=t["d2t"][:-1]), ("d2t", "[39]")),
@@ -976,18 +913,9 @@ def broken_head(change) -> dict:
         (lambda t: t.update(extra=torch.ones(2)), ("unexpected", "extra")),
         (lambda t: t.update({"lm_head.weight": torch.randn(VD, 32)}), ("lm_head.weight", "[40, 32]")),
         (lambda t: t["midlayer.mlp.up_proj.weight"].fill_(float("nan")), ("up_proj", "NaN")),
-        (
-            lambda t: t.update({"midlayer.self_attn.k_proj.weight": torch.randn(48, 2 * H)}),
-            ("k_proj", "[32, 128]"),
-        ),
-        (
-            lambda t: t.update({"layers.1.mlp.up_proj.weight": torch.randn(2, 2)}),
-            ("more than one decoder layer",),
-        ),
-        (
-            lambda t: t.update({"embed_layernorm.weight": torch.randn(H)}),
-            ("embed_layernorm", "not implemented"),
-        ),
+        (lambda t: t.update({"midlayer.self_attn.k_proj.weight": torch.randn(48, 2 * H)}), ("k_proj", "[32, 128]")),
+        (lambda t: t.update({"layers.1.mlp.up_proj.weight": torch.randn(2, 2)}), ("more than one decoder layer",)),
+        (lambda t: t.update({"embed_layernorm.weight": torch.randn(H)}), ("embed_layernorm", "not implemented")),
         (lambda t: t.update({"fc_norm.0.weight": torch.randn(H)}), ("missing", "fc_norm.1")),
         (lambda t: t.update({"midlayer.mlp.up_proj.bias": torch.randn(I)}), ("unexpected", "up_proj.bias")),
     ],
@@ -1083,19 +1011,9 @@ def test_mutated_head_configs_give_clean_errors_or_load(tmp_path):
     ]
     loaded = 0
     for i in range(300):
-        raw = json.loads(
-            json.dumps(speculators() if i % 2 else {**GEOMETRY, "eagle_config": {}, "rope_scaling": None})
-        )
+        raw = json.loads(json.dumps(speculators() if i % 2 else {**GEOMETRY, "eagle_config": {}, "rope_scaling": None}))
         at = raw["transformer_layer_config"] if i % 2 and rng.random() < 0.6 else raw
-        extra = [
-            "head_dim",
-            "eagle_config",
-            "eaglet_eagle",
-            "norm_output",
-            "fc_norm",
-            "rope_parameters",
-            AUX,
-        ]
+        extra = ["head_dim", "eagle_config", "eaglet_eagle", "norm_output", "fc_norm", "rope_parameters", AUX]
         at[rng.choice([*at, *extra])] = rng.choice(values)
         (folders[i % 2] / "config.json").write_text(json.dumps(raw))
         try:
@@ -1153,24 +1071,10 @@ def test_convert_eagle(tiny_checkpoint, tmp_path, capsys):
 
 def test_download_takes_only_what_we_read(tmp_path, monkeypatch, capsys):
     """Pickles fetched unasked, weights fetched twice, a moving branch used without naming its commit."""
-    files = [
-        "config.json",
-        "model-00001-of-00001.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.model",
-    ]
-    noise = [
-        "consolidated.safetensors",
-        "pytorch_model.bin",
-        "original/consolidated.00.pth",
-        "x.gguf",
-        "run.py",
-    ]
+    files = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.model"]
+    noise = ["consolidated.safetensors", "pytorch_model.bin", "original/consolidated.00.pth", "x.gguf", "run.py"]
     assert download.select(files + noise, False) == sorted(files)
-    assert download.select(["config.json", "pytorch_model.bin", "t.bin"], True) == [
-        "config.json",
-        "pytorch_model.bin",
-    ]
+    assert download.select(["config.json", "pytorch_model.bin", "t.bin"], True) == ["config.json", "pytorch_model.bin"]
     calls = {}
 
     class Api:
@@ -1182,12 +1086,7 @@ def test_download_takes_only_what_we_read(tmp_path, monkeypatch, capsys):
     fake.HfApi, fake.snapshot_download = Api, lambda repo, **options: calls.update(options, repo=repo)
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
     assert download.main(["a/b", "--out", str(tmp_path / "m")]) == 0
-    assert calls == {
-        "repo": "a/b",
-        "revision": "c0ffee",
-        "allow_patterns": sorted(files),
-        "local_dir": tmp_path / "m",
-    }
+    assert calls == {"repo": "a/b", "revision": "c0ffee", "allow_patterns": sorted(files), "local_dir": tmp_path / "m"}
     assert "c0ffee" in capsys.readouterr().err
     calls["files"] = ["config.json", "pytorch_model.bin"]
     assert download.main(["a/b"]) == 3 and "--allow-pickle" in capsys.readouterr().err

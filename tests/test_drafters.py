@@ -97,10 +97,7 @@ def steps_of(engine: Engine, prompt, params) -> list[list[int]]:
 def table_model():
     """A float64 target whose next token is a function of the last one: t -> t + 1 in fives. Returns (model, table)."""
     model = tiny_model(layers=1, hidden_size=128)
-    for (
-        name,
-        p,
-    ) in model.named_parameters():  # attention and MLP add nothing: the hidden state is norm(embedding)
+    for name, p in model.named_parameters():  # attention and MLP add nothing: the hidden state is norm(embedding)
         if name.endswith(("attention.o.weight", "mlp.down.weight")):
             p.zero_()
     token = torch.arange(V)
@@ -346,9 +343,7 @@ def test_ngrams_accept_a_repetitive_text():
     assert all(len(step) == 8 for step in steps[:-1])
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, max_new_tokens=60)
-        looking = (
-            Engine(model, drafter=LookaheadDrafter(model, 1, 5, 6, 3)).generate([10, 11], params).run()[0]
-        )
+        looking = Engine(model, drafter=LookaheadDrafter(model, 1, 5, 6, 3)).generate([10, 11], params).run()[0]
         assert looking.tau > 3 and max(map(len, looking.tokens_per_step)) == 5
 
 
@@ -399,15 +394,14 @@ def test_ngram_nodes_lift_acceptance():
         grams = WithNGrams(EagleDrafter(head, tables(tree), 1, CTX + tables(tree).N + 9), 8)
         params = SamplingParams(max_new_tokens=60)
         few, many = (
-            Engine(model, drafter=d).generate([10, 11, 12, 13, 14, 10], params).run()[0]
-            for d in (alone, grams)
+            Engine(model, drafter=d).generate([10, 11, 12, 13, 14, 10], params).run()[0] for d in (alone, grams)
         )
         assert few.token_ids == many.token_ids and few.tau < 2
         assert all(len(step) == 9 for step in many.tokens_per_step[:-1])
 
 
 def test_ngram_nodes_are_refused_where_they_cannot_work():
-    """Lookup has no law to draw from: the paper's rule would accept it with the wrong probability."""
+    """Lookup has no distribution to draw from: the paper's rule would accept it with the wrong probability."""
     with pytest.raises(ValueError, match="verify match"):
         WithNGrams(draft_model(tree=trees.chain(3), multi_round="without"), 4)
     with pytest.raises(ValueError, match="ngram-nodes is 0"):
@@ -593,7 +587,7 @@ def test_another_vocabulary_is_refused():
 
 
 def test_published_trees():
-    """Lists that lost a node on the way: 63 nodes, and the counts by depth that eagle.md 10.2 states."""
+    """Lists that lost a node on the way: 63 nodes, and the published counts by depth."""
     counts = {"vicuna_7b_stage2": [10, 23, 23, 7], "mc_sim_7b_63": [10, 28, 23, 2]}
     for name, by_depth in counts.items():
         tree = trees.parse_tree(f"medusa:{name}")
@@ -606,9 +600,7 @@ def test_medusa_tokens_are_cartesian():
     heads, out = medusa_heads(), []
     drafter = MedusaDrafter(heads, tables(SHALLOW))
     real = drafter.draft
-    drafter.draft = lambda request: (
-        out.append((request.tokens.clone(), int(request.n[0]), real(request))) or out[-1][2]
-    )
+    drafter.draft = lambda request: out.append((request.tokens.clone(), int(request.n[0]), real(request))) or out[-1][2]
     params = settings(1)
     Engine(MODEL, drafter=drafter).generate(PROMPT, params).run()
     for tokens, n, draft in out:

@@ -43,14 +43,12 @@ def rotate(x, theta):
 
 
 class Reference:
-    """The head of eagle.md 1.1 and 4.1 with Hugging Face's separate tensors: no cache, no tree, one path at a time."""
+    """The published head with Hugging Face's separate tensors: no cache, no tree, one path at a time."""
 
     def __init__(self, head: EagleHead):
         c, g, t = head.config, head.config.layer, dict(head.state_dict())
         self.c, self.g, self.t, self.target = c, g, t, head.target
-        sizes = [
-            n * g.head_dim for n in (g.num_attention_heads, g.num_key_value_heads, g.num_key_value_heads)
-        ]
+        sizes = [n * g.head_dim for n in (g.num_attention_heads, g.num_key_value_heads, g.num_key_value_heads)]
         self.qkv = t["layer.attention.qkv.weight"].split(sizes)
         zero = torch.zeros(sum(sizes), dtype=head.target.dtype)
         self.qkv_bias = t.get("layer.attention.qkv.bias", zero).split(sizes)
@@ -64,9 +62,7 @@ class Reference:
         eps, H = self.g.rms_norm_eps, self.c.target_hidden_size
         if self.c.fc_norm:
             parts = features.split(H, -1)
-            features = torch.cat(
-                [rms(p, self.t[f"fc_norms.{i}.weight"], eps) for i, p in enumerate(parts)], -1
-            )
+            features = torch.cat([rms(p, self.t[f"fc_norms.{i}.weight"], eps) for i, p in enumerate(parts)], -1)
         if self.c.norm_before_fc:
             features = rms(features, self.t["input_norm.weight"], eps)
         return features @ self.t["fc.weight"].T + self.t.get("fc.bias", 0)
@@ -81,9 +77,7 @@ class Reference:
             normed = rms(features, t["layer.hidden_norm.weight"], eps)
             x = torch.cat((rms(e, t["layer.input_norm.weight"], eps), normed), -1)
             residual = normed if self.c.norm_before_residual else features
-        q, k, v = (
-            (x @ w.T + b).view(len(x), -1, g.head_dim) for w, b in zip(self.qkv, self.qkv_bias, strict=True)
-        )
+        q, k, v = ((x @ w.T + b).view(len(x), -1, g.head_dim) for w, b in zip(self.qkv, self.qkv_bias, strict=True))
         q, k = rotate(q, g.rope.theta), rotate(k, g.rope.theta)
         attended = []
         for h in range(g.num_attention_heads):
@@ -133,7 +127,7 @@ class BruteForce:
         self.features = self.reference.true_features(ids[:-1])
         self.noise, self.ranked, self.known = noise, ranked, {}
 
-    def law(self, path):
+    def distribution(self, path):
         """(keys, scores, target ids) of the children of the node at the end of `path`."""
         if path not in self.known:
             z = self.reference.logits(self.reference.after(self.ids, self.features, path))
@@ -148,7 +142,7 @@ class BruteForce:
         return self.known[path]
 
     def children(self, path, count):
-        keys, scores, targets = self.law(path)
+        keys, scores, targets = self.distribution(path)
         best = keys.argsort(descending=True)[:count]
         return [(int(targets[i]), float(scores[i])) for i in best]
 
@@ -162,7 +156,7 @@ class BruteForce:
         return [nodes[ranks] for ranks in tree.paths]
 
     def dynamic(self, tree):
-        """EAGLE-2 as in eagle.md 3.2: pool, frontier, re-ranking."""
+        """EAGLE-2 as the paper describes it: pool, frontier, re-ranking."""
         pool = [((token,), score) for token, score in self.children((), tree.topk)]
         frontier = list(pool)
         for _ in range(tree.depth):
@@ -202,9 +196,7 @@ def drafted_nodes(draft, b):
 HEADS = {
     "eagle1": dict(version=1),
     "eagle1 no bias, trimmed": dict(version=1, fc_bias=False, vocab=DRAFT_VOCAB),
-    "eagle1 qkv bias, own embedding, MHA": dict(
-        version=1, qkv_bias=True, has_embed=True, num_key_value_heads=4
-    ),
+    "eagle1 qkv bias, own embedding, MHA": dict(version=1, qkv_bias=True, has_embed=True, num_key_value_heads=4),
     "eagle3": dict(version=3, vocab=DRAFT_VOCAB),
     "eagle3 one KV head, shared lm_head": dict(version=3, num_key_value_heads=1, has_lm_head=False),
     "eagle3 residual after norm, fc_norm": dict(
@@ -240,9 +232,7 @@ def test_drafted_tree_is_the_brute_force_one(kind, shape):
     options = dict(HEADS[kind])
     head = tiny_head(tiny_model(), options.pop("version"), options.pop("vocab", None), **options)
     greedy = SamplingParams(max_new_tokens=5)
-    sampled = SamplingParams(
-        temperature=3.0, seed=3, max_new_tokens=16
-    )  # the shared noise makes drafts right
+    sampled = SamplingParams(temperature=3.0, seed=3, max_new_tokens=16)  # the shared noise makes drafts right
     check_drafts(head, SHAPES[shape], greedy, steps=2)
     assert check_drafts(head, SHAPES[shape], sampled, steps=2) > 1
 
@@ -316,12 +306,7 @@ def test_cache_after_a_diverging_turn():
     engine = eagle_engine(tiny_head(tiny_model()), SHAPES["paper25"])
     params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=12)
     text = PROMPT + run_and_check_cache(engine, PROMPT, params).token_ids
-    for cut in (
-        len(PROMPT),
-        len(PROMPT) - 3,
-        len(text) - 1,
-        len(text),
-    ):  # where the new turn parts from the old
+    for cut in (len(PROMPT), len(PROMPT) - 3, len(text) - 1, len(text)):  # where the new turn parts from the old
         again = text[:cut] + [(text[cut] + 1) % V if cut < len(text) else 5, 8, 2]
         result = run_and_check_cache(engine, again, params)
         assert 0 < result.cached_tokens < len(again)
@@ -362,9 +347,9 @@ class OracleHead(EagleHead):
             for t in range(tokens.shape[1]):
                 own, slot = kv[0, b, 0], int(nodes.slots[b, t])
                 own[slot, :3] = torch.tensor([tokens[b, t], nodes.positions[b, t], 1])
-                seen = torch.cat(
-                    (torch.arange(start), start + torch.arange(region)[nodes.visible[b, t]])
-                ).clamp(max=kv.shape[3] - 1)
+                seen = torch.cat((torch.arange(start), start + torch.arange(region)[nodes.visible[b, t]])).clamp(
+                    max=kv.shape[3] - 1
+                )
                 rows = own[seen][own[seen, 1].argsort(stable=True)]
                 ids = (self.first, *rows[:, 0].long().tolist())
                 if rows[:, 1].tolist() != list(range(len(rows))):
@@ -390,9 +375,7 @@ SAMPLED = SamplingParams(temperature=1.0, seed=11, max_new_tokens=22)
 
 def oracle_engine(version=1, tree=None, vocab=None, **options):
     tree = trees.chain(4) if tree is None else tree
-    head = tiny_head(
-        peaked_model(), version, vocab, cls=OracleHead, **(dict(taps=(2,)) if version == 3 else {})
-    )
+    head = tiny_head(peaked_model(), version, vocab, cls=OracleHead, **(dict(taps=(2,)) if version == 3 else {}))
     return eagle_engine(head, tree, **options)
 
 
@@ -480,7 +463,7 @@ def test_extend_mutants_spoil_the_cache(mutant, monkeypatch):
     "tree", (trees.chain(4), MEDUSA, trees.DynamicTree(24, 4, 4)), ids=("chain", "static", "dynamic")
 )
 def test_shifted_draft_positions_lose_acceptance(tree, monkeypatch):
-    """Mutant: draft rows one position too far (the eaglefast defect, eagle.md 2.6)."""
+    """Mutant: draft rows one position too far."""
     real = EagleDrafter._level
     monkeypatch.setattr(
         EagleDrafter, "_level", lambda self, request, depth, *rest: real(self, request, depth + 1, *rest)
@@ -501,7 +484,7 @@ def test_a_row_that_sees_its_sibling_loses_acceptance(monkeypatch):
 
 @pytest.mark.parametrize("version", (1, 3))
 def test_offset_table_read_as_absolute_loses_acceptance(version):
-    """Mutant: d2t's offsets taken for target ids (eagle.md 4.3)."""
+    """Mutant: d2t's offsets taken for target ids."""
     engine = oracle_engine(version, vocab=vocabulary(GREEDY))
     engine.drafter.head.draft_ids.sub_(torch.arange(engine.drafter.head.vocab_size))
     assert tau(engine) < 2
@@ -552,12 +535,7 @@ def test_batch_rows_of_a_perfect_head():
 def test_penalties_follow_the_drafted_path():
     """Draft penalties that miss the drafted path, or count in the wrong vocabulary, cost acceptance."""
     params = SamplingParams(
-        temperature=1.0,
-        repetition_penalty=1.8,
-        frequency_penalty=1.5,
-        presence_penalty=0.5,
-        seed=2,
-        max_new_tokens=40,
+        temperature=1.0, repetition_penalty=1.8, frequency_penalty=1.5, presence_penalty=0.5, seed=2, max_new_tokens=40
     )
     for vocab in (None, vocabulary(params)):
         for tree in (trees.chain(4), MEDUSA):
@@ -590,7 +568,7 @@ def test_norms_are_not_inert():
     assert CTX >= 64
 
 
-# ------------------------------------------------------------------ multi-round: what is drawn, and from what law
+# ------------------------------------------------------------------ multi-round: what is drawn, and how likely
 
 
 def filtered(z, params):
@@ -610,12 +588,12 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("law", FILTERS)
+@pytest.mark.parametrize("distribution", FILTERS)
 @pytest.mark.parametrize("rule", ("with", "without"))
-def test_multi_round_draws_from_the_filtered_law(rule, law):
+def test_multi_round_draws_from_the_filtered_distribution(rule, distribution):
     """The draft's q without the filters: lossless all the same, but it spends children on tokens that the target's
     filters remove. And children behind the last survivor must be among the best by logit, not arbitrary ones."""
-    params, tree = FILTERS[law], trees.PAPER25
+    params, tree = FILTERS[distribution], trees.PAPER25
     head = tiny_head(tiny_model(), vocab=DRAFT_VOCAB)
     head.target.lm_head.weight.mul_(2)
     head.trim()
@@ -627,7 +605,7 @@ def test_multi_round_draws_from_the_filtered_law(rule, law):
         brute, run_rows = BruteForce(head, ids[0], params, noise=False), [0, *sum(tree.levels, ())]
         paths = [(), *(path for path, _ in drafted_nodes(draft, 0))]
         for row, node in enumerate(run_rows):
-            z, _, targets = brute.law(paths[node])
+            z, _, targets = brute.distribution(paths[node])
             q = filtered(z, params)
             expected = torch.zeros(V, dtype=q.dtype).index_copy(0, targets, q)
             torch.testing.assert_close(draft.q[0, row], expected, rtol=0, atol=1e-8)
@@ -667,7 +645,7 @@ def test_children_beyond_the_survivors_are_accepted_too(monkeypatch):
 
 @pytest.mark.parametrize("replacement", (False, True))
 @pytest.mark.parametrize("q", ((1.0, 0, 0, 0), (0.75, 0.25, 0, 0)), ids=("one-hot", "two survivors"))
-def test_a_child_of_probability_zero_keeps_the_law(q, replacement):
+def test_a_child_of_probability_zero_keeps_the_distribution(q, replacement):
     """A drafted child with q = 0 and p > 0: p / q is infinite, but to accept it for that would favour it. All draws and
     both sides of every threshold, integrated exactly, must give p."""
     p, q = torch.tensor([0.375, 0.25, 0.25, 0.125], dtype=torch.float64), torch.tensor(q, dtype=torch.float64)
@@ -680,10 +658,10 @@ def test_a_child_of_probability_zero_keeps_the_law(q, replacement):
         spent = bool(left.sum() == 0)  # then the second draw is of an excluded token too
         weight = q[first] * ((second == 0) if spent else left[second] / left.sum())
         tokens = torch.tensor([[0, first, 3 if spent else second, 2, 3]]).expand(len(u), -1)
-        laws = p.expand(len(u), 5, 4), q.expand(len(u), 1, 4)
-        path, count, law = multi_round_walk(tokens, tree, *laws, u, replacement)
+        distributions = p.expand(len(u), 5, 4), q.expand(len(u), 1, 4)
+        path, count, distribution = multi_round_walk(tokens, tree, *distributions, u, replacement)
         drafted = torch.nn.functional.one_hot(tokens.gather(1, path)[:, 1], 4).double()
-        total += weight * torch.where(count[:, None] > 1, drafted, law).mean(0)
+        total += weight * torch.where(count[:, None] > 1, drafted, distribution).mean(0)
     torch.testing.assert_close(total, p, rtol=0, atol=1e-12)
 
 
@@ -693,23 +671,7 @@ def test_a_child_of_probability_zero_keeps_the_law(q, replacement):
 class Pieces:
     """A sentencepiece-like vocabulary: control tokens, fallback bytes, merged pieces by rank, characters last."""
 
-    texts = [
-        "<unk>",
-        "<s>",
-        "\0",
-        "\n",
-        "a",
-        "\ufffd",
-        "the",
-        "ing",
-        "self",
-        "ab",
-        "e",
-        "a",
-        ",",
-        "(",
-        "</s>",
-    ]
+    texts = ["<unk>", "<s>", "\0", "\n", "a", "\ufffd", "the", "ing", "self", "ab", "e", "a", ",", "(", "</s>"]
     eos_ids, special_ids = (14,), frozenset((0, 1, 14))
 
     def decode(self, ids, skip_special, continuation):
@@ -736,9 +698,7 @@ def test_a_draft_vocabulary_without_text_holds_stops_and_characters(tmp_path):
     text = tmp_path / "text"
     text.write_text("self self ab ab e")
     assert chosen(3, Pieces(), str(text)) == [8, 9, 14], "a stop id that the text does not hold"
-    assert chosen(5, Pieces(), str(text)) == [3, 8, 9, 10, 14], (
-        "uncounted tokens follow by the tokenizer's order"
-    )
+    assert chosen(5, Pieces(), str(text)) == [3, 8, 9, 10, 14], "uncounted tokens follow by the tokenizer's order"
     demo = load_tokenizer(DEMO, 4096)
     kept = chosen(1024, demo, V=4096)
     assert len(kept) == 1024 and sorted({*demo.eos_ids, *kept}) == kept
@@ -767,10 +727,7 @@ def test_a_bare_eagle3_head_says_all_it_assumes(tmp_path):
     target, aux = load_config(DEMO), "eagle_aux_hidden_state_layer_ids"
     basics = {"head_dim": "64", "rope_theta": "10000", "rms_norm_eps": "1e-5"}
     (note,) = read_eagle(file, target, basics).notes
-    assert (
-        f"assumed norm_before_residual false, {aux} [2, 4, 5] (" in note
-        and "--eagle-config KEY=VALUE" in note
-    )
+    assert f"assumed norm_before_residual false, {aux} [2, 4, 5] (" in note and "--eagle-config KEY=VALUE" in note
     (note,) = read_eagle(file, target, basics | {aux: "[2, 5, 8]"}).notes
     assert "norm_before_residual false" in note and aux not in note
     read = read_eagle(file, target, basics | {aux: "[2, 5, 8]", "norm_before_residual": "true"})

@@ -510,6 +510,22 @@ def test_a_turn_after_a_stop_equals_a_fresh_run(kind, tree):
         assert len(PROMPT) <= again.result.cached_tokens < len(prompt)
 
 
+@pytest.mark.parametrize("kind", ("eagle1", "eagle3"))
+def test_draft_rows_before_a_change_of_the_text_are_made_again(kind):
+    """Catches the draft row before the first changed token, which holds that token too, in a cache that is reused. The
+    tokens stay right and acceptance is lost."""
+    engine = eagle_engine(HEADS[kind], TREES["paper25"])
+    for cut in (2, 9):
+        ids = engine.generate(PROMPT, settings(2)).run()[0].token_ids
+        prompt = [*PROMPT, *ids[:cut], (ids[cut] + 1) % V, 4]
+        fresh = eagle_engine(HEADS[kind], TREES["paper25"])
+        short = settings(2, max_new_tokens=1)
+        assert engine.generate(prompt, short).run()[0].cached_tokens == len(PROMPT) + cut - 1
+        assert fresh.generate(prompt, short).run()[0].cached_tokens == 0
+        ours, theirs = (e.drafter.cache[:, 0, :, : len(prompt) - 1] for e in (engine, fresh))
+        assert ours.any() and torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_prefix_reuse_counts():
     """Catches cached_tokens that are wrong by one, and a cache that is believed valid further than it is."""
     engine = Engine(MODEL)

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,11 @@ from weights.checkpoint import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = sorted(p.name for p in DEMO.glob("eagle*") if p.is_dir())
-FIELDS = """text token_ids prompt_tokens new_tokens stop_reason prefill_seconds decode_seconds tokens_per_second steps
-tokens_per_step tau accepted_by_depth temperature seed checkpoint quant dtype device tree eagle peak_memory_bytes
-versions""".split()
+# The keys of --json. Other programs read them: one may be added, none renamed or dropped.
+ROW = """text token_ids prompt_tokens cached_tokens new_tokens stop_reason prefill_seconds decode_seconds
+tokens_per_second steps tokens_per_step plain_steps plain_tokens tau accepted_by_depth chain n_alpha temperature seed""".split()
+RUN = """checkpoint quant dtype device drafter tree eagle draft_checkpoint medusa ngram_nodes verify kernels compile
+compile_mode break_even_tau compile_seconds graphs_reused graphs_compiled peak_memory_bytes versions""".split()
 
 
 def run(capsys, *flags: str) -> tuple[int, str, str]:
@@ -45,17 +46,7 @@ def test_the_main_job_writes_text_to_stdout_and_the_report_to_stderr(capsys):
     code, out, err = run(capsys, "--max-new-tokens", "24")
     assert code == 0 and out.startswith("def read_file") and len(out) > 120
     assert "tok/s" not in out
-    for word in (
-        "model ",
-        "device ",
-        "plan ",
-        "prompt ",
-        "generate ",
-        "speed ",
-        "memory ",
-        "stop ",
-        "length",
-    ):
+    for word in ("model ", "device ", "plan ", "prompt ", "generate ", "speed ", "memory ", "stop ", "length"):
         assert word in err, word
 
 
@@ -63,20 +54,24 @@ def test_json_is_one_object_with_every_field(capsys):
     """A consumer that has to parse logs."""
     code, out, err = run(capsys, "--json", "--max-new-tokens", "9", "-p", "import os\n")
     result = json.loads(out)
-    assert code == 0 and err == "" and set(FIELDS) <= set(result)
-    assert (
-        result["new_tokens"] == 9 == len(result["token_ids"]) == 1 + sum(map(len, result["tokens_per_step"]))
-    )
+    assert code == 0 and err == "" and set(result) == {*ROW, *RUN}
+    assert result["new_tokens"] == 9 == len(result["token_ids"]) == 1 + sum(map(len, result["tokens_per_step"]))
     assert result["stop_reason"] == "length" and result["tau"] == 1.0
+    assert [result[name] for name in ("drafter", "tree", "eagle", "verify", "compile_mode")] == [None] * 5
+    head = str(DEMO / "eagle1")
+    flags = ["--eagle", head, "--tree", "chain:3", "--batch-size", "2", "--gauge"]
+    result = json.loads(run(capsys, "--json", "--max-new-tokens", "9", *flags)[1])
+    assert set(result) == {*ROW, *RUN, "batch", "gauge_ms"} and [set(row) for row in result["batch"]] == [set(ROW)] * 2
+    assert set(result["gauge_ms"]) == {"draft", "verify", "accept", "host", "step"}
+    chosen = {"drafter": "eagle", "tree": "chain:3", "eagle": head, "verify": "match", "chain": 3, "dtype": "float32"}
+    assert chosen.items() <= result.items()
 
 
 def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
     """A checkpoint without tokenizer files that cannot be used at all."""
     for name in ("config.json", "model.safetensors"):
         shutil.copy(DEMO / name, tmp_path)
-    code, out, _ = run(
-        capsys, "--checkpoint", str(tmp_path), "--prompt-ids", "1,5,17", "--max-new-tokens", "4", "-q"
-    )
+    code, out, _ = run(capsys, "--checkpoint", str(tmp_path), "--prompt-ids", "1,5,17", "--max-new-tokens", "4", "-q")
     assert code == 0 and len([t for t in out.strip().split(",") if t]) == 4
     code, _, err = run(capsys, "--checkpoint", str(tmp_path), "-p", "x")
     assert code == 3 and "--prompt-ids" in err
@@ -98,6 +93,12 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["--max-new-tokens", "5000"], 2, "512 allocated"),
         (["-p", "x" * 100_000], 2, "characters"),
         (["--prove"], 2, "--eagle"),
+        (["--tree", "bogus"], 2, "'bogus' is not one of paper25"),
+        (["--eagle", str(DEMO / "eagle1"), "--tree", "chain:99"], 2, "chain length 99"),
+        (["--eagle", str(DEMO / "eagle1"), "--tree", "auto"], 2, "--eagle " + str(DEMO / "eagle1")),
+        (["--drafter", "ngram", "--tree", "auto"], 2, "needs --eagle"),
+        (["--draft-vocab", "-1"], 2, "0 or more"),
+        (["--html", "no/such/dir/page.html", "--max-new-tokens", "2"], 3, "no/such/dir/page.html"),
         (["--eagle", "no/such/head"], 3, "no/such/head"),
         pytest.param(["--kernels", "triton"], 2, "TRITON_INTERPRET", marks=needs_triton),
         (["--ctx", "100000"], 2, "ctx"),
@@ -171,16 +172,7 @@ def test_stop_string_ends_the_text_before_it(capsys):
 
 def test_ctrl_c_prints_the_report_and_exits_130(tmp_path):
     """A long generation that cannot be stopped, or that loses what it wrote."""
-    command = [
-        sys.executable,
-        "generate.py",
-        "--max-new-tokens",
-        "1800",
-        "--ctx",
-        "2048",
-        "--stop-ids",
-        "4095",
-    ]
+    command = [sys.executable, "generate.py", "--max-new-tokens", "1800", "--ctx", "2048", "--stop-ids", "4095"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     first = process.stdout.read(len("def read_file") + 150)
     process.send_signal(signal.SIGINT)
@@ -227,6 +219,12 @@ def test_chat_outlives_a_bad_turn(capsys, monkeypatch):
         {"batch_size": "2"},
         {"kernels": "cuda"},
         {"verify": "maybe"},
+        {"batch_size": None},
+        {"ngram_nodes": True},
+        {"drafter": "ngram", "draft_noise": "off"},
+        {"eagle_always": 1},
+        {"eagle": "head", "eagle_config": ("theta",)},
+        {"kv": None},
     ],
 )
 def test_load_refuses_wrong_options_by_name(options):
@@ -358,9 +356,7 @@ def test_compiled_decoding_equals_eager_and_does_not_recompile():
     compiled = load(DEMO, ctx=256, compile=False, dtype="float64")
     compiled._step = torch.compile(compiled._step, fullgraph=True, dynamic=False, backend="eager")
     compiled._forward = torch.compile(compiled._forward, fullgraph=True, dynamic=False, backend="eager")
-    prompts = [
-        compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)
-    ]
+    prompts = [compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)]
 
     def request(i: int) -> SamplingParams:
         return SamplingParams(temperature=0.5 + 0.2 * i, top_p=0.9 - 0.1 * i, seed=i, max_new_tokens=8 + i)
@@ -380,9 +376,7 @@ def test_the_compile_flag_itself_compiles_once(flags, tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
     options = {"ctx": 256, "tree": "chain:2", "eagle_always": True, "device": "cpu"} | flags
     compiled, eager = (load(DEMO, compile=compile, **options) for compile in (True, False))
-    prompts = [
-        compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)
-    ]
+    prompts = [compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)]
 
     def request(i: int, top_p: float) -> SamplingParams:
         return SamplingParams(temperature=0.5 + 0.2 * i, top_p=top_p, seed=i, max_new_tokens=8 + i)
@@ -397,11 +391,10 @@ def test_the_compile_flag_itself_compiles_once(flags, tmp_path, monkeypatch):
                 assert ours == eager.generate(prompt, request(i, top_p)).run()[0].token_ids
 
 
-def test_report_is_quick_to_quiet(capsys):
+def test_quiet_prints_no_report(capsys):
     """-q that still prints."""
-    started = time.perf_counter()
     code, out, err = run(capsys, "-q", "--max-new-tokens", "4")
-    assert code == 0 and out and err == "" and time.perf_counter() - started < 25
+    assert code == 0 and out and err == ""
     assert os.environ.get("EAGLET") is None  # behaviour never hides in the environment
 
 

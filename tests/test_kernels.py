@@ -67,12 +67,8 @@ def exact(weights, rows, k):
     """(weights, x) of few bits, whose sums are exact in any order. The interpreter multiplies with NumPy,
     which adds in an order that depends on the tile. Only the GPU tests can show that our order does not."""
     if "weight" in weights:
-        return weights | {"weight": (weights["weight"] * 64).round() / 64}, torch.randint(
-            -4, 5, (rows, k)
-        ).half()
-    return weights | {"scales": torch.full_like(weights["scales"], 2**-6)}, torch.randint(
-        -4, 5, (rows, k)
-    ).half()
+        return weights | {"weight": (weights["weight"] * 64).round() / 64}, torch.randint(-4, 5, (rows, k)).half()
+    return weights | {"scales": torch.full_like(weights["scales"], 2**-6)}, torch.randint(-4, 5, (rows, k)).half()
 
 
 def pack(bits, weights, dtype, layout, config=TINY):
@@ -120,9 +116,7 @@ def run_ptx(text, words):
         return r[name] if name in r else np.uint32(int(name, 0))
 
     def floats(v):
-        half = torch.from_numpy(
-            np.ascontiguousarray(np.broadcast_to(v, words[0].shape)).view(np.int16).copy()
-        )
+        half = torch.from_numpy(np.ascontiguousarray(np.broadcast_to(v, words[0].shape)).view(np.int16).copy())
         return half.view(torch.bfloat16 if bf16 else torch.float16).double()
 
     def pack_halves(x):  # one rounding of an exact double: what fma does
@@ -144,9 +138,7 @@ def run_ptx(text, words):
         elif op == "lop3.b32":
             a, b, c, table = *args[:3], int(args[3])
             terms = [
-                (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-                for i in range(8)
-                if table >> i & 1
+                (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8) if table >> i & 1
             ]
             r[out] = np.bitwise_or.reduce([np.broadcast_to(t, words[0].shape) for t in terms])
         elif op.startswith("sub.rn"):
@@ -172,9 +164,7 @@ def test_ptx_decodes_every_code_in_every_place(bits, bf16):
     want = from_planes(torch.from_numpy(words.view(np.int32)), bits, words.shape[1] * 32 // bits)
     want = want.reshape(2, -1, 32 // bits, 4 * bits).double().numpy() - (8 if bits == 4 else 128)
     for p, plane in enumerate(planes):
-        assert np.array_equal(plane[:, 0], want[0, :, p].ravel()) and np.array_equal(
-            plane[:, 1], want[1, :, p].ravel()
-        )
+        assert np.array_equal(plane[:, 0], want[0, :, p].ravel()) and np.array_equal(plane[:, 1], want[1, :, p].ravel())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -203,9 +193,7 @@ def test_cpu_linear_equals_the_format_definition(dtype, bits, group, zeros):
     weights = stored(bits, 64, 256, group or 32, zeros)
     if bits == 16:
         weights["weight"] = weights["weight"].to(dtype)
-    x, bias, residual = (
-        torch.randn(*s, dtype=torch.float64).to(dtype) for s in ((2, 3, 256), (64,), (2, 3, 32))
-    )
+    x, bias, residual = (torch.randn(*s, dtype=torch.float64).to(dtype) for s in ((2, 3, 256), (64,), (2, 3, 32)))
     for layout in ("auto", "plain"):
         packed = pack(bits, weights, dtype, layout)
         for gated, add in ((False, None), (True, residual)):
@@ -221,9 +209,7 @@ def test_cpu_layout_choice():
     four, eight = stored(4, 64, 256), stored(8, 64, 256)
     assert pack(4, four, torch.bfloat16, "auto").layout == "cpu"
     assert pack(8, eight, torch.bfloat16, "auto").layout == "plain"
-    assert (
-        pack(4, four, torch.float32, "auto").layout == pack(8, eight, torch.float32, "auto").layout == "dense"
-    )
+    assert pack(4, four, torch.float32, "auto").layout == pack(8, eight, torch.float32, "auto").layout == "dense"
 
 
 def test_desc_act_permutation():
@@ -245,8 +231,7 @@ def test_planes_beyond_small_m_and_float64_dequantize():
 
 
 @pytest.mark.parametrize(
-    "change,words",
-    [(dict(group_size=48), "group size 48"), (dict(scales=torch.ones(2, 3)), "scales (2, 3)")],
+    "change,words", [(dict(group_size=48), "group size 48"), (dict(scales=torch.ones(2, 3)), "scales (2, 3)")]
 )
 def test_bad_int4_is_one_clear_error(change, words):
     """Catches a checkpoint of the wrong shape that reaches a kernel as invalid addresses."""
@@ -485,8 +470,7 @@ def test_triton_that_is_asked_for_but_not_there_is_one_line(monkeypatch, capsys)
 
 @needs_triton
 @pytest.mark.parametrize(
-    "group",
-    ["linear", "topk", "experts", "attention", "norm", "engine and int4", "engine and int8", "command"],
+    "group", ["linear", "topk", "experts", "attention", "norm", "engine and int4", "engine and int8", "command"]
 )
 def test_triton_interpreter(group):
     """Runs the test_interpreted_* tests below with TRITON_INTERPRET=1, and so catches what they catch."""
@@ -577,9 +561,7 @@ def sums(compiled):
     order. Two kernels with the same list add the same numbers in the same order."""
     code = compiled.asm["ttgir"]
     layouts = sorted(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE), reverse=True)
-    found = re.findall(
-        r"(?:\}\) : \(|(?:tt\.dot|warp_group_dot)\b.*? : )(tensor<[^)\n]*xf(?:16|32), .*)", code
-    )
+    found = re.findall(r"(?:\}\) : \(|(?:tt\.dot|warp_group_dot)\b.*? : )(tensor<[^)\n]*xf(?:16|32), .*)", code)
     for i, text in enumerate(found):
         for name, layout in layouts:
             text = re.sub(rf"{name}\b", lambda _, layout=layout: layout, text)
@@ -733,10 +715,7 @@ def test_interpreted_linear_of_many_rows(bits, group, zeros, monkeypatch):
         assert torch.equal(gated[69:], packed_linear(x[69:], packed, gated=True))
     want = linear_definition(x, matrix(bits, weights), None, None, False)
     assert error(got, want) < TOLERANCE[torch.float16]
-    assert (
-        error(gated, linear_definition(x, matrix(bits, weights), None, None, True))
-        < 2 * TOLERANCE[torch.float16]
-    )
+    assert error(gated, linear_definition(x, matrix(bits, weights), None, None, True)) < 2 * TOLERANCE[torch.float16]
     monkeypatch.setattr(kernels.linear, "SMALL_M", 64)
     assert error(packed_linear(x, packed), want) < TOLERANCE[torch.float16]
 
@@ -748,8 +727,7 @@ def test_interpreted_experts(bits, dtype):
     errors of a second token tile, and rows that depend on each other."""
     up, down = stored(bits, 64, 64, 32, experts=(3,)), stored(bits, 64, 32, 32, seed=1, experts=(3,))
     layouts = [
-        [pack(bits, w, dtype, layout, LinearConfig(64, 1)) for w in (up, down)]
-        for layout in ("plain", "planes")
+        [pack(bits, w, dtype, layout, LinearConfig(64, 1)) for w in (up, down)] for layout in ("plain", "planes")
     ]
     x, weights = torch.randn(18, 64).to(dtype), torch.rand(18, 2)
     ids = torch.stack([torch.tensor([0, 2]) if i else torch.tensor([2, 0]) for i in range(18)])
@@ -758,9 +736,7 @@ def test_interpreted_experts(bits, dtype):
     got = packed_experts(x, ids, weights, *layouts[1])
     assert error(got, want) < TOLERANCE[dtype]
     alone = packed_experts(x[7:8], ids[7:8], weights[7:8], *layouts[1])[0]
-    assert (
-        error(alone, got[7].double()) < TOLERANCE[dtype]
-    )  # bitwise on a GPU; NumPy's order depends on the tile
+    assert error(alone, got[7].double()) < TOLERANCE[dtype]  # bitwise on a GPU; NumPy's order depends on the tile
 
 
 def triton_attention(*args):
@@ -782,9 +758,7 @@ def test_interpreted_attention(dtype, window, starts, slots):
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "dtype,window,T", [(torch.float32, 0, 6), (torch.float16, 7, 6), (torch.float32, 9, 66)]
-)
+@pytest.mark.parametrize("dtype,window,T", [(torch.float32, 0, 6), (torch.float16, 7, 6), (torch.float32, 9, 66)])
 def test_interpreted_attention_int8(dtype, window, T):
     """Catches a wrong row length, scale address or mask of an int8 cache, in the kernels for trees and (T =
     66) for prefill."""
@@ -854,9 +828,7 @@ def test_interpreted_attention_verify_equals_plain_bitwise(start, int8):
         alone = torch.randn_like(q)
         alone[:, :, 0] = q[:, :, node]
         later = committed.clone()
-        later[:, :, :, start + depth + 1 :] = (
-            -1 if int8 else float("nan")
-        )  # not written yet (bytes -1: a NaN scale)
+        later[:, :, :, start + depth + 1 :] = -1 if int8 else float("nan")  # not written yet (bytes -1: a NaN scale)
         root = torch.eye(6, dtype=torch.bool)[None]
         out = triton_attention(alone, later, starts + depth, root, torch.full((1, 6), start + depth), 0, 0.3)
         assert torch.equal(out[:, :, 0], verify[:, :, node])
@@ -879,10 +851,7 @@ def test_interpreted_norm_and_rope(dtype):
         want = kernels.rope_reference(qkv, *args, caches[0], slots, weight, weight, 1e-5)
         with TRITON.active():
             got = kernels.rope_write_kv(qkv, *args, caches[1], slots, weight, weight, 1e-5)
-        assert (
-            error(got, want.double()) < TOLERANCE[dtype]
-            and error(caches[1], caches[0].double()) < TOLERANCE[dtype]
-        )
+        assert error(got, want.double()) < TOLERANCE[dtype] and error(caches[1], caches[0].double()) < TOLERANCE[dtype]
         rows = [torch.zeros(2, 2, 1, 11, 28, dtype=torch.int8) for _ in range(2)]
         kernels.rope_reference(qkv, *args, rows[0], slots, weight, weight, 1e-5)
         with TRITON.active():
@@ -1033,9 +1002,7 @@ def test_interpreted_topk(bits, dtype, n, k, group, zeros, m, config):
     assert torch.equal(got.values[0], want.values) and torch.equal(got.ids[0], want.ids)
     torch.testing.assert_close(got.log_total[0], want.log_total, rtol=1e-6, atol=1e-6)
     scores = got.values - got.log_total[..., None]
-    torch.testing.assert_close(
-        scores[0], logits.float().log_softmax(-1).gather(1, want.ids), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(scores[0], logits.float().log_softmax(-1).gather(1, want.ids), rtol=1e-5, atol=1e-5)
     assert not packed.counters.any()
     weights["scales"][..., int(want.ids[0, 0])] = float("nan")
     broken = pack(bits, weights, dtype, "planes", config)
@@ -1046,10 +1013,7 @@ def test_interpreted_topk(bits, dtype, n, k, group, zeros, m, config):
     assert nothing.ids.tolist() == [[0, 1, 2, 3, 4]] * m and (nothing.values == -float("inf")).all()
     with REFERENCE.active():
         plain = kernels.packed_topk(x, packed, count)
-    assert torch.equal(plain.values[0, :1].argmax(), want.values[0, :1].argmax()) and plain.ids.shape == (
-        m,
-        count,
-    )
+    assert torch.equal(plain.values[0, :1].argmax(), want.values[0, :1].argmax()) and plain.ids.shape == (m, count)
 
 
 def test_topk_reference_ties_and_log_probabilities():
@@ -1089,9 +1053,7 @@ def test_interpreted_topk_drafts_the_same_tree(version, tree, monkeypatch):
     drafts.append(drafter.draft(request))
     for name in ("tokens", "parent", "depth", "ancestors", "valid"):
         assert torch.equal(getattr(drafts[0], name), getattr(drafts[1], name)), name
-    torch.testing.assert_close(
-        drafts[0].scores, drafts[1].scores, rtol=1e-3, atol=1e-3
-    )  # sums in another order
+    torch.testing.assert_close(drafts[0].scores, drafts[1].scores, rtol=1e-3, atol=1e-3)  # sums in another order
 
 
 @interpreted

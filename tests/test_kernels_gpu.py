@@ -10,10 +10,7 @@ import torch
 import kernels
 from kernels import packed_experts, packed_linear
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPES = [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (6144, 4096), (1000, 1120)]
 TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 
@@ -159,10 +156,7 @@ def test_norm_and_rope_on_device(dtype):
     caches = [torch.zeros(2, 1, 8, 64, 128, device="cuda", dtype=dtype) for _ in range(2)]
     out = kernels.rope_write_kv(qkv, angle.cos(), angle.sin(), caches[0], slots)
     want = kernels.rope_reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
-    assert (
-        error(out, want.double()) < TOLERANCE[dtype]
-        and error(caches[0], caches[1].double()) < TOLERANCE[dtype]
-    )
+    assert error(out, want.double()) < TOLERANCE[dtype] and error(caches[0], caches[1].double()) < TOLERANCE[dtype]
 
 
 def test_linear_in_a_cuda_graph():

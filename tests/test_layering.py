@@ -18,11 +18,12 @@ ORDER = (
 APART = {"bench": {"training", "generate", "quantize"}, "training": {"bench", "generate", "quantize"}}
 NOT_OURS = {"tests", "benchmarks", "demo", "docs", ".venv"}
 FILES = sorted(p for p in ROOT.rglob("*.py") if not NOT_OURS & set(p.relative_to(ROOT).parts))
-# What we write ourselves whatever libraries exist. Around it: file formats, tokenizers, quantizing, the command line.
+# What we write ourselves whatever libraries exist: the path from a prompt to its tokens with an EAGLE head.
 HEART = (
-    "kernels tree_building tree sampling verify model_config model drafters eagle_draft step runtime engine"
+    "kernels tree_building tree sampling verify model_config model drafters.base drafters.tree_drafter eagle_draft step "
+    "runtime.runner engine"
 ).split()
-LIMIT = 3000
+LIMIT = 3500  # code lines
 
 
 def module_of(path: Path) -> str:
@@ -46,6 +47,10 @@ def imported(source: str) -> set[str]:
 
 def room(name: str) -> str:
     return name.split(".")[0]
+
+
+def in_heart(name: str) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in HEART)
 
 
 def upward(name: str, source: str) -> set[str]:
@@ -92,9 +97,7 @@ def test_a_file_imports_only_rooms_above_it(name):
     assert not upward(name, SOURCES[name])
 
 
-@pytest.mark.parametrize(
-    "line", ["import engine", "from engine import Engine", "from load import load as _load"]
-)
+@pytest.mark.parametrize("line", ["import engine", "from engine import Engine", "from load import load as _load"])
 def test_an_import_upward_inside_a_function_is_caught(line):
     """A layering test that looks at the top of the file only."""
     mutant = SOURCES["drafters.ngram"] + f"\n\ndef mutant():\n    def inner():\n        {line}\n"
@@ -118,7 +121,7 @@ def test_scripts_are_not_imported(name):
 
 def test_the_core_does_not_know_tests_or_transformers():
     """An engine that needs a test helper or the library that it is compared with."""
-    for name in (name for name in SOURCES if room(name) in HEART):
+    for name in (name for name in SOURCES if in_heart(name)):
         assert not {room(other) for other in imported(SOURCES[name])} & {"tests", "conftest", "transformers"}
 
 
@@ -129,14 +132,7 @@ def code_lines(source: str) -> int:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if ast.get_docstring(node, clean=False) is not None:
                 documented.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    layout = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in layout:
@@ -146,22 +142,13 @@ def code_lines(source: str) -> int:
 
 def test_the_core_is_small_together():
     """A core that nobody reads any more."""
-    sizes = {name: code_lines(source) for name, source in SOURCES.items() if room(name) in HEART}
+    sizes = {name: code_lines(source) for name, source in SOURCES.items() if in_heart(name)}
     assert sum(sizes.values()) < LIMIT, sizes
 
 
 def test_nothing_happens_at_import():
     """Work, output or global state while importing: every top-level statement of the core defines something."""
-    allowed = (
-        ast.Import,
-        ast.ImportFrom,
-        ast.FunctionDef,
-        ast.ClassDef,
-        ast.Assign,
-        ast.AnnAssign,
-        ast.If,
-        ast.Try,
-    )
+    allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.If, ast.Try)
     for name, source in SOURCES.items():
         for node in ast.parse(source).body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -35,9 +35,7 @@ def tokens_of(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
     return torch.randint(3, BASE["vocab_size"], (batch, length), generator=generator)
 
 
-def feed(
-    model: Transformer, cache: torch.Tensor, tokens: torch.Tensor, n: int, rows: int | None = None, taps=()
-):
+def feed(model: Transformer, cache: torch.Tensor, tokens: torch.Tensor, n: int, rows: int | None = None, taps=()):
     """Feeds one chunk at n as a chain, padded to `rows` rows. Returns hidden states of the real rows, and taps."""
     B, T = tokens.shape
     rows = rows or T
@@ -59,9 +57,7 @@ def run(model: Transformer, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
 def random_tree(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(parent [N], ancestors [N, N] incl. self) with parent[i] < i, branching and of some depth."""
     generator = torch.Generator().manual_seed(seed)
-    parent = torch.tensor(
-        [0] + [int(torch.randint(max(0, i - 4), i, (), generator=generator)) for i in range(1, size)]
-    )
+    parent = torch.tensor([0] + [int(torch.randint(max(0, i - 4), i, (), generator=generator)) for i in range(1, size)])
     ancestors = torch.eye(size, dtype=torch.bool)
     for i in range(1, size):
         ancestors[i] |= ancestors[parent[i]]
@@ -124,8 +120,7 @@ def test_positions_of_dynamic_rope_end_at_the_original_length():
     config = ModelConfig.from_hf(raw)
     assert config.max_positions == 100
     assert torch.equal(
-        config.rope.frequencies(16)[0],
-        ModelConfig.from_hf({**raw, "rope_scaling": None}).rope.frequencies(16)[0],
+        config.rope.frequencies(16)[0], ModelConfig.from_hf({**raw, "rope_scaling": None}).rope.frequencies(16)[0]
     )
 
 
@@ -167,9 +162,7 @@ def test_sequences_of_different_length_share_a_batch(pair):
         feed(model, cache, tokens_of(n, seed=b), 0)
         both[:, :, b] = cache[:, :, 0]
         depth = trees[b].sum(-1)[None] - 1
-        alone.append(
-            model(nodes[b : b + 1], model.nodes(lengths[b : b + 1], depth, trees[b : b + 1], 40), cache)[0]
-        )
+        alone.append(model(nodes[b : b + 1], model.nodes(lengths[b : b + 1], depth, trees[b : b + 1], 40), cache)[0])
     got, _ = model(nodes, model.nodes(lengths, trees.sum(-1) - 1, trees, 40), both)
     assert (got - torch.cat(alone)).abs().max() < 1e-10
 
@@ -288,9 +281,7 @@ def test_batch_training_forward_equals_the_cached_one(pair):
     for family in ("mistral", "mixtral", "qwen3"):
         _, model = pair(family, torch.float64)
         tokens = tokens_of(24, batch=2)
-        assert (
-            model.forward_train(tokens)[0] - feed(model, model.new_cache(2, 32), tokens, 0)[0]
-        ).abs().max() < 1e-10
+        assert (model.forward_train(tokens)[0] - feed(model, model.new_cache(2, 32), tokens, 0)[0]).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -319,14 +310,8 @@ def test_batch_training_forward_equals_the_cached_one(pair):
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_theta": 0.5}, "rope_theta"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}}, "rope_theta"),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**30}},
-            "original_max",
-        ),
-        (
-            {"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True, "layer_types": 3},
-            "layer_types",
-        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**30}}, "original_max"),
+        ({"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True, "layer_types": 3}, "layer_types"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok"),
         ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
     ],
@@ -340,12 +325,7 @@ def test_config_errors_name_the_key(change, word):
 
 def test_both_spellings_of_transformers_give_one_config():
     """Catches settings that fall back to defaults. transformers 5 renamed rope_scaling and torch_dtype."""
-    scaling = {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     old = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}, "torch_dtype": "bfloat16"}
     new = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}, "dtype": "bfloat16"}
     base = {**BASE, "model_type": "llama"}
@@ -357,25 +337,7 @@ def test_both_spellings_of_transformers_give_one_config():
 def test_mutated_rope_settings_never_crash():
     """Catches a division by zero or an overflow deep in a table for odd but well-typed values."""
     rng = random.Random(3)
-    values = [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        1.0,
-        1e-7,
-        3,
-        64,
-        2**31,
-        10**30,
-        -1.5,
-        1e308,
-        "x",
-        [],
-        0.999999,
-        1.0000001,
-    ]
+    values = [None, True, -1, 0, 1, 1.0, 1e-7, 3, 64, 2**31, 10**30, -1.5, 1e308, "x", [], 0.999999, 1.0000001]
     usable = 0
     for _ in range(3000):
         scaling = {"rope_type": rng.choice(ROPE_TYPES), "factor": 4.0, "rope_theta": 1e4, "truncate": True}

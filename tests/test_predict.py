@@ -52,9 +52,7 @@ def test_a_wide_tree_is_bound_by_the_tensor_cores(report):
     lm_head = max(2 * eight * 32 / (71e12 * 0.85), eight_bytes / (936e9 * 0.87))
     assert row["target_ms"] == pytest.approx((2 * four * 32 / (71e12 * 0.85) + lm_head) * 1e3)
     parts = row["target_ms"] + row["attention_ms"] + row["gaps_ms"] + row["draft_ms"]
-    assert row["step_ms"] == pytest.approx(parts) and row["tokens_per_second"] == pytest.approx(
-        3.62e3 / parts
-    )
+    assert row["step_ms"] == pytest.approx(parts) and row["tokens_per_second"] == pytest.approx(3.62e3 / parts)
     # one draft forward of EAGLE-1: fc 2H x H and one layer in int4, the target's LM head in int8
     H, inner, vocab = 4096, 11008, 32000
     once = (6 * H * H + 3 * H * inner) * (0.5 + 2 / 128) + H * vocab + 4 * vocab + 2 * H  # and the bias of fc

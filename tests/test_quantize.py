@@ -88,10 +88,7 @@ def measure(before: Transformer, after: Transformer, tokens: torch.Tensor) -> di
 def correlated(n: int, k: int, rows: int = 2048):
     """Weights and inputs with a few strong shared directions, as activations have them."""
     g = torch.Generator().manual_seed(5)
-    mix = (
-        torch.randn(k, k, generator=g) / k**0.5
-        + torch.randn(k, 4, generator=g) @ torch.randn(4, k, generator=g) / 4
-    )
+    mix = torch.randn(k, k, generator=g) / k**0.5 + torch.randn(k, 4, generator=g) @ torch.randn(4, k, generator=g) / 4
     x = torch.randn(rows, k, generator=g) @ mix
     return torch.randn(n, k, generator=g), x
 
@@ -139,16 +136,11 @@ def test_clip_search_is_never_worse_than_no_clip():
 
             def loss(clip, groups=groups, bits=bits):
                 scales = rounding.fit_scales(groups, bits, clip=clip)
-                return (
-                    (rounding._round(groups, scales, bits) * scales.float()[:, None] - groups)
-                    .square()
-                    .sum(-1)
-                )
+                return (rounding._round(groups, scales, bits) * scales.float()[:, None] - groups).square().sum(-1)
 
             assert (loss(True) <= loss(False)).all()
     gain = [
-        rounding.relative_error(normal, QuantLinear(quantize_rtn(normal, 4, 64, c)).dequantize())
-        for c in (True, False)
+        rounding.relative_error(normal, QuantLinear(quantize_rtn(normal, 4, 64, c)).dequantize()) for c in (True, False)
     ]
     assert gain[0] < 0.93 * gain[1]
 
@@ -216,12 +208,8 @@ def random_stored(bits=4, n=48, k=128, group=32, zeros=False, perm=False, lead=(
     return stored | ({"perm": torch.randperm(k, generator=g).int()} if perm else {})
 
 
-@pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
-)
-@pytest.mark.parametrize(
-    "options", [{}, {"zeros": True}, {"perm": True}, {"zeros": True, "perm": True}, {"bits": 8}]
-)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("options", [{}, {"zeros": True}, {"perm": True}, {"zeros": True, "perm": True}, {"bits": 8}])
 def test_quant_linear_multiplies_by_its_matrix(options, dtype, tolerance):
     """Prevents a forward that disagrees with dequantize (permuted columns, zero points, bias, packing per dtype)."""
     stored = random_stored(**options)
@@ -355,9 +343,7 @@ def test_experts_are_packed_one_at_a_time(bits, layout, monkeypatch):
         assert torch.equal(value, same) if isinstance(value, torch.Tensor) else value == same, name
     if layout == "planes":
         stored = {k: v for k, v in layer.state_dict().items() if k != "perm"}
-        count = sum(
-            t.nbytes for t in (packed.weight, packed.scales, packed.zeros, packed.counters) if t is not None
-        )
+        count = sum(t.nbytes for t in (packed.weight, packed.scales, packed.zeros, packed.counters) if t is not None)
         assert held_bytes(stored, torch.float16, "cuda") == count
 
 
@@ -375,13 +361,7 @@ def test_packed_modules_trace_as_one_graph():
 
 def test_specs_are_validated():
     """Prevents silent acceptance of a mode, group or combination that no kernel has."""
-    for bad in (
-        {"mode": "int3"},
-        {"group_size": 48},
-        {"algorithm": "awq"},
-        {"lm_head": "fp8"},
-        {"act_order": True},
-    ):
+    for bad in ({"mode": "int3"}, {"group_size": 48}, {"algorithm": "awq"}, {"lm_head": "fp8"}, {"act_order": True}):
         with pytest.raises(ValueError, match="allowed|add --algorithm"):
             QuantSpec(**bad)
     spec = QuantSpec("int4", 128, lm_head="fp16")
@@ -446,11 +426,7 @@ def test_receipts_are_true(tmp_path, config, options, capsys):
         assert receipt[key] == pytest.approx(again[key], rel=2e-3, abs=1e-6), key
     assert receipt["top1_agreement"] == pytest.approx(again["top1_agreement"], abs=0.005)
     assert 0 < receipt["mean_kl"] < 0.3
-    assert (
-        receipt["bytes_after"]
-        <= (out / "model.safetensors").stat().st_size
-        <= receipt["bytes_after"] + 20_000
-    )
+    assert receipt["bytes_after"] <= (out / "model.safetensors").stat().st_size <= receipt["bytes_after"] + 20_000
     assert receipt["bytes_before"] > 2 * receipt["bytes_after"] and receipt["peak_memory_bytes"] > 0
     worst = receipt["worst_layers"][0]
     errors = {
@@ -475,9 +451,7 @@ def test_gptq_beats_rtn_on_a_whole_model(tmp_path):
     kl = {}
     for algorithm in ("rtn", "gptq"):
         spec = QuantSpec("int4", 128, algorithm)
-        receipt = quantizer.quantize_checkpoint(
-            source, tmp_path / algorithm, spec, tokens(16, 32, 7), tokens()
-        )
+        receipt = quantizer.quantize_checkpoint(source, tmp_path / algorithm, spec, tokens(16, 32, 7), tokens())
         kl[algorithm] = receipt["mean_kl"]
     assert kl["gptq"] < 0.7 * kl["rtn"], kl
 
@@ -516,9 +490,7 @@ def test_broken_quantized_directories_give_one_line(tmp_path):
 
     def fails(match, tensors=None, quant=None):
         save_file(tensors or good, out / "model.safetensors")
-        (out / "config.json").write_text(
-            json.dumps(config | {"eaglet_quant": config["eaglet_quant"] | (quant or {})})
-        )
+        (out / "config.json").write_text(json.dumps(config | {"eaglet_quant": config["eaglet_quant"] | (quant or {})}))
         with pytest.raises(ValueError, match=match) as error:
             checkpoint.load_model(out)
         assert "\n" not in str(error.value)
@@ -595,9 +567,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, capsys, 
     monkeypatch.setattr(quantizer, "write_safetensors", full)
     assert run("--checkpoint", source, "--algorithm", algorithm) == 3
     err = capsys.readouterr().err
-    assert "No space left on device" in err and ("m-int4.partial: the same command" in err) == (
-        algorithm == "gptq"
-    )
+    assert "No space left on device" in err and ("m-int4.partial: the same command" in err) == (algorithm == "gptq")
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == (["m"] if algorithm == "rtn" else ["m", "m-int4.partial"])
     for part in (tmp_path / "m-int4.partial").glob("*.safetensors"):
@@ -674,9 +644,7 @@ def test_only_one_layer_is_in_memory(tmp_path):
 
     def count(done, total, name):
         gc.collect()
-        floats = [
-            t for t in gc.get_objects() if type(t) is nn.Parameter and t.shape == (512, 128) and not t.is_meta
-        ]
+        floats = [t for t in gc.get_objects() if type(t) is nn.Parameter and t.shape == (512, 128) and not t.is_meta]
         seen.append(len(floats))
 
     quantizer.quantize_checkpoint(
@@ -729,13 +697,7 @@ def published(
     matrices, tensors, orders = {}, {}, {}
     for name, view in hf.hf_views(model).items():
         base, leaf = name.rsplit(".", 1)
-        if (
-            leaf != "weight"
-            or view.dim() < 2
-            or "embed" in name
-            or "lm_head" in name
-            or "gate.weight" in name
-        ):
+        if leaf != "weight" or view.dim() < 2 or "embed" in name or "lm_head" in name or "gate.weight" in name:
             tensors[name] = view.clone().half()
             continue
         N, K = view.shape
@@ -765,11 +727,7 @@ def published(
                 stored["bias"] = torch.zeros(N).half()
         elif kind == "awq":
             order = (0, 2, 4, 6, 1, 3, 5, 7)
-            stored = {
-                "qweight": pack_words(q.T, 1, order),
-                "qzeros": pack_words(zeros, 1, order),
-                "scales": scales,
-            }
+            stored = {"qweight": pack_words(q.T, 1, order), "qzeros": pack_words(zeros, 1, order), "scales": scales}
         else:
             stored = {"weight_packed": pack_words(q, 1), "weight_scale": scales.T.contiguous()}
             stored["weight_shape"] = torch.tensor([N, K])
@@ -781,13 +739,7 @@ def published(
                 stored["weight_g_idx"] = groups.int()
         tensors |= {f"{base}.{k}": v for k, v in stored.items()}
     section = {
-        "gptq": {
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": group,
-            "sym": symmetric,
-            "desc_act": act_order,
-        },
+        "gptq": {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": symmetric, "desc_act": act_order},
         "awq": {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"},
         "ct": {
             "quant_method": "compressed-tensors",
@@ -835,32 +787,23 @@ def test_published_checkpoints_load_to_the_exact_matrices(tmp_path, kind, option
     model = checkpoint.load_model(tmp_path / "m")
     found = checkpoint.Checkpoint.open(tmp_path / "m")
     method = {"ct": "compressed-tensors"}.get(kind, kind)
-    assert (found.kind, found.quantization, model.quant) == (
-        "published",
-        f"int4 ({method})",
-        f"int4 ({method})",
-    )
+    assert (found.kind, found.quantization, model.quant) == ("published", f"int4 ({method})", f"int4 ({method})")
     floats = tiny(config)
     for name, view in hf.hf_views(floats).items():
         if name in matrices:
             view.copy_(matrices[name])
         else:
             view.copy_(view.half().float())
-    restored = {
-        n: c.dequantize(torch.float64) for n, c in model.named_modules() if isinstance(c, QuantLinear)
-    }
+    restored = {n: c.dequantize(torch.float64) for n, c in model.named_modules() if isinstance(c, QuantLinear)}
     assert len(restored) == 8
     for name, matrix in restored.items():
-        want = dict(floats.named_parameters()).get(
-            f"{name}.weight", dict(floats.named_parameters()).get(name)
-        )
+        want = dict(floats.named_parameters()).get(f"{name}.weight", dict(floats.named_parameters()).get(name))
         torch.testing.assert_close(matrix.float(), want.float(), rtol=0, atol=0)
     plain = any(c.zeros is None for c in model.modules() if isinstance(c, QuantLinear))
     assert plain == options.get("symmetric", True)  # symmetric ones must not carry zero points
     x = tokens(1, 9)
     got, want = (
-        m.logits(m.forward_train(x)[0])
-        for m in (checkpoint.load_model(tmp_path / "m", dtype=torch.float32), floats)
+        m.logits(m.forward_train(x)[0]) for m in (checkpoint.load_model(tmp_path / "m", dtype=torch.float32), floats)
     )
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
@@ -945,12 +888,7 @@ def test_default_texts_respect_the_demo_models_split():
 
 def test_calibration_files(tmp_path):
     """Prevents .jsonl lines of the usual shapes from being skipped, or a broken file from passing as text."""
-    lines = [
-        '"plain"',
-        '{"text": "a"}',
-        '{"messages": [{"role": "user", "content": "b"}, {"content": "c"}]}',
-        "",
-    ]
+    lines = ['"plain"', '{"text": "a"}', '{"messages": [{"role": "user", "content": "b"}, {"content": "c"}]}', ""]
     lines += ['{"conversations": [{"from": "human", "value": "d"}]}']
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     assert texts.read_texts(tmp_path / "x.jsonl") == ["plain", "a", "b\n\nc", "", "d"]
@@ -1035,16 +973,9 @@ def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monke
         "plan": NotEnoughMemory("not enough memory: plan 9 GB,\nfree 1 GB."),
         "cuda": torch.OutOfMemoryError("CUDA out of memory"),
         "host": MemoryError(),
-        "allocator": RuntimeError(
-            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-        ),
+        "allocator": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     }
-    source, head, devices, real = (
-        saved(tmp_path / "m", UNTIED),
-        tiny_head(tmp_path / "h", UNTIED),
-        [],
-        load,
-    )
+    source, head, devices, real = (saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "h", UNTIED), [], load)
 
     def limited(directory, **options):
         devices.append(options["device"])
@@ -1053,18 +984,7 @@ def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monke
         return real(directory, **options)
 
     monkeypatch.setattr(quantize, "load", limited)
-    argv = [
-        "--checkpoint",
-        source,
-        "--out",
-        tmp_path / "q",
-        "--group-size",
-        32,
-        "--eagle",
-        head,
-        "--device",
-        "cpu",
-    ]
+    argv = ["--checkpoint", source, "--out", tmp_path / "q", "--group-size", 32, "--eagle", head, "--device", "cpu"]
     assert run(*argv) == 0 and devices == ["cpu", "cpu"]
     receipt, out = json.loads((tmp_path / "q" / "receipt.json").read_text()), capsys.readouterr().out
     assert receipt["tau_before"] is None and receipt["tau_after"] >= 1 and "tau not measured -> " in out
@@ -1090,19 +1010,14 @@ def test_running_out_of_memory_is_exit_code_4(tmp_path, capsys, monkeypatch):
 
 def test_a_head_that_does_not_fit_is_refused_before_any_work(tmp_path, capsys):
     """Prevents finding out after hours of GPTQ that the head belongs to another model or group size."""
-    source, head = (
-        saved(tmp_path / "m", UNTIED),
-        tiny_head(tmp_path / "head", replace(UNTIED, intermediate_size=288)),
-    )
+    source, head = (saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", replace(UNTIED, intermediate_size=288)))
     argv = ["--checkpoint", source, "--algorithm", "gptq"]
     assert run(*argv, "--eagle", head) == 2 and "layer.mlp.down: group size 128" in capsys.readouterr().err
     assert run(*argv, "--eagle", tmp_path / "none") == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "m"]
 
 
-@pytest.mark.parametrize(
-    "options", [["--mode", "int8"], ["--group-size", 32], ["--mode", "int4", "--lm-head", "int4"]]
-)
+@pytest.mark.parametrize("options", [["--mode", "int8"], ["--group-size", 32], ["--mode", "int4", "--lm-head", "int4"]])
 def test_a_drafter_does_not_change_what_a_quantized_model_says(tmp_path, options):
     """Prevents quantized linears whose result for a row depends on how many rows there are (exact in float64)."""
     source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED)

@@ -142,24 +142,28 @@ def test_observers_attach_and_detach():
 
 
 @pytest.mark.parametrize("at", (0, 1, 4))
-def test_an_observer_comes_and_goes_within_a_request(at):
+def test_an_observer_comes_and_goes_within_a_request(at, monkeypatch):
     """Catches an observer that is added while steps are under way and then shown another step than the one that was
     read, or none. Catches seconds of decoding that jump when it comes or goes."""
+    clock = fake_clock(monkeypatch)
     engine = make("eagle1", "paper25", 2)
     expected = outcome(make("eagle1", "paper25", 0).generate(PROMPT, settings(2)).run())
     stream, watcher, seconds = engine.generate(PROMPT, settings(2)), Watcher(engine), []
-    for i, _ in enumerate(stream):
-        if i == at:
-            engine.add_observer(watcher)
-        if i == at + 8:
-            engine.remove_observer(watcher)
-        seconds.append(stream.result.decode_seconds)
+    with clock:
+        for i, _ in enumerate(stream):
+            if i == at:
+                engine.add_observer(watcher)
+            if at < i < at + 8:
+                clock.now += 300  # the consumer's own time, which no step runs in
+            if i == at + 8:
+                engine.remove_observer(watcher)
+            seconds.append(stream.result.decode_seconds)
     assert outcome(stream.results) == expected
     # two steps may have been under way already
     steps = stream.result.tokens_per_step
     late = next(k for k in range(3) if steps[at + k : at + k + len(watcher.emitted)] == watcher.emitted)
     assert len(watcher.emitted) == 8 - late and set(watcher.unread) == {0}
-    assert seconds == sorted(seconds)
+    assert seconds == sorted(seconds) and 0 < seconds[-1] < 1
 
 
 def test_the_ring_refuses_to_overwrite_unread_rows():
@@ -226,6 +230,9 @@ def test_the_gauge_counts_graph_launches():
     assert gauge.launches() == "1 graph launch per step"
     engine.runner.replays *= 2
     assert gauge.launches() == "2 graph launches per step"
+    with pytest.raises(ValueError, match="captured without marks; add an observer of phases before"):
+        Gauge(engine)
+    assert engine.observers == [gauge]
 
 
 def test_graphs_are_captured_on_request():
@@ -534,6 +541,22 @@ def test_the_engine_survives_every_injection_point(owner, point, after, monkeypa
             engine = accident_engine(graphs)
         for rows in (1, 2):
             assert texts(engine.generate_batch(PROMPTS[:rows], params).run()) == fresh_outcome(rows)
+
+
+def test_rows_of_a_request_that_was_cut_short_stand_still():
+    """Catches rows that go on after their request was cut short, in the warm-up or in the steps of the next request. They
+    could run past the end of the cache."""
+    engine = accident_engine(graphs=True)
+    stream = engine.generate_batch(PROMPTS[:2], settings(2))
+    for _, _ in zip(stream, range(4), strict=False):
+        pass
+    stream.close()
+    assert not engine.state.done.any()
+    reached = engine.state.n.clone()
+    engine.warm_up(settings(0))
+    assert engine.state.done.all() and torch.equal(engine.state.n, reached)
+    engine.generate_batch(PROMPTS[:1], settings(2, max_new_tokens=6)).run()
+    assert engine.state.n[1] == reached[1]
 
 
 class Interrupt(TorchDispatchMode):

@@ -71,9 +71,7 @@ def test_bad_values_are_refused_in_one_line(field, bad):
 
 def test_good_values_and_modes():
     """Prevents valid edge values being refused, and a graph compiled without the code that a request needs."""
-    edge = SamplingParams(
-        temperature=1e-30, top_p=1e-9, min_p=0.999, seed=2**64 - 1, stop=["a"] * 16, stop_ids=[3]
-    )
+    edge = SamplingParams(temperature=1e-30, top_p=1e-9, min_p=0.999, seed=2**64 - 1, stop=["a"] * 16, stop_ids=[3])
     assert edge.stop == ("a",) * 16 and edge.stop_ids == (3,)
     SamplingParams(seed=-(2**63), presence_penalty=-2, frequency_penalty=2, stop=("é" * 512,), temperature=3)
     assert SamplingParams().mode == SamplingMode()
@@ -149,17 +147,13 @@ def test_noise_arguments_are_not_modified():
 
 def test_noise_is_finite_at_both_ends(monkeypatch):
     """Prevents log(0): 32 one bits round to v = 1 in fp32, and would bar a token for ever."""
-    bits = torch.tensor([0, 1, 2, 2**24, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 2, 2**32 - 1]).view(
-        1, 1, -1
-    )
+    bits = torch.tensor([0, 1, 2, 2**24, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 2, 2**32 - 1]).view(1, 1, -1)
     monkeypatch.setattr(sampling, "noise_bits", lambda *_: bits.clone())
     g = sampling.gumbel_noise(None, None, None)
     v = (bits.double() + 0.5) / 2**32
     assert g.isfinite().all() and g.dtype == torch.float32
     assert (g[..., :-1] >= g[..., 1:]).all() and g.min() > -2.83 and g.max() < 22.89
-    torch.testing.assert_close(
-        g[..., :5].double(), -torch.log(-torch.log1p(-v))[..., :5], rtol=2e-5, atol=2e-6
-    )
+    torch.testing.assert_close(g[..., :5].double(), -torch.log(-torch.log1p(-v))[..., :5], rtol=2e-5, atol=2e-6)
 
 
 def test_noise_bits_are_uniform_and_independent():
@@ -198,9 +192,7 @@ def test_one_key_bit_flips_half_of_the_output():
     positions = torch.randint(0, 2**20, (400, 1), generator=generator)
     ids = torch.arange(32)
     base = sampling.noise_bits(seed, positions, ids)
-    flipped = [
-        sampling.noise_bits(seed ^ torch.tensor(1).bitwise_left_shift(b), positions, ids) for b in range(64)
-    ]
+    flipped = [sampling.noise_bits(seed ^ torch.tensor(1).bitwise_left_shift(b), positions, ids) for b in range(64)]
     flipped += [sampling.noise_bits(seed, positions ^ 1 << b, ids) for b in range(20)]
     flipped += [sampling.noise_bits(seed, positions, ids ^ 1 << b) for b in range(20)]
     for number, other in enumerate(flipped):
@@ -253,9 +245,7 @@ def test_filters_off_are_exact_no_ops():
     state = state_for(temperature=0.9)
     assert torch.equal(both_ways(logits, state), logits > -math.inf)
     noise = sampling.gumbel_noise(state.seed, torch.arange(40)[None], torch.arange(1000))
-    assert torch.equal(
-        sampling.choose(logits, noise, state, FILTER), sampling.choose(logits, noise, state, SAMPLE)
-    )
+    assert torch.equal(sampling.choose(logits, noise, state, FILTER), sampling.choose(logits, noise, state, SAMPLE))
 
 
 def test_ties_share_their_fate_and_one_token_survives():
@@ -280,10 +270,7 @@ def test_ties_share_their_fate_and_one_token_survives():
 
 def test_a_row_is_filtered_alone_as_in_a_batch():
     """Prevents the nucleus from depending on the number of tree nodes (identity with plain decoding)."""
-    logits = (
-        torch.randn(30, 2048, generator=torch.Generator().manual_seed(3))
-        * torch.linspace(0.1, 8, 30)[:, None]
-    )
+    logits = torch.randn(30, 2048, generator=torch.Generator().manual_seed(3)) * torch.linspace(0.1, 8, 30)[:, None]
     state = state_for(temperature=0.9, top_p=0.93, top_k=700, min_p=1e-4)
     together = both_ways(logits, state)
     for row in range(30):
@@ -328,9 +315,7 @@ def test_choice_with_penalties_follows_the_distribution():
     expected -= 0.25 * output.bincount(minlength=VOCAB) + 0.4 * (output.bincount(minlength=VOCAB) > 0)
     p = warp(expected, 0.8, top_p=0.95).softmax(-1)[0]
     noise = sampling.gumbel_noise(state.seed, torch.arange(100_000)[None], torch.arange(VOCAB))
-    draws = (
-        sampling.choose(z.expand(1, 100_000, VOCAB), noise, state, ALL).flatten().bincount(minlength=VOCAB)
-    )
+    draws = sampling.choose(z.expand(1, 100_000, VOCAB), noise, state, ALL).flatten().bincount(minlength=VOCAB)
     assert draws[p == 0].sum() == 0 and chi_square_z(draws[p > 0], p[p > 0] * 1e5) < 4
 
 
@@ -365,9 +350,7 @@ def test_low_temperature_becomes_greedy():
         for mode in (SAMPLE, FILTER):
             assert (sampling.choose(logits, noise, state, mode) == greedy).float().mean() >= least
     hot = state_for(temperature=3e38, top_p=0.5)
-    assert (
-        len(sampling.choose(logits, noise, hot, FILTER).unique()) > 20
-    )  # uniform, not an overflow to token 0
+    assert len(sampling.choose(logits, noise, hot, FILTER).unique()) > 20  # uniform, not an overflow to token 0
 
 
 def test_same_choice_for_any_row_grouping_and_top_k_1_is_greedy():
@@ -402,10 +385,7 @@ def test_noise_streams_are_independent_and_uniform():
     """Prevents draft, acceptance and residual draws of multi-round verification from sharing randomness."""
     seed = torch.tensor([0, 1, -1, 2**40 + 7])
     positions, ids = torch.arange(256).expand(4, -1), torch.arange(64)
-    draws = [
-        sampling.uniform_noise(s, positions, ids)
-        for s in (seed, *(sampling.stream(seed, k) for k in (1, 2, 3)))
-    ]
+    draws = [sampling.uniform_noise(s, positions, ids) for s in (seed, *(sampling.stream(seed, k) for k in (1, 2, 3)))]
     for number, u in enumerate(draws):
         assert u.min() >= 0 and u.max() < 1
         counts = (u * 256).long().flatten().bincount(minlength=256)
@@ -445,9 +425,7 @@ def test_penalties_per_node_equal_brute_force():
     output = torch.randint(0, V, (B, 8), generator=generator)
     path = torch.randint(0, 6, (B, N, P), generator=generator)  # few ids: many repeats
     valid = torch.rand(B, N, P, generator=generator) < 0.6
-    path[~valid] = torch.tensor([-1, V + 5, 0])[
-        torch.randint(0, 3, (int((~valid).sum()),), generator=generator)
-    ]
+    path[~valid] = torch.tensor([-1, V + 5, 0])[torch.randint(0, 3, (int((~valid).sum()),), generator=generator)]
     state = state_for(repetition_penalty=1.7, presence_penalty=0.3, frequency_penalty=-0.2)
     count = torch.stack([row.bincount(minlength=V) for row in output]).int()
     seen = torch.stack([torch.cat([a, b]).bincount(minlength=V) for a, b in zip(prompt, output, strict=True)])

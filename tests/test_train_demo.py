@@ -136,10 +136,7 @@ def test_another_runs_directory_gives_one_line(run, tmp_path, capsys):
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
         assert len(errors) == 1 and says in errors[0] and "--work" in errors[0]
     state.unlink()
-    for content in (
-        b"junk",
-        (Path(train_demo.__file__).parents[1] / "demo" / "tokenizer.model").read_bytes(),
-    ):
+    for content in (b"junk", (Path(train_demo.__file__).parents[1] / "demo" / "tokenizer.model").read_bytes()):
         (tmp_path / "a" / "tokenizer.model").write_bytes(content)
         capsys.readouterr()
         assert run("a") == 3

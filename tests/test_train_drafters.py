@@ -1,6 +1,5 @@
 """Training of draft LLMs and Medusa heads, on a tiny target whose next token follows from the last one."""
 
-import argparse
 import copy
 import json
 
@@ -12,7 +11,7 @@ from tiny import V
 from scripts import train_draft, train_medusa
 from training.data import TokenData
 from training.distillation import DraftModelTraining, MedusaTraining
-from training.drafters import WorseHead, refuse_if_worse, train
+from training.drafters import train
 from weights.hf import save_hf
 
 KINDS = {
@@ -56,15 +55,13 @@ def test_training_from_scratch_drafts_well(kind, loss, files, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resume_is_exact_and_worse_ones_are_refused(kind, files, tmp_path):
-    """State missing from the checkpoint; a run continued with other settings; a good drafter overwritten by a bad one."""
+def test_resume_is_exact(kind, files, tmp_path):
+    """State missing from the checkpoint, or a run continued with other settings."""
     whole = trained(kind, files, tmp_path / "a", steps=6)
     trained(kind, files, tmp_path / "b", "--pause-at", 3, steps=6)
     with pytest.raises(ValueError, match="--loss"):
         trained(kind, files, tmp_path / "b", "--loss", "ce", steps=6)
     assert trained(kind, files, tmp_path / "b", steps=6)["loss_curve"] == whole["loss_curve"]
-    with pytest.raises(WorseHead, match="kept it"):
-        refuse_if_worse({"tau": 2.0}, {"tau_greedy": 1.5}, argparse.Namespace(out="x"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,4 +77,5 @@ def test_what_lies_at_out_is_not_replaced_unasked(kind, files, tmp_path, capsys)
     good = (out / "CARD.json").read_bytes()
     worse = ["--work", tmp_path / "other", "--lr", "0.001"]
     assert main(options(kind, files, out, *worse, steps=1)) == 1
-    assert "is better" in capsys.readouterr().err and (out / "CARD.json").read_bytes() == good
+    said = capsys.readouterr().err
+    assert "is better" in said and "kept it" in said and (out / "CARD.json").read_bytes() == good

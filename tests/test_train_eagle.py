@@ -22,13 +22,12 @@ from sampling import SamplingParams
 from scripts import train_eagle
 from scripts.train_eagle import parse
 from tokenizer import load_tokenizer
-from training import eagle, sources
-from training.data import Batch, TokenData, step_batches
-from training.drafters import train
+from training import data as training_data
+from training import eagle
+from training.data import Batch, TokenData, chat_row, read_messages, step_batches
+from training.drafters import Evaluation, train
 from training.eagle import INPUTS, TrainHead
-from training.evaluation import Evaluation
 from training.loop import World
-from training.sources import chat_row, read_messages
 from weights.checkpoint import load_config, load_model
 from weights.heads import read_eagle
 from weights.hf import save_hf
@@ -66,17 +65,7 @@ def files(tmp_path_factory):
 def options(files, out, *more, version=1, steps=6, **given):
     argv = ["--checkpoint", str(files / "target"), "--data", str(files / "data.npz"), "--out", str(out)]
     argv += ["--work", f"{out}-work", "--version", str(version), "--steps", str(steps), "--length", "64"]
-    argv += [
-        "--eval-prompts",
-        "4",
-        "--eval-tokens",
-        "32",
-        "--prompt-length",
-        "16",
-        "--eval-every",
-        "0",
-        *more,
-    ]
+    argv += ["--eval-prompts", "4", "--eval-tokens", "32", "--prompt-length", "16", "--eval-every", "0", *more]
     for name, value in given.items():
         argv += [f"--{name.replace('_', '-')}", str(value)]
     return argv
@@ -113,10 +102,7 @@ def trained(files):
     more = ["--eval-prompts", "3", "--eval-tokens", "24"]
     third = [*more, "--ttt-steps", "3", "--draft-vocab", "60"]
     return {
-        version: (
-            files / f"head{version}",
-            run(files, files / f"head{version}", *extra, version=version, steps=110),
-        )
+        version: (files / f"head{version}", run(files, files / f"head{version}", *extra, version=version, steps=110))
         for version, extra in ((1, more), (3, third))
     }
 
@@ -187,7 +173,7 @@ def test_two_processes_equal_one_with_the_doubled_batch(files, tmp_path):
 
 def evaluation_of(files, target, *more):
     args = parse(options(files, "unused", "--eval-prompts", "3", "--eval-tokens", "24", *more))
-    return Evaluation(target, (), sources.load_data(args, target, None)[1], args)
+    return Evaluation(target, (), training_data.load_data(args, target, None)[1], args)
 
 
 def tau_of(directory, files, target, *more):
@@ -251,7 +237,7 @@ def test_feature_paired_with_the_wrong_token(files, trained, tmp_path, monkeypat
 
 
 def test_loss_eagle1_is_the_papers(files):
-    """Target feature, mask, noise scale or normalisation shifted or changed (eagle.md 7.2)."""
+    """Target feature, mask, noise scale or normalisation shifted or changed."""
     head, target = tiny_head(files)
     tokens = torch.randint(0, V, (2, 12), generator=torch.Generator().manual_seed(0))
     features, _ = target.forward_train(tokens)
@@ -277,7 +263,7 @@ def test_loss_eagle1_is_the_papers(files):
 
 @pytest.mark.parametrize("draft_vocab", [None, 20])
 def test_loss_eagle3_is_the_papers(files, draft_vocab):
-    """Steps, weights, shifts, the restriction to the draft vocabulary, or own outputs not fed back (eagle.md 7.3)."""
+    """Steps, weights, shifts, the restriction to the draft vocabulary, or own outputs not fed back."""
     head, target = tiny_head(files, 3, draft_vocab=draft_vocab)
     ids = head.draft_ids if draft_vocab else torch.arange(V)
     T, steps = 10, 3
@@ -304,7 +290,7 @@ def test_loss_eagle3_is_the_papers(files, draft_vocab):
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_training_time_attention_equals_an_explicit_mask(files, version):
-    """Step s seeing other rows of steps 1..s, not seeing its own, or with positions not moved on (eagle.md 7.3)."""
+    """Step s seeing other rows of steps 1..s, not seeing its own, or with positions not moved on."""
     head, _ = tiny_head(files, version)
     attention, T, steps = head.layer.attention, 9, 4
     generator = torch.Generator().manual_seed(5)
@@ -334,9 +320,7 @@ def first_change(a, b):
 
 
 @pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize(
-    "inputs, token, feature", list(zip(INPUTS, (4, 5, None, 4), (5, 5, 5, None), strict=True))
-)
+@pytest.mark.parametrize("inputs, token, feature", list(zip(INPUTS, (4, 5, None, 4), (5, 5, 5, None), strict=True)))
 def test_input_ablation_sees_what_its_name_says(files, version, inputs, token, feature):
     """An ablation that leaks the input it is meant to leave out, or shifts the wrong way."""
     head, target = tiny_head(files, version, inputs)
@@ -361,21 +345,10 @@ def test_input_ablation_drafts_in_the_engine_as_it_was_trained(files, trained, t
     for inputs in INPUTS:
         out = tmp_path / inputs
         card = run(
-            files,
-            out,
-            "--eval-prompts",
-            "3",
-            "--eval-tokens",
-            "24",
-            "--tree",
-            "chain:5",
-            steps=50,
-            inputs=inputs,
+            files, out, "--eval-prompts", "3", "--eval-tokens", "24", "--tree", "chain:5", steps=50, inputs=inputs
         )
         assert json.loads((out / "CARD.json").read_text())["inputs"] == inputs
-        assert card["tau_greedy"] == pytest.approx(
-            card["chain_tau"], rel=0.02
-        )  # the engine's, and by teacher forcing
+        assert card["tau_greedy"] == pytest.approx(card["chain_tau"], rel=0.02)  # the engine's, and by teacher forcing
         if inputs == INPUTS[0]:
             continue
         assert card["chain_tau"] < best["chain_tau"]
@@ -471,18 +444,12 @@ def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, cap
         ]
     }
     path = tmp_path / "d.jsonl"
-    path.write_text(
-        "\n".join(map(json.dumps, [SHAREGPT, bad, OPENAI, {"x": 1}, {"messages": [{"role": "tool"}]}]))
-    )
-    conversations, texts, left_out = sources.read_records(str(path))
-    assert (
-        len(conversations) == 2
-        and texts == []
-        and [r[:6] for r in left_out] == ["row 2:", "row 4:", "row 5:"]
-    )
+    path.write_text("\n".join(map(json.dumps, [SHAREGPT, bad, OPENAI, {"x": 1}, {"messages": [{"role": "tool"}]}])))
+    conversations, texts, left_out = training_data.read_records(str(path))
+    assert len(conversations) == 2 and texts == [] and [r[:6] for r in left_out] == ["row 2:", "row 4:", "row 5:"]
     path.write_text('{"messages": ')
     with pytest.raises(ValueError, match="not JSON"):
-        sources.read_records(str(path))
+        training_data.read_records(str(path))
 
 
 @pytest.mark.parametrize("chats", [True, False])
@@ -490,20 +457,11 @@ def test_regenerated_data_is_the_targets_own(tokenizer_files, tmp_path, chats):
     """Old answers kept beside the new ones, prompts counted in the loss, or the work done again at every start."""
     path = tmp_path / ("d.jsonl" if chats else "d.txt")
     path.write_text("\n".join([json.dumps(SHAREGPT)] * 3) if chats else "some plain text to go on with " * 20)
-    argv = [
-        "--checkpoint",
-        str(tokenizer_files),
-        "--data",
-        str(path),
-        "--version",
-        "1",
-        "--out",
-        str(tmp_path / "o"),
-    ]
+    argv = ["--checkpoint", str(tokenizer_files), "--data", str(path), "--version", "1", "--out", str(tmp_path / "o")]
     argv += ["--work", str(tmp_path), "--regenerate", "3", "--regenerate-tokens", "12", "--length", "40"]
     args = parse([*argv, "--prompt-length", "10"])
     target, tokenizer = load_model(tokenizer_files), load_tokenizer(tokenizer_files)
-    parts = sources.load_data(args, target, tokenizer)
+    parts = training_data.load_data(args, target, tokenizer)
     (cache,) = tmp_path.glob("data-*.npz")
     data, stamp = TokenData.load(cache), cache.stat().st_mtime_ns
     assert sum(p.rows for p in parts) == data.rows == 3 and not data.stream
@@ -514,15 +472,13 @@ def test_regenerated_data_is_the_targets_own(tokenizer_files, tmp_path, chats):
             assert "hello" not in text and "hi" in text and "unanswered" not in text
         else:
             assert mask.tolist() == [False] * 10 + [True] * (len(ids) - 10) and len(ids) > 10
-    sources.load_data(args, target, tokenizer)
+    training_data.load_data(args, target, tokenizer)
     assert cache.stat().st_mtime_ns == stamp
 
 
 def test_draft_vocabulary_is_the_most_frequent_answer_tokens():
     """Frequencies of the prompts counted, ids unsorted, or too few ids when little data is at hand."""
-    data = TokenData.from_rows(
-        [([5, 9, 9, 2, 2, 7, 7, 7], [False, True, True, True, True, False, False, True])]
-    )
+    data = TokenData.from_rows([([5, 9, 9, 2, 2, 7, 7, 7], [False, True, True, True, True, False, False, True])])
     assert eagle.frequent_tokens(data, 3, 12).tolist() == [2, 7, 9]
     assert eagle.frequent_tokens(data, 5, 12).tolist() == [0, 1, 2, 7, 9]
     assert eagle.frequent_tokens(data, 12, 12) is None
@@ -578,7 +534,7 @@ def test_unusable_options_are_one_line(files, tmp_path, capsys, more, message):
 
 
 def test_the_papers_recipe_is_documented_by_its_numbers(files):
-    """Recipe values that drift from eagle.md 7.2 and 7.3."""
+    """Recipe values that drift from those of the papers."""
     one = eagle.recipe_for(parse(options(files, "o", "--recipe", "paper")))
     three = eagle.recipe_for(parse(options(files, "o", "--recipe", "paper", version=3)))
     assert (one.optimizer, one.lr, one.warmup, one.weight_decay, one.clip) == ("adamw", 3e-5, 2000, 0.01, 0.5)

@@ -138,10 +138,7 @@ def test_chain_and_root_only():
     assert (r.N, r.D, r.parent, r.levels, r.max_children) == (1, 0, (0,), (), 0)
     t = tree_tables([r, r])
     assert t.levels == () and t.run_rows == 1
-    assert tree_tokens(t, torch.tensor([7, 8]), torch.zeros(2, 1, 0, dtype=torch.int64)).tolist() == [
-        [7],
-        [8],
-    ]
+    assert tree_tokens(t, torch.tensor([7, 8]), torch.zeros(2, 1, 0, dtype=torch.int64)).tolist() == [[7], [8]]
     assert StaticTree(((0, 0), (1,), (0,))) == StaticTree(([0], [1], [0, 0]))
 
 
@@ -186,18 +183,8 @@ def test_parse_tree(tmp_path):
         assert parse_tree(str(file)) == want
 
 
-BAD_SPECS = (
-    "chain chain:0 chain:17 chain:-1 chain:x chain:1,2 paper26 dynamic:1,5,10 dynamic:60,5 dynamic:257,5,10"
-)
-BAD_SPECS = [
-    *BAD_SPECS.split(),
-    "dynamic:60,16,10",
-    "dynamic:60,5,0",
-    "dynamic:60,0,10",
-    "dynamic:9,,1",
-    "",
-    "x" * 999,
-]
+BAD_SPECS = "chain chain:0 chain:17 chain:-1 chain:x chain:1,2 paper26 dynamic:1,5,10 dynamic:60,5 dynamic:257,5,10"
+BAD_SPECS = [*BAD_SPECS.split(), "dynamic:60,16,10", "dynamic:60,5,0", "dynamic:60,0,10", "dynamic:9,,1", "", "x" * 999]
 
 
 @pytest.mark.parametrize("spec", BAD_SPECS)
@@ -208,23 +195,8 @@ def test_bad_specs_are_refused(spec):
     assert "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
-BAD_FILES = [
-    b"",
-    b"{",
-    b"[]",
-    b"{}",
-    b"3",
-    b"null",
-    b'{"paths": []}',
-    b'{"paths": [[0]], "dynamic": [9, 2, 4]}',
-]
-BAD_FILES += [
-    b'{"dynamic": [9, 2]}',
-    b'{"dynamic": [9, 2, "4"]}',
-    b"\xff\xfe\x00",
-    b"[" * 100_000,
-    b"[[0], 1]",
-]
+BAD_FILES = [b"", b"{", b"[]", b"{}", b"3", b"null", b'{"paths": []}', b'{"paths": [[0]], "dynamic": [9, 2, 4]}']
+BAD_FILES += [b'{"dynamic": [9, 2]}', b'{"dynamic": [9, 2, "4"]}', b"\xff\xfe\x00", b"[" * 100_000, b"[[0], 1]"]
 BAD_FILES += [b"[[0]," + b" " * (1 << 20) + b"[1]]", b"[[" + b"9" * 5000 + b"]]"]
 
 
@@ -301,13 +273,7 @@ def test_tables_of_random_batches(batch):
 
 def test_tables_of_known_trees():
     """Padding of small trees beside big ones: a one-node tree with the paper's tree and a chain."""
-    trees = [
-        PAPER25,
-        root_only(),
-        chain(3),
-        StaticTree(medusa(STAGE2)),
-        chain(1),
-    ]
+    trees = [PAPER25, root_only(), chain(3), StaticTree(medusa(STAGE2)), chain(1)]
     check_tables(real, trees)
     for t in trees:
         check_tables(real, [t, t])
@@ -506,9 +472,7 @@ def test_nan_scores_come_last():
 
 def test_half_precision_scores_are_widened():
     """Cumulative scores rounded in bf16: -0.0039 vanishes beside -1 and a child ties with its parent."""
-    pool = tree_building.first_level(
-        torch.tensor([[0, 1]]), torch.tensor([[-1.0, -2.0]], dtype=torch.bfloat16)
-    )
+    pool = tree_building.first_level(torch.tensor([[0, 1]]), torch.tensor([[-1.0, -2.0]], dtype=torch.bfloat16))
     pool = tree_building.expand(
         pool, torch.zeros(1, 2, 2, dtype=torch.int64), torch.full((1, 2, 2), -0.00390625).bfloat16()
     )
@@ -526,9 +490,7 @@ def test_select_size_is_checked():
 
 
 def run_accept(impl, t, tokens, choice, valid=None):
-    return impl.accept(
-        tokens, t.parent, t.depth, t.ancestors, t.valid if valid is None else valid, choice, t.D
-    )
+    return impl.accept(tokens, t.parent, t.depth, t.ancestors, t.valid if valid is None else valid, choice, t.D)
 
 
 def check_accept_walk(impl, cases=200):
@@ -603,7 +565,7 @@ def rational(context, which):
     return tuple(Fraction(w, DEN) for w in weights(context, which))
 
 
-def assert_law_is_the_target(blocks, length, equal):
+def assert_distribution_is_the_target(blocks, length, equal):
     """blocks: probability of each emitted block. Continued by the target itself to `length` tokens, all
     strings must have exactly the target's probabilities."""
     for string in itertools.product(range(V), repeat=length):
@@ -620,7 +582,7 @@ def assert_law_is_the_target(blocks, length, equal):
         assert equal(got, want), (string, float(got), float(want))
 
 
-def check_accept_law(impl, drafted=6, assignments=2):
+def check_accept_distribution(impl, drafted=6, assignments=2):
     """Exact: all choice vectors of every tree through accept(), weighted by the target, sum to the target."""
     rng = random.Random(4)
     for s in all_trees(drafted):
@@ -646,12 +608,12 @@ def check_accept_law(impl, drafted=6, assignments=2):
             for row, w in zip(rows.tolist(), total.tolist(), strict=True):
                 blocks[tuple(row[1 : 1 + row[0]])] = Fraction(w, DEN ** len(distinct))
             assert sum(blocks.values()) == 1
-            assert_law_is_the_target(blocks, s.D + 1, lambda a, b: a == b)
+            assert_distribution_is_the_target(blocks, s.D + 1, lambda a, b: a == b)
 
 
-def test_accept_law_is_exact_for_all_small_trees():
+def test_accept_distribution_is_exact_for_all_small_trees():
     """Choice-and-walk that is not lossless on any of the 197 trees with up to 6 drafted nodes (rationals)."""
-    check_accept_law(real)
+    check_accept_distribution(real)
 
 
 # ----------------------------------------------------------------------------------------------- multi-round
@@ -715,13 +677,13 @@ def twin_blocks(forest, context, replacement):
 
 @pytest.mark.parametrize("replacement", [False, True])
 def test_multi_round_rule_is_exact_for_all_small_trees(replacement):
-    """The rule itself: Algorithm 1 in rationals gives exactly the target's law, trees up to 6 drafts."""
+    """The rule itself: Algorithm 1 in rationals gives exactly the target's distribution, trees up to 6 drafts."""
     depth = lambda forest: 1 + max((depth(f) for f in forest), default=-1)  # noqa: E731
     for forest in (f for n in range(7) for f in forests(n)):
         blocks = twin_blocks(forest, (), replacement)
         assert sum(blocks.values()) == 1
         length = depth(forest) + 1
-        assert_law_is_the_target(blocks, length, lambda a, b: a == b)
+        assert_distribution_is_the_target(blocks, length, lambda a, b: a == b)
 
 
 def drafts(s, replacement):
@@ -740,7 +702,7 @@ def drafts(s, replacement):
     return grow(0, {0: 0}, {0: ()}, Fraction(1))
 
 
-def check_multi_round_law(impl, replacement, drafted=5):
+def check_multi_round_distribution(impl, replacement, drafted=5):
     """Exact integration of the real code in float64: all drafts, both sides of every threshold."""
     run_order = lambda s: [0, *(i for level in s.levels for i in level)]  # noqa: E731
     for s in all_trees(drafted):
@@ -751,8 +713,8 @@ def check_multi_round_law(impl, replacement, drafted=5):
             options = {0: [(0.5, 1.0)]}
             for i in range(s.N):
                 drawn = tuple(tokens[j] for j in kids[i])
-                laws = rational(context[i], "target"), rational(context[i], "draft")
-                for j, ratio in zip(kids[i], rounds(*laws, drawn, replacement)[0], strict=True):
+                distributions = rational(context[i], "target"), rational(context[i], "draft")
+                for j, ratio in zip(kids[i], rounds(*distributions, drawn, replacement)[0], strict=True):
                     ratio = 0.5 if ratio is None else float(ratio)
                     sides = [(ratio - 1e-9, ratio), (ratio + 1e-9, 1 - ratio)]
                     options[j] = [side for side in sides if side[1] > 0]
@@ -763,28 +725,26 @@ def check_multi_round_law(impl, replacement, drafted=5):
             per_draft["tokens"].append([tokens[i] for i in range(s.N)])
             per_draft["p"].append([[w / DEN for w in weights(context[i], "target")] for i in range(s.N)])
             per_draft["q"].append([[w / DEN for w in weights(context[i], "draft")] for i in run_order(s)])
-        tokens, p, q = (
-            torch.tensor(x).repeat_interleave(torch.tensor(counts), 0) for x in per_draft.values()
-        )
+        tokens, p, q = (torch.tensor(x).repeat_interleave(torch.tensor(counts), 0) for x in per_draft.values())
         u, mass = torch.tensor(u, dtype=torch.float64), torch.tensor(mass, dtype=torch.float64)
         many = copies(t, len(mass))
-        path, count, law = impl.multi_round_walk(tokens, many, p.double(), q.double(), u, replacement)
-        assert torch.allclose(law.sum(-1), torch.ones_like(mass))
+        path, count, distribution = impl.multi_round_walk(tokens, many, p.double(), q.double(), u, replacement)
+        assert torch.allclose(distribution.sum(-1), torch.ones_like(mass))
         key = torch.cat([count[:, None], tokens.gather(1, path)], 1)
         key = key.where(torch.arange(t.D + 2) <= count[:, None], 0)
         rows, index = key.unique(dim=0, return_inverse=True)
-        total = torch.zeros(len(rows), V, dtype=torch.float64).index_add(0, index, mass[:, None] * law)
+        total = torch.zeros(len(rows), V, dtype=torch.float64).index_add(0, index, mass[:, None] * distribution)
         blocks = {}
         for row, share in zip(rows.tolist(), total.tolist(), strict=True):
             for y in range(V):
                 blocks[*row[2 : 1 + row[0]], y] = share[y]
-        assert_law_is_the_target(blocks, s.D + 1, lambda a, b: abs(a - float(b)) < 1e-9)
+        assert_distribution_is_the_target(blocks, s.D + 1, lambda a, b: abs(a - float(b)) < 1e-9)
 
 
 @pytest.mark.parametrize("replacement", [False, True])
-def test_multi_round_law_of_the_real_code(replacement):
-    """A verifier that follows the paper on paper only: the real code, integrated, gives the target's law."""
-    check_multi_round_law(real, replacement)
+def test_multi_round_distribution_of_the_real_code(replacement):
+    """A verifier that follows the paper on paper only: the real code, integrated, gives the target's distribution."""
+    check_multi_round_distribution(real, replacement)
 
 
 def copies(t, n):
@@ -794,25 +754,25 @@ def copies(t, n):
 
 
 def sequential_multi_round(s, valid, tokens, p, q, u, replacement):
-    """Algorithm 1 for one sequence in rationals: path and law of the bonus. q: draft law by node."""
+    """Algorithm 1 for one sequence in rationals: path and distribution of the bonus. q: draft distribution by node."""
     path = [0]
     while True:
-        law, left, here = p[path[-1]], q.get(path[-1]), None
+        distribution, left, here = p[path[-1]], q.get(path[-1]), None
         for child in (j for j in range(1, s.N) if s.parent[j] == path[-1]):
             if not valid[child]:
                 continue
             x = tokens[child]
-            if left[x] and u[child] < law[x] / left[x]:
+            if left[x] and u[child] < distribution[x] / left[x]:
                 here = child
                 break
             if left[x]:
-                law = [max(Fraction(0), a - b) for a, b in zip(law, left, strict=True)]
-                law = [a / sum(law) for a in law]
+                distribution = [max(Fraction(0), a - b) for a, b in zip(distribution, left, strict=True)]
+                distribution = [a / sum(distribution) for a in distribution]
             if not replacement:
                 left = [Fraction(0) if v == x else a for v, a in enumerate(left)]
                 left = [a / sum(left) for a in left] if sum(left) else left
         if here is None:
-            return path, law
+            return path, distribution
         path.append(here)
 
 
@@ -826,41 +786,41 @@ def check_multi_round_twin(impl, cases=60):
         tokens, p, q, u, want = [], [], [], [], []
         valid = torch.ones(len(trees), t.N, dtype=torch.bool)
         for b, s in enumerate(trees):
-            law = lambda: rational(rng.random(), "any")  # noqa: E731
-            laws = [law() for _ in range(t.N)]
-            draft_laws = {i: law() for i in range(s.N) if i in s.parent}
+            distribution = lambda: rational(rng.random(), "any")  # noqa: E731
+            distributions = [distribution() for _ in range(t.N)]
+            draft_distributions = {i: distribution() for i in range(s.N) if i in s.parent}
             if not replacement and case % 3 == 0:  # invalid nodes; siblings after them are tried without them
                 valid[b, 1 + rng.randrange(t.N) :] = False
             drawn = [0] * t.N
-            for i in draft_laws:
-                kids, left = [j for j in range(1, s.N) if s.parent[j] == i], draft_laws[i]
+            for i in draft_distributions:
+                kids, left = [j for j in range(1, s.N) if s.parent[j] == i], draft_distributions[i]
                 for j in kids:
                     options = [v for v in range(V) if left[v]]
                     drawn[j] = rng.choice(options) if options else rng.randrange(V)
                     if not replacement:
                         left = [0 if v == drawn[j] else a for v, a in enumerate(left)]
             grid = [Fraction(rng.randrange(64), 64) + Fraction(1, 10007) for _ in range(t.N)]
-            args = (s, valid[b].tolist(), drawn, laws, draft_laws, grid, replacement)
+            args = (s, valid[b].tolist(), drawn, distributions, draft_distributions, grid, replacement)
             want.append(sequential_multi_round(*args))
             rows = [[0.0] * V for _ in range(t.run_rows)]
             for j in range(1, s.N):
-                rows[t.source_row[b, j]] = [float(x) for x in draft_laws[s.parent[j]]]
+                rows[t.source_row[b, j]] = [float(x) for x in draft_distributions[s.parent[j]]]
             tokens.append(drawn)
-            p.append([[float(x) for x in row] for row in laws])
+            p.append([[float(x) for x in row] for row in distributions])
             q.append(rows)
             u.append([float(x) for x in grid])
         t = impl.TreeTables(**{**t.__dict__, "valid": t.valid & valid})
         p, q, u = (torch.tensor(x, dtype=torch.float64) for x in (p, q, u))
         tokens = torch.tensor(tokens)
-        path, count, law = impl.multi_round_walk(tokens, t, p, q, u, replacement)
+        path, count, distribution = impl.multi_round_walk(tokens, t, p, q, u, replacement)
         noise = torch.zeros(len(trees), V, dtype=torch.float64)
         got = impl.multi_round(tokens, t, p, q, u, noise, replacement)
         assert torch.equal(got.path, path) and torch.equal(got.count, count)
         for b, (nodes, left) in enumerate(want):
             pad = t.D + 1 - len(nodes)
             assert count[b].item() == len(nodes) and path[b].tolist() == nodes + nodes[-1:] * pad
-            assert law[b].tolist() == pytest.approx([float(x) for x in left], abs=1e-12)
-            bonus = law[b].argmax().item()  # no noise: the likeliest token
+            assert distribution[b].tolist() == pytest.approx([float(x) for x in left], abs=1e-12)
+            bonus = distribution[b].argmax().item()  # no noise: the likeliest token
             assert got.bonus[b].item() == bonus
             assert got.emitted[b].tolist() == [tokens[b, i].item() for i in nodes[1:]] + [bonus] * (pad + 1)
 
@@ -873,17 +833,17 @@ def test_multi_round_equals_its_rational_twin():
 def test_multi_round_accepts_a_perfect_draft():
     """Rounding in u * q < p must never reject when draft and target agree, whatever the uniform."""
     t = tree_tables([chain(4)] * 64)
-    law = torch.rand(64, 1, 7).softmax(-1)
+    distribution = torch.rand(64, 1, 7).softmax(-1)
     u = torch.full((64, 5), 1 - 2**-24)
     tokens = torch.randint(0, 7, (64, 5), generator=torch.Generator().manual_seed(0))
     got = verify.multi_round(
-        tokens, t, law.expand(-1, 5, -1), law.expand(-1, 4, -1), u, torch.zeros(64, 7), True
+        tokens, t, distribution.expand(-1, 5, -1), distribution.expand(-1, 4, -1), u, torch.zeros(64, 7), True
     )
     assert (got.count == 5).all() and torch.equal(got.emitted[:, :4], tokens[:, 1:])
 
 
 def test_multi_round_survives_degenerate_drafts():
-    """NaN or empty draft laws, and a residual that rounds to nothing, must not reach the output."""
+    """NaN or empty draft distributions, and a residual that rounds to nothing, must not reach the output."""
     t = tree_tables([StaticTree(((0,), (1,)))] * 4)
     p = torch.tensor([0.5, 0.25, 0.25]).expand(4, 3, 3)
     q = torch.tensor([[math.nan] * 3, [0.0] * 3, [0.25, 0.5, 0.25], [1.0, 0.0, 0.0]])[:, None]
@@ -893,12 +853,10 @@ def test_multi_round_survives_degenerate_drafts():
         got = verify.multi_round(tokens, t, p, q, torch.full((4, 3), 0.99), noise, replacement)
         assert got.count.tolist() == [1] * 4
         assert got.bonus.tolist() == [2, 2, 0, 2]  # row 2: only token 0 is left in the residual
-    p = torch.tensor([1.0, 0.0]).expand(1, 3, 2)  # an unnormalised draft law that leaves no residual at all
+    p = torch.tensor([1.0, 0.0]).expand(1, 3, 2)  # an unnormalised draft distribution that leaves no residual at all
     q = torch.tensor([1.5, 0.5]).expand(1, 1, 2)
     t = tree_tables([StaticTree(((0,), (1,)))])
-    got = verify.multi_round(
-        torch.tensor([[0, 1, 1]]), t, p, q, torch.full((1, 3), 0.9), torch.zeros(1, 2), True
-    )
+    got = verify.multi_round(torch.tensor([[0, 1, 1]]), t, p, q, torch.full((1, 3), 0.9), torch.zeros(1, 2), True)
     assert got.bonus.tolist() == [0]
 
 
@@ -937,7 +895,7 @@ CHI2_24_LIMIT = 70.0  # P(chi-square with 24 degrees of freedom > 70) = 2.1e-6
 
 @pytest.mark.parametrize("replacement", [False, True])
 def test_multi_round_distribution(replacement):
-    """fp32, real draws: 400,000 steps. False alarm 2e-6; a law that is off by sum (p'-p)^2/p = 5e-4 (about
+    """fp32, real draws: 400,000 steps. False alarm 2e-6; a distribution that is off by sum (p'-p)^2/p = 5e-4 (about
     1 % in total variation) adds 200 to a statistic of mean 24, missed with probability below 1e-6."""
     assert distribution_statistic(real, replacement) < CHI2_24_LIMIT
 
@@ -945,8 +903,7 @@ def test_multi_round_distribution(replacement):
 def test_multi_round_distribution_has_power():
     """The distribution test must see a residual that is not used, by a wide margin."""
     broken = mutant(
-        "distribution = torch.where(replace, normalize",
-        "distribution = torch.where(replace & False, normalize",
+        "distribution = torch.where(replace, normalize", "distribution = torch.where(replace & False, normalize"
     )
     assert distribution_statistic(broken, False, n=40_000) > 4 * CHI2_24_LIMIT
 
@@ -956,33 +913,33 @@ def test_multi_round_distribution_has_power():
 LATE = "flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :count].neg() + scores.shape[-1] - 1"
 MUTANTS = {
     "accept: parent off by one": (
-        "accept law", "choice.gather(1, parent)", "choice.gather(1, (parent - 1).clamp(min=0))"),
+        "accept distribution", "choice.gather(1, parent)", "choice.gather(1, (parent - 1).clamp(min=0))"),
     "accept: bonus from the wrong row": (
-        "accept law", "choice.gather(1, last)", "choice.gather(1, parent.gather(1, last))"),
+        "accept distribution", "choice.gather(1, last)", "choice.gather(1, parent.gather(1, last))"),
     "accept: emitted tokens from the wrong rows": (
-        "accept law", "choice.gather(1, path)", "tokens.gather(1, path)"),
+        "accept distribution", "choice.gather(1, path)", "tokens.gather(1, path)"),
     "accept: child without parent": (
-        "accept law", "(match[:, None] | ~ancestors).all(-1)", "match"),
+        "accept distribution", "(match[:, None] | ~ancestors).all(-1)", "match"),
     "accept: invalid nodes count": (check_accept_walk, "(valid & (tokens == ", "((tokens == "),
     "accept: first instead of deepest": (check_accept_walk, "depth.where(ok, -1)", "ok.long()"),
     "multi-round: residual not zeroed": (
-        "law", "distribution = torch.where(replace, normalize",
+        "distribution", "distribution = torch.where(replace, normalize",
         "distribution = torch.where(replace & False, normalize"),
     "multi-round: bonus from the wrong row": (
-        "law", "torch.where(moved[:, None], p[b, node], distribution)",
+        "distribution", "torch.where(moved[:, None], p[b, node], distribution)",
         "torch.where(moved[:, None], p[b, tables.parent[b, node]], distribution)"),
     "multi-round: bonus ignores the residual": (
-        "law", "return torch.stack(path, 1), tables.depth[b, node] + 1, distribution",
+        "distribution", "return torch.stack(path, 1), tables.depth[b, node] + 1, distribution",
         "return torch.stack(path, 1), tables.depth[b, node] + 1, p[b, node]"),
     "multi-round: parent off by one": (
-        "law", "left = q[b, tables.source_row[b, children[:, 0]]]",
+        "distribution", "left = q[b, tables.source_row[b, children[:, 0]]]",
         "left = q[b, tables.source_row[b, node]]"),
-    "multi-round: draft law not renormalised": (
-        "law", "left = normalize(left.scatter(1, x[:, None], 0), p=1, dim=-1, eps=1e-30)",
+    "multi-round: draft distribution not renormalised": (
+        "distribution", "left = normalize(left.scatter(1, x[:, None], 0), p=1, dim=-1, eps=1e-30)",
         "left = left.scatter(1, x[:, None], 0)"),
-    "multi-round: earlier siblings stay in the draft law": ("law", "if not replacement:", "if False:"),
-    "multi-round: with and without replacement swapped": ("law", "if not replacement:", "if replacement:"),
-    "multi-round: acceptance ignores the draft": ("law", "(u[b, child] * qx < px)", "(u[b, child] < px)"),
+    "multi-round: earlier siblings stay in the draft distribution": ("distribution", "if not replacement:", "if False:"),
+    "multi-round: with and without replacement swapped": ("distribution", "if not replacement:", "if replacement:"),
+    "multi-round: acceptance ignores the draft": ("distribution", "(u[b, child] * qx < px)", "(u[b, child] < px)"),
     "multi-round: one uniform for all nodes": (check_multi_round_twin, "u[b, child]", "u[b, node]"),
     "multi-round: goes on after a full rejection": (check_multi_round_twin, "walking & ~moved", "~moved"),
     "dynamic: parent off by one": (
@@ -1015,10 +972,10 @@ def test_mutants_are_caught(name):
     """A test suite that would not notice the named bug."""
     check, old, new = MUTANTS[name]
     broken = mutant(old, new)
-    if check == "law":
-        check = lambda impl: [check_multi_round_law(impl, r, drafted=3) for r in (False, True)]  # noqa: E731
-    elif check == "accept law":
-        check = functools.partial(check_accept_law, drafted=4)
+    if check == "distribution":
+        check = lambda impl: [check_multi_round_distribution(impl, r, drafted=3) for r in (False, True)]  # noqa: E731
+    elif check == "accept distribution":
+        check = functools.partial(check_accept_distribution, drafted=4)
     elif check == "tables":
         trees = [PAPER25, chain(3), root_only()]
         check = functools.partial(check_tables, trees=trees)
@@ -1034,9 +991,7 @@ def accept_step(t, tokens, choice):
 
 
 def multi_round_step(t, tokens, p, q, u, noise):
-    return verify.multi_round(tokens, t, p, q, u, noise, False), verify.multi_round(
-        tokens, t, p, q, u, noise, True
-    )
+    return verify.multi_round(tokens, t, p, q, u, noise, False), verify.multi_round(tokens, t, p, q, u, noise, True)
 
 
 def dynamic_step(root, first, ids, scores, live):
@@ -1058,9 +1013,9 @@ def step_inputs(seed, device="cpu"):
     rand = lambda *shape: torch.rand(*shape, generator=gen).to(device)  # noqa: E731
     ints = lambda *shape: torch.randint(0, 4, shape, generator=gen).to(device)  # noqa: E731
     t = tree_tables([PAPER25, chain(3)], device)
-    law = lambda rows: rand(2, rows, 4).softmax(-1)  # noqa: E731
+    distribution = lambda rows: rand(2, rows, 4).softmax(-1)  # noqa: E731
     yield accept_step, (t, ints(2, 26), ints(2, 26))
-    yield multi_round_step, (t, ints(2, 26), law(26), law(t.run_rows), rand(2, 26), rand(2, 4))
+    yield multi_round_step, (t, ints(2, 26), distribution(26), distribution(t.run_rows), rand(2, 26), rand(2, 4))
     expansions = [ints(2, 3, 3) for _ in range(3)], [rand(2, 3, 3).log() for _ in range(3)]
     yield dynamic_step, (ints(2), (ints(2, 3), rand(2, 3).log()), *expansions, 6 + ints(2))
     yield draft_tokens_step, (t, ints(2), ints(2, t.run_rows, 4))

@@ -116,9 +116,7 @@ def test_levels_whose_time_jumps_with_their_width(acceptance):
     p = torch.tensor(ACCEPTANCE[acceptance], dtype=torch.float64)
     _, rate = tree_search.best_static(p, costs, 8, max_rows=7)
     usable = [t for t in ALL if t.max_children <= p.shape[1]]
-    assert rate == pytest.approx(
-        max(tree_search.expected_tokens(t, p) / costs.step(t) for t in usable), rel=1e-9
-    )
+    assert rate == pytest.approx(max(tree_search.expected_tokens(t, p) / costs.step(t) for t in usable), rel=1e-9)
 
 
 @pytest.mark.parametrize("curve", ["linear", "dear drafts", "levels by width"])
@@ -175,10 +173,7 @@ def test_costs_add_up_over_the_parts_of_a_step():
     assert costs.step(tree) == pytest.approx(16.0 + 1.5 + 2 * 0.2)
     assert costs.step(DynamicTree(9, 3, 4)) == pytest.approx(18.0 + 2.0 + 5.0 + 2 * 0.5)
     assert costs.step(trees.chain(1)) == pytest.approx(11.0 + 1.0)
-    assert (
-        tree_costs.interpolate({2: 1.0, 4: 3.0}, 6) == 5.0
-        and tree_costs.interpolate({2: 3.0, 4: 1.0}, 6) == 1.0
-    )
+    assert tree_costs.interpolate({2: 1.0, 4: 3.0}, 6) == 5.0 and tree_costs.interpolate({2: 3.0, 4: 1.0}, 6) == 1.0
 
 
 # ---- statistics -------------------------------------------------------------------------------------------
@@ -196,9 +191,7 @@ def scripted_output(tree, rng: random.Random) -> tuple[SimpleNamespace, dict]:
         D = int(depth.max())
     choice = [0] * tokens.shape[1]
     children: dict[int, list[int]] = {}
-    for token, above, live in list(
-        zip(tokens[0].tolist(), parent[0].tolist(), valid[0].tolist(), strict=True)
-    )[1:]:
+    for token, above, live in list(zip(tokens[0].tolist(), parent[0].tolist(), valid[0].tolist(), strict=True))[1:]:
         children.setdefault(above, []).extend([token] * live)
     for node, below in children.items():
         if below and rng.random() < 0.85:
@@ -325,11 +318,7 @@ def test_few_trials_lean_on_the_level_above():
     assert p[1, 0] == pytest.approx((25 + tree_search.SHRINK * 0.6) / (50 + tree_search.SHRINK))
     assert torch.allclose(p[2], p[1])
     both = tree_search.pooled([acceptance(), acceptance(1.0, 2)])
-    assert (
-        both.trials[0] == [300] * 3
-        and both.hits[0] == [180, 40, 10]
-        and both.tau(DynamicTree(8, 2, 2)) == 2.1
-    )
+    assert both.trials[0] == [300] * 3 and both.hits[0] == [180, 40, 10] and both.tau(DynamicTree(8, 2, 2)) == 2.1
 
 
 def test_the_best_dynamic_tree_is_the_best_of_the_grid():
@@ -412,9 +401,7 @@ def test_rates_count_all_tokens_over_all_times_where_tokens_agree():
 def run_main(checkpoint, monkeypatch, tmp_path, *flags: str) -> int:
     monkeypatch.setattr(tree_tuning, "find_prompts", lambda args, base, limit: [list(p) for p in PROMPTS])
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path / "cache"))
-    common = (
-        "--device cpu --ctx 128 --new-tokens 12 --rounds 1 --reps 1 --max-nodes 8 --max-depth 4 -q".split()
-    )
+    common = "--device cpu --ctx 128 --new-tokens 12 --rounds 1 --reps 1 --max-nodes 8 --max-depth 4 -q".split()
     return tune_tree.main(["--checkpoint", str(checkpoint), *common, *flags])
 
 
@@ -422,9 +409,7 @@ def fake_pipeline(monkeypatch, tuned_rate: float) -> list[str]:
     """Replace everything that takes time; the tuned tree (the first of every race) runs at tuned_rate."""
     costs = Costs(line(1, 0.05), line(0.1, 0), line(0.1, 0.01), {2: (0.2, 0.1)})
     monkeypatch.setattr(tree_tuning, "measure_costs", lambda *a: costs)
-    monkeypatch.setattr(
-        tree_tuning, "collect", lambda base, head, p, params, *a: acceptance(params.temperature)
-    )
+    monkeypatch.setattr(tree_tuning, "collect", lambda base, head, p, params, *a: acceptance(params.temperature))
     order: list[str] = []
 
     def race(engines, prompts, requests, reps, progress):
@@ -463,9 +448,7 @@ def test_a_winning_tree_is_written_and_found_by_auto(checkpoint, monkeypatch, tm
     (file,) = (tmp_path / "cache" / "trees").iterdir()
     written = json.loads(file.read_text())
     tree = trees.parse_tree(str(file))
-    assert (
-        "the tuned tree won" in written["verdict"] and tree_tuning.tree_json(tree).items() <= written.items()
-    )
+    assert "the tuned tree won" in written["verdict"] and tree_tuning.tree_json(tree).items() <= written.items()
     assert tree not in (trees.PAPER25, DynamicTree(16, 4, 4))
     wanted = "environment model head quantization dtype command costs statistics final candidates".split()
     assert set(wanted) <= set(written) and tree_search.read_statistics(file)
@@ -505,9 +488,7 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
     assert len({path, *others}) == 9
 
 
-@pytest.mark.parametrize(
-    "tree", [trees.PAPER25, trees.chain(3), DynamicTree(16, 4, 4)], ids=tree_tuning.describe
-)
+@pytest.mark.parametrize("tree", [trees.PAPER25, trees.chain(3), DynamicTree(16, 4, 4)], ids=tree_tuning.describe)
 def test_a_written_tree_reads_back(tree, tmp_path):
     """Keys around the tree that confuse the parser, or ranks that come back as something else."""
     write_json(tmp_path / "t.json", tree_tuning.tree_json(tree) | {"statistics": [], "dtype": "float32"})

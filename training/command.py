@@ -46,13 +46,11 @@ def drafter_parser(doc: str, steps: int, length: int, eval_every: int) -> argpar
     add("--batch", type=at_least(1), default=8, help="sequences of a micro-batch, per process")
     add("--accumulate", type=at_least(1), default=1, help="micro-batches per optimizer step")
     add("--length", type=at_least(8), default=length, help="tokens of a training window")
-    add("--regenerate", type=at_least(0), default=0, metavar="N",
-        help="train on the target's own text: N dialogues or windows")  # fmt: skip
+    add("--regenerate", type=at_least(0), default=0, metavar="N", help="train on N dialogues or texts of the target")
     add("--regenerate-tokens", type=at_least(1), default=256, help="most tokens of an answer")
     add("--regenerate-temperature", type=float, default=1.0)
     add("--chat-template", help="a built-in template, or a named one of the model")
-    add("--eval-every", type=at_least(0), default=eval_every,
-        help="steps between measurements of held-out tau (0: at the end only)")  # fmt: skip
+    add("--eval-every", type=at_least(0), default=eval_every, help="steps between measurements (0: at the end only)")
     add("--eval-prompts", type=at_least(1), default=8)
     add("--eval-tokens", type=at_least(2), default=96, help="new tokens per prompt")
     add("--prompt-length", type=at_least(2), default=64, help="tokens of a plain-text prompt")
@@ -80,16 +78,15 @@ def parsed(p: argparse.ArgumentParser, argv: list[str] | None, runs: str = "runs
     return args
 
 
-def run(train: Callable[[], Any], args: argparse.Namespace, bad_input: int = USAGE) -> int:
+def run(train: Callable[[argparse.Namespace], Any], args: argparse.Namespace, bad_input: int = USAGE) -> int:
     """Call `train` and return the exit code: 1 kept a better drafter, 2 usage, 3 bad file, 130 Ctrl-C.
 
     `bad_input` is the exit code of input that cannot be used for another reason.
     """
 
     def body() -> None:
-        if args.threads:
-            torch.set_num_threads(args.threads)
-        train()
+        train(args)
 
-    interrupted = "interrupted; the same command goes on from the last saved state"
-    return run_command(body, args.debug, bad_input, interrupted)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return run_command(body, args.debug, bad_input, "interrupted; the same command goes on from the last saved state")

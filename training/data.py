@@ -1,12 +1,21 @@
-"""Tokenised training data: rows of tokens, which of them count, and the micro-batches that every step takes.
+"""Training data: from --data to tokenised rows, and to the micro-batches that every step takes.
 
-What a step takes depends on the seed and on the number of the step alone, so a resumed run sees the same rows.
+--data may name conversations, texts, or rows that are tokenised already. With --regenerate the target writes the text
+itself. The tokenised rows are kept in --work, so that a resumed run neither tokenises nor generates again. What a step
+takes depends on the seed and on the number of the step alone, so a resumed run sees the same rows.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import hashlib
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,8 +23,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine import Engine
+from model import Transformer
+from sampling import SamplingParams
 from support.files import written_whole
+from support.texts import read_source, stdlib_files
+from tokenizer import Tokenizer
 from training.loop import World
+
+ROLES = {"human": "user", "user": "user", "system": "system"} | dict.fromkeys(
+    ("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +72,7 @@ class TokenData:
     def save(self, path: Path) -> None:
         """Write an .npz file."""
         with written_whole(path) as temporary, open(temporary, "wb") as file:
-            np.savez(file, ids=self.ids, mask=self.mask, starts=self.starts, stream=self.stream)
+            np.savez(file, **vars(self))
 
     @property
     def rows(self) -> int:
@@ -77,16 +95,14 @@ class TokenData:
     def split(self, share: float) -> tuple[TokenData, TokenData]:
         """The first rows (of a stream: tokens) for training, and the last `share` of them held out."""
         if self.stream:
-            cut = int(len(self.ids) * (1 - share))
-            starts = np.array([0, cut])
-            held_out_starts = np.array([0, len(self.ids) - cut])
+            row = 1
+            starts = np.array([0, int(len(self.ids) * (1 - share)), len(self.ids)])
         else:
             row = min(self.rows - 1, max(1, round(self.rows * (1 - share))))
-            cut = int(self.starts[row])
-            starts = self.starts[: row + 1]
-            held_out_starts = self.starts[row:] - cut
-        train = TokenData(self.ids[:cut], self.mask[:cut], starts, self.stream)
-        held_out = TokenData(self.ids[cut:], self.mask[cut:], held_out_starts, self.stream)
+            starts = self.starts
+        cut = int(starts[row])
+        train = TokenData(self.ids[:cut], self.mask[:cut], starts[: row + 1], self.stream)
+        held_out = TokenData(self.ids[cut:], self.mask[cut:], starts[row:] - cut, self.stream)
         if not train.mask.any() or not held_out.mask.any():
             raise ValueError(f"{self.rows} rows are too few to hold some out; give more --data or a --held-out.")
         return train, held_out
@@ -103,8 +119,8 @@ class Batch:
 
     tokens: Tensor
     mask: Tensor
-    numbers: list[int]
-    lengths: list[int]
+    numbers: Sequence[int]
+    lengths: Sequence[int]
 
 
 def step_batches(data: TokenData, step: int, world: World, args: argparse.Namespace) -> tuple[list[Batch], float]:
@@ -113,19 +129,226 @@ def step_batches(data: TokenData, step: int, world: World, args: argparse.Namesp
     The step's rows depend on (seed, step) and on their total number alone, however they are dealt out.
     """
     total = args.batch * args.accumulate * world.size
-    numbers = range(step * total, (step + 1) * total)
-    rows = [(number, *data.sample(args.seed, number, args.length)) for number in numbers]
+    rows = [(k, *data.sample(args.seed, k, args.length)) for k in range(step * total, (step + 1) * total)]
     count = float(sum(mask[1:].sum() for _, _, mask in rows))
     rows.sort(key=lambda row: (-len(row[1]), row[0]))  # rows of like length together: less padding
     batches = []
     for a in range(world.rank, args.accumulate * world.size, world.size):
-        part = rows[a * args.batch : (a + 1) * args.batch]
-        longest = max(2, len(part[0][1]))
-        tokens = torch.zeros(len(part), longest, dtype=torch.int64)
-        mask = torch.zeros(len(part), longest, dtype=torch.bool)
-        for b, (_, ids, counted) in enumerate(part):
-            tokens[b, : len(ids)] = torch.from_numpy(ids)
-            mask[b, : len(ids)] = torch.from_numpy(counted)
-        lengths = [len(ids) for _, ids, _ in part]
-        batches.append(Batch(tokens.to(world.device), mask.to(world.device), [n for n, *_ in part], lengths))
+        numbers, ids, masks = zip(*rows[a * args.batch : (a + 1) * args.batch], strict=True)
+        lengths = [len(row) for row in ids]
+        longest = max(2, *lengths)
+        padded = (np.stack([np.pad(row, (0, longest - len(row))) for row in part]) for part in (ids, masks))
+        tokens, mask = (torch.from_numpy(array).to(world.device) for array in padded)
+        batches.append(Batch(tokens.long(), mask, numbers, lengths))
     return batches, max(1.0, count)
+
+
+def read_records(source: str, held_out: bool = False) -> tuple[list[list[dict]], list[str], list[str]]:
+    """Read a data file or directory, or `stdlib` (the training files of the demo model or those held out from it).
+
+    Returns:
+        (conversations as role/content messages, texts, reasons for the rows that were left out).
+
+    Raises:
+        ValueError: one line, if there is nothing to read or the file is not JSON as its name says.
+    """
+    path = Path(source)
+    if source == "stdlib":
+        files = stdlib_files()[held_out]
+    elif path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".py", ".md") and p.is_file())
+    else:
+        files = [path] if path.is_file() else []
+    if not files:
+        raise ValueError(f"{source}: no such file, no folder of .txt, .py or .md files, and not `stdlib`.")
+    if path.suffix not in (".json", ".jsonl") or not path.is_file():
+        return [], [read_source(file) for file in files], []
+    text = path.read_text(encoding="utf-8")
+    try:
+        array = text.lstrip().startswith("[")
+        records = json.loads(text) if array else [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); expected an array, or one object per line.") from None
+    conversations: list[list[dict]] = []
+    texts: list[str] = []
+    left_out: list[str] = []
+    for number, record in enumerate(records, 1):
+        try:
+            if isinstance(record, dict) and isinstance(record.get("text"), str):
+                texts.append(record["text"])
+            else:
+                conversations.append(read_messages(record))
+        except ValueError as error:
+            left_out.append(f"row {number}: {error}")
+    return conversations, texts, left_out
+
+
+def read_messages(record: dict) -> list[dict]:
+    """Messages [system,] user, assistant, ..., assistant of a ShareGPT or OpenAI record; ValueError if it has none.
+
+    Answers before the first question and questions after the last answer are dropped.
+    """
+    turns = record.get("messages", record.get("conversations")) if isinstance(record, dict) else None
+    if not isinstance(turns, list):
+        raise ValueError("neither `messages`, `conversations` nor `text`")
+    messages = []
+    for turn in turns:
+        turn = turn if isinstance(turn, dict) else {}
+        name = turn.get("role", turn.get("from"))
+        content = turn.get("content", turn.get("value"))
+        if isinstance(content, list):
+            content = "".join(p.get("text", "") for p in content if isinstance(p, dict))
+        if name not in ROLES or not isinstance(content, str):
+            raise ValueError(f"a turn of role {name!r} (known: {', '.join(ROLES)}) or without text")
+        messages.append({"role": ROLES[name], "content": content})
+    roles = "".join(message["role"][0] for message in messages)  # s, u and a
+    talk = re.fullmatch("(s?)a*((?:ua)+)u*", roles)
+    if talk is None:
+        raise ValueError("roles do not alternate between user and assistant")
+    return messages[: talk.end(1)] + messages[talk.start(2) : talk.end(2)]
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """The length of the longest common start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def chat_row(tokenizer: Tokenizer, messages: list[dict]) -> tuple[list[int], list[bool]]:
+    """(ids, mask) of a conversation: an answer counts from behind the generation prompt to its end-of-turn token.
+
+    The template decides where that is: the prompt of every answer, and the conversation up to it, are rendered too.
+    """
+    ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
+    mask = [False] * len(ids)
+    for k in (k for k, message in enumerate(messages) if message["role"] == "assistant"):
+        start = _common(tokenizer.encode_chat(messages[:k], add_generation_prompt=True), ids)
+        end = _common(tokenizer.encode_chat(messages[: k + 1], add_generation_prompt=False), ids)
+        end = next((i + 1 for i in range(start, end) if ids[i] in tokenizer.eos_ids), end)
+        mask[start:end] = [True] * (end - start)
+    return ids, mask
+
+
+def tokenise(tokenizer: Tokenizer, conversations: list, texts: list[str]) -> tuple[TokenData, list[str]]:
+    """Conversations as rows, or else texts as one stream of BOS + text + EOS; and reasons for rows left out."""
+    if not conversations:
+        bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        eos = tokenizer.eos_ids[:1]
+        ids = [i for text in texts for i in (*bos, *tokenizer.encode(text, add_bos=False), *eos)]
+        return TokenData.from_stream(ids), []
+
+    def attempt(messages: list[dict]) -> tuple[list[int], list[bool]] | str:
+        try:
+            ids, mask = chat_row(tokenizer, messages)
+            return (ids, mask) if any(mask) else "no token of an answer was found"
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as pool:  # a model's own template runs in a child process
+        attempts = list(pool.map(attempt, conversations))
+    rows = [row for row in attempts if not isinstance(row, str)]
+    rows += [(ids, [True] * len(ids)) for ids in map(tokenizer.encode, texts)]
+    return TokenData.from_rows(rows), [reason for reason in attempts if isinstance(reason, str)]
+
+
+def _groups(count: int, size: int) -> Iterator[range]:
+    """The numbers below `count` in groups of `size`, with a progress line on stderr."""
+    for first in range(0, count, size):
+        numbers = range(first, min(count, first + size))
+        yield numbers
+        print(f"\rregenerated {numbers.stop}/{count}   ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+
+
+def continue_texts(engine: Engine, data: TokenData, args: argparse.Namespace) -> TokenData:
+    """Plain text by the target itself: --regenerate random prefixes of --prompt-length, continued to --length."""
+    rows: list[tuple[list[int], list[bool]]] = []
+    for numbers in _groups(args.regenerate, engine.batch_size):
+        prompts = [data.sample(args.seed + 1, i, args.prompt_length)[0].tolist() for i in numbers]
+        new_tokens = args.length - args.prompt_length
+        params = SamplingParams(args.regenerate_temperature, max_new_tokens=new_tokens, seed=args.seed + numbers.start)
+        for prompt, result in zip(prompts, engine.generate_batch(prompts, params).run(), strict=True):
+            mask = [False] * len(prompt) + [True] * len(result.token_ids)
+            rows.append((prompt + result.token_ids, mask))
+    return TokenData.from_rows(rows)
+
+
+def answer_again(engine: Engine, tokenizer: Tokenizer, conversations: list, args: argparse.Namespace) -> list:
+    """The conversations with every answer replaced by the target's own, turn by turn (the paper's Table 6).
+
+    A conversation ends before the first question whose prompt would leave no room for --regenerate-tokens.
+    """
+    most = args.regenerate_tokens
+    params = SamplingParams(args.regenerate_temperature, max_new_tokens=most, stop_ids=tuple(tokenizer.eos_ids))
+    out: list[list[dict]] = []
+    for numbers in _groups(len(conversations), engine.batch_size):
+        split = [[[m for m in conversations[i] if m["role"] == role] for role in ("system", "user")] for i in numbers]
+        out += [history for history, _ in split]
+        for turn in itertools.count():
+            talks = [talk for talk in split if turn < len(talk[1])]
+            prompts = [tokenizer.encode_chat([*history, asked[turn]]) for history, asked in talks]
+            fits = [len(prompt) + most <= engine.ctx for prompt in prompts]
+            split = list(itertools.compress(talks, fits))
+            if not split:
+                break
+            prompts = list(itertools.compress(prompts, fits))
+            results = engine.generate_batch(prompts, replace(params, seed=args.seed + numbers.start)).run()
+            for (history, asked), result in zip(split, results, strict=True):
+                answer = tokenizer.decode(result.token_ids).strip()
+                history += [asked[turn], {"role": "assistant", "content": answer}]
+    return [history for history in out if history and history[-1]["role"] == "assistant"]
+
+
+def load_data(
+    args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer | None
+) -> tuple[TokenData, TokenData]:
+    """(training, held-out) data of a run.
+
+    Held out is what --held-out names, for stdlib the demo model's held-out modules, or else the last 5 % of --data.
+    Raises ValueError in one line for data that cannot be used.
+    """
+    source = Path(args.data)
+    cache = source if source.suffix == ".npz" else Path(args.work) / f"data-{_fingerprint(args)}.npz"
+    if not cache.exists():
+        ctx = min(target.rotary.length, args.length + args.regenerate_tokens)
+        engine = Engine(target, batch_size=8, ctx=ctx) if args.regenerate else None
+        _read_data(args.data, "--data", tokenizer, args, engine).save(cache)
+    data = TokenData.load(cache)
+    if len(data.ids) == 0 or not 0 <= data.ids.min() <= data.ids.max() < target.config.vocab_size:
+        raise ValueError(f"--data {args.data}: no tokens, or ids outside the target's vocabulary.")
+    if args.held_out is None and args.data != "stdlib":
+        return data.split(0.05)
+    return data, _read_data(args.held_out or args.data, "--held-out", tokenizer, args)
+
+
+def _fingerprint(args: argparse.Namespace) -> str:
+    """A hash of everything that may decide the tokenised data: options, and the files with their times."""
+    names = "data regenerate chat_template seed length prompt_length regenerate_tokens regenerate_temperature"
+    checkpoint = Path(args.checkpoint).resolve()
+    key = [checkpoint, *(vars(args)[name] for name in names.split())]
+    for path in (Path(args.data), checkpoint / "tokenizer.json", checkpoint / "tokenizer.model"):
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []:
+            key += [file, file.stat().st_size, file.stat().st_mtime_ns]
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+
+
+def _read_data(
+    source: str, option: str, tokenizer: Tokenizer | None, args: argparse.Namespace, engine: Engine | None = None
+) -> TokenData:
+    """The tokenised data that `option` names. With an `engine`, the target writes the answers or texts again."""
+    if source.endswith(".npz"):
+        return TokenData.load(Path(source))
+    if tokenizer is None:
+        raise ValueError(f"the checkpoint has no tokenizer; give {option} as a tokenised .npz.")
+    conversations, texts, left_out = read_records(source, option == "--held-out")
+    if engine is not None and conversations:
+        conversations = answer_again(engine, tokenizer, conversations[: args.regenerate], args)
+    data, reasons = tokenise(tokenizer, conversations, texts)
+    if engine is not None and data.stream:
+        data = continue_texts(engine, data, args)
+    left_out += reasons
+    if left_out:
+        print(f"{option}: left out {len(left_out)} rows, e.g. {left_out[0]}", file=sys.stderr)
+    if not data.mask.any():
+        why = left_out[0] if left_out else "it is empty"
+        raise ValueError(f"{option} {source}: no text that counts ({why}).")
+    return data

@@ -12,8 +12,8 @@ import math
 import platform
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Transformer
-from model_config import ModelConfig, RopeConfig
-from support.files import write_json, write_text
+from model_config import ModelConfig
+from support.files import write_json, write_text, written_whole
 from support.texts import HELD_OUT, LEFT_OUT, read_source, stdlib_files
 from training.loop import Run, World
 from training.optim import Recipe, init_weights, optimizers, update
@@ -44,12 +44,17 @@ CONFIG = ModelConfig(
     vocab_size=VOCAB_SIZE,
     max_position_embeddings=2048,
     rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
     tie_word_embeddings=True,
     dtype="bfloat16",
     bos_token_id=1,
     eos_token_ids=(2,),
 )
+TOKENIZER = {
+    "tokenizer_class": "LlamaTokenizer",
+    "model_max_length": 2048,
+    **{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    **{"add_bos_token": True, "add_eos_token": False, "legacy": False, "add_prefix_space": False},
+}
 CARD = """# The demo model
 
 A LLaMA-architecture model of {parameters:.2f} M parameters (8 layers, hidden 256, 4 query
@@ -69,55 +74,46 @@ text, not correct programs.
 """
 
 
-@dataclass
-class Corpus:
-    """Token streams (BOS + file + EOS, one after another), their sizes in UTF-8 bytes, and their tokenizer's file."""
+class Text(NamedTuple):
+    """Files as one stream of tokens (BOS + file + EOS, one after another), and their size in UTF-8 bytes."""
 
-    train: np.ndarray  # int32
-    held_out: np.ndarray  # int32
-    train_bytes: int
-    held_out_bytes: int
+    ids: np.ndarray  # int32
+    size: int
     files: int
-    tokenizer: Path
 
     def __str__(self) -> str:
-        tokens = len(self.train) / 1e6
-        return f"{self.files} files, {self.train_bytes / 1e6:.1f} MB, {tokens:.2f} M tokens"
+        return f"{self.files} files, {self.size / 1e6:.1f} MB, {len(self.ids) / 1e6:.2f} M tokens"
 
 
 def train_tokenizer(files: list[Path], out: Path) -> None:
     """Write a sentencepiece BPE model with byte fallback that keeps every space of the source."""
-    text = out.with_suffix(".txt")
-    text.write_text("\n".join(map(read_source, files)), encoding="utf-8")
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text),
-        model_prefix=str(out.with_suffix("")),
-        model_type="bpe",
-        vocab_size=VOCAB_SIZE,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        add_dummy_prefix=False,
-        split_digits=True,
-        character_coverage=0.9995,
-        max_sentence_length=16384,
-        input_sentence_size=400_000,
-        minloglevel=2,
-    )
-    text.unlink()
+    with written_whole(out) as temporary, open(temporary, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for path in files for line in read_source(path).split("\n")),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=VOCAB_SIZE,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            add_dummy_prefix=False,
+            split_digits=True,
+            max_sentence_length=16384,
+            input_sentence_size=400_000,
+            minloglevel=2,
+        )
 
 
-def load_corpus(work: Path) -> Corpus:
-    """Encode the standard library with the tokenizer in `work`, which is trained first if there is none.
+def load_corpus(tokenizer: Path) -> tuple[Text, Text]:
+    """(training text, held-out text): the standard library in `tokenizer`, a file that is made first if it is missing.
 
     Raises ValueError in one line for a tokenizer that this command did not make.
     """
-    train_files, held_out_files = stdlib_files()
-    tokenizer = work / "tokenizer.model"
+    splits = stdlib_files()
     if not tokenizer.exists():
         print("training the tokenizer ...", file=sys.stderr)
-        train_tokenizer(train_files, tokenizer)
+        train_tokenizer(splits[0], tokenizer)
     advice = "Delete it or give another --work."
     try:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
@@ -126,23 +122,19 @@ def load_corpus(work: Path) -> Corpus:
     if (size := processor.vocab_size()) != VOCAB_SIZE:
         raise ValueError(f"{tokenizer} has {size} pieces, expected {VOCAB_SIZE}. {advice}")
 
-    def encode(files: list[Path]) -> tuple[np.ndarray, int]:
-        ids: list[int] = []
-        size = 0
-        for text in map(read_source, files):
-            size += len(text.encode())
-            ids += [processor.bos_id(), *processor.encode(text), processor.eos_id()]
-        return np.array(ids, dtype=np.int32), size
+    def encode(files: list[Path]) -> Text:
+        texts = list(map(read_source, files))
+        ids = [i for text in processor.encode(texts, add_bos=True, add_eos=True) for i in text]
+        return Text(np.array(ids, dtype=np.int32), sum(len(text.encode()) for text in texts), len(files))
 
-    train, train_bytes = encode(train_files)
-    held_out, held_out_bytes = encode(held_out_files)
-    return Corpus(train, held_out, train_bytes, held_out_bytes, len(train_files), tokenizer)
+    training, held_out = map(encode, splits)
+    return training, held_out
 
 
 def batch(stream: np.ndarray, rng: np.random.Generator, count: int, length: int) -> Tensor:
     """`count` windows of `length` + 1 tokens at random places, int64 [count, length + 1]."""
     starts = rng.integers(0, len(stream) - length - 1, count)
-    return torch.from_numpy(np.stack([stream[s : s + length + 1] for s in starts]).astype(np.int64))
+    return torch.from_numpy(stream[starts[:, None] + np.arange(length + 1)].astype(np.int64))
 
 
 def loss_of(model: Transformer, tokens: Tensor) -> Tensor:
@@ -152,15 +144,12 @@ def loss_of(model: Transformer, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def bits_per_byte(model: Transformer, stream: np.ndarray, size: int, length: int = 1024, most: int = 64) -> float:
-    """Bits per UTF-8 byte over up to `most` consecutive windows of the stream, which has `size` bytes."""
-    count = min(most, (len(stream) - 1) // length)
-    windows = torch.from_numpy(stream[: count * length + 1].astype(np.int64))
-    total = 0.0
-    for i in range(0, count, 4):
-        rows = torch.stack([windows[j * length : (j + 1) * length + 1] for j in range(i, min(i + 4, count))])
-        total += float(loss_of(model, rows)) * rows.shape[0]
-    return total / count / math.log(2) * (len(stream) / size)
+def bits_per_byte(model: Transformer, text: Text, length: int = 1024, most: int = 64) -> float:
+    """Bits per UTF-8 byte over up to `most` consecutive windows of the text."""
+    count = min(most, (len(text.ids) - 1) // length)
+    windows = torch.from_numpy(text.ids[: count * length + 1].astype(np.int64)).unfold(0, length + 1, length)
+    total = sum(float(loss_of(model, rows)) * len(rows) for rows in windows.split(4))
+    return total / count / math.log(2) * (len(text.ids) / text.size)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -170,7 +159,7 @@ def train(args: argparse.Namespace) -> None:
     """
     work = Path(args.work)
     work.mkdir(parents=True, exist_ok=True)
-    corpus = load_corpus(work)
+    corpus, held_out = load_corpus(work / "tokenizer.model")
     print(f"corpus  {corpus}", file=sys.stderr)
     torch.manual_seed(args.seed)
     model = Transformer(CONFIG)
@@ -182,36 +171,30 @@ def train(args: argparse.Namespace) -> None:
     def train_step(step: int) -> tuple[float, list[float], int]:
         rng = np.random.default_rng((args.seed, step))
         length = LENGTHS[step >= 0.6 * args.steps]
-        tokens = batch(corpus.train, rng, args.batch_tokens // length, length)
+        tokens = batch(corpus.ids, rng, args.batch_tokens // length, length)
         loss = loss_fn(model, tokens)
         loss.backward()
         update(optims, RECIPE.factor(step, args.steps))
         return float(loss.detach()), [], args.batch_tokens
 
-    identity = {"--steps": args.steps, "--seed": args.seed, "--batch-tokens": args.batch_tokens}
-    identity["model"] = repr(CONFIG)
-    # Another Python has another library.
-    identity["corpus"] = hashlib.sha256(corpus.train.tobytes()).hexdigest()
+    identity = {"--steps": args.steps, "--seed": args.seed, "--batch-tokens": args.batch_tokens, "model": repr(CONFIG)}
+    identity["corpus"] = hashlib.sha256(corpus.ids.tobytes()).hexdigest()  # another Python has another library
     run = Run(model, optims, identity, work / "train_state.pt", World(0, 1, torch.device("cpu")))
     run.fit(train_step, args.steps, SAVE_EVERY)
-    average = functools.reduce(lambda loss, newer: 0.98 * loss + 0.02 * newer, run.curve)
-    export(model, corpus, args, run.seconds, average)
+    export(model, corpus, held_out, run, args)
 
 
-def export(model: Transformer, corpus: Corpus, args: argparse.Namespace, seconds: float, loss: float) -> None:
+def export(model: Transformer, corpus: Text, held_out: Text, run: Run, args: argparse.Namespace) -> None:
     """Write the Hugging Face directory (bf16), and CARD.md with what was measured on the rounded weights."""
     out = Path(args.out)
     model.eval().to(torch.bfloat16).float()
-    held = bits_per_byte(model, corpus.held_out, corpus.held_out_bytes)
-    seen = bits_per_byte(model, corpus.train, corpus.train_bytes)
+    held = bits_per_byte(model, held_out)
+    seen = bits_per_byte(model, corpus)
     save_hf(model.to(torch.bfloat16), out)
-    shutil.copyfile(corpus.tokenizer, out / "tokenizer.model")
-    specials = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    flags = {"add_bos_token": True, "add_eos_token": False, "legacy": False, "add_prefix_space": False}
-    tokenizer = {"tokenizer_class": "LlamaTokenizer", "model_max_length": 2048, **specials, **flags}
-    write_json(out / "tokenizer_config.json", tokenizer)
+    shutil.copyfile(Path(args.work) / "tokenizer.model", out / "tokenizer.model")
+    write_json(out / "tokenizer_config.json", TOKENIZER)
     write_json(out / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
-    threads = torch.get_num_threads()
+    minutes = f"{run.seconds / 60:.0f} minutes on a CPU ({torch.get_num_threads()} threads)"
     card = CARD.format(
         **vars(args),
         parameters=sum(p.numel() for p in model.parameters()) / 1e6,
@@ -219,8 +202,8 @@ def export(model: Transformer, corpus: Corpus, args: argparse.Namespace, seconds
         corpus=corpus,
         left_out=", ".join(LEFT_OUT),
         held_out=", ".join(HELD_OUT),
-        where=f"{seconds / 60:.0f} minutes on a CPU ({threads} threads), torch {torch.__version__}",
-        loss=loss,
+        where=f"{minutes}, torch {torch.__version__}",
+        loss=functools.reduce(lambda loss, newer: 0.98 * loss + 0.02 * newer, run.curve),
         seen=seen,
         held=held,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,12 @@ from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa
 from model import Transformer
 from model_config import ModelConfig
 from training.data import Batch, TokenData
-from training.drafters import DrafterTraining, output_weight
-from training.evaluation import Evaluation
+from training.drafters import DrafterTraining, Evaluation, output_weight
 from training.optim import Recipe, init_weights
-from weights.checkpoint import load_model
+from weights.checkpoint import Checkpoint, load_model
 from weights.hf import save_hf
 from weights.medusa import save_medusa
 
-TOKENIZER_FILES = """tokenizer.model tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
-    generation_config.json chat_template.jinja""".split()
 MEDUSA_DECAY = 0.8  # of the loss, from one head to the next
 
 
@@ -52,6 +48,7 @@ def draft_config(target: ModelConfig, args: argparse.Namespace) -> ModelConfig:
     heads = args.heads or max(1, args.hidden // 64)
     if args.hidden % heads or (args.hidden // heads) % 2:
         raise ValueError(f"--hidden {args.hidden} over {heads} heads gives no even head size; change --heads.")
+    same = ("vocab_size", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_ids")
     return ModelConfig(
         model_type="llama",
         hidden_size=args.hidden,
@@ -60,13 +57,9 @@ def draft_config(target: ModelConfig, args: argparse.Namespace) -> ModelConfig:
         num_attention_heads=heads,
         num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
         head_dim=args.hidden // heads,
-        vocab_size=target.vocab_size,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=target.rms_norm_eps,
         tie_word_embeddings=True,
         dtype="bfloat16",
-        bos_token_id=target.bos_token_id,
-        eos_token_ids=target.eos_token_ids,
+        **{name: vars(target)[name] for name in same},
     )
 
 
@@ -74,7 +67,7 @@ class DraftModelTraining(DistillationTraining):
     """A draft LLM in training."""
 
     title = "draft model"
-    options = ("loss", "lr", "layers", "hidden", "intermediate", "heads")
+    format = "draft LLM (Hugging Face layout)"
 
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
@@ -88,9 +81,8 @@ class DraftModelTraining(DistillationTraining):
         torch.manual_seed(self.args.seed)
         draft = Transformer(self.config)
         init_weights(draft, torch.Generator().manual_seed(self.args.seed))
-        hidden = self.config.hidden_size
-        if hidden <= self.target.config.hidden_size:
-            left, sizes, _ = torch.svd_lowrank(output_weight(self.target).cpu(), hidden, niter=4)
+        if self.config.hidden_size <= self.target.config.hidden_size:
+            left, sizes, _ = torch.svd_lowrank(output_weight(self.target).cpu(), self.config.hidden_size, niter=4)
             rows = left * sizes
             # Divided so that the first logits spread by about 1.
             draft.embed_tokens.weight.data.copy_(rows / rows.norm(dim=1).mean())
@@ -108,27 +100,21 @@ class DraftModelTraining(DistillationTraining):
         return loss / count, (logits.argmax(-1) == truth.argmax(-1)).sum()[None] / count
 
     def write(self, module: Transformer, directory: Path) -> None:
-        """A model directory with the target's tokenizer files."""
+        """A model directory with the target's tokenizer files and licence."""
         save_hf(copy.deepcopy(module).requires_grad_(False).to(torch.bfloat16), directory)
-        for name in TOKENIZER_FILES:
-            if (file := Path(self.args.checkpoint) / name).is_file():
-                shutil.copyfile(file, directory / name)
+        Checkpoint.open(self.args.checkpoint).copy_texts(directory)
 
     def read(self, directory: Path) -> Transformer:
         return load_model(directory, self.target.device, self.target.dtype)
 
     def drafter(self, module: Transformer, evaluation: Evaluation) -> DraftModelDrafter:
-        batch_size = len(evaluation.prompts)
-        return DraftModelDrafter(self.target, module, evaluation.tables(), batch_size, evaluation.slots)
-
-    def card(self) -> dict[str, Any]:
-        return super().card() | {"format": "draft LLM (Hugging Face layout)"}
+        return DraftModelDrafter(self.target, module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
 
 
 class MedusaTraining(DistillationTraining):
     """Medusa heads in training."""
 
-    options = ("loss", "lr", "medusa_heads", "own_lm_head")
+    format = "Medusa heads (medusa_lm_head layout)"
 
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
@@ -139,13 +125,11 @@ class MedusaTraining(DistillationTraining):
 
     def build(self, data: TokenData) -> MedusaHeads:
         """Blocks that pass the hidden state on, and LM heads equal to the target's."""
-        args = self.args
-        heads = MedusaHeads(self.target, args.medusa_heads, args.own_lm_head)
-        heads.to(self.target.device, torch.float32)
-        for head in heads:
+        heads = MedusaHeads(self.target, self.args.medusa_heads, self.args.own_lm_head)
+        for head in heads.to(self.target.device, torch.float32):
             torch.nn.init.zeros_(head[0].linear.weight)
             torch.nn.init.zeros_(head[0].linear.bias)
-            if args.own_lm_head:
+            if heads.own_lm_head:
                 head[1].weight.data.copy_(self.weight)
         return heads
 
@@ -175,11 +159,7 @@ class MedusaTraining(DistillationTraining):
         return load_medusa(directory, self.target)
 
     def drafter(self, module: MedusaHeads, evaluation: Evaluation) -> MedusaDrafter:
-        return MedusaDrafter(module, evaluation.tables())
+        return MedusaDrafter(module, evaluation.tree)
 
     def card(self) -> dict[str, Any]:
-        return super().card() | {
-            "format": "Medusa heads (medusa_lm_head layout)",
-            "heads": self.args.medusa_heads,
-            "own_lm_head": self.args.own_lm_head,
-        }
+        return super().card() | {"heads": self.args.medusa_heads, "own_lm_head": self.args.own_lm_head}

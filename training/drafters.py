@@ -9,32 +9,91 @@ from __future__ import annotations
 import argparse
 import functools
 from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from drafters.base import Drafter
+from engine import Engine
 from model import Transformer
 from model_config import DTYPES
+from sampling import SamplingParams
 from support.errors import UserError
 from support.files import write_json
 from support.machine import describe_device
 from tokenizer import Tokenizer, load_tokenizer
-from training.data import Batch, TokenData, step_batches
-from training.evaluation import Evaluation
+from training.data import Batch, TokenData, load_data, step_batches
 from training.loop import Run, World
 from training.optim import Recipe, optimizers, update
-from training.sources import load_data
+from tree import DynamicTree, parse_tree, tree_tables
 from weights.checkpoint import load_model
 from weights.quantized import QuantLinear
 
-# Options that decide the weights of every kind of drafter. A state is not resumed with other values.
-SETTINGS = "checkpoint data held_out steps batch accumulate length seed regenerate".split()
+# Options that do not decide the weights. A state is not resumed with other values of the others.
+FREE = """out work eval_every eval_prompts eval_tokens prompt_length tree save_every pause_at device dtype threads debug
+    force compile autocast max_positions""".split()
 CARD_OPTIONS = "steps length seed tree eval_prompts eval_tokens".split()
-LABELS = {"chain_tau": "chain tau", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
+LABELS = {"held_out_accuracy": "accuracy", "chain_tau": "chain tau", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
+TEMPERATURES = {"greedy": 0.0, "t1": 1.0}  # that tau is measured at
+
+
+class Evaluation:
+    """The held-out prompts of a run, and the engine that measures drafters on them."""
+
+    def __init__(self, target: Transformer, stop_ids: tuple[int, ...], held_out: TokenData, args: argparse.Namespace):
+        """Raises ValueError in one line if the held-out data or --tree cannot be used."""
+        self.target = target
+        self.held_out = held_out
+        self.args = args
+        self.prompts = self._prompts()
+        longest = max(map(len, self.prompts))
+        self.ctx = min(target.rotary.length, longest + args.eval_tokens)
+        if self.ctx < longest + 2:
+            raise ValueError("held-out prompts leave no room for new tokens; use a smaller --prompt-length.")
+        self.params = SamplingParams(max_new_tokens=self.ctx - longest, stop_ids=stop_ids, seed=args.seed)
+        tree = parse_tree(args.tree)
+        self.slots = self.ctx + tree.N + 1  # of the cache, for every sequence
+        static = not isinstance(tree, DynamicTree)
+        self.tree = tree_tables([tree] * len(self.prompts), target.device) if static else tree
+
+    def _prompts(self) -> list[list[int]]:
+        """Evenly spaced windows of held-out text, or held-out conversations up to their first answer."""
+        data = self.held_out
+        count = self.args.eval_prompts
+        length = self.args.prompt_length
+        if data.stream:
+            starts = [k * max(0, len(data.ids) - length) // count for k in range(count)]
+            return [data.ids[start : start + length].tolist() for start in starts]
+        room = self.target.rotary.length
+        rows = (data.row(k, room - 2) for k in range(data.rows))
+        prompts = [ids[: mask.argmax()].tolist() for ids, mask in rows if 0 < mask.argmax() <= room // 2]
+        if not prompts:
+            raise ValueError("no held-out conversation has a prompt that fits; give --held-out.")
+        return prompts[:count]
+
+    @cached_property
+    def texts(self) -> list[list[int]]:
+        """Every prompt with the target's own greedy text behind it."""
+        results = self._generate(None, 0.0)
+        return [prompt + r.token_ids for prompt, r in zip(self.prompts, results, strict=True)]
+
+    def _generate(self, drafter: Drafter | None, temperature: float) -> list:
+        engine = Engine(self.target, drafter=drafter, batch_size=len(self.prompts), ctx=self.ctx)
+        return engine.generate_batch(self.prompts, replace(self.params, temperature=temperature)).run()
+
+    def tau(self, drafter: Drafter, temperature: float = 0.0) -> dict[str, Any]:
+        """tau and accepted_by_depth of the engine with `drafter` over the held-out prompts."""
+        results = self._generate(drafter, temperature)
+        emitted = [len(ids) for result in results for ids in result.tokens_per_step]
+        steps = max(1, len(emitted))
+        depths = [sum(count > d for count in emitted) / steps for d in range(1, drafter.D + 1)]
+        return {"tau": sum(emitted) / steps, "accepted_by_depth": depths}
 
 
 class WorseHead(UserError):
@@ -47,8 +106,9 @@ class DrafterTraining(ABC):
     """One kind of drafter in training. The trained module is float32, on the target's device."""
 
     title: str  # of the module, for messages
-    options: tuple[str, ...]  # besides SETTINGS, those that decide the weights
+    format: str  # of what `write` writes, for CARD.json
     recipe: Recipe
+    autocast = False  # train in bfloat16 where torch.autocast allows it
     clip_by_value = False  # clip gradients by value instead of by norm
     drafts = True  # False: no engine can draft with it, so only its numbers are written
     note = ""  # printed when the drafter was written
@@ -57,10 +117,6 @@ class DrafterTraining(ABC):
         """Raises ValueError in one line for options that do not fit together or do not fit the target."""
         self.args = args
         self.target = target
-
-    def settings(self) -> dict[str, Any]:
-        """All options that decide the weights."""
-        return {name: vars(self.args)[name] for name in (*SETTINGS, *self.options)}
 
     @abstractmethod
     def build(self, data: TokenData) -> nn.Module:
@@ -84,7 +140,7 @@ class DrafterTraining(ABC):
 
     @abstractmethod
     def card(self) -> dict[str, Any]:
-        """What CARD.json says about this kind of drafter alone."""
+        """What else CARD.json says about this kind of drafter."""
 
     def numbers(self, module: nn.Module, evaluation: Evaluation) -> dict[str, Any]:
         """Held-out numbers besides those of the engine."""
@@ -101,56 +157,50 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         ValueError: one line, for input that cannot be used.
         WorseHead: the drafter at args.out is better. It stays.
     """
-    world = World.start(args.device)
-    try:
-        return _train(kind, args, world)
-    finally:
-        world.stop()
-
-
-def _train(kind: type[DrafterTraining], args: argparse.Namespace, world: World) -> dict[str, Any]:
     work = Path(args.work)
     work.mkdir(parents=True, exist_ok=True)
-    target, tokenizer = open_target(args, world.device)
-    training = kind(args, target)
-    old = existing(training, Path(args.out)) if world.chief and training.drafts and not args.force else None
-    with world.chief_first():  # it leaves tokenised data for the others
+    with World.start(args.device) as world:
+        target, tokenizer = open_target(args, world.device)
+        training = kind(args, target)
+        old = existing(training, Path(args.out)) if world.chief and training.drafts and not args.force else None
+        if not world.chief:
+            world.barrier()  # the first process leaves tokenised data for the others
         data, held_out = load_data(args, target, tokenizer)
-    module = training.build(data)
-    evaluation = None
-    if world.chief:
-        stops = target.config.eos_token_ids if tokenizer is None else tuple(tokenizer.eos_ids)
-        evaluation = Evaluation(target, stops, held_out, args)
-        for drafting in (module, old) if training.drafts else ():
-            if drafting is not None:
+        if world.chief:
+            world.barrier()
+        module = training.build(data)
+        evaluation = None
+        if world.chief:
+            stops = target.config.eos_token_ids if tokenizer is None else tuple(tokenizer.eos_ids)
+            evaluation = Evaluation(target, stops, held_out, args)
+            for drafting in (m for m in (module, old) if m is not None and training.drafts):
                 training.drafter(drafting, evaluation)  # refuses what does not fit before time is spent
-    world.say(
-        f"{training.title} of {_size(module) / 1e6:.2f} M parameters; "
-        f"{int(data.mask.sum()):,} training tokens, {int(held_out.mask.sum()):,} held out"
-    )
-    optims = optimizers(module, training.recipe)
+        card = describe(training, module, data, held_out, world)
+        world.say(
+            f"{training.title} of {card['parameters'] / 1e6:.2f} M parameters; "
+            f"{card['training_tokens']:,} training tokens, {card['held_out_tokens']:,} held out"
+        )
+        optims = optimizers(module, training.recipe)
 
-    def after_step(done: int) -> None:
-        if evaluation is not None and args.eval_every and done % args.eval_every == 0:
-            numbers = measure(training, module, evaluation, greedy_only=True)
-            world.say(f"\nstep {done}: {summary(numbers)}")
+        def after_step(done: int) -> None:
+            if evaluation is not None and args.eval_every and done % args.eval_every == 0:
+                world.say(f"\nstep {done}: {summary(measure(training, module, evaluation, {'greedy': 0.0}))}")
 
-    identity = {f"--{name.replace('_', '-')}": value for name, value in training.settings().items()}
-    identity["processes"] = world.size
-    run = Run(module, optims, identity, work / "train_state.pt", world)
-    step = functools.partial(train_step, training, module, optims, data, world)
-    run.fit(step, args.steps, args.save_every, args.pause_at, after_step)
-    if run.paused:
-        return {"step": len(run.curve), "loss_curve": run.curve}
-    card: dict[str, Any] = {}
-    if evaluation is not None:
-        card = describe(training, module, data, held_out, world) | training.card()
-        card |= {"minutes": round(run.seconds / 60, 1), "last_loss": float(np.mean(run.curve[-50:]))}
-        card |= measure(training, module, evaluation)
-        world.say(f"{summary(card)} (tree {args.tree})")
-        publish(training, module, card, old, evaluation, world)
-    world.barrier()
-    return card | {"loss_curve": run.curve}
+        identity = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in FREE}
+        identity |= {"autocast": training.autocast, "processes": world.size}
+        run = Run(module, optims, identity, work / "train_state.pt", world)
+        step = functools.partial(train_step, training, module, optims, data, world)
+        run.fit(step, args.steps, args.save_every, args.pause_at, after_step)
+        if len(run.curve) == args.pause_at:
+            return {"step": len(run.curve), "loss_curve": run.curve}
+        if evaluation is not None:
+            card |= {"minutes": round(run.seconds / 60, 1), "last_loss": float(np.mean(run.curve[-50:]))}
+            card |= measure(training, module, evaluation)
+            world.say(f"{summary(card)} (tree {args.tree})")
+            old_tau = 0.0 if old is None else evaluation.tau(training.drafter(old, evaluation))["tau"]
+            publish(training, module, card, old_tau, world)
+        world.barrier()
+        return card | {"loss_curve": run.curve}
 
 
 def open_target(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, Tokenizer | None]:
@@ -179,12 +229,7 @@ def existing(training: DrafterTraining, out: Path) -> nn.Module | None:
 
 
 def train_step(
-    training: DrafterTraining,
-    module: nn.Module,
-    optims: list[torch.optim.Optimizer],
-    data: TokenData,
-    world: World,
-    step: int,
+    training: DrafterTraining, module: nn.Module, optims: list[Optimizer], data: TokenData, world: World, step: int
 ) -> tuple[float, list[float], int]:
     """One update from --accumulate micro-batches on every process. Returns (loss, accuracies, tokens)."""
     args = training.args
@@ -192,25 +237,21 @@ def train_step(
     batches, count = step_batches(data, step, world, args)
     value = torch.zeros(1, device=world.device)
     hits: Tensor | float = 0.0
-    tokens = 0
     for batch in batches:
         loss, accuracy = training.loss(module, batch, count)
         loss.backward()
         value = value + loss.detach().float()
         hits = hits + accuracy.detach().float()
-        tokens += batch.tokens.numel()
     parameters = list(module.parameters())
     world.sum_([*(p.grad for p in parameters), value, hits])
-    if training.clip_by_value:
-        nn.utils.clip_grad_value_(parameters, recipe.clip, foreach=False)
-    else:
-        nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=False)
+    clip = nn.utils.clip_grad_value_ if training.clip_by_value else nn.utils.clip_grad_norm_
+    clip(parameters, recipe.clip, foreach=False)
     update(optims, recipe.factor(step, args.steps))
-    return float(value), hits.tolist(), tokens * world.size
+    return float(value), hits.tolist(), sum(batch.tokens.numel() for batch in batches) * world.size
 
 
 def measure(
-    training: DrafterTraining, module: nn.Module, evaluation: Evaluation, greedy_only: bool = False
+    training: DrafterTraining, module: nn.Module, evaluation: Evaluation, temperatures: dict[str, float] = TEMPERATURES
 ) -> dict[str, Any]:
     """Held-out numbers of the drafter as it would be published; it is written to --work/export for that."""
     numbers = training.numbers(module, evaluation)
@@ -218,59 +259,45 @@ def measure(
         export = Path(training.args.work) / "export"
         training.write(module, export)
         written = training.read(export)
-        numbers |= evaluation.measure(lambda: training.drafter(written, evaluation), greedy_only)
+        for label, temperature in temperatures.items():
+            found = evaluation.tau(training.drafter(written, evaluation), temperature)
+            numbers |= {f"{name}_{label}": value for name, value in found.items()}
     return numbers
 
 
 def summary(numbers: dict[str, Any]) -> str:
     """The most important held-out numbers on one line."""
-    parts = [f"accuracy {first:.3f}" for first in numbers.get("held_out_accuracy", [])[:1]]
-    parts += [f"{label} {numbers[name]:.2f}" for name, label in LABELS.items() if name in numbers]
-    return "held-out " + ", ".join(parts)
+    shown = {label: np.ravel(numbers[name])[0] for name, label in LABELS.items() if numbers.get(name)}
+    return "held-out " + ", ".join(f"{label} {value:.3f}" for label, value in shown.items())
 
 
-def publish(
-    training: DrafterTraining,
-    module: nn.Module,
-    card: dict[str, Any],
-    old: nn.Module | None,
-    evaluation: Evaluation,
-    world: World,
-) -> None:
-    """Write the drafter and its CARD.json to --out, unless the `old` one there is better."""
+def publish(training: DrafterTraining, module: nn.Module, card: dict[str, Any], old_tau: float, world: World) -> None:
+    """Write the drafter and its CARD.json to --out. Raises WorseHead if the one there has a better tau, `old_tau`."""
     out = Path(training.args.out)
     if not training.drafts:
         place = Path(training.args.work) / "CARD.json"
         write_json(place, card)
         world.say(f"no engine drafts with such a {training.title}: nothing was exported; numbers in {place}")
         return
-    if old is not None:
-        refuse_if_worse(evaluation.tau(training.drafter(old, evaluation)), card, training.args)
-    training.write(module, out)
-    write_json(out / "CARD.json", card)
-    world.say(f"wrote {out}")
-    if training.note:
-        world.say(f"note: {training.note}")
-
-
-def refuse_if_worse(old: dict[str, Any], new: dict[str, Any], args: argparse.Namespace) -> None:
-    """Raise WorseHead if the drafter at --out has the better held-out tau."""
-    if old["tau"] > new["tau_greedy"]:
+    if old_tau > card["tau_greedy"]:
         raise WorseHead(
-            f"what is at {args.out} is better (held-out tau {old['tau']:.3f}, the new one {new['tau_greedy']:.3f}); "
+            f"what is at {out} is better (held-out tau {old_tau:.3f}, the new one {card['tau_greedy']:.3f}); "
             "kept it. The new one stays in --work: run the same command with --force to replace what is at --out."
         )
+    training.write(module, out)
+    write_json(out / "CARD.json", card)
+    world.say(f"wrote {out}" + (f"\nnote: {training.note}" if training.note else ""))
 
 
 def describe(
     training: DrafterTraining, module: nn.Module, data: TokenData, held_out: TokenData, world: World
 ) -> dict[str, Any]:
-    """What CARD.json of any trained drafter says about the run."""
+    """What CARD.json says about the drafter and its training, without what is measured at the end."""
     args = training.args
     c = training.target.config
     return {
         "target": {"layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "vocab_size": c.vocab_size},
-        "parameters": _size(module),
+        "parameters": sum(p.numel() for p in module.parameters()),
         "data": args.data if args.data == "stdlib" else Path(args.data).name,
         "regenerated": args.regenerate,
         "training_tokens": int(data.mask.sum()),
@@ -280,14 +307,12 @@ def describe(
         "device": describe_device(world.device),
         "torch": torch.__version__,
         **{name: vars(args)[name] for name in CARD_OPTIONS},
+        "format": training.format,
+        **training.card(),
     }
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def output_weight(target: Transformer) -> Tensor:
     """The LM head's rows [V, H] in float32, also of a tied or quantized one."""
-    head = target.lm_head if target.lm_head is not None else target.embed_tokens
+    head = target.lm_head or target.embed_tokens
     return head.dequantize(torch.float32) if isinstance(head, QuantLinear) else head.weight.float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,12 @@ from load import build_head
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from training.data import Batch, TokenData
-from training.drafters import DrafterTraining, output_weight
-from training.evaluation import Evaluation
+from training.drafters import DrafterTraining, Evaluation, output_weight
 from training.optim import Recipe
 from weights.heads import EagleConfig, read_eagle, save_eagle
 from weights.quantized import QuantLinear
 
 INPUTS = ("feature+shifted-token", "feature+unshifted-token", "feature", "token")
-OPTIONS = """version recipe optimizer lr warmup cooldown weight_decay clip noise feature_weight token_weight ttt_steps
-    draft_vocab inputs intermediate_size heads taps norm_before_residual rope_theta""".split()
 
 
 class TrainHead(EagleHead):
@@ -38,9 +36,9 @@ class TrainHead(EagleHead):
         self.inputs = inputs
         self.run_head = torch.compile(super().forward_train) if compiled else super().forward_train
         self.run_target = torch.compile(target.forward_train) if compiled else target.forward_train
-        own = config.version == 1 and isinstance(target.lm_head, QuantLinear)
-        shared = target.lm_head.dequantize(target.dtype) if own else None
-        self.register_buffer("shared_head", shared, persistent=False)
+        borrowed = config.version == 1 and isinstance(target.lm_head, QuantLinear)
+        weight = target.lm_head.dequantize(target.dtype) if borrowed else None
+        self.register_buffer("shared_head", weight, persistent=False)
 
     def shown(self, tokens: Tensor) -> Tensor:
         """Tokens [B, T] such that row i, which takes `shown[i + 1]`, sees token i + 1, or token i if unshifted."""
@@ -67,12 +65,12 @@ class TrainHead(EagleHead):
 
 
 def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
-    """One decoder layer of the target's geometry (eagle.md 1, 4), with the options' overrides.
+    """One decoder layer of the target's geometry, with the options' overrides.
 
     Raises ValueError in one line for options that do not fit the target.
     """
     heads = args.heads or target.num_attention_heads
-    kv_heads = min(heads, target.num_key_value_heads) if args.heads else target.num_key_value_heads
+    kv_heads = min(heads, target.num_key_value_heads)
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} is not a multiple of the {kv_heads} key-value heads.")
     vocab = args.draft_vocab or target.vocab_size
@@ -80,13 +78,11 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
         raise ValueError("--draft-vocab is for --version 3; an EAGLE-1 head is trimmed when it is used.")
     if not 8 <= vocab <= target.vocab_size:
         raise ValueError(f"--draft-vocab {vocab}: allowed are 8 to {target.vocab_size}.")
-    taps: tuple[int, ...] = ()
-    if args.version == 3:
-        L = target.num_hidden_layers
-        taps = args.taps or (2, L // 2, L - 3)
-        if list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= L:
-            rule = f"must be distinct, ascending, 0 to {L}; pass --taps a,b,c."
-            raise ValueError(f"taps {taps} of a target with {L} layers {rule}")
+    L = target.num_hidden_layers
+    taps = () if args.version == 1 else args.taps or (2, L // 2, L - 3)
+    if list(taps) != sorted(set(taps)) or not set(taps) <= set(range(L + 1)):
+        rule = f"must be distinct, ascending, 0 to {L}; pass --taps a,b,c."
+        raise ValueError(f"taps {taps} of a target with {L} layers {rule}")
     layer = ModelConfig(
         model_type="llama",
         hidden_size=target.hidden_size,
@@ -102,17 +98,11 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
         qkv_bias=target.model_type == "qwen2" and args.version == 1,
         dtype="bfloat16",
     )
-    return EagleConfig(
-        version=args.version,
-        layer=layer,
-        target_hidden_size=target.hidden_size,
-        taps=taps,
-        fc_bias=args.version == 1,
-        has_lm_head=args.version == 3,
-        norm_before_residual=args.version == 3 and args.norm_before_residual == "on",
-        target_vocab_size=target.vocab_size,
-        unshifted=args.version == 1 and args.inputs == "feature+unshifted-token",
-    )
+    common = {"layer": layer, "target_hidden_size": target.hidden_size, "target_vocab_size": target.vocab_size}
+    if args.version == 1:
+        return EagleConfig(1, **common, fc_bias=True, unshifted=args.inputs == "feature+unshifted-token")
+    normed = args.norm_before_residual == "on"
+    return EagleConfig(3, **common, taps=taps, has_lm_head=True, norm_before_residual=normed)
 
 
 def frequent_tokens(data: TokenData, size: int, vocab: int) -> Tensor | None:
@@ -150,10 +140,8 @@ def exported(head: TrainHead) -> dict[str, Tensor]:
     """
     tensors = {n: t.to("cpu", t.dtype if n == "draft_ids" else torch.bfloat16) for n, t in head.state_dict().items()}
     if head.config.version == 1 and head.inputs in ("feature", "token"):
-        half = head.config.layer.hidden_size
-        left_out = slice(None, half) if head.inputs == "feature" else slice(half, None)
-        tensors["fc.weight"] = tensors["fc.weight"].clone()
-        tensors["fc.weight"][:, left_out] = 0
+        embedding, feature = tensors["fc.weight"].chunk(2, 1)
+        (embedding if head.inputs == "feature" else feature).zero_()
     return tensors
 
 
@@ -188,13 +176,10 @@ def held_out_accuracy(head: TrainHead, evaluation: Evaluation, windows: int = 8)
     hits: Tensor | float = 0.0
     count = 0.0
     rows = max(1, len(data.ids) // args.length) if data.stream else data.rows
-    for k in range(min(windows, rows)):
-        ids, mask = data.row(k, args.length)
+    for ids, mask in (data.row(k, args.length) for k in range(min(windows, rows))):
         if mask[1:].any():
-            tokens, counted = (torch.from_numpy(x)[None] for x in (ids.astype(np.int64), mask))
-            device = head.target.device
-            batch = Batch(tokens.to(device), counted.to(device), [], [])
-            hits = hits + head_loss(head, batch, 1.0, None, args)[1]
+            tokens, counted = (torch.from_numpy(x)[None].to(head.target.device) for x in (ids.astype(np.int64), mask))
+            hits = hits + head_loss(head, Batch(tokens, counted, [], []), 1.0, None, args)[1]
             count += mask[1:].sum()
     return (hits / count).tolist() if count else []
 
@@ -203,21 +188,18 @@ def held_out_accuracy(head: TrainHead, evaluation: Evaluation, windows: int = 8)
 def chain_numbers(head: TrainHead, evaluation: Evaluation, K: int = 5) -> dict:
     """tau and n-alpha of a greedy chain of K on the target's own greedy texts: without the engine, for any --inputs."""
     emitted: list[int] = []
-    alive = [0] * K
-    examined = [0] * K
+    judged: list[int] = []
     for prompt, text in zip(evaluation.prompts, evaluation.texts, strict=True):
         runs = chain_runs(head, torch.tensor([text], device=head.target.device), K)
         last = len(text) - 1
         # Rows from which all K drafts can be judged.
-        judged = runs[len(prompt) - 1 : max(len(prompt) - 1, last - K)]
-        for k in range(K):
-            examined[k] += sum(run >= k for run in judged)
-            alive[k] += sum(run > k for run in judged)
+        judged += runs[len(prompt) - 1 : max(len(prompt) - 1, last - K)]
         position = len(prompt)
         while position < last:
             emitted.append(min(runs[position - 1] + 1, last - position))
             position += emitted[-1]
-    alphas = [a / e if e else 0.0 for a, e in zip(alive, examined, strict=True)]
+    reached = [sum(run >= k for run in judged) for k in range(K + 1)]
+    alphas = [b / a if a else 0.0 for a, b in pairwise(reached)]
     return {"chain_tau": sum(emitted) / max(1, len(emitted)), "n_alpha": alphas}
 
 
@@ -247,15 +229,14 @@ def chain_runs(head: TrainHead, tokens: Tensor, K: int) -> list[int]:
 
 
 def recipe_for(args: argparse.Namespace) -> Recipe:
-    """The named recipe with the options' overrides. `paper`: eagle.md 7.2, 7.3; `small`: tuned for small targets."""
+    """The named recipe with the options' overrides: `paper` as in the EAGLE papers, or `small` for small targets."""
     if args.recipe == "small":
-        base = Recipe("muon", lr=0.02, side_lr=2e-3, warmup=20, cooldown=0.6, weight_decay=0.01)
+        base = Recipe("muon", lr=0.02, side_lr=2e-3, warmup=20, cooldown=0.6)
     elif args.version == 1:
         base = Recipe("adamw", lr=3e-5, side_lr=0.0, warmup=2000, cooldown=1.0, weight_decay=0.01)
     else:
         base = Recipe("adamw", lr=5e-5, side_lr=0.0, warmup=12000, cooldown=1.0, weight_decay=0.0)
-    names = ("optimizer", "lr", "warmup", "cooldown", "weight_decay", "clip")
-    given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    given = {name: vars(args)[name] for name in asdict(base) if vars(args).get(name) is not None}
     if given.get("optimizer") == "adamw" and "lr" not in given and base.optimizer == "muon":
         given["lr"] = 1e-3
     return replace(base, **given)
@@ -263,8 +244,6 @@ def recipe_for(args: argparse.Namespace) -> Recipe:
 
 class EagleTraining(DrafterTraining):
     """An EAGLE head in training."""
-
-    options = tuple(OPTIONS)
 
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
@@ -274,28 +253,23 @@ class EagleTraining(DrafterTraining):
         # As the authors of the two generations do it.
         self.clip_by_value = args.version == 1
         self.drafts = args.version == 1 or args.inputs == INPUTS[0]
-        self.layout = self.config.layout(target.config.num_hidden_layers)
-        self.note = self.layout if "tensor names" in self.layout else ""  # not every engine reads it
+        self.format = self.config.layout(target.config.num_hidden_layers)
+        self.note = self.format if "tensor names" in self.format else ""  # not every engine reads it
         half = target.device.type == "cuda" or target.dtype != torch.float32
         self.autocast = args.autocast == "on" or (args.autocast == "auto" and half)
 
-    def settings(self) -> dict[str, Any]:
-        return super().settings() | {"autocast": "on" if self.autocast else "off"}
-
     def build(self, data: TokenData) -> TrainHead:
-        args = self.args
         draft_ids = frequent_tokens(data, self.config.layer.vocab_size, self.target.config.vocab_size)
-        head = TrainHead(self.config, self.target, draft_ids, args.inputs, args.compile)
-        init_head(head, args.seed)
+        head = TrainHead(self.config, self.target, draft_ids, self.args.inputs, self.args.compile)
+        init_head(head, self.args.seed)
         head.to(self.target.device)
         head.rotary.build(self.target.device, self.target.rotary.length)
         return head
 
     def loss(self, module: TrainHead, batch: Batch, count: float) -> tuple[Tensor, Tensor]:
         args = self.args
-        noise = None
-        if args.version == 1 and args.noise > 0:
-            noise = feature_noise(batch, module.feature_size, args.noise, args.seed)
+        noisy = args.version == 1 and args.noise > 0
+        noise = feature_noise(batch, module.feature_size, args.noise, args.seed) if noisy else None
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
             return head_loss(module, batch, count, noise, args)
 
@@ -306,22 +280,20 @@ class EagleTraining(DrafterTraining):
         return build_head(read_eagle(directory, self.target.config), self.target)
 
     def drafter(self, module: EagleHead, evaluation: Evaluation) -> EagleDrafter:
-        return eagle_drafter(module, evaluation.tables(), len(evaluation.prompts), evaluation.slots)
+        return eagle_drafter(module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
 
     def numbers(self, module: TrainHead, evaluation: Evaluation) -> dict[str, Any]:
         """Accuracy and a chain's tau of the head as it is written, also of heads that no engine drafts with."""
         rounded = TrainHead(self.config, self.target, None, module.inputs)
         rounded.load_state_dict(exported(module))
-        rounded.to(self.target.device).requires_grad_(False)
+        rounded.to(self.target.device, self.target.dtype).requires_grad_(False)
         rounded.rotary.build(self.target.device, self.target.rotary.length)
-        accuracy = held_out_accuracy(rounded, evaluation)
-        return {"held_out_accuracy": accuracy} | chain_numbers(rounded, evaluation)
+        return {"held_out_accuracy": held_out_accuracy(rounded, evaluation)} | chain_numbers(rounded, evaluation)
 
     def card(self) -> dict[str, Any]:
         args = self.args
         first = args.version == 1
         return {
-            "format": self.layout,
             "norm_before_residual": None if first else self.config.norm_before_residual,
             "inputs": args.inputs,
             "ttt_steps": None if first else args.ttt_steps,

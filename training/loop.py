@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.files import written_whole
+from support.machine import default_device
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,22 @@ class World:
     device: torch.device
 
     @classmethod
-    def start(cls, device: str) -> World:
+    @contextlib.contextmanager
+    def start(cls, device: str) -> Iterator[World]:
         """Join the other processes. `device` is auto, cpu or cuda (torchrun gives each process its own GPU)."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = default_device() if device == "auto" else device
         if size == 1:
-            return cls(0, 1, torch.device(device))
+            yield cls(0, 1, torch.device(device))
+            return
         if device == "cuda":
             device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=timedelta(hours=6))
-        return cls(dist.get_rank(), size, torch.device(device))
+        try:
+            yield cls(dist.get_rank(), size, torch.device(device))
+        finally:
+            dist.destroy_process_group()
 
     @property
     def chief(self) -> bool:
@@ -67,22 +72,9 @@ class World:
         for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             t.copy_(part.view_as(t))
 
-    @contextlib.contextmanager
-    def chief_first(self) -> Iterator[None]:
-        """Let the first process run the block before the others do."""
-        if not self.chief:
-            self.barrier()
-        yield
-        if self.chief:
-            self.barrier()
-
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
-
-    def stop(self) -> None:
-        if self.size > 1:
-            dist.destroy_process_group()
 
 
 @dataclass
@@ -96,7 +88,6 @@ class Run:
     world: World
     curve: list[float] = field(default_factory=list)  # the loss of every step so far
     seconds: float = 0.0  # that the steps took
-    paused: bool = False
 
     def fit(
         self,
@@ -145,7 +136,6 @@ class Run:
                     raise interrupt
                 if done == pause_at:
                     self.world.say(f"\npaused at step {done}; the same command without --pause-at goes on")
-                    self.paused = True
                     return
                 if after_step is not None and done < steps:
                     after_step(done)
@@ -167,20 +157,18 @@ class Run:
         advice = "Delete it or give another --work."
         try:
             state = torch.load(self.path, weights_only=True, map_location=self.world.device)
-            found = state["run"]
-            different = [name for name, value in self.identity.items() if found.get(name) != value]
-            if not different:
+            found = {name: state["run"].get(name) for name in self.identity}
+            if found == self.identity:
                 self.module.load_state_dict(state["module"])
                 for optim, saved in zip(self.optims, state["optims"], strict=True):
                     optim.load_state_dict(saved)
-                self.curve = list(state["curve"])
+                self.curve = state["curve"]
                 self.seconds = state["seconds"]
-                return
         except Exception as error:  # a damaged or foreign file may raise anything
             raise ValueError(f"{self.path}: not a training state of this command. {advice}") from error
-        name = different[0]
-        values = f"{name} {found.get(name)!r:.60}, here {self.identity[name]!r:.60}"
-        raise ValueError(f"{self.path} is from another run ({values}). Match it, or: {advice}")
+        for name in (name for name, value in self.identity.items() if found[name] != value):
+            values = f"{name} {found[name]!r:.60}, here {self.identity[name]!r:.60}"
+            raise ValueError(f"{self.path} is from another run ({values}). Match it, or: {advice}")
 
 
 def progress(done: int, steps: int, recent: Iterable[tuple[float, ...]]) -> str:
@@ -188,9 +176,8 @@ def progress(done: int, steps: int, recent: Iterable[tuple[float, ...]]) -> str:
     seconds, tokens, loss, *accuracies = map(fmean, zip(*recent, strict=True))
     text = f"\rstep {done}/{steps}  loss {loss:.3f}  "
     if accuracies:
-        text += f"top-1 {accuracies[0]:.3f}  "
-    if len(accuracies) > 1:
-        text += f"(last step {accuracies[-1]:.3f})  "
+        ends = accuracies[:: max(1, len(accuracies) - 1)]  # those of the first and the last draft step
+        text += f"top-1 {' to '.join(f'{accuracy:.3f}' for accuracy in ends)}  "
     return text + f"{tokens / seconds:.0f} tok/s  {seconds * (steps - done) / 60:.1f} min left   "
 
 

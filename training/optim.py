@@ -39,27 +39,23 @@ class Recipe:
 def init_weights(model: nn.Module, generator: torch.Generator) -> None:
     """Normal(0, 0.02) embeddings, fan-in scaled matrices, zeroed residual outputs (each block starts as identity)."""
     for name, p in model.named_parameters():
-        if p.dim() < 2:
-            continue
         if name.endswith(("attention.o.weight", "mlp.down.weight")):
-            torch.nn.init.zeros_(p)
-        else:
-            std = 0.02 if "embed" in name else 1 / math.sqrt(p.shape[-1])
-            torch.nn.init.normal_(p, std=std, generator=generator)
+            nn.init.zeros_(p)
+        elif p.dim() >= 2:
+            nn.init.normal_(p, std=0.02 if "embed" in name else 1 / math.sqrt(p.shape[-1]), generator=generator)
 
 
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised by Newton-Schulz steps; for hidden matrices. Source: K. Jordan, 2024."""
 
-    def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.01):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float):
+        super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                state = self.state[p]
-                buffer = state.setdefault("momentum", torch.zeros_like(p))
+                buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 buffer.lerp_(p.grad, 1 - group["momentum"])
                 update = orthogonalise(p.grad.lerp(buffer, group["momentum"]))
                 p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -68,29 +64,27 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
     """Roughly the nearest semi-orthogonal matrix: quintic Newton-Schulz iteration on the normalised input."""
-    a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / (x.norm() + 1e-7)
     for _ in range(steps):
         gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
 def optimizers(module: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """The optimizers of all parameters of `module`, at their peak rates."""
-    betas = (0.9, 0.95)
+
+    def adamw(parameters: list[nn.Parameter], lr: float, decay: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr, (0.9, 0.95), weight_decay=decay, foreach=False)
+
     if recipe.optimizer == "adamw":
-        everything = list(module.parameters())
-        decay = recipe.weight_decay
-        return [torch.optim.AdamW(everything, recipe.lr, betas, weight_decay=decay, foreach=False)]
-    hidden = []
-    rest = []
-    for name, p in module.named_parameters():
-        is_hidden = p.dim() == 2 and not any(part in name for part in VOCABULARY)
-        (hidden if is_hidden else rest).append(p)
-    side = torch.optim.AdamW(rest, recipe.side_lr, betas, weight_decay=0.0, foreach=False)
-    return [Muon(hidden, recipe.lr, weight_decay=recipe.weight_decay), side]
+        return [adamw(list(module.parameters()), recipe.lr, recipe.weight_decay)]
+    named = dict(module.named_parameters())
+    hidden = [name for name, p in named.items() if p.dim() == 2 and not any(part in name for part in VOCABULARY)]
+    rest = [p for name, p in named.items() if name not in hidden]
+    muon = Muon([named[name] for name in hidden], recipe.lr, recipe.weight_decay)
+    return [muon, adamw(rest, recipe.side_lr, 0.0)]
 
 
 def update(optims: Iterable[torch.optim.Optimizer], factor: float) -> None:

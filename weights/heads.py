@@ -121,7 +121,7 @@ def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
     """Read an EAGLE-1/2/3 head: a published one in any layout, one of ours (quantized too), or a bare weight file.
 
     Generation, draft vocabulary and biases follow from the tensors. RoPE and eps come from the head's own config, never
-    from the target's (eagle.md 4.7).
+    from the target's.
 
     Args:
         path: a folder, or one `.safetensors` / `.bin` / `.pth` file (with or without a config.json beside it).
@@ -380,7 +380,7 @@ class _HeadReader:
         return None if rows == vocab else ids
 
     def _layer(self, taps: tuple[int, ...]) -> ModelConfig:
-        """The head's decoder layer: sizes from the tensors, the rest from its own config (eagle.md 1.4, 4.7)."""
+        """The head's decoder layer: sizes from the tensors, the rest from its own config."""
         read, target = self.geometry, self.target
         rows, kv_rows = (self._shape(f"{ATTENTION}{x}_proj.weight")[0] for x in "qk")
         known = read.config.get("num_attention_heads") is not None

@@ -1,0 +1,317 @@
+"""options.py: one declaration of every option for the command lines, the benchmark and Python."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import MISSING, asdict, fields, replace
+
+import pytest
+
+import options
+from options import (
+    DEMO,
+    LoadOptions,
+    add_options,
+    add_sampling,
+    find_tuned_tree,
+    options_from,
+    parse_ids,
+    read_option,
+    sampling_from,
+    tuned_tree_path,
+)
+from sampling import SamplingParams
+from support.errors import UsageError
+from weights.checkpoint import Checkpoint
+from weights.heads import read_eagle
+
+# field -> (what a user types after the flag, the value of the field); none is a default
+TYPED = {
+    "checkpoint": ("models/x", "models/x"),
+    "batch_size": ("3", 3),
+    "ctx": ("256", 256),
+    "device": ("cpu", "cpu"),
+    "dtype": ("bfloat16", "bfloat16"),
+    "compile": (None, True),
+    "compile_mode": ("regions", "regions"),
+    "kernels": ("reference", "reference"),
+    "kv": ("int8", "int8"),
+    "eagle": ("heads/e", "heads/e"),
+    "eagle_config": ("rope_theta=1e4", ("rope_theta=1e4",)),
+    "drafter": ("eagle", "eagle"),
+    "draft_checkpoint": ("models/d", "models/d"),
+    "medusa": ("m.pt", "m.pt"),
+    "ngram_nodes": ("7", 7),
+    "tree": ("chain:3", "chain:3"),
+    "draft_vocab": ("64", 64),
+    "draft_vocab_text": ("t.txt", "t.txt"),
+    "draft_noise": ("off", False),
+    "verify": ("multi-round", "multi-round"),
+    "eagle_always": (None, True),
+}
+NUMBERS = [f.name for f in fields(LoadOptions) if f.metadata["least"] is not None]
+CHOICES = [f.name for f in fields(LoadOptions) if f.metadata["choices"] and not isinstance(f.default, bool)]
+SWITCHES = [f.name for f in fields(LoadOptions) if isinstance(f.default, bool)]
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def typed(name: str) -> list[str]:
+    """The words of a command line that give this option its value of TYPED."""
+    word = TYPED[name][0]
+    return [flag(name)] if word is None else [flag(name), word]
+
+
+def parsed(*words: str, names: tuple[str, ...] = (), **defaults) -> dict:
+    parser = argparse.ArgumentParser()
+    add_options(parser, *names, **defaults)
+    return options_from(parser.parse_args(words), *names)
+
+
+def test_every_option_is_declared_with_its_flag_and_its_help():
+    """A field that the command line does not have, or that --help does not explain."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    arguments = {a.dest: a for a in parser._actions if a.dest != "help"}
+    assert list(arguments) == [f.name for f in fields(LoadOptions)] and TYPED.keys() == arguments.keys()
+    for f in fields(LoadOptions):
+        assert arguments[f.name].option_strings == [flag(f.name)] and len(f.metadata["help"]) > 10
+        assert f.default is not MISSING and list(arguments[f.name].choices or ()) == list(f.metadata["choices"])
+    text = parser.format_help()
+    assert text.count("model:") == text.count("speculative decoding:") == 1
+
+
+def test_a_command_line_without_options_gives_the_defaults():
+    """Defaults that the command line and Python do not share."""
+    assert LoadOptions(**parsed()) == LoadOptions()
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_every_option_comes_back_as_it_was_typed(name):
+    """An option that the command line drops, turns into another type, or writes into another field."""
+    value = TYPED[name][1]
+    found = parsed(*typed(name))
+    assert value != getattr(LoadOptions(), name) and found == asdict(replace(LoadOptions(), **{name: value}))
+    assert type(found[name]) is type(value)
+
+
+def test_all_options_come_back_together():
+    """Options that spoil each other; a repeatable one that keeps its last value only."""
+    words = [word for name in TYPED for word in typed(name)]
+    found = parsed(*words, "--eagle-config", "rms_norm_eps=1e-5")
+    assert found.pop("eagle_config") == ("rope_theta=1e4", "rms_norm_eps=1e-5")
+    assert found == {name: value for name, (_, value) in TYPED.items() if name != "eagle_config"}
+
+
+def test_a_command_may_have_some_options_and_defaults_of_its_own():
+    """A command that offers options it ignores, or whose default is not the one that it runs with."""
+    names = ("dtype", "ctx", "draft_noise", "compile", "eagle_config")
+    mine = {"dtype": "float32", "ctx": 512, "draft_noise": False, "compile": True, "eagle_config": ("a=1",)}
+    assert parsed(names=names, **mine) == mine
+    assert parsed("--ctx", "64", "--draft-noise", "on", names=names, **mine) == mine | {"ctx": 64, "draft_noise": True}
+    with pytest.raises(SystemExit):
+        parsed("--kv", "int8", names=names)
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_read_option_reads_what_an_arm_of_the_benchmark_says(name):
+    """An arm that measures another value than the one in its name."""
+    word, value = TYPED[name]
+    assert read_option(name, "on" if word is None else word) == value
+
+
+@pytest.mark.parametrize("name", (*NUMBERS, *SWITCHES))
+def test_read_option_names_what_it_cannot_read(name):
+    """`compile=yes` or `ctx=1e3` taken for something."""
+    for text in ("", "yes", "True", "-1", "1.5", "1e3"):
+        with pytest.raises(UsageError, match=f"{name}={text!r}; allowed: ") as error:
+            read_option(name, text)
+        assert "\n" not in str(error.value)
+
+
+def refused(name: str, value, allowed: str) -> None:
+    with pytest.raises(UsageError) as error:
+        LoadOptions(**{name: value}).check()
+    assert str(error.value).startswith(f"{flag(name)} is {value!r}; allowed: {allowed}"), str(error.value)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_wrong_numbers_are_named(name):
+    """A number that is too small, a text or a truth value used as a number, deep inside."""
+    least = next(f.metadata["least"] for f in fields(LoadOptions) if f.name == name)
+    wrong = [least - 1, -(10**9), "4", 2.0, True, [4]]
+    wrong += [] if getattr(LoadOptions(), name) is None else [None]
+    for value in wrong:
+        refused(name, value, f"{least} or more")
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_wrong_names_are_answered_with_the_right_ones(name):
+    """A misspelt name that is another default, or a KeyError."""
+    choices = next(f.metadata["choices"] for f in fields(LoadOptions) if f.name == name)
+    for value in ("bogus", "" if getattr(LoadOptions(), name) else "x", 1, True, ["cpu"]):
+        refused(name, value, ", ".join(choices))
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_wrong_switches_are_named(name):
+    """`draft_noise="off"`, which Python takes for true."""
+    for value in ("off", "on", 1, 0, None):
+        refused(name, value, "True or False")
+
+
+IGNORED = [
+    (dict(eagle_config=("a=1",)), "--eagle-config is about a draft head"),
+    (dict(eagle_config=("a=1",), medusa="m"), "--eagle-config is about a draft head"),
+    (dict(eagle_config=("a",), eagle="e"), "KEY=VALUE"),
+    (dict(draft_vocab=5), "--draft-vocab is about a draft head"),
+    (dict(draft_vocab=5, drafter="ngram"), "--draft-vocab is about a draft head"),
+    (dict(draft_vocab_text="t", eagle="e"), "needs --draft-vocab K"),
+    (dict(verify="multi-round"), "--verify is about a draft head"),
+    (dict(verify="multi-round", medusa="m"), "medusa has none"),
+    (dict(draft_noise=False), "--draft-noise off is about a draft head"),
+    (dict(ngram_nodes=4), "another drafter"),
+    (dict(eagle="e", draft_checkpoint="d"), "--draft-checkpoint DIR does not go with the drafter eagle"),
+    (dict(drafter="draft"), "--drafter draft needs --draft-checkpoint DIR"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), IGNORED)
+def test_options_that_would_be_ignored_are_refused(changes, message):
+    """An option that is accepted and does nothing: the wrong thing measured."""
+    with pytest.raises(UsageError, match=message) as error:
+        LoadOptions(**changes).check()
+    assert "\n" not in str(error.value)
+
+
+def test_options_that_go_together_are_accepted():
+    """A check that refuses what works."""
+    for changes in (
+        dict(),
+        dict(eagle="e", eagle_config=("a=1",), draft_vocab=5, draft_vocab_text="t", draft_noise=False, ngram_nodes=2),
+        dict(draft_checkpoint="d", verify="multi-round"),
+        dict(medusa="m", draft_noise=False, tree="medusa:mc_sim_7b_63"),
+        dict(drafter="lookahead", ngram_nodes=4),
+        dict(eagle="e", batch_size=2, tree=("paper25", "chain:2")),
+    ):
+        LoadOptions(**changes).check()
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    """--device cuda that ends in a traceback of torch."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UsageError, match="--device cpu"):
+        LoadOptions(device="cuda").check()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    LoadOptions(device="cuda").check()
+
+
+def test_shapes_of_what_is_drafted():
+    """Slots, features and noise rows for another tree than the one that is drafted."""
+    shapes = {
+        (1, 0): dict(),
+        (26, 5): dict(eagle="e"),
+        (4, 3): dict(eagle="e", tree="chain:3"),
+        (9, 4): dict(drafter="ngram", tree="dynamic:9,3,4"),
+        (32, 6): dict(eagle="e", ngram_nodes=6),
+        (57, 10): dict(drafter="lookahead", tree="chain:2"),
+        (61, 10): dict(drafter="lookahead", ngram_nodes=4),
+        (5, 4): dict(eagle="e", batch_size=2, tree=("chain:4", "chain:2")),
+    }
+    for shape, changes in shapes.items():
+        assert LoadOptions(**changes).tree_shape() == shape, changes
+    for changes in (dict(), dict(eagle="e"), dict(drafter="lookahead")):
+        with pytest.raises(ValueError, match="'bogus' is not one of"):
+            LoadOptions(tree="bogus", **changes).tree_shape()
+
+
+def test_defaults_depend_on_the_model_and_the_machine(monkeypatch):
+    """Half precision on a CPU that is slow with it, a context beyond the model's or of a size that nobody asked for."""
+    config = replace(Checkpoint.open(DEMO).config, dtype="bfloat16")
+    for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16")):
+        monkeypatch.setattr(options, "default_device", lambda device=device: device)
+        found = LoadOptions().with_defaults(config)
+        assert (found.device, found.dtype, found.ctx) == (device, dtype, 2048)
+    assert LoadOptions().with_defaults(replace(config, max_position_embeddings=100_000)).ctx == 8192
+    given = LoadOptions(device="cpu", dtype="float16", ctx=77)
+    assert given.with_defaults(config) == given
+
+
+def test_resolving_decides_everything_and_refuses_what_the_model_cannot_do():
+    """A context longer than the model's positions."""
+    checkpoint = Checkpoint.open(DEMO)
+    found = LoadOptions(tree="chain:2", eagle="e").resolve(checkpoint)
+    assert (found.tree, found.ctx) == ("chain:2", 2048) and None not in (found.device, found.dtype)
+    with pytest.raises(UsageError, match=r"--ctx is 2,049; this model's limit is 2,048"):
+        LoadOptions(ctx=2049).resolve(checkpoint)
+
+
+def test_the_tuned_tree_is_found_or_the_command_that_makes_it(tmp_path, monkeypatch):
+    """A tree tuned for another model or dtype, or a hint that would tune for other options than those asked for."""
+    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
+    checkpoint = Checkpoint.open(DEMO)
+    head = read_eagle(DEMO / "eagle1", checkpoint.config)
+    asked = LoadOptions(eagle=str(DEMO / "eagle1"), tree="auto", device="cpu")
+    with pytest.raises(UsageError, match="needs --eagle HEAD"):
+        asked.resolve(checkpoint, None)
+    with pytest.raises(UsageError) as error:
+        asked.resolve(checkpoint, head)
+    assert str(error.value).endswith(f"scripts.tune_tree --checkpoint {DEMO} --eagle {DEMO / 'eagle1'}")
+    more = replace(asked, draft_vocab=64, draft_vocab_text="t", dtype="bfloat16", compile=True)
+    with pytest.raises(UsageError, match="--draft-vocab 64 --draft-vocab-text t --dtype bfloat16 --compile$"):
+        find_tuned_tree(more, checkpoint, head)
+    path = tuned_tree_path(asked, checkpoint, head)
+    assert path.is_relative_to(tmp_path) and path != tuned_tree_path(more, checkpoint, head)
+    path.parent.mkdir(parents=True)
+    path.write_text("[[0]]")
+    assert asked.resolve(checkpoint, head).tree == str(path)
+
+
+# ------------------------------------------------------------------ settings of a request
+
+SETTINGS = {
+    "temperature": ("0.5", 0.5),
+    "top_k": ("7", 7),
+    "top_p": ("0.9", 0.9),
+    "min_p": ("0.1", 0.1),
+    "repetition_penalty": ("1.2", 1.2),
+    "presence_penalty": ("0.3", 0.3),
+    "frequency_penalty": ("-0.4", -0.4),
+    "seed": ("-5", -5),
+    "max_new_tokens": ("9", 9),
+    "stop_ids": ("2,13", (2, 13)),
+    "stop": ("END", ("END",)),
+}
+
+
+def sampled(*words: str, names: tuple[str, ...] = (), **defaults) -> SamplingParams:
+    parser = argparse.ArgumentParser()
+    add_sampling(parser, *names, **defaults)
+    return sampling_from(parser.parse_args(words))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_of_a_request_comes_back_as_it_was_typed(name):
+    """A setting that the command line drops or changes."""
+    assert SETTINGS.keys() == {f.name for f in fields(SamplingParams)}
+    word, value = SETTINGS[name]
+    assert sampled(f"{flag(name)}={word}") == replace(SamplingParams(), **{name: value}) != SamplingParams()
+
+
+def test_settings_of_a_request_with_defaults_of_a_command():
+    """A command's own default lost, or a repeated --stop that keeps the last text only."""
+    assert sampled() == SamplingParams() and sampled(max_new_tokens=200).max_new_tokens == 200
+    assert sampled("--stop", "a", "--stop", "b").stop == ("a", "b")
+    assert sampled("--seed", "4", names=("seed",)) == SamplingParams(seed=4)
+    with pytest.raises(SystemExit):
+        sampled("--top-k", "4", names=("seed",))
+
+
+def test_ids_are_read_or_named():
+    """A list of ids cut at the first thing that is none."""
+    assert parse_ids(" 5, 17,9,", "--x") == (5, 17, 9) and parse_ids("", "--x") == ()
+    for text in ("1,x", "1;2", "1.5", "0x10"):
+        with pytest.raises(UsageError, match=f"--x '{text}': expected comma-separated integers"):
+            parse_ids(text, "--x")

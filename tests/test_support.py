@@ -1,0 +1,373 @@
+"""support/: how commands end, and files that are whole or not there at all."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support import files, machine
+from support.errors import (
+    BAD_FILE,
+    INTERNAL,
+    INTERRUPTED,
+    MEMORY,
+    USAGE,
+    BadFileError,
+    NotEnoughMemory,
+    UsageError,
+    UserError,
+    run_command,
+)
+from support.files import (
+    append_json_line,
+    directory_written_whole,
+    read_json,
+    read_json_lines,
+    replace_block,
+    write_json,
+    write_text,
+    written_whole,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def raising(error: BaseException, *notes: str):
+    """The body of a command that ends with this error."""
+
+    def body():
+        for note in notes:
+            error.add_note(note)
+        raise error
+
+    return body
+
+
+# ------------------------------------------------------------------ how a command ends
+
+ENDS = {
+    "usage": (UsageError("--x is 1"), USAGE, "error  --x is 1"),
+    "a bad file": (BadFileError("f: cut off"), BAD_FILE, "error  f: cut off"),
+    "a plan that does not fit": (NotEnoughMemory("needs 9 GB"), MEMORY, "error  needs 9 GB"),
+    "another user error": (UserError("no"), USAGE, "error  no"),
+    "wrong input": (ValueError("top_p is 2"), USAGE, "error  top_p is 2"),
+    "wrong text": (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), USAGE, "error  'utf-8' codec"),
+    "no such file": (FileNotFoundError(2, "No such file", "x.html"), BAD_FILE, "error  [Errno 2] No such file: 'x.html'"),
+    "a full disk": (OSError(28, "No space left on device"), BAD_FILE, "error  [Errno 28] No space left on device"),
+    "Python's memory": (MemoryError(), MEMORY, "error  MemoryError"),
+    "the GPU's memory": (torch.OutOfMemoryError("CUDA out of memory"), MEMORY, "error  CUDA out of memory"),
+    "the CPU's memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MEMORY,
+                         "error  DefaultCPUAllocator: can't allocate memory: you tried"),
+    "overflow": (ArithmeticError("logits became non-finite"), INTERNAL, "error  logits became non-finite"),
+    "our mistake": (RuntimeError("shapes differ"), INTERNAL, "error  RuntimeError: shapes differ (--debug shows where)"),
+    "a key": (KeyError("tau"), INTERNAL, "error  KeyError: 'tau' (--debug shows where)"),
+    "an empty message": (ValueError(), USAGE, "error  ValueError:"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_an_error_is_one_line_and_its_exit_code(kind, capsys):
+    """A traceback for a user's mistake, our mistake taken for the user's, or an exit code that misleads a script."""
+    error, code, line = ENDS[kind]
+    assert run_command(raising(error)) == code
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(line) and err.count("\n") == 1 and "Traceback" not in err
+    assert ("--debug" in err) == ("--debug" in line)
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_debug_raises_the_error_itself(kind, capsys):
+    """--debug that hides where an error comes from."""
+    error = ENDS[kind][0]
+    with pytest.raises(type(error)) as caught:
+        run_command(raising(error), debug=True)
+    assert caught.value is error and capsys.readouterr().err == ""
+
+
+def test_a_command_that_ends_well_returns_its_code():
+    """A verdict (exit code 1) that is lost, or None as an exit code."""
+    assert [run_command(lambda code=code: code) for code in (None, 0, 1)] == [0, 0, 1]
+    assert all(type(run_command(lambda code=code: code)) is int for code in (None, 0, 1))
+
+
+def test_a_command_that_reads_files_says_so_with_its_exit_code():
+    """A converter whose plain ValueErrors are about files; its usage errors stay usage errors."""
+    assert run_command(raising(ValueError("no tensors")), bad_input=BAD_FILE) == BAD_FILE
+    assert run_command(raising(UsageError("--x")), bad_input=BAD_FILE) == USAGE
+
+
+def test_notes_and_line_ends_stay_on_the_one_line(capsys):
+    """Where an error happened, told in a note that nobody sees; a message of torch over ten lines."""
+    assert run_command(raising(ValueError("bad\n  weights \n"), "in layer 3", "of model.safetensors")) == USAGE
+    assert capsys.readouterr().err == "error  bad weights in layer 3 of model.safetensors\n"
+
+
+def test_ctrl_c_ends_with_130_and_says_what_is_kept(capsys):
+    """A traceback after Ctrl-C; a training run that does not say how it goes on."""
+    assert run_command(raising(KeyboardInterrupt())) == INTERRUPTED == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert run_command(raising(KeyboardInterrupt(), "step 7 is saved"), interrupted="stopped") == INTERRUPTED
+    assert capsys.readouterr().err == "stopped step 7 is saved\n"
+    assert run_command(raising(KeyboardInterrupt()), debug=True) == INTERRUPTED
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_reader_that_has_left_is_no_error(monkeypatch):
+    """`command | head -1` that ends with an error, or with one of the interpreter when it flushes."""
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert run_command(raising(BrokenPipeError(32, "Broken pipe"))) == 0 and stderr.closed
+
+
+def test_a_closed_pipe_of_a_real_process_is_silent():
+    """The same through a shell: the exit code is 0 and stderr is empty."""
+    body = "from support.errors import run_command\n"
+    body += "def body():\n    for i in range(10**6): print(i)\n"
+    body += "raise SystemExit(run_command(body))"
+    shell = f'"{sys.executable}" -c "$BODY" | head -1; echo ${{PIPESTATUS[0]}}'
+    environment = os.environ | {"BODY": body}
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["0", "0"] and done.stderr == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("error", (ValueError("x"), KeyboardInterrupt()))
+def test_a_line_of_progress_is_cleared_on_a_terminal_only(error, monkeypatch, capsys):
+    """`error` behind half a progress line, or control characters in a log file."""
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    run_command(raising(error))
+    assert terminal.getvalue().startswith("\r\033[K") and terminal.getvalue().count("\033") == 1
+    monkeypatch.undo()
+    run_command(raising(error))
+    assert "\033" not in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ whole files
+
+FAILURES = (RuntimeError("our mistake"), OSError(28, "No space left on device"), KeyboardInterrupt())
+
+
+def test_a_file_appears_whole(tmp_path):
+    """A reader that sees half a file while it is written, or a temporary file that stays."""
+    path = tmp_path / "f.txt"
+    path.write_text("old")
+    with written_whole(path) as temporary:
+        temporary.write_text("half")
+        assert path.read_text() == "old" and temporary.parent == path.parent
+        temporary.write_text("new")
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+    write_text(str(path), "é")
+    assert path.read_bytes() == "é".encode()
+    write_json(path, {"b": 1, "a": [1.5, None]})
+    assert path.read_text() == '{\n  "a": [\n    1.5,\n    null\n  ],\n  "b": 1\n}\n'
+    assert read_json(path) == {"a": [1.5, None], "b": 1}
+
+
+@pytest.mark.parametrize("old", (None, "old"))
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_a_failure_leaves_the_old_file_and_nothing_else(error, old, tmp_path):
+    """A result file that is lost or cut off because the next one could not be written."""
+    path = tmp_path / "f.txt"
+    if old:
+        path.write_text(old)
+    with pytest.raises(type(error)) as caught, written_whole(path) as temporary:
+        temporary.write_text("half")
+        raise error
+    assert caught.value is error
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == ({path.name: old} if old else {})
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
+    """A page that was asked for and is not there, without a word."""
+    with pytest.raises(OSError):
+        write_text(tmp_path / "none" / "f.txt", "x")
+    write_text(tmp_path / "f.txt", "old")
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "f.txt", {"x": object()})
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "kept").touch()
+    with pytest.raises(OSError):
+        write_text(tmp_path / "d", "x")
+    assert (tmp_path / "f.txt").read_text() == "old"
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["d", "f.txt", "kept"]
+
+
+def fill(directory: Path, text: str) -> None:
+    (directory / "sub").mkdir()
+    (directory / "sub" / "a").write_text(text)
+
+
+def held(directory: Path) -> dict[str, str]:
+    """The files below a directory, temporary ones included."""
+    return {p.relative_to(directory).as_posix(): p.read_text() for p in directory.rglob("*") if p.is_file()}
+
+
+def test_a_directory_appears_whole(tmp_path):
+    """A checkpoint that lacks files while it is written, or keeps files of the one before."""
+    path = tmp_path / "out" / "model"
+    with directory_written_whole(path) as unfinished:
+        fill(unfinished, "one")
+        assert not path.exists() and unfinished.parent == path.parent
+    assert held(tmp_path) == {"out/model/sub/a": "one"}
+    (path / "stale").write_text("x")
+    with directory_written_whole(path) as unfinished:
+        fill(unfinished, "two")
+        assert held(path) == {"sub/a": "one", "stale": "x"}
+    assert held(tmp_path) == {"out/model/sub/a": "two"} and list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("old", (False, True))
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_a_failure_leaves_the_old_directory_and_nothing_else(error, old, tmp_path):
+    """A good checkpoint replaced by half of the next one, or a disk that fills up with unfinished ones."""
+    path = tmp_path / "model"
+    if old:
+        path.mkdir()
+        fill(path, "old")
+    expected = ValueError if isinstance(error, OSError) else type(error)
+    with pytest.raises(expected) as caught, directory_written_whole(path) as unfinished:
+        fill(unfinished, "half")
+        raise error
+    assert held(tmp_path) == ({"model/sub/a": "old"} if old else {})
+    assert list(tmp_path.iterdir()) == ([path] if old else [])
+    if isinstance(error, OSError):
+        text = str(caught.value)
+        assert str(path) in text and "No space left on device" in text and "\n" not in text
+    else:
+        assert caught.value is error
+
+
+@pytest.mark.parametrize("broken", (1, 2))
+@pytest.mark.parametrize("error", (OSError(5, "Input/output error"), KeyboardInterrupt()), ids=("OSError", "Ctrl-C"))
+def test_a_failure_between_the_two_renames_brings_the_old_directory_back(error, broken, tmp_path, monkeypatch):
+    """The moment at which neither directory has its name: what fails there must not lose both."""
+    path, calls, rename = tmp_path / "model", [], os.replace
+    path.mkdir()
+    fill(path, "old")
+
+    def replace(source, target):
+        calls.append(source)
+        if len(calls) == broken:
+            raise error
+        rename(source, target)
+
+    monkeypatch.setattr(files.os, "replace", replace)
+    with pytest.raises((ValueError, KeyboardInterrupt)), directory_written_whole(path) as unfinished:
+        fill(unfinished, "new")
+    assert held(tmp_path) == {"model/sub/a": "old"} and list(tmp_path.iterdir()) == [path]
+
+
+# ------------------------------------------------------------------ JSON lines
+
+
+def test_json_lines_come_back_in_order(tmp_path):
+    """Runs that are lost, out of order, or in a folder that has to be made first."""
+    path = tmp_path / "new" / "runs.jsonl"
+    assert read_json_lines(path) == []
+    runs = [{"i": 0, "text": "a\nb é"}, {"i": 1}, {}]
+    for number, run in enumerate(runs):
+        append_json_line(path, run)
+        assert read_json_lines(path) == runs[: number + 1]
+    assert path.read_bytes().count(b"\n") == 3
+
+
+@pytest.mark.parametrize("torn", (b'{"i": 9, "te', b'{"i": 9}', b"\xc3", b"{}" * 9))
+@pytest.mark.parametrize("before", ([], [{"i": 0}], [{"i": 0}, {"i": 1}]))
+def test_a_torn_last_line_counts_for_nothing(torn, before, tmp_path):
+    """A run that was interrupted in the middle of a line: the next line glued to it, or the file unreadable for good."""
+    path = tmp_path / "runs.jsonl"
+    path.touch()
+    for run in before:
+        append_json_line(path, run)
+    with open(path, "ab") as file:
+        file.write(torn)
+    assert read_json_lines(path) == before
+    append_json_line(path, {"i": 2})
+    assert read_json_lines(path) == [*before, {"i": 2}]
+
+
+@pytest.mark.parametrize("bad", ("{", "[1]", "3", "null", '{"a": 1} x', "\ud800"))
+def test_a_damaged_line_is_an_error_with_the_files_name(bad, tmp_path):
+    """Measurements left out of a table without a word, because their line could not be read."""
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + bad.encode("utf-8", "surrogatepass") + b'\n{"a": 2}\n')
+    with pytest.raises(ValueError, match="runs.jsonl") as error:
+        read_json_lines(path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_json_lines(tmp_path)
+
+
+def test_a_line_that_is_no_json_is_not_begun(tmp_path):
+    """Half a line on the disk because the value could not be written."""
+    path = tmp_path / "runs.jsonl"
+    append_json_line(path, {"a": 1})
+    with pytest.raises(TypeError):
+        append_json_line(path, {"a": object()})
+    assert read_json_lines(path) == [{"a": 1}] and path.read_bytes().endswith(b"\n")
+
+
+@pytest.mark.parametrize("bad", (b"", b"{", b"[1]", b"3", b'{"a": NaN}', b"\xff", b"[" * 100_000, b"x" * 101))
+def test_json_is_read_strictly(bad, tmp_path):
+    """A traceback, or a config that is read as something that it does not say."""
+    path = tmp_path / "config.json"
+    path.write_bytes(bad)
+    with pytest.raises(ValueError, match="config.json") as error:
+        read_json(path, limit=100 if bad.startswith(b"x") else files.JSON_LIMIT)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300 + len(str(path))
+    with pytest.raises(ValueError, match="none.json: cannot be read"):
+        read_json(tmp_path / "none.json")
+
+
+# ------------------------------------------------------------------ blocks of a page
+
+PAGE = "a\n<!-- one -->\nold 1\nold 2\n<!-- /one -->\nb\n<!-- two -->\n<!-- /two -->\nc"
+
+
+def test_a_block_is_replaced_and_nothing_else(tmp_path):
+    """A page that loses what stands around a block, or grows with every run."""
+    path = tmp_path / "page.md"
+    path.write_text(PAGE, encoding="utf-8")
+    for text in ("new é", "| x |\n| \\1 |", ""):
+        replace_block(path, "one", text)
+        replace_block(path, "two", "2")
+        expected = PAGE.replace("old 1\nold 2", text).replace("<!-- two -->\n", "<!-- two -->\n2\n")
+        assert path.read_text(encoding="utf-8") == expected
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "page", ("", "a\n<!-- /one -->\n", "<!-- one -->\na", "<!-- one --><!-- /one -->", "<!-- /one -->\n<!-- one -->\n")
+)
+def test_a_page_without_the_block_is_left_alone(page, tmp_path):
+    """A table written to the end of a page, or over it, because its markers were renamed."""
+    path = tmp_path / "page.md"
+    path.write_text(page)
+    with pytest.raises(ValueError, match=r"page.md: the markers <!-- one --> and <!-- /one --> are missing") as error:
+        replace_block(path, "one", "new")
+    assert path.read_text() == page and "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------ facts about the machine
+
+
+def test_facts_about_the_machine_are_plausible():
+    """A bandwidth in bits, a peak in kilobytes, a size in binary units."""
+    assert [machine.size_text(n) for n in (0, 999_949, 1e9, 1.55e12)] == ["0.0 MB", "1.0 MB", "1.0 GB", "1550.0 GB"]
+    cpu = torch.device("cpu")
+    assert 1e8 < machine.copy_bandwidth(cpu, 1 << 24) < 1e13
+    resident, peak = machine.resident_memory(), machine.peak_memory(cpu)
+    if resident is not None and peak is not None:
+        assert 50e6 < resident <= 1.05 * peak and peak < 1e12
+    assert machine.free_memory(cpu) > 1e6 and json.loads(json.dumps(machine.versions())).keys() == {"python", "torch"}

@@ -299,3 +299,8 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         arms.append(EngineArm(name, label, options, build_engine(base, options, ctx)))
     kinds = ["hf", "hf-static"] + ["hf-compiled"] * args.hf_compile if args.baseline else []
     return arms + [HFArm(kind, base.model, base.tokenizer) for kind in kinds]
+
+
+def shown(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as the JSON keeps them: file names without the folders of this machine."""
+    return {k: Path(v).name if k in PATHS or str(v).endswith(".json") else v for k, v in options.items()}

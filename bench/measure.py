@@ -12,12 +12,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.arms import NO_STOP, PATHS, Arm, EngineArm, Sample
+from bench.arms import NO_STOP, Arm, EngineArm, Sample, shown
 from bench.environment import memory_of
 from bench.suites import Prompts, Question
 from engine import Engine
@@ -258,9 +257,7 @@ def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
     """Options, tree size, draft time and memory of every arm. Call it after the warm-up."""
     facts = []
     for arm in arms:
-        # file names without the folders of this machine
-        files = {k: Path(v).name for k, v in arm.options.items() if k in PATHS or str(v).endswith(".json")}
-        fact: dict[str, Any] = {"arm": arm.name, "label": arm.label, "options": arm.options | files}
+        fact: dict[str, Any] = {"arm": arm.name, "label": arm.label, "options": shown(arm.options)}
         if isinstance(arm, EngineArm):
             engine = arm.engine
             alone, share = draft_share(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,15 +55,9 @@ class RopeConfig:
 
     def _llama3(self, inv: Tensor) -> Tensor:
         """Scales long wavelengths by `factor`, keeps short ones, and blends the two in between."""
-        wavelength = 2 * math.pi / inv
-        low_freq_wavelength = self.original_max_positions / self.low_freq_factor
-        high_freq_wavelength = self.original_max_positions / self.high_freq_factor
-        smooth = (self.original_max_positions / wavelength - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
-        blend = (1 - smooth) * inv / self.factor + smooth * inv
-        scaled = torch.where(wavelength > low_freq_wavelength, inv / self.factor, blend)
-        return torch.where(wavelength < high_freq_wavelength, inv, scaled)
+        rotations = self.original_max_positions / (2 * math.pi / inv)
+        keep = ((rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return (1 - keep) * inv / self.factor + keep * inv
 
     def _yarn(self, inv: Tensor, head_dim: int) -> tuple[Tensor, float]:
         """Keeps the dimensions that rotate often, scales those that rotate rarely, with a linear ramp in between."""
@@ -78,13 +73,10 @@ class RopeConfig:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
-        ramp = (torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)
-        keep = 1 - ramp.clamp(0, 1)
-        attention_factor = self.attention_factor
-        if attention_factor is None and self.mscale and self.mscale_all_dim:
-            attention_factor = mscale(self.mscale) / mscale(self.mscale_all_dim)
-        elif attention_factor is None:
-            attention_factor = mscale(1.0)
+        keep = 1 - ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+        both = self.mscale and self.mscale_all_dim
+        scale = mscale(self.mscale) / mscale(self.mscale_all_dim) if both else mscale(1.0)
+        attention_factor = scale if self.attention_factor is None else self.attention_factor
         return inv / self.factor * (1 - keep) + inv * keep, attention_factor
 
 
@@ -200,35 +192,28 @@ class ConfigReader:
         """The error to raise for something wrong in this file."""
         return ValueError(f"{self.where}: {text}")
 
-    def _value(self, key: str, default: Any) -> Any:
+    def _checked(self, key: str, default: Any, allows: Callable[[Any], bool], allowed: str) -> Any:
         value = self.config.get(key)
-        if value is None and default is None:
+        value = default if value is None else value
+        if value is None:
             raise self.error(f"required key {key!r} is missing.")
-        return default if value is None else value
+        if not allows(value):
+            raise self.error(f"{key} = {value!r} is not supported, expected {allowed}.")
+        return value
 
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**31) -> int:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.error(f"{key} = {value!r}, expected an integer in [{low}, {high}].")
-        return value
+        allowed = f"an integer in [{low}, {high}]"
+        return self._checked(key, default, lambda value: type(value) is int and low <= value <= high, allowed)
 
     def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise self.error(f"{key} = {value!r}, expected a number in [{low}, {high}].")
-        return float(value)
+        allowed = f"a number in [{low}, {high}]"
+        return float(self._checked(key, default, lambda v: type(v) in (int, float) and low <= v <= high, allowed))
 
     def boolean(self, key: str, default: bool) -> bool:
-        value = self._value(key, default)
-        if not isinstance(value, bool):
-            raise self.error(f"{key} = {value!r}, expected true or false.")
-        return value
+        return self._checked(key, default, lambda value: isinstance(value, bool), "true or false")
 
     def text(self, key: str, default: str | None, allowed: tuple[str, ...]) -> str:
-        value = self._value(key, default)
-        if value not in allowed:
-            raise self.error(f"{key} = {value!r} is not supported, expected one of {', '.join(allowed)}.")
-        return value
+        return self._checked(key, default, lambda value: value in allowed, f"one of {', '.join(allowed)}")
 
 
 def _refuse_unknown_architecture(read: ConfigReader) -> None:
@@ -251,31 +236,24 @@ def _read_rope(outer: ConfigReader, default_theta: float, max_positions: int) ->
     if any(isinstance(value, dict) for value in scaling.values()):
         raise outer.error(f"rope_parameters per layer type are not implemented: {sorted(scaling)}.")
     original = "original_max_position_embeddings"
-    theta_from = config if scaling.get("rope_theta") is None else scaling
-    merged = {
-        **scaling,
-        "rope_type": scaling.get("rope_type") or scaling.get("type") or "default",
-        "rope_theta": theta_from.get("rope_theta"),
-        original: scaling.get(original) or config.get(original),
-    }
+    merged = {"rope_type": scaling.get("type"), **{key: config.get(key) for key in ("rope_theta", original)}}
+    merged |= {key: value for key, value in scaling.items() if value is not None}
     read = ConfigReader(merged, outer.where)
     kind = read.text("rope_type", "default", ROPE_TYPES)
     theta = read.number("rope_theta", default_theta, 1.01)
     if kind == "default":
         return RopeConfig(theta=theta)
     llama3 = kind == "llama3"
+    positive = {"low_freq_factor": None if llama3 else 1.0, "high_freq_factor": None if llama3 else 4.0}
+    positive |= {"beta_fast": 32.0, "beta_slow": 1.0}
     given_attention = merged.get("attention_factor") is not None
     rope = RopeConfig(
         theta=theta,
         kind=kind,
         original_max_positions=read.integer(original, None if llama3 else max_positions, high=2**24),
         factor=read.number("factor", None, 1.0, 1e6),
-        low_freq_factor=read.number("low_freq_factor", None if llama3 else 1.0, 1e-6, 1e6),
-        high_freq_factor=read.number("high_freq_factor", None if llama3 else 4.0, 1e-6, 1e6),
-        beta_fast=read.number("beta_fast", 32.0, 1e-6, 1e6),
-        beta_slow=read.number("beta_slow", 1.0, 1e-6, 1e6),
-        mscale=read.number("mscale", 0.0, 0.0, 1e6),
-        mscale_all_dim=read.number("mscale_all_dim", 0.0, 0.0, 1e6),
+        **{key: read.number(key, default, 1e-6, 1e6) for key, default in positive.items()},
+        **{key: read.number(key, 0.0, 0.0, 1e6) for key in ("mscale", "mscale_all_dim")},
         truncate=read.boolean("truncate", True),
         attention_factor=read.number("attention_factor", None, 0.0, 1e6) if given_attention else None,
     )

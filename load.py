@@ -67,7 +67,7 @@ def model_bytes(checkpoint: Checkpoint, options: LoadOptions) -> int:
     """Bytes that a model's weights take after loading and packing."""
     dtype = DTYPES[options.dtype]
     if checkpoint.quantization:
-        return held_bytes(checkpoint.entries, dtype, options.device, options.kernels)
+        return held_bytes(checkpoint.kept_entries, dtype, options.device, options.kernels)
     return float_bytes(checkpoint.config, dtype)
 
 
@@ -172,7 +172,7 @@ def load(
     backend = open_backend(options, say)
     plan = files.plan(options)
     check_memory(plan, free_memory(device), options)
-    for note in files.head.notes if files.head else ():
+    for note in (*files.checkpoint.notes, *(files.head.notes if files.head else ())):
         say(f"note    {note}")
     with _bad_files(), _memory_errors(plan):
         model = files.checkpoint.load(device, DTYPES[options.dtype], progress, options.ctx)
@@ -198,15 +198,15 @@ class _Files:
     """The files that the options name, as far as they are read before memory is planned."""
 
     def __init__(self, options: LoadOptions):
-        self.checkpoint = Checkpoint.open(options.checkpoint)
+        self.checkpoint = Checkpoint.open(options.checkpoint, int8_groups=options.kernels == "cpu")
         config = self.checkpoint.config
-        self.tokenizer = load_tokenizer(self.checkpoint.directory, config.vocab_size)
+        self.tokenizer = load_tokenizer(self.checkpoint.tokenizer_source, config.vocab_size)
         overrides = dict(item.split("=", 1) for item in options.eagle_config)
         self.head = read_eagle(options.eagle, config, overrides) if options.eagle else None
         self.draft: Checkpoint | None = None
         if options.draft_checkpoint:
-            self.draft = Checkpoint.open(options.draft_checkpoint)
-            theirs = load_tokenizer(self.draft.directory, self.draft.config.vocab_size)
+            self.draft = Checkpoint.open(options.draft_checkpoint, int8_groups=options.kernels == "cpu")
+            theirs = load_tokenizer(self.draft.tokenizer_source, self.draft.config.vocab_size)
             check_vocabulary(config, self.draft.config, (self.tokenizer, theirs))
 
     def plan(self, options: LoadOptions) -> MemoryPlan:

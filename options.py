@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import kernels
 from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import WithNGrams
 from model_config import DTYPES, ModelConfig
@@ -51,7 +52,7 @@ class LoadOptions:
     None stands for a default that depends on the model and the machine; `resolve` decides it.
     """
 
-    checkpoint: str = option(str(DEMO), "model directory (default: the embedded demo)", metavar="DIR")
+    checkpoint: str = option(str(DEMO), "model directory or .gguf file (default: the embedded demo)", metavar="DIR")
     batch_size: int = option(1, "sequences that are decoded together, with seeds seed, seed + 1, ...", least=1)
     ctx: int | None = option(None, "context to allocate (default: the model's, at most 8192)", least=2)
     device: str | None = option(None, "default: the GPU if there is one", ("cuda", "cpu"))
@@ -64,7 +65,12 @@ class LoadOptions:
         "step in one piece: inductor, reduce-overhead",
         COMPILE_MODES,
     )
-    kernels: str = option("auto", "implementation of the operations (default: auto)", ("auto", "triton", "reference"))
+    kernels: str = option(
+        "auto",
+        "implementation of the operations (default: auto); cpu: C++ kernels for int4 and int8, which round activations "
+        "to int8",
+        kernels.MODES,
+    )
     kv: str = option(
         "model", "int8: halve (fp32: quarter) the target's cache; a drafter's keeps its dtype", ("model", "int8")
     )
@@ -155,6 +161,8 @@ class LoadOptions:
             raise UsageError("--eagle-config takes KEY=VALUE, like rope_theta=500000.")
         if self.draft_vocab_text and not self.draft_vocab:
             raise UsageError("--draft-vocab-text needs --draft-vocab K, the number of tokens to keep.")
+        if self.kernels == "cpu" and self.compile:
+            raise UsageError("--kernels cpu runs C++ kernels that --compile cannot look into; leave one of them out.")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda, but this torch sees no CUDA device. Use --device cpu.")
 

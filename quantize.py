@@ -168,7 +168,8 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
 def _check(args: argparse.Namespace, directory: Path, out: Path) -> None:
     """Raise UsageError for options that cannot work, before anything is read."""
     if not directory.is_dir():
-        raise UsageError(f"--checkpoint {directory} is not a directory.")
+        hint = " Make one of a .gguf file with python -m scripts.convert FILE.gguf DIR." if directory.is_file() else ""
+        raise UsageError(f"--checkpoint {directory} is not a directory.{hint}")
     if out.exists() and not (out / "receipt.json").is_file():
         raise UsageError(f"--out {out} exists and is not an earlier result; choose another name.")
     if args.calibration and args.algorithm != "gptq":

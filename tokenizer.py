@@ -13,7 +13,7 @@ import re
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,7 @@ LLAMA2_SYSTEM = (
     "something not correct. If you don't know the answer to a question, please don't share false information."
 )
 NAMED_TOKEN = re.compile("[a-z]+_token")  # keys such as bos_token
+Reader = Callable[[str], bytes | None]  # the contents of a file by its name, None if there is no such file
 BUILTIN_SYSTEM = {"vicuna": VICUNA_SYSTEM, "llama-2-chat": LLAMA2_SYSTEM, "mixtral": ""}
 # What paper benchmarks pass to encode_chat as `suffix`.
 PAPER_SUFFIX = {"vicuna": "", "llama-2-chat": " ", "mixtral": ""}
@@ -64,39 +65,51 @@ def builtin_prompt(name: str, messages: list[dict], add_generation_prompt: bool 
     return prompt
 
 
-def load_tokenizer(directory: str | Path, vocab_size: int | None = None) -> "Tokenizer | None":
+def load_tokenizer(source: str | Path | Mapping[str, bytes], vocab_size: int | None = None) -> "Tokenizer | None":
     """Tokenizer of a model directory, or None without tokenizer files, where prompts are ids.
 
     `tokenizer.json` is preferred to sentencepiece's `tokenizer.model`, which in Meta's layout lies beside `params.json`
     or one folder up. The stop ids are those of `generation_config.json`, else those of `config.json`, else the
     tokenizer's own EOS.
 
-    vocab_size: rows of the model's embedding. Ids must be below it, except for special tokens that nothing uses, such as
-    a stray <pad>. Any bad file is a one-line ValueError.
+    Args:
+        source: the directory, or the contents of its files by name (`weights.gguf` makes such files).
+        vocab_size: rows of the model's embedding. Ids must be below it, except for special tokens that nothing uses, such
+            as a stray <pad>.
+
+    Raises:
+        ValueError: in one line, for any bad file.
     """
-    directory = Path(directory)
-    paths = [directory / "tokenizer.json", directory / "tokenizer.model"]
-    if (directory / "params.json").is_file():
-        paths.append(directory.absolute().parent / "tokenizer.model")
-    path = next((p for p in paths if p.is_file()), None)
-    if path is None:
+    read = source.get if isinstance(source, Mapping) else _directory_reader(Path(source))
+    names = ["tokenizer.json", "tokenizer.model"] + ["../tokenizer.model"] * (read("params.json") is not None)
+    name, data = next(((name, data) for name in names if (data := read(name)) is not None), (None, b""))
+    if name is None:
         return None
-    with _one_line_errors(f"cannot use {path}", "Download the tokenizer files again, or pass --prompt-ids."):
-        config = _named_tokens(directory / "special_tokens_map.json")
-        config |= _named_tokens(directory / "tokenizer_config.json")
+    where = name if isinstance(source, Mapping) else Path(source).absolute() / name
+    with _one_line_errors(f"cannot use {where}", "Download the tokenizer files again, or pass --prompt-ids."):
+        config = _named_tokens(read, "special_tokens_map.json")
+        config |= _named_tokens(read, "tokenizer_config.json")
         named = {k: _content(v) for k, v in config.items() if NAMED_TOKEN.fullmatch(k) and v}
-        tokens = _added_tokens(directory, config, named)
-        if path.name == "tokenizer.json":
-            files = _load_json(path, tokens, named)
+        tokens = _added_tokens(read, config, named)
+        if name == "tokenizer.json":
+            files = _load_json(data, tokens, named)
         else:
-            files = _load_sentencepiece(path, tokens, named, legacy=config.get("legacy") is True)
-        stop = _listed_stops(directory, files, vocab_size)
-        return Tokenizer(files, config, stop, vocab_size, *_chat_templates(directory, config))
+            files = _load_sentencepiece(data, tokens, named, legacy=config.get("legacy") is True)
+        stop = _listed_stops(read, files, vocab_size)
+        return Tokenizer(files, config, stop, vocab_size, *_chat_templates(read, config))
 
 
-def _added_tokens(directory: Path, config: dict, named: dict[str, str]) -> dict[str, dict]:
+def _directory_reader(directory: Path) -> Reader:
+    def read(name: str) -> bytes | None:
+        path = directory.absolute().parent / name[3:] if name.startswith("../") else directory / name
+        return path.read_bytes() if path.is_file() else None
+
+    return read
+
+
+def _added_tokens(read: Reader, config: dict, named: dict[str, str]) -> dict[str, dict]:
     """The tokens that files beside the vocabulary declare, each with its id and whether it is special, where known."""
-    tokens = {content: {"id": i} for content, i in _json(directory / "added_tokens.json").items()}
+    tokens = {content: {"id": i} for content, i in _json(read, "added_tokens.json").items()}
     for i, token in (config.get("added_tokens_decoder") or {}).items():
         tokens[token["content"]] = {"id": int(i), "special": token.get("special", False)}
     special = list(named.values())
@@ -108,13 +121,13 @@ def _added_tokens(directory: Path, config: dict, named: dict[str, str]) -> dict[
     return tokens
 
 
-def _listed_stops(directory: Path, files: "_Files", vocab_size: int | None) -> list:
+def _listed_stops(read: Reader, files: "_Files", vocab_size: int | None) -> list:
     """Stop ids of generation_config.json, or else of config.json, or [] if neither lists any.
 
     An added token that the model has no row for can never be sampled, so it is left out.
     """
     for name in ("generation_config.json", "config.json"):
-        stop = _json(directory / name).get("eos_token_id")
+        stop = _json(read, name).get("eos_token_id")
         stop = stop if isinstance(stop, list) else [] if stop is None else [stop]
         if vocab_size is not None:
             stop = [i for i in stop if i not in files.pieces or i < vocab_size]
@@ -123,12 +136,10 @@ def _listed_stops(directory: Path, files: "_Files", vocab_size: int | None) -> l
     return []
 
 
-def _chat_templates(directory: Path, config: dict) -> tuple[dict[str, str], str | None]:
+def _chat_templates(read: Reader, config: dict) -> tuple[dict[str, str], str | None]:
     """The model's chat templates by name, and the file that the default one comes from."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        with open(path, encoding="utf-8") as file:
-            return {"default": file.read(TEMPLATE_CHARACTERS + 1)}, path.name
+    if (data := read("chat_template.jinja")) is not None:
+        return {"default": data.decode()[: TEMPLATE_CHARACTERS + 1]}, "chat_template.jinja"
     found = config.get("chat_template") or []
     found = [{"name": "default", "template": found}] if isinstance(found, str) else found
     templates = {str(t["name"]): str(t["template"]) for t in found}
@@ -340,11 +351,11 @@ class StreamDecoder:
         return self._utf8.decode(b"", final=True)
 
 
-def _load_json(path: Path, tokens: dict[str, dict], named: dict[str, str]) -> _Files:
+def _load_json(data: bytes, tokens: dict[str, dict], named: dict[str, str]) -> _Files:
     """Reads a tokenizer.json. `tokens` and `named` come from the files beside it."""
     import tokenizers
 
-    rust = tokenizers.Tokenizer.from_file(str(path))
+    rust = tokenizers.Tokenizer.from_buffer(data)
     rust.no_truncation()
     rust.no_padding()
     known = {t.content: t.special for t in rust.get_added_tokens_decoder().values()}
@@ -382,11 +393,10 @@ def _load_json(path: Path, tokens: dict[str, dict], named: dict[str, str]) -> _F
     return _Files(encode, vocab, pieces, special, named, leading_space, (ids[:place], ids[place + 1 :]))
 
 
-def _load_sentencepiece(path: Path, tokens: dict[str, dict], named: dict[str, str], legacy: bool) -> _Files:
+def _load_sentencepiece(data: bytes, tokens: dict[str, dict], named: dict[str, str], legacy: bool) -> _Files:
     """Reads a sentencepiece model. `legacy`: every run of text between added tokens gets the dummy space."""
     import sentencepiece
 
-    data = path.read_bytes()
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", data):
         raise ValueError("a tiktoken file (Llama 3). Put the tokenizer.json of the same model beside it.")
     model = sentencepiece.SentencePieceProcessor(model_proto=data)
@@ -442,24 +452,24 @@ def _content(token: str | dict) -> str:
     return token if isinstance(token, str) else token["content"]
 
 
-def _named_tokens(path: Path) -> dict:
+def _named_tokens(read: Reader, name: str) -> dict:
     """A JSON file whose `*_token` values are texts or objects that hold one. ValueError names any other value."""
-    value = _json(path)
+    value = _json(read, name)
     for key, token in value.items():
         text = token.get("content") if isinstance(token, dict) else token
         if NAMED_TOKEN.fullmatch(key) and token is not None and not isinstance(text, str):
-            raise ValueError(f"{path.name}: {key} = {token!r:.80}, expected a text, an object with content, or null")
+            raise ValueError(f"{name}: {key} = {token!r:.80}, expected a text, an object with content, or null")
     return value
 
 
-def _json(path: Path) -> dict:
+def _json(read: Reader, name: str) -> dict:
     """The JSON object in a file, {} if there is no such file."""
     value = {}
-    if path.is_file():
-        with _one_line_errors(f"{path.name} is not valid JSON", ""):
-            value = json.loads(path.read_text(encoding="utf-8"))
+    if (data := read(name)) is not None:
+        with _one_line_errors(f"{name} is not valid JSON", ""):
+            value = json.loads(data.decode())
     if not isinstance(value, dict):
-        raise ValueError(f"{path.name} must hold a JSON object, not {type(value).__name__}.")
+        raise ValueError(f"{name} must hold a JSON object, not {type(value).__name__}.")
     return value
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 from bench.arms import build_engine
 from bench.suites import held_out_prompts
-from bench.summary import acceptance
 from bench.tables import number, table
 from load import load
 from options import options_from
-from runtime.results import GenerationResult, n_alpha
+from runtime.results import GenerationResult, acceptance, n_alpha
 from sampling import SamplingParams
 from support.files import read_json, write_json
 from support.machine import describe_device, versions

@@ -202,7 +202,10 @@ def arm_options(name: str, given: dict[str, str], directory: Path | None) -> tup
             raise UsageError(f"--arm {name}: option {key} {why}; allowed: {', '.join(known)}, label.")
         if key in PATHS and directory and not Path(text).exists() and (directory / text).exists():
             text = str(directory / text)
-        options[key] = read_option(key, text)
+        try:
+            options[key] = read_option(key, text)
+        except UsageError as error:
+            raise UsageError(f"--arm {name}: {error}") from None
     promised = SAME_DISTRIBUTION if options.get("verify", "match") != "match" else SAME_TOKENS
     label = given.get("label", promised).replace("-", " ")
     if label not in LABELS:
@@ -261,9 +264,9 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     if opts.tree == "auto":
         opts = opts.resolve(Checkpoint.open(opts.checkpoint), file)
     if kind == "draft":
-        small = load_config(opts.draft_checkpoint)
-        theirs = load_tokenizer(opts.draft_checkpoint, small.vocab_size)
-        check_vocabulary(model.config, small, (base.tokenizer, theirs))
+        small = Checkpoint.open(opts.draft_checkpoint)
+        theirs = load_tokenizer(small.tokenizer_source, small.config.vocab_size)
+        check_vocabulary(model.config, small.config, (base.tokenizer, theirs))
     with base.backend.active():  # weights are packed for one backend, and before anything is traced
         if head is not None:
             pack_(head, model.dtype)

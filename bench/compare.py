@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.measure import Line
 from bench.records import read_lines
-from bench.summary import Row, pair_of
+from bench.summary import Row, pair_of, runs_of
 from bench.tables import number, table
 
 # What differs between any two runs on the same machine.
@@ -28,7 +28,7 @@ def compare(a: str | Path, b: str | Path) -> str:
     (runs_a, summary_a), (runs_b, summary_b) = read_lines(a), read_lines(b)
     rows_a, rows_b = ({_place(row): row for row in summary["rows"]} for summary in (summary_a, summary_b))
     shared = [place for place in rows_a if place in rows_b]
-    body = [_cells(rows_a[p], rows_b[p], _runs_of(runs_a, p), _runs_of(runs_b, p)) for p in shared]
+    body = [_cells(rows_a[place], rows_b[place], runs_a, runs_b) for place in shared]
     missing = [f"{place} only in {a if place in rows_a else b}" for place in [*rows_a, *rows_b] if place not in shared]
     head = "suite|T|arm|A tok/s|B tok/s|B / A|A speedup|B speedup|A tau|B tau|same tokens".split("|")
     changed, indent = _changes(summary_a, summary_b), "\n" + " " * 10
@@ -41,12 +41,6 @@ def compare(a: str | Path, b: str | Path) -> str:
 
 def _place(row: Row) -> tuple:
     return row["suite"], row["temperature"], row["arm"]
-
-
-def _runs_of(runs: list[Line], place: tuple) -> list[Line]:
-    """The runs that the row at a place sums up."""
-    suite, T, arm = place
-    return [r for r in runs if r["arm"] == arm and r["temperature"] == T and suite in ("all", r["suite"])]
 
 
 def _changes(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -62,15 +56,20 @@ def _changes(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def _cells(row: Row, other: Row, runs_a: list[Line], runs_b: list[Line]) -> list[str]:
-    """The cells of an arm that both files have. Rates of other prompts are not set against each other."""
-    asked = [{r["prompt_sha256"] for r in runs} for runs in (runs_a, runs_b)]
-    ids = [{(*pair_of(r), r["prompt_sha256"]): r["ids_sha256"] for r in runs} for runs in (runs_a, runs_b)]
+    """The cells of an arm that both files have, whose runs are among `runs_a` and `runs_b`.
+
+    Rates of other prompts are not set against each other.
+    """
+    suite, T, arm = _place(row)
+    mine = [[r for r in runs_of(runs, suite, T) if r["arm"] == arm] for runs in (runs_a, runs_b)]
+    asked = [{r["prompt_sha256"] for r in runs} for runs in mine]
+    ids = [{(*pair_of(r), r["prompt_sha256"]): r["ids_sha256"] for r in runs} for runs in mine]
     shared = ids[0].keys() & ids[1].keys()
     equal = sum(ids[0][k] == ids[1][k] for k in shared)
     rates = row["tokens_per_second"], other["tokens_per_second"]
     ratio = f"{rates[1] / rates[0]:.3f}x" if asked[0] == asked[1] and all(rates) else "other prompts"
     if asked[0] == asked[1] and equal < len(shared):
         ratio += " (other tokens)"
-    cells = [row["suite"], f"{row['temperature']:g}", row["arm"], *(number(rate, 1) for rate in rates), ratio]
+    cells = [suite, f"{T:g}", arm, *(number(rate, 1) for rate in rates), ratio]
     cells += [f"{number(r['speedup']['median'])}x" if r["speedup"] else "-" for r in (row, other)]
     return [*cells, number(row["tau"]), number(other["tau"]), f"{equal} / {len(shared)}"]

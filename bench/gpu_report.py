@@ -103,18 +103,16 @@ def kernel_goals(lines: Iterable[Line], model: str = "llama-3-8b") -> list[str]:
             found[line["layer"]] = (line["us"], line["gbs"] * line["us"])
             copy = line["copy_gbs"]
     layers = {layer for found in total.values() for layer in found}
-
-    def us(kernel: str, rows: int) -> float | None:
-        found = total.get((kernel, rows), {})
-        return sum(t for t, _ in found.values()) if layers and found.keys() == layers else None
+    complete = {key: found.values() for key, found in total.items() if found.keys() == layers}
+    whole = {key: [sum(figures) for figures in zip(*found, strict=True)] for key, found in complete.items()}
 
     def share(kernel: str, rows: int) -> float | None:
-        time_us = us(kernel, rows)
-        return time_us and sum(size for _, size in total[kernel, rows].values()) / time_us / copy
+        time_us, size = whole.get((kernel, rows), (None, 0))
+        return time_us and size / time_us / copy
 
     def over(kernel: str, rows: int, other: str, others: int) -> float | None:
-        mine, theirs = us(kernel, rows), us(other, others)
-        return mine and theirs and mine / theirs
+        mine, theirs = whole.get((kernel, rows)), whole.get((other, others))
+        return mine and theirs and mine[0] / theirs[0]
 
     checks: list[Check] = []
     for (kernel, bound), m in itertools.product((("int4", 0.65), ("int8", 0.85)), (1, 16)):
@@ -122,8 +120,8 @@ def kernel_goals(lines: Iterable[Line], model: str = "llama-3-8b") -> list[str]:
     for m, bound in ((16, 1.1), (64, 1.25)):
         checks.append((f"int4 at {m} rows over 1 row", over("int4", m, "int4", 1), "<=", bound))
     for rows in (16, 32):
-        rivals = {name: time_us for name in PEERS if (time_us := us(name, rows))}
-        peer = min(rivals, key=rivals.get, default="no peer")
+        rivals = [name for name in PEERS if (name, rows) in whole]
+        peer = min(rivals, key=lambda name: whole[name, rows][0], default="no peer")
         checks.append((f"int4 at {rows} rows over {peer}", over("int4", rows, peer, rows), "<=", 1.0))
     return judged(checks)
 

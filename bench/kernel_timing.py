@@ -151,21 +151,21 @@ def time_kernel(
     bandwidth: of a copy, in bytes per second.
     """
     size = weight_bytes(name, n, k, dtype)
-    seconds: list[float] = []
-    skipped = []
+    found: list[dict[str, Any]] = []
+    first = None
     try:
         functions, takes = make_kernel(name, n, k, dtype, device, rotating(size, device))
         for m in tokens:
             x = torch.randn(m, k, device=device, dtype=takes)
-            seconds.append(measure([partial(f, x) for f in functions], device, repeats))
+            s = measure([partial(f, x) for f in functions], device, repeats)
+            first = first or s
+            found.append({
+                "m": m, "us": round(s * 1e6, 2), "gbs": round(size / s / 1e9, 1),
+                "share_of_copy": round(size / s / bandwidth, 3), "over_first_m": round(s / first, 3),
+            })  # fmt: skip
     except Exception as problem:  # whatever a peer raises is its result
-        skipped = [{"skipped": describe(problem)}]
-    found = [
-        {"m": m, "us": round(s * 1e6, 2), "gbs": round(size / s / 1e9, 1),
-         "share_of_copy": round(size / s / bandwidth, 3), "over_first_m": round(s / seconds[0], 3)}
-        for m, s in zip(tokens, seconds, strict=False)
-    ]  # fmt: skip
-    return found + skipped
+        found.append({"skipped": describe(problem)})
+    return found
 
 
 def finished(paths: Sequence[Path], common: dict[str, Any]) -> set[tuple[int, int, str, int]]:

@@ -20,7 +20,7 @@ from bench.arms import NO_STOP, Arm, EngineArm, Sample, shown
 from bench.environment import memory_of
 from bench.suites import Prompts, Question
 from engine import Engine
-from report.prove import first_fork, is_rounding_tie
+from report.prove import find_fork, is_rounding_tie
 from sampling import SamplingParams
 from step import draft_input
 from support.machine import peak_memory, resident_memory, synchronize
@@ -96,7 +96,6 @@ class Bench:
     progress: Callable[[float, str], None] = lambda share, text: None
     environment: dict[str, Any] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)  # turns that did not fit the context
-    margins: dict[tuple, tuple[float, float]] = field(default_factory=dict)  # of forks that were judged
     cut: str = ""  # where `max_seconds` ended the first repetition
 
     def warm_up(self) -> list[dict[str, Any]]:
@@ -155,9 +154,8 @@ class Bench:
         s, turn = self.settings, len(answers) + 1
         prompt = self.prompts.ids(question.turns[:turn], answers)
         if len(prompt) + s.max_new_tokens > self.ctx:
-            self.skipped.append(
-                f"{question.suite} {question.id} turn {turn}: {len(prompt)} tokens + {s.max_new_tokens}"
-            )
+            need = f"{len(prompt)} tokens + {s.max_new_tokens}"
+            self.skipped.append(f"{question.suite} {question.id} turn {turn}: {need}")
             return
         params = s.params(T, rep, self.stop_ids)
         order = [(i + rotate) % len(self.arms) for i in range(len(self.arms))]
@@ -182,18 +180,13 @@ class Bench:
 
     def _judge(self, prompt: list[int], plain: list[int], ids: list[int], params: SamplingParams) -> Line:
         """How the ids compare with those of plain decoding. There is no margin if one text is a prefix of the other."""
-        fork = first_fork(plain, ids)
-        judged = UNJUDGED | {"same": "same" if fork is None else "differs", "fork": fork}
-        baseline = self.arms[0]
-        if fork is None or fork >= min(len(plain), len(ids)) or not isinstance(baseline, EngineArm):
-            return judged
-        key = (digest(prompt), fork, plain[fork], ids[fork], params.seed, params.temperature)
-        if key not in self.margins:
-            text = [*prompt, *plain[:fork]]
-            self.margins[key] = baseline.engine.margin(0, text, len(prompt), params, plain[fork], ids[fork])
-        margin, ulps = self.margins[key]
-        judged |= {"margin": margin, "margin_ulps": ulps}
-        return judged | {"same": "tie"} if self.settings.is_tie(margin, ulps) else judged
+        if ids == plain:
+            return UNJUDGED | {"same": "same"}
+        _, index, margin, ulps = find_fork(self.arms[0].engine, 0, prompt, params, plain, ids)
+        if math.isinf(margin):
+            return UNJUDGED | {"same": "differs", "fork": index}
+        same = "tie" if self.settings.is_tie(margin, ulps) else "differs"
+        return {"same": same, "fork": index, "margin": margin, "margin_ulps": ulps}
 
 
 def run_with_peak(arm: Arm, prompt: list[int], params: SamplingParams) -> tuple[Sample, int | None]:

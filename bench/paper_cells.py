@@ -14,6 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ import torch
 
 from bench import arms
 from bench.environment import environment, fingerprint
-from bench.measure import Bench, Settings, digest, first_fork
-from bench.suites import Prompts, Question, find_questions, fit_context, prompts_of
+from bench.measure import Bench, Line, Settings, digest
+from bench.suites import ask
 from engine import Engine
 from load import load, plan_memory
 from model_config import DTYPES, ModelConfig
 from options import options_from
+from report.prove import find_fork
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import one_line
@@ -40,6 +42,7 @@ Cell = dict[str, Any]
 Results = list[GenerationResult]
 Group = list[list[int]]  # the prompts of a batch
 TEMPERATURES = (0.0, 1.0)
+SHARED = ("device", "dtype", "compile", "kernels")  # options that all engines of a run have
 LENGTHS = range(2, 11)  # draft lengths of the draft LLM, as the paper searched them
 SHIFTED = "feature+shifted-token"  # what an EAGLE head sees (Figure 8 has heads that see less)
 CARD = ("inputs", "regenerated", "data", "loss", "parameters", "steps")  # what a cell keeps of CARD.json
@@ -197,15 +200,14 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> None:
         append_json_line(args.cells, job.header)
     for number, spec in enumerate(job.specs):
         key = job.id_of(spec)
-        what = f"{spec['drafter']} {spec['tree']} {spec['verify']}, {spec['suite']}, T = {spec['T']:g}, "
-        what += f"{spec['quant']}, batch {spec['batch']}"
+        what = "{drafter} {tree} {verify}, {suite}, T = {T:g}, {quant}, batch {batch}".format_map(spec)
         if args.plan or key in known:
             say(f"{'have' if key in known else 'to do'}  {what}")
             continue
         if args.max_seconds and time.perf_counter() - started > args.max_seconds:
             left = len(job.specs) - number
             say(f"stopped after {args.max_seconds:g} s with {left} cells unvisited; run it again to go on")
-            break
+            return
         say(f"{number + 1}/{len(job.specs)}  {what}")
         line = job.run(spec, key)
         append_json_line(args.cells, line)
@@ -220,17 +222,16 @@ class Measurement:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        self.engines: dict[str, Engine] = {}
-        base = self.base("")
+        self.base = base = load(args.checkpoint, **options_from(args, *SHARED))
         dtype, shape = base.options.dtype, base.model.config
         self.settings = Settings(max_new_tokens=args.max_new_tokens, reps=args.reps, seed=args.seed)
-        self.suites, self.prompts, self.ctx = questions_by_suite(args, base)
+        questions, self.prompts, self.ctx = ask(args, base, 32)
+        names = sorted(dict.fromkeys(q.suite for q in questions), key=lambda name: name != "mt_bench")
+        self.suites = {name: [q for q in questions if q.suite == name] for name in names}  # the main one first
         found, missing = candidates(args, shape)
         heads = [d.options for d in found if d.method.startswith("eagle")]
-        batches = {*args.batches}
-        if args.largest_batch and heads:
-            batches.add(largest_batch(base, heads[0], self.ctx, args.largest_batch))
-        self.specs = plan(found, list(self.suites), dtype, args.dynamic, sorted(batches))
+        most = [largest_batch(base, heads[0], self.ctx, args.largest_batch)] if args.largest_batch and heads else []
+        self.specs = plan(found, list(self.suites), dtype, args.dynamic, sorted({*args.batches, *most}))
         self.environment = environment(base.model.device)
         self.weights = fingerprint(base.model)
         self.identity = {
@@ -246,21 +247,17 @@ class Measurement:
             "int4": "a quantized checkpoint" if args.int4 else rounded,
         }  # fmt: skip
 
-    def base(self, quant: str) -> Engine:
-        """The plain engine of a weight precision, loaded once. int4 is --int4 DIR, or is rounded in memory."""
-        args = self.args
-        key = "int4" if quant == "int4" else ""
-        if key not in self.engines:
-            source = args.int4 if key and args.int4 else args.checkpoint
-            base = load(source, **options_from(args, "device", "dtype", "compile", "kernels"))
-            if key and not args.int4:
-                for block in base.model.layers:
-                    quantize_(block, QuantSpec("int4"))
-                base.model.set_quantization("int4")
-                with base.backend.active():
-                    pack_(base.model, DTYPES[base.options.dtype])
-            self.engines[key] = base
-        return self.engines[key]
+    @cached_property
+    def int4(self) -> Engine:
+        """The plain engine with int4 weights: those of --int4 DIR, or the checkpoint's, rounded in memory."""
+        base = load(self.args.int4 or self.args.checkpoint, **options_from(self.args, *SHARED))
+        if not self.args.int4:
+            for block in base.model.layers:
+                quantize_(block, QuantSpec("int4"))
+            base.model.set_quantization("int4")
+            with base.backend.active():
+                pack_(base.model, DTYPES[base.options.dtype])
+        return base
 
     def id_of(self, spec: Cell) -> str:
         """The id of the cell with these weights, prompts and settings."""
@@ -275,61 +272,47 @@ class Measurement:
         started = time.perf_counter()
         run = measure_single if spec["batch"] == 1 else measure_batch
         try:
-            base, questions = self.base(spec["quant"]), self.suites[spec["suite"]]
-            runs = run(base, spec, questions, self.prompts, self.settings, self.ctx)
+            runs = run(self.int4 if spec["quant"] == "int4" else self.base, spec, self)
         except (ValueError, torch.OutOfMemoryError) as error:
             return {"type": "not_run"} | line | {"reason": one_line(error)[:200]}
-        arms_of = {"runs": [r for r in runs if not r["baseline"]], "plain": [r for r in runs if r["baseline"]]}
-        line |= {name: [{k: r.get(k) for k in KEPT} for r in lines] for name, lines in arms_of.items()}
-        line |= {"label": arms_of["runs"][0]["label"], "settings": asdict(self.settings)}
+        for name, baseline in (("runs", False), ("plain", True)):
+            line[name] = [{k: r.get(k) for k in KEPT} for r in runs if r["baseline"] == baseline]
+        line |= {"label": next(r["label"] for r in runs if not r["baseline"]), "settings": asdict(self.settings)}
         line |= {"seconds": time.perf_counter() - started, "command": self.args.command}
         return {"type": "cell"} | line | {"environment": self.environment}
 
 
-def questions_by_suite(args: argparse.Namespace, base: Engine) -> tuple[dict[str, list[Question]], Prompts, int]:
-    """(questions that fit by suite, how they become prompts, the context they need). MT-bench or the first file leads."""
-    limit = min(base.model.rotary.length, base.model.config.max_positions)
-    prompts = prompts_of(args, base.tokenizer)
-    shape = base.model.config.vocab_size, min(32, limit // 4)
-    every = find_questions(args.suite, args.questions, base.tokenizer, *shape)
-    every, ctx = fit_context(every, prompts, args.max_new_tokens, limit)
-    names = sorted(dict.fromkeys(q.suite for q in every), key=lambda name: name != "mt_bench")
-    return {name: [q for q in every if q.suite == name] for name in names}, prompts, ctx
-
-
-def measure_single(
-    base: Engine, spec: Cell, questions: list[Question], prompts: Prompts, settings: Settings, ctx: int
-) -> list[dict[str, Any]]:
+def measure_single(base: Engine, spec: Cell, job: Measurement) -> list[Line]:
     """Plain decoding and the drafter in turn over the questions, as run lines of `bench.measure`."""
-    plain = arms.EngineArm("plain", arms.SAME_TOKENS, {}, arms.build_engine(base, {}, ctx))
+    plain = arms.EngineArm("plain", arms.SAME_TOKENS, {}, arms.build_engine(base, {}, job.ctx))
+    arm: arms.Arm
     if spec["method"] == "hf":
         arm = arms.HFArm("hf", base.model, base.tokenizer)
     else:
         promise = arms.SAME_TOKENS if spec["verify"] == "match" else arms.SAME_DISTRIBUTION
-        arm = arms.EngineArm("arm", promise, {}, arms.build_engine(base, spec["options"], ctx))
+        arm = arms.EngineArm("arm", promise, {}, arms.build_engine(base, spec["options"], job.ctx))
+    questions = job.suites[spec["suite"]]
+    settings = replace(job.settings, temperatures=(spec["T"],))
     stops = tuple(base.stop_ids(SamplingParams())) or arms.NO_STOP
-    job = Bench([plain, arm], questions, prompts, replace(settings, temperatures=(spec["T"],)), stops, ctx)
-    for each in job.arms:  # warms up
-        each.run(prompts.first(questions[0]), settings.params(spec["T"], 0, stops))
-    return list(job.measure())
+    for each in (plain, arm):  # warms up
+        each.run(job.prompts.first(questions[0]), settings.params(spec["T"], 0, stops))
+    return list(Bench([plain, arm], questions, job.prompts, settings, stops, job.ctx).measure())
 
 
-def measure_batch(
-    base: Engine, spec: Cell, questions: list[Question], prompts: Prompts, settings: Settings, ctx: int
-) -> list[dict[str, Any]]:
+def measure_batch(base: Engine, spec: Cell, job: Measurement) -> list[Line]:
     """The same for batches. A run line has the tokens of all rows of a batch."""
     B, lines = spec["batch"], []
-    engines = [arms.build_engine(base, options | {"batch_size": B}, ctx) for options in ({}, spec["options"])]
-    first = [prompts.first(q) for q in questions]
+    engines = [arms.build_engine(base, options | {"batch_size": B}, job.ctx) for options in ({}, spec["options"])]
+    first = [job.prompts.first(q) for q in job.suites[spec["suite"]]]
     groups = [[first[(g + i) % len(first)] for i in range(B)] for g in range(0, len(first), B)]
-    for rep in range(-1, settings.reps):  # repetition -1 warms up
-        params = replace(settings.params(spec["T"], max(rep, 0), arms.NO_STOP), stop_ids=arms.NO_STOP)
+    for rep in range(-1, job.settings.reps):  # repetition -1 warms up
+        params = job.settings.params(spec["T"], max(rep, 0), arms.NO_STOP)
         for number, group in enumerate(groups if rep >= 0 else groups[:1]):
             order = [(number + rep + i) % 2 for i in range(2)]
             runs = {i: arms.timed_request(engines[i], group, params) for i in order}
             if rep < 0:
                 continue
-            same = _agreement(engines[0], group, params, settings, runs[0][0], runs[1][0])
+            same = _agreement(engines[0], group, params, job.settings, runs[0][0], runs[1][0])
             for i, (results, ttft_seconds, decode_seconds) in runs.items():
                 steps = [len(ids) for r in results for ids in r.tokens_per_step]
                 lines.append({
@@ -347,16 +330,10 @@ def _agreement(
     plain: Engine, group: Group, params: SamplingParams, settings: Settings, expected: Results, found: Results
 ) -> str:
     """Whether all rows have the tokens of plain decoding: same, tie (forks are rounding) or differs."""
-    same = "same"
-    for row, (a, b) in enumerate(zip(expected, found, strict=True)):
-        fork = first_fork(a.token_ids, b.token_ids)
-        if fork is not None:
-            text = [*group[row], *a.token_ids[:fork]]
-            ids = a.token_ids[fork], b.token_ids[fork]
-            if not settings.is_tie(*plain.margin(row, text, len(group[row]), params, *ids)):
-                return "differs"
-            same = "tie"
-    return same
+    pairs = enumerate(zip(expected, found, strict=True))
+    forks = [find_fork(plain, row, group[row], params, a.token_ids, b.token_ids) for row, (a, b) in pairs]
+    ties = [settings.is_tie(fork.margin, fork.ulps) for fork in forks if fork]
+    return "same" if not ties else "tie" if all(ties) else "differs"
 
 
 def largest_batch(base: Engine, options: dict[str, Any], ctx: int, cap: int) -> int:

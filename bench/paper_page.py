@@ -16,7 +16,7 @@ from bench.arms import SAME_TOKENS
 from bench.measure import Settings
 from bench.paper_cells import SHIFTED, TEMPERATURES, Cell, latest
 from bench.summary import summarise
-from bench.tables import table
+from bench.tables import number, table
 from runtime.results import n_alpha
 from support.files import read_json, read_json_lines, write_text
 from tree import PAPER25, chain
@@ -50,14 +50,9 @@ def numbers(cell: Cell) -> dict[str, Any]:
     plain, row = summarise(lines, Settings(**cell["settings"]), resamples=40)
     # The length limit or a stop may have cut the last step of a run. `transformers` has no steps.
     whole = [n for r in cell["runs"] for n in (r["tokens_per_step"] or [])[:-1]]
-    return {
-        "speedup": row["speedup"]["median"] if row["speedup"] else None,
-        "blocked": row["blocked"],
-        "tau": row["tau"],
-        "rate": row["tokens_per_second"],
-        "plain_rate": plain["tokens_per_second"],
-        "alpha": n_alpha(whole) if cell["tree"] == "chain:5" and cell["batch"] == 1 else None,
-    }
+    found = {"speedup": row["speedup"] and row["speedup"]["median"], "blocked": row["blocked"], "tau": row["tau"]}
+    found |= {"rate": row["tokens_per_second"], "plain_rate": plain["tokens_per_second"]}
+    return found | {"alpha": n_alpha(whole) if cell["tree"] == "chain:5" and cell["batch"] == 1 else None}
 
 
 UNMEASURED = {  # the header of an empty cell file
@@ -65,6 +60,8 @@ UNMEASURED = {  # the header of an empty cell file
     "int4": "",
 }  # fmt: skip
 Numbers = dict[str, Any] | None  # what `numbers` returns, or None for a cell that was not run
+Theirs = Mapping[str, Sequence[float]]  # the numbers of the paper's rows, by model
+Ours = Callable[..., list[str]]  # the entries of one of our rows, from what to look up
 
 
 def _speedup(value: Numbers) -> str:
@@ -74,11 +71,15 @@ def _speedup(value: Numbers) -> str:
 
 
 def _tau(value: Numbers) -> str:
-    return "not run" if value is None else "-" if value["tau"] is None else f"{value['tau']:.2f}"
+    return "not run" if value is None else number(value["tau"])
+
+
+def _both(value: Numbers) -> list[str]:
+    return [_speedup(value), _tau(value)]
 
 
 def _alphas(value: Numbers) -> list[str]:
-    return ["not run"] * 5 if value is None else [*(f"{a:.2f}" for a in value["alpha"]), *["-"] * 5][:5]
+    return ["not run"] * 5 if value is None else [number(a) for a in (value["alpha"] + [None] * 5)[:5]]
 
 
 def _entries(row: Sequence[float | None], kinds: str) -> list[str]:
@@ -132,41 +133,35 @@ class Page:
 
     def missing(self, method: str) -> str:
         """Why there are no cells of a method, as far as the last run knew."""
-        return self.header["missing"].get(
-            "eagle1" if method.startswith("eagle") else method, "not measured yet (--run)"
-        )
+        kind = "eagle1" if method.startswith("eagle") else method
+        return self.header["missing"].get(kind, "not measured yet (--run)")
 
     def by_card(self, T: float, tree: str, inputs: Sequence[str | None], regenerated: bool, why: str) -> Numbers:
         """The latest cell of a head that was trained so, as its CARD.json says. Ablation heads come last."""
         cells = [c for late in (False, True) for c in self.measured(method=self.best, T=T, tree=tree, ablation=late)]
-        facts = [(c, c["card"].get("inputs"), bool(c["card"].get("regenerated"))) for c in cells]
-        return self.fastest([c for c, seen, made in facts if seen in inputs and made == regenerated][-1:], why)
+        cells = [c for c in cells if c["card"].get("inputs") in inputs]
+        return self.fastest([c for c in cells if bool(c["card"].get("regenerated")) == regenerated][-1:], why)
 
     def with_alphas(self, **wanted: Any) -> list[str]:
         """speedup and tau with the tree of the paper, and n-alpha with a chain of 5."""
         tree, line = (self.look_up(tree=t, **wanted) for t in ("paper25", "chain:5"))
-        return [_speedup(tree), _tau(tree), *_alphas(line)]
+        return _both(tree) + _alphas(line)
 
-    def compared(
-        self, theirs: Mapping[str, Sequence[float]], kinds: str, ours: Callable[..., list[str]], *before: str,
-        T: float = 0.0, **wanted: Any,
-    ) -> list[list[str]]:  # fmt: skip
+    def compared(self, theirs: Theirs, kinds: str, ours: Ours, T: float = 0.0, **wanted: Any) -> list[list[str]]:
         """The paper's rows, then ours: one of every head, at T = 1 also one of the paper's verification.
 
-        kinds: see `_entries`. ours: what to look up -> the entries of one row. before: entries in front of the model's.
+        kinds: see `_entries`. ours: what to look up -> the entries of one row.
         """
-        rows = [[*before, model, *_entries(row, kinds)] for model, row in theirs.items()]
-        heads = [(m, {"method": m}) for m in self.methods]
+        heads = {method: {"method": method} for method in self.methods}
         if T:
-            heads.append((f"{self.best}, multi-round", {"method": self.best, "verify": "multi-round"}))
-        for label, head in heads:
-            rows.append([*before, f"**{self.name}, {label}**", *ours(T=T, **head, **wanted)])
-        return rows
+            heads[f"{self.best}, multi-round"] = {"method": self.best, "verify": "multi-round"}
+        rows = [[model, *_entries(row, kinds)] for model, row in theirs.items()]
+        return rows + [[f"**{self.name}, {who}**", *ours(T=T, **head, **wanted)] for who, head in heads.items()]
 
-    def by_temperature(self, name: str, kinds: str, ours: Callable[..., list[str]]) -> list[list[str]]:
+    def by_temperature(self, name: str, kinds: str, ours: Ours) -> list[list[str]]:
         """The rows of `compared` for a published table that has a part for each temperature."""
-        parts = [(T, self.published[name][f"{T:g}"]) for T in TEMPERATURES]
-        return [row for T, theirs in parts for row in self.compared(theirs, kinds, ours, f"{T:g}", T=T)]
+        parts = {f"{T:g}": self.compared(self.published[name][f"{T:g}"], kinds, ours, T) for T in TEMPERATURES}
+        return [[T, *row] for T, rows in parts.items() for row in rows]
 
     def section(self, title: str, head: Sequence[str], rows: Sequence[list[str]], note: str = "") -> str:
         """Title, table, note, and why entries of the table were not run. Short rows end in blank entries."""
@@ -183,8 +178,7 @@ class Page:
 
 def table1(page: Page) -> str:
     def ours(**wanted: Any) -> list[str]:
-        values = [page.look_up(tree="paper25", suite=task, **wanted) for task in page.tasks]
-        return [text for v in values for text in (_speedup(v), _tau(v))]
+        return [text for task in page.tasks for text in _both(page.look_up(tree="paper25", suite=task, **wanted))]
 
     head = ["T", "model", *(f"{task} {x}" for task in page.tasks for x in ("speedup", "tau"))]
     return page.section("Table 1: speedup and tau by task", head, page.by_temperature("table1", "xt", ours))
@@ -254,19 +248,20 @@ def table5(page: Page) -> str:
 
 def table6(page: Page) -> str:
     rows = [[f"LLaMA2-Chat 7B: {name}", *_entries(row, "xt")] for name, row in page.published["table6"].items()]
-    flags = {"fixed data": "", "data generated by the target": " --regenerate N"}
-    for label, flag in flags.items():
+    for label, flag in (("fixed data", ""), ("data generated by the target", " --regenerate N")):
         why = f"no head trained on {label} was given (scripts.train_eagle{flag}, then --ablation HEAD)"
         value = page.by_card(0.0, "paper25", (SHIFTED, None), bool(flag), why)
-        rows.append([f"**{page.name}: {label}**", _speedup(value), _tau(value)])
+        rows.append([f"**{page.name}: {label}**", *_both(value)])
     return page.section("Table 6: training data, T = 0", ["training data", "speedup", "tau"], rows)
 
 
 def table7(page: Page) -> str:
     sizes = sorted({1, 2, 3, 4} | {c["batch"] for c in page.cells if c["method"] == page.best})
     blank = [""] * (len(sizes) - 4)
-    theirs = [(name, _entries(row, "x")) for name, row in page.published["table7"].items()]
-    rows = [[name, *row[:4], *blank, row[4]] for name, row in theirs]
+    rows = []
+    for name, row in page.published["table7"].items():
+        *speedups, throughput = _entries(row, "x")
+        rows.append([name, *speedups, *blank, throughput])
     values = [page.look_up(page.best, 0.0, "paper25", batch=b) for b in sizes]
     longest = page.look_up(page.best, 0.0, "chain:5", "the chain at the largest batch", batch=sizes[-1])
     done = [v for v in [*values, longest] if v]
@@ -288,7 +283,7 @@ def table8(page: Page) -> str:
     rows = []
     for task in page.tasks:
         theirs = page.published["table8"].get(task, {})
-        rows += page.compared(theirs, "xtttttt", page.with_alphas, task, suite=task)
+        rows += [[task, *row] for row in page.compared(theirs, "xtttttt", page.with_alphas, suite=task)]
     head = ["task", "model", "speedup", "tau", *ALPHAS]
     return page.section("Table 8: n-alpha by task, T = 0", head, rows)
 
@@ -296,43 +291,41 @@ def table8(page: Page) -> str:
 # ---- figures
 
 
-def figure(page: Page, number: int, T: float) -> str:
+def figure(page: Page, which: int, T: float) -> str:
     """Figure 1 or 2: every method at one temperature."""
-    models, data = page.published["models"], page.published[f"figure{number}"]
+    models, data = page.published["models"], page.published[f"figure{which}"]
     names = dict.fromkeys(["EAGLE", "EAGLE-3", DYNAMIC, *data, *BARS])
-    rows = [[n, *_entries(data.get(n, [None] * len(models)), "x"), *_bar(page, n, T)] for n in names]
+    rows: list[list[str]] = []
     note = ""
-    for name, (kind, _) in DRAFT_LLM.items():
-        found = {int(c["tree"].removeprefix("chain:")): page.values[c["id"]] for c in _draft_llm(page, T, name)}
-        if found:
-            lengths = ", ".join(f"{n}: {_speedup(found[n])}" for n in sorted(found))
-            note += f"{kind.capitalize()} draft LLM, best of chains of 2 to 10: {lengths}. "
+    for name in names:
+        rows.append([name, *_entries(data.get(name, [None] * len(models)), "x")])
+        if name == "Vanilla":
+            rows[-1] += ["1.00x", "1.00"]
+            continue
+        cells, why = _bar(page, name, T)
+        rows[-1] += _both(page.fastest(cells, why))
+        if name in DRAFT_LLM and cells:
+            found = {int(c["tree"].removeprefix("chain:")): _speedup(page.values[c["id"]]) for c in cells}
+            lengths = ", ".join(f"{n}: {found[n]}" for n in sorted(found))
+            note += f"{DRAFT_LLM[name][0].capitalize()} draft LLM, best of chains of 2 to 10: {lengths}. "
     note += "A blank means that the paper has no such bar. All of ours give plain decoding's tokens at any temperature."
-    title = f"Figure {number}: methods, {'sampling' if T else 'greedy'} (T = {T:g})"
+    title = f"Figure {which}: methods, {'sampling' if T else 'greedy'} (T = {T:g})"
     return page.section(title, ["method", *models, f"**{page.name}**", "tau"], rows, note)
 
 
-def _draft_llm(page: Page, T: float, name: str) -> list[Cell]:
-    """The cells of a draft LLM. It is DistillSpec's if its card says that it learnt the target's distribution."""
-    cells = page.measured(method="draft", T=T)
-    return [c for c in cells if (c["card"].get("loss") == "kl") == (name == "DistillSpec")]
+def _bar(page: Page, name: str, T: float) -> tuple[list[Cell], str]:
+    """The cells that may fill the bar of a method, and why there would be none.
 
-
-def _bar(page: Page, name: str, T: float) -> list[str]:
-    """[speedup, tau] of ours for a method of the figure."""
-    if name == "Vanilla":
-        return ["1.00x", "1.00"]
+    A draft LLM is DistillSpec's if its card says that it learnt the target's distribution.
+    """
     if name in DRAFT_LLM:
         kind, loss = DRAFT_LLM[name]
-        cells = _draft_llm(page, T, name)
-        why = f"{name}: no {kind} draft LLM (scripts.train_draft --loss {loss}, then --draft-checkpoint)"
-    else:
-        cells, method = page.measured(T=T, **BARS[name]), BARS[name]["method"]
-        why = "no EAGLE-3 head" if method == "eagle3" else page.missing(method)
+        cells = [c for c in page.measured(method="draft", T=T) if (c["card"].get("loss") == "kl") == (loss == "kl")]
+        return cells, f"{name}: no {kind} draft LLM (scripts.train_draft --loss {loss}, then --draft-checkpoint)"
+    cells = page.measured(T=T, **BARS[name])
     if name == DYNAMIC:
         cells = [c for c in cells if c["tree"].startswith("dynamic")][-1:]
-    value = page.fastest(cells, why)
-    return [_speedup(value), _tau(value)]
+    return cells, "no EAGLE-3 head" if name == "EAGLE-3" else page.missing(BARS[name]["method"])
 
 
 def figure8(page: Page) -> str:
@@ -342,7 +335,7 @@ def figure8(page: Page) -> str:
         row = [inputs, "not transcribed" if theirs is None else f"{theirs:.1f}x"]
         for T in TEMPERATURES:
             tree, line = (page.by_card(T, t, (inputs,), False, why) for t in ("paper25", "chain:5"))
-            row += [_speedup(tree), _tau(tree), *_alphas(line)[:2]]
+            row += _both(tree) + _alphas(line)[:2]
         rows.append(row)
     columns = [f"T = {T:g}: {x}" for T in TEMPERATURES for x in ("speedup", "tau", "0-alpha", "1-alpha")]
     head = ["inputs of the head", "paper, T = 0", *columns]
@@ -365,22 +358,14 @@ def figure9(page: Page) -> str:
 
 def preface(page: Page) -> str:
     """Title, sources, caveats, and what was measured where."""
-    text = [
-        f"# The paper's tables, measured on {page.name}",
-        "",
-        "`python -m scripts.paper_tables --render` writes this page; do not edit it. "
-        "Bold is ours, the rest is the paper's.",
-        "",
-        f"Source: {page.published['source']}",
-        "",
-        *(f"- {caveat}" for caveat in page.published["caveats"]),
-        "- `DIFFERS`: the tokens are not those of plain decoding, so no speedup is printed.",
-        "- `not run`: the reason is below the table.",
-        "",
-    ]
+    differs = "`DIFFERS`: the tokens are not those of plain decoding, so no speedup is printed."
+    caveats = [*page.published["caveats"], differs, "`not run`: the reason is below the table."]
+    made_by = "`python -m scripts.paper_tables --render` writes this page; do not edit it."
+    text = f"# The paper's tables, measured on {page.name}\n\n{made_by} Bold is ours, the rest is the paper's.\n\n"
+    text += f"Source: {page.published['source']}\n\n" + "".join(f"- {caveat}\n" for caveat in caveats)
     done = [c for c in page.cells if c["type"] == "cell"]
     if not done:
-        return "\n".join([*text, "No cell has been measured yet."])
+        return f"{text}\nNo cell has been measured yet."
     environments = [c["environment"] for c in done]
     loads = [e["load_average"] / e["cpus"] for e in environments if e["load_average"] is not None and e["cpus"]]
     machines = [", ".join([e["device"], *(f"{k} {v}" for k, v in e["versions"].items() if v)]) for e in environments]
@@ -389,17 +374,17 @@ def preface(page: Page) -> str:
     sizes = dict.fromkeys(f"{s['max_new_tokens']} new tokens, {s['reps']} repetition(s)" for s in made_of)
     prompts = ", ".join(f"{suite}: {count} prompts" for suite, count in page.header["suites"].items())
     seconds = sum(c["seconds"] for c in done)
-    text += [f"{len(done)} cells, {seconds:.0f} s; {prompts}; {' and '.join(sizes)}", ""]
+    text += f"\n{len(done)} cells, {seconds:.0f} s; {prompts}; {' and '.join(sizes)}\n\n"
     commits = [f"{e['git']['commit']}{' (modified)' if e['git']['dirty'] else ''}" for e in environments]
     facts = {"device": machines, "commit": commits, "commands": [f"`{c['command']}`" for c in done]}
-    return "\n".join(text + [f"- {name}: {', '.join(dict.fromkeys(found))}" for name, found in facts.items()])
+    return text + "".join(f"- {name}: {', '.join(dict.fromkeys(found))}\n" for name, found in facts.items())
 
 
-def render(cells: str | Path, page: str | Path, published: str | Path = PUBLISHED) -> str:
+def render(cells: str | Path, page: str | Path) -> str:
     """Write the page from the cell file; returns its text. Raises a one-line ValueError for a file that is none."""
-    found = Page(read_json_lines(cells), read_json(Path(published)))
+    found = Page(read_json_lines(cells), read_json(PUBLISHED))
     tables = (preface, table1, table2, table3, table4, table5, table6, table7, table8)
-    figures = (partial(figure, number=1, T=0.0), partial(figure, number=2, T=1.0), figure8, figure9)
+    figures = (partial(figure, which=1, T=0.0), partial(figure, which=2, T=1.0), figure8, figure9)
     text = "\n\n".join(part(found).strip("\n") for part in (*tables, *figures)) + "\n"
     Path(page).parent.mkdir(parents=True, exist_ok=True)
     write_text(page, text)

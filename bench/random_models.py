@@ -25,9 +25,9 @@ from weights.hf import build_model
 from weights.quantized import QuantLinear, QuantSpec, apply_spec_, pack_, set_tensor
 
 
-def _llama(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int = 32000, **more) -> ModelConfig:
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab=32000, theta=1e4, **more) -> ModelConfig:
     family = "mixtral" if "num_local_experts" in more else "llama"
-    base = dict(max_position_embeddings=4096, dtype="bfloat16", rms_norm_eps=1e-5)
+    base = dict(max_position_embeddings=4096, dtype="bfloat16", rms_norm_eps=1e-5, rope=RopeConfig(theta=theta))
     return ModelConfig(family, hidden, inner, layers, heads, kv, 64 if hidden < 2048 else 128, vocab, **(base | more))
 
 
@@ -38,10 +38,8 @@ SHAPES: dict[str, ModelConfig] = {
     "llama-2-7b": _llama(4096, 11008, 32, 32, 32),
     "llama-2-13b": _llama(5120, 13824, 40, 40, 40),
     "llama-2-70b": _llama(8192, 28672, 80, 64, 8),
-    "llama-3-8b": _llama(4096, 14336, 32, 32, 8, 128256, max_position_embeddings=8192, rope=RopeConfig(theta=5e5)),
-    "mixtral-8x7b": _llama(
-        4096, 14336, 32, 32, 8, num_local_experts=8, num_experts_per_tok=2, rope=RopeConfig(theta=1e6)
-    ),
+    "llama-3-8b": _llama(4096, 14336, 32, 32, 8, 128256, theta=5e5, max_position_embeddings=8192),
+    "mixtral-8x7b": _llama(4096, 14336, 32, 32, 8, theta=1e6, num_local_experts=8, num_experts_per_tok=2),
 }
 
 

@@ -42,20 +42,20 @@ class Progress:
     """A line on stderr with the time left: live on a terminal, else every 20 seconds."""
 
     def __init__(self, quiet: bool):
-        self.quiet, self.live, self.last = quiet, sys.stderr.isatty(), time.perf_counter()
+        self.quiet = quiet
+        self.live = sys.stderr.isatty() and not quiet
+        self.last = time.perf_counter()
 
     def __call__(self, share: float, text: str) -> None:
-        if self.quiet:
-            return
         if self.live:
             print(f"\r\033[K{share:4.0%}  {text}", end="", file=sys.stderr, flush=True)
-        elif time.perf_counter() - self.last > 20:
+        elif not self.quiet and time.perf_counter() - self.last > 20:
             self.last = time.perf_counter()
             print(f"{share:4.0%}  {text}", file=sys.stderr, flush=True)
 
     def done(self) -> None:
         """Clear the line."""
-        if self.live and not self.quiet:
+        if self.live:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import re
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from bench.arms import NO_STOP, EngineArm
 from bench.environment import gpu_state
-from bench.measure import Bench, Line, arm_facts
-from bench.rows import bench_row, row_context
+from bench.measure import Bench, Line, arm_facts, step_bytes
 from bench.summary import RESAMPLES, add_bandwidth_share, remarks, summarise
+from sampling import SamplingParams
+from support.errors import UsageError
 
 
 def measure(
@@ -44,7 +48,7 @@ def measure(
     return {
         "type": "summary",
         "model": model,
-        "settings": vars(settings) | {"temperatures": list(settings.temperatures)},
+        "settings": vars(settings),
         "environment": bench.environment,
         "gpu_after": gpu_state(bench.arms[0].engine.model.device),
         "copy_bandwidth": bandwidth,
@@ -66,3 +70,51 @@ def _notes(bench: Bench, done: Line) -> list[str]:
     if done["interrupted"]:
         notes.append("interrupted: the numbers are of the runs that were done")
     return notes
+
+
+# ---- rows in the terms of llama-bench, so that its numbers and ours can stand side by side --------------------
+
+
+def parse_row(text: str) -> tuple[str, int, int]:
+    """pp512, tg128 or tg128@d4096 as (kind, tokens, depth). Raises UsageError for anything else."""
+    found = re.fullmatch(r"(pp|tg)0*([1-9]\d*)(?:@d(\d+))?", text.replace(" ", ""))
+    if not found:
+        raise UsageError(f"--rows {text!r:.40}: expected pp512, tg128 or tg128@d4096.")
+    kind, count, depth = found.groups()
+    return kind, int(count), int(depth or 0)
+
+
+def row_context(text: str) -> int:
+    """The context that a row needs."""
+    kind, count, depth = parse_row(text)
+    return depth + count + (1 if kind == "pp" else 2)
+
+
+def bench_row(plain: EngineArm, text: str, ids: list[int], reps: int, bandwidth: float) -> Line:
+    """Measure one row on the prompt `ids`: tokens/s with mean and standard deviation over `reps` runs.
+
+    pp is the processing of N prompt tokens after a depth of cached ones (their share of the whole prompt's time), and tg
+    the generation of N tokens one after another.
+    """
+    kind, count, depth = parse_row(text)
+    params = SamplingParams(max_new_tokens=count + 1 if kind == "tg" else 1, stop_ids=NO_STOP)
+
+    def seconds() -> float:
+        if kind == "tg":
+            return plain.run(ids[: max(1, depth)], params).decode_seconds
+        whole = plain.run(ids[: depth + count], params).ttft_seconds
+        return whole - plain.run(ids[:depth], params).ttft_seconds if depth else whole
+
+    rates = [count / max(seconds(), 1e-9) for _ in range(reps + 1)][1:]  # the first run warms up
+    share = None
+    if kind == "tg":  # every step gives one token
+        share = step_bytes(plain.engine, depth + count // 2) * statistics.median(rates) / bandwidth
+    return {
+        "type": "row",
+        "arm": plain.name,
+        "test": f"{kind}{count}" + (f" @ d{depth}" if depth else ""),
+        "tokens_per_second": statistics.mean(rates),
+        "sd": statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        "all": rates,
+        "bandwidth_share": share,
+    }

@@ -7,7 +7,7 @@ A cell is a target, a draft head, a tree and a context. `quick_cells` are those 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,14 +57,15 @@ class Cell:
         return f"{self.shape} {self.quant or 'half'} | {head} | {self.nodes} nodes | context {self.context}"
 
 
-def grid(
-    shape: str, quant: str, head: int, nodes: Iterable[int], contexts: Iterable[int], ctx: int = 2048
-) -> list[Cell]:
-    """Cells of one target, tree by tree. A quantized target has a head of the same format, a 16-bit one an int8 head."""
+def grid(shape: str, quant: str, head: int, nodes: Iterable[int], contexts: Sequence[int]) -> list[Cell]:
+    """Cells of one target, tree by tree. A quantized target has a head of the same format, a 16-bit one an int8 head.
+
+    All of them have cache rows for the longest of the contexts, so that they can share an engine.
+    """
     cells = []
     for count in nodes:
         drafted = (head, quant or "int8", TREES[count]) if count > 1 else (0, "", "")
-        cells += [Cell(shape, quant, *drafted, count, c, max(ctx, c) + SLACK) for c in contexts]
+        cells += [Cell(shape, quant, *drafted, count, context, max(contexts) + SLACK) for context in contexts]
     return cells
 
 
@@ -84,7 +85,7 @@ def full_cells() -> list[Cell]:
         cells += grid("llama-2-7b", quant, 1, [1, 26, 24, 16], both)
     cells += grid("llama-3-8b", "int4", 3, [8, 32], both) + grid("llama-3-8b", "", 3, [32], both)
     for quant in ("", "int4", "int8"):
-        cells += grid("llama-3-8b", quant, 3, [1, 24, 60], (8192,), 8192)
+        cells += grid("llama-3-8b", quant, 3, [1, 24, 60], (8192,))
     cells += grid("llama-2-70b", "int4", 1, [1, 24, 60], both) + grid("mixtral-8x7b", "int4", 1, [1, 8, 24, 60], both)
     for quant in ("int4", "int8", ""):
         cells += grid("llama-2-13b", quant, 1, [1, 24, 60], both)
@@ -93,8 +94,8 @@ def full_cells() -> list[Cell]:
 
 def tiny_cells() -> list[Cell]:
     """Every kind of cell on shapes for a CPU."""
-    cells = grid("tiny", "", 3, [1, 16], (16, 48), 48) + grid("tiny", "int4", 1, [1, 4], (16,), 16)
-    return cells + grid("tiny-moe", "int8", 1, [1, 4], (16,), 16)
+    cells = grid("tiny", "", 3, [1, 16], (16, 48)) + grid("tiny", "int4", 1, [1, 4], (16,))
+    return cells + grid("tiny-moe", "int8", 1, [1, 4], (16,))
 
 
 def draft_rows(tree: str) -> list[int]:
@@ -136,24 +137,23 @@ class Builder:
         """The cell's engine for one way to run: engine, graph or eager."""
         config = replace(SHAPES[cell.shape], max_position_embeddings=max(16384, cell.ctx))
         target = (config, cell.quant, self.device, self.dtype(cell))
-        drafted = (cell.head, cell.head_quant)
-        head = None
+        head, drafting = None, {}
         with torch.no_grad(), self.backend.active():
             model = self._keep("model", target, lambda: random_model(*target))
             if cell.head:
-                head = self._keep("head", (target, drafted), lambda: _packed_head(model, *drafted))
-            return self._keep(
-                "engine", (target, drafted, cell.tree, cell.ctx, mode), lambda: self._make(cell, mode, model, head)
-            )
+                drafted = (model, cell.head, cell.head_quant)
+                head = self._keep("head", (target, *drafted[1:]), lambda: _packed_head(*drafted))
+                drafting = {"eagle": "random", "tree": cell.tree}
+            options = LoadOptions(
+                cell.shape, ctx=cell.ctx, dtype=str(model.dtype).removeprefix("torch."), device=self.device.type,
+                **drafting, **engine_options(mode),
+            )  # fmt: skip
 
-    def _make(self, cell: Cell, mode: str, model: Transformer, head: EagleHead | None) -> Engine:
-        drafting = {"eagle": "random", "tree": cell.tree} if head else {}
-        dtype = str(model.dtype).removeprefix("torch.")
-        options = LoadOptions(
-            cell.shape, ctx=cell.ctx, dtype=dtype, device=self.device.type, **drafting, **engine_options(mode)
-        )
-        drafter = build_drafter(model, head, options) if head else None
-        return build_engine(model, None, drafter, options, self.backend, head=head)
+            def build() -> Engine:
+                drafter = build_drafter(model, head, options) if head else None
+                return build_engine(model, None, drafter, options, self.backend, head=head)
+
+            return self._keep("engine", (replace(cell, context=0), mode), build)
 
     def _keep(self, kind: str, key: Any, make: Callable[[], Any]) -> Any:
         if kind not in self.kept or self.kept[kind][0] != key:

@@ -104,45 +104,42 @@ def warmed_up(builder: Builder, cell: Cell, mode: str, new_tokens: int) -> Engin
     return engine
 
 
-def baseline(line: Line) -> tuple:
-    """What a plain cell must agree in to be the baseline of another."""
-    return tuple(line[key] for key in ("shape", "quant", "context", "ctx", "mode"))
-
-
 class Run:
-    """One run over cells: what is done, what failed, which way to run is given up, and the plain baselines."""
+    """One run over cells: their lines so far, which way to run is given up, and the engine at hand."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device, env: dict[str, Any], started: float):
         """args: the options of `scripts.step_time`; started: when the process began, for the limit --seconds."""
         self.args, self.device, self.env, self.started = args, device, env, started
         lines = [line for path in (args.json, *args.done) for line in read_json_lines(path)]
         self.passes = ways(args.run, device, lines, env)
-        self.done: set[tuple[str, str]] = set()  # (key, way) of cells with a figure
-        self.failed: set[tuple[str, str]] = set()
-        self.plain: dict[tuple, float] = {}  # baseline -> milliseconds
-        for line in lines:
-            if line.get("type") == "step_time" and identity(line["environment"]) == identity(env):
-                self.remember(line)
+        cells = [line for line in lines if line.get("type") == "step_time"]
+        self.lines = [line for line in cells if identity(line["environment"]) == identity(env)]
         self.latest: tuple[Cell, str] | None = None  # the cell whose engine is at hand, and the way it runs
         self.broken: dict[str, str] = {}  # way -> why it is not tried again
         self.builder = Builder(device)
         self.copy = copy_bandwidth(device)
 
-    def remember(self, line: Line) -> None:
-        """Take in how the cell of a line ended."""
-        if "step_ms" in line:
-            self.done.add((line["key"], line["mode"]))
-            if not line["head"]:
-                self.plain[baseline(line)] = line["step_ms"]["median"]
-        else:
-            self.failed |= {(line["key"], way) for way in line["problems"]}
+    def measured(self, cell: Cell) -> set[str]:
+        """The ways to run that have given the cell a figure."""
+        return {line["mode"] for line in self.lines if line["key"] == cell.key and "step_ms" in line}
+
+    def failed(self, cell: Cell) -> set[str]:
+        """The ways to run that have failed in a line of the cell without a figure."""
+        lines = [line for line in self.lines if line["key"] == cell.key and "step_ms" not in line]
+        return {way for line in lines for way in line["problems"]}
+
+    def plain_ms(self, cell: Cell, mode: str) -> float | None:
+        """The latest plain step of the same target, context and way to run; None if there is none."""
+        same = {"shape": cell.shape, "quant": cell.quant, "context": cell.context, "ctx": cell.ctx, "head": 0}
+        found = [line for line in self.lines if (same | {"mode": mode}).items() <= line.items()]
+        return found[-1]["step_ms"]["median"] if found else None
 
     def finished(self, cell: Cell, modes: list[str]) -> bool:
         """Whether a pass has nothing to add. The engine's own figure is worth having beside a captured one."""
-        if self.args.skip_failed and all((cell.key, mode) in self.failed for mode in modes):
+        if self.args.skip_failed and self.failed(cell) >= set(modes):
             return True
-        found = {mode for key, mode in self.done if key == cell.key}
-        return bool(found & {"engine"} if modes == ["engine"] else found)
+        found = self.measured(cell)
+        return "engine" in found if modes == ["engine"] else bool(found)
 
     def over(self, cells: list[Cell]) -> int:
         """Measure the cells. Returns 0 if every cell has a figure or time ran out, 1 if some failed, or POISONED."""
@@ -161,8 +158,7 @@ class Run:
                     return POISONED
         if on_gpu(self.device) and self.args.launches:
             self.count_launches(cells)
-        without = {key for key, _ in self.failed} - {key for key, _ in self.done}
-        return int(any(cell.key in without for cell in cells))
+        return int(any(self.failed(cell) and not self.measured(cell) for cell in cells))
 
     def late(self) -> bool:
         return bool(self.args.seconds) and time.time() - self.started > self.args.seconds
@@ -174,31 +170,26 @@ class Run:
         line: Line = {"type": "step_time", "key": cell.key, **asdict(cell), "dtype": dtype}
         line |= {"environment": self.env, "command": " ".join(sys.argv), "problems": {}}
         for mode in modes:
-            if self.args.skip_failed and (cell.key, mode) in self.failed:
-                line["problems"][mode] = "failed in an earlier run"
-            elif mode in self.broken:
-                line["problems"][mode] = self.broken[mode]
-            else:
+            failed = self.args.skip_failed and mode in self.failed(cell)
+            problem = "failed in an earlier run" if failed else self.broken.get(mode)
+            if not problem:
                 row, problem = self.try_mode(cell, mode)
                 if row is not None:
-                    line["mode"] = mode
-                    alone = self.plain.get(baseline(line))
-                    line |= finish(row, cell, self.copy, alone, self.args.synthetic_tau)
+                    plain = self.plain_ms(cell, mode)
+                    line |= {"mode": mode} | finish(row, cell, self.copy, plain, self.args.synthetic_tau)
                     self.latest = (cell, mode)
                     break
-                line["problems"][mode] = problem
-                self.builder.drop()
-                torch._dynamo.reset()
                 alive = usable(self.device)
-                if not alive:
-                    break
+            line["problems"][mode] = problem
+            if not alive:
+                break
         if "step_ms" in line:
             shown = f"{line['step_ms']['median']:.3f} ms, {line['share_of_copy']:.0%} of copy ({line['mode']})"
         else:
             line["error"] = "; ".join(f"{mode}: {text}" for mode, text in line["problems"].items())
             shown = f"failed: {line['error']}" + "; the device no longer answers" * (not alive)
         line |= {"seconds": round(time.time() - started, 2), "utc": utc()}
-        self.remember(line)
+        self.lines.append(line)
         append_json_line(self.args.json, line)
         print(f"{cell.key}: {shown}  [{line['seconds']:.0f} s]", flush=True)
         return alive
@@ -214,9 +205,12 @@ class Run:
                     torch.cuda.reset_peak_memory_stats(self.device)
                 return measure(cell, self.builder.engine(cell, mode), self.args.steps, self.args.repeats), ""
         except Exception as error:  # whatever went wrong is this cell's result
+            problem = describe(error)
             if isinstance(error, OutOfTime):
-                self.broken[mode] = f"not tried: an earlier cell took {describe(error)}"
-            return None, describe(error)
+                self.broken[mode] = f"not tried: an earlier cell took {problem}"
+        self.builder.drop()
+        torch._dynamo.reset()
+        return None, problem
 
     def count_launches(self, cells: list[Cell]) -> None:
         """Write `launches` lines: of the engine at hand and, if there is time, of the first plain and drafted cell.
@@ -225,7 +219,7 @@ class Run:
         """
         firsts = [next((c for c in cells if bool(c.head) == drafted), None) for drafted in (False, True)]
         chosen = [self.latest] if self.latest else []
-        chosen += [(c, mode) for c in firsts if c for key, mode in sorted(self.done) if key == c.key]
+        chosen += [(c, mode) for c in firsts if c for mode in sorted(self.measured(c))]
         for cell, mode in dict.fromkeys(chosen):
             if (cell, mode) != self.latest and self.late():
                 continue
@@ -251,16 +245,11 @@ def run_start(label: str, path: Path, since: float, device: torch.device, env: d
     line: Line = {"type": "start", "cache": label, "key": cell.key, "environment": env}
     line |= {"command": " ".join(sys.argv), "weights": "random, made on the device; reading files is not in it"}
     builder, mode = Builder(device), "engine" if on_gpu(device) else "eager"
-    request = partial(warmed_up, builder, cell, mode, 9)
+    build, request = partial(builder.engine, cell, mode), partial(warmed_up, builder, cell, mode, 9)
     begun = time.time()
     stages = {"imports_s": round(begun - since, 3)}
-    calls = (
-        ("build_s", partial(builder.engine, cell, mode)),
-        ("first_request_s", request),
-        ("second_request_s", request),
-    )
     try:
-        for stage, call in calls:
+        for stage, call in (("build_s", build), ("first_request_s", request), ("second_request_s", request)):
             call()
             synchronize(device)
             stages[stage], begun = round(time.time() - begun, 3), time.time()

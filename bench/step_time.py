@@ -101,13 +101,8 @@ def split(engine: Engine, cell: Cell, repeats: int, step_ms: float) -> dict[str,
         calls = [captured(part, device) for part in parts(engine)]
         found = [statistics.median(times(call, device, count, lambda: None)) for call in calls]
         how = f"draft and verify timed alone; {notes['marks']}"
-    draft, verify = found
-    return {
-        "draft": round(draft, 5),
-        "verify": round(verify, 5),
-        "rest": round(step_ms - draft - verify, 5),
-        "how": how,
-    }
+    draft, verify = (round(ms, 5) for ms in found)
+    return {"draft": draft, "verify": verify, "rest": round(step_ms - sum(found), 5), "how": how}
 
 
 def launches(call: Callable[[], Any]) -> dict[str, Any]:
@@ -159,9 +154,8 @@ def measure(cell: Cell, engine: Engine, steps: int, repeats: int) -> dict[str, A
         with ThreadPoolExecutor(1) as watcher:  # asked right after the work, answered while the parts run
             clocks = watcher.submit(gpu_state, device)
             parted = cell.head and attempt(notes, "split", lambda: split(engine, cell, repeats, step_ms["median"]))
-    total, weights, kv = (round(size) for size in (
-        step_bytes(engine, cell.context), model.weight_bytes(cell.nodes), model.kv_bytes(cell.context)
-    ))  # fmt: skip
+    sizes = step_bytes(engine, cell.context), model.weight_bytes(cell.nodes), model.kv_bytes(cell.context)
+    total, weights, kv = map(round, sizes)
     plan = attempt(notes, "planned", lambda: planned(engine))
     tensors = attempt(notes, "memory_of", lambda: memory_of(engine))
     row = {
@@ -196,9 +190,9 @@ def finish(row: dict[str, Any], cell: Cell, copy: float, plain_ms: float | None,
     # A graph captured here is not what the engine's loop ran, so the two times have no gap between them.
     own = "captured here" not in row.get("how", "")
     plain_ms = plain_ms if cell.head else median
-    tau, source = (
-        PUBLISHED_TAU.get((cell.shape, cell.tree), (assumed, "assumed")) if cell.head else (1.0, "plain decoding")
-    )
+    tau, source = 1.0, "plain decoding"
+    if cell.head:
+        tau, source = PUBLISHED_TAU.get((cell.shape, cell.tree), (assumed, "assumed"))
     return row | {
         "copy_gbs": round(copy / 1e9, 2),
         "share_of_copy": round(row["bytes_per_step"] / (median / 1e3) / copy, 4),

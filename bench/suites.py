@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from engine import Engine
 from support.errors import UsageError
 from support.texts import read_source, stdlib_files
 from tokenizer import BUILTIN_SYSTEM, LLAMA2_SYSTEM, PAPER_SUFFIX
@@ -148,6 +149,22 @@ def fit_context(
     if not fitting:
         raise UsageError(f"no question fits {ctx} tokens with --max-new-tokens {max_new_tokens}.")
     return fitting, ctx
+
+
+def ask(
+    args: argparse.Namespace, engine: Engine, length: int, ctx: int | None = None, least: int = 0
+) -> tuple[list[Question], Prompts, int]:
+    """What --suite and --questions ask this model: the questions that fit, how they become prompts, and the context.
+
+    length: of random prompts, at most a quarter of the context. ctx and least: as for `fit_context`.
+    """
+    prompts = prompts_of(args, engine.tokenizer)
+    config = engine.model.config
+    limit = ctx or min(engine.model.rotary.length, config.max_positions)
+    length = min(length, limit // 4)
+    questions = find_questions(args.suite, args.questions, engine.tokenizer, config.vocab_size, length)
+    fitting, ctx = fit_context(questions, prompts, args.max_new_tokens, limit, ctx, least)
+    return fitting, prompts, ctx
 
 
 def held_out_prompts(tokenizer, count: int, length: int, text: str | None = None) -> list[list[int]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.arms import OTHER_ENGINE, SAME_TOKENS, Arm, EngineArm
 from bench.measure import Line, Settings, step_bytes
+from runtime.results import acceptance
 
 RESAMPLES = 2000
 POSITIONS = 16  # output positions that `tau_by_position` puts together
@@ -37,13 +38,6 @@ def bootstrap(ratios: Sequence[float], seed: int = 0, resamples: int = RESAMPLES
     return medians[int(0.025 * resamples)], medians[math.ceil(0.975 * resamples) - 1]
 
 
-def acceptance(steps: Sequence[int]) -> tuple[float, list[float]]:
-    """tau, and for d = 1, 2, ... the share of steps that emitted more than d tokens; tau = 1 + their sum."""
-    if not steps:
-        return 0.0, []
-    return sum(steps) / len(steps), [sum(n > d for n in steps) / len(steps) for d in range(1, max(steps))]
-
-
 def tau_by_position(lines: Sequence[Line]) -> list[float | None]:
     """Mean tokens per step of the steps that begin at output positions [16 k, 16 k + 16); None where none begins."""
     groups: dict[int, list[int]] = {}
@@ -63,6 +57,11 @@ def pair_of(line: Line) -> tuple:
     return *question_of(line), line["rep"], line["temperature"]
 
 
+def runs_of(runs: Sequence[Line], suite: str, temperature: float) -> list[Line]:
+    """The runs at one temperature over one suite, or over all of them (`all`)."""
+    return [r for r in runs if r["temperature"] == temperature and suite in ("all", r["suite"])]
+
+
 def summarise(runs: Sequence[Line], settings: Settings, resamples: int = RESAMPLES) -> list[Row]:
     """One row per (suite, temperature, arm), the baseline first; with several suites also a suite "all"."""
     suites = list(dict.fromkeys(r["suite"] for r in runs))
@@ -71,7 +70,7 @@ def summarise(runs: Sequence[Line], settings: Settings, resamples: int = RESAMPL
     arms = dict.fromkeys(r["arm"] for r in sorted(runs, key=lambda r: not r["baseline"]))
     rows = []
     for suite, T, arm in itertools.product(suites, temperatures, arms):
-        here = [r for r in runs if r["temperature"] == T and suite in ("all", r["suite"])]
+        here = runs_of(runs, suite, T)
         if lines := [r for r in here if r["arm"] == arm]:
             plain = [r for r in here if r["baseline"]]
             row = {"suite": suite, "temperature": T} | _measured(lines, plain, settings.synthetic_tau)

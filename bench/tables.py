@@ -33,14 +33,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A markdown table whose columns line up in a terminal: text to the left, numbers to the right."""
     columns = list(zip(head, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    left = [not any(cell[:1].isdigit() for cell in column[1:]) for column in columns]
-    rule = ["-" * (w + 1) + ("-" if is_left else ":") for w, is_left in zip(widths, left, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        sides = zip(cells, widths, left, strict=True)
-        return f"| {' | '.join(c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in sides)} |"
-
-    return "\n".join([line(head), f"|{'|'.join(rule)}|", *map(line, rows)])
+    sides = [">" if any(cell[:1].isdigit() for cell in column[1:]) else "<" for column in columns]
+    rule = ["-" * (w + 1) + (":" if side == ">" else "-") for w, side in zip(widths, sides, strict=True)]
+    line = "| " + " | ".join(f"{{:{side}{w}}}" for w, side in zip(widths, sides, strict=True)) + " |"
+    return "\n".join([line.format(*head), f"|{'|'.join(rule)}|", *(line.format(*row) for row in rows)])
 
 
 def gain_text(row: dict[str, Any]) -> str:
@@ -78,9 +74,8 @@ def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], 
     body = []
     for row in (r for r in rows if r["arm"] in known and r["step_ms"] and r["steps"]):
         fact, step = known[row["arm"]], row["step_ms"]
-        part = fact["draft_share"]
-        if part is None:
-            part = min(1.0, 1e3 * fact["draft_seconds"] / step)
+        alone = min(1.0, 1e3 * fact["draft_seconds"] / step)
+        part = alone if fact["draft_share"] is None else fact["draft_share"]
         cells = [row["suite"], f"{row['temperature']:g}", row["arm"], str(fact["nodes"]), number(step)]
         cells += [number(part * step or None), number(step - part * step), percent(part or None)]
         cells += ["-" if row["baseline"] else number(row["break_even_tau"]), number(row["tau"])]
@@ -106,11 +101,11 @@ def report(summary: dict[str, Any]) -> None:
             print(f"tok/s at it: {given}; no acceptance was measured for it.")
         if cost := cost_table(rows, summary["arms"], bandwidth):
             print(f"\n{cost}")
-    if summary["llama_bench"]:
-        body = [
-            [r["arm"], r["test"], f"{r['tokens_per_second']:.2f} ± {r['sd']:.2f}", percent(r["bandwidth_share"])]
-            for r in summary["llama_bench"]
-        ]
+    body = []
+    for r in summary["llama_bench"]:
+        rate = f"{r['tokens_per_second']:.2f} ± {r['sd']:.2f}"
+        body.append([r["arm"], r["test"], rate, percent(r["bandwidth_share"])])
+    if body:
         print("\n" + table(["arm", "test", "t/s", "of copy bandwidth"], body))
     for note in summary["notes"]:
         print(f"note  {note}")
@@ -123,19 +118,15 @@ def _header(summary: dict[str, Any]) -> str:
     versions = "  ".join(f"{k} {v}" for k, v in e["versions"].items() if v)
     git = f"{e['git']['commit'] or 'no git'}{' (modified)' if e['git']['dirty'] else ''}"
     busy = f"   load {e['load_average']:.1f} of {e['cpus']} cores" if e["load_average"] is not None else ""
-    lines = [
-        f"{m['checkpoint']}  {m['dtype']}  {m['quant']}  ctx {m['ctx']}   {git}   {versions}",
-        f"{e['device']}{busy}   copy {summary['copy_bandwidth'] / 1e9:.1f} GB/s",
-    ]
+    text = f"{m['checkpoint']}  {m['dtype']}  {m['quant']}  ctx {m['ctx']}   {git}   {versions}\n"
+    text += f"{e['device']}{busy}   copy {summary['copy_bandwidth'] / 1e9:.1f} GB/s"
     if e["gpu"]:
         gpu = defaultdict(lambda: "?", e["gpu"])  # nvidia-smi may not have answered
         after = (summary["gpu_after"] or {}).get("temperature.gpu", "?")
-        lines.append(
-            f"power cap {gpu['power.limit']} W   clocks {gpu['clocks.sm']} of {gpu['clocks.max.sm']} MHz   "
-            f"{gpu['temperature.gpu']} -> {after} C   driver {gpu['driver_version']}   "
-            f"other GPU processes {gpu['other_processes']}   utilization before {gpu['utilization.gpu']} %"
-        )
-    return "\n".join(lines)
+        text += f"\npower cap {gpu['power.limit']} W   clocks {gpu['clocks.sm']} of {gpu['clocks.max.sm']} MHz   "
+        text += f"{gpu['temperature.gpu']} -> {after} C   driver {gpu['driver_version']}   "
+        text += f"other GPU processes {gpu['other_processes']}   utilization before {gpu['utilization.gpu']} %"
+    return text
 
 
 # ---- files ------------------------------------------------------------------------------------------------

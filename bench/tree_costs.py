@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 import sampling
@@ -55,23 +56,12 @@ class Costs:
 
 def interpolate(points: Mapping[int, float], x: float) -> float:
     """The curve through the points at x: constant before the first point, no falling slope after the last."""
-    if x in points:
-        return points[x]
     known = sorted(points)
-    if x < known[0] or len(known) == 1:
-        return points[known[0]]
-    right = next((k for k in known if k > x), known[-1])
-    left = known[known.index(right) - 1]
-    slope = (points[right] - points[left]) / (right - left)
-    return points[left] + slope * (x - left) if x < right else points[right] + max(slope, 0) * (x - right)
-
-
-class StillDrafter(PlainDrafter):
-    """Drafts nothing in `width` rows, for timing verification alone. Depth and features are another drafter's."""
-
-    def __init__(self, like: EagleDrafter, width: int):
-        super().__init__(like.head.target, width, features_of=like)
-        self.D = like.D
+    values = [points[k] for k in known]
+    if x <= known[-1] or len(known) == 1:
+        return float(np.interp(x, known, values))
+    slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
+    return values[-1] + max(slope, 0.0) * (x - known[-1])
 
 
 def chains(width: int, depth: int) -> StaticTree:
@@ -91,61 +81,49 @@ def tree_engine(base: Engine, head: EagleHead, tree: StaticTree | DynamicTree | 
     return Engine(base.model, base.tokenizer, drafter, 1, base.ctx, base.compiled, base.backend, **kind)
 
 
-class TimedParts:
-    """Drafting and verification as calls, at the context of a prompt and with the code of its sampling mode.
-
-    They run on the state of a request that has finished, so they change nothing.
-    """
-
-    def __init__(self, base: Engine, head: EagleHead, prompt: list[int], params: SamplingParams, max_depth: int):
-        self.base, self.head, self.mode = base, head, params.mode
-        probe = tree_engine(base, head, tree_chain(max_depth))
-        with probe.backend.active():
-            probe.generate(prompt, replace(params, max_new_tokens=2)).run()
-        self.drafter, self.state = probe.drafter, probe.state
-        self.state.done.fill_(True)
-        self.state.count.fill_(1)
-        self.noise = None
-        if params.mode.sample:
-            with torch.device(base.model.device):
-                ids = torch.arange(base.model.config.vocab_size)
-                positions = self.state.n[:, None] + 1 + torch.arange(max_depth + 1)
-            self.noise = sampling.gumbel_noise(self.state.sampling.seed, positions, ids)
-
-    def drafting(self, tree: StaticTree | DynamicTree, depth: int | None = None) -> Call:
-        """One draft of the tree. The draft cache is extended by `depth` + 1 rows (default: the tree's depth)."""
-        drafter, state = tree_drafter(self.head, tree, self.base.ctx), self.state
-        rows = (depth or tree.D) + 1
-        noise = None if self.noise is None else self.noise[:, :rows]
-        inputs = draft_input(state, self.mode, noise, self.base.parts)
-        return partial(drafter.draft, inputs._replace(features=state.features[:, :rows]))
-
-    def verifying(self, width: int) -> Call:
-        """A step whose tree has `width` nodes and costs nothing to draft."""
-        drafter = StillDrafter(self.drafter, width)
-        return partial(decode_step, self.base.model, drafter, self.state, self.mode, parts=self.base.parts)
-
-
 @torch.inference_mode()
 def measure_costs(
     base: Engine, head: EagleHead, prompt: list[int], params: SamplingParams, max_nodes: int, max_depth: int,
     rounds: int = 9, topks: Sequence[int] = TOPKS,
 ) -> Costs:  # fmt: skip
-    """Costs at the context of `prompt` (see TimedParts), as medians of `rounds` timings.
+    """Costs at the context of `prompt` and with the code of its sampling mode, as medians of `rounds` timings.
 
-    A part that is a difference of two timings is the median of paired differences.
+    A part that is a difference of two timings is the median of paired differences. All parts run on the state of a
+    request that has finished, so they change nothing.
     """
-    parts = TimedParts(base, head, prompt, params, max_depth)
+    device, mode = base.model.device, params.mode
+    probe = tree_engine(base, head, tree_chain(max_depth))
+    with base.backend.active():
+        probe.generate(prompt, replace(params, max_new_tokens=2)).run()
+    state = probe.state
+    state.done.fill_(True)
+    state.count.fill_(1)
+    noise = None
+    if mode.sample:
+        positions = state.n[:, None] + 1 + torch.arange(max_depth + 1, device=device)
+        noise = sampling.gumbel_noise(state.sampling.seed, positions, state.hashes, hashed=True)
+
+    def drafting(tree: StaticTree | DynamicTree, depth: int) -> Call:
+        """One draft of the tree that extends the draft cache by `depth` + 1 rows."""
+        rows = depth + 1
+        inputs = draft_input(state, mode, None if noise is None else noise[:, :rows], base.parts)
+        return partial(tree_drafter(head, tree, base.ctx).draft, inputs._replace(features=state.features[:, :rows]))
+
+    def verifying(width: int) -> Call:
+        """A step whose tree has `width` nodes and costs nothing to draft."""
+        drafter = PlainDrafter(base.model, width, features_of=probe.drafter)
+        drafter.D = max_depth
+        return partial(decode_step, base.model, drafter, state, mode, parts=base.parts)
+
     widths = sorted({w for w in (*WIDTHS, 26) if w < max_nodes} | {max_nodes})
     depths = sorted({1, 2, LEVEL_DEPTH, max_depth})
     fan = StaticTree(tuple((r,) for r in range(4)))
-    calls: dict[Any, Call] = {("verify", w): parts.verifying(w) for w in widths}
-    calls |= {("extend", d): parts.drafting(fan, d) for d in depths}
-    calls |= {("level", w): parts.drafting(chains(w, LEVEL_DEPTH)) for w in LEVEL_WIDTHS}
+    calls: dict[Any, Call] = {("verify", w): verifying(w) for w in widths}
+    calls |= {("extend", d): drafting(fan, d) for d in depths}
+    calls |= {("level", w): drafting(chains(w, LEVEL_DEPTH), LEVEL_DEPTH) for w in LEVEL_WIDTHS}
     for K, depth in itertools.product(topks, (1, 3)):
-        N = min(16, DynamicTree(2, depth, K).pool + 1)
-        calls["dynamic", K, depth] = parts.drafting(DynamicTree(N, depth, K))
-    device = base.model.device
+        tree = DynamicTree(min(16, DynamicTree(2, depth, K).pool + 1), depth, K)
+        calls["dynamic", K, depth] = drafting(tree, tree.D)
     with base.backend.active():
         times = timed_in_turn({name: captured(call, device) for name, call in calls.items()}, rounds, device)
 

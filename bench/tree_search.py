@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -97,14 +98,12 @@ class DynamicStatistics(Observer):
         if not output.count[0]:
             return
         self.steps += 1
-        path = output.path[0, 1 : output.count[0]].tolist()
+        accepted = set(output.path[0, 1 : output.count[0]].tolist())
         depth, scores, valid = (t[0].tolist() for t in (output.draft.depth, output.draft.scores, output.draft.valid))
         order = sorted((i for i in range(1, len(depth)) if valid[i]), key=lambda i: (-scores[i], i))
-        for d in {d for _, d in self.shapes}:
-            kept = [node for node in order if depth[node] <= d + 1]
-            places = [kept.index(node) for node in path if node in kept]
-            for N in (N for N, deepest in self.shapes if deepest == d):
-                self.tokens[N, d] += 1 + sum(place < N - 1 for place in places)
+        for N, d in self.shapes:
+            kept = [node for node in order if depth[node] <= d + 1][: N - 1]
+            self.tokens[N, d] += 1 + len(accepted.intersection(kept))
 
     def table(self) -> list[dict[str, Any]]:
         """One entry per dynamic tree that topk's pool can fill: {"dynamic": [N, depth, topk], "tau": ...}."""
@@ -143,24 +142,20 @@ class Acceptance:
 
 def pooled(parts: Sequence[Acceptance]) -> Acceptance:
     """All temperatures as one: the sum of their counts, and the mean tau of each dynamic tree."""
-
-    def add(tables: Iterable[list[list[int]]]) -> list[list[int]]:
-        return torch.tensor(list(tables)).sum(0).tolist()
-
+    trials, hits = torch.tensor([(p.trials, p.hits) for p in parts]).sum(0).tolist()
     shapes = [e["dynamic"] for e in parts[0].dynamic]
     taus = [{"dynamic": s, "tau": statistics.mean(p.tau(DynamicTree(*s)) for p in parts)} for s in shapes]
-    return Acceptance(-1.0, add(p.trials for p in parts), add(p.hits for p in parts), taus)
+    return Acceptance(-1.0, trials, hits, taus)
 
 
 def read_statistics(path: str | Path) -> list[Acceptance]:
     """The "statistics" of a file that scripts.tune_tree wrote. Raises BadFileError for anything else."""
     try:
         found = [Acceptance(**item) for item in read_json(Path(path))["statistics"]]
-        if len({(len(table), len(row)) for a in found for table in (a.trials, a.hits) for row in table}) != 1:
-            raise ValueError("it must hold at least one temperature, and all tables must have one shape")
-        tables = [(rows, hits) for a in found for rows, hits in zip(a.trials, a.hits, strict=True)]
-        counts = [pair for rows, hits in tables for pair in zip(rows, hits, strict=True)]
-        if not all(type(t) is type(h) is int and 0 <= h <= t for t, h in counts):
+        if not found:
+            raise ValueError("it must hold at least one temperature")
+        counts = np.array([(a.trials, a.hits) for a in found])  # raises ValueError if the tables have several shapes
+        if counts.ndim != 4 or counts.dtype.kind != "i" or (counts < 0).any() or (counts[:, 1] > counts[:, 0]).any():
             raise ValueError("trials and hits must be counts, hits <= trials")
         for entry in (entry for a in found for entry in a.dynamic):
             if not 1 <= entry["tau"] <= DynamicTree(*entry["dynamic"]).D + 1:
@@ -202,11 +197,8 @@ def expected_tokens(tree: StaticTree, probability: Tensor) -> float:
     """
     D, K = probability.shape
     p = probability.tolist()
-    value = [1.0] * tree.N
-    for i in range(1, tree.N):
-        d, r = tree.depth[i] - 1, tree.rank[i]
-        value[i] = value[tree.parent[i]] * (p[d][r] if d < D and r < K else 0.0)
-    return sum(value)
+    known = [path for path in tree.paths if len(path) <= D and max(path) < K]
+    return sum((math.prod(p[d][r] for d, r in enumerate(path)) for path in known), start=1.0)
 
 
 def _max_plus(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,21 +61,18 @@ def tune(args: argparse.Namespace, say: Say, progress: Progress) -> dict[str, An
     last = {name: engines[name] for name in (tuned, *known)} | {"plain": tree_engine(base, head, None)}
     runs = race(last, checking, requests, args.reps, progress)
     final = compare(runs, list(last))
+    by_temperature = {f"{t:g}": compare([r for r in runs if r["temperature"] == t], list(last)) for t in temperatures}
     winner, verdict = decide(final, tuned, list(known))
-    of_candidates = {
-        name: about(tree) | {"predicted_tokens_per_second": mean_rate(tree, parts, costs)}
-        for name, tree in trees.items()
-    }
+    candidates = {name: about(tree) for name, tree in trees.items()}
+    for name, tree in trees.items():
+        candidates[name]["predicted_tokens_per_second"] = mean_rate(tree, parts, costs)
     return about(trees[winner]) | {
         "command": " ".join(["python -m scripts.tune_tree", *args.argv]), "device_type": device.type,
         "environment": environment(device), "model": Path(args.checkpoint).resolve().name,
         "weights_sha256": fingerprint(base.model), "head": Path(args.eagle).name,
         "quantization": base.model.quant or "none", "dtype": base.options.dtype, "compile": args.compile,
-        "winner": winner, "verdict": verdict, "heat": heat, "final": final,
-        "final_by_temperature": {
-            f"{t:g}": compare([r for r in runs if r["temperature"] == t], list(last)) for t in temperatures
-        },
-        "temperatures": temperatures, "candidates": of_candidates,
+        "winner": winner, "verdict": verdict, "heat": heat, "final": final, "final_by_temperature": by_temperature,
+        "temperatures": temperatures, "candidates": candidates,
         "prompts": {"statistics": len(tuning), "verification": len(checking), "new_tokens": args.new_tokens},
         "costs": [asdict(c) for c in costs], "statistics": [asdict(a) for a in parts],
     }  # fmt: skip
@@ -90,7 +87,7 @@ def find_prompts(args: argparse.Namespace, base: Engine, limit: int) -> list[lis
         raise BadFileError(f"{args.checkpoint} has no tokenizer files; the prompts need one.")
     if args.suite:
         how = prompts_of(args, base.tokenizer)
-        found = [how.ids(q.turns[:1], []) for q in read_suite(args.suite, args.prompts)]
+        found = [how.first(q) for q in read_suite(args.suite, args.prompts)]
     else:
         try:
             text = Path(args.text).read_text(encoding="utf-8") if args.text else None
@@ -150,15 +147,12 @@ def compare(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, A
     than half of the prompts differ (that is a bug, no rounding) or none was continued by more than one token.
     """
     cells: dict[tuple, dict[str, list[dict]]] = {}
-    for run in runs:
-        cells.setdefault((run["prompt"], run["temperature"]), {}).setdefault(run["tree"], []).append(run)
-    kept, differ = [], 0
-    for arms in cells.values():
-        ids = arms[names[0]][0]["token_ids"]
-        if any(r["token_ids"] != ids for name in names for r in arms[name]):
-            differ += 1
-        elif len(ids) > 1:
-            kept.append(arms)
+    for run in (run for run in runs if run["tree"] in names):
+        arms = cells.setdefault((run["prompt"], run["temperature"]), {name: [] for name in names})
+        arms[run["tree"]].append(run)
+    texts = [{tuple(run["token_ids"]) for runs in arms.values() for run in runs} for arms in cells.values()]
+    differ = sum(len(found) > 1 for found in texts)
+    kept = [arms for arms, found in zip(cells.values(), texts, strict=True) if len(found) == 1 and len(*found) > 1]
     if differ * 2 > len(cells):
         raise ValueError(f"the trees gave different tokens on {differ} of {len(cells)} prompts: this is a bug.")
     if not kept:

@@ -91,6 +91,11 @@ class Drafter:
         return []
 
 
+def take_rows(values: Tensor, index: Tensor) -> Tensor:
+    """The rows index [B, W] of values [B, R, H]."""
+    return values.gather(1, index[..., None].expand(-1, -1, values.shape[-1]))
+
+
 class PlainDrafter(Drafter):
     """Drafts nothing: the tree is the root alone, padded to `width` rows that never match.
 

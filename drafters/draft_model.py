@@ -2,73 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from drafters.base import DraftInput
+from drafters.base import StepParts
 from drafters.tree_drafter import TreeDrafter
-from model import Transformer, chain_ancestors, make_nodes
+from model import Nodes, Transformer
 from model_config import ModelConfig
 from tokenizer import Tokenizer
-from tree import DynamicTree, TreeTables
 
 
 class DraftModelDrafter(TreeDrafter):
-    """Drafts chains, static and dynamic trees with a small LLM, under both verification rules.
+    """Drafts chains, static and dynamic trees with a small LLM, under both verification rules."""
 
-    Row i of its cache holds token i. Rows up to the root stay. A step feeds the tokens accepted last again, always in
-    D + 1 rows that overwrite what the last tree left behind. The rows of the tree follow and never survive.
-    """
+    lead = 1
 
-    def __init__(
-        self,
-        target: Transformer,
-        model: Transformer,
-        tree: DynamicTree | TreeTables,
-        batch_size: int,
-        slots: int,
-        shared_noise: bool = True,
-        multi_round: str = "",
-    ):
-        super().__init__(tree, target.config.hidden_size, (), shared_noise, multi_round)
+    def __init__(self, target: Transformer, model: Transformer, *how: Any, **more: Any):
+        """The other arguments are those of TreeDrafter from `tree` on."""
         check_vocabulary(target.config, model.config)
-        if any(0 < window <= tree.D for window in model.config.windows):
-            raise ValueError(f"the draft model attends {max(model.config.windows)} tokens, less than the tree is deep.")
+        super().__init__(model, target.config.hidden_size, (), *how, **more)
         self.model = model
-        self.slots = slots + 1 + self.scratch
-        self.cache = model.new_cache(batch_size, self.slots)
-
-    def buffers(self) -> list[Tensor]:
-        return [self.cache]
+        self.window = max(model.config.windows)
+        if any(0 < window <= self.D for window in model.config.windows):
+            raise ValueError(f"the draft model attends {self.window} tokens, less than the tree is deep.")
 
     def bytes_per_step(self, model: Transformer) -> float:
         """The whole draft model is read once per forward."""
         return sum(self.model.weight_bytes(width) for width in (self.D + 1, *self.level_widths()))
 
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        self._chain(tokens[:, :-1], start, self.cache[:, :, row : row + 1], None)
-
-    def _chain(self, tokens: Tensor, start: Tensor, cache: Tensor, block: Callable | None) -> Tensor:
-        B, T = tokens.shape
-        depth = torch.arange(T, device=tokens.device).expand(B, T)
-        nodes = self.model.nodes(start, depth, chain_ancestors(B, T, tokens.device), self.slots)
-        return self.model(tokens, nodes, cache, block=block)[0]
-
-    def _extend(self, inputs: DraftInput) -> Tensor:
-        start = inputs.n - inputs.count + 1
-        row = torch.arange(inputs.features.shape[1], device=start.device)
-        where = (start[:, None] + row).clamp(max=inputs.tokens.shape[1] - 1)
-        output = self._chain(inputs.tokens.gather(1, where), start, self.cache, inputs.parts.block)
-        last = (inputs.count - 1)[:, None, None].expand(-1, 1, output.shape[-1])
-        return output.gather(1, last)
-
-    def _level(self, inputs: DraftInput, depth: int, first: int, tokens, feature, visible) -> Tensor:
-        start = inputs.n + 1
-        positions = (inputs.n + depth)[:, None].expand(tokens.shape)
-        nodes = make_nodes(self.model.rotary, start, positions, start + first, visible, self.slots)
-        return self.model(tokens, nodes, self.cache, block=inputs.parts.block)[0]
+    def _forward(self, tokens: Tensor, feature: Tensor, nodes: Nodes, cache: Tensor, parts: StepParts) -> Tensor:
+        return self.model(tokens, nodes, cache, block=parts.block)[0]
 
     def predict(self, output: Tensor) -> Tensor:
         return self.model.logits(output)

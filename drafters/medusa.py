@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sampling
-from drafters.base import Draft, Drafter, DraftInput
+from drafters.base import Draft, Drafter, DraftInput, take_rows
 from model import Transformer, weight_bytes
 from tree import DynamicTree, TreeTables
 from weights.medusa import read_medusa
@@ -86,8 +86,8 @@ class MedusaDrafter(Drafter):
 
     def draft(self, inputs: DraftInput) -> Draft:
         t, K = self.tree, max(self.tree.max_children, 1)
-        last = (inputs.count - 1)[:, None, None].expand(-1, 1, self.feature_size)
-        logits = self.heads(inputs.features.gather(1, last)[:, 0], t.D)  # [B, D, V]
+        last = take_rows(inputs.features, (inputs.count - 1)[:, None])
+        logits = self.heads(last[:, 0], t.D)  # [B, D, V]
         if inputs.mode.penalties:  # of the text so far, because a node's parent is not known here
             none = torch.zeros_like(t.depth[:, :1, None]).expand(-1, t.D, -1)
             logits = sampling.apply_penalties(logits, inputs.seen, inputs.counts, none, none > 0, inputs.sampling)

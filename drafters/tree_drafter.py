@@ -1,16 +1,18 @@
-"""Drafting trees level by level with any model that continues a path: EAGLE heads and draft LLMs."""
+"""Drafting trees level by level with any model that has a cache of its own: EAGLE heads and draft LLMs."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
 import sampling
-from drafters.base import Draft, Drafter, DraftInput
+from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, take_rows
+from model import Nodes, chain_ancestors, make_nodes
 from tree import DynamicTree, TreeTables
 from tree_building import expand, first_level, select
 
@@ -18,24 +20,36 @@ SLIVER = 1e-9  # share of the draft's probability for tokens that the filters re
 
 
 class TreeDrafter(Drafter):
-    """Drafts static or dynamic trees. A subclass gives `_extend`, `_level` and `predict`.
+    """Drafts static or dynamic trees. A subclass gives `_forward` and `predict`.
+
+    The first n + lead rows of its cache are true: row i stands for token i + 1 - lead, and the last of them for the root.
+    A step feeds the tokens accepted last again, always in D + 1 rows that overwrite what the last tree left behind. The
+    rows of the tree follow and never survive.
 
     A subclass that drafts only some tokens sets `draft_ids`, the absolute target ids [Vd] of its draft vocabulary.
     """
 
     draft_ids: Tensor | None = None
+    # 1 for a model that reads token i in row i, 0 for one that reads the feature of token i beside token i + 1.
+    lead = 0
+    window = 0  # of the model's attention over known tokens, 0 if it is full
 
     def __init__(
         self,
-        tree: DynamicTree | TreeTables,
+        model: nn.Module,
         feature_size: int,
-        taps: tuple[int, ...] = (),
+        taps: tuple[int, ...],
+        tree: DynamicTree | TreeTables,
+        batch_size: int,
+        slots: int,
         shared_noise: bool = True,
         multi_round: str = "",
     ):
-        """multi_round: "" for choice-and-walk, "without" or "with" replacement (static trees only)."""
+        """model: has `rotary` and `new_cache`. slots: of the target's cache. multi_round: "" for choice-and-walk,
+        "without" or "with" replacement (static trees only)."""
         super().__init__(tree.N, tree.D, feature_size, taps)
         self.tree = tree
+        self.rotary = model.rotary
         self.shared_noise = shared_noise
         self.multi_round = multi_round
         self.dynamic = isinstance(tree, DynamicTree)
@@ -45,7 +59,12 @@ class TreeDrafter(Drafter):
                 "--verify multi-round needs a static tree or a chain: re-ranking sampled children breaks its proof. "
                 "Use --tree paper25 or chain:K."
             )
-        self.scratch = tree.depth * tree.topk if self.dynamic else tree.run_rows  # cache rows of a tree
+        scratch = tree.depth * tree.topk if self.dynamic else tree.run_rows  # cache rows of a tree
+        self.slots = slots + self.lead + scratch
+        self.cache = model.new_cache(batch_size, self.slots)
+
+    def buffers(self) -> list[Tensor]:
+        return [self.cache]
 
     def level_widths(self) -> list[int]:
         """Rows of every draft forward after the first one."""
@@ -57,12 +76,8 @@ class TreeDrafter(Drafter):
         output = self._extend(inputs)
         return self._dynamic(inputs, output) if self.dynamic else self._static(inputs, output)
 
-    def _extend(self, inputs: DraftInput) -> Tensor:
-        """Append the tokens accepted last to the cache; the output [B, 1, H] that predicts the root's successors."""
-        raise NotImplementedError
-
-    def _level(self, inputs: DraftInput, depth: int, first: int, tokens, feature, visible) -> Tensor:
-        """Run one level's rows, nodes at `depth` [B, W] cached from slot n + first; the output [B, W, H]."""
+    def _forward(self, tokens: Tensor, feature: Tensor, nodes: Nodes, cache: Tensor, parts: StepParts) -> Tensor:
+        """Run the model on tokens [B, T] and the features that they are paired with; the output [B, T, H]."""
         raise NotImplementedError
 
     def predict(self, output: Tensor) -> Tensor:
@@ -73,6 +88,38 @@ class TreeDrafter(Drafter):
         """The `count` best of `predict(output)` where a kernel finds them without storing the logits, else None."""
         return None
 
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features -> what the model reads."""
+        return features
+
+    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
+        tokens = tokens[:, 1 - self.lead : tokens.shape[1] - self.lead]
+        self._chain(tokens, features, start, self.cache.narrow(-4, row, 1), UNCOMPILED)
+
+    def _chain(self, tokens: Tensor, features: Tensor, start: Tensor, cache: Tensor, parts: StepParts) -> Tensor:
+        """Write true rows from row `start` [B] on; the output [B, T, H]."""
+        B, T = tokens.shape
+        positions = start[:, None] + torch.arange(T, device=tokens.device)
+        seen = chain_ancestors(B, T, tokens.device)
+        nodes = make_nodes(self.rotary, start, positions, start, seen, self.slots, self.window)
+        return self._forward(tokens, self.fuse(features), nodes, cache, parts)
+
+    def _extend(self, inputs: DraftInput) -> Tensor:
+        """Feed the accepted tokens again with their true features; the output [B, 1, H] of the root's row."""
+        start = inputs.n - inputs.count
+        row = torch.arange(inputs.features.shape[1], device=start.device)
+        where = (start[:, None] + 1 + row).clamp(max=inputs.tokens.shape[1] - 1)
+        tokens = inputs.tokens.gather(1, where)
+        output = self._chain(tokens, inputs.features, start + self.lead, self.cache, inputs.parts)
+        return take_rows(output, (inputs.count - 1)[:, None])
+
+    def _level(self, inputs: DraftInput, depth: int, first: int, tokens, feature, visible) -> Tensor:
+        """Run one level's rows, nodes at `depth` [B, W], the tree's rows from number `first` on; the output [B, W, H]."""
+        start = inputs.n + self.lead
+        positions = (start + depth - 1)[:, None].expand(tokens.shape)
+        nodes = make_nodes(self.rotary, start, positions, start + first, visible, self.slots)
+        return self._forward(tokens, feature, nodes, self.cache, inputs.parts)
+
     def _keys(self, inputs: DraftInput, output: Tensor, depth: int, paths: Tensor) -> tuple[Tensor, Tensor]:
         """Ranking keys and scores [B, W, Vd] for the children of rows at `depth`.
 
@@ -81,16 +128,14 @@ class TreeDrafter(Drafter):
         a static tree are for viewers and are always the draft's own log-probabilities.
         """
         logits = self.predict(output)
-        ids = self.draft_ids
+        ids = slice(None) if self.draft_ids is None else self.draft_ids
         if inputs.mode.penalties:
-            seen = inputs.seen if ids is None else inputs.seen[:, ids]
-            counts = inputs.counts if ids is None else inputs.counts[:, ids]
             known = torch.ones_like(paths, dtype=torch.bool)
+            seen, counts = inputs.seen[:, ids], inputs.counts[:, ids]
             logits = sampling.apply_penalties(logits, seen, counts, paths, known, inputs.sampling)
         noise = None
         if inputs.noise is not None and self.shared_noise and not self.multi_round:
-            noise = inputs.noise[:, depth : depth + 1]
-            noise = noise if ids is None else noise[..., ids]
+            noise = inputs.noise[:, depth : depth + 1, ids]
         mode = inputs.mode if self.shared_noise else sampling.SamplingMode()
         return sampling.draft_keys(logits, noise, inputs.sampling, mode, noisy_scores=self.dynamic)
 
@@ -109,9 +154,9 @@ class TreeDrafter(Drafter):
         keys, scores = self._keys(inputs, output, depth, paths)
         if self.multi_round:
             local, q = self._draw(inputs, keys, width, first_row)
-            return local, scores.gather(-1, local), q
-        local = keys.topk(width, -1).indices
-        return local, scores.gather(-1, local), None
+        else:
+            local, q = keys.topk(width, -1).indices, None
+        return local, scores.gather(-1, local), q
 
     def _draw(self, inputs: DraftInput, logits: Tensor, width: int, first_row: int) -> tuple[Tensor, Tensor]:
         """Children sampled from the draft's processed distribution, and that distribution q [B, W, V].
@@ -144,57 +189,44 @@ class TreeDrafter(Drafter):
 
     def _static(self, inputs: DraftInput, output: Tensor) -> Draft:
         tables = self.tree
-        B = inputs.n.shape[0]
         width = max(tables.max_children, 1)
-        paths = inputs.root.new_zeros(B, 1, 0)
+        paths = inputs.root.new_zeros(inputs.n.shape[0], 1, 0)
         local, scores, q = self._children(inputs, output, 0, paths, width)
-        candidates, values, outputs, distributions = [local], [scores], [output], [q]
-        run_paths = {0: paths}
-        totals = scores.new_zeros(B, 1)  # cumulative score of every run row
-        first = 0
+        found = [(local, scores, q)]  # of all run rows; the scores are cumulative
+        above, begin = 0, 1  # the run rows where the level above and this level begin
         for level in tables.levels:
-            so_far = torch.cat(candidates, 1)
-            feature = torch.cat(outputs, 1)
-            flat = level.source * width + level.rank
-            chosen = so_far.flatten(1).gather(1, flat)
-            gained = torch.cat(values, 1).flatten(1).gather(1, flat)
-            totals = torch.cat((totals, totals.gather(1, level.source) + gained), 1)
-            feature = feature.gather(1, level.source[..., None].expand(-1, -1, feature.shape[-1]))
-            output = self._level(inputs, level.depth, first, self._target_ids(chosen), feature, level.visible)
+            source = (level.source - above).clamp(min=0)  # all parents are in the level above, but padding has none
+            pick = source * width + level.rank
+            chosen = local.flatten(1).gather(1, pick)
+            total = scores.flatten(1).gather(1, pick)
+            feature = take_rows(output, source)
+            output = self._level(inputs, level.depth, begin - 1, self._target_ids(chosen), feature, level.visible)
             if inputs.mode.penalties:  # nothing else reads the paths
-                parents = torch.cat([_padded(p, level.depth - 1) for p in run_paths.values()], 1)
-                inherited = parents.gather(1, level.source[..., None].expand(-1, -1, level.depth - 1))
-                paths = torch.cat((inherited, chosen[..., None]), -1)
-                run_paths[level.depth] = paths
-            local, scores, q = self._children(inputs, output, level.depth, paths, width, 1 + first)
-            first += chosen.shape[1]
-            candidates.append(local)
-            values.append(scores)
-            outputs.append(output)
-            distributions.append(q)
+                paths = torch.cat((take_rows(paths, source), chosen[..., None]), -1)
+            local, scores, q = self._children(inputs, output, level.depth, paths, width, begin)
+            scores = scores + total[..., None]
+            found.append((local, scores, q))
+            above, begin = begin, begin + chosen.shape[1]
+        candidates, values, distributions = zip(*found, strict=True)
         tokens = tree_tokens(tables, inputs.root, self._target_ids(torch.cat(candidates, 1)))
         pick = (tables.source_row * width + tables.rank)[:, 1:]
-        scored = torch.cat(values, 1).flatten(1).gather(1, pick) + totals.gather(1, tables.source_row[:, 1:])
+        scored = F.pad(torch.cat(values, 1).flatten(1).gather(1, pick), (1, 0))
         q = torch.cat(distributions, 1) if self.multi_round else None
-        return Draft(tokens, tables.parent, tables.depth, tables.ancestors, tables.valid, F.pad(scored, (1, 0)), q)
+        return Draft(tokens, tables.parent, tables.depth, tables.ancestors, tables.valid, scored, q)
 
     def _dynamic(self, inputs: DraftInput, output: Tensor) -> Draft:
         K = self.tree.topk
         paths = inputs.root.new_zeros(inputs.n.shape[0], 1, 0)
         local, scores, _ = self._children(inputs, output, 0, paths, K)
         pool = first_level(local[:, 0], scores[:, 0])
-        feature = output.expand(-1, K, -1)
-        parent_paths = paths.expand(-1, K, -1)
         for level in range(self.tree.depth):
             chosen = pool.frontier_tokens
+            feature = take_rows(output, pool.source)
             output = self._level(inputs, level + 1, level * K, self._target_ids(chosen), feature, pool.visible)
             if inputs.mode.penalties:
-                paths = torch.cat((parent_paths, chosen[..., None]), -1)
+                paths = torch.cat((take_rows(paths, pool.source), chosen[..., None]), -1)
             local, scores, _ = self._children(inputs, output, level + 1, paths, K)
             pool = expand(pool, local, scores)
-            feature = output.gather(1, pool.source[..., None].expand(-1, -1, output.shape[-1]))
-            if inputs.mode.penalties:
-                parent_paths = paths.gather(1, pool.source[..., None].expand(-1, -1, paths.shape[-1]))
         drafted = select(pool._replace(tokens=self._target_ids(pool.tokens)), inputs.root, self.N, self.D)
         return Draft(*drafted)
 
@@ -206,7 +238,3 @@ def tree_tokens(tables: TreeTables, root: Tensor, candidates: Tensor) -> Tensor:
     """
     index = (tables.source_row * tables.max_children + tables.rank)[:, 1:]
     return torch.cat([root[:, None], candidates.flatten(1).gather(1, index)], 1)
-
-
-def _padded(paths: Tensor, length: int) -> Tensor:
-    return F.pad(paths, (0, length - paths.shape[-1]))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import dot, jit, native, tl, triton, use_triton
+from kernels.backend import dot, jit, native, tl, triton, use_cpu, use_triton
 from kernels.kv import cache_problem, dequantize_rows, load_rows, scales_of
 
 
@@ -28,6 +28,11 @@ def tree_attention(
     A row that a query may not see never influences it, even if it holds NaN. On a CPU `start` is read on the
     host.
     """
+    problem = "a head is not a multiple of 8 values" if q.shape[-1] % 8 else cache_problem(kv)
+    if use_cpu("tree_attention", q, kv, problem=problem):
+        return torch.ops.eaglet_cpu.tree_attention.default(
+            q.contiguous(), kv, start, visible.contiguous(), positions.contiguous(), window, scale
+        )
     return torch.ops.eaglet.tree_attention(q, kv, start, visible, positions, window, scale)
 
 

@@ -1,4 +1,4 @@
-"""Which implementation every operation uses, a Triton kernel or its plain-PyTorch reference, and why."""
+"""Which implementation every operation uses: a Triton kernel, a C++ kernel for CPUs, or the plain-PyTorch reference."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+import kernels.cpu as cpu
 from kernels.tuned import LinearConfig
 
 try:
@@ -23,7 +24,9 @@ constexpr = tl.constexpr if triton else str
 # Whether TRITON_INTERPRET=1 was set at the start: kernels then run on the CPU, slowly, to be tested.
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 
+MODES = ("auto", "triton", "cpu", "reference")
 OPERATIONS = ("packed_linear", "packed_topk", "packed_experts", "tree_attention", "rms_norm", "rope_write_kv")
+CPU_OPERATIONS = ("packed_linear", "packed_topk", "tree_attention", "rms_norm", "rope_write_kv")
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class KernelBackend:
     """Which implementation every operation uses on one device. The choice is made once, on the host.
 
     mode 'auto' means Triton on CUDA and the reference elsewhere. 'triton' and 'reference' mean exactly that.
-    If 'triton' cannot run at all, creating the backend is a ValueError that says why.
+    'cpu' means the C++ kernels for the operations that have one, and the reference for the others. If 'triton'
+    or 'cpu' cannot run at all, creating the backend is a ValueError that says why.
 
     Pack weights and run steps inside `with backend.active():`. An operator reads the active backend when it
     runs or is captured. Outside of such a block, 'auto' holds for the device of the tensor. If a kernel
@@ -43,16 +47,21 @@ class KernelBackend:
     device_type: str = "cpu"
     # Measured tilings by `shape_key`. Packing uses them.
     configs: Mapping[str, LinearConfig] = field(compare=False, default_factory=dict)
-    # Operation -> ('triton' or 'reference', why).
+    # Operation -> ('triton', 'cpu' or 'reference', why).
     table: dict[str, tuple[str, str]] = field(init=False, compare=False)
     # Operation -> why the reference did a call that Triton should have done.
     declined: dict[str, str] = field(init=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.mode not in ("auto", "triton", "reference"):
-            raise ValueError(f"kernels: unknown backend '{self.mode}', use one of auto, triton, reference")
+        if self.mode not in MODES:
+            raise ValueError(f"kernels: unknown backend '{self.mode}', use one of {', '.join(MODES)}")
         if self.mode == "reference":
             choice = ("reference", "asked for")
+        elif self.mode == "cpu":
+            problem = f"the device is '{self.device_type}'" if self.device_type != "cpu" else cpu.problem()
+            if problem:
+                raise ValueError(f"kernels: the CPU kernels cannot run, because {problem}. Use --kernels auto.")
+            choice = ("reference", "the CPU kernels do not have it")
         elif self.mode == "auto" and self.device_type != "cuda":
             choice = ("reference", f"auto: '{self.device_type}' has no Triton target")
         elif triton is None:
@@ -64,7 +73,8 @@ class KernelBackend:
             )
         else:
             choice = ("triton", "asked for" if self.mode == "triton" else "auto: the device is CUDA")
-        object.__setattr__(self, "table", dict.fromkeys(OPERATIONS, choice))
+        own = dict.fromkeys(CPU_OPERATIONS if self.mode == "cpu" else (), ("cpu", "asked for"))
+        object.__setattr__(self, "table", dict.fromkeys(OPERATIONS, choice) | own)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[KernelBackend]:
@@ -111,7 +121,7 @@ def use_triton(operation: str, x: Tensor, problem: str = "") -> bool:
         if triton is None or not x.is_cuda:
             return False
         backend = KernelBackend("auto", "cuda")
-    if backend.table[operation][0] == "reference":
+    if backend.table[operation][0] != "triton":
         return False
     if x.dtype == torch.float64:
         problem = "the dtype is float64"
@@ -122,6 +132,21 @@ def use_triton(operation: str, x: Tensor, problem: str = "") -> bool:
     if problem:
         backend.declined[operation] = problem
     return not problem
+
+
+def use_cpu(operation: str, *tensors: Tensor, problem: str = "") -> bool:
+    """Whether `operation` runs its C++ kernel on these tensors, which must be float32 and need no gradient.
+
+    problem: why the kernel cannot do this call, or "". It is noted in `KernelBackend.declined`.
+    """
+    backend = None if torch.compiler.is_compiling() else active_backend()  # a compiled step never has this backend
+    if backend is None or backend.table[operation][0] != "cpu":
+        return False
+    if any(t.dtype != torch.float32 for t in tensors):
+        problem = "the dtype is not float32"
+    if problem:
+        backend.declined[operation] = problem
+    return not problem and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
 def skip_operator(x: Tensor, weight: Tensor | None) -> bool:

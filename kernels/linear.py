@@ -7,12 +7,14 @@ and plain decoding compute the same.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import kernels.cpu as cpu
 from kernels.backend import dot, jit, native, tl, triton, use_triton
 from kernels.packing import PackedWeight, decode, dequantize
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
@@ -261,6 +263,17 @@ def epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: boo
     return y if residual is None else y + residual
 
 
+def _group_sums(x: Tensor, group: int) -> Tensor:
+    """x [..., K] -> [..., K / group], the sum of every group in float32, rounded once.
+
+    It halves the groups until one value is left, because the order of a reduction may depend on the number of rows.
+    """
+    sums = x.float().unflatten(-1, (-1, group))
+    while sums.shape[-1] > 1:
+        sums = sums[..., : sums.shape[-1] // 2] + sums[..., sums.shape[-1] // 2 :]
+    return sums[..., 0].to(x.dtype)
+
+
 def packed_linear(
     x: Tensor, weight: PackedWeight, bias: Tensor | None = None, residual: Tensor | None = None,
     gated: bool = False,
@@ -271,6 +284,10 @@ def packed_linear(
     use cuBLAS. Bias and epilogue are computed in float32 in our kernel, and in x's dtype elsewhere.
     """
     x = weight.reorder(x)
+    if weight.correction is not None:
+        own = packed_linear(_group_sums(x, weight.group_size), weight.correction, bias)
+        y = packed_linear(x, replace(weight, correction=None, mins=None, perm=None), residual=own)
+        return epilogue(y, None, residual, gated)
     if weight.layout == "planes":
         # In one program two tiles and their zero points would spill registers.
         apart = gated and weight.zeros is not None
@@ -280,6 +297,13 @@ def packed_linear(
             weight.config.accumulate,
         )  # fmt: skip
         return epilogue(y, None, residual, True) if apart else y
+    if weight.layout == "tiles":
+        if gated and weight.n % (2 * cpu.TILE):  # a tile holds rows of both halves
+            return epilogue(packed_linear(x, replace(weight, perm=None), bias), None, residual, gated)
+        rows, stored = x.reshape(-1, weight.k).contiguous(), (weight.weight, weight.scales, weight.mins)
+        residual = None if residual is None else residual.reshape(len(rows), -1).contiguous()
+        y = torch.ops.eaglet_cpu.linear.default(rows, *stored, bias, residual, weight.n, gated)
+        return y.unflatten(0, x.shape[:-1])
     if not torch.compiler.is_compiling():
         # The layout decides. This call only notes that the reference runs, or refuses it under 'triton'.
         use_triton("packed_linear", x, f"weights are packed as '{weight.layout}', for another backend")
@@ -350,7 +374,7 @@ def packed_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
     On Triton the logits of up to SMALL_M rows are never stored. Every weight tile gives its own best ones,
     and these are merged in the order of the tiles.
     """
-    if weight.layout != "planes":
+    if weight.layout != "planes" or weight.correction is not None:
         return topk_reference(packed_linear(x, weight), count)
     top = torch.ops.eaglet.planes_topk(
         weight.reorder(x).reshape(-1, weight.k), weight.weight, weight.scales, weight.zeros, weight.counters,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import jit, skip_operator, tl, triton, use_triton
+from kernels.backend import jit, skip_operator, tl, triton, use_cpu, use_triton
 from kernels.kv import cache_problem, scales_of, store_row, write_kv
 
 
@@ -16,6 +16,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     The variance is computed in float32 or wider, and x is rounded before the weight, as LLaMA does it. A row
     does not depend on other rows. With gradients, plain code always runs.
     """
+    problem = "a row is not a multiple of 8 values" if x.shape[-1] % 8 else ""
+    if use_cpu("rms_norm", x, weight, problem=problem):
+        return torch.ops.eaglet_cpu.rms_norm.default(x.contiguous(), weight, eps)
     operator = rms_norm_reference if skip_operator(x, weight) else torch.ops.eaglet.rms_norm
     return operator(x, weight, eps)
 
@@ -69,6 +72,11 @@ def rope_write_kv(
     slots [B,T] int64: where the cache takes the rows.
     q_weight, k_weight [hd]: weights of an RMS norm of each head of q and k before they are rotated.
     """
+    problem = "a head is not a multiple of 16 values" if qkv.shape[-1] % 16 else cache_problem(kv)
+    if use_cpu("rope_write_kv", qkv, kv, problem=problem):
+        return torch.ops.eaglet_cpu.rope_write_kv.default(
+            qkv.contiguous(), cos.contiguous(), sin.contiguous(), kv, slots.contiguous(), q_weight, k_weight, eps
+        )
     # Inductor cannot fuse the bytes of the scales of an int8 cache.
     plain = skip_operator(qkv, q_weight) and kv.dtype != torch.int8
     operator = rope_reference if plain else torch.ops.eaglet.rope_write_kv

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import active_backend, constexpr, jit, native, tl, triton, use_triton
+import kernels.cpu as cpu
+from kernels.backend import active_backend, constexpr, jit, native, tl, triton, use_cpu, use_triton
 from kernels.tuned import SMALL_M, LinearConfig, linear_config, shape_key
 
 
@@ -115,9 +116,9 @@ def dequantize_kernel(
 class PackedWeight:
     """A weight in the layout that its backend reads, made by `pack_int4`, `pack_int8` or `pack_half`.
 
-    layout: 'planes' (for Triton), 'plain' (as stored), 'dense' (dequantized once) or 'cpu' (torch's
-    int4pack). Dimensions of `weight` before [N, ...] are experts. n and k are the numbers of output and input
-    features.
+    layout: 'planes' (for Triton), 'tiles' (for `kernels.cpu`), 'plain' (as stored), 'dense' (dequantized once)
+    or 'cpu' (torch's int4pack). Dimensions of `weight` before [N, ...] are experts. n and k are the numbers of
+    output and input features.
     """
 
     layout: str
@@ -128,7 +129,10 @@ class PackedWeight:
     weight: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
+    mins: Tensor | None = None  # what code 0 stands for, instead of zeros
     perm: Tensor | None = None
+    # For mins in layout 'planes': min + 8 scale as a 16-bit weight [N, K/G], which multiplies the groups' sums of x.
+    correction: PackedWeight | None = None
     # How many partial sums of a tile have arrived. All are zero between launches.
     counters: Tensor | None = None
     config: LinearConfig = LinearConfig()
@@ -177,40 +181,67 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
         )  # fmt: skip
         return out
     wide = torch.promote_types(dtype, torch.float32)
+    if weight.layout == "tiles":
+        weight = _from_tiles(weight)
     if weight.layout == "planes":
         codes = from_planes(weight.weight, weight.bits, weight.k)
     else:
         codes = _unpack_nibbles(weight.weight) if weight.bits == 4 else weight.weight
-    if weight.bits == 8:
-        codes = codes.to(wide) - (128 if weight.layout == "planes" else 0)
-        return (codes * weight.scales.to(wide)[..., None]).to(dtype)
-    zeros = 8 if weight.zeros is None else weight.zeros.to(wide).mT[..., None]
-    grouped = codes.to(wide).unflatten(-1, (-1, weight.group_size)) - zeros
-    return (grouped * weight.scales.to(wide).mT[..., None]).flatten(-2).to(dtype)
+    codes = codes.to(wide).unflatten(-1, (-1, weight.group_size or weight.k))
+    scales = weight.scales.to(wide)
+    scales = scales.mT[..., None] if weight.group_size else scales[..., None, None]
+    if weight.mins is not None:
+        return (codes * scales + weight.mins.to(wide).mT[..., None]).flatten(-2).to(dtype)
+    zeros = 8 if weight.bits == 4 else 128 if weight.layout == "planes" else 0
+    zeros = zeros if weight.zeros is None else weight.zeros.to(wide).mT[..., None]
+    return ((codes - zeros) * scales).flatten(-2).to(dtype)
+
+
+def _tiles_problem(plain: PackedWeight, dtype: torch.dtype) -> str:
+    """Why the CPU kernels cannot multiply with a weight, or ""."""
+    if dtype != torch.float32:
+        return "the dtype is not float32"
+    if plain.weight.dim() > 2:
+        return "a weight is one of experts"
+    fits = cpu.fits(plain.n, plain.k, plain.group_size)
+    return "" if fits else f"a weight [{plain.n}, {plain.k}] does not divide into tiles of {cpu.TILE} x {cpu.BLOCK}"
 
 
 def _choose_layout(plain: PackedWeight, dtype: torch.dtype) -> str:
     """The layout for the active backend. On a CPU the fastest one was measured: torch's int4 and int8
     products for bfloat16, a matrix that is dequantized once for every other dtype."""
-    if use_triton("packed_linear", plain.weight, "the dtype is float64" if dtype == torch.float64 else ""):
+    grouped_int8 = plain.bits == 8 and plain.group_size
+    problem = "int8 has groups" if grouped_int8 else "the dtype is float64" if dtype == torch.float64 else ""
+    if use_triton("packed_linear", plain.weight, problem):
         return "planes"
-    cpu = plain.weight.device.type == "cpu"
-    if plain.bits == 16 or (cpu and dtype != torch.bfloat16):
+    if plain.bits in (4, 8) and use_cpu("packed_linear", problem=_tiles_problem(plain, dtype)):
+        return "tiles"
+    on_cpu = plain.weight.device.type == "cpu"
+    if plain.bits == 16 or grouped_int8 or (on_cpu and dtype != torch.bfloat16):
         return "dense"
-    return "cpu" if cpu and plain.weight.dim() == 2 and plain.bits == 4 and plain.n % 16 == 0 else "plain"
+    return "cpu" if on_cpu and plain.weight.dim() == 2 and plain.bits == 4 and plain.n % 16 == 0 else "plain"
+
+
+def _middle(plain: PackedWeight) -> Tensor:
+    """What code 8 stands for, per group [..., K/G, N] in float32."""
+    if plain.mins is not None:
+        return plain.mins.float() + 8 * plain.scales.float()
+    return 0 * plain.scales if plain.zeros is None else (8 - plain.zeros.float()) * plain.scales.float()
 
 
 def _pack(plain: PackedWeight, dtype: torch.dtype, layout: str, config: LinearConfig | None) -> PackedWeight:
     if layout == "auto":
         layout = _choose_layout(plain, dtype)
     if layout == "dense":
-        return replace(plain, layout=layout, weight=dequantize(plain, dtype), scales=None, zeros=None)
+        return replace(plain, layout=layout, weight=dequantize(plain, dtype), scales=None, zeros=None, mins=None)
     if layout == "cpu":
         codes = _unpack_nibbles(plain.weight).to(torch.int32)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-        shift = 0 * plain.scales if plain.zeros is None else (8 - plain.zeros.float()) * plain.scales.float()
-        scales = torch.stack((plain.scales.to(dtype), shift.to(dtype)), -1)
-        return replace(plain, layout=layout, weight=packed, scales=scales, zeros=None)
+        middle = _middle(plain)
+        scales = torch.stack((plain.scales.to(dtype), middle.to(dtype)), -1)
+        return replace(plain, layout=layout, weight=packed, scales=scales, zeros=None, mins=None)
+    if layout == "tiles":
+        return _to_tiles(plain)
     if layout == "plain":
         return plain
     weight = plain.weight.contiguous()
@@ -227,19 +258,46 @@ def _pack(plain: PackedWeight, dtype: torch.dtype, layout: str, config: LinearCo
         count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 82
         config = linear_config(plain.n, plain.k, plain.bits, count)
     counters = torch.zeros(SMALL_M // 32 * -(-plain.n // 16), dtype=torch.int32, device=device)
-    return replace(plain, layout=layout, weight=weight, config=config, counters=counters)
+    correction = None if plain.mins is None else pack_half(_middle(plain).mT.to(dtype).contiguous(), layout)
+    return replace(plain, layout=layout, weight=weight, config=config, counters=counters, correction=correction)
+
+
+def _to_tiles(plain: PackedWeight) -> PackedWeight:
+    """The layout of the CPU kernels. What code 0 stands for becomes mins, unless it follows from the scales."""
+    if plain.bits == 8:
+        codes = (plain.weight.to(torch.int16) + 128).to(torch.uint8)
+        scales, mins = plain.scales.view(-1, plain.n), None
+    else:
+        codes, scales, mins = _unpack_nibbles(plain.weight), plain.scales, plain.mins
+        if plain.zeros is not None:
+            mins = -plain.zeros.float() * scales.float()
+    mins = None if mins is None else cpu.tile_scales(mins.float())
+    weight = cpu.to_tiles(codes, plain.bits)
+    return replace(plain, layout="tiles", weight=weight, scales=cpu.tile_scales(scales), zeros=None, mins=mins)
+
+
+def _from_tiles(tiles: PackedWeight) -> PackedWeight:
+    """The same weight in layout 'plain', with mins where `_to_tiles` made them from zeros."""
+    codes = cpu.from_tiles(tiles.weight, tiles.bits)
+    scales, mins = (None if t is None else t.transpose(0, 1).flatten(1) for t in (tiles.scales, tiles.mins))
+    if tiles.bits == 8:
+        scales = scales if tiles.group_size else scales[0]
+        return replace(tiles, layout="plain", weight=(codes.to(torch.int16) - 128).to(torch.int8), scales=scales)
+    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return replace(tiles, layout="plain", weight=packed, scales=scales, mins=mins)
 
 
 def pack_int4(
     qweight: Tensor, scales: Tensor, zeros: Tensor | None = None, group_size: int = 128,
     perm: Tensor | None = None, dtype: torch.dtype = torch.float16, layout: str = "auto",
-    config: LinearConfig | None = None,
+    config: LinearConfig | None = None, mins: Tensor | None = None,
 ) -> PackedWeight:  # fmt: skip
     """Stored int4 -> what the active backend reads, for activations of `dtype`.
 
     qweight uint8 [..., N, K/2]; scales [..., K/G, N]; zeros uint8 like scales, or None for 8. Leading
-    dimensions are experts. perm int [K] (desc_act): column j of the stored matrix multiplies x[..., perm[j]].
-    config: the tiling, by default a measured one of the active backend or `linear_config`.
+    dimensions are experts. mins float16 like scales, instead of zeros and not for experts: weight = q * scale
+    + min. perm int [K] (desc_act): column j of the stored matrix multiplies x[..., perm[j]]. config: the
+    tiling, by default a measured one of the active backend or `linear_config`.
 
     layout 'auto' is 'planes' on Triton. On a CPU it is torch's int4pack for bfloat16, otherwise the matrix is
     dequantized once, which is fastest there and takes N K values of memory.
@@ -253,7 +311,7 @@ def pack_int4(
         raise ValueError(f"int4: group size {group_size} does not fit K = {k}. Use a divisor: 32, 64 or 128.")
     if scales.shape != (*qweight.shape[:-2], k // group_size, n):
         raise ValueError(f"int4: scales {tuple(scales.shape)} do not match a [{n}, {k}] weight, want [K/G, N]")
-    plain = PackedWeight("plain", 4, group_size, n, k, qweight, scales, zeros, perm)
+    plain = PackedWeight("plain", 4, group_size, n, k, qweight, scales, zeros, mins, perm)
     return _pack(plain, dtype, layout, config)
 
 
@@ -262,11 +320,16 @@ def pack_int8(
     config: LinearConfig | None = None,
 ) -> PackedWeight:  # fmt: skip
     """Stored int8 [..., N, K] with scales [..., N] -> what the active backend reads, as `pack_int4` does it.
-    On a CPU bfloat16 keeps int8 (torch's int8pack), other dtypes are dequantized once. ValueError for scales
-    of another shape."""
-    if scales.shape != qweight.shape[:-1]:
+    On a CPU bfloat16 keeps int8 (torch's int8pack), other dtypes are dequantized once. Scales [K/G, N] belong to
+    groups of G columns. Only the CPU kernels keep such a weight in int8, elsewhere it is dequantized once.
+    ValueError for scales of another shape."""
+    n, k = qweight.shape[-2:]
+    grouped = qweight.dim() == scales.dim() == 2
+    fits = scales.shape[1] == n and k % len(scales) == 0 if grouped else scales.shape == qweight.shape[:-1]
+    if not fits:
         raise ValueError(f"int8: scales {tuple(scales.shape)} do not match the weight {tuple(qweight.shape)}")
-    return _pack(PackedWeight("plain", 8, 0, *qweight.shape[-2:], qweight, scales), dtype, layout, config)
+    plain = PackedWeight("plain", 8, k // len(scales) if grouped else 0, n, k, qweight, scales)
+    return _pack(plain, dtype, layout, config)
 
 
 def pack_half(weight: Tensor, layout: str = "auto", config: LinearConfig | None = None) -> PackedWeight:

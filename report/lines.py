@@ -15,6 +15,8 @@ from sampling import SamplingParams
 from support.cache import tally
 from support.machine import copy_bandwidth, describe_device, peak_memory, size_text, versions
 
+# options that the JSON holds as they are
+OPTIONS = ("checkpoint", "dtype", "eagle", "draft_checkpoint", "medusa", "ngram_nodes", "compile")
 # settings that are reported where they differ from the default
 REPORTED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -22,33 +24,24 @@ REPORTED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
 def result_json(engine: Engine, results: list[GenerationResult]) -> dict[str, Any]:
     """The object that `--json` prints. Row 0 is at the top level, and "batch" holds all rows if there are several."""
     options = engine.options
-    kind = options.drafter_kind
-    compiled = options.compile
+    drafting = {"drafter": options.drafter_kind, "tree": options.tree, "verify": options.verify}
     reused, fresh = compiled_graphs()
-    shared = {
-        "checkpoint": options.checkpoint,
+    compiled = {"compile_mode": options.compile_mode, "compile_seconds": engine.compile_seconds}
+    compiled |= {"graphs_reused": reused, "graphs_compiled": fresh}
+    rows = [result.to_dict() for result in results]
+    return {
+        **rows[0],
+        **{name: getattr(options, name) for name in OPTIONS},
+        **(drafting if options.drafter_kind else dict.fromkeys(drafting)),
+        **(compiled if options.compile else dict.fromkeys(compiled)),
         "quant": engine.model.quant or "none",
-        "dtype": options.dtype,
         "device": describe_device(engine.model.device),
-        "drafter": kind or None,
-        "tree": options.tree if kind else None,
-        "eagle": options.eagle,
-        "draft_checkpoint": options.draft_checkpoint,
-        "medusa": options.medusa,
-        "ngram_nodes": options.ngram_nodes,
-        "verify": options.verify if kind else None,
         "kernels": engine.backend.describe(),
-        "compile": compiled,
-        "compile_mode": options.compile_mode if compiled else None,
         "break_even_tau": engine.break_even_tau or None,
-        "compile_seconds": engine.compile_seconds if compiled else None,
-        "graphs_reused": reused if compiled else None,
-        "graphs_compiled": fresh if compiled else None,
         "peak_memory_bytes": peak_memory(engine.model.device),
         "versions": versions(),
+        **({"batch": rows} if len(rows) > 1 else {}),
     }
-    rows = [result.to_dict() for result in results]
-    return rows[0] | shared | ({"batch": rows} if len(rows) > 1 else {})
 
 
 def compiled_graphs() -> tuple[int, int]:
@@ -78,14 +71,14 @@ class Report:
     def head(self, engine: Engine, seconds: float) -> None:
         """What was loaded, and what it runs on."""
         options = engine.options
-        model = engine.model
+        quant = engine.model.quant
         name = Path(options.checkpoint).name or options.checkpoint
-        what = f"{model.quant}  {options.dtype}" if model.quant else options.dtype
+        what = f"{quant}  {options.dtype}" if quant else options.dtype
         template = engine.tokenizer.chat_template_source if engine.tokenizer else "no tokenizer"
         extra = f"   template: {template}" if template else ""
         weights = size_text(engine.plan.weights)
         self.line(f"model   {name}   {what}   {weights}{_drafter(engine)}   ctx {engine.ctx}{extra}")
-        device = describe_device(model.device)
+        device = describe_device(engine.model.device)
         self.line(f"device  {device}     plan {engine.plan}   loaded in {seconds:.1f} s")
 
     def tail(self, engine: Engine, results: list[GenerationResult], params: SamplingParams) -> None:
@@ -95,23 +88,19 @@ class Report:
         device = engine.model.device
         peak = peak_memory(device)  # before measuring the bandwidth, which needs memory too
         self.bandwidth = self.bandwidth or copy_bandwidth(device)
-        self.line()
-        for result in results:
-            for text in _rates(result):
-                self.line(text)
-        result = results[0]
-        for text in (*_acceptance(engine, result), *_speed(engine, result, self.bandwidth)):
-            self.line(text)
+        lines = ["", *(text for result in results for text in _rates(result))]
+        lines += [*_acceptance(engine, results[0]), *_speed(engine, results[0], self.bandwidth)]
         whose = " of the process, torch included" if device.type == "cpu" else ""
-        self.line(f"memory   peak {size_text(peak)}{whose} (plan {size_text(engine.plan.total)})")
-        self.line(f"kernels  {engine.backend.report()}")
+        lines.append(f"memory   peak {size_text(peak)}{whose} (plan {size_text(engine.plan.total)})")
+        lines.append(f"kernels  {engine.backend.report()}")
         if engine.compiled:
             reused, fresh = compiled_graphs()
             why = " (a shape, option or source that this folder had not seen)" if fresh else ""
             took = f"in {engine.compile_seconds:.1f} s, before decoding"
-            self.line(f"compiled {took}: {reused} graphs reused, {fresh} compiled{why}")
+            lines.append(f"compiled {took}: {reused} graphs reused, {fresh} compiled{why}")
         reasons = ", ".join(result.stop_reason for result in results)
-        self.line(f"stop     {reasons}        {'  '.join(_settings(engine, params))}")
+        lines.append(f"stop     {reasons}        {'  '.join(_settings(engine, params))}")
+        self.line("\n".join(lines))
 
 
 def _drafter(engine: Engine) -> str:
@@ -167,8 +156,7 @@ def _speed(engine: Engine, result: GenerationResult, bandwidth: float) -> Iterat
     context = result.prompt_tokens + result.new_tokens // 2
     cached = kv.shape[-1] * kv.element_size() / model.config.head_dim  # bytes per element of a key or value
     moved = result.steps * engine.batch_size * model.kv_bytes(context, cached)
-    kinds = ((engine.drafter, len(result.drafted)), (engine.fallback, len(result.plain_steps)))
-    for drafter, steps in kinds:
+    for drafter, steps in ((engine.drafter, len(result.drafted)), (engine.fallback, len(result.plain_steps))):
         if steps:
             weights = model.weight_bytes(drafter.N * engine.batch_size)
             moved += steps * (weights + drafter.bytes_per_step(model))
@@ -181,9 +169,8 @@ def _settings(engine: Engine, params: SamplingParams) -> list[str]:
     """Every setting that changed the text."""
     default = SamplingParams()
     settings = [f"seed {params.seed}", f"T {params.temperature:g}"]
-    for name in REPORTED:
-        if getattr(params, name) != getattr(default, name):
-            settings.append(f"{name.replace('_', '-')} {getattr(params, name):g}")
+    changed = [name for name in REPORTED if getattr(params, name) != getattr(default, name)]
+    settings += [f"{name.replace('_', '-')} {getattr(params, name):g}" for name in changed]
     settings += [f"stop {text!r}" for text in params.stop]
     if params.stop_ids:
         settings.append(f"stop-ids {','.join(map(str, params.stop_ids))}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from drafters.base import PlainDrafter
 from engine import Engine
+from load import build_engine
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 
@@ -39,10 +41,21 @@ def is_rounding_tie(margin: float, ulps: float) -> bool:
     return margin < TIE_MARGIN or ulps <= TIE_ULPS
 
 
-def first_fork(ours: list[int], theirs: list[int]) -> int | None:
-    """The index of the first difference, None if equal. A proper prefix forks at its end."""
-    agree = next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), min(len(ours), len(theirs)))
-    return None if agree == max(len(ours), len(theirs)) else agree
+def find_fork(
+    plain: Engine, row: int, prompt: list[int], params: SamplingParams, ours: list[int], theirs: list[int]
+) -> Fork | None:
+    """The first difference between two continuations of a prompt, judged by plain decoding. None if they are equal.
+
+    Where one of them has ended, the margin is infinite.
+    """
+    if ours == theirs:
+        return None
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    index = next((i for i, (a, b) in pairs if a != b), None)
+    if index is None:
+        return Fork(row, min(len(ours), len(theirs)), math.inf, math.inf)
+    text = [*prompt, *ours[:index]]
+    return Fork(row, index, *plain.margin(row, text, len(prompt), params, ours[index], theirs[index]))
 
 
 def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult]) -> Proof:
@@ -52,35 +65,14 @@ def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, resu
     bitwise. Elsewhere forwards of other widths round differently, so tokens that are nearly tied can swap.
     """
     width = engine.drafter.N if engine.model.device.type == "cuda" else 1
-    plain = Engine(
-        engine.model,
-        engine.tokenizer,
-        PlainDrafter(engine.model, width),
-        engine.batch_size,
-        engine.ctx,
-        engine.compiled,
-        engine.backend,
-        compile_mode=engine.compile_mode,
-        kv_dtype=engine.kv_dtype,
-    )
+    drafter = PlainDrafter(engine.model, width)
+    plain = build_engine(engine.model, engine.tokenizer, drafter, engine.options, engine.backend)
     replayed = plain.generate_batch(prompts, params).run()
-    identical = 0
-    fork = None
-    for b, (ours, theirs) in enumerate(zip(results, replayed, strict=True)):
-        index = first_fork(ours.token_ids, theirs.token_ids)
-        identical += len(ours.token_ids) if index is None else index
-        if index is not None and fork is None:
-            fork = _judge(plain, b, index, prompts[b], params, ours.token_ids, theirs.token_ids)
-    return Proof(identical, sum(len(ours.token_ids) for ours in results), fork)
-
-
-def _judge(
-    plain: Engine, row: int, index: int, prompt: list[int], params: SamplingParams, ours: list[int], theirs: list[int]
-) -> Fork:
-    if index == min(len(ours), len(theirs)):  # one of them has no token here
-        return Fork(row, index, float("inf"), float("inf"))
-    text = prompt + ours[:index]
-    return Fork(row, index, *plain.margin(row, text, len(prompt), params, ours[index], theirs[index]))
+    pairs = enumerate(zip(results, replayed, strict=True))
+    forks = [find_fork(plain, b, prompts[b], params, ours.token_ids, theirs.token_ids) for b, (ours, theirs) in pairs]
+    lengths = [len(ours.token_ids) for ours in results]
+    identical = sum(fork.index if fork else length for fork, length in zip(forks, lengths, strict=True))
+    return Proof(identical, sum(lengths), next(filter(None, forks), None))
 
 
 def verdict(proof: Proof, dtype: str) -> str:
@@ -88,8 +80,7 @@ def verdict(proof: Proof, dtype: str) -> str:
     if proof.fork is None:
         return f"identical {proof.identical}/{proof.total}"
     row, index, margin, ulps = proof.fork
-    tie = is_rounding_tie(margin, ulps)
-    meaning = "near-tie: rounding" if tie else "NOT a rounding tie: this is a bug"
+    meaning = "near-tie: rounding" if holds(proof) else "NOT a rounding tie: this is a bug"
     where = f"fork at token {index} of row {row}, {proof.identical}/{proof.total} identical"
     return f"{where}: logit margin {margin:.3g}, {ulps:.1f} ulp in {dtype} ({meaning})"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +49,9 @@ class StepRecorder(Observer):
         if count == 0:
             return
         draft = output.draft
-        tokens, parent, depth, valid, scores = (
-            tensor[0].tolist() for tensor in (draft.tokens, draft.parent, draft.depth, draft.valid, draft.scores)
-        )
-        score = [math.exp(min(s, 0.0)) for s in scores]
-        path = output.path[0, :count].tolist()
-        self.steps.append(Step(tokens, parent, depth, valid, score, path, output.emitted[0, :count].tolist()))
+        columns = (draft.tokens, draft.parent, draft.depth, draft.valid, draft.scores.clamp(max=0).exp())
+        chosen = (output.path[0, :count], output.emitted[0, :count])
+        self.steps.append(Step(*(column[0].tolist() for column in columns), *(ids.tolist() for ids in chosen)))
 
     def meaning(self, temperature: float) -> str:
         """What the numbers beside the nodes are.
@@ -96,20 +92,12 @@ class StepRecorder(Observer):
 
     def write_html(self, file: str | Path, result: GenerationResult) -> None:
         """Write a self-contained page: the text coloured by depth, and the tree of every step."""
-        steps = [
-            {
-                "nodes": [
-                    [self.text(t), p, d, round(q, 4), i in step.path]
-                    for i, (t, p, d, v, q) in enumerate(
-                        zip(step.tokens, step.parent, step.depth, step.valid, step.score, strict=True)
-                    )
-                    if v
-                ],
-                "kept": [self.text(t) for t in ids],
-                "bonus": self.text(step.emitted[-1]) if len(ids) == len(step.emitted) else None,
-            }
-            for ids, step in zip(result.tokens_per_step, self.steps, strict=False)
-        ]
+        steps = []
+        for ids, step in zip(result.tokens_per_step, self.steps, strict=False):
+            nodes = enumerate(zip(step.tokens, step.parent, step.depth, step.score, strict=True))
+            drawn = [[self.text(t), p, d, round(q, 4), i in step.path] for i, (t, p, d, q) in nodes if step.valid[i]]
+            bonus = self.text(step.emitted[-1]) if len(ids) == len(step.emitted) else None
+            steps.append({"nodes": drawn, "kept": [self.text(t) for t in ids], "bonus": bonus})
         first = self.text(result.token_ids[0]) if result.token_ids else ""
         facts = f"{result.new_tokens} tokens, {result.steps} steps, tau {result.tau:.2f}, seed {result.seed}, "
         facts += f"temperature {result.temperature:g}"

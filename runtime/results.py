@@ -17,6 +17,15 @@ class Chunk(NamedTuple):
     text: str  # never half a character and never part of a stop string; "" without a tokenizer
 
 
+def acceptance(emitted: Sequence[int]) -> tuple[float, list[float]]:
+    """tau, and for d = 1, 2, ... the share of steps that emitted more than d tokens, from the lengths of the steps.
+
+    tau is 1 + the sum of the shares. Without steps it is 0.
+    """
+    steps = max(1, len(emitted))
+    return sum(emitted) / steps, [sum(e > d for e in emitted) / steps for d in range(1, max(emitted, default=0))]
+
+
 def n_alpha(emitted: Sequence[int], depth: int = 5) -> list[float]:
     """k-alpha for k < depth, from the lengths of whole steps that drafted a chain (EAGLE paper, section 4.1).
 
@@ -71,13 +80,12 @@ class GenerationResult:
     @property
     def tau(self) -> float:
         """Tokens per target forward that checked a draft, the target's own token included. 0 without such a forward."""
-        return sum(self.drafted) / len(self.drafted) if self.drafted else 0.0
+        return acceptance(self.drafted)[0]
 
     @property
     def accepted_by_depth(self) -> list[float]:
         """The share of those steps that emitted more than d tokens, for d = 1, 2, ... tau is 1 + their sum."""
-        emitted = self.drafted
-        return [sum(e > d for e in emitted) / len(emitted) for d in range(1, max(emitted, default=0))]
+        return acceptance(self.drafted)[1]
 
     @property
     def n_alpha(self) -> list[float]:
@@ -147,13 +155,8 @@ class SequenceOutput:
 
     def _show(self) -> str:
         """The new text, without an end that could still become a stop string."""
-        hold = 0
-        if not self.finished:
-            for stop in self.params.stop:
-                for size in range(min(len(stop) - 1, len(self.text)), hold, -1):
-                    if self.text.endswith(stop[:size]):
-                        hold = size
-                        break
+        begun = (stop[:size] for stop in self.params.stop for size in range(1, len(stop)))
+        hold = 0 if self.finished else max((len(part) for part in begun if self.text.endswith(part)), default=0)
         end = max(self.shown, len(self.text) - hold)
         new = self.text[self.shown : end]
         self.shown = end

@@ -28,9 +28,8 @@ from bench.environment import environment, fingerprint
 from bench.measure import Bench, Settings
 from bench.random_models import SHAPES, random_engine
 from bench.records import Lines, Progress
-from bench.rows import row_context
-from bench.session import measure
-from bench.suites import find_questions, fit_context, prompts_of
+from bench.session import measure, row_context
+from bench.suites import ask
 from bench.summary import broken
 from bench.tables import check_outputs, report, write_csv, write_plot
 from load import load
@@ -101,12 +100,8 @@ def prepare(args: argparse.Namespace, rows: list[str], progress: Progress) -> tu
         base = random_engine(args.shape, quant=args.quant, **options_from(args, *SHARED[1:]))
     else:
         base = load(**options_from(args, *SHARED))
-    config, prompts = base.model.config, prompts_of(args, base.tokenizer)
-    limit = args.ctx or min(base.model.rotary.length, config.max_positions)
-    length = min(128, limit // 4)
-    questions = find_questions(args.suite, args.questions, base.tokenizer, config.vocab_size, length)
     least = max(map(row_context, rows), default=0)
-    questions, ctx = fit_context(questions, prompts, settings.max_new_tokens, limit, args.ctx, least)
+    questions, prompts, ctx = ask(args, base, 128, args.ctx, least)
     if least > ctx:
         raise UsageError(f"--rows {args.rows} needs {least} of {ctx} tokens of context.")
     model = {

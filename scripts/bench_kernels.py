@@ -10,6 +10,7 @@ the references on small shapes: it proves that the script runs, its times mean n
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -71,13 +72,9 @@ def run(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> i
     common = dict(device=where, torch=torch.__version__, dtype=args.dtype, copy_gbs=round(bandwidth / 1e9, 1))
     done = finished([args.json, *args.done], common) if args.resume and args.json else set()
     measured = len(done)
-    cells = [
-        (model, layer, n // divide, max(128, k // divide // 128 * 128), kernel)
-        for model in args.models
-        for layer, (n, k) in layers(model).items()
-        for kernel in args.kernels
-    ]
-    for model, layer, n, k, kernel in cells:
+    shapes = [(model, layer, *shape) for model in args.models for layer, shape in layers(model).items()]
+    for (model, layer, n, k), kernel in itertools.product(shapes, args.kernels):
+        n, k = n // divide, max(128, k // divide // 128 * 128)
         if all((n, k, kernel, m) in done for m in tokens):
             continue
         row = common | dict(model=model, layer=layer, n=n, k=k, kernel=kernel)

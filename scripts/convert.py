@@ -1,6 +1,7 @@
 """Convert a checkpoint to our directory format (Hugging Face names, one model.safetensors), or an EAGLE head.
 
     python -m scripts.convert SRC DST [--dtype bfloat16]        Hugging Face .safetensors / .bin, Meta consolidated.*.pth
+    python -m scripts.convert FILE.gguf DST                     GGUF; quantized weights become floats
     python -m scripts.convert --eagle HEAD --target DIR DST     any published head -> SafeAILab tensor names, safetensors
 
 Pickle files are read here with `weights_only=True`; the result holds none. Needs memory for one copy of the weights.
@@ -24,14 +25,15 @@ from weights.hf import save_hf
 def convert_model(source: Path, destination: Path, dtype: str | None) -> None:
     """Read a model strictly and write it as our directory, with its tokenizer's files. Raises ValueError."""
     checkpoint = Checkpoint.open(source)
-    if quantization := checkpoint.quantization:
+    if (quantization := checkpoint.quantization) and not checkpoint.gguf:
         raise ValueError(f"{source} is quantized ({quantization}). Convert the original instead.")
     line = Progress(quiet=False)
 
     def show(done: int, total: int, name: str) -> None:
         line(done / total, f"reading {done / 1e9:.1f} of {total / 1e9:.1f} GB  {name[:60]}")
 
-    save_hf(checkpoint.load(dtype=DTYPES.get(dtype), progress=show, max_positions=1), destination)
+    model = checkpoint.load(dtype=DTYPES.get(dtype), progress=show, max_positions=1, floats=True)
+    save_hf(model, destination)
     line.done()
     checkpoint.copy_texts(destination)
 
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code (2 usage, 3 bad file, 4 memory, 5 internal)."""
     parser = command_parser("scripts.convert", __doc__)
     add = parser.add_argument
-    add("source", nargs="?", type=Path, metavar="SRC", help="model directory (not with --eagle)")
+    add("source", nargs="?", type=Path, metavar="SRC", help="model directory or .gguf file (not with --eagle)")
     add("destination", type=Path, metavar="DST", help="directory to write; must not hold a model yet")
     add("--dtype", choices=sorted(DTYPES), help="default: as stored")
     add("--eagle", type=Path, metavar="HEAD", help="convert this head (file or directory) instead")

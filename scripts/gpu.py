@@ -40,7 +40,7 @@ import torch
 
 from bench.gpu_report import goals, kernel_goals, readme_block, table
 from bench.step_run import POISONED, identity, machine, utc
-from support.errors import UsageError, run_command
+from support.errors import UsageError, command_parser, run_command
 from support.files import append_json_line, read_json, read_json_lines, replace_block, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -196,10 +196,8 @@ def run_all(args: argparse.Namespace) -> int:
 def run_parts(args: argparse.Namespace, out: Path, name: str, cache: str, summary: dict[str, Any]) -> None:
     """Run the parts that are left. After each of them `summary` gets its end and is written."""
     began = due = time.time()
-    earlier = {}
-    if args.full:
-        summaries = [folder / f"{name}-summary.json" for folder in (RESULTS, out)]
-        earlier = finished(summaries, summary["environment"])
+    summaries = [folder / f"{name}-summary.json" for folder in (RESULTS, out)]
+    earlier = finished(summaries, summary["environment"]) if args.full else {}
     for part in parts(args, out, name, cache):
         if part.name in earlier:
             summary["parts"].append(earlier[part.name])
@@ -224,9 +222,7 @@ def run_parts(args: argparse.Namespace, out: Path, name: str, cache: str, summar
 
 def main(argv: list[str] | None = None) -> int:
     """0: every part ran to its end; 1: a part failed or was killed; 2: usage."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("scripts.gpu", __doc__)
     add = parser.add_argument
     add("--out", type=Path, default=Path(os.environ.get("OUT") or RESULTS))
     add("--full", action="store_true", help="everything; resumable")
@@ -236,7 +232,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--tiny", action="store_true", help="with --device cpu: small shapes, to try the machinery")
     add("--readme", type=Path, metavar="FILE", help="only rewrite this file's table of GPU results")
     add("--results", type=Path, default=RESULTS, help="with --readme: where the results lie")
-    add("--debug", action="store_true", help="full tracebacks")
     args = parser.parse_args(argv)
     if args.readme:
         return run_command(lambda: print(readme(args.readme, args.results)), args.debug)

@@ -35,6 +35,7 @@ from support.files import write_text
 
 ARCHITECTURES = (86, 89, 90, 120)
 LIMIT = 3.5  # thread instructions per int4 weight
+INDIVISIBLE = ("scale", "eps", "M", "T", "R", "ROWS", "SPLITS", "DIV")  # arguments that need not be multiples of 16
 MATRIX = ("HMMA", "HGMMA", "IMMA", "WGMMA", "UTCHMMA")
 
 LINE = "{:48} {:7} {:>4} {:>6} {:>7} {:>7}  {}"
@@ -136,16 +137,16 @@ def attention(
     label = f"{dtype}{' prefill' if region else ''}{f' window {window}' if window else ''}"
     label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128)
 
-    def variant(name: str, kernel: object, tiles: dict, **more: object) -> Variant:
-        options = {key: value for key, value in tiles.items() if key.islower()}
-        tile = {key: value for key, value in tiles.items() if key.isupper()}
-        return Variant(name, kernel, pointers, shape | tile | more, options)
-
     chunks, tail = attention_tiles(dim, region, int8, window)
-    found = [variant(f"attention chunks {label}", attend_chunks_kernel, chunks, NATIVE=True)]
-    if not region:
-        found.append(variant(f"attention tail {label} {nodes} nodes", attend_tail_kernel, tail, RP=nodes))
-    return found
+    found = []
+    for name, kernel, tiles, more in (
+        (f"attention chunks {label}", attend_chunks_kernel, chunks, {"NATIVE": True}),
+        (f"attention tail {label} {nodes} nodes", attend_tail_kernel, tail, {"RP": nodes}),
+    ):
+        constants = {key: value for key, value in tiles.items() if key.isupper()}
+        options = {key: value for key, value in tiles.items() if key.islower()}
+        found.append(Variant(name, kernel, pointers, shape | constants | more, options))
+    return found[:1] if region else found
 
 
 def norm_and_rope() -> list[Variant]:
@@ -182,14 +183,12 @@ def variants(quick: bool = False) -> list[Variant]:
 
 def compile_variant(variant: Variant, arch: int) -> CompiledKernel:
     """The variant compiled for the GPU architecture sm_`arch`, as a launch on a GPU would compile it."""
-    signature, attributes = {}, {}
-    for i, name in enumerate(variant.kernel.arg_names):
-        if name in variant.constants:
-            signature[name] = "constexpr"
-            continue
-        signature[name] = variant.pointers.get(name, "fp32" if name in ("scale", "eps") else "i32")
-        if name not in ("scale", "eps", "M", "T", "R", "ROWS", "SPLITS", "DIV"):
-            attributes[(i,)] = [["tt.divisibility", 16]]
+    names = variant.kernel.arg_names
+    kinds = {name: "fp32" if name in ("scale", "eps") else "i32" for name in names} | variant.pointers
+    kinds |= dict.fromkeys(variant.constants, "constexpr")
+    signature = {name: kinds[name] for name in names}
+    places = [(i,) for i, name in enumerate(names) if name not in (*variant.constants, *INDIVISIBLE)]
+    attributes = dict.fromkeys(places, [["tt.divisibility", 16]])
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attributes)
     options = {key: value for key, value in variant.options.items() if value is not None}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -201,10 +200,8 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        commands = ([tools / "nvdisasm", "-c"], [tools / "cuobjdump", "-res-usage"])
-        sass, usage = (
-            subprocess.check_output([*command, file.name], text=True, stderr=subprocess.DEVNULL) for command in commands
-        )
+        commands = ([tools / "nvdisasm", "-c", file.name], [tools / "cuobjdump", "-res-usage", file.name])
+        sass, usage = (subprocess.check_output(c, text=True, stderr=subprocess.DEVNULL) for c in commands)
     return sass, usage
 
 

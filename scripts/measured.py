@@ -10,11 +10,13 @@ other file. `headline` has at most six rows of these. `quantization` has the rec
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.paper_cells import latest
 from bench.paper_page import Page
+from bench.tables import gain_text
 from support.errors import command_parser, run_command
 from support.files import read_json, read_json_lines, replace_block
 
@@ -50,9 +52,8 @@ def _speed(row: dict[str, Any]) -> str:
     """The rate of plain decoding; of another arm the median speedup with its interval, or why it has none."""
     if row["baseline"]:
         return f"{row['tokens_per_second']:.0f} tok/s"
-    if gain := row["speedup"]:
-        return f"{gain['median']:.2f}x ({gain['low']:.2f}-{gain['high']:.2f})"
-    return row["blocked"].split(":")[0]
+    gain = row["speedup"]
+    return gain_text(row) + (f" ({gain['low']:.2f}-{gain['high']:.2f})" if gain else "")
 
 
 def summary_of(lines: Lines) -> dict[str, Any] | None:
@@ -60,38 +61,31 @@ def summary_of(lines: Lines) -> dict[str, Any] | None:
     return next((line for line in reversed(lines) if line.get("type") == "summary"), None)
 
 
-def _cells(row: dict[str, Any] | None) -> tuple[str, str]:
-    """The speed of a row and, if it is one of a drafter, its tau."""
-    if row is None:
-        return "", ""
-    return _speed(row), f"{row['tau']:.2f}" if row["tau"] and not row["baseline"] else ""
-
-
 def _bench(summary: dict[str, Any], name: str) -> str:
     """One benchmark: a line that says what ran where, and a table with one row per arm."""
     suites = [r["suite"] for r in summary["rows"]]
     whole = "all" if "all" in suites else next(iter(suites), "")
-    arms: dict[str, dict[float, dict[str, Any]]] = {}
+    arms: dict[str, dict[float, tuple[str, str]]] = {}  # speed and tau by arm and temperature
     for row in (r for r in summary["rows"] if r["suite"] == whole):
         label = "" if row["label"] == "same tokens" else f", {row['label']}"
-        arms.setdefault(row["arm"] + label, {})[row["temperature"]] = row
+        tau = f"{row['tau']:.2f}" if row["tau"] and not row["baseline"] else ""
+        arms.setdefault(row["arm"] + label, {})[row["temperature"]] = (_speed(row), tau)
     temperatures = list(dict.fromkeys(r["temperature"] for r in summary["rows"]))
     titles = ["arm", *(title for T in temperatures for title in (f"T = {T:g}", "tau"))]
-    lines = [titles, ["---", *["---:"] * (len(titles) - 1)]]
-    for arm, rows in arms.items():
-        lines.append([arm, *(cell for T in temperatures for cell in _cells(rows.get(T)))])
+    rows = [[arm, *(cell for T in temperatures for cell in found.get(T, ("", "")))] for arm, found in arms.items()]
     model = summary["model"]
     what = [model["checkpoint"], model["dtype"]]
     what += [model["quant"]] if model["quant"] != "none" else []
     what += ["compiled"] if any(arm.get("compiled") for arm in summary.get("arms", ())) else []
     title = f"**{', '.join(what)}** on {find(summary, 'device')} (`benchmarks/results/{name}`)"
     rates = [f"{r['test']} {r['tokens_per_second']:.0f} tok/s" for r in summary["llama_bench"]]
-    return "\n".join([title, "", markdown(lines), *(["", ", ".join(rates)] if rates else [])])
+    return "\n\n".join([title, markdown(titles, rows, left=1)] + ([", ".join(rates)] if rates else []))
 
 
-def markdown(lines: list[list[str]]) -> str:
-    """A table; the second line holds the alignment."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 0) -> str:
+    """A table with `left` columns of text and then columns of numbers; without `left` all are text."""
+    rule = ["---"] * len(titles) if not left else ["---"] * left + ["---:"] * (len(titles) - left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (titles, rule, *rows))
 
 
 def same_tokens(rows: list[dict[str, Any]]) -> tuple[int, int]:
@@ -142,7 +136,7 @@ def table(results: Path = RESULTS) -> str:
         if not summaries[name]
     ]
     if others:
-        parts.append(markdown([["what", "device", "file"], ["---"] * 3, *others]))
+        parts.append(markdown(("what", "device", "file"), others))
     return "\n\n".join(parts) + no_gpu(files) if files else NOTHING
 
 
@@ -174,25 +168,22 @@ def headline(results: Path = RESULTS) -> str:
     if not rows:
         return NOTHING
     lines = [[*facts, device_of(files[name]), f"[{name}](benchmarks/results/{name})"] for *facts, name in rows]
-    return markdown([["what", "result", "device", "file"], ["---"] * 4, *lines]) + no_gpu(files)
+    return markdown(("what", "result", "device", "file"), lines) + no_gpu(files)
 
 
 def quantization(path: Path = RESULTS / "demo_quantize.json") -> str:
     """Markdown: the receipts of a file, and tau by format of target and head."""
     report = read_json(path)
-    lines = ["| weights | perplexity | mean KL, nats | same top token | size |", "|---|---:|---:|---:|---:|"]
+    rows = []
     for r in report["receipts"]:
         change = r["perplexity_after"] / r["perplexity_before"] - 1
-        lines.append(
-            f"| {r['spec']['mode']} {r['spec']['algorithm']} | {r['perplexity_after']:.3f} ({change:+.2%}) | "
-            f"{r['mean_kl']:.4f} | {r['top1_agreement']:.2%} | {r['bytes_after'] / r['bytes_before']:.0%} |"
-        )
-    cells = {(a["target"], a["head"], a["temperature"]): a["tau"] for a in report["acceptance"]}
-    lines += ["", "| target | EAGLE-3 head | tau, T = 0 | tau, T = 1 |", "|---|---|---:|---:|"]
-    for target, head in dict.fromkeys(key[:2] for key in cells):
-        taus = " | ".join(f"{cells[target, head, T]:.2f}" for T in (0.0, 1.0))
-        lines.append(f"| {target} | {head} | {taus} |")
-    return "\n".join(lines)
+        row = ["{mode} {algorithm}".format_map(r["spec"]), f"{r['perplexity_after']:.3f} ({change:+.2%})"]
+        row += [f"{r['mean_kl']:.4f}", f"{r['top1_agreement']:.2%}", f"{r['bytes_after'] / r['bytes_before']:.0%}"]
+        rows.append(row)
+    receipts = markdown(("weights", "perplexity", "mean KL, nats", "same top token", "size"), rows, left=1)
+    taus = {(a["target"], a["head"], a["temperature"]): f"{a['tau']:.2f}" for a in report["acceptance"]}
+    drafted = [[*names, taus[*names, 0.0], taus[*names, 1.0]] for names in dict.fromkeys(key[:2] for key in taus)]
+    return f"{receipts}\n\n{markdown(('target', 'EAGLE-3 head', 'tau, T = 0', 'tau, T = 1'), drafted, left=2)}"
 
 
 def run(args: argparse.Namespace) -> None:

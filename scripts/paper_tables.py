@@ -3,7 +3,7 @@
     python -m scripts.paper_tables --quick                       # the demo: measure what is missing, write the page
     python -m scripts.paper_tables --render                      # only write docs/paper_tables.md from the cells
     python -m scripts.paper_tables --plan                        # what would be measured
-    python -m scripts.paper_tables --checkpoint DIR --eagle HEAD --suite mt_bench/question.jsonl \
+    python -m scripts.paper_tables --checkpoint DIR --eagle HEAD --suite mt_bench/question.jsonl \\
         --suite humaneval/question.jsonl --template llama-2-chat --system paper --int4 INT4_DIR --cells llama.jsonl
 
 One cell is one drafter against plain decoding on the same prompts, paired and interleaved. It is one JSON line with every
@@ -22,61 +22,48 @@ from bench.arms import DYNAMIC
 from bench.paper_cells import measure
 from bench.paper_page import ROOT, render
 from options import add_options
-from support.errors import UsageError, run_command
+from support.errors import UsageError, command_parser, run_command
 
 CELLS = ROOT / "benchmarks" / "results" / "paper_tables_demo.jsonl"
 PAGE = ROOT / "docs" / "paper_tables.md"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="scripts.paper_tables", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    _add_models(parser)
-    _add_questions(parser)
-    add = parser.add_argument
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--run", action="store_true", help="only measure what is missing")
-    mode.add_argument("--render", action="store_true", help="only write the page")
-    mode.add_argument("--plan", action="store_true", help="only list the cells")
-    where = "benchmarks/results/paper_tables_demo.jsonl"
-    add("--cells", default=str(CELLS), metavar="JSONL", help=f"the measured cells (default: {where})")
-    add("--page", default=str(PAGE), metavar="MD", help="the page (default: docs/paper_tables.md)")
-    add("--debug", action="store_true", help="full tracebacks")
-    return parser
-
-
-def _add_models(parser: argparse.ArgumentParser) -> None:
-    def add_list(flag: str, metavar: str, help: str) -> None:
-        parser.add_argument(flag, action="append", default=[], metavar=metavar, help=help)
-
-    add = parser.add_argument
+    parser = command_parser("scripts.paper_tables", __doc__)
     add_options(parser, "checkpoint", "device", "dtype", "compile", "kernels")
-    add_list("--eagle", "HEAD", "EAGLE head (repeatable; default: those in the checkpoint's folders)")
-    add_list("--ablation", "HEAD", "head for Table 6 or Figure 8; its CARD.json says what it is")
-    add_list("--medusa", "PATH", "Medusa heads")
-    add_list("--draft-checkpoint", "DIR", "draft LLM (repeatable: a distilled and a plain one)")
+    many = {"action": "append", "default": []}
+    add = parser.add_argument_group("drafters").add_argument
+    add("--eagle", **many, metavar="HEAD", help="EAGLE head (repeatable; default: those in the checkpoint's folders)")
+    add("--ablation", **many, metavar="HEAD", help="head for Table 6 or Figure 8; its CARD.json says what it is")
+    add("--medusa", **many, metavar="PATH", help="Medusa heads")
+    add("--draft-checkpoint", **many, metavar="DIR", help="draft LLM (repeatable: a distilled and a plain one)")
     add("--int4", metavar="DIR", help="the model quantized by quantize.py (default: rounded in memory)")
+    add = parser.add_argument_group("questions").add_argument
     files = "mt_bench, humaneval, gsm8k, alpaca; stdlib: the built-in ones"
-    add_list("--suite", "FILE", f"questions in MT-bench layout (repeatable): {files}")
-
-
-def _add_questions(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add("--suite", **many, metavar="FILE", help=f"questions in MT-bench layout (repeatable): {files}")
     add("--questions", type=int, default=0, metavar="N", help="the first N questions of every suite")
     add("--template", metavar="NAME", help="as in scripts.bench")
     add("--system", metavar="TEXT", help="as in scripts.bench")
     add("--format", default="auto", choices=("auto", "chat", "text"))
+    add = parser.add_argument_group("measuring").add_argument
     add("--max-new-tokens", type=int, help="default: 64, with --quick 48")
     add("--reps", type=int, help="default: 3, with --quick 1")
     add("--seed", type=int, default=0)
     add("--batches", type=int, nargs="+", default=[1, 2, 3, 4], metavar="B", help="batch sizes of Table 7")
     largest = "also the largest batch whose caches fit the free memory, up to CAP"
     add("--largest-batch", type=int, default=0, metavar="CAP", help=largest)
-    dynamic = f"dynamic tree of the figures (default: {DYNAMIC})"
-    add("--dynamic", default=DYNAMIC, metavar="TREE", help=dynamic)
+    add("--dynamic", default=DYNAMIC, metavar="TREE", help=f"dynamic tree of the figures (default: {DYNAMIC})")
     add("--quick", action="store_true", help="3 prompts, 48 tokens, 1 repetition: the demo within minutes")
     add("--max-seconds", type=float, default=0, help="start no further cell after this time (0: no limit)")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--run", action="store_true", help="only measure what is missing")
+    add("--render", action="store_true", help="only write the page")
+    add("--plan", action="store_true", help="only list the cells")
+    add = parser.add_argument_group("output").add_argument
+    where = "benchmarks/results/paper_tables_demo.jsonl"
+    add("--cells", default=str(CELLS), metavar="JSONL", help=f"the measured cells (default: {where})")
+    add("--page", default=str(PAGE), metavar="MD", help="the page (default: docs/paper_tables.md)")
+    return parser
 
 
 def run(args: argparse.Namespace) -> None:

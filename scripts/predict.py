@@ -11,7 +11,6 @@ Keys and values are read at the memory's rate, and every kernel of the captured 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 from bench.random_models import SHAPES, empty_head, empty_model
 from bench.step_cells import draft_rows
 from model import Transformer
-from support.errors import run_command
+from support.errors import command_parser, run_command
 from support.files import read_json, write_text
 from tree import parse_tree
 from weights.quantized import QuantLinear
@@ -97,9 +96,8 @@ def linear_seconds(forwards: Forwards, report: dict[str, Any], gpu: Gpu) -> dict
     `seconds` adds up the longest of the three times of each linear.
     """
     total = dict.fromkeys(("bytes", "weights", "memory", "issue", "matrix", "seconds"), 0.0)
-    for linear, rows in (
-        (m, rows) for module, rows in forwards for m in module.modules() if isinstance(m, QuantLinear)
-    ):
+    linears = [(m, rows) for module, rows in forwards for m in module.modules() if isinstance(m, QuantLinear)]
+    for linear, rows in linears:
         weights = linear.in_features * linear.out_features
         size = linear.weight_bytes_read(rows)
         added = {
@@ -200,11 +198,10 @@ def page(report: dict[str, Any], gpu: Gpu) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.predict", description=__doc__.split("\n")[0])
+    parser = command_parser("scripts.predict", __doc__)
     parser.add_argument("--report", type=Path, default=REPORT, help="JSON of scripts.kernel_report --arch 86")
     parser.add_argument("--write", type=Path, help="write the page to this file")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead")
-    parser.add_argument("--debug", action="store_true", help="full tracebacks")
     args = parser.parse_args(argv)
 
     def show() -> None:

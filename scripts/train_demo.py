@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", default="runs/train_demo", help="tokenizer, training state")
     parser.add_argument("--batch-tokens", type=at_least(max(demo_model.LENGTHS)), default=4096)
     parser.add_argument("--compile", action="store_true", help="compile the loss (faster after a minute)")
-    return run(demo_model.train, parser.parse_args(argv), BAD_FILE)
+    return run(parser.parse_args(argv), demo_model.train, bad_input=BAD_FILE)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ held-out tau is replaced only with --force.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 
 from training.command import at_least, distillation_parser, parsed, run
@@ -32,7 +31,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(functools.partial(train, DraftModelTraining), parse(argv))
+    return run(parse(argv), train, DraftModelTraining)
 
 
 if __name__ == "__main__":

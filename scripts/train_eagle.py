@@ -16,7 +16,6 @@ config.json, such as vLLM.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 
 from eagle_draft import FEATURE_NOISE
@@ -70,7 +69,7 @@ def _taps(text: str) -> tuple[int, ...]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(functools.partial(train, EagleTraining), parse(argv))
+    return run(parse(argv), train, EagleTraining)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ scripts.train_draft. The command writes CARD.json and medusa_lm_head.safetensors
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 
 from training.command import at_least, distillation_parser, parsed, run
@@ -28,7 +27,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(functools.partial(train, MedusaTraining), parse(argv))
+    return run(parse(argv), train, MedusaTraining)
 
 
 if __name__ == "__main__":

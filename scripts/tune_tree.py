@@ -29,7 +29,7 @@ from bench.records import Progress
 from bench.tree_costs import LEVEL_DEPTH
 from bench.tree_tuning import TUNED_FOR, report, tune
 from options import LoadOptions, add_options, options_from, tuned_tree_path
-from support.errors import UsageError, run_command
+from support.errors import UsageError, command_parser, run_command
 from support.files import write_json
 from support.machine import default_device
 from tree import MAX_DEPTH
@@ -43,9 +43,7 @@ LIMITS = {  # smallest and largest value of the numeric flags
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.tune_tree", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("scripts.tune_tree", __doc__)
     add = parser.add_argument
     add_options(parser, *TUNED_FOR, ctx=512)
     source = parser.add_mutually_exclusive_group()
@@ -66,7 +64,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-nodes", type=int, help="greatest tree to consider (default: 32 on a CPU, 64 on a GPU)")
     add("--max-depth", type=int, default=8)
     add("-q", "--quiet", action="store_true", help="no progress on stderr")
-    add("--debug", action="store_true", help="full tracebacks")
     return parser
 
 

@@ -38,16 +38,21 @@ def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
 def written_whole(path: str | Path) -> Iterator[Path]:
     """Yield a temporary name to write to, and rename it to `path` at the end.
 
-    After a failure (a full disk, Ctrl-C) the temporary file is deleted and an older file at `path` is untouched.
+    After a failure (a full disk, Ctrl-C) the temporary file is deleted and an older file at `path` is untouched. An
+    OSError about the temporary file names `path`.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         yield temporary
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        if error.filename != str(temporary):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the user knows it by this name
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -21,7 +21,7 @@ import tree
 from bench import acceptance, compare, evaluate, measure, records, suites, tables
 from bench import arms as bench_arms
 from bench import environment as bench_environment
-from bench import rows as bench_rows
+from bench import session as bench_session
 from bench import summary as bench_summary
 from drafters.medusa import MedusaHeads
 from drafters.ngram import WithNGrams
@@ -411,8 +411,8 @@ def test_labels_of_arms_follow_from_their_options():
         ("a=eagle", "expected NAME=KEY=VALUE"),
         ("a=nonsense=1", "nonsense is unknown"),
         ("a=dtype=float16", "dtype is the same for all arms"),
-        ("a=draft_noise=maybe", "allowed: on, off"),
-        ("a=draft_vocab=many", "allowed: an integer"),
+        ("a=draft_noise=maybe", "--arm a: draft_noise='maybe'; allowed: on, off"),
+        ("a=draft_vocab=many", "--arm a: draft_vocab='many'; allowed: an integer"),
         ("a=label=best", "allowed: same tokens"),
     ],
 )
@@ -830,7 +830,7 @@ def test_command_rows(tiny_directory, capsys):
         assert len(row["all"]) == 2 and row["tokens_per_second"] == pytest.approx(statistics.mean(row["all"]))
     for bad in ("xx5", "pp", "tg0", "tg4@dx"):
         with pytest.raises(UserError, match="expected pp512"):
-            bench_rows.parse_row(bad)
+            bench_session.parse_row(bad)
 
 
 def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):

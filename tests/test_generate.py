@@ -99,7 +99,7 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["--eagle", str(DEMO / "eagle1"), "--tree", "auto"], 2, "--eagle " + str(DEMO / "eagle1")),
         (["--drafter", "ngram", "--tree", "auto"], 2, "needs --eagle"),
         (["--draft-vocab", "-1"], 2, "0 or more"),
-        (["--html", "no/such/dir/page.html", "--max-new-tokens", "2"], 3, "no/such/dir/page.html"),
+        (["--html", "no/such/dir/page.html", "--max-new-tokens", "2"], 3, "'no/such/dir/page.html'"),
         (["--eagle", "no/such/head"], 3, "no/such/head"),
         pytest.param(["--kernels", "triton"], 2, "TRITON_INTERPRET", marks=needs_triton),
         (["--ctx", "100000"], 2, "ctx"),

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_engine import Indexing, OneDevice, on_fake_gpu
+from fake_cuda import Indexing, OneDevice, on_fake_gpu
 
 import eagle_draft
 import load

@@ -230,6 +230,22 @@ def test_planes_beyond_small_m_and_float64_dequantize():
         assert error(packed_linear(x, packed), x @ matrix(4, weights).T) < 1e-12
 
 
+@pytest.mark.parametrize("layout", ["plain", "dense", "planes"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_minima_are_added_in_every_layout(layout, gated):
+    """Catches a layout that forgets what code 0 stands for, or adds it after the gate, the bias or the residual."""
+    weights = stored(4, 48, 160) | {"zeros": None}
+    mins, bias, x = torch.randn(5, 48).half() * 0.1, torch.randn(48), torch.randn(2, 3, 160)
+    packed = kernels.pack_int4(**weights, mins=mins, dtype=torch.float32, layout=layout)
+    plain = kernels.pack_int4(**weights, mins=mins, dtype=torch.float32, layout="plain")
+    residual = torch.randn(2, 3, 24 if gated else 48)
+    matrix64 = kernels.dequantize(plain, torch.float64)
+    want = linear_definition(x.double(), matrix64, bias.double(), residual.double(), gated)
+    assert error(packed_linear(x, packed, bias, residual, gated), want) < 1e-5
+    top = kernels.packed_topk(x[0], packed, 3)
+    assert torch.equal(top.ids, (x[0].double() @ matrix64.T).topk(3).indices)
+
+
 @pytest.mark.parametrize(
     "change,words", [(dict(group_size=48), "group size 48"), (dict(scales=torch.ones(2, 3)), "scales (2, 3)")]
 )
@@ -440,7 +456,7 @@ def test_backend_choice_is_reported_and_never_silent():
     assert mixed.report().startswith(lines[0]) and mixed.report().endswith(
         "triton (by hand), reference where the dtype is float64: rms_norm"
     )
-    with pytest.raises(ValueError, match="auto, triton, reference"):
+    with pytest.raises(ValueError, match="auto, triton, cpu, reference"):
         KernelBackend("cuda")
     if not kernels.INTERPRETED:
         with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):

@@ -173,6 +173,7 @@ IGNORED = [
     (dict(verify="multi-round", medusa="m"), "medusa has none"),
     (dict(draft_noise=False), "--draft-noise off is about a draft head"),
     (dict(ngram_nodes=4), "another drafter"),
+    (dict(kernels="cpu", compile=True), "--kernels cpu runs C"),
     (dict(eagle="e", draft_checkpoint="d"), "--draft-checkpoint DIR does not go with the drafter eagle"),
     (dict(drafter="draft"), "--drafter draft needs --draft-checkpoint DIR"),
 ]

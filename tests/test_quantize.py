@@ -331,9 +331,9 @@ def test_experts_are_packed_one_at_a_time(bits, layout, monkeypatch):
     more = [layer.zeros, 32, layer.perm] if bits == 4 else []
     whole, seen = pack(layer.qweight, layer.scales, *more, torch.float32, layout), []
 
-    def spy(codes, *rest):
+    def spy(codes, *rest, **mins):
         seen.append(codes.shape[0])
-        return pack(codes, *rest)
+        return pack(codes, *rest, **mins)
 
     monkeypatch.setattr(kernels, pack.__name__, spy)
     packed = layer._pack(torch.float32, layout)

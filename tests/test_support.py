@@ -190,9 +190,10 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(error, old, tmp_path):
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
     """A page that was asked for and is not there, without a word."""
-    with pytest.raises(OSError):
-        write_text(tmp_path / "none" / "f.txt", "x")
     write_text(tmp_path / "f.txt", "old")
+    for path in (tmp_path / "none" / "f.txt", tmp_path / "f.txt" / "below"):
+        with pytest.raises(OSError, match=f"'{path}'$"):  # not the name of the temporary file
+            write_text(path, "x")
     with pytest.raises(TypeError):
         write_json(tmp_path / "f.txt", {"x": object()})
     (tmp_path / "d").mkdir()

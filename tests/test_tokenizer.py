@@ -699,7 +699,7 @@ def test_panics_and_interrupts(monkeypatch, json_dir):
     def failing(error):
         class Fake:
             @staticmethod
-            def from_file(path):
+            def from_buffer(data):
                 raise error
 
         monkeypatch.setattr(tokenizers, "Tokenizer", Fake)

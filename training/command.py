@@ -78,14 +78,14 @@ def parsed(p: argparse.ArgumentParser, argv: list[str] | None, runs: str = "runs
     return args
 
 
-def run(train: Callable[[argparse.Namespace], Any], args: argparse.Namespace, bad_input: int = USAGE) -> int:
-    """Call `train` and return the exit code: 1 kept a better drafter, 2 usage, 3 bad file, 130 Ctrl-C.
+def run(args: argparse.Namespace, train: Callable[..., Any], *kind: Any, bad_input: int = USAGE) -> int:
+    """Call `train(*kind, args)`. Returns the exit code: 1 kept a better drafter, 2 usage, 3 bad file, 130 Ctrl-C.
 
     `bad_input` is the exit code of input that cannot be used for another reason.
     """
 
     def body() -> None:
-        train(args)
+        train(*kind, args)
 
     if args.threads:
         torch.set_num_threads(args.threads)

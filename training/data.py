@@ -17,7 +17,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from os.path import commonprefix  # it takes lists, too
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -94,12 +96,9 @@ class TokenData:
 
     def split(self, share: float) -> tuple[TokenData, TokenData]:
         """The first rows (of a stream: tokens) for training, and the last `share` of them held out."""
-        if self.stream:
-            row = 1
-            starts = np.array([0, int(len(self.ids) * (1 - share)), len(self.ids)])
-        else:
-            row = min(self.rows - 1, max(1, round(self.rows * (1 - share))))
-            starts = self.starts
+        kept = 1 - share
+        starts = np.array([0, int(len(self.ids) * kept), len(self.ids)]) if self.stream else self.starts
+        row = min(len(starts) - 2, max(1, round((len(starts) - 1) * kept)))
         cut = int(starts[row])
         train = TokenData(self.ids[:cut], self.mask[:cut], starts[: row + 1], self.stream)
         held_out = TokenData(self.ids[cut:], self.mask[cut:], starts[row:] - cut, self.stream)
@@ -113,8 +112,7 @@ def _permutation(seed: int, epoch: int, rows: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(rows)
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """One micro-batch: tokens int64 [B, T] padded at the end, mask bool [B, T], each row's number and own length."""
 
     tokens: Tensor
@@ -208,23 +206,22 @@ def read_messages(record: dict) -> list[dict]:
     return messages[: talk.end(1)] + messages[talk.start(2) : talk.end(2)]
 
 
-def _common(a: list[int], b: list[int]) -> int:
-    """The length of the longest common start."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def chat_row(tokenizer: Tokenizer, messages: list[dict]) -> tuple[list[int], list[bool]]:
     """(ids, mask) of a conversation: an answer counts from behind the generation prompt to its end-of-turn token.
 
     The template decides where that is: the prompt of every answer, and the conversation up to it, are rendered too.
+    Raises ValueError if no token counts.
     """
     ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
     mask = [False] * len(ids)
     for k in (k for k, message in enumerate(messages) if message["role"] == "assistant"):
-        start = _common(tokenizer.encode_chat(messages[:k], add_generation_prompt=True), ids)
-        end = _common(tokenizer.encode_chat(messages[: k + 1], add_generation_prompt=False), ids)
+        prompt = tokenizer.encode_chat(messages[:k], add_generation_prompt=True)
+        so_far = tokenizer.encode_chat(messages[: k + 1], add_generation_prompt=False)
+        start, end = (len(commonprefix((part, ids))) for part in (prompt, so_far))
         end = next((i + 1 for i in range(start, end) if ids[i] in tokenizer.eos_ids), end)
         mask[start:end] = [True] * (end - start)
+    if not any(mask):
+        raise ValueError("no token of an answer was found")
     return ids, mask
 
 
@@ -238,8 +235,7 @@ def tokenise(tokenizer: Tokenizer, conversations: list, texts: list[str]) -> tup
 
     def attempt(messages: list[dict]) -> tuple[list[int], list[bool]] | str:
         try:
-            ids, mask = chat_row(tokenizer, messages)
-            return (ids, mask) if any(mask) else "no token of an answer was found"
+            return chat_row(tokenizer, messages)
         except ValueError as error:
             return str(error)
 
@@ -262,11 +258,11 @@ def _groups(count: int, size: int) -> Iterator[range]:
 def continue_texts(engine: Engine, data: TokenData, args: argparse.Namespace) -> TokenData:
     """Plain text by the target itself: --regenerate random prefixes of --prompt-length, continued to --length."""
     rows: list[tuple[list[int], list[bool]]] = []
+    params = SamplingParams(args.regenerate_temperature, max_new_tokens=args.length - args.prompt_length)
     for numbers in _groups(args.regenerate, engine.batch_size):
         prompts = [data.sample(args.seed + 1, i, args.prompt_length)[0].tolist() for i in numbers]
-        new_tokens = args.length - args.prompt_length
-        params = SamplingParams(args.regenerate_temperature, max_new_tokens=new_tokens, seed=args.seed + numbers.start)
-        for prompt, result in zip(prompts, engine.generate_batch(prompts, params).run(), strict=True):
+        results = engine.generate_batch(prompts, replace(params, seed=args.seed + numbers.start)).run()
+        for prompt, result in zip(prompts, results, strict=True):
             mask = [False] * len(prompt) + [True] * len(result.token_ids)
             rows.append((prompt + result.token_ids, mask))
     return TokenData.from_rows(rows)
@@ -281,20 +277,19 @@ def answer_again(engine: Engine, tokenizer: Tokenizer, conversations: list, args
     params = SamplingParams(args.regenerate_temperature, max_new_tokens=most, stop_ids=tuple(tokenizer.eos_ids))
     out: list[list[dict]] = []
     for numbers in _groups(len(conversations), engine.batch_size):
-        split = [[[m for m in conversations[i] if m["role"] == role] for role in ("system", "user")] for i in numbers]
-        out += [history for history, _ in split]
-        for turn in itertools.count():
-            talks = [talk for talk in split if turn < len(talk[1])]
-            prompts = [tokenizer.encode_chat([*history, asked[turn]]) for history, asked in talks]
+        talks = [[[m for m in conversations[i] if m["role"] == role] for role in ("system", "user")] for i in numbers]
+        out += [history for history, _ in talks]
+        while True:
+            talks = [(history, questions) for history, questions in talks if questions]
+            prompts = [tokenizer.encode_chat([*history, questions[0]]) for history, questions in talks]
             fits = [len(prompt) + most <= engine.ctx for prompt in prompts]
-            split = list(itertools.compress(talks, fits))
-            if not split:
+            talks, prompts = (list(itertools.compress(part, fits)) for part in (talks, prompts))
+            if not talks:
                 break
-            prompts = list(itertools.compress(prompts, fits))
             results = engine.generate_batch(prompts, replace(params, seed=args.seed + numbers.start)).run()
-            for (history, asked), result in zip(split, results, strict=True):
+            for (history, questions), result in zip(talks, results, strict=True):
                 answer = tokenizer.decode(result.token_ids).strip()
-                history += [asked[turn], {"role": "assistant", "content": answer}]
+                history += [questions.pop(0), {"role": "assistant", "content": answer}]
     return [history for history in out if history and history[-1]["role"] == "assistant"]
 
 

@@ -32,7 +32,7 @@ from training.data import Batch, TokenData, load_data, step_batches
 from training.loop import Run, World
 from training.optim import Recipe, optimizers, update
 from tree import DynamicTree, parse_tree, tree_tables
-from weights.checkpoint import load_model
+from weights.checkpoint import Checkpoint
 from weights.quantized import QuantLinear
 
 # Options that do not decide the weights. A state is not resumed with other values of the others.
@@ -206,8 +206,9 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
 def open_target(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, Tokenizer | None]:
     """The target and its tokenizer. On a CPU the target is float32 unless --dtype says otherwise."""
     dtype = DTYPES.get(args.dtype) or (None if device.type == "cuda" else torch.float32)
-    target = load_model(args.checkpoint, device, dtype)
-    tokenizer = load_tokenizer(args.checkpoint, target.config.vocab_size)
+    checkpoint = Checkpoint.open(args.checkpoint)
+    target = checkpoint.load(device, dtype)
+    tokenizer = load_tokenizer(checkpoint.tokenizer_source, target.config.vocab_size)
     if tokenizer is not None and args.chat_template:
         tokenizer.use_template(args.chat_template)
     if args.length > target.rotary.length:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,7 @@ from support.files import written_whole
 from support.machine import default_device
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     """This process among those of torchrun, or alone without torchrun."""
 
     rank: int

@@ -1,4 +1,4 @@
-"""A model directory of any format: `Checkpoint.open` reads what it is, `Checkpoint.load` reads its weights.
+"""A model of any format: `Checkpoint.open` reads what it is, `Checkpoint.load` reads its weights.
 
 To add a format, give it a kind, let `open` recognise it, and let `load` fill the model from its tensors.
 """
@@ -6,6 +6,7 @@ To add a format, give it a kind, let `open` recognise it, and let `load` fill th
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from model import Transformer
 from model_config import DTYPES, ModelConfig
 from support.files import read_json
 from weights.files import Destination, Entry, Progress, read_entries, tensor_files
+from weights.gguf import GGUFFile, fill_gguf, float_note, kept_entries, packed_parameters, quantization_name
 from weights.hf import build_model, fill_hf, read_config, token_ids
 from weights.meta import is_meta, read_meta_config, read_meta_entries
 from weights.published import fill_published, published_layout
@@ -30,19 +32,29 @@ TEXTS = """tokenizer.json tokenizer.model tokenizer_config.json special_tokens_m
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model directory that was recognised. Its config was read once, and its tensors are read when they are needed."""
+    """A model that was recognised. Its config was read once, and its tensors are read when they are needed."""
 
-    directory: Path
-    kind: str  # hf | meta | eaglet (our quantized format) | published (GPTQ, AWQ, compressed-tensors)
+    directory: Path  # for GGUF the file
+    kind: str  # hf | meta | eaglet (our quantized format) | published (GPTQ, AWQ, compressed-tensors) | gguf
     raw: dict[str, Any]  # config.json as it stands there, {} for Meta's format
     config: ModelConfig  # with the stop ids of generation_config.json, or else of config.json
+    gguf: GGUFFile | None = None
 
     @classmethod
-    def open(cls, directory: str | Path) -> Checkpoint:
-        """Read the config of a model directory. Raises ValueError in one line if it is unusable."""
+    def open(cls, directory: str | Path, int8_groups: bool = False) -> Checkpoint:
+        """Read the config of a model directory or GGUF file. Raises ValueError in one line if it is unusable.
+
+        int8_groups: keep GGUF's Q8_0 matrices in int8, for the CPU kernels (`weights.gguf`).
+        """
         directory = Path(directory)
+        if directory.is_file():
+            file = GGUFFile.open(directory, int8_groups)
+            raw = file.config()
+            return cls(directory, "gguf", raw, read_config(raw, directory), file)
         if not directory.is_dir():
-            hint = "Pass a folder with config.json and weights (python -m scripts.download REPO fetches one)."
+            hint = (
+                "Pass a .gguf file, or a folder with config.json and weights (python -m scripts.download fetches one)."
+            )
             raise ValueError(f"{directory} is not a directory. {hint}")
         if is_meta(directory):
             kind, raw, config = "meta", {}, read_meta_config(directory)
@@ -57,7 +69,8 @@ class Checkpoint:
 
     @property
     def config_file(self) -> Path:
-        return self.directory / ("params.json" if self.kind == "meta" else "config.json")
+        names = {"meta": "params.json", "gguf": ""}
+        return self.directory / names.get(self.kind, "config.json")
 
     @property
     def quantization(self) -> str | None:
@@ -65,6 +78,8 @@ class Checkpoint:
 
         Raises ValueError for a quantization that is not supported.
         """
+        if self.gguf:
+            return quantization_name(self.gguf, self._packed)
         if self.kind not in QUANTIZED:
             return None
         section = self.raw[QUANTIZED[self.kind]]
@@ -72,6 +87,22 @@ class Checkpoint:
             return read_spec(section, str(self.config_file)).mode
         published_layout(section, str(self.config_file))
         return f"int4 ({section['quant_method']})"
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about how the weights are read, one line each."""
+        note = float_note(self.gguf, self._packed) if self.gguf else ""
+        return [note] if note else []
+
+    @cached_property
+    def _packed(self) -> dict[str, list[str]]:
+        """The parameters that stay quantized in a GGUF file, and the tensors that they are made of."""
+        return packed_parameters(build_model(self.config), self.gguf)
+
+    @property
+    def tokenizer_source(self) -> Path | Mapping[str, bytes]:
+        """What `tokenizer.load_tokenizer` reads: the directory, or files made from GGUF's metadata."""
+        return self.gguf.tokenizer_files if self.gguf else self.directory
 
     @property
     def tokenizer_directory(self) -> Path:
@@ -83,7 +114,9 @@ class Checkpoint:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """All tensors, unread, under the names of the files (of Hugging Face for Meta's format)."""
+        """All tensors, unread, under the names of the files (of Hugging Face for Meta's format and GGUF)."""
+        if self.gguf:
+            return self.gguf.entries
         if self.kind == "meta":
             return read_meta_entries(self.directory, self.config)
         if not (files := tensor_files(self.directory)):
@@ -91,9 +124,14 @@ class Checkpoint:
             raise ValueError(f"{self.directory}: {expected}. All downloaded?")
         return read_entries(files)
 
+    @property
+    def kept_entries(self) -> dict[str, Entry]:
+        """The tensors that a loaded model holds: those of `entries`, or quantized ones where GGUF's are taken over."""
+        return kept_entries(self.gguf, self._packed) if self.gguf else self.entries
+
     def reopened(self) -> Checkpoint:
         """The same checkpoint with newly mapped files. Pages that were read before stop counting as our memory."""
-        return replace(self)
+        return Checkpoint.open(self.directory, self.gguf.int8_groups) if self.gguf else replace(self)
 
     def load(
         self,
@@ -101,6 +139,7 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         progress: Progress | None = None,
         max_positions: int | None = None,
+        floats: bool = False,
     ) -> Transformer:
         """Read the weights straight onto `device`, one tensor at a time, so that no tensor is held twice.
 
@@ -109,6 +148,7 @@ class Checkpoint:
             dtype: of the weights; default: config.json's. Stored codes and scales are kept exactly.
             progress: called with (done, total, tensor name) after each tensor.
             max_positions: length of the rotary tables; default: all positions of the config.
+            floats: read a GGUF file's quantized matrices as floats too.
 
         Returns:
             The model in eval mode, without gradients, with its rotary tables built.
@@ -121,17 +161,21 @@ class Checkpoint:
         to = Destination(device, dtype or DTYPES[self.config.dtype], progress or (lambda *_: None))
         if self.kind == "eaglet":
             fill_stored(model, self.entries, read_spec(self.raw["eaglet_quant"], file), where, to)
+        elif self.gguf:
+            fill_gguf(model, self.gguf, {} if floats else self._packed, to)
         elif self.kind == "published":
             fill_published(model, self.entries, self.raw["quantization_config"], file, to)
         else:
             fill_hf(model, self.entries, where, to)
-        model.set_quantization(quantization)
+        model.set_quantization(None if floats else quantization)
         longest = self.config.max_positions
         model.rotary.build(device, min(max_positions or longest, longest))
         return model.eval().requires_grad_(False)
 
     def copy_texts(self, destination: Path) -> None:
         """Copy the tokenizer's files, the chat template and the licence to another directory."""
+        for name, data in (self.gguf.tokenizer_files if self.gguf else {}).items():
+            (destination / name).write_bytes(data)
         files = [self.directory / name for name in TEXTS.split()]
         for file in (self.tokenizer_directory / "tokenizer.model", *files):
             if file.is_file():

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from model_config import ConfigReader, ModelConfig, RopeConfig
-from support.files import read_json, write_json
-from weights.files import Entry, check_entries, check_finite, read_entries, tensor_files, write_safetensors
-from weights.hf import config_to_hf, refuse_partial_rotation
+from support.files import read_json
+from weights.files import Entry, check_entries, read_entries, tensor_files
+from weights.hf import config_to_hf, read_rows, refuse_partial_rotation, write_directory
 from weights.quantized import QuantSpec
 from weights.stored import read_spec, spec_to_json
 
@@ -68,8 +68,7 @@ class EagleConfig:
         return f"EAGLE-{self.version} (SafeAILab layout)"
 
 
-@dataclass(frozen=True)
-class EagleFile:
+class EagleFile(NamedTuple):
     """A head as read: tensors under the state-dict names of `eagle_draft.EagleHead`, and what had to be assumed."""
 
     config: EagleConfig
@@ -155,14 +154,13 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
 
     `tensors` are those of an EagleFile. Raises ValueError if draft_ids are given without config.target_vocab_size.
     """
-    directory, layer = Path(directory), config.layer
+    layer = config.layer
     vocab = config.target_vocab_size or layer.vocab_size
     table, prefix = head_tensors(config), "layers.0." if config.version == 1 else "midlayer."
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name != "draft_ids":
-            sizes = [shape[0] for shape in table[name].values()]
-            pieces = tensor.split(sizes) if len(sizes) > 1 else [tensor]
+            pieces = tensor.split([shape[0] for shape in table[name].values()])
             names = [part.replace("layers.0.", prefix) for part in table[name]]
             out |= dict(zip(names, pieces, strict=True))
         elif not config.target_vocab_size:
@@ -183,16 +181,12 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
         keys["eaglet_eagle"] = {"unshifted": True}
     if config.target_hidden_size != layer.hidden_size:
         keys["target_hidden_size"] = config.target_hidden_size
-    directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(directory / "model.safetensors", out)
-    write_json(directory / "config.json", keys)
+    write_directory(directory, out, keys)
 
 
 def save_quantized_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], spec: QuantSpec, directory: Path) -> None:
     """Write a quantized head in our own format. `tensors` have the names of the head's state dict."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(directory / "model.safetensors", tensors)
-    write_json(directory / "config.json", {"eaglet_quant": spec_to_json(spec), "eaglet_head": asdict(config)})
+    write_directory(directory, tensors, {"eaglet_quant": spec_to_json(spec), "eaglet_head": asdict(config)})
 
 
 def read_quantized_eagle(directory: str | Path) -> EagleFile:
@@ -311,7 +305,7 @@ class _HeadReader:
                 shapes[f"{name}.weight"] = (rows, layer.hidden_size)
         check_entries(shapes, self.entries, str(self.path))
         tensors = {} if draft_ids is None else {"draft_ids": draft_ids}
-        tensors |= {ours: self._fused(parts) for ours, parts in table.items()}
+        tensors |= {ours: read_rows(self.entries, parts) for ours, parts in table.items()}
         return EagleFile(config, tensors, self.notes)
 
     def _shape(self, name: str) -> tuple[int, int]:
@@ -357,7 +351,10 @@ class _HeadReader:
         return tuple(ids)
 
     def _draft_ids(self) -> Tensor | None:
-        """Absolute target ids [Vd] of the draft vocabulary, None if it is the target's. Takes d2t and t2d out (4.3)."""
+        """Absolute target ids [Vd] of the draft vocabulary, None if it is the target's.
+
+        The tensors d2t and t2d, which name them, are taken out of the entries.
+        """
         offsets, member = self.entries.pop("d2t", None), self.entries.pop("t2d", None)
         vocab, misfit = self.target.vocab_size, f"but the target's vocabulary is {self.target.vocab_size}"
         rows = self._shape("lm_head.weight")[0] if "lm_head.weight" in self.entries else vocab
@@ -417,11 +414,3 @@ class _HeadReader:
             f"{self.path.name} has no config.json: assumed {text or 'nothing'} (wrong values only lower acceptance; "
             "--eagle-config KEY=VALUE sets them)"
         )
-
-    def _fused(self, names: Iterable[str]) -> Tensor:
-        """One of our tensors, from the rows of these tensors of the file."""
-        pieces = []
-        for name in names:
-            pieces.append(self.entries[name].read())
-            check_finite(pieces[-1], name, self.entries[name].file)
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,13 +129,18 @@ def read_parameter(entries: Entries, names: Sequence[str], shape: torch.Size, wh
     """
     if missing := [name for name in names if name not in entries]:
         raise ValueError(f"{where}: {few_names(missing)} is missing. Is a shard missing?")
-    parts = [entries[name].read() for name in names]
-    for name, part in zip(names, parts, strict=True):
-        check_finite(part, name, entries[name].file)
-    tensor = torch.cat(parts)
+    tensor = read_rows(entries, names)
     if tensor.numel() != shape.numel() or tensor.shape[-1] != shape[-1]:
-        raise ValueError(f"{where}: {names[0]} {list(parts[0].shape)} does not fit config.json.")
+        raise ValueError(f"{where}: {names[0]} {list(entries[names[0]].shape)} does not fit config.json.")
     return tensor.view(shape)
+
+
+def read_rows(entries: Entries, names: Iterable[str]) -> Tensor:
+    """The rows of these tensors in one tensor. Raises ValueError in one line for values that are not finite."""
+    parts = {name: entries[name].read() for name in names}
+    for name, part in parts.items():
+        check_finite(part, name, entries[name].file)
+    return torch.cat(list(parts.values()))
 
 
 def parameter_sources(model: Transformer, views: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -190,15 +195,17 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
 
 
 def save_hf(model: Transformer, directory: str | Path) -> None:
-    """Write `config.json` and `model.safetensors` with Hugging Face names, for transformers and `load_model`.
+    """Write a model directory with Hugging Face names, for transformers and `load_model`. Weights keep their dtype."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    write_directory(directory, hf_views(model), config_to_hf(replace(model.config, dtype=dtype)))
 
-    Weights keep the model's dtype. Each file is written whole, with memory for one tensor only.
-    """
+
+def write_directory(directory: str | Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
+    """Write `model.safetensors` and `config.json`. Each file is written whole, with memory for one tensor only."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(directory / "model.safetensors", hf_views(model))
-    dtype = str(model.dtype).removeprefix("torch.")
-    write_json(directory / "config.json", config_to_hf(replace(model.config, dtype=dtype)))
+    write_safetensors(directory / "model.safetensors", tensors)
+    write_json(directory / "config.json", config)
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
             per, at = len(bases) // stacks, f"{where}: {ours}"
             fused = [_fuse([part(b) for b in bases[i * per :][:per]], at) for i in range(stacks)]
             stored = fused[0] if slot.dim() == 2 else _stack_experts(fused, at)
-            _install(model, ours, {k: v.to(to.device) for k, v in stored.items()}, slot, at)
+            install(model, ours, {k: v.to(to.device) for k, v in stored.items()}, slot, at)
         else:
             used.update(names)
             tensor = read_parameter(entries, names, slot.shape, where)
@@ -165,7 +165,7 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
             raise ValueError(f"{where}: unexpected tensor {name!r}; config.json describes another model.")
 
 
-def _install(model: Transformer, parameter: str, stored: dict[str, Tensor], slot: Tensor, where: str) -> None:
+def install(model: Transformer, parameter: str, stored: dict[str, Tensor], slot: Tensor, where: str) -> None:
     """Put a QuantLinear in the place of the linear, or of the experts' matrix, that `parameter` belongs to."""
     if slot.dim() == 3:
         name, block = parameter, parameter.rpartition(".")[0]

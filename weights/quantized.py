@@ -4,8 +4,9 @@ A quantized module keeps the tensors as they are stored, whatever the device is:
 
 int4  `qweight` uint8 [out, in/2] (byte j holds column 2j in its low half and column 2j+1 in its high half), `scales`
       fp16 [in/G, out], optional `zeros` uint8 [in/G, out] (8 if absent), optional `perm` int32 [in] (stored column j
-      multiplies input perm[j]). weight = (q - zero) * scale
-int8  `qweight` int8 [out, in], `scales` fp32 [out]. weight = q * scale
+      multiplies input perm[j]). weight = (q - zero) * scale. Instead of zeros there may be `mins` fp16 [in/G, out]:
+      weight = q * scale + min
+int8  `qweight` int8 [out, in], `scales` fp32 [out], or fp16 [in/G, out]. weight = q * scale
 
 Mixtral's experts add a leading axis. After loading, `pack_` gives every module the layout that its kernel reads.
 """
@@ -29,7 +30,7 @@ MODES = ("int8", "int4")
 ALGORITHMS = ("rtn", "gptq")
 HEADS = ("fp16", "int8", "int4")
 GROUPS = (32, 64, 128)
-TENSORS = ("qweight", "scales", "zeros", "perm")
+TENSORS = ("qweight", "scales", "zeros", "mins", "perm")
 Stored = Mapping[str, Tensor]  # the tensors of one quantized weight, by the names of TENSORS
 
 
@@ -100,7 +101,8 @@ class QuantLinear(SelfCounting):
         self.bits = 4 if codes.dtype == torch.uint8 else 8
         self.per_token = per_token
         self.out_features, self.in_features = codes.shape[-2], codes.shape[-1] * 8 // self.bits
-        self.group_size = self.in_features // (stored["scales"].shape[-2] if self.bits == 4 else 1)
+        grouped = stored["scales"].dim() == codes.dim()
+        self.group_size = self.in_features // (stored["scales"].shape[-2] if grouped else 1)
         self.experts = codes.shape[0] if codes.dim() == 3 else 0
         for name in TENSORS:
             self.register_buffer(name, stored.get(name))
@@ -118,13 +120,13 @@ class QuantLinear(SelfCounting):
         return self.packed
 
     def repack(self, dtype: torch.dtype) -> None:
-        """Pack for the backend that is active now. A dense matrix replaces the codes, since any dtype can read it.
+        """Pack for the backend that is active now. A dense matrix or tiles replace the codes, which follow from them.
 
         Under Triton's interpreter the codes stay. A CPU has a second backend there, which may need them next.
         """
         if self.qweight is not None:
             self.packed = None
-        if self.pack(dtype).layout == "dense" and not kernels.INTERPRETED:
+        if self.pack(dtype).layout in ("dense", "tiles") and not kernels.INTERPRETED:
             self.qweight = None
 
     def _pack(self, dtype: torch.dtype, layout: str) -> kernels.PackedWeight:
@@ -133,7 +135,7 @@ class QuantLinear(SelfCounting):
             if self.bits == 8:
                 return kernels.pack_int8(codes, scales, dtype, layout)
             zeros = None if self.zeros is None else self.zeros[rows]
-            return kernels.pack_int4(codes, scales, zeros, self.group_size, self.perm, dtype, layout)
+            return kernels.pack_int4(codes, scales, zeros, self.group_size, self.perm, dtype, layout, mins=self.mins)
 
         if not self.experts or layout == "plain":
             return pack(slice(None))
@@ -164,16 +166,18 @@ class QuantLinear(SelfCounting):
     def weight_bytes_read(self, nodes: int) -> float:
         """Bytes that a forward of `nodes` rows reads. Of experts, those that are expected to be touched count."""
         codes = max(1, self.experts) * self.in_features * self.out_features * self.bits / 8
-        others = sum(t.nbytes for t in (self.scales, self.zeros) if t is not None)
+        others = sum(t.nbytes for t in (self.scales, self.zeros, self.mins) if t is not None)
         share = 1 - (1 - self.per_token / self.experts) ** nodes if self.experts else 1.0
         return share * (codes + others) + sum(p.nbytes for p in self.parameters())
 
     def _apply(self, fn, recurse: bool = True):
         """Move between devices. A change of dtype is meant for activations, so the scales stay as they were stored."""
-        scales = self.scales
+        scales, mins = self.scales, self.mins
         super()._apply(fn, recurse)
         if self.scales.dtype != scales.dtype:
             self.scales = scales.to(self.scales.device)
+        if self.mins is not None and self.mins.dtype != mins.dtype:
+            self.mins = mins.to(self.mins.device)
         if self.qweight is not None:
             self.packed = None
         elif self.packed.weight.device != self.scales.device:
@@ -230,8 +234,9 @@ def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backe
         device: 'cpu' or 'cuda'.
         backend: mode of the `kernels.KernelBackend`.
     """
+    tiles = backend == "cpu" and dtype == torch.float32
     planes = dtype != torch.float64 and (backend == "triton" or (backend == "auto" and device == "cuda"))
-    dense = not planes and device == "cpu" and dtype != torch.bfloat16
+    dense = not planes and not tiles and device == "cpu" and dtype != torch.bfloat16
     torch_packs = not planes and device == "cpu" and dtype == torch.bfloat16
     total = 0
     for name, tensor in stored.items():
@@ -252,10 +257,12 @@ def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backe
                 total += count * width * (2 if twice else 1)
         elif leaf in ("scales", "weight_scale"):
             paired = torch_packs and width == len(shape) == 2
-            total += count * (width + (2 * dtype.itemsize if paired else 0))
+            total += count * (width * (2 if tiles else 1) + (2 * dtype.itemsize if paired else 0))
         elif leaf in ("qzeros", "weight_zero_point"):
             total += count * (8 if width == 4 else 1)
-        elif leaf in ("zeros", "perm") or not tensor.dtype.is_floating_point:
+        elif leaf in ("zeros", "mins") and tiles:  # they become mins in float32
+            total += count * (width + 4)
+        elif leaf in ("zeros", "mins", "perm") or not tensor.dtype.is_floating_point:
             total += count * width
         else:
             total += count * dtype.itemsize

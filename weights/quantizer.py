@@ -155,22 +155,20 @@ class _Run:
     def quantize(self, calibration: Tensor, evaluation: Tensor, progress: Progress) -> dict[str, float]:
         """Quantize the whole model. Returns its quality (`Tally.report`)."""
         model = self.source.model
-        table = self._embed(calibration, evaluation[:, :-1])
+        self._embed(calibration, evaluation[:, :-1])
         model.rotary.build(self.device, max(self.after.shape[1], self.inputs.shape[1]))
         for i in range(len(model.layers)):
             self._layer(i)
             progress(i + 1, len(model.layers) + 1, f"layer {i}")
-        return self._head(table, evaluation[:, 1:])
+        return self._head(evaluation[:, 1:])
 
-    def _embed(self, calibration: Tensor, evaluation: Tensor) -> Tensor:
-        """Make the first activations. Returns the float embedding, which a tied LM head needs again."""
-        table = self.source.read("embed_tokens.weight", self.device)
-        embedding = nn.Embedding.from_pretrained(table.clone())
+    def _embed(self, calibration: Tensor, evaluation: Tensor) -> None:
+        """Make the first activations."""
+        embedding = nn.Embedding.from_pretrained(self.source.read("embed_tokens.weight", self.device))
         self.before = embedding(evaluation.to(self.device)).cpu()  # of the float layers
         self._unit("embedding", embedding, "embed_tokens.", embedding)
         self.after = embedding(evaluation.to(self.device)).cpu()  # of the quantized layers
         self.inputs = embedding(calibration.to(self.device)).cpu()
-        return table
 
     def _layer(self, i: int) -> None:
         """Quantize layer i and carry all activations through it."""
@@ -189,12 +187,13 @@ class _Run:
         self._through(forward, self.inputs)
         block.to("meta")
 
-    def _head(self, table: Tensor, targets: Tensor) -> dict[str, float]:
+    def _head(self, targets: Tensor) -> dict[str, float]:
         """Quantize the LM head and compare the logits of both models."""
         source, device, tally = self.source, self.device, Tally()
         head = nn.Sequential(OrderedDict(norm=source.model.norm, lm_head=nn.Linear(1, 1, bias=False)))
+        matrix = "embed_tokens.weight" if source.tied else "lm_head.weight"
         set_tensor(head, "norm.weight", source.read("norm.weight", device))
-        set_tensor(head, "lm_head.weight", table if source.tied else source.read("lm_head.weight", device))
+        set_tensor(head, "lm_head.weight", source.read(matrix, device))
         plain = copy.deepcopy(head)
         self._unit("head", head, "", head)
         for ids, x, y in zip(targets, self.before, self.after, strict=True):

@@ -1,0 +1,60 @@
+"""The CPU backend: C++ kernels (cpu.cpp) that are built once for this machine, and the layout of their weights.
+
+A row of activations is rounded to int8 with one scale per 32 columns, and products are summed as integers. The bits of a
+row's result depend neither on the other rows nor on their number.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from support import native
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+BLOCK, TILE = 32, 8  # columns that share a scale of the activations; output rows of a tile. As in cpu.cpp
+NEEDED = ("avx2", "fma", "f16c")
+
+
+@functools.cache
+def problem() -> str:
+    """Why the kernels cannot run in this process, or "". The first call loads them and builds them where needed."""
+    try:
+        torch.ops.load_library(str(native.build(SOURCE, NEEDED)))
+    except (ValueError, OSError) as error:
+        return " ".join(str(error).split())[:300]
+    return ""
+
+
+def fits(n: int, k: int, group_size: int) -> bool:
+    """Whether a weight [n, k] can be packed: whole tiles, and groups of whole blocks. group_size 0: one per row."""
+    return n % TILE == 0 and k % BLOCK == 0 and group_size % BLOCK == 0
+
+
+def to_tiles(codes: Tensor, bits: int) -> Tensor:
+    """Unsigned codes uint8 [N, K] -> uint8 [N / 8, K / 32, 32 * bits].
+
+    Byte (r, c) of a run of 32 bytes holds the code of row r and column c of 4. In int4 its high half holds column c + 4.
+    """
+    N, K = codes.shape
+    if bits == 8:
+        return codes.view(N // 8, 8, K // 32, 8, 4).permute(0, 2, 3, 1, 4).reshape(N // 8, K // 32, 256)
+    halves = codes.view(N // 8, 8, K // 32, 4, 2, 4).permute(4, 0, 2, 3, 1, 5)
+    return (halves[0] | (halves[1] << 4)).reshape(N // 8, K // 32, 128)
+
+
+def from_tiles(tiles: Tensor, bits: int) -> Tensor:
+    """The inverse of `to_tiles`."""
+    count, blocks, _ = tiles.shape
+    if bits == 8:
+        return tiles.view(count, blocks, 8, 8, 4).permute(0, 3, 1, 2, 4).reshape(count * 8, blocks * 32)
+    runs = tiles.view(count, blocks, 4, 8, 4)
+    return torch.stack((runs & 15, runs >> 4)).permute(1, 4, 2, 3, 0, 5).reshape(count * 8, blocks * 32)
+
+
+def tile_scales(scales: Tensor) -> Tensor:
+    """scales [groups, N] -> [N / 8, groups, 8]."""
+    return scales.unflatten(1, (-1, TILE)).transpose(0, 1).contiguous()

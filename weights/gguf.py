@@ -1,0 +1,456 @@
+"""GGUF files (llama.cpp's format): metadata and tensors in, under the names of a Hugging Face directory.
+
+The `gguf` package parses the file and dequantizes its tensors. Matrices in Q4_0 and Q4_1 are taken over exactly as our
+int4 with groups of 32, and for the CPU kernels those in Q8_0 as int8. Everything that a file claims is checked before
+memory is allocated for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model import Transformer
+from support.errors import UsageError, UserError
+from weights.files import Destination, Entry, check_entries, check_finite
+from weights.gguf_tokenizer import stop_ids, tokenizer_files
+from weights.hf import hf_views, parameter_sources, read_parameter
+from weights.published import install
+from weights.quantized import set_tensor
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
+BLOCK = 32  # values of a row that share a scale in Q4_0, Q4_1 and Q8_0
+# More than any real model has. The parser makes Python objects of every element, so a false count could fill the memory.
+MOST_ELEMENTS, MOST_TENSORS = 2_000_000, 100_000
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "block_sparse_moe.gate",
+}
+EXPERT = {"gate": "w1", "down": "w2", "up": "w3"}
+
+
+def _package() -> ModuleType:
+    try:
+        import gguf
+    except ImportError as error:
+        raise UsageError("GGUF files need the package gguf: pip install gguf") from error
+    return gguf
+
+
+def _parse(path: Path) -> Any:
+    """The file as `gguf.GGUFReader` reads it. A damaged file may raise anything (`_one_line_errors`)."""
+    gguf = _package()
+
+    class BoundedReader(gguf.GGUFReader):
+        """The library's parser. It reads past the end of a file as if nothing were there, and believes every count."""
+
+        elements = 0
+
+        def _get(self, offset, dtype, count=1, override_order=None):
+            self.data = self.data.view(np.ndarray)  # slices of a plain array take half the time of a memory map's
+            found = super()._get(offset, dtype, count, override_order)
+            if len(found) != int(count):
+                raise ValueError(f"it ends before byte {offset + int(count) * found.itemsize:,}")
+            return found
+
+        def _get_field_parts(self, orig_offs, raw_type):
+            if raw_type == gguf.GGUFValueType.ARRAY:
+                self.elements += int(self._get(orig_offs + 4, np.uint64)[0])
+            if self.elements > MOST_ELEMENTS:
+                raise ValueError(f"its metadata claims {self.elements:,} elements, more than {MOST_ELEMENTS:,}")
+            return super()._get_field_parts(orig_offs, raw_type)
+
+        def _build_fields(self, offs, count):
+            tensors = int(self.fields["GGUF.tensor_count"].contents())
+            if max(tensors, int(count)) > MOST_TENSORS:
+                raise ValueError(f"it claims {tensors:,} tensors and {int(count):,} keys, more than {MOST_TENSORS:,}")
+            return super()._build_fields(offs, count)
+
+    with open(path, "rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path} is not a GGUF file. Pass a folder with config.json, or a .gguf file.")
+    reader = BoundedReader(path)
+    if reader.byte_order == "S":
+        raise ValueError("it was written for machines of the other byte order")
+    return reader
+
+
+@contextlib.contextmanager
+def _one_line_errors(path: Path) -> Iterator[None]:
+    """What a damaged or hostile file causes, which may be any exception, becomes a ValueError that names the file."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or str(path) in str(error):
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{path} is damaged or not supported: {reason}. Download it again.") from error
+
+
+def _shards(path: Path, count: int) -> list[Path]:
+    """All files of a model that was split by llama.cpp's gguf-split. Raises ValueError for one that is missing."""
+    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
+    if count > 1 and (match is None or int(match[2]) != count):
+        raise ValueError(f"{path} is one of {count} files. Keep their names, which end in -00001-of-{count:05}.gguf.")
+    if match is None:
+        return [path]
+    paths = [path.with_name(f"{match[1]}-{i:05}-of-{match[2]}.gguf") for i in range(1, int(match[2]) + 1)]
+    if missing := [p.name for p in paths if not p.is_file()]:
+        raise ValueError(f"{path}: {missing[0]} is missing beside it. Download all {len(paths)} files.")
+    return paths
+
+
+@dataclass(frozen=True, eq=False)
+class GGUFFile:
+    """A GGUF file, or all parts of a split one: its metadata, and its tensors as they are mapped from disk."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, Any]  # gguf.ReaderTensor by name
+    int8_groups: bool = False  # whether Q8_0 stays int8 with groups of 32, which only the CPU kernels read
+
+    @classmethod
+    def open(cls, path: Path, int8_groups: bool = False) -> GGUFFile:
+        """Parse a file and the other parts of a split one. Raises ValueError in one line if it cannot be used."""
+        with _one_line_errors(path):
+            readers = [_parse(path)]
+            count = readers[0].fields.get("split.count")
+            if count is not None:
+                readers = [_parse(shard) for shard in _shards(path, int(count.contents()))]
+            tensors: dict[str, Any] = {}
+            for tensor in (tensor for reader in readers for tensor in reader.tensors):
+                if tensor.name in tensors:
+                    raise ValueError(f"{path}: tensor {tensor.name!r:.80} is in two of its files.")
+                found = f"tensor {tensor.name!r:.80} is {tensor.tensor_type.name} with {len(tensor.shape)} dimensions"
+                if tensor.tensor_type.name not in TYPES or not 1 <= len(tensor.shape) <= 3:
+                    raise ValueError(f"{path}: {found}; supported are 1 to 3, and the types {', '.join(TYPES)}.")
+                tensors[tensor.name] = tensor
+            metadata = {key: field.contents() for key, field in readers[0].fields.items()}
+        return cls(path, metadata, tensors, int8_groups)
+
+    @cached_property
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        """The tokenizer as files of a Hugging Face directory, by name. Empty if the file holds no tokenizer."""
+        with _one_line_errors(self.path):
+            return tokenizer_files(self.metadata, str(self.path))
+
+    def config(self) -> dict[str, Any]:
+        """The model's geometry as a Hugging Face config.json.
+
+        Raises ValueError in one line for an architecture or a setting that is not implemented.
+        """
+        with _one_line_errors(self.path):
+            return self._config()
+
+    def _config(self) -> dict[str, Any]:
+        data, family = self.metadata, self.metadata.get("general.architecture")
+        if family not in FAMILIES:
+            raise ValueError(f"{self.path}: architecture {family!r:.60} is not supported; {', '.join(FAMILIES)} are.")
+
+        def get(key: str, default: Any = None) -> Any:
+            value = data.get(f"{family}.{key}", default)
+            if isinstance(value, list):  # one value per layer
+                if len(set(value)) != 1:
+                    raise ValueError(f"{self.path}: {family}.{key} differs between layers, which is not implemented.")
+                return value[0]
+            return value
+
+        embedding = self.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ValueError(f"{self.path}: tensor token_embd.weight is missing or no matrix. Is this a whole model?")
+        heads, width = get("attention.head_count"), get("embedding_length")
+        if not (type(heads) is int and heads > 0 and type(width) is int):
+            raise ValueError(
+                f"{self.path}: {family}.attention.head_count or embedding_length is missing or no integer."
+            )
+        head_dim = get("attention.key_length", width // heads)
+        if get("rope.dimension_count", head_dim) != head_dim:
+            raise ValueError(f"{self.path}: a rotation of only a part of each head is not implemented.")
+        stops = stop_ids(data)
+        config = {
+            "model_type": "mixtral" if get("expert_count", 0) else family,
+            "hidden_size": width,
+            "intermediate_size": get("feed_forward_length"),
+            "num_hidden_layers": get("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": get("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "vocab_size": int(embedding.shape[-1]),
+            "max_position_embeddings": get("context_length"),
+            "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+            "rope_theta": get("rope.freq_base", 10000.0),
+            "rope_scaling": self._rope_scaling(get, head_dim),
+            "sliding_window": get("attention.sliding_window"),
+            "tie_word_embeddings": "output.weight" not in self.tensors,
+            "torch_dtype": {"F32": "float32", "F16": "float16"}.get(self._commonest_type(), "bfloat16"),
+            "bos_token_id": data.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": stops or None,
+        }
+        if config["model_type"] == "mixtral":
+            config |= {"num_local_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+        if family == "llama":
+            config |= {"attention_bias": "blk.0.attn_q.bias" in self.tensors}
+            config |= {"mlp_bias": "blk.0.ffn_up.bias" in self.tensors}
+        return config
+
+    def _commonest_type(self) -> str:
+        """The type that holds most of the model's values."""
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+        return max(sizes, key=sizes.__getitem__)
+
+    def _rope_scaling(self, get: Any, head_dim: int) -> dict[str, Any] | None:
+        """The rope_scaling of a config.json. Llama 3's scaling is stored as the tensor rope_freqs.weight."""
+        kind = get("rope.scaling.type", "none")
+        if "rope_freqs.weight" in self.tensors:
+            return self._llama3_scaling(get("rope.freq_base", 10000.0), head_dim)
+        if kind == "none":
+            return None
+        scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
+        if kind == "yarn":
+            scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
+            if (scale := get("rope.scaling.attn_factor")) is not None:
+                scaling["attention_factor"] = scale * (0.1 * float(np.log(scaling["factor"])) + 1)
+        elif kind != "linear":
+            raise ValueError(f"{self.path}: RoPE scaling {kind!r:.40} is not supported; none, linear, yarn are.")
+        return scaling
+
+    def _llama3_scaling(self, theta: float, head_dim: int) -> dict[str, Any]:
+        """Llama 3's parameters, recovered from the divisors of the frequencies.
+
+        A divisor is 1 for short wavelengths and `factor` for long ones. Between them its inverse is a linear function of
+        the rotations in the original context, and that line gives the two bounds. Only the ratio of the bounds and the
+        original context are determined, so low_freq_factor is taken as 1, as in every published model.
+        """
+        divisors = self._read(self.tensors["rope_freqs.weight"]).double()
+        frequencies = float(theta) ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        factor = round(float(divisors.max()), 4)
+        share = (1 / divisors - 1 / factor) / (1 - 1 / factor) if factor > 1 else divisors
+        between = (share > 1e-3) & (share < 1 - 1e-3)
+        if len(divisors) != len(frequencies) or factor <= 1 or between.sum() < 2:
+            raise ValueError(f"{self.path}: rope_freqs.weight is not Llama 3's scaling; no other is implemented.")
+        x = frequencies[between] / (2 * torch.pi)
+        slope, start = torch.linalg.lstsq(torch.stack((x, torch.ones_like(x)), 1), share[between]).solution.tolist()
+        low_to_high = -1 / start if start < 0 else 0.0  # high - low, in units of low
+        original = round(slope * low_to_high)
+        line = ((original * frequencies / (2 * torch.pi) - 1) / low_to_high).clamp(0, 1) if low_to_high else share
+        if not low_to_high or (line - share).abs().max() > 1e-3:
+            raise ValueError(f"{self.path}: rope_freqs.weight is not Llama 3's scaling; no other is implemented.")
+        scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
+        scaling["high_freq_factor"] = round(1 + low_to_high, 4)
+        return scaling | {"original_max_position_embeddings": original}
+
+    @cached_property
+    def sources(self) -> dict[str, tuple[Any, int | None]]:
+        """Hugging Face tensor name -> the tensor here, and the expert in it if it holds all experts of a layer."""
+        found: dict[str, tuple[Any, int | None]] = {}
+        for name, tensor in self.tensors.items():
+            for hf, expert in _hf_names(name, int(tensor.shape[-1])):
+                found[hf] = tensor, expert
+        return found
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """All tensors as floats, under their Hugging Face names. What is quantized is dequantized when it is read."""
+        kinds = {"F16": torch.float16, "BF16": torch.bfloat16}
+        found = {}
+        for name, (tensor, expert) in self.sources.items():
+            shape = tuple(map(int, reversed(tensor.shape)))[0 if expert is None else 1 :]
+            dtype = kinds.get(tensor.tensor_type.name, torch.float32)
+            found[name] = Entry(shape, dtype, self.path.name, lambda t=tensor, e=expert: self._read(t, e))
+        return found
+
+    def _rows(self, tensor: Any, expert: int | None) -> np.ndarray:
+        """The stored rows of a tensor, in the order of Hugging Face.
+
+        llama.cpp rotates neighbouring rows of Q and K, Hugging Face rotates row i with row i + head_dim / 2.
+        """
+        rows = tensor.data if expert is None else tensor.data[expert]
+        if self.metadata["general.architecture"] == "llama" and re.search(r"\.attn_[qk]\.", tensor.name):
+            side = "head_count" if ".attn_q." in tensor.name else "head_count_kv"
+            heads = self.metadata.get(f"llama.attention.{side}", self.metadata["llama.attention.head_count"])
+            heads = heads[0] if isinstance(heads, list) else heads
+            rows = rows.reshape(heads, len(rows) // heads // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
+        return np.array(rows)  # torch wants memory that may be written
+
+    def _read(self, tensor: Any, expert: int | None = None) -> Tensor:
+        rows, kind = self._rows(tensor, expert), tensor.tensor_type.name
+        if kind in ("F32", "F16"):
+            return torch.from_numpy(rows)
+        if kind == "BF16":
+            return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(_package().quants.dequantize(rows, tensor.tensor_type))
+
+    def packs(self, names: list[str]) -> bool:
+        """Whether one of our matrices, made of these Hugging Face tensors, stays quantized.
+
+        Experts with minima (Q4_1) do not, because the experts' kernel has no minima.
+        """
+        tensors = [self.sources[name][0] for name in names if name in self.sources]
+        kinds = {tensor.tensor_type.name for tensor in tensors}
+        if len(tensors) < len(names) or any(len(tensor.shape) < 2 for tensor in tensors):
+            return False  # an error, which loading reports
+        if any(".experts." in name for name in names):
+            return kinds == {"Q4_0"}
+        return kinds <= {"Q4_0", "Q4_1"} or (self.int8_groups and kinds == {"Q8_0"})
+
+    def has_minima(self, names: list[str]) -> bool:
+        """Whether a weight that is made of these Q4 tensors needs mins."""
+        return any(self.sources[name][0].tensor_type.name == "Q4_1" for name in names)
+
+    def stored_entries(self, name: str, minima: bool) -> dict[str, Entry]:
+        """The tensors of one quantized matrix in our layout (`stored`). `minima`: with mins also for Q4_0."""
+        tensor, file = self.sources[name][0], self.path.name
+        N, K = map(int, (tensor.shape[1], tensor.shape[0]))
+        base, grid = name.removesuffix("weight"), (K // BLOCK, N)
+        int8 = tensor.tensor_type.name == "Q8_0"
+        layout = {"qweight": ((N, K), torch.int8) if int8 else ((N, K // 2), torch.uint8)}
+        layout |= dict.fromkeys(["scales", "mins"][: 1 + minima], (grid, torch.float16))
+        return {
+            base + leaf: Entry(shape, dtype, file, lambda leaf=leaf: self.stored(name)[leaf])
+            for leaf, (shape, dtype) in layout.items()
+        }
+
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """A Q4_0, Q4_1 or Q8_0 matrix exactly in our layout (`weights.quantized`).
+
+        weight = code * scale + min. In Q4_0 the min is -8 * scale, and Q8_0 has none.
+        """
+        tensor, expert = self.sources[name]
+        rows, kind = self._rows(tensor, expert), tensor.tensor_type.name
+        numbers = 2 if kind == "Q4_1" else 1  # fp16 values before the 32 codes of a block
+        blocks = torch.from_numpy(rows.reshape(len(rows), -1, 2 * numbers + (32 if kind == "Q8_0" else 16)))
+        scales, *mins = blocks[..., : 2 * numbers].contiguous().view(torch.float16).permute(2, 1, 0)
+        codes = blocks[..., 2 * numbers :]
+        for part in (scales, *mins):
+            check_finite(part, tensor.name, self.path.name)
+        if kind == "Q8_0":
+            return {"qweight": codes.flatten(1).contiguous().view(torch.int8), "scales": scales.contiguous()}
+        # Byte i of a block holds value i in its low half, and value i + 16 in its high half.
+        codes = torch.cat((codes & 15, codes >> 4), -1).flatten(1)
+        packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
+        mins = mins[0] if mins else -8 * scales
+        return {"qweight": packed, "scales": scales.contiguous(), "mins": mins.contiguous()}
+
+
+def _hf_names(name: str, experts: int) -> Iterator[tuple[str, int | None]]:
+    """The Hugging Face names of a GGUF tensor, each with the index of its expert. An unknown name stays as it is."""
+    stem, _, kind = name.rpartition(".")
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?", stem)
+    if match is None:
+        if name != "rope_freqs.weight":  # a part of the config
+            yield (f"{TOP[stem]}.{kind}" if stem in TOP else name), None
+        return
+    at = f"model.layers.{match[1]}"
+    role = re.fullmatch("ffn_(gate|up|down)(_exps)?", match[2])
+    if role and (role[2] or match[3]):  # all experts in one tensor, or each in its own
+        for e in range(experts) if role[2] else [int(match[3])]:
+            yield f"{at}.block_sparse_moe.experts.{e}.{EXPERT[role[1]]}.{kind}", e if role[2] else None
+    else:
+        yield (f"{at}.{LAYER[match[2]]}.{kind}" if match[2] in LAYER else name), None
+
+
+def packed_parameters(model: Transformer, file: GGUFFile) -> dict[str, list[str]]:
+    """Our parameters that stay quantized -> the Hugging Face tensors that each one is made of.
+
+    The embedding itself becomes floats, because its rows are looked up. A tied LM head can have its codes.
+    """
+    sources = parameter_sources(model, hf_views(model))
+    embedding = sources.pop("embed_tokens.weight")
+    if model.lm_head is None and file.int8_groups:
+        sources["lm_head.weight"] = embedding
+    return {ours: names for ours, names in sources.items() if file.packs(names)}
+
+
+def kept_entries(file: GGUFFile, packed: Mapping[str, list[str]]) -> dict[str, Entry]:
+    """The tensors that loading keeps, by name: the parameters in `packed` in our layout, the others as floats."""
+    entries = file.entries
+    for names in packed.values():
+        for name in names:
+            stored = file.stored_entries(name, file.has_minima(names))
+            if name == "model.embed_tokens.weight":  # a tied LM head, beside the embedding itself
+                stored = {f"lm_head.{key.rpartition('.')[2]}": entry for key, entry in stored.items()}
+            else:
+                del entries[name]
+            entries |= stored
+    return entries
+
+
+def quantization_name(file: GGUFFile, packed: Mapping[str, list[str]]) -> str | None:
+    """What reports call the quantization of a model with these packed parameters, None if there are none."""
+    kinds = {file.sources[name][0].tensor_type.name for names in packed.values() for name in names}
+    bits = {"Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8"}
+    found = [f"{bits[kind]} ({kind})" for kind in sorted(kinds)]
+    return " ".join(found) or None
+
+
+def float_note(file: GGUFFile, packed: Mapping[str, list[str]]) -> str:
+    """A line on quantized tensors that do not stay quantized, or ''."""
+    used = {file.sources[name][0].name for names in packed.values() for name in names}
+    kinds = [tensor.tensor_type.name for name, tensor in file.tensors.items() if name not in used]
+    counts = {kind: kinds.count(kind) for kind in TYPES if kind in kinds and kind not in ("F32", "F16", "BF16")}
+    found = ", ".join(f"{count} {kind} tensor{'s' * (count > 1)}" for kind, count in counts.items())
+    kept = "Q4_0, Q4_1 and Q8_0" if file.int8_groups else "Q4_0 and Q4_1"
+    return f"{found} of {file.path.name} became floats; only matrices in {kept} stay quantized." if found else ""
+
+
+def fill_gguf(model: Transformer, file: GGUFFile, packed: Mapping[str, list[str]], to: Destination) -> None:
+    """Fill a meta model: quantized modules for the parameters in `packed`, floats of `to.dtype` for the others.
+
+    Raises ValueError in one line for tensors that are missing, left over, of another shape, or not finite.
+    """
+    where, entries = str(file.path), file.entries
+    views = hf_views(model)
+    check_entries({name: tuple(view.shape) for name, view in views.items()}, entries, where)
+    sources, slots = parameter_sources(model, views), dict(model.named_parameters())
+    if "lm_head.weight" in packed and model.lm_head is None:
+        sources["lm_head.weight"] = packed["lm_head.weight"]
+        slots["lm_head.weight"] = slots["embed_tokens.weight"]
+        model.lm_head = torch.nn.Linear(*reversed(slots["lm_head.weight"].shape), bias=False, device="meta")
+    for done, (ours, names) in enumerate(sources.items()):
+        slot = slots[ours]
+        if ours in packed:
+            stored = _stored_weight(file, names, model.config.num_local_experts if slot.dim() == 3 else 0)
+            install(model, ours, {k: v.to(to.device) for k, v in stored.items()}, slot, f"{where}: {ours}")
+        else:
+            tensor = read_parameter(entries, names, slot.shape, where)
+            set_tensor(model, ours, tensor.to(to.device, to.dtype))
+        to.progress(done + 1, len(sources), ours)
+
+
+def _stored_weight(file: GGUFFile, names: list[str], experts: int) -> dict[str, Tensor]:
+    """The stored tensors of one quantized weight whose rows are these tensors, with a leading axis for experts."""
+    parts = [file.stored(name) for name in names]
+    stored = {}
+    for leaf in parts[0]:
+        if leaf == "mins" and not file.has_minima(names):
+            continue  # they follow from the scales
+        rows = 0 if leaf == "qweight" else 1  # the axis of the outputs
+        whole = torch.cat([part[leaf] for part in parts], rows)
+        if experts:
+            whole = whole.unflatten(rows, (experts, -1)).movedim(rows, 0)
+        stored[leaf] = whole.contiguous()
+    return stored

@@ -1,0 +1,175 @@
+"""The tokenizer in a GGUF file's metadata, rewritten as the files that a Hugging Face directory has.
+
+A byte-level BPE becomes a `tokenizer.json`, sentencepiece pieces become a `tokenizer.model`. The regular expressions and
+the stop tokens are those of llama.cpp, which is the reference for the ids.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+KEY = "tokenizer.ggml."
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types, the same numbers as sentencepiece's
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+ENDINGS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
+LLAMA3, QWEN2 = WORDS % "{1,3}", WORDS % ""
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+OTHER = r"[^\r\n\p{L}\p{N}]?"
+TEKKEN = rf"{OTHER}{UPPER}*{LOWER}+|{OTHER}{UPPER}+{LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+# Regular expressions that split a text, one after the other, by the names of pre-tokenizers.
+SPLITS: dict[str, list[str]] = {
+    "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
+    **dict.fromkeys("gpt-2 phi-2 mpt olmo".split(), [GPT2]),
+    **dict.fromkeys("smollm starcoder refact command-r codeshell exaone minerva-7b".split(), [r"\p{N}", GPT2]),
+    **dict.fromkeys("llama-bpe llama3 llama-v3 falcon3 pixtral smaug-bpe dbrx".split(), [LLAMA3]),
+    **dict.fromkeys("qwen2 deepseek-r1-qwen stablelm2 megrez".split(), [QWEN2]),
+    "tekken": [TEKKEN],
+}
+# These take a word that is a token as it is, without merges, and begin a text with BOS unless the file says otherwise.
+WHOLE_WORDS = frozenset("llama-bpe llama3 llama-v3 falcon3 pixtral tekken".split())
+ENDS = """<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] <|end_of_text|>
+    <｜end▁of▁sentence｜>""".split()
+
+
+def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """The ids that end a text: those that the file names, and the control tokens that are known to end one."""
+    texts = token_texts(metadata)
+    named = [metadata.get(f"{KEY}{name}_token_id") for name in ("eos", "eot", "eom")]
+    types = metadata.get(f"{KEY}token_type") or [NORMAL] * len(texts)
+    ids = {text: i for i, (text, kind) in enumerate(zip(texts, types, strict=False)) if kind == CONTROL}
+    found = [*named, *(ids.get(text) for text in ENDS)]
+    return list(dict.fromkeys(i for i in found if type(i) is int and 0 <= i < max(1, len(texts))))
+
+
+def token_texts(metadata: Mapping[str, Any]) -> list[str]:
+    """The texts of all tokens in the order of their ids, [] if the file holds no tokenizer."""
+    return metadata.get(f"{KEY}tokens") or []
+
+
+def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]:
+    """File name -> contents, for `tokenizer.load_tokenizer`. {} if the file holds no tokenizer.
+
+    Raises ValueError in one line for a kind of tokenizer, or a pre-tokenizer, that is not known.
+    """
+    tokens, model = token_texts(metadata), metadata.get(f"{KEY}model")
+    if not tokens:
+        return {}
+    types = metadata.get(f"{KEY}token_type") or [NORMAL] * len(tokens)
+    if len(types) != len(tokens) or not all(isinstance(text, str) for text in tokens):
+        raise ValueError(f"{where}: tokenizer.ggml.tokens and token_type do not belong together. Damaged file?")
+    config: dict[str, Any] = {}
+    for name in ("bos", "eos", "unknown", "padding"):
+        i = metadata.get(f"{KEY}{name}_token_id")
+        if i is not None and not (type(i) is int and 0 <= i < len(tokens)):
+            raise ValueError(f"{where}: {KEY}{name}_token_id = {i!r:.40}, but there are {len(tokens)} tokens.")
+        if i is not None and types[i] != NORMAL:
+            config[{"unknown": "unk_token", "padding": "pad_token"}.get(name, f"{name}_token")] = tokens[i]
+    templates = {"default": metadata.get("tokenizer.chat_template")}
+    for name in metadata.get("tokenizer.chat_templates") or []:
+        templates[name] = metadata.get(f"tokenizer.chat_template.{name}")
+    config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items() if text]
+    flags = {f"add_{end}_token": metadata.get(f"{KEY}add_{end}_token") for end in ("bos", "eos")}
+    if model == "gpt2":
+        pre = metadata.get(f"{KEY}pre", "default")
+        if pre not in SPLITS:
+            raise ValueError(f"{where}: pre-tokenizer {pre!r:.60} is not known; known: {', '.join(SPLITS)}.")
+        begins = pre in WHOLE_WORDS if flags["add_bos_token"] is None else flags["add_bos_token"]
+        around = [
+            config.get("bos_token") if begins else None,
+            config.get("eos_token") if flags["add_eos_token"] else None,
+        ]
+        vocabulary = _byte_level_bpe(tokens, types, metadata.get(f"{KEY}merges") or [], pre, around)
+        files = {"tokenizer.json": json.dumps(vocabulary).encode()}
+    elif model == "llama":
+        config |= {key: flag for key, flag in flags.items() if flag is not None}
+        files = {"tokenizer.model": _sentencepiece(metadata, tokens, types, where)}
+    else:
+        raise ValueError(
+            f"{where}: tokenizer {model!r:.60} is not supported; gpt2 (BPE) and llama (sentencepiece) are."
+        )
+    files["tokenizer_config.json"] = json.dumps(config).encode()
+    files["generation_config.json"] = json.dumps({"eos_token_id": stop_ids(metadata)}).encode()
+    return files
+
+
+def _byte_level_bpe(
+    tokens: list[str], types: list[int], merges: list[str], pre: str, around: list[str | None]
+) -> dict[str, Any]:
+    """A tokenizer.json. `around`: the tokens that stand before and after every text, or None."""
+    added = [
+        {"id": i, "content": text, "special": kind != USER_DEFINED, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for i, (text, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+    splits = [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} for regex in SPLITS[pre]
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    vocabulary = {text: i for i, text in enumerate(tokens)}
+    text_itself = [{"Sequence": {"id": "A", "type_id": 0}}]
+    before, after = ([{"SpecialToken": {"id": t, "type_id": 0}}] if t else [] for t in around)
+    special = {t: {"id": t, "ids": [vocabulary[t]], "tokens": [t]} for t in around if t}
+    single = [*before, *text_itself, *after]
+    pair = [*single, *before, {"Sequence": {"id": "B", "type_id": 1}}, *after]
+    template = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+    model = {
+        "type": "BPE",
+        "vocab": vocabulary,
+        # A space separates the two parts. The first part may begin with one.
+        "merges": [[merge[: merge.index(" ", 1)], merge[merge.index(" ", 1) + 1 :]] for merge in merges],
+        "ignore_merges": pre in WHOLE_WORDS,
+    }
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "post_processor": template if special else None,
+        "decoder": byte_level,
+        "model": model,
+    }
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int], where: str) -> bytes:
+    """A sentencepiece model: the protobuf messages that hold pieces, scores and the normalizer's flags."""
+    scores = metadata.get(f"{KEY}scores") or []
+    if len(scores) != len(tokens):
+        raise ValueError(f"{where}: tokenizer.ggml.scores has {len(scores)} values for {len(tokens)} tokens.")
+    pieces = [
+        _field(1, _field(1, text.encode()) + _field(2, float(score)) + _field(3, kind))
+        for text, score, kind in zip(tokens, scores, types, strict=True)
+    ]
+    trainer = _field(3, 2) + _field(
+        35, int(BYTE in types)
+    )  # the model is a BPE; whether bytes spell unknown characters
+    for number, name in ((45, "unknown"), (46, "bos"), (47, "eos")):
+        i = metadata.get(f"{KEY}{name}_token_id")
+        if i is not None:
+            trainer += _field(number, tokens[i].encode())
+    charsmap = bytes(v & 255 for v in metadata.get(f"{KEY}precompiled_charsmap") or [])
+    normalizer = _field(2, charsmap) if charsmap else _field(1, b"identity")
+    normalizer += _field(3, int(metadata.get(f"{KEY}add_space_prefix", True)))
+    normalizer += _field(4, int(metadata.get(f"{KEY}remove_extra_whitespaces", False)))
+    return b"".join(pieces) + _field(2, trainer) + _field(3, normalizer)
+
+
+def _field(number: int, value: int | float | bytes) -> bytes:
+    """One protobuf field: an integer as varint, a float in four bytes, bytes with their length."""
+    if isinstance(value, float):
+        return _varint(number << 3 | 5) + struct.pack("<f", value)
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value)
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])

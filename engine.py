@@ -21,6 +21,7 @@ import sampling
 from drafters.base import UNCOMPILED, Drafter, PlainDrafter
 from model import Transformer, chain_ancestors
 from runtime.compiled import COMPILE_MODES, CompileMode, compile_parts
+from runtime.fused import fused_parts
 from runtime.results import Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
 from runtime.runner import Pacer, Runner
 from sampling import SamplingMode, SamplingParams
@@ -121,6 +122,9 @@ class Engine:
     def _compile(self, mode: CompileMode, on_gpu: bool) -> None:
         """Set up the functions that steps and prefill run. Nothing is compiled before their first call."""
         self.parts = compile_parts(on_gpu, mode.inductor) if mode.scope == "parts" else UNCOMPILED
+        fused = self.backend.mode == "cpu"
+        self.parts = fused_parts() if fused else self.parts
+        self._chunk_block = self.parts.block if fused else None
         self._step: Callable[..., StepOutput] = decode_step
         self._plain_step: Callable[..., StepOutput] = decode_step
         self._forward: Callable = _prefill_chunk
@@ -443,7 +447,7 @@ class Engine:
             where = torch.tensor([start], device=device)
             kv = state.kv[:, :, row : row + 1]
             hidden_states, features = self._forward(
-                self.model, self.drafter, kv, row, chunk.to(device), nexts.to(device), where
+                self.model, self.drafter, kv, row, chunk.to(device), nexts.to(device), where, self._chunk_block
             )
             start += take
         state.features[row, 0] = features[0, take - 1]
@@ -575,8 +579,9 @@ class _Request:
 
 
 def _prefill_chunk(
-    model: Transformer, drafter: Drafter, kv: Tensor, row: int, tokens: Tensor, nexts: Tensor, start: Tensor
-) -> tuple[Tensor, Tensor]:
+    model: Transformer, drafter: Drafter, kv: Tensor, row: int, tokens: Tensor, nexts: Tensor, start: Tensor,
+    block: Callable | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A chunk of known tokens [1, T] from position start [1] -> hidden_states [1, T, H], features [1, T, F].
 
     nexts [1, T] are the tokens that follow each of them.
@@ -584,7 +589,7 @@ def _prefill_chunk(
     T = tokens.shape[1]
     depth = torch.arange(T, device=tokens.device)[None]
     nodes = model.nodes(start, depth, chain_ancestors(1, T, tokens.device), kv.shape[4])
-    hidden_states, taps = model(tokens, nodes, kv, drafter.taps)
+    hidden_states, taps = model(tokens, nodes, kv, drafter.taps, block)
     features = hidden_states if taps is None else taps
     drafter.prefill(row, torch.cat((tokens, nexts[:, -1:]), 1), features, start)
     return hidden_states, features

@@ -32,7 +32,7 @@ from report.prove import find_fork
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import one_line
-from support.files import append_json_line, read_json, read_json_lines
+from support.files import append_json_lines, read_json, read_json_lines
 from support.machine import free_memory
 from weights.heads import read_eagle
 from weights.quantized import QuantSpec, pack_
@@ -197,7 +197,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> None:
     known = {c["id"] for c in latest(read_json_lines(args.cells), job.weights) if c["type"] == "cell"}
     started = time.perf_counter()
     if not args.plan:
-        append_json_line(args.cells, job.header)
+        append_json_lines(args.cells, job.header)
     for number, spec in enumerate(job.specs):
         key = job.id_of(spec)
         what = "{drafter} {tree} {verify}, {suite}, T = {T:g}, {quant}, batch {batch}".format_map(spec)
@@ -210,7 +210,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> None:
             return
         say(f"{number + 1}/{len(job.specs)}  {what}")
         line = job.run(spec, key)
-        append_json_line(args.cells, line)
+        append_json_lines(args.cells, line)
         if line["type"] == "cell":
             known.add(key)
         else:

@@ -27,7 +27,7 @@ from bench.step_time import OutOfTime, finish, launches, measure, pin, prompt_id
 from bench.timing import describe, on_gpu
 from engine import Engine
 from sampling import SamplingParams
-from support.files import append_json_line, read_json_lines
+from support.files import append_json_lines, read_json_lines
 from support.machine import copy_bandwidth, synchronize
 
 POISONED = 3  # exit code: the CUDA context is unusable, start again for the remaining cells
@@ -190,7 +190,7 @@ class Run:
             shown = f"failed: {line['error']}" + "; the device no longer answers" * (not alive)
         line |= {"seconds": round(time.time() - started, 2), "utc": utc()}
         self.lines.append(line)
-        append_json_line(self.args.json, line)
+        append_json_lines(self.args.json, line)
         print(f"{cell.key}: {shown}  [{line['seconds']:.0f} s]", flush=True)
         return alive
 
@@ -232,7 +232,7 @@ class Run:
                         found = launches(step_call(engine)[0])
             except Exception as error:
                 found = {"error": describe(error)}
-            append_json_line(self.args.json, line | found)
+            append_json_lines(self.args.json, line | found)
             print(f"launches, {cell.key}: {found}", flush=True)
 
 
@@ -256,6 +256,6 @@ def run_start(label: str, path: Path, since: float, device: torch.device, env: d
         line["total_s"] = round(begun - since - stages["second_request_s"], 3)
     except Exception as error:
         line["error"] = describe(error)
-    append_json_line(path, line | stages | {"utc": utc()})
+    append_json_lines(path, line | stages | {"utc": utc()})
     print(f"{label} start: {line.get('error') or line['total_s']} s  {stages}", flush=True)
     return int("error" in line)

@@ -30,9 +30,8 @@ def tree_attention(
     """
     problem = "a head is not a multiple of 8 values" if q.shape[-1] % 8 else cache_problem(kv)
     if use_cpu("tree_attention", q, kv, problem=problem):
-        return torch.ops.eaglet_cpu.tree_attention.default(
-            q.contiguous(), kv, start, visible.contiguous(), positions.contiguous(), window, scale
-        )
+        rows = q.transpose(1, 2).contiguous(), kv, start, visible.contiguous(), positions.contiguous()
+        return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale).transpose(1, 2)
     return torch.ops.eaglet.tree_attention(q, kv, start, visible, positions, window, scale)
 
 

@@ -13,6 +13,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cmath>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -55,8 +56,12 @@ struct Rows {
 
   Rows(const float* x, int64_t M, int64_t K)
       : codes(M * K), scale(M * K / BLOCK), sum(scale.size()), total(scale.size()) {
+    torch::stable::parallel_for(0, scale.size(), 2048, [&](int64_t first, int64_t last) { round(x, first, last); });
+  }
+
+  void round(const float* x, int64_t first, int64_t last) {
     const __m256 sign = _mm256_set1_ps(-0.f);
-    for (size_t b = 0; b < scale.size(); ++b) {
+    for (int64_t b = first; b < last; ++b) {
       const float* p = x + b * BLOCK;
       __m256 largest = _mm256_setzero_ps(), zero = _mm256_setzero_ps();
       for (int i = 0; i < BLOCK; i += 8) {
@@ -90,13 +95,14 @@ struct Weight {
   const uint8_t* codes;   // [tiles, blocks, 128 or 256]
   const void* scales;     // [tiles, groups, 8], fp16 or float
   bool half;              // whether scales are fp16
-  const float* mins;      // [tiles, groups, 8], or null: code 8 (int4) or 128 (int8) stands for 0
+  const void* mins;       // [tiles, groups, 8], or null: code 8 (int4) or 128 (int8) stands for 0
+  bool half_mins;
   int64_t blocks, groups;
 };
 
-inline __m256 load_scales(const Weight& w, int64_t at) {
-  if (!w.half) return _mm256_loadu_ps((const float*)w.scales + at);
-  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)((const uint16_t*)w.scales + at)));
+inline __m256 load_eight(const void* values, bool half, int64_t at) {
+  if (!half) return _mm256_loadu_ps((const float*)values + at);
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)((const uint16_t*)values + at)));
 }
 
 // acc + the products of 4 unsigned codes and 4 signed activations in every lane. Without VNNI the codes of int8 are made
@@ -133,8 +139,8 @@ void multiply(const Weight& w, const Rows& x, int64_t row, int64_t tile, float (
   for (int64_t b = 0; b < w.blocks; ++b) {
     if (b % per_group == 0) {
       const int64_t at = (tile * w.groups + b / per_group) * TILE;
-      scales = load_scales(w, at);
-      if (MINS) mins = _mm256_loadu_ps(w.mins + at);
+      scales = load_eight(w.scales, w.half, at);
+      if (MINS) mins = load_eight(w.mins, w.half_mins, at);
     }
     __m256i sums[R];
     for (int r = 0; r < R; ++r) sums[r] = _mm256_set1_epi32(-OFFSET * x.total[(row + r) * w.blocks + b]);
@@ -211,21 +217,36 @@ void run(const Weight& w, const Rows& x, const Epilogue& end) {
   });
 }
 
+inline const float* floats(const std::optional<Tensor>& t) { return t ? (const float*)t->data_ptr() : nullptr; }
+inline bool is_half(const Tensor& t) { return t.scalar_type() == torch::headeronly::ScalarType::Half; }
+
+// A linear layer. Absent tensors are empty.
+struct Linear {
+  Weight weight;
+  const float* bias;
+  int64_t n, k;
+  bool four;
+
+  Linear(const Tensor& codes, const Tensor& scales, const Tensor* mins, const float* bias)
+      : weight{(const uint8_t*)codes.data_ptr(), scales.data_ptr(), is_half(scales),
+               mins ? mins->data_ptr() : nullptr, mins && is_half(*mins), codes.size(1), scales.size(1)},
+        bias(bias), n(codes.size(0) * TILE), k(codes.size(1) * BLOCK), four(codes.size(2) == BLOCK * TILE / 2) {}
+
+  // x [M, k] -> out [M, n], or [M, n / 2] if gated.
+  void operator()(const float* x, int64_t M, const float* residual, bool gated, float* out) const {
+    const Rows rows(x, M, k);
+    const Epilogue end{bias, residual, out, gated ? n / 2 : n, gated, M};
+    if (four && weight.mins) run<4, true>(weight, rows, end);
+    if (four && !weight.mins) run<4, false>(weight, rows, end);
+    if (!four) run<8, false>(weight, rows, end);
+  }
+};
+
 Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& mins,
-              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, int64_t n, bool gated) {
-  const int64_t M = x.size(0), K = x.size(1), blocks = codes.size(1);
-  const Rows rows((const float*)x.data_ptr(), M, K);
-  const Weight weight{(const uint8_t*)codes.data_ptr(), scales.data_ptr(),
-                      scales.scalar_type() == torch::headeronly::ScalarType::Half,
-                      mins ? (const float*)mins->data_ptr() : nullptr, blocks, scales.size(1)};
-  Tensor out = torch::stable::new_empty(x, {M, gated ? n / 2 : n});
-  const Epilogue end{bias ? (const float*)bias->data_ptr() : nullptr,
-                     residual ? (const float*)residual->data_ptr() : nullptr,
-                     (float*)out.data_ptr(), gated ? n / 2 : n, gated, M};
-  const bool four = codes.size(2) == BLOCK * TILE / 2;
-  if (four && mins) run<4, true>(weight, rows, end);
-  if (four && !mins) run<4, false>(weight, rows, end);
-  if (!four) run<8, false>(weight, rows, end);
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, bool gated) {
+  const Linear layer(codes, scales, mins ? &*mins : nullptr, floats(bias));
+  Tensor out = torch::stable::new_empty(x, {x.size(0), gated ? layer.n / 2 : layer.n});
+  layer((const float*)x.data_ptr(), x.size(0), floats(residual), gated, (float*)out.data_ptr());
   return out;
 }
 
@@ -243,88 +264,84 @@ void norm_row(const float* x, const float* weight, int64_t size, float eps, floa
   }
 }
 
+void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, float eps, float* out) {
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, 65536 / size), [&](int64_t a, int64_t b) {
+    for (int64_t row = a; row < b; ++row) norm_row(x + row * size, weight, size, eps, out + row * size);
+  });
+}
+
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   Tensor out = torch::stable::empty_like(x);
   const int64_t size = weight.size(0);
-  const float *in = (const float*)x.data_ptr(), *w = (const float*)weight.data_ptr();
-  float* to = (float*)out.data_ptr();
-  torch::stable::parallel_for(0, x.numel() / size, std::max<int64_t>(1, 65536 / size), [&](int64_t a, int64_t b) {
-    for (int64_t row = a; row < b; ++row) norm_row(in + row * size, w, size, (float)eps, to + row * size);
-  });
+  norm_rows((const float*)x.data_ptr(), (const float*)weight.data_ptr(), x.numel() / size, size, (float)eps, (float*)out.data_ptr());
   return out;
 }
 
-// qkv [B,T,heads,hd] -> rotated q [B,Hq,T,hd]. Rotated keys and plain values go to the slots of kv [2,B,Hkv,S,hd].
-Tensor rope_write_kv(const Tensor& qkv, const Tensor& cos, const Tensor& sin, Tensor kv, const Tensor& slots,
-                     const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight, double eps) {
-  const int64_t B = qkv.size(0), T = qkv.size(1), heads = qkv.size(2), hd = qkv.size(3), half = hd / 2;
-  const int64_t kv_heads = kv.size(2), S = kv.size(3), q_heads = heads - 2 * kv_heads;
-  Tensor q = torch::stable::new_empty(qkv, {B, q_heads, T, hd});
-  const float *in = (const float*)qkv.data_ptr(), *c = (const float*)cos.data_ptr(), *s = (const float*)sin.data_ptr();
-  const float* norms[2] = {q_weight ? (const float*)q_weight->data_ptr() : nullptr,
-                           k_weight ? (const float*)k_weight->data_ptr() : nullptr};
-  float *cache = (float*)kv.data_ptr(), *out = (float*)q.data_ptr();
-  const int64_t values = kv.stride(0);  // where the values begin
-  const int64_t* slot = (const int64_t*)slots.data_ptr();
-  torch::stable::parallel_for(0, B * T, std::max<int64_t>(1, 32768 / (heads * hd)), [&](int64_t first, int64_t last) {
-    std::vector<float> normed(hd);
+// The layer's cache and what the rows of one forward share (model.Nodes).
+struct Nodes {
+  int64_t B, T, heads, kv_heads, hd, S, R, window, values;  // heads: of the queries; values: where they begin in the cache
+  const float *cos, *sin;
+  float* cache;
+  const int64_t *slots, *start, *positions;
+  const bool* visible;
+  float eps;
+};
+
+// qkv [B,T,heads,hd] -> rotated q [B,T,Hq,hd]. Rotated keys and plain values go to their slots. norms: of q, k and (none) v.
+void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms[3], float* q) {
+  const int64_t half = n.hd / 2, all = n.heads + 2 * n.kv_heads, rows = n.B * n.T;
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, 32768 / (all * n.hd)), [&](int64_t first, int64_t last) {
+    std::vector<float> normed(n.hd);
     for (int64_t row = first; row < last; ++row) {
-      const int64_t b = row / T, t = row % T;
-      for (int64_t h = 0; h < heads; ++h) {
-        const float* x = in + (row * heads + h) * hd;
-        const int64_t which = h < q_heads ? 0 : h < q_heads + kv_heads ? 1 : 2;  // q, k or v
-        const int64_t at = ((b * kv_heads + (h - q_heads) % kv_heads) * S + slot[row]) * hd;
-        float* to = which == 0 ? out + ((b * q_heads + h) * T + t) * hd : cache + (which == 2) * values + at;
+      for (int64_t h = 0; h < all; ++h) {
+        const float* x = qkv + (row * all + h) * n.hd;
+        const int64_t which = h < n.heads ? 0 : h < n.heads + n.kv_heads ? 1 : 2;  // q, k or v
+        const int64_t at = ((row / n.T * n.kv_heads + (h - n.heads) % n.kv_heads) * n.S + n.slots[row]) * n.hd;
+        float* to = which == 0 ? q + (row * n.heads + h) * n.hd : n.cache + (which == 2) * n.values + at;
         if (which == 2) {
-          std::copy(x, x + hd, to);
+          std::copy(x, x + n.hd, to);
           continue;
         }
         if (norms[which]) {
-          norm_row(x, norms[which], hd, (float)eps, normed.data());
+          norm_row(x, norms[which], n.hd, n.eps, normed.data());
           x = normed.data();
         }
         for (int64_t i = 0; i < half; i += 8) {
           const __m256 low = _mm256_loadu_ps(x + i), high = _mm256_loadu_ps(x + half + i);
-          const __m256 co = _mm256_loadu_ps(c + row * half + i), si = _mm256_loadu_ps(s + row * half + i);
+          const __m256 co = _mm256_loadu_ps(n.cos + row * half + i), si = _mm256_loadu_ps(n.sin + row * half + i);
           _mm256_storeu_ps(to + i, _mm256_fnmadd_ps(high, si, _mm256_mul_ps(low, co)));
           _mm256_storeu_ps(to + half + i, _mm256_fmadd_ps(low, si, _mm256_mul_ps(high, co)));
         }
       }
     }
   });
-  return q;
 }
 
 // A query reads the keys that it sees in the order of their slots, which is the order of their positions. So a token has
 // the same bits whether its ancestors are history already or nodes of the same tree.
-Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, const Tensor& visible,
-                      const Tensor& positions, int64_t window, double scale) {
-  const int64_t B = q.size(0), heads = q.size(1), T = q.size(2), hd = q.size(3), R = visible.size(2);
-  const int64_t kv_heads = kv.size(2), S = kv.size(3), values = kv.stride(0);
-  Tensor result = torch::stable::new_empty(q, {B, heads, T, hd});
-  const float *queries = (const float*)q.data_ptr(), *keys = (const float*)kv.data_ptr();
-  const int64_t *starts = (const int64_t*)start.data_ptr(), *position = (const int64_t*)positions.data_ptr();
-  const bool* sees = (const bool*)visible.data_ptr();
-  float* out = (float*)result.data_ptr();
-  int64_t most = R;
-  for (int64_t b = 0; b < B; ++b) most = std::max(most, starts[b] + R);
-  torch::stable::parallel_for(0, B * heads * T, std::max<int64_t>(1, 20000 / (most * hd)), [&](int64_t first, int64_t last) {
+// q and out [B,T,Hq,hd].
+void attend(const Nodes& n, const float* q, float scale, float* out) {
+  const int64_t hd = n.hd;
+  int64_t most = n.R;
+  for (int64_t b = 0; b < n.B; ++b) most = std::max(most, n.start[b] + n.R);
+  const int64_t items = n.B * n.T * n.heads;
+  torch::stable::parallel_for(0, items, std::max<int64_t>(1, 20000 / (most * hd)), [&](int64_t first, int64_t last) {
     std::vector<float> score(most + 8);
     std::vector<int64_t> row(most);
     for (int64_t item = first; item < last; ++item) {
-      const int64_t t = item % T, h = item / T % heads, b = item / T / heads, n = starts[b];
-      const float *query = queries + item * hd, *cache = keys + (b * kv_heads + h / (heads / kv_heads)) * S * hd;
+      const int64_t h = item % n.heads, token = item / n.heads, b = token / n.T, start = n.start[b];
+      const float *query = q + item * hd, *cache = n.cache + (b * n.kv_heads + h / (n.heads / n.kv_heads)) * n.S * hd;
       int64_t count = 0;
-      const int64_t low = window > 0 ? std::max<int64_t>(0, position[b * T + t] - window + 1) : 0;
-      for (int64_t j = low; j < n; ++j) row[count++] = j;
-      for (int64_t r = 0; r < R; ++r)
-        if (sees[(b * T + t) * R + r]) row[count++] = std::min(n + r, S - 1);
+      const int64_t low = n.window > 0 ? std::max<int64_t>(0, n.positions[token] - n.window + 1) : 0;
+      for (int64_t j = low; j < start; ++j) row[count++] = j;
+      for (int64_t r = 0; r < n.R; ++r)
+        if (n.visible[token * n.R + r]) row[count++] = std::min(start + r, n.S - 1);
       float largest = -INFINITY;
       for (int64_t i = 0; i < count; ++i) {
         const float* key = cache + row[i] * hd;
         __m256 sum = _mm256_setzero_ps();
         for (int64_t d = 0; d < hd; d += 8) sum = _mm256_fmadd_ps(_mm256_loadu_ps(query + d), _mm256_loadu_ps(key + d), sum);
-        score[i] = lane_sum(sum) * (float)scale;
+        score[i] = lane_sum(sum) * scale;
         largest = score[i] > largest || score[i] != score[i] ? score[i] : largest;  // NaN stays
       }
       std::fill(score.begin() + count, score.begin() + count + 8, -INFINITY);
@@ -341,7 +358,7 @@ Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, co
         for (auto& part : sum) part = _mm256_setzero_ps();
         for (int64_t i = 0; i < count; ++i)
           for (int k = 0; k < width; ++k) {
-            const __m256 value = _mm256_loadu_ps(cache + values + row[i] * hd + d + 8 * k);
+            const __m256 value = _mm256_loadu_ps(cache + n.values + row[i] * hd + d + 8 * k);
             sum[k] = _mm256_fmadd_ps(_mm256_set1_ps(score[i]), value, sum[k]);
           }
         for (int k = 0; k < width; ++k) _mm256_storeu_ps(out + item * hd + d + 8 * k, _mm256_mul_ps(sum[k], share));
@@ -351,19 +368,89 @@ Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, co
       for (; d < hd; d += 8) add_values(std::integral_constant<int, 1>(), d);
     }
   });
-  return result;
+}
+
+Nodes nodes_of(int64_t B, int64_t T, int64_t heads, const Tensor& kv) {
+  return {B, T, heads, kv.size(2), kv.size(4), kv.size(3), 0, 0, kv.stride(0), nullptr, nullptr, (float*)kv.data_ptr()};
+}
+
+void place(Nodes& n, const Tensor& cos, const Tensor& sin, const Tensor& slots, double eps) {
+  n.cos = (const float*)cos.data_ptr();
+  n.sin = (const float*)sin.data_ptr();
+  n.slots = (const int64_t*)slots.data_ptr();
+  n.eps = (float)eps;
+}
+
+Tensor rope_write_kv(const Tensor& qkv, const Tensor& cos, const Tensor& sin, Tensor kv, const Tensor& slots,
+                     const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight, double eps) {
+  Nodes n = nodes_of(qkv.size(0), qkv.size(1), qkv.size(2) - 2 * kv.size(2), kv);
+  place(n, cos, sin, slots, eps);
+  const float* const norms[3] = {floats(q_weight), floats(k_weight), nullptr};
+  Tensor q = torch::stable::new_empty(qkv, {n.B, n.T, n.heads, n.hd});
+  rotate_and_write(n, (const float*)qkv.data_ptr(), norms, (float*)q.data_ptr());
+  return q;
+}
+
+void show(Nodes& n, const Tensor& start, const Tensor& visible, const Tensor& positions, int64_t window) {
+  n.start = (const int64_t*)start.data_ptr();
+  n.visible = (const bool*)visible.data_ptr();
+  n.positions = (const int64_t*)positions.data_ptr();
+  n.R = visible.size(2);
+  n.window = window;
+}
+
+Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, const Tensor& visible,
+                      const Tensor& positions, int64_t window, double scale) {
+  Nodes n = nodes_of(q.size(0), q.size(1), q.size(2), kv);
+  show(n, start, visible, positions, window);
+  Tensor out = torch::stable::empty_like(q);
+  attend(n, (const float*)q.data_ptr(), (float)scale, (float*)out.data_ptr());
+  return out;
+}
+
+inline const float* or_null(const Tensor& t) { return t.numel() ? (const float*)t.data_ptr() : nullptr; }
+
+// A whole layer: attention behind a norm, then a gated MLP behind a norm, x [B,T,in] -> [B,T,H]. Without an input norm, x is
+// normed already and `residual` is what the attention adds to. weights: LAYER_TENSORS of kernels/cpu.py, empty where absent.
+Tensor layer(const Tensor& x, const std::optional<Tensor>& residual, std::vector<Tensor> weights, const Tensor& cos,
+             const Tensor& sin, Tensor kv, const Tensor& slots, const Tensor& start, const Tensor& visible,
+             const Tensor& positions, int64_t window, double eps, double scale) {
+  auto linear_at = [&](int i) {
+    return Linear(weights[i], weights[i + 1], weights[i + 2].numel() ? &weights[i + 2] : nullptr, or_null(weights[i + 3]));
+  };
+  const Linear qkv = linear_at(4), o = linear_at(8), gate_up = linear_at(12), down = linear_at(16);
+  const int64_t hd = kv.size(4), kv_heads = kv.size(2), M = x.size(0) * x.size(1), H = o.n, in = qkv.k;
+  Nodes n = nodes_of(x.size(0), x.size(1), qkv.n / hd - 2 * kv_heads, kv);
+  place(n, cos, sin, slots, eps);
+  show(n, start, visible, positions, window);
+  const float *rows = (const float*)x.data_ptr(), *input_norm = or_null(weights[0]), *post_norm = or_null(weights[1]);
+  const float* const norms[3] = {or_null(weights[2]), or_null(weights[3]), nullptr};
+  const int64_t wide = std::max({in, qkv.n, H, gate_up.n / 2});
+  const std::unique_ptr<float[]> memory(new float[3 * M * wide]);
+  float *a = memory.get(), *b = a + M * wide, *c = b + M * wide;
+  if (input_norm) norm_rows(rows, input_norm, M, in, n.eps, a);
+  qkv(input_norm ? a : rows, M, nullptr, false, b);
+  rotate_and_write(n, b, norms, c);
+  attend(n, c, (float)scale, a);
+  o(a, M, residual ? floats(residual) : rows, false, b);
+  norm_rows(b, post_norm, M, H, n.eps, a);
+  gate_up(a, M, nullptr, true, c);
+  Tensor out = torch::stable::new_empty(x, {x.size(0), x.size(1), H});
+  down(c, M, b, false, (float*)out.data_ptr());
+  return out;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
-  m.def("linear(Tensor x, Tensor codes, Tensor scales, Tensor? mins, Tensor? bias, Tensor? residual, int n, "
-        "bool gated) -> Tensor");
+  m.def("linear(Tensor x, Tensor codes, Tensor scales, Tensor? mins, Tensor? bias, Tensor? residual, bool gated) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rope_write_kv(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, Tensor? q_weight, "
         "Tensor? k_weight, float eps) -> Tensor");
   m.def("tree_attention(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale) "
         "-> Tensor");
+  m.def("layer(Tensor x, Tensor? residual, Tensor[] weights, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, "
+        "Tensor start, Tensor visible, Tensor positions, int window, float eps, float scale) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
@@ -371,4 +458,5 @@ STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("rope_write_kv", TORCH_BOX(&rope_write_kv));
   m.impl("tree_attention", TORCH_BOX(&tree_attention));
+  m.impl("layer", TORCH_BOX(&layer));
 }

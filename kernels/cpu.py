@@ -58,3 +58,20 @@ def from_tiles(tiles: Tensor, bits: int) -> Tensor:
 def tile_scales(scales: Tensor) -> Tensor:
     """scales [groups, N] -> [N / 8, groups, 8]."""
     return scales.unflatten(1, (-1, TILE)).transpose(0, 1).contiguous()
+
+
+def fused_layer(
+    x: Tensor, residual: Tensor | None, weights: list[Tensor], nodes: tuple[Tensor, ...], kv: Tensor, window: int,
+    eps: float, scale: float,
+) -> Tensor:  # fmt: skip
+    """A whole decoder layer in one call, x float32 [B, T, in] -> [B, T, H].
+
+    weights: the norms before attention and MLP and those of q and k, then codes, scales, mins and bias of qkv, o,
+    gate_up and down; what a layer lacks is an empty tensor. Without the first norm, x is normed already, and
+    `residual` is what the attention adds to. nodes: cos, sin, slots, start, visible and positions, as
+    `rope_write_kv` and `tree_attention` take them.
+    """
+    cos, sin, slots, *sight = (t.contiguous() for t in nodes)
+    residual = None if residual is None else residual.contiguous()
+    run = torch.ops.eaglet_cpu.layer.default
+    return run(x.contiguous(), residual, weights, cos, sin, kv, slots, *sight, window, eps, scale)

@@ -74,9 +74,8 @@ def rope_write_kv(
     """
     problem = "a head is not a multiple of 16 values" if qkv.shape[-1] % 16 else cache_problem(kv)
     if use_cpu("rope_write_kv", qkv, kv, problem=problem):
-        return torch.ops.eaglet_cpu.rope_write_kv.default(
-            qkv.contiguous(), cos.contiguous(), sin.contiguous(), kv, slots.contiguous(), q_weight, k_weight, eps
-        )
+        rows = qkv.contiguous(), cos.contiguous(), sin.contiguous(), kv, slots.contiguous()
+        return torch.ops.eaglet_cpu.rope_write_kv.default(*rows, q_weight, k_weight, eps).transpose(1, 2)
     # Inductor cannot fuse the bytes of the scales of an int8 cache.
     plain = skip_operator(qkv, q_weight) and kv.dtype != torch.int8
     operator = rope_reference if plain else torch.ops.eaglet.rope_write_kv

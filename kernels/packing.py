@@ -271,7 +271,7 @@ def _to_tiles(plain: PackedWeight) -> PackedWeight:
         codes, scales, mins = _unpack_nibbles(plain.weight), plain.scales, plain.mins
         if plain.zeros is not None:
             mins = -plain.zeros.float() * scales.float()
-    mins = None if mins is None else cpu.tile_scales(mins.float())
+    mins = None if mins is None else cpu.tile_scales(mins)
     weight = cpu.to_tiles(codes, plain.bits)
     return replace(plain, layout="tiles", weight=weight, scales=cpu.tile_scales(scales), zeros=None, mins=mins)
 

@@ -19,7 +19,7 @@ import torch
 
 from bench.kernel_timing import KERNELS, MODELS, PEERS, TOKENS, finished, layers, time_kernel, tune_device
 from kernels.tuned import tuned_file
-from support.files import append_json_line
+from support.files import append_json_lines
 from support.machine import copy_bandwidth
 
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> i
             measured += "us" in found
             print(json.dumps(row | found), flush=True)
             if args.json:
-                append_json_line(args.json, row | found)
+                append_json_lines(args.json, row | found)
     return 0 if measured or set(args.kernels) <= set(PEERS) else 1
 
 

@@ -41,7 +41,7 @@ import torch
 from bench.gpu_report import goals, kernel_goals, readme_block, table
 from bench.step_run import POISONED, identity, machine, utc
 from support.errors import UsageError, command_parser, run_command
-from support.files import append_json_line, read_json, read_json_lines, replace_block, write_json
+from support.files import append_json_lines, read_json, read_json_lines, replace_block, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -215,7 +215,7 @@ def run_parts(args: argparse.Namespace, out: Path, name: str, cache: str, summar
         summary["parts"].append(ended)
         if part.name in ("cold", "warm") and isinstance(ended["exit"], str):
             line = {"type": "start", "cache": part.name, "error": ended["exit"], "utc": utc()}
-            append_json_line(out / f"{name}-steps.jsonl", line)
+            append_json_lines(out / f"{name}-steps.jsonl", line)
         summary["seconds"] = round(time.time() - began, 1)
         write_json(out / f"{name}-summary.json", summary)
 

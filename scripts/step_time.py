@@ -30,7 +30,7 @@ import torch  # noqa: E402
 
 from bench.step_cells import full_cells, quick_cells, tiny_cells  # noqa: E402
 from bench.step_run import Run, machine, run_start, utc  # noqa: E402
-from support.files import append_json_line  # noqa: E402
+from support.files import append_json_lines  # noqa: E402
 from support.machine import copy_bandwidth  # noqa: E402
 
 
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.bandwidth:
         line = {"type": "environment", "environment": env, "utc": utc()}
         line["copy_gbs"] = round(copy_bandwidth(device) / 1e9, 2)
-        append_json_line(args.json, line)
+        append_json_lines(args.json, line)
         print(json.dumps(line), flush=True)
         return 0
     return Run(args, device, env, STARTED).over(cells)

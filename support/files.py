@@ -102,8 +102,8 @@ def writing_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def append_json_line(path: str | Path, value: dict[str, Any]) -> None:
-    """Append one line to a JSON-lines file; it is on the disk when this returns.
+def append_json_lines(path: str | Path, *values: dict[str, Any]) -> None:
+    """Append a line for every value to a JSON-lines file; the lines are on the disk when this returns.
 
     An interrupted run may have left a last line without its end. That line is cut off first.
     """
@@ -114,7 +114,7 @@ def append_json_line(path: str | Path, value: dict[str, Any]) -> None:
         content = file.read()
         if content and not content.endswith(b"\n"):
             file.truncate(content.rfind(b"\n") + 1)
-        file.write(json.dumps(value).encode() + b"\n")
+        file.write(b"".join(json.dumps(value).encode() + b"\n" for value in values))
         file.flush()
         os.fsync(file.fileno())
 

@@ -144,7 +144,7 @@ def test_a_processor_without_vnni_gets_the_same_bits(tmp_path):
     for form in FORMS:
         packed, x = tiles(weight(form, 96, 256)), torch.randn(5, 256)
         wanted.append(str(kernels.packed_linear(x, packed).view(torch.int32).tolist()))
-        calls.append((x, packed.weight, packed.scales, packed.mins, None, None, 96, False))
+        calls.append((x, packed.weight, packed.scales, packed.mins, None, None, False))
     native.compile_library(cpu.SOURCE, tmp_path / "haswell.so", "haswell")
     torch.save(calls, tmp_path / "calls.pt")
     command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "haswell.so"), str(tmp_path / "calls.pt")]

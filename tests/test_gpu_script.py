@@ -28,7 +28,7 @@ from sampling import SamplingParams
 from scripts import bench_kernels, gpu
 from scripts import step_time as command
 from step import decode_step
-from support.files import append_json_line, read_json_lines
+from support.files import append_json_lines, read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--device", "cpu", "--tiny", "--steps", "4", "--repeats", "3"]
@@ -615,9 +615,9 @@ def test_the_readme_table_comes_from_committed_lines(tmp_path):
     page.write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")
     assert gpu.main(["--readme", str(page), "--results", str(tmp_path)]) == 0
     assert "unmeasured" in page.read_text() and "old" not in page.read_text()
-    append_json_line(tmp_path / "h100-steps.jsonl", line(ms=9.0))
-    append_json_line(tmp_path / "h100-steps.jsonl", line(ms=5.0, bytes_per_step=12 * 10**9))
-    append_json_line(tmp_path / "h100-steps.jsonl", line() | {"shape": "tiny", "key": "tiny"})
+    append_json_lines(tmp_path / "h100-steps.jsonl", line(ms=9.0))
+    append_json_lines(tmp_path / "h100-steps.jsonl", line(ms=5.0, bytes_per_step=12 * 10**9))
+    append_json_lines(tmp_path / "h100-steps.jsonl", line() | {"shape": "tiny", "key": "tiny"})
     gpu.readme(page, tmp_path)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("<!-- /gpu -->\nafter\n")

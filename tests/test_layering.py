@@ -23,7 +23,7 @@ HEART = (
     "kernels tree_building tree sampling verify model_config model drafters.base drafters.tree_drafter eagle_draft step "
     "runtime.runner engine"
 ).split()
-LIMIT = 3500  # code lines
+LIMIT = 3600  # code lines
 
 
 def module_of(path: Path) -> str:

@@ -26,7 +26,7 @@ from support.errors import (
     run_command,
 )
 from support.files import (
-    append_json_line,
+    append_json_lines,
     directory_written_whole,
     read_json,
     read_json_lines,
@@ -278,7 +278,7 @@ def test_json_lines_come_back_in_order(tmp_path):
     assert read_json_lines(path) == []
     runs = [{"i": 0, "text": "a\nb é"}, {"i": 1}, {}]
     for number, run in enumerate(runs):
-        append_json_line(path, run)
+        append_json_lines(path, run)
         assert read_json_lines(path) == runs[: number + 1]
     assert path.read_bytes().count(b"\n") == 3
 
@@ -290,11 +290,11 @@ def test_a_torn_last_line_counts_for_nothing(torn, before, tmp_path):
     path = tmp_path / "runs.jsonl"
     path.touch()
     for run in before:
-        append_json_line(path, run)
+        append_json_lines(path, run)
     with open(path, "ab") as file:
         file.write(torn)
     assert read_json_lines(path) == before
-    append_json_line(path, {"i": 2})
+    append_json_lines(path, {"i": 2})
     assert read_json_lines(path) == [*before, {"i": 2}]
 
 
@@ -313,9 +313,9 @@ def test_a_damaged_line_is_an_error_with_the_files_name(bad, tmp_path):
 def test_a_line_that_is_no_json_is_not_begun(tmp_path):
     """Half a line on the disk because the value could not be written."""
     path = tmp_path / "runs.jsonl"
-    append_json_line(path, {"a": 1})
+    append_json_lines(path, {"a": 1})
     with pytest.raises(TypeError):
-        append_json_line(path, {"a": object()})
+        append_json_lines(path, {"a": object()})
     assert read_json_lines(path) == [{"a": 1}] and path.read_bytes().endswith(b"\n")
 
 

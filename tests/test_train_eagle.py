@@ -166,7 +166,7 @@ def test_two_processes_equal_one_with_the_doubled_batch(files, tmp_path):
     command += ["scripts.train_eagle", *options(files, tmp_path / "two", steps=4, batch=2), "--device", "cpu"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[:4000]  # what torchrun adds at the end names no cause
     assert saved(tmp_path / "two")["curve"] == pytest.approx(one, rel=1e-4)
     assert (tmp_path / "two" / "model.safetensors").exists()
 

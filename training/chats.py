@@ -1,0 +1,103 @@
+"""Conversations that a chat model writes by itself, questions and answers, as training data for its draft heads.
+
+An instruct model that is given only the opening of a user turn continues it with a question, as it has seen many. So no
+data set is needed, and the text is what the model itself is likely to read and write.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from os.path import commonprefix  # it takes lists, too
+from pathlib import Path
+
+from tqdm import tqdm
+
+from engine import Engine
+from sampling import SamplingParams
+from support.files import append_json_lines, read_json_lines
+from tokenizer import Tokenizer
+
+NGRAM = 4
+LEAST_DISTINCT = 0.5  # of the 4-grams of a text that is kept
+
+
+def user_turn(tokenizer: Tokenizer) -> tuple[list[int], tuple[int, ...], tuple[str, ...]]:
+    """The ids that open a user's turn, and what ends one: stop ids and stop strings.
+
+    All of it is read off the chat template by rendering two different questions. Raises ValueError for a template whose
+    user turns have no end that can be recognised.
+    """
+    rendered = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in ("apple", "river bank")]
+    opening = commonprefix(rendered)
+    behind = commonprefix([ids[::-1] for ids in rendered])[::-1]
+    if behind and behind[0] in tokenizer.special_ids:
+        return opening, (behind[0], *tokenizer.eos_ids), ()
+    words = tokenizer.decode(behind).split()
+    if not words:
+        raise ValueError("the chat template marks no end of a user's turn; train on --data of your own instead.")
+    return opening, tuple(tokenizer.eos_ids), (words[0],)
+
+
+def repeats_itself(ids: list[int]) -> bool:
+    """Whether less than half of the 4-grams of a text are distinct."""
+    grams = [tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
+    return len(set(grams)) < LEAST_DISTINCT * len(grams)
+
+
+def _groups(first: int, count: int, size: int, title: str) -> Iterator[range]:
+    """The numbers from `first` up to `count` in groups of `size`, with a progress bar."""
+    with tqdm(desc=title, total=count, initial=min(first, count), unit="") as bar:
+        for start in range(first, count, size):
+            yield range(start, min(start + size, count))
+            bar.update(min(size, count - start))
+
+
+def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argparse.Namespace) -> list[str]:
+    """Questions that the model asks, sampled at T = 1: those that `path` has already, and new ones up to args.count.
+
+    Every question that was tried is one line of the file; a bad one is null there. A question is bad if it is empty, did
+    not end by itself, repeats itself, or was asked before.
+    """
+    opening, stop_ids, stop = user_turn(tokenizer)
+    params = SamplingParams(1.0, max_new_tokens=args.question_tokens, stop_ids=stop_ids, stop=stop)
+    tried = [record["question"] for record in read_json_lines(path)]
+    seen = set(tried)
+    for numbers in _groups(len(tried), args.count, engine.batch_size, "questions"):
+        request = replace(params, seed=args.seed + numbers.start)
+        for result in engine.generate_batch([opening] * len(numbers), request).run():
+            text = result.text.strip()
+            bad = not text or result.stop_reason == "length" or repeats_itself(result.token_ids) or text in seen
+            seen.add(text)
+            tried.append(None if bad else text)
+        append_json_lines(path, *({"question": text} for text in tried[numbers.start :]))
+    return [question for question in tried if question is not None]
+
+
+def write_answers(
+    engine: Engine, tokenizer: Tokenizer, questions: list[str], path: Path, args: argparse.Namespace
+) -> int:
+    """Append a conversation to `path` for every question that it does not have yet. Returns how many there are then.
+
+    The groups of questions are answered in turn by the model's most likely answer and by one sampled at T = 1. An answer
+    that is empty or repeats itself is left out.
+    """
+    done = {record["messages"][0]["content"] for record in read_json_lines(path)}
+    size = engine.batch_size
+    reached = max((i // size + 1 for i, question in enumerate(questions) if question in done), default=0) * size
+    for numbers in _groups(reached, len(questions), size, "answers"):
+        asked = [[{"role": "user", "content": questions[i]}] for i in numbers]
+        greedy = numbers.start // size % 2 == 0
+        params = SamplingParams(
+            0.0 if greedy else 1.0, max_new_tokens=args.answer_tokens, seed=args.seed + numbers.start
+        )
+        results = engine.generate_batch([tokenizer.encode_chat(messages) for messages in asked], params).run()
+        records = []
+        for messages, result in zip(asked, results, strict=True):
+            if result.text.strip() and not repeats_itself(result.token_ids):
+                messages.append({"role": "assistant", "content": result.text.strip()})
+                records.append({"messages": messages, "temperature": params.temperature})
+        append_json_lines(path, *records)
+        done.update(record["messages"][0]["content"] for record in records)
+    return len(done)

@@ -138,12 +138,9 @@ class EagleHead(nn.Module):
     def predict(self, output: Tensor) -> Tensor:
         """output [..., H] -> draft logits [..., Vd], float32 (float64 stays)."""
         output = self._normed(output)
-        if self.trimmed:
-            logits = F.linear(output, self.trimmed_head)
-        elif self.lm_head is None:
+        if self.lm_head is None:
             return self.target.logits(output)
-        else:
-            logits = self.lm_head(output)
+        logits = self.lm_head(output)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _normed(self, output: Tensor) -> Tensor:
@@ -154,17 +151,18 @@ class EagleHead(nn.Module):
         """The `count` best of `predict(output)` where the LM head's kernel finds them without storing the logits."""
         linear = self.lm_head or self.target.lm_head
         packed = linear.packed if isinstance(linear, QuantLinear) else None
-        if self.trimmed or packed is None or packed.layout != "planes":
+        if packed is None or packed.layout != "planes":
             return None
         return kernels.packed_topk(self._normed(output), packed, count)
 
     def trim(self) -> None:
-        """Copy the LM head's rows of a trimmed draft vocabulary (EAGLE-1/2). Call it once, after loading."""
+        """Make an LM head of the target's rows for a trimmed draft vocabulary (EAGLE-1/2). Call it after loading."""
         if self.trimmed:
             head = self.target.lm_head or self.target.embed_tokens
             weight = head.dequantize() if isinstance(head, QuantLinear) else head.weight
+            self.lm_head = nn.Linear(weight.shape[1], self.vocab_size, bias=False, device="meta")
             rows = weight[self.draft_ids].to(self.target.dtype)
-            self.register_buffer("trimmed_head", rows, persistent=False)
+            self.lm_head.weight = nn.Parameter(rows, requires_grad=False)
 
     def forward_train(self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None) -> Tensor:
         """Whole sequences with gradients: tokens [B, T] paired with feature [B, T, H] -> output [B, T, H].
@@ -228,12 +226,7 @@ class EagleDrafter(TreeDrafter):
         """Every forward reads the layer and the LM head, which is the head's own, a trimmed one, or the target's."""
         forwards = 1 + len(self.level_widths())
         head = self.head
-        if head.trimmed:
-            lm_head = head.trimmed_head.nbytes
-        elif head.lm_head is None:
-            lm_head = model.lm_head_bytes()
-        else:
-            lm_head = 0  # the head's own one is counted with its weights
+        lm_head = model.lm_head_bytes() if head.lm_head is None else 0  # an own one is counted with the head's weights
         return forwards * (weight_bytes(head) + lm_head)
 
 
@@ -292,15 +285,27 @@ def loss_eagle1(
     count = max(1.0, float(keep.sum()) if count is None else count)
     predicted = head.forward_train(tokens[:, 1:], noisy[:, :-1])[keep]
     target = features[:, 1:][keep]
-    with torch.no_grad():
-        distribution = head.predict(target).softmax(-1)
+    distribution, best = _targets(head, target)
     logits = head.predict(predicted)
     regression = F.smooth_l1_loss(
         predicted.to(distribution.dtype), target.to(distribution.dtype), reduction="none"
     ).mean(-1)
     cross_entropy = F.cross_entropy(logits, distribution, reduction="sum")
-    hits = (logits.argmax(-1) == distribution.argmax(-1)).sum()
+    hits = (logits.argmax(-1) == best).sum()
     return (weights[0] * regression.sum() + weights[1] * cross_entropy) / count, hits[None] / count
+
+
+@torch.no_grad()
+def _targets(head: EagleHead, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """What a head shall draft after hidden_states [M, H] of the target: its distribution over the draft vocabulary
+    [M, Vd], and the place of its most likely token there [M], -1 for a token outside."""
+    logits = head.target.logits(hidden_states)
+    best, ids = logits.argmax(-1), head.draft_ids
+    if ids is not None:
+        local = torch.full((logits.shape[-1],), -1, device=ids.device)
+        local[ids] = torch.arange(ids.numel(), device=ids.device)
+        best, logits = local[best], logits[:, ids]
+    return logits.softmax(-1), best
 
 
 def loss_eagle3(
@@ -324,16 +329,10 @@ def loss_eagle3(
     """
     keep = mask[:, 1:].bool()
     count = max(1.0, float(keep.sum()) if count is None else count)
-    ids = head.draft_ids
     with torch.no_grad():
-        logits = head.target.logits(hidden_states[:, 1:][keep])
-        best = logits.argmax(-1)
-        if ids is not None:
-            local = torch.full((logits.shape[-1],), -1, device=ids.device)
-            local[ids] = torch.arange(ids.numel(), device=ids.device)
-            best, logits = local[best], logits[:, ids]
+        distribution, best = _targets(head, hidden_states[:, 1:][keep])
         drafted = best >= 0
-        distribution = logits[drafted].softmax(-1)
+        distribution = distribution[drafted]
         best = best[drafted]
         keep = keep.masked_scatter(keep, drafted)
         where = torch.zeros_like(tokens[:, 1:]).masked_scatter(keep, torch.arange(len(best), device=best.device))

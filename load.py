@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import kernels
 from drafters.base import Drafter
@@ -39,7 +39,8 @@ from weights.checkpoint import Checkpoint
 from weights.files import Progress
 from weights.heads import EagleFile, read_eagle
 from weights.hf import build_model
-from weights.quantized import adopt_, held_bytes, pack_
+from weights.quantized import QuantSpec, adopt_, held_bytes, pack_
+from weights.rounding import quantize_
 
 LIVE_ROWS = 6  # fp32 rows per node that are alive at once while a captured step runs
 
@@ -180,6 +181,8 @@ def load(
         if files.head:
             ids = draft_vocabulary(options, files.checkpoint.config, files.tokenizer)
             head = build_head(files.head, model, ids)
+    if head is not None and backend.mode == "cpu":
+        round_head_(head)
     with backend.active():  # linears are packed for one backend, and before anything is traced
         for module in (model, head) if head else (model,):
             pack_(module, model.dtype)
@@ -198,14 +201,15 @@ class _Files:
     """The files that the options name, as far as they are read before memory is planned."""
 
     def __init__(self, options: LoadOptions):
-        self.checkpoint = Checkpoint.open(options.checkpoint, int8_groups=options.kernels == "cpu")
+        int8_groups = options.kernel_mode == "cpu"
+        self.checkpoint = Checkpoint.open(options.checkpoint, int8_groups)
         config = self.checkpoint.config
         self.tokenizer = load_tokenizer(self.checkpoint.tokenizer_source, config.vocab_size)
         overrides = dict(item.split("=", 1) for item in options.eagle_config)
         self.head = read_eagle(options.eagle, config, overrides) if options.eagle else None
         self.draft: Checkpoint | None = None
         if options.draft_checkpoint:
-            self.draft = Checkpoint.open(options.draft_checkpoint, int8_groups=options.kernels == "cpu")
+            self.draft = Checkpoint.open(options.draft_checkpoint, int8_groups)
             theirs = load_tokenizer(self.draft.tokenizer_source, self.draft.config.vocab_size)
             check_vocabulary(config, self.draft.config, (self.tokenizer, theirs))
 
@@ -344,6 +348,16 @@ def build_head(file: EagleFile, model: Transformer, ids: Tensor | None = None) -
     head.rotary.build(model.device, model.rotary.length)
     head.trim()
     return head
+
+
+def round_head_(head: EagleHead) -> None:
+    """Round the linears of a float head to int8, as far as the C++ kernels can multiply with them.
+
+    A drafter cannot change a token, so its rounding costs nothing but, rarely, a draft.
+    """
+    linears = [child for child in head.modules() if isinstance(child, nn.Linear)]
+    if all(kernels.cpu_fits(*linear.weight.shape, 0) for linear in linears):
+        quantize_(head, QuantSpec("int8"))
 
 
 def build_drafter(model: Transformer, head: EagleHead | None, options: LoadOptions) -> Drafter:

@@ -67,8 +67,8 @@ class LoadOptions:
     )
     kernels: str = option(
         "auto",
-        "implementation of the operations (default: auto); cpu: C++ kernels for int4 and int8, which round activations "
-        "to int8",
+        "implementation of the operations (default: auto, which is triton on a GPU and cpu on a CPU); cpu: C++ kernels, "
+        "which round the activations of int4 and int8 layers to int8",
         kernels.MODES,
     )
     kv: str = option(
@@ -131,6 +131,12 @@ class LoadOptions:
         return kind
 
     @property
+    def kernel_mode(self) -> str:
+        """`kernels`, where auto means cpu if the C++ kernels can run. They are not compiled and know float32 alone."""
+        on_cpu = (self.device or default_device()) == "cpu" and self.dtype in (None, "float32") and not self.compile
+        return "cpu" if self.kernels == "auto" and on_cpu and not kernels.cpu_problem() else self.kernels
+
+    @property
     def trees(self) -> tuple[str, ...]:
         """The names of the trees: one, or one for each sequence of the batch."""
         return (self.tree,) if isinstance(self.tree, str) else tuple(self.tree)
@@ -171,7 +177,8 @@ class LoadOptions:
         device = self.device or default_device()
         # half precision is slow on CPUs without native support for it
         dtype = self.dtype or ("float32" if device == "cpu" else config.dtype)
-        return replace(self, device=device, dtype=dtype, ctx=self.ctx or min(config.max_positions, 8192))
+        ctx = self.ctx or min(config.max_positions, 8192)
+        return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=self.kernel_mode)
 
     def resolve(self, checkpoint: Checkpoint, head: EagleFile | None = None) -> LoadOptions:
         """The options with everything decided: device, dtype, ctx, and the tree that `--tree auto` stands for.

@@ -9,7 +9,9 @@ the active `KernelBackend` when it runs. The layout of a weight is chosen when t
 from kernels.attention import tree_attention, tree_attention_reference
 from kernels.backend import INTERPRETED, MODES, OPERATIONS, KernelBackend, active_backend, triton
 from kernels.cpu import TILE as CPU_TILE
+from kernels.cpu import fits as cpu_fits
 from kernels.cpu import fused_layer as cpu_layer
+from kernels.cpu import problem as cpu_problem
 from kernels.experts import packed_experts
 from kernels.kv import KV_SCALE, commit_kv, dequantize_rows, quantize_rows, write_kv
 from kernels.linear import TopK, epilogue, packed_linear, packed_topk, topk_reference

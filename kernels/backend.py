@@ -33,7 +33,8 @@ CPU_OPERATIONS = ("packed_linear", "packed_topk", "tree_attention", "rms_norm", 
 class KernelBackend:
     """Which implementation every operation uses on one device. The choice is made once, on the host.
 
-    mode 'auto' means Triton on CUDA and the reference elsewhere. 'triton' and 'reference' mean exactly that.
+    mode 'auto' means Triton on CUDA and the reference elsewhere (`LoadOptions.kernel_mode` turns it into 'cpu' where
+    that can run). 'triton' and 'reference' mean exactly that.
     'cpu' means the C++ kernels for the operations that have one, and the reference for the others. If 'triton'
     or 'cpu' cannot run at all, creating the backend is a ValueError that says why.
 
@@ -63,7 +64,8 @@ class KernelBackend:
                 raise ValueError(f"kernels: the CPU kernels cannot run, because {problem}. Use --kernels auto.")
             choice = ("reference", "the CPU kernels do not have it")
         elif self.mode == "auto" and self.device_type != "cuda":
-            choice = ("reference", f"auto: '{self.device_type}' has no Triton target")
+            why = cpu.problem() if self.device_type == "cpu" else f"'{self.device_type}' has no Triton target"
+            choice = ("reference", f"auto: {why or 'neither compiled steps nor other dtypes than float32 use C++'}")
         elif triton is None:
             raise ValueError("kernels: triton is not installed. Use pip install triton or --kernels reference.")
         elif self.device_type != "cuda" and not INTERPRETED:
@@ -73,7 +75,7 @@ class KernelBackend:
             )
         else:
             choice = ("triton", "asked for" if self.mode == "triton" else "auto: the device is CUDA")
-        own = dict.fromkeys(CPU_OPERATIONS if self.mode == "cpu" else (), ("cpu", "asked for"))
+        own = dict.fromkeys(CPU_OPERATIONS if self.mode == "cpu" else (), ("cpu", "the device is a CPU"))
         object.__setattr__(self, "table", dict.fromkeys(OPERATIONS, choice) | own)
 
     @contextlib.contextmanager

@@ -48,7 +48,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ttt-steps", type=at_least(1), default=7, help="version 3: steps of the training-time test")
 
     add = p.add_argument_group("head").add_argument
-    add("--draft-vocab", type=int, help="version 3: size of the draft vocabulary (default: all tokens)")
+    add(
+        "--draft-vocab",
+        type=int,
+        help="tokens that the head can draft: the most frequent ones of the data (default: all)",
+    )
     add("--inputs", choices=INPUTS, default=INPUTS[0], help="the paper's input ablation")
     add("--intermediate-size", type=at_least(1), help="of the head's MLP (default: the target's)")
     add("--heads", type=at_least(1), help="attention heads of the head (default: the target's)")

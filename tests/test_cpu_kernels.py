@@ -267,7 +267,7 @@ def test_the_table_names_every_operation_and_its_reason(monkeypatch):
     """Catches a report that claims a kernel where the reference runs."""
     monkeypatch.setattr(cpu, "problem", lambda: "")
     table = kernels.KernelBackend("cpu", "cpu").table
-    assert table["packed_linear"] == ("cpu", "asked for") and table["packed_experts"][0] == "reference"
+    assert table["packed_linear"] == ("cpu", "the device is a CPU") and table["packed_experts"][0] == "reference"
     with pytest.raises(ValueError, match="the device is 'cuda'"):
         kernels.KernelBackend("cpu", "cuda")
     monkeypatch.setattr(cpu, "problem", lambda: "there is no C++ compiler (g++ or clang++)")

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import kernels
 from engine import Engine
 from model import Transformer
 from sampling import SamplingParams
@@ -305,7 +306,7 @@ def load_data(
     cache = source if source.suffix == ".npz" else Path(args.work) / f"data-{_fingerprint(args)}.npz"
     if not cache.exists():
         ctx = min(target.rotary.length, args.length + args.regenerate_tokens)
-        engine = Engine(target, batch_size=8, ctx=ctx) if args.regenerate else None
+        engine = Engine(target, batch_size=8, ctx=ctx, backend=kernels.active_backend()) if args.regenerate else None
         _read_data(args.data, "--data", tokenizer, args, engine).save(cache)
     data = TokenData.load(cache)
     if len(data.ids) == 0 or not 0 <= data.ids.min() <= data.ids.max() < target.config.vocab_size:

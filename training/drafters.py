@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import kernels
 from drafters.base import Drafter
 from engine import Engine
 from model import Transformer
 from model_config import DTYPES
+from options import LoadOptions
 from sampling import SamplingParams
 from support.errors import UserError
 from support.files import write_json
@@ -33,7 +36,7 @@ from training.loop import Run, World
 from training.optim import Recipe, optimizers, update
 from tree import DynamicTree, parse_tree, tree_tables
 from weights.checkpoint import Checkpoint
-from weights.quantized import QuantLinear
+from weights.quantized import QuantLinear, pack_
 
 # Options that do not decide the weights. A state is not resumed with other values of the others.
 FREE = """out work eval_every eval_prompts eval_tokens prompt_length tree save_every pause_at device dtype threads debug
@@ -84,7 +87,8 @@ class Evaluation:
         return [prompt + r.token_ids for prompt, r in zip(self.prompts, results, strict=True)]
 
     def _generate(self, drafter: Drafter | None, temperature: float) -> list:
-        engine = Engine(self.target, drafter=drafter, batch_size=len(self.prompts), ctx=self.ctx)
+        backend = kernels.active_backend()
+        engine = Engine(self.target, None, drafter, len(self.prompts), self.ctx, backend=backend)
         return engine.generate_batch(self.prompts, replace(self.params, temperature=temperature)).run()
 
     def tau(self, drafter: Drafter, temperature: float = 0.0) -> dict[str, Any]:
@@ -159,8 +163,10 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
     """
     work = Path(args.work)
     work.mkdir(parents=True, exist_ok=True)
-    with World.start(args.device) as world:
-        target, tokenizer = open_target(args, world.device)
+    with contextlib.ExitStack() as stack:
+        world = stack.enter_context(World.start(args.device))
+        target, tokenizer, backend = open_target(args, world.device)
+        stack.enter_context(backend.active())
         training = kind(args, target)
         old = existing(training, Path(args.out)) if world.chief and training.drafts and not args.force else None
         if not world.chief:
@@ -203,17 +209,23 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         return card | {"loss_curve": run.curve}
 
 
-def open_target(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, Tokenizer | None]:
-    """The target and its tokenizer. On a CPU the target is float32 unless --dtype says otherwise."""
+def open_target(
+    args: argparse.Namespace, device: torch.device
+) -> tuple[Transformer, Tokenizer | None, kernels.KernelBackend]:
+    """The target, its tokenizer, and the kernels that run it. On a CPU it is float32 unless --dtype says otherwise."""
     dtype = DTYPES.get(args.dtype) or (None if device.type == "cuda" else torch.float32)
-    checkpoint = Checkpoint.open(args.checkpoint)
+    mode = LoadOptions(device=device.type, dtype=None if args.dtype == "auto" else args.dtype).kernel_mode
+    checkpoint = Checkpoint.open(args.checkpoint, int8_groups=mode == "cpu")
+    backend = kernels.KernelBackend(mode if checkpoint.quantization else "auto", device.type)
     target = checkpoint.load(device, dtype)
+    with backend.active():
+        pack_(target, target.dtype)
     tokenizer = load_tokenizer(checkpoint.tokenizer_source, target.config.vocab_size)
     if tokenizer is not None and args.chat_template:
         tokenizer.use_template(args.chat_template)
     if args.length > target.rotary.length:
         raise ValueError(f"--length {args.length}: the target has {target.rotary.length} positions.")
-    return target, tokenizer
+    return target, tokenizer, backend
 
 
 def existing(training: DrafterTraining, out: Path) -> nn.Module | None:

@@ -36,8 +36,10 @@ class TrainHead(EagleHead):
         self.inputs = inputs
         self.run_head = torch.compile(super().forward_train) if compiled else super().forward_train
         self.run_target = torch.compile(target.forward_train) if compiled else target.forward_train
-        borrowed = config.version == 1 and isinstance(target.lm_head, QuantLinear)
-        weight = target.lm_head.dequantize(target.dtype) if borrowed else None
+        weight = None  # of the LM head that an EAGLE-1 head shares with the target, where gradients need a copy
+        if config.version == 1 and (self.trimmed or isinstance(target.lm_head, QuantLinear)):
+            rows = output_weight(target) if draft_ids is None else output_weight(target)[draft_ids.to(target.device)]
+            weight = rows.to(target.dtype)
         self.register_buffer("shared_head", weight, persistent=False)
 
     def shown(self, tokens: Tensor) -> Tensor:
@@ -74,8 +76,6 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} is not a multiple of the {kv_heads} key-value heads.")
     vocab = args.draft_vocab or target.vocab_size
-    if args.version == 1 and vocab != target.vocab_size:
-        raise ValueError("--draft-vocab is for --version 3; an EAGLE-1 head is trimmed when it is used.")
     if not 8 <= vocab <= target.vocab_size:
         raise ValueError(f"--draft-vocab {vocab}: allowed are 8 to {target.vocab_size}.")
     L = target.num_hidden_layers
@@ -91,7 +91,7 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=target.head_dim,
-        vocab_size=vocab,
+        vocab_size=vocab if args.version == 3 else target.vocab_size,  # EAGLE-1 has the target's LM head, or rows of it
         max_position_embeddings=args.max_positions or args.length,
         rms_norm_eps=target.rms_norm_eps,
         rope=RopeConfig(theta=args.rope_theta or 10000.0),
@@ -259,7 +259,8 @@ class EagleTraining(DrafterTraining):
         self.autocast = args.autocast == "on" or (args.autocast == "auto" and half)
 
     def build(self, data: TokenData) -> TrainHead:
-        draft_ids = frequent_tokens(data, self.config.layer.vocab_size, self.target.config.vocab_size)
+        V = self.target.config.vocab_size
+        draft_ids = frequent_tokens(data, self.args.draft_vocab or V, V)
         head = TrainHead(self.config, self.target, draft_ids, self.args.inputs, self.args.compile)
         init_head(head, self.args.seed)
         head.to(self.target.device)
@@ -284,7 +285,7 @@ class EagleTraining(DrafterTraining):
 
     def numbers(self, module: TrainHead, evaluation: Evaluation) -> dict[str, Any]:
         """Accuracy and a chain's tau of the head as it is written, also of heads that no engine drafts with."""
-        rounded = TrainHead(self.config, self.target, None, module.inputs)
+        rounded = TrainHead(self.config, self.target, module.draft_ids, module.inputs)
         rounded.load_state_dict(exported(module))
         rounded.to(self.target.device, self.target.dtype).requires_grad_(False)
         rounded.rotary.build(self.target.device, self.target.rotary.length)
@@ -297,7 +298,7 @@ class EagleTraining(DrafterTraining):
             "norm_before_residual": None if first else self.config.norm_before_residual,
             "inputs": args.inputs,
             "ttt_steps": None if first else args.ttt_steps,
-            "draft_vocab": self.config.layer.vocab_size,
+            "draft_vocab": args.draft_vocab or self.target.config.vocab_size,
             "recipe": asdict(self.recipe),
             "loss_weights": [args.feature_weight, args.token_weight] if first else None,
             "noise": args.noise if first else None,

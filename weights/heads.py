@@ -272,8 +272,9 @@ class _HeadReader:
 
     def read(self) -> EagleFile:
         """The whole head. Raises ValueError as `read_eagle` does."""
-        taps, draft_ids, flags = self._taps(), self._draft_ids(), self.flags
+        taps, flags = self._taps(), self.flags
         wide = bool(taps)
+        draft_ids = self._draft_ids(wide)
         layer = self._layer(taps)
         own_embed = self.speculators or self.ours or layer.hidden_size != self.target.hidden_size
         if wide and not self.speculators and not self.ours and not flags.boolean("norm_output", True):
@@ -350,14 +351,18 @@ class _HeadReader:
             self.fail(f"the aux layers {ids} are not ascending layers of a target with {layers}.")
         return tuple(ids)
 
-    def _draft_ids(self) -> Tensor | None:
-        """Absolute target ids [Vd] of the draft vocabulary, None if it is the target's.
+    def _draft_ids(self, wide: bool) -> Tensor | None:
+        """Absolute target ids [Vd] of the draft vocabulary, None if it is the target's. wide: of an EAGLE-3 head.
 
         The tensors d2t and t2d, which name them, are taken out of the entries.
         """
         offsets, member = self.entries.pop("d2t", None), self.entries.pop("t2d", None)
         vocab, misfit = self.target.vocab_size, f"but the target's vocabulary is {self.target.vocab_size}"
-        rows = self._shape("lm_head.weight")[0] if "lm_head.weight" in self.entries else vocab
+        rows = vocab
+        if "lm_head.weight" in self.entries:
+            rows = self._shape("lm_head.weight")[0]
+        elif offsets is not None and not wide and len(offsets.shape) == 1:
+            rows = offsets.shape[0]  # it drafts with these rows of the target's LM head
         embedded = self._shape("embed_tokens.weight")[0] if "embed_tokens.weight" in self.entries else vocab
         if embedded != vocab:
             self.fail(f"embed_tokens has {embedded} rows, {misfit}. Pass the matching --checkpoint.")
@@ -368,7 +373,7 @@ class _HeadReader:
                 self.fail(f"the LM head has {rows} rows, {misfit}, and there is no d2t table.")
             return None
         if offsets.dtype not in (torch.int64, torch.int32) or offsets.shape != (rows,):
-            self.fail(f"d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}] like lm_head.")
+            self.fail(f"d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}].")
         ids = offsets.read().long() + torch.arange(rows)
         if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= vocab:
             self.fail(f"d2t holds no offsets to ascending token ids below {vocab}: damaged?")

@@ -2,10 +2,11 @@
 //
 // No bit of a row's result depends on the other rows, on their number, or on the number of threads.
 //
-// Products with int4 and int8 weights: a tile holds 8 output rows. Its codes are stored by blocks of 32 columns, so that
-// every 32-bit lane of a register belongs to one output row and holds 4 neighbouring columns. Activations are rounded to
-// int8 with one scale per row and block. The integer sum of a block is exact, and blocks are added up in float32 in the
-// order of the columns, lane by lane.
+// A tile holds 8 output rows of a weight. Floats lie column by column, and are multiplied in float32.
+//
+// The codes of int4 and int8 lie in blocks of 32 columns, so that every 32-bit lane of a register belongs to one output row
+// and holds 4 neighbouring columns. Activations are rounded to int8 with one scale per row and block. The integer sum of a
+// block is exact, and blocks are added up in float32 in the order of the columns, lane by lane.
 
 #include <immintrin.h>
 #include <torch/csrc/stable/library.h>
@@ -91,8 +92,10 @@ struct Rows {
   }
 };
 
+enum Kind { INT4, INT8, BF16, FP16, FP32 };
+
 struct Weight {
-  const uint8_t* codes;   // [tiles, blocks, 128 or 256]
+  const uint8_t* codes;   // [tiles, blocks, 128 or 256]; of floats [tiles, columns, 8]
   const void* scales;     // [tiles, groups, 8], fp16 or float
   bool half;              // whether scales are fp16
   const void* mins;       // [tiles, groups, 8], or null: code 8 (int4) or 128 (int8) stands for 0
@@ -168,6 +171,33 @@ void multiply(const Weight& w, const Rows& x, int64_t row, int64_t tile, float (
   for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[r], acc[r]);
 }
 
+template <Kind KIND>
+inline __m256 eight_floats(const uint8_t* codes, int64_t at) {
+  if (KIND == FP32) return _mm256_loadu_ps((const float*)codes + at);
+  const __m128i v = _mm_loadu_si128((const __m128i*)((const uint16_t*)codes + at));
+  return KIND == FP16 ? _mm256_cvtph_ps(v) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
+}
+
+// R activation rows x [R][K] times tiles a and b of a float weight, added up in the order of the columns.
+template <Kind KIND, int R>
+void multiply_floats(const uint8_t* a, const uint8_t* b, const float* x, int64_t K, float (*out_a)[TILE], float (*out_b)[TILE]) {
+  __m256 sum_a[R], sum_b[R];
+  for (int r = 0; r < R; ++r) sum_a[r] = sum_b[r] = _mm256_setzero_ps();
+  for (int64_t k = 0; k < K; ++k) {
+    const __m256 wa = eight_floats<KIND>(a, k * TILE), wb = eight_floats<KIND>(b, k * TILE);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const __m256 value = _mm256_set1_ps(x[r * K + k]);
+      sum_a[r] = _mm256_fmadd_ps(wa, value, sum_a[r]);
+      sum_b[r] = _mm256_fmadd_ps(wb, value, sum_b[r]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    _mm256_storeu_ps(out_a[r], sum_a[r]);
+    _mm256_storeu_ps(out_b[r], sum_b[r]);
+  }
+}
+
 struct Epilogue {
   const float *bias, *residual;
   float* out;
@@ -209,6 +239,35 @@ void run_tile(const Weight& w, const Rows& x, const Epilogue& end, int64_t tile)
   }
 }
 
+// The same for floats, two tiles at a time: those of both halves if gated, else two neighbours (the last one may be alone).
+template <Kind KIND>
+void run_floats(const uint8_t* codes, const float* x, int64_t K, const Epilogue& end) {
+  const int64_t tiles = end.n / TILE, bytes = K * TILE * (KIND == FP32 ? 4 : 2), pairs = end.gated ? tiles : (tiles + 1) / 2;
+  const int64_t work = 2 * K * TILE * end.M;
+  torch::stable::parallel_for(0, pairs, std::max<int64_t>(1, 100000 / work), [&](int64_t first, int64_t last) {
+    for (int64_t pair = first; pair < last; ++pair) {
+      const int64_t a = end.gated ? pair : 2 * pair, b = end.gated ? pair + tiles : std::min(a + 1, tiles - 1);
+      for (int64_t row = 0; row < end.M; row += 6) {
+        float y[6][TILE], z[6][TILE];
+        const int64_t count = std::min<int64_t>(6, end.M - row);
+        auto both = [&](auto rows) {
+          multiply_floats<KIND, decltype(rows)::value>(codes + a * bytes, codes + b * bytes, x + row * K, K, y, z);
+        };
+        if (count == 6) both(std::integral_constant<int, 6>());
+        if (count == 5) both(std::integral_constant<int, 5>());
+        if (count == 4) both(std::integral_constant<int, 4>());
+        if (count == 3) both(std::integral_constant<int, 3>());
+        if (count == 2) both(std::integral_constant<int, 2>());
+        if (count == 1) both(std::integral_constant<int, 1>());
+        for (int64_t r = 0; r < count; ++r) {
+          end.finish(row + r, a * TILE, y[r], z[r]);
+          if (!end.gated && b > a) end.finish(row + r, b * TILE, z[r], nullptr);
+        }
+      }
+    }
+  });
+}
+
 template <int BITS, bool MINS>
 void run(const Weight& w, const Rows& x, const Epilogue& end) {
   const int64_t work = w.blocks * BLOCK * TILE * end.M * (1 + end.gated);  // products of a tile
@@ -220,31 +279,40 @@ void run(const Weight& w, const Rows& x, const Epilogue& end) {
 inline const float* floats(const std::optional<Tensor>& t) { return t ? (const float*)t->data_ptr() : nullptr; }
 inline bool is_half(const Tensor& t) { return t.scalar_type() == torch::headeronly::ScalarType::Half; }
 
-// A linear layer. Absent tensors are empty.
+inline Kind kind_of(const Tensor& codes) {
+  using torch::headeronly::ScalarType;
+  const ScalarType type = codes.scalar_type();
+  if (type == ScalarType::Byte) return codes.size(2) == BLOCK * TILE / 2 ? INT4 : INT8;
+  return type == ScalarType::Half ? FP16 : type == ScalarType::BFloat16 ? BF16 : FP32;
+}
+
+// A linear layer. Floats have no scales.
 struct Linear {
   Weight weight;
   const float* bias;
+  Kind kind;
   int64_t n, k;
-  bool four;
 
-  Linear(const Tensor& codes, const Tensor& scales, const Tensor* mins, const float* bias)
-      : weight{(const uint8_t*)codes.data_ptr(), scales.data_ptr(), is_half(scales),
-               mins ? mins->data_ptr() : nullptr, mins && is_half(*mins), codes.size(1), scales.size(1)},
-        bias(bias), n(codes.size(0) * TILE), k(codes.size(1) * BLOCK), four(codes.size(2) == BLOCK * TILE / 2) {}
+  Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, const float* bias)
+      : weight{(const uint8_t*)codes.data_ptr(), scales ? scales->data_ptr() : nullptr, scales && is_half(*scales),
+               mins ? mins->data_ptr() : nullptr, mins && is_half(*mins), codes.size(1), scales ? scales->size(1) : 0},
+        bias(bias), kind(kind_of(codes)), n(codes.size(0) * TILE), k(codes.size(1) * (scales ? BLOCK : 1)) {}
 
   // x [M, k] -> out [M, n], or [M, n / 2] if gated.
   void operator()(const float* x, int64_t M, const float* residual, bool gated, float* out) const {
-    const Rows rows(x, M, k);
     const Epilogue end{bias, residual, out, gated ? n / 2 : n, gated, M};
-    if (four && weight.mins) run<4, true>(weight, rows, end);
-    if (four && !weight.mins) run<4, false>(weight, rows, end);
-    if (!four) run<8, false>(weight, rows, end);
+    if (kind == FP32) return run_floats<FP32>(weight.codes, x, k, end);
+    if (kind == BF16) return run_floats<BF16>(weight.codes, x, k, end);
+    if (kind == FP16) return run_floats<FP16>(weight.codes, x, k, end);
+    const Rows rows(x, M, k);
+    if (kind == INT8) return run<8, false>(weight, rows, end);
+    return weight.mins ? run<4, true>(weight, rows, end) : run<4, false>(weight, rows, end);
   }
 };
 
-Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& mins,
+Tensor linear(const Tensor& x, const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& mins,
               const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, bool gated) {
-  const Linear layer(codes, scales, mins ? &*mins : nullptr, floats(bias));
+  const Linear layer(codes, scales ? &*scales : nullptr, mins ? &*mins : nullptr, floats(bias));
   Tensor out = torch::stable::new_empty(x, {x.size(0), gated ? layer.n / 2 : layer.n});
   layer((const float*)x.data_ptr(), x.size(0), floats(residual), gated, (float*)out.data_ptr());
   return out;
@@ -415,9 +483,8 @@ inline const float* or_null(const Tensor& t) { return t.numel() ? (const float*)
 Tensor layer(const Tensor& x, const std::optional<Tensor>& residual, std::vector<Tensor> weights, const Tensor& cos,
              const Tensor& sin, Tensor kv, const Tensor& slots, const Tensor& start, const Tensor& visible,
              const Tensor& positions, int64_t window, double eps, double scale) {
-  auto linear_at = [&](int i) {
-    return Linear(weights[i], weights[i + 1], weights[i + 2].numel() ? &weights[i + 2] : nullptr, or_null(weights[i + 3]));
-  };
+  auto given = [&](int i) { return weights[i].numel() ? &weights[i] : nullptr; };
+  auto linear_at = [&](int i) { return Linear(weights[i], given(i + 1), given(i + 2), or_null(weights[i + 3])); };
   const Linear qkv = linear_at(4), o = linear_at(8), gate_up = linear_at(12), down = linear_at(16);
   const int64_t hd = kv.size(4), kv_heads = kv.size(2), M = x.size(0) * x.size(1), H = o.n, in = qkv.k;
   Nodes n = nodes_of(x.size(0), x.size(1), qkv.n / hd - 2 * kv_heads, kv);
@@ -443,7 +510,7 @@ Tensor layer(const Tensor& x, const std::optional<Tensor>& residual, std::vector
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
-  m.def("linear(Tensor x, Tensor codes, Tensor scales, Tensor? mins, Tensor? bias, Tensor? residual, bool gated) -> Tensor");
+  m.def("linear(Tensor x, Tensor codes, Tensor? scales, Tensor? mins, Tensor? bias, Tensor? residual, bool gated) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rope_write_kv(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, Tensor? q_weight, "
         "Tensor? k_weight, float eps) -> Tensor");

@@ -170,6 +170,8 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
     Columns keep the stored order if `perm` is set. Not for layout 'cpu'. fused: let one Triton kernel compute
     the same bits, for layout 'planes' without experts.
     """
+    if weight.layout == "tiles" and weight.bits >= 16:
+        return weight.weight.transpose(1, 2).reshape(weight.n, weight.k).to(dtype)
     if weight.layout == "dense" or weight.bits == 16:
         return weight.weight.to(dtype)
     if fused:
@@ -330,6 +332,19 @@ def pack_int8(
         raise ValueError(f"int8: scales {tuple(scales.shape)} do not match the weight {tuple(qweight.shape)}")
     plain = PackedWeight("plain", 8, k // len(scales) if grouped else 0, n, k, qweight, scales)
     return _pack(plain, dtype, layout, config)
+
+
+def pack_float(weight: Tensor) -> PackedWeight | None:
+    """A float32 weight [N, K] for the CPU kernels, in 16 bits if they hold all of its values exactly.
+
+    None if the active backend is another one, or if N does not divide into tiles.
+    """
+    n, k = weight.shape
+    if n % cpu.TILE or not use_cpu("packed_linear", weight.detach()):
+        return None
+    stored = next((t for t in (weight.bfloat16(), weight.half()) if torch.equal(t.float(), weight)), weight)
+    tiles = stored.view(-1, cpu.TILE, k).transpose(1, 2).contiguous()
+    return PackedWeight("tiles", 8 * tiles.itemsize, 0, n, k, tiles)
 
 
 def pack_half(weight: Tensor, layout: str = "auto", config: LinearConfig | None = None) -> PackedWeight:

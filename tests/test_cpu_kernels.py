@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ from tiny import CTX, eagle_drafter, randomise, tiny_head
 
 import kernels
 import tree as trees
+from eagle_draft import EagleHead
 from engine import Engine
 from generate import main as generate
 from kernels import cpu
 from kernels.packing import dequantize
 from model import Transformer
 from model_config import ModelConfig
+from runtime.fused import fused_parts
 from sampling import SamplingParams
 from support import native
 from weights.quantized import QuantSpec, pack_
@@ -86,6 +89,25 @@ def test_products_equal_their_definition(form, n, k):
         want = rounded(x) @ dequantize(plain, torch.float64).T
         got = kernels.packed_linear(x, packed)
         assert (got - want).abs().max() <= 2e-6 * want.abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n,k", [(8, 3), (24, 100), (96, 256)])
+def test_float_products_are_exact_and_row_by_row_the_same(dtype, n, k):
+    """Catches a value that 16 bits do not hold, an odd last tile, the wrong half of a gate, and bits that depend on the
+    width."""
+    matrix = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).to(dtype).float()
+    with backend().active():
+        packed = kernels.pack_float(matrix)
+    assert packed.bits == 8 * dtype.itemsize and torch.equal(dequantize(packed, torch.float32), matrix)
+    x, want = torch.randn(13, k), None
+    for gated in (False, True)[: 1 + (n % 16 == 0)]:
+        want = kernels.epilogue(x.double() @ matrix.double().T, None, None, gated)
+        got = kernels.packed_linear(x, packed, gated=gated)
+        assert torch.allclose(got.double(), want, atol=1e-5 * k, rtol=1e-5)
+        for width in range(1, 13):
+            assert torch.equal(kernels.packed_linear(x[:width], packed, gated=gated), got[:width]), width
 
 
 @needs_kernels
@@ -222,10 +244,11 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def quantized_model(mode: str) -> Transformer:
-    model = Transformer(CONFIG).float()
+def quantized_model(mode: str, **shape) -> Transformer:
+    model = Transformer(replace(CONFIG, **shape)).float()
     randomise(model, 0, 0.3)
-    quantize_(model, QuantSpec(mode, 32, lm_head="int8"))
+    if mode != "float32":
+        quantize_(model, QuantSpec(mode, 32, lm_head="int8"))
     model.rotary.build("cpu", CTX)
     with backend().active():
         pack_(model, torch.float32)
@@ -233,7 +256,7 @@ def quantized_model(mode: str) -> Transformer:
 
 
 @needs_kernels
-@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("mode", ["float32", "int8", "int4"])
 def test_rows_of_a_whole_forward_have_the_same_bits_at_every_width(mode):
     """Catches one operation whose bits depend on the width: --prove would then need its tolerance."""
     model, tokens = quantized_model(mode), torch.randint(96, (1, 60), generator=torch.Generator().manual_seed(3))
@@ -249,7 +272,7 @@ def test_rows_of_a_whole_forward_have_the_same_bits_at_every_width(mode):
 
 
 @needs_kernels
-@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("mode", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("tree", ["paper25", "chain:4", "dynamic:16,4,4"])
 def test_speculative_tokens_equal_plain_ones_without_any_tie(mode, tree):
     """Catches a fork, greedy or sampled. No margin is allowed here."""
@@ -261,6 +284,39 @@ def test_speculative_tokens_equal_plain_ones_without_any_tie(mode, tree):
             params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=100)
             plain, drafted = (engine.generate([1, 5, 9 + seed], params).run()[0] for engine in engines)
             assert drafted.token_ids == plain.token_ids and len(plain.token_ids) == 100
+
+
+@needs_kernels
+@pytest.mark.parametrize("mode", ["float32", "int8"])
+@pytest.mark.parametrize("shape", [{}, {"qk_norm": True}, {"qkv_bias": True, "o_bias": True, "windows": (7, 0)}])
+def test_a_layer_in_one_call_has_the_bits_of_its_parts(mode, shape):
+    """Catches a norm, bias, window or residual that the fused layer forgets, in the target and in an EAGLE head."""
+    model = quantized_model(mode, **shape)
+    tokens = torch.randint(96, (2, 9), generator=torch.Generator().manual_seed(5))
+    _, ancestors = random_tree(9)
+    head = tiny_head(model, version=3, head_dim=16, hidden_size=64)
+    parts = fused_parts()
+    with torch.inference_mode(), backend().active():
+        pack_(head, torch.float32)
+        nodes = model.nodes(torch.tensor([0, 3]), (ancestors.sum(1) - 1)[None].expand(2, -1), ancestors[None], CTX)
+        caches = [model.new_cache(2, CTX) for _ in range(2)]
+        for cache, block in zip(caches[:2], (None, parts.block), strict=True):
+            cache += 0.1
+            hidden_states, _ = model(tokens, nodes, cache, (), block)
+            caches.append(hidden_states)
+        assert torch.equal(caches[0], caches[1]) and torch.equal(caches[2], caches[3])
+        inputs = torch.randn(2, 9, 64), torch.randn(2, 9, 64), nodes
+        layers = (EagleHead.layer_forward, parts.draft_layer)
+        assert torch.equal(*(layer(head, *inputs, head.new_cache(2, CTX)) for layer in layers))
+
+
+@needs_kernels
+def test_a_layer_that_the_kernels_lack_runs_in_parts():
+    """Catches a fused call on experts or on an int8 cache, and a head that is drafted with stale weights."""
+    model = quantized_model("int8", num_local_experts=2, num_experts_per_tok=1)
+    for kv_dtype in (None, torch.int8):
+        engine = Engine(model, backend=backend(), kv_dtype=kv_dtype)
+        assert len(engine.generate([1, 2, 3], SamplingParams(max_new_tokens=4)).run()[0].token_ids) == 4
 
 
 def test_the_table_names_every_operation_and_its_reason(monkeypatch):

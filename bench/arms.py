@@ -1,29 +1,24 @@
 """The arms of a benchmark: what decodes a prompt, what it promises, and how it is built from options.
 
-All arms share one copy of the weights. The first arm is plain decoding, and every other one is compared with it. An arm
-promises the same tokens as plain decoding, the same distribution, or nothing (another engine).
+All engines of ours share one copy of the weights. The first arm is plain decoding, and every other one is compared with
+it. An arm promises the same tokens as plain decoding, the same distribution, or nothing (another engine, `bench.peers`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, Protocol
 
 from bench.random_models import random_head
 from drafters.draft_model import check_vocabulary
 from engine import Engine
 from load import build_drafter, build_head, draft_vocabulary
 from load import build_engine as build_loaded
-from model import Transformer
 from model_config import ModelConfig
 from options import LoadOptions, read_option
 from runtime.results import GenerationResult
@@ -34,7 +29,6 @@ from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint, load_config
 from weights.files import read_entries
 from weights.heads import read_eagle
-from weights.hf import config_to_hf, hf_views
 from weights.medusa import MEDUSA_FILES
 from weights.quantized import pack_
 
@@ -102,82 +96,15 @@ class EngineArm:
         return Sample(result.token_ids, ttft, seconds, steps, result.cached_tokens, result.text)
 
 
-class HFArm:
-    """`transformers` generate on the same weight tensors. kind: hf (dynamic cache), hf-static or hf-compiled."""
+class Arm(Protocol):
+    """What a benchmark runs: an Engine of ours, or one of `bench.peers`. `options` says how it was built."""
 
-    label = OTHER_ENGINE
+    name: str
+    label: str
+    options: dict[str, Any]
 
-    def __init__(self, kind: str, model: Transformer, tokenizer):
-        self.name, self.kind, self.tokenizer = kind, kind, tokenizer
-        self.model = hf_model(model)
-        self.options = {"transformers": importlib.metadata.version("transformers")}
-        if kind == "hf-compiled":
-            self.model.forward = torch.compile(self.model.forward, dynamic=False)
-
-    @torch.inference_mode()
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:
-        """One request with a new cache."""
-        clock = _Clock()
-        stops = [i for i in params.stop_ids if i not in NO_STOP]
-        ids = torch.tensor([prompt], device=self.model.device)
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": params.max_new_tokens}
-        options |= {"eos_token_id": stops or None, "pad_token_id": stops[0] if stops else 0}
-        options["do_sample"] = params.temperature > 0
-        if params.temperature:
-            options |= {name: vars(params)[name] for name in ("temperature", "top_k", "top_p")}
-        if self.kind != "hf":
-            options |= {"cache_implementation": "static", "disable_compile": True}
-        torch.manual_seed(params.seed)
-        synchronize(self.model.device)
-        started = time.perf_counter()
-        self.model.generate(ids, streamer=clock, **options)
-        _, *times = clock.times  # the prompt comes first
-        new = clock.ids[len(prompt) :]
-        text = self.tokenizer.decode(new, continuation=True) if self.tokenizer else ""
-        return Sample(new, times[0] - started, times[-1] - times[0], text=text)
-
-
-Arm = EngineArm | HFArm
-
-
-class _Clock:
-    """A streamer for transformers: keeps the ids and the time when they arrived on the host."""
-
-    def __init__(self):
-        self.ids: list[int] = []
-        self.times: list[float] = []
-
-    def put(self, ids: Tensor) -> None:
-        self.ids += ids.flatten().tolist()
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-def hf_model(model: Transformer):
-    """A transformers model on our weights: its parameters are views of ours.
-
-    Where ours lie column by column they are copies, laid out as transformers would load them. Raises UsageError for
-    quantized weights and without transformers.
-    """
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise UsageError("--baseline hf needs transformers: pip install transformers") from error
-    if model.quant:
-        raise UsageError("--baseline hf needs unquantized weights; this checkpoint is quantized.")
-    values = config_to_hf(model.config)
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    with torch.device("meta"):
-        twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    fused = any(name.endswith("experts.gate_up_proj") for name in twin.state_dict())
-    views = {n: v.contiguous() for n, v in hf_views(model, fused).items()}
-    if model.config.tie_word_embeddings:
-        views["lm_head.weight"] = views["model.embed_tokens.weight"]
-    twin.load_state_dict({name: view.detach() for name, view in views.items()}, assign=True)
-    twin.model.rotary_emb = type(twin.model.rotary_emb)(config).to(model.device)
-    return twin.eval().requires_grad_(False)
+        """One request that reuses nothing of the requests before."""
 
 
 # ---- from options to arms ---------------------------------------------------------------------------------
@@ -214,8 +141,11 @@ def arm_options(name: str, given: dict[str, str], directory: Path | None) -> tup
 
 
 def find_drafters(directory: Path, config: ModelConfig) -> Iterator[tuple[str, Path]]:
-    """(option of LoadOptions, folder) of every drafter in a folder of the checkpoint, in the order of the names."""
-    for folder in sorted(p for p in directory.iterdir() if p.is_dir()):
+    """(option of LoadOptions, folder) of every drafter in a folder of the checkpoint, in the order of the names.
+
+    Beside a GGUF file none is looked for, because its folder often holds files of other models.
+    """
+    for folder in sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else ():
         if any((folder / name).is_file() for name in MEDUSA_FILES):
             yield "medusa", folder
             continue
@@ -275,10 +205,9 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
 
 
 def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
-    """Plain decoding, then the arms that were asked for or found, then transformers.
+    """Plain decoding, then the arms that were asked for or found.
 
-    `args` holds --checkpoint, --shape, --arm, --only, --baseline and --hf-compile. Raises UsageError for unknown or
-    repeated names.
+    `args` holds --checkpoint, --shape, --arm and --only. Raises UsageError for unknown or repeated names.
     """
     directory = None if args.shape else Path(args.checkpoint)
     cuda = base.model.device.type == "cuda"
@@ -300,8 +229,7 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     for name, given in specs:
         label, options = arm_options(name, given, directory)
         arms.append(EngineArm(name, label, options, build_engine(base, options, ctx)))
-    kinds = ["hf", "hf-static"] + ["hf-compiled"] * args.hf_compile if args.baseline else []
-    return arms + [HFArm(kind, base.model, base.tokenizer) for kind in kinds]
+    return arms
 
 
 def shown(options: dict[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def _output(command: list[str]) -> str:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Everything about the machine that moves the numbers."""
-    known = dict.fromkeys(("torch", "triton", "transformers", "numpy"))
+    known = dict.fromkeys(("torch", "triton", "transformers", "llama-cpp-python", "numpy"))
     for name in known:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             known[name] = importlib.metadata.version(name)

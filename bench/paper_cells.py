@@ -23,6 +23,7 @@ import torch
 from bench import arms
 from bench.environment import environment, fingerprint
 from bench.measure import Bench, Line, Settings, digest
+from bench.peers import HFArm, hf_model
 from bench.suites import ask
 from engine import Engine
 from load import load, plan_memory
@@ -287,7 +288,7 @@ def measure_single(base: Engine, spec: Cell, job: Measurement) -> list[Line]:
     plain = arms.EngineArm("plain", arms.SAME_TOKENS, {}, arms.build_engine(base, {}, job.ctx))
     arm: arms.Arm
     if spec["method"] == "hf":
-        arm = arms.HFArm("hf", base.model, base.tokenizer)
+        arm = HFArm("hf", hf_model(base.model), base.tokenizer)
     else:
         promise = arms.SAME_TOKENS if spec["verify"] == "match" else arms.SAME_DISTRIBUTION
         arm = arms.EngineArm("arm", promise, {}, arms.build_engine(base, spec["options"], job.ctx))

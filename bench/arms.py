@@ -35,6 +35,7 @@ from weights.checkpoint import Checkpoint, load_config
 from weights.files import read_entries
 from weights.heads import read_eagle
 from weights.hf import config_to_hf, hf_views
+from weights.hub import local_path
 from weights.medusa import MEDUSA_FILES
 from weights.quantized import pack_
 
@@ -215,7 +216,7 @@ def arm_options(name: str, given: dict[str, str], directory: Path | None) -> tup
 
 def find_drafters(directory: Path, config: ModelConfig) -> Iterator[tuple[str, Path]]:
     """(option of LoadOptions, folder) of every drafter in a folder of the checkpoint, in the order of the names."""
-    for folder in sorted(p for p in directory.iterdir() if p.is_dir()):
+    for folder in sorted(p for p in local_path(directory).iterdir() if p.is_dir()):
         if any((folder / name).is_file() for name in MEDUSA_FILES):
             yield "medusa", folder
             continue

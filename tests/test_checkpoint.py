@@ -28,6 +28,7 @@ from weights.checkpoint import Checkpoint, load_config, load_model
 from weights.files import read_entries
 from weights.heads import AUX, EagleConfig, read_eagle, save_eagle
 from weights.hf import config_to_hf, hf_views, save_hf
+from weights.hub import cache_folder
 
 
 def logits_of(model, length: int = 20) -> torch.Tensor:
@@ -1022,6 +1023,84 @@ def test_mutated_head_configs_give_clean_errors_or_load(tmp_path):
         except ValueError as error:
             assert "\n" not in str(error), str(error)
     assert 30 < loaded < 290
+
+
+# ---- org/name in the Hugging Face cache ----------------------------------------------------------------------------
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Path:
+    """An empty cache, and a working folder in which no model lies."""
+    for name in ("HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "hub"
+
+
+def cached(cache: Path, name: str, source: Path) -> Path:
+    """Put the files of `source` into a cache, as the hub's client does: a snapshot of links to blobs."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    snapshot = folder / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(COMMIT)
+    (folder / "blobs").mkdir()
+    for i, file in enumerate(p for p in source.iterdir() if p.is_file()):
+        shutil.copy(file, folder / "blobs" / str(i))
+        (snapshot / file.name).symlink_to(f"../../blobs/{i}")
+    return snapshot
+
+
+def test_org_name_is_the_snapshot_in_the_cache(hub, tiny_checkpoint, tmp_path, monkeypatch):
+    """A model that was downloaded already and must be downloaded again, or a folder here that the cache shadows."""
+    source = tiny_checkpoint("llama")
+    snapshot = cached(hub, "org/na.me-7B_x", source)
+    assert Checkpoint.open("org/na.me-7B_x").directory == snapshot
+    assert same_weights(load_model("org/na.me-7B_x"), load_model(source))
+    head = cached(hub, "org/head", write_head(tmp_path / "head", eagle1(), GEOMETRY))
+    assert read_eagle("org/head", TARGET).config == read_eagle(head, TARGET).config
+    shutil.copytree(tiny_checkpoint("llama-tied"), "org/na.me-7B_x")
+    assert Checkpoint.open("org/na.me-7B_x").directory == Path("org/na.me-7B_x")
+
+
+def test_the_cache_lies_where_the_hub_s_client_puts_it(hub, monkeypatch):
+    """Another folder than the one that the user's other programs fill."""
+    assert cache_folder() == hub
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.setenv("HOME", "/h")
+    assert cache_folder() == Path("/h/.cache/huggingface/hub")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_folder() == Path("/x/huggingface/hub")
+    monkeypatch.setenv("HF_HOME", "~/y")
+    assert cache_folder() == Path("/h/y/hub")
+
+
+def test_what_the_cache_does_not_have_is_one_line(hub, tiny_checkpoint):
+    """A traceback, or no way out, for a model that is missing or half there; a commit that leads out of the cache."""
+    get = "python -m scripts.download org/name"
+    one_line(lambda: Checkpoint.open("org/name"), "org/name is no path here", str(hub), get)
+    snapshot = cached(hub, "org/name", tiny_checkpoint("llama"))
+    main = hub / "models--org--name" / "refs" / "main"
+    shutil.copytree(snapshot, hub / "models--org--name" / "abcdef12")
+    for text in (b"../abcdef12", b"abcdef12abcdef12", b"..", b"", b"\xff" * 40, str(hub).encode()):
+        main.write_bytes(text)
+        one_line(lambda: Checkpoint.open("org/name"), "no snapshot of main", get)
+    main.unlink()
+    one_line(lambda: Checkpoint.open("org/name"), "no snapshot of main", get)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x/y", "../x", "x/..", "./org/name", "/x/y", "a/b/c", "org/name/", "o--r/g", "name"]
+)
+def test_other_names_are_paths_and_never_looked_up(name, hub):
+    """A hostile name that escapes the cache, or a path with a spelling mistake that is searched on the hub."""
+    (hub / "models--..--x").mkdir(parents=True)
+    one_line(lambda: Checkpoint.open(name), "is not a directory")
 
 
 # ---- scripts.convert and scripts.download ----------------------------------------------------------------------

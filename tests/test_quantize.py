@@ -1008,6 +1008,21 @@ def test_running_out_of_memory_is_exit_code_4(tmp_path, capsys, monkeypatch):
     assert "the same command goes on" in capsys.readouterr().err
 
 
+def test_a_model_of_the_hugging_face_cache_is_quantized_into_the_working_folder(tmp_path, capsys, monkeypatch):
+    """Prevents files of ours inside the cache, and org/name being refused where generate.py takes it."""
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123456789abcdef"
+    snapshot.parent.mkdir(parents=True)
+    saved(snapshot, CONFIG)
+    (tmp_path / "hub" / "models--org--name" / "refs").mkdir()
+    (tmp_path / "hub" / "models--org--name" / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    before = sorted((tmp_path / "hub").rglob("*"))
+    assert run("--checkpoint", "org/name", "--mode", "int8") == 0, capsys.readouterr().err
+    assert checkpoint.Checkpoint.open("name-int8").quantization == "int8"
+    assert sorted((tmp_path / "hub").rglob("*")) == before
+
+
 def test_a_head_that_does_not_fit_is_refused_before_any_work(tmp_path, capsys):
     """Prevents finding out after hours of GPTQ that the head belongs to another model or group size."""
     source, head = (saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", replace(UNTIED, intermediate_size=288)))

@@ -33,6 +33,7 @@ from support.files import written_whole
 from support.texts import read_source, stdlib_files
 from tokenizer import Tokenizer
 from training.loop import World
+from weights.hub import local_path
 
 ROLES = {"human": "user", "user": "user", "system": "system"} | dict.fromkeys(
     ("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"
@@ -319,7 +320,7 @@ def load_data(
 def _fingerprint(args: argparse.Namespace) -> str:
     """A hash of everything that may decide the tokenised data: options, and the files with their times."""
     names = "data regenerate chat_template seed length prompt_length regenerate_tokens regenerate_temperature"
-    checkpoint = Path(args.checkpoint).resolve()
+    checkpoint = local_path(args.checkpoint).resolve()
     key = [checkpoint, *(vars(args)[name] for name in names.split())]
     for path in (Path(args.data), checkpoint / "tokenizer.json", checkpoint / "tokenizer.model"):
         for file in sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []:

@@ -20,6 +20,7 @@ from support.files import read_json
 from weights.files import Destination, Entry, Progress, read_entries, tensor_files
 from weights.gguf import GGUFFile, fill_gguf, float_note, kept_entries, packed_parameters, quantization_name
 from weights.hf import build_model, fill_hf, read_config, token_ids
+from weights.hub import local_path
 from weights.meta import is_meta, read_meta_config, read_meta_entries
 from weights.published import fill_published, published_layout
 from weights.stored import fill_stored, read_spec
@@ -42,11 +43,13 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: str | Path, int8_groups: bool = False) -> Checkpoint:
-        """Read the config of a model directory or GGUF file. Raises ValueError in one line if it is unusable.
+        """Read the config of a model directory, a GGUF file, or `org/name` in the Hugging Face cache (`weights.hub`).
+
+        Raises ValueError in one line if it is unusable.
 
         int8_groups: keep GGUF's Q8_0 matrices in int8, for the CPU kernels (`weights.gguf`).
         """
-        directory = Path(directory)
+        directory = local_path(directory)
         if directory.is_file():
             file = GGUFFile.open(directory, int8_groups)
             raw = file.config()

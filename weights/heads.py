@@ -21,6 +21,7 @@ from model_config import ConfigReader, ModelConfig, RopeConfig
 from support.files import read_json
 from weights.files import Entry, check_entries, read_entries, tensor_files
 from weights.hf import config_to_hf, read_rows, refuse_partial_rotation, write_directory
+from weights.hub import local_path
 from weights.quantized import QuantSpec
 from weights.stored import read_spec, spec_to_json
 
@@ -123,7 +124,8 @@ def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
     from the target's.
 
     Args:
-        path: a folder, or one `.safetensors` / `.bin` / `.pth` file (with or without a config.json beside it).
+        path: a folder, or one `.safetensors` / `.bin` / `.pth` file (with or without a config.json beside it),
+            or `org/name` in the Hugging Face cache.
         target: the model that the head shall draft for.
         overrides: config keys (OVERRIDES) to replace, with values as JSON text.
 
@@ -133,7 +135,7 @@ def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
     Raises:
         ValueError: one line, if the head is damaged, does not fit the target, or needs something not implemented.
     """
-    path = Path(path)
+    path = local_path(path)
     if (path / "config.json").is_file() and read_json(path / "config.json").get("eaglet_quant"):
         file = read_quantized_eagle(path)
         made_for = file.config.target_hidden_size, file.config.target_vocab_size

@@ -1,26 +1,20 @@
 """Text to token ids and back: `tokenizer.json`, sentencepiece `tokenizer.model`, streaming, chat templates.
 
 What a user writes never becomes a control token. Decoding is one UTF-8 decoder over the bytes of the tokens, so streamed
-text equals the text decoded in one piece. A model's chat template is untrusted, so it runs sandboxed in a child process
-with limits.
+text equals the text decoded in one piece.
 """
 
 import codecs
 import contextlib
-import datetime
 import json
 import re
 import secrets
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-TEMPLATE_CHARACTERS = 64 * 1024
-RENDER_SECONDS = 10
-RENDER_CPU_SECONDS = 2
-RENDER_MEMORY = 512 * 2**20  # bytes of address space
+from chat_template import TEMPLATE_CHARACTERS, TemplateWorker
+
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
     "detailed, and polite answers to the user's questions."
@@ -203,6 +197,7 @@ class Tokenizer:
         self.chat_templates: dict[str, str] = templates
         self.chat_template_source = source
         self._template = "default"
+        self._worker = TemplateWorker()
 
     @property
     def pieces(self) -> dict[int, bytes]:
@@ -323,7 +318,7 @@ class Tokenizer:
         where = f"chat template ({self.chat_template_source}) failed for roles [{roles}]"
         with _one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):
             variables = self._files.named | {"add_generation_prompt": add_generation_prompt}
-            return _render_in_child(self.chat_templates[name], variants, variables)
+            return self._worker.render(self.chat_templates[name], variants, variables)
 
 
 class StreamDecoder:
@@ -494,78 +489,3 @@ def _check_messages(messages: list[dict]) -> None:
         # A role that is not a plain word could hold control tokens.
         if not re.fullmatch("[A-Za-z_-]{1,32}", m["role"]):
             raise ValueError(f"message {i} has role {m['role'][:40]!r}, expected a plain word such as user")
-
-
-def _render_in_child(template: str, variants: list[list[dict]], variables: dict) -> list[str]:
-    """One prompt per list of messages, rendered in a child process with limits on time, CPU, memory and output.
-
-    The sandbox alone stops neither nested loops nor strings of a gigabyte. Where Python has no `resource` module, only
-    time and output are limited.
-    """
-    if len(template) > TEMPLATE_CHARACTERS:
-        raise ValueError(f"the template is longer than {TEMPLATE_CHARACTERS} characters")
-    limit = 2**20 + 8 * sum(len(m["content"]) for m in variants[0])  # characters of a prompt
-    request = {"template": template, "variants": variants, "variables": variables, "limit": limit}
-    data = json.dumps(request).encode()
-    command = [sys.executable, "-P", __file__]
-    try:
-        done = subprocess.run(command, input=data, capture_output=True, timeout=RENDER_SECONDS)
-        reply = json.loads(done.stdout)
-    except (subprocess.TimeoutExpired, ValueError):
-        limits = f"{RENDER_CPU_SECONDS} s of CPU, {RENDER_SECONDS} s, {RENDER_MEMORY >> 20} MB"
-        raise ValueError(f"the template ran over a limit ({limits})") from None
-    if "error" in reply:
-        raise ValueError(reply["error"])
-    return reply["prompts"]
-
-
-def _render_here(request: dict) -> list[str]:
-    """The prompts, in the child process: Hugging Face's contract for templates in jinja2's immutable sandbox."""
-    import jinja2.ext
-    import jinja2.sandbox
-
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (RENDER_CPU_SECONDS, RENDER_CPU_SECONDS))
-        resource.setrlimit(resource.RLIMIT_AS, (RENDER_MEMORY, RENDER_MEMORY))
-
-    class Generation(jinja2.ext.Extension):
-        """The tag that marks the assistant's text for training. Here its body is simply rendered."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message):
-        raise ValueError(message)
-
-    def tojson(value, ensure_ascii=False, **options):
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    sandbox.filters["tojson"] = tojson
-    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": datetime.datetime.now().strftime}
-    template = sandbox.from_string(request["template"])
-    prompts = []
-    for messages in request["variants"]:
-        prompts.append("")
-        for chunk in template.generate(messages=messages, tools=None, documents=None, **request["variables"]):
-            prompts[-1] += chunk
-            if len(prompts[-1]) > request["limit"]:
-                raise ValueError("the prompt is far longer than the messages")
-    return prompts
-
-
-if __name__ == "__main__":
-    try:
-        answer = {"prompts": _render_here(json.load(sys.stdin))}
-    except Exception as failure:  # A template may raise anything, and the parent reports it.
-        kind = "" if type(failure) is ValueError else f"{type(failure).__name__} "
-        answer = {"error": f"{kind}{failure}"}
-    print(json.dumps(answer))

@@ -20,7 +20,7 @@ from bench.arms import NO_STOP, Arm, EngineArm, Sample, shown
 from bench.environment import memory_of
 from bench.suites import Prompts, Question
 from engine import Engine
-from report.prove import find_fork, is_rounding_tie
+from report.prove import find_fork, is_bitwise, is_rounding_tie
 from sampling import SamplingParams
 from step import draft_input
 from support.machine import peak_memory, resident_memory, synchronize
@@ -174,18 +174,19 @@ class Bench:
             line["stopped"] = bool(ids) and ids[-1] in params.stop_ids
             line |= {"ttft_seconds": sample.ttft_seconds, "decode_seconds": sample.decode_seconds}
             line |= {"tokens_per_step": steps, "cached_tokens": sample.cached_tokens}
-            line |= self._judge(prompt, plain, ids, params) if i else UNJUDGED
+            line |= self._judge(arm, prompt, plain, ids, params) if i else UNJUDGED
             line |= {"working_bytes": peak, "resident_bytes": resident_memory()}
             yield line | {"random_weights": s.random_weights, "environment": self.environment}
 
-    def _judge(self, prompt: list[int], plain: list[int], ids: list[int], params: SamplingParams) -> Line:
+    def _judge(self, arm: Arm, prompt: list[int], plain: list[int], ids: list[int], params: SamplingParams) -> Line:
         """How the ids compare with those of plain decoding. There is no margin if one text is a prefix of the other."""
         if ids == plain:
             return UNJUDGED | {"same": "same"}
         _, index, margin, ulps = find_fork(self.arms[0].engine, 0, prompt, params, plain, ids)
         if math.isinf(margin):
             return UNJUDGED | {"same": "differs", "fork": index}
-        same = "tie" if self.settings.is_tie(margin, ulps) else "differs"
+        excused = self.settings.is_tie(margin, ulps) and not (isinstance(arm, EngineArm) and is_bitwise(arm.engine))
+        same = "tie" if excused else "differs"
         return {"same": same, "fork": index, "margin": margin, "margin_ulps": ulps}
 
 

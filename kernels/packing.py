@@ -340,7 +340,8 @@ def pack_float(weight: Tensor) -> PackedWeight | None:
     None if the active backend is another one, or if N does not divide into tiles.
     """
     n, k = weight.shape
-    if n % cpu.TILE or not use_cpu("packed_linear", weight.detach()):
+    problem = f"a weight [{n}, {k}] does not divide into tiles of {cpu.TILE} rows" if n % cpu.TILE else ""
+    if not use_cpu("packed_linear", weight.detach(), problem=problem):
         return None
     stored = next((t for t in (weight.bfloat16(), weight.half()) if torch.equal(t.float(), weight)), weight)
     tiles = stored.view(-1, cpu.TILE, k).transpose(1, 2).contiguous()

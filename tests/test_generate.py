@@ -234,10 +234,14 @@ def test_load_refuses_wrong_options_by_name(options):
         load(**options)
 
 
-@pytest.mark.parametrize(("margin", "verdict"), [((0.0625, 1.0), 0), ((0.0625, 3.0), 1), ((5e-5, 90.0), 0)])
-def test_prove_judges_a_fork_by_the_dtype_s_precision(margin, verdict, capsys, monkeypatch):
-    """A rounding tie of half precision called a bug, or a bug excused because its margin is small in absolute terms."""
-    forked = prove.Proof(18, 60, prove.Fork(0, 18, *margin))
+FORKS = [((0.0625, 1.0), False, 0), ((0.0625, 3.0), False, 1), ((5e-5, 90.0), False, 0), ((5e-5, 1.0), True, 1)]
+
+
+@pytest.mark.parametrize(("margin", "bitwise", "verdict"), FORKS)
+def test_prove_judges_a_fork_by_the_dtype_s_precision(margin, bitwise, verdict, capsys, monkeypatch):
+    """A rounding tie of half precision called a bug, or a bug excused because its margin is small in absolute terms, or
+    because a tie is accepted where all widths have the same bits."""
+    forked = prove.Proof(18, 60, prove.Fork(0, 18, *margin), bitwise)
     monkeypatch.setattr(prove, "prove", lambda *args: forked)
     code, _, err = run(capsys, "--eagle", str(DEMO / "eagle1"), "--prove", "--max-new-tokens", "4")
     assert code == verdict and "fork at token 18 of row 0, 18/60 identical" in err

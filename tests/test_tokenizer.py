@@ -5,6 +5,8 @@ import hashlib
 import json
 import random
 import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -551,6 +553,22 @@ def test_hostile_templates(json_dir, edit, name):
     with pytest.raises(ValueError, match=r"failed for roles \[user\]") as error:
         ours.render_chat(HI)
     assert "tokenizer_config.json" in one_line(error) and "vicuna" in str(error.value)
+
+
+def test_a_template_is_rendered_by_one_child_that_is_replaced_after_a_failure(json_dir, edit, monkeypatch):
+    """Bug: every chat turn starts Python anew, a bad request spoils all later ones, or two threads mix their prompts."""
+    slow = "{% if messages[0].content == 'slow' %}" + HOSTILE["loops"] + "{% endif %}{{ messages[0].content }}"
+    ours = tk.load_tokenizer(edit(json_dir, chat_template=slow))
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **named: started.append(1) or popen(*args, **named))
+    texts = [f"text {i}" for i in range(40)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda text: ours.render_chat([{"role": "user", "content": text}]), texts)) == texts
+    assert len(started) == 1
+    with pytest.raises(ValueError, match="over a limit"):
+        ours.render_chat([{"role": "user", "content": "slow"}])
+    assert ours.render_chat(HI) == HI[0]["content"] and len(started) == 2
 
 
 def test_bad_messages_and_missing_template(json_dir):

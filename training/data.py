@@ -14,7 +14,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from os.path import commonprefix  # it takes lists, too
@@ -241,8 +240,7 @@ def tokenise(tokenizer: Tokenizer, conversations: list, texts: list[str]) -> tup
         except ValueError as error:
             return str(error)
 
-    with ThreadPoolExecutor(8) as pool:  # a model's own template runs in a child process
-        attempts = list(pool.map(attempt, conversations))
+    attempts = [attempt(messages) for messages in conversations]
     rows = [row for row in attempts if not isinstance(row, str)]
     rows += [(ids, [True] * len(ids)) for ids in map(tokenizer.encode, texts)]
     return TokenData.from_rows(rows), [reason for reason in attempts if isinstance(reason, str)]

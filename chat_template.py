@@ -1,0 +1,163 @@
+"""Chat templates of models: rendered by jinja2's sandbox in a child process, with limits.
+
+A template comes with a model's files, so it is untrusted. The sandbox alone stops neither nested loops nor strings of a
+gigabyte. The child is started at the first use and kept, because starting Python takes longer than all else.
+"""
+
+import contextlib
+import datetime
+import functools
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+TEMPLATE_CHARACTERS = 64 * 1024
+START_SECONDS = 60
+RENDER_SECONDS = 10
+RENDER_CPU_SECONDS = 2
+RENDER_MEMORY = 512 * 2**20  # bytes of address space
+
+
+class TemplateWorker:
+    """Renders one model's templates in a child process. It may be used from several threads, which wait for each other.
+
+    Every request has limits on time, CPU, memory and output. Where Python has no `resource` module, only time and output
+    are limited. A child that ran over a limit is ended, and the next request gets a new one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen | None = None
+
+    def render(self, template: str, variants: list[list[dict]], variables: dict) -> list[str]:
+        """One prompt per list of messages. Raises ValueError for a template that fails or runs over a limit."""
+        if len(template) > TEMPLATE_CHARACTERS:
+            raise ValueError(f"the template is longer than {TEMPLATE_CHARACTERS} characters")
+        limit = 2**20 + 8 * sum(len(m["content"]) for m in variants[0])  # characters of a prompt
+        request = {"template": template, "variants": variants, "variables": variables, "limit": limit}
+        with self._lock:
+            reply = self._ask(json.dumps(request).encode())
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        return reply["prompts"]
+
+    def _ask(self, request: bytes) -> dict:
+        """The reply to a request of one line."""
+        if self._child is None:
+            self._child = self._start()
+        answer = _exchange(self._child, request, RENDER_SECONDS)
+        try:
+            return json.loads(answer)
+        except ValueError:
+            _end(self._child)
+            self._child = None
+            limits = f"{RENDER_CPU_SECONDS} s of CPU, {RENDER_SECONDS} s, {RENDER_MEMORY >> 20} MB"
+            raise ValueError(f"the template ran over a limit ({limits})") from None
+
+    def _start(self) -> subprocess.Popen:
+        pipe = subprocess.PIPE
+        # in a session of its own, so that Ctrl-C does not reach it
+        child = subprocess.Popen(
+            [sys.executable, "-P", __file__], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        weakref.finalize(self, _end, child)
+        _exchange(child, b"", START_SECONDS)  # it answers when it is ready
+        return child
+
+
+def _exchange(child: subprocess.Popen, line: bytes, seconds: float) -> bytes:
+    """Send a line and read one; b"" if the child has ended or takes too long, which ends it."""
+    timer = threading.Timer(seconds, child.kill)
+    timer.start()
+    try:
+        child.stdin.write(line + b"\n")
+        child.stdin.flush()
+        return child.stdout.readline()
+    except OSError:
+        return b""
+    finally:
+        timer.cancel()
+
+
+def _end(child: subprocess.Popen) -> None:
+    child.kill()
+    child.wait()
+    with contextlib.suppress(OSError):
+        child.stdin.close()
+    child.stdout.close()
+
+
+def _limit_cpu() -> None:
+    """Allow this process RENDER_CPU_SECONDS more."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        most = math.ceil(time.process_time()) + RENDER_CPU_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _sandbox():
+    """Hugging Face's contract for templates in jinja2's immutable sandbox."""
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """The tag that marks the assistant's text for training. Here its body is simply rendered."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message):
+        raise ValueError(message)
+
+    def tojson(value, ensure_ascii=False, **options):
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": datetime.datetime.now().strftime}
+    return sandbox
+
+
+def _render(compiled, request: dict) -> list[str]:
+    """The prompts, in the child process."""
+    template = compiled(request["template"])
+    prompts = []
+    for messages in request["variants"]:
+        prompts.append("")
+        for chunk in template.generate(messages=messages, tools=None, documents=None, **request["variables"]):
+            prompts[-1] += chunk
+            if len(prompts[-1]) > request["limit"]:
+                raise ValueError("the prompt is far longer than the messages")
+    return prompts
+
+
+def serve() -> None:
+    """The child process: read a request a line, write a reply a line, until the parent goes away."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (RENDER_MEMORY, RENDER_MEMORY))
+    compiled = functools.lru_cache(8)(_sandbox().from_string)
+    for line in iter(sys.stdin.readline, ""):
+        _limit_cpu()
+        try:
+            answer = {"prompts": _render(compiled, json.loads(line))} if line.strip() else {}
+        except Exception as failure:  # A template may raise anything, and the parent reports it.
+            kind = "" if type(failure) is ValueError else f"{type(failure).__name__} "
+            answer = {"error": f"{kind}{failure}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -29,7 +29,7 @@ from report.lines import Report, result_json
 from report.viewer import StepRecorder
 from sampling import SamplingParams
 from support import cache
-from support.errors import INTERRUPTED, BadFileError, UsageError, run_command
+from support.errors import INTERRUPTED, BadFileError, Parser, UsageError, run_command
 from support.machine import size_text
 
 __all__ = ["load", "main"]
@@ -41,9 +41,7 @@ DEMO_PROMPT = '''def read_file(filename):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument_group("request").add_argument
     add("-p", "--prompt", help="text to continue")
     add("--prompt-ids", metavar="5,17,9", help="token ids to continue; needs no tokenizer")

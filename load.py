@@ -32,7 +32,7 @@ from runtime.compiled import COMPILE_MODES
 from step import HISTORY, RING
 from support import cache
 from support.errors import BadFileError, NotEnoughMemory, UserError
-from support.machine import describe_device, free_memory, size_text
+from support.machine import default_device, default_threads, describe_device, free_memory, size_text
 from tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, parse_tree, tree_tables
 from weights.checkpoint import Checkpoint
@@ -135,7 +135,7 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
         return
     per_token = plan.kv / options.ctx
     fits = int(options.ctx - (plan.total - free) / per_token) if per_token else 0
-    hint = "Use a quantized model (quantize.py) or a larger device."
+    hint = "Use a quantized model (--quant int4, quantize.py) or a larger device."
     if options.kv != "int8" and plan.total - free < 0.4 * plan.kv:
         hint = "Try --kv int8."
     elif fits >= 256:
@@ -158,7 +158,7 @@ def load(
         checkpoint: the model directory.
         progress: called with (done, total, tensor name) while weights stream in.
         report: called with notes, one line each, such as what was assumed about a bare head.
-        options: fields of LoadOptions.
+        options: fields of LoadOptions. On a CPU the number of threads holds for the whole process (`use_threads`).
 
     Raises:
         ValueError: in one line. The kinds in support.errors tell a wrong option from a bad file.
@@ -166,6 +166,7 @@ def load(
     say = report or (lambda line: None)
     asked = LoadOptions(checkpoint=str(checkpoint), **options)
     asked.check()
+    use_threads(asked)
     with _bad_files():
         files = _Files(asked)
     options = asked.resolve(files.checkpoint, files.head)
@@ -197,19 +198,27 @@ def load(
     return build_engine(model, files.tokenizer, drafter, options, backend, plan, head)
 
 
+def use_threads(options: LoadOptions) -> None:
+    """Give torch the CPU threads that the options name, if they name a CPU.
+
+    torch has one number for the whole process, so models that are loaded already run with the new one, too.
+    """
+    if (options.device or default_device()) == "cpu":
+        torch.set_num_threads(options.threads or default_threads())
+
+
 class _Files:
     """The files that the options name, as far as they are read before memory is planned."""
 
     def __init__(self, options: LoadOptions):
-        int8_groups = options.kernel_mode == "cpu"
-        self.checkpoint = Checkpoint.open(options.checkpoint, int8_groups)
+        self.checkpoint = options.open_checkpoint()
         config = self.checkpoint.config
         self.tokenizer = load_tokenizer(self.checkpoint.tokenizer_source, config.vocab_size)
         overrides = dict(item.split("=", 1) for item in options.eagle_config)
         self.head = read_eagle(options.eagle, config, overrides) if options.eagle else None
         self.draft: Checkpoint | None = None
         if options.draft_checkpoint:
-            self.draft = Checkpoint.open(options.draft_checkpoint, int8_groups)
+            self.draft = Checkpoint.open(options.draft_checkpoint, int8_groups=options.kernel_mode == "cpu")
             theirs = load_tokenizer(self.draft.tokenizer_source, self.draft.config.vocab_size)
             check_vocabulary(config, self.draft.config, (self.tokenizer, theirs))
 

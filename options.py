@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from support.machine import default_device, describe_device
 from tree import NAMES, parse_tree
 from weights.checkpoint import Checkpoint
 from weights.heads import EagleFile
+from weights.quantized import MODES as QUANTS
 
 DEMO = Path(__file__).resolve().parent / "demo"
 DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
@@ -61,6 +62,12 @@ class LoadOptions:
     ctx: int | None = option(None, "context to allocate (default: the model's, at most 8192)", least=2)
     device: str | None = option(None, "default: the GPU if there is one", ("cuda", "cpu"))
     dtype: str | None = option(None, "default: the checkpoint's; float32 on a CPU", DTYPES)
+    quant: str | None = option(
+        None, "round float weights while they load, as quantize.py does without options; a drafter's stay", QUANTS
+    )
+    threads: int | None = option(
+        None, "CPU threads (default: OMP_NUM_THREADS, or else one for each physical core)", metavar="N", least=1
+    )
     compile: bool = option(False, "compile the step (and on a GPU capture it as one CUDA graph)")
     compile_mode: str = option(
         "graph",
@@ -176,6 +183,8 @@ class LoadOptions:
             raise UsageError("--draft-vocab-text needs --draft-vocab K, the number of tokens to keep.")
         if self.kernels == "cpu" and self.compile:
             raise UsageError("--kernels cpu runs C++ kernels that --compile cannot look into; leave one of them out.")
+        if self.threads and (self.device or default_device()) != "cpu":
+            raise UsageError("--threads is about a CPU, and this runs on a GPU; leave it out, or add --device cpu.")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda, but this torch sees no CUDA device. Use --device cpu.")
 
@@ -186,6 +195,11 @@ class LoadOptions:
         dtype = self.dtype or ("float32" if device == "cpu" else config.dtype)
         ctx = self.ctx or min(config.max_positions, 8192)
         return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=self.kernel_mode)
+
+    def open_checkpoint(self) -> Checkpoint:
+        """The checkpoint, with what the options say about reading its weights."""
+        checkpoint = Checkpoint.open(self.checkpoint, int8_groups=self.kernel_mode == "cpu")
+        return checkpoint.rounded(self.quant) if self.quant else checkpoint
 
     def resolve(self, checkpoint: Checkpoint, head: EagleFile | None = None) -> LoadOptions:
         """The options with everything decided: device, dtype, ctx, and the tree that `--tree auto` stands for.
@@ -218,6 +232,18 @@ def _check_value(name: str, value: Any, default: Any, metadata: Any) -> None:
         raise UsageError(f"{_flag(name)} is {value!r:.40}; allowed: {', '.join(metadata['choices'])}.")
 
 
+def _number(least: int) -> Callable[[str], int]:
+    """What reads a number from a command line. `_check_value` compares it with `least`."""
+
+    def read(text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r:.40}; allowed: {least} or more.") from None
+
+    return read
+
+
 def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
     """Add the arguments of these options (default: all) to a command line. `options_from` reads them."""
     groups: dict[str, Any] = {}
@@ -239,7 +265,7 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
         elif f.metadata["choices"]:
             add(_flag(f.name), choices=f.metadata["choices"], **described)
         else:
-            kind = str if f.metadata["least"] is None else int
+            kind = str if f.metadata["least"] is None else _number(f.metadata["least"])
             add(_flag(f.name), type=kind, metavar=f.metadata["metavar"], **described)
 
 
@@ -304,6 +330,7 @@ def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
     """
     options = options.with_defaults(checkpoint.config)
     quantization = [checkpoint.raw.get(key) for key in ("eaglet_quant", "quantization_config")]
+    quantization += [str(checkpoint.spec)] if checkpoint.spec else []
     vocabulary = (options.draft_vocab, options.draft_vocab_text)
     how = (options.dtype, options.compile and options.compile_mode, options.kv)
     described = (checkpoint.config, head.config, json.dumps(quantization, sort_keys=True), vocabulary, how)
@@ -325,6 +352,8 @@ def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
     command += f" --draft-vocab {options.draft_vocab}" if options.draft_vocab else ""
     command += f" --draft-vocab-text {options.draft_vocab_text}" if options.draft_vocab_text else ""
     command += f" --dtype {options.dtype}" if options.dtype else ""
+    command += f" --quant {options.quant}" if options.quant else ""
+    command += f" --threads {options.threads}" if options.threads else ""
     command += " --compile" if options.compile else ""
     device = options.with_defaults(checkpoint.config).device
     where = f"this model, head and device ({describe_device(torch.device(device))})"

@@ -37,7 +37,9 @@ SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE = "same tokens", "same distribution
 LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)  # from the strongest promise to none
 NO_STOP = (2**31 - 1,)  # no token has this id, so decoding goes on to the length limit
 # Fields of LoadOptions that all arms share, and those that name files (looked up in the checkpoint's folder too).
-COMMON = ("checkpoint", "device", "dtype", "ctx", "batch_size", "kernels", "compile", "compile_mode")
+COMMON = (
+    "checkpoint", "device", "dtype", "quant", "threads", "ctx", "batch_size", "kernels", "compile", "compile_mode"
+)  # fmt: skip
 PATHS = ("eagle", "draft_checkpoint", "medusa")
 DYNAMIC = "dynamic:16,4,4"  # the default dynamic tree on a CPU, where no row is free
 DYNAMIC_GPU = "dynamic:32,6,8"
@@ -194,7 +196,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         file = read_eagle(opts.eagle, model.config, dict(item.split("=", 1) for item in opts.eagle_config))
         head = build_head(file, model, draft_vocabulary(opts, model.config, base.tokenizer))
     if opts.tree == "auto":
-        opts = opts.resolve(Checkpoint.open(opts.checkpoint), file)
+        opts = opts.resolve(opts.open_checkpoint(), file)
     if kind == "draft":
         small = Checkpoint.open(opts.draft_checkpoint)
         theirs = load_tokenizer(small.tokenizer_source, small.config.vocab_size)

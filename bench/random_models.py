@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from eagle_draft import EagleHead
 from engine import Engine
-from load import build_engine, open_backend
+from load import build_engine, open_backend, use_threads
 from model import Transformer
 from model_config import DTYPES, ModelConfig, RopeConfig
 from options import LoadOptions
@@ -133,13 +133,14 @@ def random_head(model: Transformer, version: int, quant: str | None = None) -> E
     return head
 
 
-def random_engine(name: str, device: str | None, dtype: str | None, quant: str | None, **options: Any) -> Engine:
-    """An engine that decodes plainly with a random model of the shape `name`. options: further LoadOptions."""
+def random_engine(name: str, **options: Any) -> Engine:
+    """An engine that decodes plainly with a random model of the shape `name`. options: fields of LoadOptions."""
     config = SHAPES[name]
     options["ctx"] = options.get("ctx") or 64
-    opts = LoadOptions(checkpoint=name, device=device, dtype=dtype, **options).with_defaults(config)
+    opts = LoadOptions(checkpoint=name, **options).with_defaults(config)
+    use_threads(opts)
     target = torch.device(opts.device)
     backend = open_backend(opts, lambda note: None)
     with backend.active():
-        model = random_model(config, quant, target, DTYPES[opts.dtype])
+        model = random_model(config, opts.quant, target, DTYPES[opts.dtype])
     return build_engine(model, None, None, opts, backend)

@@ -30,7 +30,8 @@ from support.errors import BadFileError, UsageError
 from tree import PAPER25, DynamicTree, parse_tree
 
 # options of `load` that a tree is tuned for
-TUNED_FOR = "checkpoint eagle eagle_config draft_vocab draft_vocab_text device dtype compile kernels ctx".split()
+TUNED_FOR = """checkpoint eagle eagle_config draft_vocab draft_vocab_text device dtype quant threads compile kernels
+    ctx""".split()
 Say = Callable[[str], None]
 Prompts = Sequence[list[int]]
 Requests = Sequence[SamplingParams]

@@ -40,7 +40,8 @@ from sampling import SamplingParams
 from support.errors import INTERRUPTED, UsageError, command_parser, run_command
 from support.machine import copy_bandwidth
 
-SHARED = ("checkpoint", "compile", "kernels", "device", "dtype", "ctx")  # options that all arms share
+# options that all arms share
+SHARED = ("checkpoint", "compile", "kernels", "device", "dtype", "quant", "threads", "ctx")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,7 +73,6 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("engine alone").add_argument
     add("--synthetic-tau", type=float, default=0.0, metavar="X", help="also: X / measured step time")
     add("--shape", choices=tuple(SHAPES), help="random weights of this shape; needs --synthetic-tau")
-    add("--quant", choices=("int8", "int4"), help="with --shape: quantized weights")
     add("--rows", default="", metavar="pp512,tg128@d4096", help="llama-bench rows of plain decoding")
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="JSON lines: every run, then the summary; -: the summary on stdout")
@@ -100,7 +100,7 @@ def prepare(args: argparse.Namespace, rows: list[str], progress: Progress) -> tu
     """The arms and questions that the flags ask for, and what the JSON says of the model."""
     settings = settings_of(args)
     if args.shape:
-        base = random_engine(args.shape, quant=args.quant, **options_from(args, *SHARED[1:]))
+        base = random_engine(args.shape, **options_from(args, *SHARED[1:]))
     else:
         base = load(**options_from(args, *SHARED))
     least = max(map(row_context, rows), default=0)

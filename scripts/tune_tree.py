@@ -33,7 +33,6 @@ from support.errors import UsageError, command_parser, run_command
 from support.files import write_json
 from support.machine import default_device
 from tree import MAX_DEPTH
-from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle
 
 LIMITS = {  # smallest and largest value of the numeric flags
@@ -92,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
     path = Path(args.out or "")
     if not args.out:
         options = LoadOptions(**options_from(args, *TUNED_FOR))
-        checkpoint = Checkpoint.open(options.checkpoint)
+        checkpoint = options.open_checkpoint()
         overrides = dict(item.split("=", 1) for item in options.eagle_config)
         path = tuned_tree_path(options, checkpoint, read_eagle(options.eagle, checkpoint.config, overrides))
     path.parent.mkdir(parents=True, exist_ok=True)

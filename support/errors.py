@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 # Exit codes of every command.
 USAGE, BAD_FILE, MEMORY, INTERNAL, INTERRUPTED = 2, 3, 4, 5, 130
@@ -58,10 +59,17 @@ def one_line(error: BaseException) -> str:
     return text if expected and text else f"{type(error).__name__}: {text}"
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, too."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"error  {message} (--help lists the options)\n")
+
+
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """A parser for the command `python -m NAME` whose --help shows the description as it is written, with --debug."""
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description, formatter_class=style)
+    parser = Parser(prog=f"python -m {name}", description=description, formatter_class=style)
     parser.add_argument("--debug", action="store_true", help="full tracebacks")
     return parser
 

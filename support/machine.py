@@ -26,6 +26,24 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def default_threads() -> int:
+    """CPU threads for torch: OMP_NUM_THREADS if it is set, else the physical cores that this process may use.
+
+    Two threads of one core share its arithmetic units, so more threads than cores make products slower. Where the system
+    does not tell (outside Linux), it is the number that torch has now.
+    """
+    given = (
+        os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    )  # a list has a number for each nesting level
+    if given.isdecimal() and int(given):
+        return int(given)
+    if sys.platform != "linux":
+        return torch.get_num_threads()
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = {tuple(_lines_of(topology.format(cpu))) for cpu in os.sched_getaffinity(0)}
+    return torch.get_num_threads() if () in cores else len(cores)
+
+
 def describe_device(device: torch.device) -> str:
     """The name of the GPU, or of the processor with its number of torch threads."""
     if device.type == "cuda":

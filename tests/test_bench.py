@@ -869,6 +869,15 @@ def test_usage_errors_are_one_line(flags, why, capsys):
     assert why in error and error.count("\n") == 1
 
 
+def test_all_arms_share_the_rounded_weights(capsys):
+    """An arm that claims other weights than plain decoding has, or --quant lost on the way to the model."""
+    flags = "--quant int8 --threads 1 --max-new-tokens 5 --reps 1 -q --questions 1 --warmup-runs 1".split()
+    assert bench.main([*flags, "--only", "plain", "--temperature", "0", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["model"]["quant"] == "int8 (rounded at load)"
+    assert bench.main([*flags, "--arm", "x=quant=int4"]) == 2
+    assert "option quant is the same for all arms" in capsys.readouterr().err
+
+
 def test_synthetic_tau_is_labelled_and_never_a_speedup(capsys):
     """Random weights accept nothing or everything by accident; only the step time may be used, and it must say so."""
     flags = "--shape tiny --synthetic-tau 3 --quant int8 --max-new-tokens 5 --reps 1 -q".split()

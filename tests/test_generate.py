@@ -19,7 +19,7 @@ import generate
 from bench.acceptance import summarise
 from bench.suites import held_out_prompts
 from generate import load, main
-from load import plan_memory
+from load import plan_memory, use_threads
 from options import DEMO, LoadOptions
 from report import prove
 from sampling import SamplingParams
@@ -117,6 +117,8 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["--chat", "--html", "f.html"], 2, "--html"),
         (["--chat", "--batch-size", "2"], 2, "--batch-size"),
         (["--show-tree", "--batch-size", "2"], 2, "--show-tree"),
+        (["--threads", "0"], 2, "--threads is 0; allowed: 1 or more"),
+        (["--threads", "-2"], 2, "--threads is -2; allowed: 1 or more"),
     ],
 )
 def test_errors_are_one_line_with_the_right_exit_code(flags, code, says, capsys):
@@ -125,6 +127,34 @@ def test_errors_are_one_line_with_the_right_exit_code(flags, code, says, capsys)
     lines = [line for line in err.splitlines() if line.startswith("error")]
     assert got == code and len(lines) == 1 and says in lines[0], err
     assert "Traceback" not in err
+
+
+def test_a_number_that_is_none_is_one_line(capsys):
+    """A page of usage around the one line that says what is wrong, or a line that does not say what is allowed."""
+    with pytest.raises(SystemExit) as stop:
+        main(["--threads", "two"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and "--threads: 'two'; allowed: 1 or more." in error
+
+
+def test_threads_hold_for_a_cpu_and_are_reported(capsys, monkeypatch):
+    """--threads that changes nothing, a run that keeps the number of the run before, and a GPU that changes it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert ", 2 threads " in run(capsys, "--threads", "2", "--device", "cpu", "--max-new-tokens", "2")[2]
+    assert torch.get_num_threads() == 2
+    use_threads(LoadOptions(device="cuda"))
+    assert torch.get_num_threads() == 2
+    assert ", 1 threads " in run(capsys, "--device", "cpu", "--max-new-tokens", "2")[2]
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--kernels", "reference", "--eagle", str(DEMO / "eagle1")]])
+def test_weights_rounded_at_load_are_named(flags, capsys):
+    """A report or JSON that calls rounded weights floats."""
+    code, out, err = run(capsys, "--quant", "int8", "--max-new-tokens", "4", *flags)
+    assert code == 0 and out and "model   demo   int8 (rounded at load)  float32   " in err
+    found = json.loads(run(capsys, "--quant", "int8", "--max-new-tokens", "4", "--json", *flags)[1])
+    assert found["quant"] == "int8 (rounded at load)"
 
 
 def test_a_plan_that_does_not_fit_names_the_change_that_does(capsys, monkeypatch):
@@ -226,6 +256,8 @@ def test_chat_outlives_a_bad_turn(capsys, monkeypatch):
         {"eagle_always": 1},
         {"eagle": "head", "eagle_config": ("theta",)},
         {"kv": None},
+        {"quant": "int3"},
+        {"threads": "2"},
     ],
 )
 def test_load_refuses_wrong_options_by_name(options):

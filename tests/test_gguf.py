@@ -24,9 +24,11 @@ from generate import main as generate
 from kernels import cpu
 from load import load
 from model_config import ModelConfig, RopeConfig
+from options import DEMO
 from sampling import SamplingParams
 from scripts import convert
 from support import real_model
+from support.errors import UsageError
 from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.gguf_tokenizer import SPLITS
@@ -134,6 +136,18 @@ def as_gguf(tiny_checkpoint, tmp_path_factory):
         return write(path, arch, metadata_of(source.config), tensors_of(source), kind)
 
     return make
+
+
+def test_only_a_file_of_floats_is_rounded_at_load(tmp_path):
+    """Catches rounding what is rounded already, also where these types would become floats here."""
+    model = Checkpoint.open(DEMO)
+    for kind in ("F32", "F16"):
+        path = write(tmp_path / f"{kind}.gguf", "llama", metadata_of(model.config), tensors_of(model), kind)
+        found = Checkpoint.open(path).rounded("int4")
+        assert found.quantization == found.load().quant == "int4 (rounded at load)" and found.notes == []
+    path = write(tmp_path / "q.gguf", "llama", metadata_of(model.config), tensors_of(model), "Q5_0")
+    with pytest.raises(UsageError, match=r"q.gguf is quantized \(Q5_0\); leave it out"):
+        Checkpoint.open(path).rounded("int4")
 
 
 FAMILIES = "llama llama-mha llama-bias codellama linear yarn mistral-full mixtral qwen2 qwen3".split()

@@ -32,6 +32,8 @@ TYPED = {
     "ctx": ("256", 256),
     "device": ("cpu", "cpu"),
     "dtype": ("bfloat16", "bfloat16"),
+    "quant": ("int4", "int4"),
+    "threads": ("3", 3),
     "compile": (None, True),
     "compile_mode": ("regions", "regions"),
     "kernels": ("reference", "reference"),
@@ -174,6 +176,7 @@ IGNORED = [
     (dict(draft_noise=False), "--draft-noise off is about a draft head"),
     (dict(ngram_nodes=4), "another drafter"),
     (dict(kernels="cpu", compile=True), "--kernels cpu runs C"),
+    (dict(device="cuda", threads=2), "--threads is about a CPU.*add --device cpu"),
     (dict(eagle="e", draft_checkpoint="d"), "--draft-checkpoint DIR does not go with the drafter eagle"),
     (dict(drafter="draft"), "--drafter draft needs --draft-checkpoint DIR"),
 ]
@@ -263,6 +266,9 @@ def test_the_tuned_tree_is_found_or_the_command_that_makes_it(tmp_path, monkeypa
     more = replace(asked, draft_vocab=64, draft_vocab_text="t", dtype="bfloat16", compile=True)
     with pytest.raises(UsageError, match="--draft-vocab 64 --draft-vocab-text t --dtype bfloat16 --compile$"):
         find_tuned_tree(more, checkpoint, head)
+    rounded = replace(asked, quant="int4", threads=2)
+    with pytest.raises(UsageError, match="--quant int4 --threads 2$"):
+        rounded.resolve(rounded.open_checkpoint(), head)
     path = tuned_tree_path(asked, checkpoint, head)
     assert path.is_relative_to(tmp_path) and path != tuned_tree_path(more, checkpoint, head)
     path.parent.mkdir(parents=True)

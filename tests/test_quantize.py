@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import torch
 import torch.nn as nn
 from safetensors.torch import load_file, save_file
 
+import generate
 import kernels
 import quantize
 from eagle_draft import EagleHead
+from kernels import cpu
 from load import load
 from model import Experts, Transformer, weight_bytes
 from model_config import ModelConfig
@@ -874,6 +877,87 @@ def test_published_checkpoints_cannot_be_quantized_again(tmp_path, capsys):
     published(tmp_path / "m", "awq")
     assert run("--checkpoint", tmp_path / "m") == 2
     assert "already quantized (quantization_config" in capsys.readouterr().err
+
+
+# ---- rounding while a model loads --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("config", [CONFIG, MIXTRAL, GQA_BIAS], ids=["tied", "experts", "bias"])
+def test_rounding_at_load_gives_the_model_that_the_tool_writes(tmp_path, config, mode, monkeypatch):
+    """Prevents codes, a tied head's copy, experts or half-precision norms other than those that quantize.py stores, and
+    with them other tokens."""
+    monkeypatch.setattr(rounding, "RTN_CHUNK", 128 * 40)  # matrices in several parts
+    source, out = saved(tmp_path / "m", config), tmp_path / "q"
+    assert run("--checkpoint", source, "--out", out, "--mode", mode) == 0
+    opened, seen = checkpoint.Checkpoint.open(source).rounded(mode), []
+    for dtype in (None, torch.float32):
+        ours = opened.load(dtype=dtype, progress=lambda done, total, name: seen.append((done, total))).state_dict()
+        theirs = checkpoint.load_model(out, dtype=dtype).state_dict()
+        assert ours.keys() == theirs.keys() == opened.kept_entries.keys() and seen[-1][0] == seen[-1][1] > 0
+        assert all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours)
+    emitted = []
+    for directory, quant in ((source, mode), (out, None)):
+        engine = load(directory, quant=quant, device="cpu")
+        assert engine.model.quant == (f"{mode} (rounded at load)" if quant else mode)
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, seed=4, max_new_tokens=24)
+            emitted.append(engine.generate([3, 1, 4, 1, 5], params).run()[0].token_ids)
+    assert emitted[:2] == emitted[2:] and emitted[0] != emitted[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dtype": "bfloat16"}, {"kernels": "cpu"}, {"eagle": str(DEMO / "eagle3"), "tree": "chain:3"}],
+    ids=["float32", "bfloat16", "cpu-kernels", "eagle"],
+)
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_the_plan_counts_what_rounding_at_load_leaves(mode, options):
+    """Prevents a plan for the float weights of the file, and a head that is rounded along with its target."""
+    if "kernels" in options and cpu.problem():
+        pytest.skip(f"the CPU kernels do not run here: {cpu.problem()}")
+    engine = load(DEMO, quant=mode, device="cpu", ctx=256, **options)
+    assert engine.plan.weights == pytest.approx(held(engine.model) - held(engine.model.rotary), rel=0.05)
+    if engine.head:
+        assert not any(isinstance(module, QuantLinear) for module in engine.head.modules())
+        assert engine.plan.head == pytest.approx(held(engine.head) - held(engine.head.rotary), rel=0.05)
+
+
+def test_rounding_at_load_holds_one_float_matrix(tmp_path, monkeypatch):
+    """Prevents the float model in memory beside the rounded one."""
+    round_one, seen = rounding.quantize_rtn, []
+
+    def watched(weight, *how):
+        assert all(earlier() is None for earlier in seen)
+        seen.append(weakref.ref(weight))
+        return round_one(weight, *how)
+
+    monkeypatch.setattr(rounding, "quantize_rtn", watched)
+    model = checkpoint.Checkpoint.open(saved(tmp_path / "m", CONFIG)).rounded("int4").load()
+    assert len(seen) == 4 * 2 + 1
+    assert [name for name, p in model.named_parameters() if p.dim() > 1] == ["embed_tokens.weight"]
+
+
+def test_weights_that_cannot_be_rounded_at_load_are_refused(tmp_path, capsys):
+    """Prevents rounding rounded weights, and a traceback or a whole load before a group size turns out not to fit."""
+    published(tmp_path / "awq", "awq")
+    out, odd = quantized(tmp_path), saved(tmp_path / "odd", replace(CONFIG, intermediate_size=288))
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, tmp_path / "m" / "model.safetensors"
+    )
+    cases = [
+        (2, "is quantized (quantization_config); leave it out", tmp_path / "awq", "int4"),
+        (2, "is quantized (eaglet_quant); leave it out", out, "int8"),
+        (2, "group size 128 does not divide its 288 inputs; use --quant int8, or", odd, "int4"),
+        (3, "lm_head.weight differs from the embedding", tmp_path / "m", "int8"),
+    ]
+    capsys.readouterr()
+    for code, message, directory, mode in cases:
+        assert generate.main(["--checkpoint", str(directory), "--quant", mode, "--prompt-ids", "1"]) == code, message
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error
+    assert load(odd, quant="int8").model.quant == "int8 (rounded at load)"
 
 
 # ---- texts and heads ---------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from support.errors import (
     USAGE,
     BadFileError,
     NotEnoughMemory,
+    Parser,
     UsageError,
     UserError,
     run_command,
@@ -117,6 +118,16 @@ def test_ctrl_c_ends_with_130_and_says_what_is_kept(capsys):
     assert capsys.readouterr().err == "stopped step 7 is saved\n"
     assert run_command(raising(KeyboardInterrupt()), debug=True) == INTERRUPTED
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_argument_that_cannot_be_read_is_one_line(capsys):
+    """A page of usage around the one line that says what is wrong."""
+    parser = Parser()
+    parser.add_argument("--count", type=int)
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args(["--count", "x"])
+    error = capsys.readouterr().err
+    assert stop.value.code == USAGE and error.startswith("error  argument --count") and error.count("\n") == 1
 
 
 def test_a_reader_that_has_left_is_no_error(monkeypatch):
@@ -372,3 +383,34 @@ def test_facts_about_the_machine_are_plausible():
     if resident is not None and peak is not None:
         assert 50e6 < resident <= 1.05 * peak and peak < 1e12
     assert machine.free_memory(cpu) > 1e6 and json.loads(json.dumps(machine.versions())).keys() == {"python", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("given", "cpus", "siblings", "count"),
+    [
+        (None, {0, 1, 2, 3}, {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}, 2),
+        (None, {1, 3}, {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}, 1),
+        (None, {0, 1}, {0: "0", 1: "1"}, 2),
+        (None, {0, 1}, {0: "0"}, 5),
+        ("3", {0, 1}, {0: "0", 1: "1"}, 3),
+        ("6,2", {0, 1}, {0: "0", 1: "1"}, 6),
+        ("many", {0, 1}, {0: "0", 1: "1"}, 2),
+        ("0", {0, 1}, {0: "0", 1: "1"}, 2),
+    ],
+)
+def test_threads_are_the_cores_of_this_process(given, cpus, siblings, count, monkeypatch):
+    """Two threads on one core, cores that belong to another process, OMP_NUM_THREADS ignored, and a machine without
+    these files."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    lines = {
+        f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": [text] for cpu, text in siblings.items()
+    }
+    monkeypatch.setattr(machine.sys, "platform", "linux")
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: cpus, raising=False)
+    monkeypatch.setattr(machine, "_lines_of", lambda file: lines.get(file, []))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    assert machine.default_threads() == count
+    monkeypatch.setattr(machine.sys, "platform", "darwin")
+    assert machine.default_threads() == (count if given in ("3", "6,2") else 5)

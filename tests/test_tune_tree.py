@@ -32,6 +32,7 @@ from tree import DynamicTree, StaticTree
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
+from weights.quantized import QuantSpec
 
 PROMPTS = [[1, 5, 9, 22, 7, 3], [4, 4, 8, 2, 60], [9, 30, 31, 32], [7, 7, 7, 50, 51]]
 
@@ -476,6 +477,7 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
     others = [
         options.tuned_tree_path(opts, opened, two),
         options.tuned_tree_path(opts, Checkpoint.open(quantized), one),
+        options.tuned_tree_path(opts, replace(opened, spec=QuantSpec("int4")), one),
         options.tuned_tree_path(opts, replace(opened, config=replace(opened.config, rms_norm_eps=1e-3)), one),
         *(
             options.tuned_tree_path(replace(opts, **more), opened, one)
@@ -485,7 +487,7 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
     monkeypatch.setattr(options, "describe_device", lambda device: "NVIDIA GeForce RTX 3090")
     others.append(options.tuned_tree_path(opts, opened, one))
     assert "NVIDIA-GeForce-RTX-3090" in others[-1].name
-    assert len({path, *others}) == 9
+    assert len({path, *others}) == 10
 
 
 @pytest.mark.parametrize("tree", [trees.PAPER25, trees.chain(3), DynamicTree(16, 4, 4)], ids=tree_tuning.describe)

@@ -16,6 +16,7 @@ import torch
 
 from model import Transformer
 from model_config import DTYPES, ModelConfig
+from support.errors import UsageError
 from support.files import read_json
 from weights.files import Destination, Entry, Progress, read_entries, tensor_files
 from weights.gguf import GGUFFile, fill_gguf, float_note, kept_entries, packed_parameters, quantization_name
@@ -23,6 +24,8 @@ from weights.hf import build_model, fill_hf, read_config, token_ids
 from weights.hub import local_path
 from weights.meta import is_meta, read_meta_config, read_meta_entries
 from weights.published import fill_published, published_layout
+from weights.quantized import QuantSpec, apply_spec_
+from weights.rounding import fill_rounded, half_of
 from weights.stored import fill_stored, read_spec
 
 QUANTIZED = {"eaglet": "eaglet_quant", "published": "quantization_config"}  # kind -> its key in config.json
@@ -40,6 +43,7 @@ class Checkpoint:
     raw: dict[str, Any]  # config.json as it stands there, {} for Meta's format
     config: ModelConfig  # with the stop ids of generation_config.json, or else of config.json
     gguf: GGUFFile | None = None
+    spec: QuantSpec | None = None  # what float weights are rounded to while they are read
 
     @classmethod
     def open(cls, directory: str | Path, int8_groups: bool = False) -> Checkpoint:
@@ -81,6 +85,8 @@ class Checkpoint:
 
         Raises ValueError for a quantization that is not supported.
         """
+        if self.spec:
+            return f"{self.spec.mode} (rounded at load)"
         if self.gguf:
             return quantization_name(self.gguf, self._packed)
         if self.kind not in QUANTIZED:
@@ -94,7 +100,7 @@ class Checkpoint:
     @property
     def notes(self) -> list[str]:
         """What a user should know about how the weights are read, one line each."""
-        note = float_note(self.gguf, self._packed) if self.gguf else ""
+        note = float_note(self.gguf, self._packed) if self.gguf and not self.spec else ""
         return [note] if note else []
 
     @cached_property
@@ -129,12 +135,34 @@ class Checkpoint:
 
     @property
     def kept_entries(self) -> dict[str, Entry]:
-        """The tensors that a loaded model holds: those of `entries`, or quantized ones where GGUF's are taken over."""
+        """The tensors that a loaded model holds: those of `entries`, or quantized ones in place of floats or GGUF's."""
+        if self.spec:
+            slots = apply_spec_(build_model(self.config), self.spec).state_dict()
+            return {name: Entry(tuple(t.shape), t.dtype, "", t.detach) for name, t in slots.items()}
         return kept_entries(self.gguf, self._packed) if self.gguf else self.entries
+
+    def rounded(self, mode: str) -> Checkpoint:
+        """The same checkpoint, to be rounded to 'int8' or 'int4' while it is read, as quantize.py rounds by default.
+
+        Raises UsageError if it is quantized already, or if its sizes do not fit.
+        """
+        flag, spec = f"--quant {mode}", QuantSpec(mode)
+        stored = {t.tensor_type.name for t in self.gguf.tensors.values()} - {"F32", "F16", "BF16"} if self.gguf else ()
+        if found := QUANTIZED.get(self.kind) or ", ".join(sorted(stored)):
+            raise UsageError(f"{flag} rounds float weights, and {self.directory} is quantized ({found}); leave it out.")
+        try:
+            apply_spec_(build_model(self.config), spec)
+        except UsageError as error:
+            problem = str(error).partition(";")[0]
+            raise UsageError(f"{flag}: {problem}; use --quant int8, or quantize.py with its --group-size.") from error
+        embedding = self.entries.get("model.embed_tokens.weight")
+        dtype = half_of(embedding.dtype if embedding else None)
+        return replace(self, spec=spec, config=replace(self.config, dtype=str(dtype).removeprefix("torch.")))
 
     def reopened(self) -> Checkpoint:
         """The same checkpoint with newly mapped files. Pages that were read before stop counting as our memory."""
-        return Checkpoint.open(self.directory, self.gguf.int8_groups) if self.gguf else replace(self)
+        gguf = self.gguf and GGUFFile.open(self.directory, self.gguf.int8_groups)
+        return replace(self, gguf=gguf)
 
     def load(
         self,
@@ -145,6 +173,8 @@ class Checkpoint:
         floats: bool = False,
     ) -> Transformer:
         """Read the weights straight onto `device`, one tensor at a time, so that no tensor is held twice.
+
+        What is rounded on the way is rounded there, one of our matrices at a time.
 
         Args:
             device: where the weights go.
@@ -162,7 +192,9 @@ class Checkpoint:
         quantization, file, where = self.quantization, str(self.config_file), str(self.directory)
         model = build_model(self.config)
         to = Destination(device, dtype or DTYPES[self.config.dtype], progress or (lambda *_: None))
-        if self.kind == "eaglet":
+        if self.spec:
+            fill_rounded(model, self.entries, self.spec, where, to)
+        elif self.kind == "eaglet":
             fill_stored(model, self.entries, read_spec(self.raw["eaglet_quant"], file), where, to)
         elif self.gguf:
             fill_gguf(model, self.gguf, {} if floats else self._packed, to)

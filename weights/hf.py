@@ -104,10 +104,14 @@ def fill_hf(model: Transformer, entries: Entries, where: str, to: Destination) -
         done += sizes[name]
         to.progress(done, sum(sizes.values()), name)
     if duplicate is not None:
-        stored, embedding = duplicate.read(), model.embed_tokens.weight
-        if stored.shape != embedding.shape or not torch.equal(stored.to(embedding), embedding):
-            why = "lm_head.weight differs from the embedding although tie_word_embeddings is true"
-            raise ValueError(f"{where}: {why}. Set it to false if the model has its own LM head.")
+        check_tied(duplicate.read(), model.embed_tokens.weight, where)
+
+
+def check_tied(stored: Tensor, embedding: Tensor, where: str) -> None:
+    """Raise a ValueError if a stored LM head is not the embedding that the model uses in its place."""
+    if stored.shape != embedding.shape or not torch.equal(stored.to(embedding), embedding):
+        why = "lm_head.weight differs from the embedding although tie_word_embeddings is true"
+        raise ValueError(f"{where}: {why}. Set it to false if the model has its own LM head.")
 
 
 def views_for(model: Transformer, entries: Entries) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from weights.files import Progress, check_finite, read_entries, write_safetensor
 from weights.hf import build_model, checked_views, config_to_hf, parameter_sources, read_parameter
 from weights.quality import Tally
 from weights.quantized import QuantLinear, QuantSpec, Stored, apply_spec_, quantizable, set_tensor
-from weights.rounding import quantize_gptq, quantize_rtn, relative_error
+from weights.rounding import half_of, quantize_gptq, quantize_rtn, relative_error
 from weights.stored import spec_to_json
 
 ABSURD_KL = 2.0  # nats per token; past this the result is broken, not merely bad, and is never written
@@ -117,8 +117,7 @@ class _Source:
         self.open()
         views = checked_views(self.model, self.entries, str(directory))
         self.names = parameter_sources(self.model, views)
-        dtype = self.entries[self.names["embed_tokens.weight"][0]].dtype
-        self.half = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
+        self.half = half_of(self.entries[self.names["embed_tokens.weight"][0]].dtype)
 
     def open(self) -> None:
         """Map the files, anew if they are mapped already. Pages that were read then stop counting as our memory."""

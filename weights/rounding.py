@@ -1,4 +1,7 @@
-"""Rounding weights to codes and scales: to nearest (RTN), and with error feedback from calibration data (GPTQ)."""
+"""Rounding weights to codes and scales: to nearest (RTN), and with error feedback from calibration data (GPTQ).
+
+`fill_rounded` rounds a float checkpoint to nearest while it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import torch.nn as nn
 from torch import Tensor
 
 from model import Transformer
+from weights.files import Destination, Entries, check_finite
+from weights.hf import check_tied, checked_views, parameter_sources, read_parameter
 from weights.quantized import QuantLinear, QuantSpec, apply_spec_, set_tensor
 
 # Clip ratios that are tried for each group. The first one clips nothing, and 7/8 uses the code -8 for the peak.
 CLIPS = [1 - i / 40 for i in range(17)]
+RTN_CHUNK = 1 << 24  # weights that are rounded together
 GPTQ_BLOCK = 128  # columns that are updated together
 GPTQ_DAMPING = 0.01  # share of the mean diagonal that is added to the diagonal
 
@@ -60,10 +66,17 @@ def stored_tensors(codes: Tensor, scales: Tensor, bits: int) -> dict[str, Tensor
 
 
 def quantize_rtn(weight: Tensor, bits: int, group_size: int, clip: bool = True) -> dict[str, Tensor]:
-    """Round weight [..., N, K] to the nearest levels under the scales of `fit_scales`. Returns the stored tensors."""
-    grouped = weight.unflatten(-1, (-1, group_size if bits == 4 else weight.shape[-1]))
-    scales = fit_scales(grouped, bits, clip=clip)
-    return stored_tensors(_round(grouped.float(), scales, bits).flatten(-2), scales, bits)
+    """Round weight [..., N, K] to the nearest levels under the scales of `fit_scales`. Returns the stored tensors.
+
+    Some rows at a time, because their codes are floats before they are packed.
+    """
+    parts = []
+    for rows in weight.split(max(1, RTN_CHUNK * weight.shape[-2] // weight.numel()), -2):
+        grouped = rows.unflatten(-1, (-1, group_size if bits == 4 else rows.shape[-1]))
+        scales = fit_scales(grouped, bits, clip=clip)
+        parts.append(stored_tensors(_round(grouped.float(), scales, bits).flatten(-2), scales, bits))
+    axis = {"qweight": -2, "scales": -1}  # of the rows
+    return {leaf: torch.cat([part[leaf] for part in parts], axis[leaf]) for leaf in parts[0]}
 
 
 def quantize_gptq(
@@ -134,3 +147,43 @@ def quantize_(module: nn.Module, spec: QuantSpec) -> dict[str, float]:
                 set_tensor(child, key, value)
             errors[name] = relative_error(weight, child.dequantize())
     return errors
+
+
+def half_of(dtype: torch.dtype | str | None) -> torch.dtype:
+    """What the floats of a quantized model are stored in, if the embedding that it is made from has this dtype."""
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
+
+
+def fill_rounded(model: Transformer, entries: Entries, spec: QuantSpec, where: str, to: Destination) -> None:
+    """Make a meta model a quantized one and fill it from float entries under Hugging Face names, rounded to nearest.
+
+    Of the float matrices only one is in memory at a time. The result is what quantize.py stores and `fill_stored` reads,
+    so embedding, norms and biases are rounded to half precision first. Raises ValueError in one line for tensors that
+    do not match, and for values that are not finite.
+    """
+    entries = dict(entries)
+    duplicate = entries.pop("lm_head.weight", None) if model.lm_head is None else None
+    sources = parameter_sources(model, checked_views(model, entries, where))
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    embedding = "embed_tokens.weight"
+    half = half_of(entries[sources[embedding][0]].dtype)
+    if duplicate is not None:
+        check_tied(duplicate.read(), entries[sources[embedding][0]].read(), where)
+    apply_spec_(model, spec)
+    if model.lm_head is not None and "lm_head.weight" not in sources:  # the rounded copy of a tied head
+        sources["lm_head.weight"], shapes["lm_head.weight"] = sources[embedding], shapes[embedding]
+    rounded = {name: child for name, child in model.named_modules() if isinstance(child, QuantLinear)}
+    done, total = 0, sum(shape.numel() for shape in shapes.values()) * half.itemsize
+    for name, names in sources.items():
+        weight = read_parameter(entries, names, shapes[name], where)
+        child = rounded.get(name.removesuffix(".weight"))
+        if child is None:
+            weight = weight.to(half)
+            check_finite(weight, name, where)
+            set_tensor(model, name, weight.to(to.device, to.dtype))
+        else:
+            for leaf, tensor in quantize_rtn(weight.to(to.device), child.bits, spec.group_size).items():
+                set_tensor(child, leaf, tensor)
+        del weight
+        done += shapes[name].numel() * half.itemsize
+        to.progress(done, total, name)

@@ -253,11 +253,11 @@ def _memory_errors(plan: MemoryPlan) -> Iterator[None]:
 def open_backend(options: LoadOptions, report: Callable[[str], None]) -> kernels.KernelBackend:
     """The kernel backend that the options name, with the tilings that were tuned for this GPU."""
     if options.device != "cuda":
-        return kernels.KernelBackend(options.kernels, options.device)
+        return kernels.KernelBackend(options.kernels, options.device, options.activations)
     tilings, note = tuned.read_tuned(torch.cuda.get_device_name())
     if note:
         report(f"note    {note}")
-    return kernels.KernelBackend(options.kernels, options.device, tilings)
+    return kernels.KernelBackend(options.kernels, options.device, configs=tilings)
 
 
 def build_engine(

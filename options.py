@@ -76,6 +76,11 @@ class LoadOptions:
         "step in one piece: inductor, reduce-overhead",
         COMPILE_MODES,
     )
+    activations: str = option(
+        "int8",
+        "float: the CPU kernels do not round the activations of int4 and int8 layers; slower",
+        kernels.ACTIVATIONS,
+    )
     kernels: str = option(
         "auto",
         "implementation of the operations (default: auto, which is triton on a GPU and cpu on a CPU); cpu: C++ kernels, "
@@ -183,6 +188,8 @@ class LoadOptions:
             raise UsageError("--draft-vocab-text needs --draft-vocab K, the number of tokens to keep.")
         if self.kernels == "cpu" and self.compile:
             raise UsageError("--kernels cpu runs C++ kernels that --compile cannot look into; leave one of them out.")
+        if self.activations != "int8" and self.kernel_mode != "cpu":
+            raise UsageError("--activations float is about the CPU kernels, and others run here. Leave it out.")
         if self.threads and (self.device or default_device()) != "cpu":
             raise UsageError("--threads is about a CPU, and this runs on a GPU; leave it out, or add --device cpu.")
         if self.device == "cuda" and not torch.cuda.is_available():

@@ -7,7 +7,16 @@ the active `KernelBackend` when it runs. The layout of a weight is chosen when t
 """
 
 from kernels.attention import tree_attention, tree_attention_reference
-from kernels.backend import INTERPRETED, MODES, OPERATIONS, KernelBackend, active_backend, triton
+from kernels.backend import (
+    ACTIVATIONS,
+    INTERPRETED,
+    MODES,
+    OPERATIONS,
+    KernelBackend,
+    active_backend,
+    round_activations,
+    triton,
+)
 from kernels.cpu import TILE as CPU_TILE
 from kernels.cpu import fits as cpu_fits
 from kernels.cpu import fused_layer as cpu_layer

@@ -25,6 +25,7 @@ constexpr = tl.constexpr if triton else str
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 
 MODES = ("auto", "triton", "cpu", "reference")
+ACTIVATIONS = ("int8", "float")
 OPERATIONS = ("packed_linear", "packed_topk", "packed_experts", "tree_attention", "rms_norm", "rope_write_kv")
 CPU_OPERATIONS = ("packed_linear", "packed_topk", "tree_attention", "rms_norm", "rope_write_kv")
 
@@ -46,6 +47,7 @@ class KernelBackend:
 
     mode: str = "auto"
     device_type: str = "cpu"
+    activations: str = "int8"  # 'float': the C++ kernels do not round those of int4 and int8 weights
     # Measured tilings by `shape_key`. Packing uses them.
     configs: Mapping[str, LinearConfig] = field(compare=False, default_factory=dict)
     # Operation -> ('triton', 'cpu' or 'reference', why).
@@ -56,6 +58,8 @@ class KernelBackend:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"kernels: unknown backend '{self.mode}', use one of {', '.join(MODES)}")
+        if self.activations not in ACTIVATIONS:
+            raise ValueError(f"activations: {self.activations!r}, use one of {', '.join(ACTIVATIONS)}")
         if self.mode == "reference":
             choice = ("reference", "asked for")
         elif self.mode == "cpu":
@@ -75,7 +79,8 @@ class KernelBackend:
             )
         else:
             choice = ("triton", "asked for" if self.mode == "triton" else "auto: the device is CUDA")
-        own = dict.fromkeys(CPU_OPERATIONS if self.mode == "cpu" else (), ("cpu", "the device is a CPU"))
+        why = "the device is a CPU" + ", float activations" * (self.activations == "float")
+        own = dict.fromkeys(CPU_OPERATIONS if self.mode == "cpu" else (), ("cpu", why))
         object.__setattr__(self, "table", dict.fromkeys(OPERATIONS, choice) | own)
 
     @contextlib.contextmanager
@@ -149,6 +154,12 @@ def use_cpu(operation: str, *tensors: Tensor, problem: str = "") -> bool:
     if problem:
         backend.declined[operation] = problem
     return not problem and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+
+
+def round_activations() -> bool:
+    """Whether the C++ kernels round the activations of int4 and int8 weights."""
+    backend = active_backend()
+    return backend is None or backend.activations == "int8"
 
 
 def skip_operator(x: Tensor, weight: Tensor | None) -> bool:

@@ -198,6 +198,37 @@ void multiply_floats(const uint8_t* a, const uint8_t* b, const float* x, int64_t
   }
 }
 
+// The same for codes, with activations that are not rounded: R rows x [R][K] times one tile -> out[R][8].
+template <int BITS, int R, bool MINS>
+void multiply_exact(const Weight& w, const float* x, int64_t tile, float (*out)[TILE]) {
+  constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
+  const __m256 offset = _mm256_set1_ps(MINS ? 0 : BITS == 4 ? 8 : 128);
+  const __m256i low = _mm256_set1_epi32(BITS == 4 ? 15 : 255);
+  const int64_t per_group = w.blocks / w.groups, K = w.blocks * BLOCK;
+  __m256 acc[R], scales = _mm256_setzero_ps(), mins = scales;
+  for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
+  for (int64_t b = 0; b < w.blocks; ++b) {
+    if (b % per_group == 0) {
+      const int64_t at = (tile * w.groups + b / per_group) * TILE;
+      scales = load_eight(w.scales, w.half, at);
+      if (MINS) mins = load_eight(w.mins, w.half_mins, at);
+    }
+    const uint8_t* codes = w.codes + (tile * w.blocks + b) * BYTES;
+    for (int i = 0; i < BYTES / 32; ++i) {
+      const __m256i v = _mm256_loadu_si256((const __m256i*)codes + i);
+      for (int part = 0; part < 8 / BITS; ++part)  // the low halves hold 4 columns, the high halves the next 4
+        for (int j = 0; j < 4; ++j) {
+          const __m256i code = _mm256_and_si256(_mm256_srli_epi32(v, 8 * j + 4 * part), low);
+          const __m256 level = _mm256_sub_ps(_mm256_cvtepi32_ps(code), offset);
+          const __m256 value = MINS ? _mm256_fmadd_ps(level, scales, mins) : _mm256_mul_ps(level, scales);
+          const int64_t k = b * BLOCK + (i * 8 / BITS + part) * 4 + j;
+          for (int r = 0; r < R; ++r) acc[r] = _mm256_fmadd_ps(value, _mm256_set1_ps(x[r * K + k]), acc[r]);
+        }
+    }
+  }
+  for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[r], acc[r]);
+}
+
 struct Epilogue {
   const float *bias, *residual;
   float* out;
@@ -222,14 +253,20 @@ struct Epilogue {
 };
 
 // All activation rows times one tile, and times its second half if gated. The codes stay in the first cache level.
+// exact: the activations as they are, where `x` holds no rounded ones.
 template <int BITS, bool MINS>
-void run_tile(const Weight& w, const Rows& x, const Epilogue& end, int64_t tile) {
+void run_tile(const Weight& w, const Rows* x, const float* exact, const Epilogue& end, int64_t tile) {
   for (int64_t row = 0; row < end.M; row += 4) {
     float y[4][TILE], up[4][TILE];
     const int64_t count = std::min<int64_t>(4, end.M - row);
+    auto one = [&](auto rows, int64_t t, float(*out)[TILE]) {
+      constexpr int R = decltype(rows)::value;
+      if (x) return multiply<BITS, R, MINS>(w, *x, row, t, out);
+      multiply_exact<BITS, R, MINS>(w, exact + row * w.blocks * BLOCK, t, out);
+    };
     auto both = [&](auto rows) {
-      multiply<BITS, decltype(rows)::value, MINS>(w, x, row, tile, y);
-      if (end.gated) multiply<BITS, decltype(rows)::value, MINS>(w, x, row, tile + end.n / TILE, up);
+      one(rows, tile, y);
+      if (end.gated) one(rows, tile + end.n / TILE, up);
     };
     if (count == 4) both(std::integral_constant<int, 4>());
     if (count == 3) both(std::integral_constant<int, 3>());
@@ -269,10 +306,10 @@ void run_floats(const uint8_t* codes, const float* x, int64_t K, const Epilogue&
 }
 
 template <int BITS, bool MINS>
-void run(const Weight& w, const Rows& x, const Epilogue& end) {
+void run(const Weight& w, const Rows* x, const float* exact, const Epilogue& end) {
   const int64_t work = w.blocks * BLOCK * TILE * end.M * (1 + end.gated);  // products of a tile
   torch::stable::parallel_for(0, end.n / TILE, std::max<int64_t>(1, 100000 / work), [&](int64_t a, int64_t b) {
-    for (int64_t tile = a; tile < b; ++tile) run_tile<BITS, MINS>(w, x, end, tile);
+    for (int64_t tile = a; tile < b; ++tile) run_tile<BITS, MINS>(w, x, exact, end, tile);
   });
 }
 
@@ -298,23 +335,25 @@ struct Linear {
                mins ? mins->data_ptr() : nullptr, mins && is_half(*mins), codes.size(1), scales ? scales->size(1) : 0},
         bias(bias), kind(kind_of(codes)), n(codes.size(0) * TILE), k(codes.size(1) * (scales ? BLOCK : 1)) {}
 
-  // x [M, k] -> out [M, n], or [M, n / 2] if gated.
-  void operator()(const float* x, int64_t M, const float* residual, bool gated, float* out) const {
+  // x [M, k] -> out [M, n], or [M, n / 2] if gated. round: the activations of int4 and int8 weights.
+  void operator()(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const {
     const Epilogue end{bias, residual, out, gated ? n / 2 : n, gated, M};
     if (kind == FP32) return run_floats<FP32>(weight.codes, x, k, end);
     if (kind == BF16) return run_floats<BF16>(weight.codes, x, k, end);
     if (kind == FP16) return run_floats<FP16>(weight.codes, x, k, end);
-    const Rows rows(x, M, k);
-    if (kind == INT8) return run<8, false>(weight, rows, end);
-    return weight.mins ? run<4, true>(weight, rows, end) : run<4, false>(weight, rows, end);
+    std::optional<Rows> rounded;
+    if (round) rounded.emplace(x, M, k);
+    const Rows* rows = round ? &*rounded : nullptr;
+    if (kind == INT8) return run<8, false>(weight, rows, x, end);
+    return weight.mins ? run<4, true>(weight, rows, x, end) : run<4, false>(weight, rows, x, end);
   }
 };
 
 Tensor linear(const Tensor& x, const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& mins,
-              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, bool gated) {
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, bool gated, bool round) {
   const Linear layer(codes, scales ? &*scales : nullptr, mins ? &*mins : nullptr, floats(bias));
   Tensor out = torch::stable::new_empty(x, {x.size(0), gated ? layer.n / 2 : layer.n});
-  layer((const float*)x.data_ptr(), x.size(0), floats(residual), gated, (float*)out.data_ptr());
+  layer((const float*)x.data_ptr(), x.size(0), floats(residual), gated, round, (float*)out.data_ptr());
   return out;
 }
 
@@ -482,7 +521,7 @@ inline const float* or_null(const Tensor& t) { return t.numel() ? (const float*)
 // normed already and `residual` is what the attention adds to. weights: LAYER_TENSORS of kernels/cpu.py, empty where absent.
 Tensor layer(const Tensor& x, const std::optional<Tensor>& residual, std::vector<Tensor> weights, const Tensor& cos,
              const Tensor& sin, Tensor kv, const Tensor& slots, const Tensor& start, const Tensor& visible,
-             const Tensor& positions, int64_t window, double eps, double scale) {
+             const Tensor& positions, int64_t window, double eps, double scale, bool round) {
   auto given = [&](int i) { return weights[i].numel() ? &weights[i] : nullptr; };
   auto linear_at = [&](int i) { return Linear(weights[i], given(i + 1), given(i + 2), or_null(weights[i + 3])); };
   const Linear qkv = linear_at(4), o = linear_at(8), gate_up = linear_at(12), down = linear_at(16);
@@ -496,28 +535,30 @@ Tensor layer(const Tensor& x, const std::optional<Tensor>& residual, std::vector
   const std::unique_ptr<float[]> memory(new float[3 * M * wide]);
   float *a = memory.get(), *b = a + M * wide, *c = b + M * wide;
   if (input_norm) norm_rows(rows, input_norm, M, in, n.eps, a);
-  qkv(input_norm ? a : rows, M, nullptr, false, b);
+  qkv(input_norm ? a : rows, M, nullptr, false, round, b);
   rotate_and_write(n, b, norms, c);
   attend(n, c, (float)scale, a);
-  o(a, M, residual ? floats(residual) : rows, false, b);
+  o(a, M, residual ? floats(residual) : rows, false, round, b);
   norm_rows(b, post_norm, M, H, n.eps, a);
-  gate_up(a, M, nullptr, true, c);
+  gate_up(a, M, nullptr, true, round, c);
   Tensor out = torch::stable::new_empty(x, {x.size(0), x.size(1), H});
-  down(c, M, b, false, (float*)out.data_ptr());
+  down(c, M, b, false, round, (float*)out.data_ptr());
   return out;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
-  m.def("linear(Tensor x, Tensor codes, Tensor? scales, Tensor? mins, Tensor? bias, Tensor? residual, bool gated) -> Tensor");
+  m.def("linear(Tensor x, Tensor codes, Tensor? scales, Tensor? mins, Tensor? bias, Tensor? residual, bool gated, "
+        "bool round) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rope_write_kv(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, Tensor? q_weight, "
         "Tensor? k_weight, float eps) -> Tensor");
   m.def("tree_attention(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale) "
         "-> Tensor");
   m.def("layer(Tensor x, Tensor? residual, Tensor[] weights, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, "
-        "Tensor start, Tensor visible, Tensor positions, int window, float eps, float scale) -> Tensor");
+        "Tensor start, Tensor visible, Tensor positions, int window, float eps, float scale, "
+        "bool round) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {

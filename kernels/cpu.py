@@ -1,7 +1,8 @@
 """The CPU backend: C++ kernels (cpu.cpp) that are built once for this machine, and the layout of their weights.
 
-A row of activations is rounded to int8 with one scale per 32 columns, and products are summed as integers. The bits of a
-row's result depend neither on the other rows nor on their number.
+For int4 and int8 weights a row of activations is rounded to int8 with one scale per 32 columns, and products are summed
+as integers, or (--activations float) the row stays as it is. The bits of a row's result depend neither on the other rows
+nor on their number.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def tile_scales(scales: Tensor) -> Tensor:
 
 def fused_layer(
     x: Tensor, residual: Tensor | None, weights: list[Tensor], nodes: tuple[Tensor, ...], kv: Tensor, window: int,
-    eps: float, scale: float,
+    eps: float, scale: float, round_activations: bool = True,
 ) -> Tensor:  # fmt: skip
     """A whole decoder layer in one call, x float32 [B, T, in] -> [B, T, H].
 
@@ -74,4 +75,4 @@ def fused_layer(
     cos, sin, slots, *sight = (t.contiguous() for t in nodes)
     residual = None if residual is None else residual.contiguous()
     run = torch.ops.eaglet_cpu.layer.default
-    return run(x.contiguous(), residual, weights, cos, sin, kv, slots, *sight, window, eps, scale)
+    return run(x.contiguous(), residual, weights, cos, sin, kv, slots, *sight, window, eps, scale, round_activations)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.cpu as cpu
-from kernels.backend import dot, jit, native, tl, triton, use_triton
+from kernels.backend import dot, jit, native, round_activations, tl, triton, use_triton
 from kernels.packing import PackedWeight, decode, dequantize
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
 
@@ -302,7 +302,7 @@ def packed_linear(
             return epilogue(packed_linear(x, replace(weight, perm=None), bias), None, residual, gated)
         rows, stored = x.reshape(-1, weight.k).contiguous(), (weight.weight, weight.scales, weight.mins)
         residual = None if residual is None else residual.reshape(len(rows), -1).contiguous()
-        y = torch.ops.eaglet_cpu.linear.default(rows, *stored, bias, residual, gated)
+        y = torch.ops.eaglet_cpu.linear.default(rows, *stored, bias, residual, gated, round_activations())
         return y.unflatten(0, x.shape[:-1])
     if not torch.compiler.is_compiling():
         # The layout decides. This call only notes that the reference runs, or refuses it under 'triton'.

@@ -45,8 +45,8 @@ def _run(
     attention = layer.attention
     visible = nodes.visible_window if attention.window else nodes.visible
     shared = (nodes.cos, nodes.sin, nodes.slots, nodes.start, visible, nodes.positions)
-    scale = 1 / math.sqrt(attention.head_dim)
-    return kernels.cpu_layer(x, residual, weights, shared, kv, attention.window, layer.post_norm.eps, scale)
+    scale, rounds = 1 / math.sqrt(attention.head_dim), kernels.round_activations()
+    return kernels.cpu_layer(x, residual, weights, shared, kv, attention.window, layer.post_norm.eps, scale, rounds)
 
 
 def layer_weights(

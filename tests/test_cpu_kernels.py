@@ -112,6 +112,22 @@ def test_float_products_are_exact_and_row_by_row_the_same(dtype, n, k):
 
 @needs_kernels
 @pytest.mark.parametrize("form", FORMS)
+def test_float_activations_are_not_rounded(form):
+    """Catches a rounded activation under --activations float, and there too a code that meets another column."""
+    plain = weight(form)
+    packed, x = tiles(plain), torch.randn(9, 256)
+    want = x.double() @ dequantize(plain, torch.float64).T
+    with kernels.KernelBackend("cpu", "cpu", "float").active():
+        got = kernels.packed_linear(x, packed)
+        assert (got - want).abs().max() <= 2e-6 * want.abs().max()
+        for width in range(1, 9):
+            assert torch.equal(kernels.packed_linear(x[:width], packed), got[:width])
+        gated = kernels.packed_linear(x, packed, gated=True)
+        assert torch.allclose(gated, kernels.epilogue(got, None, None, True), rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("n", [96, 24])  # halves of whole tiles, and of half ones
 def test_epilogues_equal_the_reference(form, n):
     """Catches a bias added after the gate, the wrong half of a gate, and a residual of another row."""
@@ -166,7 +182,7 @@ def test_a_processor_without_vnni_gets_the_same_bits(tmp_path):
     for form in FORMS:
         packed, x = tiles(weight(form, 96, 256)), torch.randn(5, 256)
         wanted.append(str(kernels.packed_linear(x, packed).view(torch.int32).tolist()))
-        calls.append((x, packed.weight, packed.scales, packed.mins, None, None, False))
+        calls.append((x, packed.weight, packed.scales, packed.mins, None, None, False, True))
     native.compile_library(cpu.SOURCE, tmp_path / "haswell.so", "haswell")
     torch.save(calls, tmp_path / "calls.pt")
     command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "haswell.so"), str(tmp_path / "calls.pt")]

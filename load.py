@@ -39,7 +39,7 @@ from weights.checkpoint import Checkpoint
 from weights.files import Progress
 from weights.heads import EagleFile, read_eagle
 from weights.hf import build_model
-from weights.quantized import QuantSpec, adopt_, held_bytes, pack_
+from weights.quantized import QuantLinear, QuantSpec, adopt_, held_bytes, pack_
 from weights.rounding import quantize_
 
 LIVE_ROWS = 6  # fp32 rows per node that are alive at once while a captured step runs
@@ -69,12 +69,14 @@ def model_bytes(checkpoint: Checkpoint, options: LoadOptions) -> int:
     dtype = DTYPES[options.dtype]
     if checkpoint.quantization:
         return held_bytes(checkpoint.kept_entries, dtype, options.device, options.kernels)
-    return float_bytes(checkpoint.config, dtype)
+    return float_bytes(checkpoint.config, options)
 
 
-def float_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def float_bytes(config: ModelConfig, options: LoadOptions) -> int:
     """Bytes of the weights of a model that is not quantized."""
-    return sum(p.numel() for p in build_model(config).parameters()) * dtype.itemsize
+    stored = build_model(config).to(DTYPES[config.dtype]).state_dict()
+    tied = config.tie_word_embeddings
+    return held_bytes(stored, DTYPES[options.dtype], options.device, options.kernels, tied)
 
 
 def plan_memory(
@@ -84,6 +86,7 @@ def plan_memory(
     weights: int = 0,
     draft: ModelConfig | None = None,
     draft_weights: int = 0,
+    quantized: bool = False,
 ) -> MemoryPlan:
     """What `load` will allocate.
 
@@ -91,6 +94,7 @@ def plan_memory(
         head: the EAGLE head, as read.
         weights: bytes of the target's weights (`model_bytes`); 0: those of a model that is not quantized.
         draft, draft_weights: config of a draft LLM, and bytes of its weights in the same way.
+        quantized: whether the target is.
     """
     options = options.with_defaults(config)
     dtype = DTYPES[options.dtype]
@@ -109,7 +113,8 @@ def plan_memory(
     drafter = 0
     if head is not None:
         kv += cache_bytes(head.config.layer, 1, slots + 128)
-        drafter = held_bytes(head.tensors, dtype, options.device, options.kernels)
+        rounded = options.kernels == "cpu" and quantized
+        drafter = held_bytes(head.tensors, dtype, options.device, options.kernels, rounded=rounded)
         # a trimmed vocabulary copies rows of the target's LM head and holds their ids
         drafter += options.draft_vocab * (config.hidden_size * element + 8)
         kept = D + 1 + (0 if options.eagle_always else HISTORY + 1)
@@ -117,7 +122,7 @@ def plan_memory(
         buffers += 4 * ctx * head.config.layer.head_dim
     if draft is not None:
         kv += cache_bytes(draft, draft.num_hidden_layers, slots + 128)
-        drafter = draft_weights or float_bytes(draft, dtype)
+        drafter = draft_weights or float_bytes(draft, options)
     if options.medusa:
         path = Path(options.medusa)
         drafter = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*")))
@@ -126,7 +131,7 @@ def plan_memory(
     captured = options.compile and options.device == "cuda" and COMPILE_MODES[options.compile_mode].captured
     widest = max(config.hidden_size, config.intermediate_size, config.vocab_size)
     graphs = LIVE_ROWS * 4 * B * N * widest if captured else 0
-    return MemoryPlan(weights or float_bytes(config, dtype), drafter, kv, buffers, graphs)
+    return MemoryPlan(weights or float_bytes(config, options), drafter, kv, buffers, graphs)
 
 
 def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
@@ -182,7 +187,7 @@ def load(
         if files.head:
             ids = draft_vocabulary(options, files.checkpoint.config, files.tokenizer)
             head = build_head(files.head, model, ids)
-    if head is not None and backend.mode == "cpu":
+    if head is not None and backend.mode == "cpu" and model.quant:
         round_head_(head)
     with backend.active():  # linears are packed for one backend, and before anything is traced
         for module in (model, head) if head else (model,):
@@ -225,7 +230,8 @@ class _Files:
     def plan(self, options: LoadOptions) -> MemoryPlan:
         weights = model_bytes(self.checkpoint, options)
         if self.draft is None:
-            return plan_memory(self.checkpoint.config, options, self.head, weights)
+            quantized = bool(self.checkpoint.quantization)
+            return plan_memory(self.checkpoint.config, options, self.head, weights, quantized=quantized)
         draft_weights = model_bytes(self.draft, options)
         return plan_memory(self.checkpoint.config, options, self.head, weights, self.draft.config, draft_weights)
 
@@ -365,7 +371,9 @@ def round_head_(head: EagleHead) -> None:
     A drafter cannot change a token, so its rounding costs nothing but, rarely, a draft.
     """
     linears = [child for child in head.modules() if isinstance(child, nn.Linear)]
-    if all(kernels.cpu_fits(*linear.weight.shape, 0) for linear in linears):
+    if not any(isinstance(child, QuantLinear) for child in head.modules()) and all(
+        kernels.cpu_fits(*linear.weight.shape, 0) for linear in linears
+    ):
         quantize_(head, QuantSpec("int8"))
 
 

@@ -259,12 +259,12 @@ class Transformer(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.embed_tokens.weight.device
+        return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the activations."""
-        return self.embed_tokens.weight.dtype
+        return self.norm.weight.dtype
 
     def new_cache(self, batch_size: int, slots: int, dtype: torch.dtype | None = None) -> Tensor:
         """A zeroed KV cache [L, 2, B, Hkv, S, hd]. Its last slot takes every write past the end.
@@ -335,13 +335,13 @@ class Transformer(nn.Module):
 
     def weight_bytes(self, nodes: int = 1) -> float:
         """Bytes of weights that one forward of `nodes` rows reads, of the embedding table only the rows it looks up."""
-        row = self.config.hidden_size * self.embed_tokens.weight.element_size()
+        row = self.config.hidden_size * self.dtype.itemsize
         return weight_bytes(self, nodes) + nodes * row
 
     def kv_bytes(self, context: int, element_size: int | None = None) -> float:
         """Bytes of keys and values that one forward reads at `context` cached tokens."""
         c = self.config
-        element_size = element_size or self.embed_tokens.weight.element_size()
+        element_size = element_size or self.dtype.itemsize
         row = 2 * c.num_key_value_heads * c.head_dim * element_size
         return float(sum(min(context, window or context) for window in c.windows) * row)
 

@@ -18,11 +18,12 @@ from bench.arms import NO_STOP, OTHER_ENGINE, Arm, Sample
 from engine import Engine
 from load import float_bytes
 from model import Transformer
+from options import LoadOptions
 from sampling import SamplingParams
 from support.errors import NotEnoughMemory, UsageError
 from support.machine import default_device, free_memory, size_text, synchronize
 from weights.checkpoint import Checkpoint
-from weights.hf import config_to_hf, hf_views
+from weights.hf import config_to_hf, hf_views, unpacked
 
 # What --baseline takes, and what each is imported and installed as.
 LIBRARIES = {"hf": ("transformers", "transformers"), "llama.cpp": ("llama_cpp", "llama-cpp-python")}
@@ -125,16 +126,16 @@ class _Clock:
 
 
 def floats_of(base: Engine) -> Transformer:
-    """The model that transformers can run: the engine's own, or for a quantized GGUF file a copy in bfloat16.
+    """The model that transformers can run: the engine's own weights, or for a quantized GGUF file a copy in bfloat16.
 
     Raises UsageError for other quantized weights, and NotEnoughMemory if the copy does not fit.
     """
     model = base.model
     if not model.quant:
-        return model
+        return unpacked(model)
     if not is_gguf(base.options.checkpoint):
         raise UsageError("--baseline hf needs unquantized weights or a GGUF file; this checkpoint is quantized.")
-    size, free = float_bytes(model.config, torch.bfloat16), free_memory(model.device)
+    size, free = float_bytes(model.config, LoadOptions(device="cpu", dtype="bfloat16")), free_memory(model.device)
     if size > free:
         what = f"--baseline hf dequantizes this model, which takes {size_text(size)}; {size_text(free)} are free."
         raise NotEnoughMemory(f"{what} Leave it out.")

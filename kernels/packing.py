@@ -266,16 +266,16 @@ def _pack(plain: PackedWeight, dtype: torch.dtype, layout: str, config: LinearCo
 
 def _to_tiles(plain: PackedWeight) -> PackedWeight:
     """The layout of the CPU kernels. What code 0 stands for becomes mins, unless it follows from the scales."""
-    if plain.bits == 8:
-        codes = (plain.weight.to(torch.int16) + 128).to(torch.uint8)
-        scales, mins = plain.scales.view(-1, plain.n), None
-    else:
-        codes, scales, mins = _unpack_nibbles(plain.weight), plain.scales, plain.mins
-        if plain.zeros is not None:
-            mins = -plain.zeros.float() * scales.float()
+    tiles = torch.empty(plain.n // cpu.TILE, plain.k // cpu.BLOCK, 32 * plain.bits, dtype=torch.uint8)
+    rows = 4096  # at a time, so that an LM head takes little more than its place
+    for stored, out in zip(plain.weight.split(rows), tiles.split(rows // cpu.TILE), strict=True):
+        codes = _unpack_nibbles(stored) if plain.bits == 4 else stored.view(torch.uint8) ^ 128  # 128 more
+        out.copy_(cpu.to_tiles(codes, plain.bits))
+    scales, mins = plain.scales.view(-1, plain.n), plain.mins
+    if plain.zeros is not None:
+        mins = -plain.zeros.float() * scales.float()
     mins = None if mins is None else cpu.tile_scales(mins)
-    weight = cpu.to_tiles(codes, plain.bits)
-    return replace(plain, layout="tiles", weight=weight, scales=cpu.tile_scales(scales), zeros=None, mins=mins)
+    return replace(plain, layout="tiles", weight=tiles, scales=cpu.tile_scales(scales), zeros=None, mins=mins)
 
 
 def _from_tiles(tiles: PackedWeight) -> PackedWeight:
@@ -346,6 +346,16 @@ def pack_float(weight: Tensor) -> PackedWeight | None:
     stored = next((t for t in (weight.bfloat16(), weight.half()) if torch.equal(t.float(), weight)), weight)
     tiles = stored.view(-1, cpu.TILE, k).transpose(1, 2).contiguous()
     return PackedWeight("tiles", 8 * tiles.itemsize, 0, n, k, tiles)
+
+
+def packed_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
+    """The rows ids [...] of a weight in layout 'tiles' or 'dense', float32 [..., K]."""
+    if weight.layout == "dense":
+        return weight.weight[ids].float()
+    tile = ids.flatten() // cpu.TILE
+    parts = {name: t[tile] for name in ("weight", "scales", "mins") if (t := vars(weight)[name]) is not None}
+    rows = dequantize(replace(weight, n=cpu.TILE * len(tile), **parts), torch.float32).unflatten(0, (-1, cpu.TILE))
+    return rows[torch.arange(len(tile)), ids.flatten() % cpu.TILE].view(*ids.shape, weight.k)
 
 
 def pack_half(weight: Tensor, layout: str = "auto", config: LinearConfig | None = None) -> PackedWeight:

@@ -8,6 +8,7 @@ memory is allocated for it.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -283,6 +284,23 @@ class GGUFFile:
             found[name] = Entry(shape, dtype, self.path.name, lambda t=tensor, e=expert: self._read(t, e))
         return found
 
+    def forget(self) -> None:
+        """Let the system drop the pages that were read. They are read again where they are needed."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in self.maps:
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+    @cached_property
+    def maps(self) -> set[mmap.mmap]:
+        """The mapped files."""
+        found = set()
+        for tensor in self.tensors.values():
+            data = tensor.data
+            while isinstance(data, np.ndarray):
+                data = data.base
+            found |= {data} if isinstance(data, mmap.mmap) else set()
+        return found
+
     def _rows(self, tensor: Any, expert: int | None) -> np.ndarray:
         """The stored rows of a tensor, in the order of Hugging Face.
 
@@ -376,7 +394,7 @@ def _hf_names(name: str, experts: int) -> Iterator[tuple[str, int | None]]:
 def packed_parameters(model: Transformer, file: GGUFFile) -> dict[str, list[str]]:
     """Our parameters that stay quantized -> the Hugging Face tensors that each one is made of.
 
-    The embedding itself becomes floats, because its rows are looked up. A tied LM head can have its codes.
+    An embedding of its own becomes floats, because its rows are looked up. A tied LM head can have its codes.
     """
     sources = parameter_sources(model, hf_views(model))
     embedding = sources.pop("embed_tokens.weight")
@@ -391,10 +409,9 @@ def kept_entries(file: GGUFFile, packed: Mapping[str, list[str]]) -> dict[str, E
     for names in packed.values():
         for name in names:
             stored = file.stored_entries(name, file.has_minima(names))
-            if name == "model.embed_tokens.weight":  # a tied LM head, beside the embedding itself
+            if name == "model.embed_tokens.weight":  # a tied LM head, which the embedding reads
                 stored = {f"lm_head.{key.rpartition('.')[2]}": entry for key, entry in stored.items()}
-            else:
-                del entries[name]
+            del entries[name]
             entries |= stored
     return entries
 
@@ -430,6 +447,7 @@ def fill_gguf(model: Transformer, file: GGUFFile, packed: Mapping[str, list[str]
         sources["lm_head.weight"] = packed["lm_head.weight"]
         slots["lm_head.weight"] = slots["embed_tokens.weight"]
         model.lm_head = torch.nn.Linear(*reversed(slots["lm_head.weight"].shape), bias=False, device="meta")
+        del sources["embed_tokens.weight"]  # `pack_` makes it of the LM head
     for done, (ours, names) in enumerate(sources.items()):
         slot = slots[ours]
         if ours in packed:
@@ -438,6 +456,7 @@ def fill_gguf(model: Transformer, file: GGUFFile, packed: Mapping[str, list[str]
         else:
             tensor = read_parameter(entries, names, slot.shape, where)
             set_tensor(model, ours, tensor.to(to.device, to.dtype))
+        file.forget()
         to.progress(done + 1, len(sources), ours)
 
 
@@ -449,7 +468,7 @@ def _stored_weight(file: GGUFFile, names: list[str], experts: int) -> dict[str, 
         if leaf == "mins" and not file.has_minima(names):
             continue  # they follow from the scales
         rows = 0 if leaf == "qweight" else 1  # the axis of the outputs
-        whole = torch.cat([part[leaf] for part in parts], rows)
+        whole = torch.cat([part[leaf] for part in parts], rows) if len(parts) > 1 else parts[0][leaf]
         if experts:
             whole = whole.unflatten(rows, (experts, -1)).movedim(rows, 0)
         stored[leaf] = whole.contiguous()

@@ -20,6 +20,7 @@ from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from support.files import INDEX_LIMIT, read_json, write_json
 from weights.files import Destination, Entries, check_entries, check_finite, few_names, write_safetensors
+from weights.quantized import QuantLinear, TiedEmbedding, set_tensor
 
 
 def read_config(raw: dict[str, Any], directory: Path) -> ModelConfig:
@@ -84,6 +85,20 @@ def build_model(config: ModelConfig) -> Transformer:
     except (RuntimeError, OverflowError) as error:
         reason = str(error).splitlines()[0][:160]
         raise ValueError(f"config.json: sizes are too large for a tensor ({reason}).") from error
+
+
+def unpacked(model: Transformer) -> Transformer:
+    """The model with plain float weights: itself, or a copy where they lie in the layout of a kernel (`pack_`)."""
+    if not any(isinstance(child, QuantLinear) for child in model.modules()):
+        return model
+    plain = build_model(model.config)
+    for name, _ in list(plain.named_parameters()):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        owner = model.lm_head if isinstance(owner, TiedEmbedding) else owner
+        packed = isinstance(owner, QuantLinear) and name.endswith(".weight")
+        set_tensor(plain, name, owner.dequantize(model.dtype) if packed else model.get_parameter(name))
+    plain.rotary = model.rotary
+    return plain
 
 
 def fill_hf(model: Transformer, entries: Entries, where: str, to: Destination) -> None:

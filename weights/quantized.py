@@ -128,6 +128,8 @@ class QuantLinear(SelfCounting):
             self.packed = None
         if self.pack(dtype).layout in ("dense", "tiles") and not kernels.INTERPRETED:
             self.qweight = None
+        if self.packed.layout == "tiles":  # one copy of everything
+            self.scales, self.mins, self.zeros = self.packed.scales, self.packed.mins, None
 
     def _pack(self, dtype: torch.dtype, layout: str) -> kernels.PackedWeight:
         def pack(rows: slice) -> kernels.PackedWeight:
@@ -209,6 +211,20 @@ class FloatLinear(QuantLinear):
         return nn.Module._apply(self, fn, recurse)
 
 
+class TiedEmbedding(SelfCounting):
+    """The embedding of a model whose LM head has the same weight, in the tiles of the CPU kernels."""
+
+    def __init__(self, head: QuantLinear):
+        super().__init__()
+        self.packed = head.packed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return kernels.packed_rows(self.packed, tokens)
+
+    def weight_bytes_read(self, nodes: int) -> float:
+        return 0.0  # what is read is the LM head's, and `Transformer.weight_bytes` counts the rows
+
+
 class QuantExperts(nn.Module):
     """`model.Experts` with quantized matrices. The router and the routing are the same."""
 
@@ -242,7 +258,9 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
             replace_module(module, name, FloatLinear(packed, child.bias))
     if isinstance(module, Transformer) and module.lm_head is None:
         packed = kernels.pack_float(module.embed_tokens.weight)
-        module.lm_head = packed and FloatLinear(packed, None)
+        if packed is not None:
+            module.lm_head = FloatLinear(packed, None)
+            module.embed_tokens = TiedEmbedding(module.lm_head)
     for child in module.modules():
         tied = isinstance(child, nn.Embedding) and isinstance(module, Transformer) and module.lm_head is None
         if isinstance(child, nn.Linear) or tied:
@@ -251,9 +269,19 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
                 w.data = w.data.t().contiguous().t()
         if isinstance(child, QuantLinear):
             child.repack(dtype)
+    if isinstance(module, Transformer) and module.device.type != "meta" and is_meta(module.embed_tokens):
+        module.embed_tokens = TiedEmbedding(module.lm_head)
 
 
-def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backend: str = "auto") -> int:
+def is_meta(embedding: nn.Module) -> bool:
+    """Whether an embedding was left empty, because the packed LM head has its rows."""
+    return isinstance(embedding, nn.Embedding) and embedding.weight.is_meta
+
+
+def held_bytes(
+    stored: Mapping[str, Any], dtype: torch.dtype, device: str, backend: str = "auto", tied: bool = False,
+    rounded: bool = False,
+) -> int:  # fmt: skip
     """Bytes that a model or head takes after loading and `pack_`, counted from its stored tensors.
 
     The kernels decide on the packing. This function repeats their decision, and a test compares the two. The count is
@@ -264,6 +292,8 @@ def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backe
         dtype: of the activations.
         device: 'cpu' or 'cuda'.
         backend: mode of the `kernels.KernelBackend`.
+        tied: whether the embedding is a float LM head, too.
+        rounded: whether float linears are rounded to int8 (`load.round_head_`).
     """
     tiles = backend == "cpu" and dtype == torch.float32
     planes = dtype != torch.float64 and (backend == "triton" or (backend == "auto" and device == "cuda"))
@@ -288,13 +318,15 @@ def held_bytes(stored: Mapping[str, Any], dtype: torch.dtype, device: str, backe
                 total += count * width * (2 if twice else 1)
         elif leaf in ("scales", "weight_scale"):
             paired = torch_packs and width == len(shape) == 2
-            total += count * (width * (2 if tiles else 1) + (2 * dtype.itemsize if paired else 0))
+            total += count * (width + (2 * dtype.itemsize if paired else 0))
         elif leaf in ("qzeros", "weight_zero_point"):
-            total += count * (8 if width == 4 else 1)
-        elif leaf in ("zeros", "mins") and tiles:  # they become mins in float32
-            total += count * (width + 4)
+            total += count * (8 if width == 4 else 1) * (4 if tiles else 1)
+        elif leaf == "zeros" and tiles:  # they become mins in float32
+            total += 4 * count
         elif leaf in ("zeros", "mins", "perm") or not tensor.dtype.is_floating_point:
             total += count * width
+        elif tiles and leaf == "weight" and len(shape) == 2 and (tied or not name.endswith("embed_tokens.weight")):
+            total += count + 4 * shape[0] if rounded else count * (width if shape[0] % kernels.CPU_TILE == 0 else 4)
         else:
             total += count * dtype.itemsize
     return total

@@ -94,10 +94,9 @@ def measure_taus(pairs: dict[str, tuple[Path, str | Path]], *how: Any) -> dict[s
 def show(receipt: dict[str, Any]) -> str:
     """The receipt for people."""
     r, spec = receipt, receipt["spec"]
-    change = r["perplexity_after"] / r["perplexity_before"] - 1
     lines = [
-        f"quality     perplexity {r['perplexity_before']:.3f} -> {r['perplexity_after']:.3f} ({change:+.2%})   mean KL "
-        f"{r['mean_kl']:.4f} nats   same top token {r['top1_agreement']:.2%}   over {r['evaluation']['tokens']:,} tokens",
+        f"quality     {_quality(r)}   over {r['evaluation']['tokens']:,} tokens",
+        f"on a CPU    activations are rounded to int8, too: {_quality(r['rounded_activations'])}",
         f"size        {_sizes(r)}   LM head {spec['lm_head']}",
         "worst       " + "   ".join(f"{w['name']} {w['relative_error']:.2%}" for w in r["worst_layers"]),
     ]
@@ -107,6 +106,14 @@ def show(receipt: dict[str, Any]) -> str:
         lines += [f"note        {note}" for note in r["notes"]]
     memory = f"   peak memory {size_text(r['peak_memory_bytes'])}" if r["peak_memory_bytes"] else ""
     return "\n".join([*lines, f"took        {r['seconds']:.0f} s{memory}"])
+
+
+def _quality(r: dict[str, Any]) -> str:
+    change = r["perplexity_after"] / r["perplexity_before"] - 1
+    return (
+        f"perplexity {r['perplexity_before']:.3f} -> {r['perplexity_after']:.3f} ({change:+.2%})   mean KL "
+        f"{r['mean_kl']:.4f} nats   same top token {r['top1_agreement']:.2%}"
+    )
 
 
 def _sizes(receipt: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from kernels.backend import (
     round_activations,
     triton,
 )
+from kernels.cpu import BLOCK as CPU_BLOCK
 from kernels.cpu import TILE as CPU_TILE
 from kernels.cpu import fits as cpu_fits
 from kernels.cpu import fused_layer as cpu_layer

@@ -429,6 +429,12 @@ def test_receipts_are_true(tmp_path, config, options, capsys):
         assert receipt[key] == pytest.approx(again[key], rel=2e-3, abs=1e-6), key
     assert receipt["top1_agreement"] == pytest.approx(again["top1_agreement"], abs=0.005)
     assert 0 < receipt["mean_kl"] < 0.3
+    if not cpu.problem():  # what these kernels make of it
+        with kernels.KernelBackend("cpu", "cpu").active():
+            pack_(after, torch.float32)
+            again = measure(before, after, text)
+        for key in ("perplexity_after", "mean_kl"):
+            assert receipt["rounded_activations"][key] == pytest.approx(again[key], rel=5e-3, abs=1e-6), key
     assert receipt["bytes_after"] <= (out / "model.safetensors").stat().st_size <= receipt["bytes_after"] + 20_000
     assert receipt["bytes_before"] > 2 * receipt["bytes_after"] and receipt["peak_memory_bytes"] > 0
     worst = receipt["worst_layers"][0]

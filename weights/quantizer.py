@@ -7,6 +7,7 @@ quantized layers before produce. Finished layers wait in OUT.partial until the r
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -14,7 +15,7 @@ import math
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+import kernels
 from model import Experts
 from support.errors import UsageError
 from support.files import directory_written_whole, write_json, writing_errors
@@ -151,8 +153,8 @@ class _Run:
         self.errors: dict[str, float] = {}  # relative weight errors by name
         self.stored: dict[str, Tensor] = {}  # the tensors of the result, mapped from the files in `work`
 
-    def quantize(self, calibration: Tensor, evaluation: Tensor, progress: Progress) -> dict[str, float]:
-        """Quantize the whole model. Returns its quality (`Tally.report`)."""
+    def quantize(self, calibration: Tensor, evaluation: Tensor, progress: Progress) -> dict[str, Any]:
+        """Quantize the whole model. Returns its quality (`Tally.report`), also with rounded activations."""
         model = self.source.model
         self._embed(calibration, evaluation[:, :-1])
         model.rotary.build(self.device, max(self.after.shape[1], self.inputs.shape[1]))
@@ -167,6 +169,7 @@ class _Run:
         self.before = embedding(evaluation.to(self.device)).cpu()  # of the float layers
         self._unit("embedding", embedding, "embed_tokens.", embedding)
         self.after = embedding(evaluation.to(self.device)).cpu()  # of the quantized layers
+        self.rounded = self.after.clone()  # of the quantized layers, with activations as the CPU kernels round them
         self.inputs = embedding(calibration.to(self.device)).cpu()
 
     def _layer(self, i: int) -> None:
@@ -183,23 +186,28 @@ class _Run:
         self._through(forward, self.before)
         self._unit(f"layer-{i:04}", block, f"layers.{i}.", forward)
         self._through(forward, self.after)
+        with rounded_activations(block, self.spec):
+            self._through(forward, self.rounded)
         self._through(forward, self.inputs)
         block.to("meta")
 
-    def _head(self, targets: Tensor) -> dict[str, float]:
-        """Quantize the LM head and compare the logits of both models."""
-        source, device, tally = self.source, self.device, Tally()
+    def _head(self, targets: Tensor) -> dict[str, Any]:
+        """Quantize the LM head and compare the logits of the models."""
+        source, device, tally, rounded = self.source, self.device, Tally(), Tally()
         head = nn.Sequential(OrderedDict(norm=source.model.norm, lm_head=nn.Linear(1, 1, bias=False)))
         matrix = "embed_tokens.weight" if source.tied else "lm_head.weight"
         set_tensor(head, "norm.weight", source.read("norm.weight", device))
         set_tensor(head, "lm_head.weight", source.read(matrix, device))
         plain = copy.deepcopy(head)
         self._unit("head", head, "", head)
-        for ids, x, y in zip(targets, self.before, self.after, strict=True):
-            tally.add(plain(x.to(device)).cpu(), head(y.to(device)).cpu(), ids)
+        for ids, x, y, z in zip(targets, self.before, self.after, self.rounded, strict=True):
+            before = plain(x.to(device)).cpu()
+            tally.add(before, head(y.to(device)).cpu(), ids)
+            with rounded_activations(head, self.spec):
+                rounded.add(before, head(z.to(device)).cpu(), ids)
         if source.tied and self.spec.lm_head == "fp16":
             del self.stored["lm_head.weight"]
-        return tally.report()
+        return tally.report() | {"rounded_activations": rounded.report()}
 
     def _unit(self, unit: str, module: nn.Module, prefix: str, forward: Forward) -> None:
         """Quantize `module`, or take over what an interrupted run has stored of it.
@@ -298,7 +306,27 @@ def _hessians(child: nn.Module, down: bool, weight: Tensor, feed: Callable[[], N
     return sums
 
 
-def _refuse_bad(quality: dict[str, float], limit: float) -> None:
+@contextlib.contextmanager
+def rounded_activations(module: nn.Module, spec: QuantSpec) -> Iterator[None]:
+    """Inside the block, what `spec` quantizes sees its inputs as the CPU kernels round them: to int8, one scale per 32
+    columns. Experts do not, because those kernels have none."""
+
+    def round_(linear: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        blocks = inputs[0].unflatten(-1, (-1, kernels.CPU_BLOCK))
+        scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+        return ((blocks / scale).round() * scale).flatten(-2)
+
+    linears = (child for _, child, _, _ in quantizable(module, spec) if isinstance(child, nn.Linear))
+    fitting = [linear for linear in linears if kernels.cpu_fits(*linear.weight.shape, 0)]
+    hooks = [linear.register_forward_pre_hook(round_) for linear in fitting]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _refuse_bad(quality: dict[str, Any], limit: float) -> None:
     """Raise a ValueError for a result past the limit (nats)."""
     if not quality["mean_kl"] <= limit:  # NaN too
         change = f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f}"

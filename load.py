@@ -259,6 +259,8 @@ def _memory_errors(plan: MemoryPlan) -> Iterator[None]:
 def open_backend(options: LoadOptions, report: Callable[[str], None]) -> kernels.KernelBackend:
     """The kernel backend that the options name, with the tilings that were tuned for this GPU."""
     if options.device != "cuda":
+        if options.kernels == "auto" and not options.compile and (problem := kernels.cpu_problem()):
+            report(f"note    no C++ kernels, because {problem}: slower, and quantized weights become float matrices")
         return kernels.KernelBackend(options.kernels, options.device, options.activations)
     tilings, note = tuned.read_tuned(torch.cuda.get_device_name())
     if note:

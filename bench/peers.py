@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,18 @@ def need_library(baseline: str) -> None:
         raise UsageError(f"--baseline {baseline} needs {package}: pip install {package}")
 
 
-def check_peers(args: argparse.Namespace) -> None:
-    """Raise UsageError for a --baseline that cannot run, before a model is loaded."""
-    for baseline in args.baseline:
+def check_peers(baselines: Sequence[str], gguf: bool, device: str | None) -> None:
+    """Raise UsageError for a --baseline that cannot run, before a model is loaded.
+
+    gguf: whether the model is a GGUF file.
+    """
+    for baseline in baselines:
         need_library(baseline)
-    if "llama.cpp" not in args.baseline:
+    if "llama.cpp" not in baselines:
         return
-    if args.shape or not is_gguf(args.checkpoint):
+    if not gguf:
         raise UsageError("--baseline llama.cpp reads GGUF files only; add --checkpoint FILE.gguf.")
-    if (args.device or default_device()) != "cpu":
+    if (device or default_device()) != "cpu":
         raise UsageError("--baseline llama.cpp is measured on CPUs only; add --device cpu.")
 
 

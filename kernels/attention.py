@@ -30,7 +30,8 @@ def tree_attention(
     """
     problem = "a head is not a multiple of 8 values" if q.shape[-1] % 8 else cache_problem(kv)
     if use_cpu("tree_attention", q, kv, problem=problem):
-        rows = q.transpose(1, 2).contiguous(), kv, start, visible.contiguous(), positions.contiguous()
+        visible = visible.expand(q.shape[0], -1, -1).contiguous()
+        rows = q.transpose(1, 2).contiguous(), kv, start, visible, positions.contiguous()
         return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale).transpose(1, 2)
     return torch.ops.eaglet.tree_attention(q, kv, start, visible, positions, window, scale)
 

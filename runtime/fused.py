@@ -43,7 +43,7 @@ def _run(
     layer: nn.Module, x: Tensor, residual: Tensor | None, weights: list[Tensor], nodes: Nodes, kv: Tensor
 ) -> Tensor:
     attention = layer.attention
-    visible = nodes.visible_window if attention.window else nodes.visible
+    visible = (nodes.visible_window if attention.window else nodes.visible).expand(len(x), -1, -1)
     shared = (nodes.cos, nodes.sin, nodes.slots, nodes.start, visible, nodes.positions)
     scale, rounds = 1 / math.sqrt(attention.head_dim), kernels.round_activations()
     return kernels.cpu_layer(x, residual, weights, shared, kv, attention.window, layer.post_norm.eps, scale, rounds)

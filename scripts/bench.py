@@ -27,7 +27,7 @@ from bench.arms import NO_STOP, arms_of
 from bench.compare import compare
 from bench.environment import environment, fingerprint
 from bench.measure import Bench, Settings
-from bench.peers import LIBRARIES, check_peers, peers_of
+from bench.peers import LIBRARIES, check_peers, is_gguf, peers_of
 from bench.random_models import SHAPES, random_engine
 from bench.records import Lines, Progress
 from bench.session import measure, row_context
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         print(compare(*args.compare))
         return 0
     check_outputs(args)
-    check_peers(args)
+    check_peers(args.baseline, not args.shape and is_gguf(args.checkpoint), args.device)
     rows = [text.strip() for text in args.rows.split(",") if text.strip()]
     lines, progress = Lines(args.json), Progress(args.quiet)
     bench, model = prepare(args, rows, progress)

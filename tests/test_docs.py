@@ -284,7 +284,7 @@ def test_the_readme_explains_the_report(capsys):
     assert labels(sample) == labels(report)
     for ours, theirs in zip(sample.splitlines(), report.splitlines(), strict=True):
         assert plain(ours) == plain(theirs)
-    for fact in ("29 tok", "200 tok", "plan 57.8 MB: weights 29.4 MB  head 7.6 MB  kv 19.3 MB  buffers 1.5 MB"):
+    for fact in ("29 tok", "200 tok", "plan 39.3 MB: weights 14.7 MB  head 3.8 MB  kv 19.3 MB  buffers 1.5 MB"):
         assert fact in sample and fact in report
     assert re.findall(r"^\| `([\w ]+)` \|", section, re.M) == labels(sample)
 

@@ -42,6 +42,7 @@ COMMON = (
 )  # fmt: skip
 PATHS = ("eagle", "draft_checkpoint", "medusa")
 DYNAMIC = "dynamic:16,4,4"  # the default dynamic tree on a CPU, where no row is free
+CHAIN = "chain:3"  # the default chain there
 DYNAMIC_GPU = "dynamic:32,6,8"
 
 
@@ -176,6 +177,7 @@ def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple
         if kind == "eagle":
             heads.append((f"{name} paper25", {kind: name, "tree": "paper25"}))
             heads.append((f"{name} dynamic", {kind: name, "tree": DYNAMIC_GPU if cuda else DYNAMIC}))
+            heads += [] if cuda else [(f"{name} chain", {kind: name, "tree": CHAIN})]
         elif kind == "medusa":
             others.append((name, {kind: name, "tree": medusa_tree(folder)}))
         else:

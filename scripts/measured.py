@@ -23,10 +23,10 @@ from support.files import read_json, read_json_lines, replace_block
 Lines = list[dict[str, Any]]
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 HEADLINE = (  # file, arm, temperature, what the README calls it
-    ("demo.jsonl", "eagle3 paper25", 0.0, "speed with EAGLE-3 relative to plain decoding, temperature 0"),
-    ("demo.jsonl", "eagle3 paper25", 1.0, "the same at temperature 1"),
-    ("demo_compiled.jsonl", "hf", 0.0, "speed of `transformers` relative to our plain decoding"),
-    ("llama_100m_compiled.jsonl", "hf", 0.0, "the same with 100 M random weights"),
+    ("demo.jsonl", "eagle3 chain", 0.0, "speed with EAGLE-3 relative to plain decoding, demo, temperature 0"),
+    ("demo.jsonl", "eagle3 chain", 1.0, "the same at temperature 1"),
+    ("demo.jsonl", "hf", 0.0, "speed of `transformers` relative to our plain decoding, demo"),
+    ("smollm2_int4.jsonl", "llama.cpp", 0.0, "speed of llama.cpp relative to our plain decoding, SmolLM2-135M Q4_1"),
 )
 NOTHING = "Nothing has been measured and committed yet."
 CPU = ("cpu", "epyc", "xeon", "ryzen", "intel", "amd", "arm", "threads")

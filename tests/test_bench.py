@@ -772,9 +772,9 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
     page = capsys.readouterr().out
     assert "break-even" in page
     runs, summary = records.read_lines(out)
-    arms = ["plain", "eagle1 paper25", "eagle1 dynamic", "n-gram", "draft LLM", "medusa"]
+    arms = ["plain", "eagle1 paper25", "eagle1 dynamic", "eagle1 chain", "n-gram", "draft LLM", "medusa"]
     assert [r["arm"] for r in summary["rows"]] == arms * 2
-    assert len(runs) == 6 * 2 * 2 * 2 and table.exists()
+    assert len(runs) == 7 * 2 * 2 * 2 and table.exists()
     assert str(tiny_directory) not in out.read_text().replace(tiny_directory.name, "")
     for run in runs:
         assert (

@@ -183,6 +183,12 @@ def test_a_processor_without_vnni_gets_the_same_bits(tmp_path):
         packed, x = tiles(weight(form, 96, 256)), torch.randn(5, 256)
         wanted.append(str(kernels.packed_linear(x, packed).view(torch.int32).tolist()))
         calls.append((x, packed.weight, packed.scales, packed.mins, None, None, False, True))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with backend().active():
+            packed = kernels.pack_float(torch.randn(96, 100).to(dtype).float())
+        x = torch.randn(9, 100)
+        wanted.append(str(kernels.packed_linear(x, packed).view(torch.int32).tolist()))
+        calls.append((x, packed.weight, None, None, None, None, False, True))
     native.compile_library(cpu.SOURCE, tmp_path / "haswell.so", "haswell")
     torch.save(calls, tmp_path / "calls.pt")
     command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "haswell.so"), str(tmp_path / "calls.pt")]

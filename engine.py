@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,12 +123,12 @@ class Engine:
     def _compile(self, mode: CompileMode, on_gpu: bool) -> None:
         """Set up the functions that steps and prefill run. Nothing is compiled before their first call."""
         self.parts = compile_parts(on_gpu, mode.inductor) if mode.scope == "parts" else UNCOMPILED
-        fused = self.backend.mode == "cpu"
-        self.parts = fused_parts() if fused else self.parts
-        self._chunk_block = self.parts.block if fused else None
         self._step: Callable[..., StepOutput] = decode_step
         self._plain_step: Callable[..., StepOutput] = decode_step
         self._forward: Callable = _prefill_chunk
+        if self.backend.mode == "cpu":
+            self.parts = fused_parts()
+            self._forward = partial(_prefill_chunk, block=self.parts.block)
         if mode.scope != "whole":
             return
         if mode.inductor:  # Inductor captures no step that writes a buffer whose address may change
@@ -447,7 +448,7 @@ class Engine:
             where = torch.tensor([start], device=device)
             kv = state.kv[:, :, row : row + 1]
             hidden_states, features = self._forward(
-                self.model, self.drafter, kv, row, chunk.to(device), nexts.to(device), where, self._chunk_block
+                self.model, self.drafter, kv, row, chunk.to(device), nexts.to(device), where
             )
             start += take
         state.features[row, 0] = features[0, take - 1]

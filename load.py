@@ -223,7 +223,7 @@ class _Files:
         self.head = read_eagle(options.eagle, config, overrides) if options.eagle else None
         self.draft: Checkpoint | None = None
         if options.draft_checkpoint:
-            self.draft = Checkpoint.open(options.draft_checkpoint, int8_groups=options.kernel_mode == "cpu")
+            self.draft = options.open_draft()
             theirs = load_tokenizer(self.draft.tokenizer_source, self.draft.config.vocab_size)
             check_vocabulary(config, self.draft.config, (self.tokenizer, theirs))
 
@@ -401,7 +401,7 @@ def build_drafter(model: Transformer, head: EagleHead | None, options: LoadOptio
         drafter = MedusaDrafter(heads, tree, options.draft_noise)
     elif kind == "draft":
         with _bad_files():
-            small = Checkpoint.open(options.draft_checkpoint).load(model.device, model.dtype, None, options.ctx)
+            small = options.open_draft().load(model.device, model.dtype, None, options.ctx)
         pack_(small, small.dtype)
         drafter = DraftModelDrafter(model, small, *how)
     else:

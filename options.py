@@ -208,6 +208,10 @@ class LoadOptions:
         checkpoint = Checkpoint.open(self.checkpoint, int8_groups=self.kernel_mode == "cpu")
         return checkpoint.rounded(self.quant) if self.quant else checkpoint
 
+    def open_draft(self) -> Checkpoint:
+        """The draft LLM's checkpoint, read as the target's."""
+        return Checkpoint.open(self.draft_checkpoint, int8_groups=self.kernel_mode == "cpu")
+
     def resolve(self, checkpoint: Checkpoint, head: EagleFile | None = None) -> LoadOptions:
         """The options with everything decided: device, dtype, ctx, and the tree that `--tree auto` stands for.
 

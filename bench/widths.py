@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from bench.measure import timed_in_turn
 from bench.peers import need_library
 from bench.tables import number, table
-from bench.timing import spread, times
+from bench.timing import spread
 from engine import Engine
 from model import chain_ancestors
 from support.machine import describe_device, versions
-
-WARM_UP = 3  # rounds that do not count
 
 
 def forward(engine: Engine, nodes: int, context: int) -> Callable[[], None]:
@@ -56,19 +54,14 @@ def llama_batches(file: str, widths: Sequence[int], context: int) -> dict[int, C
 def measure(
     engine: Engine, widths: Sequence[int], context: int, repeats: int, gguf: str | None = None
 ) -> dict[str, Any]:
-    """Milliseconds by width, all calls in turn and in a new order every round. gguf: the file that llama.cpp reads."""
+    """Milliseconds by width, all calls in turn. gguf: the file that llama.cpp reads."""
     calls: dict[tuple[str, int], Callable[[], None]] = {("ours", n): forward(engine, n, context) for n in widths}
     if gguf is not None:
         calls |= {("llama.cpp", n): call for n, call in llama_batches(gguf, widths, context).items()}
-    samples: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
-    order = list(calls)
-    shuffle = random.Random(0).shuffle
-    for at in range(WARM_UP + repeats):
-        shuffle(order)
-        for key in order:
-            found = times(calls[key], engine.model.device, 1, lambda: None)
-            samples[key] += found if at >= WARM_UP else []
-    rows = [{"engine": name, "nodes": nodes, "ms": spread(found)} for (name, nodes), found in samples.items()]
+    seconds = timed_in_turn(calls, repeats, engine.model.device)
+    rows = [
+        {"engine": key[0], "nodes": key[1], "ms": spread([s * 1e3 for s in found])} for key, found in seconds.items()
+    ]
     return {
         "context": context,
         "device": describe_device(engine.model.device),

@@ -119,6 +119,20 @@ inline __m256 load_eight(const void* values, bool half, int64_t at) {
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)((const uint16_t*)values + at)));
 }
 
+// The scales and mins of a tile's 8 rows, which change where a group of blocks begins.
+template <bool MINS>
+struct Scales {
+  __m256 scales = _mm256_setzero_ps(), mins = _mm256_setzero_ps();
+
+  void at_block(const Weight& w, int64_t tile, int64_t block) {
+    const int64_t per_group = w.blocks / w.groups;
+    if (block % per_group) return;
+    const int64_t at = (tile * w.groups + block / per_group) * TILE;
+    scales = load_eight(w.scales, w.half, at);
+    if (MINS) mins = load_eight(w.mins, w.half_mins, at);
+  }
+};
+
 // acc + the products of 4 unsigned codes and 4 signed activations in every lane. Without VNNI the codes of int8 are made
 // signed here, so that their offset of 128 is gone (`OFFSET` in `multiply`).
 template <int BITS>
@@ -147,15 +161,12 @@ void multiply(const Weight& w, const Rows& x, int64_t row, int64_t tile, float (
   constexpr int64_t BYTES = BLOCK * TILE * BITS / 8, AHEAD = 4096;
   constexpr int OFFSET = MINS ? 0 : BITS == 4 ? 8 : VNNI ? 128 : 0;
   const __m256i low = _mm256_set1_epi8(15);
-  const int64_t per_group = w.blocks / w.groups, K = w.blocks * BLOCK;
-  __m256 acc[R], scales = _mm256_setzero_ps(), mins = scales;
+  const int64_t K = w.blocks * BLOCK;
+  Scales<MINS> group;
+  __m256 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
   for (int64_t b = 0; b < w.blocks; ++b) {
-    if (b % per_group == 0) {
-      const int64_t at = (tile * w.groups + b / per_group) * TILE;
-      scales = load_eight(w.scales, w.half, at);
-      if (MINS) mins = load_eight(w.mins, w.half_mins, at);
-    }
+    group.at_block(w, tile, b);
     __m256i sums[R];
     for (int r = 0; r < R; ++r) sums[r] = _mm256_set1_epi32(-OFFSET * x.total[(row + r) * w.blocks + b]);
     const int8_t* columns = x.codes.data() + row * K + b * BLOCK;
@@ -175,8 +186,8 @@ void multiply(const Weight& w, const Rows& x, int64_t row, int64_t tile, float (
     }
     for (int r = 0; r < R; ++r) {
       const int64_t at = (row + r) * w.blocks + b;
-      acc[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r]), _mm256_mul_ps(scales, _mm256_set1_ps(x.scale[at])), acc[r]);
-      if (MINS) acc[r] = _mm256_fmadd_ps(mins, _mm256_set1_ps(x.sum[at]), acc[r]);
+      acc[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r]), _mm256_mul_ps(group.scales, _mm256_set1_ps(x.scale[at])), acc[r]);
+      if (MINS) acc[r] = _mm256_fmadd_ps(group.mins, _mm256_set1_ps(x.sum[at]), acc[r]);
     }
   }
   for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[r], acc[r]);
@@ -220,15 +231,12 @@ void multiply_exact(const Weight& w, const float* x, int64_t tile, float (*out)[
   constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
   const __m256 offset = _mm256_set1_ps(MINS ? 0 : BITS == 4 ? 8 : 128);
   const __m256i low = _mm256_set1_epi32(BITS == 4 ? 15 : 255);
-  const int64_t per_group = w.blocks / w.groups, K = w.blocks * BLOCK;
-  __m256 acc[R], scales = _mm256_setzero_ps(), mins = scales;
+  const int64_t K = w.blocks * BLOCK;
+  Scales<MINS> group;
+  __m256 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
   for (int64_t b = 0; b < w.blocks; ++b) {
-    if (b % per_group == 0) {
-      const int64_t at = (tile * w.groups + b / per_group) * TILE;
-      scales = load_eight(w.scales, w.half, at);
-      if (MINS) mins = load_eight(w.mins, w.half_mins, at);
-    }
+    group.at_block(w, tile, b);
     const uint8_t* codes = w.codes + (tile * w.blocks + b) * BYTES;
     for (int i = 0; i < BYTES / 32; ++i) {
       const __m256i v = _mm256_loadu_si256((const __m256i*)codes + i);
@@ -236,7 +244,7 @@ void multiply_exact(const Weight& w, const float* x, int64_t tile, float (*out)[
         for (int j = 0; j < 4; ++j) {
           const __m256i code = _mm256_and_si256(_mm256_srli_epi32(v, 8 * j + 4 * part), low);
           const __m256 level = _mm256_sub_ps(_mm256_cvtepi32_ps(code), offset);
-          const __m256 value = MINS ? _mm256_fmadd_ps(level, scales, mins) : _mm256_mul_ps(level, scales);
+          const __m256 value = MINS ? _mm256_fmadd_ps(level, group.scales, group.mins) : _mm256_mul_ps(level, group.scales);
           const int64_t k = b * BLOCK + (i * 8 / BITS + part) * 4 + j;
           for (int r = 0; r < R; ++r) acc[r] = _mm256_fmadd_ps(value, _mm256_set1_ps(x[r * K + k]), acc[r]);
         }
@@ -524,7 +532,8 @@ Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, co
 inline const float* or_null(const Tensor& t) { return t.numel() ? (const float*)t.data_ptr() : nullptr; }
 
 // A whole layer: attention behind a norm, then a gated MLP behind a norm, x [B,T,in] -> [B,T,H]. Without an input norm, x is
-// normed already and `residual` is what the attention adds to. weights: LAYER_TENSORS of kernels/cpu.py, empty where absent.
+// normed already and `residual` is what the attention adds to. weights: as `fused_layer` in kernels/cpu.py lists them, empty
+// where absent.
 Tensor layer(const Tensor& x, const std::optional<Tensor>& residual, std::vector<Tensor> weights, const Tensor& cos,
              const Tensor& sin, Tensor kv, const Tensor& slots, const Tensor& start, const Tensor& visible,
              const Tensor& positions, int64_t window, double eps, double scale, bool round) {

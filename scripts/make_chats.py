@@ -16,9 +16,8 @@ from pathlib import Path
 
 from load import load
 from options import add_options, options_from
-from support.errors import UsageError, command_parser, run_command
+from support.errors import UsageError, at_least, command_parser, run_command
 from training.chats import write_answers, write_questions
-from training.command import at_least
 
 LOADED = ("checkpoint", "batch_size", "ctx", "device", "dtype", "kernels", "compile")
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import sys
 
-from support.errors import BAD_FILE
+from support.errors import BAD_FILE, at_least
 from training import demo_model
-from training.command import at_least, run, run_parser
+from training.command import run, run_parser
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,7 +19,8 @@ import argparse
 import sys
 
 from eagle_draft import FEATURE_NOISE
-from training.command import at_least, drafter_parser, parsed, run
+from support.errors import at_least
+from training.command import drafter_parser, parsed, run
 from training.drafters import train
 from training.eagle import INPUTS, EagleTraining
 

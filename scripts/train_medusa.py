@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from training.command import at_least, distillation_parser, parsed, run
+from support.errors import at_least
+from training.command import distillation_parser, parsed, run
 from training.distillation import MedusaTraining
 from training.drafters import train
 

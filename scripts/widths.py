@@ -3,8 +3,8 @@
     python -m scripts.widths --checkpoint FILE.gguf --baseline llama.cpp --json out.json
     python -m scripts.widths --checkpoint demo --quant int4 --nodes 1 8 26
 
-A tree pays if many nodes cost little more than one. All widths are timed in turn, in a new order every round. The table
-shows medians. llama.cpp evaluates a batch of as many tokens and gives the logits of all of them, as verifying needs it.
+A tree pays if many nodes cost little more than one. All widths are timed in turn, and the table shows medians. llama.cpp
+evaluates a batch of as many tokens and gives the logits of all of them, as verifying needs it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from bench.peers import check_peers, is_gguf
 from bench.widths import measure, show
 from load import load
 from options import add_options, options_from
-from support.errors import command_parser, run_command
+from support.errors import at_least, command_parser, run_command
 from support.files import write_json
-from training.command import at_least
 
 SHARED = ("checkpoint", "device", "dtype", "quant", "threads", "kernels", "activations")
 

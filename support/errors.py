@@ -74,6 +74,18 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
     return parser
 
 
+def at_least(low: int) -> Callable[[str], int]:
+    """An argparse type: an integer that is `low` or more."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{value} is too small; allowed: {low} or more")
+        return value
+
+    return integer
+
+
 def run_command(
     body: Callable[[], int | None], debug: bool = False, bad_input: int = USAGE, interrupted: str = "interrupted"
 ) -> int:

@@ -32,9 +32,8 @@ def default_threads() -> int:
     Two threads of one core share its arithmetic units, so more threads than cores make products slower. Where the system
     does not tell (outside Linux), it is the number that torch has now.
     """
-    given = (
-        os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    )  # a list has a number for each nesting level
+    # a list has a number for each nesting level
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if given.isdecimal() and int(given):
         return int(given)
     if sys.platform != "linux":

@@ -7,17 +7,15 @@ data set is needed, and the text is what the model itself is likely to read and 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import replace
 from os.path import commonprefix  # it takes lists, too
 from pathlib import Path
-
-from tqdm import tqdm
 
 from engine import Engine
 from sampling import SamplingParams
 from support.files import append_json_lines, read_json_lines
 from tokenizer import Tokenizer
+from training.data import groups
 
 NGRAM = 4
 LEAST_DISTINCT = 0.5  # of the 4-grams of a text that is kept
@@ -46,14 +44,6 @@ def repeats_itself(ids: list[int]) -> bool:
     return len(set(grams)) < LEAST_DISTINCT * len(grams)
 
 
-def _groups(first: int, count: int, size: int, title: str) -> Iterator[range]:
-    """The numbers from `first` up to `count` in groups of `size`, with a progress bar."""
-    with tqdm(desc=title, total=count, initial=min(first, count), unit="") as bar:
-        for start in range(first, count, size):
-            yield range(start, min(start + size, count))
-            bar.update(min(size, count - start))
-
-
 def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argparse.Namespace) -> list[str]:
     """Questions that the model asks, sampled at T = 1: those that `path` has already, and new ones up to args.count.
 
@@ -64,7 +54,7 @@ def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argp
     params = SamplingParams(1.0, max_new_tokens=args.question_tokens, stop_ids=stop_ids, stop=stop)
     tried = [record["question"] for record in read_json_lines(path)]
     seen = set(tried)
-    for numbers in _groups(len(tried), args.count, engine.batch_size, "questions"):
+    for numbers in groups(args.count, engine.batch_size, "questions", len(tried)):
         request = replace(params, seed=args.seed + numbers.start)
         for result in engine.generate_batch([opening] * len(numbers), request).run():
             text = result.text.strip()
@@ -86,7 +76,7 @@ def write_answers(
     done = {record["messages"][0]["content"] for record in read_json_lines(path)}
     size = engine.batch_size
     reached = max((i // size + 1 for i, question in enumerate(questions) if question in done), default=0) * size
-    for numbers in _groups(reached, len(questions), size, "answers"):
+    for numbers in groups(len(questions), size, "answers", reached):
         asked = [[{"role": "user", "content": questions[i]}] for i in numbers]
         greedy = numbers.start // size % 2 == 0
         params = SamplingParams(

@@ -11,19 +11,7 @@ from typing import Any
 
 import torch
 
-from support.errors import USAGE, run_command
-
-
-def at_least(low: int) -> Callable[[str], int]:
-    """An argparse type: an integer that is `low` or more."""
-
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{value} is too small; allowed: {low} or more")
-        return value
-
-    return integer
+from support.errors import USAGE, at_least, run_command
 
 
 def run_parser(doc: str, steps: int) -> argparse.ArgumentParser:

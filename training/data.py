@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import kernels
 from engine import Engine
@@ -246,20 +247,19 @@ def tokenise(tokenizer: Tokenizer, conversations: list, texts: list[str]) -> tup
     return TokenData.from_rows(rows), [reason for reason in attempts if isinstance(reason, str)]
 
 
-def _groups(count: int, size: int) -> Iterator[range]:
-    """The numbers below `count` in groups of `size`, with a progress line on stderr."""
-    for first in range(0, count, size):
-        numbers = range(first, min(count, first + size))
-        yield numbers
-        print(f"\rregenerated {numbers.stop}/{count}   ", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+def groups(count: int, size: int, title: str, first: int = 0) -> Iterator[range]:
+    """The numbers from `first` up to `count` in groups of `size`, with a progress bar."""
+    with tqdm(desc=title, total=count, initial=min(first, count), unit="") as bar:
+        for start in range(first, count, size):
+            yield range(start, min(start + size, count))
+            bar.update(min(size, count - start))
 
 
 def continue_texts(engine: Engine, data: TokenData, args: argparse.Namespace) -> TokenData:
     """Plain text by the target itself: --regenerate random prefixes of --prompt-length, continued to --length."""
     rows: list[tuple[list[int], list[bool]]] = []
     params = SamplingParams(args.regenerate_temperature, max_new_tokens=args.length - args.prompt_length)
-    for numbers in _groups(args.regenerate, engine.batch_size):
+    for numbers in groups(args.regenerate, engine.batch_size, "regenerated"):
         prompts = [data.sample(args.seed + 1, i, args.prompt_length)[0].tolist() for i in numbers]
         results = engine.generate_batch(prompts, replace(params, seed=args.seed + numbers.start)).run()
         for prompt, result in zip(prompts, results, strict=True):
@@ -276,7 +276,7 @@ def answer_again(engine: Engine, tokenizer: Tokenizer, conversations: list, args
     most = args.regenerate_tokens
     params = SamplingParams(args.regenerate_temperature, max_new_tokens=most, stop_ids=tuple(tokenizer.eos_ids))
     out: list[list[dict]] = []
-    for numbers in _groups(len(conversations), engine.batch_size):
+    for numbers in groups(len(conversations), engine.batch_size, "regenerated"):
         talks = [[[m for m in conversations[i] if m["role"] == role] for role in ("system", "user")] for i in numbers]
         out += [history for history, _ in talks]
         while True:

@@ -35,7 +35,6 @@ from training.data import Batch, TokenData, load_data, step_batches
 from training.loop import Run, World
 from training.optim import Recipe, optimizers, update
 from tree import DynamicTree, parse_tree, tree_tables
-from weights.checkpoint import Checkpoint
 from weights.quantized import QuantLinear, pack_
 
 # Options that do not decide the weights. A state is not resumed with other values of the others.
@@ -214,9 +213,9 @@ def open_target(
 ) -> tuple[Transformer, Tokenizer | None, kernels.KernelBackend]:
     """The target, its tokenizer, and the kernels that run it. On a CPU it is float32 unless --dtype says otherwise."""
     dtype = DTYPES.get(args.dtype) or (None if device.type == "cuda" else torch.float32)
-    mode = LoadOptions(device=device.type, dtype=None if args.dtype == "auto" else args.dtype).kernel_mode
-    checkpoint = Checkpoint.open(args.checkpoint, int8_groups=mode == "cpu")
-    backend = kernels.KernelBackend(mode if checkpoint.quantization else "auto", device.type)
+    options = LoadOptions(args.checkpoint, device=device.type, dtype=None if args.dtype == "auto" else args.dtype)
+    checkpoint = options.open_checkpoint()
+    backend = kernels.KernelBackend(options.kernel_mode if checkpoint.quantization else "auto", device.type)
     target = checkpoint.load(device, dtype)
     with backend.active():
         pack_(target, target.dtype)

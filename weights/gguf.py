@@ -27,7 +27,7 @@ from weights.files import Destination, Entry, check_entries, check_finite
 from weights.gguf_tokenizer import stop_ids, tokenizer_files
 from weights.hf import hf_views, parameter_sources, read_parameter
 from weights.published import install
-from weights.quantized import set_tensor
+from weights.quantized import TiedEmbedding, set_tensor
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
@@ -443,11 +443,12 @@ def fill_gguf(model: Transformer, file: GGUFFile, packed: Mapping[str, list[str]
     views = hf_views(model)
     check_entries({name: tuple(view.shape) for name, view in views.items()}, entries, where)
     sources, slots = parameter_sources(model, views), dict(model.named_parameters())
-    if "lm_head.weight" in packed and model.lm_head is None:
+    tied = "lm_head.weight" in packed and model.lm_head is None
+    if tied:
         sources["lm_head.weight"] = packed["lm_head.weight"]
         slots["lm_head.weight"] = slots["embed_tokens.weight"]
         model.lm_head = torch.nn.Linear(*reversed(slots["lm_head.weight"].shape), bias=False, device="meta")
-        del sources["embed_tokens.weight"]  # `pack_` makes it of the LM head
+        del sources["embed_tokens.weight"]
     for done, (ours, names) in enumerate(sources.items()):
         slot = slots[ours]
         if ours in packed:
@@ -458,6 +459,8 @@ def fill_gguf(model: Transformer, file: GGUFFile, packed: Mapping[str, list[str]
             set_tensor(model, ours, tensor.to(to.device, to.dtype))
         file.forget()
         to.progress(done + 1, len(sources), ours)
+    if tied:
+        model.embed_tokens = TiedEmbedding(model.lm_head)
 
 
 def _stored_weight(file: GGUFFile, names: list[str], experts: int) -> dict[str, Tensor]:

@@ -212,14 +212,14 @@ class FloatLinear(QuantLinear):
 
 
 class TiedEmbedding(SelfCounting):
-    """The embedding of a model whose LM head has the same weight, in the tiles of the CPU kernels."""
+    """The embedding of a model whose LM head has the same weight and is packed. It reads float32 rows off that head."""
 
     def __init__(self, head: QuantLinear):
         super().__init__()
-        self.packed = head.packed
+        self.head = (head,)  # it belongs to the model, so it is no part of this module
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return kernels.packed_rows(self.packed, tokens)
+        return kernels.packed_rows(self.head[0].pack(torch.float32), tokens)
 
     def weight_bytes_read(self, nodes: int) -> float:
         return 0.0  # what is read is the LM head's, and `Transformer.weight_bytes` counts the rows
@@ -269,13 +269,6 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
                 w.data = w.data.t().contiguous().t()
         if isinstance(child, QuantLinear):
             child.repack(dtype)
-    if isinstance(module, Transformer) and module.device.type != "meta" and is_meta(module.embed_tokens):
-        module.embed_tokens = TiedEmbedding(module.lm_head)
-
-
-def is_meta(embedding: nn.Module) -> bool:
-    """Whether an embedding was left empty, because the packed LM head has its rows."""
-    return isinstance(embedding, nn.Embedding) and embedding.weight.is_meta
 
 
 def held_bytes(

@@ -24,6 +24,7 @@ import kernels
 from drafters.base import DraftInput, StepParts
 from drafters.tree_drafter import TreeDrafter
 from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, weight_bytes
+from support.memory import zeros
 from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
 from weights.quantized import QuantLinear
@@ -94,7 +95,7 @@ class EagleHead(nn.Module):
         """A zeroed draft cache [2, B, Hkv, S, hd]."""
         c, weight = self.config.layer, self.layer.post_norm.weight
         shape = (2, batch_size, c.num_key_value_heads, slots, c.head_dim)
-        return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        return zeros(shape, weight.dtype, weight.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return (self.embed_tokens or self.target.embed_tokens)(tokens)
@@ -154,6 +155,25 @@ class EagleHead(nn.Module):
         if packed is None or packed.layout != "planes":
             return None
         return kernels.packed_topk(self._normed(output), packed, count)
+
+    def draft_places(self, tokens: Tensor) -> Tensor:
+        """The places of tokens [M] of the target in the draft vocabulary, -1 for a token outside."""
+        if self.draft_ids is None:
+            return tokens
+        places = torch.full((self.target.config.vocab_size,), -1, device=tokens.device)
+        places[self.draft_ids] = torch.arange(self.draft_ids.numel(), device=tokens.device)
+        return places[tokens]
+
+    @torch.no_grad()
+    def draft_targets(self, hidden_states: Tensor, best: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What the head shall draft after hidden_states [M, H] of the target, for training: the target's distribution
+        over the draft vocabulary [M, Vd], and the place of its most likely token there [M], -1 for a token outside.
+
+        `best` [M] is the most likely token where it is known already.
+        """
+        logits = self.target.logits(hidden_states)
+        best = logits.argmax(-1) if best is None else best
+        return (logits if self.draft_ids is None else logits[:, self.draft_ids]).softmax(-1), self.draft_places(best)
 
     def trim(self) -> None:
         """Make an LM head of the target's rows for a trimmed draft vocabulary (EAGLE-1/2). Call it after loading."""
@@ -263,7 +283,7 @@ def eagle_drafter(head: EagleHead, *how, **more) -> EagleDrafter:
 
 def loss_eagle1(
     head: EagleHead, tokens: Tensor, features: Tensor, mask: Tensor, noise: Tensor | None = None,
-    count: float | None = None, weights: tuple[float, float] = (1.0, 0.1),
+    count: float | None = None, weights: tuple[float, float] = (1.0, 0.1), best: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """EAGLE-1's objective: smooth L1 to the true feature plus 0.1 times the soft cross-entropy (EAGLE, section 3.2).
 
@@ -274,6 +294,7 @@ def loss_eagle1(
         noise: [B, T, H] uniform in [-1, 1] and scaled here, or None.
         count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows that count.
         weights: of the two parts of the loss.
+        best: int64 [B, T], the target's most likely next tokens, if they are known.
 
     Returns:
         The loss and the share [1] of rows that agree with the target's most likely token. One host sync.
@@ -285,32 +306,19 @@ def loss_eagle1(
     count = max(1.0, float(keep.sum()) if count is None else count)
     predicted = head.forward_train(tokens[:, 1:], noisy[:, :-1])[keep]
     target = features[:, 1:][keep]
-    distribution, best = _targets(head, target)
+    distribution, wanted = head.draft_targets(target, None if best is None else best[:, 1:][keep])
     logits = head.predict(predicted)
     regression = F.smooth_l1_loss(
         predicted.to(distribution.dtype), target.to(distribution.dtype), reduction="none"
     ).mean(-1)
     cross_entropy = F.cross_entropy(logits, distribution, reduction="sum")
-    hits = (logits.argmax(-1) == best).sum()
+    hits = (logits.argmax(-1) == wanted).sum()
     return (weights[0] * regression.sum() + weights[1] * cross_entropy) / count, hits[None] / count
-
-
-@torch.no_grad()
-def _targets(head: EagleHead, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """What a head shall draft after hidden_states [M, H] of the target: its distribution over the draft vocabulary
-    [M, Vd], and the place of its most likely token there [M], -1 for a token outside."""
-    logits = head.target.logits(hidden_states)
-    best, ids = logits.argmax(-1), head.draft_ids
-    if ids is not None:
-        local = torch.full((logits.shape[-1],), -1, device=ids.device)
-        local[ids] = torch.arange(ids.numel(), device=ids.device)
-        best, logits = local[best], logits[:, ids]
-    return logits.softmax(-1), best
 
 
 def loss_eagle3(
     head: EagleHead, tokens: Tensor, taps: Tensor, hidden_states: Tensor, mask: Tensor, steps: int = 7,
-    count: float | None = None, decay: float = 0.8,
+    count: float | None = None, decay: float = 0.8, best: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """EAGLE-3's training-time test: the head runs `steps` times on its own outputs (EAGLE-3 paper, section 3.2).
 
@@ -322,6 +330,7 @@ def loss_eagle3(
             target's most likely token is in the draft vocabulary.
         count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows of step 0.
         decay: step s weighs decay^s.
+        best: int64 [B, T], the target's most likely next tokens, if they are known.
 
     Returns:
         The loss, and by step [steps] the share of rows that agree with the target's most likely token. A token outside
@@ -330,12 +339,13 @@ def loss_eagle3(
     keep = mask[:, 1:].bool()
     count = max(1.0, float(keep.sum()) if count is None else count)
     with torch.no_grad():
-        distribution, best = _targets(head, hidden_states[:, 1:][keep])
-        drafted = best >= 0
+        known = None if best is None else best[:, 1:][keep]
+        distribution, wanted = head.draft_targets(hidden_states[:, 1:][keep], known)
+        drafted = wanted >= 0
         distribution = distribution[drafted]
-        best = best[drafted]
+        wanted = wanted[drafted]
         keep = keep.masked_scatter(keep, drafted)
-        where = torch.zeros_like(tokens[:, 1:]).masked_scatter(keep, torch.arange(len(best), device=best.device))
+        where = torch.zeros_like(tokens[:, 1:]).masked_scatter(keep, torch.arange(len(wanted), device=tokens.device))
     feature = head.fuse(taps[:, :-1])
     memory: list = []
     total: Tensor | float = 0.0
@@ -347,5 +357,5 @@ def loss_eagle3(
         logits = head.predict(feature[:, :rows][counted])
         which = where[:, s:][counted]
         total = total + decay**s * F.cross_entropy(logits, distribution[which], reduction="sum") / count
-        hits.append((logits.argmax(-1) == best[which]).sum() / count)
+        hits.append((logits.argmax(-1) == wanted[which]).sum() / count)
     return total, torch.stack(hits)

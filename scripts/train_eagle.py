@@ -31,6 +31,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = p.add_argument
     add("--version", type=int, choices=(1, 3), required=True)
     add("--compile", action="store_true", help="compile the forwards (faster after some minutes)")
+    add(
+        "--keep-features",
+        action="store_true",
+        help="keep the target's features in --work: only the first epoch runs it",
+    )
     add("--autocast", default="auto", choices=("auto", "on", "off"), help="bf16 autocast (auto: on CUDA)")
 
     add = p.add_argument_group("optimizer").add_argument

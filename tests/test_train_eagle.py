@@ -27,6 +27,7 @@ from training import eagle
 from training.data import Batch, TokenData, chat_row, read_messages, step_batches
 from training.drafters import Evaluation, train
 from training.eagle import INPUTS, TrainHead
+from training.features import KeptFeatures, TargetRows
 from training.loop import World
 from weights.checkpoint import load_config, load_model
 from weights.heads import read_eagle
@@ -500,7 +501,7 @@ def test_draft_vocabulary_is_the_most_frequent_answer_tokens():
 def test_every_conversation_is_seen_once_per_epoch():
     """Rows repeated or skipped within an epoch, or the same order in every epoch."""
     data = TokenData.from_rows([([k] * 4, [True] * 4) for k in range(10)])
-    epochs = [[int(data.sample(0, e * 10 + j, 8)[0][0]) for j in range(10)] for e in range(2)]
+    epochs = [[int(data.ids[data.sample(0, e * 10 + j, 8)][0]) for j in range(10)] for e in range(2)]
     assert [sorted(e) for e in epochs] == [list(range(10))] * 2 and epochs[0] != epochs[1]
 
 
@@ -520,11 +521,56 @@ def test_steps_deal_out_every_row_once():
 def test_noise_belongs_to_the_row():
     """Noise that changes with the batch a row is in (resume and accumulation would differ), or beyond its width."""
     tokens = torch.zeros(2, 16, dtype=torch.int64)
-    both = eagle.feature_noise(Batch(tokens, tokens, [4, 7], [16, 8]), 6, FEATURE_NOISE, 0)
-    alone = eagle.feature_noise(Batch(tokens[:1, :8], tokens, [7], [8]), 6, FEATURE_NOISE, 0)
+    both = eagle.feature_noise(Batch(tokens, tokens, [4, 7], [slice(0, 16), slice(16, 24)]), 6, FEATURE_NOISE, 0)
+    alone = eagle.feature_noise(Batch(tokens[:1, :8], tokens, [7], [slice(16, 24)]), 6, FEATURE_NOISE, 0)
     torch.testing.assert_close(both[1, :8] / 16, alone[0] / 8)  # after loss_eagle1's 512 / T the same
     assert both[0].abs().max() <= 1 and both[0].std() == pytest.approx(1 / math.sqrt(3), abs=0.1)
     assert not both[1, 8:].any()
+
+
+@pytest.fixture(scope="module")
+def dialogues(files):
+    """Tokenised conversations of different lengths."""
+    rng = np.random.default_rng(2)
+    rows = [(rng.integers(0, V, n).tolist(), [False] * 3 + [True] * (n - 3)) for n in rng.integers(8, 30, 12)]
+    TokenData.from_rows(rows).save(files / "rows.npz")
+    return TokenData.load(files / "rows.npz")
+
+
+@pytest.mark.parametrize("version, draft_vocab", [(1, None), (1, 20), (3, 20)])
+def test_kept_features_are_the_targets(files, dialogues, tmp_path, version, draft_vocab):
+    """Features of another row or token, a wrong most likely token, or a target that runs again after one epoch."""
+    head, target = tiny_head(files, version, draft_vocab=draft_vocab)
+    args = parse(options(files, tmp_path / "head", "--batch", "5", version=version))
+    batches = [step_batches(dialogues, step, World(0, 1, torch.device("cpu")), args)[0][0] for step in range(12)]
+    calls = []
+
+    def counted(tokens):
+        calls.append(1)
+        return head.run_on(tokens)
+
+    losses = []
+    for _ in range(2):  # the second one finds the files of the first
+        kept = KeptFeatures(tmp_path / "kept.bin", dialogues, 32, 32 * len(head.config.taps))
+        for batch in batches:
+            rows, wanted = kept.of(batch, counted, target.logits), head.run_on(batch.tokens)
+            for b, place in enumerate(batch.places):
+                n = place.stop - place.start
+                torch.testing.assert_close(rows.features[b, :n], wanted.features[b, :n].float(), atol=0.02, rtol=0.01)
+                assert torch.equal(rows.best[b, :n], target.logits(wanted.hidden_states[b, :n]).argmax(-1))
+            wanted = TargetRows(rows.hidden_states.double(), rows.features.double())
+            known = TargetRows(*wanted[:2], rows.best)
+            losses += [eagle.head_loss(head, batch, r, 1.0, None, args)[0].item() for r in (wanted, known)]
+    assert len(calls) == 3, "12 rows in batches of 5: one epoch"
+    assert losses[::2] == pytest.approx(losses[1::2], rel=0.01), (
+        "bfloat16 may change the most likely token of a few rows"
+    )
+
+
+def test_kept_features_of_a_stream_are_refused(files, tmp_path):
+    """A file that grows with every window, none of which is ever read again."""
+    with pytest.raises(ValueError, match="--keep-features needs conversations"):
+        run(files, tmp_path / "head", "--keep-features")
 
 
 # ------------------------------------------------------------------------------------------------ command line

@@ -88,13 +88,15 @@ class TokenData:
         high = min(high, low + length)
         return self.ids[low:high], self.mask[low:high]
 
-    def sample(self, seed: int, index: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, mask) number `index` of an endless series: random windows, or every row once per epoch."""
+    def sample(self, seed: int, index: int, length: int) -> slice:
+        """Where number `index` of an endless series lies in ids and mask: random windows, or every row once per epoch."""
         if self.stream:
-            start = np.random.default_rng((seed, index)).integers(0, max(1, len(self.ids) - length + 1))
-            return self.ids[start : start + length], self.mask[start : start + length]
+            start = int(np.random.default_rng((seed, index)).integers(0, max(1, len(self.ids) - length + 1)))
+            return slice(start, min(len(self.ids), start + length))
         epoch, place = divmod(index, self.rows)
-        return self.row(int(_permutation(seed, epoch, self.rows)[place]), length)
+        row = int(_permutation(seed, epoch, self.rows)[place])
+        start = int(self.starts[row])
+        return slice(start, min(int(self.starts[row + 1]), start + length))
 
     def split(self, share: float) -> tuple[TokenData, TokenData]:
         """The first rows (of a stream: tokens) for training, and the last `share` of them held out."""
@@ -115,12 +117,12 @@ def _permutation(seed: int, epoch: int, rows: int) -> np.ndarray:
 
 
 class Batch(NamedTuple):
-    """One micro-batch: tokens int64 [B, T] padded at the end, mask bool [B, T], each row's number and own length."""
+    """One micro-batch of rows that are padded at the end to the longest one."""
 
-    tokens: Tensor
-    mask: Tensor
-    numbers: Sequence[int]
-    lengths: Sequence[int]
+    tokens: Tensor  # int64 [B, T]
+    mask: Tensor  # bool [B, T]
+    numbers: Sequence[int] = ()  # of every row in the series of the run
+    places: Sequence[slice] = ()  # of every row in the data
 
 
 def step_batches(data: TokenData, step: int, world: World, args: argparse.Namespace) -> tuple[list[Batch], float]:
@@ -129,17 +131,19 @@ def step_batches(data: TokenData, step: int, world: World, args: argparse.Namesp
     The step's rows depend on (seed, step) and on their total number alone, however they are dealt out.
     """
     total = args.batch * args.accumulate * world.size
-    rows = [(k, *data.sample(args.seed, k, args.length)) for k in range(step * total, (step + 1) * total)]
-    count = float(sum(mask[1:].sum() for _, _, mask in rows))
-    rows.sort(key=lambda row: (-len(row[1]), row[0]))  # rows of like length together: less padding
+    rows = [(k, data.sample(args.seed, k, args.length)) for k in range(step * total, (step + 1) * total)]
+    count = float(sum(data.mask[place][1:].sum() for _, place in rows))
+    rows.sort(key=lambda row: (row[1].start - row[1].stop, row[0]))  # rows of like length together: less padding
     batches = []
     for a in range(world.rank, args.accumulate * world.size, world.size):
-        numbers, ids, masks = zip(*rows[a * args.batch : (a + 1) * args.batch], strict=True)
-        lengths = [len(row) for row in ids]
-        longest = max(2, *lengths)
-        padded = (np.stack([np.pad(row, (0, longest - len(row))) for row in part]) for part in (ids, masks))
+        numbers, places = zip(*rows[a * args.batch : (a + 1) * args.batch], strict=True)
+        longest = max(2, *(place.stop - place.start for place in places))
+        padded = (
+            np.stack([np.pad(part[place], (0, longest - place.stop + place.start)) for place in places])
+            for part in (data.ids, data.mask)
+        )
         tokens, mask = (torch.from_numpy(array).to(world.device) for array in padded)
-        batches.append(Batch(tokens.long(), mask, numbers, lengths))
+        batches.append(Batch(tokens.long(), mask, numbers, places))
     return batches, max(1.0, count)
 
 
@@ -260,7 +264,7 @@ def continue_texts(engine: Engine, data: TokenData, args: argparse.Namespace) ->
     rows: list[tuple[list[int], list[bool]]] = []
     params = SamplingParams(args.regenerate_temperature, max_new_tokens=args.length - args.prompt_length)
     for numbers in groups(args.regenerate, engine.batch_size, "regenerated"):
-        prompts = [data.sample(args.seed + 1, i, args.prompt_length)[0].tolist() for i in numbers]
+        prompts = [data.ids[data.sample(args.seed + 1, i, args.prompt_length)].tolist() for i in numbers]
         results = engine.generate_batch(prompts, replace(params, seed=args.seed + numbers.start)).run()
         for prompt, result in zip(prompts, results, strict=True):
             mask = [False] * len(prompt) + [True] * len(result.token_ids)
@@ -302,7 +306,7 @@ def load_data(
     Raises ValueError in one line for data that cannot be used.
     """
     source = Path(args.data)
-    cache = source if source.suffix == ".npz" else Path(args.work) / f"data-{_fingerprint(args)}.npz"
+    cache = source if source.suffix == ".npz" else Path(args.work) / f"data-{fingerprint(args)}.npz"
     if not cache.exists():
         ctx = min(target.rotary.length, args.length + args.regenerate_tokens)
         engine = Engine(target, batch_size=8, ctx=ctx, backend=kernels.active_backend()) if args.regenerate else None
@@ -315,14 +319,16 @@ def load_data(
     return data, _read_data(args.held_out or args.data, "--held-out", tokenizer, args)
 
 
-def _fingerprint(args: argparse.Namespace) -> str:
+def fingerprint(args: argparse.Namespace) -> str:
     """A hash of everything that may decide the tokenised data: options, and the files with their times."""
     names = "data regenerate chat_template seed length prompt_length regenerate_tokens regenerate_temperature"
     checkpoint = local_path(args.checkpoint).resolve()
     key = [checkpoint, *(vars(args)[name] for name in names.split())]
-    for path in (Path(args.data), checkpoint / "tokenizer.json", checkpoint / "tokenizer.model"):
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []:
-            key += [file, file.stat().st_size, file.stat().st_mtime_ns]
+    data = Path(args.data)
+    files = sorted(data.rglob("*")) if data.is_dir() else [data]
+    files += sorted(checkpoint.glob("*")) if checkpoint.is_dir() else [checkpoint]
+    for file in (file for file in files if file.is_file()):
+        key += [file, file.stat().st_size, file.stat().st_mtime_ns]
     return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
 

@@ -18,8 +18,9 @@ from eagle_draft import FEATURE_NOISE, EagleDrafter, EagleHead, eagle_drafter, l
 from load import build_head
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
-from training.data import Batch, TokenData
+from training.data import Batch, TokenData, fingerprint
 from training.drafters import DrafterTraining, Evaluation, output_weight
+from training.features import KeptFeatures, TargetRows
 from training.optim import Recipe
 from weights.heads import EagleConfig, read_eagle, save_eagle
 from weights.quantized import QuantLinear
@@ -36,11 +37,12 @@ class TrainHead(EagleHead):
         self.inputs = inputs
         self.run_head = torch.compile(super().forward_train) if compiled else super().forward_train
         self.run_target = torch.compile(target.forward_train) if compiled else target.forward_train
-        weight = None  # of the LM head that an EAGLE-1 head shares with the target, where gradients need a copy
-        if config.version == 1 and (self.trimmed or isinstance(target.lm_head, QuantLinear)):
-            rows = output_weight(target) if draft_ids is None else output_weight(target)[draft_ids.to(target.device)]
-            weight = rows.to(target.dtype)
-        self.register_buffer("shared_head", weight, persistent=False)
+        rows = None  # of the target's LM head: for a trimmed draft vocabulary, and where gradients need a copy
+        if draft_ids is not None:
+            rows = output_weight(target)[draft_ids.to(target.device)].to(target.dtype)
+        elif config.version == 1 and isinstance(target.lm_head, QuantLinear):
+            rows = output_weight(target).to(target.dtype)
+        self.register_buffer("target_head", rows, persistent=False)
 
     def shown(self, tokens: Tensor) -> Tensor:
         """Tokens [B, T] such that row i, which takes `shown[i + 1]`, sees token i + 1, or token i if unshifted."""
@@ -55,15 +57,23 @@ class TrainHead(EagleHead):
         return self.run_head(tokens, feature, shift, memory)
 
     def predict(self, output: Tensor) -> Tensor:
-        if self.shared_head is None:
+        if self.target_head is None or self.config.version == 3:
             return super().predict(output)
-        return F.linear(output.to(self.shared_head.dtype), self.shared_head).float()
+        return F.linear(output.to(self.target_head.dtype), self.target_head).float()
 
     @torch.no_grad()
-    def target_features(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(hidden_states [B, T, H], what the head reads [B, T, F]) of the target."""
+    def draft_targets(self, hidden_states: Tensor, best: Tensor | None) -> tuple[Tensor, Tensor]:
+        if best is None or self.target_head is None:
+            return super().draft_targets(hidden_states, best)
+        # The most likely tokens are known, so that only the rows of the draft vocabulary are needed.
+        logits = F.linear(hidden_states.to(self.target_head.dtype), self.target_head).float()
+        return logits.softmax(-1), self.draft_places(best)
+
+    @torch.no_grad()
+    def run_on(self, tokens: Tensor) -> TargetRows:
+        """What the target computes for tokens [B, T]."""
         hidden_states, taps = self.run_target(tokens, self.config.taps)
-        return hidden_states, (hidden_states if taps is None else taps).to(self.fc.weight.dtype)
+        return TargetRows(hidden_states, (hidden_states if taps is None else taps).to(self.fc.weight.dtype))
 
 
 def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
@@ -149,7 +159,8 @@ def feature_noise(batch: Batch, size: int, width: float, seed: int) -> Tensor:
     """Uniform noise [B, T, size] that depends on (seed, row number) alone; `loss_eagle1` scales it for the length T."""
     B, T = batch.tokens.shape
     noise = torch.zeros(B, T, size)
-    for b, (number, length) in enumerate(zip(batch.numbers, batch.lengths, strict=True)):
+    for b, (number, place) in enumerate(zip(batch.numbers, batch.places, strict=True)):
+        length = place.stop - place.start
         rng = np.random.default_rng((seed, number, 1))
         own = torch.from_numpy(rng.random((length, size), dtype=np.float32)) * 2 - 1
         noise[b, :length] = own * (width / FEATURE_NOISE) * (T / length)
@@ -157,15 +168,15 @@ def feature_noise(batch: Batch, size: int, width: float, seed: int) -> Tensor:
 
 
 def head_loss(
-    head: TrainHead, batch: Batch, count: float, noise: Tensor | None, args: argparse.Namespace
+    head: TrainHead, batch: Batch, rows: TargetRows, count: float, noise: Tensor | None, args: argparse.Namespace
 ) -> tuple[Tensor, Tensor]:
-    """(loss, accuracy by draft step) of a micro-batch, divided by `count`."""
-    hidden_states, features = head.target_features(batch.tokens)
+    """(loss, accuracy by draft step) of a micro-batch, divided by `count`. `rows` is what the target computed for it."""
+    hidden_states, features, best = rows
     tokens = head.shown(batch.tokens)
     if head.config.version == 1:
         weights = (args.feature_weight, args.token_weight)
-        return loss_eagle1(head, tokens, features, batch.mask, noise, count, weights)
-    return loss_eagle3(head, tokens, features, hidden_states, batch.mask, args.ttt_steps, count)
+        return loss_eagle1(head, tokens, features, batch.mask, noise, count, weights, best)
+    return loss_eagle3(head, tokens, features, hidden_states, batch.mask, args.ttt_steps, count, best=best)
 
 
 @torch.no_grad()
@@ -179,7 +190,7 @@ def held_out_accuracy(head: TrainHead, evaluation: Evaluation, windows: int = 8)
     for ids, mask in (data.row(k, args.length) for k in range(min(windows, rows))):
         if mask[1:].any():
             tokens, counted = (torch.from_numpy(x)[None].to(head.target.device) for x in (ids.astype(np.int64), mask))
-            hits = hits + head_loss(head, Batch(tokens, counted, [], []), 1.0, None, args)[1]
+            hits = hits + head_loss(head, Batch(tokens, counted), head.run_on(tokens), 1.0, None, args)[1]
             count += mask[1:].sum()
     return (hits / count).tolist() if count else []
 
@@ -208,8 +219,7 @@ def chain_runs(head: TrainHead, tokens: Tensor, K: int) -> list[int]:
 
     Row i sees true features up to i only, and after that its own drafts: the attention of the training-time test.
     """
-    _, features = head.target_features(tokens)
-    feature = head.fuse(features[:, :-1])
+    feature = head.fuse(head.run_on(tokens).features[:, :-1])
     memory: list = []
     unshifted = head.inputs == "feature+unshifted-token"
     newest = tokens[:, 1:]
@@ -257,8 +267,14 @@ class EagleTraining(DrafterTraining):
         self.note = self.format if "tensor names" in self.format else ""  # not every engine reads it
         half = target.device.type == "cuda" or target.dtype != torch.float32
         self.autocast = args.autocast == "on" or (args.autocast == "auto" and half)
+        self.kept: KeptFeatures | None = None
 
     def build(self, data: TokenData) -> TrainHead:
+        if self.args.keep_features:
+            taps = self.config.taps
+            name = "-".join(map(str, ("features", fingerprint(self.args), *taps)))
+            H = self.target.config.hidden_size
+            self.kept = KeptFeatures(Path(self.args.work) / f"{name}.bin", data, H, H * len(taps))
         V = self.target.config.vocab_size
         draft_ids = frequent_tokens(data, self.args.draft_vocab or V, V)
         head = TrainHead(self.config, self.target, draft_ids, self.args.inputs, self.args.compile)
@@ -271,8 +287,10 @@ class EagleTraining(DrafterTraining):
         args = self.args
         noisy = args.version == 1 and args.noise > 0
         noise = feature_noise(batch, module.feature_size, args.noise, args.seed) if noisy else None
+        # The target computes as it does when it decodes. Only the head's own products may be rounded.
+        rows = self.kept.of(batch, module.run_on, self.target.logits) if self.kept else module.run_on(batch.tokens)
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
-            return head_loss(module, batch, count, noise, args)
+            return head_loss(module, batch, rows, count, noise, args)
 
     def write(self, module: TrainHead, directory: Path) -> None:
         save_eagle(self.config, exported(module), directory)

@@ -327,7 +327,16 @@ void run(const Weight& w, const Rows* x, const float* exact, const Epilogue& end
   });
 }
 
-inline const float* floats(const std::optional<Tensor>& t) { return t ? (const float*)t->data_ptr() : nullptr; }
+// The values of a tensor, whose dtype the callers in Python have checked. A slip there must not read past its end.
+template <class T, torch::headeronly::ScalarType TYPE>
+T* values_of(const Tensor& t) {
+  STD_TORCH_CHECK(t.scalar_type() == TYPE, "the C++ kernels got a tensor of another dtype than they take");
+  return (T*)t.data_ptr();
+}
+float* floats(const Tensor& t) { return values_of<float, torch::headeronly::ScalarType::Float>(t); }
+const float* floats(const std::optional<Tensor>& t) { return t ? floats(*t) : nullptr; }
+const int64_t* integers(const Tensor& t) { return values_of<int64_t, torch::headeronly::ScalarType::Long>(t); }
+const bool* booleans(const Tensor& t) { return values_of<bool, torch::headeronly::ScalarType::Bool>(t); }
 inline bool is_half(const Tensor& t) { return t.scalar_type() == torch::headeronly::ScalarType::Half; }
 
 inline Kind kind_of(const Tensor& codes) {
@@ -367,7 +376,7 @@ Tensor linear(const Tensor& x, const Tensor& codes, const std::optional<Tensor>&
               const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, bool gated, bool round) {
   const Linear layer(codes, scales ? &*scales : nullptr, mins ? &*mins : nullptr, floats(bias));
   Tensor out = torch::stable::new_empty(x, {x.size(0), gated ? layer.n / 2 : layer.n});
-  layer((const float*)x.data_ptr(), x.size(0), floats(residual), gated, round, (float*)out.data_ptr());
+  layer(floats(x), x.size(0), floats(residual), gated, round, floats(out));
   return out;
 }
 
@@ -394,7 +403,7 @@ void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   Tensor out = torch::stable::empty_like(x);
   const int64_t size = weight.size(0);
-  norm_rows((const float*)x.data_ptr(), (const float*)weight.data_ptr(), x.numel() / size, size, (float)eps, (float*)out.data_ptr());
+  norm_rows(floats(x), floats(weight), x.numel() / size, size, (float)eps, floats(out));
   return out;
 }
 
@@ -492,13 +501,13 @@ void attend(const Nodes& n, const float* q, float scale, float* out) {
 }
 
 Nodes nodes_of(int64_t B, int64_t T, int64_t heads, const Tensor& kv) {
-  return {B, T, heads, kv.size(2), kv.size(4), kv.size(3), 0, 0, kv.stride(0), nullptr, nullptr, (float*)kv.data_ptr()};
+  return {B, T, heads, kv.size(2), kv.size(4), kv.size(3), 0, 0, kv.stride(0), nullptr, nullptr, floats(kv)};
 }
 
 void place(Nodes& n, const Tensor& cos, const Tensor& sin, const Tensor& slots, double eps) {
-  n.cos = (const float*)cos.data_ptr();
-  n.sin = (const float*)sin.data_ptr();
-  n.slots = (const int64_t*)slots.data_ptr();
+  n.cos = floats(cos);
+  n.sin = floats(sin);
+  n.slots = integers(slots);
   n.eps = (float)eps;
 }
 
@@ -508,14 +517,14 @@ Tensor rope_write_kv(const Tensor& qkv, const Tensor& cos, const Tensor& sin, Te
   place(n, cos, sin, slots, eps);
   const float* const norms[3] = {floats(q_weight), floats(k_weight), nullptr};
   Tensor q = torch::stable::new_empty(qkv, {n.B, n.T, n.heads, n.hd});
-  rotate_and_write(n, (const float*)qkv.data_ptr(), norms, (float*)q.data_ptr());
+  rotate_and_write(n, floats(qkv), norms, floats(q));
   return q;
 }
 
 void show(Nodes& n, const Tensor& start, const Tensor& visible, const Tensor& positions, int64_t window) {
-  n.start = (const int64_t*)start.data_ptr();
-  n.visible = (const bool*)visible.data_ptr();
-  n.positions = (const int64_t*)positions.data_ptr();
+  n.start = integers(start);
+  n.visible = booleans(visible);
+  n.positions = integers(positions);
   n.R = visible.size(2);
   n.window = window;
 }
@@ -525,11 +534,11 @@ Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, co
   Nodes n = nodes_of(q.size(0), q.size(1), q.size(2), kv);
   show(n, start, visible, positions, window);
   Tensor out = torch::stable::empty_like(q);
-  attend(n, (const float*)q.data_ptr(), (float)scale, (float*)out.data_ptr());
+  attend(n, floats(q), (float)scale, floats(out));
   return out;
 }
 
-inline const float* or_null(const Tensor& t) { return t.numel() ? (const float*)t.data_ptr() : nullptr; }
+inline const float* or_null(const Tensor& t) { return t.numel() ? floats(t) : nullptr; }
 
 // A whole layer: attention behind a norm, then a gated MLP behind a norm, x [B,T,in] -> [B,T,H]. Without an input norm, x is
 // normed already and `residual` is what the attention adds to. weights: as `fused_layer` in kernels/cpu.py lists them, empty
@@ -544,7 +553,7 @@ Tensor layer(const Tensor& x, const std::optional<Tensor>& residual, std::vector
   Nodes n = nodes_of(x.size(0), x.size(1), qkv.n / hd - 2 * kv_heads, kv);
   place(n, cos, sin, slots, eps);
   show(n, start, visible, positions, window);
-  const float *rows = (const float*)x.data_ptr(), *input_norm = or_null(weights[0]), *post_norm = or_null(weights[1]);
+  const float *rows = floats(x), *input_norm = or_null(weights[0]), *post_norm = or_null(weights[1]);
   const float* const norms[3] = {or_null(weights[2]), or_null(weights[3]), nullptr};
   const int64_t wide = std::max({in, qkv.n, H, gate_up.n / 2});
   const std::unique_ptr<float[]> memory(new float[3 * M * wide]);
@@ -557,7 +566,7 @@ Tensor layer(const Tensor& x, const std::optional<Tensor>& residual, std::vector
   norm_rows(b, post_norm, M, H, n.eps, a);
   gate_up(a, M, nullptr, true, round, c);
   Tensor out = torch::stable::new_empty(x, {x.size(0), x.size(1), H});
-  down(c, M, b, false, round, (float*)out.data_ptr());
+  down(c, M, b, false, round, floats(out));
   return out;
 }
 

@@ -300,10 +300,11 @@ def packed_linear(
     if weight.layout == "tiles":
         if gated and weight.n % (2 * cpu.TILE):  # a tile holds rows of both halves
             return epilogue(packed_linear(x, replace(weight, perm=None), bias), None, residual, gated)
-        rows, stored = x.reshape(-1, weight.k).contiguous(), (weight.weight, weight.scales, weight.mins)
-        residual = None if residual is None else residual.reshape(len(rows), -1).contiguous()
+        # Activations of another dtype, as torch.autocast makes them, are computed with in float32.
+        rows, stored = x.reshape(-1, weight.k).float().contiguous(), (weight.weight, weight.scales, weight.mins)
+        residual = None if residual is None else residual.reshape(len(rows), -1).float().contiguous()
         y = torch.ops.eaglet_cpu.linear.default(rows, *stored, bias, residual, gated, round_activations())
-        return y.unflatten(0, x.shape[:-1])
+        return y.unflatten(0, x.shape[:-1]).to(x.dtype)
     if not torch.compiler.is_compiling():
         # The layout decides. This call only notes that the reference runs, or refuses it under 'triton'.
         use_triton("packed_linear", x, f"weights are packed as '{weight.layout}', for another backend")

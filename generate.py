@@ -20,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from engine import Engine
 from load import load
 from options import add_options, add_sampling, options_from, parse_ids, sampling_from
@@ -30,7 +32,7 @@ from report.viewer import StepRecorder
 from sampling import SamplingParams
 from support import cache
 from support.errors import INTERRUPTED, BadFileError, Parser, UsageError, run_command
-from support.machine import size_text
+from support.machine import default_device, size_text
 
 __all__ = ["load", "main"]
 
@@ -84,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     options = options_from(args)
     # what compares or shows speculative steps needs all of them
     options["eagle_always"] |= bool(args.prove or args.show_tree or args.html or args.gauge)
+    if (args.device or default_device()) == "cpu":
+        report.measure(torch.device("cpu"))
     engine = load(progress=report.progress, report=report.line, **options)
     if args.template and engine.tokenizer:
         engine.tokenizer.use_template(args.template)

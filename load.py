@@ -33,6 +33,7 @@ from step import HISTORY, RING
 from support import cache
 from support.errors import BadFileError, NotEnoughMemory, UserError
 from support.machine import default_device, default_threads, describe_device, free_memory, size_text
+from support.memory import freed_memory_returns, shapes_only
 from tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, parse_tree, tree_tables
 from weights.checkpoint import Checkpoint
@@ -172,7 +173,7 @@ def load(
     asked = LoadOptions(checkpoint=str(checkpoint), **options)
     asked.check()
     use_threads(asked)
-    with _bad_files():
+    with _bad_files(), freed_memory_returns():
         files = _Files(asked)
     options = asked.resolve(files.checkpoint, files.head)
     device = torch.device(options.device)
@@ -181,7 +182,7 @@ def load(
     check_memory(plan, free_memory(device), options)
     for note in (*files.checkpoint.notes, *(files.head.notes if files.head else ())):
         say(f"note    {note}")
-    with _bad_files(), _memory_errors(plan):
+    with _bad_files(), _memory_errors(plan), freed_memory_returns():
         model = files.checkpoint.load(device, DTYPES[options.dtype], progress, options.ctx)
         head = None
         if files.head:
@@ -189,7 +190,7 @@ def load(
             head = build_head(files.head, model, ids)
     if head is not None and backend.mode == "cpu" and model.quant:
         round_head_(head)
-    with backend.active():  # linears are packed for one backend, and before anything is traced
+    with backend.active(), freed_memory_returns():  # linears are packed for one backend, and before anything is traced
         for module in (model, head) if head else (model,):
             pack_(module, model.dtype)
         drafter = build_drafter(model, head, options) if options.drafter_kind else None
@@ -345,7 +346,7 @@ def build_head(file: EagleFile, model: Transformer, ids: Tensor | None = None) -
     if ids is not None and file.config.version != 1:
         raise ValueError("--draft-vocab trims EAGLE-1/2 heads; an EAGLE-3 head brings its own draft vocabulary.")
     ids = file.tensors.get("draft_ids") if ids is None else ids
-    with torch.device("meta"):
+    with shapes_only():
         head = EagleHead(file.config, model, ids).eval().requires_grad_(False)
     head.to(dtype=model.dtype).to_empty(device=model.device)
     tensors = {name: t.to(model.device) for name, t in file.tensors.items()}

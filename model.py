@@ -22,6 +22,7 @@ import kernels
 
 # DTYPES and ConfigReader are here for the files that import them from `model`.
 from model_config import DTYPES, ConfigReader, ModelConfig, RopeConfig  # noqa: F401
+from support.memory import zeros
 
 
 class Nodes(NamedTuple):
@@ -277,7 +278,7 @@ class Transformer(nn.Module):
             raise ValueError(f"--kv int8 needs a head_dim divisible by 4, not {c.head_dim}. Use --kv model.")
         row = c.head_dim + kernels.KV_SCALE * (dtype == torch.int8)
         shape = (c.num_hidden_layers, 2, batch_size, c.num_key_value_heads, slots, row)
-        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+        return zeros(shape, dtype or self.dtype, self.device)
 
     def nodes(self, n: Tensor, depth: Tensor, ancestors: Tensor, slots: int) -> Nodes:
         """Positions, slots and visibility of T nodes behind n [B] cached tokens.

@@ -25,6 +25,7 @@ from model_config import ModelConfig
 from sampling import SamplingParams
 from support.errors import BAD_FILE, UsageError, is_out_of_memory, one_line, run_command
 from support.machine import default_device, size_text
+from support.memory import shapes_only
 from support.texts import read_texts, stdlib_texts, token_windows
 from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
@@ -49,7 +50,7 @@ def quantize_head(
     Raises ValueError if the head does not fit the target, and UsageError if the group size does not fit the head.
     """
     file = read_eagle(path, target)
-    with torch.device("meta"):
+    with shapes_only():
         head = EagleHead(file.config, build_model(target), file.tensors.get("draft_ids"))
     for name, tensor in file.tensors.items():
         set_tensor(head, name, tensor)

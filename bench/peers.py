@@ -23,6 +23,7 @@ from options import LoadOptions
 from sampling import SamplingParams
 from support.errors import NotEnoughMemory, UsageError
 from support.machine import default_device, free_memory, size_text, synchronize
+from support.memory import shapes_only
 from weights.checkpoint import Checkpoint
 from weights.hf import config_to_hf, hf_views, unpacked
 
@@ -160,7 +161,7 @@ def hf_model(model: Transformer):
 
     values = config_to_hf(model.config)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    with torch.device("meta"):
+    with shapes_only():
         twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     fused = any(name.endswith("experts.gate_up_proj") for name in twin.state_dict())
     views = {n: v.contiguous() for n, v in hf_views(model, fused).items()}

@@ -20,6 +20,7 @@ from load import build_engine, open_backend, use_threads
 from model import Transformer
 from model_config import DTYPES, ModelConfig, RopeConfig
 from options import LoadOptions
+from support.memory import shapes_only
 from weights.heads import EagleConfig
 from weights.hf import build_model
 from weights.quantized import QuantLinear, QuantSpec, apply_spec_, pack_, set_tensor
@@ -79,7 +80,7 @@ def head_config(target: ModelConfig, version: int) -> EagleConfig:
 
 def empty_head(model: Transformer, version: int, quant: str | None) -> EagleHead:
     """An EAGLE head on the meta device with the geometry of `head_config`."""
-    with torch.device("meta"):
+    with shapes_only():
         head = EagleHead(head_config(model.config, version), model).eval().requires_grad_(False)
     return apply_spec_(head, _spec(model.config, quant)) if quant else head
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import sampling
 from drafters.base import Draft, Drafter, DraftInput, take_rows
 from model import Transformer, weight_bytes
+from support.memory import shapes_only
 from tree import DynamicTree, TreeTables
 from weights.medusa import read_medusa
 
@@ -53,7 +54,7 @@ def load_medusa(path: str | Path, target: Transformer) -> MedusaHeads:
     """Medusa heads of a file or folder in the target's dtype and on its device."""
     tensors = read_medusa(path, target.config)
     count, own = len({name.split(".")[0] for name in tensors}), "0.1.weight" in tensors
-    with torch.device("meta"):
+    with shapes_only():
         heads = MedusaHeads(target, count, own).eval().requires_grad_(False)
     heads = heads.to(target.dtype).to_empty(device=target.device)
     heads.load_state_dict(tensors)

@@ -231,7 +231,9 @@ def _middle(plain: PackedWeight) -> Tensor:
     return 0 * plain.scales if plain.zeros is None else (8 - plain.zeros.float()) * plain.scales.float()
 
 
-def _pack(plain: PackedWeight, dtype: torch.dtype, layout: str, config: LinearConfig | None) -> PackedWeight:
+def _pack(
+    plain: PackedWeight, dtype: torch.dtype, layout: str, config: LinearConfig | None, reuse: bool = False
+) -> PackedWeight:
     if layout == "auto":
         layout = _choose_layout(plain, dtype)
     if layout == "dense":
@@ -243,7 +245,7 @@ def _pack(plain: PackedWeight, dtype: torch.dtype, layout: str, config: LinearCo
         scales = torch.stack((plain.scales.to(dtype), middle.to(dtype)), -1)
         return replace(plain, layout=layout, weight=packed, scales=scales, zeros=None, mins=None)
     if layout == "tiles":
-        return _to_tiles(plain)
+        return _to_tiles(plain, reuse)
     if layout == "plain":
         return plain
     weight = plain.weight.contiguous()
@@ -264,9 +266,13 @@ def _pack(plain: PackedWeight, dtype: torch.dtype, layout: str, config: LinearCo
     return replace(plain, layout=layout, weight=weight, config=config, counters=counters, correction=correction)
 
 
-def _to_tiles(plain: PackedWeight) -> PackedWeight:
-    """The layout of the CPU kernels. What code 0 stands for becomes mins, unless it follows from the scales."""
-    tiles = torch.empty(plain.n // cpu.TILE, plain.k // cpu.BLOCK, 32 * plain.bits, dtype=torch.uint8)
+def _to_tiles(plain: PackedWeight, reuse: bool) -> PackedWeight:
+    """The layout of the CPU kernels. What code 0 stands for becomes mins, unless it follows from the scales.
+
+    reuse: the tiles take the place of the codes, which are as long.
+    """
+    place = plain.weight if reuse and plain.weight.is_contiguous() else torch.empty_like(plain.weight)
+    tiles = place.view(torch.uint8).view(plain.n // cpu.TILE, plain.k // cpu.BLOCK, 32 * plain.bits)
     rows = 4096  # at a time, so that an LM head takes little more than its place
     for stored, out in zip(plain.weight.split(rows), tiles.split(rows // cpu.TILE), strict=True):
         codes = _unpack_nibbles(stored) if plain.bits == 4 else stored.view(torch.uint8) ^ 128  # 128 more
@@ -292,7 +298,7 @@ def _from_tiles(tiles: PackedWeight) -> PackedWeight:
 def pack_int4(
     qweight: Tensor, scales: Tensor, zeros: Tensor | None = None, group_size: int = 128,
     perm: Tensor | None = None, dtype: torch.dtype = torch.float16, layout: str = "auto",
-    config: LinearConfig | None = None, mins: Tensor | None = None,
+    config: LinearConfig | None = None, mins: Tensor | None = None, reuse: bool = False,
 ) -> PackedWeight:  # fmt: skip
     """Stored int4 -> what the active backend reads, for activations of `dtype`.
 
@@ -302,7 +308,8 @@ def pack_int4(
     tiling, by default a measured one of the active backend or `linear_config`.
 
     layout 'auto' is 'planes' on Triton. On a CPU it is torch's int4pack for bfloat16, otherwise the matrix is
-    dequantized once, which is fastest there and takes N K values of memory.
+    dequantized once, which is fastest there and takes N K values of memory. reuse: qweight is not needed any
+    more, so that tiles for the CPU kernels may be written over it.
 
     Raises ValueError for a group size other than 32, 64, 128 or one that does not divide K, and for scales of
     another shape.
@@ -314,12 +321,12 @@ def pack_int4(
     if scales.shape != (*qweight.shape[:-2], k // group_size, n):
         raise ValueError(f"int4: scales {tuple(scales.shape)} do not match a [{n}, {k}] weight, want [K/G, N]")
     plain = PackedWeight("plain", 4, group_size, n, k, qweight, scales, zeros, mins, perm)
-    return _pack(plain, dtype, layout, config)
+    return _pack(plain, dtype, layout, config, reuse)
 
 
 def pack_int8(
     qweight: Tensor, scales: Tensor, dtype: torch.dtype = torch.float16, layout: str = "auto",
-    config: LinearConfig | None = None,
+    config: LinearConfig | None = None, reuse: bool = False,
 ) -> PackedWeight:  # fmt: skip
     """Stored int8 [..., N, K] with scales [..., N] -> what the active backend reads, as `pack_int4` does it.
     On a CPU bfloat16 keeps int8 (torch's int8pack), other dtypes are dequantized once. Scales [K/G, N] belong to
@@ -331,7 +338,7 @@ def pack_int8(
     if not fits:
         raise ValueError(f"int8: scales {tuple(scales.shape)} do not match the weight {tuple(qweight.shape)}")
     plain = PackedWeight("plain", 8, k // len(scales) if grouped else 0, n, k, qweight, scales)
-    return _pack(plain, dtype, layout, config)
+    return _pack(plain, dtype, layout, config, reuse)
 
 
 def pack_float(weight: Tensor) -> PackedWeight | None:

@@ -25,7 +25,7 @@ def result_json(engine: Engine, results: list[GenerationResult]) -> dict[str, An
     """The object that `--json` prints. Row 0 is at the top level, and "batch" holds all rows if there are several."""
     options = engine.options
     drafting = {"drafter": options.drafter_kind, "tree": options.tree, "verify": options.verify}
-    reused, fresh = compiled_graphs()
+    reused, fresh = compiled_graphs() if options.compile else (0, 0)  # asking imports the compiler
     compiled = {"compile_mode": options.compile_mode, "compile_seconds": engine.compile_seconds}
     compiled |= {"graphs_reused": reused, "graphs_compiled": fresh}
     rows = [result.to_dict() for result in results]
@@ -55,7 +55,15 @@ class Report:
     def __init__(self, quiet: bool):
         self.quiet = quiet
         self.live = sys.stderr.isatty() and not quiet
-        self.bandwidth = 0.0  # bytes per second, measured when the first report needs it
+        self.bandwidth = 0.0  # bytes per second
+
+    def measure(self, device: torch.device) -> None:
+        """Measure the bandwidth that reports compare with, unless it is known or nothing is reported.
+
+        Do this on a CPU before the model is loaded: the copies would be the peak of a small model's memory.
+        """
+        if not self.quiet and not self.bandwidth:
+            self.bandwidth = copy_bandwidth(device)
 
     def line(self, text: str = "") -> None:
         if not self.quiet:
@@ -86,8 +94,8 @@ class Report:
         if self.quiet:
             return
         device = engine.model.device
-        peak = peak_memory(device)  # before measuring the bandwidth, which needs memory too
-        self.bandwidth = self.bandwidth or copy_bandwidth(device)
+        peak = peak_memory(device)
+        self.measure(device)
         lines = ["", *(text for result in results for text in _rates(result))]
         lines += [*_acceptance(engine, results[0]), *_speed(engine, results[0], self.bandwidth)]
         whose = " of the process, torch included" if device.type == "cpu" else ""

@@ -197,6 +197,36 @@ def test_a_processor_without_vnni_gets_the_same_bits(tmp_path):
 
 
 @needs_kernels
+@pytest.mark.parametrize("form", FORMS)
+def test_tiles_may_take_the_place_of_the_codes(form):
+    """Other tiles where the codes are written over, codes written over without leave, or a place of their own."""
+    plain = weight(form, 4104, 128)  # more rows than are packed at a time
+    codes, wanted = plain.weight.clone(), tiles(plain)
+    assert torch.equal(plain.weight, codes)
+    with backend().active():
+        if plain.bits == 8:
+            packed = kernels.pack_int8(codes, plain.scales, torch.float32, reuse=True)
+        else:
+            more = (plain.scales, plain.zeros, plain.group_size, None, torch.float32)
+            packed = kernels.pack_int4(codes, *more, mins=plain.mins, reuse=True)
+    assert torch.equal(packed.weight, wanted.weight) and packed.weight.data_ptr() == codes.data_ptr()
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", FORMS)
+def test_other_dtypes_of_activations_are_computed_in_float32(form):
+    """Halves that are read as floats, past the end of the memory: torch.autocast makes such activations."""
+    packed = tiles(weight(form))
+    x, residual = torch.randn(5, 256).bfloat16(), torch.randn(5, 96).bfloat16()
+    with backend().active():
+        y = kernels.packed_linear(x, packed, None, residual)
+        wanted = kernels.packed_linear(x.float(), packed, None, residual.float())
+    assert y.dtype == torch.bfloat16 and torch.equal(y, wanted.bfloat16())
+    with pytest.raises(RuntimeError, match="another dtype"):
+        torch.ops.eaglet_cpu.rms_norm.default(x, torch.ones(256), 1e-5)
+
+
+@needs_kernels
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_in_its_row(bad):
     """Catches an overflow that int8 hides, and one that reaches other rows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -23,15 +24,16 @@ from tiny import held
 
 from generate import main as generate
 from kernels import cpu
-from load import load
+from load import load, model_bytes
 from model_config import ModelConfig, RopeConfig
-from options import DEMO
+from options import DEMO, LoadOptions
 from sampling import SamplingParams
 from scripts import convert
 from support import real_model
 from support.errors import UsageError
 from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
+from weights.gguf import GGUFFile
 from weights.gguf_tokenizer import SPLITS
 from weights.hf import hf_views
 from weights.quantized import QuantLinear
@@ -263,6 +265,16 @@ def test_the_memory_plan_counts_what_is_held(as_gguf, family, kind, kernels):
         if isinstance(linear, QuantLinear):
             assert linear.qweight is None and linear.packed.layout == ("tiles" if kernels == "cpu" else "dense")
     assert engine.plan.weights == pytest.approx(held(engine.model) - held(engine.model.rotary), rel=0.01)
+
+
+def test_metadata_is_read_as_the_package_reads_it(tmp_path):
+    """Arrays of numbers, which are read at once, with other values, an empty one, or a key behind one that is lost."""
+    arrays = {"x.ints": [1, -2, 3], "x.floats": [0.5, 1e-9], "x.flags": [True, False], "x.none": [7], "x.last": "end"}
+    path = write(tmp_path / "m.gguf", "llama", {}, {"token_embd.weight": np.zeros((4, 32))}, extra=arrays)
+    fields = gguf.GGUFReader(path).fields
+    file = GGUFFile.open(path)
+    assert file.metadata == {key: field.contents() for key, field in fields.items()}
+    assert {key: file.metadata[key] for key in arrays} == {**arrays, "x.floats": pytest.approx(arrays["x.floats"])}
 
 
 def test_a_split_file_is_read_whole(as_gguf, tmp_path):
@@ -521,6 +533,39 @@ def test_real_ids_equal_llama_cpp(real):
 
         reference = llama_cpp.Llama(str(real.directory), vocab_only=True, verbose=False)
         assert all(reference.tokenize(t.encode(), add_bos=False, special=False) == ids for t, ids in recorded)
+
+
+PEAK = """
+import resource, sys
+try:
+    import triton.language  # the CUDA build of torch brings it, and the kernels import it
+except ImportError:
+    pass
+if sys.argv[1:]:
+    import generate
+    assert generate.main(sys.argv[1:]) == 0
+else:
+    import torch
+    with torch.inference_mode():
+        torch.nn.Linear(64, 64)(torch.randn(8, 64)).softmax(-1).argmax(-1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@smollm2
+def test_peak_memory_is_less_than_twice_the_weights():
+    """Copies of weights that stay alive, a cache for the whole context that is filled, imports that nobody needs."""
+
+    def peak(*argv: str) -> int:
+        done = subprocess.run([sys.executable, "-c", PEAK, *argv], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout.split()[-1])
+
+    options = LoadOptions(str(SMOLLM2), device="cpu")
+    checkpoint = options.open_checkpoint()
+    weights = model_bytes(checkpoint, options.resolve(checkpoint, None))
+    run = peak("--checkpoint", str(SMOLLM2), "-p", "Why is the sky blue? Because", "--max-new-tokens", "64")
+    assert weights < 100e6 and run < peak() + 2 * weights
 
 
 @smollm2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ from support.files import (
     write_text,
     written_whole,
 )
+from support.memory import freed_memory_returns, zeros
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -383,6 +385,55 @@ def test_facts_about_the_machine_are_plausible():
     if resident is not None and peak is not None:
         assert 50e6 < resident <= 1.05 * peak and peak < 1e12
     assert machine.free_memory(cpu) > 1e6 and json.loads(json.dumps(machine.versions())).keys() == {"python", "torch"}
+
+
+def test_zeros_take_memory_where_they_are_written():
+    """A KV cache whose unused context takes memory, or one that does not begin as zeros."""
+    cpu = torch.device("cpu")
+    cache = zeros((4, 1 << 20), torch.float32, cpu)
+    assert cache.shape == (4, 1 << 20) and not cache.any()
+    cache[2, :1000] = 1.0
+    assert cache.sum() == 1000.0
+    for shape, dtype in (((3, 0, 2), torch.float32), ((), torch.int8), ((5, 7), torch.bfloat16), ((2,), torch.bool)):
+        assert torch.equal(zeros(shape, dtype, cpu), torch.zeros(shape, dtype=dtype))
+    resident = machine.resident_memory()
+    untouched = zeros((1 << 28,), torch.uint8, cpu)
+    untouched[1 << 27] = 1
+    assert resident is None or machine.resident_memory() - resident < 10e6
+
+
+def test_modules_of_shapes_alone_import_no_compiler():
+    """A second and 40 MB of every start that only --compile needs, or weights that take memory."""
+    program = """
+import sys
+import torch
+from support.memory import shapes_only
+with shapes_only():
+    module = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 1 << 40))
+assert all(p.is_meta for p in module.parameters())
+assert torch.equal(torch.nn.init.ones_(torch.empty(2)), torch.ones(2)), "outside, weights are initialised"
+from load import load
+load("demo", eagle="demo/eagle3")
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_freed_memory_returns_and_settings_are_restored(monkeypatch):
+    """Copies of weights that stay with the process after loading; another C library; an error inside."""
+    with pytest.raises(KeyError), freed_memory_returns():
+        raise KeyError
+    resident = machine.resident_memory()
+    with freed_memory_returns():
+        blocks = [torch.ones(1 << 18) for _ in range(200)]  # 1 MB each
+        kept = [torch.ones(1 << 18) for _ in range(2)]
+        del blocks
+    if resident is not None and platform.libc_ver()[0] == "glibc":
+        assert machine.resident_memory() - resident < 30e6
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    with freed_memory_returns():
+        assert len(kept) == 2
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torch import Tensor
 from model import Transformer
 from support.errors import UsageError, UserError
 from weights.files import Destination, Entry, check_entries, check_finite
-from weights.gguf_tokenizer import stop_ids, tokenizer_files
+from weights.gguf_tokenizer import TOKEN_LISTS, stop_ids, tokenizer_files
 from weights.hf import hf_views, parameter_sources, read_parameter
 from weights.published import install
 from weights.quantized import TiedEmbedding, set_tensor
@@ -77,11 +77,18 @@ def _parse(path: Path) -> Any:
             return found
 
         def _get_field_parts(self, orig_offs, raw_type):
-            if raw_type == gguf.GGUFValueType.ARRAY:
-                self.elements += int(self._get(orig_offs + 4, np.uint64)[0])
+            if raw_type != gguf.GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+            self.elements += int(count[0])
             if self.elements > MOST_ELEMENTS:
                 raise ValueError(f"its metadata claims {self.elements:,} elements, more than {MOST_ELEMENTS:,}")
-            return super()._get_field_parts(orig_offs, raw_type)
+            item = gguf.GGUFValueType(int(kind[0]))
+            if item not in self.gguf_scalar_to_np:
+                return super()._get_field_parts(orig_offs, raw_type)
+            # One array for all numbers: the library makes an array of every one.
+            values = self._get(orig_offs + 12, self.gguf_scalar_to_np[item], int(count[0]))
+            return 12 + values.nbytes, [kind, count, values], [2], [raw_type, item]
 
         def _build_fields(self, offs, count):
             tensors = int(self.fields["GGUF.tensor_count"].contents())
@@ -128,7 +135,7 @@ class GGUFFile:
     """A GGUF file, or all parts of a split one: its metadata, and its tensors as they are mapped from disk."""
 
     path: Path
-    metadata: Mapping[str, Any]
+    metadata: dict[str, Any]
     tensors: Mapping[str, Any]  # gguf.ReaderTensor by name
     int8_groups: bool = False  # whether Q8_0 stays int8 with groups of 32, which only the CPU kernels read
 
@@ -155,7 +162,10 @@ class GGUFFile:
     def tokenizer_files(self) -> Mapping[str, bytes]:
         """The tokenizer as files of a Hugging Face directory, by name. Empty if the file holds no tokenizer."""
         with _one_line_errors(self.path):
-            return tokenizer_files(self.metadata, str(self.path))
+            files = tokenizer_files(self.metadata, str(self.path))
+        for key in TOKEN_LISTS:  # tens of thousands of Python objects, which nobody reads from now on
+            self.metadata.pop(key, None)
+        return files
 
     def config(self) -> dict[str, Any]:
         """The model's geometry as a Hugging Face config.json.
@@ -312,10 +322,10 @@ class GGUFFile:
             heads = self.metadata.get(f"llama.attention.{side}", self.metadata["llama.attention.head_count"])
             heads = heads[0] if isinstance(heads, list) else heads
             rows = rows.reshape(heads, len(rows) // heads // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
-        return np.array(rows)  # torch wants memory that may be written
+        return rows
 
     def _read(self, tensor: Any, expert: int | None = None) -> Tensor:
-        rows, kind = self._rows(tensor, expert), tensor.tensor_type.name
+        rows, kind = np.array(self._rows(tensor, expert)), tensor.tensor_type.name
         if kind in ("F32", "F16"):
             return torch.from_numpy(rows)
         if kind == "BF16":
@@ -353,18 +363,27 @@ class GGUFFile:
         }
 
     def stored(self, name: str) -> dict[str, Tensor]:
-        """A Q4_0, Q4_1 or Q8_0 matrix exactly in our layout (`weights.quantized`).
-
-        weight = code * scale + min. In Q4_0 the min is -8 * scale, and Q8_0 has none.
-        """
+        """A Q4_0, Q4_1 or Q8_0 matrix exactly in our layout (`weights.quantized`)."""
         tensor, expert = self.sources[name]
         rows, kind = self._rows(tensor, expert), tensor.tensor_type.name
+        stored: dict[str, Tensor] = {}
+        for first in range(0, len(rows), 4096):  # so that an LM head takes little more than its place
+            for leaf, part in self._stored_rows(rows[first : first + 4096], kind, tensor.name).items():
+                axis = 0 if leaf == "qweight" else 1  # of the outputs
+                whole = stored.setdefault(leaf, part.new_empty(*part.shape[:axis], len(rows), *part.shape[axis + 1 :]))
+                whole.narrow(axis, first, part.shape[axis]).copy_(part)
+            self.forget()
+        return stored
+
+    def _stored_rows(self, rows: np.ndarray, kind: str, name: str) -> dict[str, Tensor]:
+        """Some rows of a matrix. weight = code * scale + min; in Q4_0 the min is -8 * scale, and Q8_0 has none."""
         numbers = 2 if kind == "Q4_1" else 1  # fp16 values before the 32 codes of a block
+        rows = np.array(rows)  # torch wants memory that may be written
         blocks = torch.from_numpy(rows.reshape(len(rows), -1, 2 * numbers + (32 if kind == "Q8_0" else 16)))
         scales, *mins = blocks[..., : 2 * numbers].contiguous().view(torch.float16).permute(2, 1, 0)
         codes = blocks[..., 2 * numbers :]
         for part in (scales, *mins):
-            check_finite(part, tensor.name, self.path.name)
+            check_finite(part, name, self.path.name)
         if kind == "Q8_0":
             return {"qweight": codes.flatten(1).contiguous().view(torch.int8), "scales": scales.contiguous()}
         # Byte i of a block holds value i in its low half, and value i + 16 in its high half.

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 KEY = "tokenizer.ggml."
+TOKEN_LISTS = [KEY + name for name in ("tokens", "token_type", "scores", "merges")]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types, the same numbers as sentencepiece's
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 ENDINGS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"

@@ -19,6 +19,7 @@ from torch import Tensor
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from support.files import INDEX_LIMIT, read_json, write_json
+from support.memory import shapes_only
 from weights.files import Destination, Entries, check_entries, check_finite, few_names, write_safetensors
 from weights.quantized import QuantLinear, TiedEmbedding, set_tensor
 
@@ -80,7 +81,7 @@ def _added_ids(directory: Path) -> set[int]:
 def build_model(config: ModelConfig) -> Transformer:
     """The model on the meta device: shapes without memory. Raises ValueError for sizes that overflow."""
     try:
-        with torch.device("meta"):
+        with shapes_only():
             return Transformer(config).eval().requires_grad_(False)
     except (RuntimeError, OverflowError) as error:
         reason = str(error).splitlines()[0][:160]

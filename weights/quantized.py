@@ -110,10 +110,10 @@ class QuantLinear(SelfCounting):
         self.packed: kernels.PackedWeight | None = None
         self.packed_for: torch.dtype | None = None
 
-    def pack(self, dtype: torch.dtype) -> kernels.PackedWeight:
+    def pack(self, dtype: torch.dtype, reuse: bool = False) -> kernels.PackedWeight:
         """What the active kernel backend reads for activations of `dtype`. Kept; make it before tracing with `pack_`."""
         if self.packed is None or (self.packed_for != dtype and self.qweight is not None):
-            self.packed = self._pack(dtype, "auto")
+            self.packed = self._pack(dtype, "auto", reuse)
             self.packed_for = dtype
             if self.packed.layout == "planes" and self.qweight.is_cuda:
                 self.qweight = None
@@ -124,20 +124,22 @@ class QuantLinear(SelfCounting):
 
         Under Triton's interpreter the codes stay. A CPU has a second backend there, which may need them next.
         """
+        replaced = not kernels.INTERPRETED
         if self.qweight is not None:
             self.packed = None
-        if self.pack(dtype).layout in ("dense", "tiles") and not kernels.INTERPRETED:
+        if self.pack(dtype, replaced).layout in ("dense", "tiles") and replaced:
             self.qweight = None
         if self.packed.layout == "tiles":  # one copy of everything
             self.scales, self.mins, self.zeros = self.packed.scales, self.packed.mins, None
 
-    def _pack(self, dtype: torch.dtype, layout: str) -> kernels.PackedWeight:
+    def _pack(self, dtype: torch.dtype, layout: str, reuse: bool = False) -> kernels.PackedWeight:
         def pack(rows: slice) -> kernels.PackedWeight:
             codes, scales = self.qweight[rows], self.scales[rows]
             if self.bits == 8:
-                return kernels.pack_int8(codes, scales, dtype, layout)
+                return kernels.pack_int8(codes, scales, dtype, layout, reuse=reuse)
             zeros = None if self.zeros is None else self.zeros[rows]
-            return kernels.pack_int4(codes, scales, zeros, self.group_size, self.perm, dtype, layout, mins=self.mins)
+            how = {"mins": self.mins, "reuse": reuse}
+            return kernels.pack_int4(codes, scales, zeros, self.group_size, self.perm, dtype, layout, **how)
 
         if not self.experts or layout == "plain":
             return pack(slice(None))
@@ -199,7 +201,7 @@ class FloatLinear(QuantLinear):
         self.qweight = None
         self.perm = None
 
-    def pack(self, dtype: torch.dtype) -> kernels.PackedWeight:
+    def pack(self, dtype: torch.dtype, reuse: bool = False) -> kernels.PackedWeight:
         return self.packed
 
     repack = pack

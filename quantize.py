@@ -24,6 +24,7 @@ from load import load
 from model_config import ModelConfig
 from sampling import SamplingParams
 from support.errors import BAD_FILE, UsageError, is_out_of_memory, one_line, run_command
+from support.files import directory_written_whole, read_json, write_json
 from support.machine import default_device, size_text
 from support.memory import shapes_only
 from support.texts import read_texts, stdlib_texts, token_windows
@@ -141,6 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lm-head", choices=HEADS, default="int8")
     add("--eagle", metavar="HEAD", help="quantize this EAGLE head too (to OUT/eagle) and compare tau")
     add("--eagle-mode", choices=MODES, help="of the head (default: --mode); int8 keeps more of tau")
+    add("--head-only", action="store_true", help="write only the head, to --out; --checkpoint may be a .gguf file then")
     add("--refuse-kl", type=float, metavar="NATS", help="write nothing if the mean KL is higher")
     add("--eval-text", metavar="FILE", help="text of the receipt; default: held-out standard library modules")
     add("--device", choices=("cpu", "cuda"), default=default_device())
@@ -152,18 +154,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code (2 usage, 3 bad file or refused, 4 memory, 5 internal, 130 Ctrl-C)."""
     args = build_parser().parse_args(argv)
     interrupted = "interrupted; the same command goes on from the layers already finished"
-    return run_command(lambda: print(show(_main(args))), args.debug, BAD_FILE, interrupted)
+    return run_command(lambda: print(_main(args)), args.debug, BAD_FILE, interrupted)
 
 
-def _main(args: argparse.Namespace) -> dict[str, Any]:
+def _main(args: argparse.Namespace) -> str:
+    """Do what the arguments ask for. Returns the receipt for people."""
     spec = QuantSpec(args.mode, args.group_size, args.algorithm, args.act_order, args.lm_head)
+    head_spec = replace(spec, mode=args.eagle_mode or spec.mode, algorithm="rtn", act_order=False)
+    if args.head_only:
+        return _head_alone(args, head_spec)
     given, directory = Path(args.checkpoint), local_path(args.checkpoint)
     place = given.parent if given.exists() else Path()  # beside the original, and not in the hub's cache
     out = Path(args.out) if args.out else place / f"{given.resolve().name}-{args.mode}"
     _check(args, directory, out)
     config = Checkpoint.open(directory).config
     calibration, evaluation = _texts(args, directory, config)
-    head_spec = replace(spec, mode=args.eagle_mode or spec.mode, algorithm="rtn", act_order=False)
     head = quantize_head(args.eagle, config, head_spec) if args.eagle else None
 
     def finish(unfinished: Path) -> dict[str, Any]:
@@ -175,9 +180,26 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
         pairs = {"tau_before": (directory, args.eagle), "tau_after": (unfinished, unfinished / "eagle")}
         return {"head": receipt, **measure_taus(pairs, prompts, args.device)}
 
-    return quantize_checkpoint(
+    receipt = quantize_checkpoint(
         directory, out, spec, calibration, evaluation, args.device, _show_progress, args.refuse_kl, finish
     )
+    return show(receipt)
+
+
+def _head_alone(args: argparse.Namespace, spec: QuantSpec) -> str:
+    """--head-only: write the rounded head, with the CARD.json of the original."""
+    out, card = Path(args.out or ""), Path(args.eagle or "") / "CARD.json"
+    if not args.eagle or not args.out:
+        raise UsageError("--head-only needs --eagle HEAD and --out DIR.")
+    if out.exists():
+        raise UsageError(f"--out {out} exists; choose another name.")
+    target = Checkpoint.open(local_path(args.checkpoint)).config
+    config, tensors, receipt = quantize_head(args.eagle, target, spec)
+    with directory_written_whole(out) as unfinished:
+        save_quantized_eagle(config, tensors, spec, unfinished)
+        if card.is_file():
+            write_json(unfinished / "CARD.json", read_json(card) | {"rounded": {"mode": spec.mode, **receipt}})
+    return f"EAGLE head  {_sizes(receipt)}   largest relative error of a matrix {receipt['worst']:.2%}   {out}"
 
 
 def _check(args: argparse.Namespace, directory: Path, out: Path) -> None:

@@ -1049,6 +1049,23 @@ def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
         read_quantized_eagle(tmp_path / "q" / "eagle")
 
 
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_head_alone_is_quantized(tmp_path, capsys, version):
+    """Prevents a head that needs a quantized copy of its target, other tensors than with the target, or a lost card."""
+    source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED, version)
+    write_json(head / "CARD.json", {"steps": 7})
+    argv = ["--checkpoint", source, "--eagle", head, "--eagle-mode", "int8", "--head-only"]
+    assert run(*argv) == 2 and "--head-only needs" in capsys.readouterr().err
+    assert run(*argv, "--out", head) == 2 and "exists" in capsys.readouterr().err
+    assert run(*argv, "--out", tmp_path / "new" / "q") == 0 and "EAGLE head" in capsys.readouterr().out
+    _, tensors, receipt = quantize.quantize_head(head, UNTIED, QuantSpec("int8"))
+    found = read_eagle(tmp_path / "new" / "q", UNTIED).tensors
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
+    card = json.loads((tmp_path / "new" / "q" / "CARD.json").read_text())
+    assert card == {"steps": 7, "rounded": {"mode": "int8", **receipt}}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "m", "new"]
+
+
 @pytest.mark.parametrize("kind", ["plan", "cuda", "host", "allocator"])
 def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monkeypatch, kind):
     """Prevents losing all the work because the unquantized model, whose size was the reason, does not fit in memory."""

@@ -27,7 +27,7 @@ from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, weig
 from support.memory import zeros
 from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
-from weights.quantized import QuantLinear
+from weights.quantized import QuantLinear, lm_head_rows
 
 FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (EAGLE paper)
 
@@ -178,10 +178,8 @@ class EagleHead(nn.Module):
     def trim(self) -> None:
         """Make an LM head of the target's rows for a trimmed draft vocabulary (EAGLE-1/2). Call it after loading."""
         if self.trimmed:
-            head = self.target.lm_head or self.target.embed_tokens
-            weight = head.dequantize() if isinstance(head, QuantLinear) else head.weight
-            self.lm_head = nn.Linear(weight.shape[1], self.vocab_size, bias=False, device="meta")
-            rows = weight[self.draft_ids].to(self.target.dtype)
+            rows = lm_head_rows(self.target, self.draft_ids).to(self.target.dtype)
+            self.lm_head = nn.Linear(rows.shape[1], self.vocab_size, bias=False, device="meta")
             self.lm_head.weight = nn.Parameter(rows, requires_grad=False)
 
     def forward_train(self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None) -> Tensor:
@@ -283,37 +281,52 @@ def eagle_drafter(head: EagleHead, *how, **more) -> EagleDrafter:
 
 def loss_eagle1(
     head: EagleHead, tokens: Tensor, features: Tensor, mask: Tensor, noise: Tensor | None = None,
-    count: float | None = None, weights: tuple[float, float] = (1.0, 0.1), best: Tensor | None = None,
+    count: float | None = None, weights: tuple[float, float] = (1.0, 0.1), best: Tensor | None = None, steps: int = 1,
+    decay: float = 0.8,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """EAGLE-1's objective: smooth L1 to the true feature plus 0.1 times the soft cross-entropy (EAGLE, section 3.2).
+
+    With more than one step the head also runs on its own outputs, as it does when it drafts (HASS, section 3.2, with the
+    attention of EAGLE-3's training-time test).
 
     Args:
         tokens: int64 [B, T].
         features: [B, T, H] of the same tokens.
-        mask: [B, T]. Row i sees (feature i, token i + 1) and counts where the mask holds for token i + 1.
+        mask: [B, T]. Row i of step s sees (feature i or the output of step s - 1, token i + 1 + s). It counts where the
+            mask holds for that token.
         noise: [B, T, H] uniform in [-1, 1] and scaled here, or None.
-        count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows that count.
+        count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows of step 0.
         weights: of the two parts of the loss.
         best: int64 [B, T], the target's most likely next tokens, if they are known.
+        decay: step s weighs decay^s.
 
     Returns:
-        The loss and the share [1] of rows that agree with the target's most likely token. One host sync.
+        The loss, and by step [steps] the share of rows that agree with the target's most likely token. One host sync per
+        step.
     """
     if noise is not None:
         noise = noise * (FEATURE_NOISE / 2) * 512 / tokens.shape[1]
-    noisy = features if noise is None else features + noise
+    feature = (features if noise is None else features + noise)[:, :-1]
     keep = mask[:, 1:].bool()
     count = max(1.0, float(keep.sum()) if count is None else count)
-    predicted = head.forward_train(tokens[:, 1:], noisy[:, :-1])[keep]
-    target = features[:, 1:][keep]
-    distribution, wanted = head.draft_targets(target, None if best is None else best[:, 1:][keep])
-    logits = head.predict(predicted)
-    regression = F.smooth_l1_loss(
-        predicted.to(distribution.dtype), target.to(distribution.dtype), reduction="none"
-    ).mean(-1)
-    cross_entropy = F.cross_entropy(logits, distribution, reduction="sum")
-    hits = (logits.argmax(-1) == wanted).sum()
-    return (weights[0] * regression.sum() + weights[1] * cross_entropy) / count, hits[None] / count
+    distribution, wanted = head.draft_targets(features[:, 1:][keep], None if best is None else best[:, 1:][keep])
+    where = torch.zeros_like(tokens[:, 1:]).masked_scatter(keep, torch.arange(len(wanted), device=tokens.device))
+    memory: list | None = [] if steps > 1 else None
+    total: Tensor | float = 0.0
+    hits = []
+    for s in range(steps):
+        feature = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), feature, s, memory)
+        counted = keep[:, s:]  # the last rows run out of known tokens
+        which = where[:, s:][counted]
+        predicted = feature[:, : feature.shape[1] - s][counted]
+        logits = head.predict(predicted)
+        wide = distribution.dtype
+        target = features[:, 1 + s :][counted]
+        regression = F.smooth_l1_loss(predicted.to(wide), target.to(wide), reduction="none").mean(-1).sum()
+        cross_entropy = F.cross_entropy(logits, distribution[which], reduction="sum")
+        total = total + decay**s * (weights[0] * regression + weights[1] * cross_entropy) / count
+        hits.append((logits.argmax(-1) == wanted[which]).sum() / count)
+    return total, torch.stack(hits)
 
 
 def loss_eagle3(

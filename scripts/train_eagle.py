@@ -51,7 +51,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--noise", type=float, default=FEATURE_NOISE, help="version 1: width of the noise on features at 512 tokens")
     add("--feature-weight", type=float, default=1.0, help="version 1: weight of smooth L1")
     add("--token-weight", type=float, default=0.1, help="version 1: weight of soft cross-entropy")
-    add("--ttt-steps", type=at_least(1), default=7, help="version 3: steps of the training-time test")
+    add(
+        "--ttt-steps",
+        type=at_least(1),
+        help="steps on the head's own outputs (default: 7; version 1: 1, as in its paper)",
+    )
 
     add = p.add_argument_group("head").add_argument
     add(
@@ -70,6 +74,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-positions", type=at_least(1), help="max_position_embeddings to write (default: --length)")
 
     args = parsed(p, argv, runs="runs/train_eagle")
+    args.ttt_steps = args.ttt_steps or (1 if args.version == 1 else 7)
     args.norm_before_residual = args.norm_before_residual or ("off" if args.recipe == "paper" else "on")
     return args
 

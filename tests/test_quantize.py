@@ -228,6 +228,20 @@ def test_quant_linear_multiplies_by_its_matrix(options, dtype, tolerance):
     assert (fused - want).abs().max() <= 4 * tolerance * want.abs().max()
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("options", [{}, {"zeros": True, "perm": True}, {"bits": 8}])
+def test_rows_are_those_of_the_matrix(options, backend):
+    """Prevents a trimmed vocabulary with the scales of other rows, also after the codes were packed."""
+    if backend == "cpu" and cpu.problem():
+        pytest.skip(f"the CPU kernels do not run here: {cpu.problem()}")
+    layer, ids = QuantLinear(random_stored(**options)), torch.tensor([3, 0, 47, 3])
+    want = layer.dequantize()[ids]
+    assert torch.equal(layer.rows(ids), want)
+    with kernels.KernelBackend(backend, "cpu").active():
+        layer.repack(torch.float32)
+        torch.testing.assert_close(layer.rows(ids), want, atol=1e-7, rtol=1e-6)
+
+
 def test_changing_the_dtype_keeps_scales_and_repacks():
     """Prevents `model.to(bfloat16)` from rounding scales, and a stale packing from serving another dtype."""
     layer = QuantLinear(random_stored())

@@ -250,29 +250,32 @@ def test_feature_paired_with_the_wrong_token(files, trained, tmp_path, monkeypat
 # --------------------------------------------------------------------------------------------------- losses
 
 
-def test_loss_eagle1_is_the_papers(files):
-    """Target feature, mask, noise scale or normalisation shifted or changed."""
+@pytest.mark.parametrize("steps", [1, 3])
+def test_loss_eagle1_is_the_papers(files, steps):
+    """Target feature, mask, noise scale or normalisation shifted or changed, or own outputs not fed back."""
     head, target = tiny_head(files)
     tokens = torch.randint(0, V, (2, 12), generator=torch.Generator().manual_seed(0))
     features, _ = target.forward_train(tokens)
     mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) < 0.6
     noise = torch.rand(2, 12, 32, dtype=torch.float64) * 2 - 1
-    loss, hits = loss_eagle1(head, tokens, features, mask, noise)
-    total, agreed, count = 0.0, 0, 0
-    noisy = features + noise * (FEATURE_NOISE / 2) * 512 / 12
-    out = head.forward_train(tokens[:, 1:], noisy[:, :-1])
-    for b in range(2):
-        for i in range(11):
-            if mask[b, i + 1]:
-                distance = (out[b, i] - features[b, i + 1]).abs()
-                smooth = torch.where(distance < 1, distance**2 / 2, distance - 0.5).mean()
-                p = target.logits(features[b, i + 1]).softmax(-1)
-                q = target.logits(out[b, i]).softmax(-1)
-                total += smooth - 0.1 * (p * q.log()).sum()
-                agreed += int(p.argmax() == q.argmax())
-                count += 1
+    loss, hits = loss_eagle1(head, tokens, features, mask, noise, steps=steps)
+    total, agreed, memory = 0.0, [0] * steps, [] if steps > 1 else None
+    out = (features + noise * (FEATURE_NOISE / 2) * 512 / 12)[:, :-1]
+    for s in range(steps):
+        out = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), out, s, memory)
+        for b in range(2):
+            for i in range(11 - s):
+                j = i + 1 + s
+                if mask[b, j]:
+                    distance = (out[b, i] - features[b, j]).abs()
+                    smooth = torch.where(distance < 1, distance**2 / 2, distance - 0.5).mean()
+                    p = target.logits(features[b, j]).softmax(-1)
+                    q = target.logits(out[b, i]).log_softmax(-1)
+                    total += 0.8**s * (smooth - 0.1 * (p * q).sum())
+                    agreed[s] += int(p.argmax() == q.argmax())
+    count = int(mask[:, 1:].sum())
     assert loss.item() == pytest.approx((total / count).item(), rel=1e-9)
-    assert hits.item() == pytest.approx(agreed / count)
+    assert hits.tolist() == pytest.approx([a / count for a in agreed])
 
 
 @pytest.mark.parametrize("draft_vocab", [None, 20])

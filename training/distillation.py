@@ -16,11 +16,12 @@ from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa
 from model import Transformer
 from model_config import ModelConfig
 from training.data import Batch, TokenData
-from training.drafters import DrafterTraining, Evaluation, output_weight
+from training.drafters import DrafterTraining, Evaluation
 from training.optim import Recipe, init_weights
 from weights.checkpoint import Checkpoint, load_model
 from weights.hf import save_hf
 from weights.medusa import save_medusa
+from weights.quantized import lm_head_rows
 
 MEDUSA_DECAY = 0.8  # of the loss, from one head to the next
 
@@ -82,7 +83,9 @@ class DraftModelTraining(DistillationTraining):
         draft = Transformer(self.config)
         init_weights(draft, torch.Generator().manual_seed(self.args.seed))
         if self.config.hidden_size <= self.target.config.hidden_size:
-            left, sizes, _ = torch.svd_lowrank(output_weight(self.target).cpu(), self.config.hidden_size, niter=4)
+            left, sizes, _ = torch.svd_lowrank(
+                lm_head_rows(self.target).float().cpu(), self.config.hidden_size, niter=4
+            )
             rows = left * sizes
             # Divided so that the first logits spread by about 1.
             draft.embed_tokens.weight.data.copy_(rows / rows.norm(dim=1).mean())
@@ -121,7 +124,7 @@ class MedusaTraining(DistillationTraining):
         self.title = f"set of {args.medusa_heads} Medusa heads"
         if args.length < args.medusa_heads + 3:
             raise ValueError(f"--length {args.length} is too short for {args.medusa_heads} heads.")
-        self.weight = output_weight(target)  # [V, H]; a quantized LM head passes no gradient
+        self.weight = lm_head_rows(target).float()  # [V, H]; a quantized LM head passes no gradient
 
     def build(self, data: TokenData) -> MedusaHeads:
         """Blocks that pass the hidden state on, and LM heads equal to the target's."""

@@ -35,7 +35,7 @@ from training.data import Batch, TokenData, load_data, step_batches
 from training.loop import Run, World
 from training.optim import Recipe, optimizers, update
 from tree import DynamicTree, parse_tree, tree_tables
-from weights.quantized import QuantLinear, pack_
+from weights.quantized import pack_
 
 # Options that do not decide the weights. A state is not resumed with other values of the others.
 FREE = """out work eval_every eval_prompts eval_tokens prompt_length tree save_every pause_at device dtype threads debug
@@ -322,9 +322,3 @@ def describe(
         "format": training.format,
         **training.card(),
     }
-
-
-def output_weight(target: Transformer) -> Tensor:
-    """The LM head's rows [V, H] in float32, also of a tied or quantized one."""
-    head = target.lm_head or target.embed_tokens
-    return head.dequantize(torch.float32) if isinstance(head, QuantLinear) else head.weight.float()

@@ -19,11 +19,11 @@ from load import build_head
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from training.data import Batch, TokenData, fingerprint
-from training.drafters import DrafterTraining, Evaluation, output_weight
+from training.drafters import DrafterTraining, Evaluation
 from training.features import KeptFeatures, TargetRows
 from training.optim import Recipe
 from weights.heads import EagleConfig, read_eagle, save_eagle
-from weights.quantized import QuantLinear
+from weights.quantized import QuantLinear, lm_head_rows
 
 INPUTS = ("feature+shifted-token", "feature+unshifted-token", "feature", "token")
 
@@ -39,9 +39,9 @@ class TrainHead(EagleHead):
         self.run_target = torch.compile(target.forward_train) if compiled else target.forward_train
         rows = None  # of the target's LM head: for a trimmed draft vocabulary, and where gradients need a copy
         if draft_ids is not None:
-            rows = output_weight(target)[draft_ids.to(target.device)].to(target.dtype)
+            rows = lm_head_rows(target, draft_ids.to(target.device)).to(target.dtype)
         elif config.version == 1 and isinstance(target.lm_head, QuantLinear):
-            rows = output_weight(target).to(target.dtype)
+            rows = lm_head_rows(target).to(target.dtype)
         self.register_buffer("target_head", rows, persistent=False)
 
     def shown(self, tokens: Tensor) -> Tensor:
@@ -138,8 +138,8 @@ def init_head(head: TrainHead, seed: int) -> None:
     head.fc.weight[:, :-H] *= 0.1
     head.fc.weight[:, -H:] = torch.eye(H)
     if head.config.version == 3:
-        rows = output_weight(head.target)
-        head.lm_head.weight.copy_(rows if head.draft_ids is None else rows[head.draft_ids.to(rows.device)])
+        ids = None if head.draft_ids is None else head.draft_ids.to(head.target.device)
+        head.lm_head.weight.copy_(lm_head_rows(head.target, ids))
         head.norm.weight.copy_(head.target.norm.weight)
 
 
@@ -175,7 +175,7 @@ def head_loss(
     tokens = head.shown(batch.tokens)
     if head.config.version == 1:
         weights = (args.feature_weight, args.token_weight)
-        return loss_eagle1(head, tokens, features, batch.mask, noise, count, weights, best)
+        return loss_eagle1(head, tokens, features, batch.mask, noise, count, weights, best, args.ttt_steps)
     return loss_eagle3(head, tokens, features, hidden_states, batch.mask, args.ttt_steps, count, best=best)
 
 
@@ -315,7 +315,7 @@ class EagleTraining(DrafterTraining):
         return {
             "norm_before_residual": None if first else self.config.norm_before_residual,
             "inputs": args.inputs,
-            "ttt_steps": None if first else args.ttt_steps,
+            "ttt_steps": args.ttt_steps,
             "draft_vocab": args.draft_vocab or self.target.config.vocab_size,
             "recipe": asdict(self.recipe),
             "loss_weights": [args.feature_weight, args.token_weight] if first else None,

@@ -167,6 +167,15 @@ class QuantLinear(SelfCounting):
         weight = kernels.dequantize(plain, dtype)
         return weight if self.perm is None else weight[..., self.perm.argsort()]
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows ids [M] of the matrix [out, in], float32 [M, in]. Nothing else is dequantized."""
+        if self.qweight is None:
+            rows = kernels.packed_rows(self.packed, ids)
+            return rows if self.perm is None else rows[:, self.perm.argsort()]
+        stored = dict(self.named_buffers())
+        rows = {name: stored[name][..., ids] for name in stored.keys() - {"qweight", "perm"}}
+        return QuantLinear(stored | rows | {"qweight": self.qweight[ids]}).dequantize()
+
     def weight_bytes_read(self, nodes: int) -> float:
         """Bytes that a forward of `nodes` rows reads. Of experts, those that are expected to be touched count."""
         codes = max(1, self.experts) * self.in_features * self.out_features * self.bits / 8
@@ -225,6 +234,14 @@ class TiedEmbedding(SelfCounting):
 
     def weight_bytes_read(self, nodes: int) -> float:
         return 0.0  # what is read is the LM head's, and `Transformer.weight_bytes` counts the rows
+
+
+def lm_head_rows(model: Transformer, ids: Tensor | None = None) -> Tensor:
+    """The rows ids [M] of the LM head, or all of them [M, H]; float32 of a quantized one, also of a tied one."""
+    head = model.lm_head or model.embed_tokens
+    if not isinstance(head, QuantLinear):
+        return head.weight.detach() if ids is None else head.weight.detach()[ids]
+    return head.dequantize() if ids is None else head.rows(ids)
 
 
 class QuantExperts(nn.Module):

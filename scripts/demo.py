@@ -24,7 +24,7 @@ from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support import real_model
 from support.errors import UsageError, command_parser, run_command
-from support.machine import size_text
+from support.machine import default_device, size_text
 
 HEADS = DEMO.parent / "heads"  # those of the real model
 QUESTION = "What is the capital of France, and what is it known for?"
@@ -82,19 +82,25 @@ def embedded() -> None:
     print("try: python generate.py --eagle demo/eagle3 --show-tree")
 
 
+def usual_tree() -> str:
+    """A tree that pays on this machine: on a CPU a row costs more than on a GPU, so only a short chain does."""
+    return "chain:3" if default_device() == "cpu" else "paper25"
+
+
 def real(file: Path, heads: Sequence[Path]) -> None:
     """The real model answers a question."""
     base = load(file, ctx=1024)
     print(f"> {QUESTION}\n")
     prompt = base.tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
-    compare(base, prompt, [(head, "paper25") for head in heads])
+    compare(base, prompt, [(head, usual_tree()) for head in heads])
     print("try: make chat\n")
 
 
 def chat(file: Path) -> int:
     """`generate.py --chat` with the real model, and with its EAGLE-3 head if it is there."""
     head = HEADS / "smollm2-eagle3"
-    command = ["--chat", "--checkpoint", str(file), *(["--eagle", str(head)] if head.is_dir() else [])]
+    drafting = ["--eagle", str(head), "--tree", usual_tree()] if head.is_dir() else []
+    command = ["--chat", "--checkpoint", str(file), *drafting]
     print("python generate.py", *command, "\nAsk something. /reset starts over, /exit leaves.\n", flush=True)
     return generate.main(command)
 

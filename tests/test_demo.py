@@ -71,7 +71,8 @@ def test_what_was_fetched_is_shown_with_the_heads_that_exist(shown, monkeypatch,
         (tmp_path / "heads" / name).mkdir(parents=True)
     assert demo.main([]) == 0 and shown[3:] == [("m.gguf", ["smollm2-eagle1", "smollm2-eagle3"])]
     assert demo.main(["--chat"]) == 0
-    assert shown[-1] == ["--chat", "--checkpoint", file, "--eagle", str(tmp_path / "heads" / "smollm2-eagle3")]
+    head = str(tmp_path / "heads" / "smollm2-eagle3")
+    assert shown[-1] == ["--chat", "--checkpoint", file, "--eagle", head, "--tree", demo.usual_tree()]
     (log,) = (tmp_path / "pip.log").read_text().splitlines()
     assert log.startswith("-m pip install") and log.endswith(f"--no-deps {PINNED}")
 

@@ -18,9 +18,11 @@ import load
 from eagle_draft import FEATURE_NOISE, loss_eagle1, loss_eagle3
 from model import Transformer
 from model_config import ModelConfig
+from quantize import quantize_head
 from sampling import SamplingParams
 from scripts import train_eagle
 from scripts.train_eagle import parse
+from support.errors import UsageError
 from tokenizer import load_tokenizer
 from training import data as training_data
 from training import eagle
@@ -30,8 +32,9 @@ from training.eagle import INPUTS, TrainHead
 from training.features import KeptFeatures, TargetRows
 from training.loop import World
 from weights.checkpoint import load_config, load_model
-from weights.heads import read_eagle
+from weights.heads import read_eagle, save_quantized_eagle
 from weights.hf import save_hf
+from weights.quantized import QuantSpec
 
 ROOT = Path(__file__).parent.parent
 DEMO = load.DEMO
@@ -238,6 +241,37 @@ def test_something_else_at_out_is_not_replaced(files, tmp_path):
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "thesis.txt").write_text("years of work")
     assert train_eagle.main(options(files, tmp_path / "head")) == 2
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_training_goes_on_from_a_head(files, trained, tmp_path, version, rounded):
+    """Training that forgets the head it starts from, gives it another draft vocabulary, or cannot read an int8 one."""
+    path, card = trained[version]
+    if rounded:
+        target = load_config(files / "target")
+        config, tensors, _ = quantize_head(path, target, QuantSpec("int8"))
+        save_quantized_eagle(config, tensors, QuantSpec("int8"), tmp_path / "int8")
+        path = tmp_path / "int8"
+    more = ["--start", str(path), "--eval-prompts", "3", "--eval-tokens", "24", "--ttt-steps", str(card["ttt_steps"])]
+    went_on = run(files, tmp_path / "next", *more, version=version, steps=2, lr=1e-6)
+    first = card["loss_curve"]
+    assert abs(went_on["loss_curve"][0] - first[-1]) < (first[0] - first[-1]) / 10
+    assert went_on["draft_vocab"] == card["draft_vocab"] and went_on["started_from"]["head"] == path.name
+    assert rounded or went_on["started_from"]["steps"] == 110
+    ids = [read_eagle(p, load_config(files / "target")).tensors.get("draft_ids") for p in (path, tmp_path / "next")]
+    assert ids == [None, None] or torch.equal(*ids)
+
+
+def test_a_start_that_does_not_fit_is_one_line(files, trained, tmp_path):
+    """A head of another generation, or options that the head to start from would silently override."""
+    for more, words in (
+        ([], "is an EAGLE-3 head"),
+        (["--draft-vocab", "20"], "--draft-vocab does not go with --start"),
+    ):
+        version = 1 if "EAGLE-3" in words else 3
+        with pytest.raises(UsageError, match=words):
+            run(files, tmp_path / "head", "--start", str(trained[3][0]), *more, version=version)
 
 
 def test_feature_paired_with_the_wrong_token(files, trained, tmp_path, monkeypatch):

@@ -18,11 +18,13 @@ from eagle_draft import FEATURE_NOISE, EagleDrafter, EagleHead, eagle_drafter, l
 from load import build_head
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
+from support.errors import UsageError
+from support.files import read_json
 from training.data import Batch, TokenData, fingerprint
 from training.drafters import DrafterTraining, Evaluation
 from training.features import KeptFeatures, TargetRows
 from training.optim import Recipe
-from weights.heads import EagleConfig, read_eagle, save_eagle
+from weights.heads import EagleConfig, EagleFile, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 
 INPUTS = ("feature+shifted-token", "feature+unshifted-token", "feature", "token")
@@ -113,6 +115,27 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
         return EagleConfig(1, **common, fc_bias=True, unshifted=args.inputs == "feature+unshifted-token")
     normed = args.norm_before_residual == "on"
     return EagleConfig(3, **common, taps=taps, has_lm_head=True, norm_before_residual=normed)
+
+
+def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:
+    """The config of the head that --start names. Raises UsageError for options that would give it another shape."""
+    config = file.config
+    if config.version != args.version:
+        raise UsageError(f"--start {args.start} is an EAGLE-{config.version} head, and --version is {args.version}.")
+    if config.unshifted != (args.inputs == "feature+unshifted-token"):
+        raise UsageError(f"--start {args.start} was not trained with --inputs {args.inputs}.")
+    for name in ("draft_vocab", "intermediate_size", "heads", "taps", "rope_theta"):
+        if vars(args)[name] is not None:
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --start, which keeps the shape of its head.")
+    longest = args.max_positions or config.layer.max_position_embeddings
+    return replace(config, layer=replace(config.layer, max_position_embeddings=longest, dtype="bfloat16"))
+
+
+def earlier_card(head: Path) -> dict[str, Any]:
+    """What CARD.json keeps of the training that --start goes on from."""
+    card = read_json(head / "CARD.json") if (head / "CARD.json").is_file() else {}
+    kept = ("data", "training_tokens", "steps", "rows_per_step", "minutes", "tau_greedy", "started_from")
+    return {"head": head.name} | {name: card[name] for name in kept if name in card}
 
 
 def frequent_tokens(data: TokenData, size: int, vocab: int) -> Tensor | None:
@@ -258,7 +281,8 @@ class EagleTraining(DrafterTraining):
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
         self.title = f"EAGLE-{args.version} head ({args.inputs})"
-        self.config = head_config(target.config, args)
+        self.start = read_eagle(args.start, target.config) if args.start else None
+        self.config = head_config(target.config, args) if self.start is None else start_config(self.start, args)
         self.recipe = recipe_for(args)
         # As the authors of the two generations do it.
         self.clip_by_value = args.version == 1
@@ -276,9 +300,15 @@ class EagleTraining(DrafterTraining):
             H = self.target.config.hidden_size
             self.kept = KeptFeatures(Path(self.args.work) / f"{name}.bin", data, H, H * len(taps))
         V = self.target.config.vocab_size
-        draft_ids = frequent_tokens(data, self.args.draft_vocab or V, V)
+        if self.start is None:
+            draft_ids = frequent_tokens(data, self.args.draft_vocab or V, V)
+        else:
+            draft_ids = self.start.tensors.get("draft_ids")
         head = TrainHead(self.config, self.target, draft_ids, self.args.inputs, self.args.compile)
-        init_head(head, self.args.seed)
+        if self.start is None:
+            init_head(head, self.args.seed)
+        else:
+            head.load_state_dict(self.start.floats())
         head.to(self.target.device)
         head.rotary.build(self.target.device, self.target.rotary.length)
         return head
@@ -291,6 +321,12 @@ class EagleTraining(DrafterTraining):
         rows = self.kept.of(batch, module.run_on, self.target.logits) if self.kept else module.run_on(batch.tokens)
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
             return head_loss(module, batch, rows, count, noise, args)
+
+    @property
+    def draft_vocab(self) -> int:
+        """How many tokens the head can draft."""
+        ids = self.start.tensors.get("draft_ids") if self.start else None
+        return len(ids) if ids is not None else self.args.draft_vocab or self.target.config.vocab_size
 
     def write(self, module: TrainHead, directory: Path) -> None:
         save_eagle(self.config, exported(module), directory)
@@ -316,7 +352,8 @@ class EagleTraining(DrafterTraining):
             "norm_before_residual": None if first else self.config.norm_before_residual,
             "inputs": args.inputs,
             "ttt_steps": args.ttt_steps,
-            "draft_vocab": args.draft_vocab or self.target.config.vocab_size,
+            "draft_vocab": self.draft_vocab,
+            "started_from": earlier_card(Path(args.start)) if args.start else None,
             "recipe": asdict(self.recipe),
             "loss_weights": [args.feature_weight, args.token_weight] if first else None,
             "noise": args.noise if first else None,

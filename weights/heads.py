@@ -22,7 +22,7 @@ from support.files import read_json
 from weights.files import Entry, check_entries, read_entries, tensor_files
 from weights.hf import config_to_hf, read_rows, refuse_partial_rotation, write_directory
 from weights.hub import local_path
-from weights.quantized import QuantSpec
+from weights.quantized import TENSORS, QuantLinear, QuantSpec
 from weights.stored import read_spec, spec_to_json
 
 PREFIXES = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
@@ -75,6 +75,18 @@ class EagleFile(NamedTuple):
     config: EagleConfig
     tensors: dict[str, Tensor]
     notes: list[str]
+
+    def floats(self) -> dict[str, Tensor]:
+        """The tensors with every weight as float32, also those of a quantized head."""
+        found = {}
+        for name, tensor in self.tensors.items():
+            base, _, leaf = name.rpartition(".")
+            if leaf == "qweight":
+                stored = {kind: self.tensors.get(f"{base}.{kind}") for kind in TENSORS}
+                found[f"{base}.weight"] = QuantLinear({k: t for k, t in stored.items() if t is not None}).dequantize()
+            elif leaf not in TENSORS:
+                found[name] = tensor.float() if tensor.is_floating_point() else tensor
+        return found
 
 
 def head_tensors(config: EagleConfig) -> dict[str, dict[str, tuple[int, ...]]]:

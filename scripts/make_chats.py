@@ -3,7 +3,8 @@
     python -m scripts.make_chats --checkpoint DIR --out chats.jsonl --count 4000
     python -m scripts.train_eagle --checkpoint DIR --data chats.jsonl --out head
 
-The questions are sampled from the opening of the chat template's user turn. Half of the answers are the most likely ones
+The questions are sampled from the opening of the chat template's user turn. Half of them begin with words that are given,
+such as "Write a Python function that", so that all kinds of tasks occur. Half of the answers are the most likely ones
 and half are sampled at T = 1. What is empty, repeats itself, or (a question) does not end is left out. After an
 interruption the same command goes on where it was.
 """

@@ -52,16 +52,20 @@ def test_a_user_turn_is_read_off_the_template(tokenizer):
     assert stop == ("ASSISTANT:",) and set(stop_ids) == set(tokenizer.eos_ids)
 
 
-def test_bad_questions_are_left_out_and_the_rest_is_asked_once(tokenizer, tmp_path):
-    """Empty, cut, repeated or looping questions in the training data, or a rerun that asks everything again."""
+def test_bad_questions_are_left_out_and_the_rest_is_asked_once(tokenizer, tmp_path, monkeypatch):
+    """Empty, cut, repeated or looping questions, a lost opening, or a rerun that asks everything again."""
     file = tmp_path / "q.jsonl"
-    engine = ScriptedEngine(["why?", "", "cut...", "why?", "la la la la la la la la la la", " how so? "])
-    assert chats.write_questions(engine, tokenizer, file, arguments()) == ["why?", "how so?"]
-    assert [record["question"] for record in read_json_lines(file)] == ["why?", None, None, None, None, "how so?"]
+    monkeypatch.setattr(chats, "OPENINGS", ["Say", "Tell me"])
+    engine = ScriptedEngine(["why?", "", "cut...", " why?", "why?", " la la la la la la la la la la"])
+    assert chats.write_questions(engine, tokenizer, file, arguments()) == ["why?", "Tell me why?"]
+    assert [record["question"] for record in read_json_lines(file)] == ["why?", None, None, "Tell me why?", None, None]
+    opening = chats.user_turn(tokenizer)[0]
+    said = [tokenizer.decode(prompt[len(opening) :]).strip() for prompts, _ in engine.requests for prompt in prompts]
+    assert said == ["", "Say", "", "Tell me", "", "Say"]
     assert [params.seed for _, params in engine.requests] == [100, 102, 104]
     assert all(params.temperature == 1 and params.max_new_tokens == 9 for _, params in engine.requests)
-    again = ScriptedEngine(["more?", "why?"])
-    assert chats.write_questions(again, tokenizer, file, arguments(count=8)) == ["why?", "how so?", "more?"]
+    again = ScriptedEngine(["more?", " why?"])
+    assert chats.write_questions(again, tokenizer, file, arguments(count=8)) == ["why?", "Tell me why?", "more?"]
     assert [params.seed for _, params in again.requests] == [106]
 
 

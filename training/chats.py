@@ -1,7 +1,8 @@
 """Conversations that a chat model writes by itself, questions and answers, as training data for its draft heads.
 
 An instruct model that is given only the opening of a user turn continues it with a question, as it has seen many. So no
-data set is needed, and the text is what the model itself is likely to read and write.
+data set is needed, and the text is what the model itself is likely to read and write. Half of the questions begin with
+words that are given (`OPENINGS`), so that all kinds of tasks occur.
 """
 
 from __future__ import annotations
@@ -17,6 +18,24 @@ from support.files import append_json_lines, read_json_lines
 from tokenizer import Tokenizer
 from training.data import groups
 
+# What every second question begins with. Without them a small model asks the same few kinds of questions.
+_OPENINGS = """
+Write a Python function that|Write a program in C++ which|What does this code print?|Fix the bug in this function:
+Write a SQL query that|Explain the difference between|Implement an algorithm to|Write an HTML page with
+Complete the following Python function:|How does a computer|Write unit tests for|What is the time complexity of
+Solve this problem step by step:|A train leaves|A shop sells|If x +|What is the probability that|How many|Calculate the
+There are three friends:|Which of these statements is true?|Is the following argument valid?|What is the next number in
+Imagine that you are|Pretend to be a famous|You are a doctor.|Act as a teacher and|Answer as if you were
+Write a short story about|Write a poem about|Write an email to|Write a blog post about|Draft a letter that
+Describe a scene in which|Edit the following paragraph:|Rewrite this sentence in a formal style:|Write a headline for
+Summarize the following text:|Extract the names and dates from this text:|Translate the following sentence:
+List the main points of this article:|Classify these reviews as positive or negative:|Return the following data as JSON:
+Explain the theory of|What causes|How do plants|Why do chemical reactions|What is the function of|Describe the process of
+What happened in the year|Who was|Compare the economies of|What were the consequences of|Discuss the role of art in
+What are the ethical implications of|How did the invention of|Give me five ideas for|Plan a trip to|Suggest a recipe with
+How can I improve my|What should I consider when|I feel|Compare the advantages and disadvantages of|Tell me about
+"""
+OPENINGS = _OPENINGS.strip().replace("\n", "|").split("|")
 NGRAM = 4
 LEAST_DISTINCT = 0.5  # of the 4-grams of a text that is kept
 
@@ -47,8 +66,8 @@ def repeats_itself(ids: list[int]) -> bool:
 def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argparse.Namespace) -> list[str]:
     """Questions that the model asks, sampled at T = 1: those that `path` has already, and new ones up to args.count.
 
-    Every question that was tried is one line of the file; a bad one is null there. A question is bad if it is empty, did
-    not end by itself, repeats itself, or was asked before.
+    Questions 1, 3, 5, ... begin with the OPENINGS in turn. Every question that was tried is one line of the file; a bad
+    one is null there. A question is bad if it is empty, did not end by itself, repeats itself, or was asked before.
     """
     opening, stop_ids, stop = user_turn(tokenizer)
     params = SamplingParams(1.0, max_new_tokens=args.question_tokens, stop_ids=stop_ids, stop=stop)
@@ -56,9 +75,11 @@ def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argp
     seen = set(tried)
     for numbers in groups(args.count, engine.batch_size, "questions", len(tried)):
         request = replace(params, seed=args.seed + numbers.start)
-        for result in engine.generate_batch([opening] * len(numbers), request).run():
-            text = result.text.strip()
-            bad = not text or result.stop_reason == "length" or repeats_itself(result.token_ids) or text in seen
+        begun = [OPENINGS[n // 2 % len(OPENINGS)] if n % 2 else "" for n in numbers]
+        prompts = [opening + tokenizer.encode(words, add_bos=False) for words in begun]
+        for words, result in zip(begun, engine.generate_batch(prompts, request).run(), strict=True):
+            text = (words + result.text).strip()
+            bad = text == words or result.stop_reason == "length" or repeats_itself(result.token_ids) or text in seen
             seen.add(text)
             tried.append(None if bad else text)
         append_json_lines(path, *({"question": text} for text in tried[numbers.start :]))

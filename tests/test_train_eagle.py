@@ -31,6 +31,7 @@ from training.drafters import Evaluation, train
 from training.eagle import INPUTS, TrainHead
 from training.features import KeptFeatures, TargetRows
 from training.loop import World
+from training.optim import Muon
 from weights.checkpoint import load_config, load_model
 from weights.heads import read_eagle, save_quantized_eagle
 from weights.hf import save_hf
@@ -279,6 +280,21 @@ def test_feature_paired_with_the_wrong_token(files, trained, tmp_path, monkeypat
     monkeypatch.setattr(TrainHead, "shown", lambda self, tokens: tokens.roll(1, 1))
     wrong = run(files, tmp_path / "mutant", steps=110)["held_out_accuracy"][0]
     assert wrong < trained[1][1]["held_out_accuracy"][0] / 2
+
+
+def test_muon_takes_nearly_the_same_step_in_half_precision():
+    """Momentum or weights that are kept in bfloat16, or an update that half precision spoils."""
+    gradients = [torch.randn(48, 80, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    steps = []
+    for half in (False, True):
+        weight = torch.nn.Parameter(torch.zeros(48, 80))
+        optim = Muon([weight], lr=0.1, weight_decay=0.0, half=half)
+        for weight.grad in gradients:
+            optim.step()
+        assert weight.dtype == optim.state[weight]["momentum"].dtype == torch.float32
+        steps.append(weight.detach().flatten())
+    assert torch.cosine_similarity(*steps, dim=0) > 0.999
+    assert torch.linalg.svdvals(steps[0].view(48, 80) / 0.1).max() < 3 * 1.3, "three nearly orthogonal steps"
 
 
 # --------------------------------------------------------------------------------------------------- losses

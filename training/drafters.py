@@ -185,7 +185,7 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
             f"{training.title} of {card['parameters'] / 1e6:.2f} M parameters; "
             f"{card['training_tokens']:,} training tokens, {card['held_out_tokens']:,} held out"
         )
-        optims = optimizers(module, training.recipe)
+        optims = optimizers(module, training.recipe, training.autocast)
 
         def after_step(done: int) -> None:
             if evaluation is not None and args.eval_every and done % args.eval_every == 0:

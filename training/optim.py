@@ -48,8 +48,10 @@ def init_weights(model: nn.Module, generator: torch.Generator) -> None:
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised by Newton-Schulz steps; for hidden matrices. Source: K. Jordan, 2024."""
 
-    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float):
+    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, half: bool = False):
+        """half: the Newton-Schulz steps compute in bfloat16, as their author does; they need few digits."""
         super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": weight_decay})
+        self.half = half
 
     @torch.no_grad()
     def step(self) -> None:
@@ -57,7 +59,8 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 buffer.lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalise(p.grad.lerp(buffer, group["momentum"]))
+                update = p.grad.lerp(buffer, group["momentum"])
+                update = orthogonalise(update.bfloat16() if self.half else update).to(p.dtype)
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update, alpha=-group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
 
@@ -72,8 +75,8 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def optimizers(module: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """The optimizers of all parameters of `module`, at their peak rates."""
+def optimizers(module: nn.Module, recipe: Recipe, half: bool = False) -> list[torch.optim.Optimizer]:
+    """The optimizers of all parameters of `module`, at their peak rates. `half` is Muon's."""
 
     def adamw(parameters: list[nn.Parameter], lr: float, decay: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr, (0.9, 0.95), weight_decay=decay, foreach=False)
@@ -83,7 +86,7 @@ def optimizers(module: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]
     named = dict(module.named_parameters())
     hidden = [name for name, p in named.items() if p.dim() == 2 and not any(part in name for part in VOCABULARY)]
     rest = [p for name, p in named.items() if name not in hidden]
-    muon = Muon([named[name] for name in hidden], recipe.lr, recipe.weight_decay)
+    muon = Muon([named[name] for name in hidden], recipe.lr, recipe.weight_decay, half)
     return [muon, adamw(rest, recipe.side_lr, 0.0)]
 
 

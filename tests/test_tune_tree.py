@@ -402,7 +402,7 @@ def test_rates_count_all_tokens_over_all_times_where_tokens_agree():
 def run_main(checkpoint, monkeypatch, tmp_path, *flags: str) -> int:
     monkeypatch.setattr(tree_tuning, "find_prompts", lambda args, base, limit: [list(p) for p in PROMPTS])
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path / "cache"))
-    common = "--device cpu --ctx 128 --new-tokens 12 --rounds 1 --reps 1 --max-nodes 8 --max-depth 4 -q".split()
+    common = "--device cpu --ctx 128 --max-new-tokens 12 --rounds 1 --reps 1 --max-nodes 8 --max-depth 4 -q".split()
     return tune_tree.main(["--checkpoint", str(checkpoint), *common, *flags])
 
 

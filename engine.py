@@ -256,12 +256,20 @@ class Engine:
                 for chunk in request.advance():
                     yield chunk
                     self._check_owner(results)
-            for b in range(len(prompts)):
-                self._cached[b], self._drafted[b] = request.cached(b)
+            self._keep_caches(request)
+        except GeneratorExit:  # the reader left between two chunks, and what it was given is in the caches
+            if self._owner is results:
+                self._keep_caches(request)
+            raise
         finally:
             mark_interrupted(results)
 
+    def _keep_caches(self, request: _Request) -> None:
+        for b in range(len(request.prompts)):
+            self._cached[b], self._drafted[b] = request.cached(b)
+
     def _forget_caches(self) -> None:
+        self._owner = None
         self._cached = [[] for _ in range(self.batch_size)]
         self._drafted = [0] * self.batch_size
 

@@ -52,7 +52,7 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
         engine.tokenizer.use_template(args.template)
     report.head(engine, time.perf_counter() - started)
     if args.chat:
-        return chat(engine, settings_given(args), args, report)
+        return chat(engine, settings_given(args), args.system, report)
     return decode(engine, make_request(engine, prompt, args), prompt, args, report)
 
 

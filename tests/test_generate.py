@@ -308,33 +308,6 @@ def test_ctrl_c_prints_the_report_and_exits_130(tmp_path):
     assert "interrupted" in err and "tok/s" in err and "Traceback" not in err
 
 
-def test_chat_keeps_history_and_the_cache(capsys, monkeypatch):
-    """Every turn recomputing the whole conversation, or forgetting it."""
-    turns = iter(["def f(x):", "and a class", "/exit"])
-    monkeypatch.setattr("builtins.input", lambda prompt="": next(turns))
-    code, out, err = run(capsys, "--chat", "--template", "vicuna", "--max-new-tokens", "8")
-    assert code == 0 and len(re.findall(r"generate", err)) == 2
-    cached = re.search(r"\((\d+) cached\)", err)
-    assert cached and int(cached[1]) > 20
-
-
-def test_chat_outlives_a_bad_turn(capsys, monkeypatch):
-    """One message too long, or an empty line, ending a conversation and losing its history."""
-    turns = iter(["def f(x):", "x = 1 " * 200, "", "and a class"])
-
-    def read(prompt=""):
-        try:
-            return next(turns)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", read)
-    flags = ["--chat", "--template", "vicuna", "--max-new-tokens", "8", "--ctx", "256"]
-    code, out, err = run(capsys, *flags)
-    assert code == 0 and len(re.findall("generate ", err)) == 2 and err.count("error  ") == 1
-    assert "256" in err and "/reset" in err and int(re.search(r"\((\d+) cached\)", err)[1]) > 20
-
-
 @pytest.mark.parametrize(
     "options",
     [

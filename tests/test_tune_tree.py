@@ -484,7 +484,7 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
             for more in ({"dtype": "bfloat16"}, {"compile": True}, {"draft_vocab": 9}, {"kv": "int8"})
         ),
     ]
-    monkeypatch.setattr(options, "describe_device", lambda device: "NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr("support.machine.describe_device", lambda device: "NVIDIA GeForce RTX 3090")
     others.append(options.tuned_tree_path(opts, opened, one))
     assert "NVIDIA-GeForce-RTX-3090" in others[-1].name
     assert len({path, *others}) == 10

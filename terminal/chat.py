@@ -19,6 +19,7 @@ from sampling import SamplingParams
 from sampling_params import with_suggestions
 from support.errors import BadFileError, UsageError
 from support.files import INDEX_LIMIT, read_json, write_json
+from tokenizer import BUILTIN_SYSTEM
 
 HELP = """/help           this list
 /reset          start over
@@ -38,6 +39,9 @@ def chat(engine: Engine, given: dict[str, Any], system: str | None, report: Repo
     """Answer what the user types until the input ends. `given` are the sampling settings that the user chose."""
     if engine.tokenizer is None:
         raise BadFileError(f"{engine.options.checkpoint} has no tokenizer files; --chat needs one.")
+    if not engine.tokenizer.chat_template_source:
+        known = ", ".join(BUILTIN_SYSTEM)
+        raise UsageError(f"--chat needs a chat template, and this model has none; choose --template {known}.")
     conversation = Conversation(engine, given, system, report)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     read = terminal_reader() if at_terminal else input
@@ -120,7 +124,7 @@ class Conversation:
         self.given = dict(given)
         self.report = report
         self.last: tuple[list[int], SamplingParams, list[str], GenerationResult] | None = None  # the last request
-        self._commands: dict[str, Callable[[str], None]] = {
+        self.commands: dict[str, Callable[[str], None]] = {
             "/help": lambda argument: say(HELP),
             "/reset": lambda argument: self.start_over(self.system),
             "/system": self.start_over,
@@ -138,8 +142,8 @@ class Conversation:
         name, _, argument = text.partition(" ")
         if not re.fullmatch("/[a-z]+", name):
             self.answer(text)
-        elif name in self._commands:
-            self._commands[name](argument.strip())
+        elif name in self.commands:
+            self.commands[name](argument.strip())
         else:
             raise UsageError(f"there is no command {name}; /help lists them.")
 

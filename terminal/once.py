@@ -96,10 +96,13 @@ def decode(engine: Engine, request: Request, prompt: Prompt, args: argparse.Name
     if show and prompt.echo and request.template is None:
         print(prompt.text, end="")
     interrupted = False
+    started = request.template is None  # the space before an answer is not shown
     try:
         for chunk in stream:
             if show and args.batch_size == 1:
-                print(chunk.text, end="", flush=True)
+                text = chunk.text if started else chunk.text.lstrip()
+                started = started or bool(text)
+                print(text, end="", flush=True)
             elif not args.json and engine.tokenizer is None:
                 print(*chunk.token_ids, sep=",", end=",", flush=True)
     except KeyboardInterrupt:

@@ -152,7 +152,7 @@ def test_the_commands_do_what_help_says(engine, tmp_path, capsys):
     with pytest.raises(ValueError, match="--eagle HEAD"):
         talk.take("/tree")
     talk.take("/help")
-    assert set(re.findall(r"^/[a-z]+", capsys.readouterr().err, re.M)) == {*talk._commands, "/exit"}
+    assert set(re.findall(r"^/[a-z]+", capsys.readouterr().err, re.M)) == {*talk.commands, "/exit"}
 
 
 def test_tree_shows_the_last_answer_in_colours(instruct, capsys, monkeypatch):

@@ -211,6 +211,7 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["--template", "vicuna", "-p", "x", "--raw"], 2, "without --raw"),
         (["--system", "be brief", "-p", "x"], 2, "choose --template vicuna"),
         (["--chat", "--raw"], 2, "--raw"),
+        (["--chat"], 2, "choose --template vicuna"),
         (["--chat", "--json"], 2, "--json"),
         (["--chat", "--prove", "--eagle", str(DEMO / "eagle1")], 2, "--prove"),
         (["--chat", "--html", "f.html"], 2, "--html"),

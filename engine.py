@@ -53,6 +53,7 @@ class Engine:
         options: Any = None,
         plan: Any = None,
         head: Any = None,
+        generation: dict[str, Any] | None = None,
     ):
         """Allocate everything that requests need.
 
@@ -65,6 +66,8 @@ class Engine:
                 not. The tokens are the same up to the rounding of forwards of other widths.
             kv_dtype: of the target's cache: None for the model's, or torch.int8.
             options, plan, head: what `load.load` decided, planned and read. The engine only keeps them for reports.
+            generation: the model's generation_config.json. The engine only keeps it: a request has the settings that
+                `SamplingParams` names, and `sampling_params.with_suggestions` applies the model's to them.
 
         Raises:
             ValueError: in one line, for values out of range.
@@ -81,6 +84,7 @@ class Engine:
         self.options = options
         self.plan = plan
         self.head = head
+        self.generation = generation or {}
         on_gpu = model.device.type == "cuda"
         self.lag = (LAG if on_gpu else 0) if lag is None else lag
         self._check_arguments()
@@ -252,12 +256,20 @@ class Engine:
                 for chunk in request.advance():
                     yield chunk
                     self._check_owner(results)
-            for b in range(len(prompts)):
-                self._cached[b], self._drafted[b] = request.cached(b)
+            self._keep_caches(request)
+        except GeneratorExit:  # the reader left between two chunks, and what it was given is in the caches
+            if self._owner is results:
+                self._keep_caches(request)
+            raise
         finally:
             mark_interrupted(results)
 
+    def _keep_caches(self, request: _Request) -> None:
+        for b in range(len(request.prompts)):
+            self._cached[b], self._drafted[b] = request.cached(b)
+
     def _forget_caches(self) -> None:
+        self._owner = None
         self._cached = [[] for _ in range(self.batch_size)]
         self._drafted = [0] * self.batch_size
 

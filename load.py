@@ -201,7 +201,7 @@ def load(
     if trained is not None and trained.max_position_embeddings < options.ctx:
         limit = trained.max_position_embeddings
         say(f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens.")
-    return build_engine(model, files.tokenizer, drafter, options, backend, plan, head)
+    return build_engine(model, files.tokenizer, drafter, options, backend, plan, head, files.checkpoint.generation)
 
 
 def use_threads(options: LoadOptions) -> None:
@@ -277,8 +277,9 @@ def build_engine(
     backend: kernels.KernelBackend,
     plan: MemoryPlan | None = None,
     head: EagleHead | None = None,
+    generation: dict[str, Any] | None = None,
 ) -> Engine:
-    """An Engine that runs as the options say. plan and head stay with it for reports."""
+    """An Engine that runs as the options say. plan, head and generation stay with it for reports and command lines."""
     return Engine(
         model,
         tokenizer,
@@ -293,6 +294,7 @@ def build_engine(
         options=options,
         plan=plan,
         head=head,
+        generation=generation,
     )
 
 

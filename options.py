@@ -1,4 +1,8 @@
-"""What `load` builds, as options: one declaration of each serves the command lines, the benchmark and the Python API."""
+"""What `load` builds, as options: one declaration of each serves the command lines, the benchmark and the Python API.
+
+Importing this file imports no torch, so that `generate.py --help` answers at once. The functions that need torch import
+it themselves. For the same reason some choices are listed here and in their rooms, and a test compares the two.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +13,26 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-import kernels
-from drafters.lookahead import LookaheadDrafter
-from drafters.ngram import WithNGrams
-from model_config import DTYPES, ModelConfig
-from runtime.compiled import COMPILE_MODES
-from sampling import SamplingParams
+from sampling_params import SUGGESTED, SamplingParams
 from support import cache
 from support.errors import UsageError
-from support.machine import default_device, describe_device
-from tree import NAMES, parse_tree
-from weights.checkpoint import Checkpoint
-from weights.heads import EagleFile
-from weights.quantized import MODES as QUANTS
+
+if TYPE_CHECKING:
+    from model_config import ModelConfig
+    from weights.checkpoint import Checkpoint
+    from weights.heads import EagleFile
 
 DEMO = Path(__file__).resolve().parent / "demo"
 DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
 VERIFY = ("match", "multi-round", "multi-round-replacement")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+QUANTS = ("int8", "int4")
+KERNELS = ("auto", "triton", "cpu", "reference")
+ACTIVATIONS = ("int8", "float")
+COMPILE_MODES = ("graph", "max-autotune", "capture", "regions", "inductor", "reduce-overhead")
+TREES = "paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, medusa:vicuna_7b_stage2, medusa:mc_sim_7b_63"
 MODEL, DRAFTING = "model", "speculative decoding"  # groups of --help
 
 
@@ -77,15 +80,13 @@ class LoadOptions:
         COMPILE_MODES,
     )
     activations: str = option(
-        "int8",
-        "float: the CPU kernels do not round the activations of int4 and int8 layers; slower",
-        kernels.ACTIVATIONS,
+        "int8", "float: the CPU kernels do not round the activations of int4 and int8 layers; slower", ACTIVATIONS
     )
     kernels: str = option(
         "auto",
         "implementation of the operations (default: auto, which is triton on a GPU and cpu on a CPU); cpu: C++ kernels, "
         "which round the activations of int4 and int8 layers to int8",
-        kernels.MODES,
+        KERNELS,
     )
     kv: str = option(
         "model", "int8: halve (fp32: quarter) the target's cache; a drafter's keeps its dtype", ("model", "int8")
@@ -114,7 +115,7 @@ class LoadOptions:
     ngram_nodes: int = option(0, "add K nodes found by n-gram lookup to the tree", metavar="K", least=0, group=DRAFTING)
     # from Python also a tuple: one static tree for each sequence of the batch
     tree: str | tuple[str, ...] = option(
-        "paper25", f"auto (tuned by scripts.tune_tree), {NAMES} (default: paper25)", group=DRAFTING
+        "paper25", f"auto (tuned by scripts.tune_tree), {TREES} (default: paper25)", group=DRAFTING
     )
     draft_vocab: int = option(
         0, "EAGLE-1/2: draft only the K most frequent tokens", metavar="K", least=0, group=DRAFTING
@@ -152,6 +153,9 @@ class LoadOptions:
     @property
     def kernel_mode(self) -> str:
         """`kernels`, where auto means cpu if the C++ kernels can run. They are not compiled and know float32 alone."""
+        import kernels
+        from support.machine import default_device
+
         on_cpu = (self.device or default_device()) == "cpu" and self.dtype in (None, "float32") and not self.compile
         return "cpu" if self.kernels == "auto" and on_cpu and not kernels.cpu_problem() else self.kernels
 
@@ -162,6 +166,10 @@ class LoadOptions:
 
     def tree_shape(self) -> tuple[int, int]:
         """(N, D) of what the drafter proposes; (1, 0) for plain decoding."""
+        from drafters.lookahead import LookaheadDrafter
+        from drafters.ngram import WithNGrams
+        from tree import parse_tree
+
         kind = self.drafter_kind
         tree = parse_tree(self.trees[0])  # a misspelt name is an error even where nothing is drafted
         if not kind:
@@ -171,6 +179,10 @@ class LoadOptions:
 
     def check(self) -> None:
         """Raise UsageError for an option that is wrong or would be ignored. Nothing is read for that."""
+        import torch
+
+        from support.machine import default_device
+
         for f in fields(self):
             _check_value(f.name, getattr(self, f.name), f.default, f.metadata)
         kind = self.drafter_kind
@@ -197,6 +209,8 @@ class LoadOptions:
 
     def with_defaults(self, config: ModelConfig) -> LoadOptions:
         """The options with device, dtype and ctx decided for a model."""
+        from support.machine import default_device
+
         device = self.device or default_device()
         # half precision is slow on CPUs without native support for it
         dtype = self.dtype or ("float32" if device == "cpu" else config.dtype)
@@ -205,11 +219,15 @@ class LoadOptions:
 
     def open_checkpoint(self) -> Checkpoint:
         """The checkpoint, with what the options say about reading its weights."""
+        from weights.checkpoint import Checkpoint
+
         checkpoint = Checkpoint.open(self.checkpoint, int8_groups=self.kernel_mode == "cpu")
         return checkpoint.rounded(self.quant) if self.quant else checkpoint
 
     def open_draft(self) -> Checkpoint:
         """The draft LLM's checkpoint, read as the target's."""
+        from weights.checkpoint import Checkpoint
+
         return Checkpoint.open(self.draft_checkpoint, int8_groups=self.kernel_mode == "cpu")
 
     def resolve(self, checkpoint: Checkpoint, head: EagleFile | None = None) -> LoadOptions:
@@ -264,7 +282,7 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
             groups[title] = parser.add_argument_group(title)
         add = groups[title].add_argument
         default = defaults.get(f.name, f.default)
-        described = {"help": f.metadata["help"], "default": default}
+        described = {"help": _with_default(f.metadata["help"], default), "default": default}
         if f.default is False:
             add(_flag(f.name), action="store_true", **described)
         elif f.default is True:
@@ -277,7 +295,14 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
             add(_flag(f.name), choices=f.metadata["choices"], **described)
         else:
             kind = str if f.metadata["least"] is None else _number(f.metadata["least"])
-            add(_flag(f.name), type=kind, metavar=f.metadata["metavar"], **described)
+            metavar = f.metadata["metavar"] or (None if f.metadata["least"] is None else "N")
+            add(_flag(f.name), type=kind, metavar=metavar, **described)
+
+
+def _with_default(text: str, default: Any) -> str:
+    """A help text that names the default, unless it does so itself or the default is that nothing was given."""
+    says = "default" in text or isinstance(default, bool | tuple) or default in (None, "")
+    return text if says else f"{text} (default: {default})"
 
 
 def options_from(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -305,25 +330,52 @@ def read_option(name: str, text: str) -> Any:
     return tuple(text.split(",")) if isinstance(f.default, tuple) else text
 
 
-def add_sampling(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """Add the arguments of SamplingParams (default: all) to a command line. `sampling_from` reads them."""
+SETTINGS = {  # field of SamplingParams -> what --help says
+    "temperature": "0 always takes the likeliest token, 1 samples from the model's own distribution",
+    "top_k": "sample from the K likeliest tokens; 0: off",
+    "top_p": "sample from the likeliest tokens that hold this share of the probability; 1: off",
+    "min_p": "sample from tokens that are at least this fraction as likely as the likeliest; 0: off",
+    "repetition_penalty": "above 1: tokens of the prompt and of the text become less likely; 1: off",
+    "presence_penalty": "subtracted from the logit of every token that the text has already; 0: off",
+    "frequency_penalty": "the same, times how often the text has the token; 0: off",
+    "seed": "the same seed gives the same text",
+    "max_new_tokens": "the most tokens to generate",
+    "stop_ids": "stop ids instead of the model's own",
+    "stop": "stop string (repeatable)",
+}
+
+
+def add_sampling(parser: argparse.ArgumentParser, *names: str, of_model: bool = False, **defaults: Any) -> None:
+    """Add the arguments of SamplingParams (default: all) to a command line. `sampling_from` reads them.
+
+    of_model: leave out of the parsed arguments what the user did not give, because the model may suggest it.
+    """
     group = parser.add_argument_group("sampling")
     for f in (f for f in fields(SamplingParams) if not names or f.name in names):
+        default = defaults.get(f.name, f.default)
+        text, words = SETTINGS[f.name], {"default": argparse.SUPPRESS} if of_model else {"default": default}
         if f.name == "stop":
-            group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string (repeatable)")
+            words |= {"action": "append", "metavar": "TEXT"} | ({} if of_model else {"default": []})
         elif f.name == "stop_ids":
-            group.add_argument("--stop-ids", default="", metavar="2,13", help="stop ids instead of the model's own")
+            words |= {"metavar": "2,13"} | ({} if of_model else {"default": ""})
         else:
-            default = defaults.get(f.name, f.default)
-            group.add_argument(_flag(f.name), type=type(f.default), default=default, help=f"default: {default}")
+            whose = "the model's, or else " if of_model and f.name in SUGGESTED else ""
+            text = f"{text} (default: {whose}{default})"
+            words |= {"type": type(f.default), "metavar": "N" if isinstance(f.default, int) else "X"}
+        group.add_argument(_flag(f.name), help=text, **words)
+
+
+def settings_given(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of SamplingParams that parsed arguments hold."""
+    given = {f.name: vars(args)[f.name] for f in fields(SamplingParams) if f.name in vars(args)}
+    if isinstance(given.get("stop_ids"), str):
+        given["stop_ids"] = parse_ids(given["stop_ids"], "--stop-ids")
+    return given
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:
     """The SamplingParams of parsed arguments."""
-    given = {f.name: vars(args)[f.name] for f in fields(SamplingParams) if f.name in vars(args)}
-    if "stop_ids" in given:
-        given["stop_ids"] = parse_ids(given["stop_ids"], "--stop-ids")
-    return SamplingParams(**given)
+    return SamplingParams(**settings_given(args))
 
 
 def parse_ids(text: str, flag: str) -> tuple[int, ...]:
@@ -339,6 +391,10 @@ def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
 
     `python -m scripts.tune_tree` writes it and `--tree auto` reads it.
     """
+    import torch
+
+    from support.machine import describe_device
+
     options = options.with_defaults(checkpoint.config)
     quantization = [checkpoint.raw.get(key) for key in ("eaglet_quant", "quantization_config")]
     quantization += [str(checkpoint.spec)] if checkpoint.spec else []
@@ -354,6 +410,10 @@ def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
 
 def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | None) -> str:
     """The file that `--tree auto` stands for. Raises UsageError with the command that makes it."""
+    import torch
+
+    from support.machine import describe_device
+
     if head is None:
         raise UsageError("--tree auto looks up the tree tuned for a draft head; it needs --eagle HEAD.")
     path = tuned_tree_path(options, checkpoint, head)

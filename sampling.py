@@ -1,4 +1,4 @@
-"""Sampling parameters, processed logits, position-keyed Gumbel noise, and the choice of a token.
+"""Processed logits, position-keyed Gumbel noise, and the choice of a token.
 
 The token after a node is `argmax over survivors of z + T g`. Here z are the penalised logits, T is the temperature, and g
 is Gumbel noise that depends on (seed, absolute position, token id) alone. By the Gumbel-max trick this samples
@@ -10,11 +10,11 @@ GPU. Views are method calls instead of `x[...]`, so that fake CUDA tensors can p
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
+
+from sampling_params import FP32_MAX, FP32_TINY, SamplingMode, SamplingParams
 
 MASK = 0xFFFFFFFF
 # Multipliers of a 32-bit finalizer. MIX_B is written minus 2^32, which brings both below 2^31 in magnitude. Their factors
@@ -22,75 +22,6 @@ MASK = 0xFFFFFFFF
 # as well.
 MIX_A = 0x7FEB352D
 MIX_B = 0x846CA68B - 2**32
-FP32_MAX = torch.finfo(torch.float32).max
-FP32_TINY = torch.finfo(torch.float32).tiny
-# Name, type, least and greatest value of each number in SamplingParams, and what to tell the user about them.
-BOUNDS = (
-    ("temperature", Real, 0, FP32_MAX, "a finite number >= 0. Use 0 for greedy decoding."),
-    ("top_k", int, 0, 2**63 - 1, "an integer >= 0. Use 0 to switch it off."),
-    ("top_p", Real, math.ulp(0.0), 1, "a number > 0 and <= 1. Use 1 to switch it off."),
-    ("min_p", Real, 0, math.nextafter(1, 0), "a number >= 0 and < 1. Use 0 to switch it off."),
-    ("repetition_penalty", Real, FP32_TINY, FP32_MAX, "a finite number > 0. Use 1 to switch it off."),
-    ("presence_penalty", Real, -2, 2, "a number from -2 to 2. Use 0 to switch it off."),
-    ("frequency_penalty", Real, -2, 2, "a number from -2 to 2. Use 0 to switch it off."),
-    ("seed", int, -(2**63), 2**64 - 1, "a 64-bit integer. Choose a smaller seed."),
-    ("max_new_tokens", int, 1, 2**63 - 1, "an integer >= 1. Ask for at least one token."),
-)
-
-
-@dataclass(frozen=True)
-class SamplingMode:
-    """Static switches that say which code a compiled step contains."""
-
-    sample: bool = False
-    filters: bool = False
-    penalties: bool = False
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """One request's settings. The default is greedy decoding with all filters and penalties off.
-
-    `stop_ids` and `stop` end the text. Batch row b draws with seed + b. A bad value is a one-line ValueError.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-    max_new_tokens: int = 128
-    stop_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        values = vars(self)
-        for name, kind, low, high, allowed in BOUNDS:
-            value = values[name]
-            if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r:.80}; allowed: {allowed}")
-        for name in ("stop_ids", "stop"):
-            if not isinstance(values[name], (list, tuple)):
-                raise ValueError(f"{name} is {values[name]!r:.80}; allowed: a tuple. Wrap the value in one.")
-            object.__setattr__(self, name, tuple(values[name]))
-        for token in self.stop_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
-                raise ValueError(f"stop_ids has {token!r:.80}; allowed: ids >= 0. Correct or remove it.")
-        if len(self.stop) > 16:
-            raise ValueError(f"stop has {len(self.stop)} strings; allowed: at most 16. Remove some.")
-        for text in self.stop:
-            if not isinstance(text, str) or not 1 <= len(text.encode("utf-8", "surrogatepass")) <= 1024:
-                raise ValueError(f"stop has {text!r:.40}; allowed: 1 to 1024 bytes of text each. Shorten it.")
-
-    @property
-    def mode(self) -> SamplingMode:
-        """Which code this request needs. Greedy decoding needs no filters, as the greatest logit survives them all."""
-        filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-        return SamplingMode(self.temperature > 0, filters, penalties)
 
 
 class SamplingState:

@@ -246,21 +246,45 @@ class Tokenizer:
         BOS itself, and a built-in template gets BOS as in `encode`. Failures are one-line ValueErrors.
         """
         _check_messages(messages)
-        ids = []
+        pieces, _ = self._template_and_contents(messages, add_generation_prompt)
+        ids = self._piece_ids([*pieces[:-1], pieces[-1] + suffix])
+        return self._prefix + ids if self._template in BUILTIN_SYSTEM else ids
+
+    def continue_chat(self, messages: list, known: list[int]) -> list[int]:
+        """Ids of a chat whose last two messages are a reply and what the user said to it.
+
+        known: the prompt that the reply answered, and the ids that the model wrote, without the stop id. The result
+        begins with them, so what a cache holds of them stays valid. The reply's text might be encoded to other ids.
+        Where the template now writes the earlier messages differently, the result is that of `encode_chat`.
+        """
+        _check_messages(messages)
+        reply = len(messages) - 2
+        prompt, _ = self._template_and_contents(messages[:reply], True)
+        pieces, numbers = self._template_and_contents(messages, True)
+        if numbers.count(reply) == 1:
+            at = 2 * numbers.index(reply) + 1
+            if "".join(pieces[:at]).rstrip() == "".join(prompt).rstrip():  # a space may belong to the reply
+                return known + self._piece_ids(pieces[at + 1 :], goes_on=True)
+        return self.encode_chat(messages)
+
+    def _piece_ids(self, pieces: list[str], goes_on: bool = False) -> list[int]:
+        """Ids of the template's text (even places) and of contents. goes_on: other ids stand before them."""
+        ids: list[int] = []
         run = ""  # text since the last control token
-        for i, piece in enumerate(self._template_and_contents(messages, add_generation_prompt)):
+        for i, piece in enumerate(pieces):
             is_content = i % 2 == 1
             for j, text in enumerate([piece] if is_content else self._control_pattern.split(piece)):
                 if j % 2 == 0:
                     run += text
                     continue
-                ids += [*self._text_ids(run, first=not ids), self._control[text]]
+                ids += [*self._text_ids(run, first=not ids and not goes_on), self._control[text]]
                 run = ""
-        ids += self._text_ids(run + suffix, first=not ids)
-        return self._prefix + ids if self._template in BUILTIN_SYSTEM else ids
+        return ids + self._text_ids(run, first=not ids and not goes_on)
 
-    def _template_and_contents(self, messages: list[dict], add_generation_prompt: bool) -> list[str]:
+    def _template_and_contents(self, messages: list[dict], add_generation_prompt: bool) -> tuple[list[str], list[int]]:
         """The rendered prompt in pieces: the template's text at even places, message contents at odd ones.
+
+        Also the numbers of the messages whose contents stand at the odd places, [] if the template edits contents.
 
         A second rendering has random sentinels instead of the contents, which tells the two apart. A sentinel keeps the
         white space around its content, so that `trim` in a template works. With the contents put back, the pieces must
@@ -276,9 +300,10 @@ class Tokenizer:
         ]
         real, opaque = self._render([messages, hidden], add_generation_prompt)
         pieces = re.split(f"{mark}([0-9]+)\ue001", opaque)
-        pieces[1::2] = [bodies[int(i)] for i in pieces[1::2]]
+        numbers = [int(i) for i in pieces[1::2]]
+        pieces[1::2] = [bodies[i] for i in numbers]
         if "".join(pieces) == real:
-            return pieces
+            return pieces, numbers
         find = self._control_pattern.findall
         expected = [token for text in pieces[::2] for token in find(text)]
         if any(map(find, bodies)) or find(real) != expected:
@@ -286,7 +311,7 @@ class Tokenizer:
                 f"the chat template ({self.chat_template_source}) edits messages that hold the text of control "
                 "tokens. Remove that text, or pass --prompt."
             )
-        return [real]
+        return [real], []
 
     def _text_ids(self, text: str, first: bool) -> list[int]:
         """Ids of text that holds no control tokens. `first`: the text starts the sequence."""

@@ -55,7 +55,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     base = load(**options_from(args, "checkpoint", "dtype", "ctx"))
     text = Path(args.text).read_text(encoding="utf-8") if args.text else None
     prompts = held_out_prompts(base.tokenizer, args.prompts, args.prompt_tokens, text)
-    request = SamplingParams(seed=1, max_new_tokens=args.new_tokens)
+    request = SamplingParams(seed=1, max_new_tokens=args.max_new_tokens)
     params = {T: replace(request, temperature=T) for T in args.temperature}
     plain = {T: [base.generate(p, params[T]).run()[0] for p in prompts] for T in params}
     rows = []
@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": base.options.dtype,
         "prompts": len(prompts),
         "prompt_tokens": args.prompt_tokens,
-        "new_tokens": args.new_tokens,
+        "new_tokens": args.max_new_tokens,
         "rows": rows,
     }
 

@@ -122,7 +122,7 @@ class Page:
         if found and not done:
             why = found[-1]["reason"]
         elif suite not in (*self.suites, self.main):
-            why = f"{suite}: its question file was not given (--suite {suite}/question.jsonl)"
+            why = f"{suite}: its question file was not given (--questions {suite}/question.jsonl)"
         return self.fastest(done[-1:], why or self.missing(method))
 
     def fastest(self, cells: Sequence[Cell], why: str) -> Numbers:

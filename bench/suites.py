@@ -49,9 +49,9 @@ def read_suite(path: str | Path, limit: int = 0) -> list[Question]:
                 raise ValueError('"turns" must be a list of non-empty strings')
             questions.append(Question(name, str(item.get("question_id", number)), tuple(turns)))
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--suite {path}, line {number}: not a question in MT-bench layout ({error}).") from None
+        raise UsageError(f"--questions {path}, line {number}: not a question in MT-bench layout ({error}).") from None
     if not questions:
-        raise UsageError(f"--suite {path}: no questions in it.")
+        raise UsageError(f"--questions {path}: no questions in it.")
     return questions
 
 
@@ -118,7 +118,7 @@ class Prompts:
 
 
 def prompts_of(args: argparse.Namespace, tokenizer) -> Prompts:
-    """How --template, --format, --system and --suite turn questions into prompts for this model.
+    """How --template, --format, --system and --questions turn questions into prompts for this model.
 
     A built-in template brings the suffix that the paper used. Raises UsageError if there is no template to chat with.
     """
@@ -129,7 +129,7 @@ def prompts_of(args: argparse.Namespace, tokenizer) -> Prompts:
     has_template = bool(tokenizer.chat_template_source)
     if args.format == "chat" and not has_template:
         raise UsageError(f"this model has no chat template; choose --template {', '.join(BUILTIN_SYSTEM)}.")
-    chat = bool(args.suite) and args.format != "text" and has_template
+    chat = bool(args.questions) and args.format != "text" and has_template
     system = LLAMA2_SYSTEM if args.system == "paper" else args.system
     return Prompts(tokenizer, chat, PAPER_SUFFIX.get(args.template or "", ""), system)
 
@@ -154,7 +154,7 @@ def fit_context(
 def ask(
     args: argparse.Namespace, engine: Engine, length: int, ctx: int | None = None, least: int = 0
 ) -> tuple[list[Question], Prompts, int]:
-    """What --suite and --questions ask this model: the questions that fit, how they become prompts, and the context.
+    """What --questions and --limit ask this model: the questions that fit, how they become prompts, and the context.
 
     length: of random prompts, at most a quarter of the context. ctx and least: as for `fit_context`.
     """
@@ -162,7 +162,7 @@ def ask(
     config = engine.model.config
     limit = ctx or min(engine.model.rotary.length, config.max_positions)
     length = min(length, limit // 4)
-    questions = find_questions(args.suite, args.questions, engine.tokenizer, config.vocab_size, length)
+    questions = find_questions(args.questions, args.limit, engine.tokenizer, config.vocab_size, length)
     fitting, ctx = fit_context(questions, prompts, args.max_new_tokens, limit, ctx, least)
     return fitting, prompts, ctx
 

@@ -42,9 +42,9 @@ def tune(args: argparse.Namespace, say: Say, progress: Progress) -> dict[str, An
     """Everything that scripts.tune_tree does except writing the file; returns the file's content. Raises UserError."""
     base = load(**options_from(args, *TUNED_FOR))
     device, head = base.model.device, base.head
-    held = find_prompts(args, base, base.ctx - args.new_tokens)
+    held = find_prompts(args, base, base.ctx - args.max_new_tokens)
     temperatures = list(dict.fromkeys(args.temperature))
-    requests = [SamplingParams(temperature=t, seed=args.seed, max_new_tokens=args.new_tokens) for t in temperatures]
+    requests = [SamplingParams(temperature=t, seed=args.seed, max_new_tokens=args.max_new_tokens) for t in temperatures]
     tuning, checking = held[0::2], held[1::2]
     costs, parts = _measure(args, base, tuning, requests, say)
     say("solving")
@@ -74,21 +74,21 @@ def tune(args: argparse.Namespace, say: Say, progress: Progress) -> dict[str, An
         "quantization": base.model.quant or "none", "dtype": base.options.dtype, "compile": args.compile,
         "winner": winner, "verdict": verdict, "heat": heat, "final": final, "final_by_temperature": by_temperature,
         "temperatures": temperatures, "candidates": candidates,
-        "prompts": {"statistics": len(tuning), "verification": len(checking), "new_tokens": args.new_tokens},
+        "prompts": {"statistics": len(tuning), "verification": len(checking), "new_tokens": args.max_new_tokens},
         "costs": [asdict(c) for c in costs], "statistics": [asdict(a) for a in parts],
     }  # fmt: skip
 
 
 def find_prompts(args: argparse.Namespace, base: Engine, limit: int) -> list[list[int]]:
-    """Different prompts of at most `limit` tokens: a suite's first turns, or parts of a text.
+    """Different prompts of at most `limit` tokens: the first turns of questions, or parts of a text.
 
     The default text is held-out modules of the standard library.
     """
     if base.tokenizer is None:
         raise BadFileError(f"{args.checkpoint} has no tokenizer files; the prompts need one.")
-    if args.suite:
+    if args.questions:
         how = prompts_of(args, base.tokenizer)
-        found = [how.first(q) for q in read_suite(args.suite, args.prompts)]
+        found = [how.first(q) for q in read_suite(args.questions, args.prompts)]
     else:
         try:
             text = Path(args.text).read_text(encoding="utf-8") if args.text else None

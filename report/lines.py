@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,19 @@ OPTIONS = ("checkpoint", "dtype", "eagle", "draft_checkpoint", "medusa", "ngram_
 REPORTED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-def result_json(engine: Engine, results: list[GenerationResult]) -> dict[str, Any]:
-    """The object that `--json` prints. Row 0 is at the top level, and "batch" holds all rows if there are several."""
+def result_json(
+    engine: Engine,
+    results: list[GenerationResult],
+    params: SamplingParams,
+    suggested: Sequence[str] = (),
+    template: str | None = None,
+) -> dict[str, Any]:
+    """The object that `--json` prints. Row 0 is at the top level, and "batch" holds all rows if there are several.
+
+    Args:
+        suggested: names of the settings that come from the model's generation_config.json.
+        template: the chat template of the prompt, None for a text that is continued.
+    """
     options = engine.options
     drafting = {"drafter": options.drafter_kind, "tree": options.tree, "verify": options.verify}
     reused, fresh = compiled_graphs() if options.compile else (0, 0)  # asking imports the compiler
@@ -34,6 +46,9 @@ def result_json(engine: Engine, results: list[GenerationResult]) -> dict[str, An
         **{name: getattr(options, name) for name in OPTIONS},
         **(drafting if options.drafter_kind else dict.fromkeys(drafting)),
         **(compiled if options.compile else dict.fromkeys(compiled)),
+        "template": template,
+        "settings": asdict(params),
+        "settings_of_model": list(suggested),
         "quant": engine.model.quant or "none",
         "device": describe_device(engine.model.device),
         "kernels": engine.backend.describe(),
@@ -89,14 +104,26 @@ class Report:
         device = describe_device(engine.model.device)
         self.line(f"device  {device}     plan {engine.plan}   loaded in {seconds:.1f} s")
 
-    def tail(self, engine: Engine, results: list[GenerationResult], params: SamplingParams) -> None:
-        """How a request went."""
+    def tail(
+        self,
+        engine: Engine,
+        results: list[GenerationResult],
+        params: SamplingParams,
+        suggested: Sequence[str] = (),
+        note: str = "",
+    ) -> None:
+        """How a request went.
+
+        Args:
+            suggested: names of the settings that come from the model's generation_config.json.
+            note: what became of the prompt, for the prompt's line.
+        """
         if self.quiet:
             return
         device = engine.model.device
         peak = peak_memory(device)
         self.measure(device)
-        lines = ["", *(text for result in results for text in _rates(result))]
+        lines = ["", *(text for result in results for text in _rates(result, note))]
         lines += [*_acceptance(engine, results[0]), *_speed(engine, results[0], self.bandwidth)]
         whose = " of the process, torch included" if device.type == "cpu" else ""
         lines.append(f"memory   peak {size_text(peak)}{whose} (plan {size_text(engine.plan.total)})")
@@ -107,7 +134,7 @@ class Report:
             took = f"in {engine.compile_seconds:.1f} s, before decoding"
             lines.append(f"compiled {took}: {reused} graphs reused, {fresh} compiled{why}")
         reasons = ", ".join(result.stop_reason for result in results)
-        lines.append(f"stop     {reasons}        {'  '.join(_settings(engine, params))}")
+        lines.append(f"stop     {reasons}        {'  '.join(_settings(engine, params, suggested))}")
         self.line("\n".join(lines))
 
 
@@ -125,13 +152,13 @@ def _drafter(engine: Engine) -> str:
     return f"   drafter {kind}{weights}  N {engine.drafter.N}  D {engine.drafter.D}"
 
 
-def _rates(result: GenerationResult) -> Iterator[str]:
+def _rates(result: GenerationResult, note: str) -> Iterator[str]:
     """The prompt's and the generation's time and rate."""
     if result.prefill_seconds > 0:
         rate = (result.prompt_tokens - result.cached_tokens) / result.prefill_seconds
         ms = result.prefill_seconds * 1e3
         cached = f"  ({result.cached_tokens} cached)" if result.cached_tokens else ""
-        yield f"prompt   {result.prompt_tokens:5d} tok  {ms:8.0f} ms  {rate:8.1f} tok/s{cached}"
+        yield f"prompt   {result.prompt_tokens:5d} tok  {ms:8.0f} ms  {rate:8.1f} tok/s{cached}{note and '   ' + note}"
     seconds = f"{result.decode_seconds:8.2f} s   {result.tokens_per_second:8.1f} tok/s"
     yield f"generate {result.new_tokens:5d} tok  {seconds}   {result.steps} steps"
 
@@ -173,8 +200,8 @@ def _speed(engine: Engine, result: GenerationResult, bandwidth: float) -> Iterat
     yield f"speed    {bar(share)} {share:.0%} of the {bandwidth / 1e9:.0f} GB/s measured for a copy   {each}"
 
 
-def _settings(engine: Engine, params: SamplingParams) -> list[str]:
-    """Every setting that changed the text."""
+def _settings(engine: Engine, params: SamplingParams, suggested: Sequence[str]) -> list[str]:
+    """Every setting that changed the text, and which of them the model asked for."""
     default = SamplingParams()
     settings = [f"seed {params.seed}", f"T {params.temperature:g}"]
     changed = [name for name in REPORTED if getattr(params, name) != getattr(default, name)]
@@ -187,6 +214,9 @@ def _settings(engine: Engine, params: SamplingParams) -> list[str]:
     if engine.drafter.D > 0:
         noise = "" if engine.options.draft_noise else "  draft-noise off"
         settings.append(f"verify {engine.options.verify}{noise}")
+    if suggested:
+        names = ", ".join("T" if name == "temperature" else name.replace("_", "-") for name in suggested)
+        settings.append(f"({names}: the model's generation_config.json)")
     return settings
 
 

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--temperature", nargs="+", type=float, default=[0.0, 1.0])
     add("--prompts", type=int, default=12)
     add("--prompt-tokens", type=int, default=128)
-    add("--new-tokens", type=int, default=128)
+    add("--max-new-tokens", type=int, default=128)
     add("--json", type=Path, default=Path("benchmarks/results/demo_acceptance.json"))
     add("--ablation", type=Path, nargs="+", help="only add these CARD.json files to the JSON")
     add("--readme", type=Path, help="only rewrite this file's table from the JSON")

@@ -1,7 +1,7 @@
 """Paired benchmark of decoding arms on the same weights, in one process: numbers that can be checked.
 
     python -m scripts.bench                                             # the demo model, every drafter found beside it
-    python -m scripts.bench --checkpoint DIR --suite mt_bench.jsonl --template vicuna --temperature 0 1 --json out.jsonl
+    python -m scripts.bench --checkpoint DIR --questions FILE.jsonl --template vicuna --temperature 0 1 --json out.jsonl
     python -m scripts.bench --arm "wide=eagle=eagle3;tree=dynamic:60,7,10" --arm "deep=eagle=eagle3;tree=chain:7"
     python -m scripts.bench --baseline hf --csv out.csv --plot out.png
     python -m scripts.bench --checkpoint FILE.gguf --kernels cpu --only plain --baseline hf --baseline llama.cpp
@@ -56,8 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--baseline", **many, choices=tuple(LIBRARIES), help=what)
     add("--hf-compile", action="store_true", help="with --baseline hf: also with a compiled forward")
     add = parser.add_argument_group("questions").add_argument
-    add("--suite", **many, metavar="FILE", help="questions in MT-bench layout (repeatable)")
-    add("--questions", type=int, default=0, metavar="N", help="the first N questions of every suite")
+    add("--questions", **many, metavar="FILE", help="questions in MT-bench layout (repeatable)")
+    add("--limit", type=int, default=0, metavar="N", help="the first N questions of every file")
     add("--format", default="auto", choices=("auto", "chat", "text"), help="auto: chat if there is a template")
     add("--template", metavar="NAME", help="vicuna, llama-2-chat, mixtral (as the paper used them), or the model's own")
     add("--system", metavar="TEXT", help='"paper": the 508 characters of the EAGLE evaluation')
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     lines, progress = Lines(args.json), Progress(args.quiet)
     bench, model = prepare(args, rows, progress)
     bandwidth = copy_bandwidth(bench.arms[0].engine.model.device)
-    compared = bool(not rows or args.arm or args.suite)
+    compared = bool(not rows or args.arm or args.questions)
     summary = measure(bench, rows, compared, model, bandwidth, lines.write)
     progress.done()
     lines.write(summary)

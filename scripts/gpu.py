@@ -107,7 +107,7 @@ def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Pa
         shapes = ["--device", "cpu", "--quick", "--models", "llama-3-8b", "--m", "1", "16"]
     micro = _module("scripts.bench_kernels", "--json", kernels, "--resume", *shapes)
     micro += [*_committed("kernels", kernels, full), "--kernels"]
-    compare = _module("scripts.bench", "--json", demo, "--reps", "1", "--questions", "2")
+    compare = _module("scripts.bench", "--json", demo, "--reps", "1", "--limit", "2")
     compare += ["--max-new-tokens", "8"] if args.tiny else ["--compile", "--max-seconds", "300" if full else "15"]
     rows = [  # name, limit of make gpu, limit of make gpu-full, variables, command
         ("bandwidth", 35, 120, {}, [*step_time, "--bandwidth"]),

@@ -3,8 +3,8 @@
     python -m scripts.paper_tables --quick                       # the demo: measure what is missing, write the page
     python -m scripts.paper_tables --render                      # only write docs/paper_tables.md from the cells
     python -m scripts.paper_tables --plan                        # what would be measured
-    python -m scripts.paper_tables --checkpoint DIR --eagle HEAD --suite mt_bench/question.jsonl \\
-        --suite humaneval/question.jsonl --template llama-2-chat --system paper --int4 INT4_DIR --cells llama.jsonl
+    python -m scripts.paper_tables --checkpoint DIR --eagle HEAD --questions mt_bench/question.jsonl \\
+        --questions humaneval/question.jsonl --template llama-2-chat --system paper --int4 INT4_DIR --cells llama.jsonl
 
 One cell is one drafter against plain decoding on the same prompts, paired and interleaved. It is one JSON line with every
 run, the machine and the command. A cell that is there already (same weights, drafter, prompts and settings) is not run
@@ -40,8 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--int4", metavar="DIR", help="the model quantized by quantize.py (default: rounded in memory)")
     add = parser.add_argument_group("questions").add_argument
     files = "mt_bench, humaneval, gsm8k, alpaca; stdlib: the built-in ones"
-    add("--suite", **many, metavar="FILE", help=f"questions in MT-bench layout (repeatable): {files}")
-    add("--questions", type=int, default=0, metavar="N", help="the first N questions of every suite")
+    add("--questions", **many, metavar="FILE", help=f"questions in MT-bench layout (repeatable): {files}")
+    add("--limit", type=int, default=0, metavar="N", help="the first N questions of every file")
     add("--template", metavar="NAME", help="as in scripts.bench")
     add("--system", metavar="TEXT", help="as in scripts.bench")
     add("--format", default="auto", choices=("auto", "chat", "text"))
@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    args.questions = args.questions or (3 if args.quick else 0)
+    args.limit = args.limit or (3 if args.quick else 0)
     if args.max_new_tokens is None:
         args.max_new_tokens = 48 if args.quick else 64
     if args.reps is None:

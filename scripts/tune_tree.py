@@ -1,7 +1,7 @@
 """Find the draft tree that is fastest on this machine for a model and its EAGLE head, and prove it end to end.
 
     python -m scripts.tune_tree                                     # the demo model and its first head
-    python -m scripts.tune_tree --checkpoint DIR --eagle HEAD --suite mt_bench.jsonl --template vicuna
+    python -m scripts.tune_tree --checkpoint DIR --eagle HEAD --questions mt_bench.jsonl --template vicuna
     python -m scripts.tune_tree --text FILE --stats earlier.json --out tree.json
     python generate.py --eagle HEAD --tree auto                     # uses what was found
 
@@ -36,7 +36,7 @@ from tree import MAX_DEPTH
 from weights.heads import read_eagle
 
 LIMITS = {  # smallest and largest value of the numeric flags
-    "max_nodes": (8, 128), "max_depth": (LEVEL_DEPTH, MAX_DEPTH), "prompts": (2, 10000), "new_tokens": (2, 1 << 20),
+    "max_nodes": (8, 128), "max_depth": (LEVEL_DEPTH, MAX_DEPTH), "prompts": (2, 10000), "max_new_tokens": (2, 1 << 20),
     "reps": (1, 1000), "rounds": (1, 1000), "prompt_tokens": (1, 1 << 20),
 }  # fmt: skip
 
@@ -46,16 +46,16 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_options(parser, *TUNED_FOR, ctx=512)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--suite", metavar="FILE.jsonl", help="prompts in MT-bench layout (first turns)")
+    source.add_argument("--questions", metavar="FILE.jsonl", help="questions in MT-bench layout (their first turns)")
     source.add_argument("--text", metavar="FILE", help="cut the prompts from this text")
-    add("--format", default="auto", choices=("auto", "chat", "text"), help="how a suite's turns are rendered")
+    add("--format", default="auto", choices=("auto", "chat", "text"), help="how questions are rendered")
     add("--template", metavar="NAME", help="chat template: vicuna, llama-2-chat, mixtral, ...")
     add("--system", help="system message; `paper`: LLaMA-2-chat's")
     add("--stats", metavar="FILE", help="take the acceptance statistics from an earlier file of this program")
     add("--out", metavar="FILE", help="write here instead of where --tree auto looks")
     add("--prompts", type=int, default=16, help="half for the statistics, half for the verification")
     add("--prompt-tokens", type=int, default=96)
-    add("--new-tokens", type=int, default=64)
+    add("--max-new-tokens", type=int, default=64)
     add("--temperature", nargs="+", type=float, default=[0.0, 1.0])
     add("--seed", type=int, default=1)
     add("--reps", type=int, default=3, help="repetitions of the verification")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 # Exit codes of every command.
 USAGE, BAD_FILE, MEMORY, INTERNAL, INTERRUPTED = 2, 3, 4, 5, 130
@@ -60,7 +62,15 @@ def one_line(error: BaseException) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, too."""
+    """A parser whose errors are one line, too. An option that does not exist is answered with the nearest one."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(flag, re.findall(r"--[a-z-]+", self.format_help()), 1)
+            self.error(f"{flag[:60]!r} is no option" + (f"; did you mean {near[0]}?" if near else ""))
+        return found
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"error  {message} (--help lists the options)\n")

@@ -763,7 +763,7 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
     """Default arms not found, the JSON not last on stdout, a file that is not JSON lines, machine paths in it."""
     out, table = tmp_path / "out.jsonl", tmp_path / "out.csv"
     flags = f"--checkpoint {tiny_directory} --dtype float64 --max-new-tokens 6 --reps 2 -q".split()
-    flags += ["--questions", "2", "--warmup-runs", "1", "--kernels", "reference"]
+    flags += ["--limit", "2", "--warmup-runs", "1", "--kernels", "reference"]
     assert bench.main([*flags, "--arm", "chain=eagle=eagle1;tree=chain:2", "--json", "-", "--temperature", "0"]) == 0
     page = capsys.readouterr().out
     summary = json.loads(page.splitlines()[-1])
@@ -837,7 +837,7 @@ def test_command_rows(tiny_directory, capsys):
 def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
     """A script that greps for speed never noticed that the tokens were others."""
 
-    flags = f"--checkpoint {tiny_directory} -q --reps 1 --questions 2 --warmup-runs 1".split()
+    flags = f"--checkpoint {tiny_directory} -q --reps 1 --limit 2 --warmup-runs 1".split()
     flags += ["--max-new-tokens", "6", "--temperature", "0", "--arm", "x=eagle=eagle1;tree=chain:2"]
     real = measure.counted
     calls = iter(range(10**6))
@@ -859,7 +859,7 @@ def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
         (["--shape", "tiny", "--synthetic-tau", "2", "--reps", "0"], "--reps is too small"),
         (["--shape", "tiny", "--synthetic-tau", "2", "--only", "nothing"], "--only nothing"),
         (["--shape", "tiny", "--synthetic-tau", "2", "--arm", "plain=tree=chain:2"], "names must differ"),
-        (["--suite", "/nonexistent.jsonl", "--checkpoint", "/nonexistent"], "nonexistent"),
+        (["--questions", "/nonexistent.jsonl", "--checkpoint", "/nonexistent"], "nonexistent"),
     ],
 )
 def test_usage_errors_are_one_line(flags, why, capsys):
@@ -871,7 +871,7 @@ def test_usage_errors_are_one_line(flags, why, capsys):
 
 def test_all_arms_share_the_rounded_weights(capsys):
     """An arm that claims other weights than plain decoding has, or --quant lost on the way to the model."""
-    flags = "--quant int8 --threads 1 --max-new-tokens 5 --reps 1 -q --questions 1 --warmup-runs 1".split()
+    flags = "--quant int8 --threads 1 --max-new-tokens 5 --reps 1 -q --limit 1 --warmup-runs 1".split()
     assert bench.main([*flags, "--only", "plain", "--temperature", "0", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["model"]["quant"] == "int8 (rounded at load)"
     assert bench.main([*flags, "--arm", "x=quant=int4"]) == 2
@@ -881,7 +881,7 @@ def test_all_arms_share_the_rounded_weights(capsys):
 def test_synthetic_tau_is_labelled_and_never_a_speedup(capsys):
     """Random weights accept nothing or everything by accident; only the step time may be used, and it must say so."""
     flags = "--shape tiny --synthetic-tau 3 --quant int8 --max-new-tokens 5 --reps 1 -q".split()
-    assert bench.main([*flags, "--temperature", "0", "--questions", "2", "--warmup-runs", "1", "--json", "-"]) == 0
+    assert bench.main([*flags, "--temperature", "0", "--limit", "2", "--warmup-runs", "1", "--json", "-"]) == 0
     page = capsys.readouterr().out
     assert "given tau 3 / measured step time" in page
     rows = json.loads(page.splitlines()[-1])["rows"]
@@ -1022,7 +1022,7 @@ def test_command_with_baselines_on_a_gguf_file(real_file, capsys):
     """A GGUF file taken for a folder of drafters; an arm, a version or the note on other weights missing on the page."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     pytest.importorskip("transformers")
-    flags = f"--checkpoint {real_file} --device cpu --dtype float32 --kernels reference -q --questions 1".split()
+    flags = f"--checkpoint {real_file} --device cpu --dtype float32 --kernels reference -q --limit 1".split()
     flags += "--reps 1 --warmup-runs 1 --max-new-tokens 3 --temperature 0 --only plain --json -".split()
     assert bench.main([*flags, "--baseline", "hf", "--baseline", "llama.cpp"]) == 0
     page = capsys.readouterr().out

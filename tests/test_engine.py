@@ -544,6 +544,32 @@ def test_prefix_reuse_counts():
         assert result.token_ids == Engine(MODEL).generate(prompt, params).run()[0].token_ids
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("head", [None, "eagle1"])
+def test_a_stream_that_was_closed_leaves_its_prefix(head, lag):
+    """Catches a stopped answer whose conversation runs again from its start, steps under way that count as kept, and a
+    stream that is closed after another request has taken its place."""
+
+    def make() -> Engine:
+        return Engine(MODEL, lag=lag) if head is None else eagle_engine(HEADS[head], TREES["paper25"], lag=lag)
+
+    engine, params = make(), settings(2, max_new_tokens=30)
+    stream = engine.generate(PROMPT, params)
+    for _ in zip(range(4), stream, strict=False):
+        pass
+    stream.close()
+    known = PROMPT + stream.result.token_ids
+    result = engine.generate(known + [4], params).run()[0]
+    assert result.token_ids == make().generate(known + [4], params).run()[0].token_ids
+    assert result.cached_tokens == len(known) - 1 if head is None else result.cached_tokens >= len(PROMPT)
+    stream = engine.generate(PROMPT, params)
+    next(iter(stream))
+    other = engine.generate([9, 8, 7, 6], params).run()[0]
+    stream.close()
+    again = engine.generate([9, 8, 7, 6], params).run()[0]
+    assert again.token_ids == other.token_ids and again.cached_tokens >= 2
+
+
 class Boom(Exception):
     pass
 

@@ -32,7 +32,8 @@ HEADS = sorted(p.name for p in DEMO.glob("eagle*") if p.is_dir())
 ROW = """text token_ids prompt_tokens cached_tokens new_tokens stop_reason prefill_seconds decode_seconds
 tokens_per_second steps tokens_per_step plain_steps plain_tokens tau accepted_by_depth chain n_alpha temperature
 seed""".split()
-RUN = """checkpoint quant dtype device drafter tree eagle draft_checkpoint medusa ngram_nodes verify kernels compile
+RUN = """template settings settings_of_model
+checkpoint quant dtype device drafter tree eagle draft_checkpoint medusa ngram_nodes verify kernels compile
 compile_mode break_even_tau compile_seconds graphs_reused graphs_compiled peak_memory_bytes versions""".split()
 
 
@@ -66,6 +67,100 @@ def test_json_is_one_object_with_every_field(capsys):
     assert set(result["gauge_ms"]) == {"draft", "verify", "accept", "host", "step"}
     chosen = {"drafter": "eagle", "tree": "chain:3", "eagle": head, "verify": "match", "chain": 3, "dtype": "float32"}
     assert chosen.items() <= result.items()
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+@pytest.fixture
+def instruct(tmp_path) -> Path:
+    """The demo model with a chat template and settings of its own."""
+    for name in ("config.json", "model.safetensors", "tokenizer.model"):
+        shutil.copy(DEMO / name, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    drawn = {"eos_token_id": 2, "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(drawn))
+    return tmp_path
+
+
+def test_a_prompt_is_a_message_to_an_instruct_model(instruct, capsys):
+    """An instruct model that continues the question instead of answering it, or an answer cut in the middle."""
+    flags = ["--checkpoint", str(instruct), "-p", " why? ", "--temperature", "0"]
+    encode = load(instruct, ctx=64).tokenizer.encode
+    found = json.loads(run(capsys, *flags, "--json")[1])
+    assert found["prompt_tokens"] == len(encode("<user>why?\n<assistant>", False))
+    assert found["template"] == "tokenizer_config.json"
+    assert found["settings"]["max_new_tokens"] == 512 - found["prompt_tokens"]
+    system = json.loads(run(capsys, *flags, "--json", "--system", "be brief")[1])
+    assert system["prompt_tokens"] == len(encode("<system>be brief\n<user>why?\n<assistant>", False))
+    builtin = json.loads(run(capsys, *flags, "--json", "--template", "vicuna", "--max-new-tokens", "2")[1])
+    assert builtin["template"] == "built-in vicuna" and builtin["new_tokens"] == 2
+    code, out, err = run(capsys, *flags, "--max-new-tokens", "3")
+    assert code == 0 and "why?" not in out and "as a message to the model (--raw" in err
+    code, out, err = run(capsys, *flags, "--max-new-tokens", "3", "--raw")
+    assert code == 0 and out.startswith(" why? ") and "continued as plain text" in err
+    raw = json.loads(run(capsys, *flags, "--json", "--raw")[1])
+    assert raw["prompt_tokens"] < found["prompt_tokens"] and raw["settings"]["max_new_tokens"] == 200
+    assert raw["template"] is None
+
+
+def test_the_model_s_own_settings_apply_and_are_reported(instruct, capsys):
+    """A model that is run with settings it was not made for, or with its own without a word."""
+    flags = ["--checkpoint", str(instruct), "-p", "x", "--max-new-tokens", "3"]
+    found = json.loads(run(capsys, *flags, "--json")[1])
+    assert (found["temperature"], found["settings"]["top_p"]) == (0.7, 0.9)
+    assert found["settings_of_model"] == ["temperature", "top_p"]
+    assert "T 0.7  top-p 0.9  (T, top-p: the model's generation_config.json)" in run(capsys, *flags)[2]
+    assert "T 0.7  (T: the model's generation_config.json)" in run(capsys, *flags, "--top-p", "1")[2]
+    err = run(capsys, *flags, "--temperature", "0")[2]
+    assert err.endswith("seed 0  T 0\n") and "generation_config" not in err
+    (instruct / "generation_config.json").write_text('{"do_sample": true, "temperature": -1}')
+    code, _, err = run(capsys, *flags)
+    assert code == 2 and "error  generation_config.json: temperature is -1" in err
+
+
+def piped(text: str, *flags: str) -> subprocess.CompletedProcess:
+    """generate.py with a pipe as its stdin."""
+    command = [sys.executable, "generate.py", "--max-new-tokens", "4", *flags]
+    return subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, timeout=100)
+
+
+def test_a_prompt_may_come_from_a_pipe():
+    """`echo question | python generate.py` that ignores the question, or an empty pipe that is an error."""
+    echoed = piped("def f(x):\n", "--json").stdout
+    assert '"prompt_tokens": 7' in echoed and '"prompt_tokens": 7' in piped("def f(x):\n", "--json", "-f", "-").stdout
+    assert piped("", "-q").stdout.startswith("def read_file")
+    refused = piped("", "-f", "-")
+    assert refused.returncode == 2 and refused.stderr == "error  --prompt-file -: it is empty; give a prompt.\n"
+
+
+def test_help_and_version_need_no_torch():
+    """A --help that takes seconds, one without defaults or groups, or a --version that loads a model."""
+    code = "import sys, generate; generate.main(['--version']); print(generate.build_parser().format_help())"
+    command = [sys.executable, "-c", code + "; assert 'torch' not in sys.modules"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    out = " ".join(done.stdout.split())
+    assert done.returncode == 0 and out.startswith(f"eaglet 0.1.0 torch {torch.__version__} "), done.stderr
+    for text in (
+        "request: -p",
+        "sampling: --temp",
+        "model: --check",
+        "decoding: --eagle",
+        "output: --prove",
+        "(default: 1)",
+    ):
+        assert text in out, text
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line():
+    """A traceback of torch's imports for a user who changed their mind."""
+    command = [sys.executable, "-X", "importtime", "generate.py"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    next(line for line in process.stderr if "| " in line and "torch." in line)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    said = [line for line in err.splitlines() if not line.startswith("import time:")]
+    assert process.returncode == 130 and out == "" and said == ["interrupted"]
 
 
 def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
@@ -112,6 +207,11 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["--eagle-config", "rope_theta=1"], 2, "--eagle"),
         (["--eagle", str(DEMO / "eagle1"), "--draft-vocab-text", "f"], 2, "--draft-vocab K"),
         (["--template", "vicuna"], 2, "--chat"),
+        (["--template", "vicuna", "--prompt-ids", "1"], 2, "-p TEXT"),
+        (["--template", "vicuna", "-p", "x", "--raw"], 2, "without --raw"),
+        (["--system", "be brief", "-p", "x"], 2, "choose --template vicuna"),
+        (["--chat", "--raw"], 2, "--raw"),
+        (["--chat"], 2, "choose --template vicuna"),
         (["--chat", "--json"], 2, "--json"),
         (["--chat", "--prove", "--eagle", str(DEMO / "eagle1")], 2, "--prove"),
         (["--chat", "--html", "f.html"], 2, "--html"),
@@ -207,33 +307,6 @@ def test_ctrl_c_prints_the_report_and_exits_130(tmp_path):
     out, err = process.communicate(timeout=25)
     assert first.startswith("def read_file") and process.returncode == 130, err
     assert "interrupted" in err and "tok/s" in err and "Traceback" not in err
-
-
-def test_chat_keeps_history_and_the_cache(capsys, monkeypatch):
-    """Every turn recomputing the whole conversation, or forgetting it."""
-    turns = iter(["def f(x):", "and a class", "/exit"])
-    monkeypatch.setattr("builtins.input", lambda prompt="": next(turns))
-    code, out, err = run(capsys, "--chat", "--template", "vicuna", "--max-new-tokens", "8")
-    assert code == 0 and len(re.findall(r"generate", err)) == 2
-    cached = re.search(r"\((\d+) cached\)", err)
-    assert cached and int(cached[1]) > 20
-
-
-def test_chat_outlives_a_bad_turn(capsys, monkeypatch):
-    """One message too long, or an empty line, ending a conversation and losing its history."""
-    turns = iter(["def f(x):", "x = 1 " * 200, "", "and a class"])
-
-    def read(prompt=""):
-        try:
-            return next(turns)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", read)
-    flags = ["--chat", "--template", "vicuna", "--max-new-tokens", "8", "--ctx", "256"]
-    code, out, err = run(capsys, *flags)
-    assert code == 0 and len(re.findall("generate ", err)) == 2 and err.count("error  ") == 1
-    assert "256" in err and "/reset" in err and int(re.search(r"\((\d+) cached\)", err)[1]) > 20
 
 
 @pytest.mark.parametrize(

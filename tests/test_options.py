@@ -7,7 +7,9 @@ from dataclasses import MISSING, asdict, fields, replace
 
 import pytest
 
+import kernels
 import options
+from model_config import DTYPES
 from options import (
     DEMO,
     LoadOptions,
@@ -18,12 +20,17 @@ from options import (
     parse_ids,
     read_option,
     sampling_from,
+    settings_given,
     tuned_tree_path,
 )
+from runtime.compiled import COMPILE_MODES
 from sampling import SamplingParams
+from sampling_params import SUGGESTED, with_suggestions
 from support.errors import UsageError
+from tree import NAMES
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle
+from weights.quantized import MODES
 
 # field -> (what a user types after the flag, the value of the field); none is a default
 TYPED = {
@@ -236,7 +243,7 @@ def test_defaults_depend_on_the_model_and_the_machine(monkeypatch):
     """Half precision on a CPU that is slow with it, a context beyond the model's or of a size that nobody asked for."""
     config = replace(Checkpoint.open(DEMO).config, dtype="bfloat16")
     for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16")):
-        monkeypatch.setattr(options, "default_device", lambda device=device: device)
+        monkeypatch.setattr("support.machine.default_device", lambda device=device: device)
         found = LoadOptions().with_defaults(config)
         assert (found.device, found.dtype, found.ctx) == (device, dtype, 2048)
     assert LoadOptions().with_defaults(replace(config, max_position_embeddings=100_000)).ctx == 8192
@@ -315,6 +322,61 @@ def test_settings_of_a_request_with_defaults_of_a_command():
     assert sampled("--seed", "4", names=("seed",)) == SamplingParams(seed=4)
     with pytest.raises(SystemExit):
         sampled("--top-k", "4", names=("seed",))
+
+
+def test_what_the_user_left_out_is_known():
+    """A default that hides from a command whether its user chose it: the model's own settings could never apply."""
+    parser = argparse.ArgumentParser()
+    add_sampling(parser, of_model=True, max_new_tokens="many")
+    assert settings_given(parser.parse_args([])) == {}
+    given = settings_given(parser.parse_args("--top-p 1 --stop a --stop b --stop-ids 2".split()))
+    assert given == {"top_p": 1.0, "stop": ["a", "b"], "stop_ids": (2,)}
+    help = " ".join(parser.format_help().split())
+    assert "(default: many)" in help and "(default: the model's, or else 0.0)" in help
+
+
+DRAWN = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
+SUGGESTIONS = [  # generation_config.json, what the user gave, the settings, those of the model
+    ({}, {}, {}, []),
+    ({"eos_token_id": 2, "temperature": None}, {"seed": 3}, {"seed": 3}, []),
+    (DRAWN, {}, {name: DRAWN[name] for name in SUGGESTED if name in DRAWN}, set(DRAWN) - {"do_sample"}),
+    (
+        DRAWN,
+        {"top_p": 1.0},
+        {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1},
+        set(DRAWN) - {"do_sample", "top_p"},
+    ),
+    (DRAWN, {"temperature": 0.0}, {"repetition_penalty": 1.1}, {"repetition_penalty"}),
+    (DRAWN | {"do_sample": False}, {}, {"repetition_penalty": 1.1}, {"repetition_penalty"}),
+    ({"temperature": 0.6, "top_p": 0.9}, {}, {}, []),
+    ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.5}, {"temperature": 0.5, "top_p": 0.9}, {"top_p"}),
+    ({"do_sample": True}, {}, {"temperature": 1.0}, {"temperature"}),
+]
+
+
+@pytest.mark.parametrize(("file", "given", "settings", "names"), SUGGESTIONS)
+def test_the_settings_of_the_model_fill_in_what_the_user_left_out(file, given, settings, names):
+    """A flag that the model overrules, a model that samples although it says it does not, or a setting that is blamed on
+    the model although it changes nothing."""
+    params, found = with_suggestions(file, given)
+    assert params == SamplingParams(**settings) and set(found) == set(names)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_p": 7}, {"top_k": -1}])
+def test_a_setting_of_the_model_that_is_wrong_names_its_file(wrong):
+    """An error about a flag that the user never gave."""
+    with pytest.raises(ValueError, match=f"^generation_config.json: {next(iter(wrong))} is ") as error:
+        with_suggestions({"do_sample": True} | wrong, {})
+    assert "\n" not in str(error.value)
+    with_suggestions({"do_sample": True} | wrong, {"temperature": 1.0, "top_p": 1.0, "top_k": 1})
+
+
+def test_choices_are_those_of_the_rooms_they_are_from():
+    """A choice that a room has learned and no command line offers, or one that is offered and refused later."""
+    rooms = {"kernels": kernels.MODES, "activations": kernels.ACTIVATIONS, "dtype": DTYPES, "quant": MODES}
+    for name, choices in (rooms | {"compile_mode": COMPILE_MODES}).items():
+        assert next(f for f in fields(LoadOptions) if f.name == name).metadata["choices"] == tuple(choices), name
+    assert options.TREES == NAMES
 
 
 def test_ids_are_read_or_named():

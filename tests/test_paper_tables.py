@@ -22,7 +22,7 @@ from weights.hf import save_hf
 from weights.medusa import save_medusa
 
 PUBLISHED = json.loads(paper_page.PUBLISHED.read_text(encoding="utf-8"))
-FLAGS = "--kernels reference --dtype float64 --questions 2 --max-new-tokens 12 --reps 1 --batches 1 2".split()
+FLAGS = "--kernels reference --dtype float64 --limit 2 --max-new-tokens 12 --reps 1 --batches 1 2".split()
 
 
 # ---- published numbers ------------------------------------------------------------------------------------
@@ -239,9 +239,9 @@ def test_quick_fills_in_what_was_not_said(monkeypatch):
     seen = []
     monkeypatch.setattr(paper_tables, "measure", lambda args, say: seen.append(args))
     monkeypatch.setattr(paper_tables, "render", lambda *args: "")
-    for flags in ([], ["--quick"], ["--quick", "--reps", "2", "--max-new-tokens", "9", "--questions", "5"]):
+    for flags in ([], ["--quick"], ["--quick", "--reps", "2", "--max-new-tokens", "9", "--limit", "5"]):
         assert paper_tables.main(flags) == 0
-    assert [(a.questions, a.max_new_tokens, a.reps) for a in seen] == [(0, 64, 3), (3, 48, 1), (5, 9, 2)]
+    assert [(a.limit, a.max_new_tokens, a.reps) for a in seen] == [(0, 64, 3), (3, 48, 1), (5, 9, 2)]
 
 
 def test_a_second_run_measures_nothing_again(measured, directory, tmp_path, monkeypatch):

@@ -132,6 +132,18 @@ def test_an_argument_that_cannot_be_read_is_one_line(capsys):
     assert stop.value.code == USAGE and error.startswith("error  argument --count") and error.count("\n") == 1
 
 
+def test_an_option_that_does_not_exist_is_answered_with_the_nearest(capsys):
+    """A misspelt option that sends the user through the whole help, or a renamed one that nobody finds again."""
+    parser = Parser(usage="short")
+    parser.add_argument("--temperature", type=float)
+    for words, says in ((["--temprature=1"], "did you mean --temperature?"), (["why?"], "'why?' is no option (--help")):
+        with pytest.raises(SystemExit) as stop:
+            parser.parse_args(words)
+        error = capsys.readouterr().err
+        assert stop.value.code == USAGE and says in error and error.count("\n") == 1
+    assert parser.parse_args(["--temp", "1"]).temperature == 1
+
+
 def test_a_reader_that_has_left_is_no_error(monkeypatch):
     """`command | head -1` that ends with an error, or with one of the interpreter when it flushes."""
     stderr = io.StringIO()

@@ -484,6 +484,37 @@ def test_typed_special_tokens_in_chat_stay_text(json_dir, edit, template):
     assert attack in ours.decode(ids, skip_special=False)
 
 
+@pytest.mark.parametrize("name", ["default", "vicuna", "llama-2-chat"])
+def test_a_chat_goes_on_from_the_ids_that_are_known(json_dir, edit, name):
+    """Bug: the reply gets other ids than the model wrote, or what stands around it is lost, written twice or parsed."""
+    ours = tk.load_tokenizer(edit(json_dir, chat_template=CHATML))
+    if name != "default":
+        ours.use_template(name)
+    spelled = [i for char in (" yes" if name != "default" else "yes") for i in ours.encode(char, add_bos=False)]
+    known = ours.encode_chat(HI) + spelled
+    talk = [*HI, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and <|end|>?"}]
+    ids, whole = ours.continue_chat(talk, known), ours.encode_chat(talk)
+    assert ids[: len(known)] == known and ids != whole
+    assert ours.decode(ids, skip_special=False) == ours.decode(whole, skip_special=False)
+    assert [i for i in ids if i in ours.special_ids] == [i for i in whole if i in ours.special_ids]
+
+
+@pytest.mark.parametrize("change", ["thinking", "counting", "empty"])
+def test_known_ids_that_the_template_writes_differently_now_are_not_used(json_dir, edit, change):
+    """Bug: a chat that goes on from a prompt which the template no longer writes, such as a thought that it drops."""
+    template, reply = CHATML, "yes"
+    if change == "thinking":
+        template = CHATML.replace("message.content", "(message.content.split('</think>')[-1])")
+        reply = "<think>hm</think>yes"
+    elif change == "counting":
+        template = "{{ messages | length }}" + CHATML
+    else:
+        reply = ""
+    ours = tk.load_tokenizer(edit(json_dir, chat_template=template))
+    talk = [*HI, {"role": "assistant", "content": reply}, {"role": "user", "content": "and?"}]
+    assert ours.continue_chat(talk, [*ours.encode_chat(HI), 5]) == ours.encode_chat(talk)
+
+
 def test_templates_that_edit_contents(json_dir, edit):
     """Bug: sentinels break templates that inspect contents, or such a template assembles a control token."""
     transformers = pytest.importorskip("transformers", reason="transformers is the oracle")

@@ -402,7 +402,7 @@ def test_rates_count_all_tokens_over_all_times_where_tokens_agree():
 def run_main(checkpoint, monkeypatch, tmp_path, *flags: str) -> int:
     monkeypatch.setattr(tree_tuning, "find_prompts", lambda args, base, limit: [list(p) for p in PROMPTS])
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path / "cache"))
-    common = "--device cpu --ctx 128 --new-tokens 12 --rounds 1 --reps 1 --max-nodes 8 --max-depth 4 -q".split()
+    common = "--device cpu --ctx 128 --max-new-tokens 12 --rounds 1 --reps 1 --max-nodes 8 --max-depth 4 -q".split()
     return tune_tree.main(["--checkpoint", str(checkpoint), *common, *flags])
 
 
@@ -484,7 +484,7 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
             for more in ({"dtype": "bfloat16"}, {"compile": True}, {"draft_vocab": 9}, {"kv": "int8"})
         ),
     ]
-    monkeypatch.setattr(options, "describe_device", lambda device: "NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr("support.machine.describe_device", lambda device: "NVIDIA GeForce RTX 3090")
     others.append(options.tuned_tree_path(opts, opened, one))
     assert "NVIDIA-GeForce-RTX-3090" in others[-1].name
     assert len({path, *others}) == 10

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,9 @@ class Checkpoint:
     config: ModelConfig  # with the stop ids of generation_config.json, or else of config.json
     gguf: GGUFFile | None = None
     spec: QuantSpec | None = None  # what float weights are rounded to while they are read
+    generation: dict[str, Any] = field(
+        default_factory=dict
+    )  # generation_config.json: how the model wants to be sampled
 
     @classmethod
     def open(cls, directory: str | Path, int8_groups: bool = False) -> Checkpoint:
@@ -69,10 +72,12 @@ class Checkpoint:
             raw = read_json(directory / "config.json")
             kind = next((kind for kind, key in QUANTIZED.items() if raw.get(key)), "hf")
             config = read_config(raw, directory)
+        generation = {}
         if (file := directory / "generation_config.json").is_file():
-            stops = token_ids(read_json(file), "eos_token_id", str(file), config.vocab_size, directory)
+            generation = read_json(file)
+            stops = token_ids(generation, "eos_token_id", str(file), config.vocab_size, directory)
             config = replace(config, eos_token_ids=stops or config.eos_token_ids)
-        return cls(directory, kind, raw, config)
+        return cls(directory, kind, raw, config, generation=generation)
 
     @property
     def config_file(self) -> Path:

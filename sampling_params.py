@@ -1,0 +1,111 @@
+"""What one request asks for: the settings of sampling, their limits, and those that a model suggests.
+
+Nothing here needs torch, so that a command line can explain and check the settings before it imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+FP32_MAX = (2 - 2.0**-23) * 2.0**127
+FP32_TINY = 2.0**-126
+# Name, type, least and greatest value of each number in SamplingParams, and what to tell the user about them.
+BOUNDS = (
+    ("temperature", Real, 0, FP32_MAX, "a finite number >= 0. Use 0 for greedy decoding."),
+    ("top_k", int, 0, 2**63 - 1, "an integer >= 0. Use 0 to switch it off."),
+    ("top_p", Real, math.ulp(0.0), 1, "a number > 0 and <= 1. Use 1 to switch it off."),
+    ("min_p", Real, 0, math.nextafter(1, 0), "a number >= 0 and < 1. Use 0 to switch it off."),
+    ("repetition_penalty", Real, FP32_TINY, FP32_MAX, "a finite number > 0. Use 1 to switch it off."),
+    ("presence_penalty", Real, -2, 2, "a number from -2 to 2. Use 0 to switch it off."),
+    ("frequency_penalty", Real, -2, 2, "a number from -2 to 2. Use 0 to switch it off."),
+    ("seed", int, -(2**63), 2**64 - 1, "a 64-bit integer. Choose a smaller seed."),
+    ("max_new_tokens", int, 1, 2**63 - 1, "an integer >= 1. Ask for at least one token."),
+)
+
+
+@dataclass(frozen=True)
+class SamplingMode:
+    """Static switches that say which code a compiled step contains."""
+
+    sample: bool = False
+    filters: bool = False
+    penalties: bool = False
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """One request's settings. The default is greedy decoding with all filters and penalties off.
+
+    `stop_ids` and `stop` end the text. Batch row b draws with seed + b. A bad value is a one-line ValueError.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    max_new_tokens: int = 128
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        values = vars(self)
+        for name, kind, low, high, allowed in BOUNDS:
+            value = values[name]
+            if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+                raise ValueError(f"{name} is {value!r:.80}; allowed: {allowed}")
+        for name in ("stop_ids", "stop"):
+            if not isinstance(values[name], (list, tuple)):
+                raise ValueError(f"{name} is {values[name]!r:.80}; allowed: a tuple. Wrap the value in one.")
+            object.__setattr__(self, name, tuple(values[name]))
+        for token in self.stop_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+                raise ValueError(f"stop_ids has {token!r:.80}; allowed: ids >= 0. Correct or remove it.")
+        if len(self.stop) > 16:
+            raise ValueError(f"stop has {len(self.stop)} strings; allowed: at most 16. Remove some.")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text.encode("utf-8", "surrogatepass")) <= 1024:
+                raise ValueError(f"stop has {text!r:.40}; allowed: 1 to 1024 bytes of text each. Shorten it.")
+
+    @property
+    def mode(self) -> SamplingMode:
+        """Which code this request needs. Greedy decoding needs no filters, as the greatest logit survives them all."""
+        filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+        return SamplingMode(self.temperature > 0, filters, penalties)
+
+
+# The settings that a generation_config.json may hold under the same names. They do nothing in greedy decoding, except for
+# the first and the last.
+SUGGESTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def with_suggestions(suggestions: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[SamplingParams, list[str]]:
+    """The settings of a request: those that the user gave, and for the others what the model suggests.
+
+    As in transformers, sampling needs do_sample = true, and then the temperature is 1 if the file names none.
+
+    Args:
+        suggestions: what the model's generation_config.json holds.
+        given: fields of SamplingParams.
+
+    Returns the settings, and the names of those that the model decided. Raises ValueError in one line for a setting that
+    is not allowed, and says so if it comes from the file.
+    """
+    params = SamplingParams(**given)
+    found = {name: suggestions[name] for name in SUGGESTED if suggestions.get(name) is not None}
+    found["temperature"] = found.get("temperature", 1.0) if suggestions.get("do_sample") is True else 0.0
+    if given.get("temperature", found["temperature"]) == 0:
+        found = {name: found[name] for name in ("temperature", "repetition_penalty") if name in found}
+    found = {name: value for name, value in found.items() if name not in given and value != getattr(params, name)}
+    try:
+        return SamplingParams(**{**given, **found}), list(found)
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error} Correct the file, or set it on the command line.") from error

@@ -1,0 +1,258 @@
+"""A chat in the terminal: what the user types, the answers of the model, and the commands that begin with a slash."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine import Engine
+from report.lines import Report
+from report.viewer import StepRecorder
+from runtime.results import GenerationResult, Stream
+from sampling import SamplingParams
+from sampling_params import with_suggestions
+from support.errors import BadFileError, UsageError
+from support.files import INDEX_LIMIT, read_json, write_json
+from tokenizer import BUILTIN_SYSTEM
+
+HELP = """/help           this list
+/reset          start over
+/system [TEXT]  start over with this system message; without a text, with none
+/save FILE      write the conversation as JSON
+/load FILE      go on with a conversation that was saved
+/stats          the full report of the last answer
+/tree           decode the last answer again and colour it by depth in the draft trees
+/seed N         seed of the next answers
+/temp X         temperature of the next answers; 0 always takes the likeliest token
+/exit           leave, as Ctrl-D does
+Ctrl-C stops an answer and keeps what is there of it; pressed twice, it waits for nothing.
+Alt-Enter begins a new line of a message."""
+
+
+def chat(engine: Engine, given: dict[str, Any], system: str | None, report: Report) -> int:
+    """Answer what the user types until the input ends. `given` are the sampling settings that the user chose."""
+    if engine.tokenizer is None:
+        raise BadFileError(f"{engine.options.checkpoint} has no tokenizer files; --chat needs one.")
+    if not engine.tokenizer.chat_template_source:
+        known = ", ".join(BUILTIN_SYSTEM)
+        raise UsageError(f"--chat needs a chat template, and this model has none; choose --template {known}.")
+    conversation = Conversation(engine, given, system, report)
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    read = terminal_reader() if at_terminal else input
+    if at_terminal:
+        report.line("\n/help lists the commands, Ctrl-D leaves.")
+    while True:
+        try:
+            text = read().strip()
+            if text in ("/exit", "/quit"):
+                return 0
+            if text:
+                conversation.take(text)
+        except EOFError:
+            return 0
+        except UnicodeDecodeError as error:
+            say(f"error  not UTF-8: {error}")
+        except ValueError as error:
+            say(f"error  {error}")
+        except KeyboardInterrupt:
+            if not at_terminal:
+                raise
+            say("(Ctrl-D leaves)")
+
+
+def terminal_reader() -> Callable[[], str]:
+    """What reads a message at a terminal: with history and arrow keys, and with a paste of many lines as one message."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(key_bindings=keys)
+    return lambda: session.prompt("\n> ")
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, where everything goes that is no answer."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def ctrl_c_ends(stream: Stream) -> Iterator[Iterator]:
+    """The stream's chunks, which Ctrl-C ends between two steps, so that the caches stay valid.
+
+    A second Ctrl-C does not wait for the end of a step.
+    """
+    pressed = False
+
+    def press(number: int, frame: Any) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    def chunks() -> Iterator:
+        for chunk in stream:
+            yield chunk
+            if pressed:
+                return
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield chunks()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+        stream.close()
+
+
+class Conversation:
+    """The messages so far, the ids that the engine has of them, and the settings of the next answer."""
+
+    def __init__(self, engine: Engine, given: dict[str, Any], system: str | None, report: Report):
+        self.engine = engine
+        self.given = dict(given)
+        self.report = report
+        self.last: tuple[list[int], SamplingParams, list[str], GenerationResult] | None = None  # the last request
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda argument: say(HELP),
+            "/reset": lambda argument: self.start_over(self.system),
+            "/system": self.start_over,
+            "/save": self.save,
+            "/load": self.load,
+            "/stats": self.stats,
+            "/tree": self.tree,
+            "/seed": lambda argument: self.set("seed", int, argument),
+            "/temp": lambda argument: self.set("temperature", float, argument),
+        }
+        self.start_over(system)
+
+    def take(self, text: str) -> None:
+        """Do a command or answer a message. Raises ValueError, in one line, for what cannot be done."""
+        name, _, argument = text.partition(" ")
+        if not re.fullmatch("/[a-z]+", name):
+            self.answer(text)
+        elif name in self.commands:
+            self.commands[name](argument.strip())
+        else:
+            raise UsageError(f"there is no command {name}; /help lists them.")
+
+    def answer(self, text: str) -> None:
+        """Let the model answer a message, and keep both."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        tokenizer = self.engine.tokenizer
+        prompt = tokenizer.continue_chat(messages, self.ids) if self.ids else tokenizer.encode_chat(messages)
+        room = self.engine.ctx - len(prompt)
+        if room < 1:
+            raise UsageError(
+                f"the conversation would have {len(prompt):,} tokens, and the context holds {self.engine.ctx:,}. "
+                "/reset starts over, and a larger --ctx holds more."
+            )
+        most = min(room, self.given.get("max_new_tokens", room))
+        params, suggested = with_suggestions(self.engine.generation, self.given | {"max_new_tokens": most})
+        stream = self.engine.generate(prompt, params)
+        self._print(stream)
+        result = stream.result
+        self.last = (prompt, params, suggested, result)
+        reply = result.text.strip()
+        if reply:
+            self.messages = [*messages, {"role": "assistant", "content": reply}]
+            written = result.token_ids[:-1] if result.stop_reason == "eos" else result.token_ids
+            # a stop string was cut off the text, but not off the ids
+            self.ids = [] if result.stop_reason == "stop" else prompt + written
+        self.report.line(self._status(result, room))
+
+    def _print(self, stream: Stream) -> None:
+        started = False
+        with ctrl_c_ends(stream) as chunks:
+            for chunk in chunks:
+                piece = chunk.text if started else chunk.text.lstrip()
+                started = started or bool(piece)
+                print(piece, end="", flush=True)
+        print(flush=True)
+
+    def _status(self, result: GenerationResult, room: int) -> str:
+        """One line about an answer."""
+        facts = [f"{result.new_tokens:,} tokens", f"{result.tokens_per_second:.1f} tok/s"]
+        facts += [f"tau {result.tau:.2f}"] if self.engine.drafter.D > 0 else []
+        facts.append(f"{result.cached_tokens:,} of {result.prompt_tokens:,} prompt tokens cached")
+        if result.stop_reason == "interrupted":
+            facts.append("stopped")
+        elif result.stop_reason == "length":
+            facts.append("the context is full (/reset)" if result.new_tokens == room else "--max-new-tokens reached")
+        return f"[{'   '.join(facts)}]"
+
+    def start_over(self, system: str | None) -> None:
+        """Forget all messages. The next one comes after this system message, if there is one."""
+        self.system = system
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self.ids: list[int] = []  # of all messages, the replies as the model wrote them; [] if they are not known
+
+    def save(self, file: str) -> None:
+        """Write the messages to a file."""
+        if not file or not self.messages:
+            raise UsageError("/save FILE writes the conversation to a file, once there is one.")
+        try:
+            write_json(Path(file).expanduser(), {"messages": self.messages})
+        except OSError as error:
+            raise BadFileError(f"{file}: {error.strerror}") from error
+        say(f"{len(self.messages)} messages written to {file}")
+
+    def load(self, file: str) -> None:
+        """Take the messages of a file that `save` wrote. Nothing changes if it cannot be used."""
+        if not file:
+            raise UsageError("/load FILE reads a conversation that /save FILE wrote.")
+        messages = read_json(Path(file).expanduser(), INDEX_LIMIT).get("messages")
+        self.engine.tokenizer.render_chat(messages, add_generation_prompt=False)  # refuses what is no conversation
+        if messages[-1]["role"] == "user":
+            raise BadFileError(f"{file}: its last message has no answer.")
+        self.start_over(messages[0]["content"] if messages[0]["role"] == "system" else None)
+        self.messages = messages
+        say(f"{len(messages)} messages read from {file}")
+
+    def stats(self, argument: str) -> None:
+        """The full report of the last answer."""
+        _, params, suggested, result = self._last()
+        report = Report(quiet=False)
+        report.bandwidth = self.report.bandwidth
+        report.tail(self.engine, [result], params, suggested)
+
+    def tree(self, argument: str) -> None:
+        """Decode the last answer again, now recording its steps, and print it in colours."""
+        prompt, params, _, result = self._last()
+        if self.engine.drafter.D == 0:
+            raise UsageError("/tree shows what was drafted, and nothing drafts here; start with --eagle HEAD.")
+        recorder = StepRecorder(self.engine)
+        stream = self.engine.generate(prompt, replace(params, max_new_tokens=result.new_tokens))
+        try:
+            with ctrl_c_ends(stream) as chunks:
+                for _ in chunks:
+                    pass
+        finally:
+            self.engine.remove_observer(recorder)
+        print(recorder.coloured(stream.result), flush=True)
+
+    def _last(self) -> tuple[list[int], SamplingParams, list[str], GenerationResult]:
+        if self.last is None:
+            raise UsageError("there is no answer yet.")
+        return self.last
+
+    def set(self, name: str, kind: Callable[[str], Any], text: str) -> None:
+        """Change a setting of the next answers."""
+        try:
+            given = self.given | {name: kind(text)}
+        except ValueError:
+            raise UsageError(f"{name} {text!r:.40} is no number.") from None
+        SamplingParams(**given)  # refuses what is out of range
+        self.given = given
+        say(f"{name} {given[name]:g}")

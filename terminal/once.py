@@ -1,0 +1,135 @@
+"""What `generate.py` does once its arguments are read: it loads the model, and decodes one request or chats."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+
+from engine import Engine
+from load import load
+from options import options_from, settings_given
+from report import prove
+from report.gauge import Gauge
+from report.lines import Report, result_json
+from report.viewer import StepRecorder
+from sampling import SamplingParams
+from sampling_params import with_suggestions
+from support.errors import INTERRUPTED, BadFileError, UsageError
+from support.machine import default_device
+from terminal.chat import chat
+from terminal.prompt import Prompt
+from tokenizer import BUILTIN_SYSTEM
+
+NEW_TOKENS = 200  # of a continuation, which may never end by itself
+
+
+class Request(NamedTuple):
+    """A prompt as the engine takes it, and what the report says of it."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    suggested: list[str]  # settings that come from the model's generation_config.json
+    template: str | None  # the chat template that made the prompt
+    note: str
+
+
+def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
+    """Load the model, then chat or decode the prompt. Returns the exit code."""
+    report = Report(args.quiet or args.json)
+    started = time.perf_counter()
+    options = options_from(args)
+    # what compares or shows speculative steps needs all of them
+    options["eagle_always"] |= bool(args.prove or args.show_tree or args.html or args.gauge)
+    if (args.device or default_device()) == "cpu":
+        report.measure(torch.device("cpu"))
+    engine = load(progress=report.progress, report=report.line, **options)
+    if args.template and engine.tokenizer:
+        engine.tokenizer.use_template(args.template)
+    report.head(engine, time.perf_counter() - started)
+    if args.chat:
+        return chat(engine, settings_given(args), args.system, report)
+    return decode(engine, make_request(engine, prompt, args), prompt, args, report)
+
+
+def make_request(engine: Engine, prompt: Prompt, args: argparse.Namespace) -> Request:
+    """The prompt's ids and the settings. A text is a message where the model has a chat template, and else continued."""
+    given = settings_given(args)
+    template = None
+    most, note = NEW_TOKENS, ""
+    if prompt.ids is not None:
+        ids = prompt.ids
+    else:
+        tokenizer = engine.tokenizer
+        if tokenizer is None:
+            files = "tokenizer.json or tokenizer.model"
+            raise BadFileError(f"{engine.options.checkpoint} has no tokenizer files ({files}). Pass --prompt-ids.")
+        if len(prompt.text) > 16 * engine.ctx:  # no tokenizer makes so few tokens of so long a text
+            length = f"{len(prompt.text):,} characters"
+            raise UsageError(f"the prompt has {length}, far more than ctx {engine.ctx:,} holds.")
+        template = tokenizer.chat_template_source if prompt.message else None
+        if args.system and not template:
+            known = ", ".join(BUILTIN_SYSTEM)
+            raise UsageError(f"--system needs a chat template, and this model has none; choose --template {known}.")
+        if template:
+            messages = [{"role": "system", "content": args.system}] if args.system else []
+            ids = tokenizer.encode_chat([*messages, {"role": "user", "content": prompt.text.strip()}])
+            most, note = max(1, engine.ctx - len(ids)), "as a message to the model (--raw continues it as text)"
+        else:
+            ids = tokenizer.encode(prompt.text)
+            note = "continued as plain text" if tokenizer.chat_template_source else ""
+    return Request(ids, *with_suggestions(engine.generation, {"max_new_tokens": most, **given}), template, note)
+
+
+def decode(engine: Engine, request: Request, prompt: Prompt, args: argparse.Namespace, report: Report) -> int:
+    """Decode one batch, show it, and do what else was asked for with it."""
+    params = request.params
+    prompts = [request.prompt_ids] * args.batch_size
+    recorder = StepRecorder(engine) if args.show_tree or args.html else None
+    gauge = Gauge(engine) if args.gauge else None
+    stream = engine.generate_batch(prompts, params)
+    show = not args.json and engine.tokenizer is not None and not args.show_tree
+    if show and prompt.echo and request.template is None:
+        print(prompt.text, end="")
+    interrupted = False
+    started = request.template is None  # the space before an answer is not shown
+    try:
+        for chunk in stream:
+            if show and args.batch_size == 1:
+                text = chunk.text if started else chunk.text.lstrip()
+                started = started or bool(text)
+                print(text, end="", flush=True)
+            elif not args.json and engine.tokenizer is None:
+                print(*chunk.token_ids, sep=",", end=",", flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+        stream.close()
+    results = stream.results
+    longest = max(results, key=lambda result: result.steps)
+    if args.json:
+        found = result_json(engine, results, params, request.suggested, request.template)
+        print(json.dumps(found | ({"gauge_ms": gauge.split(longest)} if gauge else {})))
+    else:
+        if show and args.batch_size > 1:
+            for b, result in enumerate(results):
+                print(f"\n--- seed {params.seed + b} ---\n{result.text}", end="")
+        if args.show_tree:
+            print(recorder.coloured(results[0]), end="")
+        print(flush=True)
+    report.tail(engine, results, params, request.suggested, request.note)
+    if gauge:
+        report.line(f"gauge    {gauge.line(longest)}")
+    if args.html:
+        recorder.write_html(args.html, results[0])
+        report.line(f"html     {args.html}")
+    if interrupted:
+        return INTERRUPTED
+    if not args.prove:
+        return 0
+    proof = prove.prove(engine, prompts, params, results)
+    print(prove.verdict(proof, engine.options.dtype), file=sys.stderr)
+    return 0 if prove.holds(proof) else 1

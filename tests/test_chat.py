@@ -1,0 +1,285 @@
+"""The chat: what a user types at a terminal, what the commands do, and what the caches keep from turn to turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from generate import load, main
+from options import DEMO
+from report.lines import Report
+from sampling import SamplingParams
+from terminal.chat import Conversation, ctrl_c_ends
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def instruct(tmp_path_factory) -> Path:
+    """The demo model with a chat template."""
+    folder = tmp_path_factory.mktemp("instruct")
+    for name in ("config.json", "model.safetensors", "tokenizer.model"):
+        shutil.copy(DEMO / name, folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(instruct):
+    return load(instruct, ctx=512)
+
+
+def conversation(engine, system: str | None = None, **given) -> Conversation:
+    return Conversation(engine, {"stop_ids": (4095,), **given}, system, Report(quiet=True))
+
+
+def test_a_turn_finds_the_whole_exchange_before_it_in_the_cache(engine, capsys):
+    """Replies that are encoded again from their text, to other ids than the model wrote: the cache would be lost there.
+    Sampling at a high temperature writes such ids."""
+    talk = conversation(engine, temperature=2.0, max_new_tokens=40)
+    for text in ("def f(x):", "and a class", "and a test"):
+        known = len(talk.ids)
+        talk.answer(text)
+        cached = talk.last[3].cached_tokens
+        assert cached == max(0, known - 1), "all but the last token, which was never run"
+    tokenizer = engine.tokenizer
+    again = tokenizer.encode_chat([*talk.messages, {"role": "user", "content": "x"}])
+    assert again[: len(talk.ids)] != talk.ids, "this seed does not show the difference"
+    assert re.sub(r"\s", "", "".join(m["content"] for m in talk.messages[1::2])) in re.sub(
+        r"\s", "", capsys.readouterr().out
+    )
+
+
+def test_a_stopped_answer_is_kept_and_stays_in_the_cache(engine, monkeypatch, capsys):
+    """Ctrl-C that ends the chat, forgets the answer, or makes the next turn run everything again."""
+    talk = conversation(engine)
+    pushed = iter(range(100))
+    show = sys.stdout.write
+
+    def press(text: str) -> int:
+        if next(pushed, 0) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return show(text)
+
+    monkeypatch.setattr(sys.stdout, "write", press)
+    before = signal.getsignal(signal.SIGINT)
+    talk.answer("def f(x):")
+    monkeypatch.undo()
+    stopped = talk.last[3]
+    assert stopped.stop_reason == "interrupted" and 5 < stopped.new_tokens < 40
+    assert talk.messages[-1] == {"role": "assistant", "content": stopped.text.strip()}
+    assert signal.getsignal(signal.SIGINT) is before
+    known = talk.ids
+    talk.given["max_new_tokens"] = 30
+    talk.answer("go on")
+    prompt, params, _, result = talk.last
+    assert result.cached_tokens == len(known) - 1 and prompt[: len(known)] == known
+    fresh = load(engine.options.checkpoint, ctx=512).generate(prompt, params).run()[0]
+    assert result.token_ids == fresh.token_ids
+
+
+def test_a_second_ctrl_c_does_not_wait(engine):
+    """A step that hangs and cannot be interrupted at all."""
+    stream = engine.generate([1, 5, 9], SamplingParams(max_new_tokens=400, stop_ids=(4095,)))
+    with ctrl_c_ends(stream) as chunks:
+        next(chunks)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        raise AssertionError("not interrupted")
+    assert stream.result.stop_reason == "interrupted"
+
+
+def test_the_context_limits_an_answer_and_nothing_else_does(engine, capsys):
+    """An answer cut after 200 tokens, or a request that is refused because it might grow too long."""
+    talk = conversation(engine)
+    talk.answer("def f(x):")
+    prompt, _, _, result = talk.last
+    assert result.stop_reason == "length" and len(prompt) + result.new_tokens == 512
+    messages = list(talk.messages)
+    with pytest.raises(ValueError, match="the context holds 512. /reset starts over"):
+        talk.answer("more")
+    assert talk.messages == messages
+    talk.take("/reset")
+    talk.given["max_new_tokens"] = 9
+    talk.answer("more")
+    assert talk.last[3].new_tokens == 9
+
+
+def test_the_commands_do_what_help_says(engine, tmp_path, capsys):
+    """A command that is missing from /help, is sent to the model, or ends the chat with a traceback."""
+    talk = conversation(engine, max_new_tokens=5)
+    wrong = ["/stats", "/tree", "/save", f"/save {tmp_path}/x", "/load", "/load no/such", "/seed x", "/temp -1", "/foo"]
+    for text in wrong:
+        with pytest.raises(ValueError):
+            talk.take(text)
+    talk.take("/system be brief")
+    assert talk.messages == [{"role": "system", "content": "be brief"}]
+    talk.take("def f(x):")
+    talk.take("/seed 7")
+    talk.take("/temp 0.5")
+    talk.take("/etc/passwd is a file")
+    assert len(talk.messages) == 5 and (talk.last[1].seed, talk.last[1].temperature) == (7, 0.5)
+    file = tmp_path / "talk.json"
+    talk.take(f"/save {file}")
+    kept = talk.messages
+    talk.take("/reset")
+    assert talk.messages == kept[:1]
+    talk.take(f"/load {file}")
+    assert talk.messages == kept and talk.system == "be brief"
+    talk.take("more")
+    for bad in ([], [{"role": "user", "content": "x"}], [{"role": "a"}], "x", None):
+        file.write_text(json.dumps({"messages": bad}))
+        with pytest.raises(ValueError):
+            talk.take(f"/load {file}")
+    assert len(talk.messages) == 7
+    talk.take("/stats")
+    err = capsys.readouterr().err
+    assert "generate     5 tok" in err and "seed 7  T 0.5" in err
+    talk.take("/system")
+    assert talk.messages == []
+    with pytest.raises(ValueError, match="--eagle HEAD"):
+        talk.take("/tree")
+    talk.take("/help")
+    assert set(re.findall(r"^/[a-z]+", capsys.readouterr().err, re.M)) == {*talk.commands, "/exit"}
+
+
+def test_tree_shows_the_last_answer_in_colours(instruct, capsys, monkeypatch):
+    """/tree that shows another text, or slows down every answer after it."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    talk = conversation(load(instruct, ctx=256, eagle=str(DEMO / "eagle1")), max_new_tokens=30)
+    talk.answer("def f(x):")
+    capsys.readouterr()
+    talk.take("/tree")
+    shown = re.sub(r"\033\[\d+m", "", capsys.readouterr().out).lstrip()
+    assert shown.startswith(talk.messages[-1]["content"]) and "depth 2" in shown and talk.engine.observers == []
+
+
+class Terminal:
+    """A program at a pseudo-terminal, with what it has written so far."""
+
+    def __init__(self, command: list[str]):
+        pty = pytest.importorskip("pty")
+        self.fd, inner = pty.openpty()
+        code = (
+            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+        )
+        environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        streams = {"stdin": inner, "stdout": inner, "stderr": inner}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *command], cwd=ROOT, env=environment, start_new_session=True, **streams
+        )
+        os.close(inner)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        data = text.encode()
+        while data:
+            self._read(0)
+            data = data[os.write(self.fd, data[:1000]) :]
+
+    def wait(self, pattern: str, seconds: float = 60) -> str:
+        """Wait for a pattern in what was written since the last one that was found. Returns all up to its end."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.seen)):
+            assert time.monotonic() < end, f"no {pattern} in {self.seen[:600]!r} ... {self.seen[-600:]!r}"
+            self._read(0.2)
+        text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return text
+
+    def _read(self, seconds: float) -> None:
+        while select.select([self.fd], [], [], seconds)[0]:
+            try:
+                self.seen += os.read(self.fd, 65536).decode(errors="replace")
+            except OSError:  # the program has ended
+                return
+            seconds = 0
+
+
+LEFT, UP, CTRL_C, CTRL_D = "\033[D", "\033[A", "\x03", "\x04"
+PROMPT = r"\x1b\[\?2004h[^>]*>"  # the terminal is told to mark pastes
+ANSWER = r"\x1b\[\?2004l(\x1b\[[?\d;]*[a-zA-Z]|\s)*[^\s\x1b]"
+STATUS = r"\[([\d,]+) tokens.* tok/s   ([\d,]+) of ([\d,]+) prompt tokens cached   (.*)\]"
+
+
+def test_a_chat_at_a_terminal(instruct, tmp_path):
+    """What only a terminal shows: keys that edit nothing, a paste that is taken for many messages, Ctrl-C that ends more
+    than the answer, Ctrl-D that does not leave."""
+    flags = ["--checkpoint", str(instruct), "--chat", "--stop-ids", "4095", "--device", "cpu"]
+    terminal = Terminal([sys.executable, "generate.py", *flags])
+
+    def ask(keys: str) -> list[int]:
+        """Type a message, let the answer begin, stop it, and return the counts of the status line."""
+        terminal.wait(PROMPT)
+        terminal.type(keys)
+        time.sleep(0.3)
+        terminal.type("\r")
+        terminal.wait(ANSWER)
+        terminal.type(CTRL_C)
+        status = re.search(STATUS, terminal.wait(STATUS))
+        assert status[4] == "stopped"
+        return [int(number.replace(",", "")) for number in status.groups()[:3]]
+
+    try:
+        written, cached, prompt = ask("def ():" + LEFT * 3 + "foo")
+        assert cached == 0
+        known = prompt + written
+        written, cached, prompt = ask(UP)
+        assert cached == known - 1
+        pasted = "begin\n" + (" " * 99 + "\n") * 100 + "end"
+        assert len(pasted) > 10_000
+        ask(f"\033[200~{pasted}\033[201~")
+        terminal.wait(PROMPT)
+        terminal.type(CTRL_C)
+        terminal.wait("Ctrl-D leaves")
+        terminal.wait(PROMPT)
+        terminal.type(f"/save {tmp_path / 'talk.json'}\r")
+        terminal.wait("6 messages written")
+        terminal.wait(PROMPT)
+        terminal.type(CTRL_D)
+        assert terminal.process.wait(20) == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.fd)
+    said = [m["content"] for m in json.loads((tmp_path / "talk.json").read_text())["messages"]]
+    assert said[:4:2] == ["def foo():", "def foo():"] and said[4] == pasted and said[1]
+
+
+def test_chat_reads_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    """A chat that cannot be scripted, or a turn that cannot use what the turn before it left in the cache."""
+    turns = iter(["def f(x):", "and a class", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(turns))
+    code = main(["--ctx", "512", "--chat", "--template", "vicuna", "--max-new-tokens", "8"])
+    err = capsys.readouterr().err
+    counts = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+) prompt tokens cached", err)]
+    assert code == 0 and len(counts) == 2 and counts[1][0] >= counts[0][1] + 6
+
+
+def test_chat_outlives_a_bad_turn(capsys, monkeypatch):
+    """One message too long, or an empty line, ending a conversation and losing its history."""
+    turns = iter(["def f(x):", "x = 1 " * 200, "", "and a class"])
+
+    def read(prompt=""):
+        try:
+            return next(turns)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    code = main(["--chat", "--template", "vicuna", "--max-new-tokens", "8", "--ctx", "256"])
+    err = capsys.readouterr().err
+    counts = re.findall(r"(\d+) of \d+ prompt tokens cached", err)
+    assert code == 0 and len(counts) == 2 and err.count("error  ") == 1
+    assert "256" in err and "/reset" in err and int(counts[1]) > 20

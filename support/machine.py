@@ -71,16 +71,23 @@ def peak_memory(device: torch.device) -> int | None:
     """Highest number of bytes allocated on the GPU, or resident in this process. None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if resource is None:
-        return None
+    # getrusage would also count what the program that started this one held.
+    found = _status("VmHWM")
+    if found is not None or resource is None:
+        return found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def resident_memory() -> int | None:
     """Bytes of this process that are in memory now. None where the system does not tell."""
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int | None:
+    """A number of bytes that Linux tells about this process."""
     for line in _lines_of("/proc/self/status"):
-        if line.startswith("VmRSS:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return None
 

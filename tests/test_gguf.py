@@ -536,19 +536,20 @@ def test_real_ids_equal_llama_cpp(real):
 
 
 PEAK = """
-import resource, sys
+import sys
 try:
     import triton.language  # the CUDA build of torch brings it, and the kernels import it
 except ImportError:
     pass
 if sys.argv[1:]:
-    import generate
+    import generate, torch
     assert generate.main(sys.argv[1:]) == 0
 else:
     import torch
     with torch.inference_mode():
         torch.nn.Linear(64, 64)(torch.randn(8, 64)).softmax(-1).argmax(-1)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+from support.machine import peak_memory
+print(peak_memory(torch.device("cpu")))
 """
 
 

@@ -448,6 +448,15 @@ def test_freed_memory_returns_and_settings_are_restored(monkeypatch):
         assert len(kept) == 2
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells")
+def test_the_peak_is_that_of_this_process():
+    """A child of a large program that reports the program's memory as its own: getrusage does that."""
+    held = torch.ones(3 << 26)  # 805 MB
+    program = "import torch; from support.machine import peak_memory; print(peak_memory(torch.device('cpu')))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert int(done.stdout) < 600e6 < held.nbytes < machine.peak_memory(torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("given", "cpus", "siblings", "count"),
     [

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import generate
-from options import DEMO, LoadOptions
+from options import DEMO, LoadKeywords, LoadOptions
 from package import backend, command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,3 +158,74 @@ def test_the_package_needs_what_the_repository_needs():
     assert project["dependencies"] == [line for line in lines if line and not line.startswith("pytest")]
     assert backend.version() == generate.VERSION and DEMO.is_dir() and LoadOptions().checkpoint == str(DEMO)
     assert re.fullmatch(r"\d+\.\d+\.\d+", generate.VERSION)
+
+
+# ------------------------------------------------------------------ types
+
+USE = """
+import asyncio
+
+import eaglet
+
+
+def main() -> None:
+    engine: eaglet.Engine = eaglet.load("demo", eagle="demo/eagle1", tree=("chain:3", "paper25"), kv="int8")
+    params = eaglet.SamplingParams(temperature=1.0, seed=7, stop=("end",))
+    with engine.generate("text", params) as stream:
+        for chunk in stream:
+            print(chunk.text, chunk.token_ids[0] + 1)
+        print(stream.result.tau + 1.0, stream.result.token_ids)
+    results = engine.generate_batch([[1, 2], "text"]).run()
+    print(results[0].text.upper(), eaglet.__version__, eaglet.DEMO / "eagle1")
+    engine.warm_up(params)
+
+
+async def later(engine: eaglet.Engine) -> str:
+    async for chunk in engine.agenerate([1, 2, 3]):
+        print(chunk.text)
+    return (await engine.agenerate("text").run())[0].text
+
+
+asyncio.run(later(eaglet.load()))
+"""
+WRONG = (
+    ('eagle="demo', 'eagel="demo', 'Unexpected keyword argument "eagel" for "load"'),
+    ('kv="int8"', 'ctx="2048"', 'Argument "ctx" to "load" has incompatible type "str"'),
+    ("temperature=", "temprature=", 'Unexpected keyword argument "temprature"'),
+    ("eaglet.load()", "eaglet.laod()", 'Module has no attribute "laod"'),
+    ("chunk.token_ids", "chunk.tokens", '"Chunk" has no attribute "tokens"'),
+)
+
+
+def test_a_type_checker_knows_the_public_names(installed, tmp_path):
+    """A misspelt option of `load` that nobody notices before it runs, and a public name without a type.
+
+    torch's own types are left out, because reading them takes a minute.
+    """
+    pytest.importorskip("mypy", reason="mypy is not installed (requirements-dev.txt)")
+    files = {"right.py": USE} | {f"wrong{i}.py": USE.replace(old, new) for i, (old, new, _) in enumerate(WRONG)}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    flags = ["--strict", "--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent"]
+    environment = os.environ | {"MYPYPATH": str(installed)}
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *flags, *files], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == len(WRONG), done.stdout + done.stderr
+    for i, (_, _, message) in enumerate(WRONG):
+        assert [line for line in errors if line.startswith(f"wrong{i}.py:") and message in line], (message, errors)
+
+
+def test_the_keywords_of_load_are_its_options():
+    """An option that the command line has and a type checker refuses, or one whose type differs."""
+    described = {f.name: f.type for f in fields(LoadOptions) if f.name != "checkpoint"}
+    assert {name: hint.__forward_arg__ for name, hint in LoadKeywords.__annotations__.items()} == described
+
+
+def test_a_misspelt_option_is_one_line():
+    """A TypeError about a constructor that the user never called."""
+    with pytest.raises(TypeError, match="load has no option 'eagel'; did you mean 'eagle'"):
+        generate.load(eagel="demo/eagle1")
+    with pytest.raises(TypeError, match="load has no option 'xyzzy'; allowed: batch_size, ctx, device"):
+        generate.load(xyzzy=1)

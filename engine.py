@@ -211,9 +211,11 @@ class Engine:
         return self.generate_batch([prompt], params)
 
     def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncStream:
-        """The same for asyncio: `async for chunk in engine.agenerate(prompt)`. The event loop stays free meanwhile."""
-        stream = self.generate(prompt, params)
-        return AsyncStream(stream, self.turns.worker())
+        """The same for asyncio: `async for chunk in engine.agenerate(prompt)`. The event loop stays free meanwhile.
+
+        A task that is cancelled closes its stream (see AsyncStream).
+        """
+        return AsyncStream(self.generate(prompt, params), self.turns.worker())
 
     def generate_batch(self, prompts: Iterable[Prompt], params: SamplingParams | None = None) -> Stream:
         """Decode up to batch_size prompts of any lengths together. Row b draws with seed + b. Otherwise as `generate`."""
@@ -273,8 +275,7 @@ class Engine:
                     turn.check()
             self._keep_caches(request)
         except GeneratorExit:  # the reader left between two chunks, and what it was given is in the caches
-            if turn.held:
-                self._keep_caches(request)
+            turn.end(partial(self._keep_caches, request))
             raise
         finally:
             turn.end()

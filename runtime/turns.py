@@ -11,6 +11,7 @@ import asyncio
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -87,7 +88,9 @@ class Turn:
             if again:
                 return self.granted
             self._asked = True
-            if current is None or current._caller() is not caller:
+            # A step of a cancelled task may still run in the worker, and only what runs there, too, comes after it.
+            own = current is not None and current._caller() is caller and (self._task or not current._task)
+            if not own:
                 turns._waiting.append(self)
                 turns._advance()
             elif self.granted.set_running_or_notify_cancel():
@@ -118,10 +121,16 @@ class Turn:
             if not self._task:
                 self._caller = weakref.ref(_this_caller())
 
-    def end(self) -> None:
-        """Give the turn back, or give up waiting for it."""
+    def end(self, last: Callable[[], None] | None = None) -> None:
+        """Give the turn back, or give up waiting for it.
+
+        Args:
+            last: what is done first if this request still has the turn. No other request gets it meanwhile.
+        """
         with self._turns._lock:
             if self.held:
+                if last is not None:
+                    last()
                 self._turns._current = None
             else:
                 self.granted.cancel()

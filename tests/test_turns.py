@@ -14,6 +14,7 @@ import torch
 from tiny import PROMPT, TREES, PieceTokenizer, V, eagle_engine, tiny_head, tiny_model
 
 from engine import Engine
+from runtime.turns import Turn, Turns
 from sampling import SamplingParams
 
 MODEL = tiny_model()
@@ -247,6 +248,61 @@ def test_a_blocking_request_in_an_event_loop_is_refused_where_it_would_wait():
         assert shared.generate(PROMPTS[1], PARAMS[1]).run()[0].token_ids == alone()[1]
 
     asyncio.run(main())
+
+
+def test_a_blocking_request_does_not_overtake_the_step_of_a_worker_thread():
+    """`generate` in a task whose own cancelled step still runs in the worker thread: both would write the same caches."""
+    shared = engine()
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        marks = False
+
+        def step(self, output) -> None:
+            inside.set()
+            assert go_on.wait(20)
+
+    async def main() -> None:
+        shared.add_observer(watching := Slow())
+        stream = shared.agenerate(PROMPT, SamplingParams(max_new_tokens=40))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await stream.run()
+        assert inside.is_set()
+        with pytest.raises(RuntimeError, match="close the other stream first"):
+            shared.generate(PROMPTS[1], PARAMS[1]).run()
+        next_one = asyncio.create_task(shared.agenerate(PROMPTS[2], PARAMS[2]).run())
+        await asyncio.sleep(0.01)
+        shared.remove_observer(watching)
+        go_on.set()
+        assert (await next_one)[0].token_ids == alone()[2]
+        assert stream.result.stop_reason == "interrupted"
+        assert shared.generate(PROMPTS[1], PARAMS[1]).run()[0].token_ids == alone()[1]
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_is_closed_elsewhere_does_not_touch_the_next_request():
+    """A server that closes a stream while its thread starts another request, whose caches get the old one's record."""
+    turns = Turns()
+    first, second = Turn(turns), Turn(turns)
+    assert first.wait()
+    order: list[str] = []
+    asked = threading.Event()
+
+    def keep() -> None:
+        thread = in_thread(lambda: (asked.set(), second.wait(), order.append("second"), second.end()))
+        asked.wait(20)
+        time.sleep(0.05)
+        order.append("kept")
+        kept.append(thread)
+
+    kept: list[threading.Thread] = []
+    first.end(keep)
+    kept[0].join(20)
+    assert order == ["kept", "second"]
+    first.end(lambda: order.append("twice"))
+    assert order == ["kept", "second"]
 
 
 # ------------------------------------------------------------------ prompts

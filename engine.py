@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,13 @@ import kernels
 import sampling
 from drafters.base import UNCOMPILED, Drafter, PlainDrafter
 from model import Transformer, chain_ancestors
+from runtime.async_stream import AsyncStream
 from runtime.compiled import COMPILE_MODES, CompileMode, compile_parts
 from runtime.fused import fused_parts
+from runtime.prompts import Prompt, prompts_ids
 from runtime.results import Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
 from runtime.runner import Pacer, Runner
+from runtime.turns import Turn, Turns
 from sampling import SamplingMode, SamplingParams
 from step import HISTORY, MAX_STOP_IDS, RING, DecodeState, Observer, StepOutput, decode_step
 from tokenizer import Tokenizer
@@ -103,7 +106,7 @@ class Engine:
         # What the caches hold: for each row the ids whose target rows are valid, and the number of valid draft rows.
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
         self._drafted = [0] * batch_size
-        self._owner: list[GenerationResult] | None = None  # of the request that the state belongs to
+        self.turns = Turns()  # requests run one after another
 
     def _check_arguments(self) -> None:
         longest = self.model.config.max_positions
@@ -177,14 +180,14 @@ class Engine:
     def warm_up(self, params: SamplingParams | None = None) -> float:
         """Compile, capture and time now what requests with these settings need; otherwise their first one does.
 
-        Ends a stream that is under way. Returns the seconds it took.
+        Waits for its turn, as a request does. Returns the seconds that the work took.
         """
         params = params or SamplingParams()
-        started = time.perf_counter()
-        self._owner = None
-        self._write_settings(params)
-        self._first_runs(params.mode)
-        return time.perf_counter() - started
+        with Turn(self.turns):
+            started = time.perf_counter()
+            self._write_settings(params)
+            self._first_runs(params.mode)
+            return time.perf_counter() - started
 
     def step(self, mode: SamplingMode, mark: Callable[[str], None] | None = None) -> StepOutput:
         """Run one speculative step now, on the state as it is and without its graph. For measurements."""
@@ -195,24 +198,37 @@ class Engine:
         """The CUDA graph that replays such a step, or None."""
         return self.runner.graphs.get(self._step_call(self.drafter, mode)[0], (None,))[0]
 
-    def generate(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Stream:
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Decode one prompt. Returns a Stream of Chunks whose `result` is complete when the stream ends.
 
-        Raises ValueError before any kernel runs, for ids outside the vocabulary and for a prompt that does not fit.
-        """
-        return self.generate_batch([prompt_ids], params)
+        The prompt is text to continue, a list of token ids, or a one-dimensional numpy array or torch tensor of ids. Any
+        number of threads may use one engine. Their requests run one after another (see Stream).
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None) -> Stream:
+        Raises, in one line and before any kernel runs:
+            TypeError: for a prompt of another type.
+            ValueError: for ids outside the vocabulary, and for a prompt that does not fit.
+        """
+        return self.generate_batch([prompt], params)
+
+    def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncStream:
+        """The same for asyncio: `async for chunk in engine.agenerate(prompt)`. The event loop stays free meanwhile.
+
+        A task that is cancelled closes its stream (see AsyncStream).
+        """
+        return AsyncStream(self.generate(prompt, params), self.turns.worker())
+
+    def generate_batch(self, prompts: Iterable[Prompt], params: SamplingParams | None = None) -> Stream:
         """Decode up to batch_size prompts of any lengths together. Row b draws with seed + b. Otherwise as `generate`."""
         params = params or SamplingParams()
-        prompts = [list(prompt) for prompt in prompts]
+        prompts = prompts_ids(prompts, self.tokenizer)
         self._check_request(prompts, params)
         chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 else 0
         results = [
             GenerationResult(len(prompt), params.temperature, params.seed + b, chain=chain)
             for b, prompt in enumerate(prompts)
         ]
-        return Stream(self._run(prompts, params, results), results)
+        turn = Turn(self.turns)
+        return Stream(self._run(prompts, params, results, turn), results, turn)
 
     def _check_request(self, prompts: list[list[int]], params: SamplingParams) -> None:
         if not 1 <= len(prompts) <= self.batch_size:
@@ -239,29 +255,30 @@ class Engine:
 
     @torch.inference_mode()
     def _run(
-        self, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult]
-    ) -> Iterator[Chunk]:
-        request = _Request(self, prompts, params, results)
-        reuse = list(zip(self._cached, self._drafted, strict=True))
-        self._forget_caches()  # nothing is valid until the request has ended well
-        self._owner = results
+        self, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult], turn: Turn
+    ) -> Generator[Chunk]:
         try:
+            if not turn.wait():
+                return
+            request = _Request(self, prompts, params, results)
+            reuse = list(zip(self._cached, self._drafted, strict=True))
+            self._forget_caches()  # nothing is valid until the request has ended well
             self._write_settings(params)
             self._first_runs(params.mode)
             for b, prompt in enumerate(prompts):
                 yield request.prefill(b, prompt, *reuse[b])
-                self._check_owner(results)
+                turn.check()
             self.runner.begin()
             while not request.finished:
                 for chunk in request.advance():
                     yield chunk
-                    self._check_owner(results)
+                    turn.check()
             self._keep_caches(request)
         except GeneratorExit:  # the reader left between two chunks, and what it was given is in the caches
-            if self._owner is results:
-                self._keep_caches(request)
+            turn.end(partial(self._keep_caches, request))
             raise
         finally:
+            turn.end()
             mark_interrupted(results)
 
     def _keep_caches(self, request: _Request) -> None:
@@ -269,7 +286,6 @@ class Engine:
             self._cached[b], self._drafted[b] = request.cached(b)
 
     def _forget_caches(self) -> None:
-        self._owner = None
         self._cached = [[] for _ in range(self.batch_size)]
         self._drafted = [0] * self.batch_size
 
@@ -377,8 +393,8 @@ class Engine:
         Returns the difference of their sampling keys z + T g, and the same in units of the last place of the larger logit
         in the model's dtype. It tells a rounding tie from a bug.
         """
-        self._forget_caches()
-        with self.backend.active():
+        with Turn(self.turns), self.backend.active():
+            self._forget_caches()
             self.state.sampling.set(params)
             logits, noise = self._prompt_logits(row, list(text), params.mode)
             if params.mode.penalties:
@@ -406,13 +422,6 @@ class Engine:
         seen = state.seen[row : row + 1]
         counts = state.counts[row : row + 1]
         return sampling.apply_penalties(logits, seen, counts, empty, empty.bool(), state.sampling)
-
-    def _check_owner(self, results: list[GenerationResult]) -> None:
-        if self._owner is not results:
-            raise RuntimeError(
-                "another request started on this engine and replaced this stream's state; finish one stream "
-                "before the next (several prompts at once: generate_batch)."
-            )
 
     def not_finite(self, position: int) -> ArithmeticError:
         """The error for logits that are not finite at a position."""

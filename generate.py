@@ -19,11 +19,12 @@ import argparse
 import io
 import platform
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
-from options import DEMO, add_options, add_sampling, sampling_from
+from options import DEMO, LoadKeywords, add_options, add_sampling, sampling_from
 from support import cache
 from support.errors import Parser, UsageError, run_command
 from terminal.prompt import DEMO_PROMPT, Prompt, read_prompt, stdin_is_fed
@@ -36,14 +37,17 @@ __all__ = ["DEMO_PROMPT", "load", "main"]
 VERSION = "0.1.0"
 
 
-def load(checkpoint: str | Path = DEMO, **options: Any) -> Engine:
-    """Build an engine from a model and, with `eagle=`, a draft head.
-
-    The options are those of `load.load`: `progress`, `report`, and every field of `options.LoadOptions`.
-    """
+def load(
+    checkpoint: str | Path = DEMO,
+    *,
+    progress: Callable[[int, int, str], None] | None = None,
+    report: Callable[[str], None] | None = None,
+    **keywords: Unpack[LoadKeywords],
+) -> Engine:
+    """Build an engine from a model and, with `eagle=`, a draft head. It is `load.load`, which explains its arguments."""
     from load import load as build
 
-    return build(checkpoint, **options)
+    return build(checkpoint, progress=progress, report=report, **keywords)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from engine import Engine
 from kernels import tuned
 from model import Transformer
 from model_config import DTYPES, ModelConfig
-from options import DEMO, LoadOptions
+from options import DEMO, LoadKeywords, LoadOptions, check_names
 from runtime.compiled import COMPILE_MODES
 from step import HISTORY, RING
 from support import cache
@@ -156,7 +156,7 @@ def load(
     *,
     progress: Progress | None = None,
     report: Callable[[str], None] | None = None,
-    **options: Any,
+    **keywords: Unpack[LoadKeywords],
 ) -> Engine:
     """Build an Engine from a model directory and, with `eagle=`, a draft head.
 
@@ -164,13 +164,16 @@ def load(
         checkpoint: the model directory.
         progress: called with (done, total, tensor name) while weights stream in.
         report: called with notes, one line each, such as what was assumed about a bare head.
-        options: fields of LoadOptions. On a CPU the number of threads holds for the whole process (`use_threads`).
+        keywords: the options, which LoadOptions describes. On a CPU the number of threads holds for the whole process
+            (`use_threads`).
 
     Raises:
+        TypeError: in one line, for a name that is no option.
         ValueError: in one line. The kinds in support.errors tell a wrong option from a bad file.
     """
     say = report or (lambda line: None)
-    asked = LoadOptions(checkpoint=str(checkpoint), **options)
+    check_names(keywords)
+    asked = LoadOptions(checkpoint=str(checkpoint), **keywords)
     asked.check()
     use_threads(asked)
     with _bad_files(), freed_memory_returns():

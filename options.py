@@ -7,13 +7,14 @@ it themselves. For the same reason some choices are listed here and in their roo
 from __future__ import annotations
 
 import argparse
+import difflib
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from sampling_params import SUGGESTED, SamplingParams
 from support import cache
@@ -242,6 +243,46 @@ class LoadOptions:
         if self.tree == "auto":
             return replace(options, tree=find_tuned_tree(self, checkpoint, head))
         return options
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The keyword arguments of `load`, for type checkers and editors: the fields of LoadOptions but `checkpoint`.
+
+    LoadOptions says what each of them does. A test compares the two.
+    """
+
+    batch_size: int
+    ctx: int | None
+    device: str | None
+    dtype: str | None
+    quant: str | None
+    threads: int | None
+    compile: bool
+    compile_mode: str
+    activations: str
+    kernels: str
+    kv: str
+    eagle: str | None
+    eagle_config: tuple[str, ...]
+    drafter: str
+    draft_checkpoint: str | None
+    medusa: str | None
+    ngram_nodes: int
+    tree: str | tuple[str, ...]
+    draft_vocab: int
+    draft_vocab_text: str | None
+    draft_noise: bool
+    verify: str
+    eagle_always: bool
+
+
+def check_names(options: Iterable[str]) -> None:
+    """Raise TypeError for an argument of `load` that is no option, with the nearest option."""
+    known = [f.name for f in fields(LoadOptions) if f.name != "checkpoint"]
+    for name in (name for name in options if name not in known):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(known)}."
+        raise TypeError(f"load has no option {name!r:.60}; {hint}")
 
 
 def _flag(name: str) -> str:

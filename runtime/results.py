@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from runtime.turns import Turn
 from sampling import SamplingParams
 
 
@@ -165,27 +167,55 @@ class SequenceOutput:
 
 
 class Stream:
-    """An iterator of Chunks. Its `results` fill while it runs, and leaving it early (break, Ctrl-C) is safe."""
+    """An iterator of Chunks. Its `results` fill while it runs.
 
-    def __init__(self, chunks: Iterator[Chunk], results: list[GenerationResult]):
+    One stream at a time runs on an engine. It has the engine from its first step until it ends, is closed, or is dropped
+    and collected as garbage. Requests of other threads wait meanwhile, in the order of their first steps. A thread that
+    starts another request before its own stream has ended takes the engine over: the old stream can do no further step.
+
+    Leaving a stream early (break, Ctrl-C) is safe. Where the stream has a name, it lives as long as the name does, so
+    close it, or write `with engine.generate(prompt) as stream:`, which closes it at the end of the block.
+    """
+
+    def __init__(self, chunks: Generator[Chunk], results: list[GenerationResult], turn: Turn):
         self._chunks = chunks
         self.results = results
+        self.turn = turn
+        self._stepping = threading.RLock()
 
     @property
     def result(self) -> GenerationResult:
+        """The outcome of the first sequence. It is complete when the stream has ended."""
         return self.results[0]
 
     def __iter__(self) -> Iterator[Chunk]:
-        return self._chunks
+        return self
+
+    def __next__(self) -> Chunk:
+        with self._stepping:
+            return next(self._chunks)
 
     def close(self) -> None:
-        """Stop here. Sequences that had not finished are marked as interrupted."""
-        self._chunks.close()
-        mark_interrupted(self.results)
+        """Stop here, and let the next request run. Sequences that had not finished are marked as interrupted.
+
+        What was decoded so far stays in the caches, so a request that goes on from there starts fast. Any thread may
+        call this: a step that runs in another thread ends first. Closing twice does nothing.
+        """
+        self.turn.granted.cancel()  # wakes a thread that waits for this stream's turn
+        with self._stepping:
+            self._chunks.close()
+            self.turn.end()
+            mark_interrupted(self.results)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def run(self) -> list[GenerationResult]:
         """Run to the end and return the results."""
-        for _ in self._chunks:
+        for _ in self:
             pass
         return self.results
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
     "support kernels tree_building tree sampling_params sampling verify chat_template tokenizer model_config model "
     "weights drafters eagle_draft step runtime engine options load report terminal generate quantize bench training "
-    "scripts"
+    "scripts package"
 ).split()
 APART = {"bench": {"training", "generate", "quantize"}, "training": {"bench", "generate", "quantize"}}
 NOT_OURS = {"tests", "benchmarks", "demo", "docs", ".venv"}

@@ -21,6 +21,7 @@ from report.gauge import Gauge
 from runtime import runner as runner_module
 from runtime.compiled import compile_parts
 from runtime.runner import WARM_UP, Pacer, Runner, capture_graph
+from runtime.turns import Turn
 from step import HISTORY, RING, Observer, decode_step
 
 ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
@@ -470,7 +471,7 @@ INJECTION_POINTS = [
     (Engine, "_measure"),
     (Engine, "_prefill"),
     (Engine, "_prompt_logits"),
-    (Engine, "_check_owner"),
+    (Turn, "check"),
     (Engine, "_launch"),
     (Engine, "_read"),
     (Engine, "_observe"),

@@ -1,0 +1,35 @@
+"""eaglet: speculative decoding that you can check. This is what `import eaglet` gives after `pip install .`.
+
+import eaglet
+engine = eaglet.load()                                # the demo model; a folder, .gguf file or org/name for another one
+for chunk in engine.generate("def main():\\n", eaglet.SamplingParams(max_new_tokens=100)):
+    print(chunk.text, end="")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from generate import VERSION as __version__
+from options import DEMO
+from sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine import Engine
+    from load import load
+
+__all__ = ["DEMO", "Engine", "SamplingParams", "__version__", "load"]
+
+if not TYPE_CHECKING:  # a type checker would accept any name because of this function
+
+    def __getattr__(name: str) -> Any:
+        """`load` and `Engine` import torch, which takes seconds, so they are imported when they are first named."""
+        if name == "load":
+            from load import load
+
+            return load
+        if name == "Engine":
+            from engine import Engine
+
+            return Engine
+        raise AttributeError(f"eaglet has no {name!r}; it has {', '.join(__all__)}.")

@@ -1,0 +1,165 @@
+"""Builds the wheel for `pip install .` (a PEP 517 backend). It needs nothing but Python.
+
+The files of the repository import each other by bare names such as `model`. These names would be in everybody's way in
+site-packages. So the wheel has one package `eaglet` with all rooms in it, and imports of rooms name that package.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import io
+import tokenize
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "eaglet"
+RENAMED = {"load": "loading"}  # `eaglet.load` is the function
+NOT_SHIPPED = {"tests", "package"}  # of package/, SHIPPED_HERE goes into the package itself
+SHIPPED_HERE = ("__init__.py", "command.py")
+DATA = ("demo", "heads")  # folders without code
+IN_THE_REPOSITORY = {"demo", "gpu", "measured", "paper_tables", "predict", "train_demo"}  # scripts that write into it
+LEFT_OUT = {".pyc", ".tmp", ".partial"}
+# What the texts of the program call things -> what they are called after installing.
+CALLED = {
+    "python generate.py": "eaglet generate",
+    "python quantize.py": "eaglet quantize",
+    "python -m scripts.bench ": "eaglet bench ",
+    "python -m scripts.train_eagle ": "eaglet train ",
+    "python -m scripts.": "python -m eaglet.scripts.",
+    "python -m {name}": "python -m eaglet.{name}",
+    "from generate import load": "from eaglet import load",
+    "from load import load": "from eaglet import load",
+}
+
+
+def rooms() -> set[str]:
+    """The names that files of the repository import from each other."""
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - NOT_SHIPPED
+    return folders | {path.stem for path in ROOT.glob("*.py")}
+
+
+def _inside(name: str) -> str:
+    """The name of a module in the package."""
+    room, dot, rest = name.partition(".")
+    return f"{PACKAGE}.{RENAMED.get(room, room)}{dot}{rest}"
+
+
+def _import_line(node: ast.Import, names: set[str]) -> str:
+    """An import statement that binds the same names to the modules of the package."""
+    parts = []
+    for alias in node.names:
+        room = alias.name.partition(".")[0]
+        if room not in names:
+            parts.append(f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else ""))
+            continue
+        if alias.asname is None and alias.name != room:  # `import a.b` loads a.b and binds a
+            parts.append(f"import {_inside(alias.name)}")
+        bound = alias.name if alias.asname else room
+        parts.append(f"import {_inside(bound)} as {alias.asname or room}")
+    return "; ".join(parts)
+
+
+def rewritten(source: str, names: set[str]) -> str:
+    """A source whose imports of `names` go into the package, and whose texts call commands by their installed names."""
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+
+    def at(line: int, column: int) -> int:
+        """The place of a node, whose column counts bytes."""
+        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
+
+    edits: list[tuple[int, int, str]] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import) and any(alias.name.partition(".")[0] in names for alias in node.names):
+            place = at(node.lineno, node.col_offset), at(node.end_lineno or 0, node.end_col_offset or 0)
+            edits.append((*place, _import_line(node, names)))
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in names:
+            start = source.index(node.module, at(node.lineno, node.col_offset) + len("from"))
+            edits.append((start, start + len(node.module), _inside(node.module)))
+    texts = {tokenize.STRING, *(kind for kind, name in tokenize.tok_name.items() if name == "FSTRING_MIDDLE")}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in texts:
+            start = starts[token.start[0] - 1] + token.start[1]
+            end = starts[token.end[0] - 1] + token.end[1]
+            new = source[start:end]
+            for old, called in CALLED.items():
+                new = new.replace(old, called)
+            edits.append((start, end, new))
+    for start, end, new in sorted(edits, reverse=True):
+        source = source[:start] + new + source[end:]
+    return source
+
+
+def contents() -> Iterator[tuple[str, bytes]]:
+    """The files of the package, by their names in the wheel."""
+    names = rooms()
+    code = [ROOT / "package" / name for name in SHIPPED_HERE] + sorted(ROOT.glob("*.py"))
+    data: list[Path] = []
+    for folder in sorted(names | set(DATA)):
+        files = sorted(path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix not in LEFT_OUT)
+        code += [path for path in files if path.suffix == ".py"]
+        data += [path for path in files if path.suffix != ".py"]
+    for path in code:
+        if path.parent.name == "scripts" and path.stem in IN_THE_REPOSITORY:
+            continue
+        inside = path.relative_to(ROOT / "package" if path.parent.name == "package" else ROOT)
+        if len(inside.parts) == 1:
+            inside = inside.with_stem(RENAMED.get(inside.stem, inside.stem))
+        yield f"{PACKAGE}/{inside.as_posix()}", rewritten(path.read_text(encoding="utf-8"), names).encode()
+    for path in data:
+        yield f"{PACKAGE}/{path.relative_to(ROOT).as_posix()}", path.read_bytes()
+    yield f"{PACKAGE}/py.typed", b""
+
+
+def version() -> str:
+    """The version, which `generate.py` holds."""
+    for node in ast.parse((ROOT / "generate.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VERSION":
+            return ast.literal_eval(node.value)
+    raise ValueError("generate.py has no line VERSION = ...; add one.")
+
+
+def _about(project: dict) -> dict[str, bytes]:
+    """The files of the wheel's dist-info folder, except RECORD."""
+    metadata = [
+        "Metadata-Version: 2.4",
+        f"Name: {project['name']}",
+        f"Version: {version()}",
+        f"Summary: {project['description']}",
+        f"License-Expression: {project['license']}",
+        "License-File: LICENSE",
+        f"Requires-Python: {project['requires-python']}",
+        *(f"Requires-Dist: {requirement}" for requirement in project["dependencies"]),
+        "Description-Content-Type: text/markdown",
+        "",
+        (ROOT / project["readme"]).read_text(encoding="utf-8"),
+    ]
+    wheel = ["Wheel-Version: 1.0", f"Generator: {PACKAGE}", "Root-Is-Purelib: true", "Tag: py3-none-any", ""]
+    scripts = ["[console_scripts]", *(f"{name} = {target}" for name, target in project["scripts"].items()), ""]
+    texts = {"METADATA": metadata, "WHEEL": wheel, "entry_points.txt": scripts}
+    files = {name: "\n".join(lines).encode() for name, lines in texts.items()}
+    return files | {"licenses/LICENSE": (ROOT / "LICENSE").read_bytes()}
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: dict | None = None, metadata_directory: str | None = None
+) -> str:
+    """Write the wheel into a folder and return its name. pip calls this."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    stem = f"{PACKAGE}-{version()}"
+    files = dict(contents()) | {f"{stem}.dist-info/{name}": data for name, data in _about(project).items()}
+    record = ""
+    with zipfile.ZipFile(Path(wheel_directory) / f"{stem}-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+        for name, data in files.items():
+            wheel.writestr(name, data)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+            record += f"{name},sha256={digest},{len(data)}\n"
+        wheel.writestr(f"{stem}.dist-info/RECORD", f"{record}{stem}.dist-info/RECORD,,\n")
+    return f"{stem}-py3-none-any.whl"

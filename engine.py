@@ -68,9 +68,8 @@ class Engine:
             eagle_always: False: measure at the first request whether speculation pays, and decode plainly while it does
                 not. The tokens are the same up to the rounding of forwards of other widths.
             kv_dtype: of the target's cache: None for the model's, or torch.int8.
-            options, plan, head: what `load.load` decided, planned and read. The engine only keeps them for reports.
-            generation: the model's generation_config.json. The engine only keeps it: a request has the settings that
-                `SamplingParams` names, and `sampling_params.with_suggestions` applies the model's to them.
+            options, plan, head, generation: what `load.load` decided, planned and read (generation is the model's
+                generation_config.json). The engine only keeps them, for reports and command lines.
 
         Raises:
             ValueError: in one line, for values out of range.

@@ -24,13 +24,13 @@ from load import load
 from model_config import ModelConfig
 from sampling import SamplingParams
 from support.errors import BAD_FILE, UsageError, is_out_of_memory, one_line, run_command
-from support.files import directory_written_whole, read_json, write_json
+from support.files import directory_written_whole, write_json
 from support.machine import default_device, size_text
 from support.memory import shapes_only
 from support.texts import read_texts, stdlib_texts, token_windows
 from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
-from weights.heads import EagleConfig, read_eagle, save_quantized_eagle
+from weights.heads import EagleConfig, read_card, read_eagle, save_quantized_eagle
 from weights.hf import build_model
 from weights.hub import local_path
 from weights.quantized import ALGORITHMS, GROUPS, HEADS, MODES, QuantSpec, set_tensor
@@ -188,7 +188,7 @@ def _main(args: argparse.Namespace) -> str:
 
 def _head_alone(args: argparse.Namespace, spec: QuantSpec) -> str:
     """--head-only: write the rounded head, with the CARD.json of the original."""
-    out, card = Path(args.out or ""), Path(args.eagle or "") / "CARD.json"
+    out = Path(args.out or "")
     if not args.eagle or not args.out:
         raise UsageError("--head-only needs --eagle HEAD and --out DIR.")
     if out.exists():
@@ -197,8 +197,8 @@ def _head_alone(args: argparse.Namespace, spec: QuantSpec) -> str:
     config, tensors, receipt = quantize_head(args.eagle, target, spec)
     with directory_written_whole(out) as unfinished:
         save_quantized_eagle(config, tensors, spec, unfinished)
-        if card.is_file():
-            write_json(unfinished / "CARD.json", read_json(card) | {"rounded": {"mode": spec.mode, **receipt}})
+        if card := read_card(args.eagle):
+            write_json(unfinished / "CARD.json", card | {"rounded": {"mode": spec.mode, **receipt}})
     return f"EAGLE head  {_sizes(receipt)}   largest relative error of a matrix {receipt['worst']:.2%}   {out}"
 
 

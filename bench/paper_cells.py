@@ -33,9 +33,9 @@ from report.prove import find_fork
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import one_line
-from support.files import append_json_lines, read_json, read_json_lines
+from support.files import append_json_lines, read_json_lines
 from support.machine import free_memory
-from weights.heads import read_eagle
+from weights.heads import read_card, read_eagle
 from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
 
@@ -106,8 +106,7 @@ def candidates(args: argparse.Namespace, config: ModelConfig) -> tuple[list[Cand
 
 
 def _with_card(method: str, option: str, path: Path, *trees: str) -> Candidate:
-    file = path / "CARD.json"
-    card = read_json(file) if file.is_file() else {}
+    card = read_card(path)
     name = path.name if path.is_dir() else path.stem
     return Candidate(method, name, {option: str(path)}, trees, {k: card[k] for k in CARD if k in card})
 

@@ -98,10 +98,10 @@ def real(file: Path, heads: Sequence[Path]) -> None:
 
 
 def chat(file: Path) -> int:
-    """`generate.py --chat` with the real model, and with its EAGLE-3 head if it is there."""
-    drafting = [["--eagle", str(head)] for head in heads_of_the_model()]
-    command = ["--chat", "--checkpoint", str(file), *(drafting[-1] if drafting else [])]
-    print("python generate.py", *command, "\nAsk something. /reset starts over, /exit leaves.\n", flush=True)
+    """`generate.py --chat` with the real model, and with the newest of its heads where that pays."""
+    heads = heads_of_the_model()
+    command = ["--chat", "--checkpoint", str(file), *(["--eagle", str(heads[-1])] if heads else [])]
+    print("python generate.py", *command, "\nAsk something. /help lists the commands, /exit leaves.\n", flush=True)
     return generate.main(command)
 
 

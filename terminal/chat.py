@@ -6,7 +6,7 @@ import contextlib
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from engine import Engine
 from report.lines import Report
 from report.viewer import StepRecorder
-from runtime.results import GenerationResult, Stream
+from runtime.results import Chunk, GenerationResult, Stream
 from sampling import SamplingParams
 from sampling_params import with_suggestions
 from support.errors import BadFileError, UsageError
@@ -79,6 +79,15 @@ def terminal_reader() -> Callable[[], str]:
 
     session: PromptSession[str] = PromptSession(key_bindings=keys)
     return lambda: session.prompt("\n> ")
+
+
+def texts_of(chunks: Iterable[Chunk]) -> Iterator[str]:
+    """The texts of an answer's chunks, without the space that a template may leave before the answer."""
+    started = False
+    for chunk in chunks:
+        text = chunk.text if started else chunk.text.lstrip()
+        started = started or bool(text)
+        yield text
 
 
 def say(text: str) -> None:
@@ -173,12 +182,9 @@ class Conversation:
         self.report.line(self._status(result, room))
 
     def _print(self, stream: Stream) -> None:
-        started = False
         with ctrl_c_ends(stream) as chunks:
-            for chunk in chunks:
-                piece = chunk.text if started else chunk.text.lstrip()
-                started = started or bool(piece)
-                print(piece, end="", flush=True)
+            for text in texts_of(chunks):
+                print(text, end="", flush=True)
         print(flush=True)
 
     def _status(self, result: GenerationResult, room: int) -> str:

@@ -21,7 +21,7 @@ from sampling import SamplingParams
 from sampling_params import with_suggestions
 from support.errors import INTERRUPTED, BadFileError, UsageError
 from support.machine import default_device
-from terminal.chat import chat
+from terminal.chat import chat, texts_of
 from terminal.prompt import Prompt
 from tokenizer import BUILTIN_SYSTEM
 
@@ -96,15 +96,14 @@ def decode(engine: Engine, request: Request, prompt: Prompt, args: argparse.Name
     if show and prompt.echo and request.template is None:
         print(prompt.text, end="")
     interrupted = False
-    started = request.template is None  # the space before an answer is not shown
     try:
-        for chunk in stream:
-            if show and args.batch_size == 1:
-                text = chunk.text if started else chunk.text.lstrip()
-                started = started or bool(text)
+        if show and args.batch_size == 1:
+            for text in texts_of(stream) if request.template else (chunk.text for chunk in stream):
                 print(text, end="", flush=True)
-            elif not args.json and engine.tokenizer is None:
-                print(*chunk.token_ids, sep=",", end=",", flush=True)
+        else:
+            for chunk in stream:
+                if not args.json and engine.tokenizer is None:
+                    print(*chunk.token_ids, sep=",", end=",", flush=True)
     except KeyboardInterrupt:
         interrupted = True
         stream.close()

@@ -82,11 +82,15 @@ class TokenData:
     def rows(self) -> int:
         return len(self.starts) - 1
 
+    def place(self, k: int, length: int) -> slice:
+        """Where the first `length` tokens of row k lie in ids and mask; of a stream, the k-th window of `length`."""
+        low, high = (k * length, len(self.ids)) if self.stream else map(int, self.starts[k : k + 2])
+        return slice(low, min(high, low + length))
+
     def row(self, k: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, mask) of the first `length` tokens of row k; of a stream, the k-th window of `length`."""
-        low, high = (k * length, len(self.ids)) if self.stream else (self.starts[k], self.starts[k + 1])
-        high = min(high, low + length)
-        return self.ids[low:high], self.mask[low:high]
+        """(ids, mask) at `place`."""
+        place = self.place(k, length)
+        return self.ids[place], self.mask[place]
 
     def sample(self, seed: int, index: int, length: int) -> slice:
         """Where number `index` of an endless series lies in ids and mask: random windows, or every row once per epoch."""
@@ -94,9 +98,7 @@ class TokenData:
             start = int(np.random.default_rng((seed, index)).integers(0, max(1, len(self.ids) - length + 1)))
             return slice(start, min(len(self.ids), start + length))
         epoch, place = divmod(index, self.rows)
-        row = int(_permutation(seed, epoch, self.rows)[place])
-        start = int(self.starts[row])
-        return slice(start, min(int(self.starts[row + 1]), start + length))
+        return self.place(int(_permutation(seed, epoch, self.rows)[place]), length)
 
     def split(self, share: float) -> tuple[TokenData, TokenData]:
         """The first rows (of a stream: tokens) for training, and the last `share` of them held out."""
@@ -123,6 +125,11 @@ class Batch(NamedTuple):
     mask: Tensor  # bool [B, T]
     numbers: Sequence[int] = ()  # of every row in the series of the run
     places: Sequence[slice] = ()  # of every row in the data
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of every row, without the padding."""
+        return [place.stop - place.start for place in self.places]
 
 
 def step_batches(data: TokenData, step: int, world: World, args: argparse.Namespace) -> tuple[list[Batch], float]:

@@ -19,12 +19,11 @@ from load import build_head
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from support.errors import UsageError
-from support.files import read_json
 from training.data import Batch, TokenData, fingerprint
 from training.drafters import DrafterTraining, Evaluation
 from training.features import KeptFeatures, TargetRows
 from training.optim import Recipe
-from weights.heads import EagleConfig, EagleFile, read_eagle, save_eagle
+from weights.heads import EagleConfig, EagleFile, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 
 INPUTS = ("feature+shifted-token", "feature+unshifted-token", "feature", "token")
@@ -133,7 +132,7 @@ def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:
 
 def earlier_card(head: Path) -> dict[str, Any]:
     """What CARD.json keeps of the training that --start goes on from."""
-    card = read_json(head / "CARD.json") if (head / "CARD.json").is_file() else {}
+    card = read_card(head)
     kept = ("data", "training_tokens", "steps", "rows_per_step", "minutes", "tau_greedy", "started_from")
     return {"head": head.name} | {name: card[name] for name in kept if name in card}
 
@@ -182,8 +181,7 @@ def feature_noise(batch: Batch, size: int, width: float, seed: int) -> Tensor:
     """Uniform noise [B, T, size] that depends on (seed, row number) alone; `loss_eagle1` scales it for the length T."""
     B, T = batch.tokens.shape
     noise = torch.zeros(B, T, size)
-    for b, (number, place) in enumerate(zip(batch.numbers, batch.places, strict=True)):
-        length = place.stop - place.start
+    for b, (number, length) in enumerate(zip(batch.numbers, batch.lengths, strict=True)):
         rng = np.random.default_rng((seed, number, 1))
         own = torch.from_numpy(rng.random((length, size), dtype=np.float32)) * 2 - 1
         noise[b, :length] = own * (width / FEATURE_NOISE) * (T / length)
@@ -300,15 +298,14 @@ class EagleTraining(DrafterTraining):
             H = self.target.config.hidden_size
             self.kept = KeptFeatures(Path(self.args.work) / f"{name}.bin", data, H, H * len(taps))
         V = self.target.config.vocab_size
-        if self.start is None:
-            draft_ids = frequent_tokens(data, self.args.draft_vocab or V, V)
-        else:
-            draft_ids = self.start.tensors.get("draft_ids")
-        head = TrainHead(self.config, self.target, draft_ids, self.args.inputs, self.args.compile)
-        if self.start is None:
-            init_head(head, self.args.seed)
-        else:
+        ids = (
+            self.start.tensors.get("draft_ids") if self.start else frequent_tokens(data, self.args.draft_vocab or V, V)
+        )
+        head = TrainHead(self.config, self.target, ids, self.args.inputs, self.args.compile)
+        if self.start:
             head.load_state_dict(self.start.floats())
+        else:
+            init_head(head, self.args.seed)
         head.to(self.target.device)
         head.rotary.build(self.target.device, self.target.rotary.length)
         return head

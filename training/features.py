@@ -58,17 +58,16 @@ class KeptFeatures:
         B, T = batch.tokens.shape
         if not all(self.best[place].all() for place in batch.places):
             rows = run(batch.tokens)
-            for hidden_states, features, place in zip(*rows[:2], batch.places, strict=True):
-                length = place.stop - place.start
+            for hidden_states, features, place, length in zip(*rows[:2], batch.places, batch.lengths, strict=True):
                 self.values[place, : self.hidden_size] = hidden_states[:length]
                 if self.values.shape[1] > self.hidden_size:
                     self.values[place, self.hidden_size :] = features[:length]
                 self.best[place] = logits(hidden_states[:length]).argmax(-1).int() + 1
         values = torch.zeros(B, T, self.values.shape[1])
         best = torch.zeros(B, T, dtype=torch.int64)
-        for b, place in enumerate(batch.places):
-            values[b, : place.stop - place.start] = self.values[place]
-            best[b, : place.stop - place.start] = self.best[place] - 1
+        for b, (place, length) in enumerate(zip(batch.places, batch.lengths, strict=True)):
+            values[b, :length] = self.values[place]
+            best[b, :length] = self.best[place] - 1
         values = values.to(batch.tokens.device)
         hidden_states, taps = values.tensor_split([self.hidden_size], -1)
         return TargetRows(hidden_states, taps if taps.shape[-1] else hidden_states, best.to(batch.tokens.device))

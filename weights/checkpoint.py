@@ -44,9 +44,8 @@ class Checkpoint:
     config: ModelConfig  # with the stop ids of generation_config.json, or else of config.json
     gguf: GGUFFile | None = None
     spec: QuantSpec | None = None  # what float weights are rounded to while they are read
-    generation: dict[str, Any] = field(
-        default_factory=dict
-    )  # generation_config.json: how the model wants to be sampled
+    # generation_config.json: how the model wants to be sampled
+    generation: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: str | Path, int8_groups: bool = False) -> Checkpoint:

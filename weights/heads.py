@@ -159,6 +159,12 @@ def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
     return _HeadReader(path, target, overrides or {}).read()
 
 
+def read_card(path: str | Path) -> dict[str, Any]:
+    """What CARD.json in a drafter's folder says of its making, {} if there is none."""
+    file = local_path(path) / "CARD.json"
+    return read_json(file) if file.is_file() else {}
+
+
 def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: str | Path) -> None:
     """Write a head under SafeAILab's tensor names (`config.json`, `model.safetensors`).
 

@@ -62,7 +62,7 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     """The arms that --baseline and --hf-compile ask for. Raises UserError for a model that they cannot run."""
     arms: list[Arm] = []
     if "hf" in args.baseline:
-        model = floats_of(base)
+        model = floats_of(base, None if args.shape else args.checkpoint)
         twin, copied = hf_model(model), bool(base.model.quant)
         kinds = ["hf", "hf-static"] + ["hf-compiled"] * args.hf_compile
         arms += [HFArm(kind, twin, base.tokenizer, copied) for kind in kinds]
@@ -77,18 +77,18 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
 class HFArm:
     """`transformers` generate.
 
-    kind: hf (dynamic cache), hf-static or hf-compiled. model: a `hf_model`, whose weights the arms share. dequantized:
+    kind: hf (dynamic cache), hf-static or hf-compiled. model: a `hf_model`, whose weights the arms share. copied:
     whether they are the copy in bfloat16 that `floats_of` makes, which the name then says.
     """
 
     label = OTHER_ENGINE
 
-    def __init__(self, kind: str, model: Any, tokenizer, dequantized: bool = False):
-        self.name, self.kind, self.tokenizer = f"{kind} bf16" if dequantized else kind, kind, tokenizer
+    def __init__(self, kind: str, model: Any, tokenizer, copied: bool = False):
+        self.name, self.kind, self.tokenizer = f"{kind} bf16" if copied else kind, kind, tokenizer
         self.model = copy.copy(model)  # generate keeps a static cache in it, and a compiled forward is an attribute
         self.options = {"transformers": importlib.metadata.version("transformers")}
-        if dequantized:
-            self.options["weights"] = "a copy of the file's, dequantized to bfloat16"
+        if copied:
+            self.options["weights"] = "a copy of the file's in bfloat16, not rounded any further"
         if kind == "hf-compiled":
             self.model.forward = torch.compile(self.model.forward, dynamic=False)
 
@@ -130,21 +130,24 @@ class _Clock:
         pass
 
 
-def floats_of(base: Engine) -> Transformer:
-    """The model that transformers can run: the engine's own weights, or for a quantized GGUF file a copy in bfloat16.
+def floats_of(base: Engine, source: str | None) -> Transformer:
+    """The model that transformers can run: the engine's own weights, or a copy in bfloat16.
 
-    Raises UsageError for other quantized weights, and NotEnoughMemory if the copy does not fit.
+    It is a copy for a quantized GGUF file, and where --quant rounded the weights of the files while they were read.
+    source: the model's file or folder; None for random weights. Raises UsageError for other quantized weights, and
+    NotEnoughMemory if the copy does not fit.
     """
     model = base.model
     if not model.quant:
         return unpacked(model)
-    if not is_gguf(base.options.checkpoint):
-        raise UsageError("--baseline hf needs unquantized weights or a GGUF file; this checkpoint is quantized.")
+    if source is None or not (is_gguf(source) or base.options.quant):
+        what = "--baseline hf needs weights that are not quantized, a GGUF file, or a folder of floats with --quant;"
+        raise UsageError(f"{what} this model has quantized weights only.")
     size, free = float_bytes(model.config, LoadOptions(device="cpu", dtype="bfloat16")), free_memory(model.device)
     if size > free:
-        what = f"--baseline hf dequantizes this model, which takes {size_text(size)}; {size_text(free)} are free."
+        what = f"--baseline hf needs a copy in bfloat16, which takes {size_text(size)}; {size_text(free)} are free."
         raise NotEnoughMemory(f"{what} Leave it out.")
-    checkpoint = Checkpoint.open(base.options.checkpoint)
+    checkpoint = Checkpoint.open(source)
     return checkpoint.load(model.device, torch.bfloat16, max_positions=1, floats=True)
 
 

@@ -35,7 +35,7 @@ from support.errors import UserError
 from support.texts import HELD_OUT
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
-from weights.hf import save_hf
+from weights.hf import hf_views, save_hf
 from weights.medusa import save_medusa
 
 QUESTIONS = [
@@ -999,13 +999,13 @@ def test_llama_cpp_decodes_every_prompt_from_an_empty_cache(real_file, real_engi
 
 
 @needs_gguf
-def test_transformers_runs_a_quantized_file_in_bfloat16_and_says_so(real_engine, monkeypatch):
+def test_transformers_runs_a_quantized_file_in_bfloat16_and_says_so(real_file, real_engine, monkeypatch):
     """A row called hf whose weights are not ours without a word; two copies of them; one that fills the memory."""
     pytest.importorskip("transformers")
-    args = SimpleNamespace(baseline=["hf"], hf_compile=False)
+    args = SimpleNamespace(baseline=["hf"], hf_compile=False, shape=None, checkpoint=str(real_file))
     arms = peers.peers_of(args, real_engine, 256)
     assert [arm.name for arm in arms] == ["hf bf16", "hf-static bf16"]
-    assert "dequantized to bfloat16" in arms[0].options["weights"]
+    assert "a copy of the file's in bfloat16" in arms[0].options["weights"]
     weights = [arm.model.model.layers[0].mlp.up_proj.weight for arm in arms]
     assert weights[0].dtype == torch.bfloat16 and weights[0].data_ptr() == weights[1].data_ptr()
     prompt = real_engine.tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
@@ -1014,7 +1014,23 @@ def test_transformers_runs_a_quantized_file_in_bfloat16_and_says_so(real_engine,
     assert arms[0].run(prompt, params).token_ids[0] == ours[0]
     monkeypatch.setattr(peers, "free_memory", lambda device: 10**8)
     with pytest.raises(UserError, match="takes 269.0 MB; 100.0 MB are free"):
-        peers.floats_of(real_engine)
+        peers.floats_of(real_engine, str(real_file))
+
+
+def test_transformers_runs_the_weights_of_the_folder_beside_an_engine_that_rounded_them(tmp_path):
+    """A baseline of rounded weights, or a refusal, where --quant rounds a folder of floats while it loads."""
+    pytest.importorskip("transformers")
+    folder, model = str(tmp_path / "model"), tiny_model(torch.bfloat16)
+    save_hf(model, folder)
+    args = SimpleNamespace(baseline=["hf"], hf_compile=False, shape=None, checkpoint=folder)
+    rounded = load(folder, quant="int8", device="cpu")
+    arms = peers.peers_of(args, rounded, 64)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert arms[0].name == "hf bf16"
+    assert torch.equal(arms[0].model.get_parameter(name), hf_views(model)[name])
+    stored = replace(rounded.options, quant=None)
+    with pytest.raises(UserError, match="has quantized weights only"):
+        peers.floats_of(SimpleNamespace(model=rounded.model, options=stored), folder)
 
 
 @needs_gguf
@@ -1047,7 +1063,7 @@ def test_no_drafter_is_looked_for_beside_a_gguf_file(tmp_path):
     [
         ("--baseline llama.cpp", "add --checkpoint FILE.gguf"),
         ("--baseline llama.cpp --shape tiny --synthetic-tau 2", "add --checkpoint FILE.gguf"),
-        ("--baseline hf --shape tiny --synthetic-tau 2 --quant int8", "needs unquantized weights or a GGUF file"),
+        ("--baseline hf --shape tiny --synthetic-tau 2 --quant int8", "this model has quantized weights only"),
     ],
 )
 def test_baselines_that_cannot_run_are_one_line(flags, why, capsys, monkeypatch):

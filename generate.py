@@ -139,6 +139,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     message = args.chat or (given and args.prompt_ids is None) or (not given and stdin_is_fed())
     if (args.template or args.system) and (args.raw or not message):
         raise UsageError("--template and --system shape a message: give -p TEXT without --raw, or add --chat.")
+    if "logprobs" in args and not args.json:
+        raise UsageError("--logprobs are part of the JSON output; add --json.")
     if args.batch_size > 1 and (args.show_tree or args.html):
         raise UsageError("--show-tree and --html show one sequence; use --batch-size 1.")
 

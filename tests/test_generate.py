@@ -31,7 +31,7 @@ HEADS = sorted(p.name for p in DEMO.glob("eagle*") if p.is_dir())
 # The keys of --json. Other programs read them: one may be added, none renamed or dropped.
 ROW = """text token_ids prompt_tokens cached_tokens new_tokens stop_reason prefill_seconds decode_seconds
 tokens_per_second steps tokens_per_step plain_steps plain_tokens tau accepted_by_depth chain n_alpha temperature
-seed""".split()
+seed logprobs""".split()
 RUN = """template settings settings_of_model
 checkpoint quant dtype device drafter tree eagle draft_checkpoint medusa ngram_nodes verify kernels compile
 compile_mode break_even_tau compile_seconds graphs_reused graphs_compiled peak_memory_bytes versions""".split()
@@ -355,7 +355,7 @@ def test_a_fork_s_margin_in_units_of_the_last_place():
     engine = load(dtype="bfloat16", ctx=256)
     prompt = engine.tokenizer.encode("def f(x):")
     with torch.inference_mode(), engine.backend.active():
-        logits = engine._prompt_logits(0, prompt, SamplingParams().mode)[0][0, 0]
+        logits = engine.prefill.logits(0, prompt, SamplingParams().mode)[0][0, 0]
     a, b = logits.topk(2).indices.tolist()
     distance, ulps = engine.margin(0, prompt, len(prompt), SamplingParams(), a, b)
     above = torch.nextafter(logits[a].bfloat16(), torch.tensor(1e9, dtype=torch.bfloat16)).float()
@@ -462,7 +462,8 @@ def test_compiled_decoding_equals_eager_and_does_not_recompile():
     engine = load(DEMO, ctx=256, compile=False, dtype="float64")
     compiled = load(DEMO, ctx=256, compile=False, dtype="float64")
     compiled._step = torch.compile(compiled._step, fullgraph=True, dynamic=False, backend="eager")
-    compiled._forward = torch.compile(compiled._forward, fullgraph=True, dynamic=False, backend="eager")
+    prefill = compiled.prefill
+    prefill.forward = torch.compile(prefill.forward, fullgraph=True, dynamic=False, backend="eager")
     prompts = [compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)]
 
     def request(i: int) -> SamplingParams:

@@ -30,7 +30,7 @@ function drawTree(step) {
   const column = 152, row = 27, box = 124, height = 21, nodes = step.nodes;
   const children = nodes.map(() => []), rows = [];
   nodes.forEach((node, i) => { if (node.parent >= 0) children[node.parent].push(i); });
-  const rank = i => nodes[i].kind == "rejected" ? 1 - nodes[i].score : -1;
+  const rank = i => nodes[i].kind == "rejected" ? 1 - (nodes[i].score || 0) : -1;
   children.forEach(below => below.sort((a, b) => rank(a) - rank(b) || a - b));
   let used = 0;
   const place = (i, at) => {
@@ -69,8 +69,9 @@ function drawBars({values, mean, meanName, digits, width, chosen, choose, name})
   const w = Math.max(width, left + right + 3 * values.length), slot = (w - left - right) / values.length;
   const y = value => top + (height - top - bottom) * (1 - Math.min(value, most) / most);
   const out = svg("svg", {class: "drawing", width: w, height, role: "img", "aria-label": name});
-  const unit = 10 ** Math.floor(Math.log10(most / 2)), step = [1, 2, 5, 10].map(k => k * unit).find(k => most / k <= 4);
-  for (let value = 0; value <= most; value += step) {
+  const unit = 10 ** Math.max(digits ? -3 : 0, Math.floor(Math.log10(most / 2)));
+  const step = [1, 2, 5, 10].map(k => k * unit).find(k => most / k <= 4);
+  for (let value = 0; value <= most * 1.001; value += step) {
     out.append(svg("line", {class: "axis", x1: left, x2: w - right, y1: y(value), y2: y(value)}));
     out.append(svg("text", {class: "soft", x: left - 6, y: y(value) + 4, "text-anchor": "end"}, +value.toPrecision(3)));
   }

@@ -107,7 +107,7 @@ def tree_lines(nodes: Sequence[Node], others: int = OTHERS) -> tuple[list[Line],
     target's own token come first. Of the rejected nodes, the `others` with the highest scores are drawn.
     """
     rejected = [i for i, node in enumerate(nodes) if node.kind == "rejected"]
-    rejected.sort(key=lambda i: (-nodes[i].score, nodes[i].depth))
+    rejected.sort(key=lambda i: (-(nodes[i].score or 0), nodes[i].depth, i))
     drawn = {i for i, node in enumerate(nodes) if node.kind != "rejected"}
     for i in rejected[:others]:
         while i not in drawn:  # with its parents, which may have the same score

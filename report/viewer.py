@@ -35,7 +35,7 @@ class Node:
     parent: int  # its number among the nodes of the picture; -1 for the root
     depth: int
     kind: str  # "root", "accepted", "rejected", or "own": the target's own token, which was not drafted
-    score: float | None = None  # None for the root and for the target's own token
+    score: float | None = None  # None for the root, for the target's own token, and where no model scored
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class StepRecorder(Observer):
         nodes = [Node(self.text(step.tokens[0]), -1, 0, "root")]
         for i in live[1:]:
             kind = "accepted" if i in step.path else "rejected"
-            nodes.append(Node(self.text(step.tokens[i]), place[step.parent[i]], step.depth[i], kind, step.score[i]))
+            score = None if self.scoring == "none" else step.score[i]
+            nodes.append(Node(self.text(step.tokens[i]), place[step.parent[i]], step.depth[i], kind, score))
         if own:
             last = step.path[-1]
             nodes.append(Node(self.text(step.emitted[-1]), place[last], step.depth[last] + 1, "own"))
@@ -123,7 +124,7 @@ class StepRecorder(Observer):
         which is not the chance that the draft's own distribution gives.
         """
         if self.scoring == "none":
-            return "The numbers mean nothing here: no model scored these nodes."
+            return "No model scored the nodes, so there are no numbers beside them."
         if self.scoring == "noisy" and temperature > 0:
             text = "a score with the shared noise g, not a probability: the product along the path of "
             text += "softmax((z + T g) / max(T, 0.5))"

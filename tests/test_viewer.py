@@ -177,7 +177,7 @@ def test_the_page_says_what_the_numbers_are(tmp_path):
         assert 0 < per_root <= 1 + 1e-6, "the root's children share at most 1"
     engine = Engine(head.target, drafter=WithNGrams(eagle_engine(head, TREES["chain4"]).drafter, 4))
     assert "n-gram" in StepRecorder(engine).meaning(0.0)
-    assert "mean nothing" in StepRecorder(Engine(head.target)).meaning(0.0)
+    assert "No model scored" in StepRecorder(Engine(head.target)).meaning(0.0)
 
 
 def test_probabilities_on_the_page_are_the_draft_s_own():
@@ -361,4 +361,5 @@ def test_a_step_without_a_draft_says_so():
     followed(engine, recorder, SamplingParams(max_new_tokens=3))
     TreeWriter(out).step(recorder.views[0], "")
     assert [node.kind for node in recorder.views[0].nodes] == ["root", "own"]
+    assert recorder.views[0].nodes[0].text == recorder.first, "not the token that the step itself wrote there"
     assert "1 token (no draft, the model's own)" in out.getvalue()

@@ -67,8 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_options(parser)
     add = parser.add_argument_group("output").add_argument
     add("--prove", action="store_true", help="replay without the head and compare; exit 1 on a real difference")
-    add("--show-tree", action="store_true", help="colour accepted tokens by depth")
-    add("--html", metavar="FILE", help="write a page that shows every step's tree")
+    add("--show-tree", action="store_true", help="draw the tree of every step while it decodes, then the text by depth")
+    add("--html", metavar="FILE", help="write a page with the tree of every step, tau and milliseconds")
     add("--gauge", action="store_true", help="time the phases of a step: draft, verify, accept, host")
     add("--json", action="store_true", help="one JSON object on stdout instead of text")
     add("-q", "--quiet", action="store_true", help="no report")

@@ -411,25 +411,28 @@ def test_multi_round_is_refused_where_it_would_lie(head, capsys):
 
 
 @pytest.mark.parametrize("head", HEADS[:1])
-def test_html_page_and_coloured_text_hold_every_token(head, tmp_path, capsys, monkeypatch):
-    """A picture that shows another run than the one decoded."""
-    monkeypatch.delenv("NO_COLOR", raising=False)
+def test_the_page_and_the_trees_hold_every_token(head, tmp_path, capsys):
+    """A picture that shows another run than the one decoded, colour codes in a pipe, or trees in what --json prints."""
     page = tmp_path / "steps.html"
     flags = ["--eagle", str(DEMO / head), "--max-new-tokens", "32", "--show-tree", "--html", str(page)]
     code, out, _ = run(capsys, *flags)
     text = page.read_text()
-    data = json.loads(re.search(r"const data = (\{.*?\}), colour", text, re.S)[1])
+    data = json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script', text, re.S)[1])
     engine = load(DEMO, ctx=512)
     prompt = engine.tokenizer.encode(generate.DEMO_PROMPT)
     plain = engine.generate(prompt, SamplingParams(max_new_tokens=32)).run()[0]
     shown = data["first"] + "".join(t for step in data["steps"] for t in step["kept"])
-    assert code == 0 and shown == plain.text
-    assert "http" not in text.replace("http://www.w3.org", "")
-    colourless = re.sub(r"\033\[\d+m", "", out)
-    assert plain.text in colourless and "\033[" in out
-    for step in data["steps"]:
-        accepted = [node for node in step["nodes"] if node[4]]
-        assert len(accepted) - 1 >= len(step["kept"]) - 1
+    assert code == 0 and shown == plain.text and generate.DEMO_PROMPT in data["prompt"]
+    assert [name for name, _ in data["facts"]][:3] == ["model", "head", "tree"]
+    assert "http" not in text.replace("http://www.w3.org", "").replace("http-equiv", "")
+    assert out.endswith(plain.text + "\n") and "\033" not in out
+    for number, step in enumerate(data["steps"], 1):
+        accepted = [node["text"] for node in step["nodes"] if node["kind"] == "accepted"]
+        own = [node["text"] for node in step["nodes"] if node["kind"] == "own"]
+        assert (accepted + own)[: len(step["kept"])] == step["kept"] and step["ms"] > 0
+        assert f"step {number}: {len(step['kept'])} token" in out
+    code, out, err = run(capsys, *flags, "--json")
+    assert code == 0 and json.loads(out)["text"] == plain.text and "step 1: " in err
 
 
 @pytest.mark.parametrize("head", [h for h in HEADS if h == "eagle1"])

@@ -21,7 +21,9 @@ from drafters.base import UNCOMPILED, Drafter, PlainDrafter
 from model import Transformer
 from runtime.async_stream import AsyncStream
 from runtime.compiled import COMPILE_MODES, CompileMode, compile_parts
+from runtime.constrained import ConstrainedSteps
 from runtime.fused import fused_parts
+from runtime.grammar import Constraint, Grammars
 from runtime.prefill import Prefill, not_finite
 from runtime.prompts import Prompt, prompts_ids
 from runtime.results import Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
@@ -96,6 +98,8 @@ class Engine:
         mode = COMPILE_MODES[compile_mode] if compile else CompileMode("", None, False)
         self.runner = Runner(self.state.ring, self.state.step, torch.cuda if on_gpu else None, mode.captured and on_gpu)
         self._compile(mode, on_gpu)
+        self.constrained = ConstrainedSteps(model, self.state, self.runner, self.parts)
+        self.grammars = Grammars(tokenizer, model.config.vocab_size)
         self.timings: dict[SamplingMode, tuple[float, float]] = {}  # seconds of a plain and of a speculative step
         self.step_seconds: tuple[float, float] | None = None  # those of the present request
         self.warm: set[tuple] = set()  # kinds of step that have run compiled
@@ -232,7 +236,9 @@ class Engine:
             for prompt, row in zip(prompts, params, strict=True)
         ]
         turn = Turn(self.turns)
-        return Stream(self._run(prompts, params, results, turn), results, turn)
+        constraints = [self.grammars.constraint(p.grammar, self.stop_ids(p)) if p.grammar else None for p in params]
+        request = _Request(self, prompts, params, results, constraints)
+        return Stream(self._run(request, turn), results, turn)
 
     def _check_request(self, prompts: list[list[int]], rows: list[SamplingParams]) -> None:
         if not 1 <= len(prompts) <= self.batch_size:
@@ -258,18 +264,15 @@ class Engine:
                 )
 
     @torch.inference_mode()
-    def _run(
-        self, prompts: list[list[int]], params: list[SamplingParams], results: list[GenerationResult], turn: Turn
-    ) -> Generator[Chunk]:
+    def _run(self, request: _Request, turn: Turn) -> Generator[Chunk]:
         try:
             if not turn.wait():
                 return
-            request = _Request(self, prompts, params, results)
             reuse = list(zip(self._cached, self._drafted, strict=True))
             self._forget_caches()  # nothing is valid until the request has ended well
-            self._write_settings(params)
+            self._write_settings(request.params)
             self._first_runs(request.mode)
-            for b, prompt in enumerate(prompts):
+            for b, prompt in enumerate(request.prompts):
                 yield request.prefill(b, prompt, *reuse[b])
                 turn.check()
             self.runner.begin()
@@ -283,7 +286,7 @@ class Engine:
             raise
         finally:
             turn.end()
-            mark_interrupted(results)
+            mark_interrupted(request.results)
 
     def _keep_caches(self, request: _Request) -> None:
         for b in range(len(request.prompts)):
@@ -342,6 +345,8 @@ class Engine:
 
     def _capture(self, drafter: Drafter, mode: SamplingMode) -> None:
         with self.backend.active():
+            if mode.grammar:
+                return self.constrained.capture(drafter, mode)
             self.runner.capture(*self._step_call(drafter, mode))
 
     def _step_call(self, drafter: Drafter, mode: SamplingMode) -> tuple[tuple, Callable[[], StepOutput]]:
@@ -363,8 +368,12 @@ class Engine:
             named["mark"] = mark
         return (drafter.N, drafter.D, mode), call
 
-    def _launch(self, drafter: Drafter, mode: SamplingMode) -> StepOutput:
+    def _launch(
+        self, drafter: Drafter, mode: SamplingMode, constraints: Sequence[Constraint | None] = ()
+    ) -> StepOutput:
         with self.backend.active():
+            if mode.grammar:
+                return self.constrained.launch(drafter, mode, constraints)
             return self.runner.launch(*self._step_call(drafter, mode))
 
     def _read(self) -> list[list[int]]:
@@ -404,10 +413,17 @@ class _Request:
     """The host's side of one request: what it knows of every row, and the steps under way."""
 
     def __init__(
-        self, engine: Engine, prompts: list[list[int]], params: list[SamplingParams], results: list[GenerationResult]
+        self,
+        engine: Engine,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        results: list[GenerationResult],
+        constraints: list[Constraint | None],
     ):
         self.engine = engine
         self.prompts = prompts
+        self.params = params
+        self.constraints = constraints
         self.mode = SamplingMode.covering(row.mode for row in params)
         self.results = results
         self.rows = [
@@ -425,7 +441,7 @@ class _Request:
     @property
     def lag(self) -> int:
         """Steps that may run ahead of the host. Observers may come and go within a request."""
-        return 0 if self.engine.observers or self.mode.logprobs else self.engine.lag
+        return 0 if self.engine.observers or self.mode.logprobs or self.mode.grammar else self.engine.lag
 
     @property
     def finished(self) -> bool:
@@ -441,14 +457,22 @@ class _Request:
             start = max(0, min(start - 1, drafted))
         self.results[b].cached_tokens = start
         with engine.backend.active():
-            first, logprobs = engine.prefill.first_token(b, prompt, self.mode, start)
+            constraint = self.constraints[b]
+            allowed = constraint.allowed() if constraint else None
+            first, logprobs = engine.prefill.first_token(b, prompt, self.mode, start, allowed)
         self.lengths[b] = len(prompt)
         self.drafted[b] = len(prompt) - 1
         self.results[b].prefill_seconds = time.perf_counter() - started
         chunk = self.rows[b].push([first], logprobs and logprobs.row(0), step=False)
-        if self.rows[b].finished:
-            engine._finish(b)
+        self._taken(b, chunk)
         return chunk._replace(row=b)
+
+    def _taken(self, b: int, chunk: Chunk) -> None:
+        """Note that a row has got the tokens of a chunk."""
+        if self.rows[b].finished:
+            self.engine._finish(b)
+        elif (constraint := self.constraints[b]) is not None:
+            constraint.take(chunk.token_ids)
 
     def advance(self) -> Iterator[Chunk]:
         """Launch steps and hand out what the oldest one emitted.
@@ -488,7 +512,7 @@ class _Request:
             self.drafter = wanted
         output = None
         while self.drafter is wanted and len(self.pending) <= self.lag:
-            output = engine._launch(self.drafter, self.mode)
+            output = engine._launch(self.drafter, self.mode, self.constraints)
             self.pending.append(self.drafter)
         return output
 
@@ -507,8 +531,7 @@ class _Request:
         chunk = row.push(emitted[: min(usable, count)], logprobs)
         if used is engine.fallback and chunk.token_ids:
             self.results[b].plain_steps.append(self.results[b].steps - 1)
-        if row.finished and not done:
-            engine._finish(b)
+        self._taken(b, chunk)
         if row.finished or usable > 0:
             yield chunk._replace(row=b)
         if not row.finished and usable < count:

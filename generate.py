@@ -66,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_sampling(parser, of_model=True, max_new_tokens="200, or to a message what is left of the context")
     add_options(parser)
     add = parser.add_argument_group("output").add_argument
+    add("--json-schema", metavar="FILE", help="the text is JSON that follows this JSON schema")
     add("--prove", action="store_true", help="replay without the head and compare; exit 1 on a real difference")
     add("--show-tree", action="store_true", help="draw the tree of every step while it decodes, then the text by depth")
     add("--html", metavar="FILE", help="write a page with the tree of every step, tau and milliseconds")
@@ -132,6 +133,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         "--show-tree": args.show_tree,
         "--html": args.html,
         "--json": args.json,
+        "--json-schema": args.json_schema,
+        "--grammar": "grammar" in args,
         "--batch-size": args.batch_size > 1,
     }
     for flag in (flag for flag, is_given in for_one_request.items() if args.chat and is_given):
@@ -139,6 +142,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     message = args.chat or (given and args.prompt_ids is None) or (not given and stdin_is_fed())
     if (args.template or args.system) and (args.raw or not message):
         raise UsageError("--template and --system shape a message: give -p TEXT without --raw, or add --chat.")
+    if args.json_schema and "grammar" in args:
+        raise UsageError("give one of --grammar, --json-schema.")
     if "logprobs" in args and not args.json:
         raise UsageError("--logprobs are part of the JSON output; add --json.")
     if args.batch_size > 1 and (args.show_tree or args.html):

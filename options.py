@@ -383,6 +383,7 @@ SETTINGS = {  # field of SamplingParams -> what --help says
     "max_new_tokens": "the most tokens to generate",
     "stop_ids": "stop ids instead of the model's own",
     "stop": "stop string (repeatable)",
+    "grammar": "the text follows this grammar, in the Lark syntax of llguidance",
     "logprobs": "with --json: the log-probability of every token, and of the N likeliest ones",
 }
 
@@ -396,7 +397,9 @@ def add_sampling(parser: argparse.ArgumentParser, *names: str, of_model: bool = 
     for f in (f for f in fields(SamplingParams) if not names or f.name in names):
         default = defaults.get(f.name, f.default)
         text, words = SETTINGS[f.name], {"default": argparse.SUPPRESS} if of_model else {"default": default}
-        if f.name == "stop":
+        if f.name == "grammar":
+            words |= {"metavar": "TEXT"}
+        elif f.name == "stop":
             words |= {"action": "append", "metavar": "TEXT"} | ({} if of_model else {"default": []})
         elif f.name == "stop_ids":
             words |= {"metavar": "2,13"} | ({} if of_model else {"default": ""})

@@ -302,6 +302,12 @@ def survivors(logits: Tensor, state: SamplingState) -> Tensor:
     return z >= torch.minimum(cut, top)
 
 
+def restrict(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Logits [B,N,V], with -inf where `allowed` is 0: bit i % 32 of its int32 [B,N,i // 32] is token i."""
+    bits = allowed.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=allowed.device)
+    return torch.where((bits & 1).flatten(-2).narrow(-1, 0, logits.shape[-1]).bool(), logits, -math.inf)
+
+
 def finite(logits: Tensor) -> Tensor:
     """Bool [...]: the row has no NaN, no +inf and not only -inf. Where this is False, `choose` means nothing."""
     return logits.amax(-1).isfinite()

@@ -37,6 +37,7 @@ class SamplingMode:
     filters: bool = False
     penalties: bool = False
     logprobs: bool = False
+    grammar: bool = False
 
     @classmethod
     def covering(cls, modes: Iterable[SamplingMode]) -> SamplingMode:
@@ -52,6 +53,8 @@ class SamplingParams:
 
     logprobs: None, or how many of the likeliest tokens are reported at each position, beside the token that was chosen.
         Such a request waits for the host at every step.
+    grammar: what the text must follow: a grammar in the Lark syntax of llguidance, or what `runtime.grammar.json_grammar`
+        makes of a JSON schema. Such a request waits for the host at every step, too.
     """
 
     temperature: float = 0.0
@@ -66,6 +69,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         values = vars(self)
@@ -79,6 +83,8 @@ class SamplingParams:
             if not isinstance(values[name], (list, tuple)):
                 raise ValueError(f"{name} is {values[name]!r:.80}; allowed: a tuple. Wrap the value in one.")
             object.__setattr__(self, name, tuple(values[name]))
+        if not isinstance(self.grammar, str):
+            raise ValueError(f"grammar is {self.grammar!r:.80}; allowed: a text. Use json_grammar for a JSON schema.")
         for token in self.stop_ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
                 raise ValueError(f"stop_ids has {token!r:.80}; allowed: ids >= 0. Correct or remove it.")
@@ -93,7 +99,7 @@ class SamplingParams:
         """Which code this request needs. Greedy decoding needs no filters, as the greatest logit survives them all."""
         filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-        return SamplingMode(self.temperature > 0, filters, penalties, self.logprobs is not None)
+        return SamplingMode(self.temperature > 0, filters, penalties, self.logprobs is not None, bool(self.grammar))
 
 
 def per_row(params: SamplingParams | Sequence[SamplingParams], rows: int) -> list[SamplingParams]:

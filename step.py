@@ -68,6 +68,8 @@ class DecodeState:
             self.ring = torch.zeros(RING, B, 2 + 2 * (D + 1), dtype=torch.int64)  # what the host reads
             self.step = torch.zeros(1, dtype=torch.int64)  # number of steps of this request
             self.hashes = sampling.hash_ids(torch.arange(V))
+            # bits of the tokens that a grammar allows after each node (`sampling.restrict`)
+            self.allowed = torch.full((B, drafter.N, -(-V // 32)), -1, dtype=torch.int32)
         self.sampling = SamplingState(B, model.device)
 
     def buffers(self) -> list[Tensor]:
@@ -122,15 +124,36 @@ def decode_step(
 
     mark(phase) is called at the end of each of PHASES, if given. parts: compiled functions to use.
     """
+    draft, noise = draft_phase(drafter, state, mode, parts)
+    if mark is not None:
+        mark("draft")
+    return verify_phase(model, drafter, state, mode, draft, noise, mark, parts)
+
+
+def draft_phase(
+    drafter: Drafter, state: DecodeState, mode: SamplingMode, parts: StepParts = UNCOMPILED
+) -> tuple[Draft, Tensor | None]:
+    """The first half of a step: the drafted tree, and the target's noise [B, D + 1, V], None for greedy decoding."""
     n = state.n
     noise = None
     if mode.sample:
         positions = n[:, None] + 1 + torch.arange(drafter.D + 1, device=n.device)
         noise = sampling.gumbel_noise(state.sampling.seed, positions, state.hashes, hashed=True)
-    draft = drafter.draft(draft_input(state, mode, noise, parts))
-    if mark is not None:
-        mark("draft")
-    nodes = model.nodes(n, draft.depth, draft.ancestors, state.slots)
+    return drafter.draft(draft_input(state, mode, noise, parts)), noise
+
+
+def verify_phase(
+    model: Transformer,
+    drafter: Drafter,
+    state: DecodeState,
+    mode: SamplingMode,
+    draft: Draft,
+    noise: Tensor | None,
+    mark: Callable[[str], None] | None = None,
+    parts: StepParts = UNCOMPILED,
+) -> StepOutput:
+    """The second half: run the target on the tree, accept and commit."""
+    nodes = model.nodes(state.n, draft.depth, draft.ancestors, state.slots)
     hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps, parts.block)
     logits = model.logits(hidden_states)
     if mark is not None:
@@ -156,6 +179,8 @@ def accept_and_commit(
     logits [B, N, V] and features [B, N, F] belong to the nodes of the tree. noise [B, D + 1, V] is the target's.
     """
     usable, raw_logits = sampling.finite(logits), logits
+    if mode.grammar:
+        logits = sampling.restrict(logits, state.allowed.narrow(1, 0, logits.shape[1]))
     if mode.penalties:
         below_root = draft.ancestors.clone()
         below_root[:, :, 0] = False

@@ -204,14 +204,15 @@ class Tokenizer:
         """The bytes that each token id stands for."""
         return self._files.pieces
 
-    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+    def encode(self, text: str, add_bos: bool = True, continuation: bool = False) -> list[int]:
         """Ids of a user's text. `</s>` in the text stays text.
 
         add_bos: with what `transformers` puts around a text, which is BOS if the model has one, and EOS for the rare
-        model that asks for it. ValueError for text that is not valid Unicode.
+        model that asks for it. continuation: the text goes on from another one, so nothing is put around it, not even
+        the space of sentencepiece. ValueError for text that is not valid Unicode.
         """
-        ids = self._text_ids(text, first=True)
-        return [*self._prefix, *ids, *self._suffix] if add_bos else ids
+        ids = self._text_ids(text, first=not continuation)
+        return [*self._prefix, *ids, *self._suffix] if add_bos and not continuation else ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True, continuation: bool = False) -> str:
         """Text of ids. Invalid UTF-8 gives U+FFFD, and unknown ids give nothing.

@@ -17,13 +17,14 @@ from sampling_params import SamplingParams
 if TYPE_CHECKING:
     from engine import Engine
     from load import load
+    from runtime.grammar import json_grammar
 
-__all__ = ["DEMO", "Engine", "SamplingParams", "__version__", "load"]
+__all__ = ["DEMO", "Engine", "SamplingParams", "__version__", "json_grammar", "load"]
 
 if not TYPE_CHECKING:  # a type checker would accept any name because of this function
 
     def __getattr__(name: str) -> Any:
-        """`load` and `Engine` import torch, which takes seconds, so they are imported when they are first named."""
+        """What imports torch, which takes seconds, is imported when it is first named."""
         if name == "load":
             from load import load
 
@@ -32,4 +33,8 @@ if not TYPE_CHECKING:  # a type checker would accept any name because of this fu
             from engine import Engine
 
             return Engine
+        if name == "json_grammar":
+            from runtime.grammar import json_grammar
+
+            return json_grammar
         raise AttributeError(f"eaglet has no {name!r}; it has {', '.join(__all__)}.")

@@ -32,9 +32,11 @@ class Prefill:
             self.forward = torch.compile(_run_chunk, fullgraph=True, dynamic=False)
 
     def first_token(
-        self, row: int, prompt: list[int], mode: SamplingMode, start: int = 0
+        self, row: int, prompt: list[int], mode: SamplingMode, start: int = 0, allowed: Tensor | None = None
     ) -> tuple[int, Logprobs | None]:
         """Run prompt[start:] and set up the row. Returns the first token, and its Logprobs [1, 1] if the mode has them.
+
+        allowed: the tokens that may come first, int32 [W] as in `sampling.restrict`; None: all.
 
         Raises ArithmeticError if the logits after the prompt cannot be used.
         """
@@ -42,6 +44,8 @@ class Prefill:
         P = len(prompt)
         raw_logits, noise = self.logits(row, prompt, mode, start)
         logits = self.penalised(row, raw_logits, prompt, P, mode)
+        if allowed is not None:
+            logits = sampling.restrict(logits, allowed.to(logits.device).view(1, 1, -1))
         choice = sampling.choose(logits, noise, state.sampling.row(row), mode)
         logprobs = sampling.logprobs_of(raw_logits, choice) if mode.logprobs else None
         first = choice[0, 0]

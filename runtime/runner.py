@@ -75,16 +75,20 @@ class Runner:
         """Run `step`, or replay the graph captured under `key`. Returns the step's own output. No host sync."""
         if self.issued - self.taken >= len(self.ring):
             raise RuntimeError(f"{len(self.ring)} steps are unread; the ring holds no more.")
-        graph, out = self.graphs.get(key, (None, None))
-        if graph is None:
-            out = step()
-        else:
-            graph.replay()
-            self.replays += 1
+        out = self.run(key, step)
         self.host.copy_(self.ring, non_blocking=True)
         if self.events:
             self.events[self.issued % len(self.ring)].record()
         self.issued += 1
+        return out
+
+    def run(self, key: Hashable, part: Callable[[], Any]) -> Any:
+        """Run a part of a step that fills no ring row, or replay its graph. Returns its own output. No host sync."""
+        graph, out = self.graphs.get(key, (None, None))
+        if graph is None:
+            return part()
+        graph.replay()
+        self.replays += 1
         return out
 
     def read(self) -> list[list[int]]:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,10 +21,12 @@ from report.lines import Report, result_json
 from report.page import write_page
 from report.tree_text import TreeWriter
 from report.viewer import StepRecorder
+from runtime.grammar import json_grammar
 from runtime.results import Chunk, GenerationResult, Stream
 from sampling import SamplingParams
 from sampling_params import with_suggestions
 from support.errors import INTERRUPTED, BadFileError, UsageError
+from support.files import read_json
 from support.machine import default_device
 from terminal.chat import chat, texts_of
 from terminal.prompt import Prompt
@@ -63,6 +66,8 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
 def make_request(engine: Engine, prompt: Prompt, args: argparse.Namespace) -> Request:
     """The prompt's ids and the settings. A text is a message where the model has a chat template, and else continued."""
     given = settings_given(args)
+    if args.json_schema:
+        given["grammar"] = json_grammar(read_json(Path(args.json_schema)))
     template = None
     most, note = NEW_TOKENS, ""
     if prompt.ids is not None:

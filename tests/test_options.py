@@ -299,6 +299,7 @@ SETTINGS = {
     "stop_ids": ("2,13", (2, 13)),
     "stop": ("END", ("END",)),
     "logprobs": ("0", 0),
+    "grammar": ("start: /a+/", "start: /a+/"),
 }
 
 

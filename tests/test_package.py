@@ -108,7 +108,7 @@ import importlib.util, sys
 import eaglet
 assert "torch" not in sys.modules, "import eaglet takes seconds"
 engine = eaglet.load(eagle=str(eaglet.DEMO / "eagle1"), device="cpu")
-assert eaglet.load is eaglet.load and isinstance(engine, eaglet.Engine)
+assert eaglet.load is eaglet.load and isinstance(engine, eaglet.Engine) and callable(eaglet.json_grammar)
 result = engine.generate("def main():\\n", eaglet.SamplingParams(max_new_tokens=8)).run()[0]
 assert len(result.token_ids) == 8 and result.text
 assert not [name for name in ("model", "generate", "load", "options") if importlib.util.find_spec(name)]

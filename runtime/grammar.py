@@ -1,0 +1,175 @@
+"""What a text may say: grammars and JSON schemas, token by token, through the package llguidance.
+
+A `Constraint` follows one sequence on the host. For every node of a draft tree it tells which tokens may follow there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from support.errors import UsageError
+from tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+
+MISSING = "grammars need the package llguidance: pip install llguidance"
+
+
+def json_grammar(schema: Mapping[str, Any] | str | None = None) -> str:
+    """The grammar of JSON texts that follow a JSON schema, for `SamplingParams.grammar`. None: of any JSON object.
+
+    The texts are compact: there is no white space between their parts. Otherwise a model that likes it could go on with
+    white space for ever. Raises ValueError in one line for a schema that is no JSON object or that llguidance does not
+    know, and UsageError without llguidance.
+    """
+    matcher = _llguidance().LLMatcher
+    text = json.dumps(schema or {"type": "object"}) if not isinstance(schema, str) else schema
+    try:
+        grammar = matcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
+    except ValueError as error:
+        raise ValueError(f"the JSON schema cannot be read: {_one_line(error)}") from error
+    if problem := matcher.validate_grammar(grammar):
+        raise ValueError(f"the JSON schema is not supported: {_one_line(problem)}")
+    return grammar
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise UsageError(MISSING) from error
+    return llguidance
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+class Grammars:
+    """Makes constraints for the vocabulary of a model. Its tables take a second, so they are made once for each set of
+    stop ids."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int):
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self._tables: dict[tuple[int, ...], Any] = {}
+
+    def constraint(self, grammar: str, stop_ids: Sequence[int]) -> Constraint:
+        """A constraint at the beginning of a text.
+
+        Raises ValueError in one line for a grammar with an error, and where the model has no tokenizer or no stop id.
+        """
+        if self.tokenizer is None:
+            raise ValueError("a grammar needs a tokenizer, and this checkpoint has none.")
+        if not stop_ids:
+            raise ValueError(
+                "a grammar needs a stop id to end the text with, and this model names none; pass stop_ids."
+            )
+        found = _llguidance()
+        key = tuple(sorted(set(stop_ids)))
+        if key not in self._tables:
+            self._tables[key] = self._table(found, key)
+        matcher = found.LLMatcher(self._tables[key], grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"the grammar has an error: {_one_line(matcher.get_error())}")
+        return Constraint(matcher, self.vocab_size, frozenset(key), self.tokenizer)
+
+    def _table(self, found: Any, stop_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
+        wrapper = found.TokenizerWrapper(_Words(self.tokenizer, self.vocab_size, stop_ids))
+        return found.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=list(stop_ids))
+
+
+class _Words:
+    """A tokenizer as llguidance wants to see it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: tuple[int, ...]):
+        pieces = tokenizer.pieces
+        self.tokens = [pieces.get(i, b"") for i in range(vocab_size)]
+        self.special_token_ids = sorted({*tokenizer.special_ids, *stop_ids})
+        self.eos_token_id = stop_ids[0]
+        self.bos_token_id = None
+        self.tokenizer = tokenizer
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        return self.tokenizer.encode(text, continuation=True)
+
+
+class Constraint:
+    """The state of a grammar after the tokens that a sequence has emitted. All of it is on the host."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, stop_ids: frozenset[int], tokenizer: Tokenizer):
+        self.matcher = matcher
+        self.tokenizer = tokenizer
+        self.words = -(-vocab_size // 32)
+        self.stop_ids = stop_ids
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Go on behind emitted tokens. A stop id ends the text, so what comes behind it does not count."""
+        for token in token_ids:
+            if token in self.stop_ids:
+                return
+            if not self.matcher.consume_token(token):
+                raise RuntimeError(f"the grammar stopped at token {token}: {_one_line(self.matcher.get_error())}")
+
+    def allowed(self) -> Tensor:
+        """Which tokens may come next, int32 [W]: bit i mod 32 of word i div 32 belongs to token i."""
+        bits = torch.zeros(self.words, dtype=torch.int32)
+        self.matcher.unsafe_compute_mask_ptr(bits.data_ptr(), bits.nbytes)
+        return bits
+
+    def forced(self) -> list[int]:
+        """The tokens of the text that must come next, because the grammar leaves no choice.
+
+        The model may still spell that text with other tokens, so these are drafts.
+        """
+        return self.tokenizer.encode(self.matcher.compute_ff_bytes().decode("utf-8", "ignore"), continuation=True)
+
+    def over_tree(self, tokens: Sequence[int], parent: Sequence[int], valid: Sequence[bool], out: Tensor) -> None:
+        """Write what may follow each node of a tree into out, int32 [N, W].
+
+        tokens, parent and valid describe the N nodes; node 0 is the last emitted token, and parents come before their
+        children. A node that the grammar does not allow is left open, because no accepted path leads there.
+        """
+        out.fill_(-1)
+        children: dict[int, list[int]] = {}
+        for node in range(1, len(tokens)):
+            if valid[node]:
+                children.setdefault(parent[node], []).append(node)
+        self._below(0, tokens, children, out)
+
+    def _below(self, node: int, tokens: Sequence[int], children: dict[int, list[int]], out: Tensor) -> None:
+        out[node] = self.allowed()
+        for child in children.get(node, ()):
+            if tokens[child] not in self.stop_ids and self.matcher.try_consume_tokens([tokens[child]]):
+                self._below(child, tokens, children, out)
+                self.matcher.rollback(1)
+
+
+def draft_forced(forced: Sequence[int], tokens: list[int], parent: Sequence[int], valid: Sequence[bool]) -> bool:
+    """Write forced tokens into a drafted tree, from the root down, where the tree does not have them. In place.
+
+    Of the children of a node, the last one with the longest branch below it gives way. Returns whether any token changed.
+    """
+    height = [0] * len(tokens)
+    children: dict[int, list[int]] = {}
+    for node in range(len(tokens) - 1, 0, -1):
+        if valid[node]:
+            height[parent[node]] = max(height[parent[node]], height[node] + 1)
+            children.setdefault(parent[node], []).append(node)  # the last child comes first
+    here, changed = 0, False
+    for token in forced:
+        below = children.get(here)
+        if not below:
+            break
+        found = next((child for child in below if tokens[child] == token), None)
+        here = max(below, key=height.__getitem__) if found is None else found
+        changed |= tokens[here] != token
+        tokens[here] = token
+    return changed

@@ -1,0 +1,259 @@
+"""Grammars: which tokens may follow each node of a tree, the same tokens with every drafter, and texts that are valid."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from test_engine import HEADS, MEDUSA, MODEL, PROMPTS
+from test_runner import with_graphs
+from tiny import TREES, PieceTokenizer, ScriptedDrafter, eagle_engine
+
+import sampling
+from engine import Engine
+from generate import load, main
+from runtime.grammar import Grammars, draft_forced, json_grammar
+from sampling import SamplingParams
+from scripts.demo import DEMO
+from support.errors import UsageError
+from tree import chain
+
+pytest.importorskip("llguidance")
+STOP = 96
+
+
+class Letters(PieceTokenizer):
+    """A vocabulary of single characters, with some pairs behind them and an end token."""
+
+    special_ids = frozenset({STOP})
+
+    def __init__(self):
+        letters = [bytes([c]) for c in range(32, 96)] + [bytes([c, c + 1]) for c in range(65, 90)]
+        super().__init__(dict(enumerate([*letters, b"ab", b"bc", b'{"', b'":', b"a", b"b", b"c", b"<end>"])), (STOP,))
+        self.ids = {piece: i for i, piece in self.pieces.items()}
+
+    def encode(self, text: str, add_bos: bool = True, continuation: bool = False) -> list[int]:
+        return [self.ids[char.encode()] for char in text]
+
+
+LETTERS = Letters()
+WORDS = ('start: (/[A-F]{2,7}/ "-")+ "STOP"', 'start: /[0-9]{3,12}/ "ABCDEFG" /[X-Z]{2,9}/', "start: /[A-Z]{30,60}/")
+
+
+def words_engine(tree=None, kind="eagle1", batch_size=1) -> Engine:
+    if tree is None:
+        return Engine(MODEL, LETTERS, batch_size=batch_size)
+    return eagle_engine(HEADS[kind], tree, batch_size=batch_size, tokenizer=LETTERS)
+
+
+def request(grammar: str, temperature: float = 1.0, **more) -> SamplingParams:
+    return SamplingParams(temperature=temperature, grammar=grammar, **({"seed": 5, "max_new_tokens": 40} | more))
+
+
+def matches(grammar: str, ids: list[int]) -> bool:
+    """Whether the grammar takes these ids, from a matcher that never saw a tree."""
+    constraint = Grammars(LETTERS, len(LETTERS.pieces)).constraint(grammar, (STOP,))
+    return constraint.matcher.try_consume_tokens(ids) == len(ids)
+
+
+def allowed_ids(bits: torch.Tensor) -> set[int]:
+    return {i for i in range(len(LETTERS.pieces)) if int(bits[i // 32]) >> (i % 32) & 1}
+
+
+def test_nodes_of_a_tree_may_be_followed_by_what_their_own_path_allows():
+    """Catches a matcher that is left at another node, and branches that see each other."""
+    grammars = Grammars(LETTERS, len(LETTERS.pieces))
+    a, b, c, dash = (LETTERS.ids[x] for x in (b"A", b"B", b"C", b"-"))
+    tokens, parent = [0, a, b, b, 50, dash, c, STOP, a], [0, 0, 0, 1, 1, 3, 5, 3, 4]
+    valid = [True] * 6 + [False, True, True]
+    out = torch.zeros(9, 4, dtype=torch.int32)
+    constraint = grammars.constraint(WORDS[0], (STOP,))
+    constraint.over_tree(tokens, parent, valid, out)
+    for node, path in {0: [], 1: [a], 2: [b], 3: [a, b], 5: [a, b, dash]}.items():
+        fresh = grammars.constraint(WORDS[0], (STOP,))
+        fresh.take(path)
+        want = {i for i in range(97) if i != STOP and fresh.matcher.validate_tokens([i])}
+        assert allowed_ids(out[node]) == want and want, node
+    assert all(out[node].eq(-1).all() for node in (4, 6, 7, 8))  # not allowed, not valid, the end, and below
+    again = torch.zeros_like(out)
+    constraint.over_tree(tokens, parent, valid, again)
+    assert torch.equal(out, again)
+    fresh = grammars.constraint('start: "AB"', (STOP,))
+    fresh.take([a, b])
+    assert allowed_ids(fresh.allowed()) == {STOP}
+    fresh.take([STOP, a])  # what comes after the end does not count
+
+
+@pytest.mark.parametrize("vocab", (31, 97, 128))
+def test_logits_are_restricted_bit_by_bit(vocab):
+    """Catches a bit order or a last word that shifts tokens, and the sign bit of a word."""
+    generator = torch.Generator().manual_seed(vocab)
+    keep = torch.rand(2, 3, vocab, generator=generator) < 0.5
+    bits = torch.zeros(2, 3, -(-vocab // 32), dtype=torch.int64)
+    for i in range(vocab):
+        bits[..., i // 32] |= keep[..., i].long() << (i % 32)
+    logits = torch.randn(2, 3, vocab, generator=generator)
+    got = sampling.restrict(logits, bits.int())
+    assert torch.equal(got, torch.where(keep, logits, float("-inf")))
+
+
+def test_forced_tokens_replace_the_least_likely_branch():
+    """Catches forced tokens that are not drafted, that replace a branch which has them, or that leave the tree."""
+    parent, valid = [0, 0, 0, 1, 1, 2, 3], [True] * 7
+    tokens = [9, 1, 2, 3, 4, 5, 6]
+    assert not draft_forced([1, 3, 6], tokens, parent, valid) and tokens == [9, 1, 2, 3, 4, 5, 6]
+    assert draft_forced([1, 7, 8, 7, 7], tokens, parent, valid) and tokens == [9, 1, 2, 7, 4, 5, 8]
+    tokens = [9, 1, 2, 3, 4, 5, 6]
+    assert draft_forced([7], tokens, [0, 0, 0, 0, 0, 0, 0], [True] * 6 + [False]) and tokens == [9, 1, 2, 3, 4, 7, 6]
+    assert not draft_forced([7], [9], [0], [True]) and not draft_forced([], [9, 1], [0, 0], [True] * 2)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("grammar", WORDS)
+def test_same_tokens_with_every_head_and_tree(grammar, kind):
+    """Catches a mask at the wrong node, a forced token that is taken without asking the target, and masks that meet
+    penalties or filters in another order. The texts follow the grammar."""
+    settings = (
+        {"temperature": 0.0},
+        {},
+        {"top_p": 0.8, "top_k": 9},
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.5},
+    )
+    for more in settings:
+        params = request(grammar, **more)
+        plain = words_engine().generate(PROMPTS[0], params).run()[0]
+        assert matches(grammar, [i for i in plain.token_ids if i != STOP])
+        assert plain.stop_reason == "length" or plain.token_ids[-1] == STOP
+        for tree in (MEDUSA, TREES["chain4"], TREES["dynamic"]):
+            result = words_engine(tree, kind).generate(PROMPTS[0], params).run()[0]
+            assert result.token_ids == plain.token_ids and result.text == plain.text
+
+
+def test_forced_spans_are_free_drafts():
+    """Catches forced text that is decoded token by token although a drafter is always wrong."""
+    grammar = 'start: /[XYZ]/ "ABCDEFGHIJKLMNOPQRSTUVW" /[XYZ]/'
+    params = request(grammar)
+    plain = words_engine().generate(PROMPTS[0], params).run()[0]
+    hostile = ScriptedDrafter(chain(4), [[0] * 200], shift=70)
+    result = Engine(MODEL, LETTERS, hostile).generate(PROMPTS[0], params).run()[0]
+    assert result.token_ids == plain.token_ids and len(plain.token_ids) > 12 and result.tau > 3
+
+
+def test_prompts_of_a_batch_with_and_without_a_grammar():
+    """Catches a mask of one prompt that reaches another, and a free prompt that a grammar beside it changes."""
+    rows = [request(WORDS[0]), SamplingParams(max_new_tokens=20), request(WORDS[1], 0.0)]
+    alone = [words_engine().generate(*pair).run()[0].token_ids for pair in zip(PROMPTS, rows, strict=True)]
+    for tree in (None, MEDUSA, TREES["dynamic"]):
+        engine = words_engine(tree, "eagle3", batch_size=3)
+        assert [r.token_ids for r in engine.generate_batch(PROMPTS, rows).run()] == alone
+        assert engine.generate(PROMPTS[1], rows[1]).run()[0].token_ids == alone[1]  # the masks are gone
+
+
+def test_two_graphs_hold_a_step():
+    """Catches masks or forced tokens that are fixed in a graph, and a half that is captured with the other one's key."""
+    for tree in (MEDUSA, TREES["dynamic"]):
+        engine = with_graphs(words_engine(tree))
+        engine.constrained.runner = engine.runner
+        for seed, grammar in enumerate((*WORDS, WORDS[0])):
+            params = request(grammar, seed=seed)
+            want = words_engine().generate(PROMPTS[0], params).run()[0].token_ids
+            assert engine.generate(PROMPTS[0], params).run()[0].token_ids == want
+        assert {key[-1] for key in engine.runner.graphs} == {"draft", "verify"} and len(engine.runner.graphs) == 2
+
+
+def test_errors_are_one_line_and_come_before_decoding(monkeypatch):
+    """Catches a bad grammar that reaches the engine, or ends in a traceback of a foreign library."""
+    engine = words_engine()
+    before = engine.generate(PROMPTS[0], request(WORDS[0])).run()[0].token_ids
+    for grammar in ("start: [", '{"broken": ', 'other: "a"'):
+        with pytest.raises(ValueError, match="the grammar has an error") as error:
+            engine.generate(PROMPTS[0], request(grammar))
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        Engine(MODEL).generate(PROMPTS[0], request(WORDS[0]))
+    unending = Engine(MODEL, PieceTokenizer(LETTERS.pieces))
+    with pytest.raises(ValueError, match="names none; pass stop_ids"):
+        unending.generate(PROMPTS[0], request(WORDS[0]))
+    for schema in ("[", {"type": "nonsense"}, {"type": "string", "pattern": "("}):
+        with pytest.raises(ValueError, match="the JSON schema") as error:
+            json_grammar(schema)
+        assert "\n" not in str(error.value)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UsageError, match="pip install llguidance"):
+        engine.generate(PROMPTS[0], request(WORDS[0]))
+    monkeypatch.undo()
+    assert engine.generate(PROMPTS[0], request(WORDS[0])).run()[0].token_ids == before
+
+
+# ------------------------------------------------------------------ JSON schemas on the demo model
+
+TEXT = {"type": "string", "maxLength": 6}
+SMALL = {"type": "integer", "minimum": 0, "maximum": 99}
+
+
+def thing(**properties) -> dict:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+SCHEMAS = {
+    "object": thing(name=TEXT, age=SMALL),
+    "nested": thing(user=thing(name=TEXT, address=thing(city=TEXT, zip=SMALL))),
+    "enum": thing(colour={"enum": ["red", "green", "blue"]}),
+    "mixed enum": {"enum": ["a", 1, None, True]},
+    "const": thing(kind={"const": "eaglet"}, version={"const": 3}),
+    "boolean": thing(a={"type": "boolean"}, b={"type": "boolean"}, c={"type": "null"}),
+    "array": {"type": "array", "items": SMALL, "minItems": 2, "maxItems": 5},
+    "array of objects": {"type": "array", "items": thing(x=SMALL, y=SMALL), "minItems": 1, "maxItems": 3},
+    "tuple": {"type": "array", "prefixItems": [TEXT, SMALL], "items": False, "minItems": 2},
+    "any of": thing(value={"anyOf": [SMALL, {"enum": ["none", "all"]}]}),
+    "one of": {"oneOf": [thing(circle=SMALL), thing(square=SMALL)]},
+    "reference": {"$defs": {"point": thing(x=SMALL, y=SMALL)}, **thing(start={"$ref": "#/$defs/point"})},
+    "recursive": {
+        "$defs": {
+            "node": thing(v=SMALL, next={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/leaf"}]}),
+            "leaf": thing(v=SMALL),
+        },
+        "$ref": "#/$defs/node",
+    },
+    "pattern": thing(id={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}),
+    "date": thing(day={"type": "string", "format": "date"}),
+    "number": thing(price={"type": "number", "minimum": 0, "maximum": 10, "multipleOf": 0.5}),
+    "optional": {"type": "object", "properties": {"a": SMALL, "b": SMALL}, "additionalProperties": False},
+    "keys in unicode": thing(**{"größe": SMALL, "名": {"enum": ["日本", "🦅"]}}),
+    "many keys": thing(**{f"a_rather_long_key_{i}": {"type": "boolean"} for i in range(6)}),
+    "two types": thing(v={"type": ["integer", "null"], "minimum": 0, "maximum": 9}),
+}
+
+
+@pytest.fixture(scope="module")
+def demo_engines():
+    return [load(DEMO, ctx=512, device="cpu"), load(DEMO, eagle=DEMO / "eagle3", ctx=512, device="cpu")]
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_texts_follow_their_schema_with_and_without_a_head(name, demo_engines):
+    """Catches a text that breaks its schema, and tokens that depend on the head. The drafts of forced text count."""
+    jsonschema = pytest.importorskip("jsonschema")
+    plain, drafting = demo_engines
+    prompt = plain.tokenizer.encode("def main():\n    return ")
+    for temperature in (0.0, 1.0):
+        params = request(json_grammar(SCHEMAS[name]), temperature, seed=len(name), max_new_tokens=250)
+        ours, theirs = (engine.generate(prompt, params).run()[0] for engine in (drafting, plain))
+        assert ours.token_ids == theirs.token_ids and ours.stop_reason == "eos"
+        jsonschema.validate(json.loads(ours.text), SCHEMAS[name])
+        assert theirs.tau in (0, 1) and (ours.tau > 1 or ours.new_tokens < 8)
+
+
+def test_command_with_a_schema(tmp_path, capsys):
+    """Catches a schema that the command line ignores, and a schema file that ends in a traceback."""
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(SCHEMAS["object"]))
+    flags = ["--json-schema", str(file), "--json", "-p", "x = ", "--max-new-tokens", "90"]
+    assert main(flags) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(json.loads(found["text"])) == {"name", "age"}
+    file.write_text("[")
+    assert main(flags) != 0 and capsys.readouterr().err.count("\n") == 1
+    assert main([*flags, "--grammar", WORDS[0]]) == 2 and "--grammar" in capsys.readouterr().err

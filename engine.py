@@ -24,6 +24,7 @@ from model import Transformer, chain_ancestors
 from runtime.async_stream import AsyncStream
 from runtime.compiled import COMPILE_MODES, CompileMode, compile_parts
 from runtime.fused import fused_parts
+from runtime.prompt_cache import PromptCache
 from runtime.prompts import Prompt, prompts_ids
 from runtime.results import Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
 from runtime.runner import Pacer, Runner
@@ -105,6 +106,7 @@ class Engine:
         # What the caches hold: for each row the ids whose target rows are valid, and the number of valid draft rows.
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
         self._drafted = [0] * batch_size
+        self.prompt_cache: PromptCache | None = None  # what keeps the texts that the caches no longer hold
         self.turns = Turns()  # requests run one after another
 
     def _check_arguments(self) -> None:
@@ -260,6 +262,9 @@ class Engine:
             if not turn.wait():
                 return
             request = _Request(self, prompts, params, results)
+            for b, prompt in enumerate(prompts if self.prompt_cache else ()):
+                row = self._cached[b], self._drafted[b], prompt
+                self._cached[b], self._drafted[b] = self.prompt_cache.exchange(self.state, self.drafter, b, *row)
             reuse = list(zip(self._cached, self._drafted, strict=True))
             self._forget_caches()  # nothing is valid until the request has ended well
             self._write_settings(params)

@@ -86,9 +86,13 @@ class Drafter:
         """Weight bytes that one draft reads."""
         return 0.0
 
+    def caches(self) -> list[Tensor]:
+        """Its KV caches [..., B, Hkv, S, hd], whose row for a token depends on the text up to there alone."""
+        return []
+
     def buffers(self) -> list[Tensor]:
         """The tensors that a step writes in place."""
-        return []
+        return self.caches()
 
 
 def take_rows(values: Tensor, index: Tensor) -> Tensor:

@@ -98,6 +98,9 @@ class WithNGrams(Drafter):
     def bytes_per_step(self, model: Transformer) -> float:
         return self.drafter.bytes_per_step(model)
 
+    def caches(self) -> list[Tensor]:
+        return self.drafter.caches()
+
     def buffers(self) -> list[Tensor]:
         return self.drafter.buffers()
 

@@ -63,7 +63,7 @@ class TreeDrafter(Drafter):
         self.slots = slots + self.lead + scratch
         self.cache = model.new_cache(batch_size, self.slots)
 
-    def buffers(self) -> list[Tensor]:
+    def caches(self) -> list[Tensor]:
         return [self.cache]
 
     def level_widths(self) -> list[int]:

@@ -300,7 +300,9 @@ class Tokenizer:
             raise ValueError("this model's chat template takes no tools. Leave them out, or use another model.")
         for text in _texts_in([messages, tools]):
             if any(control in text for control in self._forbidden.values()):
-                raise ValueError(f"a tool or tool call holds the text of a control token: {text!r:.60}. Remove it.")
+                raise ValueError(
+                    f"a tool, or a message's tool call, holds the text of a control token: {text!r:.60}. Remove it."
+                )
 
     def _template_and_contents(
         self, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None

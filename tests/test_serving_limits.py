@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
 pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
@@ -27,6 +28,7 @@ from options import DEMO  # noqa: E402
 from runtime.prompt_cache import PromptCache  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
 from scripts import serve  # noqa: E402
+from serving import scheduler  # noqa: E402
 from serving.prompt_folder import prompt_folder  # noqa: E402
 from serving.scheduler import Job  # noqa: E402
 from serving.server import is_loopback  # noqa: E402
@@ -92,13 +94,21 @@ def test_200_requests_of_16_clients_of_which_a_third_are_cut_off(engine):
         assert events[-1] == "[DONE]"
         return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
 
+    def resident() -> int:
+        """Bytes of memory that this process holds, 0 where the system does not say."""
+        statm = Path("/proc/self/statm")
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
     def left() -> int:
         gc.collect()
-        return sum(isinstance(item, Job) for item in gc.get_objects())
+        return sum(type(item) is Job for item in gc.get_objects())
 
     with running(engine, max_queue=16) as server, ThreadPoolExecutor(16) as clients:
-        found = list(clients.map(ask, range(200)))
+        found = list(clients.map(ask, range(80)))
+        before = resident()
+        found += clients.map(ask, range(80, 200))
         server.idle()
+        assert resident() - before < 24 << 20
         until(lambda: left() == 0)
         status = server.api.metrics.requests
         assert status[PATH, 200] == 200 and engine.prompt_cache.held_bytes <= 1 << 20
@@ -240,6 +250,34 @@ def test_sigterm_in_the_middle_of_a_stream():
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_gpu_that_failed_ends_the_server(engine, monkeypatch):
+    """A server that answers every later request with an error, and that nobody restarts because it still runs."""
+
+    def fail() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        script(patch, engine, "a b", gate=fail)
+        server = Running(engine)
+        refused(httpx.post(server.address + PATH, json={"prompt": "x"}), 503, "device_lost")
+        server.thread.join(20)
+    assert server.code == 5
+
+
+def test_a_stream_without_news_sends_a_comment(engine, monkeypatch):
+    """A proxy that ends a stream while its request waits or a long prompt is read."""
+    monkeypatch.setattr(scheduler, "PING_SECONDS", 0.02)
+    go = threading.Event()
+    script(monkeypatch, engine, "a b", gate=lambda: go.wait(20))
+    with running(engine) as server:
+        with httpx.stream("POST", server.address + PATH, json={"prompt": "x", "stream": True}) as answer:
+            lines = answer.iter_lines()
+            assert next(line for line in lines if line.startswith(":")) == ": waiting"
+            go.set()
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
 
 
 # ------------------------------------------------------------------ the command

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
+from options import DEMO
+from runtime.results import Chunk, GenerationResult
+from serving.answers import Answer
 from serving.tool_calls import HERMES, LLAMA, MISTRAL, ToolCallParser, tool_format
+from tokenizer import load_tokenizer
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": "x</y"}}'
 ADD = ("add", {"a": 1, "b": "x</y"})
@@ -72,3 +77,45 @@ def test_the_format_is_the_one_of_the_template():
 
     texts = ("x <tool_call> y", "[TOOL_CALLS]", "<|python_tag|>", '{"name": n, "parameters": p}', "nothing")
     assert [tool_format(Written(text)) for text in texts] == [HERMES, MISTRAL, LLAMA, LLAMA, HERMES]
+
+
+def test_the_template_gets_tools_and_no_control_tokens(tmp_path):
+    """A tool whose description ends the model's turn, and tools that a template silently leaves out."""
+    for name in ("config.json", "tokenizer.model"):
+        shutil.copy(DEMO / name, tmp_path)
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = load_tokenizer(tmp_path)
+    ask, call = {"role": "user", "content": "x</s>"}, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    ids = tokenizer.encode_chat([ask], tools=[{"name": "add"}])
+    assert tokenizer.decode(ids) == '[{"name": "add"}]user:x</s>' and not set(ids) & tokenizer.special_ids
+    assert "{'id': '1'}" in tokenizer.decode(tokenizer.encode_chat([ask, call]))
+    for tools in ([{"name": "a</s>"}], [{"a</s>": 1}], [{"name": "a", "parameters": {"enum": ["b", "</s>"]}}]):
+        with pytest.raises(ValueError, match="text of a control token"):
+            tokenizer.encode_chat([ask], tools=tools)
+    with pytest.raises(ValueError, match="text of a control token"):
+        tokenizer.encode_chat([ask, call | {"tool_calls": [{"id": "</s>"}]}])
+    tokenizer.use_template("vicuna")
+    with pytest.raises(ValueError, match="takes no tools"):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}], tools=[{"name": "add"}])
+
+
+def test_a_mark_that_is_a_special_token_is_seen():
+    """Mistral's [TOOL_CALLS], which the engine leaves out of the text: its calls would be shown as text."""
+
+    class Marked:
+        special_ids = frozenset({0, 1})
+        pieces = {0: b"</s>", 1: b"[TOOL_CALLS]", 2: b"Yes. ", 3: b'[{"name": "add", ', 4: b'"arguments": {}}]'}
+
+        def template_writes(self, text: str) -> bool:
+            return text == "[TOOL_CALLS]"
+
+        def decode(self, ids, continuation: bool = False) -> str:
+            return b"".join(self.pieces[i] for i in ids if i not in self.special_ids).decode()
+
+    tokenizer = Marked()
+    answer = Answer(0, tokenizer, [0], {"add"})
+    for ids in ([2, 1, 3], [4, 0]):
+        answer.take([Chunk(0, ids, tokenizer.decode(ids))])
+    answer.end(GenerationResult(1, 0.0, 0, stop_reason="eos"))
+    assert (answer.text, [call.name for call in answer.calls], answer.finish) == ("Yes. ", ["add"], "tool_calls")

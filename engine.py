@@ -15,25 +15,24 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import kernels
-import sampling
 from drafters.base import UNCOMPILED, Drafter, PlainDrafter
-from model import Transformer, chain_ancestors
+from model import Transformer
 from runtime.async_stream import AsyncStream
 from runtime.compiled import COMPILE_MODES, CompileMode, compile_parts
 from runtime.fused import fused_parts
+from runtime.prefill import Prefill, not_finite
 from runtime.prompt_cache import PromptCache
 from runtime.prompts import Prompt, prompts_ids
 from runtime.results import Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
 from runtime.runner import Pacer, Runner
 from runtime.turns import Turn, Turns
-from sampling import SamplingMode, SamplingParams
-from step import HISTORY, MAX_STOP_IDS, RING, DecodeState, Observer, StepOutput, decode_step
+from sampling import Logprobs, SamplingMode, SamplingParams
+from sampling_params import per_row
+from step import MAX_STOP_IDS, RING, DecodeState, Observer, StepOutput, decode_step
 from tokenizer import Tokenizer
 
-PREFILL_CHUNKS = (32, 64, 128, 256)  # fixed widths, so that a prompt of any length runs shapes that were seen before
 LAG = 2  # steps that run ahead of the host on a GPU
 ASKED_FOR = "asked for"  # why speculation stays on: the user wants it
 
@@ -106,7 +105,7 @@ class Engine:
         # What the caches hold: for each row the ids whose target rows are valid, and the number of valid draft rows.
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
         self._drafted = [0] * batch_size
-        self.prompt_cache: PromptCache | None = None  # what keeps the texts that the caches no longer hold
+        self.prompt_cache = PromptCache()  # keeps texts that the caches no longer hold; this one keeps none
         self.turns = Turns()  # requests run one after another
 
     def _check_arguments(self) -> None:
@@ -133,10 +132,11 @@ class Engine:
         self.parts = compile_parts(on_gpu, mode.inductor) if mode.scope == "parts" else UNCOMPILED
         self._step: Callable[..., StepOutput] = decode_step
         self._plain_step: Callable[..., StepOutput] = decode_step
-        self._forward: Callable = _prefill_chunk
+        block = None
         if self.backend.mode == "cpu":
             self.parts = fused_parts()
-            self._forward = partial(_prefill_chunk, block=self.parts.block)
+            block = self.parts.block
+        self.prefill = Prefill(self.model, self.drafter, self.state, block, mode.scope == "whole")
         if mode.scope != "whole":
             return
         if mode.inductor:  # Inductor captures no step that writes a buffer whose address may change
@@ -146,7 +146,6 @@ class Engine:
         plain_step = lambda *args, **named: decode_step(*args, **named)  # noqa: E731
         self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=mode.inductor)
         self._plain_step = torch.compile(plain_step, fullgraph=True, dynamic=False, mode=mode.inductor)
-        self._forward = torch.compile(_prefill_chunk, fullgraph=True, dynamic=False)
 
     @property
     def break_even_tau(self) -> float:
@@ -186,7 +185,7 @@ class Engine:
         params = params or SamplingParams()
         with Turn(self.turns):
             started = time.perf_counter()
-            self._write_settings(params)
+            self._write_settings([params])
             self._first_runs(params.mode)
             return time.perf_counter() - started
 
@@ -218,28 +217,34 @@ class Engine:
         """
         return AsyncStream(self.generate(prompt, params), self.turns.worker())
 
-    def generate_batch(self, prompts: Iterable[Prompt], params: SamplingParams | None = None) -> Stream:
-        """Decode up to batch_size prompts of any lengths together. Row b draws with seed + b. Otherwise as `generate`."""
-        params = params or SamplingParams()
+    def generate_batch(
+        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Stream:
+        """Decode up to batch_size prompts of any lengths together. Otherwise as `generate`.
+
+        params: for all prompts, where prompt b draws with seed + b, or one per prompt. The text of a prompt does not
+            depend on the settings of the others.
+        """
         prompts = prompts_ids(prompts, self.tokenizer)
+        params = per_row(params or SamplingParams(), len(prompts))
         self._check_request(prompts, params)
         chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 else 0
         results = [
-            GenerationResult(len(prompt), params.temperature, params.seed + b, chain=chain)
-            for b, prompt in enumerate(prompts)
+            GenerationResult(len(prompt), row.temperature, row.seed, chain=chain)
+            for prompt, row in zip(prompts, params, strict=True)
         ]
         turn = Turn(self.turns)
         return Stream(self._run(prompts, params, results, turn), results, turn)
 
-    def _check_request(self, prompts: list[list[int]], params: SamplingParams) -> None:
+    def _check_request(self, prompts: list[list[int]], rows: list[SamplingParams]) -> None:
         if not 1 <= len(prompts) <= self.batch_size:
             raise ValueError(f"{len(prompts)} prompts, but the engine holds 1 to {self.batch_size}; use --batch-size.")
-        if len(self.stop_ids(params)) > MAX_STOP_IDS:
-            raise ValueError(f"{len(self.stop_ids(params))} stop ids; allowed: at most {MAX_STOP_IDS}.")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this checkpoint has none; use stop ids.")
         V = self.model.config.vocab_size
-        for prompt in prompts:
+        for prompt, params in zip(prompts, rows, strict=True):
+            if len(self.stop_ids(params)) > MAX_STOP_IDS:
+                raise ValueError(f"{len(self.stop_ids(params))} stop ids; allowed: at most {MAX_STOP_IDS}.")
+            if params.stop and self.tokenizer is None:
+                raise ValueError("stop strings need a tokenizer, and this checkpoint has none; use stop ids.")
             if not prompt:
                 raise ValueError("the prompt is empty; give at least one token (or text).")
             for t in prompt:
@@ -256,19 +261,16 @@ class Engine:
 
     @torch.inference_mode()
     def _run(
-        self, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult], turn: Turn
+        self, prompts: list[list[int]], params: list[SamplingParams], results: list[GenerationResult], turn: Turn
     ) -> Generator[Chunk]:
         try:
             if not turn.wait():
                 return
             request = _Request(self, prompts, params, results)
-            for b, prompt in enumerate(prompts if self.prompt_cache else ()):
-                row = self._cached[b], self._drafted[b], prompt
-                self._cached[b], self._drafted[b] = self.prompt_cache.exchange(self.state, self.drafter, b, *row)
-            reuse = list(zip(self._cached, self._drafted, strict=True))
+            reuse = self.prompt_cache.exchange(self.state, self.drafter, self._cached, self._drafted, prompts)
             self._forget_caches()  # nothing is valid until the request has ended well
             self._write_settings(params)
-            self._first_runs(params.mode)
+            self._first_runs(request.mode)
             for b, prompt in enumerate(prompts):
                 yield request.prefill(b, prompt, *reuse[b])
                 turn.check()
@@ -293,15 +295,16 @@ class Engine:
         self._cached = [[] for _ in range(self.batch_size)]
         self._drafted = [0] * self.batch_size
 
-    def _write_settings(self, params: SamplingParams) -> None:
+    def _write_settings(self, params: Sequence[SamplingParams]) -> None:
         """Write a request's settings into the static buffers. Every sequence counts as finished until its prefill."""
         state = self.state
-        stop_ids = self.stop_ids(params)
         state.done.fill_(True)
-        state.sampling.set(params)
+        state.sampling.set([*params, *[SamplingParams()] * (self.batch_size - len(params))])
         state.stop_ids.fill_(-1)
-        state.stop_ids[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
-        state.limit.fill_(params.max_new_tokens)
+        for b, row in enumerate(params):
+            stop_ids = self.stop_ids(row)
+            state.stop_ids[b, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
+            state.limit[b] = row.max_new_tokens
         state.seen.zero_()
         state.counts.zero_()
 
@@ -338,17 +341,6 @@ class Engine:
                     self._read()
                 seconds.append((time.perf_counter() - started) / (1 + self.lag))
         return statistics.median(times[0][1:]), statistics.median(times[1][1:])
-
-    def _catch_up(self, row: int, start: int, end: int) -> None:
-        """Give the drafter the tokens start .. end - 1, which were decoded plainly. No host sync."""
-        state = self.state
-        width = PREFILL_CHUNKS[0]
-        level = torch.arange(width + 1, device=self.model.device)
-        with self.backend.active():
-            for at in range(start, end, width):
-                tokens = state.tokens[row].index_select(0, (at + level).clamp(max=state.slots - 1))
-                features = state.history[row].index_select(0, (at + level[:-1]) % HISTORY)
-                self.drafter.prefill(row, tokens[None], features[None], torch.full_like(level[:1], at))
 
     def _capture(self, drafter: Drafter, mode: SamplingMode) -> None:
         with self.backend.active():
@@ -400,105 +392,30 @@ class Engine:
         with Turn(self.turns), self.backend.active():
             self._forget_caches()
             self.state.sampling.set(params)
-            logits, noise = self._prompt_logits(row, list(text), params.mode)
-            if params.mode.penalties:
-                self._count_tokens(row, text, prompt)
-                logits = self._penalised(row, logits)
-            keys = logits[0, 0] if noise is None else (logits + self.state.sampling.temperature * noise)[0, 0]
+            logits, noise = self.prefill.logits(row, list(text), params.mode)
+            logits = self.prefill.penalised(row, logits, text, prompt, params.mode)
+            temperature = self.state.sampling.row(row).temperature
+            keys = logits[0, 0] if noise is None else (logits + temperature * noise)[0, 0]
         distance = abs(float(keys[a] - keys[b]))
         largest = float(logits[0, 0, [a, b]].abs().max())
         ulp = torch.finfo(self.model.dtype).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-9)))
         return distance, distance / ulp
-
-    def _count_tokens(self, row: int, text: Sequence[int], prompt: int) -> None:
-        """Set the penalty counters to what they are after generating text[prompt:]."""
-        state = self.state
-        device = self.model.device
-        state.seen[row] = False
-        state.counts[row] = 0
-        state.seen[row, torch.tensor(text, device=device)] = True
-        generated = torch.tensor(text[prompt:], dtype=torch.int64, device=device)
-        state.counts[row].scatter_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
-
-    def _penalised(self, row: int, logits: Tensor) -> Tensor:
-        state = self.state
-        empty = torch.zeros(1, 1, 1, dtype=torch.int64, device=logits.device)
-        seen = state.seen[row : row + 1]
-        counts = state.counts[row : row + 1]
-        return sampling.apply_penalties(logits, seen, counts, empty, empty.bool(), state.sampling)
-
-    def not_finite(self, position: int) -> ArithmeticError:
-        """The error for logits that are not finite at a position."""
-        half = self.model.dtype == torch.float16
-        hint = "fp16 overflow? Try --dtype bfloat16 or float32." if half else "Are the weights damaged?"
-        return ArithmeticError(f"logits became non-finite at token {position}. {hint}")
-
-    def _prefill(self, row: int, prompt: list[int], mode: SamplingMode, start: int) -> int:
-        """Run prompt[start:] in fixed chunks and set up the row. Returns the first generated token."""
-        state = self.state
-        P = len(prompt)
-        logits, noise = self._prompt_logits(row, prompt, mode, start)
-        if mode.penalties:
-            self._count_tokens(row, prompt, P)
-            logits = self._penalised(row, logits)
-        first = sampling.choose(logits, noise, state.sampling, mode)[0, 0]
-        state.tokens[row, :P] = torch.tensor(prompt, device=first.device)
-        state.tokens[row, P] = first
-        state.n[row] = P
-        state.root[row] = first
-        state.count[row] = 1
-        state.produced[row] = 1
-        state.done[row] = False
-        state.seen[row, first] = True
-        state.counts[row, first] = 1
-        return int(first)
-
-    def _prompt_logits(
-        self, row: int, text: list[int], mode: SamplingMode, start: int = 0
-    ) -> tuple[Tensor, Tensor | None]:
-        """Fill the caches with text[start:]; logits [1, 1, V] after its last token, and the noise of that position.
-
-        The last token's feature becomes the pending one.
-        """
-        state = self.state
-        P = len(text)
-        device = self.model.device
-        ids = torch.tensor([*text, 0], dtype=torch.int64)
-        while start < P:
-            width = next((w for w in PREFILL_CHUNKS if P - start <= w), PREFILL_CHUNKS[-1])
-            take = min(width, P - start)
-            chunk, nexts = torch.zeros(2, 1, width, dtype=torch.int64)
-            chunk[0, :take] = ids[start : start + take]
-            nexts[0, :take] = ids[start + 1 : start + take + 1]
-            where = torch.tensor([start], device=device)
-            kv = state.kv[:, :, row : row + 1]
-            hidden_states, features = self._forward(
-                self.model, self.drafter, kv, row, chunk.to(device), nexts.to(device), where
-            )
-            start += take
-        state.features[row, 0] = features[0, take - 1]
-        logits = self.model.logits(hidden_states[:, take - 1 : take])
-        if not bool(sampling.finite(logits).all()):
-            raise self.not_finite(P - 1)
-        if not mode.sample:
-            return logits, None
-        vocabulary = torch.arange(logits.shape[-1], device=device)
-        position = torch.tensor([[P]], device=device)
-        return logits, sampling.gumbel_noise(state.sampling.seed[row : row + 1], position, vocabulary)
 
 
 class _Request:
     """The host's side of one request: what it knows of every row, and the steps under way."""
 
     def __init__(
-        self, engine: Engine, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult]
+        self, engine: Engine, prompts: list[list[int]], params: list[SamplingParams], results: list[GenerationResult]
     ):
         self.engine = engine
         self.prompts = prompts
-        self.params = params
+        self.mode = SamplingMode.covering(row.mode for row in params)
         self.results = results
-        stop_ids = set(engine.stop_ids(params))
-        self.rows = [SequenceOutput(result, params, stop_ids, engine.tokenizer) for result in results]
+        self.rows = [
+            SequenceOutput(result, row, set(engine.stop_ids(row)), engine.tokenizer)
+            for result, row in zip(results, params, strict=True)
+        ]
         self.lengths = [0] * len(prompts)  # tokens in the target's cache
         self.drafted = [0] * len(prompts)  # draft rows that are made of true features
         self.pending: deque[Drafter] = deque()  # the drafters of the steps under way
@@ -510,7 +427,7 @@ class _Request:
     @property
     def lag(self) -> int:
         """Steps that may run ahead of the host. Observers may come and go within a request."""
-        return 0 if self.engine.observers else self.engine.lag
+        return 0 if self.engine.observers or self.mode.logprobs else self.engine.lag
 
     @property
     def finished(self) -> bool:
@@ -526,11 +443,11 @@ class _Request:
             start = max(0, min(start - 1, drafted))
         self.results[b].cached_tokens = start
         with engine.backend.active():
-            first = engine._prefill(b, prompt, self.params.mode, start)
+            first, logprobs = engine.prefill.first_token(b, prompt, self.mode, start)
         self.lengths[b] = len(prompt)
         self.drafted[b] = len(prompt) - 1
         self.results[b].prefill_seconds = time.perf_counter() - started
-        chunk = self.rows[b].push([first], step=False)
+        chunk = self.rows[b].push([first], logprobs and logprobs.row(0), step=False)
         if self.rows[b].finished:
             engine._finish(b)
         return chunk._replace(row=b)
@@ -558,7 +475,7 @@ class _Request:
             engine._observe(output)
         for b, row in enumerate(self.rows):
             if not row.finished:
-                yield from self._emit(b, row, ring[b], used)
+                yield from self._emit(b, row, ring[b], used, output.logprobs.row(b) if self.mode.logprobs else None)
 
     def _launch_steps(self) -> StepOutput | None:
         """Launch as many steps as may run ahead of the host. Returns the output of the last one launched."""
@@ -567,16 +484,19 @@ class _Request:
         if wanted is engine.fallback or not self.pending:  # plain steps under way end before drafting comes back
             if wanted is not self.drafter and wanted is engine.drafter:
                 for b in (b for b, row in enumerate(self.rows) if not row.finished):
-                    engine._catch_up(b, self.drafted[b], self.lengths[b])
+                    with engine.backend.active():
+                        engine.prefill.catch_up(b, self.drafted[b], self.lengths[b])
                     self.drafted[b] = self.lengths[b]
             self.drafter = wanted
         output = None
         while self.drafter is wanted and len(self.pending) <= self.lag:
-            output = engine._launch(self.drafter, self.params.mode)
+            output = engine._launch(self.drafter, self.mode)
             self.pending.append(self.drafter)
         return output
 
-    def _emit(self, b: int, row: SequenceOutput, ring: list[int], used: Drafter) -> Iterator[Chunk]:
+    def _emit(
+        self, b: int, row: SequenceOutput, ring: list[int], used: Drafter, logprobs: Logprobs | None
+    ) -> Iterator[Chunk]:
         """Take one row's part of a step."""
         engine = self.engine
         count, done, emitted, finite = ring[0], ring[1], ring[2::2], ring[3::2]
@@ -586,7 +506,7 @@ class _Request:
             self.drafted[b] = self.lengths[b]
         self.lengths[b] += count
         self.results[b].decode_seconds = self.seconds
-        chunk = row.push(emitted[: min(usable, count)])
+        chunk = row.push(emitted[: min(usable, count)], logprobs)
         if used is engine.fallback and chunk.token_ids:
             self.results[b].plain_steps.append(self.results[b].steps - 1)
         if row.finished and not done:
@@ -594,7 +514,7 @@ class _Request:
         if row.finished or usable > 0:
             yield chunk._replace(row=b)
         if not row.finished and usable < count:
-            raise engine.not_finite(position)
+            raise not_finite(engine.model.dtype, position)
         if done and not row.finished:
             raise RuntimeError(f"sequence {b} stopped on the device alone; please report this.")
 
@@ -602,20 +522,3 @@ class _Request:
         """What the caches hold at the end: the ids of row b, and the number of its valid draft rows."""
         text = self.prompts[b] + self.results[b].token_ids
         return text[: min(self.lengths[b], len(text))], max(0, min(self.drafted[b], len(text) - 1))
-
-
-def _prefill_chunk(
-    model: Transformer, drafter: Drafter, kv: Tensor, row: int, tokens: Tensor, nexts: Tensor, start: Tensor,
-    block: Callable | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A chunk of known tokens [1, T] from position start [1] -> hidden_states [1, T, H], features [1, T, F].
-
-    nexts [1, T] are the tokens that follow each of them.
-    """
-    T = tokens.shape[1]
-    depth = torch.arange(T, device=tokens.device)[None]
-    nodes = model.nodes(start, depth, chain_ancestors(1, T, tokens.device), kv.shape[4])
-    hidden_states, taps = model(tokens, nodes, kv, drafter.taps, block)
-    features = hidden_states if taps is None else taps
-    drafter.prefill(row, torch.cat((tokens, nexts[:, -1:]), 1), features, start)
-    return hidden_states, features

@@ -67,8 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_options(parser)
     add = parser.add_argument_group("output").add_argument
     add("--prove", action="store_true", help="replay without the head and compare; exit 1 on a real difference")
-    add("--show-tree", action="store_true", help="colour accepted tokens by depth")
-    add("--html", metavar="FILE", help="write a page that shows every step's tree")
+    add("--show-tree", action="store_true", help="draw the tree of every step while it decodes, then the text by depth")
+    add("--html", metavar="FILE", help="write a page with the tree of every step, tau and milliseconds")
     add("--gauge", action="store_true", help="time the phases of a step: draft, verify, accept, host")
     add("--json", action="store_true", help="one JSON object on stdout instead of text")
     add("-q", "--quiet", action="store_true", help="no report")
@@ -139,6 +139,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     message = args.chat or (given and args.prompt_ids is None) or (not given and stdin_is_fed())
     if (args.template or args.system) and (args.raw or not message):
         raise UsageError("--template and --system shape a message: give -p TEXT without --raw, or add --chat.")
+    if "logprobs" in args and not args.json:
+        raise UsageError("--logprobs are part of the JSON output; add --json.")
     if args.batch_size > 1 and (args.show_tree or args.html):
         raise UsageError("--show-tree and --html show one sequence; use --batch-size 1.")
 

@@ -383,6 +383,7 @@ SETTINGS = {  # field of SamplingParams -> what --help says
     "max_new_tokens": "the most tokens to generate",
     "stop_ids": "stop ids instead of the model's own",
     "stop": "stop string (repeatable)",
+    "logprobs": "with --json: the log-probability of every token, and of the N likeliest ones",
 }
 
 
@@ -402,7 +403,8 @@ def add_sampling(parser: argparse.ArgumentParser, *names: str, of_model: bool = 
         else:
             whose = "the model's, or else " if of_model and f.name in SUGGESTED else ""
             text = f"{text} (default: {whose}{default})"
-            words |= {"type": type(f.default), "metavar": "N" if isinstance(f.default, int) else "X"}
+            kind = int if f.default is None else type(f.default)
+            words |= {"type": kind, "metavar": "N" if kind is int else "X"}
         group.add_argument(_flag(f.name), help=text, **words)
 
 

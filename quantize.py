@@ -27,6 +27,7 @@ from support.errors import BAD_FILE, UsageError, is_out_of_memory, one_line, run
 from support.files import directory_written_whole, write_json
 from support.machine import default_device, size_text
 from support.memory import shapes_only
+from support.progress import Progress
 from support.texts import read_texts, stdlib_texts, token_windows
 from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
@@ -180,8 +181,13 @@ def _main(args: argparse.Namespace) -> str:
         pairs = {"tau_before": (directory, args.eagle), "tau_after": (unfinished, unfinished / "eagle")}
         return {"head": receipt, **measure_taus(pairs, prompts, args.device)}
 
+    progress = Progress()
+
+    def watch(done: int, total: int, what: str) -> None:
+        progress.of(done, total, f"quantizing {done} of {total}  {what}")
+
     receipt = quantize_checkpoint(
-        directory, out, spec, calibration, evaluation, args.device, _show_progress, args.refuse_kl, finish
+        directory, out, spec, calibration, evaluation, args.device, watch, args.refuse_kl, finish
     )
     return show(receipt)
 
@@ -225,12 +231,6 @@ def _texts(args: argparse.Namespace, directory: Path, config: ModelConfig) -> tu
         return evaluation[:0, :-1], evaluation
     texts = read_texts(args.calibration) if args.calibration else stdlib_texts(held_out=False)
     return token_windows(texts, tokenizer, config.vocab_size, CALIBRATION_WINDOWS, length), evaluation
-
-
-def _show_progress(done: int, total: int, what: str) -> None:
-    if sys.stderr.isatty():
-        end = "" if done < total else "\r\033[K"
-        print(f"\rquantizing  {done}/{total}  {what:<12}", end=end, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

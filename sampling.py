@@ -8,13 +8,15 @@ What changes between requests is data in a `SamplingState`. Only a `SamplingMode
 GPU. Views are method calls instead of `x[...]`, so that fake CUDA tensors can prove this on a machine without a GPU.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sampling_params import FP32_MAX, FP32_TINY, SamplingMode, SamplingParams
+from sampling_params import FP32_MAX, FP32_TINY, MAX_LOGPROBS, SamplingMode, SamplingParams, per_row
 
 MASK = 0xFFFFFFFF
 # Multipliers of a 32-bit finalizer. MIX_B is written minus 2^32, which brings both below 2^31 in magnitude. Their factors
@@ -25,11 +27,14 @@ MIX_B = 0x846CA68B - 2**32
 
 
 class SamplingState:
-    """The settings as device buffers that all graphs share: `seed` int64 [B], `top_k` int64 [1], the others fp32 [1]."""
+    """The settings of every batch row as device buffers that all graphs share.
+
+    `seed` is int64 [B], `top_k` int64 [B,1,1], the others are fp32 [B,1,1], which broadcasts over nodes and vocabulary.
+    """
 
     def __init__(self, batch_size: int, device: torch.device | str = "cpu") -> None:
         def number() -> Tensor:
-            return torch.zeros(1, dtype=torch.float32, device=device)
+            return torch.zeros(batch_size, 1, 1, dtype=torch.float32, device=device)
 
         self.temperature = number()
         self.top_p = number()
@@ -37,31 +42,34 @@ class SamplingState:
         self.repetition_penalty = number()
         self.presence_penalty = number()
         self.frequency_penalty = number()
-        self.top_k = torch.zeros(1, dtype=torch.int64, device=device)
+        self.top_k = torch.zeros(batch_size, 1, 1, dtype=torch.int64, device=device)
         self.seed = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.set(SamplingParams())
 
-    def set(self, params: SamplingParams, seeds: Sequence[int] | None = None) -> None:
-        """Copy `params` into the buffers.
+    def set(self, params: SamplingParams | Sequence[SamplingParams]) -> None:
+        """Copy the settings of all rows into the buffers, from one SamplingParams or one per row (`per_row`)."""
+        rows = per_row(params, self.seed.shape[0])
+        for name, buffer in vars(self).items():
+            for b, row in enumerate(rows):
+                buffer.select(0, b).fill_(self._value(row, name))
 
-        seeds: one per batch row, taken mod 2^64, by default `params.seed + row`. ValueError if their number is not B.
-        """
-        rows = self.seed.shape[0]
-        seeds = [params.seed + row for row in range(rows)] if seeds is None else list(seeds)
-        if len(seeds) != rows:
-            raise ValueError(f"seeds has {len(seeds)} entries; allowed: {rows}. Pass one per batch row.")
-        for row, seed in enumerate(seeds):
-            self.seed.select(0, row).fill_((seed + 2**63) % 2**64 - 2**63)
+    @staticmethod
+    def _value(params: SamplingParams, name: str) -> float:
+        """What the buffer `name` holds for these settings."""
+        value = vars(params)[name]
+        if name == "seed":
+            return (value + 2**63) % 2**64 - 2**63
+        if params.temperature == 0:  # a greedy row beside others that sample: neither noise nor filters
+            return {"top_k": 0, "top_p": 1.0, "min_p": 0.0}.get(name, value)
         # In fp32 a tiny temperature must not become 0, because logits are divided by it. A huge one must not let T g
         # overflow, and at 1e30 the choice is uniform already.
-        temperature = min(max(params.temperature, FP32_TINY), 1e30) if params.temperature > 0 else 0.0
-        self.temperature.fill_(temperature)
-        self.top_k.fill_(params.top_k)
-        self.top_p.fill_(params.top_p)
-        self.min_p.fill_(params.min_p)
-        self.repetition_penalty.fill_(params.repetition_penalty)
-        self.presence_penalty.fill_(params.presence_penalty)
-        self.frequency_penalty.fill_(params.frequency_penalty)
+        return min(max(value, FP32_TINY), 1e30) if name == "temperature" else value
+
+    def row(self, b: int) -> "SamplingState":
+        """The settings of row b alone, as views of these buffers."""
+        view = copy.copy(self)
+        vars(view).update({name: buffer[b : b + 1] for name, buffer in vars(self).items()})
+        return view
 
 
 # ---- noise -------------------------------------------------------------------------------------------------
@@ -209,7 +217,7 @@ def _heaviest(image: Tensor, weight: Tensor | None, target: Tensor) -> Tensor:
 
 
 def _cutoff_search(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """`_cutoff` with fixed shapes and without host reads, for the GPU."""
+    """The least logit [B,N,1] that top-k and then top-p keep, with fixed shapes and without host reads, for the GPU."""
     bits = z.view(torch.int32)
     image = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # ordered like the floats
     by_count = _heaviest(image, None, torch.where(top_k > 0, top_k, z.shape[-1] + 1))
@@ -234,12 +242,17 @@ def _largest(rows: Tensor, width: int) -> Tensor:
 
 @torch.library.custom_op("eaglet::cutoff", mutates_args=(), device_types="cpu")
 def _cutoff(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The least logit [...,1] that top-k and then top-p keep, for the CPU, where reading values is free.
+    """`_cutoff_search` for the CPU, where reading values is free. z is [B,N,V], the settings are [B,1,1]."""
+    settings = zip(z, temperature, top_k, top_p, strict=True)
+    return torch.stack([_cutoff_of_sequence(*values) for values in settings])
+
+
+def _cutoff_of_sequence(rows: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The cutoffs [N,1] of the rows [N,V] of one sequence, whose settings are [1,1].
 
     The answer is nearly always among a row's 64 largest logits. Only rows where it is not look at 512, then at all.
     """
-    V = z.shape[-1]
-    rows = z.reshape(-1, V)
+    V = rows.shape[-1]
     k = min(int(top_k) or V, V)
     use_p = float(top_p) < 1
     cut = torch.full_like(rows[:, :1], -FP32_MAX)
@@ -264,7 +277,7 @@ def _cutoff(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Ten
             found = kept[:, 0] < width
         cut[pending] = least.clamp_min(-FP32_MAX)
         pending = pending[~found]
-    return cut.view(*z.shape[:-1], 1)
+    return cut
 
 
 @_cutoff.register_fake
@@ -273,7 +286,7 @@ def _(z, temperature, top_k, top_p):
 
 
 def survivors(logits: Tensor, state: SamplingState) -> Tensor:
-    """Which tokens temperature, top-k, top-p (of what top-k left) and min-p keep, bool [...,V], as in transformers.
+    """Which tokens temperature, top-k, top-p (of what top-k left) and min-p keep, bool [B,N,V], as in transformers.
 
     The survivors are all logits >= one threshold, so ties share their fate. Top-k keeps every tie of the k-th largest
     logit, and top-p every tie of the token that reaches the mass. The greatest logit always survives, -inf never does.
@@ -283,8 +296,9 @@ def survivors(logits: Tensor, state: SamplingState) -> Tensor:
     z = logits.float().contiguous()
     top = z.amax(-1, keepdim=True)
     find = _cutoff_search if z.is_cuda else _cutoff
-    cut = find(z, state.temperature, state.top_k, state.top_p)
-    cut = torch.maximum(cut, top + state.temperature * state.min_p.log())
+    temperature = state.temperature.clamp_min(FP32_TINY)  # 0 in a greedy row, where nothing is filtered
+    cut = find(z, temperature, state.top_k, state.top_p)
+    cut = torch.maximum(cut, top + temperature * state.min_p.log())
     return z >= torch.minimum(cut, top)
 
 
@@ -335,7 +349,8 @@ def draft_keys(
     if noise is not None and mode.sample:
         keys = z + state.temperature * noise
         if noisy_scores:
-            softened = keys / state.temperature.clamp_min(0.5)
+            # a greedy row beside others that sample keeps the scores of greedy decoding
+            softened = keys / state.temperature.clamp_min(0.5).where(state.temperature > 0, 1.0)
             scores = softened if mode.filters else softened.log_softmax(-1)
         if mode.filters:
             alive = survivors(z, state)
@@ -357,9 +372,29 @@ def _behind(x: Tensor, alive: Tensor, raw: Tensor) -> Tensor:
 
 
 def probabilities(logits: Tensor, state: SamplingState, mode: SamplingMode) -> Tensor:
-    """The distribution [...,V] that `choose` samples: softmax(z / T) of the survivors, or if greedy the argmax."""
+    """The distribution [B,N,V] that `choose` samples: softmax(z / T) of the survivors, or if greedy the argmax."""
+    greedy = torch.zeros_like(logits).scatter_(-1, _argmax(logits)[..., None], 1.0)
     if not mode.sample:
-        return torch.zeros_like(logits).scatter_(-1, _argmax(logits)[..., None], 1.0)
+        return greedy
     if mode.filters:
         logits = torch.where(survivors(logits, state), logits, -math.inf)
-    return (logits / state.temperature).softmax(-1)
+    return torch.where(state.temperature > 0, (logits / state.temperature).softmax(-1), greedy)
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities in the model's own distribution, before temperature, filters and penalties."""
+
+    chosen: Tensor  # [B,P] of the tokens that were emitted
+    top: Tensor  # [B,P,K] of the K likeliest tokens, descending
+    top_ids: Tensor  # [B,P,K]
+
+    def row(self, b: int) -> "Logprobs":
+        """Those of sequence b, without the first axis."""
+        return Logprobs(*(column[b] for column in self))
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor) -> Logprobs:
+    """The log-probabilities of tokens [B,P] after the logits [B,P,V], and the MAX_LOGPROBS likeliest tokens."""
+    logprobs = logits.float().log_softmax(-1)
+    top, ids = logprobs.topk(min(MAX_LOGPROBS, logits.shape[-1]))
+    return Logprobs(logprobs.gather(-1, tokens[..., None]).squeeze(-1), top, ids)

@@ -6,13 +6,14 @@ Nothing here needs torch, so that a command line can explain and check the setti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from numbers import Real
 from typing import Any
 
 FP32_MAX = (2 - 2.0**-23) * 2.0**127
 FP32_TINY = 2.0**-126
+MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for at each position
 # Name, type, least and greatest value of each number in SamplingParams, and what to tell the user about them.
 BOUNDS = (
     ("temperature", Real, 0, FP32_MAX, "a finite number >= 0. Use 0 for greedy decoding."),
@@ -24,6 +25,7 @@ BOUNDS = (
     ("frequency_penalty", Real, -2, 2, "a number from -2 to 2. Use 0 to switch it off."),
     ("seed", int, -(2**63), 2**64 - 1, "a 64-bit integer. Choose a smaller seed."),
     ("max_new_tokens", int, 1, 2**63 - 1, "an integer >= 1. Ask for at least one token."),
+    ("logprobs", int, 0, MAX_LOGPROBS, f"None, or an integer from 0 to {MAX_LOGPROBS}."),
 )
 
 
@@ -34,6 +36,12 @@ class SamplingMode:
     sample: bool = False
     filters: bool = False
     penalties: bool = False
+    logprobs: bool = False
+
+    @classmethod
+    def covering(cls, modes: Iterable[SamplingMode]) -> SamplingMode:
+        """The mode whose code serves all of these."""
+        return cls(*map(any, zip(*map(astuple, modes), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,9 @@ class SamplingParams:
     """One request's settings. The default is greedy decoding with all filters and penalties off.
 
     `stop_ids` and `stop` end the text. Batch row b draws with seed + b. A bad value is a one-line ValueError.
+
+    logprobs: None, or how many of the likeliest tokens are reported at each position, beside the token that was chosen.
+        Such a request waits for the host at every step.
     """
 
     temperature: float = 0.0
@@ -54,11 +65,14 @@ class SamplingParams:
     max_new_tokens: int = 128
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         values = vars(self)
         for name, kind, low, high, allowed in BOUNDS:
             value = values[name]
+            if value is None and name == "logprobs":
+                continue
             if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r:.80}; allowed: {allowed}")
         for name in ("stop_ids", "stop"):
@@ -79,7 +93,21 @@ class SamplingParams:
         """Which code this request needs. Greedy decoding needs no filters, as the greatest logit survives them all."""
         filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-        return SamplingMode(self.temperature > 0, filters, penalties)
+        return SamplingMode(self.temperature > 0, filters, penalties, self.logprobs is not None)
+
+
+def per_row(params: SamplingParams | Sequence[SamplingParams], rows: int) -> list[SamplingParams]:
+    """The settings of each row of a batch.
+
+    From one SamplingParams, row b gets the seed `params.seed + b` mod 2^64. A sequence is taken as it is, one per row.
+    Raises ValueError for a sequence of another length.
+    """
+    if isinstance(params, SamplingParams):
+        shifts = (b - 2**64 * (params.seed + b >= 2**64) for b in range(rows))
+        return [replace(params, seed=params.seed + shift) for shift in shifts]
+    if len(params) != rows:
+        raise ValueError(f"{len(params)} SamplingParams for {rows} rows; pass one for all rows, or one per row.")
+    return list(params)
 
 
 # The settings that a generation_config.json may hold under the same names. They do nothing in greedy decoding, except for

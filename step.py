@@ -19,7 +19,7 @@ import kernels
 import sampling
 from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts
 from model import Transformer
-from sampling import SamplingMode, SamplingState
+from sampling import Logprobs, SamplingMode, SamplingState
 from verify import Accepted, accept, multi_round
 
 PHASES = ("draft", "verify", "accept")  # accept is choosing, walking and committing
@@ -62,7 +62,7 @@ class DecodeState:
             self.done = torch.ones(B, dtype=torch.bool)
             self.produced = torch.zeros(B, dtype=torch.int64)
             self.limit = torch.zeros(B, dtype=torch.int64)
-            self.stop_ids = torch.full((MAX_STOP_IDS,), -1)
+            self.stop_ids = torch.full((B, MAX_STOP_IDS), -1)
             self.seen = torch.zeros(B, V, dtype=torch.bool)
             self.counts = torch.zeros(B, V, dtype=torch.int32)
             self.ring = torch.zeros(RING, B, 2 + 2 * (D + 1), dtype=torch.int64)  # what the host reads
@@ -87,6 +87,7 @@ class StepOutput(NamedTuple):
     finite: Tensor  # [B, D + 1] bool: the logits behind each emitted token were usable
     path: Tensor  # [B, D + 1] accepted nodes, root first
     draft: Draft
+    logprobs: Logprobs | None = None  # of the emitted tokens, if the mode asks for them
 
 
 def draft_input(
@@ -154,7 +155,7 @@ def accept_and_commit(
 
     logits [B, N, V] and features [B, N, F] belong to the nodes of the tree. noise [B, D + 1, V] is the target's.
     """
-    usable = sampling.finite(logits)
+    usable, raw_logits = sampling.finite(logits), logits
     if mode.penalties:
         below_root = draft.ancestors.clone()
         below_root[:, :, 0] = False
@@ -168,7 +169,11 @@ def accept_and_commit(
         choice = sampling.choose(logits, noise, state.sampling, mode)
         drafter.observe(choice)
         accepted = accept(draft.tokens, draft.parent, draft.depth, draft.ancestors, draft.valid, choice, drafter.D)
-    return _commit(draft, accepted, features, usable, state, mode)
+    output = _commit(draft, accepted, features, usable, state, mode)
+    if not mode.logprobs:
+        return output
+    after = raw_logits.gather(1, accepted.path[..., None].expand(-1, -1, logits.shape[-1]))
+    return output._replace(logprobs=sampling.logprobs_of(after, accepted.emitted))
 
 
 def _accept_multi_round(
@@ -211,7 +216,7 @@ def _commit(
     if mode.penalties:
         state.counts.scatter_add_(1, accepted.emitted, new.int())
         state.seen.copy_(state.seen | (state.counts > 0))
-    stopped = ((accepted.emitted[..., None] == state.stop_ids).any(-1) & new).any(-1)
+    stopped = ((accepted.emitted[..., None] == state.stop_ids[:, None]).any(-1) & new).any(-1)
     state.done.copy_(state.done | stopped | (state.produced >= state.limit))
     finite = usable.gather(1, accepted.path) | ~new
     tokens = torch.stack((accepted.emitted, finite.long()), -1).flatten(1)

@@ -139,9 +139,8 @@ class Bench:
                 for _ in question.turns:
                     spent = time.perf_counter() - started
                     what = f"{question.suite} {question.id}, T = {T:g}, repetition {rep + 1} of {s.reps}"
-                    if done:
-                        left = min(spent * (total - done) / done, max(0.0, limit - spent))
-                        what += f", {left:.0f} s left"
+                    if s.max_seconds:
+                        what += f", at most {max(0.0, limit - spent):.0f} s left"
                     self.progress(done / total, what)
                     done += 1
                     yield from self._turn(question, answers, T, rep, done)

@@ -1,11 +1,9 @@
-"""The files a benchmark writes while it runs, how they are read again, and its line of progress."""
+"""The files a benchmark writes while it runs, and how they are read again."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,27 +34,6 @@ class Lines:
         if self.file:
             self.file.close()
             os.replace(f"{self.path}.part", self.path)
-
-
-class Progress:
-    """A line on stderr with the time left: live on a terminal, else every 20 seconds."""
-
-    def __init__(self, quiet: bool):
-        self.quiet = quiet
-        self.live = sys.stderr.isatty() and not quiet
-        self.last = time.perf_counter()
-
-    def __call__(self, share: float, text: str) -> None:
-        if self.live:
-            print(f"\r\033[K{share:4.0%}  {text}", end="", file=sys.stderr, flush=True)
-        elif not self.quiet and time.perf_counter() - self.last > 20:
-            self.last = time.perf_counter()
-            print(f"{share:4.0%}  {text}", file=sys.stderr, flush=True)
-
-    def done(self) -> None:
-        """Clear the line."""
-        if self.live:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -16,7 +16,6 @@ from typing import Any
 
 from bench.arms import DYNAMIC, DYNAMIC_GPU, SAME_TOKENS, EngineArm
 from bench.environment import environment, fingerprint
-from bench.records import Progress
 from bench.suites import held_out_prompts, prompts_of, read_suite
 from bench.summary import bootstrap
 from bench.tables import number, table
@@ -27,6 +26,7 @@ from load import load
 from options import options_from
 from sampling import SamplingParams
 from support.errors import BadFileError, UsageError
+from support.progress import Progress
 from tree import PAPER25, DynamicTree, parse_tree
 
 # options of `load` that a tree is tuned for
@@ -137,7 +137,7 @@ def race(engines: Engines, prompts: Prompts, requests: Requests, reps: int, prog
             sample = arm.run(prompt, params)
             measured = {name: vars(sample)[name] for name in ("token_ids", "tokens_per_step", "decode_seconds")}
             runs.append({"tree": arm.name, "prompt": index, "temperature": params.temperature, "rep": rep} | measured)
-    progress.done()
+    progress.close()
     return runs
 
 

@@ -15,6 +15,7 @@ from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.cache import tally
 from support.machine import copy_bandwidth, describe_device, peak_memory, size_text, versions
+from support.progress import Progress
 
 # options that the JSON holds as they are
 OPTIONS = ("checkpoint", "dtype", "eagle", "draft_checkpoint", "medusa", "ngram_nodes", "compile")
@@ -69,7 +70,7 @@ class Report:
 
     def __init__(self, quiet: bool):
         self.quiet = quiet
-        self.live = sys.stderr.isatty() and not quiet
+        self.loading = Progress(quiet)
         self.bandwidth = 0.0  # bytes per second
 
     def measure(self, device: torch.device) -> None:
@@ -85,11 +86,9 @@ class Report:
             print(text, file=sys.stderr, flush=True)
 
     def progress(self, done: int, total: int, name: str) -> None:
-        """Show how much of the weights is loaded, on a terminal and for files worth the wait."""
-        if self.live and total > 50e6:
-            end = "\r" if done < total else "\r\033[K"
-            text = f"loading {done / total:4.0%}  {size_text(done)} of {size_text(total)}"
-            print(text, end=end, file=sys.stderr, flush=True)
+        """Show how much of the weights is loaded, for files worth the wait."""
+        if total > 50e6:
+            self.loading.of(done, total, f"loading {size_text(done)} of {size_text(total)}")
 
     def head(self, engine: Engine, seconds: float) -> None:
         """What was loaded, and what it runs on."""

@@ -1,21 +1,17 @@
-"""See a request think: accepted tokens coloured by depth, and a page with the tree of every step."""
+"""Watching a request: the tree of every step, what became of its nodes, and the time that the step took.
+
+`StepRecorder` watches, and a `StepView` is what a page or a terminal draws. `page.py` and `tree_text.py` do the drawing.
+"""
 
 from __future__ import annotations
 
-import html
-import json
-import os
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from engine import Engine
-from runtime.results import GenerationResult
+from runtime.results import Chunk, GenerationResult
 from step import Observer, StepOutput
-from support.files import write_text
-
-PAGE = Path(__file__).with_name("page.html")  # the page of steps, with %MARKS% for what a request fills in
-# Terminal colours by depth. Depth 0 is the target's own token, deeper ones are accepted draft tokens.
-COLOURS = (0, 32, 36, 34, 35, 33, 31)
 
 
 @dataclass(frozen=True)
@@ -31,6 +27,36 @@ class Step:
     emitted: list[int]  # accepted tokens, then the bonus
 
 
+@dataclass(frozen=True)
+class Node:
+    """A token in the picture of a step."""
+
+    text: str
+    parent: int  # its number among the nodes of the picture; -1 for the root
+    depth: int
+    kind: str  # "root", "accepted", "rejected", or "own": the target's own token, which was not drafted
+    score: float | None = None  # None for the root, for the target's own token, and where no model scored
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A step as it is drawn. Without a draft, the nodes are the root and the target's own token."""
+
+    nodes: list[Node]
+    kept: list[str]  # the text that each token of the step added; "" for a part of a character
+    own: bool  # whether the last of these tokens is the target's own; a stop rule may have cut it off
+    ms: float  # drafting, the forward and acceptance, without the time that watching takes
+
+    @property
+    def accepted(self) -> int:
+        """How many drafted tokens the step added to the text."""
+        return len(self.kept) - self.own
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that the drawing functions of `drawings.js` read."""
+        return asdict(self)
+
+
 class StepRecorder(Observer):
     """Collects the steps of the first row of one request.
 
@@ -40,6 +66,8 @@ class StepRecorder(Observer):
     def __init__(self, engine: Engine):
         self.tokenizer = engine.tokenizer
         self.steps: list[Step] = []
+        self.first = ""  # the text of the first token, which the prompt's forward gives
+        self.views: list[StepView] = []
         self.scoring = engine.drafter.scoring
         self.grafted = engine.drafter.grafted
         engine.add_observer(self)
@@ -53,6 +81,42 @@ class StepRecorder(Observer):
         chosen = (output.path[0, :count], output.emitted[0, :count])
         self.steps.append(Step(*(column[0].tolist() for column in columns), *(ids.tolist() for ids in chosen)))
 
+    def follow(self, chunks: Iterable[Chunk], result: GenerationResult) -> Iterator[Chunk]:
+        """Pass the chunks of a request on. Before a step's chunk is passed on, its view is appended to `views`.
+
+        `result` is that of the request's first row. The time of a step comes from there, so neither the recorder's work
+        nor the reader's is in it.
+        """
+        decoder = None if self.tokenizer is None else self.tokenizer.stream(continuation=True)
+        seconds = 0.0
+        for chunk in chunks:
+            if chunk.row == 0:
+                ids = chunk.token_ids
+                kept = [self.text(token) if decoder is None else decoder.push([token]) for token in ids]
+                if len(self.steps) == len(self.views):  # no step has run yet
+                    self.first = "".join(kept)
+                else:
+                    step = self.steps[len(self.views)]
+                    own = len(ids) == len(step.emitted)
+                    ms = (result.decode_seconds - seconds) * 1e3
+                    self.views.append(StepView(self.nodes(step, own), kept, own, ms))
+                    seconds = result.decode_seconds
+            yield chunk
+
+    def nodes(self, step: Step, own: bool) -> list[Node]:
+        """The drafted nodes that count, and where `own` says so the target's own token below the last accepted one."""
+        live = [i for i, valid in enumerate(step.valid) if valid]
+        place = {i: k for k, i in enumerate(live)}
+        nodes = [Node(self.text(step.tokens[0]), -1, 0, "root")]
+        for i in live[1:]:
+            kind = "accepted" if i in step.path else "rejected"
+            score = None if self.scoring == "none" else step.score[i]
+            nodes.append(Node(self.text(step.tokens[i]), place[step.parent[i]], step.depth[i], kind, score))
+        if own:
+            last = step.path[-1]
+            nodes.append(Node(self.text(step.emitted[-1]), place[last], step.depth[last] + 1, "own"))
+        return nodes
+
     def meaning(self, temperature: float) -> str:
         """What the numbers beside the nodes are.
 
@@ -60,7 +124,7 @@ class StepRecorder(Observer):
         which is not the chance that the draft's own distribution gives.
         """
         if self.scoring == "none":
-            return "The numbers mean nothing here: no model scored these nodes."
+            return "No model scored the nodes, so there are no numbers beside them."
         if self.scoring == "noisy" and temperature > 0:
             text = "a score with the shared noise g, not a probability: the product along the path of "
             text += "softmax((z + T g) / max(T, 0.5))"
@@ -73,36 +137,3 @@ class StepRecorder(Observer):
         if self.tokenizer is None:
             return f"{token} "
         return self.tokenizer.decode([token], skip_special=False, continuation=True)
-
-    def coloured(self, result: GenerationResult) -> str:
-        """The result's text with every token in the colour of its depth; plain under NO_COLOR."""
-        if os.environ.get("NO_COLOR") is not None:
-            return result.text
-        pieces = [(result.token_ids[0], 0)] if result.token_ids else []
-        for ids, step in zip(result.tokens_per_step, self.steps, strict=False):
-            # the last emitted token is the target's own, which a step that was cut short has lost
-            pieces += [(t, i + 1 if i + 1 < len(step.emitted) else 0) for i, t in enumerate(ids)]
-        legend = "  ".join(f"\033[{COLOURS[min(d, 6)]}mdepth {d}\033[0m" for d in range(1, 7))
-        decoder = None if self.tokenizer is None else self.tokenizer.stream(continuation=True)
-        out = []
-        for token, depth in pieces:
-            text = self.text(token) if decoder is None else decoder.push([token])
-            out.append(f"\033[{COLOURS[min(depth, 6)]}m{text}\033[0m")
-        return "".join(out) + f"\n\n{legend}  (uncoloured: the target's own tokens)"
-
-    def write_html(self, file: str | Path, result: GenerationResult) -> None:
-        """Write a self-contained page: the text coloured by depth, and the tree of every step."""
-        steps = []
-        for ids, step in zip(result.tokens_per_step, self.steps, strict=False):
-            nodes = enumerate(zip(step.tokens, step.parent, step.depth, step.score, strict=True))
-            drawn = [[self.text(t), p, d, round(q, 4), i in step.path] for i, (t, p, d, q) in nodes if step.valid[i]]
-            bonus = self.text(step.emitted[-1]) if len(ids) == len(step.emitted) else None
-            steps.append({"nodes": drawn, "kept": [self.text(t) for t in ids], "bonus": bonus})
-        first = self.text(result.token_ids[0]) if result.token_ids else ""
-        facts = f"{result.new_tokens} tokens, {result.steps} steps, tau {result.tau:.2f}, seed {result.seed}, "
-        facts += f"temperature {result.temperature:g}"
-        data = json.dumps({"first": first, "steps": steps}).replace("<", "\\u003c")
-        page = PAGE.read_text(encoding="utf-8").replace("%FACTS%", html.escape(facts))
-        page = page.replace("%SCORES%", html.escape(self.meaning(result.temperature)))
-        page = page.replace("%DATA%", data)  # last: the text may hold the other marks
-        write_text(file, page)

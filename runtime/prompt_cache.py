@@ -55,7 +55,7 @@ class PromptCache:
     All calls of `exchange` come from an engine whose turn it is, so they never run at the same time.
     """
 
-    def __init__(self, memory_mb: int, disk_mb: int = 0, folder: Path | None = None, keep: bool = False):
+    def __init__(self, memory_mb: int = 0, disk_mb: int = 0, folder: Path | None = None, keep: bool = False):
         """Prepare the cache. Without a folder or with disk_mb = 0 nothing is written to disk.
 
         Args:
@@ -87,13 +87,30 @@ class PromptCache:
         return sum(saved.nbytes for saved in self.entries if saved.file is not None)
 
     def exchange(
-        self, state: DecodeState, drafter: Drafter, row: int, ids: list[int], drafted: int, prompt: list[int]
-    ) -> tuple[list[int], int]:
-        """Prepare a row of the caches for a prompt. Returns which ids, and how many draft rows, it holds afterwards.
+        self,
+        state: DecodeState,
+        drafter: Drafter,
+        held: Sequence[list[int]],
+        drafted: Sequence[int],
+        prompts: Sequence[list[int]],
+    ) -> list[tuple[list[int], int]]:
+        """Prepare the caches for the prompts of a request.
 
         Args:
-            ids, drafted: what the row holds now.
+            held, drafted: for each row the ids that it holds now, and the number of its valid draft rows.
+
+        Returns both for each row as they are afterwards.
         """
+        rows = list(zip(held, drafted, strict=True))
+        if self.limit or self.disk_limit:
+            for b, prompt in enumerate(prompts):
+                rows[b] = self._exchange_row(state, drafter, b, *rows[b], prompt)
+        return rows
+
+    def _exchange_row(
+        self, state: DecodeState, drafter: Drafter, row: int, ids: list[int], drafted: int, prompt: list[int]
+    ) -> tuple[list[int], int]:
+        """Prepare one row. It holds `ids` and `drafted` draft rows now. Returns what it holds afterwards."""
         common = common_length(ids, prompt)
         if len(ids) - common >= WORTHWHILE:
             self._save(state, drafter, row, ids, drafted)

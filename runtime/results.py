@@ -8,7 +8,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from runtime.turns import Turn
-from sampling import SamplingParams
+from sampling import Logprobs, SamplingParams
+
+
+class TokenLogprob(NamedTuple):
+    """How likely a token was for the model itself, before temperature, filters and penalties. Natural logarithms."""
+
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest tokens and their log-probabilities, as many as the request asked for
 
 
 class Chunk(NamedTuple):
@@ -17,6 +24,7 @@ class Chunk(NamedTuple):
     row: int
     token_ids: list[int]
     text: str  # never half a character and never part of a stop string; "" without a tokenizer
+    logprobs: Sequence[TokenLogprob] = ()  # one per token, if the request asked for them
 
 
 def acceptance(emitted: Sequence[int]) -> tuple[float, list[float]]:
@@ -59,6 +67,7 @@ class GenerationResult:
     plain_steps: list[int] = field(default_factory=list)  # steps without a draft, because drafting did not pay
     chain: int = 0  # depth of the chain that was drafted, 0 for another tree or none
     cached_tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def new_tokens(self) -> int:
@@ -102,7 +111,19 @@ class GenerationResult:
 
     def to_dict(self) -> dict[str, Any]:
         names = ("new_tokens", "steps", "tau", "accepted_by_depth", "n_alpha", "plain_tokens", "tokens_per_second")
-        return asdict(self) | {name: getattr(self, name) for name in names}
+        values = asdict(self) | {name: getattr(self, name) for name in names}
+        return values | {"logprobs": [entry._asdict() for entry in self.logprobs]}
+
+
+def _on_host(logprobs: Logprobs | None, tokens: int, likeliest: int | None) -> list[TokenLogprob]:
+    """The first entries of Logprobs [P], with as many of the likeliest tokens as the request asked for."""
+    if logprobs is None or likeliest is None:
+        return []
+    columns = (column[:tokens].tolist() for column in logprobs)
+    return [
+        TokenLogprob(chosen, list(zip(ids, top, strict=True))[:likeliest])
+        for chosen, top, ids in zip(*columns, strict=True)
+    ]
 
 
 class SequenceOutput:
@@ -117,21 +138,23 @@ class SequenceOutput:
         self.shown = 0  # characters of the text that were handed out
         self.finished = False
 
-    def push(self, ids: Sequence[int], step: bool = True) -> Chunk:
-        """Take the ids of a step. Returns those that count."""
+    def push(self, ids: Sequence[int], logprobs: Logprobs | None = None, step: bool = True) -> Chunk:
+        """Take the ids of a step and, if the request asked for them, their Logprobs [P]. Returns what counts."""
         kept: list[int] = []
         for token in ids:
             if self.finished:
                 break
             kept.append(token)
             self._take(token, self.result.new_tokens + len(kept))
+        chances = _on_host(logprobs, len(kept), self.params.logprobs)
         self.result.token_ids += kept
+        self.result.logprobs += chances
         if step and kept:
             self.result.tokens_per_step.append(kept)
         if self.finished and self.decoder is not None and self.result.stop_reason != "stop":
             self.text += self.decoder.flush()
             self._cut_at_stop_string()
-        return Chunk(0, kept, self._show())
+        return Chunk(0, kept, self._show(), chances)
 
     def _take(self, token: int, produced: int) -> None:
         if token in self.stop_ids:

@@ -29,7 +29,7 @@ from bench.environment import environment, fingerprint
 from bench.measure import Bench, Settings
 from bench.peers import LIBRARIES, check_peers, is_gguf, peers_of
 from bench.random_models import SHAPES, random_engine
-from bench.records import Lines, Progress
+from bench.records import Lines
 from bench.session import measure, row_context
 from bench.suites import ask
 from bench.summary import broken
@@ -39,6 +39,7 @@ from options import add_options, add_sampling, options_from
 from sampling import SamplingParams
 from support.errors import INTERRUPTED, UsageError, command_parser, run_command
 from support.machine import copy_bandwidth
+from support.progress import Progress
 
 # options that all arms share
 SHARED = ("checkpoint", "compile", "kernels", "device", "dtype", "quant", "threads", "ctx")
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     bandwidth = copy_bandwidth(bench.arms[0].engine.model.device)
     compared = bool(not rows or args.arm or args.questions)
     summary = measure(bench, rows, compared, model, bandwidth, lines.write)
-    progress.done()
+    progress.close()
     lines.write(summary)
     lines.close()
     report(summary)

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.records import Progress
 from model_config import DTYPES
 from support.errors import BAD_FILE, command_parser, run_command
+from support.progress import Progress
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
@@ -27,14 +27,13 @@ def convert_model(source: Path, destination: Path, dtype: str | None) -> None:
     checkpoint = Checkpoint.open(source)
     if (quantization := checkpoint.quantization) and not checkpoint.gguf:
         raise ValueError(f"{source} is quantized ({quantization}). Convert the original instead.")
-    line = Progress(quiet=False)
+    progress = Progress()
 
     def show(done: int, total: int, name: str) -> None:
-        line(done / total, f"reading {done / 1e9:.1f} of {total / 1e9:.1f} GB  {name[:60]}")
+        progress.of(done, total, f"reading {done / 1e9:.1f} of {total / 1e9:.1f} GB  {name[:60]}")
 
     model = checkpoint.load(dtype=DTYPES.get(dtype), progress=show, max_positions=1, floats=True)
     save_hf(model, destination)
-    line.done()
     checkpoint.copy_texts(destination)
 
 

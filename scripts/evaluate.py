@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from bench.evaluate import encode, evaluate, run_harness
-from bench.records import Progress
 from engine import Engine
 from load import load
 from options import add_options, options_from
 from support.errors import UsageError, command_parser, run_command
+from support.progress import Progress
 from support.texts import read_texts, stdlib_texts
 
 OPTIONS = ("checkpoint", "device", "dtype", "eagle")
@@ -47,10 +46,10 @@ def score(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
             raise UsageError("--against has another vocabulary size; KL compares equal vocabularies.")
     window = min(args.window, *(model.rotary.length for model in models))
     stride = min(args.stride, window - 1)
-    progress, started = Progress(args.json or not sys.stderr.isatty()), time.perf_counter()
+    progress, started = Progress(args.json), time.perf_counter()
     with engine.backend.active():
-        result = evaluate(models[0], scored, window, stride, *models[1:], progress=lambda x: progress(x, ""))
-    progress.done()
+        result = evaluate(models[0], scored, window, stride, *models[1:], progress=progress)
+    progress.close()
     return {
         "checkpoint": Path(args.checkpoint).resolve().name,
         "against": Path(args.against).resolve().name if args.against else None,

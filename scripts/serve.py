@@ -103,8 +103,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return Server(api.app(), api.scheduler, settings, report.line).serve_on(sock)
     finally:
-        if engine.prompt_cache is not None:
-            engine.prompt_cache.close()
+        engine.prompt_cache.close()
 
 
 def settings_of(args: argparse.Namespace):

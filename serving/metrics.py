@@ -54,12 +54,11 @@ class Metrics:
             self.counts["prefill_seconds_total"] += result.prefill_seconds
             self.counts["decode_seconds_total"] += result.decode_seconds
 
-    def text(self, scheduler: Scheduler, cache: PromptCache | None) -> str:
+    def text(self, scheduler: Scheduler, cache: PromptCache) -> str:
         """All figures in Prometheus' text format."""
         now = dict(self.counts) | {"requests_running": scheduler.running, "requests_waiting": scheduler.waiting}
-        if cache is not None:
-            now |= {"prompt_cache_entries": len(cache.entries), "prompt_cache_hits_total": cache.hits}
-            now |= {"prompt_cache_bytes": cache.held_bytes, "prompt_cache_disk_bytes": cache.disk_bytes}
+        now |= {"prompt_cache_entries": len(cache.entries), "prompt_cache_hits_total": cache.hits}
+        now |= {"prompt_cache_bytes": cache.held_bytes, "prompt_cache_disk_bytes": cache.disk_bytes}
         lines: list[str] = []
         for name, about in ABOUT.items():
             kind, _, words = about.partition(": ")

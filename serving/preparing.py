@@ -12,7 +12,7 @@ from sampling import SamplingParams
 from sampling_params import with_suggestions
 from serving.answers import Answer
 from serving.asking import Ask, Parse
-from serving.errors import ApiError, too_long, unsupported, wrong
+from serving.errors import ApiError, too_long, wrong
 from serving.fields import parse_object
 from serving.settings import ServeSettings
 from support.errors import one_line
@@ -66,8 +66,6 @@ def _params(engine: Engine, ask: Ask, given: dict) -> SamplingParams:
         name = str(error).split(" ", 1)[0]
         param = RENAMED.get(name, name if name in given else None)
         raise ApiError(400, one_line(error), param, "invalid_value") from None
-    except TypeError:
-        raise unsupported("logprobs", "this engine gives none.") from None
 
 
 def _prompts(engine: Engine, ask: Ask) -> list[Sequence[int]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from engine import Engine
 from report.lines import Report
+from report.tree_text import coloured, wants_colour
 from report.viewer import StepRecorder
 from runtime.results import Chunk, GenerationResult, Stream
 from sampling import SamplingParams
@@ -242,11 +243,11 @@ class Conversation:
         stream = self.engine.generate(prompt, replace(params, max_new_tokens=result.new_tokens))
         try:
             with ctrl_c_ends(stream) as chunks:
-                for _ in chunks:
+                for _ in recorder.follow(chunks, stream.result):
                     pass
         finally:
             self.engine.remove_observer(recorder)
-        print(recorder.coloured(stream.result), flush=True)
+        print(coloured(recorder) if wants_colour(sys.stdout) else stream.result.text, flush=True)
 
     def _last(self) -> tuple[list[int], SamplingParams, list[str], GenerationResult]:
         if self.last is None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,10 @@ from options import options_from, settings_given
 from report import prove
 from report.gauge import Gauge
 from report.lines import Report, result_json
+from report.page import write_page
+from report.tree_text import TreeWriter
 from report.viewer import StepRecorder
+from runtime.results import Chunk, GenerationResult, Stream
 from sampling import SamplingParams
 from sampling_params import with_suggestions
 from support.errors import INTERRUPTED, BadFileError, UsageError
@@ -92,18 +96,13 @@ def decode(engine: Engine, request: Request, prompt: Prompt, args: argparse.Name
     recorder = StepRecorder(engine) if args.show_tree or args.html else None
     gauge = Gauge(engine) if args.gauge else None
     stream = engine.generate_batch(prompts, params)
-    show = not args.json and engine.tokenizer is not None and not args.show_tree
-    if show and prompt.echo and request.template is None:
-        print(prompt.text, end="")
     interrupted = False
     try:
-        if show and args.batch_size == 1:
-            for text in texts_of(stream) if request.template else (chunk.text for chunk in stream):
-                print(text, end="", flush=True)
+        if args.show_tree:
+            show_trees(stream, recorder, args.json)
         else:
-            for chunk in stream:
-                if not args.json and engine.tokenizer is None:
-                    print(*chunk.token_ids, sep=",", end=",", flush=True)
+            chunks = recorder.follow(stream, stream.result) if recorder else stream
+            show_text(engine, chunks, request, prompt, args)
     except KeyboardInterrupt:
         interrupted = True
         stream.close()
@@ -112,18 +111,18 @@ def decode(engine: Engine, request: Request, prompt: Prompt, args: argparse.Name
     if args.json:
         found = result_json(engine, results, params, request.suggested, request.template)
         print(json.dumps(found | ({"gauge_ms": gauge.split(longest)} if gauge else {})))
+    elif args.show_tree:
+        pass  # the text is there already
     else:
-        if show and args.batch_size > 1:
+        if args.batch_size > 1 and engine.tokenizer is not None:
             for b, result in enumerate(results):
                 print(f"\n--- seed {params.seed + b} ---\n{result.text}", end="")
-        if args.show_tree:
-            print(recorder.coloured(results[0]), end="")
         print(flush=True)
     report.tail(engine, results, params, request.suggested, request.note)
     if gauge:
         report.line(f"gauge    {gauge.line(longest)}")
     if args.html:
-        recorder.write_html(args.html, results[0])
+        write_page(args.html, engine, recorder, request.prompt_ids, results[0])
         report.line(f"html     {args.html}")
     if interrupted:
         return INTERRUPTED
@@ -132,3 +131,35 @@ def decode(engine: Engine, request: Request, prompt: Prompt, args: argparse.Name
     proof = prove.prove(engine, prompts, params, results)
     print(prove.verdict(proof, engine.options.dtype), file=sys.stderr)
     return 0 if prove.holds(proof) else 1
+
+
+def show_text(
+    engine: Engine, chunks: Iterable[Chunk], request: Request, prompt: Prompt, args: argparse.Namespace
+) -> None:
+    """Run a request, and print what it makes as it comes. Texts of several rows are printed later, one after another."""
+    show = not args.json and engine.tokenizer is not None
+    if show and prompt.echo and request.template is None:
+        print(prompt.text, end="")
+    if show and args.batch_size == 1:
+        for text in texts_of(chunks) if request.template else (chunk.text for chunk in chunks):
+            print(text, end="", flush=True)
+        return
+    for chunk in chunks:
+        if not args.json and engine.tokenizer is None:
+            print(*chunk.token_ids, sep=",", end=",", flush=True)
+
+
+def show_trees(stream: Stream, recorder: StepRecorder, json: bool) -> None:
+    """Run a request, and draw the tree of every step as it comes; then the text. With --json this goes to stderr."""
+    writer = TreeWriter(sys.stderr if json else sys.stdout)
+    result: GenerationResult = stream.result
+    try:
+        writer.begin(recorder, result.temperature)
+        drawn = 0
+        for _ in recorder.follow(stream, result):
+            for view in recorder.views[drawn:]:
+                writer.step(view, recorder.first)
+                drawn += 1
+    finally:
+        if recorder.first:  # after Ctrl-C, too
+            writer.end(recorder, result.text)

@@ -81,12 +81,6 @@ def running(engine: Engine, **settings: Any) -> Iterator[Running]:
         server.stop()
 
 
-class LoggedChunk(Chunk):
-    """A chunk with log-probabilities."""
-
-    logprobs: list[Any]
-
-
 class ScriptedStream:
     """Stands in for a Stream: it gives the tokens of a text one by one, and counts them.
 
@@ -96,6 +90,7 @@ class ScriptedStream:
     def __init__(self, engine: Engine, prompt: list[int], params: Any, text: str, logprob: Any = None, gate=None):
         self.ids = engine.tokenizer.encode(text, add_bos=False)
         self.decoder = engine.tokenizer.stream(continuation=True)
+        self.params = params
         self.logprob = logprob
         self.gate = gate
         self.given = 0
@@ -114,10 +109,8 @@ class ScriptedStream:
                 self.gate()
             self.given += 1
             self.result.token_ids.append(token)
-            chunk = LoggedChunk(0, [token], self.decoder.push([token]))
-            if self.logprob is not None:
-                chunk.logprobs = [self.logprob(token)]
-            yield chunk
+            logprobs = [self.logprob(token)] if self.logprob is not None else ()
+            yield Chunk(0, [token], self.decoder.push([token]), logprobs)
         self.result.stop_reason = "eos"
 
 

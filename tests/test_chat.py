@@ -157,7 +157,7 @@ def test_the_commands_do_what_help_says(engine, tmp_path, capsys):
 
 def test_tree_shows_the_last_answer_in_colours(instruct, capsys, monkeypatch):
     """/tree that shows another text, or slows down every answer after it."""
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("terminal.chat.wants_colour", lambda stream: True)
     talk = conversation(load(instruct, ctx=256, eagle=str(DEMO / "eagle1")), max_new_tokens=30)
     talk.answer("def f(x):")
     capsys.readouterr()

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 import random
-import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ from eagle_draft import EagleDrafter
 from engine import Engine
 from model import Transformer
 from runtime.compiled import compile_parts
+from runtime.prefill import Prefill
 from runtime.results import Chunk, SequenceOutput
 from sampling import SamplingParams
 from step import DecodeState, Observer, decode_step
@@ -116,6 +118,50 @@ def test_same_tokens_in_a_batch(kind):
         for result, tokens in zip(results, everything, strict=True):
             end = tokens.index(stop) + 1 if stop in tokens else len(tokens)
             assert tuple(result.token_ids) == tokens[:end] and consistent(result)
+
+
+@pytest.mark.parametrize("kind", [None, "eagle1", "eagle3"])
+def test_prompts_of_a_batch_have_settings_of_their_own(kind):
+    """Catches settings that reach another prompt of the batch: temperature, filters, penalties, seed, length, stop ids.
+    A greedy prompt stands beside sampled ones, and every prompt must get the text that it gets alone."""
+    for tree in (MEDUSA, TREES["dynamic"]) if kind else (None,):
+        engine = eagle_engine(HEADS[kind], tree, batch_size=3) if kind else Engine(MODEL, batch_size=3)
+        for indices in ((0, 4, 7), (6, 3, 0), (5, 0, 1)):
+            rows = [settings(i, seed=40 + 7 * i, max_new_tokens=12 + 5 * b) for b, i in enumerate(indices)]
+            stop = Engine(MODEL).generate(PROMPTS[2], rows[2]).run()[0].token_ids[6]
+            rows[2] = replace(rows[2], stop_ids=(stop,))
+            alone = [Engine(MODEL).generate(*request).run()[0] for request in zip(PROMPTS, rows, strict=True)]
+            results = engine.generate_batch(PROMPTS, rows).run()
+            facts = [[(r.token_ids, r.stop_reason, r.seed, r.temperature) for r in each] for each in (results, alone)]
+            assert facts[0] == facts[1]
+            assert {r.new_tokens for r in results[:2]} == {12, 17} and results[2].new_tokens <= 7
+    with pytest.raises(ValueError, match="2 SamplingParams for 3 rows"):
+        engine.generate_batch(PROMPTS, rows[:2])
+
+
+@pytest.mark.parametrize("kind", [None, "eagle1", "eagle3"])
+def test_logprobs_are_those_of_the_model(kind):
+    """Catches log-probabilities of the wrong node, position, prompt or step, after temperature and penalties, or of
+    tokens behind the end. They are compared with a forward over the whole text without a cache."""
+    engine = Engine(MODEL, batch_size=3, lag=2) if kind is None else eagle_engine(HEADS[kind], MEDUSA, 3, lag=2)
+    rows = [settings(7, logprobs=3), settings(0, logprobs=0, stop_ids=(plain(settings(0), 1)[5],)), settings(1)]
+    stream = engine.generate_batch(PROMPTS, rows)
+    chunks = list(stream)
+    assert tuple(stream.results[0].token_ids) == plain(settings(7)) and not stream.results[2].logprobs
+    for b, (params, result) in enumerate(zip(rows[:2], stream.results, strict=False)):
+        assert len(result.logprobs) == result.new_tokens <= (24, 6)[b]
+        assert result.logprobs == [entry for chunk in chunks if chunk.row == b for entry in chunk.logprobs]
+        hidden_states, _ = MODEL.forward_train(torch.tensor([PROMPTS[b] + result.token_ids]))
+        want = MODEL.logits(hidden_states[0, len(PROMPTS[b]) - 1 : -1]).log_softmax(-1)
+        for token, row, entry in zip(result.token_ids, want, result.logprobs, strict=True):
+            best = row.topk(params.logprobs)
+            assert entry.logprob == pytest.approx(float(row[token]), abs=1e-5)
+            assert [i for i, _ in entry.top] == best.indices.tolist()
+            assert [p for _, p in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+    first = stream.results[0].logprobs[0]
+    in_json = json.loads(json.dumps(stream.results[0].to_dict()))["logprobs"][0]
+    assert in_json == {"logprob": first.logprob, "top": [list(pair) for pair in first.top]}
+    assert engine.generate(PROMPT, settings(0)).run()[0].logprobs == []
 
 
 def test_plain_batch_rows_equal_single_runs():
@@ -388,7 +434,7 @@ def test_a_stop_ignored_inside_a_run_is_caught(monkeypatch):
     """Shows that the test above can fail: this mutant compares only the last token of a step with the stop ids."""
     real = SequenceOutput._take
 
-    def push(self, ids, step=True):
+    def push(self, ids, logprobs=None, step=True):
         if not ids:  # only the device has stopped
             self.finish("eos")
             return Chunk(0, [], "")
@@ -631,11 +677,11 @@ def failing_draft(engine):
 
 def failing_forward(engine):
     """Memory runs out in the middle of prefill."""
-    real, engine._forward = engine._forward, lambda *args: (_ for _ in ()).throw(MemoryError())
+    real, engine.prefill.forward = engine.prefill.forward, lambda *args: (_ for _ in ()).throw(MemoryError())
     stream = engine.generate(PROMPT, settings(2))
     with pytest.raises(MemoryError):
         stream.run()
-    engine._forward = real
+    engine.prefill.forward = real
     return stream
 
 
@@ -846,7 +892,8 @@ def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
     out, filled = (torch.zeros(rows, SPAN + built.D + 1, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
     with torch.inference_mode():
         state.sampling.set(params)
-        engine._prefill(0, prompt, sampling.SamplingMode(), 0)  # greedy, so that all rows start with the same token
+        # greedy, so that all rows start with the same token
+        engine.prefill.first_token(0, prompt, sampling.SamplingMode())
         for buffer in (state.tokens, state.n, state.root, state.count, state.features):
             buffer.copy_(buffer[:1].expand_as(buffer))
         state.kv.copy_(state.kv[:, :, :1].expand_as(state.kv))
@@ -1077,9 +1124,8 @@ def fake_step(mode: str, spoil=lambda inputs: None) -> int:
             if state.history is not None:  # a plain step may take over, and then the drafter catches up
                 plainly = decode_step(model, fallback, state, SamplingParams(**sampled).mode)
                 assert plainly.emitted.shape == (2, 1)
-                backend = kernels.KernelBackend("auto", "cuda")
-                parts = dict(model=model, state=state, drafter=drafter, backend=backend)
-                Engine._catch_up(types.SimpleNamespace(**parts), 0, 5, 50)
+                with kernels.KernelBackend("auto", "cuda").active():
+                    Prefill(model, drafter, state, None, False).catch_up(0, 5, 50)
         held = [t for t in vars(state).values() if isinstance(t, torch.Tensor)]
         assert all(t.device.type == "cuda" for t in held) and any(t is state.ring for t in held)
         assert all(t.device.type == "cuda" for t in (out.emitted, out.count, out.finite, out.path))
@@ -1204,7 +1250,7 @@ def test_a_step_compiled_whole_decodes_the_same(mode, monkeypatch):
     engine = Engine(MODEL, drafter=drafter, compile=True, compile_mode=mode, eagle_always=False)
     assert all(how["fullgraph"] and not how["dynamic"] for how in calls)
     inductor = None if mode == "inductor" else mode
-    assert [how.get("mode") for how in calls] == [inductor, inductor, None], "step, plain step, prefill"
+    assert [how.get("mode") for how in calls] == [None, inductor, inductor], "prefill, step, plain step"
     buffers = [*engine.state.buffers(), drafter.cache]
     marked = [hasattr(buffer, "_dynamo_static_input_type") for buffer in buffers]
     assert all(marked) if inductor else not any(marked)

@@ -31,7 +31,7 @@ HEADS = sorted(p.name for p in DEMO.glob("eagle*") if p.is_dir())
 # The keys of --json. Other programs read them: one may be added, none renamed or dropped.
 ROW = """text token_ids prompt_tokens cached_tokens new_tokens stop_reason prefill_seconds decode_seconds
 tokens_per_second steps tokens_per_step plain_steps plain_tokens tau accepted_by_depth chain n_alpha temperature
-seed""".split()
+seed logprobs""".split()
 RUN = """template settings settings_of_model
 checkpoint quant dtype device drafter tree eagle draft_checkpoint medusa ngram_nodes verify kernels compile
 compile_mode break_even_tau compile_seconds graphs_reused graphs_compiled peak_memory_bytes versions""".split()
@@ -355,7 +355,7 @@ def test_a_fork_s_margin_in_units_of_the_last_place():
     engine = load(dtype="bfloat16", ctx=256)
     prompt = engine.tokenizer.encode("def f(x):")
     with torch.inference_mode(), engine.backend.active():
-        logits = engine._prompt_logits(0, prompt, SamplingParams().mode)[0][0, 0]
+        logits = engine.prefill.logits(0, prompt, SamplingParams().mode)[0][0, 0]
     a, b = logits.topk(2).indices.tolist()
     distance, ulps = engine.margin(0, prompt, len(prompt), SamplingParams(), a, b)
     above = torch.nextafter(logits[a].bfloat16(), torch.tensor(1e9, dtype=torch.bfloat16)).float()
@@ -411,25 +411,28 @@ def test_multi_round_is_refused_where_it_would_lie(head, capsys):
 
 
 @pytest.mark.parametrize("head", HEADS[:1])
-def test_html_page_and_coloured_text_hold_every_token(head, tmp_path, capsys, monkeypatch):
-    """A picture that shows another run than the one decoded."""
-    monkeypatch.delenv("NO_COLOR", raising=False)
+def test_the_page_and_the_trees_hold_every_token(head, tmp_path, capsys):
+    """A picture that shows another run than the one decoded, colour codes in a pipe, or trees in what --json prints."""
     page = tmp_path / "steps.html"
     flags = ["--eagle", str(DEMO / head), "--max-new-tokens", "32", "--show-tree", "--html", str(page)]
     code, out, _ = run(capsys, *flags)
     text = page.read_text()
-    data = json.loads(re.search(r"const data = (\{.*?\}), colour", text, re.S)[1])
+    data = json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script', text, re.S)[1])
     engine = load(DEMO, ctx=512)
     prompt = engine.tokenizer.encode(generate.DEMO_PROMPT)
     plain = engine.generate(prompt, SamplingParams(max_new_tokens=32)).run()[0]
     shown = data["first"] + "".join(t for step in data["steps"] for t in step["kept"])
-    assert code == 0 and shown == plain.text
-    assert "http" not in text.replace("http://www.w3.org", "")
-    colourless = re.sub(r"\033\[\d+m", "", out)
-    assert plain.text in colourless and "\033[" in out
-    for step in data["steps"]:
-        accepted = [node for node in step["nodes"] if node[4]]
-        assert len(accepted) - 1 >= len(step["kept"]) - 1
+    assert code == 0 and shown == plain.text and generate.DEMO_PROMPT in data["prompt"]
+    assert [name for name, _ in data["facts"]][:3] == ["model", "head", "tree"]
+    assert "http" not in text.replace("http://www.w3.org", "").replace("http-equiv", "")
+    assert out.endswith(plain.text + "\n") and "\033" not in out
+    for number, step in enumerate(data["steps"], 1):
+        accepted = [node["text"] for node in step["nodes"] if node["kind"] == "accepted"]
+        own = [node["text"] for node in step["nodes"] if node["kind"] == "own"]
+        assert (accepted + own)[: len(step["kept"])] == step["kept"] and step["ms"] > 0
+        assert f"step {number}: {len(step['kept'])} token" in out
+    code, out, err = run(capsys, *flags, "--json")
+    assert code == 0 and json.loads(out)["text"] == plain.text and "step 1: " in err
 
 
 @pytest.mark.parametrize("head", [h for h in HEADS if h == "eagle1"])
@@ -462,7 +465,8 @@ def test_compiled_decoding_equals_eager_and_does_not_recompile():
     engine = load(DEMO, ctx=256, compile=False, dtype="float64")
     compiled = load(DEMO, ctx=256, compile=False, dtype="float64")
     compiled._step = torch.compile(compiled._step, fullgraph=True, dynamic=False, backend="eager")
-    compiled._forward = torch.compile(compiled._forward, fullgraph=True, dynamic=False, backend="eager")
+    prefill = compiled.prefill
+    prefill.forward = torch.compile(prefill.forward, fullgraph=True, dynamic=False, backend="eager")
     prompts = [compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)]
 
     def request(i: int) -> SamplingParams:

@@ -26,6 +26,7 @@ from drafters.base import DraftInput
 from eagle_draft import EagleDrafter, EagleHead
 from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
 from kernels.packing import decode_ptx, from_planes, to_planes
+from runtime import prefill
 from sampling import SamplingParams
 from weights import hf, quantizer, rounding
 from weights import quantized as weights_quantized
@@ -943,7 +944,7 @@ def test_interpreted_engine_gives_the_reference_tokens(mode, kv, monkeypatch):
     )
     tree = tables(trees.chain(1) if mode == "int4" else trees.DynamicTree(4, 1, 2))
     drafters = [lambda: None, lambda: EagleDrafter(head, tree, 1, CTX + tree.N + 1)]
-    monkeypatch.setattr(engine, "PREFILL_CHUNKS", (8,))  # the interpreter is slow
+    monkeypatch.setattr(prefill, "CHUNKS", (8,))  # the interpreter is slow
     new = 3 if mode == "int4" else 4
     params = SamplingParams(max_new_tokens=new, temperature=0.0 if mode == "int4" else 1.0)
 
@@ -980,7 +981,7 @@ def test_interpreted_command_line_names_every_backend(tmp_path, capsys, monkeypa
     quantizer.quantize_checkpoint(
         tmp_path / "plain", tmp_path / "q", weights_quantized.QuantSpec("int4", 32), texts[:, 1:], texts
     )
-    monkeypatch.setattr(engine, "PREFILL_CHUNKS", (8,))
+    monkeypatch.setattr(prefill, "CHUNKS", (8,))
     flags = ["--checkpoint", str(tmp_path / "q"), "--prompt-ids", "1,5,9", "--max-new-tokens", "2", "--json"]
     results = []
     for kind in ("reference", "triton"):

@@ -22,9 +22,9 @@ FILES = sorted(p for p in ROOT.rglob("*.py") if not NOT_OURS & set(p.relative_to
 # What we write ourselves whatever libraries exist: the path from a prompt to its tokens with an EAGLE head.
 HEART = (
     "kernels tree_building tree sampling_params sampling verify model_config model drafters.base drafters.tree_drafter "
-    "eagle_draft step runtime.runner engine"
+    "eagle_draft step runtime.runner runtime.prefill engine"
 ).split()
-LIMIT = 3600  # code lines
+LIMIT = 3650  # code lines
 
 
 def module_of(path: Path) -> str:

@@ -298,6 +298,7 @@ SETTINGS = {
     "max_new_tokens": ("9", 9),
     "stop_ids": ("2,13", (2, 13)),
     "stop": ("END", ("END",)),
+    "logprobs": ("0", 0),
 }
 
 

@@ -28,7 +28,7 @@ def engine(kind: str, cache: PromptCache | None = None) -> Engine:
         made = Engine(MODEL, drafter=DraftModelDrafter(MODEL, small, tree, 1, CTX + tree.N + 1))
     else:
         made = Engine(MODEL, drafter=NGramDrafter(MODEL, 5, 4) if kind == "ngram" else None)
-    made.prompt_cache = cache
+    made.prompt_cache = cache or PromptCache()
     return made
 
 

@@ -20,6 +20,7 @@ from engine import LAG, Engine, _Request
 from report.gauge import Gauge
 from runtime import runner as runner_module
 from runtime.compiled import compile_parts
+from runtime.prefill import Prefill
 from runtime.runner import WARM_UP, Pacer, Runner, capture_graph
 from runtime.turns import Turn
 from step import HISTORY, RING, Observer, decode_step
@@ -299,7 +300,7 @@ def test_warm_up_and_capture_change_nothing():
     steps, real = [], engine._step
     engine._step = lambda *args, **named: steps.append(1) or real(*args, **named)
     with torch.inference_mode():
-        engine._write_settings(settings(0))
+        engine._write_settings([settings(0)])
         before = {k: v.clone() for k, v in contents(engine).items()}
         engine._capture(engine.drafter, settings(0).mode)
     assert len(steps) == WARM_UP + 1
@@ -469,14 +470,14 @@ INJECTION_POINTS = [
     (Engine, "_first_runs"),
     (Engine, "_capture"),
     (Engine, "_measure"),
-    (Engine, "_prefill"),
-    (Engine, "_prompt_logits"),
+    (Prefill, "first_token"),
+    (Prefill, "logits"),
     (Turn, "check"),
     (Engine, "_launch"),
     (Engine, "_read"),
     (Engine, "_observe"),
     (Engine, "_finish"),
-    (Engine, "_catch_up"),
+    (Prefill, "catch_up"),
     (_Request, "prefill"),
     (_Request, "_launch_steps"),
     (_Request, "cached"),
@@ -698,8 +699,8 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
     engine = Engine(MODEL, drafter=drafter_of(kind, 2), batch_size=2, lag=lag, eagle_always=False)
     engine._measure = lambda mode: (1.0, 99.0)
     prompts = [PROMPT, PROMPT[:5]]
-    caught, real = [], engine._catch_up
-    monkeypatch.setattr(engine, "_catch_up", lambda *args: caught.append(args) or real(*args))
+    caught, real = [], engine.prefill.catch_up
+    monkeypatch.setattr(engine.prefill, "catch_up", lambda *args: caught.append(args) or real(*args))
     ours, theirs = (e.generate_batch(prompts, params).run() for e in (engine, always))
     assert [r.token_ids for r in ours] == [r.token_ids for r in theirs]
     assert all(r.plain_tokens > 40 for r in ours) and {row for row, *_ in caught} == {0, 1}
@@ -722,8 +723,8 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
 
 def test_features_kept_wrongly_are_caught(monkeypatch):
     """Shows that the test above can fail: this mutant catches up from a row too far."""
-    real = Engine._catch_up
-    monkeypatch.setattr(Engine, "_catch_up", lambda self, row, start, end: real(self, row, start + 1, end))
+    real = Prefill.catch_up
+    monkeypatch.setattr(Prefill, "catch_up", lambda self, row, start, end: real(self, row, start + 1, end))
     with pytest.raises(AssertionError):
         test_a_drafter_catches_up_after_plain_steps("eagle1", 0, monkeypatch)
 

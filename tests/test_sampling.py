@@ -90,13 +90,17 @@ def test_state_is_set_in_place_and_seeds_wrap():
     state.set(SamplingParams(temperature=0.5, top_k=7, seed=2**63 - 1))
     assert buffers == {name: value.data_ptr() for name, value in vars(state).items()}
     assert state.seed.tolist() == [2**63 - 1, -(2**63), -(2**63) + 1]
-    assert (float(state.temperature), int(state.top_k)) == (0.5, 7)
+    assert (state.temperature.unique().item(), state.top_k.unique().item()) == (0.5, 7)
     state.set(SamplingParams(seed=2**64 - 1))
     assert state.seed.tolist() == [-1, 0, 1]
-    state.set(SamplingParams(temperature=1e-60), seeds=[5, 6, 7])
-    assert state.seed.tolist() == [5, 6, 7] and float(state.temperature) > 0
-    with pytest.raises(ValueError, match="seeds"):
-        state.set(SamplingParams(), seeds=[1])
+    rows = [SamplingParams(temperature=1e-60, seed=5), SamplingParams(top_k=7, seed=6), SamplingParams(1.0, 7, seed=6)]
+    state.set(rows)
+    assert buffers == {name: value.data_ptr() for name, value in vars(state).items()}
+    assert state.seed.tolist() == [5, 6, 6] and state.top_k.flatten().tolist() == [0, 0, 7]
+    assert state.temperature.flatten().tolist() == [2.0**-126, 0.0, 1.0]
+    assert state.row(2).seed.tolist() == [6] and state.row(2).top_k.shape == (1, 1, 1)
+    with pytest.raises(ValueError, match="1 SamplingParams for 3 rows; pass one for all rows, or one per row"):
+        state.set(rows[:1])
 
 
 # ---------------------------------------------------------------- noise
@@ -221,7 +225,9 @@ CASES = [
 
 
 def both_ways(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """survivors by the CPU path, checked against the fixed-shape GPU path."""
+    """survivors of [B,N,V], or [N,V] of one sequence, by the CPU path, checked against the fixed-shape GPU path."""
+    if logits.dim() == 2:
+        return both_ways(logits[None], state)[0]
     mask = sampling.survivors(logits, state)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "_cutoff", sampling._cutoff_search)
@@ -277,6 +283,34 @@ def test_a_row_is_filtered_alone_as_in_a_batch():
         assert torch.equal(both_ways(logits[row : row + 1], state)[0], together[row])
 
 
+MIXED = [{}, {"temperature": 0.7, "top_k": 9}, {"temperature": 1.5, "top_p": 0.6, "min_p": 0.01}, {"temperature": 1.0}]
+
+
+def mixed_state() -> SamplingState:
+    """Four sequences with settings of their own: greedy, top-k, top-p with min-p, and sampling without filters."""
+    state = SamplingState(4)
+    state.set([SamplingParams(seed=b, **settings) for b, settings in enumerate(MIXED)])
+    return state
+
+
+def test_sequences_with_settings_of_their_own_are_decided_as_alone():
+    """Prevents one sequence's temperature or filters from reaching another, and 0 / 0 in a greedy row beside others."""
+    logits = torch.randn(4, 5, 300, generator=torch.Generator().manual_seed(8)) * 3
+    state = mixed_state()
+    noise = sampling.gumbel_noise(state.seed, torch.arange(5).expand(4, 5), torch.arange(300))
+    mask, choice = both_ways(logits, state), sampling.choose(logits, noise, state, FILTER)
+    p = sampling.probabilities(logits, state, FILTER)
+    keys, scores = sampling.draft_keys(logits, noise, state, FILTER)
+    for b, settings in enumerate(MIXED):
+        own, mode = state_for(seed=b, **settings), SamplingParams(**settings).mode
+        one, heard = logits[b : b + 1], noise[b : b + 1] if mode.sample else None
+        assert torch.equal(choice[b], sampling.choose(one, heard, own, mode)[0])
+        assert torch.equal(p[b], sampling.probabilities(one, own, mode)[0])
+        for together, alone in zip((keys, scores), sampling.draft_keys(one, heard, own, mode), strict=True):
+            torch.testing.assert_close(together[b], alone[0], rtol=1e-6, atol=1e-6)
+        assert torch.equal(mask[b], both_ways(one, own)[0]) if mode.filters else mask[b].all()
+
+
 # ---------------------------------------------------------------- choice
 
 
@@ -323,12 +357,12 @@ def test_ties_go_to_the_lowest_id():
     """Prevents plain and drafted decoding from breaking the same tie differently, at several widths."""
     for vocab in (7, 64, 1000, 4096):
         logits = torch.zeros(2, 3, vocab)
-        assert sampling.choose(logits, None, state_for(), SamplingMode()).eq(0).all()
+        assert sampling.choose(logits, None, state_for(2), SamplingMode()).eq(0).all()
         for low, high in ((vocab // 2, vocab - 1), (vocab - 2, vocab - 1), (1, 2)):
             logits = torch.zeros(2, 3, vocab)
             logits[..., [low, high]] = 1.5
-            assert sampling.choose(logits, None, state_for(), SamplingMode()).eq(low).all()
-            state = state_for(temperature=1.0, top_k=2)
+            assert sampling.choose(logits, None, state_for(2), SamplingMode()).eq(low).all()
+            state = state_for(2, temperature=1.0, top_k=2)
             assert sampling.choose(logits, torch.zeros_like(logits), state, FILTER).eq(low).all()
 
 
@@ -375,10 +409,10 @@ def test_probabilities_equal_transformers():
     """Prevents multi-round verification from testing against another distribution than `choose` samples."""
     case = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
     logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(11)) * 2
-    p = sampling.probabilities(logits, state_for(**case), FILTER)
+    p = sampling.probabilities(logits[None], state_for(**case), FILTER)[0]
     torch.testing.assert_close(p.double(), warp(logits, **case).softmax(-1), rtol=1e-5, atol=1e-6)
-    greedy = sampling.probabilities(logits, state_for(), SamplingMode())
-    assert torch.equal(greedy, torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float())
+    greedy = sampling.probabilities(logits[None], state_for(), SamplingMode())
+    assert torch.equal(greedy[0], torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float())
 
 
 def test_noise_streams_are_independent_and_uniform():

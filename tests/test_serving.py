@@ -17,7 +17,6 @@ from serving_kit import instruct_folder, running, script, until  # noqa: E402
 from generate import load  # noqa: E402
 from runtime.prompt_cache import PromptCache  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
-from serving import preparing  # noqa: E402
 
 ASK = [{"role": "user", "content": "def f(x):"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -183,15 +182,7 @@ def test_logprobs_are_those_of_the_chunks(engine, client, monkeypatch):
     def logprob(token):
         return SimpleNamespace(logprob=-0.5, top=[(token, -0.5), (5, float("-inf"))])
 
-    with_suggestions = preparing.with_suggestions
-
-    def without_logprobs(suggested, given):
-        asked.append(given.pop("logprobs", None))
-        return with_suggestions(suggested, given)
-
-    asked: list[int | None] = []
-    monkeypatch.setattr(preparing, "with_suggestions", without_logprobs)
-    script(monkeypatch, engine, "def f", logprob=logprob)
+    made = script(monkeypatch, engine, "def f", logprob=logprob)
     answer = client.chat.completions.create(model="demo", messages=ASK, logprobs=True, top_logprobs=2)
     content = answer.choices[0].logprobs.content
     assert "".join(entry.token for entry in content) == answer.choices[0].message.content == "def f"
@@ -207,7 +198,21 @@ def test_logprobs_are_those_of_the_chunks(engine, client, monkeypatch):
     )
     assert response.output[0].content[0].logprobs[0].logprob == -0.5
     client.completions.create(model="demo", prompt="x")
-    assert asked == [2, 0, 2, 1, None]
+    assert [stream.params.logprobs for stream in made] == [2, 0, 2, 1, None]
+
+
+def test_logprobs_of_the_model(engine, client):
+    """A request for log-probabilities that the engine never hears of, and those of the end of the text among them."""
+    given = dict(temperature=0.7, seed=2)
+    prompt = engine.tokenizer.encode_chat(ASK)
+    (result,) = engine.generate(prompt, SamplingParams(max_new_tokens=9, logprobs=3, **given)).run()
+    answer = client.chat.completions.create(
+        model="demo", messages=ASK, max_tokens=9, logprobs=True, top_logprobs=3, **given
+    )
+    content = answer.choices[0].logprobs.content
+    assert [entry.logprob for entry in content] == pytest.approx([found.logprob for found in result.logprobs])
+    assert "".join(entry.token for entry in content) == answer.choices[0].message.content == result.text
+    assert all(len(entry.top_logprobs) == 3 and entry.top_logprobs[0].logprob >= entry.logprob for entry in content)
 
 
 # ------------------------------------------------------------------ tools

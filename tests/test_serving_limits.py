@@ -114,7 +114,7 @@ def test_200_requests_of_16_clients_of_which_a_third_are_cut_off(engine):
         assert status[PATH, 200] == 200 and engine.prompt_cache.held_bytes <= 1 << 20
         assert [text for i, text in enumerate(found) if i % 3] == [texts[i % 8] for i in range(200) if i % 3]
         right(engine, server)
-    engine.prompt_cache = None
+    engine.prompt_cache = PromptCache()
 
 
 def test_more_requests_than_may_wait_get_429(engine, small, monkeypatch):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ from support.files import (
     written_whole,
 )
 from support.memory import freed_memory_returns, zeros
+from support.progress import Progress
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -486,3 +488,36 @@ def test_threads_are_the_cores_of_this_process(given, cpus, siblings, count, mon
     assert machine.default_threads() == count
     monkeypatch.setattr(machine.sys, "platform", "darwin")
     assert machine.default_threads() == (count if given in ("3", "6,2") else 5)
+
+
+# ------------------------------------------------------------------ progress
+
+
+def test_progress_is_a_bar_on_a_terminal_and_a_line_in_a_log(monkeypatch):
+    """A bar that stays on the terminal, control characters in a log file, and a log with a line for every piece."""
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    progress = Progress()
+    for done in range(5):
+        progress.of(done, 4, f"piece {done}")
+    shown = terminal.getvalue()
+    assert "piece 0" in shown and " 75%" in shown and progress.bar is None
+    assert shown.endswith("\r") and not shown.rpartition("\r")[0].rpartition("\r")[2].strip(), "the bar is gone"
+    monkeypatch.setattr(sys, "stderr", log := io.StringIO())
+    progress = Progress()
+    for done in range(4):
+        progress.of(done, 4, "piece")
+    assert log.getvalue() == ""
+    progress.bar.start_t -= 100  # as if this had taken long
+    progress.bar.last_print_t -= 100
+    progress(0.75, "piece")
+    progress.close()
+    assert re.fullmatch(r" *75%\|.*left  piece\n", log.getvalue())
+
+
+def test_quiet_progress_prints_nothing(monkeypatch):
+    """`--quiet` that still draws a bar."""
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    progress = Progress(quiet=True)
+    for done in range(5):
+        progress.of(done, 4)
+    assert terminal.getvalue() == ""

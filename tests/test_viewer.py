@@ -1,12 +1,15 @@
-"""report/gauge.py and report/viewer.py: the gauge splits a step and changes no token; the page explains its numbers."""
+"""report/: the gauge splits a step and changes no token, and the page and the terminal show the steps as they were."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
-from tiny import PROMPT, TREES, eagle_engine, fake_clock, tiny_head, tiny_model
+from tiny import PROMPT, TREES, PieceTokenizer, V, eagle_engine, fake_clock, tiny_head, tiny_model
 
 import generate
 import kernels
@@ -14,9 +17,13 @@ import sampling
 import step as step_module
 from drafters.ngram import WithNGrams
 from engine import Engine
+from load import load
 from options import DEMO
 from report.gauge import Gauge
-from report.viewer import StepRecorder
+from report.page import page_data, write_page
+from report.tree_text import TreeWriter, clipped, columns, shown, tree_lines, wants_colour
+from report.viewer import Node, Step, StepRecorder, StepView
+from runtime.results import GenerationResult
 from sampling import SamplingParams
 from step import PHASES, Observer
 from support import errors
@@ -132,6 +139,21 @@ def test_flag_adds_line_and_field(capsys):
     assert not whole.observers
 
 
+def followed(engine: Engine, recorder: StepRecorder, params: SamplingParams) -> GenerationResult:
+    """The result of a request that the recorder has followed to its end."""
+    stream = engine.generate(PROMPT, params)
+    for _ in recorder.follow(stream, stream.result):
+        pass
+    return stream.result
+
+
+def data_of(page: Path) -> dict:
+    """The data of a written page, read as a browser reads it."""
+    found = re.findall(r'<script id="data" type="application/json">(.*?)</script', page.read_text(), re.S)
+    assert len(found) == 1
+    return json.loads(found[0])
+
+
 def test_the_page_says_what_the_numbers_are(tmp_path):
     """Catches scores with the shared noise that are called probabilities. At T > 0 they are far from the draft's own
     probabilities."""
@@ -147,15 +169,15 @@ def test_the_page_says_what_the_numbers_are(tmp_path):
         engine = eagle_engine(head, TREES[options.pop("tree", "paper25")], **options)
         recorder = StepRecorder(engine)
         params = SamplingParams(temperature, seed=2, max_new_tokens=6)
-        recorder.write_html(page, engine.generate(PROMPT, params).run()[0])
-        text = page.read_text()
-        assert words in text and "%SCORES%" not in text
+        result = followed(engine, recorder, params)
+        write_page(page, engine, recorder, PROMPT, result)
+        assert words in data_of(page)["scores"]
         below = [step.score[i] for step in recorder.steps for i, p in enumerate(step.parent) if i and p == 0]
         per_root = sum(below) / len(recorder.steps)
         assert 0 < per_root <= 1 + 1e-6, "the root's children share at most 1"
     engine = Engine(head.target, drafter=WithNGrams(eagle_engine(head, TREES["chain4"]).drafter, 4))
     assert "n-gram" in StepRecorder(engine).meaning(0.0)
-    assert "mean nothing" in StepRecorder(Engine(head.target)).meaning(0.0)
+    assert "No model scored" in StepRecorder(Engine(head.target)).meaning(0.0)
 
 
 def test_probabilities_on_the_page_are_the_draft_s_own():
@@ -188,3 +210,156 @@ def test_a_static_tree_s_probabilities_are_without_the_noise_and_change_nothing(
     for at, step in enumerate(recorder.steps):
         own = [float(p[token]) for p, token in zip(probabilities[4 * at :], step.tokens[1:], strict=False)]
         assert step.score[1:] == pytest.approx([math.prod(own[: i + 1]) for i in range(4)], rel=1e-5)
+
+
+HOSTILE = "</script><img src=x onerror=alert(1)><!--\u2028%data%\033[2J"
+
+
+def test_no_token_adds_to_the_page_or_steers_the_terminal(tmp_path):
+    """Catches a token that ends the page's script, or clears the screen. A model's tokens are nobody's own text."""
+    model = tiny_model()
+    engine = eagle_engine(tiny_head(model), TREES["paper25"])
+    engine.tokenizer = PieceTokenizer([HOSTILE.encode()] * V)
+    recorder, page = StepRecorder(engine), tmp_path / "steps.html"
+    result = followed(engine, recorder, SamplingParams(max_new_tokens=6))
+    write_page(page, engine, recorder, PROMPT, result)
+    data = data_of(page)
+    assert data["prompt"] == HOSTILE * len(PROMPT) and data["first"] == HOSTILE
+    assert all(node["text"] == HOSTILE for step in data["steps"] for node in step["nodes"])
+    assert "<img" not in page.read_text() and page.read_text().count("</script>") == 2
+    out = io.StringIO()
+    TreeWriter(out).step(recorder.views[0], recorder.first)
+    assert "\033" not in out.getvalue() and "\u2028" not in out.getvalue()
+
+
+def test_the_page_names_what_ran_and_not_where_it_lies():
+    """Catches a page without the names of the model and the tree, and the user's folders on a page that is passed on."""
+    engine = load(DEMO, eagle=str(DEMO / "eagle3"), tree="chain:3", ctx=256)
+    recorder = StepRecorder(engine)
+    data = page_data(engine, recorder, PROMPT, followed(engine, recorder, SamplingParams(max_new_tokens=6)))
+    facts = dict(data["facts"])
+    assert facts["model"] == "demo (float32)" and facts["head"] == "eagle3 (EAGLE-3)"
+    assert facts["tree"] == "chain:3: 4 nodes, depth 3" and "seed 0" in facts["sampling"]
+    assert str(DEMO.parent) not in json.dumps(data)
+
+
+@pytest.mark.parametrize("name", ["paper25", "dynamic", "ngrams"])
+def test_a_step_s_picture_is_its_tree_and_the_model_s_own_token(name):
+    """Catches a node below the wrong parent where padding was left out (n-grams leave it in the middle), an accepted
+    node drawn as rejected, and a step without the token that the model chose itself."""
+    engine = eagle_engine(tiny_head(tiny_model()), TREES["chain4" if name == "ngrams" else name])
+    if name == "ngrams":
+        engine = Engine(engine.model, drafter=WithNGrams(engine.drafter, 6))
+    recorder = StepRecorder(engine)
+    result = followed(engine, recorder, SamplingParams(max_new_tokens=30))
+    assert len(recorder.views) == result.steps == len(recorder.steps)
+    for step, view, ids in zip(recorder.steps, recorder.views, result.tokens_per_step, strict=True):
+        assert view.kept == [f"{token} " for token in ids]
+        drafted = [node for node in view.nodes if node.kind != "own"]
+        assert len(drafted) == sum(step.valid)
+
+        def path(i: int, step: Step = step) -> list[int]:
+            return ([] if i == 0 else path(step.parent[i])) + [step.tokens[i]]
+
+        def drawn(i: int, view: StepView = view) -> list[int]:
+            return ([] if i == 0 else drawn(view.nodes[i].parent)) + [int(view.nodes[i].text)]
+
+        live = [i for i, valid in enumerate(step.valid) if valid]
+        assert [drawn(k) for k in range(len(live))] == [path(i) for i in live]
+        assert [k for k, node in enumerate(drafted) if node.kind != "rejected"] == [live.index(i) for i in step.path]
+        own = [k for k, node in enumerate(view.nodes) if node.kind == "own"]
+        assert bool(own) == view.own == (len(ids) == len(step.emitted))
+        for k in own:
+            assert drawn(k) == [step.tokens[0], *step.emitted] and view.accepted == len(ids) - 1
+
+
+def test_the_time_of_a_step_is_without_its_readers(monkeypatch):
+    """Catches the time for drawing in the milliseconds of a step: a slow terminal would look like a slow model."""
+    engine, _ = engines("paper25")
+    clock = fake_clock(monkeypatch)
+    recorder = StepRecorder(engine)
+    with clock:
+        stream = engine.generate(PROMPT, SamplingParams(max_new_tokens=12))
+        for _ in recorder.follow(stream, stream.result):
+            clock.now += 100
+    assert sum(view.ms for view in recorder.views) == pytest.approx(stream.result.decode_seconds * 1e3)
+    assert all(0 < view.ms < 1000 for view in recorder.views)
+
+
+def test_trees_are_drawn_while_the_request_runs(monkeypatch):
+    """Catches trees that come when all is over, and a line that is wider than the terminal."""
+    monkeypatch.setenv("COLUMNS", "50")
+    engine, _ = engines("paper25")
+    recorder, out = StepRecorder(engine), io.StringIO()
+    writer = TreeWriter(out)
+    stream = engine.generate(PROMPT, SamplingParams(max_new_tokens=20))
+    for done, _ in enumerate(recorder.follow(stream, stream.result)):
+        if done:
+            writer.step(recorder.views[-1], recorder.first)
+        assert out.getvalue().count("\nstep ") == done
+    assert max(map(columns, out.getvalue().splitlines())) <= 50
+
+
+NODES = [
+    Node("a", -1, 0, "root"),
+    Node("b", 0, 1, "rejected", 0.3),
+    Node(" c", 0, 1, "accepted", 0.2),
+    Node("d", 1, 2, "rejected", 0.25),
+    Node("e", 2, 2, "rejected", 0.1),
+    Node("f", 0, 1, "rejected", 0.01),
+    Node("\n", 2, 2, "own"),
+]
+
+
+def test_a_tree_as_text():
+    """Catches a child on another parent's line, the accepted path among the rejected branches, and left out nodes that
+    are not counted."""
+    lines, hidden = tree_lines(NODES, others=3)
+    assert ["".join(span.text for span in line) for line in lines] == [
+        "a ┬─* ·c .20 ┬─+ ⏎",
+        "  │          └── e .10",
+        "  └── b .30 ─── d .25",
+    ]
+    assert hidden == 1
+    assert tree_lines(NODES, others=1)[1] == 3 and tree_lines(NODES)[1] == 0
+    assert "".join(span.text for span in clipped(lines[0], 9)) == "a ┬─* ·c…"
+    assert shown("\033[31m\x9b") == "\\x1b[31m\\x9b" and columns("日本e\u0301") == 5
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch):
+    """Catches control characters in a file, NO_COLOR that is not obeyed, and marks that only colours would tell."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    view = StepView(NODES, [" c", "\n"], own=True, ms=1.5)
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        TreeWriter(stream).step(view, "a")
+    assert wants_colour(terminal) and "\033[1;32m" in terminal.getvalue()
+    assert re.sub(r"\033\[[\d;]+m", "", terminal.getvalue()) == file.getvalue()
+    assert "─* ·c" in file.getvalue() and "step 1: 2 tokens (1 drafted + the model's own), 1.5 ms" in file.getvalue()
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert not wants_colour(terminal)
+    narrow = Terminal()
+    narrow.encoding = "ascii"
+    TreeWriter(narrow).step(view, "a")
+    assert narrow.getvalue().isascii() and "+-* _c" in re.sub(r"\033\[[\d;]+m", "", narrow.getvalue())
+
+
+def test_a_step_without_a_draft_says_so():
+    """Catches plain decoding that is shown as a step whose draft failed."""
+    engine = Engine(tiny_model())
+    recorder, out = StepRecorder(engine), io.StringIO()
+    followed(engine, recorder, SamplingParams(max_new_tokens=3))
+    TreeWriter(out).step(recorder.views[0], "")
+    assert [node.kind for node in recorder.views[0].nodes] == ["root", "own"]
+    assert recorder.views[0].nodes[0].text == recorder.first, "not the token that the step itself wrote there"
+    assert "1 token (no draft, the model's own)" in out.getvalue()

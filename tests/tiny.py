@@ -168,7 +168,7 @@ class PieceTokenizer:
     def stream(self, continuation: bool = False):
         return PieceStream(self.pieces)
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, skip_special: bool = True, continuation: bool = False) -> str:
         return b"".join(self.pieces[i] for i in ids).decode("utf-8", "replace")
 
 

@@ -23,13 +23,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import kernels
 from engine import Engine
 from model import Transformer
 from sampling import SamplingParams
 from support.files import written_whole
+from support.progress import Progress
 from support.texts import read_source, stdlib_files
 from tokenizer import Tokenizer
 from training.loop import World
@@ -260,10 +260,13 @@ def tokenise(tokenizer: Tokenizer, conversations: list, texts: list[str]) -> tup
 
 def groups(count: int, size: int, title: str, first: int = 0) -> Iterator[range]:
     """The numbers from `first` up to `count` in groups of `size`, with a progress bar."""
-    with tqdm(desc=title, total=count, initial=min(first, count), unit="") as bar:
+    progress = Progress()
+    try:
         for start in range(first, count, size):
+            progress(start / count, f"{title} {start} of {count}")
             yield range(start, min(start + size, count))
-            bar.update(min(size, count - start))
+    finally:
+        progress.close()
 
 
 def continue_texts(engine: Engine, data: TokenData, args: argparse.Namespace) -> TokenData:

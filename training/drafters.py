@@ -189,7 +189,7 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
 
         def after_step(done: int) -> None:
             if evaluation is not None and args.eval_every and done % args.eval_every == 0:
-                world.say(f"\nstep {done}: {summary(measure(training, module, evaluation, {'greedy': 0.0}))}")
+                world.say(f"step {done}: {summary(measure(training, module, evaluation, {'greedy': 0.0}))}")
 
         identity = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in FREE}
         identity |= {"autocast": training.autocast, "processes": world.size}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from support.files import written_whole
 from support.machine import default_device
+from support.progress import Progress, say
 
 
 class World(NamedTuple):
@@ -57,10 +57,10 @@ class World(NamedTuple):
         """Whether this process is the one that prints, measures and writes."""
         return self.rank == 0
 
-    def say(self, text: str, end: str = "\n") -> None:
-        """Print to stderr, once for all processes."""
+    def say(self, text: str) -> None:
+        """Print a line to stderr, once for all processes."""
         if self.chief:
-            print(text, end=end, file=sys.stderr, flush=True)
+            say(text)
 
     def sum_(self, tensors: list[Tensor]) -> None:
         """Add the tensors up over all processes, in place (through one flat buffer)."""
@@ -114,7 +114,7 @@ class Run:
         # One of several processes must not leave alone at the end of a step: the others would wait for it.
         defer = deferred_interrupt() if self.world.size == 1 else contextlib.nullcontext(lambda: False)
         recent: deque[tuple[float, ...]] = deque(maxlen=20)
-        with defer as interrupted:
+        with defer as interrupted, contextlib.closing(Progress(quiet=not self.world.chief)) as bar:
             for step in range(len(self.curve), steps):
                 started = time.perf_counter()
                 loss, accuracies, tokens = train_step(step)
@@ -124,22 +124,23 @@ class Run:
                 recent.append((spent, tokens, loss, *accuracies))
                 done = step + 1
                 if done % 10 == 0 or done == steps:
-                    self.world.say(progress(done, steps, recent), end="\n" if done % 100 == 0 else "")
+                    text = averages(done, steps, recent)
+                    bar(done / steps, text)
+                    if done % 100 == 0:
+                        self.world.say(text)
                 stop = interrupted()
                 if self.world.chief and (stop or done % save_every == 0 or done in (steps, pause_at)):
                     self.save()
                 if stop:
-                    self.world.say("")
                     interrupt = KeyboardInterrupt()
                     interrupt.add_note(f"(after step {done}; {self.path})")
                     raise interrupt
                 if done == pause_at:
-                    self.world.say(f"\npaused at step {done}; the same command without --pause-at goes on")
+                    self.world.say(f"paused at step {done}; the same command without --pause-at goes on")
                     return
                 if after_step is not None and done < steps:
                     after_step(done)
                 self.world.barrier()
-        self.world.say("")
 
     def save(self) -> None:
         """Write all that the rest of the run depends on. An interruption leaves the older state in its place."""
@@ -170,14 +171,14 @@ class Run:
             raise ValueError(f"{self.path} is from another run ({values}). Match it, or: {advice}")
 
 
-def progress(done: int, steps: int, recent: Iterable[tuple[float, ...]]) -> str:
-    """The progress line. `recent` holds (seconds, tokens, loss, accuracies) of the last steps, which are averaged."""
+def averages(done: int, steps: int, recent: Iterable[tuple[float, ...]]) -> str:
+    """The last steps on average. `recent` holds (seconds, tokens, loss, accuracies) of each."""
     seconds, tokens, loss, *accuracies = map(fmean, zip(*recent, strict=True))
-    text = f"\rstep {done}/{steps}  loss {loss:.3f}  "
+    text = f"step {done}/{steps}  loss {loss:.3f}  "
     if accuracies:
         ends = accuracies[:: max(1, len(accuracies) - 1)]  # those of the first and the last draft step
         text += f"top-1 {' to '.join(f'{accuracy:.3f}' for accuracy in ends)}  "
-    return text + f"{tokens / seconds:.0f} tok/s  {seconds * (steps - done) / 60:.1f} min left   "
+    return text + f"{tokens / seconds:.0f} tok/s"
 
 
 @contextlib.contextmanager

@@ -1,0 +1,138 @@
+"""Prefill: run known tokens through the target and the drafter, and set up the row that goes on from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import sampling
+from drafters.base import Drafter
+from model import Transformer, chain_ancestors
+from sampling import Logprobs, SamplingMode
+from step import HISTORY, DecodeState
+
+CHUNKS = (32, 64, 128, 256)  # fixed widths, so that a prompt of any length runs shapes that were seen before
+
+
+class Prefill:
+    """Works on the buffers of a DecodeState, one row at a time. Needs the kernel backend of its engine to be active."""
+
+    def __init__(
+        self, model: Transformer, drafter: Drafter, state: DecodeState, block: Callable | None, compiled: bool
+    ):
+        """block: a faster decoder layer, if there is one. compiled: whether a chunk runs compiled in one piece."""
+        self.model = model
+        self.drafter = drafter
+        self.state = state
+        self.forward: Callable = partial(_run_chunk, block=block)
+        if compiled:
+            self.forward = torch.compile(_run_chunk, fullgraph=True, dynamic=False)
+
+    def first_token(
+        self, row: int, prompt: list[int], mode: SamplingMode, start: int = 0
+    ) -> tuple[int, Logprobs | None]:
+        """Run prompt[start:] and set up the row. Returns the first token, and its Logprobs [1, 1] if the mode has them.
+
+        Raises ArithmeticError if the logits after the prompt cannot be used.
+        """
+        state = self.state
+        P = len(prompt)
+        raw_logits, noise = self.logits(row, prompt, mode, start)
+        logits = self.penalised(row, raw_logits, prompt, P, mode)
+        choice = sampling.choose(logits, noise, state.sampling.row(row), mode)
+        logprobs = sampling.logprobs_of(raw_logits, choice) if mode.logprobs else None
+        first = choice[0, 0]
+        state.tokens[row, :P] = torch.tensor(prompt, device=first.device)
+        state.tokens[row, P] = first
+        state.n[row] = P
+        state.root[row] = first
+        state.count[row] = 1
+        state.produced[row] = 1
+        state.done[row] = False
+        state.seen[row, first] = True
+        state.counts[row, first] = 1
+        return int(first), logprobs
+
+    def logits(self, row: int, text: list[int], mode: SamplingMode, start: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Fill the caches with text[start:]; logits [1, 1, V] after its last token, and the noise of that position.
+
+        The last token's feature becomes the pending one.
+        """
+        state = self.state
+        P = len(text)
+        device = self.model.device
+        ids = torch.tensor([*text, 0], dtype=torch.int64)
+        while start < P:
+            width = next((w for w in CHUNKS if P - start <= w), CHUNKS[-1])
+            take = min(width, P - start)
+            chunk, nexts = torch.zeros(2, 1, width, dtype=torch.int64)
+            chunk[0, :take] = ids[start : start + take]
+            nexts[0, :take] = ids[start + 1 : start + take + 1]
+            where = torch.tensor([start], device=device)
+            kv = state.kv[:, :, row : row + 1]
+            hidden_states, features = self.forward(
+                self.model, self.drafter, kv, row, chunk.to(device), nexts.to(device), where
+            )
+            start += take
+        state.features[row, 0] = features[0, take - 1]
+        logits = self.model.logits(hidden_states[:, take - 1 : take])
+        if not bool(sampling.finite(logits).all()):
+            raise not_finite(self.model.dtype, P - 1)
+        if not mode.sample:
+            return logits, None
+        vocabulary = torch.arange(logits.shape[-1], device=device)
+        position = torch.tensor([[P]], device=device)
+        return logits, sampling.gumbel_noise(state.sampling.seed[row : row + 1], position, vocabulary)
+
+    def penalised(self, row: int, logits: Tensor, text: Sequence[int], prompt: int, mode: SamplingMode) -> Tensor:
+        """The logits [1, 1, V] with the penalties for `text`, of which the first `prompt` ids were not generated.
+
+        The row's counters are set to what they are after that text.
+        """
+        if not mode.penalties:
+            return logits
+        state, device = self.state, self.model.device
+        state.seen[row] = False
+        state.counts[row] = 0
+        state.seen[row, torch.tensor(text, device=device)] = True
+        generated = torch.tensor(text[prompt:], dtype=torch.int64, device=device)
+        state.counts[row].scatter_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
+        empty = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
+        seen, counts = state.seen[row : row + 1], state.counts[row : row + 1]
+        return sampling.apply_penalties(logits, seen, counts, empty, empty.bool(), state.sampling.row(row))
+
+    def catch_up(self, row: int, start: int, end: int) -> None:
+        """Give the drafter the tokens start .. end - 1, which were decoded plainly. No host sync."""
+        state = self.state
+        width = CHUNKS[0]
+        level = torch.arange(width + 1, device=self.model.device)
+        for at in range(start, end, width):
+            tokens = state.tokens[row].index_select(0, (at + level).clamp(max=state.slots - 1))
+            features = state.history[row].index_select(0, (at + level[:-1]) % HISTORY)
+            self.drafter.prefill(row, tokens[None], features[None], torch.full_like(level[:1], at))
+
+
+def _run_chunk(
+    model: Transformer, drafter: Drafter, kv: Tensor, row: int, tokens: Tensor, nexts: Tensor, start: Tensor,
+    block: Callable | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A chunk of known tokens [1, T] from position start [1] -> hidden_states [1, T, H], features [1, T, F].
+
+    nexts [1, T] are the tokens that follow each of them.
+    """
+    T = tokens.shape[1]
+    depth = torch.arange(T, device=tokens.device)[None]
+    nodes = model.nodes(start, depth, chain_ancestors(1, T, tokens.device), kv.shape[4])
+    hidden_states, taps = model(tokens, nodes, kv, drafter.taps, block)
+    features = hidden_states if taps is None else taps
+    drafter.prefill(row, torch.cat((tokens, nexts[:, -1:]), 1), features, start)
+    return hidden_states, features
+
+
+def not_finite(dtype: torch.dtype, position: int) -> ArithmeticError:
+    """The error for logits that are not finite at a position."""
+    hint = "fp16 overflow? Try --dtype bfloat16 or float32." if dtype == torch.float16 else "Are the weights damaged?"
+    return ArithmeticError(f"logits became non-finite at token {position}. {hint}")

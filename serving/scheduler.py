@@ -25,14 +25,19 @@ class Event(NamedTuple):
     result: GenerationResult | None = None
 
 
+class _Cancelled(Exception):
+    """Ends the reading of a prompt."""
+
+
 class Job:
-    """One request on the engine: its streams, decoded one after another in the engine's worker thread.
+    """One request on an engine: its streams, decoded one after another in the engine's worker thread.
 
     The thread never waits for a client. What it decodes is kept here until somebody reads it, which is at most the text
     of the answers.
     """
 
-    def __init__(self, streams: Sequence[Stream], max_seconds: float):
+    def __init__(self, engine: Engine, streams: Sequence[Stream], max_seconds: float):
+        self.engine = engine
         self.streams = streams
         self.max_seconds = max_seconds
         self.cancelled = False
@@ -44,7 +49,7 @@ class Job:
         self._news: asyncio.Queue[tuple[int, Chunk | GenerationResult] | BaseException | None] = asyncio.Queue()
 
     def cancel(self) -> None:
-        """Stop after the step that runs now. A job that still waits gives up its place."""
+        """Stop after the step, or the part of a prompt, that runs now. A job that still waits gives up its place."""
         self.cancelled = True
         if self.task is not None and not self.started:
             self.task.cancel()
@@ -52,6 +57,7 @@ class Job:
     def run(self) -> None:
         """Decode everything. This runs in the worker thread."""
         until = time.monotonic() + self.max_seconds
+        self.engine.prefill.between_chunks = self._check
         try:
             for index, stream in enumerate(self.streams):
                 with stream:
@@ -64,9 +70,18 @@ class Job:
                         if time.monotonic() > until:
                             break
                 self._post((index, stream.result))
+        except _Cancelled:
+            pass
         except BaseException as error:
             self._post(error)
             raise
+        finally:
+            self.engine.prefill.between_chunks = lambda: None
+
+    def _check(self) -> None:
+        """Leave a prompt that nobody waits for any more."""
+        if self.cancelled:
+            raise _Cancelled
 
     def close(self) -> None:
         """Say that nothing more will come."""
@@ -140,7 +155,7 @@ class Scheduler:
     def admit(self, streams: Sequence[Stream]) -> Job:
         """Queue a job. Raises ApiError if the queue is full."""
         self.check()
-        job = Job(streams, self.settings.max_seconds)
+        job = Job(self.engine, streams, self.settings.max_seconds)
         self.jobs.add(job)
         job.task = asyncio.create_task(self._run(job))
         return job

@@ -216,7 +216,7 @@ def test_the_engine_does_not_wait_for_a_reader(engine, monkeypatch):
     """Steps that wait until a client has taken the text of the step before."""
 
     async def decode() -> tuple[int, int]:
-        job = Job(made, 60)
+        job = Job(engine, made, 60)
         await asyncio.to_thread(job.run)
         decoded = made[0].given
         job.close()
@@ -227,6 +227,32 @@ def test_the_engine_does_not_wait_for_a_reader(engine, monkeypatch):
     engine.generate([1], SamplingParams())
     decoded, events = asyncio.run(decode())
     assert decoded == len(made[0].ids) and events == 1
+
+
+def test_a_client_that_leaves_while_its_prompt_is_read_ends_that(engine, monkeypatch):
+    """A long prompt that is read to its end for nobody, and a row of which nobody knows how much it holds."""
+    with running(engine) as server, monkeypatch.context() as patch:
+        chunks, go = [], threading.Event()
+        forward = engine.prefill.forward
+
+        def slow(*arguments):
+            chunks.append(1)
+            go.wait(20)
+            return forward(*arguments)
+
+        patch.setattr(engine.prefill, "forward", slow)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.address + PATH, json={"prompt": "x = [1]\n" * 200, "max_tokens": 4}, timeout=0.3)
+        until(lambda: any(job.cancelled for job in server.api.scheduler.jobs))
+        go.set()
+        server.idle()
+        assert len(chunks) == 1
+        patch.undo()
+        right(engine, server)
+        long = "x = [1]\n" * 200
+        answer = httpx.post(server.address + PATH, json={"prompt": long, "max_tokens": 4}, timeout=30).json()
+        assert answer["timings"]["cache_n"] < 8
+        assert answer["choices"][0]["text"] == engine.generate(long, SamplingParams(max_new_tokens=4)).run()[0].text
 
 
 def test_sigterm_in_the_middle_of_a_stream():

@@ -87,6 +87,7 @@ class WithNGrams(Drafter):
         self.drafter = drafter
         self.K = K
         self.always_on = drafter.always_on
+        self.caches = drafter.caches
         self.scoring = drafter.scoring
         self.grafted = True
 
@@ -97,9 +98,6 @@ class WithNGrams(Drafter):
 
     def bytes_per_step(self, model: Transformer) -> float:
         return self.drafter.bytes_per_step(model)
-
-    def caches(self) -> list[Tensor]:
-        return self.drafter.caches()
 
     def buffers(self) -> list[Tensor]:
         return self.drafter.buffers()

@@ -45,7 +45,7 @@ class Saved:
 def cache_rows(state: DecodeState, drafter: Drafter, row: int, length: int, drafted: int) -> Iterator[Tensor]:
     """The live part of every cache of a row, [..., tokens, width]: the target's first, then the drafter's."""
     yield state.kv.narrow(-4, row, 1).narrow(-2, 0, length)
-    for cache in drafter.caches():
+    for cache in drafter.caches:
         yield cache.narrow(-4, row, 1).narrow(-2, 0, drafted)
 
 

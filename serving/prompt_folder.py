@@ -50,6 +50,6 @@ def _fingerprint(engine: Engine) -> str:
     for module in filter(None, (engine.model, engine.head, getattr(engine.drafter, "model", None))):
         for name, tensor in sorted(module.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.flatten()[:SAMPLE].tolist()}".encode())
-    shapes = [(tuple(t.shape), str(t.dtype)) for t in (engine.state.kv, *engine.drafter.caches())]
+    shapes = [(tuple(t.shape), str(t.dtype)) for t in (engine.state.kv, *engine.drafter.caches)]
     digest.update(repr(shapes).encode())
     return digest.hexdigest()[:24]

@@ -57,7 +57,7 @@ class Job:
     def run(self) -> None:
         """Decode everything. This runs in the worker thread."""
         until = time.monotonic() + self.max_seconds
-        self.engine.prefill.between_chunks = self._check
+        self.engine.prefill.after_chunk = self._check
         try:
             for index, stream in enumerate(self.streams):
                 with stream:
@@ -76,7 +76,7 @@ class Job:
             self._post(error)
             raise
         finally:
-            self.engine.prefill.between_chunks = lambda: None
+            self.engine.prefill.after_chunk = lambda: None
 
     def _check(self) -> None:
         """Leave a prompt that nobody waits for any more."""

@@ -37,7 +37,8 @@ class TemplateWorker:
         """One prompt per list of messages. Raises ValueError for a template that fails or runs over a limit."""
         if len(template) > TEMPLATE_CHARACTERS:
             raise ValueError(f"the template is longer than {TEMPLATE_CHARACTERS} characters")
-        limit = 2**20 + 8 * sum(len(m["content"]) for m in variants[0])  # characters of a prompt
+        tools = len(json.dumps(variables.get("tools")))
+        limit = 2**20 + 8 * (tools + sum(len(m["content"]) for m in variants[0]))  # characters of a prompt
         request = {"template": template, "variants": variants, "variables": variables, "limit": limit}
         with self._lock:
             reply = self._ask(json.dumps(request).encode())
@@ -134,7 +135,7 @@ def _render(compiled, request: dict) -> list[str]:
     prompts = []
     for messages in request["variants"]:
         prompts.append("")
-        for chunk in template.generate(messages=messages, tools=None, documents=None, **request["variables"]):
+        for chunk in template.generate({"tools": None, "documents": None, **request["variables"]}, messages=messages):
             prompts[-1] += chunk
             if len(prompts[-1]) > request["limit"]:
                 raise ValueError("the prompt is far longer than the messages")

@@ -25,6 +25,7 @@ from runtime.constrained import ConstrainedSteps
 from runtime.fused import fused_parts
 from runtime.grammar import Constraint, Grammars
 from runtime.prefill import Prefill, not_finite
+from runtime.prompt_cache import PromptCache
 from runtime.prompts import Prompt, prompts_ids
 from runtime.results import Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
 from runtime.runner import Pacer, Runner
@@ -108,6 +109,7 @@ class Engine:
         # What the caches hold: for each row the ids whose target rows are valid, and the number of valid draft rows.
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
         self._drafted = [0] * batch_size
+        self.prompt_cache = PromptCache()  # keeps texts that the caches no longer hold; this one keeps none
         self.turns = Turns()  # requests run one after another
 
     def _check_arguments(self) -> None:
@@ -268,7 +270,8 @@ class Engine:
         try:
             if not turn.wait():
                 return
-            reuse = list(zip(self._cached, self._drafted, strict=True))
+            rows = (self._cached, self._drafted, request.prompts)
+            reuse = self.prompt_cache.exchange(self.state, self.drafter, *rows)
             self._forget_caches()  # nothing is valid until the request has ended well
             self._write_settings(request.params)
             self._first_runs(request.mode)

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from chat_template import TEMPLATE_CHARACTERS, TemplateWorker
 
@@ -29,6 +30,7 @@ LLAMA2_SYSTEM = (
 )
 NAMED_TOKEN = re.compile("[a-z]+_token")  # keys such as bos_token
 Reader = Callable[[str], bytes | None]  # the contents of a file by its name, None if there is no such file
+TOOL_KEYS = {"tool_calls", "tool_call_id", "name"}  # what a message may have beside its role and content
 BUILTIN_SYSTEM = {"vicuna": VICUNA_SYSTEM, "llama-2-chat": LLAMA2_SYSTEM, "mixtral": ""}
 # What paper benchmarks pass to encode_chat as `suffix`.
 PAPER_SUFFIX = {"vicuna": "", "llama-2-chat": " ", "mixtral": ""}
@@ -240,14 +242,21 @@ class Tokenizer:
         _check_messages(messages)
         return self._render([messages], add_generation_prompt)[0]
 
-    def encode_chat(self, messages: list, add_generation_prompt: bool = True, suffix: str = "") -> list[int]:
+    def encode_chat(
+        self, messages: list, add_generation_prompt: bool = True, suffix: str = "", tools: list[dict] | None = None
+    ) -> list[int]:
         """Ids of `render_chat(messages) + suffix`.
 
         Control tokens that the template writes are parsed. In message contents they stay text. A model's template writes
         BOS itself, and a built-in template gets BOS as in `encode`. Failures are one-line ValueErrors.
+
+        Args:
+            tools: descriptions of functions that the model may call, which the template writes. A message may then also
+                have `tool_calls`, `tool_call_id` and `name`. The text of control tokens is refused in all of these.
         """
         _check_messages(messages)
-        pieces, _ = self._template_and_contents(messages, add_generation_prompt)
+        self._check_tools([{k: m[k] for k in m.keys() & TOOL_KEYS} for m in messages], tools)
+        pieces, _ = self._template_and_contents(messages, add_generation_prompt, tools)
         ids = self._piece_ids([*pieces[:-1], pieces[-1] + suffix])
         return self._prefix + ids if self._template in BUILTIN_SYSTEM else ids
 
@@ -282,7 +291,23 @@ class Tokenizer:
                 run = ""
         return ids + self._text_ids(run, first=not ids and not goes_on)
 
-    def _template_and_contents(self, messages: list[dict], add_generation_prompt: bool) -> tuple[list[str], list[int]]:
+    def template_writes(self, text: str) -> bool:
+        """Whether the model's chat template in use holds a text, such as the name of a variable or of a tag."""
+        return text in self.chat_templates.get(self._template, "")
+
+    def _check_tools(self, messages: list[dict], tools: list[dict] | None) -> None:
+        """Refuse tools that no template would write, and control tokens where the template writes them unmarked."""
+        if tools and not self.template_writes("tools"):
+            raise ValueError("this model's chat template takes no tools. Leave them out, or use another model.")
+        for text in _texts_in([messages, tools]):
+            if any(control in text for control in self._forbidden.values()):
+                raise ValueError(
+                    f"a tool, or a message's tool call, holds the text of a control token: {text!r:.60}. Remove it."
+                )
+
+    def _template_and_contents(
+        self, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None
+    ) -> tuple[list[str], list[int]]:
         """The rendered prompt in pieces: the template's text at even places, message contents at odd ones.
 
         Also the numbers of the messages whose contents stand at the odd places, [] if the template edits contents.
@@ -299,7 +324,7 @@ class Tokenizer:
             m | {"content": m["content"].replace(body, f"{mark}{i}\ue001") if body else m["content"]}
             for i, (m, body) in enumerate(zip(messages, bodies, strict=True))
         ]
-        real, opaque = self._render([messages, hidden], add_generation_prompt)
+        real, opaque = self._render([messages, hidden], add_generation_prompt, tools)
         pieces = re.split(f"{mark}([0-9]+)\ue001", opaque)
         numbers = [int(i) for i in pieces[1::2]]
         pieces[1::2] = [bodies[i] for i in numbers]
@@ -332,7 +357,9 @@ class Tokenizer:
                 spelled += [vocab.get(name, self._unk_id) for name in names]
         return [i for i in spelled if i is not None]
 
-    def _render(self, variants: list[list[dict]], add_generation_prompt: bool) -> list[str]:
+    def _render(
+        self, variants: list[list[dict]], add_generation_prompt: bool, tools: list[dict] | None = None
+    ) -> list[str]:
         """One prompt per list of messages, all of which have the same roles."""
         name = self._template
         builtins = ", ".join(BUILTIN_SYSTEM)
@@ -343,7 +370,7 @@ class Tokenizer:
         roles = ", ".join(m["role"] for m in variants[0])
         where = f"chat template ({self.chat_template_source}) failed for roles [{roles}]"
         with _one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):
-            variables = self._files.named | {"add_generation_prompt": add_generation_prompt}
+            variables = self._files.named | {"add_generation_prompt": add_generation_prompt, "tools": tools}
             return self._worker.render(self.chat_templates[name], variants, variables)
 
 
@@ -506,11 +533,24 @@ def _one_line_errors(what: str, fix: str) -> Iterator[None]:
         raise ValueError(f"{what}: {detail}. {fix}") from error
 
 
+def _texts_in(value: Any) -> Iterator[str]:
+    """Every text in a value that JSON can hold."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (key, *_texts_in(item))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts_in(item)
+
+
 def _check_messages(messages: list[dict]) -> None:
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a non-empty list of {role, content}")
     for i, m in enumerate(messages):
-        if not isinstance(m, dict) or {k: type(v) for k, v in m.items()} != {"role": str, "content": str}:
+        kinds = {k: type(v) for k, v in m.items() if k not in TOOL_KEYS} if isinstance(m, dict) else {}
+        if kinds != {"role": str, "content": str}:
             raise ValueError(f"message {i} must have exactly the keys role and content, both text")
         # A role that is not a plain word could hold control tokens.
         if not re.fullmatch("[A-Za-z_-]{1,32}", m["role"]):

@@ -62,6 +62,8 @@ class Drafter:
     multi_round: str = ""  # "without" or "with" replacement for multi-round verification, "" for choice-and-walk
     always_on: str = ""  # why plain steps may not replace its steps for a while; "" if they may
     scoring: str = "none"  # what Draft.scores are: "none", "probability", or "noisy" (with the shared noise)
+    # Its KV caches [..., B, Hkv, S, hd]. What they hold of a token depends on the text up to there alone.
+    caches: tuple[Tensor, ...] = ()
     grafted: bool = False  # whether n-gram nodes were added to another drafter's tree
 
     def __init__(self, N: int, D: int, feature_size: int, taps: tuple[int, ...] = ()):
@@ -88,7 +90,7 @@ class Drafter:
 
     def buffers(self) -> list[Tensor]:
         """The tensors that a step writes in place."""
-        return []
+        return [*self.caches]
 
 
 def take_rows(values: Tensor, index: Tensor) -> Tensor:

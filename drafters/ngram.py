@@ -87,6 +87,7 @@ class WithNGrams(Drafter):
         self.drafter = drafter
         self.K = K
         self.always_on = drafter.always_on
+        self.caches = drafter.caches
         self.scoring = drafter.scoring
         self.grafted = True
 

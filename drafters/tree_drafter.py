@@ -62,9 +62,7 @@ class TreeDrafter(Drafter):
         scratch = tree.depth * tree.topk if self.dynamic else tree.run_rows  # cache rows of a tree
         self.slots = slots + self.lead + scratch
         self.cache = model.new_cache(batch_size, self.slots)
-
-    def buffers(self) -> list[Tensor]:
-        return [self.cache]
+        self.caches = (self.cache,)
 
     def level_widths(self) -> list[int]:
         """Rows of every draft forward after the first one."""

@@ -30,6 +30,7 @@ CALLED = {
     "python quantize.py": "eaglet quantize",
     "python -m scripts.bench ": "eaglet bench ",
     "python -m scripts.train_eagle ": "eaglet train ",
+    "python -m scripts.serve": "eaglet serve",
     "python -m scripts.": "python -m eaglet.scripts.",
     "python -m {name}": "python -m eaglet.{name}",
     "from generate import load": "from eaglet import load",
@@ -126,6 +127,13 @@ def version() -> str:
     raise ValueError("generate.py has no line VERSION = ...; add one.")
 
 
+def _extras(extras: dict[str, list[str]]) -> Iterator[str]:
+    """The lines about what only some commands need: `pip install "eaglet[serve]"`."""
+    for name, requirements in extras.items():
+        yield f"Provides-Extra: {name}"
+        yield from (f"Requires-Dist: {requirement}; extra == '{name}'" for requirement in requirements)
+
+
 def _about(project: dict) -> dict[str, bytes]:
     """The files of the wheel's dist-info folder, except RECORD."""
     metadata = [
@@ -137,6 +145,7 @@ def _about(project: dict) -> dict[str, bytes]:
         "License-File: LICENSE",
         f"Requires-Python: {project['requires-python']}",
         *(f"Requires-Dist: {requirement}" for requirement in project["dependencies"]),
+        *_extras(project["optional-dependencies"]),
         "Description-Content-Type: text/markdown",
         "",
         (ROOT / project["readme"]).read_text(encoding="utf-8"),

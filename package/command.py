@@ -5,8 +5,9 @@
     eaglet quantize --checkpoint DIR --mode int4                  write a model with int8 or int4 weights
     eaglet bench --checkpoint DIR                                 measure, in pairs with plain decoding
     eaglet train --checkpoint DIR --data FILE --out HEAD          train an EAGLE head
+    eaglet serve --checkpoint DIR                                 serve OpenAI's API (pip install "eaglet[serve]")
 
-`eaglet COMMAND --help` lists the options of a command. A command `serve` comes later.
+`eaglet COMMAND --help` lists the options of a command.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ COMMANDS = {
     "quantize": ("quantize", []),
     "bench": ("scripts.bench", []),
     "train": ("scripts.train_eagle", []),
+    "serve": ("scripts.serve", []),
 }
 
 
@@ -37,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"eaglet {VERSION}")
         return 0
     if command not in COMMANDS:
-        later = "serve comes later" if command == "serve" else f"{command!r:.60} is no command"
-        print(f"error  {later}; there are {', '.join(COMMANDS)} (eaglet --help explains them)", file=sys.stderr)
+        known = f"there are {', '.join(COMMANDS)} (eaglet --help explains them)"
+        print(f"error  {command!r:.60} is no command; {known}", file=sys.stderr)
         return USAGE
     name, first = COMMANDS[command]
     home = __package__.partition(".")[0]  # "eaglet", or "package" in the repository

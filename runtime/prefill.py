@@ -27,6 +27,8 @@ class Prefill:
         self.model = model
         self.drafter = drafter
         self.state = state
+        # Called after every chunk of a prompt. What it raises ends the request, whose row then counts as empty.
+        self.after_chunk: Callable[[], None] = lambda: None
         self.forward: Callable = partial(_run_chunk, block=block)
         if compiled:
             self.forward = torch.compile(_run_chunk, fullgraph=True, dynamic=False)
@@ -81,6 +83,7 @@ class Prefill:
                 self.model, self.drafter, kv, row, chunk.to(device), nexts.to(device), where
             )
             start += take
+            self.after_chunk()
         state.features[row, 0] = features[0, take - 1]
         logits = self.model.logits(hidden_states[:, take - 1 : take])
         if not bool(sampling.finite(logits).all()):

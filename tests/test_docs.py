@@ -21,7 +21,8 @@ import generate
 import tree as trees
 from bench import acceptance
 from report.viewer import Step
-from scripts import measured, tree_picture
+from scripts import measured, serve, tree_picture
+from serving.metrics import ABOUT
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
@@ -298,3 +299,19 @@ def test_the_python_of_the_readme_runs(capsys, monkeypatch):
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert names["stream"].result.text in capsys.readouterr().out and names["stream"].result.tau > 1.5
+
+
+def test_the_servers_page_has_every_limit_error_and_figure():
+    """An option with another default than the page says, and an error or a metric that an operator cannot look up."""
+    page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    errors = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "serving").glob("*.py")))
+    codes = set(re.findall(r'"((?:invalid|missing|unsupported|context|wrong|unknown|method|request|queue|shutting|device'
+                           r'|engine|internal|model_not)_[a-z_]+)"', errors))  # fmt: skip
+    codes -= {"invalid_request_error", "requests_total", "requests_running", "requests_waiting"}
+    assert len(codes) > 14 and not [code for code in codes if f"`{code}`" not in page]
+    assert not [name for name in ABOUT if f"`{name}`" not in page]
+    rows = re.findall(r"^\| `--([a-z-]+)` \| (\w+) \|", page, re.M)
+    args = vars(serve.build_parser().parse_args([]))
+    assert len(rows) == 8
+    for name, default in rows:
+        assert {"none": "None", "off": "False"}.get(default, default) == str(args[name.replace("-", "_")]), name

@@ -1,0 +1,219 @@
+"""The prompts that an engine has run and may need again: copies of its caches, in memory and then on disk.
+
+The caches of an engine hold one text for each row. Where two conversations take turns, each would throw out the other
+one. So before a request overwrites a text that is long enough, its rows are copied to the host, and a request that goes
+on from a copied text gets them back. The copies are exact, so the tokens stay the same.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafters.base import Drafter
+from step import DecodeState
+from support.files import written_whole
+
+WORTHWHILE = 32  # tokens; fewer are run again sooner than they are copied
+MB = 1 << 20
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """The number of ids with which both texts begin."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@dataclass
+class Saved:
+    """A text and what the caches held of it. Its tensors are on the host, or else in a file."""
+
+    ids: list[int]
+    drafted: int  # rows of the draft caches that are valid
+    nbytes: int
+    rows: list[Tensor] = field(default_factory=list)
+    file: Path | None = None
+
+
+def cache_rows(state: DecodeState, drafter: Drafter, row: int, length: int, drafted: int) -> Iterator[Tensor]:
+    """The live part of every cache of a row, [..., tokens, width]: the target's first, then the drafter's."""
+    yield state.kv.narrow(-4, row, 1).narrow(-2, 0, length)
+    for cache in drafter.caches:
+        yield cache.narrow(-4, row, 1).narrow(-2, 0, drafted)
+
+
+class PromptCache:
+    """Texts that were run, the least recently used ones on disk. `Engine.prompt_cache` holds one.
+
+    All calls of `exchange` come from an engine whose turn it is, so they never run at the same time.
+    """
+
+    def __init__(self, memory_mb: int = 0, disk_mb: int = 0, folder: Path | None = None, keep: bool = False):
+        """Prepare the cache. Without a folder or with disk_mb = 0 nothing is written to disk.
+
+        Args:
+            memory_mb, disk_mb: how much the copies may take in memory and on disk.
+            folder: holds the files. It must belong to this model, this head and these number formats alone.
+            keep: leave the files when the cache is closed, and use those that are there.
+        """
+        self.limit = memory_mb * MB
+        self.disk_limit = disk_mb * MB if folder is not None else 0
+        self.folder = folder
+        self.keep = keep
+        self.entries: list[Saved] = []  # the most recently used one comes last
+        self.hits = 0
+        self.number = 0  # of the last file
+        if self.disk_limit and folder is not None:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if keep:
+                self.entries = [saved for file in sorted(folder.glob("*.safetensors")) if (saved := _described(file))]
+                self.number = max((int(s.file.stem) for s in self.entries if s.file), default=0)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the copies take in memory."""
+        return sum(saved.nbytes for saved in self.entries if saved.file is None)
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the copies take on disk."""
+        return sum(saved.nbytes for saved in self.entries if saved.file is not None)
+
+    def exchange(
+        self,
+        state: DecodeState,
+        drafter: Drafter,
+        held: Sequence[list[int]],
+        drafted: Sequence[int],
+        prompts: Sequence[list[int]],
+    ) -> list[tuple[list[int], int]]:
+        """Prepare the caches for the prompts of a request.
+
+        Args:
+            held, drafted: for each row the ids that it holds now, and the number of its valid draft rows.
+
+        Returns both for each row as they are afterwards.
+        """
+        rows = list(zip(held, drafted, strict=True))
+        if self.limit or self.disk_limit:
+            for b, prompt in enumerate(prompts):
+                rows[b] = self._exchange_row(state, drafter, b, *rows[b], prompt)
+        return rows
+
+    def _exchange_row(
+        self, state: DecodeState, drafter: Drafter, row: int, ids: list[int], drafted: int, prompt: list[int]
+    ) -> tuple[list[int], int]:
+        """Prepare one row. It holds `ids` and `drafted` draft rows now. Returns what it holds afterwards."""
+        common = common_length(ids, prompt)
+        if len(ids) - common >= WORTHWHILE:
+            self._save(state, drafter, row, ids, drafted)
+        best = max(self.entries, key=lambda saved: _usable(saved.ids, saved.drafted, prompt, drafter), default=None)
+        if best is None:
+            return ids, drafted
+        gained = _usable(best.ids, best.drafted, prompt, drafter) - _usable(ids, drafted, prompt, drafter)
+        if gained < WORTHWHILE or not self._fetch(best):
+            return ids, drafted
+        places = list(cache_rows(state, drafter, row, len(best.ids), best.drafted))
+        if [place.shape for place in places] != [kept.shape for kept in best.rows]:  # a file of another engine
+            self._drop(best)
+            return ids, drafted
+        for place, kept in zip(places, best.rows, strict=True):
+            place.copy_(kept)
+        self.hits += 1
+        self._shrink()
+        return list(best.ids), best.drafted
+
+    def close(self) -> None:
+        """Forget everything in memory. Files stay only if the cache was made with `keep`, with all that fits."""
+        if self.keep and self.disk_limit:
+            for saved in [saved for saved in self.entries if saved.file is None]:
+                self._write(saved)
+        elif self.disk_limit and self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.entries = []
+
+    def _save(self, state: DecodeState, drafter: Drafter, row: int, ids: list[int], drafted: int) -> None:
+        """Copy a row, unless a copied text begins with it. The texts that it begins with are no longer needed."""
+        for saved in self.entries:
+            if saved.drafted >= drafted and saved.ids[: len(ids)] == ids:
+                return
+        for saved in list(self.entries):
+            if saved.drafted <= drafted and ids[: len(saved.ids)] == saved.ids:
+                self._drop(saved)
+        rows = list(cache_rows(state, drafter, row, len(ids), drafted))
+        nbytes = sum(part.nbytes for part in rows)
+        if nbytes > max(self.limit, self.disk_limit):
+            return
+        copies = [part.to("cpu", copy=True).contiguous() for part in rows]
+        self.entries.append(Saved(list(ids), drafted, nbytes, copies))
+        self._shrink()
+
+    def _fetch(self, saved: Saved) -> bool:
+        """Bring a text into memory and count it as the last used one. False if its file cannot be read."""
+        self.entries.remove(saved)
+        if saved.file is not None:
+            try:
+                found = load_file(saved.file)
+                saved.rows = [found[f"rows{i}"] for i in range(len(found) - 1)]
+            except (OSError, SafetensorError, KeyError):
+                saved.file.unlink(missing_ok=True)
+                return False
+            saved.file.unlink(missing_ok=True)
+            saved.file = None
+        self.entries.append(saved)
+        return True
+
+    def _shrink(self) -> None:
+        """Keep both limits: texts that were used least recently go to disk, and from there they are deleted."""
+        while self.held_bytes > self.limit:
+            self._write(next(saved for saved in self.entries if saved.file is None))
+
+    def _write(self, saved: Saved) -> None:
+        """Move a text from memory to disk. It is dropped if it cannot be written, or is larger than what is allowed."""
+        if saved.nbytes > self.disk_limit or self.folder is None:
+            self._drop(saved)
+            return
+        while self.disk_bytes + saved.nbytes > self.disk_limit:
+            self._drop(next(other for other in self.entries if other.file is not None))
+        self.number += 1
+        file = self.folder / f"{self.number:08}.safetensors"
+        tensors = {f"rows{i}": part for i, part in enumerate(saved.rows)} | {"ids": torch.tensor(saved.ids)}
+        try:
+            with written_whole(file) as temporary:
+                temporary.touch(0o600)  # it is made of what somebody wrote
+                save_file(tensors, temporary, {"drafted": str(saved.drafted)})
+        except (OSError, SafetensorError):
+            self._drop(saved)
+            return
+        saved.file, saved.rows = file, []
+
+    def _drop(self, saved: Saved) -> None:
+        self.entries.remove(saved)
+        if saved.file is not None:
+            saved.file.unlink(missing_ok=True)
+
+
+def _usable(ids: list[int], drafted: int, prompt: list[int], drafter: Drafter) -> int:
+    """How many tokens of a prompt need not be run if a row holds these ids and draft rows."""
+    common = common_length(ids, prompt)
+    return common if drafter.D == 0 else min(common, drafted)
+
+
+def _described(file: Path) -> Saved | None:
+    """What a file holds, without its rows. None for a file that cannot be used."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(file, "pt") as opened:
+            drafted = int((opened.metadata() or {})["drafted"])
+            ids = opened.get_tensor("ids").tolist()
+        return Saved(ids, drafted, os.path.getsize(file), file=file) if file.stem.isdecimal() else None
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None

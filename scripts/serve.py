@@ -1,0 +1,130 @@
+"""Serve a model with OpenAI's API, so that any client of it can use eaglet.
+
+    python -m scripts.serve                                                 # the demo model on http://127.0.0.1:8000/v1
+    python -m scripts.serve --checkpoint DIR --eagle HEAD --compile
+    EAGLET_API_KEY=secret python -m scripts.serve --checkpoint DIR --host 0.0.0.0 --port 8080
+
+Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health, /metrics. docs/server.md describes
+them, every limit and every error. Requests run one after another on one engine. SIGTERM and Ctrl-C let the requests
+under way end. The server needs starlette and uvicorn: pip install "eaglet[serve]".
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import secrets
+import time
+from pathlib import Path
+
+from options import add_options, add_sampling, options_from, sampling_from, settings_given
+from support.errors import UsageError, at_least, command_parser, run_command
+
+KEY_VARIABLE = "EAGLET_API_KEY"
+# Sampling settings that a client sets for each request, but for which a server may have defaults.
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = command_parser("scripts.serve", __doc__)
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
+    add("--port", type=at_least(0), default=8000, metavar="N", help="port (default: 8000); 0: any free one")
+    add("--api-key", metavar="KEY", help=f"the key that clients must send (default: ${KEY_VARIABLE}, or else none)")
+    add("--model-name", metavar="NAME", help="what the API calls the model (default: the name of its folder or file)")
+    add("--template", metavar="NAME", help="chat template: vicuna, llama-2-chat, mixtral, or one of the model's")
+    add("-q", "--quiet", action="store_true", help="no line for each request")
+    add = parser.add_argument_group("limits").add_argument
+    add(
+        "--max-queue",
+        type=at_least(0),
+        default=8,
+        metavar="N",
+        help="requests that may wait; more get 429 (default: 8)",
+    )
+    add("--max-body-mb", type=at_least(1), default=2, metavar="N", help="size of a request in MB (default: 2)")
+    add("--max-tokens", type=at_least(1), metavar="N", help="tokens of one answer (default: what the context holds)")
+    add("--max-seconds", type=at_least(1), default=600, metavar="N", help="decoding time of a request (default: 600)")
+    add("--send-seconds", type=at_least(1), default=30, metavar="N",
+        help="a client that takes nothing for so long is given up (default: 30)")  # fmt: skip
+    add = parser.add_argument_group("prompt cache").add_argument
+    add("--prompt-cache-mb", type=at_least(0), default=512, metavar="N",
+        help="memory for the caches of earlier prompts; 0: none (default: 512)")  # fmt: skip
+    add("--prompt-cache-disk-mb", type=at_least(0), default=2048, metavar="N",
+        help="room on disk for those that memory does not hold; 0: none (default: 2048)")  # fmt: skip
+    add("--keep-prompt-cache", action="store_true", help="leave them on disk at the end, for the next start")
+    add_sampling(parser, *DEFAULTS, of_model=True)
+    add_options(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    return run_command(lambda: run(args), args.debug)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the model and serve it until a signal comes."""
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f'the server needs {" and ".join(missing)}: pip install "eaglet[serve]", or pip install them.')
+    if args.batch_size > 1:
+        raise UsageError("the server decodes one request at a time; leave --batch-size out.")
+    sampling_from(args)  # refuses settings that are out of range
+
+    from load import load
+    from report.lines import Report
+    from runtime.prompt_cache import PromptCache
+    from serving.app import Api
+    from serving.prompt_folder import prompt_folder
+    from serving.server import Server, bind
+
+    settings = settings_of(args)
+    report = Report(quiet=False)
+    sock = bind(args.host, args.port, settings)  # a port that is taken is an error before the model loads
+    started = time.perf_counter()
+    engine = load(progress=report.progress, report=report.line, **options_from(args))
+    if args.template and engine.tokenizer is not None:
+        engine.tokenizer.use_template(args.template)
+    report.head(engine, time.perf_counter() - started)
+    if args.prompt_cache_mb:
+        folder = prompt_folder(engine, args.keep_prompt_cache) if args.prompt_cache_disk_mb else None
+        limits = args.prompt_cache_mb, args.prompt_cache_disk_mb
+        engine.prompt_cache = PromptCache(*limits, folder, args.keep_prompt_cache)
+    engine.warm_up()
+    api = Api(engine, settings, (lambda line: None) if args.quiet else report.line)
+    if settings.api_key and not (args.api_key or os.environ.get(KEY_VARIABLE)):
+        report.line(f"key     {settings.api_key}   (made for this run; --api-key or ${KEY_VARIABLE} sets one)")
+    host, port = sock.getsockname()[:2]
+    report.line(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/v1   model {settings.model}")
+    try:
+        return Server(api.app(), api.scheduler, settings, report.line).serve_on(sock)
+    finally:
+        engine.prompt_cache.close()
+
+
+def settings_of(args: argparse.Namespace):
+    """The server's settings. A server that other machines reach has a key in any case."""
+    from serving.server import is_loopback
+    from serving.settings import MB, ServeSettings
+
+    loopback = is_loopback(args.host)
+    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    return ServeSettings(
+        model=args.model_name or Path(args.checkpoint).resolve().name,
+        api_key=key or (None if loopback else secrets.token_urlsafe(24)),
+        loopback=loopback,
+        max_queue=args.max_queue,
+        max_body=args.max_body_mb * MB,
+        max_tokens=args.max_tokens,
+        max_seconds=args.max_seconds,
+        send_seconds=args.send_seconds,
+        defaults=settings_given(args),
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

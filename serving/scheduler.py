@@ -1,0 +1,187 @@
+"""Requests that wait for the engine's one stream, in order, and the one that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from engine import Engine
+from runtime.results import Chunk, GenerationResult, Stream
+from serving.errors import BUSY, SERVER, ApiError
+from serving.settings import PING_SECONDS, ServeSettings
+from support.errors import one_line
+
+
+class Event(NamedTuple):
+    """News of a job: steps of a choice, or its result."""
+
+    index: int
+    chunks: list[Chunk]
+    result: GenerationResult | None = None
+
+
+class _Cancelled(Exception):
+    """Ends the reading of a prompt."""
+
+
+class Job:
+    """One request on an engine: its streams, decoded one after another in the engine's worker thread.
+
+    The thread never waits for a client. What it decodes is kept here until somebody reads it, which is at most the text
+    of the answers.
+    """
+
+    def __init__(self, engine: Engine, streams: Sequence[Stream], max_seconds: float):
+        self.engine = engine
+        self.streams = streams
+        self.max_seconds = max_seconds
+        self.cancelled = False
+        self.asked = time.monotonic()
+        self.queue_seconds = 0.0
+        self.started = False
+        self.task: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Queue[tuple[int, Chunk | GenerationResult] | BaseException | None] = asyncio.Queue()
+
+    def cancel(self) -> None:
+        """Stop after the step, or the part of a prompt, that runs now. A job that still waits gives up its place."""
+        self.cancelled = True
+        if self.task is not None and not self.started:
+            self.task.cancel()
+
+    def run(self) -> None:
+        """Decode everything. This runs in the worker thread."""
+        until = time.monotonic() + self.max_seconds
+        self.engine.prefill.after_chunk = self._check
+        try:
+            for index, stream in enumerate(self.streams):
+                with stream:
+                    if self.cancelled:
+                        return
+                    for chunk in stream:
+                        self._post((index, chunk))
+                        if self.cancelled:
+                            return
+                        if time.monotonic() > until:
+                            break
+                self._post((index, stream.result))
+        except _Cancelled:
+            pass
+        except BaseException as error:
+            self._post(error)
+            raise
+        finally:
+            self.engine.prefill.after_chunk = lambda: None
+
+    def _check(self) -> None:
+        """Leave a prompt that nobody waits for any more."""
+        if self.cancelled:
+            raise _Cancelled
+
+    def close(self) -> None:
+        """Say that nothing more will come."""
+        self._news.put_nowait(None)
+
+    def _post(self, item: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._news.put_nowait, item)
+
+    async def events(self) -> AsyncIterator[Event | None]:
+        """The news of this job, and None when there were none for a while. Raises what stopped the decoding.
+
+        Steps that piled up come together.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(PING_SECONDS):
+                    items = [await self._news.get()]
+            except TimeoutError:
+                yield None
+                continue
+            while not self._news.empty():
+                items.append(self._news.get_nowait())
+            index, chunks = 0, list[Chunk]()
+            for item in items:
+                if item is None or isinstance(item, BaseException):
+                    if chunks:
+                        yield Event(index, chunks)
+                    if item is None:
+                        return
+                    raise item
+                index, news = item
+                if isinstance(news, Chunk):
+                    chunks.append(news)
+                else:
+                    yield Event(index, chunks, news)
+                    chunks = []
+            if chunks:
+                yield Event(index, chunks)
+
+
+class Scheduler:
+    """Admits jobs up to a limit and runs them one at a time, in the order in which they came."""
+
+    def __init__(self, engine: Engine, settings: ServeSettings):
+        self.engine = engine
+        self.settings = settings
+        self.jobs: set[Job] = set()  # those that wait and the one that runs
+        self.draining = False
+        self.broken = False  # whether the GPU can no longer be used
+        self._seconds = 1.0  # that a job takes, as a moving mean
+        self._turn = asyncio.Lock()
+
+    @property
+    def running(self) -> int:
+        return sum(job.started for job in self.jobs)
+
+    @property
+    def waiting(self) -> int:
+        return len(self.jobs) - self.running
+
+    def check(self) -> None:
+        """Raise ApiError if no request can be taken now."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", None, "shutting_down", SERVER, 5, close=True)
+        if len(self.jobs) > self.settings.max_queue:
+            seconds = min(60, max(1, round(self._seconds * len(self.jobs))))
+            why = f"{self.waiting} requests wait already, which is the limit"
+            raise ApiError(429, f"{why}; try again in {seconds} s", None, "queue_full", BUSY, seconds)
+
+    def admit(self, streams: Sequence[Stream]) -> Job:
+        """Queue a job. Raises ApiError if the queue is full."""
+        self.check()
+        job = Job(self.engine, streams, self.settings.max_seconds)
+        self.jobs.add(job)
+        job.task = asyncio.create_task(self._run(job))
+        return job
+
+    async def _run(self, job: Job) -> None:
+        try:
+            async with self._turn:
+                job.started = True
+                job.queue_seconds = time.monotonic() - job.asked
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self.engine.turns.worker(), job.run)
+                took = time.monotonic() - job.asked - job.queue_seconds
+                self._seconds += 0.2 * (took - self._seconds)
+        except torch.AcceleratorError:  # after such an error no kernel runs any more in this process
+            self.broken = self.draining = True
+        except Exception:  # the reader of the events reports it
+            pass
+        finally:
+            self.jobs.discard(job)
+            job.close()
+
+
+def engine_error(error: BaseException) -> ApiError:
+    """What a client is told when decoding failed."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, torch.AcceleratorError):
+        return ApiError(503, "the GPU failed, and the server ends", None, "device_lost", SERVER)
+    return ApiError(500, f"decoding failed: {one_line(error)}", None, "engine_error", SERVER)

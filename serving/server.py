@@ -1,0 +1,81 @@
+"""The process around the application: its socket, its signals, and how it ends."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from serving.scheduler import Scheduler
+from serving.settings import HEADER_BYTES, ServeSettings
+from support.errors import INTERNAL, UsageError
+
+CONNECTIONS = 256  # open at the same time; more get 503
+KEEP_ALIVE = 75  # seconds that a connection without a request stays open
+
+
+def bind(host: str, port: int, settings: ServeSettings) -> socket.socket:
+    """A socket that is bound to the address; serving makes it listen. Raises UsageError if that is not possible."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # ends connections whose other side takes nothing any more
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * settings.send_seconds))
+        sock.bind(address)
+    except OSError as error:
+        why = error.strerror or error
+        raise UsageError(f"cannot listen on {host}:{port} ({why}). Choose another --host or --port.") from error
+    return sock
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that is bound to this name or address."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which at the first signal lets the requests under way end and refuses new ones with 503.
+
+    A second signal ends at once.
+    """
+
+    def __init__(self, app: ASGIApp, scheduler: Scheduler, settings: ServeSettings, say: Callable[[str], None]):
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=CONNECTIONS,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=int(settings.send_seconds) + 1,
+            h11_max_incomplete_event_size=HEADER_BYTES,
+        )
+        super().__init__(config)
+        self.scheduler = scheduler
+        self.say = say
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal."""
+        if self.scheduler.draining:
+            self.should_exit = self.force_exit = True
+        self.scheduler.draining = True
+        self.say(f"ending: {len(self.scheduler.jobs)} requests under way; another signal ends at once")
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn calls this ten times a second."""
+        if self.scheduler.draining and not self.scheduler.jobs:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    def serve_on(self, sock: socket.socket) -> int:
+        """Serve until a signal comes. Returns the exit code."""
+        self.run(sockets=[sock])
+        return INTERNAL if self.scheduler.broken else 0

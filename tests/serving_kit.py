@@ -1,0 +1,126 @@
+"""A running server for tests: in a thread, on a free port, with the demo model or with answers that a test writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine import Engine
+from options import DEMO
+from runtime.results import Chunk, GenerationResult
+from serving.app import Api
+from serving.server import Server, bind
+from serving.settings import ServeSettings
+
+# A template in the manner of Qwen's: it writes the tools, the calls, and what the tools gave.
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}Write <tool_call> to call one."
+    "{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}<assistant>"
+)
+
+
+def instruct_folder(folder: Path) -> Path:
+    """The demo model with a chat template."""
+    for name in ("config.json", "model.safetensors", "tokenizer.model"):
+        shutil.copy(DEMO / name, folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "add_bos_token": True}))
+    return folder
+
+
+def until(condition, seconds: float = 20) -> None:
+    """Wait for what another thread is about to do."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"nothing happened in {seconds} s"
+        time.sleep(0.005)
+
+
+class Running:
+    """A server in a thread."""
+
+    def __init__(self, engine: Engine, **settings: Any):
+        self.settings = ServeSettings(**{"model": "demo", **settings})
+        self.lines: list[str] = []
+        self.api = Api(engine, self.settings, self.lines.append)
+        self.socket = bind("127.0.0.1", 0, self.settings)
+        self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.server = Server(self.api.app(), self.api.scheduler, self.settings, self.lines.append)
+        self.code: int | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        until(lambda: self.server.started)
+
+    def _run(self) -> None:
+        self.code = self.server.serve_on(self.socket)
+
+    def idle(self) -> None:
+        """Wait until no request is under way."""
+        until(lambda: not self.api.scheduler.jobs)
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+@contextlib.contextmanager
+def running(engine: Engine, **settings: Any) -> Iterator[Running]:
+    """A server that is stopped at the end of the block."""
+    server = Running(engine, **settings)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class ScriptedStream:
+    """Stands in for a Stream: it gives the tokens of a text one by one, and counts them.
+
+    gate: is called before every token after the first one, so that a test can hold the answer there.
+    """
+
+    def __init__(self, engine: Engine, prompt: list[int], params: Any, text: str, logprob: Any = None, gate=None):
+        self.ids = engine.tokenizer.encode(text, add_bos=False)
+        self.decoder = engine.tokenizer.stream(continuation=True)
+        self.params = params
+        self.logprob = logprob
+        self.gate = gate
+        self.given = 0
+        self.closed = False
+        self.result = GenerationResult(len(prompt), params.temperature, params.seed)
+
+    def __enter__(self) -> ScriptedStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closed = True
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for token in self.ids:
+            if self.gate is not None and self.given:
+                self.gate()
+            self.given += 1
+            self.result.token_ids.append(token)
+            logprobs = [self.logprob(token)] if self.logprob is not None else ()
+            yield Chunk(0, [token], self.decoder.push([token]), logprobs)
+        self.result.stop_reason = "eos"
+
+
+def script(monkeypatch, engine: Engine, text: str, **more: Any) -> list[ScriptedStream]:
+    """Let the engine answer every request with a text. Returns the streams that it makes from now on."""
+    made: list[ScriptedStream] = []
+
+    def generate(prompt, params):
+        made.append(ScriptedStream(engine, prompt, params, text, **more))
+        return made[-1]
+
+    monkeypatch.setattr(engine, "generate", generate)
+    return made

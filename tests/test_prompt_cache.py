@@ -1,0 +1,130 @@
+"""runtime/prompt_cache.py: texts that take turns on one engine, in memory and on disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import CTX, TREES, V, eagle_engine, tables, tiny_head, tiny_model
+
+from drafters.ngram import NGramDrafter
+from engine import Engine
+from runtime.prompt_cache import PromptCache
+from sampling import SamplingParams
+
+MODEL = tiny_model()
+HEAD = tiny_head(MODEL, 3)
+CHATS = [[(i * k + k) % V for i in range(60)] for k in (5, 7, 11)]
+PARAMS = SamplingParams(temperature=0.7, seed=3, max_new_tokens=12)
+
+
+def engine(kind: str, cache: PromptCache | None = None) -> Engine:
+    if kind == "eagle":
+        made = eagle_engine(HEAD, TREES["chain4"])
+    elif kind == "draft":
+        from drafters.draft_model import DraftModelDrafter
+
+        tree = tables(TREES["chain4"])
+        small = tiny_model(seed=5, layers=1)
+        made = Engine(MODEL, drafter=DraftModelDrafter(MODEL, small, tree, 1, CTX + tree.N + 1))
+    else:
+        made = Engine(MODEL, drafter=NGramDrafter(MODEL, 5, 4) if kind == "ngram" else None)
+    made.prompt_cache = cache or PromptCache()
+    return made
+
+
+def turn(on: Engine, text: list[int]) -> tuple[list[int], int]:
+    """Ask for an answer. Returns the ids of the whole text and how many of them were not run again."""
+    result = on.generate(text, PARAMS).run()[0]
+    return text + result.token_ids, result.cached_tokens
+
+
+@pytest.mark.parametrize("kind", ["plain", "eagle", "ngram", "draft"])
+def test_two_chats_that_take_turns_run_only_what_is_new(kind):
+    """A chat that runs its whole text again at every turn because another one came between, or that goes on with rows
+    of the other one: other tokens than alone."""
+    shared = engine(kind, PromptCache(8))
+    texts = CHATS[:2]
+    for round_number in range(3):
+        for i, text in enumerate(texts):
+            expected, kept = turn(engine(kind), text)[0], len(text) - 6
+            texts[i], cached = turn(shared, text)
+            assert texts[i] == expected
+            assert cached >= kept - 2 if round_number else cached == 0
+        texts = [text + [round_number + 1] * 5 for text in texts]
+    assert shared.prompt_cache.hits == 4 and len(shared.prompt_cache.entries) == 2
+
+
+def test_a_restored_row_is_bitwise_what_was_saved():
+    """A copy that loses a layer, the values, or the draft rows: drafts that are rejected although the text is known."""
+    shared = engine("eagle", PromptCache(8))
+    first, _ = turn(shared, CHATS[0])
+    length, drafted = len(shared._cached[0]), shared._drafted[0]
+    before = [shared.state.kv[..., :length, :].clone(), shared.drafter.cache[..., :drafted, :].clone()]
+    turn(shared, CHATS[1])
+    shared.generate([*first, 1], SamplingParams(max_new_tokens=1)).run()
+    after = [shared.state.kv[..., :length, :], shared.drafter.cache[..., :drafted, :]]
+    kept = drafted - 1  # the last rows are made again, because the next token is part of them
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[..., :kept, :], new[..., :kept, :])
+
+
+def test_the_oldest_texts_go_to_disk_and_come_back(tmp_path):
+    """Memory that grows with every chat, a file that is never read again, files that stay after the end."""
+    folder = tmp_path / "prompts"
+    shared = engine("eagle", PromptCache(0, 64, folder))
+    texts = [turn(shared, chat)[0] for chat in CHATS]
+    cache = shared.prompt_cache
+    assert cache.held_bytes == 0 < cache.disk_bytes and len(list(folder.iterdir())) == 2
+    assert (folder.stat().st_mode & 0o77, next(folder.iterdir()).stat().st_mode & 0o77) == (0, 0)
+    for text in texts:
+        again, cached = turn(shared, [*text, 4])
+        assert cached >= len(text) - 3 and again == turn(engine("eagle"), [*text, 4])[0]
+    cache.close()
+    assert not folder.exists()
+
+
+def test_texts_of_an_earlier_run_are_found_and_bad_files_are_not_used(tmp_path):
+    """A restart that forgets what it was asked to keep, or that trusts a cut file or one of another model."""
+    cache = PromptCache(8, 64, tmp_path, keep=True)
+    shared = engine("eagle", cache)
+    texts = [turn(shared, chat)[0] for chat in CHATS]
+    cache.close()
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) == 2
+    (tmp_path / "00000009.safetensors").write_bytes(files[0].read_bytes()[:100])
+    fresh = engine("eagle", PromptCache(8, 64, tmp_path, keep=True))
+    again, cached = turn(fresh, [*texts[0], 4])
+    assert cached > 60 and again == turn(engine("eagle"), [*texts[0], 4])[0]
+    other = engine("plain", PromptCache(8, 64, tmp_path, keep=True))
+    again, cached = turn(other, [*texts[1], 4])
+    assert cached == 0 and again == turn(engine("plain"), [*texts[1], 4])[0]
+
+
+def test_the_limits_hold(tmp_path):
+    """A cache of 1 MB that takes 2, and a copy of a text that a longer copy holds already."""
+    cache = PromptCache(1, 1, tmp_path)
+    cache.limit, cache.disk_limit = 250_000, 120_000
+    shared = engine("eagle", cache)
+    for k in range(1, 12):
+        turn(shared, [(i * k + k) % V for i in range(60)])
+        assert cache.held_bytes <= 250_000 and cache.disk_bytes <= 120_000
+        files = sum(file.stat().st_size for file in tmp_path.iterdir())
+        assert files < 130_000
+    assert 2 <= len(cache.entries) < 10
+    growing = engine("plain", PromptCache(8))
+    text = CHATS[0]
+    for _ in range(3):
+        text = turn(growing, text)[0]
+        turn(growing, CHATS[1])
+    assert [entry.ids[:60] for entry in growing.prompt_cache.entries] == [CHATS[0], CHATS[1]]
+
+
+def test_a_batch_restores_every_row():
+    """Rows of a batch that get each other's text."""
+    alone = [Engine(MODEL).generate([*chat, 1, 2], PARAMS).run()[0].token_ids for chat in CHATS[:1]]
+    shared = Engine(MODEL, batch_size=2)
+    shared.prompt_cache = PromptCache(8)
+    shared.generate_batch([CHATS[1], CHATS[0]], PARAMS).run()
+    shared.generate_batch([CHATS[2], CHATS[2][::-1]], PARAMS).run()
+    results = shared.generate_batch([[*CHATS[0], 1, 2], [*CHATS[1], 1, 2]], PARAMS).run()
+    assert results[0].token_ids == alone[0] and all(result.cached_tokens >= 58 for result in results)

@@ -1,0 +1,431 @@
+"""The server as OpenAI's own client sees it: every endpoint, streams, tools, errors, and what two chats share."""
+
+from __future__ import annotations
+
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
+pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
+openai = pytest.importorskip("openai", reason="the client needs openai (requirements-dev.txt)")
+
+from serving_kit import instruct_folder, running, script, until  # noqa: E402
+
+from generate import load  # noqa: E402
+from runtime.prompt_cache import PromptCache  # noqa: E402
+from sampling import SamplingParams  # noqa: E402
+
+ASK = [{"role": "user", "content": "def f(x):"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    made = load(instruct_folder(tmp_path_factory.mktemp("instruct")), drafter="ngram", device="cpu", threads=1)
+    made.prompt_cache = PromptCache(64)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with running(engine, max_queue=20) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def expected(engine, messages=ASK, **params) -> str:
+    """The text that the engine itself gives."""
+    prompt = engine.tokenizer.encode_chat(messages)
+    return engine.generate(prompt, SamplingParams(**params)).run()[0].text
+
+
+# ------------------------------------------------------------------ endpoints
+
+
+def test_a_chat_gives_the_engines_own_answer(engine, client):
+    """Settings that get lost on their way, and counts that are not those of the engine."""
+    given = dict(temperature=0.8, top_p=0.9, seed=7, presence_penalty=0.5, frequency_penalty=0.25)
+    extra = dict(top_k=40, min_p=0.01, repetition_penalty=1.1)
+    text = expected(engine, max_new_tokens=24, **given, **extra)
+    answer = client.chat.completions.create(
+        model="any", messages=ASK, max_completion_tokens=24, extra_body=extra, **given
+    )
+    assert answer.choices[0].message.content == text and answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].message.role == "assistant" and answer.model == "demo"
+    usage = answer.usage
+    assert usage.completion_tokens == 24 and usage.prompt_tokens == len(engine.tokenizer.encode_chat(ASK))
+    assert usage.total_tokens == usage.prompt_tokens + 24 and usage.prompt_tokens_details.cached_tokens > 0
+    figures = answer.timings
+    assert figures["seed"] == 7 and figures["tau"] >= 1 and figures["predicted_n"] == 24
+    assert figures["predicted_per_second"] > 0 and figures["cache_n"] == usage.prompt_tokens_details.cached_tokens
+
+
+def test_a_stream_is_the_same_answer_in_pieces(engine, client):
+    """A stream that loses its beginning or end, or whose usage comes although nobody asked."""
+    text = expected(engine, max_new_tokens=24)
+    chunks = list(
+        client.chat.completions.create(
+            model="demo", messages=ASK, max_tokens=24, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 24 and chunks[-1].timings["steps"] > 0
+    assert len({c.id for c in chunks}) == 1 and all(c.usage is None for c in chunks[:-1])
+    plain = list(client.chat.completions.create(model="demo", messages=ASK, max_tokens=4, stream=True))
+    assert all(c.choices and c.usage is None for c in plain) and plain[-1].timings["predicted_n"] == 4
+
+
+def test_completions_continue_texts_and_ids(engine, client):
+    """A prompt that gets a chat template, ids that are read as text, choices in another order."""
+    greedy = SamplingParams(max_new_tokens=16)
+    prompts = ["def main():\n", "class A:\n"]
+    texts = [engine.generate(prompt, greedy).run()[0].text for prompt in prompts]
+    answer = client.completions.create(model="demo", prompt=prompts)
+    assert [choice.text for choice in answer.choices] == texts and answer.usage.completion_tokens == 32
+    ids = engine.tokenizer.encode(prompts[1])
+    assert client.completions.create(model="demo", prompt=ids).choices[0].text == texts[1]
+    assert client.completions.create(model="demo", prompt=[ids, ids]).choices[1].text == texts[1]
+    pieces = ["", ""]
+    for chunk in client.completions.create(model="demo", prompt=prompts, stream=True):
+        pieces[chunk.choices[0].index] += chunk.choices[0].text
+    assert pieces == texts
+
+
+def test_n_choices_have_seeds_of_their_own_and_share_the_prompt(engine, client):
+    """n equal answers, or a prompt that is run n times."""
+    given = dict(temperature=1.5, max_new_tokens=12)
+    texts = [expected(engine, seed=seed, **given) for seed in (5, 6, 7)]
+    asked = dict(model="demo", messages=ASK, n=3, seed=5, temperature=1.5, max_tokens=12)
+    answer = client.chat.completions.create(**asked)
+    assert [choice.message.content for choice in answer.choices] == texts and len(set(texts)) == 3
+    assert answer.usage.prompt_tokens == len(engine.tokenizer.encode_chat(ASK)) and answer.timings["seed"] == 5
+    streamed = ["", "", ""]
+    for chunk in client.chat.completions.create(stream=True, **asked):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == texts
+
+
+def test_without_a_seed_the_answer_names_the_one_that_it_used(engine, client):
+    """An answer that nobody can repeat, and one seed for everybody."""
+    asked = dict(model="demo", messages=ASK, temperature=1.5, max_tokens=16)
+    first, second = (client.chat.completions.create(**asked) for _ in range(2))
+    assert first.timings["seed"] != second.timings["seed"]
+    again = client.chat.completions.create(seed=first.timings["seed"], **asked)
+    assert again.choices[0].message.content == first.choices[0].message.content
+
+
+def test_a_stop_string_ends_the_text_and_is_not_part_of_it(engine, client):
+    """A stop string that is ignored, or half of it shown in a stream."""
+    text = expected(engine, max_new_tokens=40)
+    stop = text[12:16]
+    cut = text[: text.index(stop)]
+    asked = dict(model="demo", messages=ASK, max_tokens=40, stop=[stop, "never there"])
+    answer = client.chat.completions.create(**asked)
+    assert answer.choices[0].message.content == cut and answer.choices[0].finish_reason == "stop"
+    chunks = list(client.chat.completions.create(stream=True, **asked))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == cut
+    assert client.completions.create(model="demo", prompt="x", stop=".", max_tokens=3).choices[0].text is not None
+
+
+def test_responses_whole_and_streamed(engine, client):
+    """Events out of order, a text that its own end contradicts, an input that is read wrongly."""
+    messages = [{"role": "system", "content": "Be brief."}, *ASK]
+    text = expected(engine, messages, max_new_tokens=20)
+    asked = dict(model="demo", instructions="Be brief.", max_output_tokens=20)
+    whole = client.responses.create(input="def f(x):", **asked)
+    assert whole.output_text == text and whole.status == "incomplete"
+    assert whole.incomplete_details.reason == "max_output_tokens" and whole.usage.output_tokens == 20
+    parts = [{"type": "input_text", "text": "def f(x):"}]
+    events = list(client.responses.create(input=[{"role": "user", "content": parts}], stream=True, **asked))
+    names = [event.type.removeprefix("response.") for event in events]
+    begin = ["created", "in_progress", "output_item.added", "content_part.added", "output_text.delta"]
+    assert names[:5] == begin
+    assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == text
+    assert events[-4].text == text and events[-1].response.output_text == text
+    assert events[-1].response.usage.input_tokens == whole.usage.input_tokens
+
+
+def test_models_health_and_metrics(server, client):
+    """A client that finds no model, and figures that nobody counts."""
+    import httpx
+
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").owned_by == "eaglet"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5'"):
+        client.models.retrieve("gpt-5")
+    client.completions.create(model="demo", prompt="x", max_tokens=2)
+    server.idle()
+    assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
+    text = httpx.get(f"{server.address}/metrics").text
+    found = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line[0] != "#"}
+    assert found['eaglet_requests_total{path="/v1/completions",status="200"}'] >= 1
+    assert found["eaglet_generated_tokens_total"] >= 2 and found["eaglet_requests_running"] == 0
+    named = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert {name.split("{")[0] for name in found} == named
+
+
+def test_logprobs_are_those_of_the_chunks(engine, client, monkeypatch):
+    """Log-probabilities of another token, without alternatives, or in the form of the other endpoint."""
+
+    def logprob(token):
+        return SimpleNamespace(logprob=-0.5, top=[(token, -0.5), (5, float("-inf"))])
+
+    made = script(monkeypatch, engine, "def f", logprob=logprob)
+    answer = client.chat.completions.create(model="demo", messages=ASK, logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == answer.choices[0].message.content == "def f"
+    assert content[0].logprob == -0.5 and bytes(content[0].bytes).decode() == content[0].token
+    assert [top.logprob for top in content[0].top_logprobs] == [-0.5, -9999.0]
+    stream = client.chat.completions.create(model="demo", messages=ASK, logprobs=True, stream=True)
+    entries = [entry for c in stream if (found := c.choices[0].logprobs) for entry in found.content]
+    assert "".join(entry.token for entry in entries) == "def f"
+    found = client.completions.create(model="demo", prompt="x", logprobs=2).choices[0].logprobs
+    assert "".join(found.tokens) == "def f" and found.text_offset[0] == 0 and set(found.token_logprobs) == {-0.5}
+    response = client.responses.create(
+        model="demo", input="x", top_logprobs=1, include=["message.output_text.logprobs"]
+    )
+    assert response.output[0].content[0].logprobs[0].logprob == -0.5
+    client.completions.create(model="demo", prompt="x")
+    assert [stream.params.logprobs for stream in made] == [2, 0, 2, 1, None]
+
+
+def test_logprobs_of_the_model(engine, client):
+    """A request for log-probabilities that the engine never hears of, and those of the end of the text among them."""
+    given = dict(temperature=0.7, seed=2)
+    prompt = engine.tokenizer.encode_chat(ASK)
+    (result,) = engine.generate(prompt, SamplingParams(max_new_tokens=9, logprobs=3, **given)).run()
+    answer = client.chat.completions.create(
+        model="demo", messages=ASK, max_tokens=9, logprobs=True, top_logprobs=3, **given
+    )
+    content = answer.choices[0].logprobs.content
+    assert [entry.logprob for entry in content] == pytest.approx([found.logprob for found in result.logprobs])
+    assert "".join(entry.token for entry in content) == answer.choices[0].message.content == result.text
+    assert all(len(entry.top_logprobs) == 3 and entry.top_logprobs[0].logprob >= entry.logprob for entry in content)
+
+
+# ------------------------------------------------------------------ tools
+
+
+def test_tools_reach_the_template_and_calls_come_back(engine, client, monkeypatch):
+    """A tool that the model never hears of, and a call that arrives as text."""
+    made = script(monkeypatch, engine, f"I add.{CALL}")
+    asked = dict(model="demo", messages=ASK, tools=TOOLS)
+    answer = client.chat.completions.create(**asked).choices[0]
+    call = answer.message.tool_calls[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.content == "I add."
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    chunks = [c.choices[0] for c in client.chat.completions.create(stream=True, **asked)]
+    assert "".join(c.delta.content or "" for c in chunks) == "I add."
+    (streamed,) = [entry for c in chunks for entry in c.delta.tool_calls or []]
+    assert (streamed.index, streamed.function.arguments) == (0, '{"a": 1}') and chunks[-1].finish_reason == "tool_calls"
+    again = client.chat.completions.create(tool_choice="none", **asked).choices[0]
+    assert again.message.content == f"I add.{CALL}" and not again.message.tool_calls
+    tools = [made[i].result.prompt_tokens for i in range(3)]
+    assert tools[0] == tools[1] > tools[2]
+
+
+def test_calls_and_results_of_earlier_turns_reach_the_template(engine, client):
+    """A result of a tool that the model does not see, and arguments that the template gets as a string."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=12)
+    prompt = '<user>def f(x):<assistant><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><tool>2'
+    ids = engine.tokenizer.encode(f"{prompt}<assistant>", add_bos=False)
+    result = engine.generate(ids, SamplingParams(max_new_tokens=12)).run()[0]
+    assert answer.usage.prompt_tokens == len(ids) and answer.choices[0].message.content == result.text
+    items = [
+        *ASK,
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},
+    ]
+    response = client.responses.create(model="demo", input=items, max_output_tokens=12)
+    assert response.output_text == result.text
+
+
+def test_calls_of_a_response(engine, client, monkeypatch):
+    """A function call without an item of its own, whole or streamed."""
+    script(monkeypatch, engine, f"I add.{CALL}{CALL}")
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
+    whole = client.responses.create(model="demo", input="x", tools=tools)
+    assert [item.type for item in whole.output] == ["message", "function_call", "function_call"]
+    assert whole.status == "completed" and whole.output_text == "I add." and whole.output[1].arguments == '{"a": 1}'
+    events = list(client.responses.create(model="demo", input="x", tools=tools, stream=True))
+    assert [item.type for item in events[-1].response.output] == ["message", "function_call", "function_call"]
+    done = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert [e.output_index for e in done] == [1, 2] and events[-1].type == "response.completed"
+    one = client.responses.create(model="demo", input="x", tools=tools, parallel_tool_calls=False)
+    assert [item.type for item in one.output] == ["message", "function_call"]
+
+
+# ------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    "body, param, said",
+    [
+        ({"messages": []}, "messages", "is empty"),
+        ({}, "messages", "is missing"),
+        ({"messages": "hi"}, "messages", "an array, not a string"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'robot'; allowed: system"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "text only",
+        ),
+        ({"messages": ASK, "temperature": -1}, "temperature", "allowed: a finite number >= 0"),
+        ({"messages": ASK, "temperature": True}, "temperature", "a number, not a boolean"),
+        ({"messages": ASK, "top_p": 0}, "top_p", "top_p is 0"),
+        ({"messages": ASK, "max_tokens": 0}, "max_tokens", "allowed: 1 to"),
+        ({"messages": ASK, "max_tokens": 10**400}, "max_tokens", "allowed: 1 to"),
+        ({"messages": ASK, "temperature": 10**400}, "temperature", "finite"),
+        ({"messages": ASK, "seed": 2**70}, "seed", "64-bit"),
+        ({"messages": ASK, "n": 17}, "n", "allowed: 1 to 16"),
+        ({"messages": ASK, "stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"messages": ASK, "stop": 5}, "stop", "an array"),
+        ({"messages": ASK, "top_logprobs": 2}, "top_logprobs", "logprobs to be true"),
+        ({"messages": ASK, "response_format": {"type": "json_object"}}, "response_format", "free text only"),
+        ({"messages": ASK, "tools": TOOLS, "tool_choice": "required"}, "tool_choice", "none or auto"),
+        ({"messages": ASK, "tools": [{"type": "web_search"}]}, "tools[0].type", "must be functions"),
+        ({"messages": ASK, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"messages": ASK, "functions": [{"name": "f"}]}, "functions", "use tools"),
+        ({"messages": [{"role": "user", "content": "x " * 3000}]}, "messages", "the context holds 2,048"),
+        ({"messages": [{"role": "user", "content": "x" * 40000}]}, "messages", "40,000 characters"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "cannot be used"),
+    ],
+)
+def test_a_bad_request_names_the_field_and_does_not_touch_the_engine(server, client, body, param, said):
+    """A traceback, a status 500, an error without the field, and a field that is silently ignored."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        # the client itself would refuse to encode half of a surrogate pair
+        client.post("/chat/completions", content=json.dumps(body).encode(), cast_to=object)
+    error = caught.value.body
+    assert error["type"] == "invalid_request_error" and error["param"] == param and said in error["message"]
+    assert "\n" not in error["message"] and server.api.scheduler.jobs == set()
+
+
+@pytest.mark.parametrize("path", ["completions", "responses"])
+def test_bad_requests_of_the_other_endpoints(client, path):
+    """A check that only the chat endpoint has."""
+    for body, param in (({}, path), ({"prompt": [], "input": []}, None),
+                        ({"prompt": [[1, True]], "input": [{"type": "image"}]}, None),
+                        ({"prompt": [99999], "input": [{"role": "x"}]}, None),
+                        ({"prompt": "x", "input": "x", "echo": True, "previous_response_id": "r"}, None)):  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.post(f"/{path}", body=body, cast_to=object)
+        assert caught.value.body["param"], (body, param)
+
+
+def test_unknown_fields_and_null_are_left_out(client):
+    """A client that is newer than the server and cannot talk to it."""
+    extra = {
+        "stop": None,
+        "logit_bias": None,
+        "n": None,
+        "service_tier": "auto",
+        "user": "me",
+        "new_in_2030": {"a": []},
+    }
+    asked = dict(model="demo", messages=ASK, max_tokens=2, response_format={"type": "text"})
+    assert client.chat.completions.create(extra_body=extra, **asked).usage.completion_tokens == 2
+
+
+def test_an_engine_that_fails_is_an_error_and_the_next_request_is_right(engine, client, monkeypatch):
+    """A failed step that ends the server, or leaves a client waiting; also in the middle of a stream."""
+
+    def fail() -> None:
+        raise ArithmeticError("logits became non-finite at token 3.")
+
+    asked = dict(model="demo", messages=ASK, max_tokens=8)
+    with monkeypatch.context() as patch:
+        script(patch, engine, "some more text", gate=fail)
+        with pytest.raises(openai.InternalServerError, match="non-finite"):
+            client.chat.completions.create(**asked)
+        with pytest.raises(openai.APIError, match="non-finite"):
+            list(client.chat.completions.create(stream=True, **asked))
+    assert client.chat.completions.create(**asked).choices[0].message.content == expected(engine, max_new_tokens=8)
+
+
+# ------------------------------------------------------------------ leaving, waiting
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_is_cancelled_within_two_steps(engine, server, client, monkeypatch, stream):
+    """An engine that decodes to the end for nobody while others wait."""
+    steps, begun = threading.Semaphore(4), threading.Event()
+
+    def gate() -> None:
+        begun.set()
+        steps.acquire()
+
+    with monkeypatch.context() as patch:
+        made = script(patch, engine, "a b c d e f g h i j k l m n o p", gate=gate)
+        if stream:
+            answer = client.chat.completions.create(model="demo", messages=ASK, stream=True)
+            next(iter(answer))
+            answer.close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                client.with_options(timeout=0.3).chat.completions.create(model="demo", messages=ASK)
+        until(lambda: made and any(job.cancelled for job in server.api.scheduler.jobs))
+        before = made[0].given
+        for _ in range(20):
+            steps.release()
+        server.idle()
+    assert made[0].given <= before + 2 < len(made[0].ids) and made[0].closed
+    assert server.api.metrics.counts["cancelled_total"] >= 1
+    asked = dict(model="demo", messages=ASK, max_tokens=8)
+    assert client.chat.completions.create(**asked).choices[0].message.content == expected(engine, max_new_tokens=8)
+
+
+def test_a_waiting_request_that_is_given_up_leaves_the_running_one_alone(engine, server, client, monkeypatch):
+    """A client whose leaving ends the answer of another one, or keeps its place in the queue."""
+    go = threading.Event()
+    made = script(monkeypatch, engine, "a b c d", gate=lambda: go.wait(20))
+    stream = client.chat.completions.create(model="demo", messages=ASK, stream=True)
+    first = next(iter(stream)).id
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.3).chat.completions.create(model="demo", messages=ASK)
+    until(lambda: len(server.api.scheduler.jobs) == 1)
+    go.set()
+    rest = list(stream)
+    assert {c.id for c in rest} == {first} and rest[-1].choices[0].finish_reason == "stop"
+    assert [s.given for s in made] == [len(made[0].ids), 0]
+
+
+def test_two_chats_that_alternate_run_only_what_is_new(engine, client):
+    """A chat that is read from its beginning at every turn, because another one came between."""
+    texts = ["def alpha(x):\n" + "    x += 1\n" * 200, "class Beta:\n" + "    y = [2]\n" * 200]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    before: list = [None, None]
+    for turn in range(3):
+        for i, chat in enumerate(chats):
+            answer = client.chat.completions.create(model="demo", messages=chat, max_tokens=8, temperature=0)
+            usage = answer.usage
+            cached = usage.prompt_tokens_details.cached_tokens
+            assert answer.choices[0].message.content == expected(engine, chat, max_new_tokens=8)
+            if before[i] is not None:
+                assert cached >= before[i].prompt_tokens - 3, (turn, i)
+                assert answer.timings["prompt_n"] <= usage.prompt_tokens - before[i].prompt_tokens + 3
+            before[i] = usage
+            chat += [
+                {"role": "assistant", "content": answer.choices[0].message.content},
+                {"role": "user", "content": f"and {turn}?"},
+            ]
+    assert before[0].prompt_tokens > 1000

@@ -1,0 +1,374 @@
+"""The server under load and with bad clients: what each of them gets, and that the next request is right."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
+pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
+httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
+
+from serving_kit import Running, instruct_folder, running, script, until  # noqa: E402
+
+from generate import load  # noqa: E402
+from options import DEMO  # noqa: E402
+from runtime.prompt_cache import PromptCache  # noqa: E402
+from sampling import SamplingParams  # noqa: E402
+from scripts import serve  # noqa: E402
+from serving import scheduler  # noqa: E402
+from serving.prompt_folder import prompt_folder  # noqa: E402
+from serving.scheduler import Job  # noqa: E402
+from serving.server import is_loopback  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = instruct_folder(tmp_path_factory.mktemp("instruct"))
+    return load(folder, eagle=str(DEMO / "eagle3"), tree="chain:2", device="cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def small(engine):
+    """A server with small limits."""
+    with running(engine, max_queue=1, max_body=4096, max_tokens=64) as server:
+        yield server
+
+
+def right(engine, server: Running, **headers: str) -> None:
+    """Check that a request is answered as the engine alone answers it."""
+    asked = {"prompt": "def f(x):\n", "max_tokens": 8}
+    answer = httpx.post(server.address + PATH, json=asked, headers=headers)
+    text = engine.generate("def f(x):\n", SamplingParams(max_new_tokens=8)).run()[0].text
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == text
+
+
+def refused(answer, status: int, code: str) -> dict:
+    """The error object of an answer, which must have this status and code."""
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, code), answer.text
+    assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
+    return error
+
+
+# ------------------------------------------------------------------ load
+
+
+def test_200_requests_of_16_clients_of_which_a_third_are_cut_off(engine):
+    """An answer that is lost, or given to another client, and memory that every request leaves behind."""
+    prompts = [f"def f{i}(x):\n" for i in range(8)]
+    params = [dict(temperature=i % 3 / 2, seed=i, max_tokens=6) for i in range(8)]
+    named = [dict(temperature=p["temperature"], seed=p["seed"], max_new_tokens=6) for p in params]
+    texts = [
+        engine.generate(prompt, SamplingParams(**p)).run()[0].text for prompt, p in zip(prompts, named, strict=True)
+    ]
+    engine.prompt_cache = PromptCache(1)
+
+    def ask(i: int) -> str:
+        body = {"prompt": prompts[i % 8], "stream": i % 2 == 0} | params[i % 8]
+        if i % 3 == 0:  # leaves as soon as it has sent its request, or after the first piece
+            with httpx.stream("POST", server.address + PATH, json=body | {"stream": True}) as answer:
+                if i % 2:
+                    next(answer.iter_bytes())
+            return ""
+        answer = httpx.post(server.address + PATH, json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        if i % 2:
+            return answer.json()["choices"][0]["text"]
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert events[-1] == "[DONE]"
+        return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+
+    def resident() -> int:
+        """Bytes of memory that this process holds, 0 where the system does not say."""
+        statm = Path("/proc/self/statm")
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+    def left() -> int:
+        gc.collect()
+        return sum(type(item) is Job for item in gc.get_objects())
+
+    with running(engine, max_queue=16) as server, ThreadPoolExecutor(16) as clients:
+        found = list(clients.map(ask, range(80)))
+        before = resident()
+        found += clients.map(ask, range(80, 200))
+        server.idle()
+        assert resident() - before < 24 << 20
+        until(lambda: left() == 0)
+        status = server.api.metrics.requests
+        assert status[PATH, 200] == 200 and engine.prompt_cache.held_bytes <= 1 << 20
+        assert [text for i, text in enumerate(found) if i % 3] == [texts[i % 8] for i in range(200) if i % 3]
+        right(engine, server)
+    engine.prompt_cache = PromptCache()
+
+
+def test_more_requests_than_may_wait_get_429(engine, small, monkeypatch):
+    """A queue without an end, and a client that is not told when to come back."""
+    go = threading.Event()
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as clients:
+        script(patch, engine, "a b", gate=lambda: go.wait(20))
+        ask = lambda: httpx.post(small.address + PATH, json={"prompt": "x"}, timeout=30)  # noqa: E731
+        first = clients.submit(ask)
+        until(lambda: small.api.scheduler.running == 1)
+        second = clients.submit(ask)
+        until(lambda: small.api.scheduler.waiting == 1)
+        answer = ask()
+        error = refused(answer, 429, "queue_full")
+        assert error["type"] == "rate_limit_error" and 1 <= int(answer.headers["retry-after"]) <= 60
+        go.set()
+        assert first.result().status_code == second.result().status_code == 200
+    small.idle()
+    right(engine, small)
+
+
+def test_a_request_ends_at_the_limits_of_the_server(engine, small, monkeypatch):
+    """One request that keeps the engine for an hour."""
+    answer = httpx.post(small.address + PATH, json={"prompt": "x", "max_tokens": 500}).json()
+    assert answer["usage"]["completion_tokens"] == 64 and answer["choices"][0]["finish_reason"] == "length"
+    with running(engine, max_seconds=0) as server:
+        answer = httpx.post(server.address + PATH, json={"prompt": "x", "max_tokens": 500}).json()
+        assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] < 5
+
+
+# ------------------------------------------------------------------ bad requests
+
+
+def test_what_is_no_request_gets_the_error_object(engine, small):
+    """A page of HTML or a traceback for a client that expects JSON."""
+    post = lambda data, **more: httpx.post(small.address + PATH, content=data, **more)  # noqa: E731
+    deep = b'{"prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}"
+    for data in (b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": NaN}', deep, b'{"prompt": ' + b"1" * 4000 + b"}"):
+        assert httpx.codes.BAD_REQUEST == post(data).status_code, data[:20]
+    refused(post(b"{"), 400, "invalid_json")
+    refused(post(b"x" * 5000), 413, "request_too_large")
+    refused(post(b"x" * 60_000), 413, "request_too_large")
+    refused(httpx.post(small.address + PATH, content=iter([b"x" * 3000] * 3)), 413, "request_too_large")
+    refused(httpx.get(f"{small.address}/v1/nothing"), 404, "unknown_url")
+    refused(httpx.get(small.address + PATH), 405, "method_not_allowed")
+    right(engine, small)
+    assert small.api.metrics.requests[PATH, 413] == 3
+
+
+def test_every_path_but_health_needs_the_key(engine):
+    """A path that was forgotten, a key that is found by its first characters, or asked for without being needed."""
+    with running(engine, api_key="se cret") as server:
+        paths = ("/v1/models", "/metrics", "/v1/nothing", "/", PATH, "//v1/models", "/health/../metrics", "/health/")
+        for path in paths:
+            for headers in ({}, {"authorization": "Bearer se cre"}, {"authorization": "Basic se cret"}):
+                refused(httpx.get(server.address + path, headers=headers), 401, "invalid_api_key")
+        assert httpx.get(f"{server.address}/health").status_code == 200
+        assert httpx.get(f"{server.address}/v1/models", headers={"host": "any.name", "authorization": "bearer se cret"})
+        right(engine, server, authorization="Bearer se cret")
+
+
+def test_pages_of_other_sites_cannot_use_a_local_server(engine, small):
+    """A page in the browser that makes this machine decode, by its address or by a name that leads to it."""
+    get = lambda **headers: httpx.get(f"{small.address}/v1/models", headers=headers)  # noqa: E731
+    refused(get(origin="https://evil.example"), 403, "wrong_origin")
+    refused(get(origin="null"), 403, "wrong_origin")
+    refused(get(host="evil.example:8000"), 403, "wrong_host")
+    assert get(origin=small.address).status_code == get(host="localhost").status_code == 200
+    names = ("localhost", "127.0.0.1", "127.1.2.3", "::1", "0.0.0.0", "192.168.1.5", "::", "example.org")
+    assert [is_loopback(name) for name in names] == [True] * 4 + [False] * 4
+
+
+# ------------------------------------------------------------------ slow clients, the end
+
+
+def test_a_client_that_reads_nothing_is_given_up(engine, monkeypatch):
+    """A reader that stops and with it stops everybody, or whose connection stays for ever."""
+    with monkeypatch.context() as patch, running(engine, send_seconds=0.2) as server:
+        steps = threading.Semaphore(0)
+        made = script(patch, engine, "x " * 300, gate=steps.acquire)
+        monkeypatch.setattr("serving.writers.Message.encode", lambda message: b"data: " + b"x" * 100_000 + b"\n\n")
+        body = json.dumps({"prompt": "x", "stream": True})
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(server.socket.getsockname())
+            client.sendall(
+                f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+            )
+            until(lambda: steps.release() or server.api.metrics.counts["slow_clients_total"])
+            for _ in range(5):
+                steps.release()
+            server.idle()
+            assert made[0].given < 300
+        patch.undo()
+        right(engine, server)
+
+
+def test_the_engine_does_not_wait_for_a_reader(engine, monkeypatch):
+    """Steps that wait until a client has taken the text of the step before."""
+
+    async def decode() -> tuple[int, int]:
+        job = Job(engine, made, 60)
+        await asyncio.to_thread(job.run)
+        decoded = made[0].given
+        job.close()
+        events = [event async for event in job.events()]
+        return decoded, len(events)
+
+    made = script(monkeypatch, engine, "a b c d e f")
+    engine.generate([1], SamplingParams())
+    decoded, events = asyncio.run(decode())
+    assert decoded == len(made[0].ids) and events == 1
+
+
+def test_a_client_that_leaves_while_its_prompt_is_read_ends_that(engine, monkeypatch):
+    """A long prompt that is read to its end for nobody, and a row of which nobody knows how much it holds."""
+    with running(engine) as server, monkeypatch.context() as patch:
+        chunks, go = [], threading.Event()
+        forward = engine.prefill.forward
+
+        def slow(*arguments):
+            chunks.append(1)
+            go.wait(20)
+            return forward(*arguments)
+
+        patch.setattr(engine.prefill, "forward", slow)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.address + PATH, json={"prompt": "x = [1]\n" * 200, "max_tokens": 4}, timeout=0.3)
+        until(lambda: any(job.cancelled for job in server.api.scheduler.jobs))
+        go.set()
+        server.idle()
+        assert len(chunks) == 1
+        patch.undo()
+        right(engine, server)
+        long = "x = [1]\n" * 200
+        answer = httpx.post(server.address + PATH, json={"prompt": long, "max_tokens": 4}, timeout=30).json()
+        assert answer["timings"]["cache_n"] < 8
+        assert answer["choices"][0]["text"] == engine.generate(long, SamplingParams(max_new_tokens=4)).run()[0].text
+
+
+def test_sigterm_in_the_middle_of_a_stream():
+    """A stream that is cut, a new request that hangs, an exit code that says it failed."""
+    command = [sys.executable, "-m", "scripts.serve", "--port", "0", "--device", "cpu", "--max-queue", "1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        address = next(line.split()[1] for line in process.stderr if line.startswith("serving")).removesuffix("/v1")
+        body = {"prompt": "def main():\n", "max_tokens": 600, "stream": True}
+        with httpx.stream("POST", address + PATH, json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            next(line for line in process.stderr if line.startswith("ending: 1 requests"))
+            refused(httpx.post(address + PATH, json={"prompt": "x"}), 503, "shutting_down")
+            assert httpx.get(f"{address}/health").status_code == 503
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason": "length"' in rest[-2]
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_gpu_that_failed_ends_the_server(engine, monkeypatch):
+    """A server that answers every later request with an error, and that nobody restarts because it still runs."""
+
+    def fail() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        script(patch, engine, "a b", gate=fail)
+        server = Running(engine)
+        refused(httpx.post(server.address + PATH, json={"prompt": "x"}), 503, "device_lost")
+        server.thread.join(20)
+    assert server.code == 5
+
+
+def test_a_stream_without_news_sends_a_comment(engine, monkeypatch):
+    """A proxy that ends a stream while its request waits or a long prompt is read."""
+    monkeypatch.setattr(scheduler, "PING_SECONDS", 0.02)
+    go = threading.Event()
+    script(monkeypatch, engine, "a b", gate=lambda: go.wait(20))
+    with running(engine) as server:
+        with httpx.stream("POST", server.address + PATH, json={"prompt": "x", "stream": True}) as answer:
+            lines = answer.iter_lines()
+            assert next(line for line in lines if line.startswith(":")) == ": waiting"
+            go.set()
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_the_command_says_what_is_wrong_in_one_line(capsys, monkeypatch):
+    """A traceback for a missing package, a port that is taken, or an option that makes no sense."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        cases = {
+            "cannot listen on": ["--port", str(taken.getsockname()[1])],
+            "one request at a time": ["--batch-size", "2"],
+            "temperature is -1.0": ["--temperature", "-1"],
+        }
+        for said, arguments in cases.items():
+            assert serve.main(arguments) == 2
+            error = capsys.readouterr().err
+            assert said in error and error.count("\n") == 1
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert serve.main([]) == 2 and 'pip install "eaglet[serve]"' in capsys.readouterr().err
+
+
+def test_a_server_that_others_reach_has_a_key(monkeypatch):
+    """A server open to the network because its key was forgotten."""
+    monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
+    settings = lambda *words: serve.settings_of(serve.build_parser().parse_args(list(words)))  # noqa: E731
+    assert settings().api_key is None and settings().loopback and settings().model == "demo"
+    made = settings("--host", "0.0.0.0")
+    assert len(made.api_key) >= 32 and made.api_key != settings("--host", "0.0.0.0").api_key
+    monkeypatch.setenv(serve.KEY_VARIABLE, "k")
+    assert settings("--host", "0.0.0.0").api_key == "k" == settings().api_key
+    assert settings("--api-key", "x", "--temperature", "0.5").defaults == {"temperature": 0.5}
+
+
+def test_the_servers_defaults_stand_behind_the_clients_settings(engine):
+    """A default of the server that a client cannot change, or that the model's suggestion replaces."""
+    generation = engine.generation
+    engine.generation = {"do_sample": True, "temperature": 0.5, "top_p": 0.5}
+    try:
+        with running(engine, defaults={"temperature": 0.75}) as server:
+            ask = lambda **more: httpx.post(f"{server.address}/v1/responses", json={"input": "x", **more}).json()  # noqa: E731
+            first = ask(max_output_tokens=1)
+            assert (first["temperature"], first["top_p"]) == (0.75, 0.5)
+            second = ask(max_output_tokens=1, temperature=0, top_p=0.9)
+            assert (second["temperature"], second["top_p"]) == (0, 0.9)
+    finally:
+        engine.generation = generation
+
+
+def test_the_folder_of_prompts_is_that_of_the_model(engine, tmp_path, monkeypatch):
+    """Rows of another model that are taken for one's own, and files that a killed server leaves for ever."""
+    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name in (f"process-{ended.pid}", f"process-{os.getppid()}", "abc"):
+        (tmp_path / "prompts" / name).mkdir(parents=True)
+    own = prompt_folder(engine, keep=False)
+    assert own.name == f"process-{os.getpid()}"
+    assert {path.name for path in own.parent.iterdir()} == {f"process-{os.getppid()}", "abc"}
+    kept = prompt_folder(engine, keep=True)
+    assert kept == prompt_folder(engine, keep=True)
+    weight = next(engine.model.parameters())
+    before = weight.flatten()[0].item()
+    weight.view(-1)[0] += 1
+    assert prompt_folder(engine, keep=True) != kept
+    weight.view(-1)[0] = before
+    assert prompt_folder(engine, keep=True) == kept

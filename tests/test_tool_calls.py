@@ -1,0 +1,121 @@
+"""serving/tool_calls.py: calls in the formats of the model families, whole and in pieces."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from options import DEMO
+from runtime.results import Chunk, GenerationResult
+from serving.answers import Answer
+from serving.tool_calls import HERMES, LLAMA, MISTRAL, ToolCallParser, tool_format
+from tokenizer import load_tokenizer
+
+CALL = '{"name": "add", "arguments": {"a": 1, "b": "x</y"}}'
+ADD = ("add", {"a": 1, "b": "x</y"})
+
+
+def parse(form, text: str, size: int = 0) -> tuple[str, list]:
+    """The text and calls of an answer that arrives in pieces of a size, 0: at once."""
+    parser = ToolCallParser(form, {"add", "sub"})
+    pieces = [text[i : i + size] for i in range(0, len(text), size)] if size else [text]
+    shown, calls = "", []
+    for more, found in [*map(parser.push, pieces), parser.finish()]:
+        shown += more
+        calls += found
+    return shown, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7])
+@pytest.mark.parametrize(
+    "form, text, expected",
+    [
+        (HERMES, f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>", ("Let me see.\n", [ADD])),
+        (HERMES, f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", ("\n", [ADD, ADD])),
+        (HERMES, "a < b, <tool and <tool_ca", ("a < b, <tool and <tool_ca", [])),
+        (HERMES, "<tool_call>{broken</tool_call> on", ("<tool_call>{broken</tool_call> on", [])),
+        (HERMES, f"<tool_call>{CALL}", ("", [ADD])),
+        (HERMES, f"<tool_call>{CALL.replace('add', 'rm')}</tool_call>", None),
+        (MISTRAL, f"[TOOL_CALLS][{CALL}, {CALL}]", ("", [ADD, ADD])),
+        (MISTRAL, 'Yes. [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub[CALL_ID]x1[ARGS]{}', None),
+        (MISTRAL, "[1, 2] [TOOL", ("[1, 2] [TOOL", [])),
+        (LLAMA, '{"name": "add", "parameters": {"a": 2}}', ("", [("add", {"a": 2})])),
+        (LLAMA, f'<|python_tag|>{CALL}; {{"name": "sub", "parameters": {{}}}}', ("", [ADD, ("sub", {})])),
+        (LLAMA, '{"name": "John", "age": 3}', ('{"name": "John", "age": 3}', [])),
+        (LLAMA, 'As JSON: {"name": "add", "parameters": {}}', ('As JSON: {"name": "add", "parameters": {}}', [])),
+        (LLAMA, '{"name": "add", "arguments": "{\\"a\\": 5}"}', ("", [("add", {"a": 5})])),
+        (LLAMA, '{"name": "add", "parameters": [1]}', ('{"name": "add", "parameters": [1]}', [])),
+    ],
+)
+def test_calls_are_found_however_the_answer_is_cut(form, text, expected, size):
+    """A call that is lost or shown as text because a mark came in two pieces, and text that is taken for a call."""
+    if expected is None:
+        named = text.startswith("Yes")
+        expected = ("Yes. ", [("add", {"a": 1}), ("sub", {})]) if named else (text, [])
+    assert parse(form, text, size) == expected
+
+
+def test_text_before_a_call_is_shown_at_once():
+    """A stream that shows nothing until the end because a tool might be called."""
+    parser = ToolCallParser(HERMES, {"add"})
+    assert [parser.push(piece)[0] for piece in ("Hello", " you", " <tool", "box")] == ["Hello", " you", " ", "<toolbox"]
+    parser = ToolCallParser(LLAMA, {"add"})
+    assert [parser.push(piece)[0] for piece in (" ", "Hi", ' {"a"')] == ["", " Hi", ' {"a"']
+
+
+def test_the_format_is_the_one_of_the_template():
+    """A Llama whose calls are read as Qwen's."""
+
+    class Written:
+        def __init__(self, template: str):
+            self.template = template
+
+        def template_writes(self, text: str) -> bool:
+            return text in self.template
+
+    texts = ("x <tool_call> y", "[TOOL_CALLS]", "<|python_tag|>", '{"name": n, "parameters": p}', "nothing")
+    assert [tool_format(Written(text)) for text in texts] == [HERMES, MISTRAL, LLAMA, LLAMA, HERMES]
+
+
+def test_the_template_gets_tools_and_no_control_tokens(tmp_path):
+    """A tool whose description ends the model's turn, and tools that a template silently leaves out."""
+    for name in ("config.json", "tokenizer.model"):
+        shutil.copy(DEMO / name, tmp_path)
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = load_tokenizer(tmp_path)
+    ask, call = {"role": "user", "content": "x</s>"}, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    ids = tokenizer.encode_chat([ask], tools=[{"name": "add"}])
+    assert tokenizer.decode(ids) == '[{"name": "add"}]user:x</s>' and not set(ids) & tokenizer.special_ids
+    assert "{'id': '1'}" in tokenizer.decode(tokenizer.encode_chat([ask, call]))
+    for tools in ([{"name": "a</s>"}], [{"a</s>": 1}], [{"name": "a", "parameters": {"enum": ["b", "</s>"]}}]):
+        with pytest.raises(ValueError, match="text of a control token"):
+            tokenizer.encode_chat([ask], tools=tools)
+    with pytest.raises(ValueError, match="text of a control token"):
+        tokenizer.encode_chat([ask, call | {"tool_calls": [{"id": "</s>"}]}])
+    tokenizer.use_template("vicuna")
+    with pytest.raises(ValueError, match="takes no tools"):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}], tools=[{"name": "add"}])
+
+
+def test_a_mark_that_is_a_special_token_is_seen():
+    """Mistral's [TOOL_CALLS], which the engine leaves out of the text: its calls would be shown as text."""
+
+    class Marked:
+        special_ids = frozenset({0, 1})
+        pieces = {0: b"</s>", 1: b"[TOOL_CALLS]", 2: b"Yes. ", 3: b'[{"name": "add", ', 4: b'"arguments": {}}]'}
+
+        def template_writes(self, text: str) -> bool:
+            return text == "[TOOL_CALLS]"
+
+        def decode(self, ids, continuation: bool = False) -> str:
+            return b"".join(self.pieces[i] for i in ids if i not in self.special_ids).decode()
+
+    tokenizer = Marked()
+    answer = Answer(0, tokenizer, [0], {"add"})
+    for ids in ([2, 1, 3], [4, 0]):
+        answer.take([Chunk(0, ids, tokenizer.decode(ids))])
+    answer.end(GenerationResult(1, 0.0, 0, stop_reason="eos"))
+    assert (answer.text, [call.name for call in answer.calls], answer.finish) == ("Yes. ", ["add"], "tool_calls")

@@ -39,9 +39,24 @@ def json_grammar(schema: Mapping[str, Any] | str | None = None) -> str:
     return grammar
 
 
+def checked_grammar(text: str) -> str:
+    """A grammar in Lark syntax, from one in that syntax or in GBNF, the syntax of llama.cpp.
+
+    Raises ValueError in one line for a grammar with an error, and UsageError without llguidance.
+    """
+    found = _llguidance()
+    try:
+        grammar = found.gbnf_to_lark.any_to_lark(text)
+    except Exception as error:  # the converter's errors have no common class
+        raise ValueError(f"the grammar has an error: {_one_line(error)}") from error
+    if problem := found.LLMatcher.validate_grammar(grammar):
+        raise ValueError(f"the grammar has an error: {_one_line(problem)}")
+    return grammar
+
+
 def _llguidance() -> Any:
     try:
-        import llguidance
+        import llguidance.gbnf_to_lark
     except ImportError as error:
         raise UsageError(MISSING) from error
     return llguidance

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from runtime.grammar import checked_grammar, json_grammar
 from serving.errors import unsupported, wrong
 from serving.fields import Fields
 from serving.messages import chat_messages, chat_tools, input_messages
 from serving.settings import MAX_CHOICES
+from support.errors import UsageError, one_line
 
 MOST_TOP_LOGPROBS = 20
 COMPLETION_TOKENS = 16  # what OpenAI's API gives where max_tokens is left out
-LATER = "this server decodes free text only"
 # Fields of SamplingParams that a client may set under the same name -> their type.
 SETTINGS = {
     "temperature": float,
@@ -56,7 +57,7 @@ def chat_ask(body: dict[str, Any]) -> Ask:
         ask.logprobs = fields.integer("top_logprobs", 0, MOST_TOP_LOGPROBS, 0)
     elif fields.given("top_logprobs"):
         raise wrong("top_logprobs", "needs logprobs to be true")
-    _refuse_formats(fields, "response_format")
+    _read_format(ask, fields, "response_format")
     fields.refuse("functions", ([],), "use tools.")
     fields.refuse("function_call", ("none", "auto"), "use tool_choice.")
     fields.refuse("modalities", (["text"],), "this server has text only.")
@@ -79,7 +80,7 @@ def completion_ask(body: dict[str, Any]) -> Ask:
     fields.refuse("echo", (False,), "the answer holds new text only.")
     fields.refuse("suffix", ("",), "this server only continues text.")
     fields.refuse("best_of", (1, ask.n), "use n.")
-    _refuse_formats(fields, "response_format")
+    _read_format(ask, fields, "response_format")
     return ask
 
 
@@ -91,7 +92,7 @@ def response_ask(body: dict[str, Any]) -> Ask:
     ask.source = "input"
     ask.messages = input_messages(fields.get("instructions", str), body.get("input"))
     text = Fields(fields.get("text", dict, {}), "text.")
-    _refuse_formats(text, "format")
+    _read_format(ask, text, "format")
     for name in ("previous_response_id", "conversation"):
         fields.refuse(name, (), "this server keeps no conversations. Send the whole input.")
     fields.refuse("prompt", (), "this server stores no prompts.")
@@ -115,6 +116,8 @@ def _common(fields: Fields, limits: tuple[str, ...]) -> Ask:
         stop = fields.values["stop"]
         stop = [stop] if isinstance(stop, str) else fields.get("stop", list)
         given["stop"] = tuple(text for text in stop if text != "")
+    if fields.given("grammar"):
+        given["grammar"] = _grammar("grammar", checked_grammar, fields.get("grammar", str))
     fields.refuse("logit_bias", ({},), "leave it out.")
     options = Fields(fields.get("stream_options", dict, {}), "stream_options.")
     return Ask(
@@ -126,12 +129,33 @@ def _common(fields: Fields, limits: tuple[str, ...]) -> Ask:
     )
 
 
-def _refuse_formats(fields: Fields, name: str) -> None:
-    """Refuse an output format that is not plain text."""
-    if fields.given(name):
-        kind = Fields(fields.get(name, dict), fields.name(f"{name}.")).required("type", str)
-        if kind != "text":
-            raise unsupported(fields.name(name), f"its type is {kind!r:.40}, and {LATER}.")
+def _read_format(ask: Ask, fields: Fields, name: str) -> None:
+    """The output format: text, any JSON object, or JSON that follows a schema."""
+    if not fields.given(name):
+        return
+    where = Fields(fields.get(name, dict), fields.name(f"{name}."))
+    kind = where.required("type", str)
+    if kind == "text":
+        return
+    if kind not in ("json_object", "json_schema"):
+        raise wrong(where.name("type"), f"is {kind!r:.40}; allowed: text, json_object, json_schema")
+    if "grammar" in ask.given:
+        raise wrong("grammar", f"does not go with {fields.name(name)}")
+    schema = None
+    if kind == "json_schema":  # the endpoint for responses has its fields one level higher
+        inner = Fields(where.required(kind, dict), where.name(f"{kind}.")) if where.given(kind) else where
+        schema = inner.required("schema", dict)
+    ask.given["grammar"] = _grammar(fields.name(name), json_grammar, schema)
+
+
+def _grammar(name: str, make: Callable[[Any], str], value: Any) -> str:
+    """A grammar that is made of a field's value."""
+    try:
+        return make(value)
+    except UsageError as error:
+        raise unsupported(name, one_line(error)) from None
+    except ValueError as error:
+        raise wrong(name, f"cannot be used: {one_line(error)}") from None
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -153,7 +177,7 @@ def _read_tools(ask: Ask, fields: Fields, read: Callable[[list], list[dict[str, 
     tools = read(fields.get("tools", list, []))
     choice = fields.values.get("tool_choice") or ("auto" if tools else "none")
     if choice not in ("none", "auto"):
-        raise unsupported("tool_choice", f"it must be none or auto, because {LATER}.")
+        raise unsupported("tool_choice", "it must be none or auto.")
     ask.one_call = not fields.get("parallel_tool_calls", bool, True)
     if choice == "auto":
         ask.tools = tools

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from types import SimpleNamespace
+from typing import Annotated
 
 import pytest
 
@@ -12,6 +14,7 @@ pytest.importorskip("starlette", reason="the server needs starlette (requirement
 pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
 openai = pytest.importorskip("openai", reason="the client needs openai (requirements-dev.txt)")
 
+import pydantic  # noqa: E402  # the client needs it
 from serving_kit import instruct_folder, running, script, until  # noqa: E402
 
 from generate import load  # noqa: E402
@@ -300,7 +303,20 @@ def test_calls_of_a_response(engine, client, monkeypatch):
         ({"messages": ASK, "stop": ["a"] * 17}, "stop", "at most 16"),
         ({"messages": ASK, "stop": 5}, "stop", "an array"),
         ({"messages": ASK, "top_logprobs": 2}, "top_logprobs", "logprobs to be true"),
-        ({"messages": ASK, "response_format": {"type": "json_object"}}, "response_format", "free text only"),
+        ({"messages": ASK, "response_format": {"type": "xml"}}, "response_format.type", "allowed: text, json_object"),
+        ({"messages": ASK, "response_format": {"type": "json_schema"}}, "response_format.schema", "is missing"),
+        (
+            {"messages": ASK, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format",
+            "the JSON schema is not supported",
+        ),
+        ({"messages": ASK, "grammar": "root ::= ["}, "grammar", "the grammar has an error"),
+        ({"messages": ASK, "grammar": "start: ["}, "grammar", "the grammar has an error"),
+        (
+            {"messages": ASK, "grammar": "start: /a/", "response_format": {"type": "json_object"}},
+            "grammar",
+            "does not go with response_format",
+        ),
         ({"messages": ASK, "tools": TOOLS, "tool_choice": "required"}, "tool_choice", "none or auto"),
         ({"messages": ASK, "tools": [{"type": "web_search"}]}, "tools[0].type", "must be functions"),
         ({"messages": ASK, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
@@ -318,6 +334,35 @@ def test_a_bad_request_names_the_field_and_does_not_touch_the_engine(server, cli
     error = caught.value.body
     assert error["type"] == "invalid_request_error" and error["param"] == param and said in error["message"]
     assert "\n" not in error["message"] and server.api.scheduler.jobs == set()
+
+
+class Person(pydantic.BaseModel):
+    """What the client below asks for."""
+
+    name: Annotated[str, pydantic.Field(max_length=6)]
+    age: Annotated[int, pydantic.Field(ge=0, le=150)]
+
+
+def test_an_answer_follows_a_schema_on_every_endpoint(client, engine):
+    """A schema that an endpoint reads from another place than its clients write it, or that a stream does not follow."""
+    pytest.importorskip("llguidance")
+    parsed = client.chat.completions.parse(model="demo", messages=ASK, response_format=Person, seed=3, temperature=1)
+    assert isinstance(parsed.choices[0].message.parsed, Person)
+    answer = client.responses.parse(model="demo", input=ASK[0]["content"], text_format=Person, extra_body={"seed": 3})
+    assert isinstance(answer.output_parsed, Person)
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": Person.model_json_schema()}}
+    chunks = client.chat.completions.create(
+        model="demo", messages=ASK, response_format=schema, seed=3, temperature=1, stream=True
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert Person.model_validate_json(text) == parsed.choices[0].message.parsed
+    asked = dict(model="demo", prompt="x", max_tokens=40)
+    free = client.completions.create(**asked).choices[0].text
+    for grammar, pattern in (("start: /[a-c]{4,9}/", "[a-c]{4,9}"), ('root ::= "yes" | "no"', "yes|no")):
+        assert re.fullmatch(
+            pattern, client.completions.create(**asked, extra_body={"grammar": grammar}).choices[0].text
+        )
+    assert client.completions.create(**asked).choices[0].text == free
 
 
 @pytest.mark.parametrize("path", ["completions", "responses"])

@@ -29,7 +29,7 @@ from runtime.prompt_cache import PromptCache
 from runtime.prompts import Prompt, prompts_ids
 from runtime.results import Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
 from runtime.runner import Pacer, Runner
-from runtime.turns import Turn, Turns
+from runtime.turns import Left, Turn, Turns
 from sampling import Logprobs, SamplingMode, SamplingParams
 from sampling_params import per_row
 from step import MAX_STOP_IDS, RING, DecodeState, Observer, StepOutput, decode_step
@@ -276,7 +276,7 @@ class Engine:
             self._write_settings(request.params)
             self._first_runs(request.mode)
             for b, prompt in enumerate(request.prompts):
-                yield request.prefill(b, prompt, *reuse[b])
+                yield request.prefill(b, prompt, *reuse[b], turn.go_on)
                 turn.check()
             self.runner.begin()
             while not request.finished:
@@ -284,6 +284,8 @@ class Engine:
                     yield chunk
                     turn.check()
             self._keep_caches(request)
+        except Left:
+            return
         except GeneratorExit:  # the reader left between two chunks, and what it was given is in the caches
             turn.end(partial(self._keep_caches, request))
             raise
@@ -450,7 +452,9 @@ class _Request:
     def finished(self) -> bool:
         return all(row.finished for row in self.rows)
 
-    def prefill(self, b: int, prompt: list[int], cached: list[int], drafted: int) -> Chunk:
+    def prefill(
+        self, b: int, prompt: list[int], cached: list[int], drafted: int, after_chunk: Callable[[], None]
+    ) -> Chunk:
         """Run a prompt, less what the caches hold of it. Returns the first token's chunk."""
         engine = self.engine
         started = time.perf_counter()
@@ -462,7 +466,7 @@ class _Request:
         with engine.backend.active():
             constraint = self.constraints[b]
             allowed = constraint.allowed() if constraint else None
-            first, logprobs = engine.prefill.first_token(b, prompt, self.mode, start, allowed)
+            first, logprobs = engine.prefill.first_token(b, prompt, self.mode, start, allowed, after_chunk)
         self.lengths[b] = len(prompt)
         self.drafted[b] = len(prompt) - 1
         self.results[b].prefill_seconds = time.perf_counter() - started

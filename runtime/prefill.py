@@ -27,24 +27,30 @@ class Prefill:
         self.model = model
         self.drafter = drafter
         self.state = state
-        # Called after every chunk of a prompt. What it raises ends the request, whose row then counts as empty.
-        self.after_chunk: Callable[[], None] = lambda: None
         self.forward: Callable = partial(_run_chunk, block=block)
         if compiled:
             self.forward = torch.compile(_run_chunk, fullgraph=True, dynamic=False)
 
     def first_token(
-        self, row: int, prompt: list[int], mode: SamplingMode, start: int = 0, allowed: Tensor | None = None
+        self,
+        row: int,
+        prompt: list[int],
+        mode: SamplingMode,
+        start: int = 0,
+        allowed: Tensor | None = None,
+        after_chunk: Callable[[], None] = lambda: None,
     ) -> tuple[int, Logprobs | None]:
         """Run prompt[start:] and set up the row. Returns the first token, and its Logprobs [1, 1] if the mode has them.
 
-        allowed: the tokens that may come first, int32 [W] as in `sampling.restrict`; None: all.
+        Args:
+            allowed: the tokens that may come first, int32 [W] as in `sampling.restrict`; None: all.
+            after_chunk: called after every chunk of the prompt. What it raises leaves the row unfinished.
 
         Raises ArithmeticError if the logits after the prompt cannot be used.
         """
         state = self.state
         P = len(prompt)
-        raw_logits, noise = self.logits(row, prompt, mode, start)
+        raw_logits, noise = self.logits(row, prompt, mode, start, after_chunk)
         logits = self.penalised(row, raw_logits, prompt, P, mode)
         if allowed is not None:
             logits = sampling.restrict(logits, allowed.to(logits.device).view(1, 1, -1))
@@ -62,7 +68,10 @@ class Prefill:
         state.counts[row, first] = 1
         return int(first), logprobs
 
-    def logits(self, row: int, text: list[int], mode: SamplingMode, start: int = 0) -> tuple[Tensor, Tensor | None]:
+    def logits(
+        self, row: int, text: list[int], mode: SamplingMode, start: int = 0,
+        after_chunk: Callable[[], None] = lambda: None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Fill the caches with text[start:]; logits [1, 1, V] after its last token, and the noise of that position.
 
         The last token's feature becomes the pending one.
@@ -83,7 +92,7 @@ class Prefill:
                 self.model, self.drafter, kv, row, chunk.to(device), nexts.to(device), where
             )
             start += take
-            self.after_chunk()
+            after_chunk()
         state.features[row, 0] = features[0, take - 1]
         logits = self.model.logits(hidden_states[:, take - 1 : take])
         if not bool(sampling.finite(logits).all()):

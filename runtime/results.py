@@ -216,7 +216,16 @@ class Stream:
 
     def __next__(self) -> Chunk:
         with self._stepping:
+            if self.turn.ending:
+                self.close()
             return next(self._chunks)
+
+    def stop(self) -> None:
+        """End the stream soon, without waiting for it. Any thread may call this.
+
+        The thread that reads the stream finds its end after the step, or the part of the prompt, that runs now.
+        """
+        self.turn.leave()
 
     def close(self) -> None:
         """Stop here, and let the next request run. Sequences that had not finished are marked as interrupted.
@@ -224,7 +233,7 @@ class Stream:
         What was decoded so far stays in the caches, so a request that goes on from there starts fast. Any thread may
         call this: a step that runs in another thread ends first. Closing twice does nothing.
         """
-        self.turn.granted.cancel()  # wakes a thread that waits for this stream's turn
+        self.turn.leave()
         with self._stepping:
             self._chunks.close()
             self.turn.end()

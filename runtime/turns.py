@@ -34,6 +34,10 @@ def _this_caller() -> Any:
     return task or threading.current_thread()
 
 
+class Left(Exception):
+    """Ends the work on a prompt that nobody waits for any more."""
+
+
 class Turns:
     """The queue of an engine: one request has the turn, and the others wait in order."""
 
@@ -65,6 +69,7 @@ class Turn:
     def __init__(self, turns: Turns):
         self._turns = turns
         self.granted: Future[None] = Future()
+        self.ending = False  # whether the request shall end soon
         self._asked = False
         self._task = False  # whether an asyncio task asked; its steps run in another thread
         # Weak, because a finished task or thread must not keep a stream alive that it abandoned.
@@ -120,6 +125,16 @@ class Turn:
                 raise RuntimeError(OVERTAKEN)
             if not self._task:
                 self._caller = weakref.ref(_this_caller())
+
+    def leave(self) -> None:
+        """Say, in any thread, that the request shall end after the step or the part of a prompt that runs."""
+        self.ending = True
+        self.granted.cancel()  # wakes a thread that waits for this turn
+
+    def go_on(self) -> None:
+        """Raise Left if the request shall end."""
+        if self.ending:
+            raise Left
 
     def end(self, last: Callable[[], None] | None = None) -> None:
         """Give the turn back, or give up waiting for it.

@@ -25,10 +25,6 @@ class Event(NamedTuple):
     result: GenerationResult | None = None
 
 
-class _Cancelled(Exception):
-    """Ends the reading of a prompt."""
-
-
 class Job:
     """One request on an engine: its streams, decoded one after another in the engine's worker thread.
 
@@ -36,8 +32,7 @@ class Job:
     of the answers.
     """
 
-    def __init__(self, engine: Engine, streams: Sequence[Stream], max_seconds: float):
-        self.engine = engine
+    def __init__(self, streams: Sequence[Stream], max_seconds: float):
         self.streams = streams
         self.max_seconds = max_seconds
         self.cancelled = False
@@ -51,37 +46,27 @@ class Job:
     def cancel(self) -> None:
         """Stop after the step, or the part of a prompt, that runs now. A job that still waits gives up its place."""
         self.cancelled = True
+        for stream in self.streams:
+            stream.stop()
         if self.task is not None and not self.started:
             self.task.cancel()
 
     def run(self) -> None:
         """Decode everything. This runs in the worker thread."""
         until = time.monotonic() + self.max_seconds
-        self.engine.prefill.after_chunk = self._check
         try:
             for index, stream in enumerate(self.streams):
                 with stream:
-                    if self.cancelled:
-                        return
                     for chunk in stream:
                         self._post((index, chunk))
-                        if self.cancelled:
-                            return
                         if time.monotonic() > until:
                             break
+                if self.cancelled:
+                    return
                 self._post((index, stream.result))
-        except _Cancelled:
-            pass
         except BaseException as error:
             self._post(error)
             raise
-        finally:
-            self.engine.prefill.after_chunk = lambda: None
-
-    def _check(self) -> None:
-        """Leave a prompt that nobody waits for any more."""
-        if self.cancelled:
-            raise _Cancelled
 
     def close(self) -> None:
         """Say that nothing more will come."""
@@ -155,7 +140,7 @@ class Scheduler:
     def admit(self, streams: Sequence[Stream]) -> Job:
         """Queue a job. Raises ApiError if the queue is full."""
         self.check()
-        job = Job(self.engine, streams, self.settings.max_seconds)
+        job = Job(streams, self.settings.max_seconds)
         self.jobs.add(job)
         job.task = asyncio.create_task(self._run(job))
         return job

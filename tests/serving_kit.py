@@ -95,7 +95,11 @@ class ScriptedStream:
         self.gate = gate
         self.given = 0
         self.closed = False
+        self.stopped = False
         self.result = GenerationResult(len(prompt), params.temperature, params.seed)
+
+    def stop(self) -> None:
+        self.stopped = True
 
     def __enter__(self) -> ScriptedStream:
         return self
@@ -107,6 +111,8 @@ class ScriptedStream:
         for token in self.ids:
             if self.gate is not None and self.given:
                 self.gate()
+            if self.stopped:
+                return
             self.given += 1
             self.result.token_ids.append(token)
             logprobs = [self.logprob(token)] if self.logprob is not None else ()

@@ -216,7 +216,7 @@ def test_the_engine_does_not_wait_for_a_reader(engine, monkeypatch):
     """Steps that wait until a client has taken the text of the step before."""
 
     async def decode() -> tuple[int, int]:
-        job = Job(engine, made, 60)
+        job = Job(made, 60)
         await asyncio.to_thread(job.run)
         decoded = made[0].given
         job.close()

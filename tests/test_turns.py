@@ -366,3 +366,29 @@ def test_anything_else_is_one_clear_type_error(prompt, named):
     assert "allowed: text, a list of token ids" in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(TypeError, match="Use generate for one prompt"):
         engine().generate_batch("one text")
+
+
+def test_a_stopped_stream_ends_within_a_part_of_its_prompt():
+    """A client that leaves while a long prompt is read, and whose engine stays busy with it; caches that then count as
+    filled; a stop that waits."""
+    made = engine()
+    long = [1, 5, 9, 22] * 30  # four chunks
+    seen = []
+    real = made.prefill.forward
+
+    def forward(*args):
+        seen.append(len(seen))
+        stream.stop()
+        return real(*args)
+
+    made.prefill.forward = forward
+    stream = made.generate(long, PARAMS[2])
+    assert list(stream) == [] and seen == [0] and stream.result.stop_reason == "interrupted"
+    made.prefill.forward = real
+    again = made.generate(long, PARAMS[2]).run()[0]
+    assert again.cached_tokens == 0 and again.token_ids == engine().generate(long, PARAMS[2]).run()[0].token_ids
+    stream = made.generate(long, PARAMS[2])
+    first = next(stream)
+    stream.stop()
+    assert list(stream) == [] and stream.result.token_ids == first.token_ids
+    assert made.generate(long, PARAMS[2]).run()[0].cached_tokens > 100

@@ -156,6 +156,10 @@ class Engine:
         """Tokens per step above which speculation pays. 0 where it was not measured; then it is never given up."""
         return self.step_seconds[1] / self.step_seconds[0] if self.step_seconds else 0.0
 
+    def keep_prompts(self, cache: PromptCache) -> None:
+        """From now on keep the caches of earlier prompts there. Call it between requests."""
+        self.prompt_cache = cache
+
     def add_observer(self, observer: Observer) -> None:
         """Let `observer` watch all further steps.
 

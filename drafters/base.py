@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import Transformer
 from sampling import SamplingMode, SamplingState
@@ -64,6 +64,7 @@ class Drafter:
     scoring: str = "none"  # what Draft.scores are: "none", "probability", or "noisy" (with the shared noise)
     # Its KV caches [..., B, Hkv, S, hd]. What they hold of a token depends on the text up to there alone.
     caches: tuple[Tensor, ...] = ()
+    cached_models: tuple[nn.Module, ...] = ()  # those whose keys and values the caches hold
     grafted: bool = False  # whether n-gram nodes were added to another drafter's tree
 
     def __init__(self, N: int, D: int, feature_size: int, taps: tuple[int, ...] = ()):

@@ -88,6 +88,7 @@ class WithNGrams(Drafter):
         self.K = K
         self.always_on = drafter.always_on
         self.caches = drafter.caches
+        self.cached_models = drafter.cached_models
         self.scoring = drafter.scoring
         self.grafted = True
 

@@ -63,6 +63,7 @@ class TreeDrafter(Drafter):
         self.slots = slots + self.lead + scratch
         self.cache = model.new_cache(batch_size, self.slots)
         self.caches = (self.cache,)
+        self.cached_models = (model,)
 
     def level_widths(self) -> list[int]:
         """Rows of every draft forward after the first one."""

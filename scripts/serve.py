@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt_cache_mb:
         folder = prompt_folder(engine, args.keep_prompt_cache) if args.prompt_cache_disk_mb else None
         limits = args.prompt_cache_mb, args.prompt_cache_disk_mb
-        engine.prompt_cache = PromptCache(*limits, folder, args.keep_prompt_cache)
+        engine.keep_prompts(PromptCache(*limits, folder, args.keep_prompt_cache))
     engine.warm_up()
     api = Api(engine, settings, (lambda line: None) if args.quiet else report.line)
     if settings.api_key and not (args.api_key or os.environ.get(KEY_VARIABLE)):

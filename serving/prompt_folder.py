@@ -47,7 +47,7 @@ def _fingerprint(engine: Engine) -> str:
     options = engine.options
     how = (engine.model.config, engine.backend.mode, options and (options.quant, options.kv, options.activations))
     digest = hashlib.sha256(repr(how).encode())
-    for module in filter(None, (engine.model, engine.head, getattr(engine.drafter, "model", None))):
+    for module in (engine.model, *engine.drafter.cached_models):
         for name, tensor in sorted(module.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.flatten()[:SAMPLE].tolist()}".encode())
     shapes = [(tuple(t.shape), str(t.dtype)) for t in (engine.state.kv, *engine.drafter.caches)]

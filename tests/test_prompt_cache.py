@@ -28,7 +28,7 @@ def engine(kind: str, cache: PromptCache | None = None) -> Engine:
         made = Engine(MODEL, drafter=DraftModelDrafter(MODEL, small, tree, 1, CTX + tree.N + 1))
     else:
         made = Engine(MODEL, drafter=NGramDrafter(MODEL, 5, 4) if kind == "ngram" else None)
-    made.prompt_cache = cache or PromptCache()
+    made.keep_prompts(cache or PromptCache())
     return made
 
 
@@ -123,7 +123,7 @@ def test_a_batch_restores_every_row():
     """Rows of a batch that get each other's text."""
     alone = [Engine(MODEL).generate([*chat, 1, 2], PARAMS).run()[0].token_ids for chat in CHATS[:1]]
     shared = Engine(MODEL, batch_size=2)
-    shared.prompt_cache = PromptCache(8)
+    shared.keep_prompts(PromptCache(8))
     shared.generate_batch([CHATS[1], CHATS[0]], PARAMS).run()
     shared.generate_batch([CHATS[2], CHATS[2][::-1]], PARAMS).run()
     results = shared.generate_batch([[*CHATS[0], 1, 2], [*CHATS[1], 1, 2]], PARAMS).run()

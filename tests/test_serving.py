@@ -29,7 +29,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     made = load(instruct_folder(tmp_path_factory.mktemp("instruct")), drafter="ngram", device="cpu", threads=1)
-    made.prompt_cache = PromptCache(64)
+    made.keep_prompts(PromptCache(64))
     return made
 
 

@@ -77,7 +77,7 @@ def test_200_requests_of_16_clients_of_which_a_third_are_cut_off(engine):
     texts = [
         engine.generate(prompt, SamplingParams(**p)).run()[0].text for prompt, p in zip(prompts, named, strict=True)
     ]
-    engine.prompt_cache = PromptCache(1)
+    engine.keep_prompts(PromptCache(1))
 
     def ask(i: int) -> str:
         body = {"prompt": prompts[i % 8], "stream": i % 2 == 0} | params[i % 8]
@@ -114,7 +114,7 @@ def test_200_requests_of_16_clients_of_which_a_third_are_cut_off(engine):
         assert status[PATH, 200] == 200 and engine.prompt_cache.held_bytes <= 1 << 20
         assert [text for i, text in enumerate(found) if i % 3] == [texts[i % 8] for i in range(200) if i % 3]
         right(engine, server)
-    engine.prompt_cache = PromptCache()
+    engine.keep_prompts(PromptCache())
 
 
 def test_more_requests_than_may_wait_get_429(engine, small, monkeypatch):

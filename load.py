@@ -32,7 +32,7 @@ from runtime.compiled import COMPILE_MODES
 from step import HISTORY, RING
 from support import cache
 from support.errors import BadFileError, NotEnoughMemory, UserError
-from support.machine import default_device, default_threads, describe_device, free_memory, size_text
+from support.machine import default_device, default_threads, describe_device, free_memory, release_threads, size_text
 from support.memory import freed_memory_returns, shapes_only
 from tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, parse_tree, tree_tables
@@ -204,6 +204,7 @@ def load(
     if trained is not None and trained.max_position_embeddings < options.ctx:
         limit = trained.max_position_embeddings
         say(f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens.")
+    release_threads()  # requests may run in another thread
     return build_engine(model, files.tokenizer, drafter, options, backend, plan, head, files.checkpoint.generation)
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
+from support.machine import release_threads
+
 OVERTAKEN = (
     "another request started on this engine and replaced this stream's state; finish one stream before the next "
     "(several prompts at once: generate_batch)."
@@ -142,6 +144,7 @@ class Turn:
         Args:
             last: what is done first if this request still has the turn. No other request gets it meanwhile.
         """
+        release_threads()  # the next request may run in another thread
         with self._turns._lock:
             if self.held:
                 if last is not None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from engine import Engine
 from runtime.results import Chunk, GenerationResult, Stream
 from serving.errors import BUSY, SERVER, ApiError
+from serving.news import News
 from serving.settings import PING_SECONDS, ServeSettings
 from support.errors import one_line
 
@@ -40,8 +40,7 @@ class Job:
         self.queue_seconds = 0.0
         self.started = False
         self.task: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Queue[tuple[int, Chunk | GenerationResult] | BaseException | None] = asyncio.Queue()
+        self._news: News[tuple[int, Chunk | GenerationResult] | BaseException | None] = News()
 
     def cancel(self) -> None:
         """Stop after the step, or the part of a prompt, that runs now. A job that still waits gives up its place."""
@@ -58,23 +57,19 @@ class Job:
             for index, stream in enumerate(self.streams):
                 with stream:
                     for chunk in stream:
-                        self._post((index, chunk))
+                        self._news.put((index, chunk))
                         if time.monotonic() > until:
                             break
                 if self.cancelled:
                     return
-                self._post((index, stream.result))
+                self._news.put((index, stream.result), urgent=True)
         except BaseException as error:
-            self._post(error)
+            self._news.put(error, urgent=True)
             raise
 
     def close(self) -> None:
         """Say that nothing more will come."""
-        self._news.put_nowait(None)
-
-    def _post(self, item: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._news.put_nowait, item)
+        self._news.put(None, urgent=True)
 
     async def events(self) -> AsyncIterator[Event | None]:
         """The news of this job, and None when there were none for a while. Raises what stopped the decoding.
@@ -82,14 +77,9 @@ class Job:
         Steps that piled up come together.
         """
         while True:
-            try:
-                async with asyncio.timeout(PING_SECONDS):
-                    items = [await self._news.get()]
-            except TimeoutError:
+            items = await self._news.take(PING_SECONDS)
+            if not items:
                 yield None
-                continue
-            while not self._news.empty():
-                items.append(self._news.get_nowait())
             index, chunks = 0, list[Chunk]()
             for item in items:
                 if item is None or isinstance(item, BaseException):

@@ -25,6 +25,18 @@ function shortened(text, most) {
 const KINDS = {root: "the last token of the text before this step", accepted: "drafted and accepted",
   rejected: "drafted and rejected", own: "the model's own token, which was not drafted below the accepted ones"};
 
+const isDrafted = node => node.kind == "accepted" || node.kind == "rejected";
+
+// The colour of token j of a step, by its depth in the tree. The model's own token has none.
+const tintOf = (step, j) => step.own && j == step.kept.length - 1 ? "d0" : tint(j + 1);
+
+// A step in words.
+function inWords(step) {
+  const first = step.nodes.some(isDrafted) ? `${step.kept.length - step.own} drafted and accepted` : "no draft";
+  const own = step.own ? `then the model's own ${shortened(shown(step.nodes.at(-1).text), 14)}` : "the text ends here";
+  return `${first}, ${own}`;
+}
+
 // The tree of a step. A node's first child lies in the node's own row, so the accepted path is a straight line.
 function drawTree(step) {
   const column = 152, row = 27, box = 124, height = 21, nodes = step.nodes;

@@ -25,11 +25,16 @@ def write_page(
 ) -> None:
     """Write the page of a request that the recorder has followed."""
     data = page_data(engine, recorder, prompt_ids, result)
-    page = (HERE / "page.html").read_text(encoding="utf-8")
-    for name in PARTS:
-        page = page.replace(f"%{name}%", (HERE / name).read_text(encoding="utf-8"))
+    page = with_drawings((HERE / "page.html").read_text(encoding="utf-8"))
     # The data comes last, because a text may hold a mark. Without "<" no text can end the script that holds it.
     write_text(file, page.replace("%data%", json.dumps(data).replace("<", "\\u003c")))
+
+
+def with_drawings(text: str) -> str:
+    """A part of a page with the styles and functions of the drawings where it names their files."""
+    for name in PARTS:
+        text = text.replace(f"%{name}%", (HERE / name).read_text(encoding="utf-8"))
+    return text
 
 
 def page_data(

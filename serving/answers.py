@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from runtime.results import Chunk, GenerationResult, acceptance
@@ -26,6 +27,7 @@ class Part(NamedTuple):
     calls: Sequence[ToolCall] = ()
     tokens: Sequence[TokenInfo] = ()
     finish: str | None = None  # "stop", "length" or "tool_calls" in the last part
+    seen: Mapping[str, Any] = MappingProxyType({})  # of the steps, where the request asks for it
 
 
 class Answer:

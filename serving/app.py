@@ -21,6 +21,7 @@ from serving.completions import ChatWriter, CompletionWriter
 from serving.errors import SERVER, ApiError
 from serving.guard import Guard
 from serving.metrics import Metrics
+from serving.page import chat_page
 from serving.preparing import Prepared, prepare
 from serving.responses import ResponseWriter
 from serving.scheduler import Job, Scheduler, engine_error
@@ -44,6 +45,7 @@ class Api:
         self.scheduler = Scheduler(engine, settings)
         self.metrics = Metrics()
         self.created = int(time.time())
+        self._page = chat_page()
         self._preparing = ThreadPoolExecutor(1, "eaglet-prepare")
 
     def app(self) -> ASGIApp:
@@ -59,6 +61,7 @@ class Api:
             post("/v1/chat/completions", chat_ask, ChatWriter),
             post("/v1/completions", completion_ask, CompletionWriter),
             post("/v1/responses", response_ask, ResponseWriter),
+            Route("/", self.chat),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
@@ -78,7 +81,7 @@ class Api:
         work = (self._preparing, prepare, self.engine, self.settings, parse, body)
         prepared = await loop.run_in_executor(*work)
         writer = writer_class(prepared, self.settings.model, self.engine.tokenizer)
-        job = self.scheduler.admit(prepared.streams)
+        job = self.scheduler.admit(prepared.streams, prepared.ask.steps)
 
         def ended(how: str) -> None:
             self._ended(request.url.path, how, prepared, writer)
@@ -121,6 +124,10 @@ class Api:
         made = sum(result.new_tokens for result in results)
         self.say(f"{path}   prompt {read} tok   {made:,} tok   {rate}" + (f"   {how}" if how else ""))
 
+    async def chat(self, request: Request) -> Response:
+        """GET /"""
+        return self._page
+
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -135,7 +142,8 @@ class Api:
 
     def _model(self) -> dict[str, Any]:
         about = {"id": self.settings.model, "object": "model", "created": self.created, "owned_by": "eaglet"}
-        return about | {"max_model_len": self.engine.ctx}
+        chats = bool(self.engine.tokenizer and self.engine.tokenizer.chat_template_source)
+        return about | {"max_model_len": self.engine.ctx, "chat_template": chats}
 
     async def health(self, request: Request) -> Response:
         """GET /health"""

@@ -40,6 +40,7 @@ class Ask:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    steps: bool = False  # stream every step with its tree, too
     logprobs: int | None = None  # alternatives for every token; None: no log-probabilities
     source: str = "messages"  # the field that holds the prompt
     raw: dict[str, Any] = field(default_factory=dict)  # the request itself, for what an answer repeats
@@ -89,6 +90,8 @@ def response_ask(body: dict[str, Any]) -> Ask:
     fields = Fields(body)
     ask = _common(fields, ("max_output_tokens",))
     ask.n = 1
+    if ask.steps:
+        raise unsupported("eaglet.steps", "use /v1/chat/completions or /v1/completions.")
     ask.source = "input"
     ask.messages = input_messages(fields.get("instructions", str), body.get("input"))
     text = Fields(fields.get("text", dict, {}), "text.")
@@ -126,7 +129,16 @@ def _common(fields: Fields, limits: tuple[str, ...]) -> Ask:
         stream=fields.get("stream", bool, False),
         include_usage=options.get("include_usage", bool, False),
         raw=fields.values,
+        steps=_steps(fields),
     )
+
+
+def _steps(fields: Fields) -> bool:
+    """Whether a stream shall have its steps, which is a field of this server only."""
+    steps = Fields(fields.get("eaglet", dict, {}), "eaglet.").get("steps", bool, False)
+    if steps and not fields.get("stream", bool, False):
+        raise wrong("eaglet.steps", "needs stream to be true")
+    return steps
 
 
 def _read_format(ask: Ask, fields: Fields, name: str) -> None:

@@ -60,9 +60,9 @@ class ChatWriter(ChunkWriter):
             yield self.chunk([self._delta(answer.index, {"role": "assistant", "content": ""})])
 
     def part(self, part: Part) -> Iterator[Message]:
-        if part.text or part.tokens:
+        if part.text or part.tokens or part.seen:
             chosen = self._delta(part.index, {"content": part.text})
-            yield self.chunk([chosen | self._logprobs(part.tokens)])
+            yield self.chunk([chosen | self._logprobs(part.tokens)], **part.seen)
         for call in part.calls:
             number = self._calls[part.index]
             self._calls[part.index] += 1
@@ -108,8 +108,8 @@ class CompletionWriter(ChunkWriter):
         self._offsets = [0] * len(self.prepared.answers)  # where the next token's text begins
 
     def part(self, part: Part) -> Iterator[Message]:
-        if part.text or part.tokens:
-            yield self.chunk([self._choice(part.index, part.text, part.tokens)])
+        if part.text or part.tokens or part.seen:
+            yield self.chunk([self._choice(part.index, part.text, part.tokens)], **part.seen)
         if part.finish:
             yield self.chunk([self._choice(part.index, "", [], part.finish)], **self.last(part.index))
 

@@ -12,7 +12,7 @@ from serving.metrics import Metrics
 from serving.settings import ServeSettings
 from serving.streaming import error_response
 
-OPEN_PATHS = ("/health",)  # need no key
+OPEN_PATHS = ("/", "/health")  # need no key; the page asks its user for it
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 

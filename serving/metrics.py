@@ -28,7 +28,7 @@ ABOUT = {
     "prompt_cache_disk_bytes": "gauge: bytes that they take on disk",
     "prompt_cache_hits_total": "counter: requests that went on from one of them",
 }
-PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses")
+PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
 class Metrics:

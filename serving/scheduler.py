@@ -14,7 +14,10 @@ from runtime.results import Chunk, GenerationResult, Stream
 from serving.errors import BUSY, SERVER, ApiError
 from serving.news import News
 from serving.settings import PING_SECONDS, ServeSettings
+from serving.watching import Seen, joined, watched
 from support.errors import one_line
+
+Item = tuple[int, tuple[Chunk, Seen] | GenerationResult]  # of a choice: a step, or its end
 
 
 class Event(NamedTuple):
@@ -22,6 +25,7 @@ class Event(NamedTuple):
 
     index: int
     chunks: list[Chunk]
+    seen: Seen
     result: GenerationResult | None = None
 
 
@@ -32,15 +36,18 @@ class Job:
     of the answers.
     """
 
-    def __init__(self, streams: Sequence[Stream], max_seconds: float):
+    def __init__(self, engine: Engine, streams: Sequence[Stream], max_seconds: float, steps: bool = False):
+        """steps: whether somebody wants to see the steps."""
+        self.engine = engine
         self.streams = streams
         self.max_seconds = max_seconds
+        self.steps = steps
         self.cancelled = False
         self.asked = time.monotonic()
         self.queue_seconds = 0.0
         self.started = False
         self.task: asyncio.Task[None] | None = None
-        self._news: News[tuple[int, Chunk | GenerationResult] | BaseException | None] = News()
+        self._news: News[Item | BaseException | None] = News()
 
     def cancel(self) -> None:
         """Stop after the step, or the part of a prompt, that runs now. A job that still waits gives up its place."""
@@ -55,8 +62,8 @@ class Job:
         until = time.monotonic() + self.max_seconds
         try:
             for index, stream in enumerate(self.streams):
-                with stream:
-                    for chunk in stream:
+                with stream, watched(self.engine, stream, self.steps) as chunks:
+                    for chunk in chunks:
                         self._news.put((index, chunk))
                         if time.monotonic() > until:
                             break
@@ -80,22 +87,26 @@ class Job:
             items = await self._news.take(PING_SECONDS)
             if not items:
                 yield None
-            index, chunks = 0, list[Chunk]()
+            index, steps = 0, list[tuple[Chunk, Seen]]()
             for item in items:
                 if item is None or isinstance(item, BaseException):
-                    if chunks:
-                        yield Event(index, chunks)
+                    if steps:
+                        yield _event(index, steps)
                     if item is None:
                         return
                     raise item
                 index, news = item
-                if isinstance(news, Chunk):
-                    chunks.append(news)
+                if isinstance(news, GenerationResult):
+                    yield _event(index, steps, news)
+                    steps = []
                 else:
-                    yield Event(index, chunks, news)
-                    chunks = []
-            if chunks:
-                yield Event(index, chunks)
+                    steps.append(news)
+            if steps:
+                yield _event(index, steps)
+
+
+def _event(index: int, steps: list[tuple[Chunk, Seen]], result: GenerationResult | None = None) -> Event:
+    return Event(index, [chunk for chunk, _ in steps], joined([seen for _, seen in steps]), result)
 
 
 class Scheduler:
@@ -127,10 +138,10 @@ class Scheduler:
             why = f"{self.waiting} requests wait already, which is the limit"
             raise ApiError(429, f"{why}; try again in {seconds} s", None, "queue_full", BUSY, seconds)
 
-    def admit(self, streams: Sequence[Stream]) -> Job:
-        """Queue a job. Raises ApiError if the queue is full."""
+    def admit(self, streams: Sequence[Stream], steps: bool = False) -> Job:
+        """Queue a job, whose steps are recorded if `steps` says so. Raises ApiError if the queue is full."""
         self.check()
-        job = Job(streams, self.settings.max_seconds)
+        job = Job(self.engine, streams, self.settings.max_seconds, steps)
         self.jobs.add(job)
         job.task = asyncio.create_task(self._run(job))
         return job

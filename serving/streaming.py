@@ -51,7 +51,8 @@ async def event_bytes(job: Job, prepared: Prepared, writer: Writer) -> AsyncIter
             messages += writer.start()
         if event is not None:
             answer = prepared.answers[event.index]
-            messages += writer.part(answer.take(event.chunks, prepared.ask.logprobs is not None))
+            part = answer.take(event.chunks, prepared.ask.logprobs is not None)
+            messages += writer.part(part._replace(seen=event.seen))
             writer.queue_seconds = job.queue_seconds
             if event.result is not None:
                 messages += writer.part(answer.end(event.result))

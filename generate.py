@@ -66,11 +66,11 @@ def build_parser() -> argparse.ArgumentParser:
     add_sampling(parser, of_model=True, max_new_tokens="200, or to a message what is left of the context")
     add_options(parser)
     add = parser.add_argument_group("output").add_argument
-    add("--json-schema", metavar="FILE", help="the text is JSON that follows this JSON schema")
     add("--prove", action="store_true", help="replay without the head and compare; exit 1 on a real difference")
     add("--show-tree", action="store_true", help="draw the tree of every step while it decodes, then the text by depth")
     add("--html", metavar="FILE", help="write a page with the tree of every step, tau and milliseconds")
     add("--gauge", action="store_true", help="time the phases of a step: draft, verify, accept, host")
+    add("--json-schema", metavar="FILE", help="the text is JSON that follows this JSON schema")
     add("--json", action="store_true", help="one JSON object on stdout instead of text")
     add("-q", "--quiet", action="store_true", help="no report")
     add = parser.add_argument_group("this program").add_argument

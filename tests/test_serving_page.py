@@ -215,13 +215,13 @@ def test_the_page_in_a_browser(engine, server):
         page.on("dialog", lambda dialog: problems.append(dialog.message))
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.goto(server.address)
-        page.wait_for_function("document.getElementById('model').textContent")
+        page.wait_for_selector("#model:not(:empty)")
         page.click("#gear")
         for name, value in (("temperature", "1"), ("seed", "5"), ("most", "40")):
             page.fill(f"#{name}", value)
         page.fill("#box", HOSTILE)
         page.press("#box", "Enter")
-        page.wait_for_function("document.querySelector('.figures')?.textContent.includes('seed 5')")
+        page.wait_for_selector(".figures:has-text('seed 5')")
         kept = [token for step in expected["steps"] for token in step["kept"]]
         assert page.eval_on_selector_all(".token", "all => all.map(e => e.textContent)") == kept
         assert page.text_content(".user") == HOSTILE and not page.query_selector("main img")

@@ -4,9 +4,10 @@
     python -m scripts.serve --checkpoint DIR --eagle HEAD --compile
     EAGLET_API_KEY=secret python -m scripts.serve --checkpoint DIR --host 0.0.0.0 --port 8080
 
-Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health, /metrics. docs/server.md describes
-them, every limit and every error. Requests run one after another on one engine. SIGTERM and Ctrl-C let the requests
-under way end. The server needs starlette and uvicorn: pip install "eaglet[serve]".
+http://127.0.0.1:8000/ is a chat in the browser. Endpoints: /v1/chat/completions, /v1/completions, /v1/responses,
+/v1/models, /health, /metrics. docs/server.md describes them, every limit and every error. Requests run one after
+another on one engine. SIGTERM and Ctrl-C let the requests under way end. The server needs starlette and uvicorn: pip
+install "eaglet[serve]".
 """
 
 from __future__ import annotations

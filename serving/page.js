@@ -59,7 +59,7 @@ function request(asked) {
 class Answer {
   constructor() {
     this.block = add(log, "article", "", "answer");
-    this.text = add(this.block, "div", "", "text");
+    this.text = add(this.block, "div", "", about.chat_template ? "text" : "text code");
     this.figures = add(this.block, "p", "waiting for the server", "figures soft");
     this.steps = [];
     this.pieces = [];  // the elements of each step's tokens
@@ -116,7 +116,7 @@ async function answer(text) {
   const history = messages, asked = [...history, {role: "user", content: text}];
   const controller = running = new AbortController();
   part("hello").hidden = true;
-  add(log, "div", text, "user");
+  add(log, "div", text, about.chat_template ? "user" : "user code");
   const made = new Answer();
   log.scrollTop = log.scrollHeight;
   busy(true, "answering");

@@ -1,4 +1,4 @@
-"""The page at `/`, and the steps that a stream has for it."""
+"""The page at `/`, and the steps that a stream brings it: those of `--html`, recorded only for requests that ask."""
 
 from __future__ import annotations
 
@@ -6,92 +6,226 @@ import base64
 import hashlib
 import json
 import re
+import shutil
+import threading
+from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
 pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
-httpx = pytest.importorskip("httpx")
+httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
 
-from serving_kit import instruct_folder, running, until  # noqa: E402
+from serving_kit import Running, instruct_folder, running, until  # noqa: E402
 
 from generate import load  # noqa: E402
 from options import DEMO  # noqa: E402
+from report.page import page_data  # noqa: E402
 from report.viewer import StepRecorder  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
-from serving.page import HERE  # noqa: E402
 
 ASK = [{"role": "user", "content": "def f(x):"}]
-PATH = "/v1/chat/completions"
+HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     folder = instruct_folder(tmp_path_factory.mktemp("instruct"))
-    return load(folder, eagle=str(DEMO / "eagle3"), tree="paper25", device="cpu", threads=1, eagle_always=True)
+    return load(folder, eagle=str(DEMO / "eagle3"), device="cpu", threads=1)
 
 
 @pytest.fixture(scope="module")
 def server(engine):
-    with running(engine) as server:
+    with running(engine, max_queue=20) as server:
         yield server
 
 
-def chunks(server, **asked) -> list[dict]:
-    """The chunks of a streamed answer."""
-    body = {"messages": ASK, "max_tokens": 40, "stream": True, "temperature": 0, "seed": 3} | asked
-    lines = httpx.post(server.address + PATH, json=body, timeout=30).raise_for_status().text.split("\n\n")
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+def chunks_of(server: Running, path: str = "/v1/chat/completions", **body) -> Iterator[dict]:
+    """The objects of a stream."""
+    with httpx.stream("POST", server.address + path, json={"stream": True, **body}, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
 
 
-def test_the_page_runs_its_own_script_and_reaches_nobody_else(server):
-    """A page that a browser refuses to run, that loads something from elsewhere, or that runs what a model wrote."""
-    answer = httpx.get(server.address + "/")
-    policy = answer.headers["content-security-policy"]
-    assert answer.status_code == 200 and "default-src 'none'" in policy and "unsafe" not in policy
-    for tag in ("script", "style"):
-        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
-        known = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert f"{tag}-src 'sha256-{known}'" in policy
-    outside = [url for url in re.findall(r"https?://[^\s\"'<]*", answer.text) if "www.w3.org/2000/svg" not in url]
-    assert not outside and not re.search(r"%[\w.]+%|\bon\w+=|style=", answer.text)
-    for file in HERE.glob("page.*"):
-        assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", file.read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize("temperature", (0, 1))
-def test_the_steps_of_a_stream_are_those_of_the_html_page(server, engine, temperature):
-    """A page with other trees, tokens or depths than `--html` has for the same request."""
-    found = chunks(server, eaglet={"steps": True}, temperature=temperature)
-    steps = [step for chunk in found for step in chunk.get("steps", ())]
-    server.idle()
+def html_data(engine, prompt: list[int], params: SamplingParams) -> dict:
+    """What `--html` shows of a request, as JSON gives it."""
+    stream = engine.generate(prompt, params)
     recorder = StepRecorder(engine)
     try:
-        params = SamplingParams(temperature=temperature, seed=3, max_new_tokens=40)
-        stream = engine.generate(engine.tokenizer.encode_chat(ASK), params)
-        list(recorder.follow(stream, stream.result))
+        for _ in recorder.follow(stream, stream.result):
+            pass
     finally:
         engine.remove_observer(recorder)
-    views = [view.to_dict() for view in recorder.views]
-    assert len(steps) > 4 and [s | {"ms": 0} for s in steps] == [v | {"ms": 0} for v in views]
-    first = next(chunk["first"] for chunk in found if "first" in chunk)
-    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in found if chunk["choices"])
-    assert first + "".join(t for step in steps for t in step["kept"]) == text == stream.result.text
+    return json.loads(json.dumps(page_data(engine, recorder, prompt, stream.result)))
 
 
-def test_only_who_asks_for_steps_makes_the_engine_wait(server, engine, monkeypatch):
-    """An observer that stays after its request or comes without being asked for: then no step runs ahead any more."""
-    seen = []
-    real = engine._observe
-    monkeypatch.setattr(engine, "_observe", lambda output: seen.append(len(engine.observers)) or real(output))
-    assert not any("steps" in chunk for chunk in chunks(server)) and set(seen) == {0}
-    seen.clear()
-    body = {"messages": ASK, "stream": True, "eaglet": {"steps": True}}
-    with httpx.stream("POST", server.address + PATH, json=body, timeout=30) as answer:
-        next(line for line in answer.iter_lines() if '"steps":[{' in line.replace(" ", ""))
-        assert set(seen) == {1}
-    until(lambda: not engine.observers)
+def without_times(steps: list[dict]) -> list[dict]:
+    return [{name: value for name, value in step.items() if name != "ms"} for step in steps]
+
+
+def test_the_page_loads_nothing_and_names_its_own_script(server):
+    """A page that needs another server, or whose policy lets it run what somebody else wrote, or forbids its own."""
+    answer = httpx.get(server.address)
+    policy, page = answer.headers["content-security-policy"], answer.text
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == rules["frame-ancestors"] == rules["base-uri"] == "'none'"
+    assert rules["connect-src"] == "'self'" and "unsafe" not in policy and "*" not in policy
+    for name, rule in (("style", "style-src"), ("script", "script-src")):
+        (inside,) = re.findall(f"<{name}>(.*?)</{name}>", page, re.S)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert rules[rule] == f"'sha256-{digest}'" and "%" + "drawings" not in inside
+    urls = set(re.findall(r"https?://[^\"')\s]+", page))
+    assert urls == {"http://www.w3.org/2000/svg"}, "the name of SVG is no address that is loaded"
+    assert not re.search(r"\b(src|href|style|on\w+)=", page.split("<script>")[0]), (
+        "nothing is loaded or run from markup"
+    )
+
+
+def test_the_page_makes_no_markup_of_texts(server):
+    """A token such as <img onerror=...> that becomes an element of the page."""
+    page = httpx.get(server.address).text
+    words = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "DOMParser",
+             "createContextualFragment", "setHTML", "localStorage", "document.cookie")  # fmt: skip
+    assert not [word for word in words if word in page]
+
+
+def test_the_page_needs_no_key_and_its_requests_do(engine):
+    """A page that its user cannot open to enter the key, and a key that protects the page instead of the model."""
+    with running(engine, api_key="secret") as server:
+        assert httpx.get(server.address).status_code == 200
+        assert httpx.get(f"{server.address}/v1/models").status_code == 401
+        assert httpx.get(f"{server.address}//").status_code == 401
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_steps_of_a_stream_are_those_of_html(engine, server, temperature):
+    """A page that shows other tokens, trees or scores than `--html` does for the same request."""
+    params = SamplingParams(temperature, seed=5, max_new_tokens=40)
+    expected = html_data(engine, engine.tokenizer.encode_chat(ASK), params)
+    asked = dict(messages=ASK, temperature=temperature, seed=5, max_tokens=40)
+    chunks = list(chunks_of(server, eaglet={"steps": True}, **asked))
+    steps = [step for chunk in chunks for step in chunk.get("steps", ())]
+    assert without_times(steps) == without_times(expected["steps"]) and len(steps) > 5
+    assert any(step["kept"][1:] for step in steps) and all(step["ms"] > 0 for step in steps)
+    (first,) = [chunk for chunk in chunks if "first" in chunk]
+    assert first["first"] == expected["first"] and first["scores"] == expected["scores"]
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert first["first"] + "".join(token for step in steps for token in step["kept"]) == text
+    plain = list(chunks_of(server, **asked))
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in plain) == text
+
+
+def test_completions_and_several_choices_have_steps(engine, server):
+    """Steps of one answer that are shown in another one, and an endpoint that forgets them."""
+    expected = [html_data(engine, engine.tokenizer.encode("def f(x):"), SamplingParams(1.0, seed=s, max_new_tokens=12))
+                for s in (3, 4)]  # fmt: skip
+    asked = dict(prompt="def f(x):", n=2, seed=3, temperature=1.0, max_tokens=12, eaglet={"steps": True})
+    steps: list[list[dict]] = [[], []]
+    for chunk in chunks_of(server, "/v1/completions", **asked):
+        steps[chunk["choices"][0]["index"]] += chunk.get("steps", [])
+    assert [without_times(found) for found in steps] == [without_times(data["steps"]) for data in expected]
+
+
+def test_only_a_request_that_asks_is_watched(engine, server, monkeypatch):
+    """An observer that makes the engine wait at every step of requests that nobody watches."""
+    added: list[object] = []
+    real = engine.add_observer
+    monkeypatch.setattr(engine, "add_observer", lambda observer: added.append(observer) or real(observer))
+    for more in ({}, {"eaglet": {}}, {"eaglet": {"steps": False}}, {"eaglet": None}):
+        chunks = list(chunks_of(server, messages=ASK, max_tokens=6, **more))
+        assert not [chunk for chunk in chunks if {"steps", "first", "scores"} & set(chunk)]
+    assert not added
+    list(chunks_of(server, messages=ASK, max_tokens=6, eaglet={"steps": True}))
     server.idle()
-    for bad in ({"eaglet": 5}, {"eaglet": {"steps": "yes"}}, {"eaglet": {"steps": True}, "stream": False}):
-        answer = httpx.post(server.address + PATH, json={"messages": ASK, "stream": True, "max_tokens": 4} | bad)
-        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("eaglet")
+    assert len(added) == 1 and not engine.observers
+
+
+@pytest.mark.parametrize("how", ["left", "failed"])
+def test_nobody_watches_after_a_request_that_did_not_end(engine, server, monkeypatch, how):
+    """A recorder that stays on the engine after a client has left or a step has failed, and slows down all others."""
+    begun, go = threading.Event(), threading.Event()
+    real = StepRecorder.nodes
+
+    def nodes(recorder, step, own):
+        begun.set()
+        assert go.wait(20)
+        if how == "failed":
+            raise RuntimeError("no picture")
+        return real(recorder, step, own)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepRecorder, "nodes", nodes)
+        stream = chunks_of(server, messages=ASK, max_tokens=400, eaglet={"steps": True})
+        next(stream)
+        assert begun.wait(20) and len(engine.observers) == 1
+        if how == "left":
+            stream.close()
+            until(lambda: any(job.cancelled for job in server.api.scheduler.jobs))
+        go.set()
+        if how == "failed":
+            assert list(stream)[-1]["error"]["message"] == "decoding failed: RuntimeError: no picture"
+        server.idle()
+    assert not engine.observers
+    assert list(chunks_of(server, messages=ASK, max_tokens=4))[-1]["timings"]["predicted_n"] == 4
+
+
+def test_a_request_for_steps_that_cannot_be_is_one_line(engine, server, monkeypatch):
+    """A field that is ignored silently, and an engine that cannot be watched as an internal error."""
+
+    def refused(path: str, **body) -> dict:
+        answer = httpx.post(server.address + path, json=body)
+        assert answer.status_code == 400 and "\n" not in answer.json()["error"]["message"]
+        return answer.json()["error"]
+
+    chat, steps = "/v1/chat/completions", {"eaglet": {"steps": True}}
+    assert refused(chat, messages=ASK, **steps)["message"] == "eaglet.steps needs stream to be true"
+    assert refused(chat, messages=ASK, stream=True, eaglet={"steps": 1})["param"] == "eaglet.steps"
+    assert refused(chat, messages=ASK, stream=True, eaglet=True)["param"] == "eaglet"
+    assert refused("/v1/responses", input="x", stream=True, **steps)["code"] == "unsupported_parameter"
+
+    def add_observer(observer):
+        raise ValueError("a step compiled in one piece has no phases to time.")
+
+    monkeypatch.setattr(engine, "add_observer", add_observer)
+    error = refused(chat, messages=ASK, stream=True, **steps)
+    assert error["code"] == "unsupported_parameter" and "compiled in one piece" in error["message"]
+
+
+def test_the_page_learns_whether_the_model_chats(engine, server):
+    """A page that sends a chat to a model without a template."""
+    about = httpx.get(f"{server.address}/v1/models").json()["data"][0]
+    assert about["chat_template"] is True
+    with running(load(device="cpu", threads=1)) as plain:
+        assert httpx.get(f"{plain.address}/v1/models").json()["data"][0]["chat_template"] is False
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium")
+def test_the_page_in_a_browser(engine, server):
+    """A page that shows other tokens than the request gives, or that runs what a text says."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="drives the browser")
+    expected = html_data(engine, engine.tokenizer.encode_chat([{"role": "user", "content": HOSTILE}]),
+                         SamplingParams(1.0, seed=5, max_new_tokens=40))  # fmt: skip
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 375, "height": 812})
+        problems: list[str] = []
+        page.on("dialog", lambda dialog: problems.append(dialog.message))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(server.address)
+        page.wait_for_selector("#model:not(:empty)")
+        page.click("#gear")
+        for name, value in (("temperature", "1"), ("seed", "5"), ("most", "40")):
+            page.fill(f"#{name}", value)
+        page.fill("#box", HOSTILE)
+        page.press("#box", "Enter")
+        page.wait_for_selector(".figures:has-text('seed 5')")
+        kept = [token for step in expected["steps"] for token in step["kept"]]
+        assert page.eval_on_selector_all(".token", "all => all.map(e => e.textContent)") == kept
+        assert page.text_content(".user") == HOSTILE and not page.query_selector("main img")
+        page.click(".token >> nth=0")
+        assert len(page.query_selector_all("#tree .node")) == len(expected["steps"][0]["nodes"])
+        assert page.evaluate("document.documentElement.scrollWidth") <= 375 and not problems
+        browser.close()

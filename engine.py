@@ -25,7 +25,7 @@ from runtime.constrained import ConstrainedSteps
 from runtime.fused import fused_parts
 from runtime.grammar import Constraint, Grammars
 from runtime.prefill import Prefill, not_finite
-from runtime.prompt_cache import PromptCache
+from runtime.prompt_cache import PromptCache, common_length
 from runtime.prompts import Prompt, prompts_ids
 from runtime.results import Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
 from runtime.runner import Pacer, Runner
@@ -355,26 +355,32 @@ class Engine:
     def _capture(self, drafter: Drafter, mode: SamplingMode) -> None:
         with self.backend.active():
             if mode.grammar:
-                return self.constrained.capture(drafter, mode)
+                return self.constrained.capture(drafter, mode, self._marker())
             self.runner.capture(*self._step_call(drafter, mode))
 
-    def _step_call(self, drafter: Drafter, mode: SamplingMode) -> tuple[tuple, Callable[[], StepOutput]]:
-        """The key of a step's graph, and the step as a function without arguments."""
-        step = self._plain_step if drafter is self.fallback else self._step
-        named = {"parts": self.parts}
+    def _marker(self) -> Callable[[str], None] | None:
+        """Tells the observers of phases where a step is. None if there are no such observers."""
         marking = [observer for observer in self.observers if observer.marks]
 
         def mark(phase: str) -> None:
             for observer in marking:
                 observer.mark(phase)
 
+        return mark if marking else None
+
+    def _step_call(self, drafter: Drafter, mode: SamplingMode) -> tuple[tuple, Callable[[], StepOutput]]:
+        """The key of a step's graph, and the step as a function without arguments."""
+        step = self._plain_step if drafter is self.fallback else self._step
+        named = {"parts": self.parts}
+        mark = self._marker()
+        if mark is not None:
+            named["mark"] = mark
+
         def call() -> StepOutput:
-            if marking:
+            if mark is not None:
                 mark("start")
             return step(self.model, drafter, self.state, mode, **named)
 
-        if marking:
-            named["mark"] = mark
         return (drafter.N, drafter.D, mode), call
 
     def _launch(
@@ -382,7 +388,7 @@ class Engine:
     ) -> StepOutput:
         with self.backend.active():
             if mode.grammar:
-                return self.constrained.launch(drafter, mode, constraints)
+                return self.constrained.launch(drafter, mode, constraints, self._marker())
             return self.runner.launch(*self._step_call(drafter, mode))
 
     def _read(self) -> list[list[int]]:
@@ -462,8 +468,7 @@ class _Request:
         """Run a prompt, less what the caches hold of it. Returns the first token's chunk."""
         engine = self.engine
         started = time.perf_counter()
-        common = (i for i, (x, y) in enumerate(zip(prompt, cached, strict=False)) if x != y)
-        start = min(next(common, min(len(cached), len(prompt))), len(prompt) - 1)
+        start = min(common_length(prompt, cached), len(prompt) - 1)
         if engine.drafter.D > 0:  # draft row i holds token i + 1, which must agree too
             start = max(0, min(start - 1, drafted))
         self.results[b].cached_tokens = start

@@ -7,10 +7,11 @@ the text is the same with every drafter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from drafters.base import Draft, Drafter, StepParts
 from model import Transformer
@@ -18,6 +19,8 @@ from runtime.grammar import Constraint, draft_forced
 from runtime.runner import Runner
 from sampling import SamplingMode
 from step import DecodeState, StepOutput, draft_phase, verify_phase
+
+Mark = Callable[[str], None] | None
 
 
 class ConstrainedSteps:
@@ -29,32 +32,42 @@ class ConstrainedSteps:
         self.runner = runner
         self.parts = parts
 
-    def capture(self, drafter: Drafter, mode: SamplingMode) -> None:
-        """Capture both halves, while all sequences are finished."""
+    def capture(self, drafter: Drafter, mode: SamplingMode, mark: Mark = None) -> None:
+        """Capture both halves, while all sequences are finished. mark: as in `step.decode_step`."""
         draft_key, verify_key = self._keys(drafter, mode)
-        self.runner.capture(draft_key, self._draft(drafter, mode))
+        self.runner.capture(draft_key, partial(self._draft, drafter, mode, mark))
         if draft_key in self.runner.graphs:
             draft, noise = self.runner.graphs[draft_key][1]
-            self.runner.capture(verify_key, partial(self._verify, drafter, mode, draft, noise))
+            self.runner.capture(verify_key, partial(self._verify, drafter, mode, draft, noise, mark))
 
-    def launch(self, drafter: Drafter, mode: SamplingMode, constraints: Sequence[Constraint | None] = ()) -> StepOutput:
+    def launch(
+        self, drafter: Drafter, mode: SamplingMode, constraints: Sequence[Constraint | None] = (), mark: Mark = None
+    ) -> StepOutput:
         """Run one step. Waits for the drafted tokens.
 
         constraints: one for each of the first rows; None, and rows beyond them: everything is allowed.
+        mark: as in `step.decode_step`. The host's work counts as a part of verification.
         """
         draft_key, verify_key = self._keys(drafter, mode)
-        draft, noise = self.runner.run(draft_key, self._draft(drafter, mode))
+        draft, noise = self.runner.run(draft_key, partial(self._draft, drafter, mode, mark))
         self._constrain(draft, constraints, drafter.multi_round)
-        return self.runner.launch(verify_key, partial(self._verify, drafter, mode, draft, noise))
+        return self.runner.launch(verify_key, partial(self._verify, drafter, mode, draft, noise, mark))
 
     def _keys(self, drafter: Drafter, mode: SamplingMode) -> tuple[tuple, tuple]:
         return (drafter.N, drafter.D, mode, "draft"), (drafter.N, drafter.D, mode, "verify")
 
-    def _draft(self, drafter: Drafter, mode: SamplingMode):
-        return partial(draft_phase, drafter, self.state, mode, self.parts)
+    def _draft(self, drafter: Drafter, mode: SamplingMode, mark: Mark) -> tuple[Draft, Tensor | None]:
+        if mark is not None:
+            mark("start")
+        drafted = draft_phase(drafter, self.state, mode, self.parts)
+        if mark is not None:
+            mark("draft")
+        return drafted
 
-    def _verify(self, drafter: Drafter, mode: SamplingMode, draft: Draft, noise: torch.Tensor | None) -> StepOutput:
-        return verify_phase(self.model, drafter, self.state, mode, draft, noise, parts=self.parts)
+    def _verify(
+        self, drafter: Drafter, mode: SamplingMode, draft: Draft, noise: Tensor | None, mark: Mark
+    ) -> StepOutput:
+        return verify_phase(self.model, drafter, self.state, mode, draft, noise, mark, self.parts)
 
     def _constrain(self, draft: Draft, constraints: Sequence[Constraint | None], multi_round: str) -> None:
         """Write state.allowed, and forced tokens into draft.tokens. Multi-round drafts stay as they were drawn."""

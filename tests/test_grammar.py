@@ -246,6 +246,14 @@ def test_texts_follow_their_schema_with_and_without_a_head(name, demo_engines):
         assert theirs.tau in (0, 1) and (ours.tau > 1 or ours.new_tokens < 8)
 
 
+def test_the_phases_of_steps_with_a_grammar_are_timed(capsys):
+    """Catches steps in two halves that tell the gauge nothing: it ended in a KeyError."""
+    flags = ["--eagle", str(DEMO / "eagle3"), "--tree", "chain:3", "--max-new-tokens", "20", "--gauge", "--json"]
+    assert main([*flags, "--grammar", "start: /[a-z]{5,20}/"]) == 0
+    milliseconds = json.loads(capsys.readouterr().out)["gauge_ms"]
+    assert all(milliseconds[phase] > 0 for phase in ("draft", "verify", "accept", "step"))
+
+
 def test_command_with_a_schema(tmp_path, capsys):
     """Catches a schema that the command line ignores, and a schema file that ends in a traceback."""
     file = tmp_path / "schema.json"

@@ -1,5 +1,16 @@
-// Drawings of steps as SVG elements: the tree of a step, and bars over all steps. They read what StepView.to_dict makes.
+// What pages of steps share: elements with text, and drawings as SVG (the tree of a step, bars over all steps). The
+// drawings read what StepView.to_dict makes.
 // Texts become text nodes and never markup, so no token can add to the page.
+
+const part = id => document.getElementById(id);
+
+function add(parent, name, text, kind = "") {
+  const element = document.createElement(name);
+  element.textContent = text;
+  element.className = kind;
+  parent.append(element);
+  return element;
+}
 
 function svg(name, attributes = {}, text = null) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", name);

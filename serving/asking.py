@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.grammar import checked_grammar, json_grammar
+from sampling_params import MAX_LOGPROBS
 from serving.errors import unsupported, wrong
 from serving.fields import Fields
 from serving.messages import chat_messages, chat_tools, input_messages
 from serving.settings import MAX_CHOICES
 from support.errors import UsageError, one_line
 
-MOST_TOP_LOGPROBS = 20
 COMPLETION_TOKENS = 16  # what OpenAI's API gives where max_tokens is left out
 # Fields of SamplingParams that a client may set under the same name -> their type.
 SETTINGS = {
@@ -55,7 +55,7 @@ def chat_ask(body: dict[str, Any]) -> Ask:
     ask = _common(fields, ("max_completion_tokens", "max_tokens"))
     ask.messages = chat_messages(fields.required("messages", list))
     if fields.get("logprobs", bool, False):
-        ask.logprobs = fields.integer("top_logprobs", 0, MOST_TOP_LOGPROBS, 0)
+        ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
     elif fields.given("top_logprobs"):
         raise wrong("top_logprobs", "needs logprobs to be true")
     _read_format(ask, fields, "response_format")
@@ -77,7 +77,7 @@ def completion_ask(body: dict[str, Any]) -> Ask:
     if ask.n * len(ask.prompts) > MAX_CHOICES:
         raise wrong("n", f"and prompt ask for {ask.n * len(ask.prompts)} answers; allowed: at most {MAX_CHOICES}")
     if fields.given("logprobs"):
-        ask.logprobs = fields.integer("logprobs", 0, MOST_TOP_LOGPROBS)
+        ask.logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     fields.refuse("echo", (False,), "the answer holds new text only.")
     fields.refuse("suffix", ("",), "this server only continues text.")
     fields.refuse("best_of", (1, ask.n), "use n.")
@@ -102,7 +102,7 @@ def response_ask(body: dict[str, Any]) -> Ask:
     fields.refuse("background", (False,), "the answer comes with this request.")
     fields.refuse("truncation", ("disabled",), "shorten the input.")
     if "message.output_text.logprobs" in fields.get("include", list, []) or fields.given("top_logprobs"):
-        ask.logprobs = fields.integer("top_logprobs", 0, MOST_TOP_LOGPROBS, 0)
+        ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
     _read_tools(ask, fields, lambda tools: chat_tools(tools, flat=True))
     return ask
 

@@ -1,17 +1,9 @@
 %drawings.js%
 // The chat. Texts of the user and of the model become text nodes and never markup.
 "use strict";
-const part = id => document.getElementById(id), log = part("log"), box = part("box");
+const log = part("log"), box = part("box");
 const KEY = "eaglet-key";  // the API key stays in this tab
 let messages = [], running = null, about = {}, chosen = null;
-
-function add(parent, name, text, kind = "") {
-  const element = document.createElement(name);
-  element.textContent = text;
-  element.className = kind;
-  parent.append(element);
-  return element;
-}
 
 // Does something that makes the conversation longer, and stays at its end if that was in sight.
 function growing(work) {

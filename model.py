@@ -105,12 +105,11 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         norms = () if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         qkv = self.qkv(x).view(B, T, -1, self.head_dim)
-        q = kernels.rope_write_kv(qkv, nodes.cos, nodes.sin, kv, nodes.slots, *norms)
+        q, arrived = kernels.rope_write_kv(qkv, nodes.cos, nodes.sin, kv, nodes.slots, *norms)
         visible = nodes.visible_window if self.window else nodes.visible
-        out = kernels.tree_attention(
-            q, kv, nodes.start, visible, nodes.positions, self.window, 1 / math.sqrt(self.head_dim)
-        )
-        return linear(self.o, out.transpose(1, 2).reshape(B, T, -1), residual)
+        seen = nodes.start, visible, nodes.positions, self.window
+        out = kernels.tree_attention(q, kv, *seen, 1 / math.sqrt(self.head_dim), arrived)
+        return linear(self.o, out.view(B, T, -1), residual)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The same attention over a whole sequence x [B, T, in], with gradients and without a cache."""

@@ -13,9 +13,10 @@ from kernels.kv import cache_problem, dequantize_rows, load_rows, scales_of
 
 
 def tree_attention(
-    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float
-) -> Tensor:
-    """Attention of T rows over a static cache -> [B,Hq,T,hd] in q's dtype. There is no backward.
+    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
+    arrived: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of T rows over a static cache -> [B,T,Hq,hd] in q's dtype. There is no backward.
 
     q [B,Hq,T,hd].
     kv [2,B,Hkv,S,hd] or int8 [2,B,Hkv,S,hd+4]: one layer, which already holds the rows of this forward.
@@ -24,6 +25,8 @@ def tree_attention(
     positions [B,T] int64: the position of each query.
     window: of the slots j < start, which are history, a query sees all if window <= 0, else those with
     j > position - window.
+    arrived: counters at zero, as `rope_write_kv` returns them. They are zero again afterwards. Without them the
+    operator makes its own, which is one launch more.
 
     A row that a query may not see never influences it, even if it holds NaN. On a CPU `start` is read on the
     host.
@@ -32,8 +35,8 @@ def tree_attention(
     if use_cpu("tree_attention", q, kv, problem=problem):
         visible = visible.expand(q.shape[0], -1, -1).contiguous()
         rows = q.transpose(1, 2).contiguous(), kv, start, visible, positions.contiguous()
-        return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale).transpose(1, 2)
-    return torch.ops.eaglet.tree_attention(q, kv, start, visible, positions, window, scale)
+        return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale)
+    return torch.ops.eaglet.tree_attention(q, kv, start, visible, positions, window, scale, arrived)
 
 
 def tree_attention_reference(
@@ -42,12 +45,12 @@ def tree_attention_reference(
     """Plain-PyTorch `tree_attention`. It reads `start` on the host, so its cost follows the live length."""
     starts = start.tolist()
     if len(starts) == 1:
-        return _attend_one(q, kv, visible[0], positions[0], starts[0], window, scale).contiguous()
+        return _attend_one(q, kv, visible[0], positions[0], starts[0], window, scale).transpose(1, 2).contiguous()
     rows = [
         _attend_one(q[b : b + 1], kv[:, b : b + 1], visible[b], positions[b], n, window, scale)
         for b, n in enumerate(starts)
     ]
-    return torch.cat(rows)
+    return torch.cat(rows).transpose(1, 2).contiguous()
 
 
 def _attend_one(
@@ -131,156 +134,214 @@ def _rescale(top, other):
 
 
 @jit
-def attend_chunks_kernel(
-    q, kv, kv_scales, start, visible, positions, acc_out, ml_out, v_offset, S, T, R, ROWS, SPLITS, scale,
-    HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, WINDOW: tl.constexpr, REGION: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr,
+def _live_splits(end):
+    """How many splits begin below `end`, the inverse of `_split_bounds`."""
+    last = tl.maximum(end - 1, 0)
+    octave = 0
+    for i in tl.static_range(1, 5):
+        octave += tl.where(last >= 1024 * ((1 << i) - 1), 1, 0)
+    first = 1024 * ((1 << octave) - 1)
+    return tl.where(end > 0, 8 * octave + (last - first) // (128 << octave) + 1, 0)
+
+
+@jit
+def _attend_chunks(
+    query, kv, kv_scales, visible, bh, b, split, ok, t, n, p, limit, v_offset, S, T, R, scale, HD: tl.constexpr,
+    HDP: tl.constexpr, WINDOW: tl.constexpr, REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    INT8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The part on matrix units: keys [0, limit) of every query row, limit = 16 floor((p - 16) / 16). With
-    REGION, for prefill, all keys. Grid (B Hkv, splits, row tiles).
+    """The part on matrix units: (maximum, sum, weighted values) over the keys of a split below `limit`. With REGION
+    over all keys.
 
     Key blocks begin at multiples of BK, and a block that is masked changes no bit. So the partial sum of a
     row depends on its position and its keys alone.
     """
-    bh = tl.program_id(0)
-    split = tl.program_id(1)
-    b = bh // HKV
-    m = tl.program_id(2) * BM + tl.arange(0, BM)
-    ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, R, ROWS, REGION)
     end = tl.max(limit, 0)
-    first, last = _split_bounds(split)
-    low = first
+    low, last = _split_bounds(split)
     high = end if REGION else tl.minimum(last, end)
     if WINDOW > 0:
         low = tl.maximum(low, (tl.min(tl.where(ok, p, 2147483647), 0) - WINDOW + 1) // BK * BK)
-    if first < end:
-        d = tl.arange(0, HDP)
-        DT: tl.constexpr = q.dtype.element_ty
-        real = ok[:, None] & (d < HD)[None, :]
-        query = tl.load(q + (bh * ROWS + m[:, None]) * HD + d[None, :], mask=real, other=0)
-        top = tl.full((BM,), float("-inf"), tl.float32)
-        total = tl.zeros((BM,), tl.float32)
-        acc = tl.zeros((BM, HDP), tl.float32)
-        for j0 in range(low, high, BK):
-            j = j0 + tl.arange(0, BK)
-            slot = tl.minimum(j, S - 1)
-            at = (bh.to(tl.int64) * S + slot) * (HD + 4 * INT8)
-            k = load_rows(kv, kv_scales, at, d, j < end, DT, HD, INT8)
-            v = load_rows(kv, kv_scales, at + v_offset, d, j < end, DT, HD, INT8)
-            spoilt = tl.zeros((BK,), tl.int32)
-            if WINDOW > 0 or REGION:  # Queries of a tile see different keys, and 0 x NaN must not reach the others.
-                usable = tl.abs(v.to(tl.float32)) < float("inf")
-                spoilt = tl.max(tl.where(usable, 0, 1), 1)
-                v = tl.where(usable, v, 0.0).to(v.dtype)
-            see = j[None, :] < limit[:, None]
-            if WINDOW > 0:
-                see = see & ((j[None, :] > p[:, None] - WINDOW) | (j[None, :] >= n))
-            if REGION:
-                r = j - n
-                inside = ok[:, None] & ((r >= 0) & (r < R))[None, :]
-                vis = tl.load(visible + (b * T + t[:, None]) * R + r[None, :], mask=inside, other=0)
-                see = see & ((r < 0)[None, :] | (vis != 0))
-            dots = dot(query, tl.trans(k), tl.zeros((BM, BK), tl.float32), NATIVE)
-            score = tl.where(see, dots * scale, float("-inf"))
-            new, safe, shrink = _rescale(top, tl.max(score, 1))
-            weight = tl.exp(score - safe[:, None])
-            total = total * shrink + tl.sum(weight, 1)
-            acc = dot(weight.to(v.dtype), v, acc * shrink[:, None], NATIVE)
-            if WINDOW > 0 or REGION:
-                hit = tl.max(tl.where(see & (spoilt != 0)[None, :], 1, 0), 1)
-                acc = tl.where((hit != 0)[:, None], float("nan"), acc)
-            top = new
-        at = (bh * SPLITS + split) * ROWS + m
-        tl.store(acc_out + at[:, None] * HD + d[None, :], acc, mask=real)
-        tl.store(ml_out + at * 2, top, mask=ok)
-        tl.store(ml_out + at * 2 + 1, total, mask=ok)
+    d = tl.arange(0, HDP)
+    top = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, HDP), tl.float32)
+    for j0 in range(low, high, BK):
+        j = j0 + tl.arange(0, BK)
+        slot = tl.minimum(j, S - 1)
+        at = (bh.to(tl.int64) * S + slot) * (HD + 4 * INT8)
+        k = load_rows(kv, kv_scales, at, d, j < end, query.dtype, HD, INT8)
+        v = load_rows(kv, kv_scales, at + v_offset, d, j < end, query.dtype, HD, INT8)
+        spoilt = tl.zeros((BK,), tl.int32)
+        if WINDOW > 0 or REGION:  # Queries of a tile see different keys, and 0 x NaN must not reach the others.
+            usable = tl.abs(v.to(tl.float32)) < float("inf")
+            spoilt = tl.max(tl.where(usable, 0, 1), 1)
+            v = tl.where(usable, v, 0.0).to(v.dtype)
+        see = j[None, :] < limit[:, None]
+        if WINDOW > 0:
+            see = see & ((j[None, :] > p[:, None] - WINDOW) | (j[None, :] >= n))
+        if REGION:
+            r = j - n
+            inside = ok[:, None] & ((r >= 0) & (r < R))[None, :]
+            vis = tl.load(visible + (b * T + t[:, None]) * R + r[None, :], mask=inside, other=0)
+            see = see & ((r < 0)[None, :] | (vis != 0))
+        dots = dot(query, tl.trans(k), tl.zeros((BM, BK), tl.float32), NATIVE)
+        score = tl.where(see, dots * scale, float("-inf"))
+        new, safe, shrink = _rescale(top, tl.max(score, 1))
+        weight = tl.exp(score - safe[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        acc = dot(weight.to(v.dtype), v, acc * shrink[:, None], NATIVE)
+        if WINDOW > 0 or REGION:
+            hit = tl.max(tl.where(see & (spoilt != 0)[None, :], 1, 0), 1)
+            acc = tl.where((hit != 0)[:, None], float("nan"), acc)
+        top = new
+    return top, total, acc
 
 
 @jit
-def attend_tail_kernel(
-    q, kv, kv_scales, start, visible, positions, acc_in, ml_in, out, v_offset, S, T, R, ROWS, SPLITS, scale,
-    HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
-    REGION: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
+def _attend_tail(
+    query, kv, kv_scales, visible, bh, b, ok, t, n, p, limit, v_offset, S, T, R, scale, HD: tl.constexpr,
+    HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial sums of a row in split order, then add its tail. Grid (B Hkv, row tiles).
+    """The same over the tail, the keys from `limit` on, for RT rows.
 
     Key i of the tail is position limit + i, whichever slot holds it: history, or the i-th visible row of the
     region. So verification and plain decoding reduce the same operands in the same places. Every query
     gathers only rows that it sees. Others are loaded as zero.
     """
-    bh = tl.program_id(0)
-    b = bh // HKV
-    m = tl.program_id(1) * RT + tl.arange(0, RT)
-    ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, R, ROWS, REGION)
+    base = bh.to(tl.int64) * S * (HD + 4 * INT8)
+    values = kv + base + v_offset
     d = tl.arange(0, HDP)
-    real = ok[:, None] & (d < HD)[None, :]
+    r = tl.arange(0, RP)
+    seen = ok[:, None] & (r < R)[None, :]
+    vis = tl.load(visible + (b * T + t[:, None]) * R + r[None, :], mask=seen, other=0).to(tl.int32)
+    # 1, 2, ... for the visible rows of the region. Their slots are in the order of their positions.
+    rank = tl.cumsum(vis, 1) * vis
+    count = tl.sum(vis, 1)
     top = tl.full((RT,), float("-inf"), tl.float32)
     total = tl.zeros((RT,), tl.float32)
     acc = tl.zeros((RT, HDP), tl.float32)
-    first = 0
-    split = 0
-    while first < tl.max(limit, 0):
-        live = first < limit
-        at = (bh * SPLITS + split) * ROWS + m
-        top_s = tl.load(ml_in + at * 2, mask=live, other=float("-inf"))
-        total_s = tl.load(ml_in + at * 2 + 1, mask=live, other=0)
-        acc_s = tl.load(acc_in + at[:, None] * HD + d[None, :], mask=live[:, None] & real, other=0)
-        new, safe, mine = _rescale(top, top_s)
-        theirs = tl.exp(top_s - safe)
-        total = total * mine + total_s * theirs
-        acc = acc * mine[:, None] + acc_s * theirs[:, None]
+    for step in range(tl.cdiv(tl.max(tl.where(ok, n - limit + count, 0), 0), 16)):
+        j = limit[:, None] + step * 16 + tl.arange(0, 16)[None, :]
+        nth = j - n
+        row = tl.sum(tl.where(rank[:, None, :] == nth[:, :, None] + 1, r[None, None, :], 0), 2)
+        slot = tl.where(nth < 0, j, tl.minimum(n + row, S - 1))
+        see = ok[:, None] & (nth < count[:, None])
+        if WINDOW > 0:
+            see = see & ((nth >= 0) | (j > p[:, None] - WINDOW))
+        at = slot * (HD + 4 * INT8)
+        k = load_rows(kv + base, kv_scales + base // 4, at, d, see, tl.float32, HD, INT8)
+        v = load_rows(values, kv_scales + (base + v_offset) // 4, at, d, see, tl.float32, HD, INT8)
+        score = tl.where(see, tl.sum(query[:, None, :] * k, 2) * scale, float("-inf"))
+        new, safe, shrink = _rescale(top, tl.max(score, 1))
+        weight = tl.exp(score - safe[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * v, 1)
         top = new
-        split += 1
-        first = 2147483647 if REGION else _split_bounds(split)[0]
-    if not REGION:
-        base = bh.to(tl.int64) * S * (HD + 4 * INT8)
-        values = kv + base + v_offset
-        query = tl.load(q + (bh * ROWS + m[:, None]) * HD + d[None, :], mask=real, other=0).to(tl.float32)
-        r = tl.arange(0, RP)
-        seen = ok[:, None] & (r < R)[None, :]
-        vis = tl.load(visible + (b * T + t[:, None]) * R + r[None, :], mask=seen, other=0).to(tl.int32)
-        # 1, 2, ... for the visible rows of the region. Their slots are in the order of their positions.
-        rank = tl.cumsum(vis, 1) * vis
-        count = tl.sum(vis, 1)
-        for step in range(tl.cdiv(tl.max(tl.where(ok, n - limit + count, 0), 0), 16)):
-            j = limit[:, None] + step * 16 + tl.arange(0, 16)[None, :]
-            nth = j - n
-            row = tl.sum(tl.where(rank[:, None, :] == nth[:, :, None] + 1, r[None, None, :], 0), 2)
-            slot = tl.where(nth < 0, j, tl.minimum(n + row, S - 1))
-            see = ok[:, None] & (nth < count[:, None])
-            if WINDOW > 0:
-                see = see & ((nth >= 0) | (j > p[:, None] - WINDOW))
-            at = slot * (HD + 4 * INT8)
-            k = load_rows(kv + base, kv_scales + base // 4, at, d, see, tl.float32, HD, INT8)
-            v = load_rows(values, kv_scales + (base + v_offset) // 4, at, d, see, tl.float32, HD, INT8)
-            score = tl.where(see, tl.sum(query[:, None, :] * k, 2) * scale, float("-inf"))
-            new, safe, shrink = _rescale(top, tl.max(score, 1))
-            weight = tl.exp(score - safe[:, None])
-            total = total * shrink + tl.sum(weight, 1)
-            acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * v, 1)
+    return top, total, acc
+
+
+@jit
+def _store_partial(acc_part, ml_part, at, m, d, top, total, acc, ok, real, HD: tl.constexpr):
+    """Store what rows m of a part have added up, in the rows from `at` on."""
+    tl.store(acc_part + (at + m)[:, None] * HD + d[None, :], acc, mask=real)
+    tl.store(ml_part + (at + m) * 2, top, mask=ok)
+    tl.store(ml_part + (at + m) * 2 + 1, total, mask=ok)
+
+
+@jit
+def attend_kernel(
+    q, kv, kv_scales, start, visible, positions, acc_part, ml_part, arrived, out, v_offset, S, T, R, ROWS, PARTS,
+    scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
+    REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Attention of BM query rows: keys [0, limit) on matrix units, limit = 16 floor((p - 16) / 16), then the tail.
+    Grid (B Hkv, row tiles, BM / RT programs for tails and one per split).
+
+    The program of a row tile that arrives last merges the partial sums of each row in the order of its keys. With
+    REGION, for prefill, one program does a row tile alone, and there is no tail.
+    """
+    bh = tl.program_id(0)
+    tile = tl.program_id(1)
+    part = tl.program_id(2)
+    b = bh // HKV
+    d = tl.arange(0, HDP)
+    m = tile * BM + tl.arange(0, BM)
+    ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, R, ROWS, REGION)
+    at = (bh * ROWS + m)[:, None] * HD + d[None, :]
+    real = ok[:, None] & (d < HD)[None, :]
+    if REGION:
+        query = tl.load(q + at, mask=real, other=0)
+        top, total, acc = _attend_chunks(query, kv, kv_scales, visible, bh, b, 0, ok, t, n, p, limit, v_offset, S, T,
+                                         R, scale, HD, HDP, WINDOW, REGION, BM, BK, INT8, NATIVE)  # fmt: skip
+    else:
+        TAILS: tl.constexpr = BM // RT
+        splits = _live_splits(tl.max(limit, 0))
+        tails = tl.cdiv(tl.minimum(ROWS - tile * BM, BM), RT)
+        if part >= tl.where(part < TAILS, tails, TAILS + splits):
+            return
+        last = (bh * PARTS + PARTS - 1) * ROWS  # the tails' partial sums lie behind those of the splits
+        if part < TAILS:
+            few = tile * BM + part * RT + tl.arange(0, RT)
+            ok_few, t_few, n_few, p_few, limit_few = _row_geometry(start, positions, b, few, T, R, ROWS, REGION)
+            at_few = few[:, None] * HD + d[None, :]
+            real_few = ok_few[:, None] & (d < HD)[None, :]
+            query_few = tl.load(q + bh * ROWS * HD + at_few, mask=real_few, other=0).to(tl.float32)
+            top_few, total_few, acc_few = _attend_tail(
+                query_few, kv, kv_scales, visible, bh, b, ok_few, t_few, n_few, p_few, limit_few, v_offset, S, T, R,
+                scale, HD, HDP, RP, WINDOW, RT, INT8)  # fmt: skip
+            _store_partial(acc_part, ml_part, last, few, d, top_few, total_few, acc_few, ok_few, real_few, HD)
+        else:
+            query = tl.load(q + at, mask=real, other=0)
+            top_s, total_s, acc_s = _attend_chunks(
+                query, kv, kv_scales, visible, bh, b, part - TAILS, ok, t, n, p, limit, v_offset, S, T, R, scale,
+                HD, HDP, WINDOW, REGION, BM, BK, INT8, NATIVE)  # fmt: skip
+            mine = (bh * PARTS + part - TAILS) * ROWS
+            _store_partial(acc_part, ml_part, mine, m, d, top_s, total_s, acc_s, ok, real, HD)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + bh * tl.num_programs(1) + tile, 1, sem="acq_rel", scope="gpu")
+        if before != splits + tails - 1:
+            return
+        tl.store(arrived + bh * tl.num_programs(1) + tile, 0)
+        top = tl.full((BM,), float("-inf"), tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        acc = tl.zeros((BM, HDP), tl.float32)
+        for i in range(splits + 1):
+            live = ok & (tl.where(i < splits, _split_bounds(i)[0], -1) < limit)
+            row = tl.where(i < splits, (bh * PARTS + i) * ROWS, last) + m
+            top_i = tl.load(ml_part + row * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
+            total_i = tl.load(ml_part + row * 2 + 1, mask=live, other=0, cache_modifier=".cg")
+            rows = acc_part + row[:, None] * HD + d[None, :]
+            acc_i = tl.load(rows, mask=live[:, None] & real, other=0, cache_modifier=".cg")
+            new, safe, shrink = _rescale(top, top_i)
+            weight = tl.exp(top_i - safe)
+            total = total * shrink + total_i * weight
+            acc = acc * shrink[:, None] + acc_i * weight[:, None]
             top = new
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]
-    tl.store(out + (bh * ROWS + m[:, None]) * HD + d[None, :], acc.to(out.dtype.element_ty), mask=real)
+    # Row m is token t of the query head m // T among those that share the keys. out is [B,T,Hq,hd].
+    to = ((b * T + t) * HKV + bh % HKV) * (ROWS // T) + m // T
+    tl.store(out + to[:, None] * HD + d[None, :], acc.to(out.dtype.element_ty), mask=real)
 
 
-def attention_tiles(dim: int, region: bool, int8: bool, window: int) -> tuple[dict, dict]:
-    """Constants and compiler options of the chunk kernel and of the tail kernel.
+def attention_tiles(dim: int, region: bool, int8: bool, window: int) -> dict:
+    """Constants and compiler options of the kernel.
 
     The tiles are the largest that neither spill nor need more than 99 KB of shared memory. They do not depend
     on T. A tile of another height means other matrix instructions (sm_90 uses wgmma from 64 rows) and sums in
     another order, so verification would differ from plain decoding. Prefill (region) is the same for both.
     """
-    key_block = 64 >> ((region or int8) + (dim > 128))
-    chunks = dict(BM=64 if region else 32, BK=key_block, num_warps=8 if region else 4, num_stages=2)
-    # Without a limit ptxas stops at 168 registers, too few for a window.
-    tail = dict(RT=4 if dim <= 128 else 2, num_warps=4, maxnreg=200 if window > 0 else None)
-    return chunks, tail
+    tiles = dict(BM=64 if region else 32, BK=64 >> ((region or int8) + (dim > 128)), RT=4 if dim <= 128 else 2)
+    # Without a limit ptxas may stop at 168 registers, too few for a window.
+    limit = 255 if window > 0 and not region else None
+    return tiles | dict(num_warps=8 if region else 4, num_stages=2, maxnreg=limit)
 
 
 def _tree_attention_triton(
-    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float
-) -> Tensor:
-    """`tree_attention` in two launches. Their grids depend on S and T alone."""
+    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
+    arrived: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`tree_attention` in one launch, whose grid depends on S and T alone."""
     batch, query_heads, T, dim = q.shape
     kv_heads, S = kv.shape[2:4]
     R = visible.shape[2]
@@ -288,38 +349,40 @@ def _tree_attention_triton(
     region = T > 64 or R > 128
     int8 = kv.dtype == torch.int8
     octave = min((S // 1024 + 1).bit_length() - 1, 4)
-    splits = 1 if region else 8 * octave + triton.cdiv(S - 1024 * (2**octave - 1), 128 << octave)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    acc = q.new_empty(batch * kv_heads, splits, rows, dim, dtype=torch.float32)
-    ml = q.new_empty(batch * kv_heads, splits, rows, 2, dtype=torch.float32)
+    splits = 8 * octave + triton.cdiv(S - 1024 * (2**octave - 1), 128 << octave)
+    tiles = attention_tiles(dim, region, int8, window)
+    grid = batch * kv_heads, triton.cdiv(rows, tiles["BM"]), 1 if region else tiles["BM"] // tiles["RT"] + splits
+    parts = 0 if region else splits + 1
+    acc = q.new_empty(batch * kv_heads, parts, rows, dim, dtype=torch.float32)
+    ml = q.new_empty(batch * kv_heads, parts, rows, 2, dtype=torch.float32)
+    if arrived is None:
+        arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=q.device)
+    out = q.new_empty(batch, T, query_heads, dim)
     visible = visible.contiguous().view(torch.uint8)
-    tensors = (q.contiguous(), kv, scales_of(kv), start, visible, positions.contiguous(), acc, ml)
-    sizes = (kv.stride(0), S, T, R, rows, splits, scale)
-    width = max(16, triton.next_power_of_2(dim))
-    constants = dict(HKV=kv_heads, HD=dim, HDP=width, WINDOW=max(window, 0), REGION=region, INT8=int8)
-    chunks, tail = attention_tiles(dim, region, int8, window)
-    attend_chunks_kernel[batch * kv_heads, splits, triton.cdiv(rows, chunks["BM"])](
-        *tensors, *sizes, **constants, **chunks, NATIVE=native(q.dtype)
-    )
-    attend_tail_kernel[batch * kv_heads, triton.cdiv(rows, tail["RT"])](
-        *tensors, out, *sizes, **constants, **tail, RP=1 if region else triton.next_power_of_2(R)
-    )
+    attend_kernel[grid](
+        q.contiguous(), kv, scales_of(kv), start, visible, positions.contiguous(), acc, ml, arrived, out,
+        kv.stride(0), S, T, R, rows, parts, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
+        RP=1 if region else triton.next_power_of_2(R), WINDOW=max(window, 0), REGION=region, INT8=int8,
+        NATIVE=native(q.dtype), **tiles,
+    )  # fmt: skip
     return out
 
 
-def _tree_attention(q, kv, start, visible, positions, window, scale):
+def _tree_attention(q, kv, start, visible, positions, window, scale, arrived):
     problem = cache_problem(kv) if kv.dtype in (q.dtype, torch.int8) else "queries and cache differ in dtype"
-    run = _tree_attention_triton if use_triton("tree_attention", q, problem) else tree_attention_reference
-    return run(q, kv, start, visible, positions, window, scale)
+    if use_triton("tree_attention", q, problem):
+        return _tree_attention_triton(q, kv, start, visible, positions, window, scale, arrived)
+    return tree_attention_reference(q, kv, start, visible, positions, window, scale)
 
 
 def _register() -> torch.library.Library:
     """Register the operator by hand. `custom_op` would add 20 us to every call on a CPU."""
     library = torch.library.Library("eaglet", "FRAGMENT")
     arguments = "Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale"
-    library.define(f"tree_attention({arguments}) -> Tensor")
+    library.define(f"tree_attention({arguments}, Tensor? arrived) -> Tensor")
     library.impl("tree_attention", _tree_attention, "CompositeExplicitAutograd")
-    torch.library.register_fake("eaglet::tree_attention", lambda q, *rest: q.new_empty(q.shape), lib=library)
+    fake = lambda q, *rest: q.new_empty(q.transpose(1, 2).shape)  # noqa: E731
+    torch.library.register_fake("eaglet::tree_attention", fake, lib=library)
     return library
 
 

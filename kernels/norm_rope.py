@@ -32,14 +32,28 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @jit
-def rms_norm_kernel(x, w, out, SIZE, eps, BLOCK: tl.constexpr):
+def sum_by_halves(x, LEVELS: tl.constexpr):
+    """The sum of x [2^LEVELS]. Every addition has two operands that the layout of x does not choose, so kernels
+    with other numbers of warps give the same bits. The first three levels add neighbours, which a thread holds."""
+    for i in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, (x.shape[0] // 2, 2)), 1) if i < 3 else tl.sum(tl.reshape(x, (2, x.shape[0] // 2)), 0)
+    return tl.sum(x, 0)
+
+
+@jit
+def norm_row(x, w, out, at, SIZE, eps, LEVELS: tl.constexpr):
+    """`rms_norm` of the row at element `at` of x, which other programs of the same launch may have written."""
+    d = tl.arange(0, 2**LEVELS)
+    row = tl.load(x + at + d, mask=d < SIZE, other=0, cache_modifier=".cg").to(tl.float32)
+    weight = tl.load(w + d, mask=d < SIZE, other=0).to(tl.float32)
+    row = (row * tl.rsqrt(sum_by_halves(row * row, LEVELS) / SIZE + eps)).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + at + d, (row * weight).to(out.dtype.element_ty), mask=d < SIZE)
+
+
+@jit
+def rms_norm_kernel(x, w, out, SIZE, eps, LEVELS: tl.constexpr):
     """`rms_norm` with one program per row."""
-    d = tl.arange(0, BLOCK)
-    at = tl.program_id(0) * SIZE + d
-    row = tl.load(x + at, mask=d < SIZE, other=0).to(tl.float32)
-    row = (row * tl.rsqrt(tl.sum(row * row, 0) / SIZE + eps)).to(x.dtype.element_ty).to(tl.float32)
-    y = row * tl.load(w + d, mask=d < SIZE, other=0).to(tl.float32)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=d < SIZE)
+    norm_row(x, w, out, tl.program_id(0) * SIZE, SIZE, eps, LEVELS)
 
 
 @torch.library.custom_op("eaglet::rms_norm", mutates_args=())
@@ -49,9 +63,9 @@ def _rms_norm_operator(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     size = x.shape[-1]
-    block = triton.next_power_of_2(size)
-    warps = min(16, max(4, block // 1024))
-    rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, BLOCK=block, num_warps=warps)
+    levels = (size - 1).bit_length()
+    warps = min(16, max(4, 2**levels // 1024))
+    rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, LEVELS=levels, num_warps=warps)
     return out
 
 
@@ -63,8 +77,9 @@ def _(x, weight, eps):
 def rope_write_kv(
     qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None = None,
     k_weight: Tensor | None = None, eps: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """Rotate q and k, write k and v into the cache in place, and return q [B,Hq,T,hd]. No host sync.
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Rotate q and k, write k and v into the cache in place, and return q [B,Hq,T,hd] and the counters at zero
+    that `tree_attention` needs, None outside of operators. No host sync.
 
     qkv [B,T,Hq+2Hkv,hd].
     cos, sin [B,T,hd/2] float32: dimension i is paired with i + hd/2.
@@ -75,18 +90,18 @@ def rope_write_kv(
     problem = "a head is not a multiple of 16 values" if qkv.shape[-1] % 16 else cache_problem(kv)
     if use_cpu("rope_write_kv", qkv, kv, problem=problem):
         rows = qkv.contiguous(), cos.contiguous(), sin.contiguous(), kv, slots.contiguous()
-        return torch.ops.eaglet_cpu.rope_write_kv.default(*rows, q_weight, k_weight, eps).transpose(1, 2)
+        return torch.ops.eaglet_cpu.rope_write_kv.default(*rows, q_weight, k_weight, eps).transpose(1, 2), None
     # Inductor cannot fuse the bytes of the scales of an int8 cache.
-    plain = skip_operator(qkv, q_weight) and kv.dtype != torch.int8
-    operator = rope_reference if plain else torch.ops.eaglet.rope_write_kv
-    return operator(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)
+    if skip_operator(qkv, q_weight) and kv.dtype != torch.int8:
+        return rope_reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps), None
+    return torch.ops.eaglet.rope_write_kv(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)
 
 
 def rope_reference(
     qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None,
     k_weight: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Plain-PyTorch `rope_write_kv`."""
+    """Plain-PyTorch `rope_write_kv`, without the counters."""
     kv_heads = kv.shape[2]
     q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), 2)
     if q_weight is not None:
@@ -107,18 +122,20 @@ def rope_reference(
 
 @jit
 def rope_kernel(
-    qkv, cos, sin, kv, kv_scales, slots, q_weight, k_weight, out, v_offset, T, S, eps, HQ: tl.constexpr,
-    HKV: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, INT8: tl.constexpr,
+    qkv, cos, sin, kv, kv_scales, slots, q_weight, k_weight, out, arrived, tiles, v_offset, T, S, eps,
+    HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """One program per head of one token: norm it if NORM, rotate it, write it to q, the key cache or the
-    value cache. Grid (B T, HQ + 2 HKV)."""
+    value cache. The first programs set a counter to zero. Grid (B T, HQ + 2 HKV)."""
     row = tl.program_id(0)
     head = tl.program_id(1)
+    number = row * (HQ + 2 * HKV) + head
+    tl.store(arrived + number, 0, mask=number < tiles)
     b = row // T
     t = row % T
     d = tl.arange(0, BLOCK)
     ok = d < HD
-    at = (row * (HQ + 2 * HKV) + head) * HD
+    at = number * HD
     x = tl.load(qkv + at + d, mask=ok, other=0)
     slot = tl.load(slots + row)
     cache = ((b * HKV + (head - HQ) % HKV).to(tl.int64) * S + slot) * (HD + 4 * INT8)
@@ -151,24 +168,32 @@ def rope_kernel(
 def _rope_operator(
     qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None,
     k_weight: Tensor | None, eps: float,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, arrived = _rope_outputs(qkv, kv)
     if not use_triton("rope_write_kv", qkv, cache_problem(kv)):
-        return rope_reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps).contiguous()
+        return rope_reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps).contiguous(), arrived.zero_()
     B, T, heads, dim = qkv.shape
     kv_heads, S = kv.shape[2:4]
-    out = qkv.new_empty(B, heads - 2 * kv_heads, T, dim)
     qkv = qkv.contiguous()
     norm = q_weight is not None
     rope_kernel[B * T, heads](
         qkv, cos.contiguous(), sin.contiguous(), kv, scales_of(kv), slots.contiguous(),
-        q_weight if norm else qkv, k_weight if norm else qkv, out, kv.stride(0), T, S, eps,
+        q_weight if norm else qkv, k_weight if norm else qkv, out, arrived, arrived.numel(), kv.stride(0), T, S, eps,
         HQ=heads - 2 * kv_heads, HKV=kv_heads, HD=dim, BLOCK=triton.next_power_of_2(dim), NORM=norm,
         INT8=kv.dtype == torch.int8, num_warps=1,
     )  # fmt: skip
-    return out
+    return out, arrived
+
+
+def _rope_outputs(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for q, and for a counter for every 32 query rows of a key head."""
+    B, T, heads, dim = qkv.shape
+    kv_heads = kv.shape[2]
+    query_heads = heads - 2 * kv_heads
+    tiles = B * kv_heads * -(-query_heads // kv_heads * T // 32)
+    return qkv.new_empty(B, query_heads, T, dim), qkv.new_empty(tiles, dtype=torch.int32)
 
 
 @_rope_operator.register_fake
 def _(qkv, cos, sin, kv, slots, q_weight, k_weight, eps):
-    B, T, heads, dim = qkv.shape
-    return qkv.new_empty(B, heads - 2 * kv.shape[2], T, dim)
+    return _rope_outputs(qkv, kv)

@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from kernels.attention import attend_chunks_kernel, attend_tail_kernel, attention_tiles
+from kernels.attention import attend_kernel, attention_tiles
 from kernels.experts import expert_kernel
 from kernels.linear import launch_tile, linear_kernel
 from kernels.norm_rope import rms_norm_kernel, rope_kernel
@@ -35,7 +35,7 @@ from support.files import write_text
 
 ARCHITECTURES = (86, 89, 90, 120)
 LIMIT = 3.5  # thread instructions per int4 weight
-INDIVISIBLE = ("scale", "eps", "M", "T", "R", "ROWS", "SPLITS", "DIV")  # arguments that need not be multiples of 16
+INDIVISIBLE = ("scale", "eps", "M", "T", "R", "ROWS", "PARTS", "DIV")  # arguments that need not be multiples of 16
 MATRIX = ("HMMA", "HGMMA", "IMMA", "WGMMA", "UTCHMMA")
 
 LINE = "{:48} {:7} {:>4} {:>6} {:>7} {:>7}  {}"
@@ -126,35 +126,27 @@ def dequantization(bits: int, dtype: str, group: int = 128, zeros: bool = False)
 
 def attention(
     dtype: str, region: bool = False, window: int = 0, int8: bool = False, dim: int = 128, nodes: int = 32
-) -> list[Variant]:
-    """The chunk kernel and the tail kernel as `tree_attention` launches them. In prefill (region) the tail
-    does little and is left out."""
+) -> Variant:
+    """The kernel as `tree_attention` launches it."""
     act = f"*{dtype}"
-    pointers = dict(q=act, kv="*i8" if int8 else act, kv_scales="*fp32" if int8 else act, start="*i64")
-    pointers |= dict(visible="*u8", positions="*i64", acc_out="*fp32", ml_out="*fp32")
-    pointers |= dict(acc_in="*fp32", ml_in="*fp32", out=act)
-    shape = dict(HKV=8, HD=dim, HDP=dim, WINDOW=window, REGION=region, INT8=int8)
+    pointers = dict(q=act, kv="*i8" if int8 else act, kv_scales="*fp32" if int8 else act, start="*i64", out=act)
+    pointers |= dict(visible="*u8", positions="*i64", acc_part="*fp32", ml_part="*fp32", arrived="*i32")
     label = f"{dtype}{' prefill' if region else ''}{f' window {window}' if window else ''}"
-    label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128)
-
-    chunks, tail = attention_tiles(dim, region, int8, window)
-    found = []
-    for name, kernel, tiles, more in (
-        (f"attention chunks {label}", attend_chunks_kernel, chunks, {"NATIVE": True}),
-        (f"attention tail {label} {nodes} nodes", attend_tail_kernel, tail, {"RP": nodes}),
-    ):
-        constants = {key: value for key, value in tiles.items() if key.isupper()}
-        options = {key: value for key, value in tiles.items() if key.islower()}
-        found.append(Variant(name, kernel, pointers, shape | constants | more, options))
-    return found[:1] if region else found
+    label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not region)
+    tiles = attention_tiles(dim, region, int8, window)
+    constants = dict(HKV=8, HD=dim, HDP=dim, RP=1 if region else nodes, WINDOW=window, REGION=region, INT8=int8)
+    constants |= {key: value for key, value in tiles.items() if key.isupper()} | {"NATIVE": True}
+    options = {key: value for key, value in tiles.items() if key.islower()}
+    return Variant(f"attention {label}", attend_kernel, pointers, constants, options)
 
 
 def norm_and_rope() -> list[Variant]:
     """The kernels as `rms_norm` and `rope_write_kv` launch them."""
     half = "*fp16"
     pointers = dict(x=half, w=half, out=half)
-    found = [Variant("rms_norm", rms_norm_kernel, pointers, dict(BLOCK=4096), dict(num_warps=4))]
+    found = [Variant("rms_norm", rms_norm_kernel, pointers, dict(LEVELS=12), dict(num_warps=4))]
     pointers = dict(qkv=half, cos="*fp32", sin="*fp32", slots="*i64", q_weight=half, k_weight=half, out=half)
+    pointers["arrived"] = "*i32"
     for norms, int8 in ((False, False), (True, False), (False, True)):
         name = "rope + kv write" + " + q/k norm" * norms + " int8 cache" * int8
         cache = dict(kv="*i8" if int8 else half, kv_scales="*fp32" if int8 else half)
@@ -168,16 +160,14 @@ def variants(quick: bool = False) -> list[Variant]:
     rows = QUICK if quick else LINEARS
     found = [linear(bits, dtype, m, form) for bits, dtype, tokens, forms in rows for form in forms for m in tokens]
     if quick:
-        return [*found, attention("fp16", dim=256)[0]]
+        return [*found, attention("fp16", dim=256)]
     found += [dequantization(4, "fp16"), dequantization(4, "bf16", 32, True), dequantization(8, "fp16")]
     for int8, dim in itertools.product((False, True), (64, 128, 256)):
-        found += attention("bf16", int8=int8, dim=dim)
-        found += attention("fp16", window=4096, int8=int8, dim=dim)
+        found += [attention("bf16", int8=int8, dim=dim), attention("fp16", window=4096, int8=int8, dim=dim)]
         if dim > 64:
-            found += attention("fp16", region=True, int8=int8, dim=dim)
-            found += attention("bf16", region=True, window=4096, int8=int8, dim=dim)
-    found += attention("fp16")
-    found += [attention("fp16", nodes=nodes)[1] for nodes in (1, 64, 128)]
+            found.append(attention("fp16", region=True, int8=int8, dim=dim))
+            found.append(attention("bf16", region=True, window=4096, int8=int8, dim=dim))
+    found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128)]
     return found + norm_and_rope()
 
 

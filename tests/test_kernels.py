@@ -335,7 +335,7 @@ def attention_definition(q, kv, start, visible, positions, window, scale):
         k, v = kv[:, b, h // group][:, rows].double()
         if rows:
             out[b, h, t] = ((k @ q[b, h, t].double()) * scale).softmax(0) @ v
-    return out
+    return out.transpose(1, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -394,8 +394,8 @@ def check_poison(run, dtype, kinds):
         poisoned[:, :, :, 33 + 6 :] = float("nan")  # stale rows past the tree
         out = run(q, poisoned, start, visible, positions, 0, 0.3)
         blind = ~TREE[:, 1]
-        assert torch.equal(out[:, :, blind], clean[:, :, blind])
-        assert not torch.isfinite(out[:, :, TREE[:, 1]]).all(-1).any()
+        assert torch.equal(out[:, blind], clean[:, blind])
+        assert not torch.isfinite(out[:, TREE[:, 1]]).all(-1).any()
 
 
 def test_attention_unseen_nan_has_no_influence():
@@ -430,7 +430,7 @@ def test_operators_have_shapes_on_fake_cuda():
         q, kv, slots = cuda(1, 4, 6, 16), cuda(2, 1, 2, 40, 16), cuda(1, 6, dtype=torch.int64)
         visible, start = cuda(1, 6, 6, dtype=torch.bool), cuda(1, dtype=torch.int64)
         out = kernels.tree_attention(q, kv, start, visible, slots, 0, 0.3)
-        assert out.shape == q.shape and out.device.type == "cuda"
+        assert out.shape == (1, 6, 4, 16) and out.device.type == "cuda"
         x = cuda(6, 128)
         counters = cuda(4, dtype=torch.int32)
         weight = kernels.PackedWeight(
@@ -438,7 +438,7 @@ def test_operators_have_shapes_on_fake_cuda():
         )
         y = packed_linear(x, weight, gated=True)
         assert y.shape == (6, 32) and y.dtype == torch.float16 and y.device.type == "cuda"
-        rope = kernels.rope_write_kv(cuda(1, 6, 8, 16), cuda(1, 6, 8), cuda(1, 6, 8), kv, slots)
+        rope, _ = kernels.rope_write_kv(cuda(1, 6, 8, 16), cuda(1, 6, 8), cuda(1, 6, 8), kv, slots)
         assert rope.shape == (1, 4, 6, 16) and kernels.rms_norm(x, cuda(128), 1e-5).shape == x.shape
 
 
@@ -597,10 +597,10 @@ def test_attention_adds_up_alike_for_one_node_and_for_many(arch):
     for nodes in (1, 26, 128):
         fixed = dict(T=1, R=1) if nodes == 1 else {}  # what Triton makes of arguments equal to 1
         width = 1 << (nodes - 1).bit_length()
-        for variant in kernel_report.attention("fp16", nodes=width):
-            variant = variant._replace(constants=variant.constants | fixed)
-            seen.append((variant.name[:16], sums(kernel_report.compile_variant(variant, arch))))
-    assert all(found for _, found in seen) and seen[2:4] == seen[4:6] == seen[:2]
+        variant = kernel_report.attention("fp16", nodes=width)
+        variant = variant._replace(constants=variant.constants | fixed)
+        seen.append(sums(kernel_report.compile_variant(variant, arch)))
+    assert len(seen[0]) >= 8 and seen[0] == seen[1] == seen[2]
 
 
 def test_bench_script_runs_on_cpu():
@@ -826,7 +826,7 @@ def test_interpreted_attention_of_one_row_equals_that_row_of_a_tree(int8):
     tree = triton_attention(q, kv, start, visible, positions, 0, 0.3)
     one = torch.ones(2, 1, 1, dtype=torch.bool)
     plain = triton_attention(q[:, :, :1], kv, start, one, positions[:, :1], 0, 0.3)
-    assert torch.equal(plain, tree[:, :, :1])
+    assert torch.equal(plain, tree[:, :1])
 
 
 @interpreted
@@ -846,7 +846,7 @@ def test_interpreted_attention_verify_equals_plain_bitwise(start, int8):
         later[:, :, :, start + depth + 1 :] = -1 if int8 else float("nan")  # not written yet (bytes -1: a NaN scale)
         root = torch.eye(6, dtype=torch.bool)[None]
         out = triton_attention(alone, later, starts + depth, root, torch.full((1, 6), start + depth), 0, 0.3)
-        assert torch.equal(out[:, :, 0], verify[:, :, node])
+        assert torch.equal(out[:, 0], verify[:, node])
 
 
 @interpreted
@@ -865,7 +865,8 @@ def test_interpreted_norm_and_rope(dtype):
         args = (angle.cos(), angle.sin())
         want = kernels.rope_reference(qkv, *args, caches[0], slots, weight, weight, 1e-5)
         with TRITON.active():
-            got = kernels.rope_write_kv(qkv, *args, caches[1], slots, weight, weight, 1e-5)
+            got, arrived = kernels.rope_write_kv(qkv, *args, caches[1], slots, weight, weight, 1e-5)
+        assert arrived.numel() == 2 and not arrived.any()
         assert error(got, want.double()) < TOLERANCE[dtype] and error(caches[1], caches[0].double()) < TOLERANCE[dtype]
         rows = [torch.zeros(2, 2, 1, 11, 28, dtype=torch.int8) for _ in range(2)]
         kernels.rope_reference(qkv, *args, rows[0], slots, weight, weight, 1e-5)
@@ -1089,5 +1090,5 @@ def test_interpreted_attention_poison_in_history_and_prefill(window, T):
         position = n + torch.arange(T)
         sees = (position >= bad) & ((position - bad < window) if window else True)
         assert sees.any() and not sees.all()
-        assert torch.equal(out[:, :, ~sees], clean[:, :, ~sees])
-        assert not torch.isfinite(out[:, :, sees]).all(-1).any()
+        assert torch.equal(out[:, ~sees], clean[:, ~sees])
+        assert not torch.isfinite(out[:, sees]).all(-1).any()

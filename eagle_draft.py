@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,17 +114,28 @@ class EagleHead(nn.Module):
 
     def layer_inputs(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """(residual, attention input) of the layer."""
-        if self.config.version == 1:
-            x = self.fc(torch.cat((embedding, feature), -1))
-            return x, x
-        normed = self.layer.hidden_norm(feature)
-        residual = normed if self.config.norm_before_residual else feature
-        return residual, torch.cat((self.layer.input_norm(embedding), normed), -1)
+        return self._inputs(kernels.beside, embedding, feature)
 
-    def layer_forward(self, embedding: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
-        residual, x = self.layer_inputs(embedding, feature)
-        x = self.layer.attention(x, nodes, kv, residual)
-        return self.layer.mlp(self.layer.post_norm(x), x)
+    def node_inputs(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """`layer_inputs` of the embeddings of tokens, in one kernel on a GPU."""
+        if kernels.skip_operator(feature, self.layer.post_norm.weight):
+            return self.layer_inputs(self.embed(tokens), feature)
+        table = (self.embed_tokens or self.target.embed_tokens).weight
+        return self._inputs(partial(kernels.embed_beside, tokens), table, feature)
+
+    def _inputs(self, beside: Callable, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        wide = self.config.version == 3
+        norms = (self.layer.input_norm.weight, self.layer.hidden_norm.weight) if wide else (None, None)
+        x, normed = beside(embedding, feature, *norms, self.layer.post_norm.eps)
+        if wide:
+            return normed if self.config.norm_before_residual else feature, x
+        x = self.fc(x)
+        return x, x
+
+    def layer_forward(self, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+        residual, x = self.node_inputs(tokens, feature)
+        x, normed = self.layer.attention(x, nodes, kv, residual, self.layer.post_norm)
+        return self.layer.mlp(normed, x)
 
     def forward(
         self, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor, layer: Callable | None = None
@@ -133,7 +145,7 @@ class EagleHead(nn.Module):
         kv [2, B, Hkv, S, hd] is written at nodes.slots. The output is what `predict` and the next level read. layer is a
         compiled `EagleHead.layer_forward`, or None for the method itself.
         """
-        out = (layer or EagleHead.layer_forward)(self, self.embed(tokens), feature, nodes, kv)
+        out = (layer or EagleHead.layer_forward)(self, tokens, feature, nodes, kv)
         return self.norm(out) if self.config.norm_output else out
 
     def predict(self, output: Tensor) -> Tensor:

@@ -64,15 +64,18 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype)
 
 
-def linear(layer: nn.Module, x: Tensor, residual: Tensor | None = None, gated: bool = False) -> Tensor:
-    """layer(x), then if `gated` SiLU(first half) * second half, then + residual.
+def linear(
+    layer: nn.Module, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm: RMSNorm | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y = layer(x), then if `gated` SiLU(first half) * second half, then + residual. With a norm: (y, norm(y)).
 
     Quantized linears do all of it in the epilogue of their kernel. cuBLAS has no such epilogue, so after an nn.Linear
     it is plain code, which Inductor fuses into one kernel.
     """
-    if isinstance(layer, nn.Linear):
-        return kernels.epilogue(layer(x), None, residual, gated)
-    return layer(x, residual, gated)
+    if not isinstance(layer, nn.Linear):
+        return layer(x, residual, gated, *(() if norm is None else (norm.weight, norm.eps)))
+    y = kernels.epilogue(layer(x), None, residual, gated)
+    return y if norm is None else (y, norm(y))
 
 
 class Attention(nn.Module):
@@ -100,8 +103,11 @@ class Attention(nn.Module):
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def forward(self, x: Tensor, nodes: Nodes, kv: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [B, T, in] -> [B, T, H] (+ residual). kv [2, B, Hkv, S, hd] is written at nodes.slots, then read."""
+    def forward(self, x: Tensor, nodes: Nodes, kv: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """x [B, T, in] -> y [B, T, H] with the residual added, and norm(y).
+
+        kv [2, B, Hkv, S, hd] is written at nodes.slots, then read.
+        """
         B, T, _ = x.shape
         norms = () if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         qkv = self.qkv(x).view(B, T, -1, self.head_dim)
@@ -109,7 +115,7 @@ class Attention(nn.Module):
         visible = nodes.visible_window if self.window else nodes.visible
         seen = nodes.start, visible, nodes.positions, self.window
         out = kernels.tree_attention(q, kv, *seen, 1 / math.sqrt(self.head_dim), arrived)
-        return linear(self.o, out.view(B, T, -1), residual)
+        return linear(self.o, out.view(B, T, -1), residual, norm=norm)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The same attention over a whole sequence x [B, T, in], with gradients and without a cache."""
@@ -131,9 +137,11 @@ class MLP(nn.Module):
         self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [..., H] -> [..., H] (+ residual)."""
-        return linear(self.down, linear(self.gate_up, x, gated=True), residual)
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x [..., H] -> y [..., H] (+ residual). With a norm: (y, norm(y))."""
+        return linear(self.down, linear(self.gate_up, x, gated=True), residual, norm=norm)
 
 
 class Experts(SelfCounting):
@@ -152,10 +160,13 @@ class Experts(SelfCounting):
         weight, index = self.router(x).softmax(-1, dtype=torch.float32).topk(self.per_token, -1)
         return (weight / weight.sum(-1, keepdim=True)).to(x.dtype), index
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [..., H] -> [..., H] (+ residual)."""
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As `MLP.forward`."""
         out = self.mixture(x)
-        return out if residual is None else residual + out
+        out = out if residual is None else residual + out
+        return out if norm is None else (out, norm(out))
 
     def mixture(self, x: Tensor) -> Tensor:
         """The weighted sum of the routed experts, [..., H] -> [..., H]."""
@@ -196,10 +207,17 @@ class Block(nn.Module):
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
-    def forward(self, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
-        """x [B, T, H] -> [B, T, H] through this layer's cache kv [2, B, Hkv, S, hd]."""
-        x = self.attention(self.input_norm(x), nodes, kv, x)
-        return self.mlp(self.post_norm(x), x)
+    def forward(
+        self, x: Tensor, normed: Tensor | None, nodes: Nodes, kv: Tensor, after: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """x [B, T, H] -> y [B, T, H] through this layer's cache kv [2, B, Hkv, S, hd], and after(y).
+
+        normed: input_norm(x), which the layer before has computed, or None. On a GPU a norm of few rows is the end
+        of the kernel that writes them, so every layer computes the norm that comes after it.
+        """
+        normed = self.input_norm(x) if normed is None else normed
+        x, normed = self.attention(normed, nodes, kv, x, self.post_norm)
+        return self.mlp(normed, x, after)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The same layer over a whole sequence, with gradients and without a cache."""
@@ -296,19 +314,20 @@ class Transformer(nn.Module):
             nodes: from `self.nodes`.
             kv_cache: [L, 2, B, Hkv, S, hd]. Rows are written at nodes.slots.
             taps: layers whose *input* residual state to return (EAGLE-3), ascending. num_layers is after the last layer.
-            block: a compiled `Block.forward` that runs every layer, or None for the layers themselves.
+            block: runs every layer instead of `Block.forward`. It may return None for the norm.
 
         Returns:
             hidden_states [B, T, H] after the final norm, which the LM head and EAGLE-1 read, and the tapped states
             [B, T, len(taps) * H] or None.
         """
-        x = self.embed_tokens(tokens)
+        x, normed = self.embed_tokens(tokens), None
         tapped = []
+        after = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for i, layer in enumerate(self.layers):
             tapped += [x] * taps.count(i)
-            x = layer(x, nodes, kv_cache[i]) if block is None else block(layer, x, nodes, kv_cache[i])
+            x, normed = (block or Block.forward)(layer, x, normed, nodes, kv_cache[i], after[i])
         tapped += [x] * taps.count(len(self.layers))
-        return self.norm(x), torch.cat(tapped, -1) if tapped else None
+        return self.norm(x) if normed is None else normed, torch.cat(tapped, -1) if tapped else None
 
     def lm_head_bytes(self) -> float:
         """Weight bytes that the LM head reads."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import kernels.cpu as cpu
 from kernels.backend import dot, jit, native, round_activations, tl, triton, use_triton
+from kernels.norm_rope import rms_norm
 from kernels.packing import PackedWeight, decode, dequantize
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
 
@@ -316,6 +317,14 @@ def packed_linear(
     else:
         y = rows @ dequantize(weight, x.dtype).mT
     return epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
+
+
+def packed_linear_norm(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """y = packed_linear(x, weight, bias, residual), and rms_norm(y, norm_weight, eps)."""
+    y = packed_linear(x, weight, bias, residual)
+    return y, rms_norm(y, norm_weight, eps)
 
 
 @torch.library.custom_op("eaglet::planes_linear", mutates_args=())

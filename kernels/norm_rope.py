@@ -41,19 +41,27 @@ def sum_by_halves(x, LEVELS: tl.constexpr):
 
 
 @jit
-def norm_row(x, w, out, at, SIZE, eps, LEVELS: tl.constexpr):
-    """`rms_norm` of the row at element `at` of x, which other programs of the same launch may have written."""
+def norm_row(x, w, out, at, to, SIZE, eps, LEVELS: tl.constexpr):
+    """`rms_norm` of the row at element `at` of x, which other programs of the same launch may have written, stored at
+    element `to` of out."""
     d = tl.arange(0, 2**LEVELS)
     row = tl.load(x + at + d, mask=d < SIZE, other=0, cache_modifier=".cg").to(tl.float32)
     weight = tl.load(w + d, mask=d < SIZE, other=0).to(tl.float32)
     row = (row * tl.rsqrt(sum_by_halves(row * row, LEVELS) / SIZE + eps)).to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + at + d, (row * weight).to(out.dtype.element_ty), mask=d < SIZE)
+    tl.store(out + to + d, (row * weight).to(out.dtype.element_ty), mask=d < SIZE)
 
 
 @jit
 def rms_norm_kernel(x, w, out, SIZE, eps, LEVELS: tl.constexpr):
     """`rms_norm` with one program per row."""
-    norm_row(x, w, out, tl.program_id(0) * SIZE, SIZE, eps, LEVELS)
+    at = tl.program_id(0) * SIZE
+    norm_row(x, w, out, at, at, SIZE, eps, LEVELS)
+
+
+def _row_options(size: int) -> dict[str, int]:
+    """Constants and compiler options of a kernel whose programs norm a row of `size` values each."""
+    levels = (size - 1).bit_length()
+    return dict(LEVELS=levels, num_warps=min(16, max(4, 2**levels // 1024)))
 
 
 @torch.library.custom_op("eaglet::rms_norm", mutates_args=())
@@ -63,15 +71,99 @@ def _rms_norm_operator(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     size = x.shape[-1]
-    levels = (size - 1).bit_length()
-    warps = min(16, max(4, 2**levels // 1024))
-    rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, LEVELS=levels, num_warps=warps)
+    rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, **_row_options(size))
     return out
 
 
 @_rms_norm_operator.register_fake
 def _(x, weight, eps):
     return x.new_empty(x.shape)
+
+
+def beside(
+    embedding: Tensor, feature: Tensor, token_weight: Tensor | None, feature_weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Embeddings [...,H] beside feature [...,H] -> [...,2H], and feature as it stands there.
+
+    token_weight, feature_weight [H]: of an RMS norm of either, both or none.
+    """
+    if token_weight is not None:
+        embedding, feature = rms_norm(embedding, token_weight, eps), rms_norm(feature, feature_weight, eps)
+    return torch.cat((embedding, feature), -1), feature
+
+
+def embed_beside(
+    tokens: Tensor,
+    table: Tensor,
+    feature: Tensor,
+    token_weight: Tensor | None,
+    feature_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """`beside` for the rows tokens [...] int64 of table [V,H]. There is no backward."""
+    pair, normed = torch.ops.eaglet.embed_beside(tokens, table, feature, token_weight, feature_weight, eps)
+    return pair, feature if feature_weight is None else normed
+
+
+@jit
+def embed_kernel(
+    tokens, table, feature, token_weight, feature_weight, pair, normed, SIZE, eps, NORM: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
+    """`embed_beside`, one program per half of a row. Grid (rows, 2)."""
+    row = tl.program_id(0).to(tl.int64)
+    half = tl.program_id(1)
+    to = (2 * row + half) * SIZE
+    if half == 0:
+        at = tl.load(tokens + row) * SIZE
+        if NORM:
+            norm_row(table, token_weight, pair, at, to, SIZE, eps, LEVELS)
+        else:
+            _copy_row(table, pair, at, to, SIZE, LEVELS)
+    elif NORM:
+        norm_row(feature, feature_weight, pair, row * SIZE, to, SIZE, eps, LEVELS)
+        norm_row(feature, feature_weight, normed, row * SIZE, row * SIZE, SIZE, eps, LEVELS)
+    else:
+        _copy_row(feature, pair, row * SIZE, to, SIZE, LEVELS)
+
+
+@jit
+def _copy_row(x, out, at, to, SIZE, LEVELS: tl.constexpr):
+    d = tl.arange(0, 2**LEVELS)
+    tl.store(out + to + d, tl.load(x + at + d, mask=d < SIZE, other=0), mask=d < SIZE)
+
+
+@torch.library.custom_op("eaglet::embed_beside", mutates_args=())
+def _embed_operator(
+    tokens: Tensor,
+    table: Tensor,
+    feature: Tensor,
+    token_weight: Tensor | None,
+    feature_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    norm = token_weight is not None
+    problem = "" if table.dtype == feature.dtype else "the embedding has another dtype"
+    if not use_triton("rms_norm", feature, problem):
+        pair, normed = beside(F.embedding(tokens, table), feature, token_weight, feature_weight, eps)
+        return pair, normed.clone() if norm else feature.new_empty(0)
+    size = feature.shape[-1]
+    pair, normed = _pair_outputs(feature, norm)
+    embed_kernel[tokens.numel(), 2](
+        tokens.contiguous(), table, feature.contiguous(), token_weight if norm else table,
+        feature_weight if norm else table, pair, normed, size, eps, NORM=norm, **_row_options(size),
+    )  # fmt: skip
+    return pair, normed
+
+
+def _pair_outputs(feature: Tensor, norm: bool) -> tuple[Tensor, Tensor]:
+    pair = feature.new_empty(*feature.shape[:-1], 2 * feature.shape[-1])
+    return pair, feature.new_empty(feature.shape if norm else 0)
+
+
+@_embed_operator.register_fake
+def _(tokens, table, feature, token_weight, feature_weight, eps):
+    return _pair_outputs(feature, token_weight is not None)
 
 
 def rope_write_kv(

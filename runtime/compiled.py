@@ -46,10 +46,14 @@ def compile_parts(on_gpu: bool, mode: str | None = None, backend: str | Callable
         for function in (Block.forward, EagleHead.layer_forward, accept_and_commit)
     )
 
-    def draft_layer(head: EagleHead, embedding: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+    def run_block(layer: Block, x: Tensor, normed: Tensor | None, *rest) -> tuple[Tensor, Tensor]:
+        # The first layer must not be a variant of its own.
+        return block(layer, x, layer.input_norm(x) if normed is None else normed, *rest)
+
+    def draft_layer(head: EagleHead, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         # Levels of one width differ in the number of rows that they may see, which only the attention looks at, and in
         # the strides of features that are one row repeated.
         torch._dynamo.maybe_mark_dynamic(nodes.visible, 2)
-        return layer(head, embedding, feature.contiguous(), nodes, kv)
+        return layer(head, tokens, feature.contiguous(), nodes, kv)
 
-    return StepParts(block, draft_layer, tail) if on_gpu else StepParts(block)
+    return StepParts(run_block, draft_layer, tail) if on_gpu else StepParts(run_block)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import kernels
 from drafters.base import StepParts
 from eagle_draft import EagleHead
-from model import MLP, Attention, Block, Nodes
+from model import MLP, Attention, Block, Nodes, RMSNorm
 from weights.quantized import QuantLinear
 
 
@@ -23,17 +23,19 @@ def fused_parts() -> StepParts:
             known[owner] = layer_weights(input_norm, layer.attention, layer.post_norm, layer.mlp)
         return known[owner]
 
-    def block(layer: Block, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+    def block(
+        layer: Block, x: Tensor, normed: Tensor | None, nodes: Nodes, kv: Tensor, after: RMSNorm
+    ) -> tuple[Tensor, Tensor | None]:
         weights = weights_of(layer, layer.input_norm, layer)
         if weights is None or kv.dtype != torch.float32:
-            return Block.forward(layer, x, nodes, kv)
-        return _run(layer, x, None, weights, nodes, kv)
+            return Block.forward(layer, x, normed, nodes, kv, after)
+        return _run(layer, x, None, weights, nodes, kv), None
 
-    def draft_layer(head: EagleHead, embedding: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+    def draft_layer(head: EagleHead, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         weights = weights_of(head, None, head.layer)
         if weights is None:
-            return EagleHead.layer_forward(head, embedding, feature, nodes, kv)
-        residual, x = head.layer_inputs(embedding, feature)
+            return EagleHead.layer_forward(head, tokens, feature, nodes, kv)
+        residual, x = head.node_inputs(tokens, feature)
         return _run(head.layer, x, residual, weights, nodes, kv)
 
     return StepParts(block, draft_layer)

@@ -859,7 +859,7 @@ ROWS, SPAN = 8192, 3  # draws, and tokens per draw: 125 outcomes
 BUSH = trees.StaticTree(tuple(tuple(map(int, w)) for w in "0 1 2 00 01 10 000".split()))
 
 
-def dense_attention(q, kv, start, visible, positions, window, scale):
+def dense_attention(q, kv, start, visible, positions, window, scale, arrived=None):
     """Attention for thousands of rows at once. The reference loops over the rows."""
     B, _, T, _ = q.shape
     S, R = kv.shape[3], visible.shape[2]
@@ -868,7 +868,8 @@ def dense_attention(q, kv, start, visible, positions, window, scale):
     mask = (torch.arange(S) < start[:, None])[:, None].expand(B, T, S).clone()
     slots = (start[:, None] + torch.arange(R)).clamp(max=S - 1)[:, None].expand(B, T, R)
     mask.scatter_(2, slots, visible)
-    return ((q @ k.mT) * scale).masked_fill(~mask[:, None], -math.inf).softmax(-1) @ v
+    out = ((q @ k.mT) * scale).masked_fill(~mask[:, None], -math.inf).softmax(-1) @ v
+    return out.transpose(1, 2)
 
 
 @functools.cache

@@ -154,9 +154,17 @@ class QuantLinear(SelfCounting):
         kept = {} if first.scales is None else {"scales": self.scales, "zeros": self.zeros}
         return replace(first, weight=weight, **kept)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, gated: bool = False) -> Tensor:
-        """x [..., in] -> [..., out] (+ residual). If gated: SiLU(first half) * second half [..., out / 2]."""
-        return kernels.packed_linear(x, self.pack(x.dtype), self.bias, residual, gated)
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm_weight: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """x [..., in] -> y [..., out] (+ residual). If gated: SiLU(first half) * second half [..., out / 2].
+
+        With a norm's weight: (y, the norm of y).
+        """
+        if norm_weight is None:
+            return kernels.packed_linear(x, self.pack(x.dtype), self.bias, residual, gated)
+        return kernels.packed_linear_norm(x, self.pack(x.dtype), self.bias, residual, norm_weight, eps)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix [(E,) out, in] with its columns in the order of the inputs, computed in fp32 and rounded once.

@@ -21,6 +21,7 @@ except ImportError:  # A machine without Triton runs every reference.
 
 jit = triton.jit if triton else (lambda function: function)
 constexpr = tl.constexpr if triton else str
+constexpr_function = triton.constexpr_function if triton else jit
 # Whether TRITON_INTERPRET=1 was set at the start: kernels then run on the CPU, slowly, to be tested.
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from kernels.backend import jit, tl, triton, use_triton
 from kernels.linear import epilogue, finish, launch_arguments, main_loop
-from kernels.packing import PackedWeight, dequantize
+from kernels.packing import PackedWeight, dequantize, kernel_views, panel_words
 from kernels.tuned import LinearConfig
 
 
 @jit
 def expert_kernel(
-    x, w, s, z, out, pairs, offsets, N, K, N_OUT, DIV, BITS: tl.constexpr, GROUP: tl.constexpr,
-    ZEROS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr,
-    BT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
+    x, w, s, z, out, pairs, offsets, N, K, N_OUT, DIV, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    GATED: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The products of all experts in one launch. Grid (token tiles, row tiles, experts).
 
@@ -34,12 +34,15 @@ def expert_kernel(
         pair = tl.load(pairs + at, mask=live, other=0)
         rows = pair // DIV
         rn = tl.program_id(1) * BN + tl.arange(0, BN)
-        words = K if BITS == 16 else tl.cdiv(K, 128) * (4 * BITS)
-        w += e.to(tl.int64) * N * words
-        s += e * N * (K // GROUP if BITS == 4 else 1)
-        z += e * N * (K // GROUP if BITS == 4 else 1)
+        if BITS == 16:
+            w += e.to(tl.int64) * N * K
+        else:
+            size = e.to(tl.int64) * tl.cdiv(N, 128) * tl.cdiv(K, 128) * (4 * panel_words(BITS, GROUP, ZEROS))
+            w += size
+            s += size * 2 if BITS == 4 else e * N
+            z += size * 4
         acc, up = main_loop(x, w, s, z, rows, live, rn, 0, tl.cdiv(K, 128), K, N, N_OUT,
-                            BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, EVEN_N, ACC, NATIVE)  # fmt: skip
+                            BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, ACC, NATIVE)  # fmt: skip
         finish(acc, up, s, s, s, out, rn, pair, live, N, N_OUT, BITS, False, False, GATED)
 
 
@@ -62,7 +65,7 @@ def packed_experts(
 
 
 def _experts(x: Tensor, expert_ids: Tensor, weight: PackedWeight, gated: bool) -> Tensor:
-    apart = gated and weight.zeros is not None  # as in `packed_linear`
+    apart = gated and weight.has_zeros  # as in `packed_linear`
     y = torch.ops.eaglet.expert_linear(
         weight.reorder(x), expert_ids, weight.weight, weight.scales, weight.zeros, weight.layout, weight.bits,
         weight.group_size, weight.n, gated and not apart, weight.config[:4], weight.config.accumulate,
@@ -97,9 +100,9 @@ def _expert_linear(
     pairs = experts.argsort(stable=True).to(torch.int32)
     bounds = torch.arange(weight.shape[0] + 1, device=x.device)
     offsets = (experts[None, :] < bounds[:, None]).sum(1, dtype=torch.int32)
-    grid, scales, zeros, _, constants = launch_arguments(rows, packed, gated, 16)
+    grid, _, constants = launch_arguments(rows, packed, gated, 16)
     expert_kernel[triton.cdiv(tokens, constants["BT"]), grid[1], weight.shape[0]](
-        rows, weight, scales, zeros, out, pairs, offsets, n, k, n_out, div, **constants
+        rows, *kernel_views(weight, scales, bits), out, pairs, offsets, n, k, n_out, div, **constants
     )
     return out
 

@@ -17,53 +17,68 @@ from torch import Tensor
 import kernels.cpu as cpu
 from kernels.backend import dot, jit, native, round_activations, tl, triton, use_triton
 from kernels.norm_rope import rms_norm
-from kernels.packing import PackedWeight, decode, dequantize
+from kernels.packing import PackedWeight, decode, dequantize, kernel_views, panel_words
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
 
 
 @jit
-def _group_row(s, rn, group, K, N, GROUP: tl.constexpr):
-    return tl.load(s + group * N + rn, mask=(rn < N) & (group * GROUP + 0 * rn < K), other=0)
+def _row_offset(rn, K, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr):
+    """Where rows rn of a weight begin, in elements of it (`kernels.packing` describes the layout)."""
+    if BITS == 16:
+        return rn * K
+    else:
+        SIZE: tl.constexpr = panel_words(BITS, GROUP, ZEROS)
+        return rn // 128 * (tl.cdiv(K, 128) * 4 * SIZE) + rn % 128 // 32 * SIZE + rn % 32 * (4 * BITS)
 
 
 @jit
-def _group_rows(s, rn, block, K, N, GROUP: tl.constexpr, USED: tl.constexpr):
-    """The 1, 2 or 4 rows of `scales` (or `zeros`) of one K block, as four values. Not USED: placeholders.
+def _group_rows(s, rows, block, GROUP: tl.constexpr, STRIDE: tl.constexpr, USED: tl.constexpr):
+    """The 1, 2 or 4 rows of scales (or zeros) of one K block, as four values. Not USED: placeholders.
 
-    They are loaded one turn before they are used, because loads of 2 bytes cannot be asynchronous copies.
+    They are loaded two turns before they are used, because loads of 2 bytes cannot be asynchronous copies.
     """
     if USED:
         COUNT: tl.constexpr = 128 // GROUP
-        a = _group_row(s, rn, block * COUNT, K, N, GROUP)
-        b = _group_row(s, rn, block * COUNT + 1, K, N, GROUP) if COUNT > 1 else a
-        c = _group_row(s, rn, block * COUNT + 2, K, N, GROUP) if COUNT > 2 else a
-        d = _group_row(s, rn, block * COUNT + 3, K, N, GROUP) if COUNT > 2 else a
+        at = s + block * STRIDE + rows
+        a = tl.load(at)
+        b = tl.load(at + 32) if COUNT > 1 else a
+        c = tl.load(at + 64) if COUNT > 2 else a
+        d = tl.load(at + 96) if COUNT > 2 else a
         return a, b, c, d
     else:
-        return rn, rn, rn, rn
+        return rows, rows, rows, rows
+
+
+@jit
+def _wide(scales, USED: tl.constexpr):
+    """What `_group_rows` loaded, in float32."""
+    if USED:
+        return scales[0].to(tl.float32), scales[1].to(tl.float32), scales[2].to(tl.float32), scales[3].to(tl.float32)
+    else:
+        return scales
 
 
 @jit
 def _multiply_block(
-    acc, w, scales, zeros, x, rows, live, rn, k0, K, N, BITS: tl.constexpr, GROUP: tl.constexpr,
-    ZEROS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
+    acc, w, scales, zeros, x, rows, live, at, b, K, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    EVEN_K: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """acc[BN, BT] += W[rn, k0 : k0 + 128] @ x[rows, k0 : k0 + 128]^T. Tokens are the narrow side N of the
-    matrix instruction, because there are few of them."""
+    """acc[BN, BT] += W @ x[rows]^T over K block b, for the weight rows that begin at `at`. Tokens are the narrow
+    side N of the matrix instruction, because there are few of them."""
     DT: tl.constexpr = x.dtype.element_ty
     PLANES: tl.constexpr = 32 // BITS if BITS < 16 else 1
     KP: tl.constexpr = 128 // PLANES
+    STRIDE: tl.constexpr = 128 if BITS == 16 else 4 * panel_words(BITS, GROUP, ZEROS)
     kp = tl.arange(0, KP)
-    wp = w + rn[:, None] * (K if BITS == 16 else tl.cdiv(K, 128) * KP) + (k0 // PLANES + kp)[None, :]
-    if EVEN_N and (EVEN_K or BITS < 16):
+    wp = w + at[:, None] + (b * STRIDE + kp)[None, :]
+    if EVEN_K or BITS < 16:
         words = tl.load(wp, eviction_policy="evict_first")
     else:
-        inside = (rn < N)[:, None] & (kp < (K - k0 if BITS == 16 else KP))[None, :]
-        words = tl.load(wp, mask=inside, other=0, eviction_policy="evict_first")
+        words = tl.load(wp, mask=(b * 128 + kp < K)[None, :], other=0, eviction_policy="evict_first")
     q = decode(words, BITS, DT, NATIVE) if BITS < 16 else (words,)
     part = acc
     for p in tl.static_range(PLANES):
-        k = k0 + p * KP + kp
+        k = b * 128 + p * KP + kp
         mask = live[None, :] if EVEN_K else live[None, :] & (k < K)[:, None]
         xp = tl.load(x + rows[None, :] * K + k[:, None], mask=mask, other=0, eviction_policy="evict_last")
         if BITS != 4:  # One scale per output row is applied at the end.
@@ -77,38 +92,63 @@ def _multiply_block(
                 a = a - zero.to(DT)[:, None] if NATIVE else (a.to(tl.float32) - zero[:, None]).to(DT)
             part = dot(a, xp, part, NATIVE)
             if (p + 1) * KP % GROUP == 0:  # Each group is added up in fp32.
-                acc += part.to(tl.float32) * scales[p * KP // GROUP].to(tl.float32)[:, None]
+                acc += part.to(tl.float32) * scales[p * KP // GROUP][:, None]
     return acc if BITS == 4 else part
 
 
 @jit
 def main_loop(
-    x, w, s, z, rows, live, rn, first, last, K, N, N_OUT, BN: tl.constexpr, BT: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
-    EVEN_N: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
+    x, w, s, z, rows, live, rn, first, last, K, N, N_OUT, BN: tl.constexpr, BT: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, ACC: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The products of weight rows rn (and of rows rn + N_OUT if GATED) over the K blocks [first, last)."""
+    """The products of weight rows rn (and of rows rn + N_OUT if GATED) over the K blocks [first, last).
+
+    s and z: the scales and the zero points of int4, which are the weight itself, seen as fp16 and as bytes.
+    """
     FOUR: tl.constexpr = BITS == 4
+    UP: tl.constexpr = FOUR and GATED
+    SIZE: tl.constexpr = panel_words(BITS, GROUP, ZEROS)
+    Z: tl.constexpr = ZEROS and GATED
+    # Rows past the end are read as the last row. Their products are not stored.
+    rn = tl.minimum(rn, N - 1)
+    up_rn = tl.minimum(rn + N_OUT, N - 1)
+    at = _row_offset(rn, K, BITS, GROUP, ZEROS)
+    up_at = _row_offset(up_rn, K, BITS, GROUP, ZEROS)
+    row = rn % 32
+    up_row = up_rn % 32
+    s_at = (at - row * 16 + 512) * 2 + row
+    up_s_at = (up_at - up_row * 16 + 512) * 2 + up_row
+    z_at = (at - row * 16 + 512 + 16 * (128 // GROUP)) * 4 + row if ZEROS else row
+    up_z_at = (up_at - up_row * 16 + 512 + 16 * (128 // GROUP)) * 4 + up_row if ZEROS else row
     acc = tl.zeros((BN, BT), tl.float32)
     up = tl.zeros((BN, BT), tl.float32)
-    scales = _group_rows(s, rn, first, K, N, GROUP, FOUR)
-    zeros = _group_rows(z, rn, first, K, N, GROUP, ZEROS)
-    up_scales = _group_rows(s, rn + N_OUT, first, K, N, GROUP, FOUR and GATED)
-    up_zeros = _group_rows(z, rn + N_OUT, first, K, N, GROUP, ZEROS and GATED)
+    end = last - 1
+    second = tl.minimum(first + 1, end)
+    scales = _wide(_group_rows(s, s_at, first, GROUP, 8 * SIZE, FOUR), FOUR)
+    zeros = _group_rows(z, z_at, first, GROUP, 16 * SIZE, ZEROS)
+    up_scales = _wide(_group_rows(s, up_s_at, first, GROUP, 8 * SIZE, UP), UP)
+    up_zeros = _group_rows(z, up_z_at, first, GROUP, 16 * SIZE, Z)
+    next_scales = _group_rows(s, s_at, second, GROUP, 8 * SIZE, FOUR)
+    next_up_scales = _group_rows(s, up_s_at, second, GROUP, 8 * SIZE, UP)
     for b in range(first, last):
-        scales_b = scales
+        third = tl.minimum(b + 2, end)
+        loaded = _group_rows(s, s_at, third, GROUP, 8 * SIZE, FOUR)
+        up_loaded = _group_rows(s, up_s_at, third, GROUP, 8 * SIZE, UP)
         zeros_b = zeros
-        up_scales_b = up_scales
         up_zeros_b = up_zeros
-        scales = _group_rows(s, rn, b + 1, K, N, GROUP, FOUR)
-        zeros = _group_rows(z, rn, b + 1, K, N, GROUP, ZEROS)
-        acc = _multiply_block(acc, w, scales_b, zeros_b, x, rows, live, rn, b * 128, K, N,
-                              BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, NATIVE)  # fmt: skip
+        zeros = _group_rows(z, z_at, tl.minimum(b + 1, end), GROUP, 16 * SIZE, ZEROS)
+        acc = _multiply_block(acc, w, scales, zeros_b, x, rows, live, at, b, K,
+                              BITS, GROUP, ZEROS, EVEN_K, ACC, NATIVE)  # fmt: skip
         if GATED:
-            up_scales = _group_rows(s, rn + N_OUT, b + 1, K, N, GROUP, FOUR)
-            up_zeros = _group_rows(z, rn + N_OUT, b + 1, K, N, GROUP, ZEROS)
-            up = _multiply_block(up, w, up_scales_b, up_zeros_b, x, rows, live, rn + N_OUT, b * 128, K, N,
-                                 BITS, GROUP, ZEROS, EVEN_K, EVEN_N, ACC, NATIVE)  # fmt: skip
+            up_zeros = _group_rows(z, up_z_at, tl.minimum(b + 1, end), GROUP, 16 * SIZE, Z)
+            up = _multiply_block(up, w, up_scales, up_zeros_b, x, rows, live, up_at, b, K,
+                                 BITS, GROUP, ZEROS, EVEN_K, ACC, NATIVE)  # fmt: skip
+        # Triton makes no asynchronous copies in a loop that hands a value on unchanged. So it is widened here.
+        scales = _wide(next_scales, FOUR)
+        up_scales = _wide(next_up_scales, UP)
+        next_scales = loaded
+        next_up_scales = up_loaded
     return acc, up
 
 
@@ -163,19 +203,30 @@ def _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS: tl.constex
         free = free & (rn[:, None] != which[None, :])
 
 
+@jit
+def _partial(part, split, rn, rt, width, BT: tl.constexpr, GATED: tl.constexpr):
+    """Where the partial sums of one split lie: rows of tokens, so that only live ones take traffic."""
+    return (
+        part
+        + ((tl.program_id(0) * tl.num_programs(2) + split) * (2 * BT if GATED else BT) + rt)[None, :] * width
+        + (rn[:, None])
+    )
+
+
 # M is not specialized: one binary per token tile also serves M = 1.
 @(triton.jit(do_not_specialize=["M"]) if triton else jit)
 def linear_kernel(
     x, w, s, z, bias, residual, out, ids, part, count, M, N, K, N_OUT, BITS: tl.constexpr,
     GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    TOPK: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
-    SPLIT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
+    TOPK: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, SPLIT: tl.constexpr,
+    ACC: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """out[M, N_OUT], or the best of it if TOPK > 0 (`_finish_topk`). Grid (token tiles, row tiles, SPLIT).
 
-    The token tiles of one weight tile are neighbours in launch order, so its weights come from DRAM once. The
-    program that arrives last adds the partial sums in split order. It also resets the counter, so that the
-    buffer is ready for the next launch or the next replay of a graph.
+    The token tiles of one weight tile are neighbours in launch order, so its weights come from DRAM once. Of the
+    programs that share a sum, the one that ends last keeps its own part in registers, waits until the others have
+    stored theirs, and adds all parts in split order. It waits only for programs that are storing already. It also
+    resets the counter, so that the buffer is ready for the next launch or the next replay of a graph.
     """
     slab = tl.program_id(0)
     tile = tl.program_id(1)
@@ -188,24 +239,36 @@ def linear_kernel(
     first = blocks * split // SPLIT
     last = blocks * (split + 1) // SPLIT
     acc, up = main_loop(x, w, s, z, rm, live, rn, first, last, K, N, N_OUT,
-                        BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, EVEN_N, ACC, NATIVE)  # fmt: skip
+                        BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, ACC, NATIVE)  # fmt: skip
     if SPLIT > 1:
-        size = tl.num_programs(1) * BN * BT
-        step = size * 2 if GATED else size
-        at = slab * SPLIT * step + rn[:, None] * BT + rt[None, :]
-        tl.store(part + split * step + at, acc)
-        if GATED:
-            tl.store(part + split * step + size + at, up)
-        tl.debug_barrier()
+        STORED: tl.constexpr = 65536  # what a program adds to the counter after its sums are stored
+        width = tl.num_programs(1) * BN
+        stored = live[None, :] & (rn < N_OUT)[:, None]
         count += slab * tl.num_programs(1) + tile
-        if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") != SPLIT - 1:
+        if tl.atomic_add(count, 1, sem="relaxed", scope="gpu") % STORED != SPLIT - 1:
+            at = _partial(part, split, rn, rt, width, BT, GATED)
+            tl.store(at, acc, mask=stored)
+            if GATED:
+                tl.store(at + BT * width, up, mask=stored)
+            tl.debug_barrier()
+            tl.atomic_add(count, STORED, sem="release", scope="gpu")
             return
+        arrived = tl.atomic_add(count, 0, sem="acquire", scope="gpu")
+        while arrived // STORED != SPLIT - 1:
+            arrived = tl.atomic_add(count, 0, sem="acquire", scope="gpu")
+        own = acc
+        own_up = up
         acc = tl.zeros((BN, BT), tl.float32)
         up = tl.zeros((BN, BT), tl.float32)
         for j in range(SPLIT):
-            acc += tl.load(part + j * step + at, cache_modifier=".cg")
-            if GATED:
-                up += tl.load(part + j * step + size + at, cache_modifier=".cg")
+            if j == split:
+                acc += own
+                up += own_up
+            else:
+                at = _partial(part, j, rn, rt, width, BT, GATED)
+                acc += tl.load(at, mask=stored, other=0, cache_modifier=".cg")
+                if GATED:
+                    up += tl.load(at + BT * width, mask=stored, other=0, cache_modifier=".cg")
         tl.store(count, 0)
     if TOPK > 0:
         _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS, TOPK)
@@ -214,45 +277,45 @@ def linear_kernel(
 
 
 def launch_tile(
-    config: LinearConfig, tokens: int, gated: bool, group: int = 0, zeros: bool = False
+    config: LinearConfig, tokens: int, gated: bool, group: int = 0, zeros: bool = False, bits: int = 4
 ) -> tuple[int, int, dict]:
     """(output columns BN and tokens BT of a program, compiler options) of a launch on `tokens` rows.
 
     A gate-up layer halves BN, because two tiles share a program. With zero points a warp needs 32 output
-    columns, otherwise decoded weights go through shared memory. Groups below 128 have so many scales that
-    more than 32 tokens would spill even with all 255 registers.
+    columns, otherwise decoded weights go through shared memory. Gate-up layers and groups below 128 have so many
+    sums and scales that more than 32 tokens would spill even with all 255 registers.
     """
     block_n = max(config.block_n, 32 * config.warps if zeros else 16) // (1 + gated)
     small_groups = 0 < group < 128
-    tile = min(32 if small_groups else TILE_M, max(16, triton.next_power_of_2(tokens)))
-    options = dict(num_warps=config.warps, num_stages=config.stages, maxnreg=None)
-    if tile == 32:  # Without a number, ptxas would rather spill than use more than 128 registers.
-        options["maxnreg"] = 255 if small_groups else 168
+    tile = min(32 if small_groups or gated else TILE_M, max(16, triton.next_power_of_2(tokens)))
+    # With 64 tokens a fourth stage takes so much shared memory that a multiprocessor runs one program less.
+    stages = min(config.stages, 3) if tile == 64 else config.stages
+    options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None)
+    if tile == 32 or small_groups:  # Without a number, ptxas would rather spill than use more than 128 registers.
+        options["maxnreg"] = 255 if small_groups or bits == 16 else 168
     return max(16, block_n), tile, options
 
 
 def launch_arguments(
     x: Tensor, weight: PackedWeight, gated: bool, tokens: int
-) -> tuple[tuple[int, int, int], Tensor, Tensor, Tensor, dict]:
-    """(grid, scales, zeros, buffer for partial sums, constants and compiler options) of a launch on x [M, K].
+) -> tuple[tuple[int, int, int], Tensor, dict]:
+    """(grid, buffer for partial sums, constants and compiler options) of a launch on x [M, K].
 
-    If the weight has no scales or zeros, x takes their place. tokens: for how many rows the tile is chosen.
+    tokens: for how many rows the tile is chosen.
     """
     config = weight.config
     n_out = weight.n // 2 if gated else weight.n
-    zeros = weight.zeros is not None
-    block_n, tile, options = launch_tile(config, tokens, gated, weight.group_size, zeros)
+    zeros = weight.has_zeros
+    block_n, tile, options = launch_tile(config, tokens, gated, weight.group_size, zeros, weight.bits)
     grid = triton.cdiv(x.shape[0], tile), triton.cdiv(n_out, block_n), config.split_k
     room = math.prod(grid) * (1 + gated) * block_n * tile if config.split_k > 1 else 0
     partial = x.new_empty(room, dtype=torch.float32)
     half = config.accumulate == "float16" and x.dtype == torch.float16
     constants = dict(
-        BITS=weight.bits, GROUP=weight.group_size, ZEROS=zeros, GATED=gated, EVEN_K=weight.k % 128 == 0,
-        EVEN_N=n_out % block_n == 0, BN=block_n, BT=tile, ACC=tl.float16 if half else tl.float32,
-        NATIVE=native(x.dtype),
+        BITS=weight.bits, GROUP=weight.group_size, ZEROS=zeros, GATED=gated, EVEN_K=weight.k % 128 == 0, BN=block_n,
+        BT=tile, ACC=tl.float16 if half else tl.float32, NATIVE=native(x.dtype),
     )  # fmt: skip
-    scales = x if weight.scales is None else weight.scales
-    return grid, scales, weight.zeros if zeros else x, partial, options | constants
+    return grid, partial, options | constants
 
 
 def epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
@@ -291,11 +354,10 @@ def packed_linear(
         return epilogue(y, None, residual, gated)
     if weight.layout == "planes":
         # In one program two tiles and their zero points would spill registers.
-        apart = gated and weight.zeros is not None
+        apart = gated and weight.has_zeros
         y = torch.ops.eaglet.planes_linear(
-            x, weight.weight, weight.scales, weight.zeros, weight.counters, bias, None if apart else residual,
-            weight.bits, weight.group_size, weight.n, gated and not apart, weight.config[:4],
-            weight.config.accumulate,
+            x, weight.weight, weight.scales, weight.counters, bias, None if apart else residual, weight.bits,
+            weight.group_size, weight.n, gated and not apart, weight.config[:4], weight.config.accumulate,
         )  # fmt: skip
         return epilogue(y, None, residual, True) if apart else y
     if weight.layout == "tiles":
@@ -329,24 +391,23 @@ def packed_linear_norm(
 
 @torch.library.custom_op("eaglet::planes_linear", mutates_args=())
 def _planes_linear(
-    x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor | None, counters: Tensor,
-    bias: Tensor | None, residual: Tensor | None, bits: int, group: int, n: int, gated: bool,
-    config: list[int], accumulate: str,
+    x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bias: Tensor | None,
+    residual: Tensor | None, bits: int, group: int, n: int, gated: bool, config: list[int], accumulate: str,
 ) -> Tensor:  # fmt: skip
     """`packed_linear` for layout 'planes'. `counters` is zero before and after, so it counts as unchanged."""
     k = x.shape[-1]
     rows = x.reshape(-1, k).contiguous()
     tiling = LinearConfig(*config, accumulate)
-    weight = PackedWeight("planes", bits, group, n, k, words, scales, zeros, config=tiling)
+    weight = PackedWeight("planes", bits, group, n, k, words, scales, config=tiling)
     ours = use_triton("packed_linear", x)
     if not ours or len(rows) > SMALL_M:
         y = rows @ dequantize(weight, x.dtype, fused=ours).mT
         return epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
     n_out = n // 2 if gated else n
     out = x.new_empty((*x.shape[:-1], n_out))
-    grid, scales, zeros, partial, constants = launch_arguments(rows, weight, gated, len(rows))
+    grid, partial, constants = launch_arguments(rows, weight, gated, len(rows))
     linear_kernel[grid](
-        rows, words, scales, zeros, rows if bias is None else bias,
+        rows, *kernel_views(words, scales, bits), rows if bias is None else bias,
         rows if residual is None else residual.contiguous(), out, out, partial, counters, len(rows), n, k,
         n_out, BIAS=bias is not None, RESIDUAL=residual is not None, TOPK=0, SPLIT=grid[2], **constants,
     )  # fmt: skip
@@ -354,7 +415,7 @@ def _planes_linear(
 
 
 @_planes_linear.register_fake
-def _(x, words, scales, zeros, counters, bias, residual, bits, group, n, gated, config, accumulate):
+def _(x, words, scales, counters, bias, residual, bits, group, n, gated, config, accumulate):
     return x.new_empty((*x.shape[:-1], n // 2 if gated else n))
 
 
@@ -387,33 +448,33 @@ def packed_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
     if weight.layout != "planes" or weight.correction is not None:
         return topk_reference(packed_linear(x, weight), count)
     top = torch.ops.eaglet.planes_topk(
-        weight.reorder(x).reshape(-1, weight.k), weight.weight, weight.scales, weight.zeros, weight.counters,
-        weight.bits, weight.group_size, weight.n, count, weight.config[:4], weight.config.accumulate,
+        weight.reorder(x).reshape(-1, weight.k), weight.weight, weight.scales, weight.counters, weight.bits,
+        weight.group_size, weight.n, count, weight.config[:4], weight.config.accumulate,
     )  # fmt: skip
     return TopK(*(t.unflatten(0, x.shape[:-1]) for t in top))
 
 
 @torch.library.custom_op("eaglet::planes_topk", mutates_args=())
 def _planes_topk(
-    x: Tensor, words: Tensor, scales: Tensor | None, zeros: Tensor | None, counters: Tensor, bits: int,
-    group: int, n: int, topk: int, config: list[int], accumulate: str,
+    x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bits: int, group: int, n: int, topk: int,
+    config: list[int], accumulate: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`packed_topk` for layout 'planes' and rows x [M, K]."""
     x = x.contiguous()
     tokens, k = x.shape
     tiling = LinearConfig(*config, accumulate)
-    weight = PackedWeight("planes", bits, group, n, k, words, scales, zeros, config=tiling)
+    weight = PackedWeight("planes", bits, group, n, k, words, scales, config=tiling)
     rows = weight.config.block_n
     problem = f"{topk} candidates exceed a tile of {rows} rows" if topk > rows else ""
     ours = use_triton("packed_topk", x, problem)
     if not ours or tokens > SMALL_M:
         top = topk_reference(x @ dequantize(weight, x.dtype, fused=ours).mT, topk)
         return tuple(t.clone() for t in top)  # An operator may not return views.
-    grid, scales, zeros, partial, constants = launch_arguments(x, weight, False, min(32, tokens))
+    grid, partial, constants = launch_arguments(x, weight, False, min(32, tokens))
     out = x.new_empty(grid[1], tokens, topk + 2, dtype=torch.float32)
     ids = x.new_empty(grid[1], tokens, topk, dtype=torch.int32)
     linear_kernel[grid](
-        x, words, scales, zeros, x, x, out, ids, partial, counters, tokens, n, k, n, BIAS=False,
+        x, *kernel_views(words, scales, bits), x, x, out, ids, partial, counters, tokens, n, k, n, BIAS=False,
         RESIDUAL=False, TOPK=topk, SPLIT=grid[2], **constants,
     )  # fmt: skip
     values, order = out[..., :topk].transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
@@ -422,6 +483,6 @@ def _planes_topk(
 
 
 @_planes_topk.register_fake
-def _(x, words, scales, zeros, counters, bits, group, n, topk, config, accumulate):
+def _(x, words, scales, counters, bits, group, n, topk, config, accumulate):
     values = x.new_empty(x.shape[0], topk, dtype=torch.promote_types(x.dtype, torch.float32))
     return values, torch.empty_like(values, dtype=torch.int64), torch.empty_like(values[:, 0])

@@ -3,7 +3,9 @@
 The layout 'planes' of Triton: 128 k values of one output row are KP = 16 (int4) or 32 (int8) int32 words.
 Word i holds the codes of k = i, i + KP, i + 2 KP, ..., the first one in its lowest bits, so that one load
 feeds every matrix product of the block from registers. Codes are unsigned, with the zero point in the middle
-(8 or 128).
+(8 or 128). A panel holds such a block of 32 rows: their words, then with int4 their fp16 scales and the bytes of their
+zero points, group after group. The panels of 128 rows lie side by side, and then come those of the next 128 k values,
+so that what a program reads in one turn is contiguous: [..., N / 128, K / 128, 4 panels].
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.cpu as cpu
-from kernels.backend import active_backend, constexpr, jit, native, tl, triton, use_cpu, use_triton
-from kernels.tuned import SMALL_M, LinearConfig, linear_config, shape_key
+from kernels.backend import active_backend, constexpr, constexpr_function, jit, native, tl, triton, use_cpu, use_triton
+from kernels.tuned import SMALL_M, LinearConfig, linear_config, shape_key, without_wgmma
 
 
 def decode_ptx(bits: int, bf16: bool) -> str:
@@ -87,28 +89,39 @@ def decode(w, BITS: tl.constexpr, DT: tl.constexpr, NATIVE: tl.constexpr):
         return tl.inline_asm_elementwise(_PTX8_BF16, _REGS8, [w], (tl.bfloat16,) * 4, is_pure=True, pack=2)
 
 
+@constexpr_function
+def panel_words(bits: int, group: int, zeros: bool) -> int:
+    """The int32 words of a panel in layout 'planes'."""
+    return 128 * bits + ((24 if zeros else 16) * (128 // group) if bits == 4 else 0)
+
+
 @jit
 def dequantize_kernel(
-    w, s, z, out, N, K, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BN: tl.constexpr,
-    NATIVE: tl.constexpr,
-):  # fmt: skip
-    """`dequantize` for out [N, K] from int4 or int8 words, bit for bit. Grid (row tiles, K blocks)."""
+    w, s, z, out, N, K, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, NATIVE: tl.constexpr
+):
+    """`dequantize` for out [N, K] from int4 or int8 words, bit for bit. Grid (panels of 32 rows, K blocks)."""
     DT: tl.constexpr = out.dtype.element_ty
     KP: tl.constexpr = 4 * BITS
+    SIZE: tl.constexpr = panel_words(BITS, GROUP, ZEROS)
+    panel = tl.program_id(0)
     block = tl.program_id(1)
     kp = tl.arange(0, KP)
-    rn = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.arange(0, 32)
+    rn = panel * 32 + row
     ok = (rn < N)[:, None]
-    words = tl.load(w + rn[:, None] * (tl.cdiv(K, 128) * KP) + (block * KP + kp)[None, :], mask=ok, other=0)
-    q = decode(words, BITS, DT, NATIVE)
+    at = (panel // 4 * tl.cdiv(K, 128) * 4 + block * 4 + panel % 4) * SIZE
+    q = decode(tl.load(w + at + row[:, None] * KP + kp[None, :]), BITS, DT, NATIVE)
     for p in tl.static_range(32 // BITS):
         k = block * 128 + p * KP
-        at = k // GROUP * N + rn if BITS == 4 else rn
         value = q[p].to(tl.float32)
-        inside = (rn < N) & (k + 0 * rn < K)  # A group outside of the matrix has no scale.
-        if ZEROS:
-            value -= tl.load(z + at, mask=inside, other=8).to(tl.float32)[:, None] - 8
-        value *= tl.load(s + at, mask=inside, other=0).to(tl.float32)[:, None]
+        if BITS == 4:
+            group = p * KP // GROUP * 32 + row
+            if ZEROS:
+                value -= tl.load(z + (at + 512 + 16 * (128 // GROUP)) * 4 + group).to(tl.float32)[:, None] - 8
+            scale = tl.load(s + (at + 512) * 2 + group)
+        else:
+            scale = tl.load(s + rn, mask=rn < N, other=0)
+        value *= scale.to(tl.float32)[:, None]
         tl.store(out + rn[:, None] * K + (k + kp)[None, :], value.to(DT), mask=ok & (k + kp < K)[None, :])
 
 
@@ -118,7 +131,7 @@ class PackedWeight:
 
     layout: 'planes' (for Triton), 'tiles' (for `kernels.cpu`), 'plain' (as stored), 'dense' (dequantized once)
     or 'cpu' (torch's int4pack). Dimensions of `weight` before [N, ...] are experts. n and k are the numbers of
-    output and input features.
+    output and input features. In layout 'planes' scales and zeros of int4 lie inside `weight`.
     """
 
     layout: str
@@ -136,6 +149,12 @@ class PackedWeight:
     # How many partial sums of a tile have arrived. All are zero between launches.
     counters: Tensor | None = None
     config: LinearConfig = LinearConfig()
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether groups have zero points, wherever they lie."""
+        inside = self.layout == "planes" and self.bits == 4
+        return self.weight.shape[-1] == 4 * panel_words(4, self.group_size, True) if inside else self.zeros is not None
 
     def reorder(self, x: Tensor) -> Tensor:
         """The columns of x [..., K] in the order in which the weight stores them."""
@@ -164,6 +183,38 @@ def from_planes(words: Tensor, bits: int, k: int) -> Tensor:
     return ((words.unflatten(-1, (-1, 1, 4 * bits)) >> shifts) & (2**bits - 1)).flatten(-3)[..., :k]
 
 
+def _to_panels(words: Tensor, scales: Tensor | None, zeros: Tensor | None, group: int, bits: int) -> Tensor:
+    """Words [..., N, K / 128 * 4 bits] of `to_planes`, scales and zeros [..., K/G, N] -> layout 'planes'."""
+    rows = F.pad(words, (0, 0, 0, -words.shape[-2] % 128))
+    parts = [rows.unflatten(-1, (-1, 4 * bits)).unflatten(-3, (-1, 4, 32)).movedim(-2, -4).flatten(-2)]
+    blocks = parts[0].shape[-3]
+    for table in (scales, zeros):
+        if table is not None:
+            pad = (0, -table.shape[-1] % 128, 0, blocks * (128 // group) - table.shape[-2])
+            table = F.pad(table, pad).unflatten(-1, (-1, 4, 32)).unflatten(-4, (blocks, -1))
+            parts.append(table.movedim(-4, -2).movedim(-5, -4).flatten(-2).contiguous().view(torch.int32))
+    return torch.cat(parts, -1).flatten(-2)
+
+
+def _from_panels(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The inverse of `_to_panels`: words, scales and zeros of a weight in layout 'planes'."""
+    blocks = weight.weight.unflatten(-1, (4, -1))  # [..., N / 128, K / 128, 4, words of a panel]
+    four = weight.bits == 4
+    words = blocks[..., : 128 * weight.bits].unflatten(-1, (32, -1)).movedim(-4, -2)
+    words = words.flatten(-2).flatten(-4, -2)[..., : weight.n, :]
+    if not four:
+        return words, weight.scales, None
+
+    def table(part: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = part.contiguous().view(dtype).unflatten(-1, (-1, 32))  # [..., N / 128, K / 128, 4, groups, 32]
+        rows = rows.movedim(-5, -3).movedim(-2, -4).flatten(-3).flatten(-3, -2)
+        return rows[..., : weight.k // weight.group_size, : weight.n]
+
+    count = 16 * (128 // weight.group_size)
+    zeros = table(blocks[..., 512 + count :], torch.uint8) if weight.has_zeros else None
+    return words, table(blocks[..., 512 : 512 + count], torch.float16), zeros
+
+
 def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) -> Tensor:
     """The matrix [..., N, K] that a packed weight stands for, rounded once from float32 or wider to `dtype`.
 
@@ -175,18 +226,21 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
     if weight.layout == "dense" or weight.bits == 16:
         return weight.weight.to(dtype)
     if fused:
-        zeros = weight.scales if weight.zeros is None else weight.zeros  # a placeholder if there are none
         out = weight.weight.new_empty(weight.n, weight.k, dtype=dtype)
+        words, scales, zeros = kernel_views(weight.weight, weight.scales, weight.bits)
         dequantize_kernel[triton.cdiv(weight.n, 32), triton.cdiv(weight.k, 128)](
-            weight.weight, weight.scales, zeros, out, weight.n, weight.k, BITS=weight.bits,
-            GROUP=weight.group_size, ZEROS=weight.zeros is not None, BN=32, NATIVE=native(dtype), num_warps=4,
+            words, scales, zeros, out, weight.n, weight.k, BITS=weight.bits, GROUP=weight.group_size,
+            ZEROS=weight.has_zeros, NATIVE=native(dtype), num_warps=4,
         )  # fmt: skip
         return out
     wide = torch.promote_types(dtype, torch.float32)
     if weight.layout == "tiles":
         weight = _from_tiles(weight)
+    zero_points = weight.zeros
     if weight.layout == "planes":
-        codes = from_planes(weight.weight, weight.bits, weight.k)
+        words, scales, zero_points = _from_panels(weight)
+        weight = replace(weight, scales=scales)
+        codes = from_planes(words, weight.bits, weight.k)
     else:
         codes = _unpack_nibbles(weight.weight) if weight.bits == 4 else weight.weight
     codes = codes.to(wide).unflatten(-1, (-1, weight.group_size or weight.k))
@@ -195,7 +249,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
     if weight.mins is not None:
         return (codes * scales + weight.mins.to(wide).mT[..., None]).flatten(-2).to(dtype)
     zeros = 8 if weight.bits == 4 else 128 if weight.layout == "planes" else 0
-    zeros = zeros if weight.zeros is None else weight.zeros.to(wide).mT[..., None]
+    zeros = zeros if zero_points is None else zero_points.to(wide).mT[..., None]
     return ((codes - zeros) * scales).flatten(-2).to(dtype)
 
 
@@ -248,22 +302,41 @@ def _pack(
         return _to_tiles(plain, reuse)
     if layout == "plain":
         return plain
-    weight = plain.weight.contiguous()
-    if plain.bits == 4:
-        weight = to_planes(_unpack_nibbles(weight), 4)
-    elif plain.bits == 8:
-        weight = to_planes(weight.to(torch.int32) + 128, 8)
-    device = weight.device
-    if config is None:
-        backend = active_backend()
-        config = backend.configs.get(shape_key(plain.n, plain.k, plain.bits)) if backend else None
-    if config is None:
-        on_gpu = device.type == "cuda"
-        count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 82
-        config = linear_config(plain.n, plain.k, plain.bits, count)
+    config = _tiling(plain) if config is None else config
+    device = plain.weight.device
     counters = torch.zeros(SMALL_M // 32 * -(-plain.n // 16), dtype=torch.int32, device=device)
+    if plain.bits == 16:
+        return replace(plain, layout=layout, weight=plain.weight.contiguous(), config=config, counters=counters)
+    if plain.bits == 8:
+        weight = _to_panels(to_planes(plain.weight.to(torch.int32) + 128, 8), None, None, 0, 8)
+        return replace(plain, layout=layout, weight=weight, config=config, counters=counters)
+    words = to_planes(_unpack_nibbles(plain.weight), 4)
+    weight = _to_panels(words, plain.scales, plain.zeros, plain.group_size, 4)
     correction = None if plain.mins is None else pack_half(_middle(plain).mT.to(dtype).contiguous(), layout)
-    return replace(plain, layout=layout, weight=weight, config=config, counters=counters, correction=correction)
+    return replace(
+        plain, layout=layout, weight=weight, scales=None, zeros=None, config=config, counters=counters,
+        correction=correction,
+    )  # fmt: skip
+
+
+def _tiling(plain: PackedWeight) -> LinearConfig:
+    """How layout 'planes' is cut on the weight's device: as measured, if the active backend knows it, or by rule."""
+    device, backend = plain.weight.device, active_backend()
+    multiprocessors, capability = 82, (8, 6)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        multiprocessors, capability = properties.multi_processor_count, (properties.major, properties.minor)
+    measured = backend.configs.get(shape_key(plain.n, plain.k, plain.bits)) if backend else None
+    if measured is None:
+        return linear_config(plain.n, plain.k, plain.bits, multiprocessors, capability)
+    return without_wgmma(measured, capability)
+
+
+def kernel_views(weight: Tensor, scales: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(words, scales, zeros) as the kernels take a weight in layout 'planes'. What it lacks is a placeholder."""
+    if bits == 4:
+        return weight, weight.view(torch.float16), weight.view(torch.uint8)
+    return weight, weight if scales is None else scales, weight
 
 
 def _to_tiles(plain: PackedWeight, reuse: bool) -> PackedWeight:

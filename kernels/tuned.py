@@ -36,27 +36,56 @@ class LinearConfig(NamedTuple):
     accumulate: str = "float32"
 
 
+# The most programs that share one sum by default.
+MOST_SPLITS = 4
+
 # Values that each field of a `LinearConfig` may have in the file.
 ALLOWED = ((16, 32, 64, 128, 256), range(1, 65), (1, 2, 4, 8), range(1, 9), ("float32", "float16"))
 
 
-def linear_config(n: int, k: int, bits: int, multiprocessors: int = 82) -> LinearConfig:
-    """The default tiling of a weight [n, k], from its shape and the GPU's number of multiprocessors alone.
+def linear_config(
+    n: int, k: int, bits: int, multiprocessors: int = 82, capability: tuple[int, int] = (8, 6)
+) -> LinearConfig:
+    """The default tiling of a weight [n, k], from its shape and the GPU alone.
 
-    Every multiprocessor runs two programs at a time. split_k fills such waves of programs best, with at least
-    four blocks of 128 k values for each program. Among equals the smallest split_k wins.
+    It takes the tiling that lets the busiest multiprocessor end first, with at least four blocks of 128 k values
+    for each program. A warp has 32 output columns.
     """
-    block_n = 128 if bits < 16 and n >= 4096 else 64
-    tiles = -(-n // block_n)
-    slots = 2 * multiprocessors
+    blocks = -(-k // 128)
+    even = n * k / multiprocessors
 
-    def used_share(split: int) -> float:
-        waves = -(-tiles * split // slots)
-        return round(tiles * split / (waves * slots), 2)
+    def cost(config: LinearConfig) -> float:
+        """Estimated time, as the number of weights that a multiprocessor can load in it."""
+        most = -(-(-(-n // config.block_n) * config.split_k) // multiprocessors)  # programs on the busiest one
+        work = most * -(-blocks // config.split_k) * config.block_n * 128
+        # Six warps load a multiprocessor's share of the memory's rate. With more of them it may load 1.4 shares.
+        seconds = max(even, work / min(1.4, most * config.warps / 6))
+        if config.split_k > 1:  # The hand-over takes as long as loading 16 KB, and meanwhile little else is loaded.
+            seconds += (16384 + 2 * partial_bytes(config, n, 16) / multiprocessors) * 8 / bits
+        return seconds * (1.05 if config.block_n == 64 else 1)  # A narrow tile reads x more often.
 
-    most = max(1, min(16, -(-k // 512)))
-    split_k = max(range(1, most + 1), key=lambda split: (used_share(split), -split))
-    return LinearConfig(block_n, split_k, stages=4 if bits == 4 else 3)
+    wide = [] if bits == 16 else [128]
+    splits = range(1, max(1, min(MOST_SPLITS, blocks // 4)) + 1)
+    found = [
+        LinearConfig(block, split, block // 32, 4 if bits == 4 else 3) for split in splits for block in [*wide, 64]
+    ]
+    return min((without_wgmma(config, capability) for config in found), key=cost)
+
+
+def without_wgmma(config: LinearConfig, capability: tuple[int, int]) -> LinearConfig:
+    """The tiling as a GPU of this capability may run it.
+
+    With four warps Triton uses wgmma on Hopper. Its compiler puts no fence between the copies of x and the wgmma that
+    reads them (Triton 3.6), and ptxas 12.9 may overwrite registers that a wgmma still reads. Two warps use mma.
+    """
+    if capability[0] != 9:
+        return config
+    return config._replace(block_n=min(config.block_n, 64), warps=min(config.warps, 2))
+
+
+def partial_bytes(config: LinearConfig, n: int, tokens: int) -> int:
+    """Bytes of partial sums that a launch on `tokens` rows writes and reads again. n counts gate and up rows."""
+    return 2 * 4 * (config.split_k - 1) * n * tokens
 
 
 def shape_key(n: int, k: int, bits: int) -> str:

@@ -90,7 +90,7 @@ def empty_tensors(shape: tuple[int, ...], bits: int, group_size: int, extra: Col
 class QuantLinear(SelfCounting):
     """A linear over stored tensors. With an expert axis it is one matrix kind of all experts.
 
-    The kernel's packing is made once per dtype and kept. If the packed form is lossless, the original codes are freed:
+    The kernel's packing is made once per dtype and kept. If the packed form is lossless, the original tensors are freed:
     on CUDA at once, and for a dequantized matrix by `pack_`.
     """
 
@@ -117,6 +117,10 @@ class QuantLinear(SelfCounting):
             self.packed_for = dtype
             if self.packed.layout == "planes" and self.qweight.is_cuda:
                 self.qweight = None
+                self.scales, self.zeros = (
+                    self.packed.scales,
+                    self.packed.zeros,
+                )  # those of int4 lie in the packed weight
         return self.packed
 
     def repack(self, dtype: torch.dtype) -> None:
@@ -151,7 +155,7 @@ class QuantLinear(SelfCounting):
         weight[:1].copy_(first.weight)
         for e in range(1, self.experts):
             weight[e : e + 1].copy_(pack(slice(e, e + 1)).weight)
-        kept = {} if first.scales is None else {"scales": self.scales, "zeros": self.zeros}
+        kept = {} if first.scales is None else {"scales": self.scales}
         return replace(first, weight=weight, **kept)
 
     def forward(
@@ -188,20 +192,21 @@ class QuantLinear(SelfCounting):
         """Bytes that a forward of `nodes` rows reads. Of experts, those that are expected to be touched count."""
         codes = max(1, self.experts) * self.in_features * self.out_features * self.bits / 8
         others = sum(t.nbytes for t in (self.scales, self.zeros, self.mins) if t is not None)
+        if self.scales is None:  # they lie in the packed weight
+            others += self.packed.weight.nbytes - codes
         share = 1 - (1 - self.per_token / self.experts) ** nodes if self.experts else 1.0
         return share * (codes + others) + sum(p.nbytes for p in self.parameters())
 
     def _apply(self, fn, recurse: bool = True):
         """Move between devices. A change of dtype is meant for activations, so the scales stay as they were stored."""
-        scales, mins = self.scales, self.mins
+        kept = {name: self._buffers[name] for name in ("scales", "mins")}
         super()._apply(fn, recurse)
-        if self.scales.dtype != scales.dtype:
-            self.scales = scales.to(self.scales.device)
-        if self.mins is not None and self.mins.dtype != mins.dtype:
-            self.mins = mins.to(self.mins.device)
+        for name, stored in kept.items():
+            if stored is not None and self._buffers[name].dtype != stored.dtype:
+                self._buffers[name] = stored.to(self._buffers[name].device)
         if self.qweight is not None:
             self.packed = None
-        elif self.packed.weight.device != self.scales.device:
+        elif fn(self.packed.weight[:0]).device != self.packed.weight.device:
             raise ValueError("packed weights cannot move to another device; load the model again on that one.")
         return self
 
@@ -320,6 +325,10 @@ def held_bytes(
     dense = not planes and not tiles and device == "cpu" and dtype != torch.bfloat16
     torch_packs = not planes and device == "cpu" and dtype == torch.bfloat16
     total = 0
+
+    def padded(rows: int) -> int:
+        return -(-rows // 128) * 128
+
     for name, tensor in stored.items():
         if isinstance(tensor.dtype, str):
             continue  # torch has no such dtype, and loading refuses the tensor by name
@@ -329,20 +338,24 @@ def held_bytes(
             bits = 8 if tensor.dtype == torch.int8 else 4
             if dense:
                 total += count * width * 8 // bits * dtype.itemsize
-            elif planes and width == 1:  # rows padded to blocks of 128, and counters of the split sums
+            elif planes and width == 1:  # rows and columns padded to blocks of 128, and counters of the split sums
                 blocks = -(-shape[-1] * 8 // bits // 128)
-                total += count // shape[-1] * blocks * 16 * bits
+                total += math.prod(shape[:-2]) * padded(shape[-2]) * blocks * 16 * bits
                 total += 4 * (kernels.SMALL_M // 32) * -(-shape[-2] // 16)
             else:  # torch's int4pack cannot be read back, so the codes stay beside it
                 twice = torch_packs and bits == 4 and len(shape) == 2 and shape[0] % 16 == 0
                 total += count * width * (2 if twice else 1)
         elif leaf in ("scales", "weight_scale"):
             paired = torch_packs and width == len(shape) == 2
+            if planes and width == 2:  # inside the packed weight
+                count = count // shape[-1] * padded(shape[-1])
             total += count * (width + (2 * dtype.itemsize if paired else 0))
         elif leaf in ("qzeros", "weight_zero_point"):
             total += count * (8 if width == 4 else 1) * (4 if tiles else 1)
         elif leaf == "zeros" and tiles:  # they become mins in float32
             total += 4 * count
+        elif leaf == "zeros" and planes:
+            total += count // shape[-1] * padded(shape[-1])
         elif leaf in ("zeros", "mins", "perm") or not tensor.dtype.is_floating_point:
             total += count * width
         elif tiles and leaf == "weight" and len(shape) == 2 and (tied or not name.endswith("embed_tokens.weight")):

@@ -119,43 +119,42 @@ class TreeDrafter(Drafter):
         nodes = make_nodes(self.rotary, start, positions, start + first, visible, self.slots)
         return self._forward(tokens, feature, nodes, self.cache, inputs.parts)
 
-    def _keys(self, inputs: DraftInput, output: Tensor, depth: int, paths: Tensor) -> tuple[Tensor, Tensor]:
-        """Ranking keys and scores [B, W, Vd] for the children of rows at `depth`.
+    def _logits(self, inputs: DraftInput, output: Tensor, paths: Tensor) -> Tensor:
+        """The penalised logits [B, W, Vd] of the children of rows [B, W].
 
-        paths [B, W, depth] are the draft-vocabulary ids from below the root to each row; only penalties read them. For
-        multi-round verification the keys are the penalised logits. A dynamic tree is ranked by its scores; the scores of
-        a static tree are for viewers and are always the draft's own log-probabilities.
+        paths [B, W, depth] are the draft-vocabulary ids from below the root to each row; only penalties read them.
         """
         logits = self.predict(output)
+        if not inputs.mode.penalties:
+            return logits
         ids = slice(None) if self.draft_ids is None else self.draft_ids
-        if inputs.mode.penalties:
-            known = torch.ones_like(paths, dtype=torch.bool)
-            seen, counts = inputs.seen[:, ids], inputs.counts[:, ids]
-            logits = sampling.apply_penalties(logits, seen, counts, paths, known, inputs.sampling)
-        noise = None
-        if inputs.noise is not None and self.shared_noise and not self.multi_round:
-            noise = inputs.noise[:, depth : depth + 1, ids]
-        mode = inputs.mode if self.shared_noise else sampling.SamplingMode()
-        return sampling.draft_keys(logits, noise, inputs.sampling, mode, noisy_scores=self.dynamic)
+        known = torch.ones_like(paths, dtype=torch.bool)
+        seen, counts = inputs.seen[:, ids], inputs.counts[:, ids]
+        return sampling.apply_penalties(logits, seen, counts, paths, known, inputs.sampling)
 
     def _target_ids(self, local: Tensor) -> Tensor:
         """Target ids of draft-vocabulary ids."""
         return local if self.draft_ids is None else self.draft_ids[local]
 
     def _children(self, inputs: DraftInput, output: Tensor, depth: int, paths: Tensor, width: int, first_row: int = 0):
-        """The `width` best children of each row: (draft-vocabulary ids, scores, q), each [B, W, ...]."""
-        by_logits = inputs.noise is None or not self.shared_noise
-        if by_logits and not (inputs.mode.penalties or self.multi_round):
+        """The `width` best children of each row: (draft-vocabulary ids, scores, q), each [B, W, ...].
+
+        A dynamic tree is ranked by its scores; the scores of a static tree are for viewers and are always the draft's own
+        log-probabilities.
+        """
+        noise = inputs.noise if self.shared_noise and not self.multi_round else None
+        if noise is None and not (inputs.mode.penalties or self.multi_round):
             best = self.top(output, width)
             if best is not None:
-                scores = best.values - best.log_total[..., None]
-                return best.ids, scores.masked_fill(scores.isnan(), -math.inf), None
-        keys, scores = self._keys(inputs, output, depth, paths)
+                return best.ids, best.scores, None
+        logits = self._logits(inputs, output, paths)
         if self.multi_round:
+            keys, scores = sampling.draft_keys(logits, None, inputs.sampling, inputs.mode)
             local, q = self._draw(inputs, keys, width, first_row)
-        else:
-            local, q = keys.topk(width, -1).indices, None
-        return local, scores.gather(-1, local), q
+            return local, scores.gather(-1, local), q
+        row = None if noise is None else noise.narrow(1, depth, 1)
+        mode = inputs.mode if self.shared_noise else sampling.SamplingMode()
+        return *sampling.draft_topk(logits, row, self.draft_ids, inputs.sampling, mode, width, self.dynamic), None
 
     def _draw(self, inputs: DraftInput, logits: Tensor, width: int, first_row: int) -> tuple[Tensor, Tensor]:
         """Children sampled from the draft's processed distribution, and that distribution q [B, W, V].

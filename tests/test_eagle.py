@@ -509,11 +509,11 @@ def noise_one_late(request, head):
 def test_noise_mutants_lose_acceptance(mutant, tree, monkeypatch):
     """Mutants: the draft's noise looked up by draft id, reused across depth, or of the wrong position."""
     params = SamplingParams(temperature=8.0, seed=11, max_new_tokens=22)  # the noise decides
-    real = EagleDrafter._keys
+    real = EagleDrafter._children
     vocab = vocabulary(params)
     assert tau(oracle_engine(vocab=vocab, tree=tree), params) > 4
     monkeypatch.setattr(
-        EagleDrafter, "_keys", lambda self, request, *rest: real(self, mutant(request, self.head), *rest)
+        EagleDrafter, "_children", lambda self, request, *rest: real(self, mutant(request, self.head), *rest)
     )
     assert tau(oracle_engine(vocab=vocab, tree=tree), params) < 3
 

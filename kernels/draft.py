@@ -28,7 +28,9 @@ def place_kernel(
         base -= tl.load(count + b)
         place = r
         tl.store(fed + b * FED + r, tl.load(tokens + b * S + tl.minimum(base - LEAD + 1 + r, S - 1)))
-    position = base + tl.load(depth + b * DEPTH_STRIDE + r)
+        position = base + r
+    else:
+        position = base + tl.load(depth + b * DEPTH_STRIDE + place)
     tl.store(positions + pid, position)
     tl.store(slots + pid, tl.minimum(base + place, LAST_SLOT))
     d = tl.arange(0, BLOCK)
@@ -41,14 +43,14 @@ def place_rows(
     n: Tensor, depth: Tensor, cos: Tensor, sin: Tensor, slots: int, fed: int = 0, count: Tensor | None = None,
     tokens: Tensor | None = None, lead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(positions, slots, cos, sin, fed tokens) of R rows behind n + lead rows of a cache. No host sync.
+    """(positions, slots, cos, sin, tokens) of `fed` rows that are fed again, and then of T others. No host sync.
 
-    Row r stands at position n + lead + depth[b, r] in slot n + lead + r - fed. The first `fed` rows are fed again: they
-    begin `count` earlier, at slot n + lead - count + r, and their tokens are those of positions n - count + 1 + r.
+    Of the others, row t stands at position n + lead + depth[b, t], and in slot n + lead + t. Fed row r stands at position
+    and slot n + lead - count + r, and its token is the one at n - count + 1 + r.
 
-    n, count int64 [B]; depth int64 [B or 1,R]; tokens int64 [B,S]; cos, sin fp32 [L,hd/2], whose last row serves all
+    n, count int64 [B]; depth int64 [B or 1,T]; tokens int64 [B,S]; cos, sin fp32 [L,hd/2], whose last row serves all
     later positions; slots: of the cache, whose last one takes all rows past the end.
-    Returns int64 [B,R], int64 [B,R], [B,R,hd/2] twice, and int64 [B,fed].
+    Returns int64 [B,fed+T], int64 [B,fed+T], [B,fed+T,hd/2] twice, and int64 [B,fed].
     """
     run = _place_rows if skip_operator(n, None) else torch.ops.eaglet.place_rows
     return run(n, depth, cos, sin, slots, fed, count, tokens, lead)
@@ -58,16 +60,15 @@ def _place_rows(
     n: Tensor, depth: Tensor, cos: Tensor, sin: Tensor, slots: int, fed: int, count: Tensor | None,
     tokens: Tensor | None, lead: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    row = torch.arange(depth.shape[1], device=n.device)
-    base = n[:, None] + lead
-    place = base + row
+    T = depth.shape[1]
+    start = n[:, None] + lead
+    place = start + torch.arange(T, device=n.device)
+    positions = start + depth
     again = n.new_empty(n.shape[0], 0)
     if fed:
-        first = row < fed
-        base = torch.where(first, base - count[:, None], base)
-        place = base + torch.where(first, row, row - fed)
-        again = tokens.gather(1, (n - count)[:, None].add(1 + row[:fed]).clamp(max=tokens.shape[1] - 1))
-    positions = base + depth
+        first = n[:, None] - count[:, None] + torch.arange(fed, device=n.device)
+        again = tokens.gather(1, (first + 1).clamp(max=tokens.shape[1] - 1))
+        place, positions = (torch.cat((first + lead, rest), 1) if T else first + lead for rest in (place, positions))
     flat = positions.clamp(max=cos.shape[0] - 1)
     return positions, place.clamp(max=slots - 1), cos[flat], sin[flat], again
 
@@ -79,20 +80,21 @@ def _place_operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if not use_triton("draft_tree", cos):
         return _place_rows(n, depth, cos, sin, slots, fed, count, tokens, lead)
-    B, R, half = n.shape[0], depth.shape[1], cos.shape[1]
+    B, T, half = n.shape[0], depth.shape[1], cos.shape[1]
+    R = fed + T
     depth = depth.contiguous()
     out = n.new_empty(B, R), n.new_empty(B, R), cos.new_empty(B, R, half), cos.new_empty(B, R, half), n.new_empty(B, fed)
     known = n if tokens is None else tokens
     place_kernel[B * R,](
         n, n if count is None else count, depth, known, cos, sin, *out, R, fed, known.shape[-1], slots - 1, cos.shape[0],
-        lead, R * (depth.shape[0] > 1), HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
+        lead, T * (depth.shape[0] > 1), HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
     )  # fmt: skip
     return out
 
 
 @_place_operator.register_fake
 def _(n, depth, cos, sin, slots, fed, count, tokens, lead):
-    B, R, half = n.shape[0], depth.shape[1], cos.shape[1]
+    B, R, half = n.shape[0], fed + depth.shape[1], cos.shape[1]
     rotary = cos.new_empty(B, R, half), cos.new_empty(B, R, half)
     return n.new_empty(B, R), n.new_empty(B, R), *rotary, n.new_empty(B, fed)
 
@@ -165,7 +167,7 @@ def expand(pool: tuple[Tensor, ...], tokens: Tensor, scores: Tensor, first: bool
 def expand_shapes(tokens: Tensor, scores: Tensor, P: int, R: int) -> tuple[Tensor, ...]:
     """Empty fields of a `tree_building.Pool` after `expand` of a pool of P candidates with R visible rows."""
     B, K = tokens.shape[0], tokens.shape[-1]
-    size = P + tokens[0].numel()
+    size = P + tokens.shape[1:].numel()
     rows = [tokens.new_empty(B, K) for _ in range(3)]
     visible = tokens.new_empty(B, K, R + K, dtype=torch.bool)
     return tokens.new_empty(B, size), scores.new_empty(B, size), tokens.new_empty(B, size), *rows, visible

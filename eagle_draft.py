@@ -280,10 +280,10 @@ class UnshiftedDrafter(EagleDrafter):
         self.rows = inputs.root[:, None]
         return super()._extend(inputs._replace(tokens=F.pad(inputs.tokens[:, :-1], (1, 0))))
 
-    def _level(self, inputs: DraftInput, depth: int, first: int, tokens, feature, visible) -> Tensor:
+    def _level(self, inputs: DraftInput, rows: tuple[Tensor, ...], depth: int, first: int, tokens, *rest) -> Tensor:
         above = self.rows.gather(1, self.tree.levels[depth - 1].source)
         self.rows = torch.cat((self.rows, tokens), 1)
-        return super()._level(inputs, depth, first, above, feature, visible)
+        return super()._level(inputs, rows, depth, first, above, *rest)
 
 
 def eagle_drafter(head: EagleHead, *how, **more) -> EagleDrafter:

@@ -302,7 +302,8 @@ class Transformer(nn.Module):
 
         depth [B, T] int64; ancestors [B, T, T] bool, each node its own ancestor; slots: rows of the cache.
         """
-        return make_nodes(self.rotary, n, n[:, None] + depth, n, ancestors, slots, max(self.config.windows))
+        where = kernels.place_rows(n, depth, self.rotary.cos, self.rotary.sin, slots)
+        return nodes_at(where, n, ancestors, max(self.config.windows))
 
     def forward(
         self, tokens: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...] = (), block: Callable | None = None
@@ -365,27 +366,17 @@ class Transformer(nn.Module):
         return float(sum(min(context, window or context) for window in c.windows) * row)
 
 
-def make_nodes(
-    rotary: RotaryTable,
-    start: Tensor,
-    positions: Tensor,
-    first_slot: Tensor,
-    ancestors: Tensor,
-    slots: int,
-    window: int = 0,
-) -> Nodes:
-    """Nodes whose rows go to slots first_slot + 0..T-1 of a cache with `slots` rows and see the region from `start`.
+def nodes_at(where: tuple[Tensor, ...], start: Tensor, visible: Tensor, window: int = 0) -> Nodes:
+    """Nodes of T rows at the places of `kernels.place_rows` that see the region from slot `start` [B].
 
-    start, first_slot [B] int64; positions [B, T] int64; ancestors [B, T, R] bool. With a window the last T region rows
-    must be the queries themselves. The target keeps to that, and drafters have no window.
+    visible [B, T, R] bool. With a window the region rows must be the T queries themselves. The target keeps to that, and
+    drafters have no window in their trees.
     """
-    rows = torch.arange(positions.shape[1], device=positions.device)
-    visible_window = ancestors
+    positions, slots, cos, sin, *_ = where
+    visible_window = visible
     if window:
-        visible_window = ancestors & (positions[:, None, :] > positions[:, :, None] - window)
-    cos, sin = rotary(positions)
-    row_slots = (first_slot[:, None] + rows).clamp(max=slots - 1)
-    return Nodes(cos, sin, positions, row_slots, start, ancestors, visible_window)
+        visible_window = visible & (positions[:, None, :] > positions[:, :, None] - window)
+    return Nodes(cos, sin, positions, slots, start, visible, visible_window)
 
 
 def chain_ancestors(batch_size: int, length: int, device: torch.device | str) -> Tensor:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import kernels
 from sampling_params import FP32_MAX, FP32_TINY, MAX_LOGPROBS, SamplingMode, SamplingParams, per_row
 
 MASK = 0xFFFFFFFF
@@ -141,6 +142,30 @@ def gumbel_noise(seed: Tensor, positions: Tensor, token_ids: Tensor, hashed: boo
     bits = noise_bits(seed, positions, token_ids, hashed)
     v = bits.float().add_(0.5).mul_(2.0**-32).clamp_max_(1 - 2.0**-24)
     return v.neg_().log1p_().neg_().log_().neg_()
+
+
+def noise_ahead(seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> Tensor:
+    """`gumbel_noise` of the positions n + 1 to n + rows, [B,rows,V]. seed and n [B]; hashes [V] from `hash_ids`.
+
+    On a GPU it is one kernel. Its floats may differ from those of `gumbel_noise` in the last bits.
+    """
+    operator = _noise_ahead if kernels.skip_operator(n, None) else torch.ops.eaglet.noise_ahead
+    return operator(seed, n, rows, hashes)
+
+
+def _noise_ahead(seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> Tensor:
+    return gumbel_noise(seed, n[:, None] + 1 + torch.arange(rows, device=n.device), hashes, hashed=True)
+
+
+@torch.library.custom_op("eaglet::noise_ahead", mutates_args=())
+def _noise_operator(seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> Tensor:
+    run = kernels.choice.noise if kernels.use_triton("noise", n) else _noise_ahead
+    return run(seed, n, rows, hashes)
+
+
+@_noise_operator.register_fake
+def _(seed, n, rows, hashes):
+    return n.new_empty(n.shape[0], rows, hashes.shape[0], dtype=torch.float32)
 
 
 def uniform_noise(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
@@ -327,16 +352,58 @@ def _argmax(x: Tensor) -> Tensor:
     return (block * 64 + inside).squeeze(-1)
 
 
-def choose(logits: Tensor, noise: Tensor | None, state: SamplingState, mode: SamplingMode) -> Tensor:
+def choose(
+    logits: Tensor, noise: Tensor | None, state: SamplingState, mode: SamplingMode, depth: Tensor | None = None
+) -> Tensor:
     """The target's token after each node, int64 [B,N]: argmax of z + T g over the survivors, ties to the lowest id.
 
-    logits [B,N,V] are penalised and not yet divided by the temperature. noise [B,N,V] is that of the position after each
-    node. Without noise, or if mode.sample is False, the choice is greedy.
+    logits [B,N,V] are penalised and not yet divided by the temperature. noise [B,P,V] has a row for every node, or with
+    depth [B,N] a row for every depth. Without noise, or if mode.sample is False, the choice is greedy.
     """
-    if noise is None or not mode.sample:
+    noise = noise if mode.sample else None
+    if kernels.skip_operator(logits, None):
+        return _choose(logits, noise, depth, _settings(state), mode.filters)
+    return torch.ops.eaglet.choose(logits, noise, depth, *_settings(state), mode.filters)[0]
+
+
+def choose_and_check(
+    logits: Tensor, noise: Tensor | None, state: SamplingState, mode: SamplingMode, depth: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(`choose`, `finite`) of the same logits. On a GPU both are one kernel."""
+    if kernels.skip_operator(logits, None):
+        return choose(logits, noise, state, mode, depth), finite(logits)
+    return torch.ops.eaglet.choose(logits, noise if mode.sample else None, depth, *_settings(state), mode.filters)
+
+
+def _settings(state: SamplingState) -> kernels.Settings:
+    return kernels.Settings(state.temperature, state.top_k, state.top_p, state.min_p)
+
+
+def _choose(
+    logits: Tensor, noise: Tensor | None, depth: Tensor | None, settings: kernels.Settings, filters: bool
+) -> Tensor:
+    if noise is None:
         return _argmax(logits)
-    keys = logits + state.temperature * noise
-    return _argmax(torch.where(survivors(logits, state), keys, -math.inf) if mode.filters else keys)
+    if depth is not None and depth.shape[1] > 1:
+        noise = noise.gather(1, depth[..., None].expand(-1, -1, logits.shape[-1]))
+    keys = logits + settings.temperature * noise
+    return _argmax(torch.where(survivors(logits, settings), keys, -math.inf) if filters else keys)
+
+
+@torch.library.custom_op("eaglet::choose", mutates_args=())
+def _choose_operator(
+    logits: Tensor, noise: Tensor | None, depth: Tensor | None, temperature: Tensor, top_k: Tensor, top_p: Tensor,
+    min_p: Tensor, filters: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    settings = kernels.Settings(temperature, top_k, top_p, min_p)
+    if kernels.use_triton("choose", logits):
+        return kernels.choice.choose(logits, noise, depth, settings, filters)
+    return _choose(logits, noise, depth, settings, filters), finite(logits)
+
+
+@_choose_operator.register_fake
+def _(logits, noise, depth, temperature, top_k, top_p, min_p, filters):
+    return logits.new_empty(logits.shape[:2], dtype=torch.int64), logits.new_empty(logits.shape[:2], dtype=torch.bool)
 
 
 def draft_keys(
@@ -367,6 +434,49 @@ def draft_keys(
                 scores = torch.where(alone, raw, _behind(scores, alive, raw))
     dead = draft_logits.isnan() | scores.isnan()
     return keys.masked_fill(dead, -math.inf), scores.masked_fill(dead, -math.inf)
+
+
+def draft_topk(
+    draft_logits: Tensor, noise: Tensor | None, ids: Tensor | None, state: SamplingState, mode: SamplingMode, count: int,
+    noisy_scores: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The `count` largest keys of each row (`draft_keys`): their places, int64, and scores, each [B,W,count].
+
+    noise [B,1 or W,V of the target]; ids [K] of the target that the draft vocabulary stands for, None for all. On a GPU
+    it is one kernel.
+    """
+    noise = noise if mode.sample else None
+    if kernels.skip_operator(draft_logits, None):
+        return _draft_topk(draft_logits, noise, ids, _settings(state), mode.filters, noisy_scores, count)
+    return torch.ops.eaglet.draft_topk(draft_logits, noise, ids, *_settings(state), mode.filters, noisy_scores, count)
+
+
+def _draft_topk(
+    draft_logits: Tensor, noise: Tensor | None, ids: Tensor | None, settings: kernels.Settings, filters: bool,
+    noisy_scores: bool, count: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    noise = noise if noise is None or ids is None else noise[..., ids]
+    mode = SamplingMode(sample=noise is not None, filters=filters)
+    keys, scores = draft_keys(draft_logits, noise, settings, mode, noisy_scores)
+    best = keys.topk(count, -1).indices
+    return best, scores.gather(-1, best)
+
+
+@torch.library.custom_op("eaglet::draft_topk", mutates_args=())
+def _draft_topk_operator(
+    logits: Tensor, noise: Tensor | None, ids: Tensor | None, temperature: Tensor, top_k: Tensor, top_p: Tensor,
+    min_p: Tensor, filters: bool, noisy: bool, count: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    settings = kernels.Settings(temperature, top_k, top_p, min_p)
+    run = kernels.choice.draft_topk if kernels.use_triton("draft_topk", logits) else _draft_topk
+    return run(logits, noise, ids, settings, filters, noisy, count)
+
+
+@_draft_topk_operator.register_fake
+def _(logits, noise, ids, temperature, top_k, top_p, min_p, filters, noisy, count):
+    shape = (*logits.shape[:2], count)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=wide)
 
 
 def _behind(x: Tensor, alive: Tensor, raw: Tensor) -> Tensor:

@@ -137,8 +137,7 @@ def draft_phase(
     n = state.n
     noise = None
     if mode.sample:
-        positions = n[:, None] + 1 + torch.arange(drafter.D + 1, device=n.device)
-        noise = sampling.gumbel_noise(state.sampling.seed, positions, state.hashes, hashed=True)
+        noise = sampling.noise_ahead(state.sampling.seed, n, drafter.D + 1, state.hashes)
     return drafter.draft(draft_input(state, mode, noise, parts)), noise
 
 
@@ -178,7 +177,7 @@ def accept_and_commit(
 
     logits [B, N, V] and features [B, N, F] belong to the nodes of the tree. noise [B, D + 1, V] is the target's.
     """
-    usable, raw_logits = sampling.finite(logits), logits
+    raw_logits = logits
     if mode.grammar:
         logits = sampling.restrict(logits, state.allowed.narrow(1, 0, logits.shape[1]))
     if mode.penalties:
@@ -187,11 +186,11 @@ def accept_and_commit(
         paths = draft.tokens[:, None].expand_as(below_root)
         logits = sampling.apply_penalties(logits, state.seen, state.counts, paths, below_root, state.sampling)
     if drafter.multi_round:
-        accepted = _accept_multi_round(drafter, draft, logits, state, mode)
+        accepted, usable = _accept_multi_round(drafter, draft, logits, state, mode), sampling.finite(raw_logits)
     else:
-        if noise is not None and draft.tokens.shape[1] > 1:
-            noise = noise.gather(1, draft.depth[..., None].expand(-1, -1, logits.shape[-1]))
-        choice = sampling.choose(logits, noise, state.sampling, mode)
+        choice, usable = sampling.choose_and_check(logits, noise, state.sampling, mode, draft.depth)
+        if mode.grammar or mode.penalties:  # they make -inf of logits that are usable
+            usable = sampling.finite(raw_logits)
         drafter.observe(choice)
         accepted = accept(draft.tokens, draft.parent, draft.depth, draft.ancestors, draft.valid, choice, drafter.D)
     output = _commit(draft, accepted, features, usable, state, mode)
@@ -219,33 +218,70 @@ def _commit(
     draft: Draft, accepted: Accepted, features: Tensor, usable: Tensor, state: DecodeState, mode: SamplingMode
 ) -> StepOutput:
     """Move the accepted path's cache rows, append its tokens, apply stop ids and the limit, and fill a ring row."""
-    n = state.n
-    trash = state.slots - 1
-    level = torch.arange(accepted.path.shape[1], device=n.device)
-    live = ~state.done
-    count = accepted.count * live
-    new = level < count[:, None]
+    plain = kernels.skip_operator(state.n, None)
+    count, finite, source, target = (_write if plain else torch.ops.eaglet.commit)(
+        *accepted, usable, features, state.tokens, state.n, state.root, state.count, state.produced, state.limit,
+        state.done, state.stop_ids, state.ring, state.features, state.history, state.step,
+    )  # fmt: skip
     if accepted.path.shape[1] > 1:
-        source = (n[:, None] + accepted.path).clamp(max=trash)
-        kernels.commit_kv(state.kv, source, torch.where(new, n[:, None] + level, trash))
-    state.tokens.scatter_(1, torch.where(new, n[:, None] + 1 + level, trash), accepted.emitted)
-    kept = features.gather(1, accepted.path[..., None].expand(-1, -1, features.shape[-1]))
-    state.features.copy_(torch.where(live[:, None, None], kept, state.features))
-    if state.history is not None:
-        row = torch.where(new, (n[:, None] + level) % HISTORY, HISTORY)
-        state.history.scatter_(1, row[..., None].expand_as(kept), kept)
-    state.root.copy_(torch.where(live, accepted.bonus, state.root))
-    state.n.add_(count)  # before state.count, so that n >= count wherever an interrupt falls
-    state.count.copy_(torch.where(live, count, state.count))
-    state.produced.add_(count)
+        kernels.commit_kv(state.kv, source, target)
     if mode.penalties:
+        new = torch.arange(target.shape[1], device=count.device) < count[:, None]
         state.counts.scatter_add_(1, accepted.emitted, new.int())
         state.seen.copy_(state.seen | (state.counts > 0))
-    stopped = ((accepted.emitted[..., None] == state.stop_ids[:, None]).any(-1) & new).any(-1)
-    state.done.copy_(state.done | stopped | (state.produced >= state.limit))
-    finite = usable.gather(1, accepted.path) | ~new
-    tokens = torch.stack((accepted.emitted, finite.long()), -1).flatten(1)
-    row = torch.cat((count[:, None], state.done[:, None].long(), tokens), 1)
-    state.ring.narrow(2, 0, row.shape[1]).index_copy_(0, state.step % RING, row[None])
-    state.step.add_(1)
     return StepOutput(accepted.emitted, count, finite, accepted.path, draft)
+
+
+def _write(
+    path: Tensor, accepted: Tensor, bonus: Tensor, emitted: Tensor, usable: Tensor, features: Tensor, tokens: Tensor,
+    n: Tensor, root: Tensor, valid_rows: Tensor, produced: Tensor, limit: Tensor, done: Tensor, stop_ids: Tensor,
+    ring: Tensor, kept: Tensor, history: Tensor | None, step: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Write everything but the KV cache. Returns the new tokens' count [B], whether their logits were usable, and the
+    cache slots that their rows move from and to, each [B, P]."""
+    trash = tokens.shape[1] - 1
+    level = torch.arange(path.shape[1], device=n.device)
+    live = ~done
+    count = accepted * live
+    new = level < count[:, None]
+    source = (n[:, None] + path).clamp(max=trash)
+    target = torch.where(new, n[:, None] + level, trash)
+    tokens.scatter_(1, torch.where(new, n[:, None] + 1 + level, trash), emitted)
+    rows = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
+    kept.copy_(torch.where(live[:, None, None], rows, kept))
+    if history is not None:
+        row = torch.where(new, (n[:, None] + level) % HISTORY, HISTORY)
+        history.scatter_(1, row[..., None].expand_as(rows), rows)
+    root.copy_(torch.where(live, bonus, root))
+    n.add_(count)  # before the count, so that n >= count wherever an interrupt falls
+    valid_rows.copy_(torch.where(live, count, valid_rows))
+    produced.add_(count)
+    stopped = ((emitted[..., None] == stop_ids[:, None]).any(-1) & new).any(-1)
+    done.copy_(done | stopped | (produced >= limit))
+    finite = usable.gather(1, path) | ~new
+    pairs = torch.stack((emitted, finite.long()), -1).flatten(1)
+    row = torch.cat((count[:, None], done[:, None].long(), pairs), 1)
+    ring.narrow(2, 0, row.shape[1]).index_copy_(0, step % RING, row[None])
+    step.add_(1)
+    return count, finite, source, target
+
+
+@torch.library.custom_op(
+    "eaglet::commit",
+    mutates_args=("tokens", "n", "root", "valid_rows", "produced", "done", "ring", "kept", "history", "step"),
+)
+def _commit_operator(
+    path: Tensor, accepted: Tensor, bonus: Tensor, emitted: Tensor, usable: Tensor, features: Tensor, tokens: Tensor,
+    n: Tensor, root: Tensor, valid_rows: Tensor, produced: Tensor, limit: Tensor, done: Tensor, stop_ids: Tensor,
+    ring: Tensor, kept: Tensor, history: Tensor | None, step: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rest = tokens, n, root, valid_rows, produced, limit, done, stop_ids, ring
+    if not kernels.use_triton("commit", features):
+        return _write(path, accepted, bonus, emitted, usable, features, *rest, kept, history, step)
+    walked = path, accepted, bonus, emitted
+    return kernels.draft.commit(walked, usable, features, rest, kept, history, step)
+
+
+@_commit_operator.register_fake
+def _(path, *rest):
+    return kernels.draft.commit_shapes(path)

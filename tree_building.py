@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+import kernels
+
+LARGEST_POOL = 8192  # candidates that one program of the kernel can hold
+
 
 def ancestors_from_parents(parent: Tensor, D: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Who sees whom in trees given by parent [B, N], none of them deeper than D.
@@ -72,6 +76,12 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 def first_level(tokens: Tensor, scores: Tensor) -> Pool:
     """The pool after the root's prediction: tokens and scores [B, K] of the root's candidates, all of them frontier."""
+    if kernels.skip_operator(tokens, None):
+        return _first_level(tokens, scores)
+    return Pool(*torch.ops.eaglet.expand(tokens, scores, tokens, tokens, tokens, tokens, scores, True))
+
+
+def _first_level(tokens: Tensor, scores: Tensor) -> Pool:
     B, K = tokens.shape
     ids = torch.arange(K, device=tokens.device).expand(B, K)
     visible = torch.eye(K, dtype=torch.bool, device=tokens.device).expand(B, K, K)
@@ -85,6 +95,13 @@ def expand(pool: Pool, tokens: Tensor, scores: Tensor) -> Pool:
     tokens and scores [B, K, K] are the K candidates of each frontier row and their log-probabilities. The caller chooses
     the candidates, because with shared noise they are selected by other keys than they are scored by.
     """
+    if kernels.skip_operator(tokens, None):
+        return _expand(pool, tokens, scores)
+    before = pool.tokens, pool.scores, pool.parent, pool.frontier, pool.visible
+    return Pool(*torch.ops.eaglet.expand(*before, tokens, scores, False))
+
+
+def _expand(pool: Pool, tokens: Tensor, scores: Tensor) -> Pool:
     B, K = pool.frontier.shape
     base = pool.scores.gather(1, pool.frontier)[..., None]
     # A child scores no higher than its parent and has a higher flat id, so `select` never keeps it without its parent.
@@ -104,16 +121,48 @@ def expand(pool: Pool, tokens: Tensor, scores: Tensor) -> Pool:
     )
 
 
-def select(pool: Pool, root: Tensor, N: int, D: int, live: Tensor | None = None) -> DraftTree:
+@torch.library.custom_op("eaglet::expand", mutates_args=())
+def _expand_operator(
+    pool_tokens: Tensor, pool_scores: Tensor, parent: Tensor, frontier: Tensor, visible: Tensor, tokens: Tensor,
+    scores: Tensor, first: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    fields = pool_tokens, pool_scores, parent, frontier, visible
+    if kernels.use_triton("draft_tree", scores):
+        return kernels.draft.expand(fields, tokens, scores, first)
+    if first:
+        pool = _first_level(tokens, scores)
+    else:
+        pool = Pool(*fields[:4], frontier_tokens=frontier, source=frontier, visible=visible)
+        pool = _expand(pool, tokens, scores)
+    return tuple(field.clone() for field in pool)  # An operator may not return views.
+
+
+@_expand_operator.register_fake
+def _(pool_tokens, pool_scores, parent, frontier, visible, tokens, scores, first):
+    wide = scores.new_empty(scores.shape, dtype=torch.promote_types(scores.dtype, torch.float32))
+    P, R = (0, 0) if first else (pool_tokens.shape[1], visible.shape[2])
+    return kernels.draft.expand_shapes(tokens, wide, P, R)
+
+
+def select(
+    pool: Pool, root: Tensor, N: int, D: int, live: Tensor | None = None, ids: Tensor | None = None
+) -> DraftTree:
     """EAGLE-2's re-ranking: the tree of the root and the best N - 1 candidates, parents first.
 
     root [B] is the root's token, D is one more than the number of expansions. live [B] int64 keeps only that many nodes
-    (root included) and pads up to N, so that a smaller tree fits a larger captured size. Raises ValueError if the pool
-    is smaller than N - 1.
+    (root included) and pads up to N, so that a smaller tree fits a larger captured size. ids [Vd] are the target's ids of
+    the pool's tokens, None if these are the target's already. Raises ValueError if the pool is smaller than N - 1.
     """
     P = pool.tokens.shape[1]
     if not 1 <= N <= P + 1:
         raise ValueError(f"dynamic tree: N is {N}, allowed 1 to {P + 1} for a pool of {P} candidates")
+    if live is not None or N == 1 or kernels.skip_operator(root, None):
+        return _select(pool, root, ids, N, D, live)
+    return DraftTree(*torch.ops.eaglet.select(pool.tokens, pool.scores, pool.parent, root, ids, N, D))
+
+
+def _select(pool: Pool, root: Tensor, ids: Tensor | None, N: int, D: int, live: Tensor | None) -> DraftTree:
+    P = pool.tokens.shape[1]
     flat = _best(pool.scores, N - 1)
     if live is not None:
         flat = flat.where(torch.arange(1, N, device=root.device) < live[:, None], P)
@@ -123,5 +172,22 @@ def select(pool: Pool, root: Tensor, N: int, D: int, live: Tensor | None = None)
     above = pool.parent.gather(1, flat)
     parent = pad(torch.where((above < 0) | ~valid[:, 1:], 0, torch.searchsorted(flat, above) + 1), (1, 0))
     ancestors, depth = ancestors_from_parents(parent, D, valid)
-    tokens = torch.cat([root[:, None], pool.tokens.gather(1, flat)], 1)
+    tokens = pool.tokens.gather(1, flat)
+    tokens = torch.cat([root[:, None], tokens if ids is None else ids[tokens]], 1)
     return DraftTree(tokens, parent, depth, ancestors, valid, pad(pool.scores.gather(1, flat), (1, 0)))
+
+
+@torch.library.custom_op("eaglet::select", mutates_args=())
+def _select_operator(
+    tokens: Tensor, scores: Tensor, parent: Tensor, root: Tensor, ids: Tensor | None, N: int, D: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    problem = f"the pool has more than {LARGEST_POOL} candidates" if tokens.shape[1] > LARGEST_POOL else ""
+    if kernels.use_triton("draft_tree", scores, problem):
+        return kernels.draft.select(tokens, scores, parent, root, ids, N, D)
+    pool = Pool(tokens, scores, parent, parent, parent, parent, parent)
+    return tuple(field.clone() for field in _select(pool, root, ids, N, D, None))
+
+
+@_select_operator.register_fake
+def _(tokens, scores, parent, root, ids, N, D):
+    return kernels.draft.select_shapes(tokens, scores, N)

@@ -93,10 +93,9 @@ class MedusaDrafter(Drafter):
             none = torch.zeros_like(t.depth[:, :1, None]).expand(-1, t.D, -1)
             logits = sampling.apply_penalties(logits, inputs.seen, inputs.counts, none, none > 0, inputs.sampling)
         noise = inputs.noise[:, : t.D] if inputs.noise is not None and self.shared_noise else None
-        keys, scores = sampling.draft_keys(logits, noise, inputs.sampling, inputs.mode)
-        best = keys.topk(K, -1).indices
+        best, scores = sampling.draft_topk(logits, noise, None, inputs.sampling, inputs.mode, K)
         pick = ((t.depth - 1).clamp(min=0) * K + t.rank)[:, 1:]
         tokens = torch.cat((inputs.root[:, None], best.flatten(1).gather(1, pick)), 1)
-        gained = F.pad(scores.gather(-1, best).flatten(1).gather(1, pick), (1, 0))
+        gained = F.pad(scores.flatten(1).gather(1, pick), (1, 0))
         totals = torch.where(t.ancestors, gained[:, None], 0.0).sum(-1)
         return Draft(tokens, t.parent, t.depth, t.ancestors, t.valid, totals)

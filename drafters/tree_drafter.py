@@ -12,7 +12,7 @@ from torch import Tensor
 import kernels
 import sampling
 from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, take_rows
-from model import Nodes, chain_ancestors, make_nodes
+from model import Nodes, chain_ancestors, nodes_at
 from tree import DynamicTree, TreeTables
 from tree_building import expand, first_level, select
 
@@ -64,6 +64,13 @@ class TreeDrafter(Drafter):
         self.cache = model.new_cache(batch_size, self.slots)
         self.caches = (self.cache,)
         self.cached_models = (model,)
+        widths = self.level_widths()
+        device = self.cache.device
+        levels = [torch.full((width,), level, device=device) for level, width in enumerate(widths)]
+        self.row_depth = torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *levels])[None]  # below the first
+        self.chain = chain_ancestors(1, self.D + 1, device).contiguous()
+        # of a static tree's levels: the row of the level above that a node grows from, and the place of its candidate
+        self.picks = [] if self.dynamic else list(zip(*_picks(tree), strict=True))
 
     def level_widths(self) -> list[int]:
         """Rows of every draft forward after the first one."""
@@ -73,7 +80,13 @@ class TreeDrafter(Drafter):
 
     def draft(self, inputs: DraftInput) -> Draft:
         output = self._extend(inputs)
-        return self._dynamic(inputs, output) if self.dynamic else self._static(inputs, output)
+        rows = self._place(inputs, self.row_depth)  # of all levels
+        return self._dynamic(inputs, output, rows) if self.dynamic else self._static(inputs, output, rows)
+
+    def _place(self, inputs: DraftInput, depth: Tensor, fed: int = 0) -> tuple[Tensor, ...]:
+        """Where rows of the draft cache go (`kernels.place_rows`)."""
+        tables = self.rotary.cos, self.rotary.sin, self.slots
+        return kernels.place_rows(inputs.n, depth, *tables, fed, inputs.count, inputs.tokens, self.lead)
 
     def _forward(self, tokens: Tensor, feature: Tensor, nodes: Nodes, cache: Tensor, parts: StepParts) -> Tensor:
         """Run the model on tokens [B, T] and the features that they are paired with; the output [B, T, H]."""
@@ -93,69 +106,71 @@ class TreeDrafter(Drafter):
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
         tokens = tokens[:, 1 - self.lead : tokens.shape[1] - self.lead]
-        self._chain(tokens, features, start, self.cache.narrow(-4, row, 1), UNCOMPILED)
-
-    def _chain(self, tokens: Tensor, features: Tensor, start: Tensor, cache: Tensor, parts: StepParts) -> Tensor:
-        """Write true rows from row `start` [B] on; the output [B, T, H]."""
-        B, T = tokens.shape
-        positions = start[:, None] + torch.arange(T, device=tokens.device)
-        seen = chain_ancestors(B, T, tokens.device)
-        nodes = make_nodes(self.rotary, start, positions, start, seen, self.slots, self.window)
-        return self._forward(tokens, self.fuse(features), nodes, cache, parts)
+        T = tokens.shape[1]
+        tables = self.rotary.cos, self.rotary.sin, self.slots
+        where = kernels.place_rows(start, torch.arange(T, device=tokens.device)[None], *tables)
+        nodes = nodes_at(where, start, chain_ancestors(1, T, tokens.device), self.window)
+        self._forward(tokens, self.fuse(features), nodes, self.cache.narrow(-4, row, 1), UNCOMPILED)
 
     def _extend(self, inputs: DraftInput) -> Tensor:
         """Feed the accepted tokens again with their true features; the output [B, 1, H] of the root's row."""
+        fed = inputs.features.shape[1]
+        where = self._place(inputs, self.row_depth[:, :0], fed)
         start = inputs.n - inputs.count
-        row = torch.arange(inputs.features.shape[1], device=start.device)
-        where = (start[:, None] + 1 + row).clamp(max=inputs.tokens.shape[1] - 1)
-        tokens = inputs.tokens.gather(1, where)
-        output = self._chain(tokens, inputs.features, start + self.lead, self.cache, inputs.parts)
+        seen = self.chain if fed == self.D + 1 else chain_ancestors(1, fed, start.device)  # a graft may be deeper
+        seen = seen.expand(inputs.n.shape[0], -1, -1)
+        nodes = nodes_at(where, start + self.lead if self.lead else start, seen, self.window)
+        output = self._forward(where[-1], self.fuse(inputs.features), nodes, self.cache, inputs.parts)
         return take_rows(output, (inputs.count - 1)[:, None])
 
-    def _level(self, inputs: DraftInput, depth: int, first: int, tokens, feature, visible) -> Tensor:
-        """Run one level's rows, nodes at `depth` [B, W], the tree's rows from number `first` on; the output [B, W, H]."""
-        start = inputs.n + self.lead
-        positions = (start + depth - 1)[:, None].expand(tokens.shape)
-        nodes = make_nodes(self.rotary, start, positions, start + first, visible, self.slots)
+    def _level(
+        self, inputs: DraftInput, rows: tuple[Tensor, ...], depth: int, first: int, tokens: Tensor, feature: Tensor,
+        visible: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Run one level's rows, nodes at `depth` [B, W], the tree's rows from number `first` on; the output [B, W, H].
+
+        rows: where all rows of the tree go (`_place`).
+        """
+        where = tuple(column.narrow(1, first, tokens.shape[1]) for column in rows[:4])
+        nodes = nodes_at(where, inputs.n + self.lead if self.lead else inputs.n, visible)
         return self._forward(tokens, feature, nodes, self.cache, inputs.parts)
 
-    def _keys(self, inputs: DraftInput, output: Tensor, depth: int, paths: Tensor) -> tuple[Tensor, Tensor]:
-        """Ranking keys and scores [B, W, Vd] for the children of rows at `depth`.
+    def _logits(self, inputs: DraftInput, output: Tensor, paths: Tensor) -> Tensor:
+        """The penalised logits [B, W, Vd] of the children of rows [B, W].
 
-        paths [B, W, depth] are the draft-vocabulary ids from below the root to each row; only penalties read them. For
-        multi-round verification the keys are the penalised logits. A dynamic tree is ranked by its scores; the scores of
-        a static tree are for viewers and are always the draft's own log-probabilities.
+        paths [B, W, depth] are the draft-vocabulary ids from below the root to each row; only penalties read them.
         """
         logits = self.predict(output)
+        if not inputs.mode.penalties:
+            return logits
         ids = slice(None) if self.draft_ids is None else self.draft_ids
-        if inputs.mode.penalties:
-            known = torch.ones_like(paths, dtype=torch.bool)
-            seen, counts = inputs.seen[:, ids], inputs.counts[:, ids]
-            logits = sampling.apply_penalties(logits, seen, counts, paths, known, inputs.sampling)
-        noise = None
-        if inputs.noise is not None and self.shared_noise and not self.multi_round:
-            noise = inputs.noise[:, depth : depth + 1, ids]
-        mode = inputs.mode if self.shared_noise else sampling.SamplingMode()
-        return sampling.draft_keys(logits, noise, inputs.sampling, mode, noisy_scores=self.dynamic)
+        known = torch.ones_like(paths, dtype=torch.bool)
+        seen, counts = inputs.seen[:, ids], inputs.counts[:, ids]
+        return sampling.apply_penalties(logits, seen, counts, paths, known, inputs.sampling)
 
     def _target_ids(self, local: Tensor) -> Tensor:
         """Target ids of draft-vocabulary ids."""
         return local if self.draft_ids is None else self.draft_ids[local]
 
     def _children(self, inputs: DraftInput, output: Tensor, depth: int, paths: Tensor, width: int, first_row: int = 0):
-        """The `width` best children of each row: (draft-vocabulary ids, scores, q), each [B, W, ...]."""
-        by_logits = inputs.noise is None or not self.shared_noise
-        if by_logits and not (inputs.mode.penalties or self.multi_round):
+        """The `width` best children of each row: (draft-vocabulary ids, scores, q), each [B, W, ...].
+
+        A dynamic tree is ranked by its scores; the scores of a static tree are for viewers and are always the draft's own
+        log-probabilities.
+        """
+        noise = inputs.noise if self.shared_noise and not self.multi_round else None
+        if noise is None and not (inputs.mode.penalties or self.multi_round):
             best = self.top(output, width)
             if best is not None:
-                scores = best.values - best.log_total[..., None]
-                return best.ids, scores.masked_fill(scores.isnan(), -math.inf), None
-        keys, scores = self._keys(inputs, output, depth, paths)
+                return best.ids, best.scores, None
+        logits = self._logits(inputs, output, paths)
         if self.multi_round:
+            keys, scores = sampling.draft_keys(logits, None, inputs.sampling, inputs.mode)
             local, q = self._draw(inputs, keys, width, first_row)
-        else:
-            local, q = keys.topk(width, -1).indices, None
-        return local, scores.gather(-1, local), q
+            return local, scores.gather(-1, local), q
+        row = None if noise is None else noise.narrow(1, depth, 1)
+        mode = inputs.mode if self.shared_noise else sampling.SamplingMode()
+        return *sampling.draft_topk(logits, row, self.draft_ids, inputs.sampling, mode, width, self.dynamic), None
 
     def _draw(self, inputs: DraftInput, logits: Tensor, width: int, first_row: int) -> tuple[Tensor, Tensor]:
         """Children sampled from the draft's processed distribution, and that distribution q [B, W, V].
@@ -186,26 +201,25 @@ class TreeDrafter(Drafter):
             q = q.new_zeros(B, W, inputs.seen.shape[1]).index_copy_(-1, self.draft_ids, q)
         return local, q
 
-    def _static(self, inputs: DraftInput, output: Tensor) -> Draft:
+    def _static(self, inputs: DraftInput, output: Tensor, rows: tuple[Tensor, ...]) -> Draft:
         tables = self.tree
         width = max(tables.max_children, 1)
         paths = inputs.root.new_zeros(inputs.n.shape[0], 1, 0)
         local, scores, q = self._children(inputs, output, 0, paths, width)
         found = [(local, scores, q)]  # of all run rows; the scores are cumulative
-        above, begin = 0, 1  # the run rows where the level above and this level begin
-        for level in tables.levels:
-            source = (level.source - above).clamp(min=0)  # all parents are in the level above, but padding has none
-            pick = source * width + level.rank
+        begin = 1  # the run row where this level begins
+        for level, (source, pick) in zip(tables.levels, self.picks, strict=True):
             chosen = local.flatten(1).gather(1, pick)
             total = scores.flatten(1).gather(1, pick)
             feature = take_rows(output, source)
-            output = self._level(inputs, level.depth, begin - 1, self._target_ids(chosen), feature, level.visible)
+            target_ids = self._target_ids(chosen)
+            output = self._level(inputs, rows, level.depth, begin - 1, target_ids, feature, level.visible)
             if inputs.mode.penalties:  # nothing else reads the paths
                 paths = torch.cat((take_rows(paths, source), chosen[..., None]), -1)
             local, scores, q = self._children(inputs, output, level.depth, paths, width, begin)
             scores = scores + total[..., None]
             found.append((local, scores, q))
-            above, begin = begin, begin + chosen.shape[1]
+            begin += chosen.shape[1]
         candidates, values, distributions = zip(*found, strict=True)
         tokens = tree_tokens(tables, inputs.root, self._target_ids(torch.cat(candidates, 1)))
         pick = (tables.source_row * width + tables.rank)[:, 1:]
@@ -213,7 +227,7 @@ class TreeDrafter(Drafter):
         q = torch.cat(distributions, 1) if self.multi_round else None
         return Draft(tokens, tables.parent, tables.depth, tables.ancestors, tables.valid, scored, q)
 
-    def _dynamic(self, inputs: DraftInput, output: Tensor) -> Draft:
+    def _dynamic(self, inputs: DraftInput, output: Tensor, rows: tuple[Tensor, ...]) -> Draft:
         K = self.tree.topk
         paths = inputs.root.new_zeros(inputs.n.shape[0], 1, 0)
         local, scores, _ = self._children(inputs, output, 0, paths, K)
@@ -221,13 +235,24 @@ class TreeDrafter(Drafter):
         for level in range(self.tree.depth):
             chosen = pool.frontier_tokens
             feature = take_rows(output, pool.source)
-            output = self._level(inputs, level + 1, level * K, self._target_ids(chosen), feature, pool.visible)
+            target_ids = self._target_ids(chosen)
+            output = self._level(inputs, rows, level + 1, level * K, target_ids, feature, pool.visible)
             if inputs.mode.penalties:
                 paths = torch.cat((take_rows(paths, pool.source), chosen[..., None]), -1)
             local, scores, _ = self._children(inputs, output, level + 1, paths, K)
             pool = expand(pool, local, scores)
-        drafted = select(pool._replace(tokens=self._target_ids(pool.tokens)), inputs.root, self.N, self.D)
-        return Draft(*drafted)
+        return Draft(*select(pool, inputs.root, self.N, self.D, ids=self.draft_ids))
+
+
+def _picks(tables: TreeTables) -> tuple[list[Tensor], list[Tensor]]:
+    """By level: the row of the level above that each node [B, W] grows from, and the place of its candidate among those
+    of all rows of that level."""
+    sources, places, above, begin = [], [], 0, 1
+    for level in tables.levels:
+        sources.append((level.source - above).clamp(min=0))  # padding has no parent in the level above
+        places.append(sources[-1] * max(tables.max_children, 1) + level.rank)
+        above, begin = begin, begin + level.node.shape[1]
+    return sources, places
 
 
 def tree_tokens(tables: TreeTables, root: Tensor, candidates: Tensor) -> Tensor:

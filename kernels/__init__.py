@@ -6,6 +6,8 @@ operation is a torch operator (`torch.ops.eaglet.*`) that torch.compile does not
 the active `KernelBackend` when it runs. The layout of a weight is chosen when the weight is packed.
 """
 
+import kernels.choice as choice
+import kernels.draft as draft
 from kernels.attention import tree_attention, tree_attention_reference
 from kernels.backend import (
     ACTIVATIONS,
@@ -17,12 +19,15 @@ from kernels.backend import (
     round_activations,
     skip_operator,
     triton,
+    use_triton,
 )
+from kernels.choice import Settings
 from kernels.cpu import BLOCK as CPU_BLOCK
 from kernels.cpu import TILE as CPU_TILE
 from kernels.cpu import fits as cpu_fits
 from kernels.cpu import fused_layer as cpu_layer
 from kernels.cpu import problem as cpu_problem
+from kernels.draft import place_rows
 from kernels.experts import packed_experts
 from kernels.kv import KV_SCALE, commit_kv, dequantize_rows, quantize_rows, write_kv
 from kernels.linear import TopK, epilogue, packed_linear, packed_linear_norm, packed_topk, topk_reference

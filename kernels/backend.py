@@ -27,7 +27,10 @@ INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 
 MODES = ("auto", "triton", "cpu", "reference")
 ACTIVATIONS = ("int8", "float")
-OPERATIONS = ("packed_linear", "packed_topk", "packed_experts", "tree_attention", "rms_norm", "rope_write_kv")
+OPERATIONS = (
+    "packed_linear", "packed_topk", "packed_experts", "tree_attention", "rms_norm", "rope_write_kv", "noise", "choose",
+    "draft_topk", "draft_tree", "commit",
+)  # fmt: skip
 CPU_OPERATIONS = ("packed_linear", "packed_topk", "tree_attention", "rms_norm", "rope_write_kv")
 
 

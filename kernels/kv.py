@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.backend import jit, tl
+from kernels.backend import jit, skip_operator, tl, triton, use_triton
 
 # Bytes of the float32 scale behind the hd codes of an int8 row. Moving a row moves its scale as well.
 KV_SCALE = 4
@@ -81,6 +81,23 @@ def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         kv_layer.scatter_(3, slots[None, :, None, :, None].expand(rows.shape), rows)
 
 
+@jit
+def move_kernel(kv, source, target, BH, H, S, P, ROW, PP: tl.constexpr, BLOCK: tl.constexpr):
+    """`commit_kv` for one head of one layer. Grid (L 2 B H,). All rows are read before any is written."""
+    pid = tl.program_id(0)
+    b = pid % BH // H
+    p = tl.arange(0, PP)
+    d = tl.arange(0, BLOCK)[None, :]
+    there = p < P
+    before = tl.load(source + b * P + p, mask=there, other=0)
+    after = tl.load(target + b * P + p, mask=there, other=0)
+    kv += pid.to(tl.int64) * S * ROW
+    mask = there[:, None] & (d < ROW)
+    rows = tl.load(kv + before[:, None] * ROW + d, mask=mask)
+    tl.debug_barrier()
+    tl.store(kv + after[:, None] * ROW + d, rows, mask=mask & (after != before)[:, None])
+
+
 def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
     """Move the rows of the accepted path to their final slots in all layers, in place.
 
@@ -88,6 +105,10 @@ def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
     source, target [B,P] int64 slots, with a fixed P (= D+1). A row past the accepted count should have the
     same slot in both, or the trash row as its target. No host sync.
     """
+    (_commit_kv if skip_operator(kv, None) else torch.ops.eaglet.commit_kv)(kv, source, target)
+
+
+def _commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
     layers, _, batch, heads, _, dim = kv.shape
     if batch == 1:
         kv.index_copy_(4, target[0], kv.index_select(4, source[0]))
@@ -95,3 +116,21 @@ def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
     shape = (layers, 2, batch, heads, source.shape[1], dim)
     rows = kv.gather(4, source[None, None, :, None, :, None].expand(shape))
     kv.scatter_(4, target[None, None, :, None, :, None].expand(shape), rows)
+
+
+@torch.library.custom_op("eaglet::commit_kv", mutates_args=("kv",))
+def _commit_operator(kv: Tensor, source: Tensor, target: Tensor) -> None:
+    if not use_triton("commit", kv, "" if kv.is_contiguous() else "the cache is not contiguous"):
+        return _commit_kv(kv, source, target)
+    layers, _, batch, heads, slots, row = kv.shape
+    count = source.shape[1]
+    wide = triton.next_power_of_2(count)
+    move_kernel[layers * 2 * batch * heads,](
+        kv, source.contiguous(), target.contiguous(), batch * heads, heads, slots, count, row, PP=wide,
+        BLOCK=triton.next_power_of_2(row), num_warps=4,
+    )  # fmt: skip
+
+
+@_commit_operator.register_fake
+def _(kv, source, target):
+    return None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import kernels.cpu as cpu
 from kernels.backend import dot, jit, native, round_activations, tl, triton, use_triton
+from kernels.choice import merge_topk
 from kernels.norm_rope import rms_norm
 from kernels.packing import PackedWeight, decode, dequantize, kernel_views, panel_words
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
@@ -420,15 +421,17 @@ def _(x, words, scales, counters, bias, residual, bits, group, n, gated, config,
 
 
 class TopK(NamedTuple):
-    """The best logits of each row. values - log_total[..., None] are their log-probabilities.
+    """The best logits of each row.
 
     values [..., K] float32, descending, with NaN as -inf; ids [..., K] int64, the lower one first where
-    values are equal; log_total [...] float32, the log-sum-exp of the whole row.
+    values are equal; log_total [...] float32, the log-sum-exp of the whole row; scores [..., K], the
+    log-probabilities values - log_total, with NaN as -inf.
     """
 
     values: Tensor
     ids: Tensor
     log_total: Tensor
+    scores: Tensor
 
 
 def topk_reference(logits: Tensor, count: int) -> TopK:
@@ -436,7 +439,9 @@ def topk_reference(logits: Tensor, count: int) -> TopK:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = torch.where(logits.isnan(), -math.inf, logits)
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    return TopK(values[..., :count], ids[..., :count], logits.logsumexp(-1))
+    values, log_total = values[..., :count], logits.logsumexp(-1)
+    scores = values - log_total[..., None]
+    return TopK(values, ids[..., :count], log_total, scores.masked_fill(scores.isnan(), -math.inf))
 
 
 def packed_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
@@ -458,7 +463,7 @@ def packed_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
 def _planes_topk(
     x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bits: int, group: int, n: int, topk: int,
     config: list[int], accumulate: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`packed_topk` for layout 'planes' and rows x [M, K]."""
     x = x.contiguous()
     tokens, k = x.shape
@@ -477,12 +482,11 @@ def _planes_topk(
         x, *kernel_views(words, scales, bits), x, x, out, ids, partial, counters, tokens, n, k, n, BIAS=False,
         RESIDUAL=False, TOPK=topk, SPLIT=grid[2], **constants,
     )  # fmt: skip
-    values, order = out[..., :topk].transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
-    ids = ids.transpose(0, 1).flatten(1).gather(1, order[:, :topk]).long()
-    return values[:, :topk].clone(), ids, (out[..., topk] + out[..., topk + 1].log()).logsumexp(0)
+    return merge_topk(out, ids)
 
 
 @_planes_topk.register_fake
 def _(x, words, scales, counters, bits, group, n, topk, config, accumulate):
-    values = x.new_empty(x.shape[0], topk, dtype=torch.promote_types(x.dtype, torch.float32))
-    return values, torch.empty_like(values, dtype=torch.int64), torch.empty_like(values[:, 0])
+    rows, dtype = x.shape[0], torch.promote_types(x.dtype, torch.float32)
+    values, total = x.new_empty(rows, topk, dtype=dtype), x.new_empty(rows, dtype=dtype)
+    return values, x.new_empty(rows, topk, dtype=torch.int64), total, torch.empty_like(values)

@@ -99,9 +99,8 @@ class Prefill:
             raise not_finite(self.model.dtype, P - 1)
         if not mode.sample:
             return logits, None
-        vocabulary = torch.arange(logits.shape[-1], device=device)
-        position = torch.tensor([[P]], device=device)
-        return logits, sampling.gumbel_noise(state.sampling.seed[row : row + 1], position, vocabulary)
+        before = torch.tensor([P - 1], device=device)
+        return logits, sampling.noise_ahead(state.sampling.seed[row : row + 1], before, 1, state.hashes)
 
     def penalised(self, row: int, logits: Tensor, text: Sequence[int], prompt: int, mode: SamplingMode) -> Tensor:
         """The logits [1, 1, V] with the penalties for `text`, of which the first `prompt` ids were not generated.

@@ -12,6 +12,7 @@ and every copy to another device. `on_fake_gpu` moves modules and tree tables th
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -148,6 +149,40 @@ class OneDevice(TorchDispatchMode):
         for tensor in tensors(args, kwargs, out):
             if tensor.device.type != "cuda":
                 raise Leak(f"{name} touches {tensor.device}")
+        return out
+
+
+# How many kernels an operator launches, where it is not one.
+KERNELS = {
+    "aten::sort": 3, "aten::topk": 6, "aten::logsumexp": 6, "aten::argmax": 1, "aten::cumsum": 2,
+    "eaglet::planes_topk": 2, "eaglet::tree_attention": 2, "eaglet::commit": 2,
+}  # fmt: skip
+FREE = ("aten::empty", "aten::new_empty", "aten::lift_fresh", "aten::_unsafe_view", "prim::device", "aten::expand")
+
+
+def is_view(function, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+    """Whether an operator wrote nothing and returned the memory of its input."""
+    if any(argument.alias_info and argument.alias_info.is_write for argument in function._schema.arguments):
+        return False
+    held = {t.untyped_storage()._cdata for t in given}
+    return bool(made) and all(t.untyped_storage()._cdata in held for t in made)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels that a GPU would launch, by (part of the step, operator). Views and allocations are free.
+
+    `part` is set by those who run a part of a step.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.counts = "other", Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = function.name().split(".")[0]
+        if not (name.startswith(FREE) or is_view(function, tensors(args, kwargs), tensors(out))):
+            self.counts[self.part, name] += KERNELS.get(name, 1)
         return out
 
 

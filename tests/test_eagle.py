@@ -462,21 +462,19 @@ def test_extend_mutants_spoil_the_cache(mutant, monkeypatch):
 @pytest.mark.parametrize(
     "tree", (trees.chain(4), MEDUSA, trees.DynamicTree(24, 4, 4)), ids=("chain", "static", "dynamic")
 )
-def test_shifted_draft_positions_lose_acceptance(tree, monkeypatch):
+def test_shifted_draft_positions_lose_acceptance(tree):
     """Mutant: draft rows one position too far."""
-    real = EagleDrafter._level
-    monkeypatch.setattr(
-        EagleDrafter, "_level", lambda self, request, depth, *rest: real(self, request, depth + 1, *rest)
-    )
-    assert tau(oracle_engine(tree=tree)) < 2.5
+    engine = oracle_engine(tree=tree)
+    engine.drafter.row_depth.add_(1)
+    assert tau(engine) < 2.5
 
 
 def test_a_row_that_sees_its_sibling_loses_acceptance(monkeypatch):
     """Mutant: tree rows see every earlier tree row instead of their ancestors."""
     real = EagleDrafter._level
 
-    def level(self, request, depth, first, tokens, feature, visible):
-        return real(self, request, depth, first, tokens, feature, torch.ones_like(visible))
+    def level(self, request, rows, depth, first, tokens, feature, visible):
+        return real(self, request, rows, depth, first, tokens, feature, torch.ones_like(visible))
 
     monkeypatch.setattr(EagleDrafter, "_level", level)
     assert tau(oracle_engine(tree=MEDUSA)) < 3
@@ -509,11 +507,11 @@ def noise_one_late(request, head):
 def test_noise_mutants_lose_acceptance(mutant, tree, monkeypatch):
     """Mutants: the draft's noise looked up by draft id, reused across depth, or of the wrong position."""
     params = SamplingParams(temperature=8.0, seed=11, max_new_tokens=22)  # the noise decides
-    real = EagleDrafter._keys
+    real = EagleDrafter._children
     vocab = vocabulary(params)
     assert tau(oracle_engine(vocab=vocab, tree=tree), params) > 4
     monkeypatch.setattr(
-        EagleDrafter, "_keys", lambda self, request, *rest: real(self, mutant(request, self.head), *rest)
+        EagleDrafter, "_children", lambda self, request, *rest: real(self, mutant(request, self.head), *rest)
     )
     assert tau(oracle_engine(vocab=vocab, tree=tree), params) < 3
 

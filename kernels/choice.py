@@ -1,0 +1,429 @@
+"""Position-keyed noise, the target's choice of a token, and the best draft tokens of a row, in one launch each.
+
+The kernels compute what `sampling` says in plain PyTorch. One program owns one row of the vocabulary, so a row does not
+depend on other rows. Candidates are ranked by one integer that holds the ordered bits of their key and the complement
+of their id: all are different, and of equal keys the lower id comes first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.backend import constexpr, jit, tl, triton
+
+NOTHING = constexpr(-(2**63))  # below the rank of every candidate
+LOWEST = constexpr(-3.4028234663852886e38)  # of float32
+
+
+class Settings(NamedTuple):
+    """The settings of a batch, fp32 [B,1,1], top_k int64. All are contiguous."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+@jit
+def mix(x, key):
+    """A bijection of 32-bit values x, unsigned, that `key` selects (`sampling._mix`)."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x ^= key
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@jit
+def noise_kernel(seed, n, hashes, out, rows, V, BLOCK: tl.constexpr):
+    """`gumbel_noise` of the positions n + 1 to n + rows. Grid (B rows, blocks of the vocabulary)."""
+    row = tl.program_id(0)
+    b = row // rows
+    words = tl.load(seed + b)
+    position = (tl.load(n + b) + 1 + row % rows).to(tl.uint32)
+    zero = position ^ position
+    low = mix(words.to(tl.uint32) ^ 0x9E3779B9, zero)
+    high = mix((words >> 32).to(tl.uint32) ^ low, zero)
+    first = mix(mix(position + low, zero) ^ high, zero)
+    second = mix((first + high) ^ low, zero)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bits = mix(tl.load(hashes + i, mask=i < V, other=0).to(tl.uint32) ^ first, second)
+    v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1 - 5.9604644775390625e-08)
+    # log(1 - v) loses the bits of a small v by rounding 1 - v. The quotient puts them back.
+    u = 1 - v
+    log1p = tl.where(u == 1, -v, tl.log(u) * (-v / tl.where(u == 1, 1.0, u - 1)))
+    tl.store(out + row.to(tl.int64) * V + i, -tl.log(-log1p), mask=i < V)
+
+
+@jit
+def ordered(x):
+    """Signed integers, ordered like the floats x. Both zeros are equal."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@jit
+def rank_of(key, i):
+    """One int64 per candidate: greater for a greater key, and of equal keys for the lower number i."""
+    return (ordered(key).to(tl.int64) << 31) + (0x7FFFFFFF - i)
+
+
+@jit
+def number_of(rank):
+    """The number i of a rank."""
+    return 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int32)
+
+
+@jit
+def largest_groups(best, K, KP: tl.constexpr, BLOCK: tl.constexpr):
+    """The places [KP] of the K largest of best [BLOCK], which are all different, in descending order.
+
+    Where `best` holds the maxima of groups, the K largest of all values lie in these K groups.
+    """
+    lane = tl.arange(0, BLOCK)
+    k = tl.arange(0, KP)
+    groups = tl.zeros((KP,), tl.int32)
+    for i in range(K):
+        group = tl.argmax(best, 0)
+        groups = tl.where(k == i, group, groups)
+        best = tl.where(lane == group, NOTHING, best)
+    return groups
+
+
+@jit
+def largest(ranks, K, KP: tl.constexpr):
+    """The K largest of the ranks [KP, P], all different, as [KP] in descending order, padded with the least int64."""
+    k = tl.arange(0, KP)
+    found = tl.full((KP,), NOTHING, tl.int64)
+    for i in range(K):
+        rank = tl.max(tl.max(ranks, 1), 0)
+        found = tl.where(k == i, rank, found)
+        ranks = tl.where(ranks == rank, NOTHING, ranks)
+    return found
+
+
+@jit
+def load_logits(row, i, mask):
+    """Logits i of a row in fp32. NaN counts as -inf, and so does what lies outside the mask."""
+    z = tl.load(row + i, mask=mask, other=float("-inf")).to(tl.float32)
+    return tl.where(z == z, z, float("-inf"))
+
+
+@jit
+def masses(row, V, top, temperature, floor, a, b, c, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    """The weights of a row, summed over {image >= a}, {image >= b} and {image >= c}, int64.
+
+    A weight is 1, or if WEIGHTED the token's probability in units of 2^-30 (`sampling._weight`), and 0 below `floor`.
+    """
+    lane = tl.arange(0, BLOCK)
+    sum_a = tl.zeros((BLOCK,), tl.int64)
+    sum_b = tl.zeros((BLOCK,), tl.int64)
+    sum_c = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, V, BLOCK):
+        i = start + lane
+        z = load_logits(row, i, i < V)
+        image = ordered(z)
+        weight = (i < V).to(tl.int64)
+        if WEIGHTED:
+            weight = (tl.exp((z - top) / temperature) * 1073741824.0).to(tl.int64)
+            weight = tl.where((i < V) & (image >= floor), weight, 0)
+        sum_a += tl.where(image >= a, weight, 0)
+        sum_b += tl.where(image >= b, weight, 0)
+        sum_c += tl.where(image >= c, weight, 0)
+    return tl.sum(sum_a, 0), tl.sum(sum_b, 0), tl.sum(sum_c, 0)
+
+
+@jit
+def heaviest(row, V, top, temperature, floor, target, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    """The greatest int32 t for which {image >= t} weighs `target` or more, -2^31 if there is none. Two bits per pass."""
+    least = tl.full((), -2147483648, tl.int32)
+    zero = tl.full((), 0, tl.int32)
+    whole, _, _ = masses(row, V, top, temperature, floor, zero, zero, zero, WEIGHTED, BLOCK)
+    t = tl.where(whole >= target, zero, least)
+    for step in range(16):
+        digit = zero + (1 << tl.maximum(29 - 2 * step, 0))
+        one, two, three = masses(
+            row, V, top, temperature, floor, t + digit, t + 2 * digit, t + 3 * digit, WEIGHTED, BLOCK
+        )
+        reached = (one >= target).to(tl.int32) + (two >= target).to(tl.int32) + (three >= target).to(tl.int32)
+        t += digit * reached
+    return t
+
+
+@jit
+def threshold(row, V, temperature, top_k, top_p, min_p, BLOCK: tl.constexpr):
+    """The least logit of a row that survives top-k, then top-p and min-p (`sampling.survivors`)."""
+    lane = tl.arange(0, BLOCK)
+    tops = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        tops = tl.maximum(tops, load_logits(row, start + lane, start + lane < V))
+    top = tl.max(tops, 0)
+    temperature = tl.maximum(temperature, 1.1754943508222875e-38)
+    least = tl.full((), -2147483648, tl.int32)
+    by_count = least
+    if top_k > 0:
+        by_count = heaviest(row, V, top, temperature, least, top_k, False, BLOCK)
+    by_mass = least
+    if top_p < 1:
+        total, _, _ = masses(row, V, top, temperature, by_count, least, least, least, True, BLOCK)
+        target = tl.maximum(tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+        by_mass = heaviest(row, V, top, temperature, by_count, target, True, BLOCK)
+    image = tl.maximum(tl.maximum(by_count, by_mass), -0x7F800000)  # the image of the lowest finite number
+    cut = tl.where(image < 0, image ^ 0x7FFFFFFF, image).to(tl.float32, bitcast=True)
+    if min_p > 0:
+        cut = tl.maximum(cut, top + temperature * tl.log(min_p))
+    return tl.minimum(cut, top)
+
+
+@jit
+def choose_kernel(
+    logits, noise, depth, temperature, top_k, top_p, min_p, choice, usable, N, P, V, BLOCK: tl.constexpr,
+    SAMPLE: tl.constexpr, FILTERS: tl.constexpr, BY_DEPTH: tl.constexpr,
+):  # fmt: skip
+    """`sampling.choose` and `sampling.finite` of one node. Grid (B N,)."""
+    node = tl.program_id(0)
+    b = node // N
+    row = logits + node.to(tl.int64) * V
+    heat = tl.load(temperature + b)
+    at = b * P + (tl.load(depth + node) if BY_DEPTH else node % N)
+    cut = heat
+    if FILTERS:
+        cut = threshold(row, V, heat, tl.load(top_k + b), tl.load(top_p + b), tl.load(min_p + b), BLOCK)
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), NOTHING, tl.int64)
+    tops = tl.full((BLOCK,), float("-inf"), tl.float32)
+    spoilt = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, V, BLOCK):
+        i = start + lane
+        z = tl.load(row + i, mask=i < V, other=float("-inf")).to(tl.float32)
+        spoilt |= ((z != z) | (z == float("inf"))).to(tl.int32)
+        z = tl.where(z == z, z, float("-inf"))
+        tops = tl.maximum(tops, z)
+        key = z
+        if SAMPLE:
+            key += heat * tl.load(noise + at.to(tl.int64) * V + i, mask=i < V, other=0)
+        if FILTERS:
+            key = tl.where(z >= cut, key, float("-inf"))
+        best = tl.maximum(best, tl.where(i < V, rank_of(key, i), NOTHING))
+    tl.store(choice + node, number_of(tl.max(best, 0)).to(tl.int64))
+    tl.store(usable + node, (tl.max(spoilt, 0) == 0) & (tl.max(tops, 0) > float("-inf")))
+
+
+@jit
+def add_exponentials(top, total, x):
+    """(running maxima, running sums of exp(x - maximum)) of each lane with one more x."""
+    higher = tl.maximum(top, x)
+    return higher, total * tl.exp(top - higher) + tl.exp(x - higher)
+
+
+@jit
+def log_total(top, total):
+    """The logarithm of the sum over all lanes of `add_exponentials`."""
+    highest = tl.max(top, 0)
+    return highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
+
+
+@jit
+def draft_key(row, noise, ids, heat, i, mask, SAMPLE: tl.constexpr, TRIMMED: tl.constexpr):
+    """(logit z, z + T g) of draft tokens i."""
+    z = load_logits(row, i, mask)
+    key = z
+    if SAMPLE:
+        token = tl.load(ids + i, mask=mask, other=0) if TRIMMED else i
+        key += heat * tl.load(noise + token, mask=mask, other=0)
+    return z, key
+
+
+@jit
+def draft_rank(z, key, cut, i, mask, FILTERS: tl.constexpr):
+    """Survivors by their keys, and then the others by their logits."""
+    rank = rank_of(key, i)
+    if FILTERS:
+        rank = tl.where(z >= cut, rank + 4611686018427387904, rank_of(z, i) - 4611686018427387904)
+    return tl.where(mask, rank, NOTHING)
+
+
+@jit
+def draft_topk_kernel(
+    logits, noise, ids, temperature, top_k, top_p, min_p, best_ids, best_scores, noise_b, noise_w, W, V, K,
+    KP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SAMPLE: tl.constexpr, FILTERS: tl.constexpr,
+    NOISY: tl.constexpr, TRIMMED: tl.constexpr,
+):  # fmt: skip
+    """The K largest keys of `sampling.draft_keys` with their scores, for one row. Grid (B W,).
+
+    One pass over the row finds the sums of the scores and the best key of every lane. The K best keys lie in the K best
+    lanes, which are read again.
+    """
+    pid = tl.program_id(0)
+    b = pid // W
+    row = logits + pid.to(tl.int64) * V
+    noise += b * noise_b + pid % W * noise_w
+    heat = tl.load(temperature + b)
+    softness = tl.where(heat > 0, tl.maximum(heat, 0.5), 1.0)
+    cut = heat
+    if FILTERS:
+        cut = threshold(row, V, heat, tl.load(top_k + b), tl.load(top_p + b), tl.load(min_p + b), BLOCK)
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), NOTHING, tl.int64)
+    raw_top = tl.full((BLOCK,), LOWEST, tl.float32)
+    raw_total = tl.zeros((BLOCK,), tl.float32)
+    top = raw_top
+    total = raw_total
+    least = tl.full((BLOCK,), float("inf"), tl.float32)
+    alive_count = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, V, BLOCK):
+        i = start + lane
+        z, key = draft_key(row, noise, ids, heat, i, i < V, SAMPLE, TRIMMED)
+        best = tl.maximum(best, draft_rank(z, key, cut, i, i < V, FILTERS))
+        raw_top, raw_total = add_exponentials(raw_top, raw_total, z)
+        if NOISY:
+            soft = key / softness
+            if FILTERS:
+                alive = (z >= cut) & (i < V)
+                alive_count += alive.to(tl.int32)
+                least = tl.minimum(least, tl.where(alive, soft, float("inf")))
+                soft = tl.where(alive, soft, float("-inf"))
+            top, total = add_exponentials(top, total, soft)
+    k = tl.arange(0, KP)
+    groups = largest_groups(best, K, KP, BLOCK)
+    i = groups[:, None] + tl.arange(0, BLOCKS)[None, :] * BLOCK
+    mask = (k < K)[:, None] & (i < V)
+    z, key = draft_key(row, noise, ids, heat, i, mask, SAMPLE, TRIMMED)
+    i = number_of(largest(draft_rank(z, key, cut, i, mask, FILTERS), K, KP))
+    z, key = draft_key(row, noise, ids, heat, i, k < K, SAMPLE, TRIMMED)
+    raw = z - log_total(raw_top, raw_total)
+    score = raw
+    if NOISY:
+        norm = log_total(top, total)
+        score = key / softness - norm
+        if FILTERS:
+            score = tl.where(z >= cut, score, tl.min(least, 0) - norm + raw)
+            score = tl.where(tl.sum(alive_count, 0) == 1, raw, score)
+    score = tl.where(score == score, score, float("-inf"))
+    tl.store(best_ids + pid * K + k, i.to(tl.int64), mask=k < K)
+    tl.store(best_scores + pid * K + k, score, mask=k < K)
+
+
+@jit
+def merge_topk_kernel(
+    tile_values, tile_ids, values, ids, totals, scores, M, TILES, K, KP: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Merge what `linear._finish_topk` found in every tile of the vocabulary, for one row. Grid (M,).
+
+    Candidates are numbered in the order of the tiles, so that of equal logits the lower id has the lower number.
+    """
+    row = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    count = TILES * K
+    best = tl.full((BLOCK,), NOTHING, tl.int64)
+    for start in range(0, count, BLOCK):
+        i = start + lane
+        value = tl.load(tile_values + (i // K * M + row) * (K + 2) + i % K, mask=i < count, other=0)
+        best = tl.maximum(best, tl.where(i < count, rank_of(value, i), NOTHING))
+    top = tl.full((BLOCK,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, TILES, BLOCK):
+        at = ((start + lane) * M + row) * (K + 2) + K
+        mask = start + lane < TILES
+        tile_top = tl.load(tile_values + at, mask=mask, other=float("-inf"))
+        higher = tl.maximum(top, tile_top)
+        total = total * tl.exp(top - higher) + tl.load(tile_values + at + 1, mask=mask, other=0) * tl.exp(
+            tile_top - higher
+        )
+        top = higher
+    k = tl.arange(0, KP)
+    i = largest_groups(best, K, KP, BLOCK)[:, None] + tl.arange(0, BLOCKS)[None, :] * BLOCK
+    mask = (k < K)[:, None] & (i < count)
+    value = tl.load(tile_values + (i // K * M + row) * (K + 2) + i % K, mask=mask, other=0)
+    i = number_of(largest(tl.where(mask, rank_of(value, i), NOTHING), K, KP))
+    value = tl.load(tile_values + (i // K * M + row) * (K + 2) + i % K, mask=k < K, other=0)
+    norm = log_total(top, total)
+    score = value - norm
+    tl.store(values + row * K + k, value, mask=k < K)
+    tl.store(ids + row * K + k, tl.load(tile_ids + (i // K * M + row) * K + i % K, mask=k < K).to(tl.int64), mask=k < K)
+    tl.store(scores + row * K + k, tl.where(score == score, score, float("-inf")), mask=k < K)
+    tl.store(totals + row, norm)
+
+
+def _block(size: int, at_least: int = 1) -> tuple[int, int]:
+    """(BLOCK, warps) for a program that reads rows of `size` values."""
+    block = triton.next_power_of_2(max(min(size, 4096), at_least))
+    return block, max(1, min(16, block // 256))
+
+
+def noise(seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> Tensor:
+    """Gumbel noise, fp32 [B, rows, V], of the positions n + 1 to n + rows. seed, n [B]; hashes [V] of the token ids."""
+    B, V = seed.shape[0], hashes.shape[0]
+    out = torch.empty(B, rows, V, dtype=torch.float32, device=seed.device)
+    block = min(1024, triton.next_power_of_2(V))
+    noise_kernel[B * rows, triton.cdiv(V, block)](seed, n.contiguous(), hashes, out, rows, V, BLOCK=block)
+    return out
+
+
+def choose(
+    logits: Tensor, noise: Tensor | None, depth: Tensor | None, settings: Settings, filters: bool
+) -> tuple[Tensor, Tensor]:
+    """(choice int64 [B,N], usable bool [B,N]) of logits [B,N,V] with noise [B,P,V].
+
+    Node i takes the noise's row depth[b, i], or row i without `depth` [B,N]. Without noise the choice is greedy.
+    """
+    logits = logits.contiguous()
+    B, N, V = logits.shape
+    choice = torch.empty(B, N, dtype=torch.int64, device=logits.device)
+    usable = torch.empty(B, N, dtype=torch.bool, device=logits.device)
+    block, warps = _block(V)
+    table = logits if noise is None else noise.contiguous()
+    choose_kernel[B * N,](
+        logits, table, choice if depth is None else depth.contiguous(), *settings, choice, usable, N, table.shape[1], V,
+        BLOCK=block, SAMPLE=noise is not None, FILTERS=filters, BY_DEPTH=depth is not None, num_warps=warps,
+    )  # fmt: skip
+    return choice, usable
+
+
+def draft_topk(
+    logits: Tensor, noise: Tensor | None, draft_ids: Tensor | None, settings: Settings, filters: bool, noisy: bool,
+    count: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(ids int64, scores fp32), each [B,W,count]: the largest keys of `sampling.draft_keys` for logits [B,W,V].
+
+    noise [B,1 or W,target's V] belongs to the ids draft_ids [V] of the target. Without noise the keys are the logits.
+    """
+    logits = logits.contiguous()
+    B, W, V = logits.shape
+    ids = torch.empty(B, W, count, dtype=torch.int64, device=logits.device)
+    scores = torch.empty(B, W, count, dtype=torch.float32, device=logits.device)
+    wide = triton.next_power_of_2(count)
+    block, warps = _block(V, wide)
+    sample = noise is not None
+    strides = (noise.stride(0), noise.stride(1) * (noise.shape[1] > 1)) if sample else (0, 0)
+    draft_topk_kernel[B * W,](
+        logits, noise if sample else logits, ids if draft_ids is None else draft_ids, *settings, ids, scores, *strides, W,
+        V, count, KP=wide, BLOCK=block, BLOCKS=triton.next_power_of_2(triton.cdiv(V, block)), SAMPLE=sample,
+        FILTERS=filters and sample, NOISY=noisy and sample, TRIMMED=draft_ids is not None, num_warps=warps,
+    )  # fmt: skip
+    return ids, scores
+
+
+def merge_topk(tile_values: Tensor, tile_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(values, ids, log_total, scores) of `linear.TopK` from what the tiles of a vocabulary found.
+
+    tile_values fp32 [tiles, M, K + 2]: the best logits, the maximum and the sum of exp(logit - maximum). tile_ids int32
+    [tiles, M, K].
+    """
+    tiles, M, K = tile_ids.shape
+    values, scores = (torch.empty(M, K, dtype=torch.float32, device=tile_ids.device) for _ in range(2))
+    ids = torch.empty(M, K, dtype=torch.int64, device=tile_ids.device)
+    totals = torch.empty(M, dtype=torch.float32, device=tile_ids.device)
+    wide = triton.next_power_of_2(K)
+    block, warps = _block(tiles * K, wide)
+    blocks = triton.next_power_of_2(triton.cdiv(tiles * K, block))
+    merge_topk_kernel[M,](
+        tile_values, tile_ids, values, ids, totals, scores, M, tiles, K, KP=wide, BLOCK=block, BLOCKS=blocks,
+        num_warps=warps,
+    )  # fmt: skip
+    return values, ids, totals, scores

@@ -1,0 +1,390 @@
+"""The small work of a step in one launch each: where rows go, growing a dynamic tree, accepting a path, committing it.
+
+The kernels compute what `model.Transformer.nodes`, `tree_building`, `verify.accept` and `step` say in plain PyTorch, bit
+for bit. One program owns one sequence, or one row of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.backend import jit, skip_operator, tl, triton, use_triton
+from kernels.choice import largest_groups, rank_of
+
+
+@jit
+def place_kernel(
+    n, count, depth, tokens, cos_table, sin_table, positions, slots, cos, sin, fed, R, FED, S, LAST_SLOT, LENGTH, LEAD,
+    DEPTH_STRIDE, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`place_rows` of one row. Grid (B R,)."""
+    pid = tl.program_id(0)
+    b = pid // R
+    r = pid % R
+    base = tl.load(n + b) + LEAD
+    place = r - FED
+    if r < FED:
+        base -= tl.load(count + b)
+        place = r
+        tl.store(fed + b * FED + r, tl.load(tokens + b * S + tl.minimum(base - LEAD + 1 + r, S - 1)))
+        position = base + r
+    else:
+        position = base + tl.load(depth + b * DEPTH_STRIDE + place)
+    tl.store(positions + pid, position)
+    tl.store(slots + pid, tl.minimum(base + place, LAST_SLOT))
+    d = tl.arange(0, BLOCK)
+    at = tl.minimum(position, LENGTH - 1) * HALF + d
+    tl.store(cos + pid * HALF + d, tl.load(cos_table + at, mask=d < HALF), mask=d < HALF)
+    tl.store(sin + pid * HALF + d, tl.load(sin_table + at, mask=d < HALF), mask=d < HALF)
+
+
+def place_rows(
+    n: Tensor, depth: Tensor, cos: Tensor, sin: Tensor, slots: int, fed: int = 0, count: Tensor | None = None,
+    tokens: Tensor | None = None, lead: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(positions, slots, cos, sin, tokens) of `fed` rows that are fed again, and then of T others. No host sync.
+
+    Of the others, row t stands at position n + lead + depth[b, t], and in slot n + lead + t. Fed row r stands at position
+    and slot n + lead - count + r, and its token is the one at n - count + 1 + r.
+
+    n, count int64 [B]; depth int64 [B or 1,T]; tokens int64 [B,S]; cos, sin fp32 [L,hd/2], whose last row serves all
+    later positions; slots: of the cache, whose last one takes all rows past the end.
+    Returns int64 [B,fed+T], int64 [B,fed+T], [B,fed+T,hd/2] twice, and int64 [B,fed].
+    """
+    run = _place_rows if skip_operator(n, None) else torch.ops.eaglet.place_rows
+    return run(n, depth, cos, sin, slots, fed, count, tokens, lead)
+
+
+def _place_rows(
+    n: Tensor, depth: Tensor, cos: Tensor, sin: Tensor, slots: int, fed: int, count: Tensor | None,
+    tokens: Tensor | None, lead: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    T = depth.shape[1]
+    start = n[:, None] + lead
+    place = start + torch.arange(T, device=n.device)
+    positions = start + depth
+    again = n.new_empty(n.shape[0], 0)
+    if fed:
+        first = n[:, None] - count[:, None] + torch.arange(fed, device=n.device)
+        again = tokens.gather(1, (first + 1).clamp(max=tokens.shape[1] - 1))
+        place, positions = (torch.cat((first + lead, rest), 1) if T else first + lead for rest in (place, positions))
+    flat = positions.clamp(max=cos.shape[0] - 1)
+    return positions, place.clamp(max=slots - 1), cos[flat], sin[flat], again
+
+
+@torch.library.custom_op("eaglet::place_rows", mutates_args=())
+def _place_operator(
+    n: Tensor, depth: Tensor, cos: Tensor, sin: Tensor, slots: int, fed: int, count: Tensor | None,
+    tokens: Tensor | None, lead: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if not use_triton("draft_tree", cos):
+        return _place_rows(n, depth, cos, sin, slots, fed, count, tokens, lead)
+    B, T, half = n.shape[0], depth.shape[1], cos.shape[1]
+    R = fed + T
+    depth = depth.contiguous()
+    out = n.new_empty(B, R), n.new_empty(B, R), cos.new_empty(B, R, half), cos.new_empty(B, R, half), n.new_empty(B, fed)
+    known = n if tokens is None else tokens
+    place_kernel[B * R,](
+        n, n if count is None else count, depth, known, cos, sin, *out, R, fed, known.shape[-1], slots - 1, cos.shape[0],
+        lead, T * (depth.shape[0] > 1), HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@_place_operator.register_fake
+def _(n, depth, cos, sin, slots, fed, count, tokens, lead):
+    B, R, half = n.shape[0], fed + depth.shape[1], cos.shape[1]
+    rotary = cos.new_empty(B, R, half), cos.new_empty(B, R, half)
+    return n.new_empty(B, R), n.new_empty(B, R), *rotary, n.new_empty(B, fed)
+
+
+# ---- growing a tree ----------------------------------------------------------------------------------------
+
+
+@jit
+def expand_kernel(
+    pool_tokens, pool_scores, pool_parent, frontier, visible, tokens, scores, out_tokens, out_scores, out_parent,
+    out_frontier, out_frontier_tokens, out_source, out_visible, P, R, K, KP: tl.constexpr, CP: tl.constexpr,
+    RP: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """`tree_building.expand` of one sequence, or `first_level` if FIRST. Grid (B,)."""
+    b = tl.program_id(0)
+    k = tl.arange(0, KP)
+    c = tl.arange(0, CP)
+    count = K if FIRST else K * K
+    there = c < count
+    total = tl.load(scores + b * count + c, mask=there, other=0)
+    total = tl.where(total == total, total, float("-inf"))
+    above = tl.full((CP,), -1, tl.int64)
+    best = k
+    if not FIRST:
+        above = tl.load(frontier + b * K + c // K, mask=there, other=0)
+        base = tl.load(pool_scores + b * P + above, mask=there, other=0)
+        total += base
+        total = tl.minimum(tl.where(total == total, total, float("-inf")), base)
+        best = largest_groups(tl.where(there, rank_of(total, c), -9223372036854775808), K, KP, CP)
+    size = P + count
+    token = tl.load(tokens + b * count + c, mask=there, other=0)
+    tl.store(out_tokens + b * size + P + c, token, mask=there)
+    tl.store(out_scores + b * size + P + c, total, mask=there)
+    tl.store(out_parent + b * size + P + c, above, mask=there)
+    for start in range(0, P, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(out_tokens + b * size + i, tl.load(pool_tokens + b * P + i, mask=i < P), mask=i < P)
+        tl.store(out_scores + b * size + i, tl.load(pool_scores + b * P + i, mask=i < P), mask=i < P)
+        tl.store(out_parent + b * size + i, tl.load(pool_parent + b * P + i, mask=i < P), mask=i < P)
+    tl.store(out_frontier + b * K + k, (P + best).to(tl.int64), mask=k < K)
+    tl.store(out_frontier_tokens + b * K + k, tl.load(tokens + b * count + best, mask=k < K), mask=k < K)
+    source = best * 0 if FIRST else best // K
+    tl.store(out_source + b * K + k, source.to(tl.int64), mask=k < K)
+    r = tl.arange(0, RP)[None, :]
+    inside = (k < K)[:, None] & (r < R)
+    inherited = tl.load(visible + (b * K + source[:, None]) * R + r, mask=inside, other=0) != 0
+    own = r - R == k[:, None]
+    tl.store(
+        out_visible + (b * K + k[:, None]) * (R + K) + r, tl.where(r < R, inherited, own), mask=(k < K)[:, None] & (r < R + K)
+    )
+
+
+def expand(pool: tuple[Tensor, ...], tokens: Tensor, scores: Tensor, first: bool) -> tuple[Tensor, ...]:
+    """The fields of the next `tree_building.Pool` from (tokens, scores, parent, frontier, visible) of the last one.
+
+    tokens, scores [B,K,K], or if first [B,K] and nothing of the pool is read.
+    """
+    B, K = tokens.shape[0], tokens.shape[-1]
+    pool_tokens, pool_scores, pool_parent, frontier, visible = pool
+    P, R = (0, 0) if first else (pool_tokens.shape[1], visible.shape[2])
+    count = K if first else K * K
+    out = expand_shapes(tokens, scores, P, R)
+    expand_kernel[B,](
+        *(t.contiguous() for t in (*pool, tokens, scores)), *out, P, R, K, KP=triton.next_power_of_2(K),
+        CP=triton.next_power_of_2(count), RP=triton.next_power_of_2(R + K), BLOCK=512, FIRST=first,
+    )  # fmt: skip
+    return out
+
+
+def expand_shapes(tokens: Tensor, scores: Tensor, P: int, R: int) -> tuple[Tensor, ...]:
+    """Empty fields of a `tree_building.Pool` after `expand` of a pool of P candidates with R visible rows."""
+    B, K = tokens.shape[0], tokens.shape[-1]
+    size = P + tokens.shape[1:].numel()
+    rows = [tokens.new_empty(B, K) for _ in range(3)]
+    visible = tokens.new_empty(B, K, R + K, dtype=torch.bool)
+    return tokens.new_empty(B, size), scores.new_empty(B, size), tokens.new_empty(B, size), *rows, visible
+
+
+@jit
+def select_kernel(
+    tokens, scores, parent, root, ids, out_tokens, out_parent, out_depth, ancestors, valid, out_scores, node_of, P, N, D,
+    PP: tl.constexpr, NP: tl.constexpr, TRIMMED: tl.constexpr,
+):  # fmt: skip
+    """`tree_building.select` of one sequence. Grid (B,). node_of [B,P] is scratch memory."""
+    b = tl.program_id(0)
+    c = tl.arange(0, PP)
+    j = tl.arange(0, NP)
+    there = c < P
+    score = tl.load(scores + b * P + c, mask=there, other=0)
+    rank = tl.where(there, rank_of(score, c), -9223372036854775808)
+    least = tl.max(rank, 0)
+    for _ in range(N - 2):
+        least = tl.max(tl.where(rank < least, rank, -9223372036854775808), 0)
+    kept = there & (rank >= least)
+    node = tl.cumsum(kept.to(tl.int32), 0)  # the root is node 0
+    at = b * N + node
+    token = tl.load(tokens + b * P + c, mask=kept, other=0)
+    if TRIMMED:
+        token = tl.load(ids + token, mask=kept, other=0)
+    tl.store(out_tokens + at, token, mask=kept)
+    tl.store(out_scores + at, score, mask=kept)
+    tl.store(node_of + b * P + c, node, mask=kept)
+    tl.store(out_tokens + b * N, tl.load(root + b))
+    tl.store(out_scores + b * N, 0.0)
+    tl.store(out_parent + b * N, tl.full((), 0, tl.int64))
+    tl.store(valid + b * N + j, j < N, mask=j < N)
+    seen = ancestors + b * N * N
+    for row in range(N):
+        tl.store(seen + row * N + j, j < 0, mask=j < N)
+    tl.debug_barrier()  # what other threads wrote is read from here on
+    above = tl.load(parent + b * P + c, mask=kept, other=-1)
+    up = tl.load(node_of + b * P + above, mask=kept & (above >= 0), other=0)
+    tl.store(out_parent + at, up.to(tl.int64), mask=kept)
+    tl.debug_barrier()
+    way = j
+    depth = tl.zeros((NP,), tl.int64)
+    for _ in range(D + 1):
+        tl.store(seen + j * N + way, j >= 0, mask=j < N)
+        depth += (way > 0).to(tl.int64)
+        way = tl.load(out_parent + b * N + way, mask=j < N, other=0).to(tl.int32)
+    tl.store(out_depth + b * N + j, depth, mask=j < N)
+
+
+def select(
+    tokens: Tensor, scores: Tensor, parent: Tensor, root: Tensor, ids: Tensor | None, N: int, D: int
+) -> tuple[Tensor, ...]:
+    """The fields of a `tree_building.DraftTree` from those of a pool [B,P], whose tokens are places in `ids` if given."""
+    B, P = tokens.shape
+    out = select_shapes(tokens, scores, N)
+    scratch = tokens.new_empty(B, P, dtype=torch.int32)
+    wide = triton.next_power_of_2(P)
+    select_kernel[B,](
+        tokens.contiguous(), scores.contiguous(), parent.contiguous(), root.contiguous(), root if ids is None else ids,
+        *out, scratch, P, N, D, PP=wide, NP=triton.next_power_of_2(N), TRIMMED=ids is not None,
+        num_warps=max(1, min(8, wide // 128)),
+    )  # fmt: skip
+    return out
+
+
+def select_shapes(tokens: Tensor, scores: Tensor, N: int) -> tuple[Tensor, ...]:
+    """Empty fields of a `tree_building.DraftTree` of N nodes."""
+    B = tokens.shape[0]
+    rows = [tokens.new_empty(B, N) for _ in range(3)]
+    seen, valid = (tokens.new_empty(shape, dtype=torch.bool) for shape in ((B, N, N), (B, N)))
+    return *rows, seen, valid, scores.new_empty(B, N)
+
+
+# ---- accepting and committing ------------------------------------------------------------------------------
+
+
+@jit
+def accept_kernel(
+    tokens, parent, depth, ancestors, valid, choice, path, count, bonus, emitted, N, D, parent_stride, depth_stride,
+    ancestors_stride, valid_stride, NP: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """`verify.accept` of one sequence. Grid (B,)."""
+    b = tl.program_id(0)
+    i = tl.arange(0, NP)
+    mask = i < N
+    above = tl.load(parent + b * parent_stride + i, mask=mask, other=0)
+    chosen = tl.load(choice + b * N + above, mask=mask, other=0)
+    live = tl.load(valid + b * valid_stride + i, mask=mask, other=0) != 0
+    match = (live & (tl.load(tokens + b * N + i, mask=mask, other=0) == chosen)) | (i == 0)
+    ancestors += b * ancestors_stride
+    sees = tl.load(ancestors + i[:, None] * N + i[None, :], mask=mask[:, None] & mask[None, :], other=0) != 0
+    missed = tl.sum((sees & (match[None, :] == 0)).to(tl.int32), 1)
+    deep = tl.load(depth + b * depth_stride + i, mask=mask, other=0).to(tl.int32)
+    # the deepest, the lowest of equals; without any it is node 0
+    farthest = tl.max(tl.where(mask & (missed == 0), deep * NP + NP - 1 - i, NP - 1), 0)
+    last = NP - 1 - farthest % NP
+    length = farthest // NP
+    own = tl.load(choice + b * N + i, mask=mask, other=0)
+    taken = (tl.load(ancestors + last * N + i, mask=mask, other=0) != 0) & mask
+    tl.store(path + b * (D + 1) + deep, i.to(tl.int64), mask=taken)
+    tl.store(emitted + b * (D + 1) + deep, own, mask=taken)
+    level = tl.arange(0, DP)
+    after = tl.load(choice + b * N + last)
+    padding = (level > length) & (level <= D)
+    tl.store(path + b * (D + 1) + level, tl.zeros((DP,), tl.int64) + last, mask=padding)
+    tl.store(emitted + b * (D + 1) + level, tl.zeros((DP,), tl.int64) + after, mask=padding)
+    tl.store(count + b, (length + 1).to(tl.int64))
+    tl.store(bonus + b, after)
+
+
+def accept(
+    tokens: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, valid: Tensor, choice: Tensor, D: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `verify.Accepted`: path [B,D+1], count [B], bonus [B], emitted [B,D+1]."""
+    B, N = tokens.shape
+    out = accept_shapes(tokens, D)
+    tables = [t if t[0].is_contiguous() else t.contiguous() for t in (parent, depth, ancestors, valid)]
+    wide = triton.next_power_of_2(N)
+    accept_kernel[B,](
+        tokens.contiguous(), *tables, choice.contiguous(), *out, N, D, *(t.stride(0) for t in tables), NP=wide,
+        DP=triton.next_power_of_2(D + 1), num_warps=16 if wide > 64 else 4,
+    )  # fmt: skip
+    return out
+
+
+def accept_shapes(tokens: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty fields of `verify.Accepted`."""
+    B = tokens.shape[0]
+    return tokens.new_empty(B, D + 1), tokens.new_empty(B), tokens.new_empty(B), tokens.new_empty(B, D + 1)
+
+
+@jit
+def commit_kernel(
+    path, count, bonus, emitted, usable, tokens, n, root, valid_rows, produced, limit, done, stop_ids, ring, step,
+    out_count, finite, source, target, N, P, S, RING, WIDTH, B, STOPS: tl.constexpr, PP: tl.constexpr,
+):  # fmt: skip
+    """The small part of `step.commit` for one sequence. Grid (B,)."""
+    b = tl.program_id(0)
+    level = tl.arange(0, PP)
+    inside = level < P
+    start = tl.load(n + b)
+    finished = tl.load(done + b) != 0
+    accepted = tl.load(count + b)
+    many = tl.where(finished, 0, accepted)
+    new = level < many
+    node = tl.load(path + b * P + level, mask=inside, other=0)
+    token = tl.load(emitted + b * P + level, mask=inside, other=0)
+    tl.store(source + b * P + level, tl.minimum(start + node, S - 1), mask=inside)
+    tl.store(target + b * P + level, tl.where(new, start + level, S - 1), mask=inside)
+    tl.store(tokens + b * S + start + 1 + level, token, mask=new)
+    tl.store(root + b, tl.load(bonus + b), mask=finished == 0)
+    tl.store(n + b, start + many)
+    tl.store(valid_rows + b, accepted, mask=finished == 0)
+    made = tl.load(produced + b) + many
+    tl.store(produced + b, made)
+    stops = tl.load(stop_ids + b * STOPS + tl.arange(0, STOPS))
+    hits = (token[:, None] == stops[None, :]) & new[:, None]
+    stopped = tl.sum(tl.sum(hits.to(tl.int32), 1), 0) > 0
+    finished = finished | stopped | (made >= tl.load(limit + b))
+    tl.store(done + b, finished)
+    good = (tl.load(usable + b * N + node, mask=inside, other=0) != 0) | (new == 0)
+    tl.store(finite + b * P + level, good, mask=inside)
+    tl.store(out_count + b, many)
+    ring += (tl.load(step) % RING * B + b) * WIDTH
+    tl.store(ring, many)
+    tl.store(ring + 1, finished.to(tl.int64))
+    tl.store(ring + 2 + 2 * level, token, mask=inside)
+    tl.store(ring + 3 + 2 * level, good.to(tl.int64), mask=inside)
+
+
+@jit
+def keep_kernel(
+    features, path, count, target, kept, history, step, N, P, ROWS, F, HISTORY, KEEP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Keep the features of one accepted node, and count the step. Grid (B P, blocks of F)."""
+    row = tl.program_id(0)
+    b = row // P
+    level = row % P
+    if (row == 0) & (tl.program_id(1) == 0):
+        tl.store(step, tl.load(step) + 1)
+    many = tl.load(count + b)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    node = tl.load(path + row)
+    value = tl.load(features + (b * N + node) * F + d, mask=d < F)
+    tl.store(kept + (b * ROWS + level) * F + d, value, mask=d < tl.where(many > 0, F, 0))
+    if KEEP:
+        place = tl.load(target + row) % HISTORY
+        tl.store(history + (b * (HISTORY + 1) + place) * F + d, value, mask=d < tl.where(level < many, F, 0))
+
+
+def commit(
+    accepted: tuple[Tensor, Tensor, Tensor, Tensor], usable: Tensor, features: Tensor, state: tuple[Tensor, ...],
+    kept: Tensor, history: Tensor | None, step: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Two launches. (count [B], finite [B,P], source [B,P], target [B,P]) of `step.commit`; its buffers are written.
+
+    accepted: the fields of `verify.Accepted`. state: tokens, n, root, count, produced, limit, done, stop_ids and ring.
+    What `tokens` and `history` hold in their last rows, which nobody reads, stays as it is.
+    """
+    path = accepted[0].contiguous()
+    B, P = path.shape
+    N, F = features.shape[1:]
+    tokens, stop_ids, ring = state[0], state[7], state[8]
+    out = commit_shapes(path)
+    commit_kernel[B,](
+        path, *(t.contiguous() for t in accepted[1:]), usable.contiguous(), *state, step, *out, N, P, tokens.shape[1],
+        ring.shape[0], ring.shape[2], B, STOPS=stop_ids.shape[1], PP=triton.next_power_of_2(P), num_warps=1,
+    )  # fmt: skip
+    block = min(1024, triton.next_power_of_2(F))
+    keep_kernel[B * P, triton.cdiv(F, block)](
+        features.contiguous(), path, out[0], out[3], kept, kept if history is None else history, step, N, P,
+        kept.shape[1], F, 1 if history is None else history.shape[1] - 1, KEEP=history is not None, BLOCK=block,
+    )  # fmt: skip
+    return out
+
+
+def commit_shapes(path: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty outputs of `commit`."""
+    return path.new_empty(path.shape[0]), torch.empty_like(path, dtype=torch.bool), *map(torch.empty_like, (path, path))

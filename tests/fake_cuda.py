@@ -201,6 +201,8 @@ class Indexing(TorchFunctionMode):
             return args[0].bitwise_not()
         if function is torch.Tensor.__setitem__:
             return self.at(*args[:2]).fill_(args[2])
+        if function is torch.Tensor.contiguous:
+            return torch.ops.aten.contiguous(*args)
         return function(*args, **(kwargs or {}))
 
     def at(self, x, index):

@@ -24,7 +24,7 @@ from torch import Tensor
 import kernels
 from drafters.base import DraftInput, StepParts
 from drafters.tree_drafter import TreeDrafter
-from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, weight_bytes
+from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, logits_of, weight_bytes
 from support.memory import zeros
 from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
@@ -153,8 +153,7 @@ class EagleHead(nn.Module):
         output = self._normed(output)
         if self.lm_head is None:
             return self.target.logits(output)
-        logits = self.lm_head(output)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return logits_of(self.lm_head, output)
 
     def _normed(self, output: Tensor) -> Tensor:
         """What the LM head reads of an output."""

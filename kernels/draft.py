@@ -83,7 +83,13 @@ def _place_operator(
     B, T, half = n.shape[0], depth.shape[1], cos.shape[1]
     R = fed + T
     depth = depth.contiguous()
-    out = n.new_empty(B, R), n.new_empty(B, R), cos.new_empty(B, R, half), cos.new_empty(B, R, half), n.new_empty(B, fed)
+    out = (
+        n.new_empty(B, R),
+        n.new_empty(B, R),
+        cos.new_empty(B, R, half),
+        cos.new_empty(B, R, half),
+        n.new_empty(B, fed),
+    )
     known = n if tokens is None else tokens
     place_kernel[B * R,](
         n, n if count is None else count, depth, known, cos, sin, *out, R, fed, known.shape[-1], slots - 1, cos.shape[0],
@@ -143,7 +149,9 @@ def expand_kernel(
     inherited = tl.load(visible + (b * K + source[:, None]) * R + r, mask=inside, other=0) != 0
     own = r - R == k[:, None]
     tl.store(
-        out_visible + (b * K + k[:, None]) * (R + K) + r, tl.where(r < R, inherited, own), mask=(k < K)[:, None] & (r < R + K)
+        out_visible + (b * K + k[:, None]) * (R + K) + r,
+        tl.where(r < R, inherited, own),
+        mask=(k < K)[:, None] & (r < R + K),
     )
 
 

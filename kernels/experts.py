@@ -43,7 +43,7 @@ def expert_kernel(
             z += size * 4
         acc, up = main_loop(x, w, s, z, rows, live, rn, 0, tl.cdiv(K, 128), K, N, N_OUT,
                             BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, ACC, NATIVE)  # fmt: skip
-        finish(acc, up, s, s, s, out, rn, pair, live, N, N_OUT, BITS, False, False, GATED)
+        finish(acc, up, s, s, s, out, rn, pair, live, N, N_OUT, BITS, False, False, GATED, x.dtype.element_ty)
 
 
 def packed_experts(

@@ -17,7 +17,7 @@ from torch import Tensor
 import kernels.cpu as cpu
 from kernels.backend import dot, jit, native, round_activations, tl, triton, use_triton
 from kernels.choice import merge_topk
-from kernels.norm_rope import rms_norm
+from kernels.norm_rope import norm_row, rms_norm
 from kernels.packing import PackedWeight, decode, dequantize, kernel_views, panel_words
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
 
@@ -156,9 +156,9 @@ def main_loop(
 @jit
 def finish(
     acc, up, s, bias, residual, out, rn, out_rows, live, N, N_OUT, BITS: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr, GATED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue: scale of an output row, bias, SiLU(gate) * up, residual. All in fp32, rounded once."""
+    """The epilogue: scale of an output row, bias, SiLU(gate) * up, residual. All in fp32, rounded once to DT."""
     ok = rn < N_OUT
     if BITS == 8:
         acc *= tl.load(s + rn, mask=ok, other=0).to(tl.float32)[:, None]
@@ -174,7 +174,7 @@ def finish(
     mask = live[None, :] & ok[:, None]
     if RESIDUAL:
         acc += tl.load(residual + at, mask=mask, other=0).to(tl.float32)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + at, acc.to(DT).to(out.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -217,10 +217,10 @@ def _partial(part, split, rn, rt, width, BT: tl.constexpr, GATED: tl.constexpr):
 # M is not specialized: one binary per token tile also serves M = 1.
 @(triton.jit(do_not_specialize=["M"]) if triton else jit)
 def linear_kernel(
-    x, w, s, z, bias, residual, out, ids, part, count, M, N, K, N_OUT, BITS: tl.constexpr,
+    x, w, s, z, bias, residual, norm_weight, out, normed, ids, part, count, M, N, K, N_OUT, eps, BITS: tl.constexpr,
     GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    TOPK: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, SPLIT: tl.constexpr,
-    ACC: tl.constexpr, NATIVE: tl.constexpr,
+    NORM: tl.constexpr, TOPK: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    SPLIT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """out[M, N_OUT], or the best of it if TOPK > 0 (`_finish_topk`). Grid (token tiles, row tiles, SPLIT).
 
@@ -228,6 +228,9 @@ def linear_kernel(
     programs that share a sum, the one that ends last keeps its own part in registers, waits until the others have
     stored theirs, and adds all parts in split order. It waits only for programs that are storing already. It also
     resets the counter, so that the buffer is ready for the next launch or the next replay of a graph.
+
+    With NORM > 0 the program that stores the last columns of a token tile also writes the RMS norm of its rows
+    (`norm_row` with NORM levels).
     """
     slab = tl.program_id(0)
     tile = tl.program_id(1)
@@ -236,6 +239,7 @@ def linear_kernel(
     rn = tile * BN + tl.arange(0, BN)
     rm = slab * BT + rt
     live = rm < M
+    finished = count + tl.num_programs(0) * tl.num_programs(1) + slab  # behind the counters of the sums
     blocks = tl.cdiv(K, 128)
     first = blocks * split // SPLIT
     last = blocks * (split + 1) // SPLIT
@@ -274,7 +278,14 @@ def linear_kernel(
     if TOPK > 0:
         _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS, TOPK)
     else:
-        finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED)
+        finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED,
+               x.dtype.element_ty)  # fmt: skip
+    if NORM > 0:
+        tl.debug_barrier()
+        if tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
+            for row in range(slab * BT, tl.minimum(slab * BT + BT, M)):
+                norm_row(out, norm_weight, normed, row * N_OUT, row * N_OUT, N_OUT, eps, NORM)
+            tl.store(finished, 0)
 
 
 def launch_tile(
@@ -341,9 +352,10 @@ def _group_sums(x: Tensor, group: int) -> Tensor:
 
 def packed_linear(
     x: Tensor, weight: PackedWeight, bias: Tensor | None = None, residual: Tensor | None = None,
-    gated: bool = False,
+    gated: bool = False, wide: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [..., K] @ W^T [+ bias], [SiLU(first half) * second half if gated], [+ residual] -> [..., N or N/2].
+    """x [..., K] @ W^T [+ bias], [SiLU(first half) * second half if gated], [+ residual] -> [..., N or N/2], in x's
+    dtype, or if wide the same values in float32 or wider.
 
     No host sync. With layout 'planes', up to SMALL_M rows run our kernel, more rows dequantize the weight and
     use cuBLAS. Bias and epilogue are computed in float32 in our kernel, and in x's dtype elsewhere.
@@ -352,23 +364,24 @@ def packed_linear(
     if weight.correction is not None:
         own = packed_linear(_group_sums(x, weight.group_size), weight.correction, bias)
         y = packed_linear(x, replace(weight, correction=None, mins=None, perm=None), residual=own)
-        return epilogue(y, None, residual, gated)
+        return _widened(epilogue(y, None, residual, gated), wide)
     if weight.layout == "planes":
         # In one program two tiles and their zero points would spill registers.
         apart = gated and weight.has_zeros
         y = torch.ops.eaglet.planes_linear(
             x, weight.weight, weight.scales, weight.counters, bias, None if apart else residual, weight.bits,
-            weight.group_size, weight.n, gated and not apart, weight.config[:4], weight.config.accumulate,
+            weight.group_size, weight.n, gated and not apart, wide and not apart, weight.config[:4],
+            weight.config.accumulate,
         )  # fmt: skip
-        return epilogue(y, None, residual, True) if apart else y
+        return _widened(epilogue(y, None, residual, True), wide) if apart else y
     if weight.layout == "tiles":
         if gated and weight.n % (2 * cpu.TILE):  # a tile holds rows of both halves
-            return epilogue(packed_linear(x, replace(weight, perm=None), bias), None, residual, gated)
+            return _widened(epilogue(packed_linear(x, replace(weight, perm=None), bias), None, residual, gated), wide)
         # Activations of another dtype, as torch.autocast makes them, are computed with in float32.
         rows, stored = x.reshape(-1, weight.k).float().contiguous(), (weight.weight, weight.scales, weight.mins)
         residual = None if residual is None else residual.reshape(len(rows), -1).float().contiguous()
         y = torch.ops.eaglet_cpu.linear.default(rows, *stored, bias, residual, gated, round_activations())
-        return y.unflatten(0, x.shape[:-1]).to(x.dtype)
+        return _widened(y.unflatten(0, x.shape[:-1]).to(x.dtype), wide)
     if not torch.compiler.is_compiling():
         # The layout decides. This call only notes that the reference runs, or refuses it under 'triton'.
         use_triton("packed_linear", x, f"weights are packed as '{weight.layout}', for another backend")
@@ -379,45 +392,95 @@ def packed_linear(
         y = torch.ops.aten._weight_int8pack_mm(rows, weight.weight, weight.scales.to(rows.dtype))
     else:
         y = rows @ dequantize(weight, x.dtype).mT
-    return epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
+    return _widened(epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated), wide)
+
+
+def _widened(y: Tensor, wide: bool) -> Tensor:
+    return y.to(torch.promote_types(y.dtype, torch.float32)) if wide else y
+
+
+# The most rows whose norm is the end of the linear before it. One program norms them one by one, each in about the
+# time of a read from L2. For more rows a launch of its own is quicker. The number is an estimate, not measured.
+NORM_ROWS = 8
 
 
 def packed_linear_norm(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """y = packed_linear(x, weight, bias, residual), and rms_norm(y, norm_weight, eps)."""
-    y = packed_linear(x, weight, bias, residual)
-    return y, rms_norm(y, norm_weight, eps)
+    """y = packed_linear(x, weight, bias, residual), and rms_norm(y, norm_weight, eps), in one launch for few rows.
+
+    The bits of a norm do not depend on who computes it.
+    """
+    few = math.prod(x.shape[:-1]) <= NORM_ROWS
+    if not few or weight.layout != "planes" or weight.correction is not None:
+        y = packed_linear(x, weight, bias, residual)
+        return y, rms_norm(y, norm_weight, eps)
+    return torch.ops.eaglet.planes_linear_norm(
+        weight.reorder(x), weight.weight, weight.scales, weight.counters, bias, residual, norm_weight, eps, weight.bits,
+        weight.group_size, weight.n, weight.config[:4], weight.config.accumulate,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("eaglet::planes_linear", mutates_args=())
 def _planes_linear(
-    x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bias: Tensor | None,
-    residual: Tensor | None, bits: int, group: int, n: int, gated: bool, config: list[int], accumulate: str,
+    x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bias: Tensor | None, residual: Tensor | None,
+    bits: int, group: int, n: int, gated: bool, wide: bool, config: list[int], accumulate: str,
 ) -> Tensor:  # fmt: skip
     """`packed_linear` for layout 'planes'. `counters` is zero before and after, so it counts as unchanged."""
+    return _planes(x, words, scales, counters, bias, residual, bits, group, n, gated, wide, config, accumulate)[0]
+
+
+@torch.library.custom_op("eaglet::planes_linear_norm", mutates_args=())
+def _planes_linear_norm(
+    x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bias: Tensor | None, residual: Tensor | None,
+    norm_weight: Tensor, eps: float, bits: int, group: int, n: int, config: list[int], accumulate: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`packed_linear_norm` of few rows for layout 'planes'."""
+    how = bits, group, n, False, False, config, accumulate, norm_weight, eps
+    return _planes(x, words, scales, counters, bias, residual, *how)
+
+
+def _planes(
+    x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bias: Tensor | None, residual: Tensor | None,
+    bits: int, group: int, n: int, gated: bool, wide: bool, config: list[int], accumulate: str,
+    norm_weight: Tensor | None = None, eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output, and its norm if there is a norm_weight. float32 activations are normed apart, because their squares
+    are rounded, and a compiler may round them in different ways."""
     k = x.shape[-1]
     rows = x.reshape(-1, k).contiguous()
     tiling = LinearConfig(*config, accumulate)
     weight = PackedWeight("planes", bits, group, n, k, words, scales, config=tiling)
     ours = use_triton("packed_linear", x)
+    inside = norm_weight is not None and ours and x.dtype == norm_weight.dtype != torch.float32
     if not ours or len(rows) > SMALL_M:
         y = rows @ dequantize(weight, x.dtype, fused=ours).mT
-        return epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated)
-    n_out = n // 2 if gated else n
-    out = x.new_empty((*x.shape[:-1], n_out))
-    grid, partial, constants = launch_arguments(rows, weight, gated, len(rows))
-    linear_kernel[grid](
-        rows, *kernel_views(words, scales, bits), rows if bias is None else bias,
-        rows if residual is None else residual.contiguous(), out, out, partial, counters, len(rows), n, k,
-        n_out, BIAS=bias is not None, RESIDUAL=residual is not None, TOPK=0, SPLIT=grid[2], **constants,
-    )  # fmt: skip
-    return out
+        out = _widened(epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated), wide)
+    else:
+        n_out = n // 2 if gated else n
+        out = x.new_empty((*x.shape[:-1], n_out), dtype=torch.float32 if wide else x.dtype)
+        normed = torch.empty_like(out) if inside else out
+        grid, partial, constants = launch_arguments(rows, weight, gated, len(rows))
+        linear_kernel[grid](
+            rows, *kernel_views(words, scales, bits), rows if bias is None else bias,
+            rows if residual is None else residual.contiguous(), norm_weight if inside else rows, out, normed, out,
+            partial, counters, len(rows), n, k, n_out, eps, BIAS=bias is not None, RESIDUAL=residual is not None,
+            NORM=(n_out - 1).bit_length() if inside else 0, TOPK=0, SPLIT=grid[2], **constants,
+        )  # fmt: skip
+    if inside:
+        return out, normed
+    return out, out if norm_weight is None else rms_norm(out, norm_weight, eps)
 
 
 @_planes_linear.register_fake
-def _(x, words, scales, counters, bias, residual, bits, group, n, gated, config, accumulate):
-    return x.new_empty((*x.shape[:-1], n // 2 if gated else n))
+def _(x, words, scales, counters, bias, residual, bits, group, n, gated, wide, config, accumulate):
+    dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
+    return x.new_empty((*x.shape[:-1], n // 2 if gated else n), dtype=dtype)
+
+
+@_planes_linear_norm.register_fake
+def _(x, words, scales, counters, bias, residual, norm_weight, eps, bits, group, n, config, accumulate):
+    return x.new_empty((*x.shape[:-1], n)), x.new_empty((*x.shape[:-1], n))
 
 
 class TopK(NamedTuple):
@@ -479,8 +542,8 @@ def _planes_topk(
     out = x.new_empty(grid[1], tokens, topk + 2, dtype=torch.float32)
     ids = x.new_empty(grid[1], tokens, topk, dtype=torch.int32)
     linear_kernel[grid](
-        x, *kernel_views(words, scales, bits), x, x, out, ids, partial, counters, tokens, n, k, n, BIAS=False,
-        RESIDUAL=False, TOPK=topk, SPLIT=grid[2], **constants,
+        x, *kernel_views(words, scales, bits), x, x, x, out, out, ids, partial, counters, tokens, n, k, n, 0.0,
+        BIAS=False, RESIDUAL=False, NORM=0, TOPK=topk, SPLIT=grid[2], **constants,
     )  # fmt: skip
     return merge_topk(out, ids)
 

@@ -110,8 +110,9 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     if expert:
         pointers |= dict(pairs="*i32", offsets="*i32")
     else:
-        pointers |= dict(bias=act, residual=act, ids="*i32", part="*fp32", count="*i32")
+        pointers |= dict(bias=act, residual=act, norm_weight=act, normed=act, ids="*i32", part="*fp32", count="*i32")
         constants |= dict(BIAS=False, RESIDUAL=not gated and not top, SPLIT=4, TOPK=10 if top else 0)
+        constants["NORM"] = 12 if "norm" in words else 0
     name = f"{'experts' if expert else 'linear'} w{bits} {dtype} M<={tokens}" + f" g{group}" * (bits == 4)
     name = " ".join([name, *(word for word in words if word not in ("experts", f"g{group}"))])
     weights = block * 128 / (options["num_warps"] * 32) * (1 + gated)

@@ -603,6 +603,20 @@ def test_attention_adds_up_alike_for_one_node_and_for_many(arch):
     assert len(seen[0]) >= 8 and seen[0] == seen[1] == seen[2]
 
 
+@needs_triton
+@pytest.mark.parametrize("arch", [86, 90])
+def test_a_norm_adds_up_alike_wherever_it_is_computed(arch):
+    """A linear that also norms must not add its products in another order, and must not spill."""
+    from scripts import kernel_report
+
+    if kernels.INTERPRETED:
+        pytest.skip("compiles for a GPU")
+    alone, both = (kernel_report.linear(4, "fp16", 16, form, arch) for form in ("", "norm"))
+    products, all_sums = (sums(kernel_report.compile_variant(variant, arch)) for variant in (alone, both))
+    assert products and all_sums[: len(products)] == products and len(all_sums) > len(products)
+    assert not kernel_report.inspect(both, arch)["failures"]
+
+
 def test_bench_script_runs_on_cpu():
     """Catches errors of the GPU micro-benchmark in its arguments, its table of shapes or its loop before
     there is a GPU."""
@@ -733,6 +747,20 @@ def test_interpreted_linear_of_many_rows(bits, group, zeros, monkeypatch):
     assert error(gated, linear_definition(x, matrix(bits, weights), None, None, True)) < 2 * TOLERANCE[torch.float16]
     monkeypatch.setattr(kernels.linear, "SMALL_M", 64)
     assert error(packed_linear(x, packed), want) < TOLERANCE[torch.float16]
+
+
+@interpreted
+@pytest.mark.parametrize("bits,dtype,rows", [(4, torch.float16, 1), (8, torch.bfloat16, 5), (16, torch.float16, 9)])
+def test_interpreted_linear_with_the_norm_behind_it(bits, dtype, rows):
+    """A norm computed before all columns are there, with the bits of another order, or a counter that is left over.
+    Rows of a tree are normed in a launch of their own, those of plain decoding are not, and both must agree."""
+    packed = pack(bits, stored(bits, 80, 256), dtype, "auto", LinearConfig(16, 2))
+    x, residual, weight = torch.randn(rows, 256).to(dtype), torch.randn(rows, 80).to(dtype), torch.randn(80).to(dtype)
+    y, normed = kernels.packed_linear_norm(x, packed, None, residual, weight, 1e-5)
+    assert torch.equal(y, packed_linear(x, packed, None, residual)) and not packed.counters.any()
+    assert torch.equal(normed, kernels.rms_norm(y, weight, 1e-5)) and error(normed, y.double()) > 0.1
+    wide = packed_linear(x, packed, wide=True)
+    assert wide.dtype == torch.float32 and torch.equal(wide, packed_linear(x, packed).float())
 
 
 @interpreted

@@ -170,6 +170,10 @@ class QuantLinear(SelfCounting):
             return kernels.packed_linear(x, self.pack(x.dtype), self.bias, residual, gated)
         return kernels.packed_linear_norm(x, self.pack(x.dtype), self.bias, residual, norm_weight, eps)
 
+    def logits(self, x: Tensor) -> Tensor:
+        """`forward` of a language-model head: the same values in float32 or wider."""
+        return kernels.packed_linear(x, self.pack(x.dtype), self.bias, wide=True)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix [(E,) out, in] with its columns in the order of the inputs, computed in fp32 and rounded once.
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import glob
+import io
 import json
 import math
+import os
+import shutil
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +25,7 @@ from torch import Tensor
 import kernels
 from bench.random_models import SHAPES
 from bench.timing import captured, describe, times
-from kernels.tuned import write_tuned
+from kernels.tuned import read_tuned, write_tuned
 from support.files import read_json_lines
 from support.machine import synchronize
 
@@ -26,8 +33,12 @@ MODELS = ("llama-2-13b", "llama-2-70b", "llama-2-7b", "llama-3-8b", "mixtral-8x7
 TOKENS = (1, 4, 8, 16, 24, 32, 48, 64, 104, 256)
 # 'int4-dequant' runs what packed_linear runs above kernels.SMALL_M rows, at any number of rows. It shows where the two
 # ways meet, so that the bound can be set there.
-KERNELS = ("int4", "int8", "half", "int4-dequant", "int8-dequant", "cublas", "tinygemm", "torchao", "gemlite")
-PEERS = KERNELS[5:]
+# 'int4-gated' is the gate-up layer as the model runs it: SiLU(first half) * second half in the same kernel. 'tinygemm' is
+# PyTorch's own kernel, which gpt-fast uses for int4.
+KERNELS = (
+    "int4", "int8", "half", "int4-gated", "int4-dequant", "int8-dequant", "cublas", "tinygemm", "torchao", "gemlite",
+)  # fmt: skip
+PEERS = KERNELS[6:]
 GROUP = 128
 
 
@@ -136,8 +147,9 @@ def make_kernel(
     if name in peers:
         takes = torch.float16 if name == "gemlite" else torch.bfloat16
         return [peers[name](n, k, device) for _ in range(buffers)], takes
-    kind, _, by_matrix = name.partition("-")
-    linear = dequantized if by_matrix else kernels.packed_linear
+    kind, _, form = name.partition("-")
+    linears = {"": kernels.packed_linear, "gated": partial(kernels.packed_linear, gated=True), "dequant": dequantized}
+    linear = linears[form]
     weights = [random_weight(kind, n, k, dtype, device) for _ in range(buffers)]
     return [lambda x, w=weight: linear(x, w) for weight in weights], dtype
 
@@ -183,7 +195,7 @@ def candidates(n: int, k: int, bits: int, multiprocessors: int, half: bool = Fal
     base = kernels.linear_config(n, k, bits, multiprocessors)
     splits = {1, max(1, base.split_k // 2), base.split_k, min(2 * base.split_k, max(1, k // 256))}
     found = [base._replace(split_k=split, block_n=block) for split in sorted(splits) for block in (64, 128)]
-    found.append(base._replace(warps=8))
+    found += [base._replace(warps=warps) for warps in (2, 4, 8) if warps != base.warps]
     found += [base._replace(stages=base.stages + change) for change in (-1, 1)]
     found += [c._replace(accumulate="float16") for c in [base, *found] if half and bits == 4]
     return list(dict.fromkeys([base, *found]))
@@ -217,24 +229,101 @@ def tune(
 
 
 def tune_device(
-    models: Sequence[str], dtype: torch.dtype, device: torch.device, repeats: int, path: Path, half: bool
-) -> None:
-    """Time the tilings of every layer of `models` on this GPU, print the best and keep them in the file `path`."""
+    models: Sequence[str], dtype: torch.dtype, device: torch.device, repeats: int, path: Path, half: bool,
+    seconds: float = math.inf, resume: bool = False,
+) -> None:  # fmt: skip
+    """Time the tilings of every layer of `models` on this GPU, print the best and keep them in the file `path`.
+
+    Each shape is written as soon as it is known, the largest first. None is begun after `seconds`, and with `resume`
+    those in the file are skipped.
+    """
+    began = time.monotonic()
     properties = torch.cuda.get_device_properties(device)
+    gated = {layers(m)["gate_up"] for m in models if "gate_up" in layers(m)}
 
     def time_of(n: int, k: int, bits: int, config: kernels.LinearConfig) -> float:
         buffers, calls = rotating(n * k * bits // 8, device), []
-        for x in (torch.randn(m, k, device=device, dtype=dtype) for m in (1, 16)):
+        for x in (torch.randn(m, k, device=device, dtype=dtype) for m in (1, 16, 32)):
             for _ in range(buffers):
                 packed = random_weight(f"int{bits}", n, k, dtype, device, "planes", config)
-                calls.append(partial(kernels.packed_linear, x, packed))
+                calls.append(partial(kernels.packed_linear, x, packed, gated=(n, k) in gated))
         return measure(calls, device, repeats)
 
-    shapes = sorted({(n, k, bits) for m in models for n, k in layers(m).values() for bits in (4, 8)})
+    shapes = {(n, k, bits) for m in models for n, k in layers(m).values() for bits in (4, 8)}
+    known = read_tuned(properties.name, path)[0] if resume else {}
+    # Those of an int4 model come first: int4 layers and an int8 LM head.
+    shapes = sorted(shapes, key=lambda s: ((s[2] == 4) == (s[0] < 30000), s[0] * s[1]), reverse=True)
+    shapes = [shape for shape in shapes if kernels.shape_key(*shape) not in known]
     # GeForce cards of these generations sum fp16 products in fp32 at half rate.
     half = half and dtype == torch.float16 and (properties.major, properties.minor) in ((8, 6), (8, 9))
-    best = tune(shapes, time_of, properties.multi_processor_count, half)
-    for key, config in best.items():
-        print(json.dumps({"shape": key} | config._asdict()), flush=True)
-    write_tuned(properties.name, best, path)
-    print(f"{len(best)} tilings of {properties.name} written to {path}", file=sys.stderr)
+    count = 0
+    for shape in shapes:
+        if time.monotonic() - began > seconds:
+            print(f"out of time: {len(shapes) - count} shapes keep their default tilings", flush=True)
+            break
+        best = tune([shape], time_of, properties.multi_processor_count, half)
+        for key, config in best.items():
+            print(json.dumps({"shape": key} | config._asdict()), flush=True)
+        write_tuned(properties.name, best, path)
+        count += 1
+    print(f"{count} tilings of {properties.name} written to {path}", file=sys.stderr)
+
+
+def dram_bytes(model: str, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
+    """Bytes that the int4 gate-up of a model moves to and from DRAM, counted by Nsight Compute, by number of rows.
+
+    The profiler runs this file's `profiled`. Where it is absent or may not count, the line says so.
+    """
+    n, k = layers(model)["gate_up"]
+    row = {"model": model, "layer": "gate_up", "n": n, "k": k, "kernel": "int4-gated", "tool": "ncu"}
+    profiler = shutil.which(
+        "ncu", path=os.pathsep.join([os.environ.get("PATH", ""), *glob.glob("/usr/local/cuda*/bin")])
+    )
+    if profiler is None:
+        return [row | {"skipped": "Nsight Compute (ncu) is not installed"}]
+    lines = []
+    for m in tokens:
+        code = f"from bench.kernel_timing import profiled; profiled({n}, {k}, {m}, {str(dtype)!r}, {str(device)!r})"
+        command = [profiler, "--csv", "--metrics", ",".join(DRAM), "--kernel-name", "linear_kernel"]
+        command += ["--launch-skip", "1", "--launch-count", "1", sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parent.parent)
+        found = read_counters(done.stdout)
+        if found.keys() != set(DRAM):
+            problem = [
+                line for line in done.stdout.splitlines() + done.stderr.splitlines() if "ERR" in line or "==" in line
+            ]
+            return [
+                *lines,
+                row | {"m": m, "skipped": " ".join(problem[-2:])[:300] or f"ncu ended with {done.returncode}"},
+            ]
+        read, written = (round(found[name]) for name in DRAM)
+        weights = weight_bytes("int4", n, k, dtype)
+        lines.append(row | {"m": m, "dram_read": read, "dram_written": written, "weight_bytes": weights})
+    return lines
+
+
+DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+
+
+def read_counters(text: str) -> dict[str, float]:
+    """Bytes by metric from the CSV that ncu prints between its own messages."""
+    start = text.find('"ID"')
+    if start < 0:
+        return {}
+    scale = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+    rows = csv.DictReader(io.StringIO(text[start:]))
+    return {
+        r["Metric Name"]: float(r["Metric Value"].replace(",", "")) * scale[r["Metric Unit"]]
+        for r in rows
+        if r.get("Metric Name") in DRAM
+    }
+
+
+@torch.no_grad()
+def profiled(n: int, k: int, m: int, dtype: str, device: str) -> None:
+    """Two calls of a gated linear on different weights, of which the profiler counts the second."""
+    kind, where = getattr(torch, dtype.removeprefix("torch.")), torch.device(device)
+    x = torch.randn(m, k, device=where, dtype=kind)
+    for _ in range(2):
+        kernels.packed_linear(x, random_weight("int4", n, k, kind, where), gated=True)
+    synchronize(where)

@@ -20,6 +20,7 @@ from engine import Engine
 from load import build_drafter, build_engine, open_backend
 from model import Transformer
 from options import LoadOptions
+from sampling import SamplingParams
 from tree import DynamicTree, parse_tree
 from weights.quantized import pack_
 
@@ -30,6 +31,9 @@ TREES = {
     1: "", 4: "chain:3", 8: "chain:7", 16: "dynamic:16,7,8", 24: "dynamic:24,7,8", 26: "paper25",
     32: "dynamic:32,7,8", 60: "dynamic:60,7,10",
 }  # fmt: skip
+
+# How a cell's requests choose tokens, '' being greedy.
+SAMPLING = {"": {}, "T=1": {"temperature": 1.0}, "T=1 top-p 0.9": {"temperature": 1.0, "top_p": 0.9}}
 
 PUBLISHED_TAU = {  # (shape, tree) -> tokens per step on MT-bench at T = 0, and who measured it
     ("llama-3-8b", "chain:7"): (3.91, "SpecBundle, LLaMA-3.1-8B + EAGLE-3"),
@@ -50,11 +54,17 @@ class Cell:
     nodes: int  # of the tree, root included
     context: int  # cached tokens
     ctx: int  # cache rows
+    sampling: str = ""  # a name in SAMPLING
+
+    def params(self, new_tokens: int) -> SamplingParams:
+        """Of a request that decodes `new_tokens` tokens."""
+        return SamplingParams(max_new_tokens=new_tokens, **SAMPLING[self.sampling])
 
     @property
     def key(self) -> str:
         head = f"eagle{self.head}-{self.head_quant or 'half'} {self.tree}" if self.head else "plain"
-        return f"{self.shape} {self.quant or 'half'} | {head} | {self.nodes} nodes | context {self.context}"
+        name = f"{self.shape} {self.quant or 'half'} | {head} | {self.nodes} nodes | context {self.context}"
+        return f"{name} | {self.sampling}" if self.sampling else name
 
 
 def grid(shape: str, quant: str, head: int, nodes: Iterable[int], contexts: Sequence[int]) -> list[Cell]:
@@ -72,7 +82,10 @@ def grid(shape: str, quant: str, head: int, nodes: Iterable[int], contexts: Sequ
 def quick_cells() -> list[Cell]:
     """What `make gpu` measures, most important first."""
     pairs = [(nodes, quant) for widths in ((1, 60), (24, 16)) for quant in ("", "int4") for nodes in widths]
-    return [cell for nodes, quant in pairs for cell in grid("llama-3-8b", quant, 3, [nodes], (128, 2048))]
+    cells = [cell for nodes, quant in pairs for cell in grid("llama-3-8b", quant, 3, [nodes], (128, 2048))]
+    # A sampled step beside a greedy one, on the engine that is there already.
+    wide = next(i for i, cell in enumerate(cells) if cell.quant == "int4" and cell.nodes == 60)
+    return [*cells[: wide + 1], *(replace(cells[wide], sampling=name) for name in SAMPLING if name), *cells[wide + 1 :]]
 
 
 def full_cells() -> list[Cell]:
@@ -95,7 +108,8 @@ def full_cells() -> list[Cell]:
 def tiny_cells() -> list[Cell]:
     """Every kind of cell on shapes for a CPU."""
     cells = grid("tiny", "", 3, [1, 16], (16, 48)) + grid("tiny", "int4", 1, [1, 4], (16,))
-    return cells + grid("tiny-moe", "int8", 1, [1, 4], (16,))
+    sampled = [replace(cells[-1], sampling=name) for name in SAMPLING if name]
+    return cells + sampled + grid("tiny-moe", "int8", 1, [1, 4], (16,))
 
 
 def draft_rows(tree: str) -> list[int]:
@@ -153,7 +167,7 @@ class Builder:
                 drafter = build_drafter(model, head, options) if head else None
                 return build_engine(model, None, drafter, options, self.backend, head=head)
 
-            return self._keep("engine", (replace(cell, context=0), mode), build)
+            return self._keep("engine", (replace(cell, context=0, sampling=""), mode), build)
 
     def _keep(self, kind: str, key: Any, make: Callable[[], Any]) -> Any:
         if kind not in self.kept or self.kept[kind][0] != key:

@@ -26,7 +26,6 @@ from bench.step_cells import Builder, Cell, quick_cells, tiny_cells
 from bench.step_time import OutOfTime, finish, launches, measure, pin, prompt_ids, step_call
 from bench.timing import describe, on_gpu
 from engine import Engine
-from sampling import SamplingParams
 from support.files import append_json_lines, read_json_lines
 from support.machine import copy_bandwidth, synchronize
 
@@ -100,7 +99,7 @@ def warmed_up(builder: Builder, cell: Cell, mode: str, new_tokens: int) -> Engin
     """The cell's engine after one request."""
     engine = builder.engine(cell, mode)
     prompt = prompt_ids(engine.model.config.vocab_size, cell.context)
-    engine.generate(prompt, SamplingParams(max_new_tokens=new_tokens)).run()
+    engine.generate(prompt, cell.params(new_tokens)).run()
     return engine
 
 
@@ -130,7 +129,14 @@ class Run:
 
     def plain_ms(self, cell: Cell, mode: str) -> float | None:
         """The latest plain step of the same target, context and way to run; None if there is none."""
-        same = {"shape": cell.shape, "quant": cell.quant, "context": cell.context, "ctx": cell.ctx, "head": 0}
+        same = {
+            "shape": cell.shape,
+            "quant": cell.quant,
+            "context": cell.context,
+            "ctx": cell.ctx,
+            "head": 0,
+            "sampling": "",
+        }
         found = [line for line in self.lines if (same | {"mode": mode}).items() <= line.items()]
         return found[-1]["step_ms"]["median"] if found else None
 
@@ -229,11 +235,15 @@ class Run:
                     engine = warmed_up(self.builder, cell, mode, 3)
                     with torch.inference_mode(), engine.backend.active():
                         pin(engine, cell.context)
-                        found = launches(step_call(engine)[0])
+                        found = launches(step_call(engine, cell.params(1).mode)[0])
             except Exception as error:
                 found = {"error": describe(error)}
             append_json_lines(self.args.json, line | found)
-            print(f"launches, {cell.key}: {found}", flush=True)
+            names = found.pop("by_name", {})
+            print(
+                "\n".join([f"launches, {cell.key}: {found}", *(f"{n:6} {name}" for name, n in names.items())]),
+                flush=True,
+            )
 
 
 def run_start(label: str, path: Path, since: float, device: torch.device, env: dict[str, Any], tiny: bool) -> int:

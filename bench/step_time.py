@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,12 +24,10 @@ from bench.timing import captured, describe, new_event, on_gpu, spread, times
 from engine import Engine
 from load import plan_memory
 from model import weight_bytes
-from sampling import SamplingMode, SamplingParams
+from sampling import SamplingMode
 from step import PHASES, draft_input
 from support.machine import synchronize
 from weights.heads import EagleFile
-
-MODE = SamplingMode()  # cells decode greedily
 
 
 class OutOfTime(Exception):
@@ -43,22 +42,22 @@ def pin(engine: Engine, context: int) -> None:
         buffer.fill_(value)
 
 
-def step_call(engine: Engine) -> tuple[Callable[[], Any], str]:
+def step_call(engine: Engine, mode: SamplingMode) -> tuple[Callable[[], Any], str]:
     """The engine's step as a call that does not wait for the device, and how it runs.
 
     Call it under inference mode with the backend active, after a request has warmed the engine up.
     """
-    graph, device = engine.graph(MODE), engine.model.device
+    graph, device = engine.graph(mode), engine.model.device
     if graph is not None:
         return graph.replay, "the engine's CUDA graph"
     how = "one CUDA graph, captured here around the engine's step" if on_gpu(device) else "called on the CPU"
-    return captured(partial(engine.step, MODE), device), how
+    return captured(partial(engine.step, mode), device), how
 
 
 def parts(engine: Engine) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Two calls on the engine's state: drafting alone, and verifying alone (the target's forward with logits)."""
+    """Two calls on the engine's state: greedy drafting alone, and verifying alone (the target's forward with logits)."""
     model, drafter, state = engine.model, engine.drafter, engine.state
-    inputs = draft_input(state, MODE)
+    inputs = draft_input(state, SamplingMode())
     tree = drafter.draft(inputs)
 
     def verify() -> torch.Tensor:
@@ -68,14 +67,14 @@ def parts(engine: Engine) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return partial(drafter.draft, inputs), verify
 
 
-def marked(engine: Engine, context: int, repeats: int) -> list[float]:
+def marked(engine: Engine, mode: SamplingMode, context: int, repeats: int) -> list[float]:
     """Median milliseconds of drafting and of verifying, between the marks that the engine's step sets."""
     device = engine.model.device
     at = {phase: new_event(device, external=True) for phase in ("start", *PHASES)}
 
     def step() -> None:
         at["start"].record()
-        engine.step(MODE, lambda phase: at[phase].record())
+        engine.step(mode, lambda phase: at[phase].record())
 
     call = captured(step, device)
     samples = []
@@ -95,18 +94,20 @@ def split(engine: Engine, cell: Cell, repeats: int, step_ms: float) -> dict[str,
     device, count = engine.model.device, max(3, repeats // 3)
     notes: dict[str, str] = {}
     how = "marked inside the step"
-    found = attempt(notes, "marks", lambda: marked(engine, cell.context, count))
-    if found is None:
+    found = attempt(notes, "marks", lambda: marked(engine, cell.params(1).mode, cell.context, count))
+    if found is None and not cell.sampling:
         pin(engine, cell.context)
         calls = [captured(part, device) for part in parts(engine)]
         found = [statistics.median(times(call, device, count, lambda: None)) for call in calls]
         how = f"draft and verify timed alone; {notes['marks']}"
+    if found is None:
+        raise RuntimeError(notes["marks"])
     draft, verify = (round(ms, 5) for ms in found)
     return {"draft": draft, "verify": verify, "rest": round(step_ms - sum(found), 5), "how": how}
 
 
 def launches(call: Callable[[], Any]) -> dict[str, Any]:
-    """What one call launches: CUDA graphs and kernels launched by the host, and activities on the device."""
+    """What one call launches: CUDA graphs and kernels launched by the host, and activities on the device by name."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     call()
     torch.cuda.synchronize()
@@ -114,10 +115,13 @@ def launches(call: Callable[[], Any]) -> dict[str, Any]:
         call()
         torch.cuda.synchronize()
     names = [event.name for event in recorded.events()]
+    on_device = [e.name for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    by_name = Counter(name.split("(")[0][:80] for name in on_device)
     return {
         "graphs": names.count("cudaGraphLaunch"),
         "kernels_from_host": sum(name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for name in names),
-        "device_activities": sum(e.device_type == torch.autograd.DeviceType.CUDA for e in recorded.events()),
+        "device_activities": len(on_device),
+        "by_name": dict(by_name.most_common()),
     }
 
 
@@ -142,12 +146,12 @@ def measure(cell: Cell, engine: Engine, steps: int, repeats: int) -> dict[str, A
     device, model = engine.model.device, engine.model
     notes: dict[str, str] = {}
     prompt = prompt_ids(model.config.vocab_size, max(1, cell.context - steps // 2))
-    engine.generate(prompt, SamplingParams(max_new_tokens=3)).run()  # compiles, captures, fills the cache
-    result = engine.generate(prompt, SamplingParams(max_new_tokens=steps + 1)).run()[0]
+    engine.generate(prompt, cell.params(3)).run()  # compiles, captures, fills the cache
+    result = engine.generate(prompt, cell.params(steps + 1)).run()[0]
     reset = partial(pin, engine, cell.context)
     with torch.inference_mode(), engine.backend.active():
         reset()
-        call, how = step_call(engine)
+        call, how = step_call(engine, cell.params(1).mode)
         times(call, device, 2, reset)
         step_ms = spread(times(call, device, repeats, reset))
         peak = torch.cuda.max_memory_allocated(device) if on_gpu(device) else None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from bench.kernel_timing import KERNELS, MODELS, PEERS, TOKENS, finished, layers, time_kernel, tune_device
+from bench.kernel_timing import KERNELS, MODELS, PEERS, TOKENS, dram_bytes, finished, layers, time_kernel, tune_device
 from kernels.tuned import tuned_file
 from support.files import append_json_lines
 from support.machine import copy_bandwidth
@@ -38,9 +38,11 @@ def build_parser() -> argparse.ArgumentParser:
         "with --tune on an RTX 30 or 40: try int4 with sums in fp16, promoted to fp32 once per group; "
         "activations in the thousands may overflow"
     ))  # fmt: skip
+    add("--seconds", type=float, default=float("inf"), help="with --tune: begin no shape later than this")
+    add("--dram", action="store_true", help="count the DRAM bytes of the first model's gate-up with Nsight Compute")
     add("--tuned", type=Path, default=tuned_file(), help="file that --tune writes")
     add("--json", type=Path, help="append the lines to this file")
-    add("--resume", action="store_true", help="skip what --json holds for this device and torch")
+    add("--resume", action="store_true", help="skip what --json holds for this device and torch, or what --tuned holds")
     add("--done", type=Path, nargs="*", default=[], help="with --resume: and these files")
     return parser
 
@@ -54,11 +56,18 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--device cuda: no CUDA device here; use --device cpu --quick to try the script")
     if min(args.m) < 1 or args.repeats < 1:
         parser.error("--m and --repeats must be at least 1")
+    if args.dram:
+        for line in dram_bytes(args.models[0], args.m, dtype, device):
+            print(json.dumps(line), flush=True)
+            if args.json:
+                append_json_lines(args.json, line)
+        return 0
     if not args.tune:
         return run(args, device, dtype)
     if device.type != "cuda":
         parser.error("--tune measures a GPU; there is nothing to tune on a CPU")
-    tune_device(args.models, dtype, device, args.repeats, args.tuned, args.fp16_sums)
+    how = args.repeats, args.tuned, args.fp16_sums, args.seconds, args.resume
+    tune_device(args.models, dtype, device, *how)
     return 0
 
 
@@ -75,7 +84,7 @@ def run(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> i
     shapes = [(model, layer, *shape) for model in args.models for layer, shape in layers(model).items()]
     for (model, layer, n, k), kernel in itertools.product(shapes, args.kernels):
         n, k = n // divide, max(128, k // divide // 128 * 128)
-        if all((n, k, kernel, m) in done for m in tokens):
+        if all((n, k, kernel, m) in done for m in tokens) or (kernel.endswith("gated") and layer != "gate_up"):
             continue
         row = common | dict(model=model, layer=layer, n=n, k=k, kernel=kernel)
         for found in time_kernel(kernel, n, k, tokens, dtype, device, repeats, bandwidth):

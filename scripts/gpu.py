@@ -1,17 +1,20 @@
-"""Everything that needs a CUDA device, in one command: tests, starts, step times, kernels, a decode comparison.
+"""Everything that needs a CUDA device, in one command: tilings, tests, starts, step times, kernels, decoding.
 
     make gpu                               # under 8 minutes from cold caches; installs nothing, needs no network
     make gpu-full                          # every cell; run it again and it goes on where it was stopped
     python -m scripts.gpu --full --seconds 540     # as much of it as fits
+    python -m scripts.gpu --only steps             # one part
     python -m scripts.gpu --readme docs/results.md # the table 'on a GPU' from benchmarks/results/*-steps.jsonl
     python -m scripts.gpu --device cpu --tiny      # tries the machinery on small shapes; measures nothing
 
 Every part is a process of its own with a time limit. The time that a part leaves over goes to the next ones. All parts
-write what they have as they go, so whatever ends a run, what was measured is kept. A copy of the code without its .git
-takes its commit from the variable EAGLET_COMMIT. Finished cells count for the same commit, device and torch alone.
+write what they have as they go, so whatever ends a run, what was measured is kept, and the next run goes on from there. A
+copy of the code without its .git takes its commit from the variable EAGLET_COMMIT. Finished cells and parts count for the
+same commit, device and torch alone.
 
     NAME-steps.jsonl     copy bandwidth, starts, one line per step-time cell, launches  (scripts.step_time)
-    NAME-kernels.jsonl   one line per layer shape, kernel and number of rows            (scripts.bench_kernels)
+    NAME-tilings.json    the fastest tiling of every layer shape                        (scripts.bench_kernels)
+    NAME-kernels.jsonl   one line per layer shape, kernel and number of rows, DRAM bytes (scripts.bench_kernels)
     NAME-demo.jsonl      the demo model's decoders against each other                   (scripts.bench)
     NAME-summary.json    the machine, the parts, how they ended, how long they took
     NAME.log             everything that the parts printed
@@ -46,7 +49,8 @@ from support.files import append_json_lines, read_json, read_json_lines, replace
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "EAGLET_CACHE", "CUDA_CACHE_PATH")
-RESUMED = ("bandwidth", "steps", "kernels", "peers")  # parts that look up by themselves what is done
+OURS = ("int4", "int4-gated", "int8", "int4-dequant", "half")  # kernels, most important first
+RESUMED = ("bandwidth", "tilings", "steps", "kernels", "peers")  # parts that look up by themselves what is done
 
 
 @dataclass
@@ -102,22 +106,29 @@ def parts(args: argparse.Namespace, out: Path, name: str, cache: str) -> list[Pa
     step_time = _module("scripts.step_time", "--json", steps, *["--device", "cpu", "--tiny"] * args.tiny)
     start = [*step_time, "--since", "{now}", "--start"]
     cells = ["--seconds", "{seconds}", "--cell-seconds", "600" if full else "70", *["--full"] * full]
-    shapes = [] if full else ["--models", "llama-3-8b", "--m", "1", "16", "32", "64", "104", "256"]
+    only = [] if full else ["--models", "llama-3-8b"]
+    shapes = [] if full else [*only, "--m", "1", "16", "32", "64", "104", "256"]
     if args.tiny:
         shapes = ["--device", "cpu", "--quick", "--models", "llama-3-8b", "--m", "1", "16"]
-    micro = _module("scripts.bench_kernels", "--json", kernels, "--resume", *shapes)
+    bench = _module("scripts.bench_kernels", "--json", kernels, "--resume")
+    tune = [*bench, "--tune", *only, "--seconds", "{seconds}"]
+    tune += [] if full else ["--tuned", str(out / f"{name}-tilings.json")]  # a full run keeps them for generate.py
+    dram = [*bench, "--dram", "--models", "llama-3-8b", "--m", "1", "32"]
+    micro = [*bench, *shapes]
     micro += [*_committed("kernels", kernels, full), "--kernels"]
     compare = _module("scripts.bench", "--json", demo, "--reps", "1", "--limit", "2")
     compare += ["--max-new-tokens", "8"] if args.tiny else ["--compile", "--max-seconds", "300" if full else "15"]
     rows = [  # name, limit of make gpu, limit of make gpu-full, variables, command
-        ("bandwidth", 35, 120, {}, [*step_time, "--bandwidth"]),
-        ("tests", 115, 1800, shared, _tests(args.tiny)),
-        ("cold", 75, 300, fresh, [*start, "cold"]),
+        ("bandwidth", 25, 120, {}, [*step_time, "--bandwidth"]),
+        *([] if args.tiny else [("tilings", 60, 3600, shared, tune)]),
+        ("tests", 70, 1800, shared, _tests(args.tiny, full)),
+        ("cold", 70, 300, fresh, [*start, "cold"]),
         ("warm", 20, 300, fresh, [*start, "warm"]),
-        ("steps", 120, 6 * 3600, shared, [*step_time, *cells, *_committed("steps", steps, full)]),
-        ("kernels", 45, 3600, shared, [*micro, "int4", "int8", "int4-dequant", "half", "cublas", "tinygemm"]),
-        ("peers", 12, 3600, shared, [*micro, "torchao", "gemlite"]),
-        ("demo", 30, 900, shared, compare),
+        ("steps", 110, 6 * 3600, shared, [*step_time, *cells, *_committed("steps", steps, full)]),
+        ("kernels", 45, 3600, shared, [*micro, *OURS, "cublas", "tinygemm"]),
+        *([] if args.tiny else [("dram", 15, 120, shared, dram)]),
+        ("peers", 15, 3600, shared, [*micro, "torchao", "gemlite"]),
+        ("demo", 25, 900, shared, compare),
         *(_sanitizer() if full and not args.tiny else []),
     ]
     again = {"steps": POISONED}
@@ -135,11 +146,14 @@ def _committed(kind: str, mine: str, full: bool) -> list[str]:
     return ["--done", *files] if files and full else []
 
 
-def _tests(tiny: bool) -> list[str]:
+def _tests(tiny: bool, full: bool) -> list[str]:
+    """The tests that need a GPU. Without `full`, the linears' run on one shape: all of them compile 272 kernels."""
     files = [str(f) for f in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in f.read_text("utf-8")]
     command = _module("pytest", "-m", "gpu", "-vv", "--tb=short", "--durations=10", *files)
+    if not full:
+        command += ["-k", "not (test_linear_on_device or test_linear_rows) or 6144-4096"]
     if importlib.util.find_spec("xdist") and not tiny:  # most of the tests' time is compiling, on the CPU
-        command += ["-n", str(min(6, os.cpu_count() or 1))]
+        command += ["-n", str(min(14, os.cpu_count() or 1))]
     return command
 
 
@@ -152,11 +166,14 @@ def _sanitizer() -> list[tuple]:
     return [(tool, 0, 900, {}, [checker, "--tool", tool, *watched]) for tool in ("memcheck", "racecheck") if checker]
 
 
-def finished(files: Iterable[Path], env: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The parts of earlier summaries that ran to their end on this device, torch and commit, without those in RESUMED."""
+def finished(files: Iterable[Path], env: dict[str, Any], full: bool = True) -> dict[str, dict[str, Any]]:
+    """The parts of earlier summaries that ran to their end on this device, torch and commit, without those in RESUMED.
+
+    What a short run left out does not count for a full one.
+    """
     found = {}
     for summary in (read_json(file) for file in files if file.exists()):
-        if identity(summary["environment"]) == identity(env):
+        if identity(summary["environment"]) == identity(env) and summary.get("full", True) >= full:
             found |= {part["part"]: part for part in summary["parts"] if part["exit"] == 0}
     return {name: part for name, part in found.items() if name not in RESUMED}
 
@@ -178,7 +195,7 @@ def run_all(args: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     label = torch.cuda.get_device_name() if device.type == "cuda" else "cpu tiny"
     name = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
-    summary = {"environment": machine(device), "parts": [], "command": " ".join(sys.argv)}
+    summary = {"environment": machine(device), "full": args.full, "parts": [], "command": " ".join(sys.argv)}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, too
     with tempfile.TemporaryDirectory(prefix="eaglet-gpu-", ignore_cleanup_errors=True) as cache:
         run_parts(args, out, name, cache, summary)
@@ -197,7 +214,8 @@ def run_parts(args: argparse.Namespace, out: Path, name: str, cache: str, summar
     """Run the parts that are left. After each of them `summary` gets its end and is written."""
     began = due = time.time()
     summaries = [folder / f"{name}-summary.json" for folder in (RESULTS, out)]
-    earlier = finished(summaries, summary["environment"]) if args.full else {}
+    earlier = finished(summaries, summary["environment"], args.full)
+    tilings = out / f"{name}-tilings.json"
     for part in parts(args, out, name, cache):
         if part.name in earlier:
             summary["parts"].append(earlier[part.name])
@@ -211,6 +229,10 @@ def run_parts(args: argparse.Namespace, out: Path, name: str, cache: str, summar
         if part.name == "steps" and part.env and Path(cache, "start").exists():  # compiled once is enough
             with contextlib.suppress(OSError):
                 shutil.copytree(Path(cache, "start"), Path(cache, "shared"), dirs_exist_ok=True)
+        if part.env and tilings.exists():
+            found = Path(part.env["EAGLET_CACHE"], "kernels.json")
+            found.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(tilings, found)
         ended = run_part(part, out / f"{name}.log", seconds)
         summary["parts"].append(ended)
         if part.name in ("cold", "warm") and isinstance(ended["exit"], str):
@@ -227,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--out", type=Path, default=Path(os.environ.get("OUT") or RESULTS))
     add("--full", action="store_true", help="everything; resumable")
     add("--seconds", type=float, help="limit of the whole run (default: that of its parts)")
-    add("--only", nargs="+", default=[], metavar="PART", help="bandwidth tests cold warm steps ...")
+    add("--only", nargs="+", default=[], metavar="PART", help="bandwidth tilings tests cold warm steps ...")
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--tiny", action="store_true", help="with --device cpu: small shapes, to try the machinery")
     add("--readme", type=Path, metavar="FILE", help="only rewrite this file's table of GPU results")

@@ -28,7 +28,7 @@ from sampling import SamplingParams
 from scripts import bench_kernels, gpu
 from scripts import step_time as command
 from step import decode_step
-from support.files import append_json_lines, read_json_lines
+from support.files import append_json_lines, read_json, read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--device", "cpu", "--tiny", "--steps", "4", "--repeats", "3"]
@@ -91,7 +91,7 @@ def test_a_finished_cell_is_skipped_and_a_broken_line_is_survived(measured, tmp_
     assert len(rows) == len(kept) + 2 and {r["shape"] for r in rows[-2:]} == {"tiny-moe"}
     assert rows[-1]["break_even_tau"]  # the plain cell of the same run is its baseline
     assert command.main(["--json", str(path), *TINY]) == 0
-    assert "0 cells to measure, 8 done" in capsys.readouterr().out and len(cells(path)) == len(rows)
+    assert "0 cells to measure, 10 done" in capsys.readouterr().out and len(cells(path)) == len(rows)
     other = tmp_path / "other.jsonl"
     arguments = ["--json", str(other), "--done", str(path), *TINY, "--only", "tiny half | plain"]
     assert command.main(arguments) == 0 and not other.exists()
@@ -112,12 +112,12 @@ def test_a_failing_cell_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(step_cells, "random_model", no_room)
     assert command.main(["--json", str(path), *TINY]) == 1
     rows = cells(path)
-    assert len(rows) == 8
+    assert len(rows) == 10
     for row in rows:
         assert ("error" in row) == (row["quant"] == "int4") == ("step_ms" not in row)
     failed = next(row for row in rows if "error" in row)
     assert failed["error"] == "eager: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
-    assert command.main(["--json", str(path), *TINY, "--skip-failed"]) == 1 and len(cells(path)) == 8
+    assert command.main(["--json", str(path), *TINY, "--skip-failed"]) == 1 and len(cells(path)) == 10
     monkeypatch.setattr(step_cells, "random_model", real)
     assert command.main(["--json", str(path), *TINY]) == 0
     assert {row["key"] for row in cells(path) if "step_ms" in row} == {c.key for c in step_cells.tiny_cells()}
@@ -237,7 +237,8 @@ def test_the_cells_are_those_that_the_issue_names():
     """A tree, a context or a shape missing from the run that cannot be repeated soon."""
     quick, full = step_cells.quick_cells(), step_cells.full_cells()
     wanted = {(q, n, c) for q in ("", "int4") for n in (1, 16, 24, 60) for c in (128, 2048)}
-    assert {(c.quant, c.nodes, c.context) for c in quick} == wanted and len(quick) == 16
+    assert {(c.quant, c.nodes, c.context) for c in quick} == wanted and len(quick) == 18
+    assert [c.sampling for c in quick if c.sampling] == ["T=1", "T=1 top-p 0.9"] and not any(c.sampling for c in full)
     assert {c.shape for c in quick} == {"llama-3-8b"} and {c.head for c in quick if c.nodes > 1} == {3}
     assert [(c.quant, c.nodes) for c in quick[:8:2]] == [("", 1), ("", 60), ("int4", 1), ("int4", 60)]
     assert len({c.key for c in quick + full}) == len(quick + full)
@@ -267,7 +268,7 @@ def test_the_cells_are_those_that_the_issue_names():
 def fake_gpu(monkeypatch):
     """Fake CUDA tensors in a CPU build: what would be copied from the host is made in place there."""
     pytest.importorskip("triton", reason="a GPU's backend is Triton")
-    properties = types.SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
+    properties = types.SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "fake")
     monkeypatch.setattr(step_cells, "free", lambda device: None)
@@ -389,10 +390,10 @@ def test_what_only_a_gpu_runs_is_run_here_too(tmp_path, monkeypatch, broken):
     arguments = ["--json", str(path), *TINY, "--run", "graph", "--only", "tiny int4"]
     assert command.main(arguments) == 0
     rows, counted = cells(path), [line for line in read_json_lines(path) if line["type"] == "launches"]
-    assert [row["mode"] for row in rows] == ["graph"] * 2 and all("captured here" in row["how"] for row in rows)
+    assert [row["mode"] for row in rows] == ["graph"] * 4 and all("captured here" in row["how"] for row in rows)
     assert all(row["memory"]["peak"] == 5 and row["gpu"] == {"clocks.sm": 1.0} for row in rows)
-    assert [("error" in line) for line in counted] == [broken] * 2  # the last cell, then the first plain one
-    assert [line["key"] for line in counted] == [rows[1]["key"], rows[0]["key"]]
+    assert [("error" in line) for line in counted] == [broken] * 3  # the last cell, then the first of both kinds
+    assert [line["key"] for line in counted] == [rows[i]["key"] for i in (3, 0, 1)]
     assert all(row["share_of_copy"] > 0 for row in rows)
     if broken:
         assert rows[1]["split_ms"] is None and "not on this build" in rows[1]["notes"]["split"]
@@ -408,13 +409,14 @@ def test_the_engines_own_graph_is_timed_where_it_has_one(monkeypatch):
     engine = mock.Mock(spec=Engine)
     engine.model, engine.graph.return_value = types.SimpleNamespace(device=device), None
     monkeypatch.setattr(step_time, "captured", lambda call, device: call)
-    call, how = step_time.step_call(engine)
+    mode = SamplingParams().mode
+    call, how = step_time.step_call(engine, mode)
     call()
     assert "captured here" in how and engine.step.call_count == 1
     row = step_time.finish(fake_row() | {"how": how}, step_cells.tiny_cells()[0], 1e9, None, 4.0)
     assert row["host_gap_ms"] is None
     engine.graph.return_value = graph
-    call, how = step_time.step_call(engine)
+    call, how = step_time.step_call(engine, mode)
     call()
     assert graph.replay.call_count == 1 and engine.step.call_count == 1 and how == "the engine's CUDA graph"
 
@@ -449,11 +451,14 @@ def test_a_step_that_marks_its_phases_is_split_by_its_marks(monkeypatch, cuda):
             mark(phase)
 
     engine = types.SimpleNamespace(step=step, model=types.SimpleNamespace(device=torch.device("cpu")))
-    found = step_time.split(engine, step_cells.tiny_cells()[2], 3, 100.0)
+    cell = step_cells.tiny_cells()[2]
+    found = step_time.split(engine, cell, 3, 100.0)
     assert found["how"] == "marked inside the step" and 20 <= found["draft"] < found["verify"] < 100
     monkeypatch.setattr(step_time, "parts", lambda engine: (lambda: time.sleep(0.001), lambda: time.sleep(0.002)))
     engine.step = lambda *_: 1 / 0
-    alone = step_time.split(engine, step_cells.tiny_cells()[2], 3, 100.0)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):  # parts alone would be those of a greedy step
+        step_time.split(engine, replace(cell, sampling="T=1"), 3, 100.0)
+    alone = step_time.split(engine, cell, 3, 100.0)
     assert alone["how"].startswith("draft and verify timed alone; ZeroDivisionError") and 1 <= alone["draft"] < 20
     assert found["verify"] >= 50
     assert found["rest"] == pytest.approx(100 - found["draft"] - found["verify"], abs=1e-3)
@@ -468,7 +473,9 @@ def test_launches_are_counted(monkeypatch):
     recorded = mock.MagicMock()
     recorded.__enter__.return_value.events.return_value = events
     monkeypatch.setattr("torch.profiler.profile", lambda activities: recorded)
-    assert step_time.launches(lambda: None) == {"graphs": 1, "kernels_from_host": 2, "device_activities": 2}
+    found = step_time.launches(lambda: None)
+    assert found.pop("by_name") == {"kernel": 2}
+    assert found == {"graphs": 1, "kernels_from_host": 2, "device_activities": 2}
 
 
 # ---- scripts.gpu -------------------------------------------------------------------------------------------
@@ -507,12 +514,13 @@ def test_the_parts_fit_the_promise(tmp_path):
     found = gpu.parts(args, tmp_path, "gpu", str(tmp_path / "cache"))
     names = [part.name for part in found]
     assert sum(part.seconds for part in found) <= 455  # and this process's own start
-    assert names == ["bandwidth", "tests", "cold", "warm", "steps", "kernels", "peers", "demo"]
+    order = ["bandwidth", "tilings", "tests", "cold", "warm", "steps", "kernels", "dram", "peers", "demo"]
+    assert names == order and "272" not in str(found)
     by_name = dict(zip(names, found, strict=True))
     assert by_name["cold"].env == by_name["warm"].env != {} and "tests/test_kernels_gpu.py" in str(
         by_name["tests"].command
     )
-    parsers = {"step_time": command.build_parser()}
+    parsers = {"step_time": command.build_parser(), "bench_kernels": bench_kernels.build_parser()}
     for part in found:
         module = part.command[2].removeprefix("scripts.")
         if module in parsers:
@@ -583,7 +591,13 @@ def test_goals_are_judged_by_the_figures():
     assert text[1].startswith("  ok") and "1.080" in text[1] and text[2].startswith("  ok")
     assert text[4] == "  ?    tok/s at tau 3.91, 7-chain: unmeasured (goal >= 455)"
     assert text[5].startswith("  ok") and "943.08" in text[5]  # 6.13 / 6.5 ms
-    assert text[6].startswith("  MISS cold") and "unmeasured" in text[8]
+    assert text[6].startswith("  MISS cold") and "unmeasured" in text[8] and "unmeasured" in text[9]
+    greedy = line("int4", "dynamic:60,7,10", "int4", ms=5.0)
+    assert "unmeasured" in gpu_report.goals([greedy])[8]
+    filtered = greedy | {"sampling": "T=1 top-p 0.9", "step_ms": greedy["step_ms"] | {"median": 6.0}}
+    assert gpu_report.goals([greedy, filtered])[8].startswith(
+        "  MISS int4 step of 60 nodes with top-p over a greedy one: 1.2"
+    )
 
 
 def test_kernel_goals_are_judged_over_all_layers():
@@ -605,6 +619,9 @@ def test_kernel_goals_are_judged_over_all_layers():
     rows.append(timed("tinygemm", 16, "down", 20.0, 1.0))
     assert gpu_report.kernel_goals(rows)[6] == "  MISS int4 at 16 rows over tinygemm: 2.000 (goal <= 1)"
     assert all("unmeasured" in line for line in gpu_report.kernel_goals([]))
+    dram = {"model": "llama-3-8b", "kernel": "int4-gated", "dram_read": 110, "dram_written": 30, "weight_bytes": 100}
+    moved = gpu_report.kernel_goals([dram | {"m": 32}])
+    assert "unmeasured" in moved[-2] and moved[-1].startswith("  MISS DRAM bytes of the gate-up at 32 rows")
     slow = [timed("int4", 1, "qkv", 10.0, 3000.0), timed("int4", 1, "down", 90.0, 1000.0)]
     assert "0.400" in gpu_report.kernel_goals(slow)[0]  # 120 MB in 100 us, not the mean of 1.0 and 0.33
 
@@ -680,3 +697,48 @@ def test_kernel_benchmark_resumes_and_survives_its_peers(tmp_path, monkeypatch, 
         if name == "tinygemm":
             x = torch.zeros(1, 128, dtype=takes)
             assert functions[0](x) is x  # nothing but the peer's own kernel runs
+
+
+def test_dram_bytes_are_read_from_the_profiler_s_table(monkeypatch):
+    """A thousands separator or a unit read wrongly; a profiler that may not count taken for zero bytes."""
+    table = '==PROF== Connected\n"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+    table += '"0","linear_kernel","dram__bytes_read.sum","Mbyte","60.50"\n'
+    table += '"0","linear_kernel","dram__bytes_write.sum","byte","1,024"\n'
+    assert list(kernel_timing.read_counters(table).values()) == [60.5e6, 1024]
+    assert kernel_timing.read_counters("==ERROR== ERR_NVGPUCTRPERM") == {}
+    device = torch.device("cuda")
+    monkeypatch.setattr(kernel_timing.shutil, "which", lambda name, path: None)
+    absent = kernel_timing.dram_bytes("llama-3-8b", (1, 32), torch.float16, device)
+    assert absent[0]["skipped"] == "Nsight Compute (ncu) is not installed"
+    monkeypatch.setattr(kernel_timing.shutil, "which", lambda name, path: "ncu")
+    answers = iter([table, "==ERROR== ERR_NVGPUCTRPERM - no permission"])
+    run = mock.Mock(side_effect=lambda *_, **__: types.SimpleNamespace(stdout=next(answers), stderr="", returncode=0))
+    monkeypatch.setattr(kernel_timing.subprocess, "run", run)
+    first, second = kernel_timing.dram_bytes("llama-3-8b", (1, 32), torch.float16, device)
+    assert (first["dram_read"], first["dram_written"], first["m"]) == (60500000, 1024, 1)
+    assert first["weight_bytes"] == 28672 * 4096 // 2 + 2 * 28672 * 4096 // 128
+    assert "NVGPUCTRPERM" in second["skipped"] and "profiled(28672, 4096, 1" in run.call_args_list[0].args[0][-1]
+
+
+def test_tuning_writes_as_it_goes_and_goes_on(tmp_path, monkeypatch, capsys):
+    """A time limit that loses every tiling; a layer timed in another form than the model runs it."""
+    gpu_facts = types.SimpleNamespace(name="G", multi_processor_count=82, major=8, minor=6, L2_cache_size=1 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu_facts)
+    monkeypatch.setattr(kernel_timing, "random_weight", lambda kind, *rest: kind)
+    seen = []
+
+    def measure(calls, device, repeats):
+        seen.append((calls[0].keywords["gated"], *sorted(call.args[0].shape[0] for call in calls)))
+        return 1.0
+
+    monkeypatch.setattr(kernel_timing, "measure", measure)
+    monkeypatch.setattr(kernel_timing, "rotating", lambda size, device: 1)
+    monkeypatch.setattr(kernel_timing, "layers", lambda model: {"gate_up": (256, 128), "down": (128, 128)})
+    path, cpu = tmp_path / "t.json", torch.device("cpu")
+    kernel_timing.tune_device(["m"], torch.float32, cpu, 1, path, False, seconds=-1.0)
+    assert not path.exists() and "4 shapes keep their default tilings" in capsys.readouterr().out
+    kernel_timing.tune_device(["m"], torch.float32, cpu, 1, path, False)
+    assert len(read_json(path)["gpus"]["G"]) == 4 and set(seen) == {(True, 1, 16, 32), (False, 1, 16, 32)}
+    seen.clear()
+    kernel_timing.tune_device(["m"], torch.float32, cpu, 1, path, False, resume=True)
+    assert not seen

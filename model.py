@@ -318,11 +318,14 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., H] -> logits [..., V] in float32 (float64 stays)."""
-        if self.lm_head is None:
-            out = F.linear(hidden_states, self.embed_tokens.weight)
-        else:
-            out = self.lm_head(hidden_states)
+        out = self.narrow_logits(hidden_states)
         return out if out.dtype == torch.float64 else out.float()
+
+    def narrow_logits(self, hidden_states: Tensor) -> Tensor:
+        """`logits` in the dtype that the LM head computes in."""
+        if self.lm_head is None:
+            return F.linear(hidden_states, self.embed_tokens.weight)
+        return self.lm_head(hidden_states)
 
     def forward_train(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """tokens [B, T] -> hidden_states and tapped states as in `forward`, with gradients and without a cache."""

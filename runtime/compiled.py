@@ -46,10 +46,9 @@ def compile_parts(on_gpu: bool, mode: str | None = None, backend: str | Callable
         for function in (Block.forward, EagleHead.layer_forward, accept_and_commit)
     )
 
-    def draft_layer(head: EagleHead, embedding: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
-        # Levels of one width differ in the number of rows that they may see, which only the attention looks at, and in
-        # the strides of features that are one row repeated.
+    def draft_layer(head: EagleHead, residual: Tensor, joined: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+        # Levels of one width differ in the number of rows that they may see, which only the attention looks at.
         torch._dynamo.maybe_mark_dynamic(nodes.visible, 2)
-        return layer(head, embedding, feature.contiguous(), nodes, kv)
+        return layer(head, residual, joined, nodes, kv)
 
     return StepParts(block, draft_layer, tail) if on_gpu else StepParts(block)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from drafters.base import DraftInput, StepParts
+from drafters.base import DraftInput, StepParts, take_rows
 from drafters.tree_drafter import TreeDrafter
-from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, logits_of, weight_bytes
+from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, weight_bytes
 from support.memory import zeros
 from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
@@ -112,48 +111,64 @@ class EagleHead(nn.Module):
             features = self.input_norm(features)
         return self.fc(features)
 
-    def layer_inputs(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+    def joined(self, tokens: Tensor, feature: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(residual, embeddings beside features [B, T, 2H]) for tokens [B, T] and the rows `source` [B, T] of feature.
+
+        EAGLE-3 norms both. EAGLE-1's layer makes its own residual, so what stands in its place here is not read. On a GPU
+        it is one kernel, which has no gradients.
+        """
+        embed = self.embed_tokens or self.target.embed_tokens
+        if kernels.skip_operator(feature, None) or not isinstance(embed, nn.Embedding):  # a quantized one is a module
+            return self.joined_train(tokens, feature if source is None else take_rows(feature, source))
+        norms = (None, None, 0.0)
+        if self.config.version == 3:
+            norms = self.layer.input_norm.weight, self.layer.hidden_norm.weight, self.layer.input_norm.eps
+        keep_normed = self.config.norm_before_residual
+        return torch.ops.eaglet.join_rows(embed.weight, tokens, feature, source, *norms, keep_normed)
+
+    def joined_train(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """`joined` with gradients."""
+        embedding = self.embed(tokens)
+        if self.config.version == 1:
+            return feature, torch.cat((embedding, feature), -1)
+        normed = self.layer.hidden_norm(feature)
+        residual = normed if self.config.norm_before_residual else feature
+        return residual, torch.cat((self.layer.input_norm(embedding), normed), -1)
+
+    def layer_inputs(self, residual: Tensor, joined: Tensor) -> tuple[Tensor, Tensor]:
         """(residual, attention input) of the layer."""
-        return self._inputs(kernels.beside, embedding, feature)
-
-    def node_inputs(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """`layer_inputs` of the embeddings of tokens, in one kernel on a GPU."""
-        if kernels.skip_operator(feature, self.layer.post_norm.weight):
-            return self.layer_inputs(self.embed(tokens), feature)
-        table = (self.embed_tokens or self.target.embed_tokens).weight
-        return self._inputs(partial(kernels.embed_beside, tokens), table, feature)
-
-    def _inputs(self, beside: Callable, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        wide = self.config.version == 3
-        norms = (self.layer.input_norm.weight, self.layer.hidden_norm.weight) if wide else (None, None)
-        x, normed = beside(embedding, feature, *norms, self.layer.post_norm.eps)
-        if wide:
-            return normed if self.config.norm_before_residual else feature, x
-        x = self.fc(x)
+        if self.config.version == 3:
+            return residual, joined
+        x = self.fc(joined)
         return x, x
 
-    def layer_forward(self, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
-        residual, x = self.node_inputs(tokens, feature)
+    def layer_forward(self, residual: Tensor, joined: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+        residual, x = self.layer_inputs(residual, joined)
         x, normed = self.layer.attention(x, nodes, kv, residual, self.layer.post_norm)
         return self.layer.mlp(normed, x)
 
     def forward(
-        self, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor, layer: Callable | None = None
-    ) -> Tensor:
+        self, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor, layer: Callable | None = None,
+        source: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """tokens int64 [B, T] paired with feature [B, T, H] (fused, or the head's own output) -> output [B, T, H].
 
         kv [2, B, Hkv, S, hd] is written at nodes.slots. The output is what `predict` and the next level read. layer is a
-        compiled `EagleHead.layer_forward`, or None for the method itself.
+        compiled `EagleHead.layer_forward`, or None for the method itself. source [B, T]: the rows of `feature` that the
+        tokens are paired with, None if each has its own.
         """
-        out = (layer or EagleHead.layer_forward)(self, tokens, feature, nodes, kv)
+        out = (layer or EagleHead.layer_forward)(self, *self.joined(tokens, feature, source), nodes, kv)
         return self.norm(out) if self.config.norm_output else out
 
     def predict(self, output: Tensor) -> Tensor:
         """output [..., H] -> draft logits [..., Vd], float32 (float64 stays)."""
+        logits = self.narrow_logits(output)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def narrow_logits(self, output: Tensor) -> Tensor:
+        """`predict` in the dtype that the LM head computes in."""
         output = self._normed(output)
-        if self.lm_head is None:
-            return self.target.logits(output)
-        return logits_of(self.lm_head, output)
+        return self.target.narrow_logits(output) if self.lm_head is None else self.lm_head(output)
 
     def _normed(self, output: Tensor) -> Tensor:
         """What the LM head reads of an output."""
@@ -199,7 +214,7 @@ class EagleHead(nn.Module):
         `memory` collects the keys and values of every step of EAGLE-3's training-time test. Step s attends step 0
         causally and only its own row of steps 1 to s. Rotary positions are row + s.
         """
-        residual, x = self.layer_inputs(self.embed(tokens), feature)
+        residual, x = self.layer_inputs(*self.joined_train(tokens, feature))
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + shift
         cos, sin = self.rotary(positions)
         if memory is None:
@@ -227,6 +242,28 @@ class EagleHead(nn.Module):
         return attention.o(out.transpose(1, 2).flatten(2))
 
 
+@torch.library.custom_op("eaglet::join_rows", mutates_args=())
+def _join_operator(
+    table: Tensor, tokens: Tensor, feature: Tensor, source: Tensor | None, table_norm: Tensor | None,
+    feature_norm: Tensor | None, eps: float, keep_normed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    norms = None if table_norm is None else (table_norm, feature_norm)
+    if kernels.use_triton("draft_tree", feature):
+        return kernels.draft.join_rows(table, tokens, feature, source, norms, eps, keep_normed)
+    embedding = F.embedding(tokens, table)
+    feature = feature if source is None else take_rows(feature, source)
+    if norms is None:
+        return feature[:, :0].clone(), torch.cat((embedding, feature), -1)
+    normed = kernels.rms_norm_reference(feature, feature_norm, eps)
+    joined = torch.cat((kernels.rms_norm_reference(embedding, table_norm, eps), normed), -1)
+    return normed if keep_normed else feature.clone(), joined
+
+
+@_join_operator.register_fake
+def _(table, tokens, feature, source, table_norm, feature_norm, eps, keep_normed):
+    return kernels.draft.join_shapes(feature, tokens.shape[1], table_norm is not None)
+
+
 class EagleDrafter(TreeDrafter):
     """Drafts trees with an EAGLE head."""
 
@@ -240,7 +277,7 @@ class EagleDrafter(TreeDrafter):
         return self.head.draft_ids
 
     def predict(self, output: Tensor) -> Tensor:
-        return self.head.predict(output)
+        return self.head.predict(output) if kernels.skip_operator(output, None) else self.head.narrow_logits(output)
 
     def top(self, output: Tensor, count: int) -> kernels.TopK | None:
         return self.head.top(output, count)
@@ -248,8 +285,16 @@ class EagleDrafter(TreeDrafter):
     def fuse(self, features: Tensor) -> Tensor:
         return self.head.fuse(features)
 
-    def _forward(self, tokens: Tensor, feature: Tensor, nodes: Nodes, cache: Tensor, parts: StepParts) -> Tensor:
-        return self.head(tokens, feature, nodes, cache, parts.draft_layer)
+    def _forward(
+        self,
+        tokens: Tensor,
+        feature: Tensor,
+        nodes: Nodes,
+        cache: Tensor,
+        parts: StepParts,
+        source: Tensor | None = None,
+    ) -> Tensor:
+        return self.head(tokens, feature, nodes, cache, parts.draft_layer, source)
 
     def bytes_per_step(self, model: Transformer) -> float:
         """Every forward reads the layer and the LM head, which is the head's own, a trimmed one, or the target's."""

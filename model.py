@@ -78,16 +78,6 @@ def linear(
     return y if norm is None else (y, norm(y))
 
 
-def logits_of(lm_head: nn.Module, hidden_states: Tensor) -> Tensor:
-    """hidden_states [..., H] -> logits [..., V] in float32 (float64 stays). Quantized linears store them so at once."""
-    return widened(lm_head(hidden_states)) if isinstance(lm_head, nn.Linear) else lm_head.logits(hidden_states)
-
-
-def widened(x: Tensor) -> Tensor:
-    """x in float32, or in float64 if it is that already."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 class Attention(nn.Module):
     """Grouped-query attention with fused QKV over a static cache. `in_size` differs from hidden_size in EAGLE-3."""
 
@@ -346,9 +336,16 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., H] -> logits [..., V] in float32 (float64 stays)."""
+        if self.lm_head is None or isinstance(self.lm_head, nn.Linear):
+            out = self.narrow_logits(hidden_states)
+            return out if out.dtype == torch.float64 else out.float()
+        return self.lm_head.logits(hidden_states)  # a quantized one stores them so at once
+
+    def narrow_logits(self, hidden_states: Tensor) -> Tensor:
+        """`logits` in the dtype that the LM head computes in."""
         if self.lm_head is None:
-            return widened(F.linear(hidden_states, self.embed_tokens.weight))
-        return logits_of(self.lm_head, hidden_states)
+            return F.linear(hidden_states, self.embed_tokens.weight)
+        return self.lm_head(hidden_states)
 
     def forward_train(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """tokens [B, T] -> hidden_states and tapped states as in `forward`, with gradients and without a cache."""

@@ -416,6 +416,7 @@ def draft_keys(
     Without noise, without sampling, or with a single survivor, keys and scores are those of greedy decoding, z and
     log_softmax(z). The scores are also log_softmax(z) without noisy_scores. NaN logits become -inf in both.
     """
+    draft_logits = draft_logits.to(torch.promote_types(draft_logits.dtype, torch.float32))
     z = torch.where(draft_logits.isnan(), -math.inf, draft_logits)
     raw = z.log_softmax(-1)
     keys, scores = z, raw

@@ -74,14 +74,18 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def first_level(tokens: Tensor, scores: Tensor) -> Pool:
-    """The pool after the root's prediction: tokens and scores [B, K] of the root's candidates, all of them frontier."""
+def first_level(tokens: Tensor, scores: Tensor, ids: Tensor | None = None) -> Pool:
+    """The pool after the root's prediction: tokens and scores [B, K] of the root's candidates, all of them frontier.
+
+    ids [Vd]: the target's ids of the tokens, None if these are the target's already.
+    """
     if kernels.skip_operator(tokens, None):
-        return _first_level(tokens, scores)
-    return Pool(*torch.ops.eaglet.expand(tokens, scores, tokens, tokens, tokens, tokens, scores, True))
+        return _first_level(tokens, scores, ids)
+    return Pool(*torch.ops.eaglet.expand(tokens, scores, tokens, tokens, tokens, tokens, scores, ids, True))
 
 
-def _first_level(tokens: Tensor, scores: Tensor) -> Pool:
+def _first_level(tokens: Tensor, scores: Tensor, ids: Tensor | None = None) -> Pool:
+    tokens = tokens if ids is None else ids[tokens]
     B, K = tokens.shape
     ids = torch.arange(K, device=tokens.device).expand(B, K)
     visible = torch.eye(K, dtype=torch.bool, device=tokens.device).expand(B, K, K)
@@ -89,19 +93,21 @@ def _first_level(tokens: Tensor, scores: Tensor) -> Pool:
     return Pool(tokens, _usable(scores), root - 1, ids, tokens, root, visible)
 
 
-def expand(pool: Pool, tokens: Tensor, scores: Tensor) -> Pool:
+def expand(pool: Pool, tokens: Tensor, scores: Tensor, ids: Tensor | None = None) -> Pool:
     """The pool after one expansion. The next frontier is the best K of the new K * K candidates by cumulative score.
 
     tokens and scores [B, K, K] are the K candidates of each frontier row and their log-probabilities. The caller chooses
-    the candidates, because with shared noise they are selected by other keys than they are scored by.
+    the candidates, because with shared noise they are selected by other keys than they are scored by. ids as in
+    `first_level`.
     """
     if kernels.skip_operator(tokens, None):
-        return _expand(pool, tokens, scores)
+        return _expand(pool, tokens, scores, ids)
     before = pool.tokens, pool.scores, pool.parent, pool.frontier, pool.visible
-    return Pool(*torch.ops.eaglet.expand(*before, tokens, scores, False))
+    return Pool(*torch.ops.eaglet.expand(*before, tokens, scores, ids, False))
 
 
-def _expand(pool: Pool, tokens: Tensor, scores: Tensor) -> Pool:
+def _expand(pool: Pool, tokens: Tensor, scores: Tensor, ids: Tensor | None = None) -> Pool:
+    tokens = tokens if ids is None else ids[tokens]
     B, K = pool.frontier.shape
     base = pool.scores.gather(1, pool.frontier)[..., None]
     # A child scores no higher than its parent and has a higher flat id, so `select` never keeps it without its parent.
@@ -124,21 +130,21 @@ def _expand(pool: Pool, tokens: Tensor, scores: Tensor) -> Pool:
 @torch.library.custom_op("eaglet::expand", mutates_args=())
 def _expand_operator(
     pool_tokens: Tensor, pool_scores: Tensor, parent: Tensor, frontier: Tensor, visible: Tensor, tokens: Tensor,
-    scores: Tensor, first: bool,
+    scores: Tensor, ids: Tensor | None, first: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     fields = pool_tokens, pool_scores, parent, frontier, visible
     if kernels.use_triton("draft_tree", scores):
-        return kernels.draft.expand(fields, tokens, scores, first)
+        return kernels.draft.expand(fields, tokens, scores, ids, first)
     if first:
-        pool = _first_level(tokens, scores)
+        pool = _first_level(tokens, scores, ids)
     else:
         pool = Pool(*fields[:4], frontier_tokens=frontier, source=frontier, visible=visible)
-        pool = _expand(pool, tokens, scores)
+        pool = _expand(pool, tokens, scores, ids)
     return tuple(field.clone() for field in pool)  # An operator may not return views.
 
 
 @_expand_operator.register_fake
-def _(pool_tokens, pool_scores, parent, frontier, visible, tokens, scores, first):
+def _(pool_tokens, pool_scores, parent, frontier, visible, tokens, scores, ids, first):
     wide = scores.new_empty(scores.shape, dtype=torch.promote_types(scores.dtype, torch.float32))
     P, R = (0, 0) if first else (pool_tokens.shape[1], visible.shape[2])
     return kernels.draft.expand_shapes(tokens, wide, P, R)

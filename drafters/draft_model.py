@@ -31,7 +31,15 @@ class DraftModelDrafter(TreeDrafter):
         """The whole draft model is read once per forward."""
         return sum(self.model.weight_bytes(width) for width in (self.D + 1, *self.level_widths()))
 
-    def _forward(self, tokens: Tensor, feature: Tensor, nodes: Nodes, cache: Tensor, parts: StepParts) -> Tensor:
+    def _forward(
+        self,
+        tokens: Tensor,
+        feature: Tensor,
+        nodes: Nodes,
+        cache: Tensor,
+        parts: StepParts,
+        source: Tensor | None = None,
+    ) -> Tensor:
         return self.model(tokens, nodes, cache, block=parts.block)[0]
 
     def predict(self, output: Tensor) -> Tensor:

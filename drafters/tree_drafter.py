@@ -86,12 +86,23 @@ class TreeDrafter(Drafter):
         tables = self.rotary.cos, self.rotary.sin, self.slots
         return kernels.place_rows(inputs.n, depth, *tables, fed, inputs.count, inputs.tokens, self.lead)
 
-    def _forward(self, tokens: Tensor, feature: Tensor, nodes: Nodes, cache: Tensor, parts: StepParts) -> Tensor:
-        """Run the model on tokens [B, T] and the features that they are paired with; the output [B, T, H]."""
+    def _forward(
+        self,
+        tokens: Tensor,
+        feature: Tensor,
+        nodes: Nodes,
+        cache: Tensor,
+        parts: StepParts,
+        source: Tensor | None = None,
+    ) -> Tensor:
+        """Run the model on tokens [B, T] and the features that they are paired with; the output [B, T, H].
+
+        source [B, T]: the rows of `feature` that the tokens are paired with, None if each has its own.
+        """
         raise NotImplementedError
 
     def predict(self, output: Tensor) -> Tensor:
-        """output [..., H] -> draft logits [..., Vd]."""
+        """output [..., H] -> draft logits [..., Vd] in any dtype."""
         raise NotImplementedError
 
     def top(self, output: Tensor, count: int) -> kernels.TopK | None:
@@ -122,16 +133,17 @@ class TreeDrafter(Drafter):
         return take_rows(output, (inputs.count - 1)[:, None])
 
     def _level(
-        self, inputs: DraftInput, rows: tuple[Tensor, ...], depth: int, first: int, tokens: Tensor, feature: Tensor,
-        visible: Tensor,
+        self, inputs: DraftInput, rows: tuple[Tensor, ...], depth: int, first: int, tokens: Tensor, above: Tensor,
+        source: Tensor, visible: Tensor,
     ) -> Tensor:  # fmt: skip
         """Run one level's rows, nodes at `depth` [B, W], the tree's rows from number `first` on; the output [B, W, H].
 
-        rows: where all rows of the tree go (`_place`).
+        rows: where all rows of the tree go (`_place`). above: the output of the level above, of which the rows `source`
+        [B, W] are the parents.
         """
         where = tuple(column.narrow(1, first, tokens.shape[1]) for column in rows[:4])
         nodes = nodes_at(where, inputs.n + self.lead if self.lead else inputs.n, visible)
-        return self._forward(tokens, feature, nodes, self.cache, inputs.parts)
+        return self._forward(tokens, above, nodes, self.cache, inputs.parts, source)
 
     def _logits(self, inputs: DraftInput, output: Tensor, paths: Tensor) -> Tensor:
         """The penalised logits [B, W, Vd] of the children of rows [B, W].
@@ -141,6 +153,7 @@ class TreeDrafter(Drafter):
         logits = self.predict(output)
         if not inputs.mode.penalties:
             return logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         ids = slice(None) if self.draft_ids is None else self.draft_ids
         known = torch.ones_like(paths, dtype=torch.bool)
         seen, counts = inputs.seen[:, ids], inputs.counts[:, ids]
@@ -209,9 +222,8 @@ class TreeDrafter(Drafter):
         for level, (source, pick) in zip(tables.levels, self.picks, strict=True):
             chosen = local.flatten(1).gather(1, pick)
             total = scores.flatten(1).gather(1, pick)
-            feature = take_rows(output, source)
-            target_ids = self._target_ids(chosen)
-            output = self._level(inputs, rows, level.depth, begin - 1, target_ids, feature, level.visible)
+            where = rows, level.depth, begin - 1
+            output = self._level(inputs, *where, self._target_ids(chosen), output, source, level.visible)
             if inputs.mode.penalties:  # nothing else reads the paths
                 paths = torch.cat((take_rows(paths, source), chosen[..., None]), -1)
             local, scores, q = self._children(inputs, output, level.depth, paths, width, begin)
@@ -229,17 +241,17 @@ class TreeDrafter(Drafter):
         K = self.tree.topk
         paths = inputs.root.new_zeros(inputs.n.shape[0], 1, 0)
         local, scores, _ = self._children(inputs, output, 0, paths, K)
-        pool = first_level(local[:, 0], scores[:, 0])
+        ids, later = (None, self.draft_ids) if inputs.mode.penalties else (self.draft_ids, None)  # when they are mapped
+        pool = first_level(local[:, 0], scores[:, 0], ids)
         for level in range(self.tree.depth):
             chosen = pool.frontier_tokens
-            feature = take_rows(output, pool.source)
-            target_ids = self._target_ids(chosen)
-            output = self._level(inputs, rows, level + 1, level * K, target_ids, feature, pool.visible)
+            tokens = chosen if later is None else later[chosen]
+            output = self._level(inputs, rows, level + 1, level * K, tokens, output, pool.source, pool.visible)
             if inputs.mode.penalties:
                 paths = torch.cat((take_rows(paths, pool.source), chosen[..., None]), -1)
             local, scores, _ = self._children(inputs, output, level + 1, paths, K)
-            pool = expand(pool, local, scores)
-        return Draft(*select(pool, inputs.root, self.N, self.D, ids=self.draft_ids))
+            pool = expand(pool, local, scores, ids)
+        return Draft(*select(pool, inputs.root, self.N, self.D, ids=later))
 
 
 def _picks(tables: TreeTables) -> tuple[list[Tensor], list[Tensor]]:

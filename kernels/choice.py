@@ -73,35 +73,26 @@ def rank_of(key, i):
 
 
 @jit
-def number_of(rank):
-    """The number i of a rank."""
-    return 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int32)
-
-
-@jit
 def largest_groups(best, K, KP: tl.constexpr, BLOCK: tl.constexpr):
-    """The places [KP] of the K largest of best [BLOCK], which are all different, in descending order.
-
-    Where `best` holds the maxima of groups, the K largest of all values lie in these K groups.
-    """
-    lane = tl.arange(0, BLOCK)
+    """The places [KP] of the K largest of best [BLOCK], in descending order. best[j] is the rank of a number i with
+    i % BLOCK = j. If it is the largest of all ranks with such numbers, the K largest of all lie in these K groups."""
     k = tl.arange(0, KP)
     groups = tl.zeros((KP,), tl.int32)
     for i in range(K):
-        group = tl.argmax(best, 0)
-        groups = tl.where(k == i, group, groups)
-        best = tl.where(lane == group, NOTHING, best)
+        rank = tl.max(best, 0)
+        groups = tl.where(k == i, ((0x7FFFFFFF - (rank & 0x7FFFFFFF)) % BLOCK).to(tl.int32), groups)
+        best = tl.where(best == rank, NOTHING, best)
     return groups
 
 
 @jit
 def largest(ranks, K, KP: tl.constexpr):
-    """The K largest of the ranks [KP, P], all different, as [KP] in descending order, padded with the least int64."""
+    """The numbers [KP] of the K largest of all ranks, in descending order."""
     k = tl.arange(0, KP)
-    found = tl.full((KP,), NOTHING, tl.int64)
+    found = tl.zeros((KP,), tl.int32)
     for i in range(K):
-        rank = tl.max(tl.max(ranks, 1), 0)
-        found = tl.where(k == i, rank, found)
+        rank = tl.max(ranks)
+        found = tl.where(k == i, (0x7FFFFFFF - (rank & 0x7FFFFFFF)).to(tl.int32), found)
         ranks = tl.where(ranks == rank, NOTHING, ranks)
     return found
 
@@ -209,7 +200,7 @@ def choose_kernel(
         if FILTERS:
             key = tl.where(z >= cut, key, float("-inf"))
         best = tl.maximum(best, tl.where(i < V, rank_of(key, i), NOTHING))
-    tl.store(choice + node, number_of(tl.max(best, 0)).to(tl.int64))
+    tl.store(choice + node, 0x7FFFFFFF - (tl.max(best, 0) & 0x7FFFFFFF))
     tl.store(usable + node, (tl.max(spoilt, 0) == 0) & (tl.max(tops, 0) > float("-inf")))
 
 
@@ -289,11 +280,12 @@ def draft_topk_kernel(
                 soft = tl.where(alive, soft, float("-inf"))
             top, total = add_exponentials(top, total, soft)
     k = tl.arange(0, KP)
-    groups = largest_groups(best, K, KP, BLOCK)
-    i = groups[:, None] + tl.arange(0, BLOCKS)[None, :] * BLOCK
-    mask = (k < K)[:, None] & (i < V)
-    z, key = draft_key(row, noise, ids, heat, i, mask, SAMPLE, TRIMMED)
-    i = number_of(largest(draft_rank(z, key, cut, i, mask, FILTERS), K, KP))
+    i = largest_groups(best, K, KP, BLOCK)
+    if BLOCKS > 1:
+        many = i[:, None] + tl.arange(0, BLOCKS)[None, :] * BLOCK
+        mask = (k < K)[:, None] & (many < V)
+        z, key = draft_key(row, noise, ids, heat, many, mask, SAMPLE, TRIMMED)
+        i = largest(draft_rank(z, key, cut, many, mask, FILTERS), K, KP)
     z, key = draft_key(row, noise, ids, heat, i, k < K, SAMPLE, TRIMMED)
     raw = z - log_total(raw_top, raw_total)
     score = raw
@@ -337,10 +329,12 @@ def merge_topk_kernel(
         )
         top = higher
     k = tl.arange(0, KP)
-    i = largest_groups(best, K, KP, BLOCK)[:, None] + tl.arange(0, BLOCKS)[None, :] * BLOCK
-    mask = (k < K)[:, None] & (i < count)
-    value = tl.load(tile_values + (i // K * M + row) * (K + 2) + i % K, mask=mask, other=0)
-    i = number_of(largest(tl.where(mask, rank_of(value, i), NOTHING), K, KP))
+    i = largest_groups(best, K, KP, BLOCK)
+    if BLOCKS > 1:
+        many = i[:, None] + tl.arange(0, BLOCKS)[None, :] * BLOCK
+        mask = (k < K)[:, None] & (many < count)
+        value = tl.load(tile_values + (many // K * M + row) * (K + 2) + many % K, mask=mask, other=0)
+        i = largest(tl.where(mask, rank_of(value, many), NOTHING), K, KP)
     value = tl.load(tile_values + (i // K * M + row) * (K + 2) + i % K, mask=k < K, other=0)
     norm = log_total(top, total)
     score = value - norm

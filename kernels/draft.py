@@ -105,14 +105,73 @@ def _(n, depth, cos, sin, slots, fed, count, tokens, lead):
     return n.new_empty(B, R), n.new_empty(B, R), *rotary, n.new_empty(B, fed)
 
 
+@jit
+def rms(x, weight, d, SIZE, eps, DT: tl.constexpr):
+    """`rms_norm` of a row x in fp32 whose columns past SIZE are 0."""
+    x = (x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)).to(DT).to(tl.float32)
+    return x * tl.load(weight + d, mask=d < SIZE, other=0).to(tl.float32)
+
+
+@jit
+def join_kernel(
+    table, tokens, features, source, table_norm, feature_norm, joined, residual, W, ROWS, SIZE, eps,
+    BLOCK: tl.constexpr, PICK: tl.constexpr, NORM: tl.constexpr, KEEP_NORMED: tl.constexpr,
+):  # fmt: skip
+    """`join_rows` of one row. Grid (B W,)."""
+    pid = tl.program_id(0)
+    row = tl.load(source + pid) if PICK else pid % W
+    d = tl.arange(0, BLOCK)
+    mask = d < SIZE
+    e = tl.load(table + tl.load(tokens + pid) * SIZE + d, mask=mask, other=0)
+    f = tl.load(features + (pid // W * ROWS + row) * SIZE + d, mask=mask, other=0)
+    DT: tl.constexpr = joined.dtype.element_ty
+    if NORM:
+        e = rms(e.to(tl.float32), table_norm, d, SIZE, eps, DT).to(DT)
+        normed = rms(f.to(tl.float32), feature_norm, d, SIZE, eps, DT).to(DT)
+        tl.store(residual + pid * SIZE + d, normed if KEEP_NORMED else f, mask=mask)
+        f = normed
+    tl.store(joined + pid * 2 * SIZE + d, e, mask=mask)
+    tl.store(joined + pid * 2 * SIZE + SIZE + d, f, mask=mask)
+
+
+def join_rows(
+    table: Tensor, tokens: Tensor, features: Tensor, source: Tensor | None, norms: tuple[Tensor, Tensor] | None,
+    eps: float, keep_normed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(residual [B,W,H], joined [B,W,2H]): the embeddings of tokens [B,W] from table [V,H] beside rows of features
+    [B,R,H], those with the numbers source [B,W] if given. In one launch.
+
+    norms: weights [H] of RMS norms of embeddings and features. The residual is the feature, if keep_normed after its
+    norm. Without norms nobody reads the residual, which is then empty.
+    """
+    B, W = tokens.shape
+    H = table.shape[1]
+    features = features.contiguous()
+    residual, joined = join_shapes(features, W, norms is not None)
+    weights = (table, table) if norms is None else norms
+    block = triton.next_power_of_2(H)
+    join_kernel[B * W,](
+        table, tokens.contiguous(), features, tokens if source is None else source.contiguous(), *weights, joined,
+        residual, W, features.shape[1], H, eps, BLOCK=block, PICK=source is not None, NORM=norms is not None,
+        KEEP_NORMED=keep_normed, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+    return residual, joined
+
+
+def join_shapes(features: Tensor, W: int, normed: bool) -> tuple[Tensor, Tensor]:
+    """Empty outputs of `join_rows`."""
+    B, _, H = features.shape
+    return features.new_empty(B, W if normed else 0, H), features.new_empty(B, W, 2 * H)
+
+
 # ---- growing a tree ----------------------------------------------------------------------------------------
 
 
 @jit
 def expand_kernel(
-    pool_tokens, pool_scores, pool_parent, frontier, visible, tokens, scores, out_tokens, out_scores, out_parent,
+    pool_tokens, pool_scores, pool_parent, frontier, visible, tokens, scores, ids, out_tokens, out_scores, out_parent,
     out_frontier, out_frontier_tokens, out_source, out_visible, P, R, K, KP: tl.constexpr, CP: tl.constexpr,
-    RP: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
+    RP: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, TRIMMED: tl.constexpr,
 ):  # fmt: skip
     """`tree_building.expand` of one sequence, or `first_level` if FIRST. Grid (B,)."""
     b = tl.program_id(0)
@@ -132,6 +191,10 @@ def expand_kernel(
         best = largest_groups(tl.where(there, rank_of(total, c), -9223372036854775808), K, KP, CP)
     size = P + count
     token = tl.load(tokens + b * count + c, mask=there, other=0)
+    next_token = tl.load(tokens + b * count + best, mask=k < K, other=0)
+    if TRIMMED:
+        token = tl.load(ids + token, mask=there, other=0)
+        next_token = tl.load(ids + next_token, mask=k < K, other=0)
     tl.store(out_tokens + b * size + P + c, token, mask=there)
     tl.store(out_scores + b * size + P + c, total, mask=there)
     tl.store(out_parent + b * size + P + c, above, mask=there)
@@ -141,24 +204,23 @@ def expand_kernel(
         tl.store(out_scores + b * size + i, tl.load(pool_scores + b * P + i, mask=i < P), mask=i < P)
         tl.store(out_parent + b * size + i, tl.load(pool_parent + b * P + i, mask=i < P), mask=i < P)
     tl.store(out_frontier + b * K + k, (P + best).to(tl.int64), mask=k < K)
-    tl.store(out_frontier_tokens + b * K + k, tl.load(tokens + b * count + best, mask=k < K), mask=k < K)
+    tl.store(out_frontier_tokens + b * K + k, next_token, mask=k < K)
     source = best * 0 if FIRST else best // K
     tl.store(out_source + b * K + k, source.to(tl.int64), mask=k < K)
     r = tl.arange(0, RP)[None, :]
     inside = (k < K)[:, None] & (r < R)
     inherited = tl.load(visible + (b * K + source[:, None]) * R + r, mask=inside, other=0) != 0
     own = r - R == k[:, None]
-    tl.store(
-        out_visible + (b * K + k[:, None]) * (R + K) + r,
-        tl.where(r < R, inherited, own),
-        mask=(k < K)[:, None] & (r < R + K),
-    )
+    at = (b * K + k[:, None]) * (R + K) + r
+    tl.store(out_visible + at, tl.where(r < R, inherited, own), mask=(k < K)[:, None] & (r < R + K))
 
 
-def expand(pool: tuple[Tensor, ...], tokens: Tensor, scores: Tensor, first: bool) -> tuple[Tensor, ...]:
+def expand(
+    pool: tuple[Tensor, ...], tokens: Tensor, scores: Tensor, ids: Tensor | None, first: bool
+) -> tuple[Tensor, ...]:
     """The fields of the next `tree_building.Pool` from (tokens, scores, parent, frontier, visible) of the last one.
 
-    tokens, scores [B,K,K], or if first [B,K] and nothing of the pool is read.
+    tokens, scores [B,K,K], or if first [B,K] and nothing of the pool is read. The tokens are places in `ids` if given.
     """
     B, K = tokens.shape[0], tokens.shape[-1]
     pool_tokens, pool_scores, pool_parent, frontier, visible = pool
@@ -166,8 +228,9 @@ def expand(pool: tuple[Tensor, ...], tokens: Tensor, scores: Tensor, first: bool
     count = K if first else K * K
     out = expand_shapes(tokens, scores, P, R)
     expand_kernel[B,](
-        *(t.contiguous() for t in (*pool, tokens, scores)), *out, P, R, K, KP=triton.next_power_of_2(K),
-        CP=triton.next_power_of_2(count), RP=triton.next_power_of_2(R + K), BLOCK=512, FIRST=first,
+        *(t.contiguous() for t in (*pool, tokens, scores)), tokens if ids is None else ids, *out, P, R, K,
+        KP=triton.next_power_of_2(K), CP=triton.next_power_of_2(count), RP=triton.next_power_of_2(R + K), BLOCK=512,
+        FIRST=first, TRIMMED=ids is not None,
     )  # fmt: skip
     return out
 

@@ -50,10 +50,9 @@ def compile_parts(on_gpu: bool, mode: str | None = None, backend: str | Callable
         # The first layer must not be a variant of its own.
         return block(layer, x, layer.input_norm(x) if normed is None else normed, *rest)
 
-    def draft_layer(head: EagleHead, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
-        # Levels of one width differ in the number of rows that they may see, which only the attention looks at, and in
-        # the strides of features that are one row repeated.
+    def draft_layer(head: EagleHead, residual: Tensor, joined: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+        # Levels of one width differ in the number of rows that they may see, which only the attention looks at.
         torch._dynamo.maybe_mark_dynamic(nodes.visible, 2)
-        return layer(head, tokens, feature.contiguous(), nodes, kv)
+        return layer(head, residual, joined, nodes, kv)
 
     return StepParts(run_block, draft_layer, tail) if on_gpu else StepParts(run_block)

@@ -31,11 +31,11 @@ def fused_parts() -> StepParts:
             return Block.forward(layer, x, normed, nodes, kv, after)
         return _run(layer, x, None, weights, nodes, kv), None
 
-    def draft_layer(head: EagleHead, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+    def draft_layer(head: EagleHead, residual: Tensor, joined: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         weights = weights_of(head, None, head.layer)
         if weights is None:
-            return EagleHead.layer_forward(head, tokens, feature, nodes, kv)
-        residual, x = head.node_inputs(tokens, feature)
+            return EagleHead.layer_forward(head, residual, joined, nodes, kv)
+        residual, x = head.layer_inputs(residual, joined)
         return _run(head.layer, x, residual, weights, nodes, kv)
 
     return StepParts(block, draft_layer)

@@ -358,7 +358,7 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(mode, shape):
             hidden_states, _ = model(tokens, nodes, cache, (), block)
             caches.append(hidden_states)
         assert torch.equal(caches[0], caches[1]) and torch.equal(caches[2], caches[3])
-        inputs = tokens, torch.randn(2, 9, 64), nodes
+        inputs = torch.randn(2, 9, 64), torch.randn(2, 9, 128), nodes
         layers = (EagleHead.layer_forward, parts.draft_layer)
         assert torch.equal(*(layer(head, *inputs, head.new_cache(2, CTX)) for layer in layers))
 

@@ -15,6 +15,7 @@ import sampling
 import tree as trees
 from bench.suites import held_out_prompts
 from drafters import tree_drafter
+from drafters.base import take_rows
 from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine
 from load import draft_vocabulary, load
@@ -340,7 +341,8 @@ class OracleHead(EagleHead):
             self._truth[ids] = (hidden if taps is None else taps)[0]
         return self._truth[ids]
 
-    def forward(self, tokens, feature, nodes, kv, layer=None):
+    def forward(self, tokens, feature, nodes, kv, layer=None, source=None):
+        feature = feature if source is None else take_rows(feature, source)
         out = torch.zeros_like(feature)
         for b in range(tokens.shape[0]):
             start, region = int(nodes.start[b]), nodes.visible.shape[2]
@@ -473,8 +475,9 @@ def test_a_row_that_sees_its_sibling_loses_acceptance(monkeypatch):
     """Mutant: tree rows see every earlier tree row instead of their ancestors."""
     real = EagleDrafter._level
 
-    def level(self, request, rows, depth, first, tokens, feature, visible):
-        return real(self, request, rows, depth, first, tokens, feature, torch.ones_like(visible))
+    def level(*args):
+        *rest, visible = args
+        return real(*rest, torch.ones_like(visible))
 
     monkeypatch.setattr(EagleDrafter, "_level", level)
     assert tau(oracle_engine(tree=MEDUSA)) < 3

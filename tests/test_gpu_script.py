@@ -12,10 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_cuda import Indexing, OneDevice, on_fake_gpu
+from fake_cuda import OneDevice, fake_gpu_cells
 
-import eagle_draft
-import load
 import model as model_module
 import tree as trees
 from bench import gpu_report, kernel_timing, random_models, step_cells, step_run, step_time, timing
@@ -266,25 +264,10 @@ def test_the_cells_are_those_that_the_issue_names():
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """Fake CUDA tensors in a CPU build: what would be copied from the host is made in place there."""
+    """Builds cells on fake CUDA tensors."""
     pytest.importorskip("triton", reason="a GPU's backend is Triton")
-    properties = types.SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20, major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "fake")
-    monkeypatch.setattr(step_cells, "free", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Event", mock.Mock())
-
-    def build(self, device, length=None):
-        self.length = length or self.length
-        self.cos, self.sin = (torch.empty(self.length, self.head_dim // 2, device=device) for _ in range(2))
-
-    real = trees.tree_tables
-    monkeypatch.setattr(model_module.RotaryTable, "build", build)
-    ready = real([trees.PAPER25])
-    monkeypatch.setattr(load, "tree_tables", lambda which, device: on_fake_gpu(ready))
-    monkeypatch.setattr(eagle_draft.EagleHead, "top", lambda *_: None)  # its fake operator needs a CUDA build
-    with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
-        yield step_cells.Builder(torch.device("cuda"))
+    with fake_gpu_cells(monkeypatch) as builder:
+        yield builder
 
 
 @pytest.mark.parametrize("name,gigabytes", [

@@ -906,22 +906,6 @@ def test_interpreted_norm_and_rope(dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("norm", [False, True])
-def test_interpreted_norm_beside_embeddings(norm):
-    """Catches a row of the wrong token, halves that are swapped, and a residual that is not the one beside it."""
-    table, feature = torch.randn(9, 40).half(), torch.randn(2, 3, 40).half()
-    tokens = torch.tensor([[8, 0, 3], [3, 1, 7]])
-    weights = (torch.randn(40).half(), torch.randn(40).half()) if norm else (None, None)
-    got = kernels.embed_beside(tokens, table, feature, *weights, 1e-5)
-    with REFERENCE.active():
-        want = kernels.beside(table[tokens], feature, *weights, 1e-5)
-    assert error(got[0], want[0].double()) < TOLERANCE[torch.float16]
-    assert torch.equal(got[1], got[0][..., 40:]) and (norm or torch.equal(got[1], feature))
-    one = kernels.embed_beside(tokens[:1, 1:2], table, feature[:1, 1:2], *weights, 1e-5)
-    assert torch.equal(one[0], got[0][:1, 1:2])
-
-
-@interpreted
 def test_interpreted_norm_refuses_what_no_kernel_can_do():
     """A fallback must be noted under 'auto', and under 'triton' it is an error that names operation and
     reason."""

@@ -14,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafters.base import take_rows
 from eagle_draft import FEATURE_NOISE, EagleDrafter, EagleHead, eagle_drafter, loss_eagle1, loss_eagle3
 from load import build_head
 from model import Transformer
@@ -57,10 +58,13 @@ class TrainHead(EagleHead):
         feature = feature * 0 if self.inputs == "token" else feature
         return self.run_head(tokens, feature, shift, memory)
 
-    def predict(self, output: Tensor) -> Tensor:
+    def joined(self, tokens: Tensor, feature: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.joined_train(tokens, feature if source is None else take_rows(feature, source))  # with this `embed`
+
+    def narrow_logits(self, output: Tensor) -> Tensor:
         if self.target_head is None or self.config.version == 3:
-            return super().predict(output)
-        return F.linear(output.to(self.target_head.dtype), self.target_head).float()
+            return super().narrow_logits(output)
+        return F.linear(output.to(self.target_head.dtype), self.target_head)
 
     @torch.no_grad()
     def draft_targets(self, hidden_states: Tensor, best: Tensor | None) -> tuple[Tensor, Tensor]:

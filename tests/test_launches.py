@@ -1,0 +1,352 @@
+"""How many kernels a step launches on a GPU, and the kernels of its small work against plain PyTorch.
+
+Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. `test_triton_interpreter` runs them in
+a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from fake_cuda import Launches, OneDevice, fake_gpu_cells
+from tiny import CTX, DRAFT_VOCAB, PROMPT, tables, tiny_head, tiny_model
+
+import eagle_draft
+import kernels
+import model
+import sampling
+import step
+import tree as trees
+import tree_building
+import verify
+from bench import step_cells, step_time
+from eagle_draft import EagleDrafter
+from engine import Engine
+from kernels import KernelBackend, choice, draft
+from sampling import SamplingMode, SamplingParams, SamplingState
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("noise", "choose", "draft_topk", "draft_tree", "commit")
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_triton_interpreter")
+needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
+TOP_P = dict(temperature=1.0, top_p=0.9)
+
+
+# ---- counts ------------------------------------------------------------------------------------------------
+
+
+def counted(builder, cell, settings):
+    """The launches of one step by (part, operator). The parts are target layers, draft layers, draft, and the rest."""
+    engine = builder.engine(cell, "eager")
+    step_time.pin(engine, cell.context)
+    count = Launches()
+
+    def in_part(owner, name, part):
+        function = getattr(owner, name)
+
+        def call(*args, **named):
+            before, count.part = count.part, part
+            try:
+                return function(*args, **named)
+            finally:
+                count.part = before
+
+        return mock.patch.object(owner, name, call)
+
+    with (
+        in_part(model.Block, "forward", "layer"), in_part(eagle_draft.EagleHead, "layer_forward", "draft layer"),
+        in_part(type(engine.drafter), "draft", "draft"), in_part(step, "accept_and_commit", "settle"),
+        torch.no_grad(), engine.backend.active(), OneDevice(), count,
+    ):  # fmt: skip
+        step.decode_step(engine.model, engine.drafter, engine.state, SamplingParams(**settings).mode)
+    return count.counts, len(engine.drafter.level_widths()) + 1 if cell.head else 0
+
+
+@needs_triton
+@pytest.mark.parametrize("shape,quant,head,nodes,settings,draft_each,rest", [
+    ("llama-2-7b", "int4", 1, 1, {}, 0, 10),
+    ("llama-2-7b", "int4", 1, 24, {}, 4, 16),
+    ("llama-2-7b", "int4", 1, 24, {"temperature": 1.0}, 4, 17),
+    ("llama-2-7b", "int4", 1, 24, TOP_P, 4, 17),
+    ("llama-2-7b", "int4", 1, 26, {}, 5, 34),
+    ("llama-3-8b", "", 3, 60, {}, 5, 18),
+])  # fmt: skip
+def test_a_step_launches_few_kernels(monkeypatch, shape, quant, head, nodes, settings, draft_each, rest):
+    """Small work that falls apart into hundreds of launches: a draft level, the filters, the noise, the commit.
+
+    draft_each: launches of a draft forward outside of its layer. rest: launches of the step outside of all forwards'
+    layers and draft forwards. The layers of a model have their own budget.
+    """
+    cell = replace(step_cells.grid(shape, quant, head, [nodes], (128,))[0])
+    with fake_gpu_cells(monkeypatch) as builder:
+        counts, forwards = counted(builder, cell, settings)
+    outside = {key: count for key, count in counts.items() if "layer" not in key[0]}
+    assert sum(outside.values()) <= forwards * draft_each + rest, outside
+    assert sum(count for (part, _), count in outside.items() if part == "settle") <= 5
+
+
+# ---- the kernels against plain code ------------------------------------------------------------------------
+
+
+def test_triton_interpreter():
+    """Runs the test_interpreted_* tests below with TRITON_INTERPRET=1, and so catches what they catch."""
+    if kernels.INTERPRETED:
+        pytest.skip("already interpreting")
+    pytest.importorskip("triton")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "interpreted",
+        __file__,
+    ]
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def ours():
+    """Our kernels run, and plain code does what other kernels would do."""
+    backend = KernelBackend("reference", "cpu")
+    backend.table.update(dict.fromkeys(OURS, ("triton", "by hand")))
+    with backend.active():
+        yield backend
+
+
+def same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def three_rows():
+    """Settings of three sequences: top-p, all filters, and greedy."""
+    state = SamplingState(3)
+    both = SamplingParams(temperature=0.6, top_k=7, top_p=0.9, min_p=0.02)
+    state.set([SamplingParams(temperature=1.0, top_p=0.8), both, SamplingParams()])
+    return state
+
+
+def hard_logits(B, N, V):
+    """Logits with ties at the cutoffs, NaN, both zeros, and a row of one value."""
+    logits = torch.randn(B, N, V) * 3
+    logits[0, 1, :50] = 2.5
+    logits[0, 0, 3:5] = torch.tensor([-0.0, 0.0])
+    logits[1, 1, 5:60] = logits[1, 1].amax()
+    logits[2, 1, 7] = float("nan")
+    logits[2, 0] = 1.5
+    return logits
+
+
+@interpreted
+def test_interpreted_noise_is_the_generators(ours):
+    """A bit of the integer generator that is lost in 32-bit arithmetic, a small number whose logarithm is rounded away,
+    and seeds or positions beyond 32 bits."""
+    seed, n = torch.tensor([5, -3, 2**40 + 1]), torch.tensor([3, 100, 2**33])
+    hashes = sampling.hash_ids(torch.arange(1500))
+    got = sampling.noise_ahead(seed, n, 2, hashes)
+    want = sampling.gumbel_noise(seed, n[:, None] + 1 + torch.arange(2), hashes, hashed=True)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    # every float belongs to other bits, so equal noise means equal bits
+    smallest = want.argmax()
+    assert got.flatten()[smallest] == pytest.approx(want.max().item(), rel=1e-6)
+
+
+@interpreted
+def test_interpreted_choice_is_the_plain_one(ours):
+    """A survivor too many or too few at a tie, NaN that wins, a tie that goes to the higher id, noise of another depth,
+    a setting of another row, and a row that depends on its neighbours."""
+    V = 5000
+    state, logits = three_rows(), hard_logits(3, 2, V)
+    noise, depth = torch.randn(3, 3, V), torch.tensor([[0, 2], [1, 1], [2, 0]])
+    usable = sampling.finite(logits)
+    for mode in (SamplingMode(sample=True), SamplingMode(sample=True, filters=True), SamplingMode()):
+        got, checked = sampling.choose_and_check(logits, noise, state, mode, depth)
+        want = sampling._choose(logits, noise if mode.sample else None, depth, sampling._settings(state), mode.filters)
+        assert torch.equal(got[usable], want[usable]) and torch.equal(checked, usable)
+    rows = sampling.choose(logits[:, 1:], noise, state, SamplingMode(True, True), depth[:, 1:])
+    assert torch.equal(rows[:2], sampling.choose(logits, noise, state, SamplingMode(True, True), depth)[:2, 1:])
+
+
+@interpreted
+@pytest.mark.parametrize("V,filters,noisy", [(97, True, True), (5000, True, False), (9000, False, True)])
+def test_interpreted_draft_topk_is_the_plain_one(ours, V, filters, noisy):
+    """A child that is lost between blocks of the vocabulary, removed tokens in front of survivors, noise looked up by
+    draft ids, and scores of other tokens or of another sum."""
+    state, logits, K = three_rows(), hard_logits(3, 2, V), 6
+    noise, ids = torch.randn(3, 1, 2 * V), torch.arange(V) * 2
+    mode = SamplingMode(sample=True, filters=filters)
+    for given, trimmed, heard in ((noise, ids, mode), (None, None, SamplingMode())):
+        got, scores = sampling.draft_topk(logits, given, trimmed, state, heard, K, noisy)
+        keys, want = sampling.draft_keys(logits, given if given is None else given[..., ids], state, heard, noisy)
+        best = keys.sort(dim=-1, descending=True, stable=True).indices[..., :K]
+        assert torch.equal(got, best)
+        torch.testing.assert_close(scores, want.gather(-1, best), rtol=1e-5, atol=1e-5)
+    alone = sampling.draft_topk(logits[:, 1:], noise, ids, state, mode, K, noisy)
+    same(alone, [t[:, 1:] for t in sampling.draft_topk(logits, noise, ids, state, mode, K, noisy)])
+    half = sampling.draft_topk(logits.half(), None, None, state, SamplingMode(), K)
+    same(half, sampling.draft_topk(logits.half().float(), None, None, state, SamplingMode(), K))
+
+
+@interpreted
+@pytest.mark.parametrize("tiles,K", [(5, 4), (1002, 10)])
+def test_interpreted_merge_takes_the_best_of_all_tiles(tiles, K):
+    """A candidate that is lost above 4096, a tie that goes to the higher id, and a sum without one of the tiles."""
+    values = (torch.randn(tiles, 3, K) * 4).round().sort(dim=-1, descending=True).values / 4  # many ties
+    values[:, 2] = -float("inf")
+    values[-1, 1, :2] = 50
+    ids = torch.arange(tiles * K, dtype=torch.int32).view(tiles, 1, K).expand(-1, 3, -1).contiguous()
+    total = torch.where(values[..., 0] > -float("inf"), torch.rand(tiles, 3) + 1, 0)
+    got = choice.merge_topk(torch.cat((values, values[..., :1], total[..., None]), -1), ids)
+    want, order = values.transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(got[0], want[:, :K]) and torch.equal(got[1], order[:, :K])
+    sums = (values[..., 0].double() + total.log()).logsumexp(0)
+    torch.testing.assert_close(got[2][:2], sums[:2].float(), rtol=1e-6, atol=1e-6)
+    assert torch.equal(got[3][:2], got[0][:2] - got[2][:2, None]) and (got[3][2] == -float("inf")).all()
+
+
+@interpreted
+def test_interpreted_rows_are_placed(ours):
+    """A fed row at the position of another sequence, a slot past the cache, and a table that is read past its end."""
+    n, count = torch.tensor([7, 12, 30]), torch.tensor([1, 3, 2])
+    cos, sin, tokens = torch.randn(25, 6), torch.randn(25, 6), torch.randint(0, 99, (3, 34))
+    for lead in (0, 1):
+        given = (n, torch.tensor([[0, 0, 1, 1, 2]]), cos, sin, 34, 3, count, tokens, lead)
+        same(kernels.place_rows(*given), draft._place_rows(*given))
+    target = (n, torch.randint(0, 3, (3, 5)), cos, sin, 34, 0, None, None, 0)
+    same(kernels.place_rows(*target), draft._place_rows(*target))
+
+
+@interpreted
+@pytest.mark.parametrize("K,levels,N", [(4, 3, 14), (8, 2, 24), (1, 3, 4)])
+def test_interpreted_trees_grow_as_in_plain_code(ours, K, levels, N):
+    """A tie that goes to the higher id, NaN that wins, a child without its parent, and one who sees a stranger."""
+    ids = torch.arange(50) * 2
+
+    def scores(*shape):
+        values = -(torch.rand(3, *shape) * 4).round()  # many ties
+        values.view(3, -1)[1, 0] = float("nan")
+        return values
+
+    first = torch.randint(0, 50, (3, K)), scores(K)
+    pool, plain = tree_building.first_level(*first, ids), tree_building._first_level(*first, ids)
+    same(pool, plain)
+    for _ in range(levels):
+        more = torch.randint(0, 50, (3, K, K)), scores(K, K)
+        pool, plain = tree_building.expand(pool, *more, ids), tree_building._expand(plain, *more, ids)
+        same(pool, plain)
+    root = torch.randint(0, 50, (3,))
+    tree, launches = launched(lambda: tree_building.select(pool, root, N, levels + 1))
+    assert launches == 1
+    same(tree, tree_building._select(plain, root, None, N, levels + 1, None))
+    pool = pool._replace(tokens=pool.tokens // 2)
+    same(tree_building.select(pool, root, N, levels + 1, ids=ids), tree)
+    for offered in (tree.tokens, tree.tokens % 3):
+        walk = offered, tree.parent, tree.depth, tree.ancestors, tree.valid, offered.roll(-1, 1), levels + 2
+        same(verify.accept(*walk), verify._accept(*walk))
+        settle(offered.roll(-1, 1), verify.accept(*walk))
+    wide = tree_building.Pool(*(t.expand(-1, 9000) if t.dim() == 2 else t for t in (pool.tokens[:, :1],) * 7))
+    wide = wide._replace(scores=torch.zeros(3, 9000), parent=torch.full((3, 9000), -1))
+    tree_building.select(wide, root, 4, 2)
+    assert "8192" in ours.declined["draft_tree"]
+
+
+def launched(call):
+    """(the result of a call, how many kernels it launched)"""
+    launches, real = [], kernels.triton.runtime.interpreter.GridExecutor.__call__
+
+    def run(self, *args, **named):
+        launches.append(self.fn)
+        return real(self, *args, **named)
+
+    with mock.patch.object(kernels.triton.runtime.interpreter.GridExecutor, "__call__", run):
+        return call(), len(launches)
+
+
+def settle(choice_of_nodes, accepted):
+    """Commit an accepted path by kernels and by plain code, where a row has stopped and one is at its limit."""
+    B, N, P = *choice_of_nodes.shape, accepted.path.shape[1]
+    usable, features, S = torch.rand(B, N) > 0.2, torch.randn(B, N, 40), 60
+    ints = dict(n=[5, 17, S - 3 - P], root=[1, 2, 3], valid_rows=[1, 2, 1], produced=[3, 4, 5], limit=[5, 100, 6])
+    state = dict(tokens=torch.randint(0, 9, (B, S))) | {name: torch.tensor(values) for name, values in ints.items()}
+    state |= dict(done=torch.tensor([False, True, False]), stop_ids=torch.tensor([[-1, 3], [2, -1], [-1, -1]]))
+    state |= dict(ring=torch.zeros(8, B, 2 + 2 * P + 4, dtype=torch.int64), kept=torch.zeros(B, P, 40))
+    state |= dict(history=torch.zeros(B, step.HISTORY + 1, 40), step=torch.tensor([9]))
+    plain = {name: tensor.clone() for name, tensor in state.items()}
+    got, launches = launched(lambda: torch.ops.eaglet.commit(*accepted, usable, features, *state.values()))
+    assert launches == KERNELS["eaglet::commit"]
+    same(got, step._write(*accepted, usable, features, *plain.values()))
+    for name in state:
+        last = 1 if name in ("tokens", "history") else 0  # their last rows hold nothing
+        same([state[name][:, : -1 if last else None]] if last else [state[name]],
+             [plain[name][:, : -1 if last else None]] if last else [plain[name]])  # fmt: skip
+    for dtype in (torch.float32, torch.int8):
+        kv = (torch.randn(2, 2, B, 3, S, 12) * 9).to(dtype)
+        moved = kv.clone()
+        kernels.commit_kv(kv, got[2], got[3])
+        kernels.kv._commit_kv(moved, got[2], got[3])
+        same([kv[..., :-1, :]], [moved[..., :-1, :]])
+
+
+@interpreted
+@pytest.mark.parametrize("version", (1, 3))
+def test_interpreted_features_are_joined_with_embeddings(ours, version):
+    """A feature of another row or sequence, and a norm that is forgotten or used for the other half."""
+    small = tiny_model(torch.float32)
+    head = tiny_head(small, version, DRAFT_VOCAB if version == 3 else None)
+    H = head.config.layer.hidden_size
+    tokens, feature, source = torch.randint(0, 90, (2, 5)), torch.randn(2, 3, H), torch.randint(0, 3, (2, 5))
+    with torch.no_grad():
+        residual, joined = head.joined(tokens, feature, source)
+        want = head.joined_train(tokens, eagle_draft.take_rows(feature, source))
+    torch.testing.assert_close(joined, want[1], rtol=1e-5, atol=1e-5)
+    if version == 3:
+        torch.testing.assert_close(residual, want[0], rtol=1e-5, atol=1e-5)
+
+
+SETTINGS = {
+    "greedy": {},
+    "T=1": {"temperature": 1.0, "seed": 3},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logprobs": 2},
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", SETTINGS)
+def test_interpreted_engine_gives_the_plain_tokens(ours, name, monkeypatch):
+    """Kernels that are right alone and wrong together, in a batch, or with penalties; a step that cannot be traced; and
+    an operator that launches more kernels than are counted for it."""
+    params = SamplingParams(max_new_tokens=6, **SETTINGS[name])
+    small = tiny_model(torch.float32)
+    if name == "penalties":
+        built, head = tables(trees.StaticTree(((0,), (1,), (0, 0))), 2), tiny_head(small)
+    else:
+        built, head = trees.DynamicTree(9, 2, 3), tiny_head(small, 3, DRAFT_VOCAB, taps=(0, 1))
+
+    def run(backend, compiled=False):
+        drafter = EagleDrafter(head, built, 2, CTX + built.N + 1)
+        engine = Engine(small, drafter=drafter, batch_size=2, ctx=CTX, backend=backend)
+        if compiled:
+            engine._step = torch.compile(step.decode_step, fullgraph=True, backend="eager", dynamic=False)
+        results = engine.generate_batch([PROMPT, PROMPT[:4]], params).run()
+        return [(result.tokens_per_step, result.logprobs) for result in results]
+
+    want = run(KernelBackend("reference", "cpu"))
+    assert run(ours, name == "greedy") == want and not ours.declined

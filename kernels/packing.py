@@ -207,7 +207,7 @@ def _from_panels(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | 
 
     def table(part: Tensor, dtype: torch.dtype) -> Tensor:
         rows = part.contiguous().view(dtype).unflatten(-1, (-1, 32))  # [..., N / 128, K / 128, 4, groups, 32]
-        rows = rows.movedim(-5, -3).movedim(-2, -4).flatten(-3).flatten(-3, -2)
+        rows = rows.movedim((-5, -4, -3, -2), (-3, -5, -2, -4)).flatten(-3).flatten(-3, -2)
         return rows[..., : weight.k // weight.group_size, : weight.n]
 
     count = 16 * (128 // weight.group_size)
@@ -415,13 +415,17 @@ def pack_int8(
 
 
 def pack_float(weight: Tensor) -> PackedWeight | None:
-    """A float32 weight [N, K] for the CPU kernels, in 16 bits if they hold all of its values exactly.
+    """A float weight [..., N, K] for the kernels of the active backend, its values unchanged. None if none takes it.
 
-    None if the active backend is another one, or if N does not divide into tiles.
+    Triton reads a 16-bit weight where it lies. The CPU kernels take a float32 matrix [N, K] whose N divides into
+    tiles, in 16 bits if those hold all of its values exactly.
     """
-    n, k = weight.shape
+    n, k = weight.shape[-2:]
+    weight = weight.detach()
+    if weight.dtype in (torch.float16, torch.bfloat16) and use_triton("packed_linear", weight):
+        return pack_half(weight, "planes")
     problem = f"a weight [{n}, {k}] does not divide into tiles of {cpu.TILE} rows" if n % cpu.TILE else ""
-    if not use_cpu("packed_linear", weight.detach(), problem=problem):
+    if weight.dim() > 2 or not use_cpu("packed_linear", weight, problem=problem):
         return None
     stored = next((t for t in (weight.bfloat16(), weight.half()) if torch.equal(t.float(), weight)), weight)
     tiles = stored.view(-1, cpu.TILE, k).transpose(1, 2).contiguous()
@@ -429,8 +433,8 @@ def pack_float(weight: Tensor) -> PackedWeight | None:
 
 
 def packed_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
-    """The rows ids [...] of a weight in layout 'tiles' or 'dense', float32 [..., K]."""
-    if weight.layout == "dense":
+    """The rows ids [...] of a weight in layout 'tiles' or 'dense', or of one in 16 bits, float32 [..., K]."""
+    if weight.layout == "dense" or (weight.layout == "planes" and weight.bits == 16):
         return weight.weight[ids].float()
     tile = ids.flatten() // cpu.TILE
     parts = {name: t[tile] for name in ("weight", "scales", "mins") if (t := vars(weight)[name]) is not None}

@@ -83,6 +83,11 @@ def without_wgmma(config: LinearConfig, capability: tuple[int, int]) -> LinearCo
     return config._replace(block_n=min(config.block_n, 64), warps=min(config.warps, 2))
 
 
+def unsplit(config: LinearConfig) -> LinearConfig:
+    """The tiling for the launch that runs all experts, which are tiles enough."""
+    return config._replace(split_k=1)
+
+
 def partial_bytes(config: LinearConfig, n: int, tokens: int) -> int:
     """Bytes of partial sums that a launch on `tokens` rows writes and reads again. n counts gate and up rows."""
     return 2 * 4 * (config.split_k - 1) * n * tokens

@@ -49,10 +49,12 @@ def _group_rows(s, rows, block, GROUP: tl.constexpr, STRIDE: tl.constexpr, USED:
 
 
 @jit
-def _wide(scales, USED: tl.constexpr):
-    """What `_group_rows` loaded, in float32."""
+def _wide(scales, ACC: tl.constexpr, USED: tl.constexpr):
+    """What `_group_rows` loaded, in float32. Codes whose sums are fp16 are divided by 16, and scales make up for it."""
     if USED:
-        return scales[0].to(tl.float32), scales[1].to(tl.float32), scales[2].to(tl.float32), scales[3].to(tl.float32)
+        factor: tl.constexpr = 16.0 if ACC == tl.float16 else 1.0
+        a, b = scales[0].to(tl.float32) * factor, scales[1].to(tl.float32) * factor
+        return a, b, scales[2].to(tl.float32) * factor, scales[3].to(tl.float32) * factor
     else:
         return scales
 
@@ -74,7 +76,8 @@ def _multiply_block(
         words = tl.load(wp, eviction_policy="evict_first")
     else:
         words = tl.load(wp, mask=(b * 128 + kp < K)[None, :], other=0, eviction_policy="evict_first")
-    q = decode(words, BITS, DT, NATIVE) if BITS < 16 else (words,)
+    SMALL: tl.constexpr = BITS == 4 and ACC == tl.float16
+    q = decode(words, BITS, DT, NATIVE, SMALL) if BITS < 16 else (words,)
     part = acc
     for p in tl.static_range(PLANES):
         k = b * 128 + p * KP + kp
@@ -87,7 +90,7 @@ def _multiply_block(
                 part = tl.zeros(acc.shape, ACC)
             a = q[p]
             if ZEROS:  # Exact: these are small integers.
-                zero = zeros[p * KP // GROUP].to(tl.float32) - 8
+                zero = (zeros[p * KP // GROUP].to(tl.float32) - 8) * (0.0625 if SMALL else 1.0)
                 a = a - zero.to(DT)[:, None] if NATIVE else (a.to(tl.float32) - zero[:, None]).to(DT)
             part = dot(a, xp, part, NATIVE)
             if (p + 1) * KP % GROUP == 0:  # Each group is added up in fp32.
@@ -124,9 +127,9 @@ def main_loop(
     up = tl.zeros((BN, BT), tl.float32)
     end = last - 1
     second = tl.minimum(first + 1, end)
-    scales = _wide(_group_rows(s, s_at, first, GROUP, 8 * SIZE, FOUR), FOUR)
+    scales = _wide(_group_rows(s, s_at, first, GROUP, 8 * SIZE, FOUR), ACC, FOUR)
     zeros = _group_rows(z, z_at, first, GROUP, 16 * SIZE, ZEROS)
-    up_scales = _wide(_group_rows(s, up_s_at, first, GROUP, 8 * SIZE, UP), UP)
+    up_scales = _wide(_group_rows(s, up_s_at, first, GROUP, 8 * SIZE, UP), ACC, UP)
     up_zeros = _group_rows(z, up_z_at, first, GROUP, 16 * SIZE, Z)
     next_scales = _group_rows(s, s_at, second, GROUP, 8 * SIZE, FOUR)
     next_up_scales = _group_rows(s, up_s_at, second, GROUP, 8 * SIZE, UP)
@@ -144,8 +147,8 @@ def main_loop(
             up = _multiply_block(up, w, up_scales, up_zeros_b, x, rows, live, up_at, b, K,
                                  BITS, GROUP, ZEROS, EVEN_K, ACC, NATIVE)  # fmt: skip
         # Triton makes no asynchronous copies in a loop that hands a value on unchanged. So it is widened here.
-        scales = _wide(next_scales, FOUR)
-        up_scales = _wide(next_up_scales, UP)
+        scales = _wide(next_scales, ACC, FOUR)
+        up_scales = _wide(next_up_scales, ACC, UP)
         next_scales = loaded
         next_up_scales = up_loaded
     return acc, up

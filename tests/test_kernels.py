@@ -168,6 +168,9 @@ def test_ptx_decodes_every_code_in_every_place(bits, bf16):
     assert len(planes) == 32 // bits
     want = from_planes(torch.from_numpy(words.view(np.int32)), bits, words.shape[1] * 32 // bits)
     want = want.reshape(2, -1, 32 // bits, 4 * bits).double().numpy() - (8 if bits == 4 else 128)
+    if bits == 4 and not bf16:
+        small = run_ptx(decode_ptx(4, False, small=True), words)
+        assert all(np.array_equal(16 * a, b) for a, b in zip(small, planes, strict=True))
     for p, plane in enumerate(planes):
         assert np.array_equal(plane[:, 0], want[0, :, p].ravel()) and np.array_equal(plane[:, 1], want[1, :, p].ravel())
 
@@ -721,6 +724,7 @@ LINEARS = [
     (4, torch.bfloat16, 32, 256, 128, False, 33, False, TINY),
     (4, torch.float32, 32, 128, 64, False, 4, False, TINY),
     (4, torch.float16, 64, 256, 128, False, 4, True, LinearConfig(64, 2, accumulate="float16")),
+    (4, torch.float16, 32, 192, 64, True, 2, False, LinearConfig(32, 1, accumulate="float16")),
     (8, torch.float16, 48, 256, 0, False, 1, True, LinearConfig(64, 2)),
     (8, torch.bfloat16, 40, 160, 0, False, 20, False, TINY),
     (16, torch.float16, 48, 256, 0, False, 3, False, LinearConfig(64, 2)),

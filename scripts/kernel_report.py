@@ -289,7 +289,8 @@ INTRODUCTION = """# The matrix kernels in machine code
 Nothing on this page was timed. It was counted in the machine code that two versions of Triton make for four
 architectures, without a GPU. `python -m scripts.kernel_report` makes the counts and fails where a promise breaks.
 
-- **Instructions per weight** in the main loop decide whether int4 runs at the memory's rate. The limit is 2.7 up to 16 rows.
+- **Instructions per weight** in the main loop decide whether int4 runs at the memory's rate. The limit is 2.7 up to 16
+  rows.
 - **No kernel spills** a register to memory.
 - **No wgmma.** On Hopper (sm_90) Triton 3.6 puts no fence between the copies of the activations and the wgmma that reads
   them, and ptxas 12.9 may overwrite registers that a wgmma still reads. Two warps per program make Triton use mma,

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.backend import jit, tl, triton, use_triton
 from kernels.linear import epilogue, finish, launch_arguments, main_loop
 from kernels.packing import PackedWeight, dequantize, kernel_views, panel_words
-from kernels.tuned import LinearConfig
+from kernels.tuned import LinearConfig, unsplit
 
 
 @jit
@@ -87,7 +87,7 @@ def _expert_linear(
     out = x.new_empty(tokens, slots, n_out)
     experts = expert_ids.flatten()
     # Neither the tile nor the split depends on the number of tokens.
-    tiling = LinearConfig(*config, accumulate)._replace(split_k=1)
+    tiling = unsplit(LinearConfig(*config, accumulate))
     packed = PackedWeight(layout, bits, group, n, k, weight, scales, zeros, config=tiling)
     problem = "" if layout == "planes" else f"weights are packed as '{layout}', for another backend"
     if not use_triton("packed_experts", x, problem):

@@ -51,10 +51,12 @@ def _group_rows(s, rows, block, GROUP: tl.constexpr, STRIDE: tl.constexpr, USED:
 
 
 @jit
-def _wide(scales, USED: tl.constexpr):
-    """What `_group_rows` loaded, in float32."""
+def _wide(scales, ACC: tl.constexpr, USED: tl.constexpr):
+    """What `_group_rows` loaded, in float32. Codes whose sums are fp16 are divided by 16, and scales make up for it."""
     if USED:
-        return scales[0].to(tl.float32), scales[1].to(tl.float32), scales[2].to(tl.float32), scales[3].to(tl.float32)
+        factor: tl.constexpr = 16.0 if ACC == tl.float16 else 1.0
+        a, b = scales[0].to(tl.float32) * factor, scales[1].to(tl.float32) * factor
+        return a, b, scales[2].to(tl.float32) * factor, scales[3].to(tl.float32) * factor
     else:
         return scales
 
@@ -76,7 +78,8 @@ def _multiply_block(
         words = tl.load(wp, eviction_policy="evict_first")
     else:
         words = tl.load(wp, mask=(b * 128 + kp < K)[None, :], other=0, eviction_policy="evict_first")
-    q = decode(words, BITS, DT, NATIVE) if BITS < 16 else (words,)
+    SMALL: tl.constexpr = BITS == 4 and ACC == tl.float16
+    q = decode(words, BITS, DT, NATIVE, SMALL) if BITS < 16 else (words,)
     part = acc
     for p in tl.static_range(PLANES):
         k = b * 128 + p * KP + kp
@@ -89,7 +92,7 @@ def _multiply_block(
                 part = tl.zeros(acc.shape, ACC)
             a = q[p]
             if ZEROS:  # Exact: these are small integers.
-                zero = zeros[p * KP // GROUP].to(tl.float32) - 8
+                zero = (zeros[p * KP // GROUP].to(tl.float32) - 8) * (0.0625 if SMALL else 1.0)
                 a = a - zero.to(DT)[:, None] if NATIVE else (a.to(tl.float32) - zero[:, None]).to(DT)
             part = dot(a, xp, part, NATIVE)
             if (p + 1) * KP % GROUP == 0:  # Each group is added up in fp32.
@@ -126,9 +129,9 @@ def main_loop(
     up = tl.zeros((BN, BT), tl.float32)
     end = last - 1
     second = tl.minimum(first + 1, end)
-    scales = _wide(_group_rows(s, s_at, first, GROUP, 8 * SIZE, FOUR), FOUR)
+    scales = _wide(_group_rows(s, s_at, first, GROUP, 8 * SIZE, FOUR), ACC, FOUR)
     zeros = _group_rows(z, z_at, first, GROUP, 16 * SIZE, ZEROS)
-    up_scales = _wide(_group_rows(s, up_s_at, first, GROUP, 8 * SIZE, UP), UP)
+    up_scales = _wide(_group_rows(s, up_s_at, first, GROUP, 8 * SIZE, UP), ACC, UP)
     up_zeros = _group_rows(z, up_z_at, first, GROUP, 16 * SIZE, Z)
     next_scales = _group_rows(s, s_at, second, GROUP, 8 * SIZE, FOUR)
     next_up_scales = _group_rows(s, up_s_at, second, GROUP, 8 * SIZE, UP)
@@ -146,8 +149,8 @@ def main_loop(
             up = _multiply_block(up, w, up_scales, up_zeros_b, x, rows, live, up_at, b, K,
                                  BITS, GROUP, ZEROS, EVEN_K, ACC, NATIVE)  # fmt: skip
         # Triton makes no asynchronous copies in a loop that hands a value on unchanged. So it is widened here.
-        scales = _wide(next_scales, FOUR)
-        up_scales = _wide(next_up_scales, UP)
+        scales = _wide(next_scales, ACC, FOUR)
+        up_scales = _wide(next_up_scales, ACC, UP)
         next_scales = loaded
         next_up_scales = up_loaded
     return acc, up
@@ -294,12 +297,12 @@ def launch_tile(
     """(output columns BN and tokens BT of a program, compiler options) of a launch on `tokens` rows.
 
     A gate-up layer halves BN, because two tiles share a program. With zero points a warp needs 32 output
-    columns, otherwise decoded weights go through shared memory. Gate-up layers and groups below 128 have so many
-    sums and scales that more than 32 tokens would spill even with all 255 registers.
+    columns, otherwise decoded weights go through shared memory. Gate-up layers, groups below 128 and two warps have
+    so many sums, scales and addresses that more than 32 tokens would spill even with all 255 registers.
     """
     block_n = max(config.block_n, 32 * config.warps if zeros else 16) // (1 + gated)
     small_groups = 0 < group < 128
-    tile = min(32 if small_groups or gated else TILE_M, max(16, triton.next_power_of_2(tokens)))
+    tile = min(32 if small_groups or gated or config.warps < 4 else TILE_M, max(16, triton.next_power_of_2(tokens)))
     # With 64 tokens a fourth stage takes so much shared memory that a multiprocessor runs one program less.
     stages = min(config.stages, 3) if tile == 64 else config.stages
     options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None)

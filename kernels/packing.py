@@ -21,16 +21,18 @@ from kernels.backend import active_backend, constexpr, constexpr_function, jit, 
 from kernels.tuned import SMALL_M, LinearConfig, linear_config, shape_key, without_wgmma
 
 
-def decode_ptx(bits: int, bf16: bool) -> str:
+def decode_ptx(bits: int, bf16: bool, small: bool = False) -> str:
     """PTX for `inline_asm_elementwise(pack=2)`: two words in, 32 / bits registers of two half values out.
 
     A code is ORed into the mantissa of 1024.0 (fp16) or 128.0 (bf16). Then the offset is subtracted. In fp16
     every second nibble is read where it is, as 16 times the code, and scaled by 1/16. bf16 has only 7 bits of
-    mantissa, so the top bit of a byte is turned into 128 or 256 and added.
+    mantissa, so the top bit of a byte is turned into 128 or 256 and added. small: fp16 codes of 4 bits divided by 16, so
+    that their sums in fp16 have room.
     """
     planes = 32 // bits
     if bits == 4:
         constants = (0xC308C308, 0x3F803F80, 0x43004300) if bf16 else (0x64086408, 0x2C002C00, 0xD480D480)
+        constants = (0xD408D408, 0x1C001C00, 0xC480C480, 0x2C002C00) if small else constants
     else:
         constants = (0xBF80BF80, 0x43804380, 0x43004300) if bf16 else (0x64806480,)
     body = [f"mov.b32 c{i}, 0x{value:08x};" for i, value in enumerate(constants, 1)]
@@ -54,11 +56,13 @@ def decode_ptx(bits: int, bf16: bool) -> str:
             body.append(f"lop3.b32 t, {source}, 0x00f000f0, 0x64006400, 0xEA; fma.rn.f16x2 {out}, t, c2, c3;")
         else:
             mask = "0x000f000f" if bits == 4 else "0x00ff00ff"
-            body.append(f"lop3.b32 t, {source}, {mask}, 0x64006400, 0xEA; sub.rn.f16x2 {out}, t, c1;")
-    return "{ .reg .b32 lo, hi, s, t, u, c1, c2, c3; " + " ".join(body) + " }"
+            last = f"fma.rn.f16x2 {out}, t, c4, c1;" if small else f"sub.rn.f16x2 {out}, t, c1;"
+            body.append(f"lop3.b32 t, {source}, {mask}, 0x64006400, 0xEA; {last}")
+    return "{ .reg .b32 lo, hi, s, t, u, c1, c2, c3, c4; " + " ".join(body) + " }"
 
 
 _PTX4_FP16 = constexpr(decode_ptx(4, False))
+_PTX4_SMALL = constexpr(decode_ptx(4, False, small=True))
 _PTX4_BF16 = constexpr(decode_ptx(4, True))
 _PTX8_FP16 = constexpr(decode_ptx(8, False))
 _PTX8_BF16 = constexpr(decode_ptx(8, True))
@@ -67,18 +71,24 @@ _REGS8 = constexpr("=r," * 4 + "r,r")
 
 
 @jit
-def _plane(w, p: tl.constexpr, BITS: tl.constexpr, DT: tl.constexpr):
-    return (((w >> (BITS * p)) & (2**BITS - 1)) - 2 ** (BITS - 1)).to(tl.float32).to(DT)
+def _plane(w, p: tl.constexpr, BITS: tl.constexpr, DT: tl.constexpr, SMALL: tl.constexpr):
+    code = (((w >> (BITS * p)) & (2**BITS - 1)) - 2 ** (BITS - 1)).to(tl.float32)
+    return (code * 0.0625 if SMALL else code).to(DT)
 
 
 @jit
-def decode(w, BITS: tl.constexpr, DT: tl.constexpr, NATIVE: tl.constexpr):
-    """int32 words -> 32 / BITS planes of codes in DT, zero points at 0. Not NATIVE: without inline PTX."""
+def decode(w, BITS: tl.constexpr, DT: tl.constexpr, NATIVE: tl.constexpr, SMALL: tl.constexpr = False):
+    """int32 words -> 32 / BITS planes of codes in DT, zero points at 0, and all divided by 16 if SMALL (fp16 of int4).
+    Not NATIVE: without inline PTX."""
     if not NATIVE:
-        low = _plane(w, 0, BITS, DT), _plane(w, 1, BITS, DT), _plane(w, 2, BITS, DT), _plane(w, 3, BITS, DT)
+        a, b = _plane(w, 0, BITS, DT, SMALL), _plane(w, 1, BITS, DT, SMALL)
+        low = a, b, _plane(w, 2, BITS, DT, SMALL), _plane(w, 3, BITS, DT, SMALL)
         return low if BITS == 8 else low + (
-            _plane(w, 4, BITS, DT), _plane(w, 5, BITS, DT), _plane(w, 6, BITS, DT), _plane(w, 7, BITS, DT),
+            _plane(w, 4, BITS, DT, SMALL), _plane(w, 5, BITS, DT, SMALL), _plane(w, 6, BITS, DT, SMALL),
+            _plane(w, 7, BITS, DT, SMALL),
         )  # fmt: skip
+    elif SMALL:
+        return tl.inline_asm_elementwise(_PTX4_SMALL, _REGS4, [w], (tl.float16,) * 8, is_pure=True, pack=2)
     elif BITS == 4 and DT == tl.float16:
         return tl.inline_asm_elementwise(_PTX4_FP16, _REGS4, [w], (tl.float16,) * 8, is_pure=True, pack=2)
     elif BITS == 4:
@@ -207,7 +217,7 @@ def _from_panels(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | 
 
     def table(part: Tensor, dtype: torch.dtype) -> Tensor:
         rows = part.contiguous().view(dtype).unflatten(-1, (-1, 32))  # [..., N / 128, K / 128, 4, groups, 32]
-        rows = rows.movedim(-5, -3).movedim(-2, -4).flatten(-3).flatten(-3, -2)
+        rows = rows.movedim((-5, -4, -3, -2), (-3, -5, -2, -4)).flatten(-3).flatten(-3, -2)
         return rows[..., : weight.k // weight.group_size, : weight.n]
 
     count = 16 * (128 // weight.group_size)
@@ -322,13 +332,14 @@ def _pack(
 def _tiling(plain: PackedWeight) -> LinearConfig:
     """How layout 'planes' is cut on the weight's device: as measured, if the active backend knows it, or by rule."""
     device, backend = plain.weight.device, active_backend()
-    multiprocessors, capability = 82, (8, 6)
+    multiprocessors, capability, geforce = 82, (8, 6), False
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         multiprocessors, capability = properties.multi_processor_count, (properties.major, properties.minor)
+        geforce = "GeForce" in properties.name
     measured = backend.configs.get(shape_key(plain.n, plain.k, plain.bits)) if backend else None
     if measured is None:
-        return linear_config(plain.n, plain.k, plain.bits, multiprocessors, capability)
+        return linear_config(plain.n, plain.k, plain.bits, multiprocessors, capability, geforce)
     return without_wgmma(measured, capability)
 
 
@@ -415,13 +426,17 @@ def pack_int8(
 
 
 def pack_float(weight: Tensor) -> PackedWeight | None:
-    """A float32 weight [N, K] for the CPU kernels, in 16 bits if they hold all of its values exactly.
+    """A float weight [..., N, K] for the kernels of the active backend, its values unchanged. None if none takes it.
 
-    None if the active backend is another one, or if N does not divide into tiles.
+    Triton reads a 16-bit weight where it lies. The CPU kernels take a float32 matrix [N, K] whose N divides into
+    tiles, in 16 bits if those hold all of its values exactly.
     """
-    n, k = weight.shape
+    n, k = weight.shape[-2:]
+    weight = weight.detach()
+    if weight.dtype in (torch.float16, torch.bfloat16) and use_triton("packed_linear", weight):
+        return pack_half(weight, "planes")
     problem = f"a weight [{n}, {k}] does not divide into tiles of {cpu.TILE} rows" if n % cpu.TILE else ""
-    if not use_cpu("packed_linear", weight.detach(), problem=problem):
+    if weight.dim() > 2 or not use_cpu("packed_linear", weight, problem=problem):
         return None
     stored = next((t for t in (weight.bfloat16(), weight.half()) if torch.equal(t.float(), weight)), weight)
     tiles = stored.view(-1, cpu.TILE, k).transpose(1, 2).contiguous()
@@ -429,8 +444,8 @@ def pack_float(weight: Tensor) -> PackedWeight | None:
 
 
 def packed_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
-    """The rows ids [...] of a weight in layout 'tiles' or 'dense', float32 [..., K]."""
-    if weight.layout == "dense":
+    """The rows ids [...] of a weight in layout 'tiles' or 'dense', or of one in 16 bits, float32 [..., K]."""
+    if weight.layout == "dense" or (weight.layout == "planes" and weight.bits == 16):
         return weight.weight[ids].float()
     tile = ids.flatten() // cpu.TILE
     parts = {name: t[tile] for name in ("weight", "scales", "mins") if (t := vars(weight)[name]) is not None}

@@ -31,8 +31,8 @@ class LinearConfig(NamedTuple):
     split_k: int = 1  # programs that share one sum
     warps: int = 4
     stages: int = 4
-    # With 'float16' the products of a group are summed at twice the rate on GeForce. The groups are always
-    # added in float32.
+    # With 'float16' the products of a group of int4 are summed at twice the rate on GeForce, with codes divided by 16
+    # against overflow. The groups are always added in float32.
     accumulate: str = "float32"
 
 
@@ -44,9 +44,12 @@ ALLOWED = ((16, 32, 64, 128, 256), range(1, 65), (1, 2, 4, 8), range(1, 9), ("fl
 
 
 def linear_config(
-    n: int, k: int, bits: int, multiprocessors: int = 82, capability: tuple[int, int] = (8, 6)
+    n: int, k: int, bits: int, multiprocessors: int = 82, capability: tuple[int, int] = (8, 6), geforce: bool = False
 ) -> LinearConfig:
     """The default tiling of a weight [n, k], from its shape and the GPU alone.
+
+    A GeForce card since Ampere adds fp16 products in fp16, whatever the number of rows is, because all rows must be
+    added up alike (`docs/kernels.md` says what it costs).
 
     It takes the tiling that lets the busiest multiprocessor end first, with at least four blocks of 128 k values
     for each program. A warp has 32 output columns.
@@ -69,7 +72,8 @@ def linear_config(
     found = [
         LinearConfig(block, split, block // 32, 4 if bits == 4 else 3) for split in splits for block in [*wide, 64]
     ]
-    return min((without_wgmma(config, capability) for config in found), key=cost)
+    best = min((without_wgmma(config, capability) for config in found), key=cost)
+    return best._replace(accumulate="float16") if geforce and bits == 4 and capability >= (8, 6) else best
 
 
 def without_wgmma(config: LinearConfig, capability: tuple[int, int]) -> LinearConfig:
@@ -81,6 +85,11 @@ def without_wgmma(config: LinearConfig, capability: tuple[int, int]) -> LinearCo
     if capability[0] != 9:
         return config
     return config._replace(block_n=min(config.block_n, 64), warps=min(config.warps, 2))
+
+
+def unsplit(config: LinearConfig) -> LinearConfig:
+    """The tiling for the launch that runs all experts, which are tiles enough."""
+    return config._replace(split_k=1)
 
 
 def partial_bytes(config: LinearConfig, n: int, tokens: int) -> int:

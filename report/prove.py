@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from torch import nn
+
+import kernels
 from drafters.base import PlainDrafter
 from engine import Engine
 from load import build_engine
+from model import Experts
 from runtime.results import GenerationResult
 from sampling import SamplingParams
+from weights.quantized import QuantLinear
 
 TIE_MARGIN = 1e-4
 TIE_ULPS = 2
@@ -34,9 +39,20 @@ class Proof(NamedTuple):
 
 
 def is_bitwise(engine: Engine) -> bool:
-    """Whether a row has the same bits in a forward of any width: all operations that ran are the C++ kernels'."""
-    experts = engine.model.config.num_local_experts
-    return engine.backend.mode == "cpu" and not engine.backend.declined and not experts
+    """Whether a row has the same bits in a forward of any width: all operations that ran are the kernels'.
+
+    On a GPU every matrix must be packed for them, and a forward may not be so wide that cuBLAS runs it.
+    """
+    model, backend = engine.model, engine.backend
+    if backend.declined:
+        return False
+    if backend.mode == "cpu":
+        return not model.config.num_local_experts
+    if model.device.type != "cuda" or any(kind != "triton" for kind, _ in backend.table.values()):
+        return False
+    linears = [m for m in model.modules() if isinstance(m, QuantLinear | nn.Linear | Experts)]
+    packed = all(isinstance(m, QuantLinear) and m.packed and m.packed.layout == "planes" for m in linears)
+    return packed and model.lm_head is not None and engine.batch_size * engine.drafter.N <= kernels.SMALL_M
 
 
 def is_rounding_tie(margin: float, ulps: float) -> bool:

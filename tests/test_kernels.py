@@ -22,10 +22,14 @@ import generate
 import kernels
 import sampling
 import tree as trees
+from bench.kernel_timing import layers
+from bench.random_models import SHAPES
 from drafters.base import DraftInput
 from eagle_draft import EagleDrafter, EagleHead
 from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
 from kernels.packing import decode_ptx, from_planes, to_planes
+from kernels.tuned import partial_bytes, unsplit, without_wgmma
+from model import Experts
 from runtime import prefill
 from sampling import SamplingParams
 from weights import hf, quantizer, rounding
@@ -164,6 +168,9 @@ def test_ptx_decodes_every_code_in_every_place(bits, bf16):
     assert len(planes) == 32 // bits
     want = from_planes(torch.from_numpy(words.view(np.int32)), bits, words.shape[1] * 32 // bits)
     want = want.reshape(2, -1, 32 // bits, 4 * bits).double().numpy() - (8 if bits == 4 else 128)
+    if bits == 4 and not bf16:
+        small = run_ptx(decode_ptx(4, False, small=True), words)
+        assert all(np.array_equal(16 * a, b) for a, b in zip(small, planes, strict=True))
     for p, plane in enumerate(planes):
         assert np.array_equal(plane[:, 0], want[0, :, p].ravel()) and np.array_equal(plane[:, 1], want[1, :, p].ravel())
 
@@ -180,6 +187,30 @@ def test_plane_layout_is_the_documented_one(bits):
     for row, k in [(0, 0), (1, 17), (2, 127), (1, 130)]:
         word = words[row, k // 128 * per_block + k % 128 % per_block].item()
         assert (word >> (bits * (k % 128 // per_block))) & (2**bits - 1) == codes[row, k]
+
+
+@pytest.mark.parametrize("bits,group,zeros", [(4, 128, False), (4, 32, True), (4, 64, False), (8, 0, False)])
+@pytest.mark.parametrize("experts", [(), (3,)])
+def test_panels_hold_what_was_stored(bits, group, zeros, experts):
+    """Catches codes, scales or zero points that come back from layout 'planes' in another place, also where rows and
+    columns do not fill their blocks."""
+    k = 192 if group < 128 else 256
+    weights = stored(bits, 200, k, group or 32, zeros, experts=experts)
+    plain, packed = pack(bits, weights, torch.float16, "plain"), pack(bits, weights, torch.float16, "planes")
+    assert packed.has_zeros == zeros and packed.weight.shape[:-1] == (*experts, 2, 2)
+    got, want = (kernels.dequantize(w, torch.float64) for w in (packed, plain))
+    assert torch.equal(got, want) and torch.equal(want, matrix(bits, weights))
+    if bits == 4 and not experts:  # row 130, the second block of k: its panel holds the row's scale behind 512 words
+        panel = packed.weight[1, 1].view(4, -1)[0]
+        row = panel[512:].contiguous().view(torch.float16)[2]
+        assert row == weights["scales"][128 // group, 130] and panel[32:48].equal(words_of(weights, 130, 1))
+
+
+def words_of(weights, row, block):
+    """The 16 words of one row and K block of stored int4 codes."""
+    q = weights["qweight"][row]
+    codes = torch.stack((q & 15, q >> 4), -1).flatten()
+    return to_planes(codes, 4)[16 * block : 16 * block + 16]
 
 
 # ------------------------------------------------------------------------------------------ linears on CPU
@@ -277,13 +308,41 @@ def test_experts_equal_a_loop_over_tokens(bits):
         assert error(got[t], want) < (1e-12 if bits < 16 else 1e-6)
 
 
+GPUS = [(82, (8, 6)), (128, (8, 9)), (132, (9, 0)), (170, (12, 0))]  # multiprocessors, compute capability
+
+
 def test_linear_config_is_a_function_of_shape_alone():
     """A tiling that depended on M would make verification and plain decoding differ."""
     assert kernels.linear_config(4096, 4096, 4) == kernels.linear_config(4096, 4096, 4)
     for n, k, bits in [(12288, 4096, 4), (4096, 11008, 4), (32000, 4096, 8), (22016, 4096, 4), (64, 128, 4)]:
-        for count in (82, 128, 132, 170):
-            config = kernels.linear_config(n, k, bits, count)
-            assert 1 <= config.split_k <= max(1, k // 128) and config.block_n in (64, 128)
+        for gpu in GPUS:
+            config = kernels.linear_config(n, k, bits, *gpu)
+            assert 1 <= config.split_k <= max(1, k // 512) and config.block_n == 32 * config.warps in (64, 128)
+
+
+@pytest.mark.parametrize("model", ["llama-2-7b", "llama-3-8b", "mixtral-8x7b"])
+@pytest.mark.parametrize("gpu", GPUS[:3])
+def test_partial_sums_are_a_small_share_of_the_weights(model, gpu):
+    """Catches a tiling that fills the GPU at any price: a linear split 8 ways moved half its weight bytes again."""
+    total, partial = 0, {16: 0, 32: 0}
+    for name, (n, k) in layers(model).items():
+        bits, count = (8, 1) if name == "lm_head" else (4, SHAPES[model].num_hidden_layers)
+        config = kernels.linear_config(n, k, bits, *gpu)
+        if "expert" in name:
+            config = unsplit(config)
+        total += count * n * k * (bits / 8 + (2 / 128 if bits == 4 else 0))
+        for tokens in partial:
+            partial[tokens] += count * partial_bytes(config, n, tokens)
+    assert partial[16] <= 0.05 * total and partial[32] <= 0.10 * total
+
+
+def test_no_tiling_of_hopper_lets_triton_use_wgmma():
+    """Catches wgmma that reads x before it is copied: Triton uses it with four warps and puts no fence before it."""
+    for n, k, bits in [(12288, 4096, 4), (64, 128, 4), (128256, 4096, 8), (4096, 14336, 16)]:
+        assert kernels.linear_config(n, k, bits, 132, (9, 0)).warps <= 2
+    measured = LinearConfig(256, 4, 8, 3, "float16")
+    assert without_wgmma(measured, (9, 0)) == LinearConfig(64, 4, 2, 3, "float16")
+    assert without_wgmma(measured, (12, 0)) == measured
 
 
 # ------------------------------------------------------------------------------------------ cache
@@ -563,7 +622,7 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
 @pytest.mark.parametrize("arch", ["86", "89", "90", "120"])
 def test_kernel_report_gates_hold(arch):
     """Catches a kernel that spills, stores decoded weights to shared memory or asks for more of it than the
-    GPU has, and a main int4 loop of more than 3.5 instructions per weight."""
+    GPU has, wgmma without a fence, and a main int4 loop of more than 2.7 instructions per weight at 16 rows."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "scripts.kernel_report", "--quick", "--arch", arch]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -679,6 +738,7 @@ LINEARS = [
     (4, torch.bfloat16, 32, 256, 128, False, 33, False, TINY),
     (4, torch.float32, 32, 128, 64, False, 4, False, TINY),
     (4, torch.float16, 64, 256, 128, False, 4, True, LinearConfig(64, 2, accumulate="float16")),
+    (4, torch.float16, 32, 192, 64, True, 2, False, LinearConfig(32, 1, accumulate="float16")),
     (8, torch.float16, 48, 256, 0, False, 1, True, LinearConfig(64, 2)),
     (8, torch.bfloat16, 40, 160, 0, False, 20, False, TINY),
     (16, torch.float16, 48, 256, 0, False, 3, False, LinearConfig(64, 2)),
@@ -761,6 +821,26 @@ def test_interpreted_linear_with_the_norm_behind_it(bits, dtype, rows):
     assert torch.equal(normed, kernels.rms_norm(y, weight, 1e-5)) and error(normed, y.double()) > 0.1
     wide = packed_linear(x, packed, wide=True)
     assert wide.dtype == torch.float32 and torch.equal(wide, packed_linear(x, packed).float())
+
+
+@interpreted
+@pytest.mark.parametrize("gated", [False, True])
+def test_interpreted_linear_stores_partial_sums_of_live_rows_only(gated, monkeypatch):
+    """Catches partial sums of padding rows, or of the program that ends last, which need no memory traffic. Their
+    bytes are what `partial_bytes` says and what the choice of a tiling counts on."""
+    config = LinearConfig(block_n=32, split_k=3)
+    weights, x = exact(stored(4, 48, 384, 128), 5, 384)
+    packed, seen, launch = pack(4, weights, torch.float16, "planes", config), [], kernels.linear.launch_arguments
+
+    def spy(*args):
+        grid, partial, constants = launch(*args)
+        seen.append(partial.fill_(float("nan")))
+        return grid, partial, constants
+
+    monkeypatch.setattr(kernels.linear, "launch_arguments", spy)
+    want = linear_definition(x, matrix(4, weights), None, None, gated)
+    assert error(packed_linear(x, packed, gated=gated), want) < TOLERANCE[torch.float16]
+    assert 2 * 4 * int(seen[0].isfinite().sum()) == partial_bytes(config, 48, 5) and not packed.counters.any()
 
 
 @interpreted
@@ -999,6 +1079,29 @@ def test_interpreted_engine_gives_the_reference_tokens(mode, kv, monkeypatch):
             monkeypatch.setattr(module, name, never)
     assert run(TRITON) == [plain, drafted] and not TRITON.declined
     assert model.layers[0].mlp.down.packed.layout == head.layer.mlp.down.packed.layout == "planes"
+
+
+@interpreted
+@pytest.mark.parametrize("more", [{}, dict(tie_word_embeddings=True), dict(num_local_experts=4, num_experts_per_tok=2)])
+def test_interpreted_linear_runs_the_float_layers_of_a_model(more, monkeypatch):
+    """Catches a 16-bit linear, router, expert or tied head that stays with cuBLAS, whose rows depend on the width."""
+    model = tiny_model(torch.float32, **WIDE, **more).half()
+    model.rotary.build("cpu")
+    x = torch.randn(3, 64).half()
+    mlp, first = model.layers[0].mlp, model.layers[0].attention.qkv(x)
+    want, out = model.logits(x), mlp(x, x)
+    storage = model.embed_tokens.weight.data_ptr()
+    weights_quantized.pack_(model, torch.float16)
+    kinds = (torch.nn.Linear, Experts)
+    assert not [name for name, m in model.named_modules() if isinstance(m, kinds)]
+    packed = [m.packed for m in model.modules() if isinstance(m, weights_quantized.QuantLinear)]
+    assert all((p.layout, p.bits) == ("planes", 16) for p in packed)
+    assert not more.get("tie_word_embeddings") or model.lm_head.packed.weight.data_ptr() == storage
+    for module, names in REFERENCES.items():
+        for name in {*names} & {"dequantize", "epilogue"}:
+            monkeypatch.setattr(module, name, None)
+    got = model.layers[0].attention.qkv(x), model.logits(x), model.layers[0].mlp(x, x)
+    assert all(error(a, b) < 2 * TOLERANCE[torch.float16] for a, b in zip(got, (first, want, out), strict=True))
 
 
 @interpreted

@@ -21,7 +21,7 @@ from model_config import ModelConfig, RopeConfig
 from support.files import INDEX_LIMIT, read_json, write_json
 from support.memory import shapes_only
 from weights.files import Destination, Entries, check_entries, check_finite, few_names, write_safetensors
-from weights.quantized import QuantLinear, TiedEmbedding, set_tensor
+from weights.quantized import QuantExperts, QuantLinear, TiedEmbedding, set_tensor
 
 
 def read_config(raw: dict[str, Any], directory: Path) -> ModelConfig:
@@ -94,9 +94,11 @@ def unpacked(model: Transformer) -> Transformer:
         return model
     plain = build_model(model.config)
     for name, _ in list(plain.named_parameters()):
-        owner = model.get_submodule(name.rpartition(".")[0])
+        parent, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(parent)
         owner = model.lm_head if isinstance(owner, TiedEmbedding) else owner
-        packed = isinstance(owner, QuantLinear) and name.endswith(".weight")
+        owner = owner.get_submodule(leaf) if isinstance(owner, QuantExperts) else owner
+        packed = isinstance(owner, QuantLinear) and leaf != "bias"
         set_tensor(plain, name, owner.dequantize(model.dtype) if packed else model.get_parameter(name))
     plain.rotary = model.rotary
     return plain

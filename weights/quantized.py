@@ -216,9 +216,9 @@ class QuantLinear(SelfCounting):
 
 
 class FloatLinear(QuantLinear):
-    """A float linear in the layout of the CPU kernels. The values of its weight are unchanged."""
+    """A float linear, or one matrix kind of all experts, in the layout of the kernels. Its values are unchanged."""
 
-    def __init__(self, packed: kernels.PackedWeight, bias: nn.Parameter | None):
+    def __init__(self, packed: kernels.PackedWeight, bias: nn.Parameter | None = None, per_token: int = 0):
         SelfCounting.__init__(self)
         self.out_features = packed.n
         self.in_features = packed.k
@@ -226,6 +226,8 @@ class FloatLinear(QuantLinear):
         self.bias = bias
         self.qweight = None
         self.perm = None
+        self.per_token = per_token
+        self.experts = len(packed.weight) if per_token else 0
 
     def pack(self, dtype: torch.dtype, reuse: bool = False) -> kernels.PackedWeight:
         return self.packed
@@ -233,7 +235,8 @@ class FloatLinear(QuantLinear):
     repack = pack
 
     def weight_bytes_read(self, nodes: int) -> float:
-        return self.packed.weight.nbytes + sum(p.nbytes for p in self.parameters())
+        share = 1 - (1 - self.per_token / self.experts) ** nodes if self.experts else 1.0
+        return share * self.packed.weight.nbytes + sum(p.nbytes for p in self.parameters())
 
     def _apply(self, fn, recurse: bool = True):
         return nn.Module._apply(self, fn, recurse)
@@ -284,19 +287,24 @@ class QuantExperts(nn.Module):
 def pack_(module: nn.Module, dtype: torch.dtype) -> None:
     """Pack all weights for the active kernel backend. Call this before tracing.
 
-    Codes that the packing replaces are freed. Other weights can be packed again for another backend. The CPU kernels take
-    the float32 weights of linears, and of a tied head, in a layout of their own. Without them the weights of wide layers
-    are laid out column by column on a CPU: one row times such a matrix is 2 to 3 times as fast, and many rows are no
-    slower. The values are unchanged.
+    Codes that the packing replaces are freed. Other weights can be packed again for another backend. The Triton kernels
+    take 16-bit linears and experts as they lie, so that a row has the same bits in a forward of any width. The CPU
+    kernels take the float32 weights of linears, and of a tied head, in a layout of their own. Without them the weights of
+    wide layers are laid out column by column on a CPU: one row times such a matrix is 2 to 3 times as fast, and many
+    rows are no slower. The values are unchanged.
     """
     for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear) and (packed := kernels.pack_float(child.weight)):
             replace_module(module, name, FloatLinear(packed, child.bias))
+        elif isinstance(child, Experts) and (packed := kernels.pack_float(child.gate_up)):
+            both = [FloatLinear(p, None, child.per_token) for p in (packed, kernels.pack_float(child.down))]
+            replace_module(module, name, QuantExperts(child.router, *both, child.per_token))
     if isinstance(module, Transformer) and module.lm_head is None:
         packed = kernels.pack_float(module.embed_tokens.weight)
         if packed is not None:
-            module.lm_head = FloatLinear(packed, None)
-            module.embed_tokens = TiedEmbedding(module.lm_head)
+            module.lm_head = FloatLinear(packed)
+            if packed.layout == "tiles":  # the embedding's own layout is gone
+                module.embed_tokens = TiedEmbedding(module.lm_head)
     for child in module.modules():
         tied = isinstance(child, nn.Embedding) and isinstance(module, Transformer) and module.lm_head is None
         if isinstance(child, nn.Linear) or tied:

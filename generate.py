@@ -15,6 +15,11 @@ The text goes to stdout, the report to stderr. Exit codes: 2 usage, 3 bad file, 
 # Nothing here imports torch before the arguments were read and checked, because that takes seconds.
 from __future__ import annotations
 
+from support.interrupts import leave_at_once
+
+if __name__ == "__main__":  # before the imports below
+    leave_at_once()
+
 import argparse
 import io
 import platform

@@ -546,7 +546,7 @@ def test_unusable_requests_exit_with_one_line(tmp_path, capsys):
     cases = [
         (2, "already quantized", ["--checkpoint", out]),
         (2, "group size 128 does not divide its 288 inputs; use --group-size 32", ["--checkpoint", odd]),
-        (2, "is not a directory", ["--checkpoint", tmp_path / "none"]),
+        (3, "is not a directory", ["--checkpoint", tmp_path / "none"]),
         (2, "not an earlier result", ["--checkpoint", source, "--out", busy]),
         (2, "add --algorithm gptq", ["--checkpoint", source, "--act-order"]),
         (2, "is text for GPTQ", ["--checkpoint", source, "--calibration", tmp_path / "short.txt"]),
@@ -574,7 +574,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, capsys, 
     source, real = saved(tmp_path / "m", CONFIG), files.write_safetensors
 
     def full(path, tensors, *rest):
-        if path.stem == when:
+        if path.name.startswith(f"{when}."):
             path.with_name(path.name + ".part").write_bytes(b"half")
             raise OSError(28, "No space left on device")
         return real(path, tensors, *rest)
@@ -592,13 +592,13 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, capsys, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "m-int4"]
 
 
-@pytest.mark.parametrize("name", ["embedding.safetensors", "layer-0001.safetensors", "config.json"])
+@pytest.mark.parametrize("name", ["embedding", "layer-0001", "config"])
 def test_a_file_that_cannot_be_finished_leaves_no_part(tmp_path, monkeypatch, capsys, name):
     """Prevents `.part` files in OUT.partial after "nothing half-written was left" (a file size limit, a full disk)."""
     source, real = saved(tmp_path / "m", CONFIG), os.replace
 
     def refuse(part, path):
-        if Path(path).name == name:
+        if Path(path).name.startswith(f"{name}."):
             assert Path(part).stat().st_size > 0
             raise OSError(27, "File too large")
         real(part, path)
@@ -606,8 +606,8 @@ def test_a_file_that_cannot_be_finished_leaves_no_part(tmp_path, monkeypatch, ca
     monkeypatch.setattr(os, "replace", refuse)
     assert run("--checkpoint", source, "--algorithm", "gptq") == 3
     err = capsys.readouterr().err
-    assert "File too large" in err and len(err.splitlines()) == 1
-    kept = name != "embedding.safetensors"  # before that one nothing is finished
+    assert "File too large" in err and len([line for line in err.splitlines() if line.startswith("error")]) == 1
+    kept = name != "embedding"  # before that one nothing is finished
     assert ("finished layers wait in" in err) == kept == (tmp_path / "m-int4.partial").exists()
     assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.tmp"))
 
@@ -634,7 +634,7 @@ def test_interrupted_gptq_resumes_to_the_same_bytes(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         quantizer.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
     kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "q.partial").glob("*.safetensors")}
-    assert "layer-0000.safetensors" in kept and not out.exists()
+    assert any(name.startswith("layer-0000.") for name in kept) and not out.exists()
     with pytest.raises(KeyboardInterrupt):  # the same job again: the finished layer is not written anew
         quantizer.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
     assert kept == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "q.partial").glob("*.safetensors")}
@@ -682,11 +682,13 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
 
 
-def test_an_earlier_result_is_replaced_whole(tmp_path):
-    """Prevents mixing old and new files when the same output is written twice."""
+def test_an_earlier_result_is_replaced_whole_and_only_if_asked(tmp_path, capsys):
+    """Prevents mixing old and new files when the same output is written twice, and hours of work replaced unasked."""
     out = quantized(tmp_path)
     (out / "stale.txt").write_text("old")
-    assert run("--checkpoint", tmp_path / "m", "--out", out, "--mode", "int8") == 0
+    argv = ["--checkpoint", tmp_path / "m", "--out", out, "--mode", "int8"]
+    assert run(*argv) == 2 and "--force" in capsys.readouterr().err and (out / "stale.txt").exists()
+    assert run(*argv, "--force") == 0
     assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors", "receipt.json"]
     assert json.loads((out / "config.json").read_text())["eaglet_quant"]["mode"] == "int8"
 

@@ -26,6 +26,7 @@ from support.errors import (
     Parser,
     UsageError,
     UserError,
+    bad_files,
     run_command,
 )
 from support.files import (
@@ -64,7 +65,7 @@ ENDS = {
     "another user error": (UserError("no"), USAGE, "error  no"),
     "wrong input": (ValueError("top_p is 2"), USAGE, "error  top_p is 2"),
     "wrong text": (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), USAGE, "error  'utf-8' codec"),
-    "no such file": (FileNotFoundError(2, "No such file", "x.html"), BAD_FILE, "error  [Errno 2] No such file: 'x.html'"),
+    "no such file": (FileNotFoundError(2, "No such file", "x.html"), BAD_FILE, "error  x.html: No such file"),
     "a full disk": (OSError(28, "No space left on device"), BAD_FILE, "error  [Errno 28] No space left on device"),
     "Python's memory": (MemoryError(), MEMORY, "error  MemoryError"),
     "the GPU's memory": (torch.OutOfMemoryError("CUDA out of memory"), MEMORY, "error  CUDA out of memory"),
@@ -103,9 +104,14 @@ def test_a_command_that_ends_well_returns_its_code():
 
 
 def test_a_command_that_reads_files_says_so_with_its_exit_code():
-    """A converter whose plain ValueErrors are about files; its usage errors stay usage errors."""
-    assert run_command(raising(ValueError("no tensors")), bad_input=BAD_FILE) == BAD_FILE
-    assert run_command(raising(UsageError("--x")), bad_input=BAD_FILE) == USAGE
+    """A reader whose plain ValueErrors are about files; its usage errors stay usage errors."""
+
+    def reads(error):
+        with bad_files():
+            raise error
+
+    assert run_command(lambda: reads(ValueError("no tensors"))) == BAD_FILE
+    assert run_command(lambda: reads(UsageError("--x"))) == USAGE
 
 
 def test_notes_and_line_ends_stay_on_the_one_line(capsys):
@@ -211,7 +217,8 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(error, old, tmp_path):
     with pytest.raises(type(error)) as caught, written_whole(path) as temporary:
         temporary.write_text("half")
         raise error
-    assert caught.value is error
+    assert error in (caught.value, caught.value.__cause__)
+    assert not isinstance(error, OSError) or caught.value.filename == str(path)  # a full disk does not say where
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == ({path.name: old} if old else {})
 
 
@@ -291,6 +298,7 @@ def test_a_failure_between_the_two_renames_brings_the_old_directory_back(error, 
         rename(source, target)
 
     monkeypatch.setattr(files.os, "replace", replace)
+    monkeypatch.setattr(files, "_exchange", lambda a, b: False)  # as where the system cannot swap two names
     with pytest.raises((ValueError, KeyboardInterrupt)), directory_written_whole(path) as unfinished:
         fill(unfinished, "new")
     assert held(tmp_path) == {"model/sub/a": "old"} and list(tmp_path.iterdir()) == [path]

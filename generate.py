@@ -151,6 +151,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UsageError("give one of --grammar, --json-schema.")
     if "logprobs" in args and not args.json:
         raise UsageError("--logprobs are part of the JSON output; add --json.")
+    if args.html and not Path(args.html).absolute().parent.is_dir():
+        raise UsageError(f"--html {args.html}: there is no folder {Path(args.html).parent}; make it first.")
     if args.batch_size > 1 and (args.show_tree or args.html):
         raise UsageError("--show-tree and --html show one sequence; use --batch-size 1.")
 

@@ -35,7 +35,7 @@ from support.errors import NotEnoughMemory, bad_files
 from support.machine import default_device, default_threads, describe_device, free_memory, release_threads, size_text
 from support.memory import freed_memory_returns, shapes_only
 from tokenizer import Tokenizer, load_tokenizer
-from tree import DynamicTree, TreeTables, parse_tree, tree_tables
+from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
 from weights.checkpoint import Checkpoint
 from weights.files import Progress
 from weights.heads import EagleFile, read_eagle
@@ -147,7 +147,9 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
     elif fits >= 256:
         hint = f"Try --ctx {fits // 64 * 64}."
     elif options.batch_size > 1:
-        hint = f"Try --batch-size {options.batch_size // 2}."
+        per_sequence = (plan.kv + plan.buffers + plan.graphs) / options.batch_size
+        most = int((free - plan.weights - plan.head) / per_sequence)
+        hint = f"Try --batch-size {most}." if most > 0 else hint
     raise NotEnoughMemory(f"not enough memory: plan {size_text(plan.total)}, free {size_text(free)}. {hint}")
 
 
@@ -399,6 +401,7 @@ def build_drafter(model: Transformer, head: EagleHead | None, options: LoadOptio
         with bad_files():
             small = options.open_draft().load(model.device, model.dtype, None, options.ctx)
         pack_(small, small.dtype)
+        check_width(tree, small.config.vocab_size)
         drafter = DraftModelDrafter(model, small, *how)
     else:
         drafter = eagle_drafter(head, *how)

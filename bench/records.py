@@ -14,8 +14,8 @@ from support.files import read_json_lines
 class Lines:
     """A JSON-lines file that is complete after every line.
 
-    It is called PATH.part until it is closed, so a run that was killed leaves its lines there. The path "-" or None
-    means that there is no file.
+    It is called PATH.part until it is closed, so a run that was killed leaves its lines there, and so does one that was
+    interrupted where PATH holds an earlier one. The path "-" or None means that there is no file.
     """
 
     def __init__(self, path: str | None):
@@ -29,11 +29,16 @@ class Lines:
             self.file.write(json.dumps(line) + "\n")
             self.file.flush()
 
-    def close(self) -> None:
-        """Give the file its name."""
-        if self.file:
-            self.file.close()
-            os.replace(f"{self.path}.part", self.path)
+    def close(self, interrupted: bool = False) -> str | None:
+        """Give the file its name. Returns the name that it has then."""
+        if not self.file:
+            return None
+        os.fsync(self.file.fileno())
+        self.file.close()
+        if interrupted and os.path.exists(self.path):
+            return f"{self.path}.part"
+        os.replace(f"{self.path}.part", self.path)
+        return self.path
 
 
 def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:

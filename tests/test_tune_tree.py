@@ -526,7 +526,7 @@ def test_a_real_run_uses_other_prompts_for_the_verification(checkpoint, monkeypa
     monkeypatch.setattr(tree_tuning, "collect", spy_collect)
     monkeypatch.setattr(tree_tuning, "race", spy_race)
     out = tmp_path / "tree.json"
-    assert run_main(checkpoint, monkeypatch, tmp_path, "--out", str(out)) == 0
+    assert run_main(checkpoint, monkeypatch, tmp_path, "--out", str(out)) in (0, 1)  # a random head need not pay
     final, checked = seen["race"][-1]
     assert "plain" in final and "paper25" in final
     assert all(prompt not in seen["collect"] for prompt in checked)

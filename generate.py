@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Unpack
 from options import DEMO, LoadKeywords, add_options, add_sampling, sampling_from
 from support import cache
 from support.errors import Parser, UsageError, run_command
+from support.files import check_folder
 from terminal.prompt import DEMO_PROMPT, Prompt, read_prompt, stdin_is_fed
 
 if TYPE_CHECKING:
@@ -151,8 +152,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UsageError("give one of --grammar, --json-schema.")
     if "logprobs" in args and not args.json:
         raise UsageError("--logprobs are part of the JSON output; add --json.")
-    if args.html and not Path(args.html).absolute().parent.is_dir():
-        raise UsageError(f"--html {args.html}: there is no folder {Path(args.html).parent}; make it first.")
+    check_folder("--html", args.html)
     if args.batch_size > 1 and (args.show_tree or args.html):
         raise UsageError("--show-tree and --html show one sequence; use --batch-size 1.")
 

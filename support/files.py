@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from support.errors import BadFileError
+from support.errors import BadFileError, UsageError
 
 JSON_LIMIT = 4 << 20  # bytes of a config.json
 INDEX_LIMIT = 64 << 20  # bytes of a shard index or a safetensors header
@@ -110,6 +110,12 @@ def _to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def check_folder(flag: str, path: str | Path | None) -> None:
+    """Raise UsageError if the file that a flag names could not be written for want of a folder, before any work."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}; make it first.")
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from support.interrupts import INTERRUPTED, as_exceptions
+from support.interrupts import INTERRUPTED, as_exceptions, finish
 
 # Exit codes of every command. INTERRUPTED, which is 130, is the fifth.
 USAGE, BAD_FILE, MEMORY, INTERNAL = 2, 3, 4, 5
@@ -125,21 +125,20 @@ def run_command(body: Callable[[], int | None], debug: bool = False, interrupted
             code = body() or 0
             if sys.stdout:
                 sys.stdout.flush()
-        return code
     except BrokenPipeError:  # the program that read our output has ended
         sys.stderr.close()
-        return 0
+        code = 0
     except (KeyboardInterrupt, Exception) as error:
         if pressed or isinstance(error, KeyboardInterrupt):  # C code may turn one into another error
-            print(_line_start() + " ".join([interrupted, *getattr(error, "__notes__", [])]), file=sys.stderr)
-            return INTERRUPTED
-        if debug:
+            code, text = INTERRUPTED, " ".join([interrupted, *getattr(error, "__notes__", [])])
+        elif debug:
             raise
-        code = exit_code(error)
-        unexpected = code == INTERNAL and not isinstance(error, ArithmeticError)
-        hint = " (--debug shows where)" if unexpected else ""
-        print(f"{_line_start()}error  {one_line(error)}{hint}", file=sys.stderr)
-        return code
+        else:
+            code = exit_code(error)
+            unexpected = code == INTERNAL and not isinstance(error, ArithmeticError)
+            text = f"error  {one_line(error)}" + " (--debug shows where)" * unexpected
+        print(_line_start() + text, file=sys.stderr)
+    return finish(code)
 
 
 def _line_start() -> str:

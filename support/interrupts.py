@@ -58,3 +58,19 @@ def as_exceptions() -> Iterator[list[int]]:
         yield pressed
     finally:
         signal.signal(signal.SIGINT, leave)
+
+
+def finish(code: int) -> int:
+    """The exit code of a command that has said all it has to say. From here on Ctrl-C changes nothing.
+
+    After Ctrl-C the process ends here. Python's own end may take a second, and it would replace the exit code by a signal
+    where the KeyboardInterrupt came through an `exec`.
+    """
+    if signal.getsignal(signal.SIGINT) is leave:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if code == INTERRUPTED:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or not there at all
+                    stream.flush()
+            os._exit(code)
+    return code

@@ -1,7 +1,8 @@
-"""The files a benchmark writes while it runs, and how they are read again."""
+"""The files a benchmark writes while it runs, how they are read again, and the checksums of their lines."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -39,6 +40,21 @@ class Lines:
             return f"{self.path}.part"
         os.replace(f"{self.path}.part", self.path)
         return self.path
+
+
+def sealed(line: dict[str, Any]) -> dict[str, Any]:
+    """The line with a checksum of its content, for lines that later runs go on from."""
+    return line | {"checksum": _checksum(json.loads(json.dumps(line)))}  # as it will be read
+
+
+def intact(line: dict[str, Any]) -> bool:
+    """Whether a line is what was written. Lines from before there were checksums have none, and count."""
+    kept = {name: value for name, value in line.items() if name != "checksum"}
+    return line.get("checksum") in (None, _checksum(kept))
+
+
+def _checksum(line: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -31,6 +31,7 @@ from support.errors import (
 )
 from support.files import (
     append_json_lines,
+    check_folder,
     directory_written_whole,
     read_json,
     read_json_lines,
@@ -220,6 +221,51 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(error, old, tmp_path):
     assert error in (caught.value, caught.value.__cause__)
     assert not isinstance(error, OSError) or caught.value.filename == str(path)  # a full disk does not say where
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == ({path.name: old} if old else {})
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path):
+    """A result that replaces the link to it, or as root /dev/null itself."""
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
+    write_text(tmp_path / "pipe", "text")
+    assert os.read(reader, 9) == b"text" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+
+
+def test_what_a_dead_process_left_is_deleted_and_nothing_else(tmp_path):
+    """Temporary files that pile up after every kill, or the file that another process is writing just now."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    kept = {"f.1.part", "f.txt.1x.part", f"f.txt.{os.getppid()}.part", "f.txt.part", f"g.txt.{gone.pid}.part"}
+    for name in (*kept, f"f.txt.{gone.pid}.part", f"f.txt.{gone.pid}.tmp"):
+        (tmp_path / name).touch()
+    write_text(tmp_path / "f.txt", "new")
+    assert {p.name for p in tmp_path.iterdir()} == kept | {"f.txt"}
+
+
+def test_a_folder_that_is_missing_is_named_before_the_work(tmp_path):
+    """An hour of measuring whose file then cannot be written."""
+    for path in (None, tmp_path / "f.json", "f.json"):
+        check_folder("--json", path)
+    with pytest.raises(UsageError, match="--json .*no folder"):
+        check_folder("--json", tmp_path / "none" / "f.json")
+
+
+def test_a_directory_is_exchanged_in_one_step(tmp_path, monkeypatch):
+    """A moment without any directory at the path; Linux can swap two names."""
+    if sys.platform != "linux":
+        pytest.skip("Linux alone swaps two names")
+    path = tmp_path / "model"
+    path.mkdir()
+    fill(path, "old")
+    monkeypatch.setattr(files.os, "replace", lambda *names: pytest.fail(f"two renames: {names}"))
+    with directory_written_whole(path) as unfinished:
+        fill(unfinished, "new")
+    assert held(tmp_path) == {"model/sub/a": "new"}
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib.util
 import json
@@ -33,6 +34,7 @@ from sampling import SamplingParams
 from scripts import bench, widths
 from support.errors import UserError
 from support.texts import HELD_OUT
+from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
 from weights.hf import hf_views, save_hf
@@ -721,6 +723,20 @@ def test_memory_counts_every_cache_once():
     weights = sum(p.nbytes for p in model.parameters())
     assert sizes[0] >= weights + plain.state.kv.nbytes
     assert sizes[0] + own < sizes[1] < sizes[0] + own + weights and sizes[2] > sizes[0] + own
+
+
+def test_acceptance_asks_questions_as_chats(tmp_path):
+    """Questions that were continued as text, which a chat model answers otherwise, or a model without a template."""
+    file = tmp_path / "own" / "question.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"question_id": 1, "turns": ["What is a tree?", "And a forest?"]}\n{"turns": ["Count."]}\n')
+    tokenizer = load_tokenizer("demo")
+    args = argparse.Namespace(questions=[str(file)], prompts=1, text=None, prompt_tokens=8)
+    with pytest.raises(ValueError, match="chat template"):
+        acceptance.prompts_of(args, tokenizer)
+    tokenizer.use_template("vicuna")
+    want = tokenizer.encode_chat([{"role": "user", "content": "What is a tree?"}])
+    assert acceptance.prompts_of(args, tokenizer) == [want]
 
 
 def test_acceptance_tables_and_the_ablation(tmp_path):

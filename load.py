@@ -31,11 +31,11 @@ from options import DEMO, LoadKeywords, LoadOptions, check_names
 from runtime.compiled import COMPILE_MODES
 from step import HISTORY, RING
 from support import cache
-from support.errors import BadFileError, NotEnoughMemory, UserError
+from support.errors import NotEnoughMemory, bad_files
 from support.machine import default_device, default_threads, describe_device, free_memory, release_threads, size_text
 from support.memory import freed_memory_returns, shapes_only
 from tokenizer import Tokenizer, load_tokenizer
-from tree import DynamicTree, TreeTables, parse_tree, tree_tables
+from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
 from weights.checkpoint import Checkpoint
 from weights.files import Progress
 from weights.heads import EagleFile, read_eagle
@@ -147,7 +147,9 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
     elif fits >= 256:
         hint = f"Try --ctx {fits // 64 * 64}."
     elif options.batch_size > 1:
-        hint = f"Try --batch-size {options.batch_size // 2}."
+        per_sequence = (plan.kv + plan.buffers + plan.graphs) / options.batch_size
+        most = int((free - plan.weights - plan.head) / per_sequence)
+        hint = f"Try --batch-size {most}." if most > 0 else hint
     raise NotEnoughMemory(f"not enough memory: plan {size_text(plan.total)}, free {size_text(free)}. {hint}")
 
 
@@ -176,7 +178,7 @@ def load(
     asked = LoadOptions(checkpoint=str(checkpoint), **keywords)
     asked.check()
     use_threads(asked)
-    with _bad_files(), freed_memory_returns():
+    with bad_files(), freed_memory_returns():
         files = _Files(asked)
     options = asked.resolve(files.checkpoint, files.head)
     device = torch.device(options.device)
@@ -185,7 +187,7 @@ def load(
     check_memory(plan, free_memory(device), options)
     for note in (*files.checkpoint.notes, *(files.head.notes if files.head else ())):
         say(f"note    {note}")
-    with _bad_files(), _memory_errors(plan), freed_memory_returns():
+    with bad_files(), _memory_errors(plan), freed_memory_returns():
         model = files.checkpoint.load(device, DTYPES[options.dtype], progress, options.ctx)
         head = None
         if files.head:
@@ -239,17 +241,6 @@ class _Files:
             return plan_memory(self.checkpoint.config, options, self.head, weights, quantized=quantized)
         draft_weights = model_bytes(self.draft, options)
         return plan_memory(self.checkpoint.config, options, self.head, weights, self.draft.config, draft_weights)
-
-
-@contextlib.contextmanager
-def _bad_files() -> Iterator[None]:
-    """What a reader refuses is a bad file, unless it names another kind of error itself."""
-    try:
-        yield
-    except UserError:
-        raise
-    except ValueError as error:
-        raise BadFileError(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -403,13 +394,14 @@ def build_drafter(model: Transformer, head: EagleHead | None, options: LoadOptio
     elif kind == "lookahead":
         drafter = LookaheadDrafter(model, B)
     elif kind == "medusa":
-        with _bad_files():
+        with bad_files():
             heads = load_medusa(options.medusa, model)
         drafter = MedusaDrafter(heads, tree, options.draft_noise)
     elif kind == "draft":
-        with _bad_files():
+        with bad_files():
             small = options.open_draft().load(model.device, model.dtype, None, options.ctx)
         pack_(small, small.dtype)
+        check_width(tree, small.config.vocab_size)
         drafter = DraftModelDrafter(model, small, *how)
     else:
         drafter = eagle_drafter(head, *how)

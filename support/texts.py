@@ -60,6 +60,22 @@ def read_texts(path: str | Path) -> list[str]:
         raise ValueError(f"{path}: not UTF-8 text, or not JSON lines with text ({error}).") from error
 
 
+def read_chats(path: str | Path) -> list[list[dict[str, str]]]:
+    """The conversations of a .jsonl file, one a line under "messages"; [] for a file of anything else.
+
+    Raises a one-line ValueError where only some of the lines are conversations.
+    """
+    path = Path(path)
+    if path.suffix != ".jsonl":
+        return []
+    read_texts(path)  # refuses what is not text
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    chats = [row["messages"] for row in rows if isinstance(row, dict) and row.get("messages")]
+    if chats and len(chats) < len(rows):
+        raise ValueError(f"{path}: {len(rows) - len(chats)} lines are no conversations with messages; leave them out.")
+    return chats
+
+
 def _text_of(value: Any) -> str:
     if isinstance(value, dict):
         turns = value.get("messages") or value.get("conversations") or [{"content": value.get("text")}]
@@ -69,8 +85,8 @@ def _text_of(value: Any) -> str:
     return value
 
 
-def token_windows(texts: Iterable[str], tokenizer: Any, vocab_size: int, count: int, length: int) -> Tensor:
-    """Up to `count` windows of token ids, int64 [W, length], spread evenly over the texts.
+def token_windows(texts: Iterable[str | list[int]], tokenizer: Any, vocab_size: int, count: int, length: int) -> Tensor:
+    """Up to `count` windows of token ids, int64 [W, length], spread evenly over the texts. A text may be ids already.
 
     Without a tokenizer (None) the ids are uniformly random. Raises ValueError for texts shorter than one window.
     """
@@ -78,7 +94,7 @@ def token_windows(texts: Iterable[str], tokenizer: Any, vocab_size: int, count: 
         return torch.randint(vocab_size, (count, length), generator=torch.Generator().manual_seed(length))
     ids: list[int] = []
     for text in texts:
-        ids += tokenizer.encode(text)
+        ids += tokenizer.encode(text) if isinstance(text, str) else text
         if len(ids) >= 8 * count * length:  # more text would only take longer to encode
             break
     count = min(count, len(ids) // length)

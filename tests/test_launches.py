@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_cuda import Launches, OneDevice, fake_gpu_cells
+from fake_cuda import KERNELS, Launches, OneDevice, fake_gpu_cells
 from tiny import CTX, DRAFT_VOCAB, PROMPT, tables, tiny_head, tiny_model
 
 import eagle_draft

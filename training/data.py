@@ -28,6 +28,7 @@ import kernels
 from engine import Engine
 from model import Transformer
 from sampling import SamplingParams
+from support.errors import BadFileError, UsageError
 from support.files import written_whole
 from support.progress import Progress
 from support.texts import read_source, stdlib_files
@@ -67,11 +68,23 @@ class TokenData:
 
     @classmethod
     def load(cls, path: Path) -> TokenData:
-        """Read an .npz file. Raises ValueError if it holds other arrays."""
-        with np.load(path) as file:
-            if missing := {"ids", "mask", "starts", "stream"} - set(file.files):
-                raise ValueError(f"{path}: {sorted(missing)} missing; expected ids, mask, starts, stream.")
-            return cls(file["ids"], file["mask"], file["starts"], bool(file["stream"]))
+        """Read an .npz file, whose checksums numpy compares. Raises BadFileError for a damaged one or other arrays."""
+        try:
+            with np.load(path) as file:
+                if missing := {"ids", "mask", "starts", "stream"} - set(file.files):
+                    raise ValueError(f"{sorted(missing)} missing; expected ids, mask, starts, stream")
+                ids, mask, starts, stream = file["ids"], file["mask"], file["starts"], bool(file["stream"])
+            described = [(a.dtype.kind, a.ndim) for a in (ids, mask, starts)]
+            if described != [("i", 1), ("b", 1), ("i", 1)] or len(ids) != len(mask):
+                raise ValueError("ids and starts must be integers and mask as many booleans as ids")
+            if len(starts) < 2 or starts[0] != 0 or starts[-1] != len(ids) or (np.diff(starts) < 0).any():
+                raise ValueError("starts must ascend from 0 to the number of ids")
+        except OSError as error:
+            raise BadFileError(f"{path}: cannot be read ({error.strerror or error}).") from error
+        except Exception as error:  # a damaged file may raise anything
+            advice = "If it lies in --work, delete it: it is made again."
+            raise BadFileError(f"{path}: no tokenised data ({error}). {advice}") from error
+        return cls(ids, mask, starts, stream)
 
     def save(self, path: Path) -> None:
         """Write an .npz file."""
@@ -349,7 +362,7 @@ def _read_data(
     if source.endswith(".npz"):
         return TokenData.load(Path(source))
     if tokenizer is None:
-        raise ValueError(f"the checkpoint has no tokenizer; give {option} as a tokenised .npz.")
+        raise UsageError(f"the checkpoint has no tokenizer; give {option} as a tokenised .npz.")
     conversations, texts, left_out = read_records(source, option == "--held-out")
     if engine is not None and conversations:
         conversations = answer_again(engine, tokenizer, conversations[: args.regenerate], args)

@@ -238,7 +238,7 @@ class Indexing(TorchFunctionMode):
 @contextlib.contextmanager
 def fake_gpu_cells(monkeypatch):
     """A `step_cells.Builder` for fake CUDA tensors: what would be copied from the host is made in place there."""
-    properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
+    properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20, major=9, minor=0, name="fake")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "fake")
     monkeypatch.setattr(step_cells, "free", lambda device: None)

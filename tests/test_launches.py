@@ -68,19 +68,23 @@ def counted(builder, cell, settings):
 
 
 @needs_triton
-@pytest.mark.parametrize("shape,quant,head,nodes,settings,draft_each,rest", [
-    ("llama-2-7b", "int4", 1, 1, {}, 0, 10),
-    ("llama-2-7b", "int4", 1, 24, {}, 4, 16),
-    ("llama-2-7b", "int4", 1, 24, {"temperature": 1.0}, 4, 17),
-    ("llama-2-7b", "int4", 1, 24, TOP_P, 4, 17),
-    ("llama-2-7b", "int4", 1, 26, {}, 5, 34),
-    ("llama-3-8b", "", 3, 60, {}, 5, 18),
+@pytest.mark.parametrize("shape,quant,head,nodes,settings,draft_each,rest,layer,whole", [
+    ("llama-2-7b", "int4", 1, 1, {}, 0, 10, 6, 250),
+    ("llama-2-7b", "int4", 1, 24, {}, 4, 16, 8, 400),
+    ("llama-2-7b", "int4", 1, 24, {"temperature": 1.0}, 4, 17, 8, 430),
+    ("llama-2-7b", "int4", 1, 24, TOP_P, 4, 17, 8, 450),
+    ("llama-2-7b", "int4", 1, 26, {}, 5, 34, 8, 400),
+    ("llama-3-8b", "", 3, 1, {}, 0, 10, 6, 250),
+    ("llama-3-8b", "", 3, 60, {}, 5, 18, 8, 450),
 ])  # fmt: skip
-def test_a_step_launches_few_kernels(monkeypatch, shape, quant, head, nodes, settings, draft_each, rest):
+def test_a_step_launches_few_kernels(
+    monkeypatch, shape, quant, head, nodes, settings, draft_each, rest, layer, whole
+):  # fmt: skip
     """Small work that falls apart into hundreds of launches: a draft level, the filters, the noise, the commit.
 
     draft_each: launches of a draft forward outside of its layer. rest: launches of the step outside of all forwards'
-    layers and draft forwards. The layers of a model have their own budget.
+    layers and draft forwards. layer: of a layer of the target; norms of few rows are not launches of their own. whole:
+    of the step.
     """
     cell = replace(step_cells.grid(shape, quant, head, [nodes], (128,))[0])
     with fake_gpu_cells(monkeypatch) as builder:
@@ -88,6 +92,9 @@ def test_a_step_launches_few_kernels(monkeypatch, shape, quant, head, nodes, set
     outside = {key: count for key, count in counts.items() if "layer" not in key[0]}
     assert sum(outside.values()) <= forwards * draft_each + rest, outside
     assert sum(count for (part, _), count in outside.items() if part == "settle") <= 5
+    layers = sum(count for (part, _), count in counts.items() if part == "layer")
+    print(f"{sum(counts.values())} launches, {layers} in layers")
+    assert layers <= layer * 32 + 1 and sum(counts.values()) <= whole, counts
 
 
 # ---- the kernels against plain code ------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def parse_json(data: bytes | str, where: object, limit: int = INDEX_LIMIT) -> An
     except RecursionError:
         level = [None]
     except ValueError as error:
-        raise refusal(where, f"not valid JSON ({error}).", "Correct it or download it again.") from error
+        raise refusal(where, f"not valid JSON ({error}).", "Download it again, or correct it.") from error
     if level:
         raise refusal(where, f"nested deeper than {DEPTH} levels.", "Is it the right file?")
     return value
@@ -95,15 +95,13 @@ def check(value: Any, shape: Any, where: object, name: str = "it") -> Any:
             allowed, None for null; a list of one shape for all items of an array; or a dictionary of the shapes of keys,
             where `key?` may be missing and `*` stands for all keys that are not named.
     """
-    if isinstance(shape, tuple):
-        for one in shape:
-            if isinstance(value, _kind(one)) and not (isinstance(value, bool) and one in (int, float)):
-                return check(value, one, where, name)
-    kinds = tuple(_kind(one) for one in (shape if isinstance(shape, tuple) else (shape,)))
-    number = isinstance(value, bool) and not {bool, object} & {*kinds}
-    if isinstance(shape, tuple) or number or not isinstance(value, (*kinds, int) if float in kinds else kinds):
+    choices = shape if isinstance(shape, tuple) else (shape,)
+    kinds = [one if isinstance(one, type) else type(one) for one in choices]
+    found = next((one for one, kind in zip(choices, kinds, strict=True) if _is(value, kind)), None)
+    if not any(_is(value, kind) for kind in kinds):
         wanted = " or ".join(NAMES[kind] for kind in kinds)
-        raise refusal(where, f"{name} is {value!r:.60}, expected {wanted}.")
+        raise refusal(where, f"{name} is {value!r:.60}, expected {wanted or 'no such key'}.")
+    shape = found
     if isinstance(shape, list):
         for i, item in enumerate(value):
             check(item, shape[0], where, f"{name}[{i}]")
@@ -120,9 +118,11 @@ def check(value: Any, shape: Any, where: object, name: str = "it") -> Any:
     return value
 
 
-def _kind(shape: Any) -> type:
-    """The Python type of the values that a shape describes."""
-    return shape if isinstance(shape, type) else type(shape)
+def _is(value: Any, kind: type) -> bool:
+    """Whether a JSON value is of a kind. true and false are no numbers, and every integer is a number, too."""
+    if isinstance(value, bool):
+        return kind in (bool, object)
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 class ConfigReader:

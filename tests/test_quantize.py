@@ -866,12 +866,7 @@ def test_unsupported_published_checkpoints_give_one_line(tmp_path):
         ("gptq", {}, {base + "o_proj.bias": torch.ones(128).half()}, "unexpected tensor"),
         ("gptq", {}, {"model.norm.weight": None}, "model.norm.weight' is missing"),
         ("gptq", {}, {"model.norm.weight": torch.ones(64).half()}, "does not fit config.json"),
-        (
-            "gptq",
-            {},
-            {base + "o_proj.scales": torch.full((4, 128), float("inf")).half()},
-            "scales of .*o_proj hold NaN",
-        ),
+        ("gptq", {}, {base + "o_proj.scales": torch.full((4, 128), float("inf")).half()}, "o_proj.scales holds NaN"),
         ("ct", {}, {base + "o_proj.weight_shape": torch.tensor([128, 96])}, "fit a|expected|groups of"),
     ]
     for kind, options, changes, message in cases:

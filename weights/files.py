@@ -181,7 +181,7 @@ def tensor_files(directory: Path) -> list[Path]:
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         index = directory / f"{stem}{suffix}.index.json"
         if index.exists():
-            shards = check(read_json(index, INDEX_LIMIT), {"weight_map": {"*": str}}, index)["weight_map"]
+            shards = check(read_json(index, INDEX_LIMIT), {"weight_map": {"*": str}}, index, "the index")["weight_map"]
             if not shards:
                 raise ValueError(f"{index}: weight_map must name at least one tensor.")
             for name in shards.values():
@@ -209,7 +209,7 @@ def check_entries(expected: Shapes, entries: Entries, where: str, dtypes: Dtypes
     for name, shape in expected.items():
         entry, wanted = entries[name], (dtypes or {}).get(name)
         if entry.shape != shape or (entry.dtype not in FLOATS if wanted is None else entry.dtype != wanted):
-            found = f"{few_names([name])} is {entry.dtype} {list(entry.shape)[:9]}"
+            found = f"{name} is {entry.dtype} {list(entry.shape)[:9]}"
             wanted = f"{wanted or 'a float of 16 to 64 bits'} {list(shape)}"
             raise refusal(where, f"{found}, expected {wanted}; {entry.file} and config.json do not belong together.")
 
@@ -226,7 +226,7 @@ def check_finite(tensor: Tensor, name: str, file: str) -> None:
 
     The host waits for the device.
     """
-    if tensor.numel() and not (torch.stack(torch.aminmax(tensor)).abs() <= LARGEST).all():
+    if tensor.numel() and not (torch.stack(torch.aminmax(tensor)).double().abs() <= LARGEST).all():
         kind = str(tensor.dtype).removeprefix("torch.")
         text = f"{name:.120} holds NaN or infinite values, or some above 2^20 (as {kind})."
         raise refusal(file, text, "Damaged file?")

@@ -97,7 +97,7 @@ def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str
         groups = 1 if layout.group_size == -1 else -(-K // layout.group_size)
     codes = read(packed, words, *((N, -(-K // 8)) if compressed else (K, rows) if awq else (K // 8, N)))
     scales = read(scale, FLOATS, *((N, groups) if compressed else (groups, N)))
-    check_finite(scales, f"the scales of {base}", where)
+    check_finite(scales, f"{base}.{scale}", where)
     if not groups or K % groups:
         raise ValueError(f"{where}: {base}: {groups} groups do not fit a [{N}, {K}] weight.")
     g_idx = read(index, (torch.int32, torch.int64), K) if f"{base}.{index}" in entries else None

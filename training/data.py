@@ -12,8 +12,6 @@ import hashlib
 import itertools
 import re
 import sys
-import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

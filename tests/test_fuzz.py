@@ -21,7 +21,7 @@ from conftest import BASE
 from safetensors.torch import load_file, save_file
 from test_checkpoint import write_meta
 from test_quantize import UNTIED, published, saved, tiny, tiny_head
-from test_tokenizer import json_dir, spm_dir  # noqa: F401
+from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
 
 from bench.compare import compare
 from bench.suites import read_suite
@@ -49,7 +49,6 @@ CASES = int(os.environ.get("EAGLET_FUZZ", 500))
 VALUES = """null true false 0 1 -1 2 31 64 255 2147483648 1e308 1e999 NaN -1.5 "" "x" "false" [] [null] [[]] {} {"a":1}
     [1,"a"] 0.5""".split()
 VALUES += ["9" * 4300, '"' + "y" * 40_000 + '"', "[" * 50 + "]" * 50, "[" * 5000 + "]" * 5000]
-SUMMED = "config.json generation_config.json params.json tokenizer.json tokenizer_config.json model.safetensors".split()
 
 
 class Format(NamedTuple):
@@ -172,7 +171,7 @@ FORMATS = {
     "questions": Format(
         ("q.jsonl",),
         one_file("q.jsonl", lines({"turns": ["a", "b"], "question_id": 1})),
-        lambda f: read_suite(f / "q.jsonl"),
+        lambda f: read_suite(f / "q.jsonl"),,
     ),
     "texts": Format(
         ("t.jsonl",), one_file("t.jsonl", lines(CHAT, "a", {"text": "b"})), lambda f: read_texts(f / "t.jsonl")
@@ -183,7 +182,7 @@ FORMATS = {
     "tokenised": Format(
         ("d.npz",),
         lambda f: TokenData.from_stream([1, 2, 3]).save(f / "d.npz"),
-        lambda f: str(TokenData.load(f / "d.npz")),
+        lambda f: str(TokenData.load(f / "d.npz")),,
     ),
     "bench": Format(
         ("b.jsonl",), one_file("b.jsonl", lines(RUN, SUMMARY)), lambda f: compare(f / "b.jsonl", f / "b.jsonl")
@@ -215,12 +214,10 @@ def flipped(data: bytes, rng: random.Random, end: int) -> bytes:
 
 def altered_json(data: bytes, rng: random.Random) -> bytes:
     """JSON text, or the first of several lines, in which one value or one key is another."""
-    first, newline, rest = (
-        data.partition(b"\n") if data.count(b"\n") and data[:1] == b"{" and b"}\n" in data else (data, b"", b"")
-    )
+    first, newline, rest = data.partition(b"\n")
     try:
         value = json.loads(first)
-    except ValueError:
+    except ValueError:  # one value over several lines
         value, newline, rest = json.loads(data), b"", b""
     places: list[tuple[Any, Any]] = []
 
@@ -243,11 +240,8 @@ def altered_json(data: bytes, rng: random.Random) -> bytes:
 
 
 def write_sums(folder: Path) -> None:
-    text = "".join(
-        f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n"
-        for file in sorted(folder.iterdir())
-        if file.is_file()
-    )
+    digests = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.iterdir()) if f.is_file()}
+    text = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
     (folder / SUMS).write_text(text)
 
 

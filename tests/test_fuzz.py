@@ -171,7 +171,7 @@ FORMATS = {
     "questions": Format(
         ("q.jsonl",),
         one_file("q.jsonl", lines({"turns": ["a", "b"], "question_id": 1})),
-        lambda f: read_suite(f / "q.jsonl"),,
+        lambda f: read_suite(f / "q.jsonl"),
     ),
     "texts": Format(
         ("t.jsonl",), one_file("t.jsonl", lines(CHAT, "a", {"text": "b"})), lambda f: read_texts(f / "t.jsonl")
@@ -182,7 +182,7 @@ FORMATS = {
     "tokenised": Format(
         ("d.npz",),
         lambda f: TokenData.from_stream([1, 2, 3]).save(f / "d.npz"),
-        lambda f: str(TokenData.load(f / "d.npz")),,
+        lambda f: str(TokenData.load(f / "d.npz")),
     ),
     "bench": Format(
         ("b.jsonl",), one_file("b.jsonl", lines(RUN, SUMMARY)), lambda f: compare(f / "b.jsonl", f / "b.jsonl")

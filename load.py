@@ -37,9 +37,11 @@ from support.memory import freed_memory_returns, shapes_only
 from tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
 from weights.checkpoint import Checkpoint
+from weights.checksums import check_sha256
 from weights.files import Progress
 from weights.heads import EagleFile, read_eagle
 from weights.hf import build_model
+from weights.hub import local_path
 from weights.quantized import QuantLinear, QuantSpec, adopt_, held_bytes, pack_
 from weights.rounding import quantize_
 
@@ -179,6 +181,8 @@ def load(
     asked.check()
     use_threads(asked)
     with bad_files(), freed_memory_returns():
+        if asked.sha256:
+            check_sha256(local_path(asked.checkpoint), asked.sha256)
         files = _Files(asked)
     options = asked.resolve(files.checkpoint, files.head)
     device = torch.device(options.device)

@@ -65,6 +65,11 @@ class LoadOptions:
         "model directory, .gguf file, or org/name in the Hugging Face cache (default: the embedded demo)",
         metavar="DIR",
     )
+    sha256: str | None = option(
+        None,
+        "first compare the model's files with SHA256SUMS in its folder (stored), or its one weights file with a digest",
+        metavar="stored|HEX",
+    )
     batch_size: int = option(1, "sequences that are decoded together, with seeds seed, seed + 1, ...", least=1)
     ctx: int | None = option(None, "context to allocate (default: the model's, at most 8192)", least=2)
     device: str | None = option(None, "default: the GPU if there is one", ("cuda", "cpu"))

@@ -35,6 +35,7 @@ from weights.quantized import MODES
 # field -> (what a user types after the flag, the value of the field); none is a default
 TYPED = {
     "checkpoint": ("models/x", "models/x"),
+    "sha256": ("stored", "stored"),
     "batch_size": ("3", 3),
     "ctx": ("256", 256),
     "device": ("cpu", "cpu"),

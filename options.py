@@ -72,6 +72,13 @@ class LoadOptions:
     threads: int | None = option(
         None, "CPU threads (default: OMP_NUM_THREADS, or else one for each physical core)", metavar="N", least=1
     )
+    tp: int | None = option(
+        None,
+        "tensor parallel: split the model among N processes, each with a GPU (or a share of the CPU) of its own "
+        "(default: as many as torchrun started, or 1)",
+        metavar="N",
+        least=1,
+    )
     compile: bool = option(False, "compile the step (and on a GPU capture it as one CUDA graph)")
     compile_mode: str = option(
         "graph",
@@ -257,6 +264,7 @@ class LoadKeywords(TypedDict, total=False):
     dtype: str | None
     quant: str | None
     threads: int | None
+    tp: int | None
     compile: bool
     compile_mode: str
     activations: str

@@ -19,7 +19,7 @@ def _gathered(x: Tensor, ranks: int) -> list[Tensor]:
 
 @torch.library.custom_op("eaglet::rank_sum", mutates_args=())
 def rank_sum(x: Tensor, ranks: int) -> Tensor:
-    """The sum of every rank's x, in the order of the ranks, in float32 or wider and rounded once. Same shape and dtype."""
+    """The sum of every rank's x, in the order of the ranks, added in float32 or wider and rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)
     total, *others = (part.to(wide, copy=True) for part in _gathered(x, ranks))
     for part in others:

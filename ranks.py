@@ -102,11 +102,18 @@ class Ranks:
             what = ", ".join(ended) or "rank 0, or one of the others"
             raise RankLost(f"a process of --tp {self.size} has ended ({what}); start again.") from error
 
+    def leave(self) -> None:
+        """Close the connections, when all ranks are done."""
+        with self.lost():
+            dist.barrier(self.control)
+        dist.destroy_process_group()
+
     def end(self) -> None:
         """Rank 0 lets the others go. It is called when the program ends; calling it twice does nothing."""
         atexit.unregister(self.end)
         with contextlib.suppress(RankLost):
             self.tell(0, "end")
+            self.leave()
         for child in self.children:
             try:
                 child.wait(5)
@@ -304,7 +311,7 @@ def follow(engine: Engine, ranks: Ranks) -> None:
     while True:
         number, deed, *words = ranks.hear()
         if deed == "end":
-            return
+            return ranks.leave()
         if deed == "begin":
             streams[number] = engines[number].generate_batch(*words)
         else:

@@ -57,8 +57,7 @@ class Ranks:
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=size, timeout=IDLE)
         self.control = dist.new_group(backend="gloo", timeout=IDLE)
-        if rank == 0:
-            atexit.register(self.end)
+        atexit.register(self.end if rank == 0 else close)
 
     def tell(self, *words: Any) -> None:
         """Rank 0 says what comes next. The others `hear` it."""
@@ -106,7 +105,7 @@ class Ranks:
         """Close the connections, when all ranks are done."""
         with self.lost():
             dist.barrier(self.control)
-        dist.destroy_process_group()
+        close()
 
     def end(self) -> None:
         """Rank 0 lets the others go. It is called when the program ends; calling it twice does nothing."""
@@ -114,12 +113,19 @@ class Ranks:
         with contextlib.suppress(RankLost):
             self.tell(0, "end")
             self.leave()
+        close()
         for child in self.children:
             try:
                 child.wait(5)
             except subprocess.TimeoutExpired:
                 child.kill()
         self.children = ()
+
+
+def close() -> None:
+    """Close the connections of this process, whatever the others do. Without it the process would end with an abort."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _of_gloo(error: RuntimeError) -> bool:
@@ -249,13 +255,13 @@ class RankedEngine(Engine):
             self._tell("begin", request.prompts, request.params)
             while True:
                 turn.check()
-                self._tell("next")
                 with interrupts_wait(), self.ranks.lost():
+                    self._tell("next")
                     chunk = next(chunks, None)
-                steps += 1
-                if chunk is None or steps % CHECK_EVERY == 0:
-                    self._tell("compare")
-                    compare(self.ranks, request.results)
+                    steps += 1
+                    if chunk is None or steps % CHECK_EVERY == 0:
+                        self._tell("compare")
+                        compare(self.ranks, request.results)
                 if chunk is None:
                     return
                 yield chunk

@@ -51,7 +51,7 @@ def main(rank: int, size: int, meeting_point: str, folder: Path) -> None:
         options = options.resolve(checkpoint)
         part = checkpoint.sharded(Shard(rank, size)).load("cpu", torch.float64)
         whole = checkpoint.load("cpu", torch.float64)
-        params = SamplingParams(temperature=temperature, max_new_tokens=16, stop_ids=(95,), seed=3)
+        params = SamplingParams(temperature=temperature, max_new_tokens=12, stop_ids=(95,), seed=3)
         texts = [decode(model, checkpoint, options, params) for model in (whole, part)]
         cache = [model.new_cache(1, 8).numel() for model in (whole, part)]
         print(json.dumps({"case": case, "texts": texts, "cache": cache}), flush=True)

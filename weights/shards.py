@@ -199,4 +199,4 @@ def narrow_head_(model: Transformer, shard: Shard, tied: bool) -> None:
     """Give a meta model the LM head of this part. tied: whether there is none in the files."""
     if not tied:
         H, V = model.config.hidden_size, model.config.vocab_size
-        model.lm_head = nn.Linear(H, V // shard.ranks, bias=False, device="meta")
+        model.lm_head = nn.Linear(H, V // shard.ranks, bias=False, device="meta").requires_grad_(False)

@@ -84,6 +84,13 @@ class LoadOptions:
         least=1,
         most=4096,  # far more would end the process where OpenMP starts them
     )
+    tp: int | None = option(
+        None,
+        "tensor parallel: split the model among N processes, each with a GPU (or a share of the CPU) of its own "
+        "(default: as many as torchrun started, or 1)",
+        metavar="N",
+        least=1,
+    )
     compile: bool = option(False, "compile the step (and on a GPU capture it as one CUDA graph)")
     compile_mode: str = option(
         "graph",
@@ -271,6 +278,7 @@ class LoadKeywords(TypedDict, total=False):
     dtype: str | None
     quant: str | None
     threads: int | None
+    tp: int | None
     compile: bool
     compile_mode: str
     activations: str

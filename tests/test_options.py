@@ -42,6 +42,7 @@ TYPED = {
     "dtype": ("bfloat16", "bfloat16"),
     "quant": ("int4", "int4"),
     "threads": ("3", 3),
+    "tp": ("2", 2),
     "compile": (None, True),
     "compile_mode": ("regions", "regions"),
     "activations": ("float", "float"),

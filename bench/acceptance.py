@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.arms import build_engine
-from bench.suites import held_out_prompts
+from bench.suites import Prompts, find_questions, held_out_prompts
 from bench.tables import number, table
 from load import load
 from options import options_from
 from runtime.results import GenerationResult, acceptance, n_alpha
 from sampling import SamplingParams
+from support.errors import UsageError
 from support.files import read_json, write_json
 from support.machine import describe_device, versions
 
@@ -49,12 +50,25 @@ def summarise(results: Sequence[GenerationResult], plain: Sequence[GenerationRes
     }
 
 
+def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
+    """Prompt ids: the first turns of --questions in the model's chat template, or windows of held-out text.
+
+    Raises UsageError for questions to a model without a chat template.
+    """
+    if args.questions:
+        if not tokenizer.chat_template_source:
+            raise UsageError("--questions needs a model with a chat template; use --text FILE.")
+        chat = Prompts(tokenizer, chat=True)
+        return [chat.first(question) for question in find_questions(args.questions, args.prompts, tokenizer, 0, 0)]
+    text = Path(args.text).read_text(encoding="utf-8") if args.text else None
+    return held_out_prompts(tokenizer, args.prompts, args.prompt_tokens, text)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Decode the same prompts with every head, tree, temperature and rule; the report as JSON values."""
     heads = args.eagle or [str(p) for p in sorted(Path(args.checkpoint).glob("eagle*")) if p.is_dir()]
     base = load(**options_from(args, "checkpoint", "dtype", "ctx"))
-    text = Path(args.text).read_text(encoding="utf-8") if args.text else None
-    prompts = held_out_prompts(base.tokenizer, args.prompts, args.prompt_tokens, text)
+    prompts = prompts_of(args, base.tokenizer)
     request = SamplingParams(seed=1, max_new_tokens=args.max_new_tokens)
     params = {T: replace(request, temperature=T) for T in args.temperature}
     plain = {T: [base.generate(p, params[T]).run()[0] for p in prompts] for T in params}
@@ -73,8 +87,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "device": describe_device(base.model.device),
         "versions": versions(),
         "dtype": base.options.dtype,
+        "texts": " and ".join(Path(file).parent.name for file in args.questions) or "held-out",
         "prompts": len(prompts),
-        "prompt_tokens": args.prompt_tokens,
+        "prompt_tokens": sum(map(len, prompts)) / len(prompts),
         "new_tokens": args.max_new_tokens,
         "rows": rows,
     }
@@ -104,8 +119,8 @@ def tables(report: dict[str, Any]) -> str:
         if tree == "chain:5" and ours:
             alphas.append([f"{head}, T = {T:g}", *(map(number, (ours["n_alpha"] + [None] * 5)[:5]))])
     parts = [
-        f"tau on {report['prompts']} held-out prompts x {report['new_tokens']} tokens, {report['dtype']}, "
-        f"{report['device']}, torch {report['versions']['torch']}, {report['date']}:",
+        f"tau on {report['prompts']} {report.get('texts', 'held-out')} prompts x {report['new_tokens']} tokens, "
+        f"{report['dtype']}, {report['device']}, torch {report['versions']['torch']}, {report['date']}:",
         table(["head", "T", "tree", *TITLES.values(), "same tokens"], taus),
         table(["chain of 5, shared noise", *(f"{k}-alpha" for k in range(5))], alphas),
     ]

@@ -28,7 +28,7 @@ def tree_attention(
     A row that a query may not see never influences it, even if it holds NaN. On a CPU `start` is read on the
     host.
     """
-    problem = "a head is not a multiple of 8 values" if q.shape[-1] % 8 else cache_problem(kv)
+    problem = "a head is not a multiple of 16 values" if q.shape[-1] % 16 else cache_problem(kv)
     if use_cpu("tree_attention", q, kv, problem=problem):
         visible = visible.expand(q.shape[0], -1, -1).contiguous()
         rows = q.transpose(1, 2).contiguous(), kv, start, visible, positions.contiguous()

@@ -13,6 +13,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -23,12 +24,13 @@ namespace {
 using torch::stable::Tensor;
 constexpr int64_t BLOCK = 32;  // columns that share a scale of the activations
 constexpr int64_t TILE = 8;    // output rows
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define WIDE_REGISTERS
 constexpr bool VNNI = true;
-constexpr int ROWS = 8;  // activation rows that share a loaded float weight: as many as fit into 32 registers
+constexpr int FLOAT_ROWS = 8, CODE_ROWS = 8;  // activation rows that share a loaded weight: as many as fit into the registers
 #else
 constexpr bool VNNI = false;
-constexpr int ROWS = 6;
+constexpr int FLOAT_ROWS = 6, CODE_ROWS = 4;
 #endif
 
 // Calls call(std::integral_constant<int, count>()), for 1 <= count <= MOST.
@@ -119,78 +121,116 @@ inline __m256 load_eight(const void* values, bool half, int64_t at) {
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)((const uint16_t*)values + at)));
 }
 
-// The scales and mins of a tile's 8 rows, which change where a group of blocks begins.
-template <bool MINS>
-struct Scales {
-  __m256 scales = _mm256_setzero_ps(), mins = _mm256_setzero_ps();
+// Registers of 512 or 256 bits, which hold LANES tiles side by side, or 8 LANES neighbouring floats.
+#ifdef WIDE_REGISTERS
+constexpr int LANES = 2;
+using Ints = __m512i;
+using Floats = __m512;
+inline Floats side_by_side(const __m256 parts[]) { return _mm512_insertf32x8(_mm512_castps256_ps512(parts[0]), parts[1], 1); }
+inline Ints load_codes(const uint8_t* const at[], int64_t i) {
+  const __m256i first = _mm256_loadu_si256((const __m256i*)(at[0] + i));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(first), _mm256_loadu_si256((const __m256i*)(at[1] + i)), 1);
+}
+inline Ints every(int32_t x) { return _mm512_set1_epi32(x); }
+inline Floats every(float x) { return _mm512_set1_ps(x); }
+inline Ints low_halves(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+inline Ints high_halves(Ints v) { return low_halves(_mm512_srli_epi16(v, 4)); }
+inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
+inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats plus(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats times_plus(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats load(const float* at) { return _mm512_loadu_ps(at); }
+inline void store(float* at, Floats v) { _mm512_storeu_ps(at, v); }
+inline __m256 lane(Floats v, int which) { return which ? _mm512_extractf32x8_ps(v, 1) : _mm512_castps512_ps256(v); }
 
-  void at_block(const Weight& w, int64_t tile, int64_t block) {
-    const int64_t per_group = w.blocks / w.groups;
-    if (block % per_group) return;
-    const int64_t at = (tile * w.groups + block / per_group) * TILE;
-    scales = load_eight(w.scales, w.half, at);
-    if (MINS) mins = load_eight(w.mins, w.half_mins, at);
-  }
-};
-
-// acc + the products of 4 unsigned codes and 4 signed activations in every lane. Without VNNI the codes of int8 are made
-// signed here, so that their offset of 128 is gone (`OFFSET` in `multiply`).
+// acc + the products of 4 unsigned codes and 4 signed activations in every 32 bits.
 template <int BITS>
-inline __m256i dot(__m256i acc, __m256i w, __m256i x) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-  return _mm256_dpbusd_epi32(acc, w, x);
+inline Ints dot(Ints acc, Ints w, Ints x) {
+  return _mm512_dpbusd_epi32(acc, w, x);
+}
 #else
-  if (BITS == 8) {  // pairs of unsigned products would overflow 16 bits
+constexpr int LANES = 1;
+using Ints = __m256i;
+using Floats = __m256;
+inline Floats side_by_side(const __m256 parts[]) { return parts[0]; }
+inline Ints load_codes(const uint8_t* const at[], int64_t i) { return _mm256_loadu_si256((const __m256i*)(at[0] + i)); }
+inline Ints every(int32_t x) { return _mm256_set1_epi32(x); }
+inline Floats every(float x) { return _mm256_set1_ps(x); }
+inline Ints low_halves(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+inline Ints high_halves(Ints v) { return low_halves(_mm256_srli_epi16(v, 4)); }
+inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
+inline Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats plus(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats times_plus(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats load(const float* at) { return _mm256_loadu_ps(at); }
+inline void store(float* at, Floats v) { _mm256_storeu_ps(at, v); }
+inline __m256 lane(Floats v, int) { return v; }
+
+// acc + the products of 4 unsigned codes and 4 signed activations in every 32 bits. The codes of int8 are made signed here,
+// so that their offset of 128 is gone (`OFFSET` in `multiply`): pairs of unsigned products would overflow 16 bits.
+template <int BITS>
+inline Ints dot(Ints acc, Ints w, Ints x) {
+  if (BITS == 8) {
     const __m256i s = _mm256_xor_si256(w, _mm256_set1_epi8((char)128));
     w = _mm256_abs_epi8(s);
     x = _mm256_sign_epi8(x, s);
   }
   return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
-#endif
 }
+#endif
 
-inline __m256i four_columns(const int8_t* x) {
+inline Ints four_columns(const int8_t* x) {
   int32_t word;
   __builtin_memcpy(&word, x, 4);
-  return _mm256_set1_epi32(word);
+  return every(word);
 }
 
-// R activation rows from `row` on times one tile -> out[R][8].
+// The scales (or mins) of LANES tiles in one group of blocks.
+inline Floats scales_of(const Weight& w, const void* values, bool half, const int64_t tiles[], int64_t group) {
+  __m256 parts[LANES];
+  for (int l = 0; l < LANES; ++l) parts[l] = load_eight(values, half, (tiles[l] * w.groups + group) * TILE);
+  return side_by_side(parts);
+}
+
+// R activation rows from `row` on times LANES tiles -> out[LANES][R][8].
 template <int BITS, int R, bool MINS>
-void multiply(const Weight& w, const Rows& x, int64_t row, int64_t tile, float (*out)[TILE]) {
+void multiply(const Weight& w, const Rows& x, int64_t row, const int64_t tiles[], float (*out)[CODE_ROWS][TILE]) {
   constexpr int64_t BYTES = BLOCK * TILE * BITS / 8, AHEAD = 4096;
   constexpr int OFFSET = MINS ? 0 : BITS == 4 ? 8 : VNNI ? 128 : 0;
-  const __m256i low = _mm256_set1_epi8(15);
-  const int64_t K = w.blocks * BLOCK;
-  Scales<MINS> group;
-  __m256 acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
+  const int64_t K = w.blocks * BLOCK, per_group = w.blocks / w.groups;
+  const uint8_t* codes[LANES];
+  for (int l = 0; l < LANES; ++l) codes[l] = w.codes + tiles[l] * w.blocks * BYTES;
+  Floats scales, mins, acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = every(0.f);
   for (int64_t b = 0; b < w.blocks; ++b) {
-    group.at_block(w, tile, b);
-    __m256i sums[R];
-    for (int r = 0; r < R; ++r) sums[r] = _mm256_set1_epi32(-OFFSET * x.total[(row + r) * w.blocks + b]);
+    if (b % per_group == 0) {
+      scales = scales_of(w, w.scales, w.half, tiles, b / per_group);
+      if (MINS) mins = scales_of(w, w.mins, w.half_mins, tiles, b / per_group);
+    }
+    Ints sums[R];
+    for (int r = 0; r < R; ++r) sums[r] = every(-OFFSET * x.total[(row + r) * w.blocks + b]);
     const int8_t* columns = x.codes.data() + row * K + b * BLOCK;
-    const uint8_t* codes = w.codes + (tile * w.blocks + b) * BYTES;
 #pragma GCC unroll 8
     for (int i = 0; i < BYTES / 32; ++i) {
-      _mm_prefetch((const char*)codes + 32 * i + AHEAD, _MM_HINT_T0);  // the tiles lie one behind the other
-      const __m256i v = _mm256_loadu_si256((const __m256i*)codes + i);
-      const __m256i first = BITS == 4 ? _mm256_and_si256(v, low) : v;
-      const __m256i second = BITS == 4 ? _mm256_and_si256(_mm256_srli_epi16(v, 4), low) : v;
-#pragma GCC unroll 4
+      const int64_t at = b * BYTES + 32 * i;
+      for (int l = 0; l < LANES; ++l) _mm_prefetch((const char*)codes[l] + at + AHEAD, _MM_HINT_T0);  // a thread's tiles are neighbours
+      const Ints v = load_codes(codes, at);
+      const Ints first = BITS == 4 ? low_halves(v) : v, second = BITS == 4 ? high_halves(v) : v;
+#pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const int8_t* at = columns + r * K + i * (BITS == 4 ? 8 : 4);
-        sums[r] = dot<BITS>(sums[r], first, four_columns(at));
-        if (BITS == 4) sums[r] = dot<BITS>(sums[r], second, four_columns(at + 4));
+        const int8_t* column = columns + r * K + i * (BITS == 4 ? 8 : 4);
+        sums[r] = dot<BITS>(sums[r], first, four_columns(column));
+        if (BITS == 4) sums[r] = dot<BITS>(sums[r], second, four_columns(column + 4));
       }
     }
     for (int r = 0; r < R; ++r) {
       const int64_t at = (row + r) * w.blocks + b;
-      acc[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r]), _mm256_mul_ps(group.scales, _mm256_set1_ps(x.scale[at])), acc[r]);
-      if (MINS) acc[r] = _mm256_fmadd_ps(group.mins, _mm256_set1_ps(x.sum[at]), acc[r]);
+      acc[r] = times_plus(to_floats(sums[r]), times(scales, every(x.scale[at])), acc[r]);
+      if (MINS) acc[r] = times_plus(mins, every(x.sum[at]), acc[r]);
     }
   }
-  for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[r], acc[r]);
+  for (int l = 0; l < LANES; ++l)
+    for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[l][r], lane(acc[r], l));
 }
 
 template <Kind KIND>
@@ -202,7 +242,7 @@ inline __m256 eight_floats(const uint8_t* codes, int64_t at) {
 
 // R activation rows x [R][K] times tiles a and b of a float weight, added up in the order of the columns.
 template <Kind KIND, int R>
-void multiply_floats(const uint8_t* a, const uint8_t* b, const float* x, int64_t K, float (*out_a)[TILE], float (*out_b)[TILE]) {
+void multiply_floats(const uint8_t* a, const uint8_t* b, const float* x, int64_t K, float (*out)[FLOAT_ROWS][TILE]) {
   __m256 sum_a[R], sum_b[R];
   for (int r = 0; r < R; ++r) sum_a[r] = sum_b[r] = _mm256_setzero_ps();
   constexpr int64_t BYTES = TILE * (KIND == FP32 ? 4 : 2), AHEAD = 4096;
@@ -220,8 +260,8 @@ void multiply_floats(const uint8_t* a, const uint8_t* b, const float* x, int64_t
     }
   }
   for (int r = 0; r < R; ++r) {
-    _mm256_storeu_ps(out_a[r], sum_a[r]);
-    _mm256_storeu_ps(out_b[r], sum_b[r]);
+    _mm256_storeu_ps(out[0][r], sum_a[r]);
+    _mm256_storeu_ps(out[1][r], sum_b[r]);
   }
 }
 
@@ -231,12 +271,15 @@ void multiply_exact(const Weight& w, const float* x, int64_t tile, float (*out)[
   constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
   const __m256 offset = _mm256_set1_ps(MINS ? 0 : BITS == 4 ? 8 : 128);
   const __m256i low = _mm256_set1_epi32(BITS == 4 ? 15 : 255);
-  const int64_t K = w.blocks * BLOCK;
-  Scales<MINS> group;
-  __m256 acc[R];
+  const int64_t K = w.blocks * BLOCK, per_group = w.blocks / w.groups;
+  __m256 scales, mins, acc[R];
   for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
   for (int64_t b = 0; b < w.blocks; ++b) {
-    group.at_block(w, tile, b);
+    if (b % per_group == 0) {
+      const int64_t at = (tile * w.groups + b / per_group) * TILE;
+      scales = load_eight(w.scales, w.half, at);
+      if (MINS) mins = load_eight(w.mins, w.half_mins, at);
+    }
     const uint8_t* codes = w.codes + (tile * w.blocks + b) * BYTES;
     for (int i = 0; i < BYTES / 32; ++i) {
       const __m256i v = _mm256_loadu_si256((const __m256i*)codes + i);
@@ -244,7 +287,7 @@ void multiply_exact(const Weight& w, const float* x, int64_t tile, float (*out)[
         for (int j = 0; j < 4; ++j) {
           const __m256i code = _mm256_and_si256(_mm256_srli_epi32(v, 8 * j + 4 * part), low);
           const __m256 level = _mm256_sub_ps(_mm256_cvtepi32_ps(code), offset);
-          const __m256 value = MINS ? _mm256_fmadd_ps(level, group.scales, group.mins) : _mm256_mul_ps(level, group.scales);
+          const __m256 value = MINS ? _mm256_fmadd_ps(level, scales, mins) : _mm256_mul_ps(level, scales);
           const int64_t k = b * BLOCK + (i * 8 / BITS + part) * 4 + j;
           for (int r = 0; r < R; ++r) acc[r] = _mm256_fmadd_ps(value, _mm256_set1_ps(x[r * K + k]), acc[r]);
         }
@@ -276,54 +319,48 @@ struct Epilogue {
   }
 };
 
-// All activation rows times one tile, and times its second half if gated. The codes stay in the first cache level.
-// exact: the activations as they are, where `x` holds no rounded ones.
-template <int BITS, bool MINS>
-void run_tile(const Weight& w, const Rows* x, const float* exact, const Epilogue& end, int64_t tile) {
-  for (int64_t row = 0; row < end.M; row += 4) {
-    float y[4][TILE], up[4][TILE];
-    const int64_t count = std::min<int64_t>(4, end.M - row);
-    auto one = [&](auto rows, int64_t t, float(*out)[TILE]) {
-      constexpr int R = decltype(rows)::value;
-      if (x) return multiply<BITS, R, MINS>(w, *x, row, t, out);
-      multiply_exact<BITS, R, MINS>(w, exact + row * w.blocks * BLOCK, t, out);
-    };
-    with_constant<4>(count, [&](auto rows) {
-      one(rows, tile, y);
-      if (end.gated) one(rows, tile + end.n / TILE, up);
-    });
-    for (int64_t r = 0; r < count; ++r) end.finish(row + r, tile * TILE, y[r], up[r]);
-  }
-}
-
-// The same for floats, two tiles at a time: those of both halves if gated, else two neighbours (the last one may be alone).
-template <Kind KIND>
-void run_floats(const uint8_t* codes, const float* x, int64_t K, const Epilogue& end) {
-  const int64_t tiles = end.n / TILE, bytes = K * TILE * (KIND == FP32 ? 4 : 2), pairs = end.gated ? tiles : (tiles + 1) / 2;
-  const int64_t work = 2 * K * TILE * end.M;
+// All activation rows times all tiles, two tiles at a time: those of both halves if gated, else two neighbours (the last one
+// may be alone). multiply(R, row, tiles, out) computes R rows from `row` on, at most ROWS. The two tiles stay in the first
+// cache level until all rows are done.
+template <int ROWS, class Multiply>
+void run_pairs(int64_t K, const Epilogue& end, Multiply multiply) {
+  const int64_t tiles = end.n / TILE, pairs = end.gated ? tiles : (tiles + 1) / 2, work = 2 * K * TILE * end.M;
+  const int64_t passes = (end.M + ROWS - 1) / ROWS, most = (end.M + passes - 1) / passes;  // passes of about equal size
   torch::stable::parallel_for(0, pairs, std::max<int64_t>(1, 100000 / work), [&](int64_t first, int64_t last) {
     for (int64_t pair = first; pair < last; ++pair) {
       const int64_t a = end.gated ? pair : 2 * pair, b = end.gated ? pair + tiles : std::min(a + 1, tiles - 1);
-      for (int64_t row = 0; row < end.M; row += ROWS) {
-        float y[ROWS][TILE], z[ROWS][TILE];
-        const int64_t count = std::min<int64_t>(ROWS, end.M - row);
-        with_constant<ROWS>(count, [&](auto rows) {
-          multiply_floats<KIND, decltype(rows)::value>(codes + a * bytes, codes + b * bytes, x + row * K, K, y, z);
-        });
+      const int64_t both[2] = {a, b};
+      for (int64_t row = 0; row < end.M; row += most) {
+        float y[2][ROWS][TILE];
+        const int64_t count = std::min(most, end.M - row);
+        with_constant<ROWS>(count, [&](auto rows) { multiply(rows, row, both, y); });
         for (int64_t r = 0; r < count; ++r) {
-          end.finish(row + r, a * TILE, y[r], z[r]);
-          if (!end.gated && b > a) end.finish(row + r, b * TILE, z[r], nullptr);
+          end.finish(row + r, a * TILE, y[0][r], y[1][r]);
+          if (!end.gated && b > a) end.finish(row + r, b * TILE, y[1][r], nullptr);
         }
       }
     }
   });
 }
 
+template <Kind KIND>
+void run_floats(const uint8_t* codes, const float* x, int64_t K, const Epilogue& end) {
+  const int64_t bytes = K * TILE * (KIND == FP32 ? 4 : 2);
+  run_pairs<FLOAT_ROWS>(K, end, [&](auto rows, int64_t row, const int64_t* tiles, auto y) {
+    multiply_floats<KIND, decltype(rows)::value>(codes + tiles[0] * bytes, codes + tiles[1] * bytes, x + row * K, K, y);
+  });
+}
+
+// rounded: the activations as codes, or null to compute with `x` as it is.
 template <int BITS, bool MINS>
-void run(const Weight& w, const Rows* x, const float* exact, const Epilogue& end) {
-  const int64_t work = w.blocks * BLOCK * TILE * end.M * (1 + end.gated);  // products of a tile
-  torch::stable::parallel_for(0, end.n / TILE, std::max<int64_t>(1, 100000 / work), [&](int64_t a, int64_t b) {
-    for (int64_t tile = a; tile < b; ++tile) run_tile<BITS, MINS>(w, x, exact, end, tile);
+void run_codes(const Weight& w, const Rows* rounded, const float* x, const Epilogue& end) {
+  const int64_t K = w.blocks * BLOCK;
+  run_pairs<CODE_ROWS>(K, end, [&](auto rows, int64_t row, const int64_t* tiles, auto y) {
+    constexpr int R = decltype(rows)::value;
+    for (int l = 0; l < 2; ++l) {
+      if (!rounded) multiply_exact<BITS, R, MINS>(w, x + row * K, tiles[l], y[l]);
+      if (rounded && l % LANES == 0) multiply<BITS, R, MINS>(w, *rounded, row, tiles + l, y + l);
+    }
   });
 }
 
@@ -367,8 +404,8 @@ struct Linear {
     std::optional<Rows> rounded;
     if (round) rounded.emplace(x, M, k);
     const Rows* rows = round ? &*rounded : nullptr;
-    if (kind == INT8) return run<8, false>(weight, rows, x, end);
-    return weight.mins ? run<4, true>(weight, rows, x, end) : run<4, false>(weight, rows, x, end);
+    if (kind == INT8) return run_codes<8, false>(weight, rows, x, end);
+    return weight.mins ? run_codes<4, true>(weight, rows, x, end) : run_codes<4, false>(weight, rows, x, end);
   }
 };
 
@@ -447,55 +484,115 @@ void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms
   });
 }
 
+// The sums of the lanes of eight registers.
+inline __m256 lane_sums(const __m256 v[8]) {
+  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+constexpr int64_t WIDTH = 8 * LANES;       // floats of a register
+constexpr int SPAN = LANES == 2 ? 8 : 4;  // registers of a head that are worked on at once
+
+// scores += query * keys[rows] over W registers of the head, for `count` rows rounded up to 8.
+template <int W>
+void add_scores(const float* query, const float* keys, const int64_t* rows, int64_t count, int64_t hd, float* scores) {
+  Floats q[W];
+  for (int w = 0; w < W; ++w) q[w] = load(query + w * WIDTH);
+  for (int64_t i = 0; i < count; i += 8) {
+    __m256 sums[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+      const float* key = keys + rows[i + j] * hd;
+      Floats sum = times(q[0], load(key));
+      for (int w = 1; w < W; ++w) sum = times_plus(q[w], load(key + w * WIDTH), sum);
+      sums[j] = LANES == 1 ? lane(sum, 0) : _mm256_add_ps(lane(sum, 0), lane(sum, 1));
+    }
+    _mm256_storeu_ps(scores + i, _mm256_add_ps(_mm256_loadu_ps(scores + i), lane_sums(sums)));
+  }
+}
+
+// sums += weights * values[rows] over W registers of the head, for `count` rows rounded up to 2. Even and odd rows have
+// sums [2][hd] of their own, because each addition waits for the one before.
+template <int W>
+void add_values(const float* weights, const float* values, const int64_t* rows, int64_t count, int64_t hd, float* sums) {
+  Floats even[W], odd[W];
+  for (int w = 0; w < W; ++w) {
+    even[w] = load(sums + w * WIDTH);
+    odd[w] = load(sums + hd + w * WIDTH);
+  }
+  for (int64_t i = 0; i < count; i += 2)
+    for (int w = 0; w < W; ++w) {
+      even[w] = times_plus(every(weights[i]), load(values + rows[i] * hd + w * WIDTH), even[w]);
+      odd[w] = times_plus(every(weights[i + 1]), load(values + rows[i + 1] * hd + w * WIDTH), odd[w]);
+    }
+  for (int w = 0; w < W; ++w) {
+    store(sums + w * WIDTH, even[w]);
+    store(sums + hd + w * WIDTH, odd[w]);
+  }
+}
+
+// scores [count + 8] -> their softmax, times its return value.
+float weights_of(float* scores, int64_t count, float scale) {
+  std::fill(scores + count, scores + count + 8, -INFINITY);
+  __m256 largest = _mm256_set1_ps(-INFINITY), total = _mm256_setzero_ps();
+  for (int64_t i = 0; i < count; i += 8) {
+    const __m256 v = _mm256_mul_ps(_mm256_loadu_ps(scores + i), _mm256_set1_ps(scale));
+    _mm256_storeu_ps(scores + i, v);
+    largest = _mm256_max_ps(v, largest);  // leaves NaN out, which then reaches the total
+  }
+  alignas(32) float lanes[8];
+  _mm256_store_ps(lanes, largest);
+  largest = _mm256_set1_ps(*std::max_element(lanes, lanes + 8));
+  for (int64_t i = 0; i < count; i += 8)
+    _mm256_storeu_ps(scores + i, exponential(_mm256_sub_ps(_mm256_loadu_ps(scores + i), largest)));
+  std::fill(scores + count, scores + count + 8, 0.f);
+  for (int64_t i = 0; i < count; i += 8) total = _mm256_add_ps(total, _mm256_loadu_ps(scores + i));
+  return lane_sum(total);
+}
+
 // A query reads the keys that it sees in the order of their slots, which is the order of their positions. So a token has
-// the same bits whether its ancestors are history already or nodes of the same tree.
+// the same bits whether its ancestors are history already or nodes of the same tree. The queries that share a head of the
+// cache read its rows together, CHUNK at a time, so that these come from the first cache level for all but one.
 // q and out [B,T,Hq,hd].
 void attend(const Nodes& n, const float* q, float scale, float* out) {
-  const int64_t hd = n.hd;
+  constexpr int64_t CHUNK = 32;
+  const int64_t hd = n.hd, group = n.heads / n.kv_heads;
   int64_t most = n.R;
   for (int64_t b = 0; b < n.B; ++b) most = std::max(most, n.start[b] + n.R);
-  const int64_t items = n.B * n.T * n.heads;
-  torch::stable::parallel_for(0, items, std::max<int64_t>(1, 20000 / (most * hd)), [&](int64_t first, int64_t last) {
-    std::vector<float> score(most + 8);
-    std::vector<int64_t> row(most);
+  const int64_t items = n.B * n.T * n.kv_heads;
+  torch::stable::parallel_for(0, items, std::max<int64_t>(1, 40000 / (most * hd * group)), [&](int64_t first, int64_t last) {
+    std::vector<float> scores(group * (most + 8)), sums(group * 2 * hd);
+    std::vector<int64_t> rows(most + 8);
     for (int64_t item = first; item < last; ++item) {
-      const int64_t h = item % n.heads, token = item / n.heads, b = token / n.T, start = n.start[b];
-      const float *query = q + item * hd, *cache = n.cache + (b * n.kv_heads + h / (n.heads / n.kv_heads)) * n.S * hd;
+      const int64_t h = item % n.kv_heads, token = item / n.kv_heads, b = token / n.T, start = n.start[b];
+      const float *queries = q + item * group * hd, *keys = n.cache + (b * n.kv_heads + h) * n.S * hd;
       int64_t count = 0;
       const int64_t low = n.window > 0 ? std::max<int64_t>(0, n.positions[token] - n.window + 1) : 0;
-      for (int64_t j = low; j < start; ++j) row[count++] = j;
+      for (int64_t j = low; j < start; ++j) rows[count++] = j;
       for (int64_t r = 0; r < n.R; ++r)
-        if (n.visible[token * n.R + r]) row[count++] = std::min(start + r, n.S - 1);
-      float largest = -INFINITY;
-      for (int64_t i = 0; i < count; ++i) {
-        const float* key = cache + row[i] * hd;
-        __m256 sum = _mm256_setzero_ps();
-        for (int64_t d = 0; d < hd; d += 8) sum = _mm256_fmadd_ps(_mm256_loadu_ps(query + d), _mm256_loadu_ps(key + d), sum);
-        score[i] = lane_sum(sum) * scale;
-        largest = score[i] > largest || score[i] != score[i] ? score[i] : largest;  // NaN stays
-      }
-      std::fill(score.begin() + count, score.begin() + count + 8, -INFINITY);
-      __m256 total = _mm256_setzero_ps();
-      for (int64_t i = 0; i < count; i += 8) {
-        const __m256 p = exponential(_mm256_sub_ps(_mm256_loadu_ps(score.data() + i), _mm256_set1_ps(largest)));
-        _mm256_storeu_ps(score.data() + i, p);
-      }
-      std::fill(score.begin() + count, score.begin() + count + 8, 0.f);
-      for (int64_t i = 0; i < count; i += 8) total = _mm256_add_ps(total, _mm256_loadu_ps(score.data() + i));
-      const __m256 share = _mm256_set1_ps(1.f / lane_sum(total));
-      auto add_values = [&](auto width, int64_t d) {  // `width` registers of the output, from column d on
-        __m256 sum[width];
-        for (auto& part : sum) part = _mm256_setzero_ps();
-        for (int64_t i = 0; i < count; ++i)
-          for (int k = 0; k < width; ++k) {
-            const __m256 value = _mm256_loadu_ps(cache + n.values + row[i] * hd + d + 8 * k);
-            sum[k] = _mm256_fmadd_ps(_mm256_set1_ps(score[i]), value, sum[k]);
-          }
-        for (int k = 0; k < width; ++k) _mm256_storeu_ps(out + item * hd + d + 8 * k, _mm256_mul_ps(sum[k], share));
+        if (n.visible[token * n.R + r]) rows[count++] = std::min(start + r, n.S - 1);
+      // Loops run past the end. There they meet a row that the query sees: any other row could hold NaN.
+      std::fill(rows.begin() + count, rows.begin() + count + 8, rows[0]);
+      std::fill(scores.begin(), scores.end(), 0.f);
+      std::fill(sums.begin(), sums.end(), 0.f);
+      auto by_chunks = [&](auto work) {  // work(registers, query head, first column, first row, rows)
+        for (int64_t i = 0; i < count; i += CHUNK)
+          for (int64_t g = 0; g < group; ++g)
+            for (int64_t d = 0; d < hd; d += SPAN * WIDTH)
+              with_constant<SPAN>(std::min<int64_t>(SPAN, (hd - d) / WIDTH),
+                                  [&](auto width) { work(width, g, d, i, std::min(CHUNK, count - i)); });
       };
-      int64_t d = 0;
-      for (; d + 32 <= hd; d += 32) add_values(std::integral_constant<int, 4>(), d);
-      for (; d < hd; d += 8) add_values(std::integral_constant<int, 1>(), d);
+      by_chunks([&](auto width, int64_t g, int64_t d, int64_t i, int64_t length) {
+        add_scores<width>(queries + g * hd + d, keys + d, rows.data() + i, length, hd, &scores[g * (most + 8) + i]);
+      });
+      std::vector<float> shares(group);
+      for (int64_t g = 0; g < group; ++g) shares[g] = 1.f / weights_of(&scores[g * (most + 8)], count, scale);
+      by_chunks([&](auto width, int64_t g, int64_t d, int64_t i, int64_t length) {
+        add_values<width>(&scores[g * (most + 8) + i], keys + n.values + d, rows.data() + i, length, hd, &sums[g * 2 * hd + d]);
+      });
+      for (int64_t g = 0; g < group; ++g)
+        for (int64_t d = 0; d < hd; ++d) out[(item * group + g) * hd + d] = (sums[2 * g * hd + d] + sums[(2 * g + 1) * hd + d]) * shares[g];
     }
   });
 }

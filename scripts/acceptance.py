@@ -2,6 +2,7 @@
 
     python -m scripts.acceptance                         # the demo heads on held-out standard-library code
     python -m scripts.acceptance --checkpoint DIR --eagle HEAD --text FILE --json out.json
+    python -m scripts.acceptance --checkpoint FILE.gguf --eagle HEAD --questions mt_bench/question.jsonl --json out.json
     python -m scripts.acceptance --ablation runs/a/CARD.json runs/b/CARD.json      # add heads trained on other inputs
     python -m scripts.acceptance --readme docs/results.md      # write the table between the page's markers
 
@@ -44,9 +45,10 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--eagle", action="append", help="head (repeatable; default: CHECKPOINT/eagle*)")
     add("--text", help="held-out text (default: the demo's held-out modules)")
+    add("--questions", action="append", default=[], help="questions in MT-bench layout, asked as chats (repeatable)")
     add("--trees", nargs="+", default=list(TREES))
     add("--temperature", nargs="+", type=float, default=[0.0, 1.0])
-    add("--prompts", type=int, default=12)
+    add("--prompts", type=int, default=12, help="windows of the text, or questions of every file (default: 12)")
     add("--prompt-tokens", type=int, default=128)
     add("--max-new-tokens", type=int, default=128)
     add("--json", type=Path, default=Path("benchmarks/results/demo_acceptance.json"))

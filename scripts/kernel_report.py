@@ -35,7 +35,8 @@ from kernels.linear import launch_tile, linear_kernel
 from kernels.norm_rope import rms_norm_kernel, rope_kernel
 from kernels.packing import dequantize_kernel
 from kernels.tuned import linear_config
-from support.files import write_text
+from support.errors import command_parser, run_command
+from support.files import check_folder, write_text
 
 ARCHITECTURES = (86, 89, 90, 120)
 LIMITS = {16: 2.7, 32: 3.5}  # rows -> thread instructions per int4 weight
@@ -333,14 +334,19 @@ def _by_number(kernel: str) -> list:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; 0 when every gate holds."""
-    description = __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m scripts.kernel_report", description=description)
+    parser = command_parser("scripts.kernel_report", __doc__)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
     parser.add_argument("--only", nargs="+", metavar="WORD", help="kernels whose names begin with one of these")
     parser.add_argument("--page", type=Path, nargs="+", metavar="FILE", help="write the first from the others")
     parser.add_argument("--quick", action="store_true", help="one variant of each kind that is at risk")
     args = parser.parse_args(argv)
+    return run_command(lambda: run(args), args.debug)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile the variants, and print what became of each."""
+    check_folder("--json", args.json)
     if args.page:
         write_text(args.page[0], page(args.page[1:]))
         return 0

@@ -3,56 +3,110 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import json
 import os
+import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-JSON_LIMIT = 4 << 20  # bytes of a config.json
-INDEX_LIMIT = 64 << 20  # bytes of a shard index or a safetensors header
+from support.errors import BadFileError, UsageError
+from support.reader import INDEX_LIMIT, JSON_LIMIT, check, json_lines, parse_json, refusal  # noqa: F401
 
 
-def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
-    """Read a JSON object. Raises a one-line ValueError for a missing, oversized, malformed or non-object file."""
-
-    def refuse(token: str) -> NoReturn:
-        raise json.JSONDecodeError(f"{token} is not JSON", token, 0)
-
+def read_json(path: str | Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    """Read a JSON object. Raises BadFileError for a missing, oversized, malformed or other file."""
     try:
-        size = path.stat().st_size
-        if size > limit:
-            raise ValueError(f"{path}: {size:,} bytes, at most {limit:,} are read. Is it the right file?")
-        value = json.loads(path.read_bytes(), parse_constant=refuse)
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}).") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error}). Download it again.") from error
+        raise refusal(path, f"cannot be read ({error.strerror}).") from error
+    value = parse_json(data, path, limit)
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}.")
+        raise refusal(path, f"expected a JSON object, found {type(value).__name__}.")
     return value
 
 
 @contextlib.contextmanager
 def written_whole(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary name to write to, and rename it to `path` at the end.
+    """Yield a temporary name to write to, and rename it to `path` at the end, when its content is on the disk.
 
-    After a failure (a full disk, Ctrl-C) the temporary file is deleted and an older file at `path` is untouched. An
-    OSError about the temporary file names `path`.
+    After a failure (a full disk, Ctrl-C) the temporary file is deleted and an older file at `path` is untouched. What a
+    killed process left is deleted when the same file is written again. An OSError about the file names `path`. A link
+    stays a link, and a device or a pipe is written to directly.
     """
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    real = Path(os.path.realpath(path))
+    if real.exists() and not (real.is_file() or real.is_dir()):
+        yield real
+        return
+    clean_up(real)
+    temporary = real.with_name(f"{real.name}.{os.getpid()}.part")
     try:
         yield temporary
-        os.replace(temporary, path)
+        _to_disk(temporary)
+        os.replace(temporary, real)
+        _to_disk(real.parent)
     except OSError as error:
-        if error.filename != str(temporary):
+        if error.filename not in (None, str(temporary)):
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # the user knows it by this name
+        why = error.strerror or str(error)
+        raise OSError(error.errno or errno.EIO, why, str(path)) from error  # the user knows it by this name
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def clean_up(path: Path) -> None:
+    """Delete what dead processes left when they wrote the file or directory `path`, and bring back what they moved away.
+
+    Call it before asking whether something is at `path`.
+    """
+    beside: list[Path] = []
+    with contextlib.suppress(OSError):  # no such folder, or one that cannot be listed
+        beside = [entry for entry in path.parent.iterdir() if _is_leftover(entry.name, path.name)]
+    for rest in beside:
+        with contextlib.suppress(OSError):
+            if rest.suffix == ".old" and not path.exists():
+                os.replace(rest, path)
+            elif rest.is_dir() and not rest.is_symlink():
+                shutil.rmtree(rest)
+            else:
+                rest.unlink()
+
+
+def _is_leftover(name: str, written: str) -> bool:
+    """Whether a process that is no more gave this temporary name to `written`."""
+    found = re.fullmatch(re.escape(written) + r"\.(\d{1,9})\.(part|tmp|old)", name)
+    if not found or int(found[1]) == os.getpid() or os.name != "posix":  # elsewhere os.kill does not ask, it kills
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it lives, and belongs to another user
+        return False
+    return False
+
+
+def _to_disk(path: Path) -> None:
+    """Return when the content of a file or the names in a directory are on the disk."""
+    if path.is_dir() and os.name != "posix":  # Windows opens no directories
+        return
+    handle = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check_folder(flag: str, path: str | Path | None) -> None:
+    """Raise UsageError if the file that a flag names could not be written for want of a folder, before any work."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}; make it first.")
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -67,37 +121,87 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def directory_written_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary directory to fill, and rename it to `path` at the end.
+def directory_written_whole(path: Path, keep: bool = False) -> Iterator[Path]:
+    """Yield a temporary directory to fill, and give it the name `path` at the end, when its content is on the disk.
 
-    An older directory at `path` stays in its place until then. After a failure the temporary directory is deleted.
+    An older directory at `path` stays in its place until then, and is replaced in one step. With `keep`, what it has
+    under other names is in the new one, too. After a failure the temporary directory is deleted. What a killed process
+    left is deleted, or brought back, when the same directory is written again. Raises BadFileError if that is not
+    possible.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    old = path.with_name(f"{path.name}.{os.getpid()}.old")
+    real = Path(os.path.realpath(path))
+    clean_up(real)
+    unfinished = real.with_name(f"{real.name}.{os.getpid()}.tmp")
     try:
         with writing_errors(path):
+            shutil.rmtree(unfinished, ignore_errors=True)  # of an earlier process with our number
             unfinished.mkdir(parents=True)
             yield unfinished
-            if path.exists():
-                os.replace(path, old)
-            os.replace(unfinished, path)
-    except BaseException:
-        if old.exists():
-            os.replace(old, path)
-        raise
+            if keep and real.exists():
+                _keep_others(real, unfinished)
+            for place in (*unfinished.rglob("*"), unfinished):
+                if not place.is_symlink():
+                    _to_disk(place)
+            _replace_directory(unfinished, real)
+            _to_disk(real.parent)
     finally:
-        for rest in (unfinished, old):
-            shutil.rmtree(rest, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _keep_others(old: Path, new: Path) -> None:
+    """Give the directory `new` what `old` has under names that `new` lacks, without copying the files where possible."""
+    for entry in old.iterdir():
+        target = new / entry.name
+        if os.path.lexists(target):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+        else:
+            _link(entry, target)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # this file system has no hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _replace_directory(new: Path, path: Path) -> None:
+    """Give `new` the name `path`. What was at `path` is deleted."""
+    if not path.exists():
+        os.replace(new, path)
+    elif not _exchange(new, path):  # `clean_up` undoes the first of these renames if the second one does not come
+        old = path.with_name(f"{path.name}.{os.getpid()}.old")
+        os.replace(path, old)
+        try:
+            os.replace(new, path)
+        except BaseException:
+            os.replace(old, path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step. Returns False where the system cannot."""
+    if sys.platform != "linux":
+        return False
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError):  # an older C library
+        return False
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(here, os.fsencode(a), here, os.fsencode(b), swap) == 0
 
 
 @contextlib.contextmanager
 def writing_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a one-line ValueError that names `path`."""
+    """Turn an OSError of the block into a one-line BadFileError that names `path`."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(
+        raise BadFileError(
             f"{path}: cannot be written ({reason}). Free space or choose another place; nothing half-written was left."
         ) from error
 
@@ -119,25 +223,31 @@ def append_json_lines(path: str | Path, *values: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+def read_json_lines(path: str | Path, shape: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """The JSON objects of a JSON-lines file, in order; [] for a missing file.
 
-    A last line without its end was left by an interrupted run and does not count. Raises a one-line ValueError for a
-    file that cannot be read or a line that is not a JSON object.
+    A last line without its end was left by an interrupted run and does not count. Raises BadFileError for a file that
+    cannot be read, or a line that is not a JSON object of this shape (`support.reader.check`).
     """
     path = Path(path)
     if not path.exists():
         return []
     try:
-        lines = path.read_bytes().split(b"\n")
-        values = [json.loads(line) for line in lines[:-1] if line.strip()]
-        if any(not isinstance(value, dict) for value in values):
-            raise ValueError("a line is not a JSON object")
+        lines = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}).") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: not a file of JSON lines ({error}). Remove it or write it again.") from error
-    return values
+        raise refusal(path, f"cannot be read ({error.strerror}).") from error
+    whole = lines[: lines.rfind(b"\n") + 1]
+    return [check(value, shape or {}, where) for where, value in json_lines(whole, path)]
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a UTF-8 file with its line ends as they are. Raises BadFileError if it cannot be read."""
+    try:
+        return Path(path).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise refusal(path, f"cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise refusal(path, f"not UTF-8 text ({error}).") from error
 
 
 def replace_block(path: Path, name: str, text: str) -> None:

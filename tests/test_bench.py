@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib.util
 import json
@@ -33,6 +34,7 @@ from sampling import SamplingParams
 from scripts import bench, widths
 from support.errors import UserError
 from support.texts import HELD_OUT
+from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
 from weights.hf import hf_views, save_hf
@@ -561,7 +563,7 @@ def test_bad_suites_name_the_line(tmp_path, bad):
     """A half-downloaded question file gave a traceback."""
     path = tmp_path / "q.jsonl"
     path.write_text('{"turns": ["fine"]}\n' + bad if bad else "\n")
-    with pytest.raises(UserError, match="line 2: not a question" if bad else "no questions"):
+    with pytest.raises(UserError, match="line 2: .* MT-bench layout" if bad else "no questions"):
         suites.read_suite(path)
 
 
@@ -701,6 +703,16 @@ def test_lines_survive_an_interruption(tmp_path):
     assert (tmp_path / "x.jsonl").read_text() == '{"a": 1}\n' and not list(tmp_path.glob("*.part"))
 
 
+def test_an_interrupted_run_does_not_replace_a_whole_one(tmp_path):
+    """Ctrl-C after a minute of the second run, and the lines of the first one were gone."""
+    file = tmp_path / "x.jsonl"
+    for found, value, kept in ((file, 1, 1), (tmp_path / "x.jsonl.part", 2, 1), (file, 3, 3)):
+        lines = records.Lines(str(file))
+        lines.write({"a": value})
+        assert lines.close(interrupted=value == 2) == str(found)
+        assert file.read_text() == f'{{"a": {kept}}}\n'
+
+
 def test_memory_counts_every_cache_once():
     """The cache of a drafter inside another one was not counted, or shared weights were counted twice."""
     model = tiny_model()
@@ -711,6 +723,20 @@ def test_memory_counts_every_cache_once():
     weights = sum(p.nbytes for p in model.parameters())
     assert sizes[0] >= weights + plain.state.kv.nbytes
     assert sizes[0] + own < sizes[1] < sizes[0] + own + weights and sizes[2] > sizes[0] + own
+
+
+def test_acceptance_asks_questions_as_chats(tmp_path):
+    """Questions that were continued as text, which a chat model answers otherwise, or a model without a template."""
+    file = tmp_path / "own" / "question.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"question_id": 1, "turns": ["What is a tree?", "And a forest?"]}\n{"turns": ["Count."]}\n')
+    tokenizer = load_tokenizer("demo")
+    args = argparse.Namespace(questions=[str(file)], prompts=1, text=None, prompt_tokens=8)
+    with pytest.raises(ValueError, match="chat template"):
+        acceptance.prompts_of(args, tokenizer)
+    tokenizer.use_template("vicuna")
+    want = tokenizer.encode_chat([{"role": "user", "content": "What is a tree?"}])
+    assert acceptance.prompts_of(args, tokenizer) == [want]
 
 
 def test_acceptance_tables_and_the_ablation(tmp_path):

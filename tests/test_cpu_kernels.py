@@ -260,12 +260,13 @@ def test_norm_and_rope_equal_the_references():
 @needs_kernels
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("slots", [64, 30])  # 30: the last nodes share the trash row
-def test_attention_equals_the_reference(window, slots):
-    """Catches a key that is seen twice or not at all, a window off by one, a wrong head, batch row or slot."""
+@pytest.mark.parametrize("dim", [48, 144])  # 144: more than the registers hold at once
+def test_attention_equals_the_reference(window, slots, dim):
+    """Catches a key that is seen twice or not at all, a window off by one, a wrong head, batch row, slot or column."""
     generator = torch.Generator().manual_seed(window + slots)
-    q = torch.randn(2, 6, 9, 24, generator=generator)
-    kv = torch.randn(2, 2, 3, slots, 24, generator=generator)
-    start = torch.tensor([22, 0])
+    q = torch.randn(2, 6, 9, dim, generator=generator)
+    kv = torch.randn(2, 2, 3, slots, dim, generator=generator)
+    start = torch.tensor([22 if slots == 30 else 50, 0])
     parent, ancestors = random_tree(9)
     depth = ancestors.sum(1) - 1
     positions = start[:, None] + depth
@@ -274,7 +275,7 @@ def test_attention_equals_the_reference(window, slots):
     with backend().active() as active:
         got = kernels.tree_attention(q, kv, *arguments)
     assert not active.declined
-    assert torch.allclose(got, kernels.tree_attention_reference(q, kv, *arguments), atol=1e-6)
+    assert torch.allclose(got, kernels.tree_attention_reference(q, kv, *arguments), atol=1e-5)
 
 
 @needs_kernels

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,8 +27,10 @@ import kernels
 from engine import Engine
 from model import Transformer
 from sampling import SamplingParams
-from support.files import written_whole
+from support.errors import UsageError
+from support.files import read_text, written_whole
 from support.progress import Progress
+from support.reader import json_lines, parse_json, refusal
 from support.texts import read_source, stdlib_files
 from tokenizer import Tokenizer
 from training.loop import World
@@ -67,11 +68,21 @@ class TokenData:
 
     @classmethod
     def load(cls, path: Path) -> TokenData:
-        """Read an .npz file. Raises ValueError if it holds other arrays."""
-        with np.load(path) as file:
-            if missing := {"ids", "mask", "starts", "stream"} - set(file.files):
-                raise ValueError(f"{path}: {sorted(missing)} missing; expected ids, mask, starts, stream.")
-            return cls(file["ids"], file["mask"], file["starts"], bool(file["stream"]))
+        """Read an .npz file. Raises ValueError in one line if it is damaged or holds other arrays."""
+        try:
+            with np.load(path) as file:
+                if missing := {"ids", "mask", "starts", "stream"} - set(file.files):
+                    raise ValueError(f"{sorted(missing)} missing; expected ids, mask, starts, stream")
+                data = cls(file["ids"], file["mask"], file["starts"], bool(file["stream"]))
+        except Exception as error:  # zipfile raises many kinds for a damaged archive
+            raise refusal(path, f"no tokenised data ({error}).", "Delete it, and it is made again.") from error
+        kinds = [array.dtype.kind for array in (data.ids, data.mask, data.starts)]
+        one_axis = all(array.ndim == 1 for array in (data.ids, data.mask, data.starts))
+        if kinds != ["i", "b", "i"] or not one_axis or len(data.ids) != len(data.mask) or len(data.starts) < 2:
+            raise refusal(path, "its arrays are not those of tokenised data.")
+        if data.starts[0] != 0 or data.starts[-1] != len(data.ids) or (np.diff(data.starts) < 0).any():
+            raise refusal(path, "its rows do not begin and end where its ids do.")
+        return data
 
     def save(self, path: Path) -> None:
         """Write an .npz file."""
@@ -174,12 +185,9 @@ def read_records(source: str, held_out: bool = False) -> tuple[list[list[dict]],
         raise ValueError(f"{source}: no such file, no folder of .txt, .py or .md files, and not `stdlib`.")
     if path.suffix not in (".json", ".jsonl") or not path.is_file():
         return [], [read_source(file) for file in files], []
-    text = path.read_text(encoding="utf-8")
-    try:
-        array = text.lstrip().startswith("[")
-        records = json.loads(text) if array else [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); expected an array, or one object per line.") from None
+    text = read_text(path)
+    array = text.lstrip().startswith("[")
+    records = parse_json(text, path, len(text)) if array else [value for _, value in json_lines(text, path)]
     conversations: list[list[dict]] = []
     texts: list[str] = []
     left_out: list[str] = []
@@ -208,9 +216,10 @@ def read_messages(record: dict) -> list[dict]:
         name = turn.get("role", turn.get("from"))
         content = turn.get("content", turn.get("value"))
         if isinstance(content, list):
-            content = "".join(p.get("text", "") for p in content if isinstance(p, dict))
-        if name not in ROLES or not isinstance(content, str):
-            raise ValueError(f"a turn of role {name!r} (known: {', '.join(ROLES)}) or without text")
+            texts = [p.get("text", "") for p in content if isinstance(p, dict)]
+            content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+        if not isinstance(name, str) or name not in ROLES or not isinstance(content, str):
+            raise ValueError(f"a turn of role {name!r:.40} (known: {', '.join(ROLES)}) or without text")
         messages.append({"role": ROLES[name], "content": content})
     roles = "".join(message["role"][0] for message in messages)  # s, u and a
     talk = re.fullmatch("(s?)a*((?:ua)+)u*", roles)
@@ -349,7 +358,7 @@ def _read_data(
     if source.endswith(".npz"):
         return TokenData.load(Path(source))
     if tokenizer is None:
-        raise ValueError(f"the checkpoint has no tokenizer; give {option} as a tokenised .npz.")
+        raise UsageError(f"the checkpoint has no tokenizer; give {option} as a tokenised .npz.")
     conversations, texts, left_out = read_records(source, option == "--held-out")
     if engine is not None and conversations:
         conversations = answer_again(engine, tokenizer, conversations[: args.regenerate], args)

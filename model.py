@@ -73,7 +73,7 @@ def linear(
     it is plain code, which Inductor fuses into one kernel.
     """
     if not isinstance(layer, nn.Linear):
-        return layer(x, residual, gated, *(() if norm is None else (norm.weight, norm.eps)))
+        return layer(x, residual, gated) if norm is None else layer(x, residual, gated, norm)
     y = kernels.epilogue(layer(x), None, residual, gated)
     return y if norm is None else (y, norm(y))
 
@@ -217,7 +217,7 @@ class Block(nn.Module):
         """
         normed = self.input_norm(x) if normed is None else normed
         x, normed = self.attention(normed, nodes, kv, x, self.post_norm)
-        return self.mlp(normed, x, after)
+        return self.mlp(normed, x, norm=after)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The same layer over a whole sequence, with gradients and without a cache."""

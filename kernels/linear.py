@@ -307,7 +307,7 @@ def launch_tile(
     stages = min(config.stages, 3) if tile == 64 else config.stages
     options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None)
     if tile == 32 or small_groups:  # Without a number, ptxas would rather spill than use more than 128 registers.
-        options["maxnreg"] = 255 if small_groups or bits == 16 else 168
+        options["maxnreg"] = 255 if small_groups or bits != 4 else 168
     return max(16, block_n), tile, options
 
 

@@ -49,7 +49,8 @@ LINEARS = (
     (4, "fp16", (16, 32, 64), ("", "gate-up", "zeros")),
     (4, "bf16", (16, 32, 64), ("",)),
     (4, "bf16", (64,), ("gate-up", "zeros")),
-    (4, "fp16", (16, 64), ("ragged", "fp16-acc")),
+    (4, "fp16", (16, 64), ("ragged", "norm")),
+    (4, "fp16", (16, 32, 64), ("fp16-acc",)),
     (4, "fp16", (16,), ("narrow",)),
     (4, "fp16", (64,), ("zeros narrow", "gate-up fp16-acc")),
     # Small groups have many scales, so that registers are short.
@@ -96,7 +97,7 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
 
     `form` holds words. experts: as `packed_experts` launches it; g64, g32: groups of so many weights instead of 128;
     zeros: with zero points; gate-up: two matrices at once; fp16-acc: sums in fp16; ragged: sizes that do not divide the
-    tiles; narrow: a tile of 64 rows; top-10: an LM head that keeps 10 values.
+    tiles; narrow: a tile of 64 rows; top-10: an LM head that keeps 10 values; norm: the norm of its rows behind it.
     """
     words = form.split()
     expert, zeros, gated, ragged, top = (w in words for w in ("experts", "zeros", "gate-up", "ragged", "top-10"))

@@ -26,6 +26,7 @@ from kernels.tuned import linear_config, partial_bytes
 from model import Transformer
 from support.errors import command_parser, run_command
 from support.files import check_folder, read_json, write_text
+from support.reader import check
 from tree import parse_tree
 from weights.quantized import QuantLinear
 
@@ -61,13 +62,13 @@ class Setup(NamedTuple):
 
 
 SETUPS = (
-    Setup("llama-2-7b", 0, "", L0, 1.0, "plain decoding"),
-    Setup("llama-2-7b", 1, "paper25", L1, 3.62, "EAGLE paper, MT-bench, T = 0"),
-    Setup("llama-2-7b", 1, "dynamic:16,5,8", L2, 3.6, "assumed: what 25 nodes of a fixed tree give"),
-    Setup("llama-3-8b", 0, "", L3, 1.0, "plain decoding"),
-    Setup("llama-3-8b", 3, "chain:7", L4, 3.91, "SpecBundle, LLaMA-3.1-8B, MT-bench"),
-    Setup("llama-3-8b", 3, "dynamic:16,7,8", L5, 4.5, "assumed: between the chain's 3.91 and the 60 nodes' 6.13"),
-    Setup("llama-3-8b", 3, "dynamic:60,7,10", L6, 6.13, "EAGLE-3 paper, LLaMA-3.1-8B, MT-bench, T = 0"),
+    Setup("llama-2-7b", 0, "", 201, 1.0, "plain decoding"),
+    Setup("llama-2-7b", 1, "paper25", 342, 3.62, "EAGLE paper, MT-bench, T = 0"),
+    Setup("llama-2-7b", 1, "dynamic:16,5,8", 337, 3.6, "assumed: what 25 nodes of a fixed tree give"),
+    Setup("llama-3-8b", 0, "", 201, 1.0, "plain decoding"),
+    Setup("llama-3-8b", 3, "chain:7", 313, 3.91, "SpecBundle, LLaMA-3.1-8B, MT-bench"),
+    Setup("llama-3-8b", 3, "dynamic:16,7,8", 362, 4.5, "assumed: between the chain's 3.91 and the 60 nodes' 6.13"),
+    Setup("llama-3-8b", 3, "dynamic:60,7,10", 369, 6.13, "EAGLE-3 paper, LLaMA-3.1-8B, MT-bench, T = 0"),
 )
 CONTEXT = 512
 Forwards = list[tuple[torch.nn.Module, int]]  # modules and the rows that run through them
@@ -216,7 +217,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def show() -> None:
         check_folder("--write", args.write)
-        report, gpu = read_json(args.report), Gpu()
+        row = {"kernel": str, "arch": str, "instructions_per_weight?": (float, None)}
+        report, gpu = check(read_json(args.report), {"triton": str, "rows": [row]}, args.report), Gpu()
         if args.json:
             print(json.dumps([predict(setup, report, gpu) for setup in SETUPS], indent=1))
             return

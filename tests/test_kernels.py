@@ -1223,3 +1223,25 @@ def test_interpreted_attention_poison_in_history_and_prefill(window, T):
         assert sees.any() and not sees.all()
         assert torch.equal(out[:, ~sees], clean[:, ~sees])
         assert not torch.isfinite(out[:, sees]).all(-1).any()
+
+
+def test_sums_in_fp16_lose_nothing_and_have_room():
+    """Catches a default of GeForce cards that costs quality, and a spike of one activation that overflows a sum."""
+    from scripts import fp16_sums
+    from weights.checkpoint import Checkpoint
+
+    model = Checkpoint.open(ROOT / "demo").load(torch.device("cpu"), torch.float32, None, 64)
+    found = fp16_sums.compare(model, torch.randint(3, model.config.vocab_size, (1, 25)), 128)
+    assert found["mean_kl"] < 1e-4 and abs(found["perplexity_after"] / found["perplexity_before"] - 1) < 2e-3
+    assert found["largest_sum"] < found["limit"] / 16
+
+
+@interpreted
+def test_interpreted_linear_sums_in_fp16_take_a_spike():
+    """Catches codes that are not divided: one activation of 20,000 times 7 is past the largest fp16 number."""
+    weights = stored(4, 32, 128, 128)
+    packed = pack(4, weights, torch.float16, "planes", LinearConfig(32, 1, accumulate="float16"))
+    x = torch.randn(1, 128).half()
+    x[0, 5] = 20000
+    want = linear_definition(x, matrix(4, weights), None, None, False)
+    assert error(packed_linear(x, packed), want) < TOLERANCE[torch.float16]

@@ -23,8 +23,9 @@ import torch.nn as nn
 from torch import Tensor
 
 import kernels
-from model import Experts, SelfCounting, Transformer
+from model import Experts, RMSNorm, SelfCounting, Transformer
 from support.errors import UsageError
+from weights.shards import RankConcat
 
 MODES = ("int8", "int4")
 ALGORITHMS = ("rtn", "gptq")
@@ -159,16 +160,15 @@ class QuantLinear(SelfCounting):
         return replace(first, weight=weight, **kept)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm_weight: Tensor | None = None,
-        eps: float = 0.0,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        self, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm: RMSNorm | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """x [..., in] -> y [..., out] (+ residual). If gated: SiLU(first half) * second half [..., out / 2].
 
-        With a norm's weight: (y, the norm of y).
+        With a norm: (y, norm(y)).
         """
-        if norm_weight is None:
+        if norm is None:
             return kernels.packed_linear(x, self.pack(x.dtype), self.bias, residual, gated)
-        return kernels.packed_linear_norm(x, self.pack(x.dtype), self.bias, residual, norm_weight, eps)
+        return kernels.packed_linear_norm(x, self.pack(x.dtype), self.bias, residual, norm.weight, norm.eps)
 
     def logits(self, x: Tensor) -> Tensor:
         """`forward` of a language-model head: the same values in float32 or wider."""
@@ -259,6 +259,9 @@ class TiedEmbedding(SelfCounting):
 def lm_head_rows(model: Transformer, ids: Tensor | None = None) -> Tensor:
     """The rows ids [M] of the LM head, or all of them [M, H]; float32 of a quantized one, also of a tied one."""
     head = model.lm_head or model.embed_tokens
+    if isinstance(head, RankConcat):
+        ids = torch.arange(model.config.vocab_size, device=model.device) if ids is None else ids
+        return head.rows(ids, head.inner.rows if isinstance(head.inner, QuantLinear) else head.inner.weight.__getitem__)
     if not isinstance(head, QuantLinear):
         return head.weight.detach() if ids is None else head.weight.detach()[ids]
     return head.dequantize() if ids is None else head.rows(ids)

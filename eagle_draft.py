@@ -25,7 +25,7 @@ from drafters.base import DraftInput, StepParts
 from drafters.tree_drafter import TreeDrafter
 from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, weight_bytes
 from support.memory import zeros
-from tree import DynamicTree, TreeTables
+from tree import DynamicTree, TreeTables, check_width
 from weights.heads import EagleConfig
 from weights.quantized import QuantLinear, lm_head_rows
 
@@ -274,9 +274,10 @@ class UnshiftedDrafter(EagleDrafter):
         return super()._level(inputs, depth, first, above, feature, visible)
 
 
-def eagle_drafter(head: EagleHead, *how, **more) -> EagleDrafter:
-    """The drafter that fits the head. The arguments are those of EagleDrafter."""
-    return (UnshiftedDrafter if head.config.unshifted else EagleDrafter)(head, *how, **more)
+def eagle_drafter(head: EagleHead, tree: DynamicTree | TreeTables, *how, **more) -> EagleDrafter:
+    """The drafter that fits the head. The arguments are those of EagleDrafter. ValueError if the tree is too wide."""
+    check_width(tree, head.vocab_size)
+    return (UnshiftedDrafter if head.config.unshifted else EagleDrafter)(head, tree, *how, **more)
 
 
 def loss_eagle1(

@@ -15,6 +15,11 @@ The text goes to stdout, the report to stderr. Exit codes: 2 usage, 3 bad file, 
 # Nothing here imports torch before the arguments were read and checked, because that takes seconds.
 from __future__ import annotations
 
+from support.interrupts import leave_at_once
+
+if __name__ == "__main__":  # before the imports below
+    leave_at_once()
+
 import argparse
 import io
 import platform
@@ -27,6 +32,7 @@ from typing import TYPE_CHECKING, Unpack
 from options import DEMO, LoadKeywords, add_options, add_sampling, sampling_from
 from support import cache
 from support.errors import Parser, UsageError, run_command
+from support.files import check_folder
 from terminal.prompt import DEMO_PROMPT, Prompt, read_prompt, stdin_is_fed
 
 if TYPE_CHECKING:
@@ -146,6 +152,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UsageError("give one of --grammar, --json-schema.")
     if "logprobs" in args and not args.json:
         raise UsageError("--logprobs are part of the JSON output; add --json.")
+    check_folder("--html", args.html)
     if args.batch_size > 1 and (args.show_tree or args.html):
         raise UsageError("--show-tree and --html show one sequence; use --batch-size 1.")
 

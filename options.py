@@ -10,6 +10,7 @@ import argparse
 import difflib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -43,10 +44,12 @@ def option(
     choices: Iterable[str] = (),
     metavar: str | None = None,
     least: int | None = None,
+    most: int | None = None,
     group: str = MODEL,
 ) -> Any:
     """A field of LoadOptions. least: the smallest number that is allowed; it makes the option a number."""
-    metadata = {"help": help, "choices": tuple(choices), "metavar": metavar, "least": least, "group": group}
+    metadata = {"help": help, "choices": tuple(choices), "metavar": metavar, "group": group}
+    metadata |= {"least": least, "most": most}
     return field(default=default, metadata=metadata)
 
 
@@ -75,7 +78,18 @@ class LoadOptions:
         None, "round float weights while they load, as quantize.py does without options; a drafter's stay", QUANTS
     )
     threads: int | None = option(
-        None, "CPU threads (default: OMP_NUM_THREADS, or else one for each physical core)", metavar="N", least=1
+        None,
+        "CPU threads (default: OMP_NUM_THREADS, or else one for each physical core)",
+        metavar="N",
+        least=1,
+        most=4096,  # far more would end the process where OpenMP starts them
+    )
+    tp: int | None = option(
+        None,
+        "tensor parallel: split the model among N processes, each with a GPU (or a share of the CPU) of its own "
+        "(default: as many as torchrun started, or 1)",
+        metavar="N",
+        least=1,
     )
     compile: bool = option(False, "compile the step (and on a GPU capture it as one CUDA graph)")
     compile_mode: str = option(
@@ -190,7 +204,9 @@ class LoadOptions:
         from support.machine import default_device
 
         for f in fields(self):
-            _check_value(f.name, getattr(self, f.name), f.default, f.metadata)
+            _check_value(f.name, vars(self)[f.name], f.type, f.default, f.metadata)
+        if not self.trees:
+            raise UsageError("--tree is (); allowed: the name of a tree, or a tuple of one name per sequence.")
         kind = self.drafter_kind
         about_heads = {
             "--eagle-config": self.eagle_config and kind != "eagle",
@@ -262,6 +278,7 @@ class LoadKeywords(TypedDict, total=False):
     dtype: str | None
     quant: str | None
     threads: int | None
+    tp: int | None
     compile: bool
     compile_mode: str
     activations: str
@@ -294,17 +311,35 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _check_value(name: str, value: Any, default: Any, metadata: Any) -> None:
-    least = metadata["least"]
-    if least is not None:
-        number = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        if not number and (value is not None or default is not None):
-            raise UsageError(f"{_flag(name)} is {value!r:.40}; allowed: {least} or more.")
-    elif isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise UsageError(f"{_flag(name)} is {value!r:.40}; allowed: True or False.")
-    elif metadata["choices"] and value != default and value not in metadata["choices"]:
-        raise UsageError(f"{_flag(name)} is {value!r:.40}; allowed: {', '.join(metadata['choices'])}.")
+# Of each type that LoadOptions declares: what is allowed, in words. A text that names a file may be a path.
+_TYPES = {
+    "None": ((type(None),), "None"),
+    "bool": ((bool,), "True or False"),
+    "int": ((int,), "an integer"),
+    "str": ((str, os.PathLike), "a text"),
+    "tuple[str, ...]": ((tuple,), "a tuple of texts"),
+}
+
+
+def _check_value(name: str, value: Any, declared: str, default: Any, metadata: Any) -> None:
+    """Raise UsageError for a value that is not of the declared type (the annotation in LoadOptions) or out of range."""
+    kinds = declared.split(" | ")
+    typed = any(isinstance(value, _TYPES[kind][0]) for kind in kinds)
+    typed &= not isinstance(value, bool) or "bool" in kinds  # a bool is an int, too
+    typed &= not isinstance(value, tuple) or all(isinstance(text, str) for text in value)
+    least, most = metadata["least"], metadata["most"]
+    choices = () if "bool" in kinds else metadata["choices"]
+    if typed and value is not None and least is not None:
+        typed = least <= value <= (value if most is None else most)
+    elif typed and choices:
+        typed = value in (default, *choices)
+    if not typed:
+        allowed = " or ".join(_TYPES[kind][1] for kind in kinds if kind != "None")
+        if least is not None:
+            allowed = f"{least} or more" if most is None else f"{least} to {most}"
+        elif choices:
+            allowed = ", ".join(choices)
+        raise UsageError(f"{_flag(name)} is {value!r:.40}; allowed: {allowed}.")
 
 
 def _number(least: int) -> Callable[[str], int]:

@@ -9,9 +9,14 @@ its target. `weights.quantized` describes the stored tensors.
 
 from __future__ import annotations
 
+from support.interrupts import leave_at_once
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    leave_at_once()
+
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +28,13 @@ from eagle_draft import EagleHead
 from load import load
 from model_config import ModelConfig
 from sampling import SamplingParams
-from support.errors import BAD_FILE, UsageError, is_out_of_memory, one_line, run_command
-from support.files import directory_written_whole, write_json
+from support.errors import BadFileError, Parser, UsageError, bad_files, is_out_of_memory, one_line, run_command
+from support.files import clean_up, directory_written_whole, write_json
 from support.machine import default_device, size_text
 from support.memory import shapes_only
-from support.progress import Progress
-from support.texts import read_texts, stdlib_texts, token_windows
-from tokenizer import load_tokenizer
+from support.progress import Progress, say
+from support.texts import read_chats, read_texts, stdlib_texts, token_windows
+from tokenizer import Tokenizer, load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.heads import EagleConfig, read_card, read_eagle, save_quantized_eagle
 from weights.hf import build_model
@@ -124,8 +129,7 @@ def _sizes(receipt: dict[str, Any]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     demo = str(Path(__file__).parent / "demo")
     add(
@@ -136,10 +140,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--mode", choices=MODES, default="int4")
     add("--out", metavar="DIR", help="default: CHECKPOINT-MODE")
+    add("--force", action="store_true", help="replace an earlier result at --out")
     add("--group-size", type=int, choices=GROUPS, default=128, help="columns that share an int4 scale")
     add("--algorithm", choices=ALGORITHMS, default="rtn", help="gptq: slower, better; needs calibration text")
     add("--act-order", action="store_true", help="GPTQ: columns by activation energy")
-    add("--calibration", metavar="FILE", help="text or .jsonl for GPTQ; default: Python's standard library")
+    add(
+        "--calibration",
+        metavar="FILE",
+        help="text or .jsonl for GPTQ; a chat model needs chats, which scripts.make_chats writes (default: Python's "
+        "standard library)",
+    )
     add("--lm-head", choices=HEADS, default="int8")
     add("--eagle", metavar="HEAD", help="quantize this EAGLE head too (to OUT/eagle) and compare tau")
     add("--eagle-mode", choices=MODES, help="of the head (default: --mode); int8 keeps more of tau")
@@ -155,7 +165,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code (2 usage, 3 bad file or refused, 4 memory, 5 internal, 130 Ctrl-C)."""
     args = build_parser().parse_args(argv)
     interrupted = "interrupted; the same command goes on from the layers already finished"
-    return run_command(lambda: print(_main(args)), args.debug, BAD_FILE, interrupted)
+    return run_command(lambda: run(args), args.debug, interrupted)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Quantize, and print the receipt. What is refused on the way is a bad file, unless it is an option."""
+    with bad_files():
+        print(_main(args))
 
 
 def _main(args: argparse.Namespace) -> str:
@@ -197,6 +213,7 @@ def _head_alone(args: argparse.Namespace, spec: QuantSpec) -> str:
     out = Path(args.out or "")
     if not args.eagle or not args.out:
         raise UsageError("--head-only needs --eagle HEAD and --out DIR.")
+    clean_up(out)
     if out.exists():
         raise UsageError(f"--out {out} exists; choose another name.")
     target = Checkpoint.open(local_path(args.checkpoint)).config
@@ -210,11 +227,16 @@ def _head_alone(args: argparse.Namespace, spec: QuantSpec) -> str:
 
 def _check(args: argparse.Namespace, directory: Path, out: Path) -> None:
     """Raise UsageError for options that cannot work, before anything is read."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda, but this torch sees no CUDA device. Use --device cpu.")
     if not directory.is_dir():
         hint = " Make one of a .gguf file with python -m scripts.convert FILE.gguf DIR." if directory.is_file() else ""
-        raise UsageError(f"--checkpoint {directory} is not a directory.{hint}")
+        raise BadFileError(f"--checkpoint {directory} is not a directory.{hint}")
+    clean_up(out)
     if out.exists() and not (out / "receipt.json").is_file():
         raise UsageError(f"--out {out} exists and is not an earlier result; choose another name.")
+    if out.exists() and not args.force:
+        raise UsageError(f"--out {out} holds an earlier result; choose another name, or --force to replace it.")
     if args.calibration and args.algorithm != "gptq":
         raise UsageError("--calibration is text for GPTQ; add --algorithm gptq.")
     if args.refuse_kl is not None and not args.refuse_kl > 0:
@@ -229,8 +251,20 @@ def _texts(args: argparse.Namespace, directory: Path, config: ModelConfig) -> tu
     evaluation = token_windows(texts, tokenizer, config.vocab_size, EVALUATION_WINDOWS, length + 1)
     if args.algorithm != "gptq":
         return evaluation[:0, :-1], evaluation
-    texts = read_texts(args.calibration) if args.calibration else stdlib_texts(held_out=False)
+    texts = _calibration(args.calibration, tokenizer)
     return token_windows(texts, tokenizer, config.vocab_size, CALIBRATION_WINDOWS, length), evaluation
+
+
+def _calibration(file: str | None, tokenizer: Tokenizer | None) -> Iterable[str | list[int]]:
+    """What GPTQ sees: texts, or a chat model's conversations as the ids that its template makes of them."""
+    chats = tokenizer is not None and bool(tokenizer.chat_template_source)
+    if file is None:
+        advice = "; this is a chat model, and needs chats: --calibration FILE.jsonl (scripts.make_chats writes one)"
+        say(f"note    GPTQ calibrates on Python's standard library{advice if chats else ''}")
+        return stdlib_texts(held_out=False)
+    if chats and (conversations := read_chats(file)):
+        return (tokenizer.encode_chat(messages, add_generation_prompt=False) for messages in conversations)
+    return read_texts(file)
 
 
 if __name__ == "__main__":

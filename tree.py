@@ -225,6 +225,14 @@ class TreeTables:
     levels: tuple[Level, ...]
 
 
+def check_width(tree: DynamicTree | TreeTables, vocab_size: int) -> None:
+    """Raise ValueError if a node of the tree may have more children than the drafter knows tokens."""
+    widest = tree.topk if isinstance(tree, DynamicTree) else tree.max_children
+    if widest > vocab_size:
+        found = f"a node of the tree has up to {widest} children, and the drafter knows {vocab_size} tokens"
+        raise ValueError(f"{found}; use a narrower --tree, such as chain:3, or a larger --draft-vocab.")
+
+
 def tree_tables(trees: Sequence[StaticTree], device: torch.device | str = "cpu") -> TreeTables:
     """Tables for one static tree per sequence (repeat a tree to share it). Runs once, on the host."""
     if not trees:

@@ -24,6 +24,7 @@ from bench import arms
 from bench.environment import environment, fingerprint
 from bench.measure import Bench, Line, Settings, digest
 from bench.peers import HFArm, hf_model
+from bench.records import intact, sealed
 from bench.suites import ask
 from engine import Engine
 from load import load, plan_memory
@@ -176,11 +177,11 @@ def latest(lines: Sequence[Cell], weights: str) -> list[Cell]:
     """Of the cells of these weights the last one for each place on the page.
 
     A retrained head replaces its cells. A failed attempt does not replace a measured cell of the same drafter and
-    settings.
+    settings. A line whose checksum differs does not count, so its cell is measured again.
     """
     slots: dict[tuple, Cell] = {}
     for line in lines:
-        if line["type"] in ("cell", "not_run") and line["weights_sha256"] == weights:
+        if line["type"] in ("cell", "not_run") and line["weights_sha256"] == weights and intact(line):
             slot = tuple(line[k] for k in SLOT)
             if line["type"] == "cell" or slots.get(slot, {}).get("id") != line["id"]:
                 slots.pop(slot, None)  # the newest line of a slot goes to the end
@@ -210,7 +211,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> None:
             return
         say(f"{number + 1}/{len(job.specs)}  {what}")
         line = job.run(spec, key)
-        append_json_lines(args.cells, line)
+        append_json_lines(args.cells, sealed(line))
         if line["type"] == "cell":
             known.add(key)
         else:

@@ -1,7 +1,8 @@
-"""The files a benchmark writes while it runs, and how they are read again."""
+"""The files a benchmark writes while it runs, how they are read again, and the checksums of their lines."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -22,8 +23,8 @@ SUMMARY |= {"rows": [PLACE | RATES], "arms": [{"arm": str, "options": dict}]}
 class Lines:
     """A JSON-lines file that is complete after every line.
 
-    It is called PATH.part until it is closed, so a run that was killed leaves its lines there. The path "-" or None
-    means that there is no file.
+    It is called PATH.part until it is closed, so a run that was killed leaves its lines there, and so does one that was
+    interrupted where PATH holds an earlier one. The path "-" or None means that there is no file.
     """
 
     def __init__(self, path: str | None):
@@ -37,11 +38,31 @@ class Lines:
             self.file.write(json.dumps(line) + "\n")
             self.file.flush()
 
-    def close(self) -> None:
-        """Give the file its name."""
-        if self.file:
-            self.file.close()
-            os.replace(f"{self.path}.part", self.path)
+    def close(self, interrupted: bool = False) -> str | None:
+        """Give the file its name. Returns the name that it has then."""
+        if not self.file:
+            return None
+        os.fsync(self.file.fileno())
+        self.file.close()
+        if interrupted and os.path.exists(self.path):
+            return f"{self.path}.part"
+        os.replace(f"{self.path}.part", self.path)
+        return self.path
+
+
+def sealed(line: dict[str, Any]) -> dict[str, Any]:
+    """The line with a checksum of its content, for lines that later runs go on from."""
+    return line | {"checksum": _checksum(json.loads(json.dumps(line)))}  # as it will be read
+
+
+def intact(line: dict[str, Any]) -> bool:
+    """Whether a line is what was written. Lines from before there were checksums have none, and count."""
+    kept = {name: value for name, value in line.items() if name != "checksum"}
+    return line.get("checksum") in (None, _checksum(kept))
+
+
+def _checksum(line: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 from bench.arms import SAME_TOKENS
 from bench.summary import POSITIONS, broken
 from support.errors import UsageError
-from support.files import written_whole
+from support.files import check_folder, written_whole
 from support.machine import size_text
 
 NESTED = ("speedup", "same", "synthetic")  # fields of a row that are dictionaries
@@ -135,9 +135,8 @@ def _header(summary: dict[str, Any]) -> str:
 def check_outputs(args: argparse.Namespace) -> None:
     """Raise UsageError for results that could not be written, before anything is measured."""
     for flag in ("json", "csv", "plot"):
-        path = vars(args)[flag]
-        if path and path != "-" and not Path(path).resolve().parent.is_dir():
-            raise UsageError(f"--{flag} {path}: there is no folder {Path(path).parent}; make it first.")
+        if vars(args)[flag] != "-":
+            check_folder(f"--{flag}", vars(args)[flag])
     if args.plot:
         pyplot()
 

@@ -64,6 +64,7 @@ def tune(args: argparse.Namespace, say: Say, progress: Progress) -> dict[str, An
     final = compare(runs, list(last))
     by_temperature = {f"{t:g}": compare([r for r in runs if r["temperature"] == t], list(last)) for t in temperatures}
     winner, verdict = decide(final, tuned, list(known))
+    pays = final["rows"][winner]["tokens_per_second"] >= final["rows"]["plain"]["tokens_per_second"]
     candidates = {name: about(tree) for name, tree in trees.items()}
     for name, tree in trees.items():
         candidates[name]["predicted_tokens_per_second"] = mean_rate(tree, parts, costs)
@@ -72,7 +73,8 @@ def tune(args: argparse.Namespace, say: Say, progress: Progress) -> dict[str, An
         "environment": environment(device), "model": Path(args.checkpoint).resolve().name,
         "weights_sha256": fingerprint(base.model), "head": Path(args.eagle).name,
         "quantization": base.model.quant or "none", "dtype": base.options.dtype, "compile": args.compile,
-        "winner": winner, "verdict": verdict, "heat": heat, "final": final, "final_by_temperature": by_temperature,
+        "winner": winner if pays else "plain decoding", "verdict": verdict,
+        "heat": heat, "final": final, "final_by_temperature": by_temperature,
         "temperatures": temperatures, "candidates": candidates,
         "prompts": {"statistics": len(tuning), "verification": len(checking), "new_tokens": args.max_new_tokens},
         "costs": [asdict(c) for c in costs], "statistics": [asdict(a) for a in parts],
@@ -171,18 +173,18 @@ def compare(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, A
 
 
 def decide(outcome: dict[str, Any], tuned: str, known: Sequence[str]) -> tuple[str, str]:
-    """(the tree to write, a sentence that says why): the tuned one if it is at least as fast as every known one."""
+    """(the best tree, a sentence that says why): the tuned one if it is at least as fast as every known one."""
     rows = outcome["rows"]
     rates = {name: row["tokens_per_second"] for name, row in rows.items()}
     best = max(known, key=rates.get)
     pairs = zip(rows[tuned]["per_prompt"], rows[best]["per_prompt"], strict=True)
     low, high = bootstrap([a / b for a, b in pairs])
     ratio = f"{rates[tuned] / rates[best]:.3f} x {best} (95 % interval of the paired median {low:.3f} to {high:.3f})"
-    winner, verdict = tuned, f"the tuned tree won: {ratio}"
-    if rates[tuned] < rates[best]:
-        winner, verdict = best, f"the tuned tree lost: {ratio}; written is {best}"
+    winner, verdict = (tuned, f"won: {ratio}") if rates[tuned] >= rates[best] else (best, f"lost: {ratio}")
+    verdict = f"the tuned tree {verdict}"
     if rates["plain"] > rates[winner]:
-        verdict += "; plain decoding is faster still: this head does not pay here"
+        of_plain = f"{winner} has {rates[winner] / rates['plain']:.2f}x of its speed"
+        verdict = f"plain decoding won, and this head does not pay here: {of_plain}; {verdict}"
     return winner, verdict
 
 

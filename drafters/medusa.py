@@ -13,7 +13,7 @@ import sampling
 from drafters.base import Draft, Drafter, DraftInput, take_rows
 from model import Transformer, weight_bytes
 from support.memory import shapes_only
-from tree import DynamicTree, TreeTables
+from tree import DynamicTree, TreeTables, check_width
 from weights.medusa import read_medusa
 
 
@@ -74,6 +74,7 @@ class MedusaDrafter(Drafter):
         if tree.D > len(heads):
             raise ValueError(f"the tree is {tree.D} deep, but there are {len(heads)} Medusa heads; use --tree chain:"
                              f"{len(heads)} or another tree of that depth.")  # fmt: skip
+        check_width(tree, heads.target.config.vocab_size)
         super().__init__(tree.N, tree.D, heads.target.config.hidden_size)
         self.heads = heads
         self.tree = tree

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from generate import VERSION as __version__
-from options import DEMO
-from sampling_params import SamplingParams
-
 if TYPE_CHECKING:
     from engine import Engine
+    from generate import VERSION as __version__
     from load import load
+    from options import DEMO
     from runtime.grammar import json_grammar
+    from sampling_params import SamplingParams
 
 __all__ = ["DEMO", "Engine", "SamplingParams", "__version__", "json_grammar", "load"]
 
 if not TYPE_CHECKING:  # a type checker would accept any name because of this function
 
     def __getattr__(name: str) -> Any:
-        """What imports torch, which takes seconds, is imported when it is first named."""
+        """Everything is imported when it is first named: torch takes seconds, and the command `eaglet` starts here."""
         if name == "load":
             from load import load
 
@@ -37,4 +36,16 @@ if not TYPE_CHECKING:  # a type checker would accept any name because of this fu
             from runtime.grammar import json_grammar
 
             return json_grammar
+        if name == "SamplingParams":
+            from sampling_params import SamplingParams
+
+            return SamplingParams
+        if name == "DEMO":
+            from options import DEMO
+
+            return DEMO
+        if name == "__version__":
+            from generate import VERSION
+
+            return VERSION
         raise AttributeError(f"eaglet has no {name!r}; it has {', '.join(__all__)}.")

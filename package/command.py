@@ -15,8 +15,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from generate import VERSION
-from support.errors import USAGE
+from support.interrupts import leave_at_once
 
 # Command -> the module whose `main` it runs, and the arguments that it puts first.
 COMMANDS = {
@@ -31,14 +30,19 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line. Returns the exit code."""
+    leave_at_once()
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
         print(__doc__.strip())
         return 0
     if command == "--version":
+        from generate import VERSION
+
         print(f"eaglet {VERSION}")
         return 0
     if command not in COMMANDS:
+        from support.errors import USAGE
+
         known = f"there are {', '.join(COMMANDS)} (eaglet --help explains them)"
         print(f"error  {command!r:.60} is no command; {known}", file=sys.stderr)
         return USAGE

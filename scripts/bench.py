@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     summary = measure(bench, rows, compared, model, bandwidth, lines.write)
     progress.close()
     lines.write(summary)
-    lines.close()
+    written = lines.close(summary["interrupted"])
     report(summary)
     if args.csv:
         write_csv(args.csv, summary["rows"])
@@ -146,6 +147,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json == "-":
         print(json.dumps(summary))
     if summary["interrupted"]:
+        kept = f"; the runs that were done are in {written}" if written else ""
+        print(f"interrupted{kept}", file=sys.stderr)
         return INTERRUPTED
     return int(any(map(broken, summary["rows"])) and not args.allow_diff)
 

@@ -19,18 +19,19 @@ import torch
 
 from bench.kernel_timing import KERNELS, MODELS, PEERS, TOKENS, finished, layers, time_kernel, tune_device
 from kernels.tuned import tuned_file
+from support.errors import command_parser, run_command
 from support.files import append_json_lines
 from support.machine import copy_bandwidth
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench_kernels", description=__doc__.split("\n")[0])
+    parser = command_parser("scripts.bench_kernels", __doc__)
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS))
     add("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     add("--m", type=int, nargs="+", default=list(TOKENS), help="rows of x")
     add("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
-    add("--device", default="cuda")
+    add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--repeats", type=int, default=25)
     add("--quick", action="store_true", help="shapes divided by 16, two M, one repeat")
     add("--tune", action="store_true", help="time tilings and keep the fastest for generate.py")
@@ -49,6 +50,11 @@ def main(argv: list[str] | None = None) -> int:
     """Print one JSON line per cell; 1 if nothing could be measured (peers alone may all decline)."""
     parser = build_parser()
     args = parser.parse_args(argv)
+    return run_command(lambda: start(args, parser), args.debug)
+
+
+def start(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Check the arguments, and time or tune."""
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no CUDA device here; use --device cpu --quick to try the script")

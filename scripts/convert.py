@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model_config import DTYPES
-from support.errors import BAD_FILE, command_parser, run_command
+from support.errors import UsageError, bad_files, command_parser, run_command
+from support.files import clean_up, directory_written_whole
 from support.progress import Progress
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
@@ -33,8 +34,9 @@ def convert_model(source: Path, destination: Path, dtype: str | None) -> None:
         progress.of(done, total, f"reading {done / 1e9:.1f} of {total / 1e9:.1f} GB  {name[:60]}")
 
     model = checkpoint.load(dtype=DTYPES.get(dtype), progress=show, max_positions=1, floats=True)
-    save_hf(model, destination)
-    checkpoint.copy_texts(destination)
+    with directory_written_whole(destination, keep=True) as unfinished:
+        save_hf(model, unfinished)
+        checkpoint.copy_texts(unfinished)
 
 
 def convert_eagle(head: Path, target: Path, destination: Path, overrides: Sequence[str]) -> None:
@@ -44,9 +46,10 @@ def convert_eagle(head: Path, target: Path, destination: Path, overrides: Sequen
     """
     for pair in overrides:
         if "=" not in pair:
-            raise ValueError(f"--eagle-config {pair}: expected key=value.")
+            raise UsageError(f"--eagle-config {pair}: expected key=value.")
     read = read_eagle(head, Checkpoint.open(target).config, dict(pair.split("=", 1) for pair in overrides))
-    save_eagle(read.config, read.tensors, destination)
+    with directory_written_whole(destination, keep=True) as unfinished:
+        save_eagle(read.config, read.tensors, unfinished)
     for note in read.notes:
         print(f"note  {note}", file=sys.stderr)
 
@@ -54,12 +57,14 @@ def convert_eagle(head: Path, target: Path, destination: Path, overrides: Sequen
 def run(args: argparse.Namespace) -> None:
     """Convert, and print where the files lie."""
     out = args.destination
+    clean_up(out)
     if (out / "config.json").exists():
-        raise ValueError(f"{out} already holds a model. Choose another directory or remove it.")
-    if args.eagle:
-        convert_eagle(args.eagle, args.target, out, args.eagle_config)
-    else:
-        convert_model(args.source, out, args.dtype)
+        raise UsageError(f"{out} already holds a model. Choose another directory or remove it.")
+    with bad_files():
+        if args.eagle:
+            convert_eagle(args.eagle, args.target, out, args.eagle_config)
+        else:
+            convert_model(args.source, out, args.dtype)
     print(out)
 
 
@@ -76,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if bool(args.eagle) != bool(args.target) or bool(args.eagle) == bool(args.source):
         parser.error("give SRC DST, or --eagle HEAD --target DIR DST")
-    return run_command(lambda: run(args), args.debug, BAD_FILE)
+    return run_command(lambda: run(args), args.debug)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from support.errors import BAD_FILE, command_parser, run_command
+from support.errors import UsageError, bad_files, command_parser, run_command
 
 TEXTS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "LICENSE*", "USE_POLICY*")
 WEIGHTS = ("model*.safetensors", "*.safetensors")  # the first pattern that matches anything counts
@@ -40,7 +40,7 @@ def select(files: Iterable[str], allow_pickle: bool) -> list[str]:
 def download(repo: str, revision: str, out: Path | None, allow_pickle: bool) -> tuple[Path, str]:
     """Fetch `repo` into `out` (default: ./NAME). Returns (directory, commit). Raises ValueError in one line."""
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo):
-        raise ValueError(f"{repo}: expected OWNER/NAME, as in the address of the model's page.")
+        raise UsageError(f"{repo}: expected OWNER/NAME, as in the address of the model's page.")
     try:
         import huggingface_hub
     except ImportError as error:
@@ -58,7 +58,8 @@ def download(repo: str, revision: str, out: Path | None, allow_pickle: bool) -> 
 
 def run(args: argparse.Namespace) -> None:
     """Download, and print where the files lie."""
-    out, commit = download(args.repo, args.revision, args.out, args.allow_pickle)
+    with bad_files():
+        out, commit = download(args.repo, args.revision, args.out, args.allow_pickle)
     print(f"{args.repo} at {commit} (repeat with --revision {commit})", file=sys.stderr)
     print(out)
 
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--out", type=Path, metavar="DIR", help="default: ./NAME")
     add("--allow-pickle", action="store_true", help="take .bin / .pth where there is no safetensors")
     args = parser.parse_args(argv)
-    return run_command(lambda: run(args), args.debug, BAD_FILE)
+    return run_command(lambda: run(args), args.debug)
 
 
 if __name__ == "__main__":

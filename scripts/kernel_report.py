@@ -31,7 +31,8 @@ from kernels.linear import launch_tile, linear_kernel
 from kernels.norm_rope import rms_norm_kernel, rope_kernel
 from kernels.packing import dequantize_kernel
 from kernels.tuned import linear_config
-from support.files import write_text
+from support.errors import command_parser, run_command
+from support.files import check_folder, write_text
 
 ARCHITECTURES = (86, 89, 90, 120)
 LIMIT = 3.5  # thread instructions per int4 weight
@@ -256,12 +257,17 @@ def inspect(variant: Variant, arch: int) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; 0 when every gate holds."""
-    description = __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m scripts.kernel_report", description=description)
+    parser = command_parser("scripts.kernel_report", __doc__)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
     parser.add_argument("--quick", action="store_true", help="one variant of each kind that is at risk")
     args = parser.parse_args(argv)
+    return run_command(lambda: run(args), args.debug)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile the variants, and print what became of each."""
+    check_folder("--json", args.json)
     rows = []
     print(LINE.format("kernel", "arch", "regs", "spills", "smem", "instr/w", "matrix instruction"))
     for variant, arch in itertools.product(variants(args.quick), args.arch):

@@ -23,6 +23,7 @@ from bench.paper_cells import measure
 from bench.paper_page import ROOT, render
 from options import add_options
 from support.errors import UsageError, command_parser, run_command
+from support.files import check_folder
 
 CELLS = ROOT / "benchmarks" / "results" / "paper_tables_demo.jsonl"
 PAGE = ROOT / "docs" / "paper_tables.md"
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> None:
         args.reps = 1 if args.quick else 3
     if min(args.batches) < 1 or args.reps < 1 or args.max_new_tokens < 3:
         raise UsageError("--batches and --reps start at 1, --max-new-tokens at 3.")
+    check_folder("--page", args.page)
     if not args.render:
         measure(args, lambda text: print(text, file=sys.stderr, flush=True))
     if not args.run and not args.plan:

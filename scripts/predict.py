@@ -23,7 +23,7 @@ from bench.random_models import SHAPES, empty_head, empty_model
 from bench.step_cells import draft_rows
 from model import Transformer
 from support.errors import command_parser, run_command
-from support.files import read_json, write_text
+from support.files import check_folder, read_json, write_text
 from support.reader import check
 from tree import parse_tree
 from weights.quantized import QuantLinear
@@ -206,6 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def show() -> None:
+        check_folder("--write", args.write)
         row = {"kernel": str, "arch": str, "instructions_per_weight?": (float, None)}
         report, gpu = check(read_json(args.report), {"triton": str, "rows": [row]}, args.report), Gpu()
         if args.json:

@@ -30,14 +30,13 @@ import torch  # noqa: E402
 
 from bench.step_cells import full_cells, quick_cells, tiny_cells  # noqa: E402
 from bench.step_run import Run, machine, run_start, utc  # noqa: E402
+from support.errors import command_parser, run_command  # noqa: E402
 from support.files import append_json_lines  # noqa: E402
 from support.machine import copy_bandwidth  # noqa: E402
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.step_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("scripts.step_time", __doc__)
     add = parser.add_argument
     add("--json", type=Path, required=True, help="append one line per cell to this file")
     add("--done", type=Path, nargs="*", default=[], help="further files whose finished cells are skipped")
@@ -67,6 +66,11 @@ def main(argv: list[str] | None = None) -> int:
     """0: every cell has a figure; 1: some failed; 2: usage; POISONED: run again with --skip-failed."""
     parser = build_parser()
     args = parser.parse_args(argv)
+    return run_command(lambda: run(args, parser), args.debug, "interrupted; the finished cells are kept")
+
+
+def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Do what the arguments ask for. Returns the exit code."""
     cells = tiny_cells() if args.tiny else quick_cells() + (full_cells() if args.full else [])
     cells = [cell for cell in dict.fromkeys(cells) if args.only in cell.key]
     if args.list:

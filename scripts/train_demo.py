@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 
-from support.errors import BAD_FILE, at_least
+from support.errors import at_least
 from training import demo_model
 from training.command import run, run_parser
 
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", default="runs/train_demo", help="tokenizer, training state")
     parser.add_argument("--batch-tokens", type=at_least(max(demo_model.LENGTHS)), default=4096)
     parser.add_argument("--compile", action="store_true", help="compile the loss (faster after a minute)")
-    return run(parser.parse_args(argv), demo_model.train, bad_input=BAD_FILE)
+    return run(parser.parse_args(argv), demo_model.train)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@
    is chosen.
 4. Proof: it runs against paper25, the default dynamic tree and plain decoding on the other half of the prompts, paired,
    interleaved and with the same tokens. It is written only if it wins. Otherwise the best of the known trees is written,
-   and the report says so.
+   and the report says so. Where plain decoding is faster than all of them, nothing is written without --out.
 
-The file is what `--tree FILE.json` takes, in the place where `--tree auto` looks. Exit codes: 2 usage, 3 bad file.
+The file is what `--tree FILE.json` takes, in the place where `--tree auto` looks. Exit codes: 1 no tree pays, 2 usage, 3
+bad file.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; allowed: {low} to {high}.")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
+    """Tune, write the tree and print the report. Returns 1 where no tree is worth writing."""
     check_arguments(args)
 
     def say(text: str) -> None:
@@ -88,7 +90,11 @@ def run(args: argparse.Namespace) -> None:
             print(text, file=sys.stderr, flush=True)
 
     content = tune(args, say, Progress(args.quiet))
+    pays = content["winner"] != "plain decoding"
     path = Path(args.out or "")
+    if not args.out and not pays:
+        print(f"{report(content)}\nnothing was written; --out FILE keeps the tree and the statistics")
+        return 1
     if not args.out:
         options = LoadOptions(**options_from(args, *TUNED_FOR))
         checkpoint = options.open_checkpoint()
@@ -97,6 +103,7 @@ def run(args: argparse.Namespace) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     print(f"{report(content)}\nwritten to {path}" + ("" if args.out else "   (--tree auto)"))
+    return 0 if pays else 1
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,13 +18,14 @@ from bench.widths import measure, show
 from load import load
 from options import add_options, options_from
 from support.errors import at_least, command_parser, run_command
-from support.files import write_json
+from support.files import check_folder, write_json
 
 SHARED = ("checkpoint", "device", "dtype", "quant", "threads", "kernels", "activations")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> None:
     """Measure and print."""
+    check_folder("--json", args.json)
     check_peers(args.baseline, is_gguf(args.checkpoint), args.device)
     engine = load(**options_from(args, *SHARED), ctx=64)
     gguf = args.checkpoint if args.baseline else None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-# Exit codes of every command.
-USAGE, BAD_FILE, MEMORY, INTERNAL, INTERRUPTED = 2, 3, 4, 5, 130
+from support.interrupts import INTERRUPTED, as_exceptions, finish
+
+# Exit codes of every command. INTERRUPTED, which is 130, is the fifth.
+USAGE, BAD_FILE, MEMORY, INTERNAL = 2, 3, 4, 5
 
 
 class UserError(ValueError):
@@ -35,6 +38,17 @@ class NotEnoughMemory(UserError):
     code = MEMORY
 
 
+@contextlib.contextmanager
+def bad_files() -> Iterator[None]:
+    """What a reader refuses in the block is a bad file, unless the error names its own kind."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise BadFileError(one_line(error)) from error
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error means that memory ran out, either in the plan or while memory was allocated."""
     import torch  # commands answer --help without loading torch
@@ -43,20 +57,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return on_cpu or isinstance(error, NotEnoughMemory | torch.OutOfMemoryError | MemoryError)
 
 
-def exit_code(error: Exception, bad_input: int = USAGE) -> int:
-    """The exit code for an error. `bad_input` is the code of a ValueError that does not name its own."""
+def exit_code(error: Exception) -> int:
+    """The exit code for an error. A ValueError that does not name its own kind is about usage."""
     if isinstance(error, UserError):
         return error.code
     if is_out_of_memory(error):
         return MEMORY
     if isinstance(error, ValueError):
-        return bad_input
+        return USAGE
     return BAD_FILE if isinstance(error, OSError) else INTERNAL
 
 
 def one_line(error: BaseException) -> str:
     """The error's message and notes on one line. Errors that no user can cause are named by their type."""
-    text = " ".join(" ".join([str(error), *getattr(error, "__notes__", [])]).split())
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{error.filename}: {error.strerror}"
+    text = " ".join(" ".join([text, *getattr(error, "__notes__", [])]).split())
     expected = isinstance(error, ValueError | ArithmeticError | OSError) or is_out_of_memory(error)
     return text if expected and text else f"{type(error).__name__}: {text}"
 
@@ -96,31 +113,32 @@ def at_least(low: int) -> Callable[[str], int]:
     return integer
 
 
-def run_command(
-    body: Callable[[], int | None], debug: bool = False, bad_input: int = USAGE, interrupted: str = "interrupted"
-) -> int:
+def run_command(body: Callable[[], int | None], debug: bool = False, interrupted: str = "interrupted") -> int:
     """Run the body of a command and return its exit code (None counts as 0).
 
     An error becomes the line `error  MESSAGE` on stderr. With `debug` it is raised instead, for its traceback.
-    `bad_input` is the exit code of plain ValueErrors. `interrupted` is printed after Ctrl-C, with the notes that the
-    KeyboardInterrupt carries.
+    `interrupted` is printed after Ctrl-C, with the notes that the KeyboardInterrupt carries.
     """
+    pressed: list[int] = []
     try:
-        return body() or 0
-    except KeyboardInterrupt as stop:
-        print(_line_start() + " ".join([interrupted, *getattr(stop, "__notes__", [])]), file=sys.stderr)
-        return INTERRUPTED
+        with as_exceptions() as pressed:
+            code = body() or 0
+            if sys.stdout:
+                sys.stdout.flush()
     except BrokenPipeError:  # the program that read our output has ended
         sys.stderr.close()
-        return 0
-    except Exception as error:
-        if debug:
+        code = 0
+    except (KeyboardInterrupt, Exception) as error:
+        if pressed or isinstance(error, KeyboardInterrupt):  # C code may turn one into another error
+            code, text = INTERRUPTED, " ".join([interrupted, *getattr(error, "__notes__", [])])
+        elif debug:
             raise
-        code = exit_code(error, bad_input)
-        unexpected = code == INTERNAL and not isinstance(error, ArithmeticError)
-        hint = " (--debug shows where)" if unexpected else ""
-        print(f"{_line_start()}error  {one_line(error)}{hint}", file=sys.stderr)
-        return code
+        else:
+            code = exit_code(error)
+            unexpected = code == INTERNAL and not isinstance(error, ArithmeticError)
+            text = f"error  {one_line(error)}" + " (--debug shows where)" * unexpected
+        print(_line_start() + text, file=sys.stderr)
+    return finish(code)
 
 
 def _line_start() -> str:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import json
 import os
+import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from support.errors import BadFileError, UsageError
 from support.reader import INDEX_LIMIT, JSON_LIMIT, check, json_lines, parse_json, refusal  # noqa: F401
 
 
@@ -28,23 +33,80 @@ def read_json(path: str | Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def written_whole(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary name to write to, and rename it to `path` at the end.
+    """Yield a temporary name to write to, and rename it to `path` at the end, when its content is on the disk.
 
-    After a failure (a full disk, Ctrl-C) the temporary file is deleted and an older file at `path` is untouched. An
-    OSError about the temporary file names `path`.
+    After a failure (a full disk, Ctrl-C) the temporary file is deleted and an older file at `path` is untouched. What a
+    killed process left is deleted when the same file is written again. An OSError about the file names `path`. A link
+    stays a link, and a device or a pipe is written to directly.
     """
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    real = Path(os.path.realpath(path))
+    if real.exists() and not (real.is_file() or real.is_dir()):
+        yield real
+        return
+    clean_up(real)
+    temporary = real.with_name(f"{real.name}.{os.getpid()}.part")
     try:
         yield temporary
-        os.replace(temporary, path)
+        _to_disk(temporary)
+        os.replace(temporary, real)
+        _to_disk(real.parent)
     except OSError as error:
-        if error.filename != str(temporary):
+        if error.filename not in (None, str(temporary)):
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # the user knows it by this name
+        why = error.strerror or str(error)
+        raise OSError(error.errno or errno.EIO, why, str(path)) from error  # the user knows it by this name
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def clean_up(path: Path) -> None:
+    """Delete what dead processes left when they wrote the file or directory `path`, and bring back what they moved away.
+
+    Call it before asking whether something is at `path`.
+    """
+    beside: list[Path] = []
+    with contextlib.suppress(OSError):  # no such folder, or one that cannot be listed
+        beside = [entry for entry in path.parent.iterdir() if _is_leftover(entry.name, path.name)]
+    for rest in beside:
+        with contextlib.suppress(OSError):
+            if rest.suffix == ".old" and not path.exists():
+                os.replace(rest, path)
+            elif rest.is_dir() and not rest.is_symlink():
+                shutil.rmtree(rest)
+            else:
+                rest.unlink()
+
+
+def _is_leftover(name: str, written: str) -> bool:
+    """Whether a process that is no more gave this temporary name to `written`."""
+    found = re.fullmatch(re.escape(written) + r"\.(\d{1,9})\.(part|tmp|old)", name)
+    if not found or int(found[1]) == os.getpid() or os.name != "posix":  # elsewhere os.kill does not ask, it kills
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it lives, and belongs to another user
+        return False
+    return False
+
+
+def _to_disk(path: Path) -> None:
+    """Return when the content of a file or the names in a directory are on the disk."""
+    if path.is_dir() and os.name != "posix":  # Windows opens no directories
+        return
+    handle = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check_folder(flag: str, path: str | Path | None) -> None:
+    """Raise UsageError if the file that a flag names could not be written for want of a folder, before any work."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}; make it first.")
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -59,37 +121,87 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def directory_written_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary directory to fill, and rename it to `path` at the end.
+def directory_written_whole(path: Path, keep: bool = False) -> Iterator[Path]:
+    """Yield a temporary directory to fill, and give it the name `path` at the end, when its content is on the disk.
 
-    An older directory at `path` stays in its place until then. After a failure the temporary directory is deleted.
+    An older directory at `path` stays in its place until then, and is replaced in one step. With `keep`, what it has
+    under other names is in the new one, too. After a failure the temporary directory is deleted. What a killed process
+    left is deleted, or brought back, when the same directory is written again. Raises BadFileError if that is not
+    possible.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    old = path.with_name(f"{path.name}.{os.getpid()}.old")
+    real = Path(os.path.realpath(path))
+    clean_up(real)
+    unfinished = real.with_name(f"{real.name}.{os.getpid()}.tmp")
     try:
         with writing_errors(path):
+            shutil.rmtree(unfinished, ignore_errors=True)  # of an earlier process with our number
             unfinished.mkdir(parents=True)
             yield unfinished
-            if path.exists():
-                os.replace(path, old)
-            os.replace(unfinished, path)
-    except BaseException:
-        if old.exists():
-            os.replace(old, path)
-        raise
+            if keep and real.exists():
+                _keep_others(real, unfinished)
+            for place in (*unfinished.rglob("*"), unfinished):
+                if not place.is_symlink():
+                    _to_disk(place)
+            _replace_directory(unfinished, real)
+            _to_disk(real.parent)
     finally:
-        for rest in (unfinished, old):
-            shutil.rmtree(rest, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _keep_others(old: Path, new: Path) -> None:
+    """Give the directory `new` what `old` has under names that `new` lacks, without copying the files where possible."""
+    for entry in old.iterdir():
+        target = new / entry.name
+        if os.path.lexists(target):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+        else:
+            _link(entry, target)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # this file system has no hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _replace_directory(new: Path, path: Path) -> None:
+    """Give `new` the name `path`. What was at `path` is deleted."""
+    if not path.exists():
+        os.replace(new, path)
+    elif not _exchange(new, path):  # `clean_up` undoes the first of these renames if the second one does not come
+        old = path.with_name(f"{path.name}.{os.getpid()}.old")
+        os.replace(path, old)
+        try:
+            os.replace(new, path)
+        except BaseException:
+            os.replace(old, path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step. Returns False where the system cannot."""
+    if sys.platform != "linux":
+        return False
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError):  # an older C library
+        return False
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(here, os.fsencode(a), here, os.fsencode(b), swap) == 0
 
 
 @contextlib.contextmanager
 def writing_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a one-line ValueError that names `path`."""
+    """Turn an OSError of the block into a one-line BadFileError that names `path`."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(
+        raise BadFileError(
             f"{path}: cannot be written ({reason}). Free space or choose another place; nothing half-written was left."
         ) from error
 

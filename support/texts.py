@@ -57,6 +57,22 @@ def read_texts(path: str | Path) -> list[str]:
     return [_text_of(value, where) for where, value in json_lines(content, path)]
 
 
+def read_chats(path: str | Path) -> list[list[dict[str, str]]]:
+    """The conversations of a .jsonl file, one a line under "messages"; [] for a file of anything else.
+
+    Raises a one-line ValueError where only some of the lines are conversations.
+    """
+    path = Path(path)
+    if path.suffix != ".jsonl":
+        return []
+    read_texts(path)  # refuses what is not text
+    rows = [row for _, row in json_lines(read_text(path), path)]
+    chats = [row["messages"] for row in rows if isinstance(row, dict) and row.get("messages")]
+    if chats and len(chats) < len(rows):
+        raise refusal(path, f"{len(rows) - len(chats)} lines are no conversations with messages; leave them out.")
+    return chats
+
+
 def _text_of(value: Any, where: str) -> str:
     """The text of a line: a string, or an object with one. The turns of a conversation are joined."""
     if isinstance(value, str):
@@ -70,8 +86,8 @@ def _text_of(value: Any, where: str) -> str:
     return "\n\n".join(found)
 
 
-def token_windows(texts: Iterable[str], tokenizer: Any, vocab_size: int, count: int, length: int) -> Tensor:
-    """Up to `count` windows of token ids, int64 [W, length], spread evenly over the texts.
+def token_windows(texts: Iterable[str | list[int]], tokenizer: Any, vocab_size: int, count: int, length: int) -> Tensor:
+    """Up to `count` windows of token ids, int64 [W, length], spread evenly over the texts. A text may be ids already.
 
     Without a tokenizer (None) the ids are uniformly random. Raises ValueError for texts shorter than one window.
     """
@@ -79,7 +95,7 @@ def token_windows(texts: Iterable[str], tokenizer: Any, vocab_size: int, count: 
         return torch.randint(vocab_size, (count, length), generator=torch.Generator().manual_seed(length))
     ids: list[int] = []
     for text in texts:
-        ids += tokenizer.encode(text)
+        ids += tokenizer.encode(text) if isinstance(text, str) else text
         if len(ids) >= 8 * count * length:  # more text would only take longer to encode
             break
     count = min(count, len(ids) // length)

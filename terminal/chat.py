@@ -18,8 +18,9 @@ from report.viewer import StepRecorder
 from runtime.results import Chunk, GenerationResult, Stream
 from sampling import SamplingParams
 from sampling_params import with_suggestions
-from support.errors import BadFileError, UsageError
+from support.errors import BadFileError, UsageError, one_line
 from support.files import INDEX_LIMIT, read_json, write_json
+from terminal.prompt import read_line
 from tokenizer import BUILTIN_SYSTEM
 
 HELP = """/help           this list
@@ -45,7 +46,7 @@ def chat(engine: Engine, given: dict[str, Any], system: str | None, report: Repo
         raise UsageError(f"--chat needs a chat template, and this model has none; choose --template {known}.")
     conversation = Conversation(engine, given, system, report)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    read = terminal_reader() if at_terminal else input
+    read = terminal_reader() if at_terminal else read_line
     if at_terminal:
         report.line("\n/help lists the commands, Ctrl-D leaves.")
     while True:
@@ -212,7 +213,7 @@ class Conversation:
         try:
             write_json(Path(file).expanduser(), {"messages": self.messages})
         except OSError as error:
-            raise BadFileError(f"{file}: {error.strerror}") from error
+            raise BadFileError(one_line(error)) from error
         say(f"{len(self.messages)} messages written to {file}")
 
     def load(self, file: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from options import parse_ids
-from support.errors import UsageError
+from support.errors import BadFileError, UsageError, one_line
 
 DEMO_PROMPT = '''def read_file(filename):
     """Return the contents of a file."""
@@ -41,7 +41,7 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
     try:
         text = read_stdin() if name in (None, "-") else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompt-file {name or '-'}: {error}") from error
+        raise BadFileError(f"--prompt-file {name or '-'}: {one_line(error)}") from error
     if name is None and not text:
         return Prompt(DEMO_PROMPT, echo=True)
     if not text:
@@ -63,3 +63,11 @@ def read_stdin() -> str:
     if os.name == "posix" and not select.select([sys.stdin], [], [], 1)[0]:
         print("note    waiting for a prompt on stdin (-p TEXT gives one; Ctrl-D ends it)", file=sys.stderr, flush=True)
     return sys.stdin.buffer.read().decode()
+
+
+def read_line() -> str:
+    """The next line of stdin. Raises EOFError at its end, and UnicodeDecodeError for a line that is not UTF-8."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    return line.decode()

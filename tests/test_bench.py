@@ -703,6 +703,16 @@ def test_lines_survive_an_interruption(tmp_path):
     assert (tmp_path / "x.jsonl").read_text() == '{"a": 1}\n' and not list(tmp_path.glob("*.part"))
 
 
+def test_an_interrupted_run_does_not_replace_a_whole_one(tmp_path):
+    """Ctrl-C after a minute of the second run, and the lines of the first one were gone."""
+    file = tmp_path / "x.jsonl"
+    for found, value, kept in ((file, 1, 1), (tmp_path / "x.jsonl.part", 2, 1), (file, 3, 3)):
+        lines = records.Lines(str(file))
+        lines.write({"a": value})
+        assert lines.close(interrupted=value == 2) == str(found)
+        assert file.read_text() == f'{{"a": {kept}}}\n'
+
+
 def test_memory_counts_every_cache_once():
     """The cache of a drafter inside another one was not counted, or shared weights were counted twice."""
     model = tiny_model()

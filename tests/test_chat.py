@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -257,10 +258,22 @@ def test_a_chat_at_a_terminal(instruct, tmp_path):
     assert said[:4:2] == ["def foo():", "def foo():"] and said[4] == pasted and said[1]
 
 
+def typed(monkeypatch, lines: bytes) -> None:
+    """Let a pipe hold these lines."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+
+
+def test_a_line_that_is_not_utf8_spoils_no_other_line(capsys, monkeypatch):
+    """One bad byte in a pipe, and the valid lines before and after it were lost with it."""
+    typed(monkeypatch, b"def f(x):\n\xff\nand a class\n")
+    assert main(["--chat", "--template", "vicuna", "--max-new-tokens", "4", "--ctx", "256"]) == 0
+    err = capsys.readouterr().err
+    assert err.count("prompt tokens cached") == 2 and err.count("error  not UTF-8") == 1
+
+
 def test_chat_reads_lines_where_there_is_no_terminal(capsys, monkeypatch):
     """A chat that cannot be scripted, or a turn that cannot use what the turn before it left in the cache."""
-    turns = iter(["def f(x):", "and a class", "/exit"])
-    monkeypatch.setattr("builtins.input", lambda prompt="": next(turns))
+    typed(monkeypatch, b"def f(x):\nand a class\n/exit\nnever read\n")
     code = main(["--ctx", "512", "--chat", "--template", "vicuna", "--max-new-tokens", "8"])
     err = capsys.readouterr().err
     counts = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+) prompt tokens cached", err)]
@@ -269,15 +282,7 @@ def test_chat_reads_lines_where_there_is_no_terminal(capsys, monkeypatch):
 
 def test_chat_outlives_a_bad_turn(capsys, monkeypatch):
     """One message too long, or an empty line, ending a conversation and losing its history."""
-    turns = iter(["def f(x):", "x = 1 " * 200, "", "and a class"])
-
-    def read(prompt=""):
-        try:
-            return next(turns)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", read)
+    typed(monkeypatch, b"def f(x):\n" + b"x = 1 " * 200 + b"\n\nand a class")
     code = main(["--chat", "--template", "vicuna", "--max-new-tokens", "8", "--ctx", "256"])
     err = capsys.readouterr().err
     counts = re.findall(r"(\d+) of \d+ prompt tokens cached", err)

@@ -42,6 +42,7 @@ TYPED = {
     "dtype": ("bfloat16", "bfloat16"),
     "quant": ("int4", "int4"),
     "threads": ("3", 3),
+    "tp": ("2", 2),
     "compile": (None, True),
     "compile_mode": ("regions", "regions"),
     "activations": ("float", "float"),
@@ -154,8 +155,9 @@ def test_wrong_numbers_are_named(name):
     least = next(f.metadata["least"] for f in fields(LoadOptions) if f.name == name)
     wrong = [least - 1, -(10**9), "4", 2.0, True, [4]]
     wrong += [] if getattr(LoadOptions(), name) is None else [None]
-    for value in wrong:
-        refused(name, value, f"{least} or more")
+    most = next(f.metadata["most"] for f in fields(LoadOptions) if f.name == name)
+    for value in wrong if most is None else (*wrong, most + 1):
+        refused(name, value, f"{least} or more" if most is None else f"{least} to {most}")
 
 
 @pytest.mark.parametrize("name", CHOICES)

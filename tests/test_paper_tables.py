@@ -309,3 +309,12 @@ def test_wrong_flags_are_one_line(directory, tmp_path, capsys):
     bad.write_text("not json\n")
     assert paper_tables.main(["--render", "--cells", str(bad), "--page", str(tmp_path / "p.md")]) == 2
     assert "not a file of JSON lines" in capsys.readouterr().err
+
+
+def test_a_cell_that_is_not_what_was_written_is_measured_again(measured, tmp_path):
+    """A flipped bit in a number of the file, on the page and in every later run."""
+    cells = cells_of(measured[0])
+    weights = cells[0]["weights_sha256"]
+    assert all("checksum" in cell for cell in cells) and paper_cells.latest(cells, weights) == cells
+    changed = [cells[0] | {"seconds": cells[0]["seconds"] + 1}, *cells[1:]]
+    assert paper_cells.latest(changed, weights) == cells[1:]

@@ -26,10 +26,12 @@ from support.errors import (
     Parser,
     UsageError,
     UserError,
+    bad_files,
     run_command,
 )
 from support.files import (
     append_json_lines,
+    check_folder,
     directory_written_whole,
     read_json,
     read_json_lines,
@@ -64,7 +66,7 @@ ENDS = {
     "another user error": (UserError("no"), USAGE, "error  no"),
     "wrong input": (ValueError("top_p is 2"), USAGE, "error  top_p is 2"),
     "wrong text": (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), USAGE, "error  'utf-8' codec"),
-    "no such file": (FileNotFoundError(2, "No such file", "x.html"), BAD_FILE, "error  [Errno 2] No such file: 'x.html'"),
+    "no such file": (FileNotFoundError(2, "No such file", "x.html"), BAD_FILE, "error  x.html: No such file"),
     "a full disk": (OSError(28, "No space left on device"), BAD_FILE, "error  [Errno 28] No space left on device"),
     "Python's memory": (MemoryError(), MEMORY, "error  MemoryError"),
     "the GPU's memory": (torch.OutOfMemoryError("CUDA out of memory"), MEMORY, "error  CUDA out of memory"),
@@ -103,9 +105,14 @@ def test_a_command_that_ends_well_returns_its_code():
 
 
 def test_a_command_that_reads_files_says_so_with_its_exit_code():
-    """A converter whose plain ValueErrors are about files; its usage errors stay usage errors."""
-    assert run_command(raising(ValueError("no tensors")), bad_input=BAD_FILE) == BAD_FILE
-    assert run_command(raising(UsageError("--x")), bad_input=BAD_FILE) == USAGE
+    """A reader whose plain ValueErrors are about files; its usage errors stay usage errors."""
+
+    def reads(error):
+        with bad_files():
+            raise error
+
+    assert run_command(lambda: reads(ValueError("no tensors"))) == BAD_FILE
+    assert run_command(lambda: reads(UsageError("--x"))) == USAGE
 
 
 def test_notes_and_line_ends_stay_on_the_one_line(capsys):
@@ -211,8 +218,54 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(error, old, tmp_path):
     with pytest.raises(type(error)) as caught, written_whole(path) as temporary:
         temporary.write_text("half")
         raise error
-    assert caught.value is error
+    assert error in (caught.value, caught.value.__cause__)
+    assert not isinstance(error, OSError) or caught.value.filename == str(path)  # a full disk does not say where
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == ({path.name: old} if old else {})
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path):
+    """A result that replaces the link to it, or as root /dev/null itself."""
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
+    write_text(tmp_path / "pipe", "text")
+    assert os.read(reader, 9) == b"text" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+
+
+def test_what_a_dead_process_left_is_deleted_and_nothing_else(tmp_path):
+    """Temporary files that pile up after every kill, or the file that another process is writing just now."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    kept = {"f.1.part", "f.txt.1x.part", f"f.txt.{os.getppid()}.part", "f.txt.part", f"g.txt.{gone.pid}.part"}
+    for name in (*kept, f"f.txt.{gone.pid}.part", f"f.txt.{gone.pid}.tmp"):
+        (tmp_path / name).touch()
+    write_text(tmp_path / "f.txt", "new")
+    assert {p.name for p in tmp_path.iterdir()} == kept | {"f.txt"}
+
+
+def test_a_folder_that_is_missing_is_named_before_the_work(tmp_path):
+    """An hour of measuring whose file then cannot be written."""
+    for path in (None, tmp_path / "f.json", "f.json"):
+        check_folder("--json", path)
+    with pytest.raises(UsageError, match="--json .*no folder"):
+        check_folder("--json", tmp_path / "none" / "f.json")
+
+
+def test_a_directory_is_exchanged_in_one_step(tmp_path, monkeypatch):
+    """A moment without any directory at the path; Linux can swap two names."""
+    if sys.platform != "linux":
+        pytest.skip("Linux alone swaps two names")
+    path = tmp_path / "model"
+    path.mkdir()
+    fill(path, "old")
+    monkeypatch.setattr(files.os, "replace", lambda *names: pytest.fail(f"two renames: {names}"))
+    with directory_written_whole(path) as unfinished:
+        fill(unfinished, "new")
+    assert held(tmp_path) == {"model/sub/a": "new"}
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
@@ -291,6 +344,7 @@ def test_a_failure_between_the_two_renames_brings_the_old_directory_back(error, 
         rename(source, target)
 
     monkeypatch.setattr(files.os, "replace", replace)
+    monkeypatch.setattr(files, "_exchange", lambda a, b: False)  # as where the system cannot swap two names
     with pytest.raises((ValueError, KeyboardInterrupt)), directory_written_whole(path) as unfinished:
         fill(unfinished, "new")
     assert held(tmp_path) == {"model/sub/a": "old"} and list(tmp_path.iterdir()) == [path]

@@ -125,9 +125,9 @@ def test_another_runs_directory_gives_one_line(run, tmp_path, capsys):
         (["--steps", "7"], good, "from another run (--steps 6, here 7)"),
         (["--batch-tokens", "128"], good, "from another run (--batch-tokens 64, here 128)"),
         ([], (tmp_path / "head").read_bytes(), "from another run (--steps None, here 6)"),
-        ([], (tmp_path / "older").read_bytes(), "not a training state of this command"),
-        ([], (tmp_path / "partial").read_bytes(), "not a training state of this command"),
-        ([], good[: len(good) // 2], "not a training state of this command"),
+        ([], (tmp_path / "older").read_bytes(), "damaged, or not a training state"),
+        ([], (tmp_path / "partial").read_bytes(), "damaged, or not a training state"),
+        ([], good[: len(good) // 2], "damaged, or not a training state"),
     ]
     for flags, content, says in cases:
         state.write_bytes(content)

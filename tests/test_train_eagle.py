@@ -673,3 +673,114 @@ def test_the_demo_heads_say_what_they_are():
     for name in ("eagle1", "eagle3"):
         card, target = json.loads((DEMO / name / "CARD.json").read_text()), load_config(DEMO)
         assert card["format"] == read_eagle(DEMO / name, target).config.layout(target.num_hidden_layers)
+
+
+# ------------------------------------------------------------------------------------------------ what goes wrong
+
+
+def one_error(capsys) -> str:
+    """The one line that the command said, without what it said before about its work."""
+    found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error  ")]
+    assert len(found) == 1
+    return found[0]
+
+
+def flipped(path: Path, place: float) -> bytes:
+    """The file's bytes with one bit changed at this share of them."""
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 4
+    return bytes(content)
+
+
+def test_a_state_with_a_flipped_bit_is_not_resumed(files, tmp_path, capsys):
+    """Training that goes on from damaged weights, which nobody notices, or a traceback of torch."""
+    run(files, tmp_path / "a", "--pause-at", "1", steps=2)
+    state = tmp_path / "a-work" / "train_state.pt"
+    good = state.read_bytes()
+    for damaged in (*(flipped(state, place) for place in (0.2, 0.5, 0.8)), good[: len(good) // 2], b"", b"PK"):
+        state.write_bytes(damaged)
+        assert train_eagle.main(options(files, tmp_path / "a", steps=2)) == 3
+        assert str(state) in (said := one_error(capsys)) and "--work" in said
+        state.write_bytes(good)
+
+
+def test_damaged_token_data_is_one_line(files, tmp_path, capsys):
+    """A traceback of zipfile or numpy, or training on other tokens than those that were tokenised."""
+    data = tmp_path / "data.npz"
+    arrays = {"ids": np.arange(9), "mask": np.ones(9, bool), "starts": np.array([0, 4, 9]), "stream": np.array(False)}
+    wrong = [
+        {"ids": arrays["ids"].astype(float)}, {"ids": arrays["ids"][:8]}, {"mask": np.ones((3, 3), bool)},
+        {"starts": np.array([0, 9, 4, 9])}, {"starts": np.array([1, 9])}, {"starts": np.array([0])},
+        {"ids": np.array([object()] * 9)}, {"stream": np.zeros(3)},
+    ]  # fmt: skip
+    contents = [flipped(files / "data.npz", place) for place in (0.1, 0.5, 0.9)] + [b"", b"junk", b"PK\x03\x04"]
+    for change in wrong:
+        np.savez(data, **(arrays | change))
+        contents.append(data.read_bytes())
+    for content in contents:
+        data.write_bytes(content)
+        assert train_eagle.main([*options(files, tmp_path / "o"), "--data", str(data)]) == 3
+        assert str(data) in one_error(capsys)
+
+
+def test_a_device_or_folder_that_is_not_there_is_one_line(files, tmp_path, capsys):
+    """--device tpu, --device cuda without a GPU and a --work that cannot be made, each with a traceback of torch."""
+    with pytest.raises(SystemExit) as usage:
+        train_eagle.main([*options(files, tmp_path / "o"), "--device", "tpu"])
+    assert usage.value.code == 2 and "tpu" in one_error(capsys)
+    if not torch.cuda.is_available():
+        assert train_eagle.main([*options(files, tmp_path / "o"), "--device", "cuda"]) == 2
+        assert "--device cpu" in one_error(capsys)
+    (tmp_path / "file").touch()
+    assert train_eagle.main(options(files, tmp_path / "o", work=tmp_path / "file" / "work")) == 3
+    assert str(tmp_path / "file") in one_error(capsys)
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_older_state(files, tmp_path, capsys):
+    """`[enforce fail at inline_container.cc]` with a traceback, and the state of the last hours gone."""
+    resource = pytest.importorskip("resource")
+    run(files, tmp_path / "a", "--pause-at", "1", steps=3)
+    state = tmp_path / "a-work" / "train_state.pt"
+    good, (soft, hard) = state.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(good) // 2, hard))
+    try:
+        code = train_eagle.main(options(files, tmp_path / "a", steps=3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 3 and one_error(capsys) == f"error  {state}: File too large"
+    assert state.read_bytes() == good and [p.name for p in state.parent.iterdir()] == [state.name]
+
+
+def test_a_kept_feature_with_a_flipped_bit_is_computed_again(files, dialogues, tmp_path):
+    """Training on damaged features in every epoch, and on those of a row that was half written at a kill."""
+    head, target = tiny_head(files)
+    args = parse(options(files, tmp_path / "head", "--batch", "5"))
+    batch = step_batches(dialogues, 0, World(0, 1, torch.device("cpu")), args)[0][0]
+    calls = []
+
+    def counted(tokens):
+        calls.append(1)
+        return head.run_on(tokens)
+
+    path, found = tmp_path / "kept.bin", []
+    for _ in range(3):
+        kept = KeptFeatures(path, dialogues, 32, 0)
+        found.append([kept.of(batch, counted, target.logits).features for _ in range(2)])
+        del kept
+        if len(found) == 1:
+            damaged = bytearray(path.read_bytes())
+            damaged[batch.places[0].start * 64 + 9] ^= 4
+            path.write_bytes(damaged)
+    assert len(calls) == 2, "once for the first use, once after the damage"
+    assert all(torch.equal(found[0][0], features) for two in found for features in two)
+
+
+def test_publishing_keeps_what_others_put_beside_a_head(files, tmp_path):
+    """A folder of notes that is deleted because a head is replaced as a whole."""
+    out = tmp_path / "head"
+    run(files, out, steps=1)
+    (out / "notes").mkdir()
+    (out / "notes" / "thesis.txt").write_text("years of work")
+    run(files, out, "--force", work=tmp_path / "w", steps=1)
+    assert (out / "notes" / "thesis.txt").read_text() == "years of work"
+    assert sorted(p.name for p in out.iterdir()) == ["CARD.json", "config.json", "model.safetensors", "notes"]

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from support.errors import USAGE, at_least, run_command
+from support.errors import Parser, at_least, run_command
 
 
 def run_parser(doc: str, steps: int) -> argparse.ArgumentParser:
     """The options of every training command. `steps` is the default of --steps."""
-    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--steps", type=at_least(1), default=steps)
     p.add_argument("--seed", type=at_least(0), default=0)
     p.add_argument("--threads", type=at_least(0), default=0, help="CPU threads (0 = torch's default)")
@@ -47,7 +47,7 @@ def drafter_parser(doc: str, steps: int, length: int, eval_every: int) -> argpar
     add("--tree", default="paper25", help="of the measurements")
     add("--save-every", type=at_least(1), default=100)
     add("--pause-at", type=at_least(1), help="stop after this step; the same command goes on from there")
-    add("--device", default="auto", help="auto, cpu, cuda")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of the target")
     add("--force", action="store_true", help="replace what is at --out, better or not")
     return p
@@ -68,18 +68,15 @@ def parsed(p: argparse.ArgumentParser, argv: list[str] | None, runs: str = "runs
     return args
 
 
-def run(args: argparse.Namespace, train: Callable[..., Any], *kind: Any, bad_input: int = USAGE) -> int:
-    """Call `train(*kind, args)`. Returns the exit code: 1 kept a better drafter, 2 usage, 3 bad file, 130 Ctrl-C.
-
-    `bad_input` is the exit code of input that cannot be used for another reason.
-    """
+def run(args: argparse.Namespace, train: Callable[..., Any], *kind: Any) -> int:
+    """Call `train(*kind, args)`. Returns the exit code: 1 kept a better drafter, 2 usage, 3 bad file, 130 Ctrl-C."""
 
     def body() -> None:
         train(*kind, args)
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    code = run_command(body, args.debug, bad_input, "interrupted; the same command goes on from the last saved state")
+    code = run_command(body, args.debug, "interrupted; the same command goes on from the last saved state")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # A thread of gloo may still hold a tensor, and a tensor that is freed while Python shuts down aborts the process
         # (pytorch issue 190489). So one of several processes leaves without shutting Python down.

@@ -27,6 +27,7 @@ import kernels
 from engine import Engine
 from model import Transformer
 from sampling import SamplingParams
+from support.errors import UsageError
 from support.files import read_text, written_whole
 from support.progress import Progress
 from support.reader import json_lines, parse_json, refusal
@@ -357,7 +358,7 @@ def _read_data(
     if source.endswith(".npz"):
         return TokenData.load(Path(source))
     if tokenizer is None:
-        raise ValueError(f"the checkpoint has no tokenizer; give {option} as a tokenised .npz.")
+        raise UsageError(f"the checkpoint has no tokenizer; give {option} as a tokenised .npz.")
     conversations, texts, left_out = read_records(source, option == "--held-out")
     if engine is not None and conversations:
         conversations = answer_again(engine, tokenizer, conversations[: args.regenerate], args)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from model import Transformer
 from model_config import ModelConfig
-from support.files import write_json, write_text, written_whole
+from support.errors import BadFileError
+from support.files import directory_written_whole, write_json, write_text, written_whole
 from support.texts import HELD_OUT, LEFT_OUT, read_source, stdlib_files
 from training.loop import Run, World
 from training.optim import Recipe, init_weights, optimizers, update
@@ -108,7 +109,7 @@ def train_tokenizer(files: list[Path], out: Path) -> None:
 def load_corpus(tokenizer: Path) -> tuple[Text, Text]:
     """(training text, held-out text): the standard library in `tokenizer`, a file that is made first if it is missing.
 
-    Raises ValueError in one line for a tokenizer that this command did not make.
+    Raises BadFileError in one line for a tokenizer that this command did not make.
     """
     splits = stdlib_files()
     if not tokenizer.exists():
@@ -118,9 +119,9 @@ def load_corpus(tokenizer: Path) -> tuple[Text, Text]:
     try:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"{tokenizer}: not a sentencepiece model. {advice}") from error
+        raise BadFileError(f"{tokenizer}: not a sentencepiece model. {advice}") from error
     if (size := processor.vocab_size()) != VOCAB_SIZE:
-        raise ValueError(f"{tokenizer} has {size} pieces, expected {VOCAB_SIZE}. {advice}")
+        raise BadFileError(f"{tokenizer} has {size} pieces, expected {VOCAB_SIZE}. {advice}")
 
     def encode(files: list[Path]) -> Text:
         texts = list(map(read_source, files))
@@ -155,7 +156,7 @@ def bits_per_byte(model: Transformer, text: Text, length: int = 1024, most: int 
 def train(args: argparse.Namespace) -> None:
     """Train in args.work, going on from what lies there, then write args.out.
 
-    Raises ValueError in one line for a work directory of another run, and KeyboardInterrupt after Ctrl-C.
+    Raises BadFileError in one line for a work directory of another run, and KeyboardInterrupt after Ctrl-C.
     """
     work = Path(args.work)
     work.mkdir(parents=True, exist_ok=True)
@@ -190,10 +191,6 @@ def export(model: Transformer, corpus: Text, held_out: Text, run: Run, args: arg
     model.eval().to(torch.bfloat16).float()
     held = bits_per_byte(model, held_out)
     seen = bits_per_byte(model, corpus)
-    save_hf(model.to(torch.bfloat16), out)
-    shutil.copyfile(Path(args.work) / "tokenizer.model", out / "tokenizer.model")
-    write_json(out / "tokenizer_config.json", TOKENIZER)
-    write_json(out / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
     minutes = f"{run.seconds / 60:.0f} minutes on a CPU ({torch.get_num_threads()} threads)"
     card = CARD.format(
         **vars(args),
@@ -207,5 +204,10 @@ def export(model: Transformer, corpus: Text, held_out: Text, run: Run, args: arg
         seen=seen,
         held=held,
     )
-    write_text(out / "CARD.md", card)
+    with directory_written_whole(out, keep=True) as unfinished:
+        save_hf(model.to(torch.bfloat16), unfinished)
+        shutil.copyfile(Path(args.work) / "tokenizer.model", unfinished / "tokenizer.model")
+        write_json(unfinished / "tokenizer_config.json", TOKENIZER)
+        write_json(unfinished / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
+        write_text(unfinished / "CARD.md", card)
     print(f"held-out {held:.3f} bits per byte, training {seen:.3f}; wrote {out}", file=sys.stderr)

@@ -27,8 +27,8 @@ from model import Transformer
 from model_config import DTYPES
 from options import LoadOptions
 from sampling import SamplingParams
-from support.errors import UserError
-from support.files import write_json
+from support.errors import UserError, bad_files
+from support.files import clean_up, directory_written_whole, write_json
 from support.machine import describe_device
 from tokenizer import Tokenizer, load_tokenizer
 from training.data import Batch, TokenData, load_data, step_batches
@@ -170,7 +170,8 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         old = existing(training, Path(args.out)) if world.chief and training.drafts and not args.force else None
         if not world.chief:
             world.barrier()  # the first process leaves tokenised data for the others
-        data, held_out = load_data(args, target, tokenizer)
+        with bad_files():
+            data, held_out = load_data(args, target, tokenizer)
         if world.chief:
             world.barrier()
         module = training.build(data)
@@ -214,12 +215,13 @@ def open_target(
     """The target, its tokenizer, and the kernels that run it. On a CPU it is float32 unless --dtype says otherwise."""
     dtype = DTYPES.get(args.dtype) or (None if device.type == "cuda" else torch.float32)
     options = LoadOptions(args.checkpoint, device=device.type, dtype=None if args.dtype == "auto" else args.dtype)
-    checkpoint = options.open_checkpoint()
-    backend = kernels.KernelBackend(options.kernel_mode if checkpoint.quantization else "auto", device.type)
-    target = checkpoint.load(device, dtype)
+    with bad_files():
+        checkpoint = options.open_checkpoint()
+        backend = kernels.KernelBackend(options.kernel_mode if checkpoint.quantization else "auto", device.type)
+        target = checkpoint.load(device, dtype)
+        tokenizer = load_tokenizer(checkpoint.tokenizer_source, target.config.vocab_size)
     with backend.active():
         pack_(target, target.dtype)
-    tokenizer = load_tokenizer(checkpoint.tokenizer_source, target.config.vocab_size)
     if tokenizer is not None and args.chat_template:
         tokenizer.use_template(args.chat_template)
     if args.length > target.rotary.length:
@@ -229,6 +231,7 @@ def open_target(
 
 def existing(training: DrafterTraining, out: Path) -> nn.Module | None:
     """The drafter at --out, to be compared with the new one. ValueError if something else is there."""
+    clean_up(out)
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     try:
@@ -296,8 +299,9 @@ def publish(training: DrafterTraining, module: nn.Module, card: dict[str, Any], 
             f"what is at {out} is better (held-out tau {old_tau:.3f}, the new one {card['tau_greedy']:.3f}); "
             "kept it. The new one stays in --work: run the same command with --force to replace what is at --out."
         )
-    training.write(module, out)
-    write_json(out / "CARD.json", card)
+    with directory_written_whole(out, keep=True) as unfinished:
+        training.write(module, unfinished)
+        write_json(unfinished / "CARD.json", card)
     world.say(f"wrote {out}" + (f"\nnote: {training.note}" if training.note else ""))
 
 

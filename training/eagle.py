@@ -18,7 +18,7 @@ from eagle_draft import FEATURE_NOISE, EagleDrafter, EagleHead, eagle_drafter, l
 from load import build_head
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
-from support.errors import UsageError
+from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData, fingerprint
 from training.drafters import DrafterTraining, Evaluation
 from training.features import KeptFeatures, TargetRows
@@ -279,7 +279,8 @@ class EagleTraining(DrafterTraining):
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
         self.title = f"EAGLE-{args.version} head ({args.inputs})"
-        self.start = read_eagle(args.start, target.config) if args.start else None
+        with bad_files():
+            self.start = read_eagle(args.start, target.config) if args.start else None
         self.config = head_config(target.config, args) if self.start is None else start_config(self.start, args)
         self.recipe = recipe_for(args)
         # As the authors of the two generations do it.

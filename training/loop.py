@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import time
+import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from support.errors import BadFileError, UsageError
 from support.files import written_whole
 from support.machine import default_device
 from support.progress import Progress, say
@@ -37,9 +39,14 @@ class World(NamedTuple):
     @classmethod
     @contextlib.contextmanager
     def start(cls, device: str) -> Iterator[World]:
-        """Join the other processes. `device` is auto, cpu or cuda (torchrun gives each process its own GPU)."""
+        """Join the other processes. `device` is auto, cpu or cuda (torchrun gives each process its own GPU).
+
+        Raises UsageError for cuda where there is none.
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         device = default_device() if device == "auto" else device
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("--device cuda, but this torch sees no CUDA device. Use --device cpu.")
         if size == 1:
             yield cls(0, 1, torch.device(device))
             return
@@ -105,7 +112,7 @@ class Run:
             after_step: called with the number of finished steps, except after the last one.
 
         Raises:
-            ValueError: one line, for a damaged state or the state of another run.
+            BadFileError: one line, for a damaged state or the state of another run.
             KeyboardInterrupt: after Ctrl-C, once the current step is finished and saved.
         """
         if self.path.exists():
@@ -146,16 +153,24 @@ class Run:
         """Write all that the rest of the run depends on. An interruption leaves the older state in its place."""
         state = {"run": self.identity, "step": len(self.curve), "curve": self.curve, "seconds": self.seconds}
         state |= {"module": self.module.state_dict(), "optims": [o.state_dict() for o in self.optims]}
-        with written_whole(self.path) as temporary:
-            torch.save(state, temporary)
+        with written_whole(self.path) as temporary, open(temporary, "wb") as file:
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # such as a full disk, which torch does not name
+                    raise error.__context__ from None
+                raise
 
     def resume(self) -> None:
         """Go on from the saved state.
 
-        Raises ValueError in one line for a damaged file, and for the state of another run, naming what differs.
+        Raises BadFileError in one line for a damaged file, and for the state of another run, naming what differs.
         """
         advice = "Delete it or give another --work."
         try:
+            with zipfile.ZipFile(self.path) as archive:
+                if archive.testzip():  # torch itself does not compare the checksums
+                    raise ValueError("a checksum differs")
             state = torch.load(self.path, weights_only=True, map_location=self.world.device)
             found = {name: state["run"].get(name) for name in self.identity}
             if found == self.identity:
@@ -165,10 +180,11 @@ class Run:
                 self.curve = state["curve"]
                 self.seconds = state["seconds"]
         except Exception as error:  # a damaged or foreign file may raise anything
-            raise ValueError(f"{self.path}: not a training state of this command. {advice}") from error
+            what = "damaged, or not a training state of this command"
+            raise BadFileError(f"{self.path}: {what}. {advice}") from error
         for name in (name for name, value in self.identity.items() if found[name] != value):
             values = f"{name} {found[name]!r:.60}, here {self.identity[name]!r:.60}"
-            raise ValueError(f"{self.path} is from another run ({values}). Match it, or: {advice}")
+            raise BadFileError(f"{self.path} is from another run ({values}). Match it, or: {advice}")
 
 
 def averages(done: int, steps: int, recent: Iterable[tuple[float, ...]]) -> str:

@@ -318,6 +318,8 @@ class _HeadReader:
     def _open(self) -> dict[str, Any]:
         """Fill self.entries. Returns the head's config, or {} if it has none."""
         path, folder = self.path, self.path if self.path.is_dir() else self.path.parent
+        if not path.exists():
+            self.fail("no such folder or file.")
         if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pth", ".pt"):
             self.fail("expected a .safetensors, .bin or .pth file, or a folder.")
         files = [path] if path.is_file() else tensor_files(path) or sorted(path.glob("*.pth"))

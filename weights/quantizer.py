@@ -215,8 +215,8 @@ class _Run:
         Its linears are rounded one after the other, and each sees what its rounded predecessors produce. The module is
         left with the weights that the stored tensors stand for.
         """
-        path = self.work / f"{unit}.safetensors"
-        known = _tensors_in(path) if path.exists() else {}
+        known = self._stored_before(unit)
+        finished = bool(known)
         for _, child, weights, bits in quantizable(module, self.spec):
             for full, weight in weights.items():
                 key = prefix + full
@@ -234,10 +234,25 @@ class _Run:
         for name, tensor in known.items():
             if tensor.is_floating_point():
                 check_finite(tensor, name, "result")
-        if not path.exists():
+        path = self.work / f"{unit}.{_digest(known)[:16]}.safetensors"
+        if not finished:
             with writing_errors(path):
                 write_safetensors(path, known)
         self.stored |= _tensors_in(path)
+
+    def _stored_before(self, unit: str) -> dict[str, Tensor]:
+        """The tensors of a finished unit, {} if there are none. Its file's name ends with their checksum.
+
+        A file that no longer is what was written is deleted, and the unit is quantized again.
+        """
+        for path in self.work.glob(f"{unit}.*.safetensors"):
+            with contextlib.suppress(ValueError):
+                known = _tensors_in(path)
+                if path.name == f"{unit}.{_digest(known)[:16]}.safetensors":
+                    return known
+            with writing_errors(path):
+                path.unlink()
+        return {}
 
     def _round(self, child: nn.Module, name: str, weight: Tensor, bits: int, forward: Forward) -> Stored:
         """The stored tensors of one weight of `child`."""
@@ -340,8 +355,11 @@ def _tensors_in(path: Path) -> dict[str, Tensor]:
 
 
 def _digest(value: Any) -> str:
+    """The SHA-256 of a tensor, of tensors by name, or of what JSON can hold."""
     if isinstance(value, Tensor):
-        return hashlib.sha256(value.numpy().tobytes()).hexdigest()
+        return hashlib.sha256(value.detach().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+    if isinstance(value, dict) and all(isinstance(tensor, Tensor) for tensor in value.values()):
+        value = {name: [str(t.dtype), list(t.shape), _digest(t)] for name, t in value.items()}
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -184,6 +184,15 @@ class Engine:
             return tuple(self.tokenizer.eos_ids)
         return self.model.config.eos_token_ids
 
+    def twin(self, width: int) -> Engine:
+        """An engine on the same model that decodes plainly, in forwards of `width` rows, with buffers of its own."""
+        named = ("ctx", "backend", "compile_mode", "kv_dtype", "options")
+        how = {name: vars(self)[name] for name in named} | {"compile": self.compiled}
+        return self._new(self.model, self.tokenizer, PlainDrafter(self.model, width), self.batch_size, **how)
+
+    def _new(self, *arguments: Any, **named: Any) -> Engine:
+        return Engine(*arguments, **named)
+
     @torch.inference_mode()
     def warm_up(self, params: SamplingParams | None = None) -> float:
         """Compile, capture and time now what requests with these settings need; otherwise their first one does.

@@ -8,8 +8,12 @@ for chunk in engine.generate(prompt_ids, SamplingParams(max_new_tokens=100)): ..
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -28,20 +32,24 @@ from kernels import tuned
 from model import Transformer
 from model_config import DTYPES, ModelConfig
 from options import DEMO, LoadKeywords, LoadOptions, check_names
+from ranks import RankedEngine, RankLost, Ranks, follow, join, meet, same_model
 from runtime.compiled import COMPILE_MODES
 from step import HISTORY, RING
 from support import cache
-from support.errors import NotEnoughMemory, bad_files
+from support.errors import NotEnoughMemory, bad_files, one_line
 from support.machine import default_device, default_threads, describe_device, free_memory, release_threads, size_text
 from support.memory import freed_memory_returns, shapes_only
 from tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
 from weights.checkpoint import Checkpoint
+from weights.checksums import check_sha256
 from weights.files import Progress
 from weights.heads import EagleFile, read_eagle
 from weights.hf import build_model
+from weights.hub import local_path
 from weights.quantized import QuantLinear, QuantSpec, adopt_, held_bytes, pack_
 from weights.rounding import quantize_
+from weights.shards import Shard
 
 LIVE_ROWS = 6  # fp32 rows per node that are alive at once while a captured step runs
 
@@ -177,9 +185,53 @@ def load(
     check_names(keywords)
     asked = LoadOptions(checkpoint=str(checkpoint), **keywords)
     asked.check()
-    use_threads(asked)
+    size = asked.tp or int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return _load(asked, progress, say)
+    device = asked.device or default_device()
+    return _load_part(asked, meet(size, device, keywords | {"checkpoint": str(checkpoint), "tp": size}), progress, say)
+
+
+def follow_leader() -> None:
+    """What a process does that rank 0 started: load its part, and follow."""
+    told = json.load(sys.stdin)
+    options = told.pop("options")
+    for name, value in options.items():
+        options[name] = tuple(value) if isinstance(value, list) else value
+    with contextlib.suppress(RankLost):
+        _load_part(LoadOptions(**options), join(**told), None, lambda line: None)
+
+
+def _load_part(asked: LoadOptions, ranks: Ranks, progress: Progress | None, say: Callable[[str], None]) -> Engine:
+    """The engine of rank 0. In any other rank this loads the rank's part, follows rank 0, and ends the process."""
+    if ranks.rank:
+        progress, say = None, lambda line: None
+    try:
+        engine = _load(asked, progress, say, ranks)
+    except Exception as error:
+        same_model(ranks, one_line(error))
+        if ranks.rank:  # rank 0 has said why
+            raise SystemExit(1) from error
+        raise
+    model = engine.model
+    described = (repr(model.config), model.quant, float(model.norm.weight.double().sum()), repr(engine.options))
+    same_model(ranks, "", described)
+    if ranks.rank:
+        follow(engine, ranks)
+        raise SystemExit(0)
+    sums = 2 * model.config.num_hidden_layers
+    say(f"ranks   {ranks.size} processes; each token needs {sums} sums and one exchange of logits between them")
+    return engine
+
+
+def _load(
+    asked: LoadOptions, progress: Progress | None, say: Callable[[str], None], ranks: Ranks | None = None
+) -> Engine:
+    use_threads(asked, ranks.size if ranks else 1)
     with bad_files(), freed_memory_returns():
-        files = _Files(asked)
+        if asked.sha256:
+            check_sha256(local_path(asked.checkpoint), asked.sha256)
+        files = _Files(asked, Shard(ranks.rank, ranks.size) if ranks else None)
     options = asked.resolve(files.checkpoint, files.head)
     device = torch.device(options.device)
     backend = open_backend(options, say)
@@ -207,23 +259,26 @@ def load(
         limit = trained.max_position_embeddings
         say(f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens.")
     release_threads()  # requests may run in another thread
-    return build_engine(model, files.tokenizer, drafter, options, backend, plan, head, files.checkpoint.generation)
+    generation = files.checkpoint.generation
+    return build_engine(model, files.tokenizer, drafter, options, backend, plan, head, generation, ranks)
 
 
-def use_threads(options: LoadOptions) -> None:
-    """Give torch the CPU threads that the options name, if they name a CPU.
+def use_threads(options: LoadOptions, ranks: int = 1) -> None:
+    """Give torch the CPU threads that the options name, if they name a CPU, or this process's share of them.
 
     torch has one number for the whole process, so models that are loaded already run with the new one, too.
     """
     if (options.device or default_device()) == "cpu":
-        torch.set_num_threads(options.threads or default_threads())
+        torch.set_num_threads(options.threads or max(1, default_threads() // ranks))
 
 
 class _Files:
     """The files that the options name, as far as they are read before memory is planned."""
 
-    def __init__(self, options: LoadOptions):
+    def __init__(self, options: LoadOptions, shard: Shard | None = None):
         self.checkpoint = options.open_checkpoint()
+        if shard:
+            self.checkpoint = self.checkpoint.sharded(shard)
         config = self.checkpoint.config
         self.tokenizer = load_tokenizer(self.checkpoint.tokenizer_source, config.vocab_size)
         overrides = dict(item.split("=", 1) for item in options.eagle_config)
@@ -273,9 +328,14 @@ def build_engine(
     plan: MemoryPlan | None = None,
     head: EagleHead | None = None,
     generation: dict[str, Any] | None = None,
+    ranks: Ranks | None = None,
 ) -> Engine:
-    """An Engine that runs as the options say. plan, head and generation stay with it for reports and command lines."""
-    return Engine(
+    """An Engine that runs as the options say. plan, head and generation stay with it for reports and command lines.
+
+    ranks: the processes that share the model, if there are several.
+    """
+    kind = partial(RankedEngine, ranks=ranks) if ranks else Engine
+    return kind(
         model,
         tokenizer,
         drafter,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from support.reader import ConfigReader
 
 # Supported values of `model_type`, each with the family's defaults for keys that config.json leaves out.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -179,48 +180,11 @@ class ModelConfig:
         )
 
 
-class ConfigReader:
-    """Typed reads from a JSON object. A wrong type or range is a ValueError that names the key and the file `where`."""
-
-    def __init__(self, config: dict[str, Any], where: str):
-        self.config = config
-        self.where = where
-        if not isinstance(config, dict):
-            raise self.error(f"expected a JSON object, found {type(config).__name__}.")
-
-    def error(self, text: str) -> ValueError:
-        """The error to raise for something wrong in this file."""
-        return ValueError(f"{self.where}: {text}")
-
-    def _checked(self, key: str, default: Any, allows: Callable[[Any], bool], allowed: str) -> Any:
-        value = self.config.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise self.error(f"required key {key!r} is missing.")
-        if not allows(value):
-            raise self.error(f"{key} = {value!r} is not supported, expected {allowed}.")
-        return value
-
-    def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**31) -> int:
-        allowed = f"an integer in [{low}, {high}]"
-        return self._checked(key, default, lambda value: type(value) is int and low <= value <= high, allowed)
-
-    def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
-        allowed = f"a number in [{low}, {high}]"
-        return float(self._checked(key, default, lambda v: type(v) in (int, float) and low <= v <= high, allowed))
-
-    def boolean(self, key: str, default: bool) -> bool:
-        return self._checked(key, default, lambda value: isinstance(value, bool), "true or false")
-
-    def text(self, key: str, default: str | None, allowed: tuple[str, ...]) -> str:
-        return self._checked(key, default, lambda value: value in allowed, f"one of {', '.join(allowed)}")
-
-
 def _refuse_unknown_architecture(read: ConfigReader) -> None:
     """ValueError for keys that would change the computation in a way that is not implemented."""
     architectures = read.config.get("architectures") or ["ForCausalLM"]
     if not isinstance(architectures, list) or not any(str(a).endswith("ForCausalLM") for a in architectures):
-        raise read.error(f"architectures = {architectures!r} holds no *ForCausalLM model.")
+        raise read.error(f"architectures = {architectures!r:.80} holds no *ForCausalLM model.")
     read.text("hidden_act", "silu", ("silu", "swish"))
     for key, neutral in (("partial_rotary_factor", 1.0), ("pretraining_tp", 1)):
         if read.config.get(key, neutral) not in (neutral, None):

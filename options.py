@@ -65,6 +65,11 @@ class LoadOptions:
         "model directory, .gguf file, or org/name in the Hugging Face cache (default: the embedded demo)",
         metavar="DIR",
     )
+    sha256: str | None = option(
+        None,
+        "first compare the model's files with SHA256SUMS in its folder (stored), or its one weights file with a digest",
+        metavar="stored|HEX",
+    )
     batch_size: int = option(1, "sequences that are decoded together, with seeds seed, seed + 1, ...", least=1)
     ctx: int | None = option(None, "context to allocate (default: the model's, at most 8192)", least=2)
     device: str | None = option(None, "default: the GPU if there is one", ("cuda", "cpu"))
@@ -78,6 +83,13 @@ class LoadOptions:
         metavar="N",
         least=1,
         most=4096,  # far more would end the process where OpenMP starts them
+    )
+    tp: int | None = option(
+        None,
+        "tensor parallel: split the model among N processes, each with a GPU (or a share of the CPU) of its own "
+        "(default: as many as torchrun started, or 1)",
+        metavar="N",
+        least=1,
     )
     compile: bool = option(False, "compile the step (and on a GPU capture it as one CUDA graph)")
     compile_mode: str = option(
@@ -266,6 +278,7 @@ class LoadKeywords(TypedDict, total=False):
     dtype: str | None
     quant: str | None
     threads: int | None
+    tp: int | None
     compile: bool
     compile_mode: str
     activations: str

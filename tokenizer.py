@@ -6,7 +6,6 @@ text equals the text decoded in one piece.
 
 import codecs
 import contextlib
-import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_template import TEMPLATE_CHARACTERS, TemplateWorker
+from support.reader import LONGEST, check, parse_json
 
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
@@ -29,6 +29,13 @@ LLAMA2_SYSTEM = (
     "something not correct. If you don't know the answer to a question, please don't share false information."
 )
 NAMED_TOKEN = re.compile("[a-z]+_token")  # keys such as bos_token
+TOKEN = (str, {"content": str, "special?": (bool, None)})
+# What is read of tokenizer_config.json and special_tokens_map.json, besides the keys of NAMED_TOKEN.
+CONFIG = dict.fromkeys(("add_bos_token?", "add_eos_token?", "legacy?"), (bool, None))
+CONFIG |= {"added_tokens_decoder?": ({"*": TOKEN[1]}, None), "additional_special_tokens?": ([TOKEN], None)}
+CONFIG |= {"extra_special_tokens?": ([TOKEN], {"*": TOKEN}, None)}
+CONFIG |= {"chat_template?": (str, [{"name": str, "template": str}], None)}
+VOCABULARY = {"model": {"vocab": ({"*": int}, list)}, "added_tokens?": ([TOKEN[1] | {"id": int}], None)}
 Reader = Callable[[str], bytes | None]  # the contents of a file by its name, None if there is no such file
 TOOL_KEYS = {"tool_calls", "tool_call_id", "name"}  # what a message may have beside its role and content
 BUILTIN_SYSTEM = {"vicuna": VICUNA_SYSTEM, "llama-2-chat": LLAMA2_SYSTEM, "mixtral": ""}
@@ -105,8 +112,10 @@ def _directory_reader(directory: Path) -> Reader:
 
 def _added_tokens(read: Reader, config: dict, named: dict[str, str]) -> dict[str, dict]:
     """The tokens that files beside the vocabulary declare, each with its id and whether it is special, where known."""
-    tokens = {content: {"id": i} for content, i in _json(read, "added_tokens.json").items()}
+    tokens = {content: {"id": i} for content, i in _json(read, "added_tokens.json", {"*": int}).items()}
     for i, token in (config.get("added_tokens_decoder") or {}).items():
+        if not re.fullmatch("[0-9]{1,9}", i):
+            raise ValueError(f"added_tokens_decoder has {i!r:.40}, expected an id")
         tokens[token["content"]] = {"id": int(i), "special": token.get("special", False)}
     special = list(named.values())
     for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -189,7 +198,7 @@ class Tokenizer:
         outside += [i for i in files.pieces if not 0 <= i < limit and i not in self.special_ids]
         if outside:
             raise ValueError(
-                f"token id {outside[0]!r} is outside the model's vocabulary of {limit} (files of another model?)."
+                f"token id {outside[0]!r:.60} is outside the model's vocabulary of {limit} (files of another model?)."
             )
         self._control = {content: i for content, i in files.special.items() if 0 <= i < limit}
         self._control_pattern = _any_of(self._control)
@@ -368,7 +377,7 @@ class Tokenizer:
         if name not in self.chat_templates:
             raise ValueError(f"this model has no chat template. Use --prompt or a built-in one: {builtins}.")
         roles = ", ".join(m["role"] for m in variants[0])
-        where = f"chat template ({self.chat_template_source}) failed for roles [{roles}]"
+        where = f"chat template ({self.chat_template_source}) failed for roles [{roles:.60}]"
         with _one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):
             variables = self._files.named | {"add_generation_prompt": add_generation_prompt, "tools": tools}
             return self._worker.render(self.chat_templates[name], variants, variables)
@@ -403,6 +412,8 @@ def _load_json(data: bytes, tokens: dict[str, dict], named: dict[str, str]) -> _
     """Reads a tokenizer.json. `tokens` and `named` come from the files beside it."""
     import tokenizers
 
+    if not check(parse_json(data, "tokenizer.json"), VOCABULARY, "tokenizer.json", "the file")["model"]["vocab"]:
+        raise ValueError("its vocabulary is empty")
     rust = tokenizers.Tokenizer.from_buffer(data)
     rust.no_truncation()
     rust.no_padding()
@@ -452,6 +463,8 @@ def _load_sentencepiece(data: bytes, tokens: dict[str, dict], named: dict[str, s
     # {add_dummy_prefix: false}.
     inner = sentencepiece.SentencePieceProcessor(model_proto=data + b"\x1a\x02\x18\x00")
     vocab = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
+    if not vocab:
+        raise ValueError("its vocabulary is empty")
     pieces = {i: _sentencepiece_bytes(token) for token, i in vocab.items()}
     special = {token: i for token, i in vocab.items() if model.is_control(i) or model.is_unknown(i)}
     ordinary = {}
@@ -502,7 +515,7 @@ def _content(token: str | dict) -> str:
 
 def _named_tokens(read: Reader, name: str) -> dict:
     """A JSON file whose `*_token` values are texts or objects that hold one. ValueError names any other value."""
-    value = _json(read, name)
+    value = _json(read, name, CONFIG)
     for key, token in value.items():
         text = token.get("content") if isinstance(token, dict) else token
         if NAMED_TOKEN.fullmatch(key) and token is not None and not isinstance(text, str):
@@ -510,15 +523,10 @@ def _named_tokens(read: Reader, name: str) -> dict:
     return value
 
 
-def _json(read: Reader, name: str) -> dict:
-    """The JSON object in a file, {} if there is no such file."""
-    value = {}
-    if (data := read(name)) is not None:
-        with _one_line_errors(f"{name} is not valid JSON", ""):
-            value = json.loads(data.decode())
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} must hold a JSON object, not {type(value).__name__}.")
-    return value
+def _json(read: Reader, name: str, shape: dict[str, Any] | None = None) -> dict:
+    """The JSON object in a file, of a shape of `support.reader.check`; {} if there is no such file."""
+    data = read(name)
+    return {} if data is None else check(parse_json(data, name), shape or {}, name, "the file")
 
 
 @contextlib.contextmanager
@@ -529,7 +537,7 @@ def _one_line_errors(what: str, fix: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        detail = " ".join(str(error).split())[:400].rstrip(".") or type(error).__name__
+        detail = " ".join(str(error).split())[:LONGEST].rstrip(".") or type(error).__name__
         raise ValueError(f"{what}: {detail}. {fix}") from error
 
 

@@ -9,7 +9,6 @@ Code that a compiled step traces does not belong here (see tree_building.py).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from support.reader import parse_json, refusal
 from tree_building import ancestors_from_parents
 
 MAX_NODES = 256
@@ -174,22 +174,21 @@ def parse_tree(spec: str) -> StaticTree | DynamicTree:
 
 
 def _read_tree(file: str) -> StaticTree | DynamicTree:
+    where = f"tree file {file}"
     try:
         with open(file, "rb") as f:
-            text = f.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:
-            raise ValueError(f"larger than {MAX_FILE_BYTES} bytes, not a tree")
-        data = json.loads(text)
-        data = data if isinstance(data, dict) else {"paths": data}
-        kinds = data.keys() & {"paths", "dynamic"}
-        value = data[kinds.pop()] if len(kinds) == 1 else None
-        if not isinstance(value, list) or not value or "dynamic" in data and len(value) != 3:
-            raise ValueError('must hold a list of paths, {"paths": [...]} or {"dynamic": [N, DEPTH, TOPK]}')
-        return DynamicTree(*value) if "dynamic" in data else StaticTree(tuple(value))
+            data = parse_json(f.read(MAX_FILE_BYTES + 1), where, MAX_FILE_BYTES)
     except OSError as error:
-        raise ValueError(f"tree file {file}: {error.strerror or 'unreadable'}; check the path") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"tree file {file}: {error}") from None
+        raise refusal(where, f"{error.strerror or 'unreadable'}; check the path") from None
+    data = data if isinstance(data, dict) else {"paths": data}
+    kinds = data.keys() & {"paths", "dynamic"}
+    value = data[kinds.pop()] if len(kinds) == 1 else None
+    if not isinstance(value, list) or not value or "dynamic" in data and len(value) != 3:
+        raise refusal(where, 'must hold a list of paths, {"paths": [...]} or {"dynamic": [N, DEPTH, TOPK]}')
+    try:
+        return DynamicTree(*value) if "dynamic" in data else StaticTree(tuple(value))
+    except ValueError as error:
+        raise refusal(where, str(error)) from None
 
 
 class Level(NamedTuple):

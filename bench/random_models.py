@@ -21,7 +21,7 @@ from model import Transformer
 from model_config import DTYPES, ModelConfig, RopeConfig
 from options import LoadOptions
 from support.memory import shapes_only
-from weights.heads import EagleConfig
+from weights.heads import EagleConfig, default_taps
 from weights.hf import build_model
 from weights.quantized import QuantLinear, QuantSpec, apply_spec_, pack_, set_tensor
 
@@ -67,7 +67,7 @@ def head_config(target: ModelConfig, version: int) -> EagleConfig:
     if version == 3:
         # Published heads read layers 2, L // 2 and L - 3. They draft 32,000 of LLaMA-3's 128,256 tokens, and all tokens
         # of a target with a vocabulary of 32,000, which then needs no table of draft ids.
-        taps = (2, layers // 2, layers - 3) if layers > 5 else tuple(range(min(layers, 2) + 1))
+        taps = default_taps(layers)
         vocab = min(vocab, 32000)
     # A head's layer is a plain LLaMA layer of the target's sizes. It has no experts, no window, and no norms on queries
     # and keys, also where the target has them.

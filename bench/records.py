@@ -10,6 +10,14 @@ from typing import Any, TextIO
 
 from support.errors import UsageError
 from support.files import read_json_lines
+from support.reader import check
+
+# What is read again of the lines of a file, as shapes of `support.reader.check`.
+PLACE = {"suite": str, "temperature": float, "arm": str}
+RUN = PLACE | {"question": (str, int), "turn": int, "rep": int, "prompt_sha256": str, "ids_sha256": str}
+RATES = {"tokens_per_second": (float, None), "tau": (float, None), "speedup": ({"median": (float, None)}, None)}
+SUMMARY = dict.fromkeys(("environment", "settings", "model"), dict)
+SUMMARY |= {"rows": [PLACE | RATES], "arms": [{"arm": str, "options": dict}]}
 
 
 class Lines:
@@ -60,8 +68,8 @@ def _checksum(line: dict[str, Any]) -> str:
 def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(run lines, summary line) of a file written by --json. Raises ValueError if it is not one."""
     lines = read_json_lines(path)
-    runs = [line for line in lines if line.get("type") == "run"]
-    summaries = [line for line in lines if line.get("type") == "summary"]
+    runs = [check(line, RUN, path, "a run") for line in lines if line.get("type") == "run"]
+    summaries = [check(line, SUMMARY, path, "the summary") for line in lines if line.get("type") == "summary"]
     if not summaries:
         raise UsageError(f"{path}: not a file of scripts.bench --json (no summary line).")
     return runs, summaries[-1]

@@ -7,7 +7,6 @@ where the model has no tokenizer.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from typing import Any
 
 from engine import Engine
 from support.errors import UsageError
+from support.files import read_text
+from support.reader import check, json_lines, refusal
 from support.texts import read_source, stdlib_files
 from tokenizer import BUILTIN_SYSTEM, LLAMA2_SYSTEM, PAPER_SUFFIX
 
@@ -38,18 +39,17 @@ def read_suite(path: str | Path, limit: int = 0) -> list[Question]:
     path = Path(path)
     name = path.parent.name if path.stem == "question" else path.stem
     questions: list[Question] = []
-    number = 1
+    shape = {"turns": [str], "question_id?": (str, int, None)}
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-            if not line.strip() or 0 < limit <= len(questions):
-                continue
-            item = json.loads(line)
-            turns = item["turns"]
-            if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
-                raise ValueError('"turns" must be a list of non-empty strings')
+        for number, (where, item) in enumerate(json_lines(read_text(path), path), 1):
+            turns = check(item, shape, where, "the question")["turns"]
+            if not turns or not all(turns):
+                raise refusal(where, '"turns" must be a list of non-empty strings.')
             questions.append(Question(name, str(item.get("question_id", number)), tuple(turns)))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--questions {path}, line {number}: not a question in MT-bench layout ({error}).") from None
+            if len(questions) == limit:
+                break
+    except ValueError as error:
+        raise UsageError(f"--questions {error} Expected are questions in MT-bench layout.") from None
     if not questions:
         raise UsageError(f"--questions {path}: no questions in it.")
     return questions

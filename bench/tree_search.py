@@ -26,6 +26,7 @@ from sampling import SamplingParams
 from step import Observer, StepOutput
 from support.errors import BadFileError
 from support.files import read_json
+from support.reader import check
 from tree import MAX_NODES, DynamicTree, StaticTree
 
 SHRINK = 8.0  # a rank's chance at a depth counts this many trials of the same rank one level above
@@ -150,8 +151,10 @@ def pooled(parts: Sequence[Acceptance]) -> Acceptance:
 
 def read_statistics(path: str | Path) -> list[Acceptance]:
     """The "statistics" of a file that scripts.tune_tree wrote. Raises BadFileError for anything else."""
+    item = {"temperature": float, "trials": list, "hits": list, "dynamic": [{"dynamic": [int], "tau": float}], "*": ()}
     try:
-        found = [Acceptance(**item) for item in read_json(Path(path))["statistics"]]
+        found = check(read_json(path), {"statistics": [item]}, path)["statistics"]
+        found = [Acceptance(**item) for item in found]
         if not found:
             raise ValueError("it must hold at least one temperature")
         counts = np.array([(a.trials, a.hits) for a in found])  # raises ValueError if the tables have several shapes

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support import cache
-from support.files import write_text
+from support.files import read_json, write_text
+from support.reader import check, refusal
 
 # The most rows of x that one program multiplies.
 TILE_M = 64
@@ -75,8 +76,8 @@ def read_tuned(gpu: str, path: Path | None = None) -> tuple[dict[str, LinearConf
     path = path or tuned_file()
     try:
         return {key: _tiling(key, row) for key, row in _stored(path).get(gpu, {}).items()}, ""
-    except (OSError, ValueError, AttributeError) as error:
-        return {}, f"{path} is ignored: {error}. Run python -m scripts.bench_kernels --tune again."
+    except ValueError as error:
+        return {}, f"{error} It is ignored. Run python -m scripts.bench_kernels --tune again."
 
 
 def write_tuned(gpu: str, configs: Mapping[str, LinearConfig], path: Path | None = None) -> None:
@@ -95,15 +96,15 @@ def _stored(path: Path) -> dict[str, Any]:
     is not ours."""
     if not path.exists():
         return {}
-    read = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(read, dict) or read.get("version") != 1 or not isinstance(read.get("gpus"), dict):
-        raise ValueError("it is not a version 1 file of tilings")
+    read = check(read_json(path), {"version": int, "gpus": {"*": {"*": list}}}, path, "the file of tilings")
+    if read["version"] != 1:
+        raise refusal(path, "it is not a version 1 file of tilings.")
     return read["gpus"]
 
 
 def _tiling(key: str, row: Any) -> LinearConfig:
     if not isinstance(row, list) or len(row) != len(ALLOWED):
-        raise ValueError(f"{key}: {row!r:.80} is not a tiling")
+        raise refusal(key, f"{row!r:.80} is not a tiling.")
     if any(isinstance(x, bool | float) or x not in allowed for x, allowed in zip(row, ALLOWED, strict=True)):
-        raise ValueError(f"{key}: {row!r:.80} is not a tiling")
+        raise refusal(key, f"{row!r:.80} is not a tiling.")
     return LinearConfig(*row)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from drafters.base import PlainDrafter
 from engine import Engine
-from load import build_engine
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 
@@ -73,8 +71,7 @@ def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, resu
     round differently, so tokens that are nearly tied can swap.
     """
     width = engine.drafter.N if engine.model.device.type == "cuda" else 1
-    drafter = PlainDrafter(engine.model, width)
-    plain = build_engine(engine.model, engine.tokenizer, drafter, engine.options, engine.backend)
+    plain = engine.twin(width)
     replayed = plain.generate_batch(prompts, params).run()
     pairs = enumerate(zip(results, replayed, strict=True))
     forks = [find_fork(plain, b, prompts[b], params, ours.token_ids, theirs.token_ids) for b, (ours, theirs) in pairs]

@@ -24,6 +24,7 @@ from bench.step_cells import draft_rows
 from model import Transformer
 from support.errors import command_parser, run_command
 from support.files import check_folder, read_json, write_text
+from support.reader import check
 from tree import parse_tree
 from weights.quantized import QuantLinear
 
@@ -206,7 +207,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def show() -> None:
         check_folder("--write", args.write)
-        report, gpu = read_json(args.report), Gpu()
+        row = {"kernel": str, "arch": str, "instructions_per_weight?": (float, None)}
+        report, gpu = check(read_json(args.report), {"triton": str, "rows": [row]}, args.report), Gpu()
         if args.json:
             print(json.dumps([predict(setup, report, gpu) for setup in SETUPS], indent=1))
             return

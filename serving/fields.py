@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 from serving.errors import ApiError, unsupported, wrong
+from support.reader import parse_json
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
     """The JSON object of a request body. Raises ApiError for anything else."""
 
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not JSON")
-
     try:
-        value = json.loads(data, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
+        value = parse_json(data, "the body")
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, not {_kind(value)}", code="invalid_json")
     return value

@@ -12,31 +12,22 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from support.errors import BadFileError, UsageError
-
-JSON_LIMIT = 4 << 20  # bytes of a config.json
-INDEX_LIMIT = 64 << 20  # bytes of a shard index or a safetensors header
+from support.reader import INDEX_LIMIT, JSON_LIMIT, check, json_lines, parse_json, refusal  # noqa: F401
 
 
-def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
-    """Read a JSON object. Raises a one-line ValueError for a missing, oversized, malformed or non-object file."""
-
-    def refuse(token: str) -> NoReturn:
-        raise json.JSONDecodeError(f"{token} is not JSON", token, 0)
-
+def read_json(path: str | Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    """Read a JSON object. Raises BadFileError for a missing, oversized, malformed or other file."""
     try:
-        size = path.stat().st_size
-        if size > limit:
-            raise ValueError(f"{path}: {size:,} bytes, at most {limit:,} are read. Is it the right file?")
-        value = json.loads(path.read_bytes(), parse_constant=refuse)
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}).") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error}). Download it again.") from error
+        raise refusal(path, f"cannot be read ({error.strerror}).") from error
+    value = parse_json(data, path, limit)
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}.")
+        raise refusal(path, f"expected a JSON object, found {type(value).__name__}.")
     return value
 
 
@@ -232,25 +223,31 @@ def append_json_lines(path: str | Path, *values: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+def read_json_lines(path: str | Path, shape: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """The JSON objects of a JSON-lines file, in order; [] for a missing file.
 
-    A last line without its end was left by an interrupted run and does not count. Raises a one-line ValueError for a
-    file that cannot be read or a line that is not a JSON object.
+    A last line without its end was left by an interrupted run and does not count. Raises BadFileError for a file that
+    cannot be read, or a line that is not a JSON object of this shape (`support.reader.check`).
     """
     path = Path(path)
     if not path.exists():
         return []
     try:
-        lines = path.read_bytes().split(b"\n")
-        values = [json.loads(line) for line in lines[:-1] if line.strip()]
-        if any(not isinstance(value, dict) for value in values):
-            raise ValueError("a line is not a JSON object")
+        lines = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}).") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: not a file of JSON lines ({error}). Remove it or write it again.") from error
-    return values
+        raise refusal(path, f"cannot be read ({error.strerror}).") from error
+    whole = lines[: lines.rfind(b"\n") + 1]
+    return [check(value, shape or {}, where) for where, value in json_lines(whole, path)]
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a UTF-8 file with its line ends as they are. Raises BadFileError if it cannot be read."""
+    try:
+        return Path(path).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise refusal(path, f"cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise refusal(path, f"not UTF-8 text ({error}).") from error
 
 
 def replace_block(path: Path, name: str, text: str) -> None:

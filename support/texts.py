@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -11,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from support.files import read_text
+from support.reader import check, json_lines, refusal
 
 # Modules of the standard library that the demo model and its heads never saw: texts to measure on.
 HELD_OUT = "argparse.py csv.py heapq.py json queue.py statistics.py textwrap.py zipfile.py".split()
@@ -49,15 +51,10 @@ def read_texts(path: str | Path) -> list[str]:
     ValueError for anything else.
     """
     path = Path(path)
-    try:
-        content = path.read_text(encoding="utf-8")
-        if path.suffix != ".jsonl":
-            return [content]
-        return [_text_of(json.loads(line)) if line.strip() else "" for line in content.splitlines()]
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}).") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: not UTF-8 text, or not JSON lines with text ({error}).") from error
+    content = read_text(path)
+    if path.suffix != ".jsonl":
+        return [content]
+    return [_text_of(value, where) for where, value in json_lines(content, path)]
 
 
 def read_chats(path: str | Path) -> list[list[dict[str, str]]]:
@@ -69,20 +66,24 @@ def read_chats(path: str | Path) -> list[list[dict[str, str]]]:
     if path.suffix != ".jsonl":
         return []
     read_texts(path)  # refuses what is not text
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [row for _, row in json_lines(read_text(path), path)]
     chats = [row["messages"] for row in rows if isinstance(row, dict) and row.get("messages")]
     if chats and len(chats) < len(rows):
-        raise ValueError(f"{path}: {len(rows) - len(chats)} lines are no conversations with messages; leave them out.")
+        raise refusal(path, f"{len(rows) - len(chats)} lines are no conversations with messages; leave them out.")
     return chats
 
 
-def _text_of(value: Any) -> str:
-    if isinstance(value, dict):
-        turns = value.get("messages") or value.get("conversations") or [{"content": value.get("text")}]
-        value = "\n\n".join(turn.get("content") or turn.get("value") for turn in turns)
-    if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} is no text")
-    return value
+def _text_of(value: Any, where: str) -> str:
+    """The text of a line: a string, or an object with one. The turns of a conversation are joined."""
+    if isinstance(value, str):
+        return value
+    turn = {"content?": (str, None), "value?": (str, None)}
+    shape = {"messages?": ([turn], None), "conversations?": ([turn], None), "text?": (str, None)}
+    turns = check(value, shape, where, "the line").get("messages") or value.get("conversations")
+    found = [turn.get("content") or turn.get("value") for turn in turns or [{"content": value.get("text")}]]
+    if None in found:
+        raise refusal(where, "no text: neither a string nor an object with text, messages or conversations.")
+    return "\n\n".join(found)
 
 
 def token_windows(texts: Iterable[str | list[int]], tokenizer: Any, vocab_size: int, count: int, length: int) -> Tensor:

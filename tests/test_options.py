@@ -35,12 +35,14 @@ from weights.quantized import MODES
 # field -> (what a user types after the flag, the value of the field); none is a default
 TYPED = {
     "checkpoint": ("models/x", "models/x"),
+    "sha256": ("stored", "stored"),
     "batch_size": ("3", 3),
     "ctx": ("256", 256),
     "device": ("cpu", "cpu"),
     "dtype": ("bfloat16", "bfloat16"),
     "quant": ("int4", "int4"),
     "threads": ("3", 3),
+    "tp": ("2", 2),
     "compile": (None, True),
     "compile_mode": ("regions", "regions"),
     "activations": ("float", "float"),

@@ -938,16 +938,11 @@ def test_unsupported_published_checkpoints_give_one_line(tmp_path):
         ("gptq", {}, {base + "o_proj.g_idx": torch.zeros(128).int()}, "uneven g_idx"),
         ("gptq", {"group": 16}, {}, "groups of 16 columns"),
         ("gptq", {}, {base + "k_proj.qzeros": None}, "k_proj.qzeros' is missing"),
-        ("gptq", {}, {base + "k_proj.scales": torch.ones(4, 63).half()}, "do not fit a"),
+        ("gptq", {}, {base + "k_proj.scales": torch.ones(4, 63).half()}, "does not fit a weight"),
         ("gptq", {}, {base + "o_proj.bias": torch.ones(128).half()}, "unexpected tensor"),
         ("gptq", {}, {"model.norm.weight": None}, "model.norm.weight' is missing"),
         ("gptq", {}, {"model.norm.weight": torch.ones(64).half()}, "does not fit config.json"),
-        (
-            "gptq",
-            {},
-            {base + "o_proj.scales": torch.full((4, 128), float("inf")).half()},
-            "scales of .*o_proj hold NaN",
-        ),
+        ("gptq", {}, {base + "o_proj.scales": torch.full((4, 128), float("inf")).half()}, "o_proj.scales holds NaN"),
         ("ct", {}, {base + "o_proj.weight_shape": torch.tensor([128, 96])}, "fit a|expected|groups of"),
     ]
     for kind, options, changes, message in cases:

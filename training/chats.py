@@ -36,6 +36,7 @@ What are the ethical implications of|How did the invention of|Give me five ideas
 How can I improve my|What should I consider when|I feel|Compare the advantages and disadvantages of|Tell me about
 """
 OPENINGS = _OPENINGS.strip().replace("\n", "|").split("|")
+MESSAGE = {"role": str, "content": str}  # of a line that was written earlier
 NGRAM = 4
 LEAST_DISTINCT = 0.5  # of the 4-grams of a text that is kept
 
@@ -71,7 +72,7 @@ def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argp
     """
     opening, stop_ids, stop = user_turn(tokenizer)
     params = SamplingParams(1.0, max_new_tokens=args.question_tokens, stop_ids=stop_ids, stop=stop)
-    tried = [record["question"] for record in read_json_lines(path)]
+    tried = [record["question"] for record in read_json_lines(path, {"question": (str, None)})]
     seen = set(tried)
     for numbers in groups(args.count, engine.batch_size, "questions", len(tried)):
         request = replace(params, seed=args.seed + numbers.start)
@@ -94,7 +95,7 @@ def write_answers(
     The groups of questions are answered in turn by the model's most likely answer and by one sampled at T = 1. An answer
     that is empty or repeats itself is left out.
     """
-    done = {record["messages"][0]["content"] for record in read_json_lines(path)}
+    done = {m["content"] for record in read_json_lines(path, {"messages": [MESSAGE]}) for m in record["messages"][:1]}
     size = engine.batch_size
     reached = max((i // size + 1 for i, question in enumerate(questions) if question in done), default=0) * size
     for numbers in groups(len(questions), size, "answers", reached):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,9 +27,10 @@ import kernels
 from engine import Engine
 from model import Transformer
 from sampling import SamplingParams
-from support.errors import BadFileError, UsageError
-from support.files import written_whole
+from support.errors import UsageError
+from support.files import read_text, written_whole
 from support.progress import Progress
+from support.reader import json_lines, parse_json, refusal
 from support.texts import read_source, stdlib_files
 from tokenizer import Tokenizer
 from training.loop import World
@@ -68,23 +68,21 @@ class TokenData:
 
     @classmethod
     def load(cls, path: Path) -> TokenData:
-        """Read an .npz file, whose checksums numpy compares. Raises BadFileError for a damaged one or other arrays."""
+        """Read an .npz file. Raises ValueError in one line if it is damaged or holds other arrays."""
         try:
             with np.load(path) as file:
                 if missing := {"ids", "mask", "starts", "stream"} - set(file.files):
                     raise ValueError(f"{sorted(missing)} missing; expected ids, mask, starts, stream")
-                ids, mask, starts, stream = file["ids"], file["mask"], file["starts"], bool(file["stream"])
-            described = [(a.dtype.kind, a.ndim) for a in (ids, mask, starts)]
-            if described != [("i", 1), ("b", 1), ("i", 1)] or len(ids) != len(mask):
-                raise ValueError("ids and starts must be integers and mask as many booleans as ids")
-            if len(starts) < 2 or starts[0] != 0 or starts[-1] != len(ids) or (np.diff(starts) < 0).any():
-                raise ValueError("starts must ascend from 0 to the number of ids")
-        except OSError as error:
-            raise BadFileError(f"{path}: cannot be read ({error.strerror or error}).") from error
-        except Exception as error:  # a damaged file may raise anything
-            advice = "If it lies in --work, delete it: it is made again."
-            raise BadFileError(f"{path}: no tokenised data ({error}). {advice}") from error
-        return cls(ids, mask, starts, stream)
+                data = cls(file["ids"], file["mask"], file["starts"], bool(file["stream"]))
+        except Exception as error:  # zipfile raises many kinds for a damaged archive
+            raise refusal(path, f"no tokenised data ({error}).", "Delete it, and it is made again.") from error
+        kinds = [array.dtype.kind for array in (data.ids, data.mask, data.starts)]
+        one_axis = all(array.ndim == 1 for array in (data.ids, data.mask, data.starts))
+        if kinds != ["i", "b", "i"] or not one_axis or len(data.ids) != len(data.mask) or len(data.starts) < 2:
+            raise refusal(path, "its arrays are not those of tokenised data.")
+        if data.starts[0] != 0 or data.starts[-1] != len(data.ids) or (np.diff(data.starts) < 0).any():
+            raise refusal(path, "its rows do not begin and end where its ids do.")
+        return data
 
     def save(self, path: Path) -> None:
         """Write an .npz file."""
@@ -187,12 +185,9 @@ def read_records(source: str, held_out: bool = False) -> tuple[list[list[dict]],
         raise ValueError(f"{source}: no such file, no folder of .txt, .py or .md files, and not `stdlib`.")
     if path.suffix not in (".json", ".jsonl") or not path.is_file():
         return [], [read_source(file) for file in files], []
-    text = path.read_text(encoding="utf-8")
-    try:
-        array = text.lstrip().startswith("[")
-        records = json.loads(text) if array else [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); expected an array, or one object per line.") from None
+    text = read_text(path)
+    array = text.lstrip().startswith("[")
+    records = parse_json(text, path, len(text)) if array else [value for _, value in json_lines(text, path)]
     conversations: list[list[dict]] = []
     texts: list[str] = []
     left_out: list[str] = []
@@ -221,9 +216,10 @@ def read_messages(record: dict) -> list[dict]:
         name = turn.get("role", turn.get("from"))
         content = turn.get("content", turn.get("value"))
         if isinstance(content, list):
-            content = "".join(p.get("text", "") for p in content if isinstance(p, dict))
-        if name not in ROLES or not isinstance(content, str):
-            raise ValueError(f"a turn of role {name!r} (known: {', '.join(ROLES)}) or without text")
+            texts = [p.get("text", "") for p in content if isinstance(p, dict)]
+            content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+        if not isinstance(name, str) or name not in ROLES or not isinstance(content, str):
+            raise ValueError(f"a turn of role {name!r:.40} (known: {', '.join(ROLES)}) or without text")
         messages.append({"role": ROLES[name], "content": content})
     roles = "".join(message["role"][0] for message in messages)  # s, u and a
     talk = re.fullmatch("(s?)a*((?:ua)+)u*", roles)

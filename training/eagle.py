@@ -23,7 +23,7 @@ from training.data import Batch, TokenData, fingerprint
 from training.drafters import DrafterTraining, Evaluation
 from training.features import KeptFeatures, TargetRows
 from training.optim import Recipe
-from weights.heads import EagleConfig, EagleFile, read_card, read_eagle, save_eagle
+from weights.heads import EagleConfig, EagleFile, default_taps, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 
 INPUTS = ("feature+shifted-token", "feature+unshifted-token", "feature", "token")
@@ -90,7 +90,7 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
     if not 8 <= vocab <= target.vocab_size:
         raise ValueError(f"--draft-vocab {vocab}: allowed are 8 to {target.vocab_size}.")
     L = target.num_hidden_layers
-    taps = () if args.version == 1 else args.taps or (2, L // 2, L - 3)
+    taps = () if args.version == 1 else args.taps or default_taps(L)
     if list(taps) != sorted(set(taps)) or not set(taps) <= set(range(L + 1)):
         rule = f"must be distinct, ascending, 0 to {L}; pass --taps a,b,c."
         raise ValueError(f"taps {taps} of a target with {L} layers {rule}")

@@ -26,6 +26,7 @@ from weights.meta import is_meta, read_meta_config, read_meta_entries
 from weights.published import fill_published, published_layout
 from weights.quantized import QuantSpec, apply_spec_
 from weights.rounding import fill_rounded, half_of
+from weights.shards import Shard, connect_, narrow_head_
 from weights.stored import fill_stored, read_spec
 
 QUANTIZED = {"eaglet": "eaglet_quant", "published": "quantization_config"}  # kind -> its key in config.json
@@ -44,6 +45,8 @@ class Checkpoint:
     config: ModelConfig  # with the stop ids of generation_config.json, or else of config.json
     gguf: GGUFFile | None = None
     spec: QuantSpec | None = None  # what float weights are rounded to while they are read
+    shard: Shard | None = None  # the part of the model that this process holds; `config` is then that of the part
+    whole: ModelConfig | None = None  # the config of the whole model, where there is a shard
     # generation_config.json: how the model wants to be sampled
     generation: dict[str, Any] = field(default_factory=dict)
 
@@ -131,11 +134,13 @@ class Checkpoint:
         if self.gguf:
             return self.gguf.entries
         if self.kind == "meta":
-            return read_meta_entries(self.directory, self.config)
-        if not (files := tensor_files(self.directory)):
+            found = read_meta_entries(self.directory, self.config)
+        elif files := tensor_files(self.directory):
+            found = read_entries(files)
+        else:
             expected = "no model*.safetensors, no pytorch_model*.bin"
             raise ValueError(f"{self.directory}: {expected}. All downloaded?")
-        return read_entries(files)
+        return self.shard.entries(found, self.whole, str(self.directory)) if self.shard else found
 
     @property
     def kept_entries(self) -> dict[str, Entry]:
@@ -163,10 +168,18 @@ class Checkpoint:
         dtype = half_of(embedding.dtype if embedding else None)
         return replace(self, spec=spec, config=replace(self.config, dtype=str(dtype).removeprefix("torch.")))
 
+    def sharded(self, shard: Shard) -> Checkpoint:
+        """The part of the same checkpoint that one of several processes holds. Raises UsageError if there is none."""
+        if self.spec and self.spec.mode == "int8":
+            why = "--quant int8 scales whole rows, and --tp splits them; quantize with quantize.py, or use --quant int4"
+            raise UsageError(f"{why}.")
+        gguf = self.gguf and replace(self.gguf, shard=shard, whole=self.config)
+        return replace(self, gguf=gguf, shard=shard, whole=self.config, config=shard.local(self.config))
+
     def reopened(self) -> Checkpoint:
         """The same checkpoint with newly mapped files. Pages that were read before stop counting as our memory."""
         gguf = self.gguf and GGUFFile.open(self.directory, self.gguf.int8_groups)
-        return replace(self, gguf=gguf)
+        return replace(self, gguf=gguf and replace(gguf, shard=self.shard, whole=self.whole))
 
     def load(
         self,
@@ -195,6 +208,8 @@ class Checkpoint:
         """
         quantization, file, where = self.quantization, str(self.config_file), str(self.directory)
         model = build_model(self.config)
+        if self.shard:
+            narrow_head_(model, self.shard, not self.entries.keys() & {"lm_head.weight", "lm_head.qweight"})
         to = Destination(device, dtype or DTYPES[self.config.dtype], progress or (lambda *_: None))
         if self.spec:
             fill_rounded(model, self.entries, self.spec, where, to)
@@ -206,6 +221,8 @@ class Checkpoint:
             fill_published(model, self.entries, self.raw["quantization_config"], file, to)
         else:
             fill_hf(model, self.entries, where, to)
+        if self.shard:
+            connect_(model, self.shard)
         model.set_quantization(None if floats else quantization)
         longest = self.config.max_positions
         model.rotary.build(device, min(max_positions or longest, longest))

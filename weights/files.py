@@ -11,6 +11,7 @@ import json
 import os
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from support.files import INDEX_LIMIT, read_json, written_whole
+from support.files import read_json, written_whole
+from support.reader import INDEX_LIMIT, check, parse_json, refusal
 
 Progress = Callable[[int, int, str], None]  # called with (done, total, name of the tensor or layer)
 Shapes = Mapping[str, tuple[int, ...]]
@@ -28,6 +30,8 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 # The dtypes of a safetensors header.
 KINDS = dict(zip("F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL".split(), FLOATS + INTEGERS, strict=True))
+HEADER = {"dtype": str, "shape": [int], "data_offsets": [int]}  # of one tensor
+LARGEST = 2.0**20  # of a weight. Trained ones stay far below it, and a damaged exponent goes beyond it.
 # Old exporters stored these buffers. They follow from the config, so they are the only tensors that may stay unused.
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|rope\.freqs")
 
@@ -91,7 +95,7 @@ def _safetensors_entries(path: Path) -> dict[str, Entry]:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error}).") from error
     except SafetensorError as error:
-        raise ValueError(f"{path}: not a readable safetensors file ({error}). Download it again.") from error
+        raise refusal(path, f"not a readable safetensors file ({error}).", "Download it again.") from error
     found = {}
     for name, info in header.items():
         dtype = KINDS.get(info["dtype"], info["dtype"])
@@ -100,33 +104,31 @@ def _safetensors_entries(path: Path) -> dict[str, Entry]:
 
 
 def _safetensors_header(path: Path) -> dict[str, Any]:
-    """The header. It is read here to name a truncated file or a doubled key. The library checks everything else."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(value := dict(pairs)) != len(pairs):
-            raise ValueError("a key occurs twice")
-        return value
-
+    """The header. It is read here to name what is wrong with it. The library checks that offsets and shapes agree."""
     size = path.stat().st_size
     with open(path, "rb") as file:
-        length = claimed = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if length <= INDEX_LIMIT else b""
-    if len(text) == length:
-        try:
-            header = json.loads(text, object_pairs_hook=unique)
-            header.pop("__metadata__", None)
-            claimed = 8 + length + max((info["data_offsets"][1] for info in header.values()), default=0)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-            reason = f"{type(error).__name__} {error}"
-            raise ValueError(f"{path}: broken safetensors header ({reason}). Download it again.") from error
-    if claimed > size or size < 8:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length <= min(size, INDEX_LIMIT) else b""
+    claimed = 8 + length
+    if claimed <= size:
+        header = parse_json(text, f"{path}: broken safetensors header") if length <= INDEX_LIMIT else None
+        if header is None:
+            problem = f"a safetensors header of {length:,} bytes, at most {INDEX_LIMIT:,} are read."
+            raise refusal(path, problem, "Download it again.")
+        check(header, {"__metadata__?": {"*": str}, "*": HEADER}, f"{path}: broken safetensors header", "the header")
+        header.pop("__metadata__", None)
+        claimed += max((info["data_offsets"][-1] for info in header.values()), default=0)
+    if claimed > size:
         sizes = f"header claims {claimed:,} bytes, file has {size:,}"
         raise ValueError(f"{path} is cut short: {sizes}. Download it again.")
     return header
 
 
-def pickle_entries(path: Path) -> dict[str, Entry]:
-    """The tensors of a pickle file, which may hold nothing but a dictionary of names and dense tensors."""
+def pickle_entries(path: Path, whole: bool = True) -> dict[str, Entry]:
+    """The tensors of a pickle file, which may hold nothing but a dictionary of names and dense tensors.
+
+    whole: read the whole file once and compare it with the checksums that the format since torch 1.6 has inside.
+    """
     if [int(n) for n in torch.__version__.split(".")[:2]] < [2, 10]:
         why = f"pickle files need torch 2.10 or newer (CVE-2026-24747), this is {torch.__version__}"
         raise ValueError(f"{path}: {why}. Convert it to safetensors elsewhere.")
@@ -138,6 +140,8 @@ def pickle_entries(path: Path) -> dict[str, Entry]:
     except Exception as error:  # an untrusted pickle can make torch.load raise anything
         reason = f"not a plain tensor file ({_pickle_reason(error)})"
         raise ValueError(f"{path}: refused, {reason}. Get the model as safetensors.") from error
+    if mapped and whole and (record := _damaged_record(path)):
+        raise refusal(path, f"the checksum of {record!r:.80} in it is wrong.", "Damaged; download it again.")
     if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
         value = value["state_dict"]
     found: dict[str, Entry] = {}
@@ -147,6 +151,15 @@ def pickle_entries(path: Path) -> dict[str, Entry]:
             raise ValueError(f"{path}: refused, not a dictionary of names and dense tensors.")
         found[name] = Entry(tuple(t.shape), t.dtype, path.name, t.detach)
     return found
+
+
+def _damaged_record(path: Path) -> str | None:
+    """The first part of a torch file whose CRC-32 is not that of its bytes. torch itself does not compare them."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip()
+    except Exception as error:  # zipfile raises many kinds for a damaged archive
+        return f"the archive ({error})"
 
 
 def _pickle_reason(error: Exception) -> str:
@@ -167,12 +180,12 @@ def tensor_files(directory: Path) -> list[Path]:
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         index = directory / f"{stem}{suffix}.index.json"
         if index.exists():
-            shards = read_json(index, INDEX_LIMIT).get("weight_map")
-            if not isinstance(shards, dict) or not shards:
+            shards = check(read_json(index, INDEX_LIMIT), {"weight_map": {"*": str}}, index, "the index")["weight_map"]
+            if not shards:
                 raise ValueError(f"{index}: weight_map must name at least one tensor.")
             for name in shards.values():
-                if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name) and name.endswith(suffix)):
-                    raise ValueError(f"{index}: shard name {name!r} is not a plain {suffix} file name.")
+                if not (re.fullmatch(r"\w[\w.-]*", name) and name.endswith(suffix) and len(name) <= 255):
+                    raise ValueError(f"{index}: shard name {name!r:.80} is not a plain {suffix} file name.")
                 if not (directory / name).is_file():
                     raise ValueError(f"{directory / name} is missing, the index names it. Download it again.")
             return [directory / name for name in sorted(set(shards.values()))]
@@ -195,10 +208,9 @@ def check_entries(expected: Shapes, entries: Entries, where: str, dtypes: Dtypes
     for name, shape in expected.items():
         entry, wanted = entries[name], (dtypes or {}).get(name)
         if entry.shape != shape or (entry.dtype not in FLOATS if wanted is None else entry.dtype != wanted):
-            found = f"{name} is {entry.dtype} {list(entry.shape)}"
+            found = f"{name} is {entry.dtype} {list(entry.shape)[:9]}"
             wanted = f"{wanted or 'a float of 16 to 64 bits'} {list(shape)}"
-            hint = f"{entry.file} and config.json do not belong together"
-            raise ValueError(f"{where}: {found}, expected {wanted}; {hint}.")
+            raise refusal(where, f"{found}, expected {wanted}; {entry.file} and config.json do not belong together.")
 
 
 def few_names(names: Iterable[str]) -> str:
@@ -209,10 +221,11 @@ def few_names(names: Iterable[str]) -> str:
 
 
 def check_finite(tensor: Tensor, name: str, file: str) -> None:
-    """Raise a ValueError if a float tensor holds NaN or infinity. One pass without a temporary copy.
+    """Raise a ValueError if a float tensor holds NaN, infinity or values above LARGEST. One pass without a copy.
 
     The host waits for the device.
     """
-    if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+    if tensor.numel() and not (torch.stack(torch.aminmax(tensor)).double().abs() <= LARGEST).all():
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{file}: {name} holds NaN or infinite values (as {kind}). Damaged file?")
+        text = f"{name:.120} holds NaN or infinite values, or some above 2^20 (as {kind})."
+        raise refusal(file, text, "Damaged file?")

@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from model import Transformer
+from model_config import ModelConfig
 from support.errors import UsageError, UserError
 from weights.files import Destination, Entry, check_entries, check_finite
 from weights.gguf_tokenizer import TOKEN_LISTS, stop_ids, tokenizer_files
 from weights.hf import hf_views, parameter_sources, read_parameter
 from weights.published import install
 from weights.quantized import TiedEmbedding, set_tensor
+from weights.shards import Shard
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
@@ -138,6 +140,8 @@ class GGUFFile:
     metadata: dict[str, Any]
     tensors: Mapping[str, Any]  # gguf.ReaderTensor by name
     int8_groups: bool = False  # whether Q8_0 stays int8 with groups of 32, which only the CPU kernels read
+    shard: Shard | None = None  # the part that this process holds, and the config of the whole model
+    whole: ModelConfig | None = None
 
     @classmethod
     def open(cls, path: Path, int8_groups: bool = False) -> GGUFFile:
@@ -292,7 +296,7 @@ class GGUFFile:
             shape = tuple(map(int, reversed(tensor.shape)))[0 if expert is None else 1 :]
             dtype = kinds.get(tensor.tensor_type.name, torch.float32)
             found[name] = Entry(shape, dtype, self.path.name, lambda t=tensor, e=expert: self._read(t, e))
-        return found
+        return self.shard.entries(found, self.whole, str(self.path)) if self.shard else found
 
     def forget(self) -> None:
         """Let the system drop the pages that were read. They are read again where they are needed."""
@@ -357,10 +361,12 @@ class GGUFFile:
         int8 = tensor.tensor_type.name == "Q8_0"
         layout = {"qweight": ((N, K), torch.int8) if int8 else ((N, K // 2), torch.uint8)}
         layout |= dict.fromkeys(["scales", "mins"][: 1 + minima], (grid, torch.float16))
-        return {
+        found = {
             base + leaf: Entry(shape, dtype, file, lambda leaf=leaf: self.stored(name)[leaf])
             for leaf, (shape, dtype) in layout.items()
         }
+        parts = self.shard.entries(found, self.whole, str(self.path)) if self.shard else found
+        return {key: entry._replace(shape=parts[key].shape) for key, entry in found.items()}
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """A Q4_0, Q4_1 or Q8_0 matrix exactly in our layout (`weights.quantized`)."""
@@ -373,7 +379,7 @@ class GGUFFile:
                 whole = stored.setdefault(leaf, part.new_empty(*part.shape[:axis], len(rows), *part.shape[axis + 1 :]))
                 whole.narrow(axis, first, part.shape[axis]).copy_(part)
             self.forget()
-        return stored
+        return self.shard.stored(name, stored, self.whole, str(self.path)) if self.shard else stored
 
     def _stored_rows(self, rows: np.ndarray, kind: str, name: str) -> dict[str, Tensor]:
         """Some rows of a matrix. weight = code * scale + min; in Q4_0 the min is -8 * scale, and Q8_0 has none."""
@@ -417,7 +423,7 @@ def packed_parameters(model: Transformer, file: GGUFFile) -> dict[str, list[str]
     """
     sources = parameter_sources(model, hf_views(model))
     embedding = sources.pop("embed_tokens.weight")
-    if model.lm_head is None and file.int8_groups:
+    if model.lm_head is None and file.int8_groups and not file.shard:
         sources["lm_head.weight"] = embedding
     return {ours: names for ours, names in sources.items() if file.packs(names)}
 
@@ -462,7 +468,7 @@ def fill_gguf(model: Transformer, file: GGUFFile, packed: Mapping[str, list[str]
     views = hf_views(model)
     check_entries({name: tuple(view.shape) for name, view in views.items()}, entries, where)
     sources, slots = parameter_sources(model, views), dict(model.named_parameters())
-    tied = "lm_head.weight" in packed and model.lm_head is None
+    tied = "lm_head.weight" in packed and model.lm_head is None and not file.shard
     if tied:
         sources["lm_head.weight"] = packed["lm_head.weight"]
         slots["lm_head.weight"] = slots["embed_tokens.weight"]

@@ -10,20 +10,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from model_config import ConfigReader, ModelConfig, RopeConfig
+from model_config import ModelConfig, RopeConfig
+from support.errors import UsageError
 from support.files import read_json
+from support.reader import ConfigReader, check, parse_json, refusal
 from weights.files import Entry, check_entries, read_entries, tensor_files
 from weights.hf import config_to_hf, read_rows, refuse_partial_rotation, write_directory
 from weights.hub import local_path
-from weights.quantized import TENSORS, QuantLinear, QuantSpec
-from weights.stored import read_spec, spec_to_json
+from weights.quantized import TENSORS, QuantLinear, QuantSpec, empty_tensors
+from weights.stored import read_spec, read_stored, spec_to_json
 
 PREFIXES = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
 ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
@@ -87,6 +89,11 @@ class EagleFile(NamedTuple):
             elif leaf not in TENSORS:
                 found[name] = tensor.float() if tensor.is_floating_point() else tensor
         return found
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The layers that EAGLE-3 reads unless a config says otherwise: SafeAILab's, or the first ones of a tiny target."""
+    return (2, layers // 2, layers - 3) if layers > 6 else tuple(range(min(layers, 2) + 1))
 
 
 def head_tensors(config: EagleConfig) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -213,17 +220,74 @@ def read_quantized_eagle(directory: str | Path) -> EagleFile:
     """Read what `save_quantized_eagle` wrote. `weights.quantized.adopt_` puts the tensors into a head."""
     where = Path(directory) / "config.json"
     raw = read_json(where)
-    read_spec(raw.get("eaglet_quant"), str(where))
-    try:
-        given = raw["eaglet_head"]
-        layer = {k: tuple(v) if isinstance(v, list) else v for k, v in given["layer"].items()}
-        layer = ModelConfig(**layer | {"rope": RopeConfig(**layer["rope"])})
-        config = EagleConfig(**given | {"layer": layer, "taps": tuple(given["taps"])})
-    except (KeyError, TypeError, AttributeError) as error:
-        problem = f"eaglet_head does not describe a head ({error})"
-        raise ValueError(f"{where}: {problem}. Quantize it again.") from error
+    spec = read_spec(raw.get("eaglet_quant"), str(where))
+    config = _read_described(raw.get("eaglet_head"), f"{where} (eaglet_head)")
     entries = read_entries(tensor_files(Path(directory)))
-    return EagleFile(config, {name: entry.read() for name, entry in entries.items()}, [])
+    table = {name: _whole_shape(parts) for name, parts in head_tensors(config).items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for name, shape in table.items():
+        base, _, leaf = name.rpartition(".")
+        bits = 16 if leaf == "bias" or len(shape) == 1 or base == "embed_tokens" else _bits(spec, base, shape[1], where)
+        if bits == 16:
+            shapes[name] = shape
+            continue
+        zeros = ["zeros"] if f"{base}.zeros" in entries else []
+        for kind, empty in empty_tensors(shape, bits, spec.group_size, zeros).items():
+            shapes[f"{base}.{kind}"] = tuple(empty.shape)
+            if not empty.is_floating_point():
+                dtypes[f"{base}.{kind}"] = empty.dtype
+    if config.layer.vocab_size != config.target_vocab_size:
+        shapes["draft_ids"], dtypes["draft_ids"] = (config.layer.vocab_size,), torch.int64
+    check_entries(shapes, entries, str(directory), dtypes)
+    tensors = {name: read_stored(entries, name, str(directory)) for name in shapes}
+    if (ids := tensors.get("draft_ids")) is not None:
+        if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= config.target_vocab_size:
+            raise refusal(directory, "draft_ids are not ascending token ids of the target: damaged?")
+    return EagleFile(config, tensors, [])
+
+
+def _whole_shape(parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of a tensor of ours that is made of the rows of these."""
+    return sum(shape[0] for shape in parts.values()), *next(iter(parts.values()))[1:]
+
+
+def _bits(spec: QuantSpec, name: str, columns: int, where: Path) -> int:
+    try:
+        return spec.bits(name, columns)
+    except UsageError as error:
+        raise refusal(where, str(error)) from error
+
+
+def _read_described(given: Any, where: str) -> EagleConfig:
+    """The EagleConfig that `asdict` wrote. Raises ValueError in one line for a wrong type, range or combination."""
+    check(given, _json_shape(EagleConfig), where, "the head")
+    layer = {k: tuple(v) if isinstance(v, list) else v for k, v in given["layer"].items()}
+    layer = ModelConfig(**layer | {"rope": RopeConfig(**layer["rope"])})
+    ModelConfig.from_hf(config_to_hf(layer), where)  # checks the ranges
+    config = EagleConfig(**given | {"layer": layer, "taps": tuple(given["taps"])})
+    sizes = (config.target_hidden_size, config.target_vocab_size)
+    wide = config.version == 3
+    taps = list(config.taps)
+    ascending = taps == sorted(taps) and all(0 <= tap <= 1000 for tap in taps) and len(taps) <= 16
+    if config.version not in (1, 3) or wide != bool(taps) or not ascending or layer.num_hidden_layers != 1:
+        raise refusal(where, f"no head of version {config.version} with taps {taps!r:.40} and one layer is known.")
+    if not all(1 <= size <= 10_000_000 for size in sizes) or layer.vocab_size > config.target_vocab_size:
+        raise refusal(where, f"target_hidden_size and target_vocab_size are {sizes}, which no model has.")
+    return config
+
+
+def _json_shape(kind: type) -> dict[str, Any]:
+    """The shape (`support.reader.check`) of a dataclass that `asdict` and JSON have passed. No other keys are allowed."""
+
+    def shape(hint: Any) -> Any:
+        if is_dataclass(hint):
+            return _json_shape(hint)
+        if get_origin(hint) is tuple:
+            return [get_args(hint)[0]]
+        return tuple(get_args(hint)) or hint  # a union such as int | None, or a plain type
+
+    return {name: shape(hint) for name, hint in get_type_hints(kind).items()} | {"*": ()}
 
 
 class _HeadReader:
@@ -249,7 +313,7 @@ class _HeadReader:
             self.geometry.config["rope_parameters"] = {**nested, "rope_theta": given["rope_theta"]}
 
     def fail(self, text: str) -> NoReturn:
-        raise ValueError(f"{self.path}: {text}")
+        raise refusal(self.path, text)
 
     def _open(self) -> dict[str, Any]:
         """Fill self.entries. Returns the head's config, or {} if it has none."""
@@ -271,11 +335,11 @@ class _HeadReader:
             for pattern, prefix in PREFIXES.items():
                 plain = re.sub(pattern, prefix, plain)
             if plain in self.entries:
-                self.fail(f"two tensors are called {plain!r} once prefixes are removed.")
+                self.fail(f"two tensors are called {plain!r:.80} once prefixes are removed.")
             if re.match(r"layers\.[1-9]", plain):
-                self.fail(f"{name!r}: heads with more than one decoder layer are not implemented.")
+                self.fail(f"{name!r:.80}: heads with more than one decoder layer are not implemented.")
             if re.match(r"(pre_)?(embed|embedding|hidden|lm_head)_layernorm\.", plain):
-                self.fail(f"{name!r}: the extra norms of HASS-like heads are not implemented.")
+                self.fail(f"{name!r:.80}: the extra norms of HASS-like heads are not implemented.")
             self.entries[plain] = entry
         return raw
 
@@ -287,9 +351,9 @@ class _HeadReader:
             if key not in OVERRIDES:
                 raise ValueError(f"--eagle-config {key}: unknown key; known: {', '.join(OVERRIDES)}.")
             try:
-                given[key] = json.loads(text)
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise ValueError(f"--eagle-config {key}={text}: not a JSON value.") from error
+                given[key] = parse_json(text, f"--eagle-config {key}")
+            except ValueError as error:
+                raise ValueError(f"--eagle-config {key}={text:.60}: not a JSON value.") from error
         return given
 
     def read(self) -> EagleFile:
@@ -347,9 +411,9 @@ class _HeadReader:
         ids, many = None, 2
         if seen == 2 * hidden:
             ids = self.flags.config.get(AUX)
-            ids = [2, layers // 2, layers - 3] if ids is None else ids
+            ids = list(default_taps(layers)) if ids is None else ids
             if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
-                self.fail(f"{AUX} = {ids!r}, expected a list of layer numbers.")
+                self.fail(f"{AUX} = {ids!r:.60}, expected a list of layer numbers.")
             many = len(ids)
         elif seen != hidden or width != 2 * hidden:
             found = f"fc.weight {[hidden, width]} with q_proj inputs {seen}"

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
-from support.files import INDEX_LIMIT, read_json, write_json
+from support.files import read_json, write_json
 from support.memory import shapes_only
+from support.reader import INDEX_LIMIT, refusal
 from weights.files import Destination, Entries, check_entries, check_finite, few_names, write_safetensors
 from weights.quantized import QuantLinear, TiedEmbedding, set_tensor
 
@@ -42,7 +43,7 @@ def refuse_partial_rotation(raw: Mapping[str, Any], where: str) -> None:
         nested = raw.get(key)
         share = nested.get("partial_rotary_factor") if isinstance(nested, dict) else None
         if share not in (None, 1.0) or isinstance(share, bool):
-            found = f"partial_rotary_factor = {share!r} in {key}"
+            found = f"partial_rotary_factor = {share!r:.60} in {key}"
             raise ValueError(f"{where}: {found} is not implemented (only 1.0).")
 
 
@@ -54,13 +55,11 @@ def token_ids(raw: Mapping[str, Any], key: str, where: str, vocab: int, director
     """
     value = raw.get(key)
     listed = value if isinstance(value, list) else [] if value is None else [value]
-    odd = next((i for i in listed if type(i) is not int or i < 0), None)
-    past = [i for i in listed if odd is None and i >= vocab]
-    if past and (unknown := set(past) - _added_ids(directory)):
-        odd = min(unknown)
-    if odd is not None:
+    odd = [i for i in listed if type(i) is not int or i < 0]
+    past = {i for i in listed if i >= vocab} if not odd else set()
+    if odd := odd or (sorted(past - _added_ids(directory)) if past else []):
         expected = f"expected token ids in [0, {vocab - 1}] or null"
-        raise ValueError(f"{where}: {key} holds {odd!r:.80}, {expected}. Correct it or download it again.")
+        raise refusal(where, f"{key} holds {odd[0]!r:.80}, {expected}.", "Correct it or download it again.")
     return tuple(i for i in listed if i < vocab)
 
 
@@ -151,7 +150,7 @@ def read_parameter(entries: Entries, names: Sequence[str], shape: torch.Size, wh
         raise ValueError(f"{where}: {few_names(missing)} is missing. Is a shard missing?")
     tensor = read_rows(entries, names)
     if tensor.numel() != shape.numel() or tensor.shape[-1] != shape[-1]:
-        raise ValueError(f"{where}: {names[0]} {list(entries[names[0]].shape)} does not fit config.json.")
+        raise ValueError(f"{where}: {few_names(names[:1])} {list(entries[names[0]].shape)} does not fit config.json.")
     return tensor.view(shape)
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model_config import ConfigReader, ModelConfig
+from model_config import ModelConfig
 from support.files import read_json
+from support.reader import ConfigReader
 from weights.files import Entry, few_names, pickle_entries
 
 # Meta name = Hugging Face name : dimension that the shards split ("-" where every shard holds the whole tensor)
@@ -39,8 +40,8 @@ def read_meta_config(directory: Path) -> ModelConfig:
     where = str(directory / "params.json")
     params = read_json(directory / "params.json")
     for key in params.keys() - set(META_KEYS.split()):
-        raise ValueError(f"{where}: {key!r} is not implemented.")
-    shards = _shards(directory)
+        raise ValueError(f"{where}: {key!r:.80} is not implemented.")
+    shards = _shards(directory, whole=False)
     w1 = shards[0]["layers.0.feed_forward.w1.weight"]
     read = ConfigReader(params, where)
     dim, heads = read.integer("dim"), read.integer("n_heads")
@@ -94,12 +95,12 @@ def read_meta_entries(directory: Path, config: ModelConfig) -> dict[str, Entry]:
     return entries
 
 
-def _shards(directory: Path) -> list[dict[str, Entry]]:
-    """The tensors of each consolidated.*.pth file, unread. All shards hold the same names."""
+def _shards(directory: Path, whole: bool = True) -> list[dict[str, Entry]]:
+    """The tensors of each consolidated.*.pth file, unread. All shards hold the same names. whole: see pickle_entries."""
     files = sorted(directory.glob("consolidated.*.pth"))
     if not files or [f.name for f in files] != [f"consolidated.{i:02}.pth" for i in range(len(files))]:
         raise ValueError(f"{directory}: of consolidated.00.pth, 01, ... some are missing. Download it again.")
-    shards = [pickle_entries(file) for file in files]
+    shards = [pickle_entries(file, whole) for file in files]
     for file, shard in zip(files, shards, strict=True):
         if odd := shard.keys() ^ shards[0].keys():
             raise ValueError(f"{file}: {few_names(odd)} is not in every shard. Download it again.")

@@ -6,15 +6,16 @@ must share their groups. What such a checkpoint does not quantize is read as flo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from model import Experts, Transformer
-from weights.files import IGNORED, Destination, Entries
+from support.reader import check, refusal
+from weights.files import FLOATS, IGNORED, INTEGERS, Destination, Entries, check_finite, few_names
 from weights.hf import parameter_sources, read_parameter, views_for
 from weights.quantized import GROUPS, QuantExperts, QuantLinear, replace_module, set_tensor
 
@@ -22,25 +23,41 @@ Part = dict[str, Tensor | None]  # one published linear, as `_read_linear` retur
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where columns 0 to 7 lie in a word of AWQ
 
 
-def published_layout(config: Any, where: str) -> str:
-    """How the weights that a `quantization_config` describes are packed.
+class Layout(NamedTuple):
+    """How published weights are packed. group_size: -1 for whole rows, None if the config does not say it."""
 
-    Returns 'gptq', 'gptq_v2', 'awq' or 'pack-quantized'. Raises ValueError for anything but 4-bit integer weights.
-    """
-    config = config if isinstance(config, dict) else {}
+    kind: str  # gptq | gptq_v2 | awq | pack-quantized
+    group_size: int | None
+    symmetric: bool
+
+
+def published_layout(config: Any, where: str) -> Layout:
+    """What a `quantization_config` says. Raises ValueError for anything but 4-bit integer weights."""
+    keys = "quant_method format checkpoint_format version".split()
+    shape = dict.fromkeys((f"{key}?" for key in keys), (str, int, None)) | {"sym?": (bool, None)}
+    scheme = {"num_bits?": (int, None), "group_size?": (int, None)}
+    group = {"weights?": (scheme, None), "input_activations?": (dict, None)}
+    shape |= {"config_groups?": ({"*": group}, None)}
+    shape |= dict.fromkeys(("bits?", "w_bit?", "group_size?", "q_group_size?"), (int, None))
+    check(config, shape, where, "quantization_config")
     method, bits, act = config.get("quant_method"), config.get("bits", config.get("w_bit")), None
+    size = config.get("group_size", config.get("q_group_size"))
     kind = {"gptq": config.get("checkpoint_format", "gptq"), "awq": "awq"}.get(method, config.get("format"))
     if method == "compressed-tensors":
-        groups = [g for g in (config.get("config_groups") or {}).values() if isinstance(g, dict)]
-        bits = {(g.get("weights") or {}).get("num_bits") for g in groups}
+        groups = (config.get("config_groups") or {}).values()
+        schemes = [group.get("weights") or {} for group in groups]
+        bits, size = ({scheme.get(key) for scheme in schemes} for key in ("num_bits", "group_size"))
         bits = bits.pop() if len(bits) == 1 else sorted(map(str, bits))
+        size = size.pop() if len(size) == 1 else None
         act = next((g["input_activations"] for g in groups if g.get("input_activations")), None)
     gemm = method != "awq" or str(config.get("version", "gemm")).lower() == "gemm"
     if kind not in ("gptq", "gptq_v2", "awq", "pack-quantized") or bits != 4 or act or not gemm:
-        found = f"quantization_config with quant_method {method!r}, format {kind!r}, {bits} bits"
+        found = f"quantization_config with quant_method {method!r:.30}, format {kind!r:.30}, {bits!s:.30} bits"
         known = "GPTQ, AWQ (gemm) and compressed-tensors pack-quantized, 4-bit weights, 16-bit activations"
         raise ValueError(f"{where}: {found} is not supported; supported: {known}.")
-    return kind
+    if size is not None and size != -1 and not 1 <= size <= 2**31:
+        raise ValueError(f"{where}: group_size is {size}; allowed: 1 or more, or -1 for whole rows.")
+    return Layout(kind, size, config.get("sym") is True)
 
 
 def _nibbles(words: Tensor, dim: int) -> Tensor:
@@ -50,38 +67,62 @@ def _nibbles(words: Tensor, dim: int) -> Tensor:
     return unpacked.flatten(dim, dim + 1).to(torch.uint8)
 
 
-def _read_linear(read: Callable[[str], Tensor | None], kind: str, base: str, where: str, symmetric: bool) -> Part:
-    """One published linear as codes [N, K], scales and zeros [K/G, N], and g_idx [K] or None."""
-    compressed = kind == "pack-quantized"
-    names = ("weight_packed", "weight_scale") if compressed else ("qweight", "scales", "qzeros")
-    found = [read(f"{base}.{name}") for name in names]
-    for name, tensor in zip(names, found, strict=True):
-        if tensor is None:
-            raise ValueError(f"{where}: tensor {base + '.' + name!r} is missing. Is a shard missing?")
-    packed, scales = found[:2]
-    if not scales.isfinite().all():
-        raise ValueError(f"{where}: the scales of {base} hold NaN or infinite values.")
-    g_idx = read(f"{base}.weight_g_idx" if compressed else f"{base}.g_idx")
+def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str) -> Part:
+    """One published linear of K inputs as codes [N, K], scales and zeros [K/G, N], and g_idx [K] or None.
+
+    Raises ValueError unless every tensor has the dtype and the shape that the layout and the others ask for.
+    """
+    compressed, awq = layout.kind == "pack-quantized", layout.kind == "awq"
+    packed, scale, zero, index = (
+        ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
+        if compressed
+        else ("qweight", "scales", "qzeros", "g_idx")
+    )
+
+    def read(name: str, dtypes: Iterable[torch.dtype], *shape: int) -> Tensor:
+        if (entry := entries.get(f"{base}.{name}")) is None:
+            raise refusal(where, f"tensor {base + '.' + name!r} is missing.", "Is a shard missing?")
+        if entry.dtype not in dtypes or entry.shape != shape:
+            found = f"{base}.{name} is {entry.dtype} {list(entry.shape)[:9]}"
+            wanted = f"{' or '.join(str(d).removeprefix('torch.') for d in dtypes)} {list(shape)}"
+            raise refusal(where, f"{found}, which does not fit a weight of {K} inputs: expected {wanted}.")
+        return entry.read()
+
+    words = (torch.int32,)
+    rows = shape[compressed ^ 1] if len(shape := entries[f"{base}.{packed}"].shape) == 2 else 0
+    N = rows * (8 if awq else 1)
+    grid = entries[f"{base}.{scale}"].shape if f"{base}.{scale}" in entries else ()
+    groups = grid[compressed] if len(grid) == 2 else 0
+    if layout.group_size:
+        groups = 1 if layout.group_size == -1 else -(-K // layout.group_size)
+    codes = read(packed, words, *((N, -(-K // 8)) if compressed else (K, rows) if awq else (K // 8, N)))
+    scales = read(scale, FLOATS, *((N, groups) if compressed else (groups, N)))
+    check_finite(scales, f"{base}.{scale}", where)
+    if not groups or K % groups:
+        raise ValueError(f"{where}: {base}: {groups} groups do not fit a [{N}, {K}] weight.")
+    g_idx = read(index, (torch.int32, torch.int64), K) if f"{base}.{index}" in entries else None
+    zeros = None
     if compressed:
-        shape, zeros = read(f"{base}.weight_shape"), read(f"{base}.weight_zero_point")
-        N, K = shape.tolist() if shape is not None else (packed.shape[0], packed.shape[1] * 8)
-        codes, scales = _nibbles(packed, 1)[:, :K], scales.T
-        if zeros is not None:
-            zeros = _nibbles(zeros, 0)[:N].T if zeros.dtype == torch.int32 else (zeros.T + 8).to(torch.uint8)
-    elif kind == "awq":
-        unpacked = (_nibbles(tensor, 1).unflatten(1, (-1, 8)) for tensor in (packed, found[2]))
+        codes, scales = _nibbles(codes, 1)[:, :K], scales.T
+        if f"{base}.weight_shape" in entries and (given := read("weight_shape", INTEGERS, 2).tolist()) != [N, K]:
+            raise ValueError(f"{where}: {base}.weight_shape is {given}, expected {[N, K]}.")
+        if f"{base}.{zero}" in entries:
+            whole = entries[f"{base}.{zero}"].dtype == torch.int8
+            zeros = read(zero, (torch.int32, torch.int8), N if whole else -(-N // 8), groups)
+            zeros = zeros.T.int() + 8 if whole else _nibbles(zeros, 0)[:N].T
+            if whole and not 0 <= zeros.min() <= zeros.max() <= 15:
+                raise ValueError(f"{where}: {base}.{zero} holds values outside -8 to 7.")
+    elif awq:
+        unpacked = (_nibbles(t, 1).unflatten(1, (-1, 8)) for t in (codes, read(zero, words, groups, rows)))
         codes, zeros = (columns[:, :, list(AWQ_ORDER)].flatten(1) for columns in unpacked)
         codes = codes.T
     else:
-        codes, zeros = _nibbles(packed, 0).T, _nibbles(found[2], 1)
-        zeros = (zeros + 1) & 15 if kind == "gptq" else zeros  # the first format stores zero - 1
-    (N, K), grid = codes.shape, scales.shape
-    if len(grid) != 2 or grid[1] != N or K % grid[0] or (zeros is not None and zeros.shape != grid):
-        raise ValueError(f"{where}: {base}: scales {list(grid)} or zeros do not fit a [{N}, {K}] weight.")
-    if symmetric and kind == "gptq" and (zeros == 9).all():
+        codes, zeros = _nibbles(codes, 0).T, _nibbles(read(zero, words, groups, -(-N // 8)), 1)[:, :N]
+        zeros = (zeros + 1) & 15 if layout.kind == "gptq" else zeros  # the first format stores zero - 1
+    if layout.symmetric and layout.kind == "gptq" and (zeros == 9).all():
         zeros = None  # some writers label the second format as the first
     g_idx = None if g_idx is None or (g_idx < 0).all() else g_idx.long()
-    return {"codes": codes, "scales": scales, "zeros": zeros, "g_idx": g_idx}
+    return {"codes": codes, "scales": scales, "zeros": None if zeros is None else zeros.to(torch.uint8), "g_idx": g_idx}
 
 
 def _fuse(parts: list[Part], where: str) -> dict[str, Tensor]:
@@ -132,18 +173,18 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
     `config` is the `quantization_config`. Raises ValueError in one line for a tensor that is missing, left over, damaged
     or of another shape than config.json says.
     """
-    kind = published_layout(config, where)
+    layout = published_layout(config, where)
     used: set[str] = set()
-    marker = ".weight_packed" if kind == "pack-quantized" else ".qweight"
+    marker = ".weight_packed" if layout.kind == "pack-quantized" else ".qweight"
+    kinds = "qweight scales qzeros g_idx weight_packed weight_scale weight_shape weight_zero_point weight_g_idx".split()
     sources, slots = parameter_sources(model, views_for(model, entries)), dict(model.named_parameters())
     tied = model.lm_head is None
 
-    def read(name: str) -> Tensor | None:
-        used.add(name)
-        return entries[name].read() if name in entries else None
-
     def part(base: str) -> Part:
-        return _read_linear(read, kind, base, where, bool(config.get("sym")))
+        if base + marker not in entries:
+            raise ValueError(f"{where}: tensor {base + marker!r} is missing. Is a shard missing?")
+        used.update(f"{base}.{kind}" for kind in kinds)
+        return _read_linear(entries, layout, base, slot.shape[-1], where)
 
     for done, (ours, names) in enumerate(sources.items()):
         slot, bases = slots[ours], [name.removesuffix(".weight") for name in names]
@@ -162,7 +203,7 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
         spare = IGNORED.fullmatch(name) or (tied and name == "lm_head.weight")
         spare = spare or name.endswith(".bias") and not entries[name].read().any()  # AutoGPTQ's zero biases
         if not spare:
-            raise ValueError(f"{where}: unexpected tensor {name!r}; config.json describes another model.")
+            raise ValueError(f"{where}: unexpected {few_names([name])}; config.json describes another model.")
 
 
 def install(model: Transformer, parameter: str, stored: dict[str, Tensor], slot: Tensor, where: str) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 import kernels
 from model import Experts, SelfCounting, Transformer
 from support.errors import UsageError
+from weights.shards import RankConcat
 
 MODES = ("int8", "int4")
 ALGORITHMS = ("rtn", "gptq")
@@ -239,6 +240,9 @@ class TiedEmbedding(SelfCounting):
 def lm_head_rows(model: Transformer, ids: Tensor | None = None) -> Tensor:
     """The rows ids [M] of the LM head, or all of them [M, H]; float32 of a quantized one, also of a tied one."""
     head = model.lm_head or model.embed_tokens
+    if isinstance(head, RankConcat):
+        ids = torch.arange(model.config.vocab_size, device=model.device) if ids is None else ids
+        return head.rows(ids, head.inner.rows if isinstance(head.inner, QuantLinear) else head.inner.weight.__getitem__)
     if not isinstance(head, QuantLinear):
         return head.weight.detach() if ids is None else head.weight.detach()[ids]
     return head.dequantize() if ids is None else head.rows(ids)

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from torch import Tensor
+
 from model import Transformer
-from model_config import ConfigReader
 from support.errors import BadFileError, UsageError
+from support.reader import ConfigReader
 from weights.files import Destination, Entries, check_entries, check_finite
 from weights.quantized import ALGORITHMS, HEADS, MODES, QuantSpec, apply_spec_, set_tensor
 
@@ -25,8 +27,8 @@ def spec_to_json(spec: QuantSpec) -> dict[str, Any]:
 def read_spec(value: Any, where: str) -> QuantSpec:
     """The QuantSpec of an `eaglet_quant` object. Raises ValueError for another version or for unknown values."""
     version = value.get("version") if isinstance(value, dict) else None
-    if version != VERSION:
-        found = f"eaglet_quant version {version!r}, this program reads version {VERSION}"
+    if type(version) is not int or version != VERSION:
+        found = f"eaglet_quant version {version!r:.40}, this program reads version {VERSION}"
         raise ValueError(f"{where}: {found}. Quantize the original checkpoint again.")
     read = ConfigReader(value, f"{where} (eaglet_quant)")
     allowed = {"mode": MODES, "algorithm": ALGORITHMS, "lm_head": HEADS}
@@ -36,6 +38,18 @@ def read_spec(value: Any, where: str) -> QuantSpec:
         return QuantSpec(group_size=group_size, act_order=act_order, **texts)
     except UsageError as error:
         raise BadFileError(f"{where}: {error}") from error
+
+
+def read_stored(entries: Entries, name: str, where: str) -> Tensor:
+    """One tensor of a quantized module. Raises ValueError in one line for values that it cannot have."""
+    tensor = entries[name].read()
+    if tensor.is_floating_point():
+        check_finite(tensor, name, where)
+    if name.endswith(".perm") and tensor.sort().values.tolist() != list(range(len(tensor))):
+        raise ValueError(f"{where}: {name} is not a permutation of the inputs.")
+    if name.endswith(".zeros") and (tensor > 15).any():
+        raise ValueError(f"{where}: {name} holds zeros above 15. Damaged file?")
+    return tensor
 
 
 def fill_stored(model: Transformer, entries: Entries, spec: QuantSpec, where: str, to: Destination) -> None:
@@ -49,11 +63,7 @@ def fill_stored(model: Transformer, entries: Entries, spec: QuantSpec, where: st
     check_entries({name: tuple(slot.shape) for name, slot in expected.items()}, entries, where, exact)
     done, total = 0, sum(slot.nbytes for slot in expected.values())
     for name, slot in expected.items():
-        tensor = entries[name].read()
-        if slot.is_floating_point():
-            check_finite(tensor, name, where)
-        if name.endswith(".perm") and tensor.sort().values.tolist() != list(range(len(tensor))):
-            raise ValueError(f"{where}: {name} is not a permutation of the inputs.")
+        tensor = read_stored(entries, name, where)
         cast = to.dtype if slot.is_floating_point() and not name.endswith(".scales") else None
         set_tensor(model, name, tensor.to(to.device, cast, copy=True))  # a copy lets go of the mapped file
         done += slot.nbytes

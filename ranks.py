@@ -1,0 +1,324 @@
+"""One engine in several processes, each with a part of the model on a GPU (or CPU) of its own: tensor parallelism.
+
+Rank 0 is the process that the user started. It takes the requests and leads. The others follow: they run the same engine
+on the same requests, and what they compute is the same, because they draw the same noise and see the same logits. So
+nothing about a token is sent between them but the sums of the layers. The leader only says which step of which request
+comes next, because requests end early, and it compares from time to time what everyone has decoded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine import Engine
+from runtime.results import Chunk, GenerationResult, Stream
+from runtime.turns import Left, Turn
+from sampling import SamplingParams
+from support.errors import INTERNAL, UsageError, UserError
+
+CHECK_EVERY = 16  # steps between two comparisons of what the ranks have decoded
+IDLE = datetime.timedelta(
+    days=365
+)  # how long a rank waits for the next request; a rank that dies ends the wait at once
+
+
+class RankLost(UserError):
+    """The processes of one engine can no longer go on together."""
+
+    code = INTERNAL
+
+
+class Ranks:
+    """The processes of one engine, as one of them sees the others. Make it in all of them at the same time."""
+
+    def __init__(
+        self, rank: int, size: int, device: str, meeting_point: str, children: Sequence[subprocess.Popen] = ()
+    ):
+        """meeting_point: a URL of torch.distributed, the same for all. children: the processes that rank 0 started."""
+        self.rank = rank
+        self.size = size
+        self.children = children
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens on another interface
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=size, timeout=IDLE)
+        self.control = dist.new_group(backend="gloo", timeout=IDLE)
+        atexit.register(self.end if rank == 0 else close)
+
+    def tell(self, *words: Any) -> None:
+        """Rank 0 says what comes next. The others `hear` it."""
+        with self.lost():
+            dist.broadcast_object_list([words], 0, self.control)
+
+    def hear(self) -> tuple:
+        """What rank 0 says."""
+        heard: list[Any] = [None]
+        with self.lost():
+            dist.broadcast_object_list(heard, 0, self.control)
+        return heard[0]
+
+    def agree(self, flag: bool) -> bool:
+        """The flag of rank 0."""
+        value = torch.tensor([flag])
+        with self.lost():
+            dist.broadcast(value, 0, self.control)
+        return bool(value)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order."""
+        found = [None] * self.size
+        with self.lost():
+            dist.all_gather_object(found, value, self.control)
+        return found
+
+    @contextlib.contextmanager
+    def lost(self) -> Iterator[None]:
+        """Turn the failure of an exchange into RankLost, which names the processes that have ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            if (
+                isinstance(error, torch.OutOfMemoryError)
+                or not isinstance(error, dist.DistError)
+                and not _of_gloo(error)
+            ):
+                raise
+            ended = [f"rank {i} with status {p.poll()}" for i, p in enumerate(self.children, 1) if p.poll() is not None]
+            what = ", ".join(ended) or "rank 0, or one of the others"
+            raise RankLost(f"a process of --tp {self.size} has ended ({what}); start again.") from error
+
+    def leave(self) -> None:
+        """Close the connections, when all ranks are done."""
+        with self.lost():
+            dist.barrier(self.control)
+        close()
+
+    def end(self) -> None:
+        """Rank 0 lets the others go. It is called when the program ends; calling it twice does nothing."""
+        atexit.unregister(self.end)
+        with contextlib.suppress(RankLost):
+            self.tell(0, "end")
+            self.leave()
+        close()
+        for child in self.children:
+            try:
+                child.wait(5)
+            except subprocess.TimeoutExpired:
+                child.kill()
+        self.children = ()
+
+
+def close() -> None:
+    """Close the connections of this process, whatever the others do. Without it the process would end with an abort."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _of_gloo(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return "gloo" in text or "connection" in text or "nccl" in text
+
+
+def meet(size: int, device: str, options: dict[str, Any]) -> Ranks:
+    """Bring the processes of an engine together. Under torchrun they exist already, else this one starts the others.
+
+    options: keyword arguments of `load`, with which the others load their parts. Raises UsageError for a number of
+    processes, or of GPUs, that does not fit.
+    """
+    started = os.environ.get("WORLD_SIZE")
+    if started is not None and int(started) != size:
+        raise UsageError(f"--tp {size}, but torchrun started {started} processes; give both the same number.")
+    if device == "cuda" and torch.cuda.device_count() < size:
+        raise UsageError(f"--tp {size} needs as many GPUs, and there are {torch.cuda.device_count()}. Use fewer.")
+    if started is not None:
+        return join(int(os.environ["RANK"]), size, device, "env://")
+    folder = tempfile.mkdtemp(prefix="eaglet-")  # only this user can read it
+    atexit.register(_remove, folder)
+    meeting_point = f"file://{folder}/meeting"
+    words = [sys.executable, "-c", "from load import follow_leader; follow_leader()"]
+    children = []
+    for rank in range(1, size):
+        told = {"rank": rank, "size": size, "device": device, "meeting_point": meeting_point, "options": options}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        child = subprocess.Popen(words, stdin=subprocess.PIPE, env=environment, text=True)
+        child.stdin.write(json.dumps(told, default=str))
+        child.stdin.close()
+        children.append(child)
+    return join(0, size, device, meeting_point, children)
+
+
+def join(rank: int, size: int, device: str, meeting_point: str, children: Sequence[subprocess.Popen] = ()) -> Ranks:
+    """Become one of the processes of an engine (see Ranks). A rank on a GPU takes the GPU of its number."""
+    if rank:
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C reaches all processes of a terminal, and rank 0 acts on it
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    return Ranks(rank, size, device, meeting_point, children)
+
+
+def _remove(folder: str) -> None:
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            os.unlink(entry.path)
+        os.rmdir(folder)
+
+
+def same_model(ranks: Ranks, error: str, described: Any = None) -> None:
+    """Go on only if every rank has loaded its part of one model. All ranks call it.
+
+    error: why this rank has not, or "". described: what must be equal everywhere. Raises UserError in one line.
+    """
+    told = ranks.gather((error, described))
+    for rank, (problem, theirs) in enumerate(told):
+        if problem and not error:
+            raise UserError(f"rank {rank}: {problem}")
+        if not problem and not error and theirs != told[0][1]:
+            raise UsageError(f"rank {rank} has another checkpoint, or other options, than rank 0. Give all the same.")
+
+
+class _AgreedTurn:
+    """A turn whose requests end early in all ranks, or in none."""
+
+    def __init__(self, turn: Turn, ranks: Ranks):
+        self.turn = turn
+        self.ranks = ranks
+        self.wait, self.check, self.end = turn.wait, turn.check, turn.end
+
+    def go_on(self) -> None:
+        """Raise Left if the request of rank 0 shall end."""
+        if self.ranks.agree(self.turn.ending):
+            raise Left
+
+
+class RankedEngine(Engine):
+    """An Engine whose model is one part of several. In rank 0 it leads, in the others `follow` runs it.
+
+    It does not fall back to plain decoding while drafting does not pay, because the ranks measure different times, and no
+    step runs ahead of the host, because an observer in one rank would hold it back there alone.
+    """
+
+    def __init__(self, *arguments: Any, ranks: Ranks, number: int = 0, **named: Any):
+        """number: of this engine among those that share the processes."""
+        super().__init__(*arguments, **named | {"eagle_always": True, "lag": 0})
+        self.ranks = ranks
+        self.number = number
+        self.twins = 0
+
+    def _tell(self, *words: Any) -> None:
+        if self.ranks.rank == 0:
+            self.ranks.tell(self.number, *words)
+
+    def _new(self, *arguments: Any, **named: Any) -> Engine:
+        self.twins += 1
+        return RankedEngine(*arguments, ranks=self.ranks, number=self.number + self.twins, **named)
+
+    def twin(self, width: int) -> Engine:
+        self._tell("twin", width)
+        return super().twin(width)
+
+    def warm_up(self, params: SamplingParams | None = None) -> float:
+        self._tell("warm_up", params)
+        return super().warm_up(params)
+
+    def margin(self, *arguments: Any) -> tuple[float, float]:
+        self._tell("margin", *arguments)
+        return super().margin(*arguments)
+
+    def keep_prompts(self, cache: Any) -> None:
+        """Earlier prompts are not kept: only the last one's keys and values can be reused."""
+
+    def _run(self, request: Any, turn: Turn) -> Generator[Chunk]:
+        chunks = super()._run(request, _AgreedTurn(turn, self.ranks))
+        return self._lead(request, turn, chunks) if self.ranks.rank == 0 else chunks
+
+    def _lead(self, request: Any, turn: Turn, chunks: Generator[Chunk]) -> Generator[Chunk]:
+        steps = 0
+        try:
+            if not turn.wait():
+                return
+            self._tell("begin", request.prompts, request.params)
+            while True:
+                turn.check()
+                with interrupts_wait(), self.ranks.lost():
+                    self._tell("next")
+                    chunk = next(chunks, None)
+                    steps += 1
+                    if chunk is None or steps % CHECK_EVERY == 0:
+                        self._tell("compare")
+                        compare(self.ranks, request.results)
+                if chunk is None:
+                    return
+                yield chunk
+        finally:
+            if turn.held:
+                with contextlib.suppress(RankLost):
+                    self._tell("close")
+            chunks.close()
+
+
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block: a step that only one rank leaves would keep the others waiting."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    usual = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if came:
+        raise KeyboardInterrupt
+
+
+def compare(ranks: Ranks, results: Sequence[GenerationResult]) -> None:
+    """Raise RankLost unless all ranks have decoded the same tokens so far. All ranks call it."""
+    texts = ranks.gather([list(result.token_ids) for result in results])
+    for rank, theirs in enumerate(texts):
+        if theirs != texts[0]:
+            raise RankLost(
+                f"rank {rank} decoded other tokens than rank 0: a bug, or hardware that computes differently."
+            )
+
+
+def follow(engine: Engine, ranks: Ranks) -> None:
+    """Do in this process what rank 0 says, until it ends."""
+    engines, streams = [engine], {}
+
+    def advance(stream: Stream) -> None:
+        with contextlib.suppress(ArithmeticError):  # rank 0 meets it, too, and reports it
+            next(stream, None)
+
+    deeds: dict[str, Callable[..., Any]] = {
+        "next": lambda number: advance(streams[number]),
+        "compare": lambda number: compare(ranks, streams[number].results),
+        "close": lambda number: streams[number].close(),
+        "twin": lambda number, width: engines.append(engines[number].twin(width)),
+        "warm_up": lambda number, params: engines[number].warm_up(params),
+        "margin": lambda number, *arguments: engines[number].margin(*arguments),
+    }
+    while True:
+        number, deed, *words = ranks.hear()
+        if deed == "end":
+            return ranks.leave()
+        if deed == "begin":
+            streams[number] = engines[number].generate_batch(*words)
+        else:
+            deeds[deed](number, *words)

@@ -1,0 +1,63 @@
+"""What one process of tests/test_ranks.py does: decode with its part of tiny models, and compare with the whole ones.
+
+    python ranks_cases.py RANK SIZE MEETING_POINT FOLDER
+
+FOLDER holds checkpoints and cases.json, which test_ranks.py wrote. Every process runs every case and prints a JSON line
+for each. All processes do the same, so their parts of the models meet in every sum.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from engine import Engine
+from load import build_drafter, build_head, draft_vocabulary
+from model import Transformer
+from options import LoadOptions
+from ranks import join
+from sampling_params import SamplingParams
+from weights.checkpoint import Checkpoint
+from weights.heads import read_eagle
+from weights.shards import Shard
+
+PROMPTS = [[1, 5, 9, 22, 7, 3] * 3, [8, 2, 61], [30, 31, 30, 31, 30]]
+
+
+def decode(model: Transformer, checkpoint: Checkpoint, options: LoadOptions, params: SamplingParams) -> tuple:
+    """The texts of one request, and its tau."""
+    head = None
+    if options.eagle:
+        ids = draft_vocabulary(options, checkpoint.config, None)
+        head = build_head(read_eagle(options.eagle, checkpoint.config, {}), model, ids)
+    drafter = build_drafter(model, head, options) if options.drafter_kind else None
+    engine = Engine(model, None, drafter, options.batch_size, options.ctx)
+    results = engine.generate_batch(PROMPTS[: options.batch_size], params).run()
+    return [result.token_ids for result in results], results[0].tau
+
+
+def main(rank: int, size: int, meeting_point: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = join(rank, size, "cpu", meeting_point)
+    for case in json.loads((folder / "cases.json").read_text()):
+        paths = {
+            key: str(folder / case[key]) for key in ("checkpoint", "eagle", "draft_checkpoint", "medusa") if key in case
+        }
+        temperature = case.get("temperature", 0.0)
+        options = {key: value for key, value in case.items() if key != "temperature"} | paths
+        checkpoint = Checkpoint.open(paths["checkpoint"])
+        options = LoadOptions(**options, ctx=120, dtype="float64", device="cpu", kernels="reference")
+        options = options.resolve(checkpoint)
+        part = checkpoint.sharded(Shard(rank, size)).load("cpu", torch.float64)
+        whole = checkpoint.load("cpu", torch.float64)
+        params = SamplingParams(temperature=temperature, max_new_tokens=12, stop_ids=(95,), seed=3)
+        texts = [decode(model, checkpoint, options, params) for model in (whole, part)]
+        cache = [model.new_cache(1, 8).numel() for model in (whole, part)]
+        print(json.dumps({"case": case, "texts": texts, "cache": cache}), flush=True)
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

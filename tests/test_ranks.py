@@ -1,0 +1,283 @@
+"""Tensor parallelism: parts of a model in several processes decode what the whole model decodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_cuda import Indexing, OneDevice, on_fake_gpu
+from tiny import randomise, tiny_head
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drafters.base import PlainDrafter
+from model import Transformer
+from model_config import ModelConfig
+from options import DEMO
+from sampling import SamplingMode
+from step import DecodeState, decode_step
+from support.errors import UsageError
+from weights.checkpoint import Checkpoint
+from weights.files import Entry
+from weights.heads import save_eagle
+from weights.hf import config_to_hf, save_hf, write_directory
+from weights.medusa import save_medusa
+from weights.published import _read_linear
+from weights.quantized import QuantSpec
+from weights.rounding import quantize_
+from weights.shards import Shard
+from weights.stored import spec_to_json
+
+ROOT = Path(__file__).resolve().parent.parent
+V = 96
+SHAPE = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
+    vocab_size=V, max_position_embeddings=160,
+)  # fmt: skip
+FAMILIES = {
+    "llama": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "tied": {"tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "qk_norm": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+DRAFTERS = [
+    {},
+    {"eagle": "eagle1"},
+    {"eagle": "eagle1", "draft_vocab": 40, "tree": "chain:3"},
+    {"eagle": "eagle3", "tree": "dynamic:12,3,3"},
+    {"draft_checkpoint": "draft", "tree": "chain:3"},
+    {"medusa": "medusa", "tree": "chain:2"},
+    {"drafter": "ngram", "tree": "chain:4"},
+    {"drafter": "lookahead"},
+]
+
+
+def config_of(**changes) -> ModelConfig:
+    return ModelConfig(**{"model_type": "llama", **SHAPE, **changes})
+
+
+def model_of(seed: int = 0, **changes) -> Transformer:
+    model = Transformer(config_of(**changes))
+    randomise(model, seed, 0.15)
+    model.rotary.build("cpu")
+    return model
+
+
+def cases(size: int) -> list[dict]:
+    """Every family plainly; LLaMA with every drafter, sampled as a batch; quantized models with a head."""
+    found = [{"checkpoint": name, "temperature": float(size == 4)} for name in FAMILIES]
+    drafters = DRAFTERS if size == 2 else DRAFTERS[3:4]
+    found += [{"checkpoint": "llama", "temperature": 1.0, "batch_size": 3, **drafter} for drafter in drafters]
+    found += [{"checkpoint": name, **DRAFTERS[3]} for name in ("int4", "int8", "mixtral-int4")]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Checkpoints of every kind, heads, and the list of cases."""
+    path = tmp_path_factory.mktemp("ranks")
+    models = {name: model_of(**changes) for name, changes in FAMILIES.items()}
+    for name, model in models.items():
+        save_hf(model, path / name)
+    save_hf(model_of(7, num_hidden_layers=1), path / "draft")
+    for name, family, mode in (
+        ("int4", "llama", "int4"),
+        ("int8", "qwen3", "int8"),
+        ("mixtral-int4", "mixtral", "int4"),
+    ):
+        spec = QuantSpec(mode, group_size=32)
+        model = model_of(**FAMILIES[family])
+        quantize_(model, spec)
+        config = config_to_hf(replace(model.config, dtype="float16")) | {"eaglet_quant": spec_to_json(spec)}
+        write_directory(path / name, model.state_dict(), config)
+    for version in (1, 3):
+        trimmed = torch.arange(0, V, 2) if version == 3 else None
+        head = tiny_head(models["llama"], version, trimmed, hidden_size=64, head_dim=16)
+        save_eagle(replace(head.config, target_vocab_size=V), head.state_dict(), path / f"eagle{version}")
+    shapes = {"weight": (64, 64), "bias": (64,)}
+    tensors = {
+        f"{i}.0.linear.{kind}": torch.full(shape, 0.01 * (i + 1)) for i in (0, 1) for kind, shape in shapes.items()
+    }
+    save_medusa(tensors, path / "medusa")
+    return path
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_decode_what_the_whole_model_decodes(folder, size):
+    """A head, group, expert or row of the vocabulary in the wrong part; a bias added twice; a sum that is left out."""
+    (folder / "cases.json").write_text(json.dumps(cases(size)))
+    processes = []
+    for rank in range(size):
+        words = [sys.executable, ROOT / "tests/ranks_cases.py", str(rank), str(size), f"file://{folder}/{size}", folder]
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+        processes.append(
+            subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        )
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * size, outputs[0][1][-2000:]
+    for out, _ in outputs:
+        lines = [json.loads(line) for line in out.splitlines()]
+        assert [line["case"] for line in lines] == cases(size)
+        for line in lines:
+            whole, part = line["texts"]
+            assert whole == part, line["case"]  # the texts, and tau: the drafts are the same, too
+            assert line["cache"][1] * size == line["cache"][0]
+
+
+def run(*words, env=None, **more) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (env or {})
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=100, env=environment, **more
+    )
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0]
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_requests_that_end_early_leave_the_processes_in_step():
+    """A second process that waits for a step that never comes, or runs a step of a request that was left."""
+    done = run(ROOT / "tests/ranks_session.py", "requests")
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = json.loads(done.stdout)
+    assert all(several == alone for several, alone in seen["texts"])
+    assert "another request started" in seen["overtaken"] and seen["stopped"] == "interrupted"
+    assert seen["identical"] == 40
+    local = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}
+    assert seen["addresses"] and set(seen["addresses"]) <= local
+    assert not any(map(alive, seen["pids"]))
+
+
+def test_a_killed_process_ends_the_others_with_one_line():
+    """A process that died, for which the others wait for ever."""
+    done = run(ROOT / "tests/ranks_session.py", "kill")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "a process of --tp 2 has ended (rank 1 with status -9)" in json.loads(done.stdout)["error"]
+
+
+def test_ctrl_c_ends_all_processes_with_one_line():
+    """A second process that lives on, or a traceback of it, after Ctrl-C in a terminal, which reaches all processes."""
+    words = [sys.executable, ROOT / "generate.py", "--tp", "2", "-p", "def f(", "--max-new-tokens", "1500", "-q"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    assert process.stdout.read(1)  # the text has begun
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors.decode()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+@pytest.mark.parametrize("other, message", [
+    ("int4", "rank 1 has another checkpoint, or other options, than rank 0"),
+    ("nothing", "rank 1: "),
+])  # fmt: skip
+def test_ranks_with_other_checkpoints_are_refused(folder, other, message):
+    """Parts of two models that decode nonsense together; a rank without a model for which the others wait."""
+    words = [sys.executable, ROOT / "generate.py", "--prompt-ids", "1,5", "--max-new-tokens", "4", "--checkpoint"]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    processes = []
+    for rank, name in enumerate(("llama", other)):
+        environment = os.environ | world | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        processes.append(subprocess.Popen([*words, folder / name], env=environment, text=True, **pipes))
+    errors = [process.communicate(timeout=100)[1].strip() for process in processes]
+    assert processes[0].returncode == 2 and processes[1].returncode != 0
+    assert errors[0].startswith(f"error  {message}") and "\n" not in errors[0]
+
+
+@pytest.mark.parametrize("words, env, message", [
+    (["--tp", "2"], {"WORLD_SIZE": "3", "RANK": "0"}, "torchrun started 3 processes"),
+    (["--tp", "3"], {}, "4 attention heads cannot be divided among 3. This model can be split among 2."),
+    (["--tp", "0"], {}, "allowed: 1 or more"),
+])  # fmt: skip
+def test_numbers_of_processes_that_do_not_fit_are_refused(words, env, message):
+    """A wrong number that shows only as a hang, or as an error of a tensor's shape."""
+    done = run(ROOT / "generate.py", "-p", "x", *words, env=env)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_what_cannot_be_split_is_refused_by_name(folder):
+    """Groups that cross the boundary of two parts, act-order, and rows that were scaled as a whole."""
+    tensors = Checkpoint.open(folder / "int4").entries
+    scales = next(name for name in tensors if name.endswith("down.scales"))
+    odd = {scales: tensors[scales]._replace(shape=(3, 64))}
+    with pytest.raises(UsageError, match=r"down.scales has 3 rows, words or groups along its axis 0, .* --group-size"):
+        Shard(0, 2).entries(odd | {scales.replace("scales", "qweight"): tensors[scales]}, config_of(), "here")
+    perm = {scales.replace("scales", name): tensors[scales]._replace(shape=(64,)) for name in ("perm", "qweight")}
+    with pytest.raises(UsageError, match="act-order"):
+        Shard(0, 2).entries(perm, config_of(), "here")
+    with pytest.raises(UsageError, match="--quant int8 scales whole rows"):
+        Checkpoint.open(DEMO).rounded("int8").sharded(Shard(0, 2))
+
+
+def published(kind: str) -> tuple[dict, dict]:
+    """Random tensors of one projection by inputs and one by outputs, [N, K] = [64, 128] each, in a published layout."""
+    draw, words = (
+        torch.Generator().manual_seed(0),
+        lambda *shape: torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32),
+    )
+    layouts = {
+        "gptq": {"qweight": words(16, 64), "qzeros": words(4, 8), "scales": torch.rand(4, 64, generator=draw),
+                 "g_idx": torch.arange(128, dtype=torch.int32) // 32},
+        "awq": {"qweight": words(128, 8), "qzeros": words(4, 8), "scales": torch.rand(4, 64, generator=draw)},
+        "pack-quantized": {"weight_packed": words(64, 16), "weight_scale": torch.rand(64, 4, generator=draw),
+                           "weight_shape": torch.tensor([64, 128])},
+    }  # fmt: skip
+    return layouts[kind]
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "pack-quantized"])
+@pytest.mark.parametrize("module, axis", [("q_proj", 0), ("down_proj", 1)])
+def test_parts_of_published_layouts_are_parts_of_the_matrix(kind, module, axis):
+    """Words, groups or zeros of another part, in the layouts of GPTQ, AWQ and compressed-tensors."""
+    tensors = {f"layers.0.{module}.{leaf}": t for leaf, t in published(kind).items()}
+
+    def matrix(entries) -> torch.Tensor:
+        read = lambda name: entries[name].read() if name in entries else None  # noqa: E731
+        part = _read_linear(read, kind, f"layers.0.{module}", "here", False)
+        index = part["g_idx"] if part["g_idx"] is not None else torch.arange(part["codes"].shape[1]) // 32
+        zeros = 8 if part["zeros"] is None else part["zeros"].T[:, index].float()
+        return (part["codes"].float() - zeros) * part["scales"].T[:, index]
+
+    entries = {name: Entry(tuple(t.shape), t.dtype, "file", t.detach) for name, t in tensors.items()}
+    parts = [matrix(Shard(rank, 2).entries(entries, config_of(), "here")) for rank in range(2)]
+    assert torch.equal(torch.cat(parts, axis), matrix(entries))
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "int4"])
+def test_a_step_exchanges_two_sums_per_layer_and_the_logits(folder, name, monkeypatch):
+    """A value that a part reads on the host, or an exchange more than a step needs."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=82))
+    part = Checkpoint.open(folder / name).sharded(Shard(0, 2)).load("cpu", torch.float16)
+    layers = part.config.num_hidden_layers
+    with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
+        on_fake_gpu(part)
+        drafter = PlainDrafter(part)
+        state = DecodeState(part, drafter, 1, 120)
+        with Counted() as counted, OneDevice(), torch.inference_mode():
+            decode_step(part, drafter, state, SamplingMode())
+    assert counted.found == {"eaglet::rank_sum": 2 * layers, "eaglet::rank_concat": 1}
+
+
+class Counted(TorchDispatchMode):
+    """Counts the exchanges between ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name().startswith("eaglet::rank"):
+            self.found[function.name()] = self.found.get(function.name(), 0) + 1
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,202 @@
+"""The part of a model that one of several processes holds (tensor parallelism).
+
+Attention is split by heads, the MLP and every expert by intermediate columns, and the LM head by vocabulary. The output
+projections `o` and `down` are then split by their inputs, so that each rank has one summand of their result. Embedding,
+norms and routers are in every rank. Any format is split the same way: by the names of its tensors and the axes that
+their kind gives to outputs and inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+from model import Transformer, linear
+from model_config import ModelConfig
+from support.errors import UsageError
+from weights.files import Entries, Entry
+
+# The modules that are split by outputs and by inputs, under Hugging Face's names and under ours.
+BY_OUTPUTS = set("q_proj k_proj v_proj gate_proj up_proj w1 w3 gate_up_proj qkv gate_up lm_head".split())
+BY_INPUTS = set("o_proj down_proj w2 o down".split())
+FIRST = set("weight weight_packed weight_scale weight_zero_point".split())  # outputs are the axis before the last
+PUBLISHED = set("qzeros g_idx weight_packed weight_shape".split())  # leaves that GPTQ, AWQ and compressed-tensors have
+
+
+class Shard(NamedTuple):
+    """Which part of a model: that of `rank` among `ranks` processes."""
+
+    rank: int
+    ranks: int
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise UsageError, with the numbers of processes that would do, for a model that cannot be split this way."""
+        sizes = {
+            "attention heads": config.num_attention_heads,
+            "key and value heads": config.num_key_value_heads,
+            "columns of the MLP": config.intermediate_size,
+            "tokens of the vocabulary": config.vocab_size,
+        }
+        for what, size in sizes.items():
+            if size % self.ranks:
+                fits = [str(n) for n in range(2, 9) if not any(size % n for size in sizes.values())]
+                advice = f"This model can be split among {' or '.join(fits)}." if fits else "It cannot be split."
+                raise UsageError(f"--tp {self.ranks}: {size} {what} cannot be divided among {self.ranks}. {advice}")
+
+    def local(self, config: ModelConfig) -> ModelConfig:
+        """The geometry of this part. The vocabulary stays whole, because every rank sees all logits."""
+        self.check(config)
+        sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        return replace(config, **{name: vars(config)[name] // self.ranks for name in sizes})
+
+    def entries(self, entries: Entries, config: ModelConfig, where: str) -> dict[str, Entry]:
+        """This part's tensors of a checkpoint whose whole geometry is `config`. Of mapped files only they are read.
+
+        Reading raises UsageError where a quantization's groups or their order do not let a tensor be split.
+        """
+        rows = {name.rpartition(".")[0] for name in entries if name.endswith(".qweight")}
+        published = any(name.rpartition(".")[2] in PUBLISHED for name in entries)
+
+        def of(name: str, entry: Entry) -> Entry:
+            base, _, leaf = name.rpartition(".")
+            stored = base in rows and not published  # our own format
+            lead = 1 if stored and config.num_local_experts and ".mlp." in name else 0
+            if base.endswith(".experts"):  # one tensor for all experts
+                base, leaf, lead = name, "weight", 1
+            shape, cut = self._cut(name, base, leaf, entry.shape, lead, stored, config, where)
+            return entry if cut is None else entry._replace(shape=shape, read=lambda: cut(entry.read()))
+
+        return {name: of(name, entry) for name, entry in entries.items()}
+
+    def stored(self, name: str, tensors: dict[str, Tensor], config: ModelConfig, where: str) -> dict[str, Tensor]:
+        """This part of one quantized weight in our layout (`weights.quantized`), called `name` by Hugging Face."""
+        base, parts = name.removesuffix(".weight"), {}
+        for leaf, tensor in tensors.items():
+            _, cut = self._cut(name, base, leaf, tuple(tensor.shape), 0, True, config, where)
+            parts[leaf] = tensor if cut is None else cut(tensor)
+        return parts
+
+    def _cut(
+        self, name: str, base: str, leaf: str, shape: tuple[int, ...], lead: int, stored: bool, config: ModelConfig,
+        where: str,
+    ) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor] | None]:  # fmt: skip
+        """The shape of this part of a tensor, and the function that takes it; None where every rank has all of it.
+
+        lead: axes before outputs and inputs. stored: whether the tensor has our layout, where scales lie as [in/G, out].
+        """
+        module = base.rpartition(".")[2]
+        by_inputs = module in BY_INPUTS
+        if not by_inputs and module not in BY_OUTPUTS:
+            return shape, None
+        if leaf == "bias":
+            if by_inputs:  # it is added once, in the first rank
+                return shape, (lambda t: t) if self.rank == 0 else torch.zeros_like
+            return self._slice(name, shape, len(shape) - 1, module, config, where)
+        if leaf == "weight_shape":
+            axis = 1 if by_inputs else 0
+            return shape, lambda t: t.clone().index_copy_(0, torch.tensor([axis]), t[axis : axis + 1] // self.ranks)
+        if leaf == "g_idx" or leaf == "weight_g_idx":
+            return self._group_index(name, shape, where) if by_inputs else (shape, None)
+        if leaf == "perm":
+            if by_inputs:
+                raise UsageError(f"{where}: {name}: act-order mixes columns of all ranks; --tp needs one without it.")
+            return shape, None
+        outputs_first = leaf in FIRST or (stored and leaf == "qweight")
+        if stored and leaf != "qweight" and len(shape) - lead == 1:  # int8: one scale for each output
+            return (shape, None) if by_inputs else self._slice(name, shape, len(shape) - 1, module, config, where)
+        axis = len(shape) - (1 if outputs_first == by_inputs else 2)
+        return self._slice(name, shape, axis, "" if by_inputs else module, config, where)
+
+    def _slice(
+        self, name: str, shape: tuple[int, ...], axis: int, module: str, config: ModelConfig, where: str
+    ) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor]]:
+        """The part along one axis. Fused modules are split inside each of the matrices that they consist of."""
+        weights = {"qkv": (config.num_attention_heads, *[config.num_key_value_heads] * 2)}
+        shares = weights.get(module, (1, 1) if module in ("gate_up", "gate_up_proj") else (1,))
+        size = shape[axis]
+        lengths = [size * share // sum(shares) for share in shares]
+        if any(length % self.ranks for length in lengths):
+            raise UsageError(
+                f"{where}: {name} has {size} rows, words or groups along its axis {axis}, which cannot be divided among "
+                f"{self.ranks} processes. Use another --tp, or quantize with a smaller --group-size."
+            )
+
+        def cut(tensor: Tensor) -> Tensor:
+            pieces = [p.chunk(self.ranks, axis)[self.rank] for p in tensor.split(lengths, axis)]
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
+
+        return (*shape[:axis], size // self.ranks, *shape[axis + 1 :]), cut
+
+    def _group_index(self, name: str, shape: tuple[int, ...], where: str) -> tuple[tuple[int, ...], Callable]:
+        """The part of GPTQ's group numbers that belongs to this part of the inputs, counted from zero."""
+        columns = shape[0] // self.ranks
+
+        def cut(index: Tensor) -> Tensor:
+            own = index[self.rank * columns : (self.rank + 1) * columns]
+            first = own.min()
+            if (own < 0).all():
+                return own
+            if not torch.equal(own, own.sort().values):
+                raise UsageError(f"{where}: {name}: act-order mixes columns of all ranks; --tp needs one without it.")
+            return own - first
+
+        return (columns,), cut
+
+
+class RankSum(nn.Module):
+    """A layer of which every rank computes one summand. The residual is added to the sum."""
+
+    def __init__(self, inner: nn.Module, ranks: int):
+        super().__init__()
+        self.inner = inner
+        self.ranks = ranks
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, gated: bool = False) -> Tensor:
+        own = linear(self.inner, x) if isinstance(self.inner, nn.Linear) else self.inner(x)
+        return kernels.epilogue(kernels.rank_sum(own, self.ranks), None, residual, gated)
+
+
+class RankConcat(nn.Module):
+    """An LM head of which every rank has a part of the rows. All ranks get all logits."""
+
+    def __init__(self, inner: nn.Module, shard: Shard):
+        super().__init__()
+        self.inner = inner
+        self.shard = shard
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.rank_concat(self.inner(x), self.shard.ranks)
+
+    def rows(self, ids: Tensor, own_rows: Callable[[Tensor], Tensor]) -> Tensor:
+        """The rows ids [M] of the whole matrix, [M, H]. own_rows gives those of this part by their number in it."""
+        count = self.inner.out_features
+        places = ids - self.shard.rank * count
+        own = (places >= 0) & (places < count)
+        return kernels.rank_sum(own_rows(places.clamp(0, count - 1)) * own[:, None], self.shard.ranks)
+
+
+def connect_(model: Transformer, shard: Shard) -> None:
+    """Let the layers of a loaded part exchange what they need: two sums per layer, and the logits once."""
+    for block in model.layers:
+        block.attention.o = RankSum(block.attention.o, shard.ranks)
+        if model.config.num_local_experts:
+            block.mlp = RankSum(block.mlp, shard.ranks)
+        else:
+            block.mlp.down = RankSum(block.mlp.down, shard.ranks)
+    if model.lm_head is None:
+        rows = model.embed_tokens.weight.chunk(shard.ranks)[shard.rank]
+        model.lm_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        model.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+    model.lm_head = RankConcat(model.lm_head, shard)
+
+
+def narrow_head_(model: Transformer, shard: Shard, tied: bool) -> None:
+    """Give a meta model the LM head of this part. tied: whether there is none in the files."""
+    if not tied:
+        H, V = model.config.hidden_size, model.config.vocab_size
+        model.lm_head = nn.Linear(H, V // shard.ranks, bias=False, device="meta").requires_grad_(False)

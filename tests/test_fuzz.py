@@ -497,11 +497,12 @@ def test_flags_of_a_tokenizer_are_true_or_false(json_dir, tmp_path):  # noqa: F8
         load_tokenizer(tmp_path / "t")
 
 
-def test_a_text_is_no_switch_for_sampling():
+@pytest.mark.parametrize("value", ["false", 1, []])
+def test_a_text_is_no_switch_for_sampling(value, tmp_path):
     """`"do_sample": "false"` that is taken for greedy or for sampling without a word."""
-    for value in ("false", 1, []):
-        with pytest.raises(ValueError, match="do_sample"):
-            with_suggestions({"do_sample": value}, {})
+    file = made("generation", tmp_path) / "generation_config.json"
+    edited(file, lambda raw: raw.update(do_sample=value))
+    refused("generation", tmp_path, "generation_config.json", "do_sample", "expected true or false")
 
 
 def test_refusals_are_short(tmp_path):

@@ -134,12 +134,8 @@ def with_suggestions(suggestions: Mapping[str, Any], given: Mapping[str, Any]) -
     is not allowed, and says so if it comes from the file.
     """
     params = SamplingParams(**given)
-    if not isinstance(sample := suggestions.get("do_sample"), bool | None):
-        raise ValueError(
-            f"generation_config.json: do_sample is {sample!r:.60}; allowed: true, false or null. Correct it."
-        )
     found = {name: suggestions[name] for name in SUGGESTED if suggestions.get(name) is not None}
-    found["temperature"] = found.get("temperature", 1.0) if sample else 0.0
+    found["temperature"] = found.get("temperature", 1.0) if suggestions.get("do_sample") is True else 0.0
     if given.get("temperature", found["temperature"]) == 0:
         found = {name: found[name] for name in ("temperature", "repetition_penalty") if name in found}
     found = {name: value for name, value in found.items() if name not in given and value != getattr(params, name)}

@@ -140,9 +140,8 @@ def _stored(path: Path) -> dict[str, Any]:
     return read["gpus"]
 
 
-def _tiling(key: str, row: Any) -> LinearConfig:
-    if not isinstance(row, list) or len(row) != len(ALLOWED):
-        raise refusal(key, f"{row!r:.80} is not a tiling.")
-    if any(isinstance(x, bool | float) or x not in allowed for x, allowed in zip(row, ALLOWED, strict=True)):
+def _tiling(key: str, row: list[Any]) -> LinearConfig:
+    fits = len(row) == len(ALLOWED) and all(x in allowed for x, allowed in zip(row, ALLOWED, strict=True))
+    if not fits or any(isinstance(x, bool | float) for x in row):
         raise refusal(key, f"{row!r:.80} is not a tiling.")
     return LinearConfig(*row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -29,6 +30,7 @@ def leave_at_once() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
         sys.unraisablehook = _unraisable
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # Python's own end has nothing to interrupt
 
 
 def _unraisable(problem: sys.UnraisableHookArgs) -> None:
@@ -42,11 +44,17 @@ def _unraisable(problem: sys.UnraisableHookArgs) -> None:
 def as_exceptions() -> Iterator[list[int]]:
     """Inside the block, Ctrl-C is a KeyboardInterrupt, so that what was begun is cleaned up.
 
+    While a module is imported it ends the process instead: torch's C++ code aborts where an exception comes in between.
     Yields a list that is empty until Ctrl-C was pressed. Outside of commands nothing changes.
     """
     pressed: list[int] = []
 
     def press(number: int, frame: FrameType | None) -> None:
+        caller = frame
+        while caller:
+            if caller.f_code.co_filename.startswith("<frozen importlib"):
+                leave()
+            caller = caller.f_back
         pressed.append(number)
         raise KeyboardInterrupt
 

@@ -27,7 +27,7 @@ from bench.compare import compare
 from bench.suites import read_suite
 from bench.tree_search import read_statistics
 from kernels.tuned import read_tuned
-from load import build_head
+from load import build_head, load
 from quantize import quantize_head
 from sampling_params import with_suggestions
 from serving.errors import ApiError
@@ -305,3 +305,263 @@ def test_damaged_tokenizers_read_as_before_or_are_refused(kind, request, tmp_pat
         return ids, tokenizer.decode(ids), tokenizer.eos_ids
 
     assert try_cases(Format(tuple(found), lambda f: None, read), folder, CASES // 20, kind)["refused"] > 0
+
+
+# ---- what once got through -----------------------------------------------------------------------------------------
+
+
+def refused(form: str, folder: Path, *words: str) -> None:
+    """Reading must fail with one short line that holds the words."""
+    with pytest.raises((ValueError, ApiError)) as error:
+        FORMATS[form].read(folder)
+    text = str(error.value).replace(str(folder), "")
+    assert "\n" not in text and len(text) < 300 and all(word in text for word in words), text
+
+
+def made(form: str, folder: Path) -> Path:
+    FORMATS[form].make(folder)
+    return folder
+
+
+def edited(file: Path, change: Callable[[dict], Any]) -> None:
+    value = json.loads(file.read_text())
+    change(value)
+    file.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_a_header_cut_by_a_few_bytes_is_named(cut, tmp_path):
+    """UnboundLocalError, as the header was there only if the file was shorter by more than the length field."""
+    file = made("hf", tmp_path) / M
+    data = file.read_bytes()
+    file.write_bytes(data[: 8 + int.from_bytes(data[:8], "little") - cut])
+    refused("hf", tmp_path, M, "cut short")
+
+
+def test_a_header_above_the_limit_is_named(tmp_path):
+    """UnboundLocalError, as a header of more than 64 MB was not read."""
+    file = made("hf", tmp_path) / M
+    with open(file, "r+b") as out:
+        out.write((files.INDEX_LIMIT + 1).to_bytes(8, "little"))
+        out.truncate(files.INDEX_LIMIT + 100)  # a hole, which takes no space
+    refused("hf", tmp_path, M, "at most 67,108,864")
+
+
+@pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id"])
+@pytest.mark.parametrize("value", [[None], [1, None], [[1]], {}, [True]])
+def test_token_ids_are_numbers(key, value, tmp_path):
+    """TypeError, as null among the ids was compared with the size of the vocabulary."""
+    edited(made("hf", tmp_path) / "config.json", lambda raw: raw.update({key: value}))
+    refused("hf", tmp_path, "config.json", key)
+
+
+def change_head(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / M)
+        tensors[name] = change(tensors[name])
+        save_file({k: t.contiguous() for k, t in tensors.items() if t is not None}, folder / M)
+
+    return edit
+
+
+def describe(*keys: str, value: Any) -> Callable[[Path], None]:
+    def change(raw: dict) -> None:
+        for key in ("eaglet_head", *keys[:-1]):
+            raw = raw[key]
+        raw[keys[-1]] = value
+
+    return lambda folder: edited(folder / "config.json", change)
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (change_head("fc.qweight", lambda t: t[0, 0]), "fc.qweight"),
+        (change_head("fc.qweight", lambda t: t.flatten()), "fc.qweight"),
+        (change_head("fc.scales", lambda t: None), "fc.scales"),
+        (change_head("fc.scales", lambda t: t[:1]), "fc.scales"),
+        (change_head("fc.scales", lambda t: t.long()), "fc.scales"),
+        (change_head("fc.scales", lambda t: t * float("nan")), "fc.scales"),
+        (change_head("norm.weight", lambda t: t * float("nan")), "norm.weight"),
+        (describe("layer", "rope", "theta", value="x"), "theta"),
+        (describe("layer", "rope", "kind", value=1e308), "kind"),
+        (describe("layer", "rope", "kind", value="x"), "rope_type"),
+        (describe("layer", "intermediate_size", value=-1), "intermediate_size"),
+        (describe("layer", "extra", value=1), "extra"),
+        (describe("taps", value=[2, 1]), "taps"),
+        (describe("version", value=2), "version 2"),
+    ],
+)
+def test_quantized_heads_are_checked_like_models(damage, word, tmp_path):
+    """IndexError, KeyError and TypeError, or a head that drafts nonsense."""
+    damage(made("rounded head", tmp_path))
+    refused("rounded head", tmp_path, word)
+
+
+def test_draft_ids_of_quantized_heads_are_tokens(tmp_path):
+    """IndexError at the first draft for ids that are negative, out of order, or past the vocabulary."""
+    made("rounded head", tmp_path)
+    describe("layer", "vocab_size", value=32)(tmp_path)
+    good = load_file(tmp_path / M)
+    rows = {name: t[..., :32] if name.endswith("scales") else t[:32] for name, t in good.items() if "lm_head" in name}
+    for ids in (torch.arange(32) - 1, torch.arange(32).flip(0), torch.arange(32) + 180, torch.arange(32.0)):
+        save_file({k: t.contiguous() for k, t in (good | rows | {"draft_ids": ids}).items()}, tmp_path / M)
+        refused("rounded head", tmp_path, "draft_ids")
+    save_file({k: t.contiguous() for k, t in (good | rows | {"draft_ids": torch.arange(32) + 7}).items()}, tmp_path / M)
+    assert len(drafts(tmp_path)[0]) == 24
+
+
+Q = "model.layers.0.self_attn.q_proj."
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        ("gptq", Q + "qweight", lambda t: t.to(torch.uint8)),
+        ("gptq", Q + "qweight", lambda t: t.flatten()),
+        ("gptq", Q + "qzeros", lambda t: t.flatten()),
+        ("gptq", Q + "qzeros", lambda t: t.float()),
+        ("gptq", Q + "scales", lambda t: t.int()),
+        ("gptq", Q + "g_idx", lambda t: t.float()),
+        ("awq", Q + "qweight", lambda t: t.to(torch.int16)),
+        ("awq", Q + "qzeros", lambda t: t.float()),
+        ("compressed-tensors", Q + "weight_packed", lambda t: t.to(torch.uint8)),
+        ("compressed-tensors", Q + "weight_shape", lambda t: t.float()),
+        ("compressed-tensors", Q + "weight_zero_point", lambda t: t.float()),
+        ("compressed-tensors", Q + "weight_zero_point", lambda t: t + 90),
+    ],
+)
+def test_published_codes_have_their_dtype_and_shape(kind, name, change, tmp_path):
+    """A model that loads and writes wrong text, as its codes were cast to another dtype."""
+    change_head(name, change)(made(kind, tmp_path) / "m")
+    refused(kind, tmp_path, name.rpartition(".")[2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("gptq", "quant_method", value) for value in (["gptq"], {"a": 1}, 3)]
+    + [(kind, "group_size", value) for kind in ("gptq", "awq") for value in (31, -32, 64, "32", 0, True, -1)]
+    + [("compressed-tensors", "config_groups", value) for value in (3, [1], {"a": 1}, {"a": {"weights": []}})],
+)
+def test_quantization_configs_agree_with_the_tensors(kind, key, value, tmp_path):
+    """TypeError, or a group size that the config says and nobody reads."""
+    edited(made(kind, tmp_path) / "m" / "config.json", lambda raw: raw["quantization_config"].update({key: value}))
+    refused(kind, tmp_path, "quantization_config" if key != "group_size" or isinstance(value, str | bool) else "config")
+
+
+def test_a_group_size_of_compressed_tensors_is_read(tmp_path):
+    """A group size that contradicts the scales."""
+    file = made("compressed-tensors", tmp_path) / "m" / "config.json"
+    weights = {"num_bits": 4, "group_size": 31}
+    edited(file, lambda raw: raw["quantization_config"]["config_groups"]["group_0"].update(weights=weights))
+    refused("compressed-tensors", tmp_path, "weight_scale")
+    edited(file, lambda raw: raw["quantization_config"]["config_groups"]["group_0"]["weights"].update(group_size=32))
+    logits(tmp_path / "m")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+FILES = {"tree": "t.json", "tuned": "t.json", "questions": "q.jsonl", "texts": "t.jsonl", "training": "t.jsonl"}
+FILES |= {"bench": "b.jsonl", "statistics": "s.json", "body": "b.json", "generation": "generation_config.json"}
+
+
+@pytest.mark.parametrize("form", FILES)
+@pytest.mark.parametrize("text", [DEEP, '{"a": 1, "a": 2}', "9" * 4300, "[" * 102 + "]" * 102, '{"a": 1e999}'])
+def test_every_reader_is_strict(form, text, tmp_path):
+    """RecursionError, a second value for a key that nobody sees, or a message that does not say which file is wrong."""
+    name = FILES[form]
+    (made(form, tmp_path) / name).write_text(text + "\n")
+    refused(form, tmp_path, "the body" if form == "body" else name, "not valid JSON" if "1" in text else "")
+
+
+@pytest.mark.parametrize(
+    "change", [{"rows": 3}, {"rows": [{}]}, {"arms": [3]}, {"arms": [{"arm": "a"}]}, {"model": None}]
+)
+def test_records_of_another_structure_are_refused(change, tmp_path):
+    """KeyError and TypeError in --compare."""
+    (tmp_path / "b.jsonl").write_text(lines(RUN, SUMMARY | change))
+    refused("bench", tmp_path, "b.jsonl", "the summary")
+    (tmp_path / "b.jsonl").write_text(lines(RUN | {"turn": []}, SUMMARY))
+    refused("bench", tmp_path, "b.jsonl", "a run.turn")
+
+
+def test_flags_of_a_tokenizer_are_true_or_false(json_dir, tmp_path):  # noqa: F811
+    """`"add_eos_token": "false"` that counts as true."""
+    shutil.copytree(json_dir, tmp_path / "t")
+    for key in ("add_eos_token", "add_bos_token", "legacy"):
+        edited(tmp_path / "t" / "tokenizer_config.json", lambda raw, key=key: raw.update({key: "false"}))
+        with pytest.raises(ValueError, match=f"{key} is 'false', expected true or false"):
+            load_tokenizer(tmp_path / "t")
+        edited(tmp_path / "t" / "tokenizer_config.json", lambda raw, key=key: raw.pop(key))
+    edited(tmp_path / "t" / "tokenizer.json", lambda raw: raw["model"].update(vocab={}, merges=[]))
+    with pytest.raises(ValueError, match="vocabulary is empty"):
+        load_tokenizer(tmp_path / "t")
+
+
+@pytest.mark.parametrize("value", ["false", 1, []])
+def test_a_text_is_no_switch_for_sampling(value, tmp_path):
+    """`"do_sample": "false"` that is taken for greedy or for sampling without a word."""
+    file = made("generation", tmp_path) / "generation_config.json"
+    edited(file, lambda raw: raw.update(do_sample=value))
+    refused("generation", tmp_path, "generation_config.json", "do_sample", "expected true or false")
+
+
+def test_refusals_are_short(tmp_path):
+    """A refusal of 30 to 100 kB on one line."""
+    long = "y" * 50_000
+    changes = [
+        {"architectures": [long]},
+        {"hidden_act": long},
+        {"rope_scaling": {"rope_type": long}},
+        {long: 1, "a": 1},
+    ]
+    changes += [{"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "layer_types": [long]}]
+    good = (made("hf", tmp_path) / "config.json").read_text()
+    for change in changes:
+        text = json.dumps(json.loads(good) | change).replace('"a": 1', f'"{long}": 2')
+        (tmp_path / "config.json").write_text(text)
+        refused("hf", tmp_path, "config.json")
+
+
+def test_checksums_tell_what_no_reader_can(tmp_path):
+    """A flipped bit of a weight: the file reads well, and the model writes another text."""
+    file = made("hf", tmp_path) / M
+    write_sums(tmp_path)
+    check_sha256(tmp_path, "stored")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    check_sha256(tmp_path, digest.upper())
+    load(tmp_path, sha256="stored")
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    logits(tmp_path)
+    for wanted in ("stored", digest):
+        with pytest.raises(ValueError, match=f"{M}: its sha256 is"):
+            check_sha256(tmp_path, wanted)
+    with pytest.raises(ValueError, match="its sha256 is"):
+        load(tmp_path, sha256=digest)
+    with pytest.raises(ValueError, match="neither `stored` nor"):
+        check_sha256(tmp_path, "abc")
+    (tmp_path / SUMS).write_text(f"{digest}  config.json\n")
+    with pytest.raises(ValueError, match="model.safetensors is not in it"):
+        check_sha256(tmp_path, "stored")
+    (tmp_path / SUMS).write_text(f"{digest}  ../x\n")
+    with pytest.raises(ValueError, match="line 1"):
+        check_sha256(tmp_path, "stored")
+
+
+@pytest.mark.parametrize("form", ["pickle", "meta"])
+def test_checksums_inside_pickles_are_compared(form, tmp_path):
+    """A damaged .bin or .pth file whose model writes another text."""
+    file = made(form, tmp_path) / FORMATS[form].files[-1]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    refused(form, tmp_path, "checksum", "Damaged")
+
+
+def test_weights_have_plausible_sizes(tmp_path):
+    """A weight with a damaged exponent, which is finite and huge."""
+    change_head("model.layers.0.mlp.up_proj.weight", lambda t: t.index_fill(0, torch.tensor([3]), 1e30))(
+        made("hf", tmp_path)
+    )
+    refused("hf", tmp_path, "up_proj", "2^20")

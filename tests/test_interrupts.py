@@ -38,7 +38,7 @@ GPTQ += "--calibration {m}/text.txt --eval-text {m}/text.txt"
 BRIEF = "--limit 1 --max-new-tokens 8 --reps 1 --json {m}/bench.jsonl"
 COMMANDS = {
     "generate": "generate.py --eagle demo/eagle1 --max-new-tokens 200 --html {m}/page.html",
-    "chat": "generate.py --chat --template vicuna",
+    "chat": "generate.py --kernels reference --chat --template vicuna",
     "quantize": f"quantize.py {GPTQ}",
     "train_eagle": f"-m scripts.train_eagle --version 1 {DRAFTER}".replace("{out}", "eagle"),
     "train_draft": f"-m scripts.train_draft --hidden 32 --heads 2 {DRAFTER}".replace("{out}", "draft"),
@@ -55,7 +55,7 @@ COMMANDS = {
     "evaluate": "-m scripts.evaluate --max-tokens 2048",
     "paper_tables": "-m scripts.paper_tables --limit 1 --max-new-tokens 4 --reps 1 --batches 1 --cells {m}/c.jsonl "
     "--page {m}/page.md",
-    "serve": "-m scripts.serve --port 0",
+    "serve": "-m scripts.serve --kernels reference --port 0",
     "demo": "-m scripts.demo",
     "predict": "-m scripts.predict --write {m}/predicted.md",
     "widths": "-m scripts.widths --nodes 1 2 --repeats 2 --json {m}/widths.json",

@@ -223,7 +223,9 @@ def test_a_distilled_and_a_plain_draft_llm_have_a_bar_each(measured, tmp_path):
     for c in lines:
         if c.get("method") == "draft":
             runs = [r | {"decode_seconds": r["decode_seconds"] / 2} for r in c["runs"]]
-            more.append(c | {"id": c["id"] + "x", "drafter": "d", "card": {"loss": "kl"}, "runs": runs})
+            more.append(
+                c | {"checksum": None, "id": c["id"] + "x", "drafter": "d", "card": {"loss": "kl"}, "runs": runs}
+            )
     (tmp_path / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines + more))
     page = paper_page.render(tmp_path / "cells.jsonl", tmp_path / "page.md")
     bars = {}
@@ -278,7 +280,7 @@ def test_differing_tokens_are_never_a_speedup(measured, tmp_path):
     lines = read_json_lines(path)
     for line in lines:
         if line["type"] == "cell" and line["label"] == "same tokens" and line["method"] == "eagle1":
-            line["runs"][0]["same"] = "differs"
+            line["runs"][0]["same"], line["checksum"] = "differs", None
     bad = tmp_path / "bad.jsonl"
     bad.write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = paper_page.render(bad, tmp_path / "page.md")

@@ -29,7 +29,7 @@ from weights.files import Entry
 from weights.heads import save_eagle
 from weights.hf import config_to_hf, save_hf, write_directory
 from weights.medusa import save_medusa
-from weights.published import _read_linear
+from weights.published import Layout, _read_linear
 from weights.quantized import QuantSpec
 from weights.rounding import quantize_
 from weights.shards import Shard
@@ -243,15 +243,14 @@ def test_parts_of_published_layouts_are_parts_of_the_matrix(kind, module, axis):
     """Words, groups or zeros of another part, in the layouts of GPTQ, AWQ and compressed-tensors."""
     tensors = {f"layers.0.{module}.{leaf}": t for leaf, t in published(kind).items()}
 
-    def matrix(entries) -> torch.Tensor:
-        read = lambda name: entries[name].read() if name in entries else None  # noqa: E731
-        part = _read_linear(read, kind, f"layers.0.{module}", "here", False)
-        index = part["g_idx"] if part["g_idx"] is not None else torch.arange(part["codes"].shape[1]) // 32
+    def matrix(entries, inputs: int = 128) -> torch.Tensor:
+        part = _read_linear(entries, Layout(kind, 32, False), f"layers.0.{module}", inputs, "here")
+        index = torch.arange(inputs) // 32 if part["g_idx"] is None else part["g_idx"]
         zeros = 8 if part["zeros"] is None else part["zeros"].T[:, index].float()
         return (part["codes"].float() - zeros) * part["scales"].T[:, index]
 
     entries = {name: Entry(tuple(t.shape), t.dtype, "file", t.detach) for name, t in tensors.items()}
-    parts = [matrix(Shard(rank, 2).entries(entries, config_of(), "here")) for rank in range(2)]
+    parts = [matrix(Shard(rank, 2).entries(entries, config_of(), "here"), 64 if axis else 128) for rank in range(2)]
     assert torch.equal(torch.cat(parts, axis), matrix(entries))
 
 

@@ -515,7 +515,7 @@ def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, cap
     conversations, texts, left_out = training_data.read_records(str(path))
     assert len(conversations) == 2 and texts == [] and [r[:6] for r in left_out] == ["row 2:", "row 4:", "row 5:"]
     path.write_text('{"messages": ')
-    with pytest.raises(ValueError, match="not JSON"):
+    with pytest.raises(ValueError, match="line 1: not valid JSON"):
         training_data.read_records(str(path))
 
 

@@ -18,6 +18,7 @@ from model import Transformer
 from model_config import DTYPES, ModelConfig
 from support.errors import UsageError
 from support.files import read_json
+from support.reader import check
 from weights.files import Destination, Entry, Progress, read_entries, tensor_files
 from weights.gguf import GGUFFile, fill_gguf, float_note, kept_entries, packed_parameters, quantization_name
 from weights.hf import build_model, fill_hf, read_config, token_ids
@@ -76,7 +77,7 @@ class Checkpoint:
             config = read_config(raw, directory)
         generation = {}
         if (file := directory / "generation_config.json").is_file():
-            generation = read_json(file)
+            generation = check(read_json(file), {"do_sample?": (bool, None)}, file, "the file")
             stops = token_ids(generation, "eos_token_id", str(file), config.vocab_size, directory)
             config = replace(config, eos_token_ids=stops or config.eos_token_ids)
         return cls(directory, kind, raw, config, generation=generation)

@@ -117,7 +117,9 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
             raise refusal(path, problem, "Download it again.")
         check(header, {"__metadata__?": {"*": str}, "*": HEADER}, f"{path}: broken safetensors header", "the header")
         header.pop("__metadata__", None)
-        claimed += max((info["data_offsets"][-1] for info in header.values()), default=0)
+        if bad := [name for name, info in header.items() if len(info["data_offsets"]) != 2]:
+            raise refusal(path, f"broken safetensors header: {few_names(bad)} has no beginning and end.")
+        claimed += max((info["data_offsets"][1] for info in header.values()), default=0)
     if claimed > size:
         sizes = f"header claims {claimed:,} bytes, file has {size:,}"
         raise ValueError(f"{path} is cut short: {sizes}. Download it again.")

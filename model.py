@@ -115,7 +115,7 @@ class Attention(nn.Module):
         visible = nodes.visible_window if self.window else nodes.visible
         seen = nodes.start, visible, nodes.positions, self.window
         out = kernels.tree_attention(q, kv, *seen, 1 / math.sqrt(self.head_dim), arrived)
-        return linear(self.o, out.view(B, T, -1), residual, norm=norm)
+        return linear(self.o, out.reshape(B, T, -1), residual, norm=norm)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The same attention over a whole sequence x [B, T, in], with gradients and without a cache."""

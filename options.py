@@ -272,6 +272,7 @@ class LoadKeywords(TypedDict, total=False):
     LoadOptions says what each of them does. A test compares the two.
     """
 
+    sha256: str | None
     batch_size: int
     ctx: int | None
     device: str | None

@@ -309,8 +309,8 @@ def test_wrong_flags_are_one_line(directory, tmp_path, capsys):
     assert paper_tables.main(["--batches", "0"]) == 2 and "--batches" in capsys.readouterr().err
     bad = tmp_path / "bad.jsonl"
     bad.write_text("not json\n")
-    assert paper_tables.main(["--render", "--cells", str(bad), "--page", str(tmp_path / "p.md")]) == 2
-    assert "not a file of JSON lines" in capsys.readouterr().err
+    assert paper_tables.main(["--render", "--cells", str(bad), "--page", str(tmp_path / "p.md")]) == 3
+    assert "bad.jsonl, line 1: not valid JSON" in capsys.readouterr().err
 
 
 def test_a_cell_that_is_not_what_was_written_is_measured_again(measured, tmp_path):

@@ -1059,12 +1059,12 @@ def test_calibration_files(tmp_path):
     lines = ['"plain"', '{"text": "a"}', '{"messages": [{"role": "user", "content": "b"}, {"content": "c"}]}', ""]
     lines += ['{"conversations": [{"from": "human", "value": "d"}]}']
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
-    assert texts.read_texts(tmp_path / "x.jsonl") == ["plain", "a", "b\n\nc", "", "d"]
+    assert texts.read_texts(tmp_path / "x.jsonl") == ["plain", "a", "b\n\nc", "d"]
     (tmp_path / "x.txt").write_text("one\ntwo")
     assert texts.read_texts(tmp_path / "x.txt") == ["one\ntwo"]
     for bad in ("{", "3", '{"other": 1}', '{"messages": [1]}'):
         (tmp_path / "bad.jsonl").write_text(bad)
-        with pytest.raises(ValueError, match="not JSON lines with text"):
+        with pytest.raises(ValueError, match="bad.jsonl, line 1"):
             texts.read_texts(tmp_path / "bad.jsonl")
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ValueError, match="not UTF-8"):

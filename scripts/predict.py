@@ -209,7 +209,16 @@ def page(report: dict[str, Any], gpu: Gpu) -> str:
         "An earlier count of LLaMA-2-7B with 24 nodes of a dynamic tree, before its kernels were fused and its sums were "
         "fp16, found 1006 launches and estimated 12 to 13 ms, with 8 ms in reach."
     )
-    lines += ["", scale, "", before, "", "## Assumptions", "", *(f"{i}. {text}" for i, text in enumerate(assumptions, 1))]
+    lines += [
+        "",
+        scale,
+        "",
+        before,
+        "",
+        "## Assumptions",
+        "",
+        *(f"{i}. {text}" for i, text in enumerate(assumptions, 1)),
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,6 @@
 """A prediction of step times on a GPU that nobody here has: an RTX 3090. It is no measurement, and every page says so.
 
-    python -m scripts.kernel_report --json docs/kernel_report_triton39.json   # instruction counts, on any machine
+    python -m scripts.kernel_report --json docs/kernel_report_triton39.json   # on any machine
     python -m scripts.predict --write docs/rtx3090_prediction.md
 
 It is made of four things: bytes per step from the engine's own cost functions on the real shapes, with the partial sums

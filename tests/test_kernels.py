@@ -642,7 +642,8 @@ def test_the_committed_kernel_reports_hold_the_gates_and_are_of_today_s_kernels(
         rows = {(row["kernel"], row["arch"]): row for row in report["rows"]}
         bad = [row for row in rows.values() if row["failures"]]
         assert all("spills" in row["failures"][0] and row["spills"] < 40 for row in bad)  # docs/limits.md names them
-        assert not any("attention" not in row["kernel"] and "g32" not in row["kernel"] for row in bad)
+        known = ("linear w4 bf16 M<=64 g32 gate-up", "linear w8 fp16 M<=64")
+        assert all(row["kernel"].startswith("attention") or row["kernel"] in known for row in bad)
         for arch in kernel_report.ARCHITECTURES:
             known = {variant.name for variant in kernel_report.variants(arch=arch)}
             held = {kernel for kernel, where in rows if where == f"sm_{arch}"}

@@ -45,7 +45,7 @@ def test_plain_decoding_recounts(report):
 
 
 def test_a_wide_tree_pays_for_its_padding_and_instructions(report):
-    """26 nodes priced like 16: the kernel pads them to 32 rows. Products of int4 are summed in fp16, those of int8 not."""
+    """26 nodes priced like 16: the kernel pads them to 32 rows. Only products of int4 are summed in fp16."""
     setup = next(s for s in predict.SETUPS if s.tree == "paper25")
     row = predict.predict(setup, report, predict.Gpu())
     assert (row["nodes"], row["draft_forwards"]) == (26, 5)

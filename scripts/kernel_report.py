@@ -286,7 +286,8 @@ architectures, without a GPU. `python -m scripts.kernel_report` makes the counts
   rows.
 - **Spills** of registers to memory are failures. Those that are left are named below. On sm_89 and sm_120 only the
   quantized linears in fp16 were compiled for this page.
-- **No wgmma in linears.** On Hopper (sm_90) Triton 3.6 puts no fence between the copies of the activations and the wgmma that reads
+- **No wgmma in linears.** On Hopper (sm_90) Triton 3.6 puts no fence between the copies of the activations and the
+  wgmma that reads
   them, and ptxas 12.9 may overwrite registers that a wgmma still reads. Two warps per program make Triton use mma,
   whatever the number of rows is, so that verification and plain decoding have the same bits.
 - **Split sums.** A linear is split only where it has too few tiles for the GPU. Of the programs that share a sum, the one

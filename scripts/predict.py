@@ -166,11 +166,11 @@ def page(report: dict[str, Any], gpu: Gpu) -> str:
         "",
         "**Nothing on this page was measured on a GPU.** `python -m scripts.predict` computes it from bytes per step",
         "(the engine's cost functions on the real shapes), from instructions counted in the kernels compiled for sm_86",
-        "(`docs/kernel_report_triton39.json`) and from published limits of the card. Acceptance (tau) is an input with its",
-        "source. The first run of `make gpu` on such a card replaces this page.",
+        "(`docs/kernel_report_triton39.json`) and from published limits of the card. Acceptance (tau) is an input",
+        "with its source. The first run of `make gpu` on such a card replaces this page.",
         "",
-        "| target, int4 g128 | drafter, int4 | nodes | tau (given) | source of tau | bytes / step | launches | target ms | "
-        "draft ms | attention ms | gaps ms | **step ms** | bound by | break-even tau | **tok/s at that tau** |",
+        "| target, int4 g128 | drafter, int4 | nodes | tau (given) | source of tau | bytes / step | launches | "
+        "target ms | draft ms | attention ms | gaps ms | **step ms** | bound by | break-even tau | **tok/s at that tau** |",
         "|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|",
     ]
     for row in rows:
@@ -198,8 +198,8 @@ def page(report: dict[str, Any], gpu: Gpu) -> str:
         f"Partial sums of linears that are split are written and read in DRAM: {most:.1%} of a step's bytes at most.",
         f"Keys and values of {CONTEXT} tokens in fp16 are read once per step at the memory's rate; attention's "
         "arithmetic and the draft's own cache are free.",
-        f"One CUDA graph per step, no host gap; {gpu.gap * 1e6:.2f} us between kernels, whose number is counted. The time "
-        "that the small kernels take themselves is not counted.",
+        f"One CUDA graph per step, no host gap; {gpu.gap * 1e6:.2f} us between kernels, whose number is counted. "
+        "The time that the small kernels take themselves is not counted.",
         "Group 128, fp16 scales, int8 LM heads; the head is int4 like the target, and its tau is taken to be that of the "
         "half-precision head. EAGLE-3's fusion layer runs once per step.",
         "Power limit, clocks and temperature as delivered; a lower power limit costs tens of per cent on this card.",

@@ -4,7 +4,7 @@
     python -m scripts.predict --write docs/rtx3090_prediction.md
 
 It is made of four things: bytes per step from the engine's own cost functions on the real shapes, with the partial sums
-of linears that are split; instructions per weight counted in the kernels compiled for sm_86; launches counted in a step on
+of linears that are split; instructions per weight counted in the kernels for sm_86; launches counted in a step on
 fake tensors; and the card's published limits. Every linear takes the longest of three times: its bytes at the memory's
 rate, its instructions at the issue rate, its products at the tensor cores' rate. Keys and values are read at the memory's
 rate, and every kernel of the captured step costs a fixed gap.
@@ -170,7 +170,8 @@ def page(report: dict[str, Any], gpu: Gpu) -> str:
         "with its source. The first run of `make gpu` on such a card replaces this page.",
         "",
         "| target, int4 g128 | drafter, int4 | nodes | tau (given) | source of tau | bytes / step | launches | "
-        "target ms | draft ms | attention ms | gaps ms | **step ms** | bound by | break-even tau | **tok/s at that tau** |",
+        "target ms | draft ms | attention ms | gaps ms | **step ms** | bound by | break-even tau | "
+        "**tok/s at that tau** |",
         "|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|",
     ]
     for row in rows:

@@ -1,7 +1,7 @@
 """Compile every Triton kernel ahead of time, without a GPU, and read the machine code.
 
     python -m scripts.kernel_report [--json FILE] [--arch 86 89 90 120] [--only WORD ...] [--quick]
-    python -m scripts.kernel_report --page docs/kernels.md docs/kernel_report_triton*.json
+    python -m scripts.kernel_report --page docs/kernel_report.md docs/kernel_report_triton*.json
 
 The first prints, per kernel variant and GPU architecture: registers, spills, shared memory, instructions per weight in
 the main loop, and the kind of matrix instruction. The exit status is 1 if a kernel spills, if the loop of fp16 symmetric
@@ -284,8 +284,10 @@ architectures, without a GPU. `python -m scripts.kernel_report` makes the counts
 
 - **Instructions per weight** in the main loop decide whether int4 runs at the memory's rate. The limit is 2.7 up to 16
   rows.
-- **No kernel spills** a register to memory.
-- **No wgmma.** On Hopper (sm_90) Triton 3.6 puts no fence between the copies of the activations and the wgmma that reads
+- **Spills** of registers to memory are failures. Those that are left are named below. On sm_89 and sm_120 only the
+  quantized linears in fp16 were compiled for this page.
+- **No wgmma in linears.** On Hopper (sm_90) Triton 3.6 puts no fence between the copies of the activations and the
+  wgmma that reads
   them, and ptxas 12.9 may overwrite registers that a wgmma still reads. Two warps per program make Triton use mma,
   whatever the number of rows is, so that verification and plain decoding have the same bits.
 - **Split sums.** A linear is split only where it has too few tiles for the GPU. Of the programs that share a sum, the one
@@ -293,9 +295,9 @@ architectures, without a GPU. `python -m scripts.kernel_report` makes the counts
   LLaMA-3-8B and Mixtral at 16 rows, and 10 % at 32. A test counts them.
 - **Sums in fp16.** GeForce cards add fp16 products twice as fast in fp16 as in fp32. There int4 adds the products of a
   group in fp16, for every number of rows, and the groups in fp32. The codes are divided by 16, so that one activation of
-  any size cannot overflow. This was emulated on a CPU, rounding to fp16 after every 8 products:
-
-RECEIPT
+  any size cannot overflow. `python -m scripts.fp16_sums --checkpoint demo` emulates it on a CPU and rounds to fp16 after
+  every 8 products. On 768 positions of the demo perplexity went from 34.192 to 34.185, the mean divergence (KL) was
+  4.8e-6, and the largest sum was 180 of 65504. Larger models were not tried here.
 
 The cells are instructions per weight, and registers.
 """
@@ -310,6 +312,9 @@ def page(paths: list[Path]) -> str:
         cells = {(row["kernel"], row["arch"]): row for row in report["rows"] if row["instructions_per_weight"]}
         failed = sum(bool(row["failures"]) for row in report["rows"])
         text += [f"## {report['compiler']}", "", f"{len(report['rows'])} kernels, {failed} failed.", ""]
+        bad = [row for row in report["rows"] if row["failures"]]
+        text += [f"- {row['kernel']}, {row['arch']}: {'; '.join(row['failures'])}" for row in bad]
+        text += [""] * (failed > 0)
         text += ["| kernel | " + " | ".join(archs) + " |", "|---|" + "---:|" * len(archs)]
         for kernel in sorted({kernel for kernel, _ in cells}, key=_by_number):
             found = [cells.get((kernel, arch)) for arch in archs]

@@ -29,6 +29,8 @@ from eagle_draft import EagleDrafter
 from engine import Engine
 from kernels import KernelBackend, choice, draft
 from sampling import SamplingMode, SamplingParams, SamplingState
+from scripts import predict
+from tree import parse_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("noise", "choose", "draft_topk", "draft_tree", "commit")
@@ -95,6 +97,17 @@ def test_a_step_launches_few_kernels(
     layers = sum(count for (part, _), count in counts.items() if part == "layer")
     print(f"{sum(counts.values())} launches, {layers} in layers")
     assert layers <= layer * 32 + 1 and sum(counts.values()) <= whole, counts
+
+
+@needs_triton
+@pytest.mark.parametrize("setup", predict.SETUPS, ids=lambda setup: f"{setup.shape} {setup.tree or 'plain'}")
+def test_the_prediction_counts_the_launches_of_today_s_step(monkeypatch, setup):
+    """Gaps between kernels on docs/rtx3090_prediction.md that belong to an older step."""
+    nodes = parse_tree(setup.tree).N if setup.tree else 1
+    cell = replace(step_cells.grid(setup.shape, "int4", setup.head or 1, [nodes], (128,))[0], tree=setup.tree)
+    with fake_gpu_cells(monkeypatch) as builder:
+        counts, _ = counted(builder, cell, {})
+    assert sum(counts.values()) == setup.launches
 
 
 # ---- the kernels against plain code ------------------------------------------------------------------------

@@ -35,33 +35,33 @@ def test_plain_decoding_recounts(report):
         row = predict.predict(setup, report, predict.Gpu(), 512)
         four, eight, four_bytes, eight_bytes = by_hand(*sizes)
         assert row["linear_weights"] == four + eight
-        assert row["target_bytes"] == pytest.approx(four_bytes + eight_bytes, rel=1e-6)
+        total = four_bytes + eight_bytes + row["partial_bytes"]
+        assert row["target_bytes"] == pytest.approx(total, rel=1e-6) and row["partial_bytes"] <= 0.01 * total
         assert row["bound"] == "memory"
         kv = 512 * 2 * sizes[2] * sizes[3] * 2
-        memory = (four_bytes + eight_bytes + kv) / (936e9 * 0.87)
-        assert row["step_ms"] == pytest.approx((memory + (32 * 10 + 40) * 0.83e-6) * 1e3, rel=1e-6)
+        memory = (total + kv) / (936e9 * 0.87)
+        assert row["step_ms"] == pytest.approx((memory + setup.launches * 0.83e-6) * 1e3, rel=1e-6)
         assert row["tokens_per_second"] == pytest.approx(1e3 / row["step_ms"])
 
 
-def test_a_wide_tree_is_bound_by_the_tensor_cores(report):
-    """26 nodes priced like 16: the kernel pads them to 32 rows, and this card runs fp32 accumulation at half rate."""
+def test_a_wide_tree_pays_for_its_padding_and_instructions(report):
+    """26 nodes priced like 16: the kernel pads them to 32 rows. Only products of int4 are summed in fp16."""
     setup = next(s for s in predict.SETUPS if s.tree == "paper25")
     row = predict.predict(setup, report, predict.Gpu())
-    assert (row["nodes"], row["bound"], row["draft_forwards"]) == (26, "matrix", 5)
-    four, eight, _, eight_bytes = by_hand(4096, 11008, 32, 4096, 32000)
-    lm_head = max(2 * eight * 32 / (71e12 * 0.85), eight_bytes / (936e9 * 0.87))
-    assert row["target_ms"] == pytest.approx((2 * four * 32 / (71e12 * 0.85) + lm_head) * 1e3)
+    assert (row["nodes"], row["draft_forwards"]) == (26, 5)
+    four, eight, *_ = by_hand(4096, 11008, 32, 4096, 32000)
+    slow = predict.predict(setup, report, predict.Gpu(multiplies_per_second=1e12, half_multiplies_per_second=2e12))
+    assert slow["bound"] == "matrix"
+    assert slow["target_ms"] == pytest.approx(2 * 32 * (four / 2 + eight) / (1e12 * 0.85) * 1e3)
     parts = row["target_ms"] + row["attention_ms"] + row["gaps_ms"] + row["draft_ms"]
     assert row["step_ms"] == pytest.approx(parts) and row["tokens_per_second"] == pytest.approx(3.62e3 / parts)
     # one draft forward of EAGLE-1: fc 2H x H and one layer in int4, the target's LM head in int8
     H, inner, vocab = 4096, 11008, 32000
     once = (6 * H * H + 3 * H * inner) * (0.5 + 2 / 128) + H * vocab + 4 * vocab + 2 * H  # and the bias of fc
-    assert row["draft_bytes"] == pytest.approx(5 * once, rel=1e-6)
+    assert 5 * once <= row["draft_bytes"] * (1 + 1e-6) and row["draft_bytes"] <= 5 * once + row["partial_bytes"]
     starved = predict.predict(setup, report, predict.Gpu(multiplies_per_second=1e18, lanes_per_second=1e12))
     assert starved["bound"] == "issue"
-    name = "linear w4 fp16 M<=32 g128"
-    per_weight = next(r["instructions_per_weight"] for r in report["rows"] if r["kernel"] == name)
-    w8 = next(r["instructions_per_weight"] for r in report["rows"] if r["kernel"] == "linear w8 fp16 M<=32")
+    per_weight, w8 = (predict.instructions(report, bits, 26) for bits in (4, 8))
     assert starved["target_ms"] == pytest.approx((four * per_weight + eight * w8) / (1e12 * 0.75) * 1e3)
 
 
@@ -87,9 +87,9 @@ def test_the_instruction_counts_are_those_of_today_s_kernel(report):
     """A faster or slower kernel under a page that still shows the old one's figures."""
     from scripts import kernel_report
 
-    main = kernel_report.inspect(kernel_report.variants(quick=True)[0], 86)
+    main = kernel_report.inspect(kernel_report.linear(4, "fp16", 16, "fp16-acc"), 86)
     assert predict.instructions(report, 4, 16) == pytest.approx(main["instructions_per_weight"], rel=0.15), (
-        "run: python -m scripts.kernel_report --arch 86 --json docs/kernel_report_sm86.json, then scripts.predict"
+        "run: python -m scripts.kernel_report --json docs/kernel_report_triton39.json, then scripts.predict"
     )
 
 
@@ -104,13 +104,13 @@ def test_the_page_is_what_the_script_writes_and_says_what_it_is(report):
     assert len(rows) == len(predict.SETUPS)
     for line in rows:
         cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
-        tau, source, step, rate = float(cells[3]), cells[4], float(cells[10]), float(cells[13])
+        tau, source, step, rate = float(cells[3]), cells[4], float(cells[11]), float(cells[14])
         assert rate == pytest.approx(tau / step * 1e3, rel=0.01) and source
-        assert step == pytest.approx(sum(float(cells[i]) for i in (6, 7, 8, 9)), abs=0.03)
-    assert len(re.findall(r"^\d\. ", text, re.M)) == 8
+        assert step == pytest.approx(sum(float(cells[i]) for i in (7, 8, 9, 10)), abs=0.03)
+    assert len(re.findall(r"^\d\. ", text, re.M)) == 9
 
 
 def test_a_report_of_other_kernels_is_refused(report):
     """A renamed kernel silently predicted from nothing."""
-    with pytest.raises(ValueError, match="has no 'linear w4 fp16 M<=16 g128' for sm_86"):
-        predict.instructions({"rows": report["rows"][3:]}, 4, 16)
+    with pytest.raises(ValueError, match="has no 'linear w4 fp16 M<=16 g128 fp16-acc' for sm_86"):
+        predict.instructions({"rows": [row for row in report["rows"] if "fp16-acc" not in row["kernel"]]}, 4, 16)

@@ -257,7 +257,8 @@ def test_parts_of_published_layouts_are_parts_of_the_matrix(kind, module, axis):
 @pytest.mark.parametrize("name", ["llama", "mixtral", "int4"])
 def test_a_step_exchanges_two_sums_per_layer_and_the_logits(folder, name, monkeypatch):
     """A value that a part reads on the host, or an exchange more than a step needs."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=82))
+    properties = SimpleNamespace(multi_processor_count=82, L2_cache_size=6 << 20, major=8, minor=6, name="fake")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     part = Checkpoint.open(folder / name).sharded(Shard(0, 2)).load("cpu", torch.float16)
     layers = part.config.num_hidden_layers
     with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,7 +33,7 @@ from kernels import tuned
 from model import Transformer
 from model_config import DTYPES, ModelConfig
 from options import DEMO, LoadKeywords, LoadOptions, check_names
-from ranks import RankedEngine, RankLost, Ranks, follow, join, meet, same_model
+from ranks import RankedEngine, RankLost, Ranks, end_with_the_leader, follow, join, meet, same_model
 from runtime.compiled import COMPILE_MODES
 from step import HISTORY, RING
 from support import cache
@@ -194,7 +195,8 @@ def load(
 
 def follow_leader() -> None:
     """What a process does that rank 0 started: load its part, and follow."""
-    told = json.load(sys.stdin)
+    told = json.loads(sys.stdin.readline())
+    threading.Thread(target=end_with_the_leader, daemon=True).start()
     options = told.pop("options")
     for name, value in options.items():
         options[name] = tuple(value) if isinstance(value, list) else value

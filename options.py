@@ -32,6 +32,10 @@ VERIFY = ("match", "multi-round", "multi-round-replacement")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTS = ("int8", "int4")
 KERNELS = ("auto", "triton", "cpu", "reference")
+# Multiply-adds in fp16 with fp32 sums per byte of memory, by compute capability: data sheets of A100, RTX 3090, RTX 4090,
+# H100 (without wgmma, which our kernels do not use) and RTX 5090.
+PRODUCTS = {(8, 0): 77, (8, 6): 38, (8, 9): 82, (9, 0): 92, (12, 0): 58}
+SLOWEST = 38
 ACTIVATIONS = ("int8", "float")
 COMPILE_MODES = ("graph", "max-autotune", "capture", "regions", "inductor", "reduce-overhead")
 TREES = "paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, medusa:vicuna_7b_stage2, medusa:mc_sim_7b_63"
@@ -134,8 +138,8 @@ class LoadOptions:
     )
     ngram_nodes: int = option(0, "add K nodes found by n-gram lookup to the tree", metavar="K", least=0, group=DRAFTING)
     # from Python also a tuple: one static tree for each sequence of the batch
-    tree: str | tuple[str, ...] = option(
-        "paper25", f"auto (tuned by scripts.tune_tree), {TREES} (default: paper25)", group=DRAFTING
+    tree: str | tuple[str, ...] | None = option(
+        None, f"auto (tuned by scripts.tune_tree), {TREES} (default: paper25; on a GPU by its speed)", group=DRAFTING
     )
     draft_vocab: int = option(
         0, "EAGLE-1/2: draft only the K most frequent tokens", metavar="K", least=0, group=DRAFTING
@@ -182,7 +186,7 @@ class LoadOptions:
     @property
     def trees(self) -> tuple[str, ...]:
         """The names of the trees: one, or one for each sequence of the batch."""
-        return (self.tree,) if isinstance(self.tree, str) else tuple(self.tree)
+        return ("paper25",) if self.tree is None else (self.tree,) if isinstance(self.tree, str) else tuple(self.tree)
 
     def tree_shape(self) -> tuple[int, int]:
         """(N, D) of what the drafter proposes; (1, 0) for plain decoding."""
@@ -253,7 +257,7 @@ class LoadOptions:
         return Checkpoint.open(self.draft_checkpoint, int8_groups=self.kernel_mode == "cpu")
 
     def resolve(self, checkpoint: Checkpoint, head: EagleFile | None = None) -> LoadOptions:
-        """The options with everything decided: device, dtype, ctx, and the tree that `--tree auto` stands for.
+        """The options with everything decided: device, dtype, ctx, and the tree where none is named.
 
         Raises UsageError where the model's context is exceeded or no tree was tuned.
         """
@@ -263,7 +267,7 @@ class LoadOptions:
             raise UsageError(f"--ctx is {options.ctx:,}; this model's limit is {longest:,}.")
         if self.tree == "auto":
             return replace(options, tree=find_tuned_tree(self, checkpoint, head))
-        return options
+        return replace(options, tree=default_tree(options, checkpoint, head)) if self.tree is None else options
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -291,7 +295,7 @@ class LoadKeywords(TypedDict, total=False):
     draft_checkpoint: str | None
     medusa: str | None
     ngram_nodes: int
-    tree: str | tuple[str, ...]
+    tree: str | tuple[str, ...] | None
     draft_vocab: int
     draft_vocab_text: str | None
     draft_noise: bool
@@ -493,6 +497,27 @@ def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.flatten()[:64].tolist()}".encode())
     machine = re.sub(r"[^A-Za-z0-9]+", "-", describe_device(torch.device(options.device))).strip("-")
     return cache.folder() / "trees" / f"{machine}-{digest.hexdigest()[:16]}.json"
+
+
+def default_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | None) -> str:
+    """The tree where none is named: on a GPU the largest of three whose verification takes about as long as one token.
+
+    Reading a weight takes the time of PRODUCTS[GPU] products per byte. Rows that need more of them are not free.
+    """
+    import torch
+
+    matches = options.batch_size == 1 and options.verify == "match"
+    if head is None or head.config.unshifted or options.device != "cuda" or not matches:
+        return "paper25"
+    products = PRODUCTS.get(torch.cuda.get_device_capability(), SLOWEST)
+    quantized = checkpoint.quantization or ""
+    if quantized.startswith("int4"):
+        half_sums = "GeForce" in torch.cuda.get_device_name()  # int4 adds in fp16 there, which is twice as fast
+        rows = products * (1.0 if half_sums else 0.5)
+    else:
+        rows = products * (1.0 if quantized.startswith("int8") else 2.0)
+    depth = 7 if head.config.version == 3 else 5
+    return f"dynamic:{60 if rows >= 60 else 32 if rows >= 32 else 16},{depth},{10 if rows >= 60 else 8}"
 
 
 def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | None) -> str:

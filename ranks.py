@@ -31,9 +31,8 @@ from sampling import SamplingParams
 from support.errors import INTERNAL, UsageError, UserError
 
 CHECK_EVERY = 16  # steps between two comparisons of what the ranks have decoded
-IDLE = datetime.timedelta(
-    days=365
-)  # how long a rank waits for the next request; a rank that dies ends the wait at once
+# How long a rank waits for the next request. A rank that dies ends the wait at once.
+IDLE = datetime.timedelta(days=365)
 
 
 class RankLost(UserError):
@@ -155,21 +154,25 @@ def meet(size: int, device: str, options: dict[str, Any]) -> Ranks:
         told = {"rank": rank, "size": size, "device": device, "meeting_point": meeting_point, "options": options}
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         child = subprocess.Popen(words, stdin=subprocess.PIPE, env=environment, text=True)
-        child.stdin.write(json.dumps(told, default=str))
-        child.stdin.close()
+        child.stdin.write(json.dumps(told, default=str) + "\n")
+        child.stdin.flush()  # and it stays open, for its end tells the child that this process has ended
         children.append(child)
     return join(0, size, device, meeting_point, children)
 
 
 def join(rank: int, size: int, device: str, meeting_point: str, children: Sequence[subprocess.Popen] = ()) -> Ranks:
     """Become one of the processes of an engine (see Ranks). A rank on a GPU takes the GPU of its number."""
-    if rank:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C reaches all processes of a terminal, and rank 0 acts on it
+    if rank:  # Ctrl-C reaches all processes of a terminal, and rank 0 acts on it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if device == "cuda":
         torch.cuda.set_device(rank)
     return Ranks(rank, size, device, meeting_point, children)
+
+
+def end_with_the_leader() -> None:
+    """Wait until the process that started this one has ended, and end, too: also where it was killed while it loaded."""
+    sys.stdin.read()
+    os._exit(INTERNAL)
 
 
 def _remove(folder: str) -> None:
@@ -248,11 +251,13 @@ class RankedEngine(Engine):
         return self._lead(request, turn, chunks) if self.ranks.rank == 0 else chunks
 
     def _lead(self, request: Any, turn: Turn, chunks: Generator[Chunk]) -> Generator[Chunk]:
-        steps = 0
+        steps, begun = 0, False
         try:
             if not turn.wait():
                 return
-            self._tell("begin", request.prompts, request.params)
+            with interrupts_wait():
+                self._tell("begin", request.prompts, request.params)
+                begun = True
             while True:
                 turn.check()
                 with interrupts_wait(), self.ranks.lost():
@@ -266,7 +271,7 @@ class RankedEngine(Engine):
                     return
                 yield chunk
         finally:
-            if turn.held:
+            if begun and turn.held:
                 with contextlib.suppress(RankLost):
                     self._tell("close")
             chunks.close()

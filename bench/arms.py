@@ -197,7 +197,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     elif kind == "eagle":
         file = read_eagle(opts.eagle, model.config, dict(item.split("=", 1) for item in opts.eagle_config))
         head = build_head(file, model, draft_vocabulary(opts, model.config, base.tokenizer))
-    if opts.tree == "auto":
+    if opts.tree in (None, "auto"):
         opts = opts.resolve(opts.open_checkpoint(), file)
     if kind == "draft":
         small = Checkpoint.open(opts.draft_checkpoint)

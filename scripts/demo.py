@@ -83,9 +83,13 @@ def embedded() -> None:
 
 
 def heads_of_the_model() -> list[Path]:
-    """The draft heads of the real model, where drafting with them pays. On a CPU it does not yet."""
-    heads = [HEADS / name for name in ("smollm2-eagle1", "smollm2-eagle3")]
-    return [head for head in heads if head.is_dir() and default_device() != "cpu"]
+    """The draft heads of the real model."""
+    return [head for head in (HEADS / "smollm2-eagle1", HEADS / "smollm2-eagle3") if head.is_dir()]
+
+
+def best_tree() -> str:
+    """The tree for the real model: every further node costs time on a CPU."""
+    return "chain:2" if default_device() == "cpu" else "paper25"
 
 
 def real(file: Path, heads: Sequence[Path]) -> None:
@@ -93,14 +97,15 @@ def real(file: Path, heads: Sequence[Path]) -> None:
     base = load(file, ctx=1024)
     print(f"> {QUESTION}\n")
     prompt = base.tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
-    compare(base, prompt, [(head, "paper25") for head in heads])
+    compare(base, prompt, [(head, best_tree()) for head in heads])
     print("try: make chat\n")
 
 
 def chat(file: Path) -> int:
-    """`generate.py --chat` with the real model, and with the newest of its heads where that pays."""
+    """`generate.py --chat` with the real model and the newest of its heads."""
     heads = heads_of_the_model()
-    command = ["--chat", "--checkpoint", str(file), *(["--eagle", str(heads[-1])] if heads else [])]
+    drafting = ["--eagle", str(heads[-1]), "--tree", best_tree()] if heads else []
+    command = ["--chat", "--checkpoint", str(file), *drafting]
     print("python generate.py", *command, "\nAsk something. /help lists the commands, /exit leaves.\n", flush=True)
     return generate.main(command)
 

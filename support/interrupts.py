@@ -80,5 +80,6 @@ def finish(code: int) -> int:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or not there at all
                     stream.flush()
+            atexit._run_exitfuncs()  # other processes of this command are sent away there
             os._exit(code)
     return code

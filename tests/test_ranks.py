@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,6 +177,17 @@ def test_ctrl_c_ends_all_processes_with_one_line():
     assert process.returncode == 130 and "Traceback" not in errors.decode()
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+def test_the_others_end_with_a_killed_leader():
+    """A process that nobody knows of, which waits for its leader for ever: the leader was killed while both loaded."""
+    words = [sys.executable, ROOT / "generate.py", "--tp", "2", "-p", "def f(", "-q"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not children.read_text():
+        time.sleep(0.05)
+    process.kill()
+    process.communicate(timeout=60)  # the pipes end when the last process that has them ends
 
 
 @pytest.mark.parametrize("other, message", [

@@ -24,7 +24,7 @@ from support.errors import UsageError
 if TYPE_CHECKING:
     from model_config import ModelConfig
     from weights.checkpoint import Checkpoint
-    from weights.heads import EagleFile
+    from weights.heads import EagleConfig, EagleFile
 
 DEMO = Path(__file__).resolve().parent / "demo"
 DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
@@ -267,7 +267,10 @@ class LoadOptions:
             raise UsageError(f"--ctx is {options.ctx:,}; this model's limit is {longest:,}.")
         if self.tree == "auto":
             return replace(options, tree=find_tuned_tree(self, checkpoint, head))
-        return replace(options, tree=default_tree(options, checkpoint, head)) if self.tree is None else options
+        if self.tree is None:
+            tree = default_tree(options, checkpoint.quantization, head.config if head else None)
+            return replace(options, tree=tree)
+        return options
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -499,24 +502,24 @@ def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
     return cache.folder() / "trees" / f"{machine}-{digest.hexdigest()[:16]}.json"
 
 
-def default_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | None) -> str:
+def default_tree(options: LoadOptions, quantization: str | None, head: EagleConfig | None) -> str:
     """The tree where none is named: on a GPU the largest of three whose verification takes about as long as one token.
 
     Reading a weight takes the time of PRODUCTS[GPU] products per byte. Rows that need more of them are not free.
+    quantization: of the target, as `Checkpoint.quantization` names it.
     """
     import torch
 
     matches = options.batch_size == 1 and options.verify == "match"
-    if head is None or head.config.unshifted or options.device != "cuda" or not matches:
+    if head is None or head.unshifted or options.device != "cuda" or not matches:
         return "paper25"
     products = PRODUCTS.get(torch.cuda.get_device_capability(), SLOWEST)
-    quantized = checkpoint.quantization or ""
-    if quantized.startswith("int4"):
+    if (quantization or "").startswith("int4"):
         half_sums = "GeForce" in torch.cuda.get_device_name()  # int4 adds in fp16 there, which is twice as fast
         rows = products * (1.0 if half_sums else 0.5)
     else:
-        rows = products * (1.0 if quantized.startswith("int8") else 2.0)
-    depth = 7 if head.config.version == 3 else 5
+        rows = products * (1.0 if (quantization or "").startswith("int8") else 2.0)
+    depth = 7 if head.version == 3 else 5
     return f"dynamic:{60 if rows >= 60 else 32 if rows >= 32 else 16},{depth},{10 if rows >= 60 else 8}"
 
 

@@ -20,7 +20,7 @@ from engine import Engine
 from load import build_drafter, build_head, draft_vocabulary
 from load import build_engine as build_loaded
 from model_config import ModelConfig
-from options import LoadOptions, read_option
+from options import LoadOptions, default_tree, read_option
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import UsageError
@@ -197,8 +197,10 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     elif kind == "eagle":
         file = read_eagle(opts.eagle, model.config, dict(item.split("=", 1) for item in opts.eagle_config))
         head = build_head(file, model, draft_vocabulary(opts, model.config, base.tokenizer))
-    if opts.tree in (None, "auto"):
+    if opts.tree == "auto":
         opts = opts.resolve(opts.open_checkpoint(), file)
+    elif opts.tree is None:
+        opts = replace(opts, tree=default_tree(opts, model.quant, head.config if head else None))
     if kind == "draft":
         small = Checkpoint.open(opts.draft_checkpoint)
         theirs = load_tokenizer(small.tokenizer_source, small.config.vocab_size)

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import MISSING, asdict, fields, replace
 
 import pytest
+import torch
 
 import kernels
 import options
@@ -15,6 +16,7 @@ from options import (
     LoadOptions,
     add_options,
     add_sampling,
+    default_tree,
     find_tuned_tree,
     options_from,
     parse_ids,
@@ -27,9 +29,9 @@ from runtime.compiled import COMPILE_MODES
 from sampling import SamplingParams
 from sampling_params import SUGGESTED, with_suggestions
 from support.errors import UsageError
-from tree import NAMES
+from tree import NAMES, parse_tree
 from weights.checkpoint import Checkpoint
-from weights.heads import read_eagle
+from weights.heads import EagleConfig, read_eagle
 from weights.quantized import MODES
 
 # field -> (what a user types after the flag, the value of the field); none is a default
@@ -390,3 +392,33 @@ def test_ids_are_read_or_named():
     for text in ("1,x", "1;2", "1.5", "0x10"):
         with pytest.raises(UsageError, match=f"--x '{text}': expected comma-separated integers"):
             parse_ids(text, "--x")
+
+
+@pytest.mark.parametrize("capability, name, int4, int8, half", [
+    ((8, 6), "NVIDIA GeForce RTX 3090", 32, 32, 60), ((8, 6), "NVIDIA RTX A6000", 16, 32, 60),
+    ((8, 9), "NVIDIA GeForce RTX 4090", 60, 60, 60), ((9, 0), "NVIDIA H100 80GB HBM3", 32, 60, 60),
+    ((10, 3), "an unknown GPU", 16, 32, 60),
+])  # fmt: skip
+def test_the_default_tree_fits_the_gpu(monkeypatch, capability, name, int4, int8, half):
+    """A tree whose verification takes several times as long as one token, on a card that nobody has tuned."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    head = EagleConfig(3, Checkpoint.open(DEMO).config, 64)
+    on_gpu = LoadOptions(device="cuda", eagle="head")
+    for quantization, nodes in (("int4 (gptq)", int4), ("int8", int8), (None, half)):
+        tree = parse_tree(default_tree(on_gpu, quantization, head))
+        assert tree.N == nodes and tree.depth == 7
+    for other in (replace(on_gpu, batch_size=2), replace(on_gpu, verify="multi-round"), replace(on_gpu, device="cpu")):
+        assert default_tree(other, "int4", head) == "paper25"
+
+
+def test_the_default_tree_agrees_with_the_prediction():
+    """Data-sheet arithmetic that a second computation, from counted bytes and instructions, does not confirm."""
+    from scripts import predict
+
+    report = predict.read_json(predict.REPORT)
+    model = predict.target("llama-3-8b")
+    one, default, larger = (
+        predict.linear_seconds([(model, rows)], report, predict.Gpu())["seconds"] for rows in (1, 32, 60)
+    )
+    assert default < 1.15 * one and larger > 1.5 * one

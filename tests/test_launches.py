@@ -24,12 +24,12 @@ import step
 import tree as trees
 import tree_building
 import verify
+from bench import prediction as predict
 from bench import step_cells, step_time
 from eagle_draft import EagleDrafter
 from engine import Engine
 from kernels import KernelBackend, choice, draft
 from sampling import SamplingMode, SamplingParams, SamplingState
-from scripts import predict
 from tree import parse_tree
 
 ROOT = Path(__file__).resolve().parent.parent

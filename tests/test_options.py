@@ -414,9 +414,9 @@ def test_the_default_tree_fits_the_gpu(monkeypatch, capability, name, int4, int8
 
 def test_the_default_tree_agrees_with_the_prediction():
     """Data-sheet arithmetic that a second computation, from counted bytes and instructions, does not confirm."""
-    from scripts import predict
+    from bench import prediction as predict
 
-    report = predict.read_json(predict.REPORT)
+    report = predict.read_report(predict.REPORT)
     model = predict.target("llama-3-8b")
     one, default, larger = (
         predict.linear_seconds([(model, rows)], report, predict.Gpu())["seconds"] for rows in (1, 32, 60)

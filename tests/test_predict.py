@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 import kernels
+from bench import prediction as predict
+from bench import prediction_ranks
 from kernels.linear import launch_tile
 from model import weight_bytes
-from scripts import predict
 from weights.quantized import QuantLinear
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,3 +115,20 @@ def test_a_report_of_other_kernels_is_refused(report):
     """A renamed kernel silently predicted from nothing."""
     with pytest.raises(ValueError, match="has no 'linear w4 fp16 M<=16 g128 fp16-acc' for sm_86"):
         predict.instructions({"rows": [row for row in report["rows"] if "fp16-acc" not in row["kernel"]]}, 4, 16)
+
+
+def test_two_gpus_recount_and_their_page_is_what_the_script_writes(report):
+    """Exchanges or halves that are counted twice, edited figures, and a prediction that reads like a measurement."""
+    plain, slow = prediction_ranks.SETUPS[0], prediction_ranks.LINKS[0]
+    row = prediction_ranks.predict(plain, slow, report, predict.Gpu())
+    _, _, four_bytes, eight_bytes = by_hand(8192, 28672, 80, 1024, 32000)
+    kv = 512 * 80 * 2 * 1024 * 2
+    assert row["bytes"] == pytest.approx((four_bytes + eight_bytes + kv) / 2, rel=0.01)
+    assert row["count"] == 2 * 80 + 1
+    exchanged = 160 * 8192 * 2 + 16000 * 2
+    assert row["exchanges"] == pytest.approx((161 * 39e-6 + exchanged / 10e9) * 1e3)
+    text = (ROOT / "docs" / "two_gpus_prediction.md").read_text()
+    assert text == prediction_ranks.page(report, predict.Gpu()), (
+        "run: python -m scripts.predict --two-gpus --write docs/two_gpus_prediction.md"
+    )
+    assert text.startswith("# PREDICTION") and "Nothing on this page was measured on a GPU." in text

@@ -333,7 +333,6 @@ def test_ctrl_c_prints_the_report_and_exits_130(tmp_path):
         {"quant": "int3"},
         {"threads": "2"},
         {"compile": "no"},
-        {"tree": None},
         {"tree": 5},
         {"tree": ()},
         {"tree": ("paper25", None)},

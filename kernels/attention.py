@@ -331,10 +331,13 @@ def attention_tiles(dim: int, region: bool, int8: bool, window: int) -> dict:
     on T. A tile of another height means other matrix instructions (sm_90 uses wgmma from 64 rows) and sums in
     another order, so verification would differ from plain decoding. Prefill (region) is the same for both.
     """
-    tiles = dict(BM=64 if region else 32, BK=64 >> ((region or int8) + (dim > 128)), RT=4 if dim <= 128 else 2)
-    # Without a limit ptxas may stop at 168 registers, too few for a window.
-    limit = 255 if window > 0 and not region else None
-    return tiles | dict(num_warps=8 if region else 4, num_stages=2, maxnreg=limit)
+    tiles = dict(
+        BM=64 if region and not int8 else 32, BK=64 >> ((region or int8) + (dim > 128)), RT=4 if dim <= 128 else 2
+    )
+    wide = dim > 128 and (window > 0 or int8)
+    # Without a limit ptxas may stop at 128 or 168 registers, too few for a window or for short heads.
+    limit = None if region else 255 if window > 0 or wide else 168 if dim <= 64 else None
+    return tiles | dict(num_warps=8 if region or wide else 4, num_stages=2, maxnreg=limit)
 
 
 def _tree_attention_triton(

@@ -283,9 +283,10 @@ Nothing on this page was timed. It was counted in the machine code that two vers
 architectures, without a GPU. `python -m scripts.kernel_report` makes the counts and fails where a promise breaks.
 
 - **Instructions per weight** in the main loop decide whether int4 runs at the memory's rate. The limit is 2.7 up to 16
-  rows.
-- **Spills** of registers to memory are failures. Those that are left are named below. On sm_89 and sm_120 only the
-  quantized linears in fp16 were compiled for this page.
+  rows, for fp16 with symmetric groups of 128 whose tiles divide the matrix. Zero points, small groups, bf16 and int8 may
+  need more.
+- **Spills** of registers to memory are failures, and there are none. Layers with many sums, scales or addresses run in
+  smaller tiles for that.
 - **No wgmma in linears.** On Hopper (sm_90) Triton 3.6 puts no fence between the copies of the activations and the
   wgmma that reads
   them, and ptxas 12.9 may overwrite registers that a wgmma still reads. Two warps per program make Triton use mma,

@@ -513,14 +513,12 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
     matches = options.batch_size == 1 and options.verify == "match"
     if head is None or head.unshifted or options.device != "cuda" or not matches:
         return "paper25"
-    products = PRODUCTS.get(torch.cuda.get_device_capability(), SLOWEST)
-    if (quantization or "").startswith("int4"):
-        half_sums = "GeForce" in torch.cuda.get_device_name()  # int4 adds in fp16 there, which is twice as fast
-        rows = products * (1.0 if half_sums else 0.5)
-    else:
-        rows = products * (1.0 if (quantization or "").startswith("int8") else 2.0)
-    depth = 7 if head.version == 3 else 5
-    return f"dynamic:{60 if rows >= 60 else 32 if rows >= 32 else 16},{depth},{10 if rows >= 60 else 8}"
+    weight_bytes = {"int4": 0.5, "int8": 1.0}.get((quantization or "float")[:4], 2.0)
+    rows = weight_bytes * PRODUCTS.get(torch.cuda.get_device_capability(), SLOWEST)
+    if weight_bytes < 1 and "GeForce" in torch.cuda.get_device_name():
+        rows *= 2  # int4 adds in fp16 there, which is twice as fast
+    nodes, topk = (60, 10) if rows >= 60 else (32 if rows >= 32 else 16, 8)
+    return f"dynamic:{nodes},{7 if head.version == 3 else 5},{topk}"
 
 
 def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | None) -> str:

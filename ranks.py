@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,11 +91,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if (
-                isinstance(error, torch.OutOfMemoryError)
-                or not isinstance(error, dist.DistError)
-                and not _of_gloo(error)
-            ):
+            exchange_failed = isinstance(error, dist.DistError) or _of_gloo(error)
+            if isinstance(error, torch.OutOfMemoryError) or not exchange_failed:
                 raise
             ended = [f"rank {i} with status {p.poll()}" for i, p in enumerate(self.children, 1) if p.poll() is not None]
             what = ", ".join(ended) or "rank 0, or one of the others"
@@ -146,7 +144,7 @@ def meet(size: int, device: str, options: dict[str, Any]) -> Ranks:
     if started is not None:
         return join(int(os.environ["RANK"]), size, device, "env://")
     folder = tempfile.mkdtemp(prefix="eaglet-")  # only this user can read it
-    atexit.register(_remove, folder)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     meeting_point = f"file://{folder}/meeting"
     words = [sys.executable, "-c", "from load import follow_leader; follow_leader()"]
     children = []
@@ -173,13 +171,6 @@ def end_with_the_leader() -> None:
     """Wait until the process that started this one has ended, and end, too: also where it was killed while it loaded."""
     sys.stdin.read()
     os._exit(INTERNAL)
-
-
-def _remove(folder: str) -> None:
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            os.unlink(entry.path)
-        os.rmdir(folder)
 
 
 def same_model(ranks: Ranks, error: str, described: Any = None) -> None:

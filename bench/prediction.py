@@ -9,6 +9,7 @@ rate, and every kernel of the captured step costs a fixed gap.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,9 +153,6 @@ def page(report: dict[str, Any], gpu: Gpu) -> str:
     """The Markdown page: what it is, the table, and what was assumed."""
     rows = [predict(setup, report, gpu) for setup in SETUPS]
     plain = {row["setup"]["shape"]: row["step_ms"] for row in rows if not row["setup"]["head"]}
-    most = max(row["partial_bytes"] / (row["target_bytes"] + row["draft_bytes"]) for row in rows)
-    issue, limit = instructions(report, 4, 16), gpu.lanes_per_second * gpu.issue_share
-    budget = limit / (gpu.bytes_per_second * gpu.memory_share) * (0.5 + 2 / 128)
     lines = [
         "# PREDICTION: int4 decoding on an RTX 3090",
         "",
@@ -179,8 +177,22 @@ def page(report: dict[str, Any], gpu: Gpu) -> str:
             f"{row['target_ms']:.2f} | {row['draft_ms']:.2f} | {row['attention_ms']:.2f} | {row['gaps_ms']:.2f} | "
             f"**{row['step_ms']:.2f}** | {row['bound']} | {over:.2f} | **{row['tokens_per_second']:.0f}** |"
         )
+    scale = "For scale: the EAGLE paper reports 160.4 tok/s for LLaMA-2-7B int4 on this card, 106.9 without EAGLE."
+    before = (
+        "An earlier count of LLaMA-2-7B with 24 nodes of a dynamic tree, before its kernels were fused and its sums were "
+        "fp16, found 1006 launches and estimated 12 to 13 ms, with 8 ms in reach."
+    )
+    lines += ["", scale, "", before]
+    return with_assumptions(lines, assumptions(rows, report, gpu))
+
+
+def assumptions(rows: list[dict[str, Any]], report: dict[str, Any], gpu: Gpu) -> tuple[str, ...]:
+    """What the predictions `rows` rest on, a sentence or two each."""
+    most = max(row["partial_bytes"] / (row["target_bytes"] + row["draft_bytes"]) for row in rows)
+    issue, limit = instructions(report, 4, 16), gpu.lanes_per_second * gpu.issue_share
+    budget = limit / (gpu.bytes_per_second * gpu.memory_share) * (0.5 + 2 / 128)
     tiles = ", ".join(f"{instructions(report, 4, t):.2f} up to {t} rows" for t in (16, 32, 64))
-    assumptions = (
+    return (
         f"Card: {gpu.name}; {gpu.bytes_per_second / 1e9:.0f} GB/s, {gpu.lanes_per_second / 1e12:.1f} T thread "
         f"instructions/s, {gpu.multiplies_per_second / 1e12:.0f} TFLOP/s of fp16 products summed in fp32 and "
         f"{gpu.half_multiplies_per_second / 1e12:.0f} summed in fp16.",
@@ -199,22 +211,12 @@ def page(report: dict[str, Any], gpu: Gpu) -> str:
         "half-precision head. EAGLE-3's fusion layer runs once per step.",
         "Power limit, clocks and temperature as delivered; a lower power limit costs tens of per cent on this card.",
     )
-    scale = "For scale: the EAGLE paper reports 160.4 tok/s for LLaMA-2-7B int4 on this card, 106.9 without EAGLE."
-    before = (
-        "An earlier count of LLaMA-2-7B with 24 nodes of a dynamic tree, before its kernels were fused and its sums were "
-        "fp16, found 1006 launches and estimated 12 to 13 ms, with 8 ms in reach."
-    )
-    lines += [
-        "",
-        scale,
-        "",
-        before,
-        "",
-        "## Assumptions",
-        "",
-        *(f"{i}. {text}" for i, text in enumerate(assumptions, 1)),
-    ]
-    return "\n".join(lines) + "\n"
+
+
+def with_assumptions(lines: list[str], texts: Sequence[str]) -> str:
+    """A page that ends with its numbered assumptions."""
+    numbered = (f"{i}. {text}" for i, text in enumerate(texts, 1))
+    return "\n".join([*lines, "", "## Assumptions", "", *numbered]) + "\n"
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.prediction import Gpu, Setup, draft_forwards, linear_seconds, target
+from bench.prediction import Gpu, Setup, draft_forwards, linear_seconds, target, with_assumptions
 from bench.random_models import SHAPES, empty_model
 from bench.step_cells import draft_rows
 from model import Transformer
@@ -113,5 +113,4 @@ def page(report: dict[str, Any], gpu: Gpu) -> str:
         "Everything else is assumed as on the page of one card.",
         "For scale: 26.4 tokens/s were published for LLaMA-3-70B on four RTX 3090 with ik_llama.cpp.",
     )
-    lines += ["", "## Assumptions", "", *(f"{i}. {text}" for i, text in enumerate(texts, 1))]
-    return "\n".join(lines) + "\n"
+    return with_assumptions(lines, texts)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -94,6 +95,9 @@ class Ranks:
             exchange_failed = isinstance(error, dist.DistError) or _of_gloo(error)
             if isinstance(error, torch.OutOfMemoryError) or not exchange_failed:
                 raise
+            deadline = time.monotonic() + 1.0  # a process closes its connections shortly before its status can be seen
+            while self.children and all(p.poll() is None for p in self.children) and time.monotonic() < deadline:
+                time.sleep(0.01)
             ended = [f"rank {i} with status {p.poll()}" for i, p in enumerate(self.children, 1) if p.poll() is not None]
             what = ", ".join(ended) or "rank 0, or one of the others"
             raise RankLost(f"a process of --tp {self.size} has ended ({what}); start again.") from error

@@ -99,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     api = Api(engine, settings, (lambda line: None) if args.quiet else report.line)
     if settings.api_key and not (args.api_key or os.environ.get(KEY_VARIABLE)):
         report.line(f"key     {settings.api_key}   (made for this run; --api-key or ${KEY_VARIABLE} sets one)")
+    sock.listen()  # whoever reads the next line may connect at once
     host, port = sock.getsockname()[:2]
     report.line(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/v1   model {settings.model}")
     try:

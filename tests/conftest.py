@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -57,6 +59,19 @@ FAMILIES = {
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
 }
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_as_it_was():
+    """Undo what a command does to Ctrl-C in its own process, where a test runs it in this one.
+
+    A run in the background (`nohup make test &`) ignores Ctrl-C, and so would every command that a test starts.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    unraisable = sys.unraisablehook
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.unraisablehook = unraisable
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

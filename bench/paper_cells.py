@@ -23,12 +23,12 @@ import torch
 from bench import arms
 from bench.environment import environment, fingerprint
 from bench.measure import Bench, Line, Settings, digest
-from bench.peers import HFArm, hf_model
+from bench.peers import HFArm, floats_of, hf_model
 from bench.records import intact, sealed
 from bench.suites import ask
 from engine import Engine
 from load import load, plan_memory
-from model_config import DTYPES, ModelConfig
+from model_config import ModelConfig
 from options import options_from
 from report.prove import find_fork
 from runtime.results import GenerationResult
@@ -37,8 +37,6 @@ from support.errors import one_line
 from support.files import append_json_lines, read_json_lines
 from support.machine import free_memory
 from weights.heads import read_card, read_eagle
-from weights.quantized import QuantSpec, pack_
-from weights.rounding import quantize_
 
 Cell = dict[str, Any]
 Results = list[GenerationResult]
@@ -239,7 +237,7 @@ class Measurement:
             "model": self.weights, "device": self.environment["device"], "dtype": dtype, "compile": args.compile,
             "tokens": args.max_new_tokens, "reps": args.reps, "seed": args.seed,
         }  # fmt: skip
-        rounded = "blocks rounded to int4 in memory (RTN, groups of 128)"
+        rounded = "rounded to int4 in memory (RTN, groups of 128, LM head int8)"
         self.header = {
             "type": "model", "checkpoint": Path(args.checkpoint).resolve().name, "dtype": dtype,
             "weights_sha256": self.weights, "layers": shape.num_hidden_layers, "hidden_size": shape.hidden_size,
@@ -251,14 +249,10 @@ class Measurement:
     @cached_property
     def int4(self) -> Engine:
         """The plain engine with int4 weights: those of --int4 DIR, or the checkpoint's, rounded in memory."""
-        base = load(self.args.int4 or self.args.checkpoint, **options_from(self.args, *SHARED))
-        if not self.args.int4:
-            for block in base.model.layers:
-                quantize_(block, QuantSpec("int4"))
-            base.model.set_quantization("int4")
-            with base.backend.active():
-                pack_(base.model, DTYPES[base.options.dtype])
-        return base
+        shared = options_from(self.args, *SHARED)
+        if self.args.int4:
+            return load(self.args.int4, **shared)
+        return load(self.args.checkpoint, **shared, quant="int4")
 
     def id_of(self, spec: Cell) -> str:
         """The id of the cell with these weights, prompts and settings."""
@@ -288,7 +282,7 @@ def measure_single(base: Engine, spec: Cell, job: Measurement) -> list[Line]:
     plain = arms.EngineArm("plain", arms.SAME_TOKENS, {}, arms.build_engine(base, {}, job.ctx))
     arm: arms.Arm
     if spec["method"] == "hf":
-        arm = HFArm("hf", hf_model(base.model), base.tokenizer)
+        arm = HFArm("hf", hf_model(floats_of(base, job.args.checkpoint)), base.tokenizer, bool(base.model.quant))
     else:
         promise = arms.SAME_TOKENS if spec["verify"] == "match" else arms.SAME_DISTRIBUTION
         arm = arms.EngineArm("arm", promise, {}, arms.build_engine(base, spec["options"], job.ctx))

@@ -52,6 +52,13 @@ def test_a_user_turn_is_read_off_the_template(tokenizer):
     assert stop == ("ASSISTANT:",) and set(stop_ids) == set(tokenizer.eos_ids)
 
 
+def test_a_template_without_an_opening_is_refused():
+    """Bug: the engine's "the prompt is empty", which says nothing about the template that is the reason."""
+    bare = SimpleNamespace(encode_chat=lambda messages: [ord(letter) for letter in messages[0]["content"]] + [2])
+    with pytest.raises(ValueError, match="writes nothing before a question"):
+        chats.user_turn(bare)
+
+
 def test_bad_questions_are_left_out_and_the_rest_is_asked_once(tokenizer, tmp_path, monkeypatch):
     """Empty, cut, repeated or looping questions, a lost opening, or a rerun that asks everything again."""
     file = tmp_path / "q.jsonl"

@@ -201,6 +201,21 @@ def test_every_cell_says_where_it_comes_from(measured):
     assert str(path.parent) not in text and not re.search(r"/tmp/", text + page)
 
 
+def test_the_cells_of_int4_and_of_transformers_run_on_packed_weights(tmp_path, monkeypatch):
+    """Bug: both read the float weights of a model whose kernels keep them in another layout, and the run ended there."""
+    pytest.importorskip("transformers", reason="one cell is transformers")
+    planned = paper_cells.plan
+    monkeypatch.setattr(
+        paper_cells, "plan", lambda *words: [c for c in planned(*words) if c["quant"] == "int4" or c["method"] == "hf"]
+    )
+    path = tmp_path / "cells.jsonl"
+    words = ["--limit", "1", "--max-new-tokens", "8", "--reps", "1", "--batches", "1", "--debug"]
+    assert paper_tables.main([*words, "--cells", str(path), "--page", str(tmp_path / "page.md")]) == 0
+    cells = cells_of(path)
+    assert [(c["method"], c["quant"]) for c in cells] == [("eagle1", "int4"), ("eagle1", "int4"), ("hf", "float32")]
+    assert all(run["same"] == "same" for cell in cells[:2] for run in cell["runs"])
+
+
 def test_cells_that_were_not_run_say_why(measured, tmp_path):
     """A hole in the page that looks like a number, or a reason that is lost: int4 cannot group 32 inputs by 128."""
     pytest.importorskip("transformers", reason="one cell is transformers")

@@ -45,10 +45,12 @@ def user_turn(tokenizer: Tokenizer) -> tuple[list[int], tuple[int, ...], tuple[s
     """The ids that open a user's turn, and what ends one: stop ids and stop strings.
 
     All of it is read off the chat template by rendering two different questions. Raises ValueError for a template whose
-    user turns have no end that can be recognised.
+    user turns have no beginning, or no end that can be recognised.
     """
     rendered = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in ("apple", "river bank")]
     opening = commonprefix(rendered)
+    if not opening:
+        raise ValueError("the chat template writes nothing before a question; train on --data of your own instead.")
     behind = commonprefix([ids[::-1] for ids in rendered])[::-1]
     if behind and behind[0] in tokenizer.special_ids:
         return opening, (behind[0], *tokenizer.eos_ids), ()

@@ -110,8 +110,11 @@ class Attention(nn.Module):
         """
         B, T, _ = x.shape
         norms = () if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        qkv = self.qkv(x).view(B, T, -1, self.head_dim)
-        q, arrived = kernels.rope_write_kv(qkv, nodes.cos, nodes.sin, kv, nodes.slots, *norms)
+        turn = nodes.cos, nodes.sin, kv, nodes.slots, *norms
+        if isinstance(self.qkv, nn.Linear):
+            q, arrived = kernels.rope_write_kv(self.qkv(x).view(B, T, -1, self.head_dim), *turn)
+        else:
+            q, arrived = self.qkv.heads(x, self.head_dim, *turn)
         visible = nodes.visible_window if self.window else nodes.visible
         seen = nodes.start, visible, nodes.positions, self.window
         out = kernels.tree_attention(q, kv, *seen, 1 / math.sqrt(self.head_dim), arrived)

@@ -33,14 +33,15 @@ def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @jit
-def store_row(kv, kv_scales, at, d, y, HD: tl.constexpr, INT8: tl.constexpr):
-    """Store a key or value row y (fp32) at element `at` of the cache, as `quantize_rows` does it if INT8."""
+def store_rows(kv, kv_scales, at, d, y, live, HD: tl.constexpr, INT8: tl.constexpr):
+    """Store key or value rows y [R, BLOCK] (fp32) at elements `at` [R] of the cache; if INT8, as `quantize_rows` does."""
     if INT8:
-        scale = tl.max(tl.abs(y), 0) / 127
-        y = tl.floor(y / tl.where(scale == 0, 1.0, scale) + 0.5)
+        scale = tl.max(tl.abs(y), 1) / 127
+        y = tl.floor(y / tl.where(scale == 0, 1.0, scale)[:, None] + 0.5)
         y = tl.where(tl.abs(y) < 128, y, 0.0)
-        tl.store(kv_scales + (at + HD) // 4, scale)
-    tl.store(kv + at + d, y.to(kv.dtype.element_ty), mask=d < HD)
+        tl.store(kv_scales + (at + HD) // 4, scale, mask=live)
+    there = live[:, None] & (d < HD)[None, :]
+    tl.store(kv + at[:, None] + d[None, :], y.to(kv.dtype.element_ty), mask=there)
 
 
 @jit

@@ -17,9 +17,11 @@ from torch import Tensor
 import kernels.cpu as cpu
 from kernels.backend import dot, jit, native, round_activations, tl, triton, use_triton
 from kernels.choice import merge_topk
-from kernels.norm_rope import norm_row, rms_norm
+from kernels.norm_rope import norm_row, rms_norm, turn_rows
 from kernels.packing import PackedWeight, decode, dequantize, kernel_views, panel_words
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
+
+NO_HEADS = dict(HQ=0, HKV=0, HD=0, LEVELS=0, QK_NORM=False, INT8=False)  # of a linear that turns no heads
 
 
 @jit
@@ -217,12 +219,14 @@ def _partial(part, split, rn, rt, width, BT: tl.constexpr, GATED: tl.constexpr):
     )
 
 
-# M is not specialized: one binary per token tile also serves M = 1.
-@(triton.jit(do_not_specialize=["M"]) if triton else jit)
+# M and T are not specialized: one binary per token tile also serves M = 1.
+@(triton.jit(do_not_specialize=["M", "T"]) if triton else jit)
 def linear_kernel(
-    x, w, s, z, bias, residual, norm_weight, out, normed, ids, part, count, M, N, K, N_OUT, eps, BITS: tl.constexpr,
-    GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    NORM: tl.constexpr, TOPK: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    x, w, s, z, bias, residual, norm_weight, out, normed, ids, part, count, cos, sin, kv, kv_scales, slots, q_weight,
+    k_weight, arrived, M, N, K, N_OUT, T, S, v_offset, arrivals, eps, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
+    TOPK: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr,
+    QK_NORM: tl.constexpr, INT8: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
     SPLIT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """out[M, N_OUT], or the best of it if TOPK > 0 (`_finish_topk`). Grid (token tiles, row tiles, SPLIT).
@@ -233,7 +237,9 @@ def linear_kernel(
     resets the counter, so that the buffer is ready for the next launch or the next replay of a graph.
 
     With NORM > 0 the program that stores the last columns of a token tile also writes the RMS norm of its rows
-    (`norm_row` with NORM levels).
+    (`norm_row` with NORM levels). With HD > 0 the weight is that of queries, keys and values. Then the program that
+    stores the last columns of a head also turns this head of its token tile (`turn_rows`), with q in `normed`, and the
+    first program sets the counters `arrived` to zero.
     """
     slab = tl.program_id(0)
     tile = tl.program_id(1)
@@ -242,10 +248,14 @@ def linear_kernel(
     rn = tile * BN + tl.arange(0, BN)
     rm = slab * BT + rt
     live = rm < M
-    finished = count + tl.num_programs(0) * tl.num_programs(1) + slab  # behind the counters of the sums
+    finished = count + tl.num_programs(0) * tl.num_programs(1)  # behind the counters of the sums
     blocks = tl.cdiv(K, 128)
     first = blocks * split // SPLIT
     last = blocks * (split + 1) // SPLIT
+    if HD > 0:
+        if slab + tile + split == 0:
+            for i in range(0, arrivals, 128):
+                tl.store(arrived + i + tl.arange(0, 128), 0, mask=i + tl.arange(0, 128) < arrivals)
     acc, up = main_loop(x, w, s, z, rm, live, rn, first, last, K, N, N_OUT,
                         BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, ACC, NATIVE)  # fmt: skip
     if SPLIT > 1:
@@ -285,10 +295,28 @@ def linear_kernel(
                x.dtype.element_ty)  # fmt: skip
     if NORM > 0:
         tl.debug_barrier()
-        if tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
+        if tl.atomic_add(finished + slab, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
             for row in range(slab * BT, tl.minimum(slab * BT + BT, M)):
                 norm_row(out, norm_weight, normed, row * N_OUT, row * N_OUT, N_OUT, eps, NORM)
-            tl.store(finished, 0)
+            tl.store(finished + slab, 0)
+    if HD > 0:
+        tl.debug_barrier()
+        finished += slab * (HQ + 2 * HKV)
+        for head in range(tile * BN // HD, tl.minimum(tl.cdiv(tile * BN + BN, HD), HQ + 2 * HKV)):
+            tiles = tl.cdiv(head * HD + HD, BN) - head * HD // BN
+            if tl.atomic_add(finished + head, 1, sem="acq_rel", scope="gpu") == tiles - 1:
+                FEW: tl.constexpr = 8 if QK_NORM or INT8 else 16  # as many as registers allow
+                for begin in range(slab * BT, tl.minimum(slab * BT + BT, M), FEW):
+                    rows = begin + tl.arange(0, FEW)
+                    turn_rows(out, rows, rows < M, head, cos, sin, kv, kv_scales, slots, q_weight, k_weight, normed,
+                              v_offset, T, S, eps, HQ, HKV, HD, LEVELS, QK_NORM, INT8)  # fmt: skip
+                tl.store(finished + head, 0)
+
+
+def no_rope(x: Tensor) -> dict:
+    """The arguments of `linear_kernel` for rotary positions, where there are none."""
+    names = "cos sin kv kv_scales slots q_weight k_weight arrived".split()
+    return dict.fromkeys(names, x) | dict.fromkeys(("T", "S", "v_offset", "arrivals"), 1) | NO_HEADS
 
 
 def launch_tile(
@@ -470,8 +498,9 @@ def _planes(
         linear_kernel[grid](
             rows, *kernel_views(words, scales, bits), rows if bias is None else bias,
             rows if residual is None else residual.contiguous(), norm_weight if inside else rows, out, normed, out,
-            partial, counters, len(rows), n, k, n_out, eps, BIAS=bias is not None, RESIDUAL=residual is not None,
-            NORM=(n_out - 1).bit_length() if inside else 0, TOPK=0, SPLIT=grid[2], **constants,
+            partial, counters, M=len(rows), N=n, K=k, N_OUT=n_out, eps=eps, BIAS=bias is not None,
+            RESIDUAL=residual is not None, NORM=(n_out - 1).bit_length() if inside else 0, TOPK=0, SPLIT=grid[2],
+            **constants, **no_rope(rows),
         )  # fmt: skip
     if inside:
         return out, normed
@@ -548,8 +577,8 @@ def _planes_topk(
     out = x.new_empty(grid[1], tokens, topk + 2, dtype=torch.float32)
     ids = x.new_empty(grid[1], tokens, topk, dtype=torch.int32)
     linear_kernel[grid](
-        x, *kernel_views(words, scales, bits), x, x, x, out, out, ids, partial, counters, tokens, n, k, n, 0.0,
-        BIAS=False, RESIDUAL=False, NORM=0, TOPK=topk, SPLIT=grid[2], **constants,
+        x, *kernel_views(words, scales, bits), x, x, x, out, out, ids, partial, counters, M=tokens, N=n, K=k, N_OUT=n,
+        eps=0.0, BIAS=False, RESIDUAL=False, NORM=0, TOPK=topk, SPLIT=grid[2], **constants, **no_rope(x),
     )  # fmt: skip
     return merge_topk(out, ids)
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import jit, skip_operator, tl, triton, use_cpu, use_triton
-from kernels.kv import cache_problem, scales_of, store_row, write_kv
+from kernels.backend import jit, skip_operator, tl, use_cpu, use_triton
+from kernels.kv import cache_problem, scales_of, store_rows, write_kv
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,6 +38,14 @@ def sum_by_halves(x, LEVELS: tl.constexpr):
     for i in tl.static_range(LEVELS):
         x = tl.sum(tl.reshape(x, (x.shape[0] // 2, 2)), 1) if i < 3 else tl.sum(tl.reshape(x, (2, x.shape[0] // 2)), 0)
     return tl.sum(x, 0)
+
+
+@jit
+def sum_rows_by_halves(x, LEVELS: tl.constexpr):
+    """The sum of each row of x [R, 2^LEVELS], in an order that does not depend on R or on the number of warps."""
+    for _level in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
+    return tl.sum(x, 1)
 
 
 @jit
@@ -127,47 +135,65 @@ def rope_reference(
 
 
 @jit
-def rope_kernel(
-    qkv, cos, sin, kv, kv_scales, slots, q_weight, k_weight, out, arrived, tiles, v_offset, T, S, eps,
-    HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, INT8: tl.constexpr,
+def turn_rows(
+    qkv, rows, live, head, cos, sin, kv, kv_scales, slots, q_weight, k_weight, out, v_offset, T, S, eps,
+    HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr, QK_NORM: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
-    """One program per head of one token: norm it if NORM, rotate it, write it to q, the key cache or the
-    value cache. The first programs set a counter to zero. Grid (B T, HQ + 2 HKV)."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    number = row * (HQ + 2 * HKV) + head
-    tl.store(arrived + number, 0, mask=number < tiles)
-    b = row // T
-    t = row % T
-    d = tl.arange(0, BLOCK)
-    ok = d < HD
-    at = number * HD
-    x = tl.load(qkv + at + d, mask=ok, other=0)
-    slot = tl.load(slots + row)
+    """Norm one head of the rows (b T + t) [R] if QK_NORM, rotate it, and write it to q, the key cache or the value cache.
+
+    Other programs of the same launch may have written qkv. The bits do not depend on R or on the number of warps.
+    """
+    d = tl.arange(0, 2**LEVELS)
+    ok = live[:, None] & (d < HD)[None, :]
+    b = rows // T
+    t = rows % T
+    at = qkv + ((rows * (HQ + 2 * HKV) + head) * HD)[:, None]
+    x = tl.load(at + d[None, :], mask=ok, other=0, cache_modifier=".cg")
+    slot = tl.load(slots + rows, mask=live, other=0)
     cache = ((b * HKV + (head - HQ) % HKV).to(tl.int64) * S + slot) * (HD + 4 * INT8)
     if head >= HQ + HKV:
-        store_row(kv, kv_scales, cache + v_offset, d, x.to(tl.float32), HD, INT8)
+        store_rows(kv, kv_scales, cache + v_offset, d, x.to(tl.float32), live, HD, INT8)
     else:
         half: tl.constexpr = HD // 2
         other = tl.where(d < half, d + half, d - half)
         a = x.to(tl.float32)
-        c = tl.load(qkv + at + other, mask=ok, other=0).to(tl.float32)
-        if NORM:
+        c = tl.load(at + other[None, :], mask=ok, other=0, cache_modifier=".cg").to(tl.float32)
+        if QK_NORM:
             w = q_weight if head < HQ else k_weight
-            inverse = tl.rsqrt(tl.sum(a * a, 0) / HD + eps)
+            inverse = tl.rsqrt(sum_rows_by_halves(a * a, LEVELS) / HD + eps)[:, None]
             DT: tl.constexpr = qkv.dtype.element_ty
-            wa = tl.load(w + d, mask=ok, other=0).to(tl.float32)
-            wc = tl.load(w + other, mask=ok, other=0).to(tl.float32)
+            wa = tl.load(w + d, mask=d < HD, other=0).to(tl.float32)[None, :]
+            wc = tl.load(w + other, mask=d < HD, other=0).to(tl.float32)[None, :]
             a = ((a * inverse).to(DT).to(tl.float32) * wa).to(DT).to(tl.float32)
             c = ((c * inverse).to(DT).to(tl.float32) * wc).to(DT).to(tl.float32)
-        co = tl.load(cos + row * half + d % half, mask=ok, other=0).to(tl.float32)
-        si = tl.load(sin + row * half + d % half, mask=ok, other=0).to(tl.float32)
-        y = a * co + tl.where(d < half, -c, c) * si
+        angle = (rows * half)[:, None] + (d % half)[None, :]
+        co = tl.load(cos + angle, mask=ok, other=0).to(tl.float32)
+        si = tl.load(sin + angle, mask=ok, other=0).to(tl.float32)
+        y = tl.fma(a, co, tl.where(d < half, -1.0, 1.0)[None, :] * c * si)  # rounded twice, wherever it is compiled
         if head < HQ:
-            tl.store(out + ((b * HQ + head) * T + t) * HD + d, y.to(out.dtype.element_ty), mask=ok)
+            to = ((b * HQ + head) * T + t) * HD
+            tl.store(out + to[:, None] + d[None, :], y.to(out.dtype.element_ty), mask=ok)
         else:
             y = tl.where(ok, y.to(qkv.dtype.element_ty).to(tl.float32), 0.0)
-            store_row(kv, kv_scales, cache, d, y, HD, INT8)
+            store_rows(kv, kv_scales, cache, d, y, live, HD, INT8)
+
+
+@jit
+def rope_kernel(
+    qkv, cos, sin, kv, kv_scales, slots, q_weight, k_weight, out, arrived, tiles, v_offset, T, S, eps,
+    HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr, QK_NORM: tl.constexpr,
+    INT8: tl.constexpr,
+):  # fmt: skip
+    """`turn_rows` with one program per head of one token. The first programs set a counter to zero.
+    Grid (B T, HQ + 2 HKV)."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    number = row * (HQ + 2 * HKV) + head
+    tl.store(arrived + number, 0, mask=number < tiles)
+    one = row + tl.arange(0, 1)
+    turn_rows(qkv, one, one >= 0, head, cos, sin, kv, kv_scales, slots, q_weight, k_weight, out, v_offset, T, S, eps,
+              HQ, HKV, HD, LEVELS, QK_NORM, INT8)  # fmt: skip
 
 
 @torch.library.custom_op("eaglet::rope_write_kv", mutates_args=("kv",))
@@ -175,23 +201,28 @@ def _rope_operator(
     qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None,
     k_weight: Tensor | None, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, arrived = _rope_outputs(qkv, kv)
+    out, arrived = rope_outputs(qkv, kv)
     if not use_triton("rope_write_kv", qkv, cache_problem(kv)):
         return rope_reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps).contiguous(), arrived.zero_()
-    B, T, heads, dim = qkv.shape
-    kv_heads, S = kv.shape[2:4]
+    B, T, heads, _ = qkv.shape
     qkv = qkv.contiguous()
     norm = q_weight is not None
     rope_kernel[B * T, heads](
         qkv, cos.contiguous(), sin.contiguous(), kv, scales_of(kv), slots.contiguous(),
-        q_weight if norm else qkv, k_weight if norm else qkv, out, arrived, arrived.numel(), kv.stride(0), T, S, eps,
-        HQ=heads - 2 * kv_heads, HKV=kv_heads, HD=dim, BLOCK=triton.next_power_of_2(dim), NORM=norm,
-        INT8=kv.dtype == torch.int8, num_warps=1,
+        q_weight if norm else qkv, k_weight if norm else qkv, out, arrived, arrived.numel(), kv.stride(0), T,
+        kv.shape[3], eps, num_warps=1, **rope_constants(qkv, kv, norm),
     )  # fmt: skip
     return out, arrived
 
 
-def _rope_outputs(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+def rope_constants(qkv: Tensor, kv: Tensor, norm: bool) -> dict:
+    """The constants of `turn_rows` for qkv [B,T,Hq+2Hkv,hd] and the cache kv."""
+    heads, dim, kv_heads = *qkv.shape[2:], kv.shape[2]
+    sizes = dict(HQ=heads - 2 * kv_heads, HKV=kv_heads, HD=dim, LEVELS=(dim - 1).bit_length())
+    return sizes | dict(QK_NORM=norm, INT8=kv.dtype == torch.int8)
+
+
+def rope_outputs(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for q, and for a counter for every 32 query rows of a key head."""
     B, T, heads, dim = qkv.shape
     kv_heads = kv.shape[2]
@@ -202,4 +233,4 @@ def _rope_outputs(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
 
 @_rope_operator.register_fake
 def _(qkv, cos, sin, kv, slots, q_weight, k_weight, eps):
-    return _rope_outputs(qkv, kv)
+    return rope_outputs(qkv, kv)

@@ -31,7 +31,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from kernels.attention import attend_kernel, attention_tiles
 from kernels.experts import expert_kernel
-from kernels.linear import launch_tile, linear_kernel
+from kernels.linear import NO_HEADS, launch_tile, linear_kernel
 from kernels.norm_rope import rms_norm_kernel, rope_kernel
 from kernels.packing import dequantize_kernel
 from kernels.tuned import linear_config
@@ -39,8 +39,19 @@ from support.errors import command_parser, run_command
 from support.files import check_folder, write_text
 
 ARCHITECTURES = (86, 89, 90, 120)
-LIMITS = {16: 2.7, 32: 3.5}  # rows -> thread instructions per int4 weight
-INDIVISIBLE = ("scale", "eps", "M", "T", "R", "ROWS", "PARTS", "DIV")  # arguments that need not be multiples of 16
+LIMITS = {16: 2.7, 32: 3.5}  # rows -> thread instructions per int4 weight, in these forms of fp16 layers:
+MAIN = ("", "narrow", "gate-up", "top-10", "experts", "experts gate-up", "fp16-acc", "norm", "qkv")
+INDIVISIBLE = (
+    "scale",
+    "eps",
+    "M",
+    "T",
+    "R",
+    "ROWS",
+    "PARTS",
+    "DIV",
+    "arrivals",
+)  # arguments that need not be multiples of 16
 MATRIX = ("HMMA", "HGMMA", "IMMA", "WGMMA", "UTCHMMA")
 
 LINE = "{:48} {:7} {:>4} {:>6} {:>7} {:>7}  {}"
@@ -52,6 +63,11 @@ LINEARS = (
     (4, "fp16", (16, 64), ("ragged", "norm")),
     (4, "fp16", (16, 32, 64), ("fp16-acc",)),
     (4, "fp16", (16,), ("narrow",)),
+    (4, "fp16", (16, 32, 64), ("qkv",)),
+    (4, "fp16", (64,), ("qkv qk-norm", "qkv int8-cache", "qkv fp16-acc")),
+    (4, "bf16", (16, 64), ("qkv g32 zeros", "qkv qk-norm int8-cache")),
+    (8, "fp16", (16, 64), ("qkv",)),
+    (16, "bf16", (16, 64), ("qkv",)),
     (4, "fp16", (64,), ("zeros narrow", "gate-up fp16-acc")),
     # Small groups have many scales, so that registers are short.
     (4, "fp16", (16, 64), ("g64", "g32")),
@@ -97,7 +113,8 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
 
     `form` holds words. experts: as `packed_experts` launches it; g64, g32: groups of so many weights instead of 128;
     zeros: with zero points; gate-up: two matrices at once; fp16-acc: sums in fp16; ragged: sizes that do not divide the
-    tiles; narrow: a tile of 64 rows; top-10: an LM head that keeps 10 values; norm: the norm of its rows behind it.
+    tiles; narrow: a tile of 64 rows; top-10: an LM head that keeps 10 values; norm: the norm of its rows behind it;
+    qkv: 16 heads of queries and 8 of keys turned behind it; with qk-norm normed before, with int8-cache into such one.
     """
     words = form.split()
     expert, zeros, gated, ragged, top = (w in words for w in ("experts", "zeros", "gate-up", "ragged", "top-10"))
@@ -117,10 +134,17 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
         pointers |= dict(bias=act, residual=act, norm_weight=act, normed=act, ids="*i32", part="*fp32", count="*i32")
         constants |= dict(BIAS=False, RESIDUAL=not gated and not top, SPLIT=4, TOPK=10 if top else 0)
         constants["NORM"] = 12 if "norm" in words else 0
+        pointers |= dict.fromkeys(("cos", "sin", "kv", "kv_scales", "slots", "q_weight", "k_weight", "arrived"), act)
+        constants |= NO_HEADS
+    if "qkv" in words:
+        int8 = "int8-cache" in words
+        pointers |= dict(cos="*fp32", sin="*fp32", slots="*i64", arrived="*i32")
+        pointers |= dict(kv="*i8", kv_scales="*fp32") if int8 else {}
+        constants |= dict(HQ=16, HKV=8, HD=128, LEVELS=7, QK_NORM="qk-norm" in words, INT8=int8, RESIDUAL=False)
     name = f"{'experts' if expert else 'linear'} w{bits} {dtype} M<={tokens}" + f" g{group}" * (bits == 4)
     name = " ".join([name, *(word for word in words if word not in ("experts", f"g{group}"))])
     weights = block * 128 / (options["num_warps"] * 32) * (1 + gated)
-    main = bits == 4 and dtype == "fp16" and form in ("", "narrow", "gate-up", "top-10", "experts", "fp16-acc")
+    main = bits == 4 and dtype == "fp16" and form in MAIN
     limit = LIMITS.get(tokens, math.inf) if main else math.inf
     kernel = expert_kernel if expert else linear_kernel
     return Variant(name, kernel, pointers, constants, options, weights, limit, bits < 16)
@@ -160,7 +184,7 @@ def norm_and_rope() -> list[Variant]:
     for norms, int8 in ((False, False), (True, False), (False, True)):
         name = "rope + kv write" + " + q/k norm" * norms + " int8 cache" * int8
         cache = dict(kv="*i8" if int8 else half, kv_scales="*fp32" if int8 else half)
-        constants = dict(HQ=32, HKV=8, HD=128, BLOCK=128, NORM=norms, INT8=int8)
+        constants = dict(HQ=32, HKV=8, HD=128, LEVELS=7, QK_NORM=norms, INT8=int8)
         found.append(Variant(name, rope_kernel, pointers | cache, constants, dict(num_warps=1)))
     return found
 

@@ -1012,6 +1012,31 @@ def test_interpreted_norm_and_rope(dtype):
 
 
 @interpreted
+@pytest.mark.parametrize("rows", [1, 5, 17, 40])
+@pytest.mark.parametrize("config", [LinearConfig(16, 2), LinearConfig(64, 1), LinearConfig(32, 3)])
+@pytest.mark.parametrize("normed,int8", [(False, False), (True, False), (False, True)])
+def test_interpreted_linear_with_the_heads_turned_behind_it(rows, config, normed, int8, monkeypatch):
+    """Heads that are turned before all of their columns are there, rows of another token tile, a head that is turned
+    twice or never, counters that are left over, and bits that differ from those of a launch of its own. Tiles hold a part
+    of a head of 24 values, or parts of several."""
+    dtype, dim, batch = torch.float16, 24, 1 if rows % 5 else 5
+    packed = pack(4, stored(4, 6 * dim, 256), dtype, "auto", config)
+    x, bias = torch.randn(batch, rows // batch, 256).to(dtype), torch.randn(6 * dim).to(dtype)
+    angle, weight = torch.randn(batch, rows // batch, dim // 2), torch.randn(dim).to(dtype) if normed else None
+    slots = torch.randperm(rows).view(batch, -1)
+    shape, kind = (2, batch, 1, rows + 1, dim + 4 * int8), torch.int8 if int8 else dtype
+    caches = [torch.zeros(shape, dtype=kind) for _ in range(2)]
+    turn = [(angle.cos(), angle.sin(), cache, slots, weight, weight, 1e-5) for cache in caches]
+    with TRITON.active():
+        qkv = packed_linear(x, packed, bias).unflatten(-1, (6, dim))
+        want, _ = kernels.rope_write_kv(qkv, *turn[0])
+        monkeypatch.setattr(kernels.norm_rope, "rope_kernel", None)
+        got, arrived = kernels.packed_linear_rope(x, packed, bias, dim, *turn[1])
+    assert torch.equal(got, want) and torch.equal(*caches) and caches[0].any()
+    assert not packed.counters.any() and arrived.numel() and not arrived.any()
+
+
+@interpreted
 def test_interpreted_norm_refuses_what_no_kernel_can_do():
     """A fallback must be noted under 'auto', and under 'triton' it is an error that names operation and
     reason."""

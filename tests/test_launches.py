@@ -71,13 +71,13 @@ def counted(builder, cell, settings):
 
 @needs_triton
 @pytest.mark.parametrize("shape,quant,head,nodes,settings,draft_each,rest,layer,whole", [
-    ("llama-2-7b", "int4", 1, 1, {}, 0, 10, 6, 250),
-    ("llama-2-7b", "int4", 1, 24, {}, 4, 16, 8, 400),
-    ("llama-2-7b", "int4", 1, 24, {"temperature": 1.0}, 4, 17, 8, 430),
-    ("llama-2-7b", "int4", 1, 24, TOP_P, 4, 17, 8, 450),
-    ("llama-2-7b", "int4", 1, 26, {}, 5, 34, 8, 400),
-    ("llama-3-8b", "", 3, 1, {}, 0, 10, 6, 250),
-    ("llama-3-8b", "", 3, 60, {}, 5, 18, 8, 450),
+    ("llama-2-7b", "int4", 1, 1, {}, 0, 10, 5, 250),
+    ("llama-2-7b", "int4", 1, 24, {}, 4, 16, 7, 400),
+    ("llama-2-7b", "int4", 1, 24, {"temperature": 1.0}, 4, 17, 7, 430),
+    ("llama-2-7b", "int4", 1, 24, TOP_P, 4, 17, 7, 450),
+    ("llama-2-7b", "int4", 1, 26, {}, 5, 34, 7, 400),
+    ("llama-3-8b", "", 3, 1, {}, 0, 10, 5, 250),
+    ("llama-3-8b", "", 3, 60, {}, 5, 18, 7, 450),
 ])  # fmt: skip
 def test_a_step_launches_few_kernels(
     monkeypatch, shape, quant, head, nodes, settings, draft_each, rest, layer, whole

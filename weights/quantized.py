@@ -170,6 +170,10 @@ class QuantLinear(SelfCounting):
             return kernels.packed_linear(x, self.pack(x.dtype), self.bias, residual, gated)
         return kernels.packed_linear_norm(x, self.pack(x.dtype), self.bias, residual, norm.weight, norm.eps)
 
+    def heads(self, x: Tensor, head_dim: int, *turn: Any) -> tuple[Tensor, Tensor | None]:
+        """`forward` of the projection of queries, keys and values, and then `kernels.rope_write_kv` with `turn`."""
+        return kernels.packed_linear_rope(x, self.pack(x.dtype), self.bias, head_dim, *turn)
+
     def logits(self, x: Tensor) -> Tensor:
         """`forward` of a language-model head: the same values in float32 or wider."""
         return kernels.packed_linear(x, self.pack(x.dtype), self.bias, wide=True)

@@ -112,6 +112,10 @@ class LoadOptions:
         "which round the activations of int4 and int8 layers to int8",
         KERNELS,
     )
+    overlap: bool = option(
+        False,
+        "GPUs since Hopper: a kernel of a layer is launched before the one before it has ended (not measured yet)",
+    )
     kv: str = option(
         "model", "int8: halve (fp32: quarter) the target's cache; a drafter's keeps its dtype", ("model", "int8")
     )

@@ -55,6 +55,7 @@ class Cell:
     context: int  # cached tokens
     ctx: int  # cache rows
     sampling: str = ""  # a name in SAMPLING
+    overlap: bool = False  # whether kernels are launched early
 
     def params(self, new_tokens: int) -> SamplingParams:
         """Of a request that decodes `new_tokens` tokens."""
@@ -64,7 +65,7 @@ class Cell:
     def key(self) -> str:
         head = f"eagle{self.head}-{self.head_quant or 'half'} {self.tree}" if self.head else "plain"
         name = f"{self.shape} {self.quant or 'half'} | {head} | {self.nodes} nodes | context {self.context}"
-        return f"{name} | {self.sampling}" if self.sampling else name
+        return " | ".join([name, *[self.sampling] * bool(self.sampling), *["overlap"] * self.overlap])
 
 
 def grid(shape: str, quant: str, head: int, nodes: Iterable[int], contexts: Sequence[int]) -> list[Cell]:
@@ -85,7 +86,14 @@ def quick_cells() -> list[Cell]:
     cells = [cell for nodes, quant in pairs for cell in grid("llama-3-8b", quant, 3, [nodes], (128, 2048))]
     # A sampled step beside a greedy one, on the engine that is there already.
     wide = next(i for i, cell in enumerate(cells) if cell.quant == "int4" and cell.nodes == 60)
-    return [*cells[: wide + 1], *(replace(cells[wide], sampling=name) for name in SAMPLING if name), *cells[wide + 1 :]]
+    sampled = [replace(cells[wide], sampling=name) for name in SAMPLING if name]
+    early = [replace(cell, overlap=True) for cell in cells if cell.quant == "int4" and cell.context == 128]
+    return [*cells[: wide + 1], *sampled, *cells[wide + 1 :], *early]
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels can be launched early on a device."""
+    return on_gpu(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def full_cells() -> list[Cell]:
@@ -152,7 +160,8 @@ class Builder:
         config = replace(SHAPES[cell.shape], max_position_embeddings=max(16384, cell.ctx))
         target = (config, cell.quant, self.device, self.dtype(cell))
         head, drafting = None, {}
-        with torch.no_grad(), self.backend.active():
+        backend = replace(self.backend, overlap=cell.overlap)
+        with torch.no_grad(), backend.active():
             model = self._keep("model", target, lambda: random_model(*target))
             if cell.head:
                 drafted = (model, cell.head, cell.head_quant)
@@ -165,7 +174,7 @@ class Builder:
 
             def build() -> Engine:
                 drafter = build_drafter(model, head, options) if head else None
-                return build_engine(model, None, drafter, options, self.backend, head=head)
+                return build_engine(model, None, drafter, options, backend, head=head)
 
             return self._keep("engine", (replace(cell, context=0, sampling=""), mode), build)
 

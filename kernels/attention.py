@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import dot, jit, native, tl, triton, use_cpu, use_triton
+from kernels.backend import dot, jit, native, overlapping, tl, triton, use_cpu, use_triton, wait_for_the_kernel_before
 from kernels.kv import cache_problem, dequantize_rows, load_rows, scales_of
 
 
@@ -253,7 +253,7 @@ def attend_kernel(
     q, kv, kv_scales, start, visible, positions, acc_part, ml_part, arrived, out, v_offset, S, T, R, ROWS, PARTS,
     scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
     REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
-    NATIVE: tl.constexpr,
+    NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM query rows: keys [0, limit) on matrix units, limit = 16 floor((p - 16) / 16), then the tail.
     Grid (B Hkv, row tiles, BM / RT programs for tails and one per split).
@@ -261,6 +261,7 @@ def attend_kernel(
     The program of a row tile that arrives last merges the partial sums of each row in the order of its keys. With
     REGION, for prefill, one program does a row tile alone, and there is no tail.
     """
+    wait_for_the_kernel_before(OVERLAP)
     bh = tl.program_id(0)
     tile = tl.program_id(1)
     part = tl.program_id(2)
@@ -366,7 +367,7 @@ def _tree_attention_triton(
         q.contiguous(), kv, scales_of(kv), start, visible, positions.contiguous(), acc, ml, arrived, out,
         kv.stride(0), S, T, R, rows, parts, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
         RP=1 if region else triton.next_power_of_2(R), WINDOW=max(window, 0), REGION=region, INT8=int8,
-        NATIVE=native(q.dtype), **tiles,
+        NATIVE=native(q.dtype), **tiles, **overlapping(),
     )  # fmt: skip
     return out
 

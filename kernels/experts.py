@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.backend import jit, tl, triton, use_triton
+from kernels.backend import jit, tl, triton, use_triton, wait_for_the_kernel_before
 from kernels.linear import epilogue, finish, launch_arguments, main_loop
 from kernels.packing import PackedWeight, dequantize, kernel_views, panel_words
 from kernels.tuned import LinearConfig, unsplit
@@ -17,7 +17,7 @@ from kernels.tuned import LinearConfig, unsplit
 def expert_kernel(
     x, w, s, z, out, pairs, offsets, N, K, N_OUT, DIV, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     GATED: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
-    NATIVE: tl.constexpr,
+    NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The products of all experts in one launch. Grid (token tiles, row tiles, experts).
 
@@ -25,6 +25,7 @@ def expert_kernel(
     and pair p reads row p // DIV. Programs of idle experts end at once. The token tiles of one weight tile
     are neighbours in launch order, so its weights come from DRAM once.
     """
+    wait_for_the_kernel_before(OVERLAP)
     e = tl.program_id(2)
     first = tl.load(offsets + e) + tl.program_id(0) * BT
     end = tl.load(offsets + e + 1)

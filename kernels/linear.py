@@ -15,7 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.cpu as cpu
-from kernels.backend import dot, jit, native, round_activations, tl, triton, use_triton
+from kernels.backend import (
+    dot,
+    jit,
+    native,
+    overlapping,
+    round_activations,
+    tl,
+    triton,
+    use_triton,
+    wait_for_the_kernel_before,
+)
 from kernels.choice import merge_topk
 from kernels.norm_rope import norm_row, rms_norm, turn_rows
 from kernels.packing import PackedWeight, decode, dequantize, kernel_views, panel_words
@@ -227,7 +237,7 @@ def linear_kernel(
     ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
     TOPK: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr,
     QK_NORM: tl.constexpr, INT8: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
-    SPLIT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
+    SPLIT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[M, N_OUT], or the best of it if TOPK > 0 (`_finish_topk`). Grid (token tiles, row tiles, SPLIT).
 
@@ -241,6 +251,7 @@ def linear_kernel(
     stores the last columns of a head also turns this head of its token tile (`turn_rows`), with q in `normed`, and the
     first program sets the counters `arrived` to zero.
     """
+    wait_for_the_kernel_before(OVERLAP)
     slab = tl.program_id(0)
     tile = tl.program_id(1)
     split = tl.program_id(2)
@@ -359,7 +370,7 @@ def launch_arguments(
     half = config.accumulate == "float16" and x.dtype == torch.float16
     constants = dict(
         BITS=weight.bits, GROUP=weight.group_size, ZEROS=zeros, GATED=gated, EVEN_K=weight.k % 128 == 0, BN=block_n,
-        BT=tile, ACC=tl.float16 if half else tl.float32, NATIVE=native(x.dtype),
+        BT=tile, ACC=tl.float16 if half else tl.float32, NATIVE=native(x.dtype), **overlapping(),
     )  # fmt: skip
     return grid, partial, options | constants
 

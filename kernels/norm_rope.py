@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import jit, skip_operator, tl, use_cpu, use_triton
+from kernels.backend import jit, overlapping, skip_operator, tl, use_cpu, use_triton, wait_for_the_kernel_before
 from kernels.kv import cache_problem, scales_of, store_rows, write_kv
 
 
@@ -60,8 +60,9 @@ def norm_row(x, w, out, at, to, SIZE, eps, LEVELS: tl.constexpr):
 
 
 @jit
-def rms_norm_kernel(x, w, out, SIZE, eps, LEVELS: tl.constexpr):
+def rms_norm_kernel(x, w, out, SIZE, eps, LEVELS: tl.constexpr, OVERLAP: tl.constexpr):
     """`rms_norm` with one program per row."""
+    wait_for_the_kernel_before(OVERLAP)
     at = tl.program_id(0) * SIZE
     norm_row(x, w, out, at, at, SIZE, eps, LEVELS)
 
@@ -79,7 +80,7 @@ def _rms_norm_operator(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     size = x.shape[-1]
-    rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, **_row_options(size))
+    rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, **_row_options(size), **overlapping())
     return out
 
 
@@ -183,10 +184,11 @@ def turn_rows(
 def rope_kernel(
     qkv, cos, sin, kv, kv_scales, slots, q_weight, k_weight, out, arrived, tiles, v_offset, T, S, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr, QK_NORM: tl.constexpr,
-    INT8: tl.constexpr,
+    INT8: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`turn_rows` with one program per head of one token. The first programs set a counter to zero.
     Grid (B T, HQ + 2 HKV)."""
+    wait_for_the_kernel_before(OVERLAP)
     row = tl.program_id(0)
     head = tl.program_id(1)
     number = row * (HQ + 2 * HKV) + head
@@ -210,7 +212,7 @@ def _rope_operator(
     rope_kernel[B * T, heads](
         qkv, cos.contiguous(), sin.contiguous(), kv, scales_of(kv), slots.contiguous(),
         q_weight if norm else qkv, k_weight if norm else qkv, out, arrived, arrived.numel(), kv.stride(0), T,
-        kv.shape[3], eps, num_warps=1, **rope_constants(qkv, kv, norm),
+        kv.shape[3], eps, num_warps=1, **rope_constants(qkv, kv, norm), **overlapping(),
     )  # fmt: skip
     return out, arrived
 

@@ -95,6 +95,14 @@ QUICK = (  # the main int4 loop, and those that have been too large
 )
 
 
+EARLY = (  # launched before the kernel before has ended, which GPUs can since sm_90
+    (4, "fp16", (16, 32, 64), ("qkv overlap",)),
+    (4, "fp16", (16, 64), ("gate-up overlap", "overlap")),
+    (4, "fp16", (16,), ("norm overlap", "experts overlap")),
+    (16, "bf16", (16, 64), ("overlap",)),
+)
+
+
 class Variant(NamedTuple):
     """One kernel with the constants it is compiled for."""
 
@@ -114,7 +122,8 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     `form` holds words. experts: as `packed_experts` launches it; g64, g32: groups of so many weights instead of 128;
     zeros: with zero points; gate-up: two matrices at once; fp16-acc: sums in fp16; ragged: sizes that do not divide the
     tiles; narrow: a tile of 64 rows; top-10: an LM head that keeps 10 values; norm: the norm of its rows behind it;
-    qkv: 16 heads of queries and 8 of keys turned behind it; with qk-norm normed before, with int8-cache into such one.
+    qkv: 16 heads of queries and 8 of keys turned behind it; qk-norm: normed before; int8-cache: into such a cache;
+    overlap: launched before the kernel before it has ended.
     """
     words = form.split()
     expert, zeros, gated, ragged, top = (w in words for w in ("experts", "zeros", "gate-up", "ragged", "top-10"))
@@ -127,7 +136,13 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     pointers = {"x": act, "w": act if bits == 16 else "*i32", "s": "*fp32" if bits == 8 else "*fp16", "z": "*u8"}
     pointers["out"] = "*fp32" if top else act
     constants = dict(BITS=bits, GROUP=group, ZEROS=zeros, GATED=gated, EVEN_K=not ragged)
-    constants |= dict(BN=block, BT=tile, ACC=tl.float16 if "fp16-acc" in words else tl.float32, NATIVE=True)
+    constants |= dict(
+        OVERLAP="overlap" in words,
+        BN=block,
+        BT=tile,
+        ACC=tl.float16 if "fp16-acc" in words else tl.float32,
+        NATIVE=True,
+    )
     if expert:
         pointers |= dict(pairs="*i32", offsets="*i32")
     else:
@@ -144,7 +159,7 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     name = f"{'experts' if expert else 'linear'} w{bits} {dtype} M<={tokens}" + f" g{group}" * (bits == 4)
     name = " ".join([name, *(word for word in words if word not in ("experts", f"g{group}"))])
     weights = block * 128 / (options["num_warps"] * 32) * (1 + gated)
-    main = bits == 4 and dtype == "fp16" and form in MAIN
+    main = bits == 4 and dtype == "fp16" and form.removesuffix("overlap").strip() in MAIN
     limit = LIMITS.get(tokens, math.inf) if main else math.inf
     kernel = expert_kernel if expert else linear_kernel
     return Variant(name, kernel, pointers, constants, options, weights, limit, bits < 16)
@@ -169,7 +184,7 @@ def attention(
     label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not region)
     tiles = attention_tiles(dim, region, int8, window)
     constants = dict(HKV=8, HD=dim, HDP=dim, RP=1 if region else nodes, WINDOW=window, REGION=region, INT8=int8)
-    constants |= {key: value for key, value in tiles.items() if key.isupper()} | {"NATIVE": True}
+    constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True, OVERLAP=False)
     options = {key: value for key, value in tiles.items() if key.islower()}
     return Variant(f"attention {label}", attend_kernel, pointers, constants, options)
 
@@ -178,20 +193,20 @@ def norm_and_rope() -> list[Variant]:
     """The kernels as `rms_norm` and `rope_write_kv` launch them."""
     half = "*fp16"
     pointers = dict(x=half, w=half, out=half)
-    found = [Variant("rms_norm", rms_norm_kernel, pointers, dict(LEVELS=12), dict(num_warps=4))]
+    found = [Variant("rms_norm", rms_norm_kernel, pointers, dict(LEVELS=12, OVERLAP=False), dict(num_warps=4))]
     pointers = dict(qkv=half, cos="*fp32", sin="*fp32", slots="*i64", q_weight=half, k_weight=half, out=half)
     pointers["arrived"] = "*i32"
     for norms, int8 in ((False, False), (True, False), (False, True)):
         name = "rope + kv write" + " + q/k norm" * norms + " int8 cache" * int8
         cache = dict(kv="*i8" if int8 else half, kv_scales="*fp32" if int8 else half)
-        constants = dict(HQ=32, HKV=8, HD=128, LEVELS=7, QK_NORM=norms, INT8=int8)
+        constants = dict(HQ=32, HKV=8, HD=128, LEVELS=7, QK_NORM=norms, INT8=int8, OVERLAP=False)
         found.append(Variant(name, rope_kernel, pointers | cache, constants, dict(num_warps=1)))
     return found
 
 
 def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
     """All kernel variants of the report. quick: the main int4 loop and one of each kind that has been too large."""
-    rows = QUICK if quick else LINEARS
+    rows = QUICK if quick else LINEARS + (EARLY if arch >= 90 else ())
     found = [
         linear(bits, dtype, m, form, arch) for bits, dtype, tokens, forms in rows for form in forms for m in tokens
     ]
@@ -204,7 +219,9 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
             found.append(attention("fp16", region=True, int8=int8, dim=dim))
             found.append(attention("bf16", region=True, window=4096, int8=int8, dim=dim))
     found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128)]
-    return found + norm_and_rope()
+    found += norm_and_rope()
+    early = [attention("fp16"), attention("bf16", int8=True), *norm_and_rope()] if arch >= 90 else []
+    return found + [v._replace(name=f"{v.name} overlap", constants=v.constants | {"OVERLAP": True}) for v in early]
 
 
 def compile_variant(variant: Variant, arch: int) -> CompiledKernel:
@@ -275,6 +292,8 @@ def inspect(variant: Variant, arch: int) -> dict:
         failures.append(f"decoded weights go through shared memory ({stores} STS in the loop)")
     if variant.weights and not any(op.startswith("LDGSTS") for op in loop):
         failures.append("the loop makes no asynchronous copies")
+    if variant.constants.get("OVERLAP") and (early := before_the_wait(sass)):
+        failures.append(f"memory is accessed before the kernel before has ended ({early})")
     if any(op.startswith("HGMMA") for op in everything) and "fence.proxy.async" not in compiled.asm["ptx"]:
         failures.append("wgmma reads shared memory without a proxy fence")
     return dict(
@@ -282,6 +301,17 @@ def inspect(variant: Variant, arch: int) -> dict:
         shared_bytes=compiled.metadata.shared, instructions_per_weight=per_weight, loop_instructions=loop.total(),
         shared_stores=stores, matrix=sorted(op for op in everything if op.startswith(MATRIX)), failures=failures,
     )  # fmt: skip
+
+
+def before_the_wait(sass: str) -> str:
+    """The first instruction of global memory in front of the wait for the kernel before, or "". The wait is ACQBULK."""
+    for line in sass.splitlines():
+        found = re.match(r"\s*/\*[0-9a-f]+\*/\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", line)
+        if found and found[1].startswith("ACQBULK"):
+            return ""
+        if found and found[1].startswith(("LDG", "STG", "LD.", "ST.", "ATOM", "RED.", "UTMA", "UBLKCP", "CCTL", "BRA")):
+            return found[1]
+    return "no wait at all"
 
 
 def compiler() -> str:

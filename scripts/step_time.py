@@ -28,7 +28,7 @@ STARTED = time.time()  # a start is measured from here, before the imports that 
 
 import torch  # noqa: E402
 
-from bench.step_cells import full_cells, quick_cells, tiny_cells  # noqa: E402
+from bench.step_cells import can_overlap, full_cells, quick_cells, tiny_cells  # noqa: E402
 from bench.step_run import Run, machine, run_start, utc  # noqa: E402
 from support.errors import command_parser, run_command  # noqa: E402
 from support.files import append_json_lines  # noqa: E402
@@ -85,6 +85,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error("--steps must be at least 2 and --repeats at least 1")
     if not cells:
         parser.error(f"no cell's name contains {args.only!r}; --list prints them")
+    cells = [cell for cell in cells if not cell.overlap or can_overlap(device)]
     env = machine(device)
     if args.start:
         return run_start(args.start, args.json, args.since or STARTED, device, env, args.tiny)

@@ -6,7 +6,8 @@
 The first prints, per kernel variant and GPU architecture: registers, spills, shared memory, instructions per weight in
 the main loop, and the kind of matrix instruction. The exit status is 1 if a kernel spills, if the loop of fp16 symmetric
 g128 int4 needs more than 2.7 instructions per weight up to 16 rows or more than 3.5 up to 32, if a quantized loop stores
-decoded weights to shared memory or copies nothing asynchronously, or if wgmma reads shared memory without a proxy fence.
+decoded weights to shared memory or copies nothing asynchronously, if wgmma reads shared memory without a proxy fence, or
+if a kernel that is launched early accesses memory before its wait.
 The second writes a page from such files, one of each Triton version.
 """
 
@@ -299,7 +300,7 @@ def inspect(variant: Variant, arch: int) -> dict:
     return dict(
         kernel=variant.name, arch=f"sm_{arch}", registers=registers, spills=spills,
         shared_bytes=compiled.metadata.shared, instructions_per_weight=per_weight, loop_instructions=loop.total(),
-        shared_stores=stores, matrix=sorted(op for op in everything if op.startswith(MATRIX)), failures=failures,
+        limit=None if variant.limit == math.inf else variant.limit, shared_stores=stores, matrix=sorted(op for op in everything if op.startswith(MATRIX)), failures=failures,
     )  # fmt: skip
 
 
@@ -345,6 +346,8 @@ architectures, without a GPU. `python -m scripts.kernel_report` makes the counts
   wgmma that reads
   them, and ptxas 12.9 may overwrite registers that a wgmma still reads. Two warps per program make Triton use mma,
   whatever the number of rows is, so that verification and plain decoding have the same bits.
+- **Launched early** (`--overlap`, sm_90 and later). Such a kernel is placed while the one before it still runs. Its
+  first access to memory comes after the instruction (ACQBULK) that waits for the end of that one.
 - **Split sums.** A linear is split only where it has too few tiles for the GPU. Of the programs that share a sum, the one
   that ends last keeps its part in registers. Partial sums take at most 5 % of the weight bytes of LLaMA-2-7B,
   LLaMA-3-8B and Mixtral at 16 rows, and 10 % at 32. A test counts them.
@@ -366,7 +369,12 @@ def page(paths: list[Path]) -> str:
     for report in reports:
         cells = {(row["kernel"], row["arch"]): row for row in report["rows"] if row["instructions_per_weight"]}
         failed = sum(bool(row["failures"]) for row in report["rows"])
-        text += [f"## {report['compiler']}", "", f"{len(report['rows'])} kernels, {failed} failed.", ""]
+        text += [
+            f"## {report['compiler']}",
+            "",
+            f"{len(report['rows'])} kernels, {failed} failed. {_gated(report)}",
+            "",
+        ]
         bad = [row for row in report["rows"] if row["failures"]]
         text += [f"- {row['kernel']}, {row['arch']}: {'; '.join(row['failures'])}" for row in bad]
         text += [""] * (failed > 0)
@@ -377,6 +385,15 @@ def page(paths: list[Path]) -> str:
             text.append(f"| {kernel.replace('<=', '&le;')} | " + " | ".join(shown) + " |")
         text.append("")
     return "\n".join(text)
+
+
+def _gated(report: dict) -> str:
+    """A sentence about the kernels that have a limit of instructions per weight."""
+    words = []
+    for limit in sorted(set(LIMITS.values())):
+        rows = [row["instructions_per_weight"] for row in report["rows"] if row["limit"] == limit]
+        words.append(f"{len(rows)} of them have the limit {limit} and need at most {max(rows):.2f}")
+    return "; ".join(words) + " instructions per weight."
 
 
 def _by_number(kernel: str) -> list:

@@ -147,7 +147,7 @@ def test_ctrl_c_at_random_moments(name, made):
     begun = time.monotonic()
     process = start(name, made)
     ended(process, 40)
-    # The exit codes of a command that no key can interrupt any more. 1: its measurement came out badly, as in `tune_tree`.
+    # The exit codes of a command that no key can interrupt any more. 1: its measurement came out badly (`tune_tree`).
     at_its_end = {0, 1, process.returncode} - {130}
     whole, generator = time.monotonic() - begun, random.Random(0)
     for _ in range(MOMENTS):

@@ -29,7 +29,9 @@ from eagle_draft import EagleDrafter, EagleHead
 from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
 from kernels.packing import decode_ptx, from_planes, to_planes
 from kernels.tuned import partial_bytes, unsplit, without_wgmma
+from load import open_backend
 from model import Experts
+from options import LoadOptions
 from runtime import prefill
 from sampling import SamplingParams
 from weights import hf, quantizer, rounding
@@ -700,6 +702,36 @@ def test_a_norm_adds_up_alike_wherever_it_is_computed(arch):
     products, all_sums = (sums(kernel_report.compile_variant(variant, arch)) for variant in (alone, both))
     assert products and all_sums[: len(products)] == products and len(all_sums) > len(products)
     assert not kernel_report.inspect(both, arch)["failures"]
+
+
+@needs_triton
+def test_a_kernel_that_is_launched_early_touches_no_memory_before_its_wait():
+    """A race with the kernel before, which no test on values would show; or a check that finds every kernel good."""
+    from scripts import kernel_report
+
+    if kernels.INTERPRETED:
+        pytest.skip("compiles for a GPU")
+    early = kernel_report.linear(4, "fp16", 16, "overlap", 90)
+    assert not kernel_report.inspect(early, 90)["failures"]
+    usual = early._replace(constants=early.constants | {"OVERLAP": False})
+    sass, _ = kernel_report.disassemble(kernel_report.compile_variant(usual, 90).asm["cubin"])
+    assert kernel_report.before_the_wait(sass).startswith("LDG")
+
+
+@needs_triton
+def test_kernels_are_launched_early_only_where_that_is_asked_for(monkeypatch):
+    """An option that does nothing, or that a GPU before Hopper is given."""
+    names = "get_device_name get_device_capability".split()
+    for capability, overlap in (((9, 0), True), ((8, 6), False)):
+        for name, value in zip(names, ("a GPU", capability), strict=True):
+            monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        notes = []
+        backend = open_backend(LoadOptions(device="cuda", kernels="auto", overlap=True), notes.append)
+        assert backend.overlap == overlap and bool(notes) != overlap
+        monkeypatch.setattr(kernels.backend, "INTERPRETED", False)
+        with backend.active():
+            assert kernels.backend.overlapping().get("launch_pdl", False) == overlap
+    assert kernels.backend.overlapping() == {"OVERLAP": False}
 
 
 def test_bench_script_runs_on_cpu():

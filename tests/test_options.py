@@ -49,6 +49,7 @@ TYPED = {
     "compile_mode": ("regions", "regions"),
     "activations": ("float", "float"),
     "kernels": ("reference", "reference"),
+    "overlap": (None, True),
     "kv": ("int8", "int8"),
     "eagle": ("heads/e", "heads/e"),
     "eagle_config": ("rope_theta=1e4", ("rope_theta=1e4",)),

@@ -300,7 +300,8 @@ def inspect(variant: Variant, arch: int) -> dict:
     return dict(
         kernel=variant.name, arch=f"sm_{arch}", registers=registers, spills=spills,
         shared_bytes=compiled.metadata.shared, instructions_per_weight=per_weight, loop_instructions=loop.total(),
-        limit=None if variant.limit == math.inf else variant.limit, shared_stores=stores, matrix=sorted(op for op in everything if op.startswith(MATRIX)), failures=failures,
+        limit=None if variant.limit == math.inf else variant.limit, shared_stores=stores,
+        matrix=sorted(op for op in everything if op.startswith(MATRIX)), failures=failures,
     )  # fmt: skip
 
 

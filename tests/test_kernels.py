@@ -647,7 +647,8 @@ def test_the_committed_kernel_reports_hold_the_gates_and_are_of_today_s_kernels(
             known = {variant.name for variant in kernel_report.variants(arch=arch)}
             held = {kernel for kernel, where in rows if where == f"sm_{arch}"}
             assert held == known
-            limits = [kernel_report.linear(4, "fp16", 16, form, arch) for form in ("", "gate-up", "fp16-acc", "narrow")]
+            forms = "", "gate-up", "fp16-acc", "narrow", "norm", "qkv", "experts", "experts gate-up"
+            limits = [kernel_report.linear(4, "fp16", 16, form, arch) for form in forms]
             for variant in limits:
                 assert rows[variant.name, f"sm_{arch}"]["instructions_per_weight"] <= variant.limit == 2.7
         linears = [row for row in rows.values() if row["kernel"].startswith(("linear", "experts"))]

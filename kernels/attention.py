@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import dot, jit, native, overlapping, tl, triton, use_cpu, use_triton, wait_for_the_kernel_before
+from kernels.backend import dot, jit, native, tl, triton, use_cpu, use_triton
 from kernels.kv import cache_problem, dequantize_rows, load_rows, scales_of
+from kernels.overlap import overlapping, wait_for_the_kernel_before
 
 
 def tree_attention(

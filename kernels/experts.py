@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.backend import jit, tl, triton, use_triton, wait_for_the_kernel_before
+from kernels.backend import jit, tl, triton, use_triton
 from kernels.linear import epilogue, finish, launch_arguments, main_loop
+from kernels.overlap import wait_for_the_kernel_before
 from kernels.packing import PackedWeight, dequantize, kernel_views, panel_words
 from kernels.tuned import LinearConfig, unsplit
 

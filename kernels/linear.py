@@ -15,19 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.cpu as cpu
-from kernels.backend import (
-    dot,
-    jit,
-    native,
-    overlapping,
-    round_activations,
-    tl,
-    triton,
-    use_triton,
-    wait_for_the_kernel_before,
-)
+from kernels.backend import dot, jit, native, round_activations, tl, triton, use_triton
 from kernels.choice import merge_topk
 from kernels.norm_rope import norm_row, rms_norm, turn_rows
+from kernels.overlap import overlapping, wait_for_the_kernel_before
 from kernels.packing import PackedWeight, decode, dequantize, kernel_views, panel_words
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
 

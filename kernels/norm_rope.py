@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import jit, overlapping, skip_operator, tl, use_cpu, use_triton, wait_for_the_kernel_before
+from kernels.backend import jit, skip_operator, tl, use_cpu, use_triton
 from kernels.kv import cache_problem, scales_of, store_rows, write_kv
+from kernels.overlap import overlapping, wait_for_the_kernel_before
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

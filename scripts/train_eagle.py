@@ -31,7 +31,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = p.add_argument
     add("--version", type=int, choices=(1, 3), required=True)
     add("--compile", action="store_true", help="compile the forwards (faster after some minutes)")
-    add("--start", metavar="HEAD", help="go on from the weights of a head; it keeps its shape and draft vocabulary")
+    add("--start", metavar="HEAD", help="go on from the weights of a head; it keeps its shape")
     add(
         "--keep-features",
         action="store_true",

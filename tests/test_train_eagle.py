@@ -35,7 +35,7 @@ from training.optim import Muon
 from weights.checkpoint import load_config, load_model
 from weights.heads import read_eagle, save_quantized_eagle
 from weights.hf import save_hf
-from weights.quantized import QuantSpec
+from weights.quantized import QuantSpec, lm_head_rows
 
 ROOT = Path(__file__).parent.parent
 DEMO = load.DEMO
@@ -264,11 +264,27 @@ def test_training_goes_on_from_a_head(files, trained, tmp_path, version, rounded
     assert ids == [None, None] or torch.equal(*ids)
 
 
+def test_a_start_may_get_more_tokens_to_draft(files, trained, tmp_path):
+    """Rows of the LM head that move to other tokens, old tokens that are lost, or new ones that start at random."""
+    path, card = trained[3]
+    more = ["--start", str(path), "--draft-vocab", "62", "--ttt-steps", str(card["ttt_steps"])]
+    wider = run(files, tmp_path / "wider", *more, version=3, steps=1, lr=1e-9)
+    assert wider["draft_vocab"] == 62 > card["draft_vocab"]
+    config = load_config(files / "target")
+    before, after = (read_eagle(p, config).tensors for p in (path, tmp_path / "wider"))
+    kept = torch.isin(after["draft_ids"], before["draft_ids"])
+    assert len(after["draft_ids"]) == 62 and kept.sum() == card["draft_vocab"]
+    assert torch.allclose(after["lm_head.weight"][kept], before["lm_head.weight"], atol=1e-3)
+    rows = lm_head_rows(load_model(files / "target"), after["draft_ids"][~kept]).to(torch.bfloat16)
+    assert torch.allclose(after["lm_head.weight"][~kept], rows, atol=1e-3)
+
+
 def test_a_start_that_does_not_fit_is_one_line(files, trained, tmp_path):
     """A head of another generation, or options that the head to start from would silently override."""
     for more, words in (
         ([], "is an EAGLE-3 head"),
-        (["--draft-vocab", "20"], "--draft-vocab does not go with --start"),
+        (["--heads", "2"], "--heads does not go with --start"),
+        (["--draft-vocab", "8"], "can only get more"),
     ):
         version = 1 if "EAGLE-3" in words else 3
         with pytest.raises(UsageError, match=words):

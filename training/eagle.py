@@ -121,17 +121,27 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
 
 
 def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:
-    """The config of the head that --start names. Raises UsageError for options that would give it another shape."""
-    config = file.config
+    """The config of the head that --start names, with the draft vocabulary that the options ask for.
+
+    Raises UsageError for options that would give it another shape, or a smaller draft vocabulary.
+    """
+    config, layer = file.config, file.config.layer
     if config.version != args.version:
         raise UsageError(f"--start {args.start} is an EAGLE-{config.version} head, and --version is {args.version}.")
     if config.unshifted != (args.inputs == "feature+unshifted-token"):
         raise UsageError(f"--start {args.start} was not trained with --inputs {args.inputs}.")
-    for name in ("draft_vocab", "intermediate_size", "heads", "taps", "rope_theta"):
+    for name in ("intermediate_size", "heads", "taps", "rope_theta"):
         if vars(args)[name] is not None:
             raise UsageError(f"--{name.replace('_', '-')} does not go with --start, which keeps the shape of its head.")
-    longest = args.max_positions or config.layer.max_position_embeddings
-    return replace(config, layer=replace(config.layer, max_position_embeddings=longest, dtype="bfloat16"))
+    ids = file.tensors.get("draft_ids")
+    held = config.target_vocab_size if ids is None else len(ids)
+    wanted = args.draft_vocab or held
+    if not held <= wanted <= config.target_vocab_size:
+        raise UsageError(f"--draft-vocab {wanted}: --start {args.start} has {held} tokens and can only get more.")
+    if config.version == 3:
+        layer = replace(layer, vocab_size=wanted)
+    longest = args.max_positions or layer.max_position_embeddings
+    return replace(config, layer=replace(layer, max_position_embeddings=longest, dtype="bfloat16"))
 
 
 def earlier_card(head: Path) -> dict[str, Any]:
@@ -141,12 +151,28 @@ def earlier_card(head: Path) -> dict[str, Any]:
     return {"head": head.name} | {name: card[name] for name in kept if name in card}
 
 
-def frequent_tokens(data: TokenData, size: int, vocab: int) -> Tensor | None:
-    """Sorted ids [size] of the most frequent tokens that count (ties to the lower id), or None for all of them."""
+def frequent_tokens(data: TokenData, size: int, vocab: int, first: Tensor | None = None) -> Tensor | None:
+    """Sorted ids [size] of the tokens `first` and the most frequent others that count (ties to the lower id), or None for
+    all of them."""
     if size == vocab:
         return None
     frequency = np.bincount(data.ids[data.mask], minlength=vocab)
+    if first is not None:
+        frequency[first.numpy()] = len(data.ids) + 1
     return torch.from_numpy(np.sort(np.argsort(-frequency, kind="stable")[:size]).astype(np.int64))
+
+
+def widened(tensors: dict[str, Tensor], head: TrainHead) -> dict[str, Tensor]:
+    """The tensors of a head, with the draft vocabulary of `head`. Rows of tokens that are new are those of `head`."""
+    known = tensors.pop("draft_ids", None)
+    if head.draft_ids is not None:
+        tensors["draft_ids"] = head.draft_ids
+    if "lm_head.weight" in tensors and known is not None:
+        ids = torch.arange(head.config.target_vocab_size) if head.draft_ids is None else head.draft_ids
+        rows = head.lm_head.weight.detach().clone()
+        rows[torch.isin(ids, known)] = tensors["lm_head.weight"].to(rows)
+        tensors["lm_head.weight"] = rows
+    return tensors
 
 
 @torch.no_grad()
@@ -302,15 +328,12 @@ class EagleTraining(DrafterTraining):
             name = "-".join(map(str, ("features", fingerprint(self.args), *taps)))
             H = self.target.config.hidden_size
             self.kept = KeptFeatures(Path(self.args.work) / f"{name}.bin", data, H, H * len(taps))
-        V = self.target.config.vocab_size
-        ids = (
-            self.start.tensors.get("draft_ids") if self.start else frequent_tokens(data, self.args.draft_vocab or V, V)
-        )
+        first = self.start.tensors.get("draft_ids") if self.start else None
+        ids = frequent_tokens(data, self.draft_vocab, self.target.config.vocab_size, first)
         head = TrainHead(self.config, self.target, ids, self.args.inputs, self.args.compile)
+        init_head(head, self.args.seed)
         if self.start:
-            head.load_state_dict(self.start.floats())
-        else:
-            init_head(head, self.args.seed)
+            head.load_state_dict(widened(self.start.floats(), head))
         head.to(self.target.device)
         head.rotary.build(self.target.device, self.target.rotary.length)
         return head
@@ -328,7 +351,7 @@ class EagleTraining(DrafterTraining):
     def draft_vocab(self) -> int:
         """How many tokens the head can draft."""
         ids = self.start.tensors.get("draft_ids") if self.start else None
-        return len(ids) if ids is not None else self.args.draft_vocab or self.target.config.vocab_size
+        return self.args.draft_vocab or (self.target.config.vocab_size if ids is None else len(ids))
 
     def write(self, module: TrainHead, directory: Path) -> None:
         save_eagle(self.config, exported(module), directory)

@@ -274,9 +274,9 @@ def test_a_start_may_get_more_tokens_to_draft(files, trained, tmp_path):
     before, after = (read_eagle(p, config).tensors for p in (path, tmp_path / "wider"))
     kept = torch.isin(after["draft_ids"], before["draft_ids"])
     assert len(after["draft_ids"]) == 62 and kept.sum() == card["draft_vocab"]
-    assert torch.allclose(after["lm_head.weight"][kept], before["lm_head.weight"], atol=1e-3)
+    assert torch.allclose(after["lm_head.weight"][kept], before["lm_head.weight"], atol=1e-2)
     rows = lm_head_rows(load_model(files / "target"), after["draft_ids"][~kept]).to(torch.bfloat16)
-    assert torch.allclose(after["lm_head.weight"][~kept], rows, atol=1e-3)
+    assert torch.allclose(after["lm_head.weight"][~kept], rows, atol=1e-2)
 
 
 def test_a_start_that_does_not_fit_is_one_line(files, trained, tmp_path):

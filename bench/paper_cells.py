@@ -110,11 +110,18 @@ def _with_card(method: str, option: str, path: Path, *trees: str) -> Candidate:
     return Candidate(method, name, {option: str(path)}, trees, {k: card[k] for k in CARD if k in card})
 
 
-def plan(found: list[Candidate], suites: Sequence[str], dtype: str, dynamic: str, batches: Sequence[int]) -> list[Cell]:
+def plan(
+    found: list[Candidate],
+    suites: Sequence[str],
+    dtype: str,
+    dynamic: str,
+    batches: Sequence[int],
+    rounded: bool = True,
+) -> list[Cell]:
     """The specs of all cells that this checkpoint can have.
 
-    suites: names, with the one in MT-bench's part first. dtype: of the checkpoint. dynamic: the dynamic tree. batches:
-    the batch sizes of Table 7.
+    suites: names, with the one in MT-bench's part first. dtype: of the checkpoint, or how it is quantized. dynamic: the
+    dynamic tree. batches: the batch sizes of Table 7. rounded: whether there are int4 weights beside those of `dtype`.
     """
     main = suites[0]
     heads = [d for d in found if d.method.startswith("eagle")]
@@ -131,7 +138,7 @@ def plan(found: list[Candidate], suites: Sequence[str], dtype: str, dynamic: str
         cells += [first.cell("paper25", main, 0.0, batch=batch) for batch in batches if batch > 1]
         cells.append(first.cell("chain:5", main, 0.0, batch=max(batches)))
     cells.append(Candidate("hf", "transformers", {}).cell("", main, 0.0))
-    return [cell | {"quant": cell["quant"] or dtype} for cell in cells]
+    return [cell | {"quant": cell["quant"] or dtype} for cell in cells if rounded or not cell["quant"]]
 
 
 def _head_cells(head: Candidate, suites: Sequence[str], dynamic: str, multi_round: bool) -> Iterator[Cell]:
@@ -222,7 +229,7 @@ class Measurement:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.base = base = load(args.checkpoint, **options_from(args, *SHARED))
-        dtype, shape = base.options.dtype, base.model.config
+        dtype, shape = base.model.quant or base.options.dtype, base.model.config
         self.settings = Settings(max_new_tokens=args.max_new_tokens, reps=args.reps, seed=args.seed)
         questions, self.prompts, self.ctx = ask(args, base, 32)
         names = sorted(dict.fromkeys(q.suite for q in questions), key=lambda name: name != "mt_bench")
@@ -230,7 +237,8 @@ class Measurement:
         found, missing = candidates(args, shape)
         heads = [d.options for d in found if d.method.startswith("eagle")]
         most = [largest_batch(base, heads[0], self.ctx, args.largest_batch)] if args.largest_batch and heads else []
-        self.specs = plan(found, list(self.suites), dtype, args.dynamic, sorted({*args.batches, *most}))
+        batches, rounded = sorted({*args.batches, *most}), bool(args.int4) or not base.model.quant
+        self.specs = plan(found, list(self.suites), dtype, args.dynamic, batches, rounded)
         self.environment = environment(base.model.device)
         self.weights = fingerprint(base.model)
         self.identity = {
@@ -250,9 +258,7 @@ class Measurement:
     def int4(self) -> Engine:
         """The plain engine with int4 weights: those of --int4 DIR, or the checkpoint's, rounded in memory."""
         shared = options_from(self.args, *SHARED)
-        if self.args.int4:
-            return load(self.args.int4, **shared)
-        return load(self.args.checkpoint, **shared, quant="int4")
+        return load(self.args.int4, **shared) if self.args.int4 else load(self.args.checkpoint, **shared, quant="int4")
 
     def id_of(self, spec: Cell) -> str:
         """The id of the cell with these weights, prompts and settings."""

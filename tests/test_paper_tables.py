@@ -216,6 +216,16 @@ def test_the_cells_of_int4_and_of_transformers_run_on_packed_weights(tmp_path, m
     assert all(run["same"] == "same" for cell in cells[:2] for run in cell["runs"])
 
 
+def test_a_quantized_model_is_not_rounded_again():
+    """Bug: cells of int4 that cannot run, or a column "float32" for a GGUF file that is int4 already."""
+    head = paper_cells.Candidate("eagle3", "head", {"eagle": "head"})
+    kinds = [
+        {cell["quant"] for cell in paper_cells.plan([head], ["mt_bench"], *how)}
+        for how in (("float32", "chain:3", [1]), ("int4 (Q4_1)", "chain:3", [1], False))
+    ]
+    assert kinds == [{"float32", "int4"}, {"int4 (Q4_1)"}]
+
+
 def test_cells_that_were_not_run_say_why(measured, tmp_path):
     """A hole in the page that looks like a number, or a reason that is lost: int4 cannot group 32 inputs by 128."""
     pytest.importorskip("transformers", reason="one cell is transformers")

@@ -14,6 +14,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -417,6 +418,51 @@ Tensor linear(const Tensor& x, const Tensor& codes, const std::optional<Tensor>&
   return out;
 }
 
+// One row of a weight of codes -> out[K]. No product needs more than the 24 bits of a float.
+template <int BITS, bool MINS>
+void decode_row(const Weight& w, int64_t row, float* out) {
+  constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
+  const int64_t tile = row / TILE, lane = row % TILE, per_group = w.blocks / w.groups;
+  alignas(32) float scales[TILE], mins[TILE];
+  for (int64_t b = 0; b < w.blocks; ++b) {
+    if (b % per_group == 0) {
+      const int64_t at = (tile * w.groups + b / per_group) * TILE;
+      _mm256_store_ps(scales, load_eight(w.scales, w.half, at));
+      if (MINS) _mm256_store_ps(mins, load_eight(w.mins, w.half_mins, at));
+    }
+    const uint8_t* codes = w.codes + (tile * w.blocks + b) * BYTES + lane * 4;
+    for (int i = 0; i < BYTES / 32; ++i)
+      for (int part = 0; part < 8 / BITS; ++part)
+        for (int j = 0; j < 4; ++j) {
+          const int code = codes[i * 32 + j] >> (4 * part) & (BITS == 4 ? 15 : 255);
+          *out++ = MINS ? code * scales[lane] + mins[lane] : (code - (BITS == 4 ? 8 : 128)) * scales[lane];
+        }
+  }
+}
+
+// Rows ids[count] of a weight, as floats [count, K]: of a tied LM head, whose rows are the embedding.
+Tensor rows(const Tensor& ids, const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& mins) {
+  const Linear layer(codes, scales ? &*scales : nullptr, mins ? &*mins : nullptr, nullptr);
+  Tensor out = torch::stable::new_empty(ids, {ids.size(0), layer.k}, torch::headeronly::ScalarType::Float);
+  const int64_t* id = (const int64_t*)ids.data_ptr();
+  for (int64_t i = 0; i < ids.size(0); ++i) {
+    STD_TORCH_CHECK(0 <= id[i] && id[i] < layer.n, "row ", id[i], " of a weight with ", layer.n);
+    float* to = floats(out) + i * layer.k;
+    const int64_t first = id[i] / TILE * layer.k * TILE + id[i] % TILE;  // of floats, which lie column by column
+    const uint16_t* half = (const uint16_t*)layer.weight.codes + first;
+    const float* whole = (const float*)layer.weight.codes + first;
+    if (layer.kind == INT4 && layer.weight.mins) decode_row<4, true>(layer.weight, id[i], to);
+    else if (layer.kind == INT4) decode_row<4, false>(layer.weight, id[i], to);
+    else if (layer.kind == INT8) decode_row<8, false>(layer.weight, id[i], to);
+    else
+      for (int64_t k = 0; k < layer.k; ++k)
+        to[k] = layer.kind == FP32 ? whole[k * TILE]
+              : layer.kind == FP16 ? _cvtsh_ss(half[k * TILE])
+                                   : std::bit_cast<float>((uint32_t)half[k * TILE] << 16);
+  }
+  return out;
+}
+
 // out = x / rms(x) * weight for one row of `size` values, a multiple of 8.
 void norm_row(const float* x, const float* weight, int64_t size, float eps, float* out) {
   __m256 squares = _mm256_setzero_ps();
@@ -672,6 +718,7 @@ Tensor layer(const Tensor& x, const std::optional<Tensor>& residual, std::vector
 STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
   m.def("linear(Tensor x, Tensor codes, Tensor? scales, Tensor? mins, Tensor? bias, Tensor? residual, bool gated, "
         "bool round) -> Tensor");
+  m.def("rows(Tensor ids, Tensor codes, Tensor? scales, Tensor? mins) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rope_write_kv(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, Tensor? q_weight, "
         "Tensor? k_weight, float eps) -> Tensor");
@@ -684,6 +731,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));
+  m.impl("rows", TORCH_BOX(&rows));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("rope_write_kv", TORCH_BOX(&rope_write_kv));
   m.impl("tree_attention", TORCH_BOX(&tree_attention));

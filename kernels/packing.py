@@ -447,10 +447,8 @@ def packed_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
     """The rows ids [...] of a weight in layout 'tiles' or 'dense', or of one in 16 bits, float32 [..., K]."""
     if weight.layout == "dense" or (weight.layout == "planes" and weight.bits == 16):
         return weight.weight[ids].float()
-    tile = ids.flatten() // cpu.TILE
-    parts = {name: t[tile] for name in ("weight", "scales", "mins") if (t := vars(weight)[name]) is not None}
-    rows = dequantize(replace(weight, n=cpu.TILE * len(tile), **parts), torch.float32).unflatten(0, (-1, cpu.TILE))
-    return rows[torch.arange(len(tile)), ids.flatten() % cpu.TILE].view(*ids.shape, weight.k)
+    rows = torch.ops.eaglet_cpu.rows.default(ids.flatten(), weight.weight, weight.scales, weight.mins)
+    return rows.view(*ids.shape, weight.k)
 
 
 def pack_half(weight: Tensor, layout: str = "auto", config: LinearConfig | None = None) -> PackedWeight:

@@ -635,6 +635,7 @@ def test_kernel_report_gates_hold(arch):
 @needs_triton
 def test_the_committed_kernel_reports_hold_the_gates_and_are_of_today_s_kernels():
     """Figures in docs/ of kernels that have changed, or of a compiler that failed a gate and was committed anyway."""
+    from bench import kernel_page, kernel_variants
     from scripts import kernel_report
 
     paths = sorted((ROOT / "docs").glob("kernel_report_triton*.json"))
@@ -643,20 +644,20 @@ def test_the_committed_kernel_reports_hold_the_gates_and_are_of_today_s_kernels(
     for report in reports:
         rows = {(row["kernel"], row["arch"]): row for row in report["rows"]}
         assert not any(row["failures"] for row in rows.values())
-        for arch in kernel_report.ARCHITECTURES:
-            known = {variant.name for variant in kernel_report.variants(arch=arch)}
+        for arch in kernel_variants.ARCHITECTURES:
+            known = {variant.name for variant in kernel_variants.variants(arch=arch)}
             held = {kernel for kernel, where in rows if where == f"sm_{arch}"}
             assert held == known
             forms = "", "gate-up", "fp16-acc", "narrow", "norm", "qkv", "experts", "experts gate-up"
-            limits = [kernel_report.linear(4, "fp16", 16, form, arch) for form in forms]
+            limits = [kernel_variants.linear(4, "fp16", 16, form, arch) for form in forms]
             for variant in limits:
                 assert rows[variant.name, f"sm_{arch}"]["instructions_per_weight"] <= variant.limit == 2.7
         linears = [row for row in rows.values() if row["kernel"].startswith(("linear", "experts"))]
         assert not any("HGMMA" in op for row in linears for op in row["matrix"])
-        if report["triton"] == kernel_report.triton.__version__ and not kernels.INTERPRETED:
-            today = kernel_report.inspect(kernel_report.linear(4, "fp16", 16, "gate-up", 90), 90)
+        if report["triton"] == kernels.triton.__version__ and not kernels.INTERPRETED:
+            today = kernel_report.inspect(kernel_variants.linear(4, "fp16", 16, "gate-up", 90), 90)
             assert rows[today["kernel"], "sm_90"] == today
-    assert (ROOT / "docs" / "kernel_report.md").read_text() == kernel_report.page(paths)
+    assert (ROOT / "docs" / "kernel_report.md").read_text() == kernel_page.page(paths)
 
 
 def sums(compiled):
@@ -677,6 +678,7 @@ def sums(compiled):
 def test_attention_adds_up_alike_for_one_node_and_for_many(arch):
     """Verification and plain decoding must use the same matrix instructions, and their threads must add in
     the same order. No interpreter would show a difference."""
+    from bench import kernel_variants
     from scripts import kernel_report
 
     if kernels.INTERPRETED:
@@ -685,7 +687,7 @@ def test_attention_adds_up_alike_for_one_node_and_for_many(arch):
     for nodes in (1, 26, 128):
         fixed = dict(T=1, R=1) if nodes == 1 else {}  # what Triton makes of arguments equal to 1
         width = 1 << (nodes - 1).bit_length()
-        variant = kernel_report.attention("fp16", nodes=width)
+        variant = kernel_variants.attention("fp16", nodes=width)
         variant = variant._replace(constants=variant.constants | fixed)
         seen.append(sums(kernel_report.compile_variant(variant, arch)))
     assert len(seen[0]) >= 8 and seen[0] == seen[1] == seen[2]
@@ -695,11 +697,12 @@ def test_attention_adds_up_alike_for_one_node_and_for_many(arch):
 @pytest.mark.parametrize("arch", [86, 90])
 def test_a_norm_adds_up_alike_wherever_it_is_computed(arch):
     """A linear that also norms must not add its products in another order, and must not spill."""
+    from bench import kernel_variants
     from scripts import kernel_report
 
     if kernels.INTERPRETED:
         pytest.skip("compiles for a GPU")
-    alone, both = (kernel_report.linear(4, "fp16", 16, form, arch) for form in ("", "norm"))
+    alone, both = (kernel_variants.linear(4, "fp16", 16, form, arch) for form in ("", "norm"))
     products, all_sums = (sums(kernel_report.compile_variant(variant, arch)) for variant in (alone, both))
     assert products and all_sums[: len(products)] == products and len(all_sums) > len(products)
     assert not kernel_report.inspect(both, arch)["failures"]
@@ -708,11 +711,12 @@ def test_a_norm_adds_up_alike_wherever_it_is_computed(arch):
 @needs_triton
 def test_a_kernel_that_is_launched_early_touches_no_memory_before_its_wait():
     """A race with the kernel before, which no test on values would show; or a check that finds every kernel good."""
+    from bench import kernel_variants
     from scripts import kernel_report
 
     if kernels.INTERPRETED:
         pytest.skip("compiles for a GPU")
-    early = kernel_report.linear(4, "fp16", 16, "overlap", 90)
+    early = kernel_variants.linear(4, "fp16", 16, "overlap", 90)
     assert not kernel_report.inspect(early, 90)["failures"]
     usual = early._replace(constants=early.constants | {"OVERLAP": False})
     sass, _ = kernel_report.disassemble(kernel_report.compile_variant(usual, 90).asm["cubin"])

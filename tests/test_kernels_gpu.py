@@ -159,6 +159,29 @@ def test_norm_and_rope_on_device(dtype):
     assert error(out, want.double()) < TOLERANCE[dtype] and error(caches[0], caches[1].double()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("normed,int8", [(False, False), (True, False), (False, True)])
+def test_heads_turned_behind_their_projection_on_device(normed, int8, overlap):
+    """A head that is turned before its columns are stored, with bits of a launch of its own; a race of early launches."""
+    if overlap and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("launches early on GPUs since Hopper")
+    packed, _ = quantized(4, 6144, 4096, torch.float16)
+    weight = torch.randn(128, device="cuda").half() if normed else None
+    for rows in (1, 5, 16, 26, 60, 64):
+        x, angle = torch.randn(1, rows, 4096, device="cuda").half(), torch.randn(1, rows, 64, device="cuda")
+        slots = torch.randperm(rows, device="cuda")[None]
+        shape, kind = (2, 1, 8, rows + 1, 128 + 4 * int8), torch.int8 if int8 else torch.float16
+        caches = [torch.zeros(shape, dtype=kind, device="cuda") for _ in range(2)]
+        turn = [(angle.cos(), angle.sin(), cache, slots, weight, weight, 1e-5) for cache in caches]
+        want, _ = kernels.rope_write_kv(packed_linear(x, packed).unflatten(-1, (48, 128)), *turn[0])
+        with kernels.KernelBackend("auto", "cuda", overlap=overlap).active():
+            for _ in range(3):
+                x = x.clone()
+                got, arrived = kernels.packed_linear_rope(x, packed, None, 128, *turn[1])
+                assert torch.equal(got, want) and torch.equal(*caches)
+        assert not arrived.any() and not packed.counters.any()
+
+
 def test_linear_in_a_cuda_graph():
     """Catches a counter or a partial sum that one replay leaves over and that spoils the next."""
     packed, matrix = quantized(4, 4096, 4096, torch.float16)

@@ -33,7 +33,7 @@ from kernels import tuned
 from model import Transformer
 from model_config import DTYPES, ModelConfig
 from options import DEMO, LoadKeywords, LoadOptions, check_names
-from ranks import RankedEngine, RankLost, Ranks, end_with_the_leader, follow, join, meet, same_model
+from ranks import OtherRank, RankedEngine, RankLost, Ranks, end_with_the_leader, follow, heard, join, meet, same_model
 from runtime.compiled import COMPILE_MODES
 from step import HISTORY, RING
 from support import cache
@@ -50,7 +50,7 @@ from weights.hf import build_model
 from weights.hub import local_path
 from weights.quantized import QuantLinear, QuantSpec, adopt_, held_bytes, pack_
 from weights.rounding import quantize_
-from weights.shards import Shard
+from weights.shards import RankEmbedding, Shard
 
 LIVE_ROWS = 6  # fp32 rows per node that are alive at once while a captured step runs
 
@@ -79,14 +79,21 @@ def model_bytes(checkpoint: Checkpoint, options: LoadOptions) -> int:
     dtype = DTYPES[options.dtype]
     if checkpoint.quantization:
         return held_bytes(checkpoint.kept_entries, dtype, options.device, options.kernels)
-    return float_bytes(checkpoint.config, options)
+    return float_bytes(checkpoint.config, options, checkpoint.empty(), checkpoint.shard)
 
 
-def float_bytes(config: ModelConfig, options: LoadOptions) -> int:
-    """Bytes of the weights of a model that is not quantized."""
-    stored = build_model(config).to(DTYPES[config.dtype]).state_dict()
-    tied = config.tie_word_embeddings
-    return held_bytes(stored, DTYPES[options.dtype], options.device, options.kernels, tied)
+def float_bytes(
+    config: ModelConfig, options: LoadOptions, model: Transformer | None = None, shard: Shard | None = None
+) -> int:
+    """Bytes of the weights of a model that is not quantized. model: the part of it that `shard` names, without memory."""
+    dtype, tied = DTYPES[options.dtype], config.tie_word_embeddings
+    stored = dict((model or build_model(config)).to(DTYPES[config.dtype]).state_dict())
+    if tied and shard and not shard.embedding:
+        tied = False
+        rows = stored["embed_tokens.weight"][: config.vocab_size // shard.ranks]
+        if options.device == "cpu" and dtype == torch.float32:  # the LM head's part gets a layout of its own
+            stored["lm_head.weight"] = rows
+    return held_bytes(stored, dtype, options.device, options.kernels, tied)
 
 
 def plan_memory(
@@ -210,18 +217,19 @@ def _load_part(asked: LoadOptions, ranks: Ranks, progress: Progress | None, say:
         progress, say = None, lambda line: None
     try:
         engine = _load(asked, progress, say, ranks)
+        model = engine.model
+        check = float(model.norm.weight.double().sum())
+        same_model(ranks, (repr(model.config), model.quant, check, repr(engine.options)))
     except Exception as error:
-        same_model(ranks, one_line(error))
-        if ranks.rank:  # rank 0 has said why
+        if not isinstance(error, OtherRank):
+            heard(ranks, one_line(error))
+        if ranks.rank:  # rank 0 says why
             raise SystemExit(1) from error
         raise
-    model = engine.model
-    described = (repr(model.config), model.quant, float(model.norm.weight.double().sum()), repr(engine.options))
-    same_model(ranks, "", described)
     if ranks.rank:
         follow(engine, ranks)
         raise SystemExit(0)
-    sums = 2 * model.config.num_hidden_layers
+    sums = 2 * model.config.num_hidden_layers + isinstance(model.embed_tokens, RankEmbedding)
     say(f"ranks   {ranks.size} processes; each token needs {sums} sums and one exchange of logits between them")
     return engine
 
@@ -237,8 +245,7 @@ def _load(
     options = asked.resolve(files.checkpoint, files.head)
     device = torch.device(options.device)
     backend = open_backend(options, say)
-    plan = files.plan(options)
-    check_memory(plan, free_memory(device), options)
+    plan = check_plan(files, options, ranks, say)
     for note in (*files.checkpoint.notes, *(files.head.notes if files.head else ())):
         say(f"note    {note}")
     with bad_files(), _memory_errors(plan), freed_memory_returns():
@@ -298,6 +305,23 @@ class _Files:
             return plan_memory(self.checkpoint.config, options, self.head, weights, quantized=quantized)
         draft_weights = model_bytes(self.draft, options)
         return plan_memory(self.checkpoint.config, options, self.head, weights, self.draft.config, draft_weights)
+
+
+def check_plan(files: _Files, options: LoadOptions, ranks: Ranks | None, say: Callable[[str], None]) -> MemoryPlan:
+    """The memory plan. Where some rank could not hold its part, the embedding is split, too.
+
+    Raises NotEnoughMemory where it still does not fit. All ranks call it, and all split the embedding or none.
+    """
+    device = torch.device(options.device)
+    plan, free = files.plan(options), free_memory(device)
+    if ranks:
+        free = free if device.type == "cuda" else free // ranks.size  # processes on one CPU share its memory
+        if any(heard(ranks, "", plan.total > free)):
+            files.checkpoint = files.checkpoint.sharded(files.checkpoint.shard._replace(embedding=True))
+            plan = files.plan(options)
+            say("note    the embedding is split to save memory: one more exchange per forward and level of drafting.")
+    check_memory(plan, free, options)
+    return plan
 
 
 @contextlib.contextmanager

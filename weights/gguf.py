@@ -24,7 +24,7 @@ from torch import Tensor
 from model import Transformer
 from model_config import ModelConfig
 from support.errors import UsageError, UserError
-from weights.files import Destination, Entry, check_entries, check_finite
+from weights.files import Destination, Entries, Entry, check_entries, check_finite
 from weights.gguf_tokenizer import TOKEN_LISTS, stop_ids, tokenizer_files
 from weights.hf import hf_views, parameter_sources, read_parameter
 from weights.published import install
@@ -296,7 +296,7 @@ class GGUFFile:
             shape = tuple(map(int, reversed(tensor.shape)))[0 if expert is None else 1 :]
             dtype = kinds.get(tensor.tensor_type.name, torch.float32)
             found[name] = Entry(shape, dtype, self.path.name, lambda t=tensor, e=expert: self._read(t, e))
-        return self.shard.entries(found, self.whole, str(self.path)) if self.shard else found
+        return found
 
     def forget(self) -> None:
         """Let the system drop the pages that were read. They are read again where they are needed."""
@@ -428,9 +428,9 @@ def packed_parameters(model: Transformer, file: GGUFFile) -> dict[str, list[str]
     return {ours: names for ours, names in sources.items() if file.packs(names)}
 
 
-def kept_entries(file: GGUFFile, packed: Mapping[str, list[str]]) -> dict[str, Entry]:
-    """The tensors that loading keeps, by name: the parameters in `packed` in our layout, the others as floats."""
-    entries = file.entries
+def kept_entries(file: GGUFFile, entries: Entries, packed: Mapping[str, list[str]]) -> dict[str, Entry]:
+    """The tensors that loading keeps, by name: the parameters in `packed` in our layout, the others as `entries` are."""
+    entries = dict(entries)
     for names in packed.values():
         for name in names:
             stored = file.stored_entries(name, file.has_minima(names))
@@ -459,12 +459,15 @@ def float_note(file: GGUFFile, packed: Mapping[str, list[str]]) -> str:
     return f"{found} of {file.path.name} became floats; only matrices in {kept} stay quantized." if found else ""
 
 
-def fill_gguf(model: Transformer, file: GGUFFile, packed: Mapping[str, list[str]], to: Destination) -> None:
+def fill_gguf(
+    model: Transformer, file: GGUFFile, entries: Entries, packed: Mapping[str, list[str]], to: Destination
+) -> None:
     """Fill a meta model: quantized modules for the parameters in `packed`, floats of `to.dtype` for the others.
 
+    entries: all tensors of this process's part as floats.
     Raises ValueError in one line for tensors that are missing, left over, of another shape, or not finite.
     """
-    where, entries = str(file.path), file.entries
+    where = str(file.path)
     views = hf_views(model)
     check_entries({name: tuple(view.shape) for name, view in views.items()}, entries, where)
     sources, slots = parameter_sources(model, views), dict(model.named_parameters())

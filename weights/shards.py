@@ -1,9 +1,10 @@
 """The part of a model that one of several processes holds (tensor parallelism).
 
 Attention is split by heads, the MLP and every expert by intermediate columns, and the LM head by vocabulary. The output
-projections `o` and `down` are then split by their inputs, so that each rank has one summand of their result. Embedding,
-norms and routers are in every rank. Any format is split the same way: by the names of its tensors and the axes that
-their kind gives to outputs and inputs.
+projections `o` and `down` are then split by their inputs, so that each rank has one summand of their result. Norms and
+routers are in every rank, and so is the embedding, for looking up its rows costs memory only. Where that memory is
+missing the embedding is split by vocabulary, too, and its rows are one more exchange. Any format is split the same way:
+by the names of its tensors and the axes that their kind gives to outputs and inputs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Shard(NamedTuple):
 
     rank: int
     ranks: int
+    embedding: bool = False  # whether the embedding is split, too
 
     def check(self, config: ModelConfig) -> None:
         """Raise UsageError, with the numbers of processes that would do, for a model that cannot be split this way."""
@@ -91,7 +93,9 @@ class Shard(NamedTuple):
         """
         module = base.rpartition(".")[2]
         by_inputs = module in BY_INPUTS
-        if not by_inputs and module not in BY_OUTPUTS:
+        # a tied LM head that is stored is only compared with the embedding
+        whole = name == "lm_head.weight" and config.tie_word_embeddings or module == "embed_tokens"
+        if (whole and not self.embedding) or not (whole or by_inputs or module in BY_OUTPUTS):
             return shape, None
         if leaf == "bias":
             if by_inputs:  # it is added once, in the first rank
@@ -182,14 +186,39 @@ class RankConcat(nn.Module):
 
     def rows(self, ids: Tensor, own_rows: Callable[[Tensor], Tensor]) -> Tensor:
         """The rows ids [M] of the whole matrix, [M, H]. own_rows gives those of this part by their number in it."""
-        count = self.inner.out_features
-        places = ids - self.shard.rank * count
-        own = (places >= 0) & (places < count)
-        return kernels.rank_sum(own_rows(places.clamp(0, count - 1)) * own[:, None], self.shard.ranks)
+        return shared_rows(ids, self.inner.out_features, own_rows, self.shard)
+
+
+class RankEmbedding(nn.Module):
+    """An embedding of which every rank has a part of the rows. All ranks get the rows of all tokens."""
+
+    def __init__(self, inner: nn.Embedding, shard: Shard):
+        super().__init__()
+        self.inner: nn.Module = inner
+        self.count = inner.num_embeddings
+        self.shard = shard
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return shared_rows(tokens, self.count, self.inner, self.shard)
+
+
+def shared_rows(ids: Tensor, count: int, own_rows: Callable[[Tensor], Tensor], shard: Shard) -> Tensor:
+    """The rows ids [...] of a matrix of which every rank has `count` rows, [..., H]. Their bits are unchanged.
+
+    own_rows gives rows of this part by their number in it. The other ranks add -0.0, which changes no number: 0.0 would
+    turn -0.0 into 0.0.
+    """
+    places = ids - shard.rank * count
+    foreign = (places < 0) | (places >= count)
+    rows = own_rows(places.clamp(0, count - 1)).masked_fill(foreign[..., None], -0.0)
+    return kernels.rank_sum(rows, shard.ranks)
 
 
 def connect_(model: Transformer, shard: Shard) -> None:
-    """Let the layers of a loaded part exchange what they need: two sums per layer, and the logits once."""
+    """Let the layers of a loaded part exchange what they need: two sums per layer, the logits, a split embedding's rows.
+
+    A tied LM head is rows of the embedding, in the same memory.
+    """
     for block in model.layers:
         block.attention.o = RankSum(block.attention.o, shard.ranks)
         if model.config.num_local_experts:
@@ -197,14 +226,20 @@ def connect_(model: Transformer, shard: Shard) -> None:
         else:
             block.mlp.down = RankSum(block.mlp.down, shard.ranks)
     if model.lm_head is None:
-        rows = model.embed_tokens.weight.chunk(shard.ranks)[shard.rank]
+        rows = model.embed_tokens.weight
+        if not shard.embedding:
+            rows = nn.Parameter(rows.chunk(shard.ranks)[shard.rank], requires_grad=False)
         model.lm_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-        model.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+        model.lm_head.weight = rows
     model.lm_head = RankConcat(model.lm_head, shard)
+    if shard.embedding:
+        model.embed_tokens = RankEmbedding(model.embed_tokens, shard)
 
 
-def narrow_head_(model: Transformer, shard: Shard, tied: bool) -> None:
-    """Give a meta model the LM head of this part. tied: whether there is none in the files."""
-    if not tied:
-        H, V = model.config.hidden_size, model.config.vocab_size
-        model.lm_head = nn.Linear(H, V // shard.ranks, bias=False, device="meta").requires_grad_(False)
+def narrow_(model: Transformer, shard: Shard, own_head: bool) -> None:
+    """Give a meta model the LM head of this part, and the embedding if it is split. own_head: whether one is stored."""
+    H, rows = model.config.hidden_size, model.config.vocab_size // shard.ranks
+    if own_head:
+        model.lm_head = nn.Linear(H, rows, bias=False, device="meta").requires_grad_(False)
+    if shard.embedding:
+        model.embed_tokens = nn.Embedding(rows, H, device="meta").requires_grad_(False)

@@ -133,12 +133,13 @@ class Checkpoint:
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """All tensors, unread, under the names of the files (of Hugging Face for Meta's format and GGUF)."""
+        share = (self.shard.rank, self.shard.ranks) if self.shard else (0, 1)
         if self.gguf:
             found = self.gguf.entries
         elif self.kind == "meta":
-            found = read_meta_entries(self.directory, self.config)
+            found = read_meta_entries(self.directory, self.config, share)
         elif files := tensor_files(self.directory):
-            found = read_entries(files)
+            found = read_entries(files, share)
         else:
             expected = "no model*.safetensors, no pytorch_model*.bin"
             raise ValueError(f"{self.directory}: {expected}. All downloaded?")

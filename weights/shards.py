@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ import kernels
 from model import RMSNorm, Transformer, linear
 from model_config import ModelConfig
 from support.errors import UsageError
-from weights.files import Entries, Entry
+from weights.files import Entries, Entry, Spans
 
 # The modules that are split by outputs and by inputs, under Hugging Face's names and under ours.
 BY_OUTPUTS = set("q_proj k_proj v_proj gate_proj up_proj w1 w3 gate_up_proj qkv gate_up lm_head".split())
@@ -57,7 +58,7 @@ class Shard(NamedTuple):
         return replace(config, **{name: vars(config)[name] // self.ranks for name in sizes})
 
     def entries(self, entries: Entries, config: ModelConfig, where: str) -> dict[str, Entry]:
-        """This part's tensors of a checkpoint whose whole geometry is `config`. Of mapped files only they are read.
+        """This part's tensors of a checkpoint whose whole geometry is `config`. Nothing else is read.
 
         Reading raises UsageError where a quantization's groups or their order do not let a tensor be split.
         """
@@ -71,17 +72,25 @@ class Shard(NamedTuple):
             if base.endswith(".experts"):  # one tensor for all experts
                 base, leaf, lead = name, "weight", 1
             shape, cut = self._cut(name, base, leaf, entry.shape, lead, stored, config, where)
-            return entry if cut is None else entry._replace(shape=shape, read=lambda: cut(entry.read()))
+            if cut is None:
+                return entry
+            sliced = isinstance(cut, Spans) and entry.part
+            read = partial(entry.part, cut) if sliced else lambda: cut(entry.read())
+            return entry._replace(shape=shape, read=read, part=None)
 
         return {name: of(name, entry) for name, entry in entries.items()}
 
-    def stored(self, name: str, tensors: dict[str, Tensor], config: ModelConfig, where: str) -> dict[str, Tensor]:
-        """This part of one quantized weight in our layout (`weights.quantized`), called `name` by Hugging Face."""
-        base, parts = name.removesuffix(".weight"), {}
-        for leaf, tensor in tensors.items():
-            _, cut = self._cut(name, base, leaf, tuple(tensor.shape), 0, True, config, where)
-            parts[leaf] = tensor if cut is None else cut(tensor)
-        return parts
+    def matrix(self, name: str, shape: tuple[int, int], group: int, config: ModelConfig, where: str) -> Spans | None:
+        """This part's rows or columns of a matrix [out, in] that Hugging Face calls `name`. None: all of it.
+
+        group: columns that share a scale. Raises UsageError where a group would be split.
+        """
+        rows, columns = shape
+        base = name.removesuffix(".weight")
+        _, cut = self._cut(name, base, "scales", (columns // group, rows), 0, True, config, where)
+        if cut is None or cut.axis == 1:
+            return cut and cut._replace(axis=0)
+        return Spans(1, tuple((first * group, end * group) for first, end in cut.pieces))
 
     def _cut(
         self, name: str, base: str, leaf: str, shape: tuple[int, ...], lead: int, stored: bool, config: ModelConfig,
@@ -118,7 +127,7 @@ class Shard(NamedTuple):
 
     def _slice(
         self, name: str, shape: tuple[int, ...], axis: int, module: str, config: ModelConfig, where: str
-    ) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor]]:
+    ) -> tuple[tuple[int, ...], Spans]:
         """The part along one axis. Fused modules are split inside each of the matrices that they consist of."""
         weights = {"qkv": (config.num_attention_heads, *[config.num_key_value_heads] * 2)}
         shares = weights.get(module, (1, 1) if module in ("gate_up", "gate_up_proj") else (1,))
@@ -130,11 +139,12 @@ class Shard(NamedTuple):
                 f"{self.ranks} processes. Use another --tp, or quantize with a smaller --group-size."
             )
 
-        def cut(tensor: Tensor) -> Tensor:
-            pieces = [p.chunk(self.ranks, axis)[self.rank] for p in tensor.split(lengths, axis)]
-            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
-
-        return (*shape[:axis], size // self.ranks, *shape[axis + 1 :]), cut
+        pieces, start = [], 0
+        for length in lengths:
+            own = length // self.ranks
+            pieces.append((start + self.rank * own, start + (self.rank + 1) * own))
+            start += length
+        return (*shape[:axis], size // self.ranks, *shape[axis + 1 :]), Spans(axis, tuple(pieces))
 
     def _group_index(self, name: str, shape: tuple[int, ...], where: str) -> tuple[tuple[int, ...], Callable]:
         """The part of GPTQ's group numbers that belongs to this part of the inputs, counted from zero."""

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -35,6 +35,7 @@ from model_config import DTYPES, ModelConfig
 from options import DEMO, LoadKeywords, LoadOptions, check_names
 from ranks import OtherRank, RankedEngine, RankLost, Ranks, end_with_the_leader, follow, heard, join, meet, same_model
 from runtime.compiled import COMPILE_MODES
+from runtime.links import NCCL, ONE_SHOT, Exchanges, SharedMemory, share_memory
 from step import HISTORY, RING
 from support import cache
 from support.errors import NotEnoughMemory, bad_files, one_line
@@ -50,7 +51,7 @@ from weights.hf import build_model
 from weights.hub import local_path
 from weights.quantized import QuantLinear, QuantSpec, adopt_, held_bytes, pack_
 from weights.rounding import quantize_
-from weights.shards import RankEmbedding, Shard
+from weights.shards import Shard, exchanged, share_
 
 LIVE_ROWS = 6  # fp32 rows per node that are alive at once while a captured step runs
 
@@ -229,9 +230,27 @@ def _load_part(asked: LoadOptions, ranks: Ranks, progress: Progress | None, say:
     if ranks.rank:
         follow(engine, ranks)
         raise SystemExit(0)
-    sums = 2 * model.config.num_hidden_layers + isinstance(model.embed_tokens, RankEmbedding)
-    say(f"ranks   {ranks.size} processes; each token needs {sums} sums and one exchange of logits between them")
+    say(f"ranks   {ranks.size} processes; {ranks.exchanges}")
     return engine
+
+
+def shared_bytes(checkpoint: Checkpoint, options: LoadOptions) -> int:
+    """Bytes that the exchanges of one step of a part need on each GPU: those of the largest. Wider prompts use NCCL."""
+    rows, itemsize = options.batch_size * options.tree_shape()[0], DTYPES[options.dtype].itemsize
+    return -(-max(exchanged(checkpoint.whole, checkpoint.shard, rows, itemsize)) // 256) * 256
+
+
+def link_ranks_(
+    model: Transformer, checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks, offer: SharedMemory
+) -> Exchanges:
+    """Let a loaded part exchange in the fastest way that all ranks have. All call it, before a graph is captured."""
+    sizes = exchanged(checkpoint.whole, checkpoint.shard, 1, DTYPES[options.dtype].itemsize)
+    if options.device != "cuda":
+        return Exchanges("gloo", len(sizes), None)
+    memory, why = share_memory(ranks.size, shared_bytes(checkpoint, options), partial(heard, ranks, ""), offer)
+    share_(model, memory)
+    link = NCCL if memory is None else ONE_SHOT
+    return Exchanges(link.name, len(sizes), round(link.cost(sizes) * 1e3, 2), why)
 
 
 def _load(
@@ -250,6 +269,8 @@ def _load(
         say(f"note    {note}")
     with bad_files(), _memory_errors(plan), freed_memory_returns():
         model = files.checkpoint.load(device, DTYPES[options.dtype], progress, options.ctx)
+        if ranks:
+            ranks.exchanges = link_ranks_(model, files.checkpoint, options, ranks, SharedMemory())
         head = None
         if files.head:
             ids = draft_vocabulary(options, files.checkpoint.config, files.tokenizer)
@@ -302,9 +323,12 @@ class _Files:
         weights = model_bytes(self.checkpoint, options)
         if self.draft is None:
             quantized = bool(self.checkpoint.quantization)
-            return plan_memory(self.checkpoint.config, options, self.head, weights, quantized=quantized)
-        draft_weights = model_bytes(self.draft, options)
-        return plan_memory(self.checkpoint.config, options, self.head, weights, self.draft.config, draft_weights)
+            plan = plan_memory(self.checkpoint.config, options, self.head, weights, quantized=quantized)
+        else:
+            draft_weights = model_bytes(self.draft, options)
+            plan = plan_memory(self.checkpoint.config, options, self.head, weights, self.draft.config, draft_weights)
+        shared = shared_bytes(self.checkpoint, options) if self.checkpoint.shard and options.device == "cuda" else 0
+        return replace(plan, buffers=plan.buffers + shared)
 
 
 def check_plan(files: _Files, options: LoadOptions, ranks: Ranks | None, say: Callable[[str], None]) -> MemoryPlan:

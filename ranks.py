@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from engine import Engine
+from runtime.links import Exchanges
 from runtime.results import Chunk, GenerationResult, Stream
 from runtime.turns import Left, Turn
 from sampling import SamplingParams
@@ -57,6 +58,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.children = children
+        self.exchanges: Exchanges | None = None  # what they exchange, known when the model is loaded
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens on another interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         backend = "nccl" if device == "cuda" else "gloo"

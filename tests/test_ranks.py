@@ -28,6 +28,7 @@ from ranks import OtherRank
 from sampling import SamplingMode
 from step import DecodeState, decode_step
 from support.errors import NotEnoughMemory, UsageError
+from weights import exchanges
 from weights.checkpoint import Checkpoint
 from weights.files import Entry
 from weights.heads import save_eagle
@@ -36,7 +37,7 @@ from weights.medusa import save_medusa
 from weights.published import Layout, _read_linear
 from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
-from weights.shards import Shard, shared_rows
+from weights.shards import Shard, common_rows, share_
 from weights.stored import spec_to_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -304,7 +305,7 @@ def test_the_embedding_is_split_only_where_a_rank_could_not_hold_it_whole(folder
         assert plan.weights == held(part) - held(part.rotary)
         return plan.total, files.checkpoint.shard.embedding, said
 
-    monkeypatch.setattr(kernels, "rank_sum", lambda x, ranks: x)
+    monkeypatch.setattr(exchanges, "rank_sum", lambda x, ranks, shared: x)
     plenty, whole, said = planned(1 << 30, False)
     assert not whole and not said
     saved = dtype.itemsize * V * 64 // 2  # half of the table,
@@ -323,16 +324,16 @@ def test_rows_of_a_split_matrix_keep_their_bits(monkeypatch):
     """-0.0 that becomes 0.0 because another rank adds nothing to it, or a row that two ranks give."""
     table = torch.tensor([[-0.0, 1.5], [2.0, -0.0], [0.0, -3.0], [-0.0, -0.0]], dtype=torch.float16)
     ids, parts = torch.tensor([[3, 0, 1], [2, 3, 0]]), []
-    monkeypatch.setattr(kernels, "rank_sum", lambda x, ranks: parts.append(x) or x)
+    monkeypatch.setattr(exchanges, "rank_sum", lambda x, ranks, shared: parts.append(x) or x)
     for rank in (0, 1):
-        shared_rows(ids, 2, table[2 * rank : 2 * rank + 2].__getitem__, Shard(rank, 2))
+        common_rows(ids, 2, table[2 * rank : 2 * rank + 2].__getitem__, Shard(rank, 2))
     both = parts[0] + parts[1]
     assert torch.equal(both.view(torch.int16), table[ids].view(torch.int16))
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split, one_shot", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "int4"])
-def test_a_step_exchanges_two_sums_per_layer_and_the_logits(folder, name, split, monkeypatch):
+def test_a_step_exchanges_two_sums_per_layer_and_the_logits(folder, name, split, one_shot, monkeypatch):
     """A value that a part reads on the host, or an exchange more than a step needs."""
     properties = SimpleNamespace(multi_processor_count=82, L2_cache_size=6 << 20, major=8, minor=6, name="fake")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -340,6 +341,7 @@ def test_a_step_exchanges_two_sums_per_layer_and_the_logits(folder, name, split,
     layers = part.config.num_hidden_layers
     with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
         on_fake_gpu(part)
+        share_(part, torch.empty(4096, dtype=torch.uint8, device="cuda") if one_shot else None)
         drafter = PlainDrafter(part)
         state = DecodeState(part, drafter, 1, 120)
         with Counted() as counted, OneDevice(), torch.inference_mode():

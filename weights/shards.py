@@ -21,6 +21,7 @@ import kernels
 from model import RMSNorm, Transformer, linear
 from model_config import ModelConfig
 from support.errors import UsageError
+from weights import exchanges
 from weights.files import Entries, Entry, Spans
 
 # The modules that are split by outputs and by inputs, under Hugging Face's names and under ours.
@@ -162,7 +163,13 @@ class Shard(NamedTuple):
         return (columns,), cut
 
 
-class RankSum(nn.Module):
+class Exchange(nn.Module):
+    """A module whose ranks exchange something. `shared`: memory that all their GPUs can read (`weights.exchanges`)."""
+
+    shared: Tensor | None = None
+
+
+class RankSum(Exchange):
     """A layer of which every rank computes one summand. The residual is added to the sum."""
 
     def __init__(self, inner: nn.Module, ranks: int):
@@ -174,11 +181,11 @@ class RankSum(nn.Module):
         self, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm: RMSNorm | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         own = linear(self.inner, x) if isinstance(self.inner, nn.Linear) else self.inner(x)
-        y = kernels.epilogue(kernels.rank_sum(own, self.ranks), None, residual, gated)
+        y = kernels.epilogue(exchanges.rank_sum(own, self.ranks, self.shared), None, residual, gated)
         return y if norm is None else (y, norm(y))
 
 
-class RankConcat(nn.Module):
+class RankConcat(Exchange):
     """An LM head of which every rank has a part of the rows. All ranks get all logits."""
 
     def __init__(self, inner: nn.Module, shard: Shard):
@@ -187,7 +194,7 @@ class RankConcat(nn.Module):
         self.shard = shard
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.rank_concat(self.inner(x), self.shard.ranks)
+        return exchanges.rank_concat(self.inner(x), self.shard.ranks, self.shared)
 
     def logits(self, x: Tensor) -> Tensor:
         """`forward` in float32 or wider."""
@@ -196,10 +203,10 @@ class RankConcat(nn.Module):
 
     def rows(self, ids: Tensor, own_rows: Callable[[Tensor], Tensor]) -> Tensor:
         """The rows ids [M] of the whole matrix, [M, H]. own_rows gives those of this part by their number in it."""
-        return shared_rows(ids, self.inner.out_features, own_rows, self.shard)
+        return common_rows(ids, self.inner.out_features, own_rows, self.shard, self.shared)
 
 
-class RankEmbedding(nn.Module):
+class RankEmbedding(Exchange):
     """An embedding of which every rank has a part of the rows. All ranks get the rows of all tokens."""
 
     def __init__(self, inner: nn.Embedding, shard: Shard):
@@ -209,10 +216,12 @@ class RankEmbedding(nn.Module):
         self.shard = shard
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return shared_rows(tokens, self.count, self.inner, self.shard)
+        return common_rows(tokens, self.count, self.inner, self.shard, self.shared)
 
 
-def shared_rows(ids: Tensor, count: int, own_rows: Callable[[Tensor], Tensor], shard: Shard) -> Tensor:
+def common_rows(
+    ids: Tensor, count: int, own_rows: Callable[[Tensor], Tensor], shard: Shard, shared: Tensor | None = None
+) -> Tensor:
     """The rows ids [...] of a matrix of which every rank has `count` rows, [..., H]. Their bits are unchanged.
 
     own_rows gives rows of this part by their number in it. The other ranks add -0.0, which changes no number: 0.0 would
@@ -221,7 +230,7 @@ def shared_rows(ids: Tensor, count: int, own_rows: Callable[[Tensor], Tensor], s
     places = ids - shard.rank * count
     foreign = (places < 0) | (places >= count)
     rows = own_rows(places.clamp(0, count - 1)).masked_fill(foreign[..., None], -0.0)
-    return kernels.rank_sum(rows, shard.ranks)
+    return exchanges.rank_sum(rows, shard.ranks, shared)
 
 
 def connect_(model: Transformer, shard: Shard) -> None:
@@ -244,6 +253,19 @@ def connect_(model: Transformer, shard: Shard) -> None:
     model.lm_head = RankConcat(model.lm_head, shard)
     if shard.embedding:
         model.embed_tokens = RankEmbedding(model.embed_tokens, shard)
+
+
+def share_(model: Transformer, shared: Tensor | None) -> None:
+    """Let all exchanges of a loaded part use the memory that the GPUs share."""
+    for module in model.modules():
+        if isinstance(module, Exchange):
+            module.shared = shared
+
+
+def exchanged(config: ModelConfig, shard: Shard, rows: int, itemsize: int) -> list[int]:
+    """The bytes that a rank gives to each exchange of a forward of `rows` rows, in order. config: of the whole model."""
+    hidden, logits = rows * config.hidden_size * itemsize, rows * config.vocab_size // shard.ranks * itemsize
+    return [hidden] * (2 * config.num_hidden_layers + shard.embedding) + [logits]
 
 
 def narrow_(model: Transformer, shard: Shard, own_head: bool) -> None:

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -33,8 +33,9 @@ from kernels import tuned
 from model import Transformer
 from model_config import DTYPES, ModelConfig
 from options import DEMO, LoadKeywords, LoadOptions, check_names
-from ranks import RankedEngine, RankLost, Ranks, end_with_the_leader, follow, join, meet, same_model
+from ranks import OtherRank, RankedEngine, RankLost, Ranks, end_with_the_leader, follow, heard, join, meet, same_model
 from runtime.compiled import COMPILE_MODES
+from runtime.links import NCCL, ONE_SHOT, Exchanges, SharedMemory, share_memory
 from step import HISTORY, RING
 from support import cache
 from support.errors import NotEnoughMemory, bad_files, one_line
@@ -50,7 +51,7 @@ from weights.hf import build_model
 from weights.hub import local_path
 from weights.quantized import QuantLinear, QuantSpec, adopt_, held_bytes, pack_
 from weights.rounding import quantize_
-from weights.shards import Shard
+from weights.shards import Shard, exchanged, share_
 
 LIVE_ROWS = 6  # fp32 rows per node that are alive at once while a captured step runs
 
@@ -79,14 +80,21 @@ def model_bytes(checkpoint: Checkpoint, options: LoadOptions) -> int:
     dtype = DTYPES[options.dtype]
     if checkpoint.quantization:
         return held_bytes(checkpoint.kept_entries, dtype, options.device, options.kernels)
-    return float_bytes(checkpoint.config, options)
+    return float_bytes(checkpoint.config, options, checkpoint.empty(), checkpoint.shard)
 
 
-def float_bytes(config: ModelConfig, options: LoadOptions) -> int:
-    """Bytes of the weights of a model that is not quantized."""
-    stored = build_model(config).to(DTYPES[config.dtype]).state_dict()
-    tied = config.tie_word_embeddings
-    return held_bytes(stored, DTYPES[options.dtype], options.device, options.kernels, tied)
+def float_bytes(
+    config: ModelConfig, options: LoadOptions, model: Transformer | None = None, shard: Shard | None = None
+) -> int:
+    """Bytes of the weights of a model that is not quantized. model: the part of it that `shard` names, without memory."""
+    dtype, tied = DTYPES[options.dtype], config.tie_word_embeddings
+    stored = dict((model or build_model(config)).to(DTYPES[config.dtype]).state_dict())
+    if tied and shard and not shard.embedding:
+        tied = False
+        rows = stored["embed_tokens.weight"][: config.vocab_size // shard.ranks]
+        if options.device == "cpu" and dtype == torch.float32:  # the LM head's part gets a layout of its own
+            stored["lm_head.weight"] = rows
+    return held_bytes(stored, dtype, options.device, options.kernels, tied)
 
 
 def plan_memory(
@@ -210,20 +218,39 @@ def _load_part(asked: LoadOptions, ranks: Ranks, progress: Progress | None, say:
         progress, say = None, lambda line: None
     try:
         engine = _load(asked, progress, say, ranks)
+        model = engine.model
+        check = float(model.norm.weight.double().sum())
+        same_model(ranks, (repr(model.config), model.quant, check, repr(engine.options)))
     except Exception as error:
-        same_model(ranks, one_line(error))
-        if ranks.rank:  # rank 0 has said why
+        if not isinstance(error, OtherRank):
+            heard(ranks, one_line(error))
+        if ranks.rank:  # rank 0 says why
             raise SystemExit(1) from error
         raise
-    model = engine.model
-    described = (repr(model.config), model.quant, float(model.norm.weight.double().sum()), repr(engine.options))
-    same_model(ranks, "", described)
     if ranks.rank:
         follow(engine, ranks)
         raise SystemExit(0)
-    sums = 2 * model.config.num_hidden_layers
-    say(f"ranks   {ranks.size} processes; each token needs {sums} sums and one exchange of logits between them")
+    say(f"ranks   {ranks.size} processes; {ranks.exchanges}")
     return engine
+
+
+def shared_bytes(checkpoint: Checkpoint, options: LoadOptions) -> int:
+    """Bytes that the exchanges of one step of a part need on each GPU: those of the largest. Wider prompts use NCCL."""
+    rows, itemsize = options.batch_size * options.tree_shape()[0], DTYPES[options.dtype].itemsize
+    return -(-max(exchanged(checkpoint.whole, checkpoint.shard, rows, itemsize)) // 256) * 256
+
+
+def link_ranks_(
+    model: Transformer, checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks, offer: SharedMemory
+) -> Exchanges:
+    """Let a loaded part exchange in the fastest way that all ranks have. All call it, before a graph is captured."""
+    sizes = exchanged(checkpoint.whole, checkpoint.shard, 1, DTYPES[options.dtype].itemsize)
+    if options.device != "cuda":
+        return Exchanges("gloo", len(sizes), None)
+    memory, why = share_memory(ranks.size, shared_bytes(checkpoint, options), partial(heard, ranks, ""), offer)
+    share_(model, memory)
+    link = NCCL if memory is None else ONE_SHOT
+    return Exchanges(link.name, len(sizes), round(link.cost(sizes) * 1e3, 2), why)
 
 
 def _load(
@@ -231,18 +258,19 @@ def _load(
 ) -> Engine:
     use_threads(asked, ranks.size if ranks else 1)
     with bad_files(), freed_memory_returns():
-        if asked.sha256:
+        if asked.sha256 and not (ranks and ranks.rank):  # one rank is enough, and it reads the whole file
             check_sha256(local_path(asked.checkpoint), asked.sha256)
         files = _Files(asked, Shard(ranks.rank, ranks.size) if ranks else None)
     options = asked.resolve(files.checkpoint, files.head)
     device = torch.device(options.device)
     backend = open_backend(options, say)
-    plan = files.plan(options)
-    check_memory(plan, free_memory(device), options)
+    plan = check_plan(files, options, ranks, say)
     for note in (*files.checkpoint.notes, *(files.head.notes if files.head else ())):
         say(f"note    {note}")
     with bad_files(), _memory_errors(plan), freed_memory_returns():
         model = files.checkpoint.load(device, DTYPES[options.dtype], progress, options.ctx)
+        if ranks:
+            ranks.exchanges = link_ranks_(model, files.checkpoint, options, ranks, SharedMemory())
         head = None
         if files.head:
             ids = draft_vocabulary(options, files.checkpoint.config, files.tokenizer)
@@ -295,9 +323,29 @@ class _Files:
         weights = model_bytes(self.checkpoint, options)
         if self.draft is None:
             quantized = bool(self.checkpoint.quantization)
-            return plan_memory(self.checkpoint.config, options, self.head, weights, quantized=quantized)
-        draft_weights = model_bytes(self.draft, options)
-        return plan_memory(self.checkpoint.config, options, self.head, weights, self.draft.config, draft_weights)
+            plan = plan_memory(self.checkpoint.config, options, self.head, weights, quantized=quantized)
+        else:
+            draft_weights = model_bytes(self.draft, options)
+            plan = plan_memory(self.checkpoint.config, options, self.head, weights, self.draft.config, draft_weights)
+        shared = shared_bytes(self.checkpoint, options) if self.checkpoint.shard and options.device == "cuda" else 0
+        return replace(plan, buffers=plan.buffers + shared)
+
+
+def check_plan(files: _Files, options: LoadOptions, ranks: Ranks | None, say: Callable[[str], None]) -> MemoryPlan:
+    """The memory plan. Where some rank could not hold its part, the embedding is split, too.
+
+    Raises NotEnoughMemory where it still does not fit. All ranks call it, and all split the embedding or none.
+    """
+    device = torch.device(options.device)
+    plan, free = files.plan(options), free_memory(device)
+    if ranks:
+        free = free if device.type == "cuda" else free // ranks.size  # processes on one CPU share its memory
+        if any(heard(ranks, "", plan.total > free)):
+            files.checkpoint = files.checkpoint.sharded(files.checkpoint.shard._replace(embedding=True))
+            plan = files.plan(options)
+            say("note    the embedding is split to save memory: one more exchange per forward and level of drafting.")
+    check_memory(plan, free, options)
+    return plan
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from engine import Engine
+from runtime.links import Exchanges
 from runtime.results import Chunk, GenerationResult, Stream
 from runtime.turns import Left, Turn
 from sampling import SamplingParams
@@ -43,6 +44,10 @@ class RankLost(UserError):
     code = INTERNAL
 
 
+class OtherRank(UserError):
+    """Another process of the engine could not load its part, or loaded a part of another model. All ranks know it."""
+
+
 class Ranks:
     """The processes of one engine, as one of them sees the others. Make it in all of them at the same time."""
 
@@ -53,6 +58,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.children = children
+        self.exchanges: Exchanges | None = None  # what they exchange, known when the model is loaded
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens on another interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         backend = "nccl" if device == "cuda" else "gloo"
@@ -177,17 +183,24 @@ def end_with_the_leader() -> None:
     os._exit(INTERNAL)
 
 
-def same_model(ranks: Ranks, error: str, described: Any = None) -> None:
-    """Go on only if every rank has loaded its part of one model. All ranks call it.
+def heard(ranks: Ranks, error: str, value: Any = None) -> list[Any]:
+    """What all ranks say while they load, in their order. All ranks call it, also one that cannot go on.
 
-    error: why this rank has not, or "". described: what must be equal everywhere. Raises UserError in one line.
+    error: why this rank cannot, or "". Raises OtherRank, in one line, in the ranks that could.
     """
-    told = ranks.gather((error, described))
-    for rank, (problem, theirs) in enumerate(told):
+    told = ranks.gather((error, value))
+    for rank, (problem, _) in enumerate(told):
         if problem and not error:
-            raise UserError(f"rank {rank}: {problem}")
-        if not problem and not error and theirs != told[0][1]:
-            raise UsageError(f"rank {rank} has another checkpoint, or other options, than rank 0. Give all the same.")
+            raise OtherRank(f"rank {rank}: {problem}")
+    return [theirs for _, theirs in told]
+
+
+def same_model(ranks: Ranks, described: Any) -> None:
+    """Go on only if every rank has loaded its part of one model. described: what must be equal everywhere."""
+    told = heard(ranks, "", described)
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            raise OtherRank(f"rank {rank} has another checkpoint, or other options, than rank 0. Give all the same.")
 
 
 class _AgreedTurn:

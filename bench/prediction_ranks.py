@@ -7,7 +7,7 @@ between the GPUs, with published times of an exchange.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,27 +15,13 @@ from bench.prediction import Gpu, Setup, draft_forwards, linear_seconds, target,
 from bench.random_models import SHAPES, empty_model
 from bench.step_cells import draft_rows
 from model import Transformer
+from runtime.links import NCCL, ONE_SHOT, Link
 from tree import parse_tree
-from weights.shards import Shard
+from weights.shards import Shard, exchanged
 
 RANKS, SHAPE, CONTEXT = 2, "llama-2-70b", 512
-LAUNCHES = (
-    12  # per layer: 6 as on one GPU, and gather, ordered sum and norm for each of the two sums instead of their end
-)
-
-
-class Link(NamedTuple):
-    """How two cards exchange: seconds of a short exchange, and bytes per second of long ones."""
-
-    name: str
-    seconds: float
-    rate: float
-
-
-LINKS = (
-    Link("NCCL through host memory (stock driver)", 39e-6, 10e9),
-    Link("one-shot over peer-to-peer memory (NVLink or a patched driver), not built", 5.76e-6, 20e9),
-)
+LAUNCHES = 5  # per layer, as on one GPU; and for each of its two sums the exchange's own, the sum and the norm after it
+LINKS = {NCCL: "stock driver", ONE_SHOT: "NVLink or a patched driver"}
 SETUPS = (
     Setup(SHAPE, 0, "", 0, 1.0, "plain decoding"),
     Setup(SHAPE, 1, "chain:3", 0, 2.8, "assumed: the paper's chain of 5 has 3.12"),
@@ -61,15 +47,16 @@ def predict(setup: Setup, link: Link, report: dict[str, Any], gpu: Gpu) -> dict[
         levels = draft_rows(setup.tree)
         heads = [(model.lm_head, n if level else 1) for level, n in enumerate(levels)]
         draft = linear_seconds(bodies + heads, report, gpu)
-    hidden, logits = whole.hidden_size * 2, whole.vocab_size // RANKS * 2
-    sent = [rows * hidden] * (2 * whole.num_hidden_layers) + [n * logits for n in (rows, *levels)]
+    logits = whole.vocab_size // RANKS * 2
+    sent = exchanged(whole, Shard(0, RANKS), rows, 2) + [n * logits for n in levels]
+    launches = LAUNCHES + 2 * (link.launches + 2)
     kv = model.kv_bytes(CONTEXT, 2)
     ms = {
         "target": verify["seconds"] * 1e3,
         "draft": draft["seconds"] * 1e3,
         "attention": kv / (gpu.bytes_per_second * gpu.memory_share) * 1e3,
-        "gaps": LAUNCHES * (whole.num_hidden_layers + len(levels)) * gpu.gap * 1e3,
-        "exchanges": sum(link.seconds + size / link.rate for size in sent) * 1e3,
+        "gaps": launches * (whole.num_hidden_layers + len(levels)) * gpu.gap * 1e3,
+        "exchanges": link.cost(sent) * 1e3,
     }
     return ms | {
         "step": sum(ms.values()), "bytes": verify["bytes"] + draft["bytes"] + kv, "count": len(sent),
@@ -96,7 +83,7 @@ def page(report: dict[str, Any], gpu: Gpu) -> str:
             name = f"EAGLE-{setup.head}, {setup.tree}" if setup.head else "none"
             parts = " | ".join(f"{row[k]:.2f}" for k in ("target", "draft", "attention", "gaps", "exchanges"))
             lines.append(
-                f"| {name} | {setup.tau:g} | {setup.source} | {link.name} ({row['count']}) | "
+                f"| {name} | {setup.tau:g} | {setup.source} | {link.name}, {LINKS[link]} ({row['count']}) | "
                 f"{row['bytes'] / 1e9:.1f} GB | {parts} | **{row['step']:.1f}** | **{row['tokens_per_second']:.0f}** |"
             )
     held, config = one_part(), SHAPES[SHAPE]
@@ -106,10 +93,12 @@ def page(report: dict[str, Any], gpu: Gpu) -> str:
         "its 24 GB is for the draft head, keys and values, and buffers.",
         "An exchange of 10 KB was published at 39 us for NCCL through host memory, and at 5.76 us on the device for a "
         "Triton kernel over peer-to-peer memory. Longer ones are assumed to add their bytes at 10 and 20 GB/s. None of "
-        "this was measured with eaglet.",
+        "this was measured with eaglet. Its one-shot exchange is not one kernel: it writes, waits, adds and waits again. "
+        "The gaps between these are counted.",
         "A step has two sums per layer, one exchange of logits, and one of each draft level. Exchanges and work on the "
         "GPU do not overlap.",
-        f"{LAUNCHES} kernels per layer are assumed where one GPU has 6, because a sum of ranks cannot end with the norm.",
+        f"{', '.join(f'{LAUNCHES + 2 * (link.launches + 2)} kernels per layer ({link.name})' for link in LINKS)} are "
+        f"assumed where one GPU has {LAUNCHES}, because a sum of ranks cannot end with the norm.",
         "Everything else is assumed as on the page of one card.",
         "For scale: 26.4 tokens/s were published for LLaMA-3-70B on four RTX 3090 with ik_llama.cpp.",
     )

@@ -34,5 +34,4 @@ from kernels.linear import TopK, epilogue, packed_linear, packed_linear_norm, pa
 from kernels.norm_rope import rms_norm, rms_norm_reference, rope_reference, rope_write_kv
 from kernels.packing import PackedWeight, dequantize, pack_float, pack_half, pack_int4, pack_int8, packed_rows
 from kernels.projection import packed_linear_rope
-from kernels.ranks import rank_concat, rank_sum
 from kernels.tuned import SMALL_M, LinearConfig, linear_config, read_tuned, shape_key, tuned_file, write_tuned

@@ -8,6 +8,7 @@ for each. All processes do the same, so their parts of the models meet in every 
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from ranks import join
 from sampling_params import SamplingParams
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle
+from weights.quantized import QuantSpec
 from weights.shards import Shard
 
 PROMPTS = [[1, 5, 9, 22, 7, 3] * 3, [8, 2, 61], [30, 31, 30, 31, 30]]
@@ -45,12 +47,16 @@ def main(rank: int, size: int, meeting_point: str, folder: Path) -> None:
             key: str(folder / case[key]) for key in ("checkpoint", "eagle", "draft_checkpoint", "medusa") if key in case
         }
         temperature = case.get("temperature", 0.0)
-        options = {key: value for key, value in case.items() if key != "temperature"} | paths
+        ours = ("temperature", "split", "rounded")
+        options = {key: value for key, value in case.items() if key not in ours} | paths
         checkpoint = Checkpoint.open(paths["checkpoint"])
+        if case.get("rounded"):
+            checkpoint = replace(checkpoint, spec=QuantSpec(case["rounded"], group_size=32))
         options = LoadOptions(**options, ctx=120, dtype="float64", device="cpu", kernels="reference")
         options = options.resolve(checkpoint)
-        part = checkpoint.sharded(Shard(rank, size)).load("cpu", torch.float64)
-        whole = checkpoint.load("cpu", torch.float64)
+        with torch.inference_mode(False):  # as in `load`
+            part = checkpoint.sharded(Shard(rank, size, case.get("split", False))).load("cpu", torch.float64)
+            whole = checkpoint.load("cpu", torch.float64)
         params = SamplingParams(temperature=temperature, max_new_tokens=12, stop_ids=(95,), seed=3)
         texts = [decode(model, checkpoint, options, params) for model in (whole, part)]
         cache = [model.new_cache(1, 8).numel() for model in (whole, part)]

@@ -293,7 +293,9 @@ def test_tensors_are_read_one_by_one(tiny_checkpoint, monkeypatch):
 
         return entry._replace(read=read)
 
-    monkeypatch.setattr(checkpoint, "read_entries", lambda files: {n: watch(e) for n, e in read_entries(files).items()})
+    monkeypatch.setattr(
+        checkpoint, "read_entries", lambda files, share: {n: watch(e) for n, e in read_entries(files).items()}
+    )
     seen = []
     model = load_model(tiny_checkpoint("llama"), progress=lambda *report: seen.append(report))
     done = [report[0] for report in seen]

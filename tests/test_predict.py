@@ -11,6 +11,7 @@ from bench import prediction as predict
 from bench import prediction_ranks
 from kernels.linear import launch_tile
 from model import weight_bytes
+from runtime.links import NCCL
 from weights.quantized import QuantLinear
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,7 +121,7 @@ def test_a_report_of_other_kernels_is_refused(report):
 
 def test_two_gpus_recount_and_their_page_is_what_the_script_writes(report):
     """Exchanges or halves that are counted twice, edited figures, and a prediction that reads like a measurement."""
-    plain, slow = prediction_ranks.SETUPS[0], prediction_ranks.LINKS[0]
+    plain, slow = prediction_ranks.SETUPS[0], NCCL
     row = prediction_ranks.predict(plain, slow, report, predict.Gpu())
     _, _, four_bytes, eight_bytes = by_hand(8192, 28672, 80, 1024, 32000)
     kv = 512 * 80 * 2 * 1024 * 2

@@ -15,25 +15,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_cuda import Indexing, OneDevice, on_fake_gpu
-from tiny import randomise, tiny_head
+from tiny import held, randomise, tiny_head
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kernels
+import load
 from drafters.base import PlainDrafter
 from model import Transformer
 from model_config import ModelConfig
-from options import DEMO
+from options import DEMO, LoadOptions
+from ranks import OtherRank
 from sampling import SamplingMode
 from step import DecodeState, decode_step
-from support.errors import UsageError
+from support.errors import NotEnoughMemory, UsageError
+from weights import exchanges
 from weights.checkpoint import Checkpoint
 from weights.files import Entry
 from weights.heads import save_eagle
 from weights.hf import config_to_hf, save_hf, write_directory
 from weights.medusa import save_medusa
 from weights.published import Layout, _read_linear
-from weights.quantized import QuantSpec
+from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
-from weights.shards import Shard
+from weights.shards import Shard, common_rows, share_
 from weights.stored import spec_to_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,12 +76,13 @@ def model_of(seed: int = 0, **changes) -> Transformer:
 
 
 def cases(size: int) -> list[dict]:
-    """Every family plainly; LLaMA with every drafter, sampled as a batch; quantized models with a head."""
+    """Every family plainly; LLaMA with every drafter, sampled as a batch; quantized models; split embeddings."""
     found = [{"checkpoint": name, "temperature": float(size == 4)} for name in FAMILIES]
     drafters = DRAFTERS if size == 2 else DRAFTERS[3:4]
     found += [{"checkpoint": "llama", "temperature": 1.0, "batch_size": 3, **drafter} for drafter in drafters]
     found += [{"checkpoint": name, **DRAFTERS[3]} for name in ("int4", "int8", "mixtral-int4")]
-    return found
+    found += [{"checkpoint": name, "split": True, **DRAFTERS[3]} for name in ("llama", "int4")]
+    return found + [{"checkpoint": "tied", "split": True}, {"checkpoint": "tied", "rounded": "int4"}]
 
 
 @pytest.fixture(scope="module")
@@ -266,20 +271,82 @@ def test_parts_of_published_layouts_are_parts_of_the_matrix(kind, module, axis):
     assert torch.equal(torch.cat(parts, axis), matrix(entries))
 
 
+class Others:
+    """The processes as `load` sees them. The other one says what a test lets it say."""
+
+    rank, size = 0, 2
+
+    def __init__(self, *told: tuple):
+        self.told = list(told)
+
+    def gather(self, value):
+        return [value, self.told.pop(0)]
+
+
+@pytest.mark.parametrize("name, mode", [
+    ("llama", "reference"), ("tied", "reference"), ("int4", "reference"), ("tied", "cpu"),
+])  # fmt: skip
+def test_the_embedding_is_split_only_where_a_rank_could_not_hold_it_whole(folder, name, mode, monkeypatch):
+    """An exchange more although memory suffices; ranks of which only one splits; a plan that is not of one part."""
+    dtype = {"reference": torch.float64, "cpu": torch.float32}[mode]
+    asked = LoadOptions(str(folder / name), device="cpu", dtype=str(dtype)[6:], kernels=mode, ctx=64)
+
+    def planned(free: int, other: bool):
+        monkeypatch.setattr(load, "free_memory", lambda device: 2 * free)  # of a CPU that two processes share
+        files, said = load._Files(asked, Shard(0, 2)), []
+        options = asked.resolve(files.checkpoint)
+        plan = load.check_plan(files, options, Others(("", other)), said.append)
+        with kernels.KernelBackend(mode, "cpu").active():
+            part = files.checkpoint.load("cpu", dtype)
+            ids = torch.tensor([0, 3, 40])
+            rows = part.embed_tokens(ids)
+            pack_(part, dtype)
+            assert torch.equal(part.embed_tokens(ids), rows)
+        assert plan.weights == held(part) - held(part.rotary)
+        return plan.total, files.checkpoint.shard.embedding, said
+
+    monkeypatch.setattr(exchanges, "rank_sum", lambda x, ranks, shared: x)
+    plenty, whole, said = planned(1 << 30, False)
+    assert not whole and not said
+    saved = dtype.itemsize * V * 64 // 2  # half of the table,
+    saved *= 2 if mode == "cpu" else 1  # and the half of it that is the LM head, which these kernels lay out anew
+    assert planned(plenty - 1, False)[1] and planned(1 << 30, True)[0] == plenty - saved
+    with pytest.raises(NotEnoughMemory, match="not enough memory"):
+        planned(plenty - saved - 1, False)
+    with pytest.raises(OtherRank, match="rank 1: no such file"):
+        load.check_plan(
+            load._Files(asked, Shard(0, 2)), asked.resolve(Checkpoint.open(folder / name)),
+            Others(("no such file", None)), print,
+        )  # fmt: skip
+
+
+def test_rows_of_a_split_matrix_keep_their_bits(monkeypatch):
+    """-0.0 that becomes 0.0 because another rank adds nothing to it, or a row that two ranks give."""
+    table = torch.tensor([[-0.0, 1.5], [2.0, -0.0], [0.0, -3.0], [-0.0, -0.0]], dtype=torch.float16)
+    ids, parts = torch.tensor([[3, 0, 1], [2, 3, 0]]), []
+    monkeypatch.setattr(exchanges, "rank_sum", lambda x, ranks, shared: parts.append(x) or x)
+    for rank in (0, 1):
+        common_rows(ids, 2, table[2 * rank : 2 * rank + 2].__getitem__, Shard(rank, 2))
+    both = parts[0] + parts[1]
+    assert torch.equal(both.view(torch.int16), table[ids].view(torch.int16))
+
+
+@pytest.mark.parametrize("split, one_shot", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "int4"])
-def test_a_step_exchanges_two_sums_per_layer_and_the_logits(folder, name, monkeypatch):
+def test_a_step_exchanges_two_sums_per_layer_and_the_logits(folder, name, split, one_shot, monkeypatch):
     """A value that a part reads on the host, or an exchange more than a step needs."""
     properties = SimpleNamespace(multi_processor_count=82, L2_cache_size=6 << 20, major=8, minor=6, name="fake")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    part = Checkpoint.open(folder / name).sharded(Shard(0, 2)).load("cpu", torch.float16)
+    part = Checkpoint.open(folder / name).sharded(Shard(0, 2, split)).load("cpu", torch.float16)
     layers = part.config.num_hidden_layers
     with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
         on_fake_gpu(part)
+        share_(part, torch.empty(4096, dtype=torch.uint8, device="cuda") if one_shot else None)
         drafter = PlainDrafter(part)
         state = DecodeState(part, drafter, 1, 120)
         with Counted() as counted, OneDevice(), torch.inference_mode():
             decode_step(part, drafter, state, SamplingMode())
-    assert counted.found == {"eaglet::rank_sum": 2 * layers, "eaglet::rank_concat": 1}
+    assert counted.found == {"eaglet::rank_sum": 2 * layers + split, "eaglet::rank_concat": 1}
 
 
 class Counted(TorchDispatchMode):

@@ -27,9 +27,10 @@ from weights.meta import is_meta, read_meta_config, read_meta_entries
 from weights.published import fill_published, published_layout
 from weights.quantized import QuantSpec, apply_spec_
 from weights.rounding import fill_rounded, half_of
-from weights.shards import Shard, connect_, narrow_head_
+from weights.shards import Shard, connect_, narrow_
 from weights.stored import fill_stored, read_spec
 
+EMBEDDING = "model.embed_tokens.weight"
 QUANTIZED = {"eaglet": "eaglet_quant", "published": "quantization_config"}  # kind -> its key in config.json
 # What `copy_texts` takes along: the tokenizer, stop ids, the chat template, and the licence.
 TEXTS = """tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
@@ -132,24 +133,43 @@ class Checkpoint:
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """All tensors, unread, under the names of the files (of Hugging Face for Meta's format and GGUF)."""
+        share = (self.shard.rank, self.shard.ranks) if self.shard else (0, 1)
         if self.gguf:
-            return self.gguf.entries
-        if self.kind == "meta":
-            found = read_meta_entries(self.directory, self.config)
+            found = self.gguf.entries
+        elif self.kind == "meta":
+            found = read_meta_entries(self.directory, self.config, share)
         elif files := tensor_files(self.directory):
-            found = read_entries(files)
+            found = read_entries(files, share)
         else:
             expected = "no model*.safetensors, no pytorch_model*.bin"
             raise ValueError(f"{self.directory}: {expected}. All downloaded?")
-        return self.shard.entries(found, self.whole, str(self.directory)) if self.shard else found
+        if not self.shard:
+            return found
+        if self._rounds_tied_head and EMBEDDING in found:
+            found["lm_head.weight"] = found[EMBEDDING]
+        tied = self.config.tie_word_embeddings
+        return self.shard.entries(found, replace(self.whole, tie_word_embeddings=tied), str(self.directory))
+
+    @property
+    def _rounds_tied_head(self) -> bool:
+        """Whether this part's LM head is rounded from the embedding. It is then as that of a model that is not tied."""
+        return bool(self.spec and self.shard and self.whole.tie_word_embeddings)
+
+    def empty(self) -> Transformer:
+        """The model, or this process's part of it, on the meta device and with float weights."""
+        model = build_model(self.config)
+        if self.shard:
+            tied = self.config.tie_word_embeddings and "lm_head.qweight" not in self.entries
+            narrow_(model, self.shard, not tied)
+        return model
 
     @property
     def kept_entries(self) -> dict[str, Entry]:
         """The tensors that a loaded model holds: those of `entries`, or quantized ones in place of floats or GGUF's."""
         if self.spec:
-            slots = apply_spec_(build_model(self.config), self.spec).state_dict()
+            slots = apply_spec_(self.empty(), self.spec).state_dict()
             return {name: Entry(tuple(t.shape), t.dtype, "", t.detach) for name, t in slots.items()}
-        return kept_entries(self.gguf, self._packed) if self.gguf else self.entries
+        return kept_entries(self.gguf, self.entries, self._packed) if self.gguf else self.entries
 
     def rounded(self, mode: str) -> Checkpoint:
         """The same checkpoint, to be rounded to 'int8' or 'int4' while it is read, as quantize.py rounds by default.
@@ -165,7 +185,7 @@ class Checkpoint:
         except UsageError as error:
             problem = str(error).partition(";")[0]
             raise UsageError(f"{flag}: {problem}; use --quant int8, or quantize.py with its --group-size.") from error
-        embedding = self.entries.get("model.embed_tokens.weight")
+        embedding = self.entries.get(EMBEDDING)
         dtype = half_of(embedding.dtype if embedding else None)
         return replace(self, spec=spec, config=replace(self.config, dtype=str(dtype).removeprefix("torch.")))
 
@@ -174,8 +194,10 @@ class Checkpoint:
         if self.spec and self.spec.mode == "int8":
             why = "--quant int8 scales whole rows, and --tp splits them; quantize with quantize.py, or use --quant int4"
             raise UsageError(f"{why}.")
-        gguf = self.gguf and replace(self.gguf, shard=shard, whole=self.config)
-        return replace(self, gguf=gguf, shard=shard, whole=self.config, config=shard.local(self.config))
+        gguf = self.gguf and replace(self.gguf, shard=shard, whole=self.whole or self.config)
+        whole = self.whole or self.config
+        config = replace(whole, tie_word_embeddings=whole.tie_word_embeddings and not self.spec)
+        return replace(self, gguf=gguf, shard=shard, whole=whole, config=shard.local(config))
 
     def reopened(self) -> Checkpoint:
         """The same checkpoint with newly mapped files. Pages that were read before stop counting as our memory."""
@@ -208,16 +230,14 @@ class Checkpoint:
             ValueError: one line that names the file and the tensor or key, and what to do.
         """
         quantization, file, where = self.quantization, str(self.config_file), str(self.directory)
-        model = build_model(self.config)
-        if self.shard:
-            narrow_head_(model, self.shard, not self.entries.keys() & {"lm_head.weight", "lm_head.qweight"})
+        model = self.empty()
         to = Destination(device, dtype or DTYPES[self.config.dtype], progress or (lambda *_: None))
         if self.spec:
             fill_rounded(model, self.entries, self.spec, where, to)
         elif self.kind == "eaglet":
             fill_stored(model, self.entries, read_spec(self.raw["eaglet_quant"], file), where, to)
         elif self.gguf:
-            fill_gguf(model, self.gguf, {} if floats else self._packed, to)
+            fill_gguf(model, self.gguf, self.entries, {} if floats else self._packed, to)
         elif self.kind == "published":
             fill_published(model, self.entries, self.raw["quantization_config"], file, to)
         else:

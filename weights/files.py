@@ -36,6 +36,17 @@ LARGEST = 2.0**20  # of a weight. Trained ones stay far below it, and a damaged 
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|rope\.freqs")
 
 
+class Spans(NamedTuple):
+    """A part of a tensor: pieces of it along one axis, each from its first index to the one after its last."""
+
+    axis: int
+    pieces: tuple[tuple[int, int], ...]
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        parts = [tensor.narrow(self.axis, first, end - first) for first, end in self.pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
+
+
 class Entry(NamedTuple):
     """One tensor on disk. `read()` brings its values to the CPU. dtype is a str where torch has no such dtype."""
 
@@ -43,6 +54,8 @@ class Entry(NamedTuple):
     dtype: torch.dtype | str
     file: str
     read: Callable[[], Tensor]
+    # Reads a part. None where `read` only maps the file, so that what is cut off its result is not read.
+    part: Callable[[Spans], Tensor] | None = None
 
 
 Entries = Mapping[str, Entry]
@@ -77,11 +90,14 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         os.fsync(out.fileno())
 
 
-def read_entries(files: Iterable[Path]) -> dict[str, Entry]:
-    """All tensors of `.safetensors`, `.bin` and `.pth` files, unread. A name in two files is a ValueError."""
+def read_entries(files: Iterable[Path], share: tuple[int, int] = (0, 1)) -> dict[str, Entry]:
+    """All tensors of `.safetensors`, `.bin` and `.pth` files, unread. A name in two files is a ValueError.
+
+    share: see `pickle_entries`.
+    """
     entries: dict[str, Entry] = {}
     for path in files:
-        found = _safetensors_entries(path) if path.suffix == ".safetensors" else pickle_entries(path)
+        found = _safetensors_entries(path) if path.suffix == ".safetensors" else pickle_entries(path, share)
         for name in entries.keys() & found.keys():
             raise ValueError(f"{path}: {few_names([name])} is also in {entries[name].file}; remove one.")
         entries |= found
@@ -126,10 +142,11 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def pickle_entries(path: Path, whole: bool = True) -> dict[str, Entry]:
+def pickle_entries(path: Path, share: tuple[int, int] | None = (0, 1)) -> dict[str, Entry]:
     """The tensors of a pickle file, which may hold nothing but a dictionary of names and dense tensors.
 
-    whole: read the whole file once and compare it with the checksums that the format since torch 1.6 has inside.
+    share: (i, n) reads the i-th of n shares of the file and compares it with the checksums that the format since torch
+    1.6 has inside. n processes that read a file together so read it once. None compares nothing.
     """
     if [int(n) for n in torch.__version__.split(".")[:2]] < [2, 10]:
         why = f"pickle files need torch 2.10 or newer (CVE-2026-24747), this is {torch.__version__}"
@@ -142,7 +159,7 @@ def pickle_entries(path: Path, whole: bool = True) -> dict[str, Entry]:
     except Exception as error:  # an untrusted pickle can make torch.load raise anything
         reason = f"not a plain tensor file ({_pickle_reason(error)})"
         raise ValueError(f"{path}: refused, {reason}. Get the model as safetensors.") from error
-    if mapped and whole and (record := _damaged_record(path)):
+    if mapped and share and (record := _damaged_record(path, *share)):
         raise refusal(path, f"the checksum of {record!r:.80} in it is wrong.", "Damaged; download it again.")
     if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
         value = value["state_dict"]
@@ -155,10 +172,12 @@ def pickle_entries(path: Path, whole: bool = True) -> dict[str, Entry]:
     return found
 
 
-def _damaged_record(path: Path) -> str | None:
-    """The first part of a torch file whose CRC-32 is not that of its bytes. torch itself does not compare them."""
+def _damaged_record(path: Path, share: int, shares: int) -> str | None:
+    """A record in one share of a torch file whose CRC-32 is not that of its bytes. torch itself does not compare them."""
     try:
         with zipfile.ZipFile(path) as archive:
+            records = sorted(archive.infolist(), key=lambda record: record.file_size)
+            archive.filelist = records[share::shares]  # those that testzip reads
             return archive.testzip()
     except Exception as error:  # zipfile raises many kinds for a damaged archive
         return f"the archive ({error})"

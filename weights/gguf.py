@@ -12,7 +12,7 @@ import mmap
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from model import Transformer
 from model_config import ModelConfig
 from support.errors import UsageError, UserError
-from weights.files import Destination, Entry, check_entries, check_finite
+from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
 from weights.gguf_tokenizer import TOKEN_LISTS, stop_ids, tokenizer_files
 from weights.hf import hf_views, parameter_sources, read_parameter
 from weights.published import install
@@ -295,8 +295,9 @@ class GGUFFile:
         for name, (tensor, expert) in self.sources.items():
             shape = tuple(map(int, reversed(tensor.shape)))[0 if expert is None else 1 :]
             dtype = kinds.get(tensor.tensor_type.name, torch.float32)
-            found[name] = Entry(shape, dtype, self.path.name, lambda t=tensor, e=expert: self._read(t, e))
-        return self.shard.entries(found, self.whole, str(self.path)) if self.shard else found
+            read = partial(self._read, tensor, expert)
+            found[name] = Entry(shape, dtype, self.path.name, read, read)
+        return found
 
     def forget(self) -> None:
         """Let the system drop the pages that were read. They are read again where they are needed."""
@@ -315,21 +316,33 @@ class GGUFFile:
             found |= {data} if isinstance(data, mmap.mmap) else set()
         return found
 
-    def _rows(self, tensor: Any, expert: int | None) -> np.ndarray:
-        """The stored rows of a tensor, in the order of Hugging Face.
+    def _rows(self, tensor: Any, expert: int | None, spans: Spans | None = None) -> np.ndarray:
+        """The stored rows of a tensor, or of a part of it, in the order of Hugging Face.
 
-        llama.cpp rotates neighbouring rows of Q and K, Hugging Face rotates row i with row i + head_dim / 2.
+        llama.cpp rotates neighbouring rows of Q and K, Hugging Face rotates row i with row i + head_dim / 2. A part of
+        them has whole heads, and a part of the columns must have whole blocks.
         """
         rows = tensor.data if expert is None else tensor.data[expert]
+        share, width = 1, int(tensor.shape[0])
+        if spans and spans.axis:
+            pieces = [slice(*(i * rows.shape[1] // width for i in piece)) for piece in spans.pieces]
+            rows = np.concatenate([rows[:, piece] for piece in pieces], 1) if len(pieces) > 1 else rows[:, pieces[0]]
+        elif spans:
+            whole, pieces = len(rows), [slice(*piece) for piece in spans.pieces]
+            rows = np.concatenate([rows[piece] for piece in pieces]) if len(pieces) > 1 else rows[pieces[0]]
+            share = whole // len(rows)
         if self.metadata["general.architecture"] == "llama" and re.search(r"\.attn_[qk]\.", tensor.name):
             side = "head_count" if ".attn_q." in tensor.name else "head_count_kv"
             heads = self.metadata.get(f"llama.attention.{side}", self.metadata["llama.attention.head_count"])
-            heads = heads[0] if isinstance(heads, list) else heads
+            heads = (heads[0] if isinstance(heads, list) else heads) // share
             rows = rows.reshape(heads, len(rows) // heads // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
         return rows
 
-    def _read(self, tensor: Any, expert: int | None = None) -> Tensor:
-        rows, kind = np.array(self._rows(tensor, expert)), tensor.tensor_type.name
+    def _read(self, tensor: Any, expert: int | None = None, spans: Spans | None = None) -> Tensor:
+        block = _package().GGML_QUANT_SIZES[tensor.tensor_type][0]
+        if spans and spans.axis and any(i % block for piece in spans.pieces for i in piece):
+            return spans(self._read(tensor, expert))  # blocks of 256 columns that belong to two processes
+        rows, kind = np.array(self._rows(tensor, expert, spans)), tensor.tensor_type.name
         if kind in ("F32", "F16"):
             return torch.from_numpy(rows)
         if kind == "BF16":
@@ -371,7 +384,10 @@ class GGUFFile:
     def stored(self, name: str) -> dict[str, Tensor]:
         """A Q4_0, Q4_1 or Q8_0 matrix exactly in our layout (`weights.quantized`)."""
         tensor, expert = self.sources[name]
-        rows, kind = self._rows(tensor, expert), tensor.tensor_type.name
+        shape, kind, spans = (int(tensor.shape[1]), int(tensor.shape[0])), tensor.tensor_type.name, None
+        if self.shard:
+            spans = self.shard.matrix(name, shape, BLOCK, self.whole, str(self.path))
+        rows = self._rows(tensor, expert, spans)
         stored: dict[str, Tensor] = {}
         for first in range(0, len(rows), 4096):  # so that an LM head takes little more than its place
             for leaf, part in self._stored_rows(rows[first : first + 4096], kind, tensor.name).items():
@@ -379,7 +395,7 @@ class GGUFFile:
                 whole = stored.setdefault(leaf, part.new_empty(*part.shape[:axis], len(rows), *part.shape[axis + 1 :]))
                 whole.narrow(axis, first, part.shape[axis]).copy_(part)
             self.forget()
-        return self.shard.stored(name, stored, self.whole, str(self.path)) if self.shard else stored
+        return stored
 
     def _stored_rows(self, rows: np.ndarray, kind: str, name: str) -> dict[str, Tensor]:
         """Some rows of a matrix. weight = code * scale + min; in Q4_0 the min is -8 * scale, and Q8_0 has none."""
@@ -428,9 +444,9 @@ def packed_parameters(model: Transformer, file: GGUFFile) -> dict[str, list[str]
     return {ours: names for ours, names in sources.items() if file.packs(names)}
 
 
-def kept_entries(file: GGUFFile, packed: Mapping[str, list[str]]) -> dict[str, Entry]:
-    """The tensors that loading keeps, by name: the parameters in `packed` in our layout, the others as floats."""
-    entries = file.entries
+def kept_entries(file: GGUFFile, entries: Entries, packed: Mapping[str, list[str]]) -> dict[str, Entry]:
+    """The tensors that loading keeps, by name: the parameters in `packed` in our layout, the others as `entries` are."""
+    entries = dict(entries)
     for names in packed.values():
         for name in names:
             stored = file.stored_entries(name, file.has_minima(names))
@@ -459,12 +475,15 @@ def float_note(file: GGUFFile, packed: Mapping[str, list[str]]) -> str:
     return f"{found} of {file.path.name} became floats; only matrices in {kept} stay quantized." if found else ""
 
 
-def fill_gguf(model: Transformer, file: GGUFFile, packed: Mapping[str, list[str]], to: Destination) -> None:
+def fill_gguf(
+    model: Transformer, file: GGUFFile, entries: Entries, packed: Mapping[str, list[str]], to: Destination
+) -> None:
     """Fill a meta model: quantized modules for the parameters in `packed`, floats of `to.dtype` for the others.
 
+    entries: all tensors of this process's part as floats.
     Raises ValueError in one line for tensors that are missing, left over, of another shape, or not finite.
     """
-    where, entries = str(file.path), file.entries
+    where = str(file.path)
     views = hf_views(model)
     check_entries({name: tuple(view.shape) for name, view in views.items()}, entries, where)
     sources, slots = parameter_sources(model, views), dict(model.named_parameters())

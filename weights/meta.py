@@ -15,7 +15,7 @@ from torch import Tensor
 from model_config import ModelConfig
 from support.files import read_json
 from support.reader import ConfigReader
-from weights.files import Entry, few_names, pickle_entries
+from weights.files import Entry, Spans, few_names, pickle_entries
 
 # Meta name = Hugging Face name : dimension that the shards split ("-" where every shard holds the whole tensor)
 META_TOP = {"tok_embeddings": "model.embed_tokens:1", "norm": "model.norm:-", "output": "lm_head:0"}
@@ -41,7 +41,7 @@ def read_meta_config(directory: Path) -> ModelConfig:
     params = read_json(directory / "params.json")
     for key in params.keys() - set(META_KEYS.split()):
         raise ValueError(f"{where}: {key!r:.80} is not implemented.")
-    shards = _shards(directory, whole=False)
+    shards = _shards(directory, None)
     w1 = shards[0]["layers.0.feed_forward.w1.weight"]
     read = ConfigReader(params, where)
     dim, heads = read.integer("dim"), read.integer("n_heads")
@@ -75,9 +75,12 @@ def read_meta_config(directory: Path) -> ModelConfig:
     return ModelConfig.from_hf(hf, where)
 
 
-def read_meta_entries(directory: Path, config: ModelConfig) -> dict[str, Entry]:
-    """The tensors of all shards, joined, under Hugging Face names. A name without a counterpart keeps its own."""
-    shards = _shards(directory)
+def read_meta_entries(directory: Path, config: ModelConfig, share: tuple[int, int] = (0, 1)) -> dict[str, Entry]:
+    """The tensors of all shards, joined, under Hugging Face names. A name without a counterpart keeps its own.
+
+    share: see `pickle_entries`.
+    """
+    shards = _shards(directory, share)
     by_rows = _splits_vocabulary(shards, config.hidden_size)
     entries = {}
     for name in shards[0]:
@@ -95,12 +98,12 @@ def read_meta_entries(directory: Path, config: ModelConfig) -> dict[str, Entry]:
     return entries
 
 
-def _shards(directory: Path, whole: bool = True) -> list[dict[str, Entry]]:
-    """The tensors of each consolidated.*.pth file, unread. All shards hold the same names. whole: see pickle_entries."""
+def _shards(directory: Path, share: tuple[int, int] | None) -> list[dict[str, Entry]]:
+    """The tensors of each consolidated.*.pth file, unread. All shards hold the same names. share: see pickle_entries."""
     files = sorted(directory.glob("consolidated.*.pth"))
     if not files or [f.name for f in files] != [f"consolidated.{i:02}.pth" for i in range(len(files))]:
         raise ValueError(f"{directory}: of consolidated.00.pth, 01, ... some are missing. Download it again.")
-    shards = [pickle_entries(file, whole) for file in files]
+    shards = [pickle_entries(file, share) for file in files]
     for file, shard in zip(files, shards, strict=True):
         if odd := shard.keys() ^ shards[0].keys():
             raise ValueError(f"{file}: {few_names(odd)} is not in every shard. Download it again.")
@@ -125,8 +128,17 @@ def _joined(pieces: list[Entry], split: int, head_dim: int) -> Entry:
     if any(piece.shape != pieces[0].shape for piece in pieces):
         raise ValueError(f"{pieces[0].file}: shards of one tensor differ in shape. Download them again.")
 
-    def read() -> Tensor:
-        whole = torch.cat([piece.read() for piece in pieces], split) if len(pieces) > 1 else pieces[0].read()
-        return whole.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2) if head_dim else whole
+    def part(spans: Spans) -> Tensor:
+        if spans.axis == split:
+            found, size = [], pieces[0].shape[split]
+            for first, end in spans.pieces:
+                for i, piece in enumerate(pieces):
+                    start, stop = max(first - i * size, 0), min(end - i * size, size)
+                    found += [piece.read().narrow(split, start, stop - start)] if start < stop else []
+        else:
+            found = [spans(piece.read()) for piece in pieces]
+        rows = torch.cat(found, split) if len(found) > 1 else found[0]
+        return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2) if head_dim else rows
 
-    return Entry(tuple(shape), pieces[0].dtype, pieces[0].file, read)
+    everything = Spans(split, ((0, shape[split]),))
+    return Entry(tuple(shape), pieces[0].dtype, pieces[0].file, lambda: part(everything), part)

@@ -25,7 +25,7 @@ from torch import Tensor
 import kernels
 from model import Experts, RMSNorm, SelfCounting, Transformer
 from support.errors import UsageError
-from weights.shards import RankConcat
+from weights.shards import RankConcat, RankEmbedding
 
 MODES = ("int8", "int4")
 ALGORITHMS = ("rtn", "gptq")
@@ -291,6 +291,12 @@ class QuantExperts(nn.Module):
         return kernels.packed_experts(rows, index, weight, gate_up, down).view(x.shape)
 
 
+def tied_parts(model: Transformer) -> bool:
+    """Whether this rank's part of the LM head is its part of the embedding, in the same memory."""
+    head = model.lm_head.inner
+    return isinstance(head, nn.Linear) and head.weight is model.embed_tokens.inner.weight
+
+
 def pack_(module: nn.Module, dtype: torch.dtype) -> None:
     """Pack all weights for the active kernel backend. Call this before tracing.
 
@@ -300,6 +306,8 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
     wide layers are laid out column by column on a CPU: one row times such a matrix is 2 to 3 times as fast, and many
     rows are no slower. The values are unchanged.
     """
+    embedding = module.embed_tokens if isinstance(module, Transformer) else None
+    part = isinstance(embedding, RankEmbedding) and tied_parts(module)
     for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear) and (packed := kernels.pack_float(child.weight)):
             replace_module(module, name, FloatLinear(packed, child.bias))
@@ -312,6 +320,8 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
             module.lm_head = FloatLinear(packed)
             if packed.layout == "tiles":  # the embedding's own layout is gone
                 module.embed_tokens = TiedEmbedding(module.lm_head)
+    if part and isinstance(module.lm_head.inner, FloatLinear) and module.lm_head.inner.packed.layout == "tiles":
+        embedding.inner = TiedEmbedding(module.lm_head.inner)
     for child in module.modules():
         tied = isinstance(child, nn.Embedding) and isinstance(module, Transformer) and module.lm_head is None
         if isinstance(child, nn.Linear) or tied:

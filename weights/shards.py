@@ -1,15 +1,17 @@
 """The part of a model that one of several processes holds (tensor parallelism).
 
 Attention is split by heads, the MLP and every expert by intermediate columns, and the LM head by vocabulary. The output
-projections `o` and `down` are then split by their inputs, so that each rank has one summand of their result. Embedding,
-norms and routers are in every rank. Any format is split the same way: by the names of its tensors and the axes that
-their kind gives to outputs and inputs.
+projections `o` and `down` are then split by their inputs, so that each rank has one summand of their result. Norms and
+routers are in every rank, and so is the embedding, for looking up its rows costs memory only. Where that memory is
+missing the embedding is split by vocabulary, too, and its rows are one more exchange. Any format is split the same way:
+by the names of its tensors and the axes that their kind gives to outputs and inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +21,8 @@ import kernels
 from model import RMSNorm, Transformer, linear
 from model_config import ModelConfig
 from support.errors import UsageError
-from weights.files import Entries, Entry
+from weights import exchanges
+from weights.files import Entries, Entry, Spans
 
 # The modules that are split by outputs and by inputs, under Hugging Face's names and under ours.
 BY_OUTPUTS = set("q_proj k_proj v_proj gate_proj up_proj w1 w3 gate_up_proj qkv gate_up lm_head".split())
@@ -33,6 +36,7 @@ class Shard(NamedTuple):
 
     rank: int
     ranks: int
+    embedding: bool = False  # whether the embedding is split, too
 
     def check(self, config: ModelConfig) -> None:
         """Raise UsageError, with the numbers of processes that would do, for a model that cannot be split this way."""
@@ -55,7 +59,7 @@ class Shard(NamedTuple):
         return replace(config, **{name: vars(config)[name] // self.ranks for name in sizes})
 
     def entries(self, entries: Entries, config: ModelConfig, where: str) -> dict[str, Entry]:
-        """This part's tensors of a checkpoint whose whole geometry is `config`. Of mapped files only they are read.
+        """This part's tensors of a checkpoint whose whole geometry is `config`. Nothing else is read.
 
         Reading raises UsageError where a quantization's groups or their order do not let a tensor be split.
         """
@@ -69,17 +73,25 @@ class Shard(NamedTuple):
             if base.endswith(".experts"):  # one tensor for all experts
                 base, leaf, lead = name, "weight", 1
             shape, cut = self._cut(name, base, leaf, entry.shape, lead, stored, config, where)
-            return entry if cut is None else entry._replace(shape=shape, read=lambda: cut(entry.read()))
+            if cut is None:
+                return entry
+            sliced = isinstance(cut, Spans) and entry.part
+            read = partial(entry.part, cut) if sliced else lambda: cut(entry.read())
+            return entry._replace(shape=shape, read=read, part=None)
 
         return {name: of(name, entry) for name, entry in entries.items()}
 
-    def stored(self, name: str, tensors: dict[str, Tensor], config: ModelConfig, where: str) -> dict[str, Tensor]:
-        """This part of one quantized weight in our layout (`weights.quantized`), called `name` by Hugging Face."""
-        base, parts = name.removesuffix(".weight"), {}
-        for leaf, tensor in tensors.items():
-            _, cut = self._cut(name, base, leaf, tuple(tensor.shape), 0, True, config, where)
-            parts[leaf] = tensor if cut is None else cut(tensor)
-        return parts
+    def matrix(self, name: str, shape: tuple[int, int], group: int, config: ModelConfig, where: str) -> Spans | None:
+        """This part's rows or columns of a matrix [out, in] that Hugging Face calls `name`. None: all of it.
+
+        group: columns that share a scale. Raises UsageError where a group would be split.
+        """
+        rows, columns = shape
+        base = name.removesuffix(".weight")
+        _, cut = self._cut(name, base, "scales", (columns // group, rows), 0, True, config, where)
+        if cut is None or cut.axis == 1:
+            return cut and cut._replace(axis=0)
+        return Spans(1, tuple((first * group, end * group) for first, end in cut.pieces))
 
     def _cut(
         self, name: str, base: str, leaf: str, shape: tuple[int, ...], lead: int, stored: bool, config: ModelConfig,
@@ -91,7 +103,9 @@ class Shard(NamedTuple):
         """
         module = base.rpartition(".")[2]
         by_inputs = module in BY_INPUTS
-        if not by_inputs and module not in BY_OUTPUTS:
+        # a tied LM head that is stored is only compared with the embedding
+        whole = name == "lm_head.weight" and config.tie_word_embeddings or module == "embed_tokens"
+        if (whole and not self.embedding) or not (whole or by_inputs or module in BY_OUTPUTS):
             return shape, None
         if leaf == "bias":
             if by_inputs:  # it is added once, in the first rank
@@ -114,7 +128,7 @@ class Shard(NamedTuple):
 
     def _slice(
         self, name: str, shape: tuple[int, ...], axis: int, module: str, config: ModelConfig, where: str
-    ) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor]]:
+    ) -> tuple[tuple[int, ...], Spans]:
         """The part along one axis. Fused modules are split inside each of the matrices that they consist of."""
         weights = {"qkv": (config.num_attention_heads, *[config.num_key_value_heads] * 2)}
         shares = weights.get(module, (1, 1) if module in ("gate_up", "gate_up_proj") else (1,))
@@ -126,11 +140,12 @@ class Shard(NamedTuple):
                 f"{self.ranks} processes. Use another --tp, or quantize with a smaller --group-size."
             )
 
-        def cut(tensor: Tensor) -> Tensor:
-            pieces = [p.chunk(self.ranks, axis)[self.rank] for p in tensor.split(lengths, axis)]
-            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
-
-        return (*shape[:axis], size // self.ranks, *shape[axis + 1 :]), cut
+        pieces, start = [], 0
+        for length in lengths:
+            own = length // self.ranks
+            pieces.append((start + self.rank * own, start + (self.rank + 1) * own))
+            start += length
+        return (*shape[:axis], size // self.ranks, *shape[axis + 1 :]), Spans(axis, tuple(pieces))
 
     def _group_index(self, name: str, shape: tuple[int, ...], where: str) -> tuple[tuple[int, ...], Callable]:
         """The part of GPTQ's group numbers that belongs to this part of the inputs, counted from zero."""
@@ -148,7 +163,13 @@ class Shard(NamedTuple):
         return (columns,), cut
 
 
-class RankSum(nn.Module):
+class Exchange(nn.Module):
+    """A module whose ranks exchange something. `shared`: memory that all their GPUs can read (`weights.exchanges`)."""
+
+    shared: Tensor | None = None
+
+
+class RankSum(Exchange):
     """A layer of which every rank computes one summand. The residual is added to the sum."""
 
     def __init__(self, inner: nn.Module, ranks: int):
@@ -160,11 +181,11 @@ class RankSum(nn.Module):
         self, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm: RMSNorm | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         own = linear(self.inner, x) if isinstance(self.inner, nn.Linear) else self.inner(x)
-        y = kernels.epilogue(kernels.rank_sum(own, self.ranks), None, residual, gated)
+        y = kernels.epilogue(exchanges.rank_sum(own, self.ranks, self.shared), None, residual, gated)
         return y if norm is None else (y, norm(y))
 
 
-class RankConcat(nn.Module):
+class RankConcat(Exchange):
     """An LM head of which every rank has a part of the rows. All ranks get all logits."""
 
     def __init__(self, inner: nn.Module, shard: Shard):
@@ -173,7 +194,7 @@ class RankConcat(nn.Module):
         self.shard = shard
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.rank_concat(self.inner(x), self.shard.ranks)
+        return exchanges.rank_concat(self.inner(x), self.shard.ranks, self.shared)
 
     def logits(self, x: Tensor) -> Tensor:
         """`forward` in float32 or wider."""
@@ -182,14 +203,41 @@ class RankConcat(nn.Module):
 
     def rows(self, ids: Tensor, own_rows: Callable[[Tensor], Tensor]) -> Tensor:
         """The rows ids [M] of the whole matrix, [M, H]. own_rows gives those of this part by their number in it."""
-        count = self.inner.out_features
-        places = ids - self.shard.rank * count
-        own = (places >= 0) & (places < count)
-        return kernels.rank_sum(own_rows(places.clamp(0, count - 1)) * own[:, None], self.shard.ranks)
+        return common_rows(ids, self.inner.out_features, own_rows, self.shard, self.shared)
+
+
+class RankEmbedding(Exchange):
+    """An embedding of which every rank has a part of the rows. All ranks get the rows of all tokens."""
+
+    def __init__(self, inner: nn.Embedding, shard: Shard):
+        super().__init__()
+        self.inner: nn.Module = inner
+        self.count = inner.num_embeddings
+        self.shard = shard
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return common_rows(tokens, self.count, self.inner, self.shard, self.shared)
+
+
+def common_rows(
+    ids: Tensor, count: int, own_rows: Callable[[Tensor], Tensor], shard: Shard, shared: Tensor | None = None
+) -> Tensor:
+    """The rows ids [...] of a matrix of which every rank has `count` rows, [..., H]. Their bits are unchanged.
+
+    own_rows gives rows of this part by their number in it. The other ranks add -0.0, which changes no number: 0.0 would
+    turn -0.0 into 0.0.
+    """
+    places = ids - shard.rank * count
+    foreign = (places < 0) | (places >= count)
+    rows = own_rows(places.clamp(0, count - 1)).masked_fill(foreign[..., None], -0.0)
+    return exchanges.rank_sum(rows, shard.ranks, shared)
 
 
 def connect_(model: Transformer, shard: Shard) -> None:
-    """Let the layers of a loaded part exchange what they need: two sums per layer, and the logits once."""
+    """Let the layers of a loaded part exchange what they need: two sums per layer, the logits, a split embedding's rows.
+
+    A tied LM head is rows of the embedding, in the same memory.
+    """
     for block in model.layers:
         block.attention.o = RankSum(block.attention.o, shard.ranks)
         if model.config.num_local_experts:
@@ -197,14 +245,33 @@ def connect_(model: Transformer, shard: Shard) -> None:
         else:
             block.mlp.down = RankSum(block.mlp.down, shard.ranks)
     if model.lm_head is None:
-        rows = model.embed_tokens.weight.chunk(shard.ranks)[shard.rank]
+        rows = model.embed_tokens.weight
+        if not shard.embedding:
+            rows = nn.Parameter(rows.chunk(shard.ranks)[shard.rank], requires_grad=False)
         model.lm_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-        model.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+        model.lm_head.weight = rows
     model.lm_head = RankConcat(model.lm_head, shard)
+    if shard.embedding:
+        model.embed_tokens = RankEmbedding(model.embed_tokens, shard)
 
 
-def narrow_head_(model: Transformer, shard: Shard, tied: bool) -> None:
-    """Give a meta model the LM head of this part. tied: whether there is none in the files."""
-    if not tied:
-        H, V = model.config.hidden_size, model.config.vocab_size
-        model.lm_head = nn.Linear(H, V // shard.ranks, bias=False, device="meta").requires_grad_(False)
+def share_(model: Transformer, shared: Tensor | None) -> None:
+    """Let all exchanges of a loaded part use the memory that the GPUs share."""
+    for module in model.modules():
+        if isinstance(module, Exchange):
+            module.shared = shared
+
+
+def exchanged(config: ModelConfig, shard: Shard, rows: int, itemsize: int) -> list[int]:
+    """The bytes that a rank gives to each exchange of a forward of `rows` rows, in order. config: of the whole model."""
+    hidden, logits = rows * config.hidden_size * itemsize, rows * config.vocab_size // shard.ranks * itemsize
+    return [hidden] * (2 * config.num_hidden_layers + shard.embedding) + [logits]
+
+
+def narrow_(model: Transformer, shard: Shard, own_head: bool) -> None:
+    """Give a meta model the LM head of this part, and the embedding if it is split. own_head: whether one is stored."""
+    H, rows = model.config.hidden_size, model.config.vocab_size // shard.ranks
+    if own_head:
+        model.lm_head = nn.Linear(H, rows, bias=False, device="meta").requires_grad_(False)
+    if shard.embedding:
+        model.embed_tokens = nn.Embedding(rows, H, device="meta").requires_grad_(False)

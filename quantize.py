@@ -28,7 +28,16 @@ from eagle_draft import EagleHead
 from load import load
 from model_config import ModelConfig
 from sampling import SamplingParams
-from support.errors import BadFileError, Parser, UsageError, bad_files, is_out_of_memory, one_line, run_command
+from support.errors import (
+    BadFileError,
+    Parser,
+    UsageError,
+    at_least,
+    bad_files,
+    is_out_of_memory,
+    one_line,
+    run_command,
+)
 from support.files import clean_up, directory_written_whole, write_json
 from support.machine import default_device, size_text
 from support.memory import shapes_only
@@ -36,12 +45,14 @@ from support.progress import Progress, say
 from support.texts import read_chats, read_texts, stdlib_texts, token_windows
 from tokenizer import Tokenizer, load_tokenizer
 from weights.checkpoint import Checkpoint
+from weights.files import Entry
 from weights.heads import EagleConfig, read_card, read_eagle, save_quantized_eagle
 from weights.hf import build_model
 from weights.hub import local_path
-from weights.quantized import ALGORITHMS, GROUPS, HEADS, MODES, QuantSpec, set_tensor
+from weights.quantized import ALGORITHMS, GROUPS, HEADS, MODES, QuantSpec, apply_spec_, set_tensor
 from weights.quantizer import quantize_checkpoint
 from weights.rounding import quantize_
+from weights.shards import Shard
 
 WINDOW = 512  # tokens of a sequence
 CALIBRATION_WINDOWS = 128
@@ -150,6 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="text or .jsonl for GPTQ; a chat model needs chats, which scripts.make_chats writes (default: Python's "
         "standard library)",
     )
+    add("--tp", type=at_least(1), metavar="N", help="refuse what generate.py --tp N could not split")
     add("--lm-head", choices=HEADS, default="int8")
     add("--eagle", metavar="HEAD", help="quantize this EAGLE head too (to OUT/eagle) and compare tau")
     add("--eagle-mode", choices=MODES, help="of the head (default: --mode); int8 keeps more of tau")
@@ -185,6 +197,8 @@ def _main(args: argparse.Namespace) -> str:
     out = Path(args.out) if args.out else place / f"{given.resolve().name}-{args.mode}"
     _check(args, directory, out)
     config = Checkpoint.open(directory).config
+    if args.tp:
+        check_split(config, spec, args.tp)
     calibration, evaluation = _texts(args, directory, config)
     head = quantize_head(args.eagle, config, head_spec) if args.eagle else None
 
@@ -205,7 +219,15 @@ def _main(args: argparse.Namespace) -> str:
     receipt = quantize_checkpoint(
         directory, out, spec, calibration, evaluation, args.device, watch, args.refuse_kl, finish
     )
-    return show(receipt)
+    return show(receipt) + (f"\nranks       generate.py --tp {args.tp} can split it" if args.tp else "")
+
+
+def check_split(config: ModelConfig, spec: QuantSpec, ranks: int) -> None:
+    """Raise UsageError, naming the tensor, if `ranks` processes cannot share the model that `spec` makes of this one."""
+    shard = Shard(0, ranks)
+    shard.check(config)
+    slots = apply_spec_(build_model(config), spec).state_dict()
+    shard.entries({name: Entry(tuple(t.shape), t.dtype, "", t.detach) for name, t in slots.items()}, config, "--out")
 
 
 def _head_alone(args: argparse.Namespace, spec: QuantSpec) -> str:

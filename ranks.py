@@ -58,6 +58,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.children = children
+        self.engines = 0  # that were made for these processes
         self.exchanges: Exchanges | None = None  # what they exchange, known when the model is loaded
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens on another interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -224,20 +225,23 @@ class RankedEngine(Engine):
     step runs ahead of the host, because an observer in one rank would hold it back there alone.
     """
 
-    def __init__(self, *arguments: Any, ranks: Ranks, number: int = 0, **named: Any):
-        """number: of this engine among those that share the processes."""
+    def __init__(self, *arguments: Any, ranks: Ranks, **named: Any):
         super().__init__(*arguments, **named | {"eagle_always": True, "lag": 0})
         self.ranks = ranks
-        self.number = number
-        self.twins = 0
+        self.number = ranks.engines  # among those that share the processes, which all make them in the same order
+        ranks.engines += 1
 
     def _tell(self, *words: Any) -> None:
         if self.ranks.rank == 0:
             self.ranks.tell(self.number, *words)
 
     def _new(self, *arguments: Any, **named: Any) -> Engine:
-        self.twins += 1
-        return RankedEngine(*arguments, ranks=self.ranks, number=self.number + self.twins, **named)
+        return RankedEngine(*arguments, ranks=self.ranks, **named)
+
+    def together(self, deed: Callable[..., Any], *arguments: Any) -> Any:
+        """deed(self, *arguments) in all ranks, each with its own engine. Returns what it returns here."""
+        self._tell("together", deed, *arguments)
+        return deed(self, *arguments)
 
     def twin(self, width: int) -> Engine:
         self._tell("twin", width)
@@ -285,6 +289,12 @@ class RankedEngine(Engine):
             chunks.close()
 
 
+def everywhere(engine: Engine, deed: Callable[..., Any], *arguments: Any) -> Any:
+    """deed(engine, *arguments), in all ranks where the engine has several. deed: a function of a module."""
+    together = isinstance(engine, RankedEngine)
+    return engine.together(deed, *arguments) if together else deed(engine, *arguments)
+
+
 @contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
     """Let Ctrl-C wait for the end of the block: a step that only one rank leaves would keep the others waiting."""
@@ -311,21 +321,30 @@ def compare(ranks: Ranks, results: Sequence[GenerationResult]) -> None:
             )
 
 
-def follow(engine: Engine, ranks: Ranks) -> None:
+def follow(engine: RankedEngine, ranks: Ranks) -> None:
     """Do in this process what rank 0 says, until it ends."""
-    engines, streams = [engine], {}
+    engines, streams = {engine.number: engine}, {}
 
     def advance(stream: Stream) -> None:
         with contextlib.suppress(ArithmeticError):  # rank 0 meets it, too, and reports it
             next(stream, None)
 
+    def keep(found: Any) -> None:
+        if isinstance(found, RankedEngine):
+            engines[found.number] = found
+
+    def together(number: int, deed: Callable[..., Any], *arguments: Any) -> None:
+        with contextlib.suppress(ValueError):  # as above
+            keep(deed(engines[number], *arguments))
+
     deeds: dict[str, Callable[..., Any]] = {
         "next": lambda number: advance(streams[number]),
         "compare": lambda number: compare(ranks, streams[number].results),
         "close": lambda number: streams[number].close(),
-        "twin": lambda number, width: engines.append(engines[number].twin(width)),
+        "twin": lambda number, width: keep(engines[number].twin(width)),
         "warm_up": lambda number, params: engines[number].warm_up(params),
         "margin": lambda number, *arguments: engines[number].margin(*arguments),
+        "together": together,
     }
     while True:
         number, deed, *words = ranks.hear()

@@ -21,6 +21,7 @@ from load import build_drafter, build_head, draft_vocabulary
 from load import build_engine as build_loaded
 from model_config import ModelConfig
 from options import LoadOptions, default_tree, read_option
+from ranks import RankedEngine, everywhere
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import UsageError
@@ -209,7 +210,8 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         if head is not None:
             pack_(head, model.dtype)
         drafter = build_drafter(model, head, opts) if kind else None
-    return build_loaded(model, base.tokenizer, drafter, opts, base.backend, head=head)
+    ranks = base.ranks if isinstance(base, RankedEngine) else None
+    return build_loaded(model, base.tokenizer, drafter, opts, base.backend, head=head, ranks=ranks)
 
 
 def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
@@ -236,7 +238,9 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     arms: list[Arm] = []
     for name, given in specs:
         label, options = arm_options(name, given, directory)
-        arms.append(EngineArm(name, label, options, build_engine(base, options, ctx)))
+        if isinstance(base, RankedEngine) and not options.get("eagle_always", True):
+            raise UsageError(f"--arm {name}: with --tp an arm drafts in every step; leave eagle_always out.")
+        arms.append(EngineArm(name, label, options, everywhere(base, build_engine, options, ctx)))
     return arms
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine import ASKED_FOR, Engine
+from ranks import RankedEngine
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.cache import tally
@@ -53,10 +54,21 @@ def result_json(
         "quant": engine.model.quant or "none",
         "device": describe_device(engine.model.device),
         "kernels": engine.backend.describe(),
+        **ranks_json(engine),
         "break_even_tau": engine.break_even_tau or None,
         "peak_memory_bytes": peak_memory(engine.model.device),
         "versions": versions(),
         **({"batch": rows} if len(rows) > 1 else {}),
+    }
+
+
+def ranks_json(engine: Engine) -> dict[str, Any]:
+    """How many processes share the model, the memory that each of them planned, and what they exchange."""
+    ranks = engine.ranks if isinstance(engine, RankedEngine) else None
+    return {
+        "ranks": ranks.size if ranks else 1,
+        "plan_bytes_per_rank": asdict(engine.plan) | {"total": engine.plan.total} if engine.plan else None,
+        "exchanges": ranks.exchanges._asdict() if ranks and ranks.exchanges else None,
     }
 
 
@@ -101,7 +113,8 @@ class Report:
         weights = size_text(engine.plan.weights)
         self.line(f"model   {name}   {what}   {weights}{_drafter(engine)}   ctx {engine.ctx}{extra}")
         device = describe_device(engine.model.device)
-        self.line(f"device  {device}     plan {engine.plan}   loaded in {seconds:.1f} s")
+        whose = f" of each of {engine.ranks.size} ranks" if isinstance(engine, RankedEngine) else ""
+        self.line(f"device  {device}     plan{whose} {engine.plan}   loaded in {seconds:.1f} s")
 
     def tail(
         self,

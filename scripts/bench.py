@@ -37,13 +37,14 @@ from bench.summary import broken
 from bench.tables import check_outputs, report, write_csv, write_plot
 from load import load
 from options import add_options, add_sampling, options_from
+from report.lines import ranks_json
 from sampling import SamplingParams
 from support.errors import INTERRUPTED, UsageError, command_parser, run_command
 from support.machine import copy_bandwidth
 from support.progress import Progress
 
 # options that all arms share
-SHARED = ("checkpoint", "compile", "kernels", "device", "dtype", "quant", "threads", "ctx")
+SHARED = ("checkpoint", "compile", "kernels", "device", "dtype", "quant", "threads", "ctx", "tp")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -92,6 +93,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
             raise UsageError(f"--{name.replace('_', '-')} is too small; allowed: {least} or more.")
     if args.shape and not args.synthetic_tau:
         raise UsageError("--shape has random weights; add --synthetic-tau X (tokens per step to assume).")
+    if (args.tp or 1) > 1 and (args.shape or args.baseline):
+        raise UsageError("--tp splits a checkpoint among our own engines; leave --shape and --baseline out.")
     if args.synthetic_tau and args.synthetic_tau < 1:
         raise UsageError("--synthetic-tau counts the target's own token; allowed: 1 or more.")
     given = {f.name: vars(args)[f.name] for f in fields(Settings) if f.name in vars(args)}
@@ -116,6 +119,7 @@ def prepare(args: argparse.Namespace, rows: list[str], progress: Progress) -> tu
         "quant": base.model.quant or "none",
         "ctx": ctx,
         "template": base.tokenizer.chat_template_source if prompts.chat else None,
+        **ranks_json(base),
     }
     stops = base.stop_ids(SamplingParams()) or NO_STOP
     where = environment(base.model.device)

@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     sampling_from(args)  # refuses settings that are out of range
 
     from load import load
+    from ranks import RankedEngine
     from report.lines import Report
     from runtime.prompt_cache import PromptCache
     from serving.app import Api
@@ -91,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
     if args.template and engine.tokenizer is not None:
         engine.tokenizer.use_template(args.template)
     report.head(engine, time.perf_counter() - started)
-    if args.prompt_cache_mb:
+    if args.prompt_cache_mb and isinstance(engine, RankedEngine):
+        report.line("note    with --tp the last prompt is reused, and earlier ones are not kept (--prompt-cache-mb)")
+    elif args.prompt_cache_mb:
         folder = prompt_folder(engine, args.keep_prompt_cache) if args.prompt_cache_disk_mb else None
         limits = args.prompt_cache_mb, args.prompt_cache_disk_mb
         engine.keep_prompts(PromptCache(*limits, folder, args.keep_prompt_cache))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from engine import Engine
+from ranks import RankLost
 from runtime.results import Chunk, GenerationResult, Stream
 from serving.errors import BUSY, SERVER, ApiError
 from serving.news import News
@@ -155,7 +156,7 @@ class Scheduler:
                 await loop.run_in_executor(self.engine.turns.worker(), job.run)
                 took = time.monotonic() - job.asked - job.queue_seconds
                 self._seconds += 0.2 * (took - self._seconds)
-        except torch.AcceleratorError:  # after such an error no kernel runs any more in this process
+        except (torch.AcceleratorError, RankLost):  # no kernel runs any more in this process, or another one is gone
             self.broken = self.draining = True
         except Exception:  # the reader of the events reports it
             pass
@@ -170,4 +171,6 @@ def engine_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, torch.AcceleratorError):
         return ApiError(503, "the GPU failed, and the server ends", None, "device_lost", SERVER)
+    if isinstance(error, RankLost):
+        return ApiError(503, "a process of the model has ended, and the server ends", None, "rank_lost", SERVER)
     return ApiError(500, f"decoding failed: {one_line(error)}", None, "engine_error", SERVER)

@@ -75,11 +75,16 @@ def test_one_shot_exchanges_have_the_bits_of_an_ordered_sum(ranks, dtype, monkey
 def test_what_does_not_fit_into_shared_memory_is_gathered(monkeypatch):
     """A prompt that is wider than a step, written past the end of the shared memory."""
     seen = []
-    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, x: seen.append(x.shape) or out.copy_(x.repeat(2)))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(group_name="all")))
+    gather = SimpleNamespace(
+        all_gather_into_tensor=lambda x, ranks, name: seen.append(name) or x.repeat(ranks), wait_tensor=lambda x: x
+    )
+    monkeypatch.setattr(exchanges.torch, "ops", SimpleNamespace(_c10d_functional=gather))
     x = torch.ones(4, 8)
     for shared in (None, torch.empty(x.nbytes - 1, dtype=torch.uint8)):
-        assert torch.equal(exchanges.rank_sum(x, 2, shared), 2 * x)
-    assert len(seen) == 2
+        with exchanges._gathered(x, 3, shared) as parts:
+            assert len(parts) == 3 and all(torch.equal(part, x) for part in parts)
+    assert seen == ["all"] * 2
 
 
 class Offer:

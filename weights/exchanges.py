@@ -19,9 +19,9 @@ from torch import Tensor
 @contextlib.contextmanager
 def _gathered(x: Tensor, ranks: int, shared: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
     if shared is None or x.nbytes > shared.nbytes:
-        parts = x.new_empty(ranks, *x.shape)
-        dist.all_gather_into_tensor(parts.view(-1), x.reshape(-1))
-        yield parts.unbind()
+        # the operator below dist.all_gather_into_tensor, which newer versions of torch call by another name
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1), ranks, dist.group.WORLD.group_name)
+        yield torch.ops._c10d_functional.wait_tensor(gathered).view(ranks, *x.shape).unbind()
         return
     from torch.distributed import _symmetric_memory as symm_mem
 

@@ -1,0 +1,91 @@
+"""What the commands do with `--tp N`: what works with several processes, what they say of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_ranks import ROOT, config_of, run
+
+from quantize import check_split
+from support.errors import UsageError
+from weights.quantized import QuantSpec
+
+
+def test_json_and_the_benchmark_know_the_number_of_processes(tmp_path):
+    """Arms that rank 0 builds and runs alone, for which it waits for ever; a record that hides the number of ranks."""
+    words = ["--tp", "2", "--threads", "1", "--device", "cpu"]
+    done = run(ROOT / "generate.py", *words, "-p", "def f(", "--max-new-tokens", "3", "--json")
+    whole = run(ROOT / "generate.py", *words[2:], "-p", "def f(", "--max-new-tokens", "3", "--json")
+    ours, alone = json.loads(done.stdout), json.loads(whole.stdout)
+    assert (ours["ranks"], alone["ranks"], alone["exchanges"]) == (2, 1, None)
+    assert ours["exchanges"]["count"] == 2 * 8 + 1 and ours["exchanges"]["by"] == "gloo"
+    plans = [result["plan_bytes_per_rank"] for result in (alone, ours)]
+    assert plans[0]["kv"] == 2 * plans[1]["kv"] and plans[0]["weights"] > plans[1]["weights"] > 0
+    words += ["--temperature", "0", "--reps", "1", "--limit", "1", "--max-new-tokens", "6", "--warmup-runs", "1", "-q"]
+    arm = ["--arm", "e1=eagle=eagle1;tree=chain:2", "--json", tmp_path / "lines"]
+    done = run("-m", "scripts.bench", *words, *arm, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = json.loads((tmp_path / "lines").read_text().splitlines()[-1])
+    assert summary["model"]["ranks"] == 2 and [arm["arm"] for arm in summary["arms"]] == ["plain", "e1"]
+    assert summary["rows"][1]["speedup"]["median"] > 0  # which only arms with the tokens of plain decoding have
+
+
+@pytest.mark.parametrize("words, message", [
+    (["scripts.bench", "--tp", "2", "--baseline", "hf"], "leave --shape and --baseline out"),
+    (["quantize", "--tp", "4"], "2 key and value heads cannot be divided among 4"),
+])  # fmt: skip
+def test_what_does_not_go_with_several_processes_is_refused_at_once(words, message):
+    """Hours of quantizing before a --tp that cannot split the result, or a benchmark whose ranks wait for ever."""
+    done = run("-m", *words, cwd=ROOT)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_groups_that_would_be_split_are_named_before_quantizing():
+    """A model that is quantized for hours and then cannot be split."""
+    check_split(config_of(), QuantSpec("int4", group_size=32), 4)
+    with pytest.raises(UsageError, match=r"layers.0.attention.o.scales has 2 rows, .* among 4 .* --group-size"):
+        check_split(config_of(), QuantSpec("int4", group_size=64), 4)
+
+
+def test_a_server_of_several_processes_says_what_it_keeps_and_ends_with_them():
+    """Earlier prompts that are silently not kept, and a server that answers 500 for ever after a process has died."""
+    httpx = pytest.importorskip("httpx")
+    words = [
+        sys.executable,
+        "-m",
+        "scripts.serve",
+        "--tp",
+        "2",
+        "--threads",
+        "1",
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "-q",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith("serving"):
+            break
+    try:
+        assert any("with --tp the last prompt is reused, and earlier ones are not kept" in line for line in lines)
+        address = lines[-1].split()[1] + "/completions"
+        assert httpx.post(address, json={"prompt": "def", "max_tokens": 2}, timeout=30).status_code == 200
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGKILL)
+        answer = httpx.post(address, json={"prompt": "def", "max_tokens": 2}, timeout=30)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "rank_lost"
+        assert process.wait(30) == 5
+    finally:
+        process.kill()
+        process.stderr.close()

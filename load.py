@@ -53,6 +53,7 @@ from weights.quantized import QuantLinear, QuantSpec, adopt_, held_bytes, pack_
 from weights.rounding import quantize_
 from weights.shards import Shard, exchanged, share_
 
+SHARED_ROWS = 64  # nodes of a step for which GPUs share memory at least: a benchmark's arms have wider trees
 LIVE_ROWS = 6  # fp32 rows per node that are alive at once while a captured step runs
 
 
@@ -236,7 +237,8 @@ def _load_part(asked: LoadOptions, ranks: Ranks, progress: Progress | None, say:
 
 def shared_bytes(checkpoint: Checkpoint, options: LoadOptions) -> int:
     """Bytes that the exchanges of one step of a part need on each GPU: those of the largest. Wider prompts use NCCL."""
-    rows, itemsize = options.batch_size * options.tree_shape()[0], DTYPES[options.dtype].itemsize
+    rows = max(SHARED_ROWS, options.batch_size * options.tree_shape()[0])
+    itemsize = DTYPES[options.dtype].itemsize
     return -(-max(exchanged(checkpoint.whole, checkpoint.shard, rows, itemsize)) // 256) * 256
 
 

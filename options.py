@@ -295,6 +295,7 @@ class LoadKeywords(TypedDict, total=False):
     compile_mode: str
     activations: str
     kernels: str
+    overlap: bool
     kv: str
     eagle: str | None
     eagle_config: tuple[str, ...]

@@ -546,7 +546,19 @@ def test_triton_that_is_asked_for_but_not_there_is_one_line(monkeypatch, capsys)
 
 @needs_triton
 @pytest.mark.parametrize(
-    "group", ["linear", "topk", "experts", "attention", "norm", "engine and int4", "engine and int8", "command"]
+    "group",
+    [
+        "linear",
+        "topk",
+        "experts",
+        "attention",
+        "norm",
+        "turned",
+        "heads",
+        "engine and int4",
+        "engine and int8",
+        "command",
+    ],
 )
 def test_triton_interpreter(group):
     """Runs the test_interpreted_* tests below with TRITON_INTERPRET=1, and so catches what they catch."""
@@ -729,7 +741,7 @@ def test_kernels_are_launched_early_only_where_that_is_asked_for(monkeypatch):
     names = "get_device_name get_device_capability".split()
     for capability, overlap in (((9, 0), True), ((8, 6), False)):
         for name, value in zip(names, ("a GPU", capability), strict=True):
-            monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
         notes = []
         backend = open_backend(LoadOptions(device="cuda", kernels="auto", overlap=True), notes.append)
         assert backend.overlap == overlap and bool(notes) != overlap
@@ -1049,10 +1061,12 @@ def test_interpreted_norm_and_rope(dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [1, 5, 17, 40])
-@pytest.mark.parametrize("config", [LinearConfig(16, 2), LinearConfig(64, 1), LinearConfig(32, 3)])
+@pytest.mark.parametrize("rows,config", [
+    (1, LinearConfig(16, 2)), (5, LinearConfig(32, 3)), (17, LinearConfig(64, 1)),
+    (40, LinearConfig(64, 2, warps=2)),  # two token tiles
+])  # fmt: skip
 @pytest.mark.parametrize("normed,int8", [(False, False), (True, False), (False, True)])
-def test_interpreted_linear_with_the_heads_turned_behind_it(rows, config, normed, int8, monkeypatch):
+def test_interpreted_turned_heads_behind_their_projection(rows, config, normed, int8, monkeypatch):
     """Heads that are turned before all of their columns are there, rows of another token tile, a head that is turned
     twice or never, counters that are left over, and bits that differ from those of a launch of its own. Tiles hold a part
     of a head of 24 values, or parts of several."""
@@ -1127,6 +1141,34 @@ WIDE = dict(hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key
 def quantized(module, mode):
     rounding.quantize_(module, weights_quantized.QuantSpec(mode, 32))
     return module
+
+
+@interpreted
+def test_interpreted_heads_are_turned_in_the_projection_of_an_engine(monkeypatch):
+    """Heads that are turned well alone, and not for target or drafter of an engine: keys in wrong slots, positions
+    of another row. A wrong draft changes no token, so the drafted trees and their scores are compared, bit for bit."""
+    model = quantized(tiny_model(torch.float16, **WIDE, qk_norm=True), "int4")
+    head = quantized(tiny_head(model, 3, DRAFT_VOCAB, **WIDE).half(), "int4")
+    tree = tables(trees.DynamicTree(4, 1, 2))
+    drafts, draft = [], EagleDrafter.draft
+    monkeypatch.setattr(EagleDrafter, "draft", lambda *args: drafts.append(draft(*args)) or drafts[-1])
+    monkeypatch.setattr(prefill, "CHUNKS", (8,))  # the interpreter is slow
+    params = SamplingParams(max_new_tokens=3, logprobs=1)
+
+    def run():
+        drafts.clear()
+        one = engine.Engine(model, None, EagleDrafter(head, tree, 1, CTX + tree.N + 1), ctx=CTX, backend=TRITON)
+        result = one.generate(PROMPT[:5], params).run()[0]
+        return result.tokens_per_step, result.logprobs, [(d.tokens.tolist(), d.scores.tolist()) for d in drafts]
+
+    with TRITON.active():
+        weights_quantized.pack_(model, model.dtype)
+        weights_quantized.pack_(head, model.dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels.norm_rope, "rope_kernel", None)  # no head is turned in a launch of its own
+        together = run()
+    monkeypatch.setattr(kernels.projection, "TILE_M", 0)  # every head is
+    assert run() == together and len(together[2]) >= 2 and not TRITON.declined
 
 
 @interpreted

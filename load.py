@@ -368,7 +368,7 @@ def open_backend(options: LoadOptions, report: Callable[[str], None]) -> kernels
     tilings, note = tuned.read_tuned(torch.cuda.get_device_name())
     if note:
         report(f"note    {note}")
-    overlap = options.overlap and torch.cuda.get_device_capability() >= (9, 0)
+    overlap = options.overlap and kernels.can_overlap(torch.device(options.device))
     if options.overlap and not overlap:
         report("note    --overlap needs a GPU of compute capability 9.0 or later; it changes nothing here")
     return kernels.KernelBackend(options.kernels, options.device, configs=tilings, overlap=overlap)

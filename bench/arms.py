@@ -39,7 +39,8 @@ LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)  # from the strongest pr
 NO_STOP = (2**31 - 1,)  # no token has this id, so decoding goes on to the length limit
 # Fields of LoadOptions that all arms share, and those that name files (looked up in the checkpoint's folder too).
 COMMON = (
-    "checkpoint", "device", "dtype", "quant", "threads", "ctx", "batch_size", "kernels", "compile", "compile_mode"
+    "checkpoint", "device", "dtype", "quant", "threads", "ctx", "batch_size", "kernels", "activations", "overlap",
+    "compile", "compile_mode", "tp",
 )  # fmt: skip
 PATHS = ("eagle", "draft_checkpoint", "medusa")
 DYNAMIC = "dynamic:16,4,4"  # the default dynamic tree on a CPU, where no row is free

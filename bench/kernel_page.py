@@ -19,9 +19,8 @@ architectures, without a GPU. `python -m scripts.kernel_report` makes the counts
 - **Spills** of registers to memory are failures, and there are none. Layers with many sums, scales or addresses run in
   smaller tiles for that.
 - **No wgmma in linears.** On Hopper (sm_90) Triton 3.6 puts no fence between the copies of the activations and the
-  wgmma that reads
-  them, and ptxas 12.9 may overwrite registers that a wgmma still reads. Two warps per program make Triton use mma,
-  whatever the number of rows is, so that verification and plain decoding have the same bits.
+  wgmma that reads them, and ptxas 12.9 may overwrite registers that a wgmma still reads. Two warps per program make
+  Triton use mma, whatever the number of rows is, so that verification and plain decoding have the same bits.
 - **Launched early** (`--overlap`, sm_90 and later). Such a kernel is placed while the one before it still runs. Its
   first access to memory comes after the instruction (ACQBULK) that waits for the end of that one.
 - **Split sums.** A linear is split only where it has too few tiles for the GPU. Of the programs that share a sum, the one

@@ -116,12 +116,12 @@ def plan(
     dtype: str,
     dynamic: str,
     batches: Sequence[int],
-    rounded: bool = True,
+    has_int4: bool = True,
 ) -> list[Cell]:
     """The specs of all cells that this checkpoint can have.
 
     suites: names, with the one in MT-bench's part first. dtype: of the checkpoint, or how it is quantized. dynamic: the
-    dynamic tree. batches: the batch sizes of Table 7. rounded: whether there are int4 weights beside those of `dtype`.
+    dynamic tree. batches: the batch sizes of Table 7. has_int4: whether there are int4 weights beside those of `dtype`.
     """
     main = suites[0]
     heads = [d for d in found if d.method.startswith("eagle")]
@@ -138,7 +138,7 @@ def plan(
         cells += [first.cell("paper25", main, 0.0, batch=batch) for batch in batches if batch > 1]
         cells.append(first.cell("chain:5", main, 0.0, batch=max(batches)))
     cells.append(Candidate("hf", "transformers", {}).cell("", main, 0.0))
-    return [cell | {"quant": cell["quant"] or dtype} for cell in cells if rounded or not cell["quant"]]
+    return [cell | {"quant": cell["quant"] or dtype} for cell in cells if has_int4 or not cell["quant"]]
 
 
 def _head_cells(head: Candidate, suites: Sequence[str], dynamic: str, multi_round: bool) -> Iterator[Cell]:
@@ -237,8 +237,8 @@ class Measurement:
         found, missing = candidates(args, shape)
         heads = [d.options for d in found if d.method.startswith("eagle")]
         most = [largest_batch(base, heads[0], self.ctx, args.largest_batch)] if args.largest_batch and heads else []
-        batches, rounded = sorted({*args.batches, *most}), bool(args.int4) or not base.model.quant
-        self.specs = plan(found, list(self.suites), dtype, args.dynamic, batches, rounded)
+        has_int4 = bool(args.int4) or not base.model.quant
+        self.specs = plan(found, list(self.suites), dtype, args.dynamic, sorted({*args.batches, *most}), has_int4)
         self.environment = environment(base.model.device)
         self.weights = fingerprint(base.model)
         self.identity = {

@@ -91,11 +91,6 @@ def quick_cells() -> list[Cell]:
     return [*cells[: wide + 1], *sampled, *cells[wide + 1 :], *early]
 
 
-def can_overlap(device: torch.device) -> bool:
-    """Whether kernels can be launched early on a device."""
-    return on_gpu(device) and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def full_cells() -> list[Cell]:
     """What `make gpu-full` adds."""
     both = (128, 2048)

@@ -418,7 +418,7 @@ Tensor linear(const Tensor& x, const Tensor& codes, const std::optional<Tensor>&
   return out;
 }
 
-// One row of a weight of codes -> out[K]. No product needs more than the 24 bits of a float.
+// One row of a weight of codes -> out[K]. A code times a scale of 16 bits is exact in a float, so a value is rounded once.
 template <int BITS, bool MINS>
 void decode_row(const Weight& w, int64_t row, float* out) {
   constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;

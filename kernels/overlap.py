@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from kernels.backend import INTERPRETED, active_backend, jit, tl
 
 
@@ -17,6 +19,11 @@ def wait_for_the_kernel_before(OVERLAP: tl.constexpr):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels can be launched early on a device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def overlapping() -> dict[str, bool]:

@@ -44,7 +44,7 @@ from support.machine import copy_bandwidth
 from support.progress import Progress
 
 # options that all arms share
-SHARED = ("checkpoint", "compile", "kernels", "device", "dtype", "quant", "threads", "ctx", "tp")
+SHARED = ("checkpoint", "compile", "kernels", "overlap", "device", "dtype", "quant", "threads", "ctx", "tp")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -119,13 +119,17 @@ def inspect(variant: Variant, arch: int) -> dict:
     )  # fmt: skip
 
 
+# How instructions of global memory begin, and jumps, behind which the order of the lines says nothing.
+MEMORY = tuple("LDG STG LD. ST. ATOM RED. REDG UTMA UBLKCP CCTL BRA".split())
+
+
 def before_the_wait(sass: str) -> str:
     """The first instruction of global memory in front of the wait for the kernel before, or "". The wait is ACQBULK."""
     for line in sass.splitlines():
         found = re.match(r"\s*/\*[0-9a-f]+\*/\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", line)
         if found and found[1].startswith("ACQBULK"):
             return ""
-        if found and found[1].startswith(("LDG", "STG", "LD.", "ST.", "ATOM", "RED.", "UTMA", "UBLKCP", "CCTL", "BRA")):
+        if found and found[1].startswith(MEMORY):
             return found[1]
     return "no wait at all"
 

@@ -28,8 +28,9 @@ STARTED = time.time()  # a start is measured from here, before the imports that 
 
 import torch  # noqa: E402
 
-from bench.step_cells import can_overlap, full_cells, quick_cells, tiny_cells  # noqa: E402
+from bench.step_cells import full_cells, quick_cells, tiny_cells  # noqa: E402
 from bench.step_run import Run, machine, run_start, utc  # noqa: E402
+from kernels import can_overlap  # noqa: E402
 from support.errors import command_parser, run_command  # noqa: E402
 from support.files import append_json_lines  # noqa: E402
 from support.machine import copy_bandwidth  # noqa: E402
@@ -83,9 +84,9 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error("--device cpu needs --tiny: the real shapes are for a GPU")
     if args.steps < 2 or args.repeats < 1:
         parser.error("--steps must be at least 2 and --repeats at least 1")
+    cells = [cell for cell in cells if not cell.overlap or can_overlap(device)]
     if not cells:
         parser.error(f"no cell's name contains {args.only!r}; --list prints them")
-    cells = [cell for cell in cells if not cell.overlap or can_overlap(device)]
     env = machine(device)
     if args.start:
         return run_start(args.start, args.json, args.since or STARTED, device, env, args.tiny)

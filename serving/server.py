@@ -18,7 +18,7 @@ KEEP_ALIVE = 75  # seconds that a connection without a request stays open
 
 
 def bind(host: str, port: int, settings: ServeSettings) -> socket.socket:
-    """A socket that is bound to the address; serving makes it listen. Raises UsageError if that is not possible."""
+    """A socket that is bound to the address, and does not listen yet. Raises UsageError if that is not possible."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)

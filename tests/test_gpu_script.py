@@ -14,6 +14,7 @@ import pytest
 import torch
 from fake_cuda import OneDevice, fake_gpu_cells
 
+import kernels
 import model as model_module
 import tree as trees
 from bench import gpu_report, kernel_timing, random_models, step_cells, step_run, step_time, timing
@@ -237,7 +238,7 @@ def test_the_cells_are_those_that_the_issue_names():
     wanted = {(q, n, c) for q in ("", "int4") for n in (1, 16, 24, 60) for c in (128, 2048)}
     assert {(c.quant, c.nodes, c.context) for c in quick} == wanted and len(quick) == 22
     assert [(c.quant, c.nodes) for c in quick if c.overlap] == [("int4", n) for n in (1, 60, 24, 16)]
-    assert not step_cells.can_overlap(torch.device("cpu"))
+    assert not kernels.can_overlap(torch.device("cpu"))
     assert [c.sampling for c in quick if c.sampling] == ["T=1", "T=1 top-p 0.9"] and not any(c.sampling for c in full)
     assert {c.shape for c in quick} == {"llama-3-8b"} and {c.head for c in quick if c.nodes > 1} == {3}
     assert [(c.quant, c.nodes) for c in quick[:8:2]] == [("", 1), ("", 60), ("int4", 1), ("int4", 60)]

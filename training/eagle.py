@@ -328,8 +328,7 @@ class EagleTraining(DrafterTraining):
             name = "-".join(map(str, ("features", fingerprint(self.args), *taps)))
             H = self.target.config.hidden_size
             self.kept = KeptFeatures(Path(self.args.work) / f"{name}.bin", data, H, H * len(taps))
-        first = self.start.tensors.get("draft_ids") if self.start else None
-        ids = frequent_tokens(data, self.draft_vocab, self.target.config.vocab_size, first)
+        ids = frequent_tokens(data, self.draft_vocab, self.target.config.vocab_size, self.known_ids)
         head = TrainHead(self.config, self.target, ids, self.args.inputs, self.args.compile)
         init_head(head, self.args.seed)
         if self.start:
@@ -350,8 +349,13 @@ class EagleTraining(DrafterTraining):
     @property
     def draft_vocab(self) -> int:
         """How many tokens the head can draft."""
-        ids = self.start.tensors.get("draft_ids") if self.start else None
+        ids = self.known_ids
         return self.args.draft_vocab or (self.target.config.vocab_size if ids is None else len(ids))
+
+    @property
+    def known_ids(self) -> Tensor | None:
+        """The tokens that the head of --start can draft, if it cannot draft all."""
+        return self.start.tensors.get("draft_ids") if self.start else None
 
     def write(self, module: TrainHead, directory: Path) -> None:
         save_eagle(self.config, exported(module), directory)

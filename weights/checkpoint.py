@@ -194,8 +194,8 @@ class Checkpoint:
         if self.spec and self.spec.mode == "int8":
             why = "--quant int8 scales whole rows, and --tp splits them; quantize with quantize.py, or use --quant int4"
             raise UsageError(f"{why}.")
-        gguf = self.gguf and replace(self.gguf, shard=shard, whole=self.whole or self.config)
         whole = self.whole or self.config
+        gguf = self.gguf and replace(self.gguf, shard=shard, whole=whole)
         config = replace(whole, tie_word_embeddings=whole.tie_word_embeddings and not self.spec)
         return replace(self, gguf=gguf, shard=shard, whole=whole, config=shard.local(config))
 

@@ -114,16 +114,19 @@ class EagleHead(nn.Module):
     def joined(self, tokens: Tensor, feature: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(residual, embeddings beside features [B, T, 2H]) for tokens [B, T] and the rows `source` [B, T] of feature.
 
-        EAGLE-3 norms both. EAGLE-1's layer makes its own residual, so what stands in its place here is not read. On a GPU
-        it is one kernel, which has no gradients.
+        EAGLE-3 norms both. EAGLE-1's layer makes its own residual, so what stands in its place here is not read. Kernels
+        have no gradients.
         """
         embed = self.embed_tokens or self.target.embed_tokens
-        if kernels.skip_operator(feature, None) or not isinstance(embed, nn.Embedding):  # a quantized one is a module
-            return self.joined_train(tokens, feature if source is None else take_rows(feature, source))
         norms = (None, None, 0.0)
         if self.config.version == 3:
             norms = self.layer.input_norm.weight, self.layer.hidden_norm.weight, self.layer.input_norm.eps
         keep_normed = self.config.norm_before_residual
+        if feature.shape[-1] % 8 == 0 and kernels.use_cpu("draft_tree", feature):
+            embedding = embed(tokens).contiguous()
+            return torch.ops.eaglet_cpu.join_rows.default(embedding, feature.contiguous(), source, *norms, keep_normed)
+        if kernels.skip_operator(feature, None) or not isinstance(embed, nn.Embedding):  # a quantized one is a module
+            return self.joined_train(tokens, feature if source is None else take_rows(feature, source))
         return torch.ops.eaglet.join_rows(embed.weight, tokens, feature, source, *norms, keep_normed)
 
     def joined_train(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:

@@ -136,11 +136,11 @@ class Engine:
         self.parts = compile_parts(on_gpu, mode.inductor) if mode.scope == "parts" else UNCOMPILED
         self._step: Callable[..., StepOutput] = decode_step
         self._plain_step: Callable[..., StepOutput] = decode_step
-        block = None
+        layers = None
         if self.backend.mode == "cpu":
             self.parts = fused_parts()
-            block = self.parts.block
-        self.prefill = Prefill(self.model, self.drafter, self.state, block, mode.scope == "whole")
+            layers = self.parts.layers
+        self.prefill = Prefill(self.model, self.drafter, self.state, layers, mode.scope == "whole")
         if mode.scope != "whole":
             return
         if mode.inductor:  # Inductor captures no step that writes a buffer whose address may change

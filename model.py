@@ -309,7 +309,7 @@ class Transformer(nn.Module):
         return nodes_at(where, n, ancestors, max(self.config.windows))
 
     def forward(
-        self, tokens: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...] = (), block: Callable | None = None
+        self, tokens: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...] = (), layers: Callable | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Forward on nodes, without a host sync. All shapes depend on B, T and S only.
 
@@ -318,13 +318,20 @@ class Transformer(nn.Module):
             nodes: from `self.nodes`.
             kv_cache: [L, 2, B, Hkv, S, hd]. Rows are written at nodes.slots.
             taps: layers whose *input* residual state to return (EAGLE-3), ascending. num_layers is after the last layer.
-            block: runs every layer instead of `Block.forward`. It may return None for the norm.
+            layers: runs all layers instead of `run_layers`, with the same arguments but the last.
 
         Returns:
             hidden_states [B, T, H] after the final norm, which the LM head and EAGLE-1 read, and the tapped states
             [B, T, len(taps) * H] or None.
         """
-        x, normed = self.embed_tokens(tokens), None
+        return (layers or Transformer.run_layers)(self, self.embed_tokens(tokens), nodes, kv_cache, taps)
+
+    def run_layers(
+        self, x: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...], block: Callable | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` of the embeddings x [B, T, H]. block: runs a layer instead of `Block.forward`; it may return None for
+        the norm."""
+        normed = None
         tapped = []
         after = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for i, layer in enumerate(self.layers):

@@ -147,8 +147,10 @@ def gumbel_noise(seed: Tensor, positions: Tensor, token_ids: Tensor, hashed: boo
 def noise_ahead(seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> Tensor:
     """`gumbel_noise` of the positions n + 1 to n + rows, [B,rows,V]. seed and n [B]; hashes [V] from `hash_ids`.
 
-    On a GPU it is one kernel. Its floats may differ from those of `gumbel_noise` in the last bits.
+    Kernels make floats that may differ from those of `gumbel_noise` in the last bits.
     """
+    if kernels.use_cpu("noise"):
+        return torch.ops.eaglet_cpu.noise.default(seed, n, rows, hashes)
     operator = _noise_ahead if kernels.skip_operator(n, None) else torch.ops.eaglet.noise_ahead
     return operator(seed, n, rows, hashes)
 
@@ -361,18 +363,27 @@ def choose(
     depth [B,N] a row for every depth. Without noise, or if mode.sample is False, the choice is greedy.
     """
     noise = noise if mode.sample else None
-    if kernels.skip_operator(logits, None):
+    if kernels.skip_operator(logits, None) and not _on_cpu(logits, mode):
         return _choose(logits, noise, depth, _settings(state), mode.filters)
-    return torch.ops.eaglet.choose(logits, noise, depth, *_settings(state), mode.filters)[0]
+    return choose_and_check(logits, noise, state, mode, depth)[0]
 
 
 def choose_and_check(
     logits: Tensor, noise: Tensor | None, state: SamplingState, mode: SamplingMode, depth: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(`choose`, `finite`) of the same logits. On a GPU both are one kernel."""
+    """(`choose`, `finite`) of the same logits. Kernels do both in one call."""
+    noise = noise if mode.sample else None
+    if _on_cpu(logits, mode):
+        depth = None if depth is None else depth.contiguous()
+        return torch.ops.eaglet_cpu.choose.default(logits.contiguous(), noise, depth, state.temperature)
     if kernels.skip_operator(logits, None):
         return choose(logits, noise, state, mode, depth), finite(logits)
-    return torch.ops.eaglet.choose(logits, noise if mode.sample else None, depth, *_settings(state), mode.filters)
+    return torch.ops.eaglet.choose(logits, noise, depth, *_settings(state), mode.filters)
+
+
+def _on_cpu(logits: Tensor, mode: SamplingMode) -> bool:
+    """Whether the C++ kernels can look at these logits. They have no filters."""
+    return not mode.filters and kernels.use_cpu("choose", logits)
 
 
 def _settings(state: SamplingState) -> kernels.Settings:
@@ -443,10 +454,12 @@ def draft_topk(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The `count` largest keys of each row (`draft_keys`): their places, int64, and scores, each [B,W,count].
 
-    noise [B,1 or W,V of the target]; ids [K] of the target that the draft vocabulary stands for, None for all. On a GPU
-    it is one kernel.
+    noise [B,1 or W,V of the target]; ids [K] of the target that the draft vocabulary stands for, None for all.
     """
     noise = noise if mode.sample else None
+    if _on_cpu(draft_logits, mode):
+        rows = draft_logits.contiguous(), None if noise is None else noise.contiguous()
+        return torch.ops.eaglet_cpu.draft_topk.default(*rows, ids, state.temperature, noisy_scores, count)
     if kernels.skip_operator(draft_logits, None):
         return _draft_topk(draft_logits, noise, ids, _settings(state), mode.filters, noisy_scores, count)
     return torch.ops.eaglet.draft_topk(draft_logits, noise, ids, *_settings(state), mode.filters, noisy_scores, count)

@@ -153,7 +153,7 @@ def verify_phase(
 ) -> StepOutput:
     """The second half: run the target on the tree, accept and commit."""
     nodes = model.nodes(state.n, draft.depth, draft.ancestors, state.slots)
-    hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps, parts.block)
+    hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps, parts.layers)
     logits = model.logits(hidden_states)
     if mark is not None:
         mark("verify")
@@ -218,10 +218,12 @@ def _commit(
     draft: Draft, accepted: Accepted, features: Tensor, usable: Tensor, state: DecodeState, mode: SamplingMode
 ) -> StepOutput:
     """Move the accepted path's cache rows, append its tokens, apply stop ids and the limit, and fill a ring row."""
-    plain = kernels.skip_operator(state.n, None)
-    count, finite, source, target = (_write if plain else torch.ops.eaglet.commit)(
-        *accepted, usable, features, state.tokens, state.n, state.root, state.count, state.produced, state.limit,
-        state.done, state.stop_ids, state.ring, state.features, state.history, state.step,
+    write = _write if kernels.skip_operator(state.n, None) else torch.ops.eaglet.commit
+    if kernels.use_cpu("commit", features):
+        write = torch.ops.eaglet_cpu.commit.default
+    count, finite, source, target = write(
+        *accepted, usable, features.contiguous(), state.tokens, state.n, state.root, state.count, state.produced,
+        state.limit, state.done, state.stop_ids, state.ring, state.features, state.history, state.step,
     )  # fmt: skip
     if accepted.path.shape[1] > 1:
         kernels.commit_kv(state.kv, source, target)

@@ -35,8 +35,11 @@ def accept(
     Siblings may repeat a token only if the choice depends on a node's token path alone, as position-keyed noise does;
     otherwise the search for the deepest copy would bias the output.
     """
+    tables = tokens, parent, depth, ancestors, valid, choice
+    if kernels.use_cpu("commit"):
+        return Accepted(*torch.ops.eaglet_cpu.accept.default(*(t.contiguous() for t in tables), D))
     run = _accept if kernels.skip_operator(tokens, None) else torch.ops.eaglet.accept
-    return Accepted(*run(tokens, parent, depth, ancestors, valid, choice, D))
+    return Accepted(*run(*tables, D))
 
 
 def _accept(

@@ -28,7 +28,7 @@ def forward(engine: Engine, nodes: int, context: int) -> Callable[[], None]:
     def run() -> None:
         with engine.backend.active():
             shared = model.nodes(where, depth, chain_ancestors(1, nodes, device), cache.shape[4])
-            model.logits(model(tokens, shared, cache, (), engine.parts.block)[0])
+            model.logits(model(tokens, shared, cache, (), engine.parts.layers)[0])
 
     return run
 

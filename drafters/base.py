@@ -20,7 +20,7 @@ from sampling import SamplingMode, SamplingState
 class StepParts(NamedTuple):
     """The functions of a step that `--compile` replaces by compiled ones. None stands for the function itself."""
 
-    block: Callable | None = None  # model.Block.forward
+    layers: Callable | None = None  # model.Transformer.run_layers
     draft_layer: Callable | None = None  # eagle_draft.EagleHead.layer_forward
     tail: Callable | None = None  # step.accept_and_commit
 

@@ -40,7 +40,7 @@ class DraftModelDrafter(TreeDrafter):
         parts: StepParts,
         source: Tensor | None = None,
     ) -> Tensor:
-        return self.model(tokens, nodes, cache, block=parts.block)[0]
+        return self.model(tokens, nodes, cache, layers=parts.layers)[0]
 
     def predict(self, output: Tensor) -> Tensor:
         return self.model.logits(output)

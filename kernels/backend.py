@@ -27,12 +27,12 @@ INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 
 MODES = ("auto", "triton", "cpu", "reference")
 ACTIVATIONS = ("int8", "float")
-# The small work of a step: one kernel each on a GPU, plain code on a CPU.
+# The small work of a step: one kernel each.
 SMALL_OPERATIONS = ("noise", "choose", "draft_topk", "draft_tree", "commit")
 OPERATIONS = (
     "packed_linear", "packed_topk", "packed_experts", "tree_attention", "rms_norm", "rope_write_kv", *SMALL_OPERATIONS
 )  # fmt: skip
-CPU_OPERATIONS = ("packed_linear", "packed_topk", "tree_attention", "rms_norm", "rope_write_kv")
+CPU_OPERATIONS = tuple(name for name in OPERATIONS if name != "packed_experts")
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,9 @@ class KernelBackend:
         return lines
 
     def report(self) -> str:
-        """`describe` in one line: what most operations use, and what the others use instead.
-
-        What C++ kernels leave to plain code by design is not worth a word.
-        """
+        """`describe` in one line: what most operations use, and what the others use instead."""
         operations: dict[str, list[str]] = {}
         for name, text in self.describe().items():
-            if self.mode == "cpu" and name in SMALL_OPERATIONS:
-                continue
             operations.setdefault(text, []).append(name)
         most = max(operations, key=lambda text: len(operations[text]))
         others = [f"{', '.join(names)}: {text}" for text, names in operations.items() if text != most]

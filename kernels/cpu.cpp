@@ -8,21 +8,14 @@
 // and holds 4 neighbouring columns. Activations are rounded to int8 with one scale per row and block. The integer sum of a
 // block is exact, and blocks are added up in float32 in the order of the columns, lane by lane.
 
-#include <immintrin.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
+#include "cpu.h"
 
-#include <algorithm>
 #include <bit>
-#include <cmath>
 #include <memory>
-#include <optional>
-#include <vector>
 
 namespace {
 
-using torch::stable::Tensor;
+using namespace eaglet;
 constexpr int64_t BLOCK = 32;  // columns that share a scale of the activations
 constexpr int64_t TILE = 8;    // output rows
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -41,25 +34,6 @@ void with_constant(int64_t count, Call call) {
     if (count == MOST) return call(std::integral_constant<int, MOST>());
     with_constant<MOST - 1>(count, call);
   }
-}
-
-// e^x within two units of the last place. NaN stays NaN.
-inline __m256 exponential(__m256 x) {
-  x = _mm256_min_ps(_mm256_set1_ps(88.3f), _mm256_max_ps(_mm256_set1_ps(-87.3f), x));
-  const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);  // ln 2 in two parts
-  r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
-  __m256 p = _mm256_set1_ps(1.f / 5040);  // the Taylor series to the seventh power, |r| <= ln(2) / 2
-  for (float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f}) p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(c));
-  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  return _mm256_mul_ps(p, _mm256_castsi256_ps(power));
-}
-
-// The sum of the eight lanes, in one fixed order.
-inline float lane_sum(__m256 v) {
-  __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
 // Activations, rounded. A block of NaN or infinity gets a scale of NaN, which reaches the result.
@@ -365,18 +339,6 @@ void run_codes(const Weight& w, const Rows* rounded, const float* x, const Epilo
   });
 }
 
-// The values of a tensor, whose dtype the callers in Python have checked. A slip there must not read past its end.
-template <class T, torch::headeronly::ScalarType TYPE>
-T* values_of(const Tensor& t) {
-  STD_TORCH_CHECK(t.scalar_type() == TYPE, "the C++ kernels got a tensor of another dtype than they take");
-  return (T*)t.data_ptr();
-}
-float* floats(const Tensor& t) { return values_of<float, torch::headeronly::ScalarType::Float>(t); }
-const float* floats(const std::optional<Tensor>& t) { return t ? floats(*t) : nullptr; }
-const int64_t* integers(const Tensor& t) { return values_of<int64_t, torch::headeronly::ScalarType::Long>(t); }
-const bool* booleans(const Tensor& t) { return values_of<bool, torch::headeronly::ScalarType::Bool>(t); }
-inline bool is_half(const Tensor& t) { return t.scalar_type() == torch::headeronly::ScalarType::Half; }
-
 inline Kind kind_of(const Tensor& codes) {
   using torch::headeronly::ScalarType;
   const ScalarType type = codes.scalar_type();
@@ -461,20 +423,6 @@ Tensor rows(const Tensor& ids, const Tensor& codes, const std::optional<Tensor>&
                                    : std::bit_cast<float>((uint32_t)half[k * TILE] << 16);
   }
   return out;
-}
-
-// out = x / rms(x) * weight for one row of `size` values, a multiple of 8.
-void norm_row(const float* x, const float* weight, int64_t size, float eps, float* out) {
-  __m256 squares = _mm256_setzero_ps();
-  for (int64_t i = 0; i < size; i += 8) {
-    const __m256 v = _mm256_loadu_ps(x + i);
-    squares = _mm256_fmadd_ps(v, v, squares);
-  }
-  const __m256 inverse = _mm256_set1_ps(1.f / std::sqrt(lane_sum(squares) / size + eps));
-  for (int64_t i = 0; i < size; i += 8) {
-    const __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + i), inverse);
-    _mm256_storeu_ps(out + i, _mm256_mul_ps(v, _mm256_loadu_ps(weight + i)));
-  }
 }
 
 void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, float eps, float* out) {
@@ -681,36 +629,102 @@ Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, co
   return out;
 }
 
-inline const float* or_null(const Tensor& t) { return t.numel() ? floats(t) : nullptr; }
+// The weights of a decoder layer, of which each is empty where the layer has none.
+struct Layer {
+  const float *input_norm, *post_norm, *q_norm, *k_norm;
+  Linear qkv, o, gate_up, down;
 
-// A whole layer: attention behind a norm, then a gated MLP behind a norm, x [B,T,in] -> [B,T,H]. Without an input norm, x is
-// normed already and `residual` is what the attention adds to. weights: as `fused_layer` in kernels/cpu.py lists them, empty
-// where absent.
-Tensor layer(const Tensor& x, const std::optional<Tensor>& residual, std::vector<Tensor> weights, const Tensor& cos,
-             const Tensor& sin, Tensor kv, const Tensor& slots, const Tensor& start, const Tensor& visible,
-             const Tensor& positions, int64_t window, double eps, double scale, bool round) {
-  auto given = [&](int i) { return weights[i].numel() ? &weights[i] : nullptr; };
-  auto linear_at = [&](int i) { return Linear(weights[i], given(i + 1), given(i + 2), or_null(weights[i + 3])); };
-  const Linear qkv = linear_at(4), o = linear_at(8), gate_up = linear_at(12), down = linear_at(16);
-  const int64_t hd = kv.size(4), kv_heads = kv.size(2), M = x.size(0) * x.size(1), H = o.n, in = qkv.k;
-  Nodes n = nodes_of(x.size(0), x.size(1), qkv.n / hd - 2 * kv_heads, kv);
-  place(n, cos, sin, slots, eps);
-  show(n, start, visible, positions, window);
-  const float *rows = floats(x), *input_norm = or_null(weights[0]), *post_norm = or_null(weights[1]);
-  const float* const norms[3] = {or_null(weights[2]), or_null(weights[3]), nullptr};
-  const int64_t wide = std::max({in, qkv.n, H, gate_up.n / 2});
-  const std::unique_ptr<float[]> memory(new float[3 * M * wide]);
-  float *a = memory.get(), *b = a + M * wide, *c = b + M * wide;
-  if (input_norm) norm_rows(rows, input_norm, M, in, n.eps, a);
-  qkv(input_norm ? a : rows, M, nullptr, false, round, b);
-  rotate_and_write(n, b, norms, c);
-  attend(n, c, (float)scale, a);
-  o(a, M, residual ? floats(residual) : rows, false, round, b);
-  norm_rows(b, post_norm, M, H, n.eps, a);
-  gate_up(a, M, nullptr, true, round, c);
-  Tensor out = torch::stable::new_empty(x, {x.size(0), x.size(1), H});
-  down(c, M, b, false, round, floats(out));
-  return out;
+  static constexpr int TENSORS = 20;  // in the order of `fused_layers` in kernels/cpu.py
+  explicit Layer(const Tensor* t)
+      : input_norm(values(t[0])), post_norm(values(t[1])), q_norm(values(t[2])), k_norm(values(t[3])), qkv(linear(t + 4)),
+        o(linear(t + 8)), gate_up(linear(t + 12)), down(linear(t + 16)) {}
+
+  static const float* values(const Tensor& t) { return t.numel() ? floats(t) : nullptr; }
+  static const Tensor* given(const Tensor& t) { return t.numel() ? &t : nullptr; }
+  static Linear linear(const Tensor* t) { return Linear(t[0], given(t[1]), given(t[2]), values(t[3])); }
+  int64_t widest() const { return std::max({qkv.k, qkv.n, o.n, gate_up.n / 2}); }
+
+  // Attention behind a norm, then a gated MLP behind a norm, x [M,in] -> out [M,H], through three buffers of [M,widest].
+  // Without an input norm, x is normed already and `residual` is what the attention adds to.
+  void operator()(const Nodes& n, const float* x, const float* residual, float scale, bool round, float* const buffer[3],
+                  float* out) const {
+    const int64_t M = n.B * n.T;
+    const float* const norms[3] = {q_norm, k_norm, nullptr};
+    float *a = buffer[0], *b = buffer[1], *c = buffer[2];
+    if (input_norm) norm_rows(x, input_norm, M, qkv.k, n.eps, a);
+    qkv(input_norm ? a : x, M, nullptr, false, round, b);
+    rotate_and_write(n, b, norms, c);
+    attend(n, c, scale, a);
+    o(a, M, residual ? residual : x, false, round, b);
+    norm_rows(b, post_norm, M, o.n, n.eps, a);
+    gate_up(a, M, nullptr, true, round, c);
+    down(c, M, b, false, round, out);
+  }
+};
+
+// Decoder layers that `layers` runs one after another. Looking at 600 tensors takes longer than some layers do, so it is done
+// once, and Python keeps the result as a tensor whose memory is this object.
+struct Stack {
+  static constexpr int64_t MARK = 0x65616C6574537461;
+  int64_t mark = MARK;
+  std::vector<Tensor> weights;
+  std::vector<Layer> layers;
+  std::optional<Tensor> norm;    // after the last layer
+  std::vector<int64_t> windows;  // of each layer, 0 for none
+  float eps, scale;
+  int64_t widest = 0;
+};
+
+Tensor stack_layers(std::vector<Tensor> weights, std::optional<Tensor> norm, std::vector<int64_t> windows, double eps,
+                    double scale) {
+  auto stack = std::make_unique<Stack>();
+  stack->weights = std::move(weights);
+  stack->norm = std::move(norm);
+  stack->windows = std::move(windows);
+  stack->eps = (float)eps;
+  stack->scale = (float)scale;
+  STD_TORCH_CHECK(stack->weights.size() == stack->windows.size() * Layer::TENSORS, "a layer has ", Layer::TENSORS, " tensors");
+  for (size_t i = 0; i < stack->windows.size(); ++i) {
+    stack->layers.emplace_back(&stack->weights[i * Layer::TENSORS]);
+    stack->widest = std::max(stack->widest, stack->layers[i].widest());
+  }
+  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+  return torch::stable::from_blob(stack.release(), {1}, {1}, cpu, torch::headeronly::ScalarType::Long,
+                                  +[](void* memory) { delete (Stack*)memory; });
+}
+
+// x [B,T,in] -> ([B,T,H], the inputs of the layers `taps` side by side [B,T,taps H]). kv [L,2,B,Hkv,S,hd]; `visible` is for
+// layers without a window, `narrow` for those with one. residual: as for `Layer`, of a single one.
+std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& stacked,
+                                  const Tensor& cos, const Tensor& sin, Tensor kv, const Tensor& slots, const Tensor& start,
+                                  const Tensor& positions, const Tensor& visible, const Tensor& narrow, bool round,
+                                  std::vector<int64_t> taps) {
+  STD_TORCH_CHECK(stacked.numel() == 1 && *integers(stacked) == Stack::MARK, "this tensor does not hold layers");
+  const Stack& stack = *(const Stack*)stacked.data_ptr();
+  const std::vector<Layer>& all = stack.layers;
+  const int64_t L = all.size(), B = x.size(0), T = x.size(1), M = B * T, hd = kv.size(5), kv_heads = kv.size(3);
+  const int64_t widest = stack.widest;
+  const int64_t H = all[0].o.n, W = taps.size();
+  Nodes n{B, T, all[0].qkv.n / hd - 2 * kv_heads, kv_heads, hd, kv.size(4), 0, 0, kv.stride(1), nullptr, nullptr, nullptr};
+  place(n, cos, sin, slots, stack.eps);
+  Tensor out = torch::stable::new_empty(x, {B, T, H}), tapped = torch::stable::new_empty(x, {B, T, W * H});
+  const std::unique_ptr<float[]> memory(new float[M * (3 * widest + H)]);
+  float* const buffer[3] = {memory.get(), memory.get() + M * widest, memory.get() + 2 * M * widest};
+  float* const outputs[2] = {floats(out), memory.get() + 3 * M * widest};  // taken in turn, so that the last is `out`
+  const float* rows = floats(x);
+  for (int64_t i = 0; i <= L; ++i) {
+    for (int64_t k = 0; k < W; ++k)
+      if (taps[k] == i)
+        for (int64_t m = 0; m < M; ++m) std::copy_n(rows + m * H, H, floats(tapped) + (m * W + k) * H);
+    if (i == L) break;
+    show(n, start, stack.windows[i] ? narrow : visible, positions, stack.windows[i]);
+    n.cache = floats(kv) + i * kv.stride(0);
+    float* to = outputs[(L - 1 - i) % 2];
+    all[i](n, rows, floats(residual), stack.scale, round, buffer, to);
+    rows = to;
+  }
+  if (stack.norm) norm_rows(rows, floats(*stack.norm), M, H, stack.eps, floats(out));
+  return {out, tapped};
 }
 
 }  // namespace
@@ -724,9 +738,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
         "Tensor? k_weight, float eps) -> Tensor");
   m.def("tree_attention(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale) "
         "-> Tensor");
-  m.def("layer(Tensor x, Tensor? residual, Tensor[] weights, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, "
-        "Tensor start, Tensor visible, Tensor positions, int window, float eps, float scale, "
-        "bool round) -> Tensor");
+  m.def("stack_layers(Tensor[] weights, Tensor? norm, int[] windows, float eps, float scale) -> Tensor");
+  m.def("layers(Tensor x, Tensor? residual, Tensor stacked, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, "
+        "Tensor start, Tensor positions, Tensor visible, Tensor narrow, bool round, int[] taps) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
@@ -735,5 +749,6 @@ STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("rope_write_kv", TORCH_BOX(&rope_write_kv));
   m.impl("tree_attention", TORCH_BOX(&tree_attention));
-  m.impl("layer", TORCH_BOX(&layer));
+  m.impl("stack_layers", TORCH_BOX(&stack_layers));
+  m.impl("layers", TORCH_BOX(&layers));
 }

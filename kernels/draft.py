@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import jit, skip_operator, tl, triton, use_triton
+from kernels.backend import jit, skip_operator, tl, triton, use_cpu, use_triton
 from kernels.choice import largest_groups, rank_of
 
 
@@ -52,6 +52,8 @@ def place_rows(
     later positions; slots: of the cache, whose last one takes all rows past the end.
     Returns int64 [B,fed+T], int64 [B,fed+T], [B,fed+T,hd/2] twice, and int64 [B,fed].
     """
+    if use_cpu("draft_tree", cos):
+        return torch.ops.eaglet_cpu.place_rows.default(n, depth.contiguous(), cos, sin, slots, fed, count, tokens, lead)
     run = _place_rows if skip_operator(n, None) else torch.ops.eaglet.place_rows
     return run(n, depth, cos, sin, slots, fed, count, tokens, lead)
 

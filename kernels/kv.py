@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.backend import jit, skip_operator, tl, triton, use_triton
+from kernels.backend import jit, skip_operator, tl, triton, use_cpu, use_triton
 
 # Bytes of the float32 scale behind the hd codes of an int8 row. Moving a row moves its scale as well.
 KV_SCALE = 4
@@ -106,6 +106,9 @@ def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
     source, target [B,P] int64 slots, with a fixed P (= D+1). A row past the accepted count should have the
     same slot in both, or the trash row as its target. No host sync.
     """
+    if use_cpu("commit") and kv.dtype in (torch.float32, torch.int8) and kv.is_contiguous():
+        torch.ops.eaglet_cpu.commit_kv.default(kv, source, target)
+        return
     (_commit_kv if skip_operator(kv, None) else torch.ops.eaglet.commit_kv)(kv, source, target)
 
 

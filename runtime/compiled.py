@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from drafters.base import StepParts
 from eagle_draft import EagleHead
-from model import Block, Nodes
+from model import Block, Nodes, Transformer
 from step import accept_and_commit
 
 
@@ -55,4 +56,5 @@ def compile_parts(on_gpu: bool, mode: str | None = None, backend: str | Callable
         torch._dynamo.maybe_mark_dynamic(nodes.visible, 2)
         return layer(head, residual, joined, nodes, kv)
 
-    return StepParts(run_block, draft_layer, tail) if on_gpu else StepParts(run_block)
+    layers = partial(Transformer.run_layers, block=run_block)
+    return StepParts(layers, draft_layer, tail) if on_gpu else StepParts(layers)

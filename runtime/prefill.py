@@ -21,13 +21,13 @@ class Prefill:
     """Works on the buffers of a DecodeState, one row at a time. Needs the kernel backend of its engine to be active."""
 
     def __init__(
-        self, model: Transformer, drafter: Drafter, state: DecodeState, block: Callable | None, compiled: bool
+        self, model: Transformer, drafter: Drafter, state: DecodeState, layers: Callable | None, compiled: bool
     ):
-        """block: a faster decoder layer, if there is one. compiled: whether a chunk runs compiled in one piece."""
+        """layers: a faster `Transformer.run_layers`, if there is one. compiled: whether chunks are compiled as a whole."""
         self.model = model
         self.drafter = drafter
         self.state = state
-        self.forward: Callable = partial(_run_chunk, block=block)
+        self.forward: Callable = partial(_run_chunk, layers=layers)
         if compiled:
             self.forward = torch.compile(_run_chunk, fullgraph=True, dynamic=False)
 
@@ -132,7 +132,7 @@ class Prefill:
 
 def _run_chunk(
     model: Transformer, drafter: Drafter, kv: Tensor, row: int, tokens: Tensor, nexts: Tensor, start: Tensor,
-    block: Callable | None = None,
+    layers: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A chunk of known tokens [1, T] from position start [1] -> hidden_states [1, T, H], features [1, T, F].
 
@@ -141,7 +141,7 @@ def _run_chunk(
     T = tokens.shape[1]
     depth = torch.arange(T, device=tokens.device)[None]
     nodes = model.nodes(start, depth, chain_ancestors(1, T, tokens.device), kv.shape[4])
-    hidden_states, taps = model(tokens, nodes, kv, drafter.taps, block)
+    hidden_states, taps = model(tokens, nodes, kv, drafter.taps, layers)
     features = hidden_states if taps is None else taps
     drafter.prefill(row, torch.cat((tokens, nexts[:, -1:]), 1), features, start)
     return hidden_states, features

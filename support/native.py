@@ -19,13 +19,13 @@ from support.files import written_whole
 BUILD_SECONDS = 120
 
 
-def build(source: Path, needed: Sequence[str]) -> Path:
-    """The library of a C++ file for `torch.ops.load_library`. It is compiled unless the cache folder holds it.
+def build(sources: Sequence[Path], needed: Sequence[str]) -> Path:
+    """The library of C++ files for `torch.ops.load_library`. It is compiled unless the cache folder holds it.
 
     Several processes may build at once. Where nothing can be kept, the library lies in a folder of this process.
 
     Args:
-        source: a file that uses libtorch's stable interface (torch/csrc/stable), which compiles in seconds.
+        sources: files that use libtorch's stable interface (torch/csrc/stable), which compiles in seconds, and headers.
         needed: what the processor must be able to do, in the words of /proc/cpuinfo.
 
     Raises:
@@ -34,22 +34,23 @@ def build(source: Path, needed: Sequence[str]) -> Path:
     flags = cpu_flags()
     if missing := [name for name in needed if name not in flags]:
         raise ValueError(f"this processor ({platform.machine()}) has no {missing[0]}")
-    identity = source.read_bytes() + torch.__version__.encode() + " ".join(sorted(flags)).encode()
-    name = f"{source.stem}-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    identity = b"".join(source.read_bytes() for source in sources)
+    identity += torch.__version__.encode() + " ".join(sorted(flags)).encode()
+    name = f"{sources[0].stem}-{hashlib.sha256(identity).hexdigest()[:16]}.so"
     library = cache.folder() / "kernels" / name
     if library.is_file():
         return library
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(library) as part:
-            compile_library(source, part)
+            compile_library(sources, part)
     except OSError:
         library = Path(tempfile.mkdtemp(prefix="eaglet-")) / name
-        compile_library(source, library)
+        compile_library(sources, library)
     return library
 
 
-def compile_library(source: Path, target: Path, processor: str = "native") -> None:
+def compile_library(sources: Sequence[Path], target: Path, processor: str = "native") -> None:
     """Compile for this processor, or for another one that -march names.
 
     Raises ValueError in one line if there is no compiler or if it fails.
@@ -58,8 +59,9 @@ def compile_library(source: Path, target: Path, processor: str = "native") -> No
     if not compiler:
         raise ValueError("there is no C++ compiler (g++ or clang++)")
     root = Path(torch.__file__).parent
+    files = [str(source) for source in sources if source.suffix == ".cpp"]
     command = [compiler, "-O3", f"-march={processor}", "-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}"]
-    command += [str(source), "-o", str(target), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    command += [*files, "-o", str(target), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
     except subprocess.TimeoutExpired as error:

@@ -189,7 +189,7 @@ def test_a_processor_without_vnni_gets_the_same_bits(tmp_path):
         x = torch.randn(9, 100)
         wanted.append(str(kernels.packed_linear(x, packed).view(torch.int32).tolist()))
         calls.append((x, packed.weight, None, None, None, None, False, True))
-    native.compile_library(cpu.SOURCE, tmp_path / "haswell.so", "haswell")
+    native.compile_library(cpu.SOURCES, tmp_path / "haswell.so", "haswell")
     torch.save(calls, tmp_path / "calls.pt")
     command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "haswell.so"), str(tmp_path / "calls.pt")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -353,11 +353,10 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(mode, shape):
         pack_(head, torch.float32)
         nodes = model.nodes(torch.tensor([0, 3]), (ancestors.sum(1) - 1)[None].expand(2, -1), ancestors[None], CTX)
         caches = [model.new_cache(2, CTX) for _ in range(2)]
-        for cache, block in zip(caches[:2], (None, parts.block), strict=True):
+        for cache, layers in zip(caches[:2], (None, parts.layers), strict=True):
             cache += 0.1
-            hidden_states, _ = model(tokens, nodes, cache, (), block)
-            caches.append(hidden_states)
-        assert torch.equal(caches[0], caches[1]) and torch.equal(caches[2], caches[3])
+            caches.append(model(tokens, nodes, cache, (0, 1, 2), layers))
+        assert torch.equal(caches[0], caches[1]) and all(map(torch.equal, *caches[2:]))
         inputs = torch.randn(2, 9, 64), torch.randn(2, 9, 128), nodes
         layers = (EagleHead.layer_forward, parts.draft_layer)
         assert torch.equal(*(layer(head, *inputs, head.new_cache(2, CTX)) for layer in layers))
@@ -459,4 +458,4 @@ def test_another_processor_is_named(monkeypatch):
     """Catches an illegal instruction on a machine without AVX2."""
     monkeypatch.setattr(native, "cpu_flags", lambda: {"sse2"})
     with pytest.raises(ValueError, match="has no avx2"):
-        native.build(cpu.SOURCE, cpu.NEEDED)
+        native.build(cpu.SOURCES, cpu.NEEDED)

@@ -1,0 +1,394 @@
+// The small work of a step on x86 CPUs with AVX2, one call each: noise, the choice of a token, the best draft tokens of a
+// row, where rows go, accepting a path and committing it. kernels/cpu.py builds this file. What the functions compute is
+// said where plain PyTorch computes the same: sampling.py, kernels/draft.py, kernels/kv.py, verify.py and step.py.
+//
+// A row's result does not depend on the other rows, on their number, or on the number of threads.
+
+#include "cpu.h"
+
+#include <cstring>
+
+namespace {
+
+using namespace eaglet;
+using torch::headeronly::ScalarType;
+using torch::stable::new_empty;
+using torch::stable::parallel_for;
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+// ---- noise -----------------------------------------------------------------------------------------------------------
+
+// A bijection of 32-bit values that `key` selects, of one value and of eight (`sampling._mix`).
+constexpr uint32_t MIX_A = 0x7FEB352D, MIX_B = 0x846CA68B;
+inline uint32_t mix(uint32_t x, uint32_t key = 0) {
+  x = (x ^ x >> 16) * MIX_A;
+  x = (x ^ x >> 15 ^ key) * MIX_B;
+  return x ^ x >> 16;
+}
+inline __m256i mix(__m256i x, uint32_t key) {
+  x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)), _mm256_set1_epi32(MIX_A));
+  x = _mm256_xor_si256(_mm256_xor_si256(x, _mm256_srli_epi32(x, 15)), _mm256_set1_epi32(key));
+  x = _mm256_mullo_epi32(x, _mm256_set1_epi32(MIX_B));
+  return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+}
+
+// ln x of normal positive numbers, within two units of the last place: x = 2^e m with m from sqrt(1/2) to sqrt(2), and
+// ln m = 2 atanh(s) = 2 (s + s^3 / 3 + s^5 / 5 + ...) for s = (m - 1) / (m + 1).
+inline __m256 logarithm(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x), half = _mm256_set1_epi32(0x3F3504F3);  // sqrt(1/2)
+  const __m256i e = _mm256_srai_epi32(_mm256_sub_epi32(bits, half), 23);
+  const __m256 m = _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(e, 23)));
+  const __m256 one = _mm256_set1_ps(1.f), below = _mm256_sub_ps(m, one), power = _mm256_cvtepi32_ps(e);
+  const __m256 s = _mm256_div_ps(below, _mm256_add_ps(m, one)), square = _mm256_mul_ps(s, s);
+  __m256 p = _mm256_set1_ps(2.f / 11);
+  for (float c : {2.f / 9, 2.f / 7, 2.f / 5, 2.f / 3}) p = _mm256_fmadd_ps(p, square, _mm256_set1_ps(c));
+  // 2 s = below - s below, of which the first part is exact
+  const __m256 rest = _mm256_mul_ps(s, _mm256_fmsub_ps(p, square, below));
+  const __m256 small = _mm256_add_ps(_mm256_fmadd_ps(power, _mm256_set1_ps(-2.12194440e-4f), rest), below);
+  return _mm256_fmadd_ps(power, _mm256_set1_ps(0.693359375f), small);  // ln 2 in two parts
+}
+
+// Gumbel noise -ln(-ln(1 - v)) of eight 32-bit words, v = (word + 1/2) / 2^32 (`sampling.gumbel_noise`).
+inline __m256 gumbel(__m256i bits) {
+  const __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(bits, 16));
+  const __m256 low = _mm256_cvtepi32_ps(_mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF)));
+  const __m256 word = _mm256_fmadd_ps(high, _mm256_set1_ps(65536.f), low), one = _mm256_set1_ps(1.f);
+  __m256 v = _mm256_mul_ps(_mm256_add_ps(word, _mm256_set1_ps(0.5f)), _mm256_set1_ps(0x1p-32f));
+  v = _mm256_min_ps(v, _mm256_set1_ps(1.f - 0x1p-24f));
+  // 1 - v rounds the bits of a small v away. The quotient v / (1 - u) puts them back.
+  const __m256 u = _mm256_sub_ps(one, v), lost = _mm256_sub_ps(one, u);
+  const __m256 quotient = _mm256_mul_ps(logarithm(u), _mm256_div_ps(v, lost));
+  const __m256 tiny = _mm256_cmp_ps(lost, _mm256_setzero_ps(), _CMP_EQ_OQ);
+  const __m256 minus = _mm256_set1_ps(-0.f);
+  const __m256 w = _mm256_blendv_ps(_mm256_xor_ps(quotient, minus), v, tiny);
+  return _mm256_xor_ps(logarithm(w), minus);
+}
+
+// The low halves of eight 64-bit integers, `count` of them in memory.
+inline __m256i low_halves(const int64_t* at, int64_t count) {
+  int64_t all[8] = {};
+  if (count < 8) at = (const int64_t*)std::memcpy(all, at, count * sizeof(int64_t));
+  const __m256 a = _mm256_loadu_ps((const float*)at), b = _mm256_loadu_ps((const float*)(at + 4));
+  return _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88)), 0xD8);
+}
+
+inline void store(float* at, __m256 v, int64_t count) {
+  if (count >= 8) return _mm256_storeu_ps(at, v);
+  float all[8];
+  _mm256_storeu_ps(all, v);
+  std::memcpy(at, all, count * sizeof(float));
+}
+
+// Noise of the positions n + 1 to n + rows, [B,rows,V].
+Tensor noise(const Tensor& seed, const Tensor& n, int64_t rows, const Tensor& hashes) {
+  const int64_t B = seed.size(0), V = hashes.size(0), *ids = integers(hashes);
+  Tensor out = new_empty(seed, {B, rows, V}, ScalarType::Float);
+  float* to = floats(out);
+  const int64_t PART = 4096, parts = (V + PART - 1) / PART;  // of a row
+  parallel_for(0, B * rows * parts, 2, [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      const int64_t row = part / parts, begin = part % parts * PART, end = std::min(begin + PART, V);
+      const uint64_t words = integers(seed)[row / rows];
+      const uint32_t position = integers(n)[row / rows] + 1 + row % rows;
+      const uint32_t low = mix((uint32_t)words ^ 0x9E3779B9), high = mix((uint32_t)(words >> 32) ^ low);
+      const uint32_t one = mix(mix(position + low) ^ high), two = mix((one + high) ^ low);
+      for (int64_t i = begin; i < end; i += 8) {
+        const __m256i hash = _mm256_xor_si256(low_halves(ids + i, V - i), _mm256_set1_epi32(one));
+        store(to + row * V + i, gumbel(mix(hash, two)), V - i);
+      }
+    }
+  });
+  return out;
+}
+
+// ---- choosing among the tokens of a row ------------------------------------------------------------------------------
+
+// Eight floats of a row, of which `count` are in memory; the others are -infinity.
+inline __m256 load(const float* at, int64_t count) {
+  if (count >= 8) return _mm256_loadu_ps(at);
+  float all[8];
+  std::fill(all, all + 8, -INF);
+  std::memcpy(all, at, count * sizeof(float));
+  return _mm256_loadu_ps(all);
+}
+
+inline float largest_lane(__m256 v) {
+  alignas(32) float lanes[8];
+  _mm256_store_ps(lanes, v);
+  return *std::max_element(lanes, lanes + 8);
+}
+
+// The place of the largest z + heat g (the first of equals), and whether the row z has no NaN, no +infinity and not
+// only -infinity. Without g it is the largest z.
+std::pair<int64_t, bool> best_of(const float* z, const float* g, float heat, int64_t V) {
+  __m256 best = _mm256_set1_ps(-INF), top = best, strange = _mm256_setzero_ps();
+  __m256i here = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), place = here;
+  for (int64_t i = 0; i < V; i += 8) {
+    const __m256 value = load(z + i, V - i);
+    top = _mm256_max_ps(value, top);
+    strange = _mm256_or_ps(strange, _mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    const __m256 key = g ? _mm256_add_ps(value, _mm256_mul_ps(_mm256_set1_ps(heat), load(g + i, V - i))) : value;
+    const __m256 more = _mm256_cmp_ps(key, best, _CMP_GT_OQ);
+    best = _mm256_blendv_ps(best, key, more);
+    place = _mm256_blendv_epi8(place, here, _mm256_castps_si256(more));
+    here = _mm256_add_epi32(here, _mm256_set1_epi32(8));
+  }
+  alignas(32) float values[8];
+  alignas(32) int32_t places[8];
+  _mm256_store_ps(values, best);
+  _mm256_store_si256((__m256i*)places, place);
+  int lane = 0;
+  for (int l = 1; l < 8; ++l)
+    if (values[l] > values[lane] || (values[l] == values[lane] && places[l] < places[lane])) lane = l;
+  return {places[lane], !_mm256_movemask_ps(strange) && std::isfinite(largest_lane(top))};
+}
+
+// The target's tokens after the logits [B,N,V], and whether these were usable, each [B,N]. noise [B,P,V] has the row
+// depth [B,N] for every node, or without depths one row per node.
+std::tuple<Tensor, Tensor> choose(const Tensor& logits, const std::optional<Tensor>& noise,
+                                  const std::optional<Tensor>& depth, const Tensor& temperature) {
+  const int64_t B = logits.size(0), N = logits.size(1), V = logits.size(2), P = noise ? noise->size(1) : 0;
+  Tensor ids = new_empty(logits, {B, N}, ScalarType::Long), usable = new_empty(logits, {B, N}, ScalarType::Bool);
+  parallel_for(0, B * N, std::max<int64_t>(1, 16384 / V), [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      const int64_t b = row / N, level = depth ? integers(*depth)[row] : P > 1 ? row % N : 0;
+      const float* g = noise ? floats(*noise) + (b * P + level) * V : nullptr;
+      std::tie(integers(ids)[row], booleans(usable)[row]) = best_of(floats(logits) + row * V, g, floats(temperature)[b], V);
+    }
+  });
+  return {ids, usable};
+}
+
+// The `count` largest keys of each row of draft logits [B,W,K], their places and scores, each [B,W,count]. noise
+// [B,1 or W,V] is looked up at `ids` [K]. With `noisy` the scores are those of the noisy logits.
+std::tuple<Tensor, Tensor> draft_topk(const Tensor& logits, const std::optional<Tensor>& noise, const std::optional<Tensor>& ids,
+                                      const Tensor& temperature, bool noisy, int64_t count) {
+  const int64_t B = logits.size(0), W = logits.size(1), K = logits.size(2);
+  Tensor places = new_empty(logits, {B, W, count}, ScalarType::Long), scores = new_empty(logits, {B, W, count});
+  parallel_for(0, B * W, std::max<int64_t>(1, 16384 / K), [&](int64_t first, int64_t last) {
+    std::vector<float> keys(K), values(count), perturbed(noise ? K : 0);
+    for (int64_t row = first; row < last; ++row) {
+      const float *z = floats(logits) + row * K, heat = floats(temperature)[row / W];
+      __m256 high = _mm256_set1_ps(-INF);
+      for (int64_t i = 0; i < K; i += 8) {
+        const __m256 key = _mm256_max_ps(load(z + i, K - i), _mm256_set1_ps(-INF));  // which NaN becomes
+        high = _mm256_max_ps(high, key);
+        store(keys.data() + i, key, K - i);
+      }
+      const float* ranked = keys.data();
+      if (noise) {
+        const int64_t V = noise->size(2), *id = ids ? integers(*ids) : nullptr;
+        const float* g = floats(*noise) + (noise->size(1) == 1 ? row / W : row) * V;
+        for (int64_t i = 0; i < K; ++i) perturbed[i] = keys[i] + heat * g[id ? id[i] : i];
+        ranked = perturbed.data();
+      }
+      int64_t found = 0, *best = integers(places) + row * count;
+      for (int64_t i = 0; i < K; i += 8) {
+        const __m256 least = _mm256_set1_ps(found < count ? -INF : values[count - 1]);
+        int mask = _mm256_movemask_ps(_mm256_cmp_ps(load(ranked + i, K - i), least, _CMP_GE_OQ));
+        for (; mask; mask &= mask - 1) {
+          const int64_t at = i + __builtin_ctz(mask);
+          if (at >= K || (found == count && !(ranked[at] > values[count - 1]))) continue;
+          int64_t j = found < count ? found++ : count - 1;
+          for (; j > 0 && ranked[at] > values[j - 1]; --j) {
+            values[j] = values[j - 1];
+            best[j] = best[j - 1];
+          }
+          values[j] = ranked[at];
+          best[j] = at;
+        }
+      }
+      // scores: the logarithm of the softmax of the keys, noisy ones divided by the temperature, which is at least 1/2
+      const bool divide = noise && noisy;
+      const float over = divide && heat > 0 ? 1.f / std::max(heat, 0.5f) : 1.f;
+      const float* scored = divide ? ranked : keys.data();
+      const float top = divide ? values[0] : largest_lane(high);
+      __m256 total = _mm256_setzero_ps();
+      for (int64_t i = 0; i < K; i += 8) {
+        const __m256 below = _mm256_sub_ps(load(scored + i, K - i), _mm256_set1_ps(top));
+        total = _mm256_add_ps(total, exponential(_mm256_mul_ps(below, _mm256_set1_ps(over))));
+      }
+      const float whole = std::log(lane_sum(total));
+      for (int64_t j = 0; j < count; ++j) {
+        const float score = (scored[best[j]] - top) * over - whole;
+        floats(scores)[row * count + j] = std::isnan(score) || std::isnan(z[best[j]]) ? -INF : score;
+      }
+    }
+  });
+  return {places, scores};
+}
+
+// ---- where rows go ---------------------------------------------------------------------------------------------------
+
+// Positions, slots, cos, sin and the tokens of `fed` rows that are fed again and of those at `depth` [B or 1,T].
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> place_rows(
+    const Tensor& n, const Tensor& depth, const Tensor& cos, const Tensor& sin, int64_t slots, int64_t fed,
+    const std::optional<Tensor>& count, const std::optional<Tensor>& tokens, int64_t lead) {
+  const int64_t B = n.size(0), T = depth.size(1), R = fed + T, half = cos.size(1), S = tokens ? tokens->size(1) : 0;
+  Tensor positions = new_empty(n, {B, R}), places = new_empty(n, {B, R}), again = new_empty(n, {B, fed});
+  Tensor cosines = new_empty(cos, {B, R, half}), sines = new_empty(cos, {B, R, half});
+  for (int64_t row = 0; row < B * R; ++row) {
+    const int64_t b = row / R, r = row % R, base = integers(n)[b] + lead - (r < fed ? integers(*count)[b] : 0);
+    const int64_t place = r < fed ? r : r - fed;
+    const int64_t position = base + (r < fed ? r : integers(depth)[(depth.size(0) > 1 ? b * T : 0) + place]);
+    if (r < fed) integers(again)[b * fed + r] = integers(*tokens)[b * S + std::min(base - lead + 1 + r, S - 1)];
+    integers(positions)[row] = position;
+    integers(places)[row] = std::min(base + place, slots - 1);
+    const int64_t at = std::min(position, cos.size(0) - 1) * half;
+    std::copy_n(floats(cos) + at, half, floats(cosines) + row * half);
+    std::copy_n(floats(sin) + at, half, floats(sines) + row * half);
+  }
+  return {positions, places, cosines, sines, again};
+}
+
+// (residual [B,W,H], embeddings beside features [B,W,2H]) of an EAGLE head (`EagleHead.joined`). source [B,W]: rows of
+// the features [B,R,H]. The norms' weights are absent in EAGLE-1.
+std::tuple<Tensor, Tensor> join_rows(const Tensor& embedding, const Tensor& features, const std::optional<Tensor>& source,
+                                     const std::optional<Tensor>& table_norm, const std::optional<Tensor>& feature_norm,
+                                     double eps, bool keep_normed) {
+  const int64_t B = embedding.size(0), W = embedding.size(1), H = embedding.size(2), R = features.size(1);
+  Tensor residual = new_empty(embedding, {B, W, H}), joined = new_empty(embedding, {B, W, 2 * H});
+  for (int64_t row = 0; row < B * W; ++row) {
+    const float* e = floats(embedding) + row * H;
+    const float* f = floats(features) + (row / W * R + (source ? integers(*source)[row] : row % W)) * H;
+    float *left = floats(joined) + row * 2 * H, *right = left + H, *kept = floats(residual) + row * H;
+    if (table_norm) {
+      norm_row(e, floats(*table_norm), H, (float)eps, left);
+      norm_row(f, floats(*feature_norm), H, (float)eps, right);
+    } else {
+      std::copy_n(e, H, left);
+      std::copy_n(f, H, right);
+    }
+    std::copy_n(keep_normed ? right : f, H, kept);
+  }
+  return {residual, joined};
+}
+
+// ---- accepting and committing ----------------------------------------------------------------------------------------
+
+// The fields of `verify.Accepted`. All tables are [B,N], ancestors [B,N,N].
+std::tuple<Tensor, Tensor, Tensor, Tensor> accept(const Tensor& tokens, const Tensor& parent, const Tensor& depth,
+                                                  const Tensor& ancestors, const Tensor& valid, const Tensor& choice, int64_t D) {
+  const int64_t B = tokens.size(0), N = tokens.size(1);
+  Tensor path = new_empty(tokens, {B, D + 1}), emitted = new_empty(tokens, {B, D + 1});
+  Tensor count = new_empty(tokens, {B}), bonus = new_empty(tokens, {B});
+  std::vector<char> match(N);
+  for (int64_t b = 0; b < B; ++b) {
+    const int64_t *token = integers(tokens) + b * N, *chosen = integers(choice) + b * N, *deep = integers(depth) + b * N;
+    for (int64_t i = 0; i < N; ++i)
+      match[i] = i == 0 || (booleans(valid)[b * N + i] && token[i] == chosen[integers(parent)[b * N + i]]);
+    int64_t last = 0;  // the deepest node whose ancestors all match, the lowest of equals
+    for (int64_t i = 0; i < N; ++i) {
+      const bool* sees = booleans(ancestors) + (b * N + i) * N;
+      bool all = true;
+      for (int64_t j = 0; j < N; ++j) all &= !sees[j] || match[j];
+      if (all && deep[i] > deep[last]) last = i;
+    }
+    int64_t *way = integers(path) + b * (D + 1), *out = integers(emitted) + b * (D + 1);
+    std::fill(way, way + D + 1, last);
+    for (int64_t i = 0; i < N; ++i)
+      if (booleans(ancestors)[(b * N + last) * N + i]) way[deep[i]] = i;
+    for (int64_t level = 0; level <= D; ++level) out[level] = chosen[way[level]];
+    integers(count)[b] = deep[last] + 1;
+    integers(bonus)[b] = chosen[last];
+  }
+  return {path, count, bonus, emitted};
+}
+
+// `step._write`: everything but the KV cache. (count [B], finite [B,P], source [B,P], target [B,P]).
+std::tuple<Tensor, Tensor, Tensor, Tensor> commit(
+    const Tensor& path, const Tensor& accepted, const Tensor& bonus, const Tensor& emitted, const Tensor& usable,
+    const Tensor& features, Tensor tokens, Tensor n, Tensor root, Tensor valid_rows, Tensor produced, const Tensor& limit,
+    Tensor done, const Tensor& stop_ids, Tensor ring, Tensor kept, std::optional<Tensor> history, Tensor step) {
+  const int64_t B = path.size(0), P = path.size(1), N = features.size(1), F = features.size(2), S = tokens.size(1);
+  const int64_t stops = stop_ids.size(1), width = ring.size(2), turn = integers(step)[0] % ring.size(0);
+  Tensor count = new_empty(path, {B}), finite = new_empty(path, {B, P}, ScalarType::Bool);
+  Tensor source = new_empty(path, {B, P}), target = new_empty(path, {B, P});
+  for (int64_t b = 0; b < B; ++b) {
+    bool& finished = booleans(done)[b];
+    const bool live = !finished;
+    const int64_t start = integers(n)[b], many = live ? integers(accepted)[b] : 0;
+    int64_t* row = integers(ring) + (turn * B + b) * width;
+    for (int64_t level = 0; level < P; ++level) {
+      const int64_t at = b * P + level, node = integers(path)[at], token = integers(emitted)[at];
+      const bool is_new = level < many, good = booleans(usable)[b * N + node] || !is_new;
+      const float* feature = floats(features) + (b * N + node) * F;
+      integers(source)[at] = std::min(start + node, S - 1);
+      integers(target)[at] = is_new ? start + level : S - 1;
+      booleans(finite)[at] = good;
+      row[2 + 2 * level] = token;
+      row[3 + 2 * level] = good;
+      if (live) std::copy_n(feature, F, floats(kept) + (b * kept.size(1) + level) * F);
+      if (!is_new) continue;
+      integers(tokens)[b * S + start + 1 + level] = token;
+      const int64_t* stop = integers(stop_ids) + b * stops;
+      finished |= std::find(stop, stop + stops, token) != stop + stops;
+      if (history) {
+        const int64_t rows = history->size(1) - 1;  // one more takes what nobody reads
+        std::copy_n(feature, F, floats(*history) + (b * (rows + 1) + (start + level) % rows) * F);
+      }
+    }
+    integers(n)[b] += many;
+    integers(produced)[b] += many;
+    if (live) {
+      integers(root)[b] = integers(bonus)[b];
+      integers(valid_rows)[b] = many;
+    }
+    finished |= integers(produced)[b] >= integers(limit)[b];
+    integers(count)[b] = row[0] = many;
+    row[1] = finished;
+  }
+  integers(step)[0] += 1;
+  return {count, finite, source, target};
+}
+
+// `kernels.commit_kv` of a float32 or int8 cache [L,2,B,Hkv,S,row]: rows move from source to target [B,P]. A row whose
+// target is the last slot goes nowhere, because nobody reads that slot.
+void commit_kv(Tensor kv, const Tensor& source, const Tensor& target) {
+  const int64_t B = kv.size(2), heads = kv.size(3), S = kv.size(4), P = source.size(1);
+  const int64_t bytes = kv.size(5) * (kv.scalar_type() == ScalarType::Float ? 4 : 1);
+  std::vector<std::pair<int64_t, int64_t>> moves;
+  std::vector<char> rows;
+  for (int64_t b = 0; b < B; ++b) {
+    moves.clear();
+    for (int64_t p = b * P; p < (b + 1) * P; ++p)
+      if (integers(target)[p] != integers(source)[p] && integers(target)[p] < S - 1)
+        moves.emplace_back(integers(source)[p] * bytes, integers(target)[p] * bytes);
+    rows.resize(moves.size() * bytes);
+    for (int64_t i = 0; i < kv.size(0) * 2 * heads && !moves.empty(); ++i) {
+      char* head = (char*)kv.data_ptr() + ((i / heads * B + b) * heads + i % heads) * S * bytes;
+      for (size_t m = 0; m < moves.size(); ++m) std::memcpy(&rows[m * bytes], head + moves[m].first, bytes);
+      for (size_t m = 0; m < moves.size(); ++m) std::memcpy(head + moves[m].second, &rows[m * bytes], bytes);
+    }
+  }
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
+  m.def("noise(Tensor seed, Tensor n, int rows, Tensor hashes) -> Tensor");
+  m.def("choose(Tensor logits, Tensor? noise, Tensor? depth, Tensor temperature) -> (Tensor, Tensor)");
+  m.def("draft_topk(Tensor logits, Tensor? noise, Tensor? ids, Tensor temperature, bool noisy, int count) -> (Tensor, Tensor)");
+  m.def("place_rows(Tensor n, Tensor depth, Tensor cos, Tensor sin, int slots, int fed, Tensor? count, Tensor? tokens, "
+        "int lead) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("join_rows(Tensor embedding, Tensor features, Tensor? source, Tensor? table_norm, Tensor? feature_norm, float eps, "
+        "bool keep_normed) -> (Tensor, Tensor)");
+  m.def("accept(Tensor tokens, Tensor parent, Tensor depth, Tensor ancestors, Tensor valid, Tensor choice, int D) "
+        "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("commit(Tensor path, Tensor accepted, Tensor bonus, Tensor emitted, Tensor usable, Tensor features, "
+        "Tensor(a!) tokens, Tensor(b!) n, Tensor(c!) root, Tensor(d!) valid_rows, Tensor(e!) produced, Tensor limit, "
+        "Tensor(f!) done, Tensor stop_ids, Tensor(g!) ring, Tensor(h!) kept, Tensor(i!)? history, Tensor(j!) step) "
+        "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("commit_kv(Tensor(a!) kv, Tensor source, Tensor target) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
+  m.impl("noise", TORCH_BOX(&noise));
+  m.impl("choose", TORCH_BOX(&choose));
+  m.impl("draft_topk", TORCH_BOX(&draft_topk));
+  m.impl("place_rows", TORCH_BOX(&place_rows));
+  m.impl("join_rows", TORCH_BOX(&join_rows));
+  m.impl("accept", TORCH_BOX(&accept));
+  m.impl("commit", TORCH_BOX(&commit));
+  m.impl("commit_kv", TORCH_BOX(&commit_kv));
+}

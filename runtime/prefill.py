@@ -23,7 +23,7 @@ class Prefill:
     def __init__(
         self, model: Transformer, drafter: Drafter, state: DecodeState, layers: Callable | None, compiled: bool
     ):
-        """layers: a faster `Transformer.run_layers`, if there is one. compiled: whether chunks are compiled as a whole."""
+        """layers: a faster `Transformer.run_layers`, if any. compiled: whether chunks are compiled as a whole."""
         self.model = model
         self.drafter = drafter
         self.state = state

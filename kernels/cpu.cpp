@@ -294,17 +294,16 @@ struct Epilogue {
   }
 };
 
-// All activation rows times all tiles, two tiles at a time: those of both halves if gated, else two neighbours (the last one
-// may be alone). multiply(R, row, tiles, out) computes R rows from `row` on, at most ROWS. The two tiles stay in the first
-// cache level until all rows are done.
+// All activation rows times all tiles, two tiles at a time, one of each half (the last one may be alone). So a thread reads
+// two streams without gaps, which the processor fetches ahead. multiply(R, row, tiles, out) computes R rows from `row` on, at
+// most ROWS. The two tiles stay in the first cache level until all rows are done.
 template <int ROWS, class Multiply>
 void run_pairs(int64_t K, const Epilogue& end, Multiply multiply) {
-  const int64_t tiles = end.n / TILE, pairs = end.gated ? tiles : (tiles + 1) / 2, work = 2 * K * TILE * end.M;
+  const int64_t tiles = end.n / TILE, pairs = end.gated ? tiles : (tiles + 1) / 2, all = end.gated ? 2 * tiles : tiles, work = 2 * K * TILE * end.M;
   const int64_t passes = (end.M + ROWS - 1) / ROWS, most = (end.M + passes - 1) / passes;  // passes of about equal size
   torch::stable::parallel_for(0, pairs, std::max<int64_t>(1, 100000 / work), [&](int64_t first, int64_t last) {
     for (int64_t pair = first; pair < last; ++pair) {
-      const int64_t a = end.gated ? pair : 2 * pair, b = end.gated ? pair + tiles : std::min(a + 1, tiles - 1);
-      const int64_t both[2] = {a, b};
+      const int64_t a = pair, b = pair + pairs < all ? pair + pairs : a, both[2] = {a, b};
       for (int64_t row = 0; row < end.M; row += most) {
         float y[2][ROWS][TILE];
         const int64_t count = std::min(most, end.M - row);

@@ -49,7 +49,7 @@ from weights.files import Progress
 from weights.heads import EagleFile, read_eagle
 from weights.hf import build_model
 from weights.hub import local_path
-from weights.quantized import QuantLinear, QuantSpec, adopt_, held_bytes, pack_
+from weights.quantized import QuantSpec, adopt_, held_bytes, pack_, replace_module
 from weights.rounding import quantize_
 from weights.shards import Shard, exchanged, share_
 
@@ -134,8 +134,10 @@ def plan_memory(
         kv += cache_bytes(head.config.layer, 1, slots + 128)
         rounded = options.kernels == "cpu" and quantized
         drafter = held_bytes(head.tensors, dtype, options.device, options.kernels, rounded=rounded)
-        # a trimmed vocabulary copies rows of the target's LM head and holds their ids
-        drafter += options.draft_vocab * (config.hidden_size * element + 8)
+        # a trimmed vocabulary copies rows of the target's LM head and holds their ids, which a head's own file has
+        own = len(head.tensors.get("draft_ids", ())) if head.config.version == 1 else 0
+        row = config.hidden_size + 4 if rounded else config.hidden_size * element
+        drafter += options.draft_vocab * (row + 8) or own * row
         kept = D + 1 + (0 if options.eagle_always else HISTORY + 1)
         buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * head.config.layer.head_dim
@@ -481,15 +483,17 @@ def build_head(file: EagleFile, model: Transformer, ids: Tensor | None = None) -
 
 
 def round_head_(head: EagleHead) -> None:
-    """Round the linears of a float head to int8, as far as the C++ kernels can multiply with them.
+    """Round the float linears of a head to int8, if the C++ kernels can multiply with all of them.
 
-    A drafter cannot change a token, so its rounding costs nothing but, rarely, a draft.
+    A drafter cannot change a token, so its rounding costs nothing but, rarely, a draft. Of a head that is quantized
+    already it is the LM head, where that is a copy of the target's rows or was left in half precision.
     """
-    linears = [child for child in head.modules() if isinstance(child, nn.Linear)]
-    if not any(isinstance(child, QuantLinear) for child in head.modules()) and all(
-        kernels.cpu_fits(*linear.weight.shape, 0) for linear in linears
-    ):
-        quantize_(head, QuantSpec("int8"))
+    linears = {name: child for name, child in head.named_modules() if isinstance(child, nn.Linear)}
+    if all(kernels.cpu_fits(*linear.weight.shape, 0) for linear in linears.values()):
+        for name, linear in linears.items():
+            holder = nn.ModuleDict({"linear": linear})
+            quantize_(holder, QuantSpec("int8"))
+            replace_module(head, name, holder["linear"])
 
 
 def build_drafter(model: Transformer, head: EagleHead | None, options: LoadOptions) -> Drafter:

@@ -1151,6 +1151,28 @@ def test_a_head_alone_is_quantized(tmp_path, capsys, version):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "m", "new"]
 
 
+def test_a_quantized_head_keeps_its_trimmed_vocabulary(tmp_path, capsys):
+    """Prevents an EAGLE-1 head that cannot be read once it is rounded, drafts other tokens, or an LM head in floats."""
+    source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED, 1)
+    file = read_eagle(head, UNTIED)
+    ids = torch.arange(0, 192, 3)
+    save_eagle(replace(file.config, target_vocab_size=192), file.tensors | {"draft_ids": ids}, tmp_path / "trimmed")
+    argv = ["--checkpoint", source, "--eagle", tmp_path / "trimmed", "--eagle-mode", "int8", "--head-only"]
+    assert run(*argv, "--out", tmp_path / "q") == 0, capsys.readouterr().err
+    assert torch.equal(read_eagle(tmp_path / "q", UNTIED).tensors["draft_ids"], ids)
+    engines = [load(source, eagle=str(path), quant="int8", ctx=32) for path in (tmp_path / "trimmed", tmp_path / "q")]
+    texts = [engine.generate([1, 2, 3], SamplingParams(max_new_tokens=20)).run()[0] for engine in engines]
+    assert texts[0].token_ids == texts[1].token_ids and texts[0].accepted_by_depth == texts[1].accepted_by_depth
+    for engine in engines:
+        assert torch.equal(engine.head.draft_ids, ids)
+        if engine.backend.mode == "cpu":
+            assert engine.head.lm_head.packed.bits == 8
+    damaged = file.tensors | {"draft_ids": torch.tensor([5, 4])}
+    save_quantized_eagle(file.config, damaged, QuantSpec("int8"), tmp_path / "damaged")
+    with pytest.raises(ValueError, match="damaged|expected|missing"):
+        read_eagle(tmp_path / "damaged", UNTIED)
+
+
 @pytest.mark.parametrize("kind", ["plan", "cuda", "host", "allocator"])
 def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monkeypatch, kind):
     """Prevents losing all the work because the unquantized model, whose size was the reason, does not fit in memory."""

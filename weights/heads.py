@@ -239,6 +239,8 @@ def read_quantized_eagle(directory: str | Path) -> EagleFile:
                 dtypes[f"{base}.{kind}"] = empty.dtype
     if config.layer.vocab_size != config.target_vocab_size:
         shapes["draft_ids"], dtypes["draft_ids"] = (config.layer.vocab_size,), torch.int64
+    elif config.version == 1 and "draft_ids" in entries:  # rows of the LM head that it drafts with
+        shapes["draft_ids"], dtypes["draft_ids"] = (entries["draft_ids"].shape or (1,))[:1], torch.int64
     check_entries(shapes, entries, str(directory), dtypes)
     tensors = {name: read_stored(entries, name, str(directory)) for name in shapes}
     if (ids := tensors.get("draft_ids")) is not None:

@@ -399,9 +399,26 @@ def _on_own_outputs(
         yield feature[:, : feature.shape[1] - s][counted], where[:, s:][counted]
 
 
+def noise_loss(logits: Tensor, distribution: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """How well a head guesses the token that the target draws, if it sees the target's random numbers.
+
+    With Gumbel noise g the target draws argmax(log p + g), and the draft is argmax(logits + g). The loss is the
+    cross-entropy of softmax(logits + g) for the drawn token, summed over the rows. A head that knows less than the target
+    has a flatter distribution. It drafts best with less noise than the target draws with, and this loss teaches it that.
+
+    Args:
+        logits: [M, Vd] of the head.
+        distribution: [M, Vd], the target's p over the draft vocabulary.
+    """
+    noise = -torch.empty_like(logits).exponential_(generator=generator).log()
+    drawn = (distribution.log() + noise).argmax(-1)
+    return F.cross_entropy(logits + noise, drawn, reduction="sum")
+
+
 def loss_eagle3(
     head: EagleHead, tokens: Tensor, taps: Tensor, hidden_states: Tensor, mask: Tensor, steps: int = 7,
-    count: float | None = None, decay: float = 0.8, best: Tensor | None = None,
+    count: float | None = None, decay: float = 0.8, best: Tensor | None = None, noise_share: float = 0.0,
+    generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """EAGLE-3's training-time test: the head runs `steps` times on its own outputs (EAGLE-3 paper, section 3.2).
 
@@ -414,6 +431,8 @@ def loss_eagle3(
         count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows of step 0.
         decay: step s weighs decay^s.
         best: int64 [B, T], the target's most likely next tokens, if they are known.
+        noise_share: the weight of `noise_loss`; the cross-entropy with the target's distribution has the rest.
+        generator: of the random numbers for `noise_loss`.
 
     Returns:
         The loss, and by step [steps] the share of rows that agree with the target's most likely token. A token outside
@@ -433,6 +452,9 @@ def loss_eagle3(
     hits = []
     for s, (output, which) in enumerate(_on_own_outputs(head, tokens, feature, keep, steps, [])):
         logits = head.predict(output)
-        total = total + decay**s * F.cross_entropy(logits, distribution[which], reduction="sum") / count
+        loss = F.cross_entropy(logits, distribution[which], reduction="sum") * (1 - noise_share)
+        if noise_share:
+            loss = loss + noise_loss(logits, distribution[which], generator) * noise_share
+        total = total + decay**s * loss / count
         hits.append((logits.argmax(-1) == wanted[which]).sum() / count)
     return total, torch.stack(hits)

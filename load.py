@@ -279,8 +279,8 @@ def _load(
         if files.head:
             ids = draft_vocabulary(options, files.checkpoint.config, files.tokenizer)
             head = build_head(files.head, model, ids)
-    if head is not None and backend.mode == "cpu" and model.quant:
-        round_head_(head)
+    if head is not None:
+        round_head_(head, backend, model)
     with backend.active(), freed_memory_returns():  # linears are packed for one backend, and before anything is traced
         for module in (model, head) if head else (model,):
             pack_(module, model.dtype)
@@ -482,14 +482,15 @@ def build_head(file: EagleFile, model: Transformer, ids: Tensor | None = None) -
     return head
 
 
-def round_head_(head: EagleHead) -> None:
-    """Round the float linears of a head to int8, if the C++ kernels can multiply with all of them.
+def round_head_(head: EagleHead, backend: kernels.KernelBackend, model: Transformer) -> None:
+    """Round the float linears of a quantized model's head to int8, if the C++ kernels can multiply with all of them.
 
     A drafter cannot change a token, so its rounding costs nothing but, rarely, a draft. Of a head that is quantized
     already it is the LM head, where that is a copy of the target's rows or was left in half precision.
     """
     linears = {name: child for name, child in head.named_modules() if isinstance(child, nn.Linear)}
-    if all(kernels.cpu_fits(*linear.weight.shape, 0) for linear in linears.values()):
+    fits = backend.mode == "cpu" and bool(model.quant)
+    if fits and all(kernels.cpu_fits(*linear.weight.shape, 0) for linear in linears.values()):
         for name, linear in linears.items():
             holder = nn.ModuleDict({"linear": linear})
             quantize_(holder, QuantSpec("int8"))

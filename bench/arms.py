@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from bench.random_models import random_head
 from drafters.draft_model import check_vocabulary
 from engine import Engine
-from load import build_drafter, build_head, draft_vocabulary
+from load import build_drafter, build_head, draft_vocabulary, round_head_
 from load import build_engine as build_loaded
 from model_config import ModelConfig
 from options import LoadOptions, default_tree, read_option
@@ -207,6 +207,8 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         small = Checkpoint.open(opts.draft_checkpoint)
         theirs = load_tokenizer(small.tokenizer_source, small.config.vocab_size)
         check_vocabulary(model.config, small.config, (base.tokenizer, theirs))
+    if head is not None:
+        round_head_(head, base.backend, model)
     with base.backend.active():  # weights are packed for one backend, and before anything is traced
         if head is not None:
             pack_(head, model.dtype)

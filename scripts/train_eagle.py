@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 4 -m scripts.train_eagle ...           # one process per GPU
 
 Data: JSON or JSONL of conversations (ShareGPT `conversations`, OpenAI `messages`; only the assistant's tokens count),
-JSONL of {"text"}, a text file, a directory of .txt/.py/.md files, `stdlib` (the demo's corpus), or a tokenised .npz.
+JSONL of {"text"}, a text file, a directory of .txt/.py/.md files, `stdlib` (the demo's corpus), `docstrings` (questions
+about the standard library that its docstrings answer), or a tokenised .npz.
 Features come from the target while training runs. The result depends on --seed alone, and interrupted runs resume from
 --work. The head is written under SafeAILab's tensor names with CARD.json beside it. A head with a better held-out tau is
 replaced only with --force. SafeAILab's own code runs its EAGLE-1 heads, and EAGLE-3 heads with --norm-before-residual
@@ -52,6 +53,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--noise", type=float, default=FEATURE_NOISE, help="version 1: width of the noise on features at 512 tokens")
     add("--feature-weight", type=float, default=1.0, help="version 1: weight of smooth L1")
     add("--token-weight", type=float, default=0.1, help="version 1: weight of soft cross-entropy")
+    add("--noise-share", type=float, default=0.0,
+        help="version 3: weight of the loss with shared noise (default: 0, as in the paper)")  # fmt: skip
     add(
         "--ttt-steps",
         type=at_least(1),

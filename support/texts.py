@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -42,6 +43,27 @@ def stdlib_texts(held_out: bool) -> Iterator[str]:
     paths = stdlib_files()[held_out]
     random.Random(0).shuffle(paths)
     return map(read_source, paths)
+
+
+def docstring_chats() -> list[list[dict[str, str]]]:
+    """Questions about the functions of the standard library, answered by their docstrings, in a fixed shuffled order.
+
+    These are conversations that people wrote, so a head can be trained on text that its model did not write.
+    """
+    answers: dict[str, str] = {}
+    for path in stdlib_files()[0]:
+        try:
+            module = ast.parse(read_source(path))
+        except SyntaxError:  # some files are there to be refused
+            continue
+        for scope in (module, *(node for node in module.body if isinstance(node, ast.ClassDef))):
+            for node in scope.body:
+                if isinstance(node, ast.FunctionDef) and len(text := ast.get_docstring(node) or "") >= 80:
+                    name = f"{scope.name}.{node.name}" if isinstance(scope, ast.ClassDef) else node.name
+                    answers.setdefault(f"What does `{name}` do in Python's module `{path.stem}`?", text)
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answers.items()]
+    random.Random(0).shuffle(chats)
+    return chats
 
 
 def read_texts(path: str | Path) -> list[str]:

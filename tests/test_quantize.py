@@ -16,6 +16,7 @@ from tiny import held
 import generate
 import kernels
 import quantize
+from bench.arms import build_engine
 from eagle_draft import EagleHead
 from kernels import cpu
 from load import load
@@ -1161,8 +1162,10 @@ def test_a_quantized_head_keeps_its_trimmed_vocabulary(tmp_path, capsys):
     assert run(*argv, "--out", tmp_path / "q") == 0, capsys.readouterr().err
     assert torch.equal(read_eagle(tmp_path / "q", UNTIED).tensors["draft_ids"], ids)
     engines = [load(source, eagle=str(path), quant="int8", ctx=32) for path in (tmp_path / "trimmed", tmp_path / "q")]
+    engines.append(build_engine(engines[0], {"eagle": str(tmp_path / "q")}, 32))  # an arm of scripts.bench
     texts = [engine.generate([1, 2, 3], SamplingParams(max_new_tokens=20)).run()[0] for engine in engines]
-    assert texts[0].token_ids == texts[1].token_ids and texts[0].accepted_by_depth == texts[1].accepted_by_depth
+    for text in texts[1:]:
+        assert text.token_ids == texts[0].token_ids and text.accepted_by_depth == texts[0].accepted_by_depth
     for engine in engines:
         assert torch.equal(engine.head.draft_ids, ids)
         if engine.backend.mode == "cpu":

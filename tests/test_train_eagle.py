@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import load
-from eagle_draft import FEATURE_NOISE, loss_eagle1, loss_eagle3
+from eagle_draft import FEATURE_NOISE, loss_eagle1, loss_eagle3, noise_loss
 from model import Transformer
 from model_config import ModelConfig
 from quantize import quantize_head
@@ -371,6 +371,40 @@ def test_loss_eagle3_is_the_papers(files, draft_vocab):
     assert hits.tolist() == pytest.approx([a / count for a in agreed])
 
 
+def test_noise_loss_is_about_shared_noise():
+    """Noise of the wrong sign or scale, noise that the draft does not see, or a weight that changes nothing."""
+    logits = torch.tensor([1.0, 0.0, -1.0, -8.0], dtype=torch.float64).repeat(50_000, 1)
+    p = logits.softmax(-1)
+
+    def loss(z: torch.Tensor) -> float:
+        return (noise_loss(z, p, torch.Generator().manual_seed(3)) / len(p)).item()
+
+    noise = -torch.empty_like(logits).exponential_(generator=torch.Generator().manual_seed(3)).log()
+    drawn = (p.log() + noise).argmax(-1)
+    assert torch.allclose(
+        (drawn.bincount(minlength=4) / len(p)).double(), p[0], atol=0.01
+    )  # which is what sampling gives
+    assert loss(logits) == pytest.approx(F.cross_entropy(logits + noise, drawn).item(), rel=1e-12)
+    entropy = -(p[0] * p[0].log()).sum().item()
+    assert loss(logits) < 0.6 * entropy and loss(logits) < loss(logits * 0.3) < loss(-logits)  # the noise says the rest
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_noise_share_weighs_two_losses(files, share):
+    """A share that is not used, or that takes the place of the paper's loss."""
+    head, target = tiny_head(files, 3)
+    tokens = torch.randint(0, V, (2, 8), generator=torch.Generator().manual_seed(0))
+    hidden_states, taps = target.forward_train(tokens, head.config.taps)
+    mask = torch.ones(2, 8, dtype=torch.bool)
+
+    def loss(share: float) -> float:
+        generator = torch.Generator().manual_seed(4)
+        return loss_eagle3(head, tokens, taps, hidden_states, mask, 2, noise_share=share, generator=generator)[0].item()
+
+    assert loss(share) == pytest.approx((1 - share) * loss(0.0) + share * loss(1.0), rel=1e-9)
+    assert loss(1.0) != pytest.approx(loss(0.0), rel=1e-3)
+
+
 @pytest.mark.parametrize("version", [1, 3])
 def test_training_time_attention_equals_an_explicit_mask(files, version):
     """Step s seeing other rows of steps 1..s, not seeing its own, or with positions not moved on."""
@@ -557,6 +591,19 @@ def test_regenerated_data_is_the_targets_own(tokenizer_files, tmp_path, chats):
             assert mask.tolist() == [False] * 10 + [True] * (len(ids) - 10) and len(ids) > 10
     training_data.load_data(args, target, tokenizer)
     assert cache.stat().st_mtime_ns == stamp
+
+
+def test_the_card_knows_who_wrote_the_text(tmp_path):
+    """Chats that a model wrote counted as text of others, and the other way round."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps(record) for record in (OPENAI, OPENAI | {"temperature": 0.0})))
+    assert training_data.written_by_models(str(path)) == 1 and training_data.written_by_models("docstrings") == 0
+    conversations, texts, left_out = training_data.read_records("docstrings")
+    assert len(conversations) > 1000 and not texts and not left_out
+    asked = [messages[0]["content"] for messages in conversations]
+    assert len(set(asked)) == len(asked) and asked == [
+        m[0]["content"] for m in training_data.read_records("docstrings")[0]
+    ]
 
 
 def test_draft_vocabulary_is_the_most_frequent_answer_tokens():

@@ -29,7 +29,7 @@ def drafter_parser(doc: str, steps: int, length: int, eval_every: int) -> argpar
     p = run_parser(doc, steps)
     add = p.add_argument
     add("--checkpoint", required=True, help="the target: anything that generate.py takes")
-    add("--data", required=True, help="JSON/JSONL, text file, directory, `stdlib`, or tokenised .npz")
+    add("--data", required=True, help="JSON/JSONL, text file, directory, `stdlib`, `docstrings`, or tokenised .npz")
     add("--held-out", help="the same kinds (default: 5 %% of --data; of stdlib, the modules held out)")
     add("--out", required=True, help="folder to write")
     add("--work", help="tokenised data and training state (default: in runs/, by the name of --out)")

@@ -31,7 +31,7 @@ from support.errors import UsageError
 from support.files import read_text, written_whole
 from support.progress import Progress
 from support.reader import json_lines, parse_json, refusal
-from support.texts import read_source, stdlib_files
+from support.texts import docstring_chats, read_source, stdlib_files
 from tokenizer import Tokenizer
 from training.loop import World
 from weights.hub import local_path
@@ -166,7 +166,7 @@ def step_batches(data: TokenData, step: int, world: World, args: argparse.Namesp
 
 
 def read_records(source: str, held_out: bool = False) -> tuple[list[list[dict]], list[str], list[str]]:
-    """Read a data file or directory, or `stdlib` (the training files of the demo model or those held out from it).
+    """Read a data file or directory, `stdlib` (the demo model's training files, or those held out), or `docstrings`.
 
     Returns:
         (conversations as role/content messages, texts, reasons for the rows that were left out).
@@ -175,6 +175,8 @@ def read_records(source: str, held_out: bool = False) -> tuple[list[list[dict]],
         ValueError: one line, if there is nothing to read or the file is not JSON as its name says.
     """
     path = Path(source)
+    if source == "docstrings":
+        return docstring_chats(), [], []
     if source == "stdlib":
         files = stdlib_files()[held_out]
     elif path.is_dir():
@@ -182,7 +184,9 @@ def read_records(source: str, held_out: bool = False) -> tuple[list[list[dict]],
     else:
         files = [path] if path.is_file() else []
     if not files:
-        raise ValueError(f"{source}: no such file, no folder of .txt, .py or .md files, and not `stdlib`.")
+        raise ValueError(
+            f"{source}: no such file, no folder of .txt, .py or .md files, and not `stdlib` or `docstrings`."
+        )
     if path.suffix not in (".json", ".jsonl") or not path.is_file():
         return [], [read_source(file) for file in files], []
     text = read_text(path)
@@ -200,6 +204,14 @@ def read_records(source: str, held_out: bool = False) -> tuple[list[list[dict]],
         except ValueError as error:
             left_out.append(f"row {number}: {error}")
     return conversations, texts, left_out
+
+
+def written_by_models(source: str) -> int:
+    """How many conversations of a data file scripts.make_chats wrote: these name the temperature of their answers."""
+    path = Path(source)
+    if path.suffix != ".jsonl" or not path.is_file():
+        return 0
+    return sum(isinstance(record, dict) and "temperature" in record for _, record in json_lines(read_text(path), path))
 
 
 def read_messages(record: dict) -> list[dict]:

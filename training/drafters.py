@@ -31,7 +31,7 @@ from support.errors import UserError, bad_files
 from support.files import clean_up, directory_written_whole, write_json
 from support.machine import describe_device
 from tokenizer import Tokenizer, load_tokenizer
-from training.data import Batch, TokenData, load_data, step_batches
+from training.data import Batch, TokenData, load_data, step_batches, written_by_models
 from training.loop import Run, World
 from training.optim import Recipe, optimizers, update
 from tree import DynamicTree, parse_tree, tree_tables
@@ -314,8 +314,8 @@ def describe(
     return {
         "target": {"layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "vocab_size": c.vocab_size},
         "parameters": sum(p.numel() for p in module.parameters()),
-        "data": args.data if args.data == "stdlib" else Path(args.data).name,
-        "regenerated": args.regenerate,
+        "data": Path(args.data).name,
+        "regenerated": args.regenerate or written_by_models(args.data),
         "training_tokens": int(data.mask.sum()),
         "held_out_tokens": int(held_out.mask.sum()),
         "rows_per_step": args.batch * args.accumulate * world.size,

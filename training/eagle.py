@@ -227,7 +227,9 @@ def head_loss(
     if head.config.version == 1:
         weights = (args.feature_weight, args.token_weight)
         return loss_eagle1(head, tokens, features, batch.mask, noise, count, weights, best, args.ttt_steps)
-    return loss_eagle3(head, tokens, features, hidden_states, batch.mask, args.ttt_steps, count, best=best)
+    generator = torch.Generator(tokens.device).manual_seed(args.seed + batch.numbers[0]) if args.noise_share else None
+    how = {"best": best, "noise_share": args.noise_share, "generator": generator}
+    return loss_eagle3(head, tokens, features, hidden_states, batch.mask, args.ttt_steps, count, **how)
 
 
 @torch.no_grad()
@@ -386,4 +388,5 @@ class EagleTraining(DrafterTraining):
             "recipe": asdict(self.recipe),
             "loss_weights": [args.feature_weight, args.token_weight] if first else None,
             "noise": args.noise if first else None,
+            "noise_share": None if first else args.noise_share,
         }

@@ -1,7 +1,7 @@
 """The tables and figures of the EAGLE paper, for any checkpoint and heads, beside the published numbers.
 
     python -m scripts.paper_tables --quick                       # the demo: measure what is missing, write the page
-    python -m scripts.paper_tables --render                      # only write docs/paper_tables.md from the cells
+    python -m scripts.paper_tables --render                      # only write docs/paper_tables_demo.md from the cells
     python -m scripts.paper_tables --plan                        # what would be measured
     python -m scripts.paper_tables --checkpoint DIR --eagle HEAD --questions mt_bench/question.jsonl \\
         --questions humaneval/question.jsonl --template llama-2-chat --system paper --int4 INT4_DIR --cells llama.jsonl
@@ -26,7 +26,7 @@ from support.errors import UsageError, command_parser, run_command
 from support.files import check_folder
 
 CELLS = ROOT / "benchmarks" / "results" / "paper_tables_demo.jsonl"
-PAGE = ROOT / "docs" / "paper_tables.md"
+DOCS = ROOT / "docs"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,8 +63,15 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     where = "benchmarks/results/paper_tables_demo.jsonl"
     add("--cells", default=str(CELLS), metavar="JSONL", help=f"the measured cells (default: {where})")
-    add("--page", default=str(PAGE), metavar="MD", help="the page (default: docs/paper_tables.md)")
+    where = "docs/NAME.md for benchmarks/results/NAME.jsonl, otherwise beside the cells"
+    add("--page", metavar="MD", help=f"the page (default: {where})")
     return parser
+
+
+def page_of(cells: Path) -> Path:
+    """Where the page of a cell file belongs."""
+    page = cells.with_suffix(".md")
+    return DOCS / page.name if page.resolve().parent == CELLS.parent else page
 
 
 def run(args: argparse.Namespace) -> None:
@@ -75,6 +82,7 @@ def run(args: argparse.Namespace) -> None:
         args.reps = 1 if args.quick else 3
     if min(args.batches) < 1 or args.reps < 1 or args.max_new_tokens < 3:
         raise UsageError("--batches and --reps start at 1, --max-new-tokens at 3.")
+    args.page = args.page or str(page_of(Path(args.cells)))
     check_folder("--page", args.page)
     if not args.render:
         measure(args, lambda text: print(text, file=sys.stderr, flush=True))

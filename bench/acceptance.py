@@ -86,7 +86,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "device": describe_device(base.model.device),
         "versions": versions(),
-        "dtype": base.options.dtype,
+        "checkpoint": Path(args.checkpoint).resolve().name,
+        "dtype": base.model.quant or base.options.dtype,
         "texts": " and ".join(Path(file).parent.name for file in args.questions) or "held-out",
         "prompts": len(prompts),
         "prompt_tokens": sum(map(len, prompts)) / len(prompts),
@@ -119,11 +120,13 @@ def tables(report: dict[str, Any]) -> str:
         if tree == "chain:5" and ours:
             alphas.append([f"{head}, T = {T:g}", *(map(number, (ours["n_alpha"] + [None] * 5)[:5]))])
     parts = [
-        f"tau on {report['prompts']} {report.get('texts', 'held-out')} prompts x {report['new_tokens']} tokens, "
-        f"{report['dtype']}, {report['device']}, torch {report['versions']['torch']}, {report['date']}:",
+        f"tau of {report.get('checkpoint', 'demo')}, {report['dtype']}, on {report['prompts']} "
+        f"{report.get('texts', 'held-out')} prompts x {report['new_tokens']} tokens, {report['device']}, "
+        f"torch {report['versions']['torch']}, {report['date']}:",
         table(["head", "T", "tree", *TITLES.values(), "same tokens"], taus),
-        table(["chain of 5, shared noise", *(f"{k}-alpha" for k in range(5))], alphas),
     ]
+    if alphas:
+        parts.append(table(["chain of 5, shared noise", *(f"{k}-alpha" for k in range(5))], alphas))
     if ablation := report.get("ablation"):
         steps = f"EAGLE-1 heads of {ablation[0]['steps']} steps each, on greedy texts"
         head = ["head sees", "tau, chain of 5", "0-alpha", "1-alpha", "2-alpha", "top-1 agreement"]

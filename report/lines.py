@@ -108,8 +108,9 @@ class Report:
         quant = engine.model.quant
         name = Path(options.checkpoint).name or options.checkpoint
         what = f"{quant}  {options.dtype}" if quant else options.dtype
-        template = engine.tokenizer.chat_template_source if engine.tokenizer else "no tokenizer"
-        extra = f"   template: {template}" if template else ""
+        template = engine.tokenizer.chat_template_source or "" if engine.tokenizer else "no tokenizer"
+        # most models bring a template of their own: only another one is worth a place on the line
+        extra = f"   template: {template}" if template.startswith(("built-in", "named", "no ")) else ""
         weights = size_text(engine.plan.weights)
         self.line(f"model   {name}   {what}   {weights}{_drafter(engine)}   ctx {engine.ctx}{extra}")
         device = describe_device(engine.model.device)
@@ -182,7 +183,7 @@ def _acceptance(engine: Engine, result: GenerationResult) -> Iterator[str]:
         depth = " ".join(f"{share:.2f}"[1:] if share < 1 else "1.0" for share in result.accepted_by_depth)
         which = f" over {len(result.drafted)} of {result.steps} steps" if result.plain_steps else ""
         yield f"accepted tau {result.tau:.2f} tokens/step{which}   by depth {depth or '-'} (1 + sum = tau)"
-        if result.n_alpha:
+        if len(result.n_alpha) > 1:  # one would repeat the line above
             alphas = "  ".join(f"{k}-alpha {alpha:.2f}" for k, alpha in enumerate(result.n_alpha))
             yield f"         {alphas}"
     if engine.step_seconds:

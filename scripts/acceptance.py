@@ -27,7 +27,7 @@ from support.files import read_json, replace_block, write_json
 def run(args: argparse.Namespace, argv: list[str]) -> None:
     """Measure and print, or only rewrite a file from what was measured."""
     if args.readme:
-        replace_block(args.readme, "acceptance", tables(read_json(args.json)))
+        replace_block(args.readme, args.block, tables(read_json(args.json)))
     elif args.ablation:
         add_ablation(args.json, args.ablation)
     else:
@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--json", type=Path, default=Path("benchmarks/results/demo_acceptance.json"))
     add("--ablation", type=Path, nargs="+", help="only add these CARD.json files to the JSON")
     add("--readme", type=Path, help="only rewrite this file's table from the JSON")
+    add("--block", default="acceptance", metavar="NAME", help="the markers around that table (default: acceptance)")
     args = parser.parse_args(argv)
     return run_command(lambda: run(args, argv), args.debug)
 

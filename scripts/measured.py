@@ -23,11 +23,12 @@ from support.files import read_json, read_json_lines, replace_block
 Lines = list[dict[str, Any]]
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 HEADLINE = (  # file, arm, temperature, what the README calls it
-    ("demo.jsonl", "eagle3 chain", 0.0, "speed with EAGLE-3 relative to plain decoding, demo, temperature 0"),
-    ("demo.jsonl", "eagle3 chain", 1.0, "the same at temperature 1"),
-    ("demo.jsonl", "hf", 0.0, "speed of `transformers` relative to our plain decoding, demo"),
-    ("smollm2_int4.jsonl", "llama.cpp", 0.0, "speed of llama.cpp relative to our plain decoding, SmolLM2-135M Q4_1"),
+    ("smollm2_int4.jsonl", "eagle3 chain:1", 0.0, "speed with EAGLE-3 relative to plain decoding, temperature 0"),
+    ("smollm2_int4.jsonl", "eagle3 chain:1", 1.0, "the same at temperature 1"),
+    ("smollm2_int4.jsonl", "llama.cpp", 0.0, "speed of llama.cpp relative to our plain decoding"),
+    ("smollm2_int4.jsonl", "hf bf16", 0.0, "speed of `transformers` (bf16) relative to our plain decoding"),
 )
+TAU, ACCEPTANCE = "smollm2_mt_bench.jsonl", "smollm2_acceptance.json"
 NOTHING = "Nothing has been measured and committed yet."
 CPU = ("cpu", "epyc", "xeon", "ryzen", "intel", "amd", "arm", "threads")
 
@@ -108,7 +109,7 @@ def describe(lines: Lines) -> str:
         cells = [c for c in latest(lines, header["weights_sha256"]) if c["type"] == "cell"]
         best = max((v["tau"] for v in Page(lines, {}).values.values() if v["tau"]), default=0.0)
         text = f"{len(cells)} cells of the paper's tables for {header['checkpoint']}, tau up to {best:.2f}"
-        return f"{text} (docs/paper_tables.md)" if best else "no cell yet"
+        return text if best else "no cell yet"
     if "rule" in (first.get("rows") or [{}])[0]:
         best = max(first["rows"], key=lambda r: r["tau"])
         same, total = same_tokens(first["rows"])
@@ -148,23 +149,20 @@ def no_gpu(files: dict[str, Lines]) -> str:
 
 
 def headline(results: Path = RESULTS) -> str:
-    """Markdown for the README: at most six rows about the demo; a row whose file is missing is left out."""
+    """Markdown for the README: at most six rows about the real model; a row whose file is missing is left out."""
     files = contents(results)
     rows: list[tuple[str, str, str]] = []  # what it is, the result, the file
     for name, arm, T, what in HEADLINE:
         for row in (summary_of(files.get(name, [])) or {"rows": ()})["rows"]:
             if (row["arm"], row["temperature"]) == (arm, T):
                 rows.append((what, _speed(row) + (f", tau {row['tau']:.2f}" if row["tau"] else ""), name))
-    for report in files.get("demo_acceptance.json", ()):
+    if summary := summary_of(files.get(TAU, [])):
+        found = [r for r in summary["rows"] if r["temperature"] == 0 and not r["baseline"]]
+        taus = ", ".join(f"{r['tau']:.2f} with {r['arm']}" for r in found)
+        rows.append(("tau on MT-bench with a tree of 26 nodes, temperature 0", taus, TAU))
+    for report in files.get(ACCEPTANCE, ()):
         same, total = same_tokens(report["rows"])
-        what = "EAGLE runs that gave the tokens of plain decoding"
-        rows.append((what, f"{same} of {total}", "demo_acceptance.json"))
-    for report in files.get("demo_quantize.json", ()):
-        for r in report["receipts"]:
-            if (r["spec"]["mode"], r["spec"]["algorithm"]) == ("int4", "gptq"):
-                size = r["bytes_after"] / r["bytes_before"]
-                result = f"{r['top1_agreement']:.2%} same top token, {size:.0%} of the size"
-                rows.append(("int4 weights (GPTQ) against bf16", result, "demo_quantize.json"))
+        rows.append(("EAGLE runs that gave the tokens of plain decoding", f"{same} of {total}", ACCEPTANCE))
     if not rows:
         return NOTHING
     lines = [[*facts, device_of(files[name]), f"[{name}](benchmarks/results/{name})"] for *facts, name in rows]

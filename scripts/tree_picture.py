@@ -2,6 +2,7 @@
 
     python -m scripts.tree_picture                                     # the demo's EAGLE head, docs/tree.svg
     python -m scripts.tree_picture --eagle HEAD --tree dynamic:16,4,4 --prompt "import os" --step 3 --out tree.svg
+    python -m scripts.tree_picture --checkpoint FILE.gguf --eagle HEAD --prompt "Why is the sky blue?"
 
 The step comes from a real request, and the SVG says which step it is. Without `--step` it is the one of the first 24
 that accepted most.
@@ -120,15 +121,19 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"no eagle3 or eagle1 in {args.checkpoint}; give --eagle HEAD.")
     engine = load(**options_from(args, "checkpoint", "eagle", "tree"))
     recorder = StepRecorder(engine)
-    engine.generate(engine.tokenizer.encode(args.prompt), sampling_from(args)).run()
+    tokenizer = engine.tokenizer
+    chat = tokenizer.encode_chat if tokenizer.chat_template_source else None
+    prompt = chat([{"role": "user", "content": args.prompt}]) if chat else tokenizer.encode(args.prompt)
+    engine.generate(prompt, sampling_from(args)).run()
     steps = recorder.steps
     if args.step is not None and not 1 <= args.step <= len(steps):
         raise UsageError(f"--step {args.step}; this request took {len(steps)} steps.")
     number = args.step or 1 + max(range(min(24, len(steps))), key=lambda i: len(steps[i].path))
     step = steps[number - 1]
+    names = f"{Path(args.checkpoint).name} with {Path(args.eagle).name}, {engine.options.tree}"
     caption = (
-        f"one step of {Path(args.checkpoint).name} with {Path(args.eagle).name}, {args.tree}: {sum(step.valid)} nodes in "
-        f"one forward, {len(step.emitted)} tokens (step {number} of a request, T = {args.temperature:g})"
+        f"one step of {names}: {sum(step.valid)} nodes in one forward, {len(step.emitted)} tokens "
+        f"(step {number} of a request, T = {args.temperature:g})"
     )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(args.out, draw(step, recorder.text, caption))
@@ -140,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_parser("scripts.tree_picture", __doc__)
     add_options(parser, "checkpoint", "eagle", "tree")
     add_sampling(parser, "temperature", "max_new_tokens", max_new_tokens=96)
-    parser.add_argument("--prompt", default=DEMO_PROMPT)
+    parser.add_argument("--prompt", default=DEMO_PROMPT, help="text to continue, or a chat model's message")
     parser.add_argument("--step", type=int, help="which step, from 1")
     parser.add_argument("--out", type=Path, default=Path("docs/tree.svg"))
     args = parser.parse_args(argv)

@@ -28,6 +28,7 @@ from support import real_model
 ROOT = Path(__file__).resolve().parent.parent
 ACCEPTANCE = (  # page, block, file
     ("docs/results.md", "acceptance", "demo_acceptance.json"),
+    ("docs/smollm2.md", "acceptance", "smollm2_acceptance.json"),
     ("docs/smollm2.md", "formats", "smollm2_head_formats.json"),
     ("docs/smollm2.md", "float32", "smollm2_float32_acceptance.json"),
 )

@@ -124,6 +124,7 @@ class EagleHead(nn.Module):
         keep_normed = self.config.norm_before_residual
         if feature.shape[-1] % 8 == 0 and kernels.use_cpu("draft_tree", feature):
             embedding = embed(tokens).contiguous()
+            source = None if source is None else source.contiguous()
             return torch.ops.eaglet_cpu.join_rows.default(embedding, feature.contiguous(), source, *norms, keep_normed)
         if kernels.skip_operator(feature, None) or not isinstance(embed, nn.Embedding):  # a quantized one is a module
             return self.joined_train(tokens, feature if source is None else take_rows(feature, source))

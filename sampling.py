@@ -374,7 +374,7 @@ def choose_and_check(
     """(`choose`, `finite`) of the same logits. Kernels do both in one call."""
     noise = noise if mode.sample else None
     if _on_cpu(logits, mode):
-        depth = None if depth is None else depth.contiguous()
+        noise, depth = (None if t is None else t.contiguous() for t in (noise, depth))
         return torch.ops.eaglet_cpu.choose.default(logits.contiguous(), noise, depth, state.temperature)
     if kernels.skip_operator(logits, None):
         return choose(logits, noise, state, mode, depth), finite(logits)

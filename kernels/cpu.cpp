@@ -633,7 +633,7 @@ struct Layer {
   const float *input_norm, *post_norm, *q_norm, *k_norm;
   Linear qkv, o, gate_up, down;
 
-  static constexpr int TENSORS = 20;  // in the order of `fused_layers` in kernels/cpu.py
+  static constexpr int TENSORS = 20;  // in the order of `stack_layers` in kernels/cpu.py
   explicit Layer(const Tensor* t)
       : input_norm(values(t[0])), post_norm(values(t[1])), q_norm(values(t[2])), k_norm(values(t[3])), qkv(linear(t + 4)),
         o(linear(t + 8)), gate_up(linear(t + 12)), down(linear(t + 16)) {}
@@ -665,7 +665,7 @@ struct Layer {
 // once, and Python keeps the result as a tensor whose memory is this object.
 struct Stack {
   static constexpr int64_t MARK = 0x65616C6574537461;
-  int64_t mark = MARK;
+  const int64_t mark = MARK ^ (int64_t)this;  // a copy of the tensor lies elsewhere, so it has the wrong mark
   std::vector<Tensor> weights;
   std::vector<Layer> layers;
   std::optional<Tensor> norm;    // after the last layer
@@ -698,7 +698,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
                                   const Tensor& cos, const Tensor& sin, Tensor kv, const Tensor& slots, const Tensor& start,
                                   const Tensor& positions, const Tensor& visible, const Tensor& narrow, bool round,
                                   std::vector<int64_t> taps) {
-  STD_TORCH_CHECK(stacked.numel() == 1 && *integers(stacked) == Stack::MARK, "this tensor does not hold layers");
+  STD_TORCH_CHECK(stacked.numel() == 1 && *integers(stacked) == (Stack::MARK ^ (int64_t)integers(stacked)), "this tensor does not hold layers");
   const Stack& stack = *(const Stack*)stacked.data_ptr();
   const std::vector<Layer>& all = stack.layers;
   const int64_t L = all.size(), B = x.size(0), T = x.size(1), M = B * T, hd = kv.size(5), kv_heads = kv.size(3);

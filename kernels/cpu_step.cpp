@@ -148,6 +148,7 @@ std::pair<int64_t, bool> best_of(const float* z, const float* g, float heat, int
 std::tuple<Tensor, Tensor> choose(const Tensor& logits, const std::optional<Tensor>& noise,
                                   const std::optional<Tensor>& depth, const Tensor& temperature) {
   const int64_t B = logits.size(0), N = logits.size(1), V = logits.size(2), P = noise ? noise->size(1) : 0;
+  STD_TORCH_CHECK(temperature.size(0) == B, "one temperature for each of the ", B, " sequences");
   Tensor ids = new_empty(logits, {B, N}, ScalarType::Long), usable = new_empty(logits, {B, N}, ScalarType::Bool);
   parallel_for(0, B * N, std::max<int64_t>(1, 16384 / V), [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
@@ -164,6 +165,7 @@ std::tuple<Tensor, Tensor> choose(const Tensor& logits, const std::optional<Tens
 std::tuple<Tensor, Tensor> draft_topk(const Tensor& logits, const std::optional<Tensor>& noise, const std::optional<Tensor>& ids,
                                       const Tensor& temperature, bool noisy, int64_t count) {
   const int64_t B = logits.size(0), W = logits.size(1), K = logits.size(2);
+  STD_TORCH_CHECK(temperature.size(0) == B, "one temperature for each of the ", B, " sequences");
   Tensor places = new_empty(logits, {B, W, count}, ScalarType::Long), scores = new_empty(logits, {B, W, count});
   parallel_for(0, B * W, std::max<int64_t>(1, 16384 / K), [&](int64_t first, int64_t last) {
     std::vector<float> keys(K), values(count), perturbed(noise ? K : 0);

@@ -45,13 +45,14 @@ def stdlib_texts(held_out: bool) -> Iterator[str]:
     return map(read_source, paths)
 
 
-def docstring_chats() -> list[list[dict[str, str]]]:
+def docstring_chats(held_out: bool = False) -> list[list[dict[str, str]]]:
     """Questions about the functions of the standard library, answered by their docstrings, in a fixed shuffled order.
 
-    These are conversations that people wrote, so a head can be trained on text that its model did not write.
+    These are conversations that people wrote, so a head can be trained on text that its model did not write. They come
+    from the training files of the demo model, or from those that are held out.
     """
     answers: dict[str, str] = {}
-    for path in stdlib_files()[0]:
+    for path in stdlib_files()[held_out]:
         try:
             module = ast.parse(read_source(path))
         except SyntaxError:  # some files are there to be refused

@@ -119,7 +119,7 @@ def test_unusable_draft_logits_come_last():
     """A candidate of NaN before one that can be drafted, or a score of NaN that spoils a tree's order."""
     z = torch.tensor([[[float("nan"), 1.0, -float("inf"), 3.0, float("nan"), 2.0]], [[float("nan")] * 6]])
     with backend().active():
-        best, scores = sampling.draft_topk(z, None, None, settings(0.0), SamplingMode(), 6)
+        best, scores = sampling.draft_topk(z, None, None, settings(0.0, 0.0), SamplingMode(), 6)
     assert best[0, 0, :3].tolist() == [3, 5, 1] and sorted(best[0, 0].tolist()) == list(range(6))
     assert torch.allclose(scores[0, 0, :3].exp().sum(), torch.tensor(1.0)) and not scores.isnan().any()
     assert scores[0, 0, 3:].tolist() == scores[1, 0, :3].tolist() == [-float("inf")] * 3
@@ -264,5 +264,8 @@ def test_layers_cannot_be_read_from_another_tensor():
     """A tensor of numbers that is taken for the memory of layers: a crash instead of an error."""
     x, nothing = torch.zeros(1, 1, 64), torch.zeros(1, 1, dtype=torch.int64)
     nodes = torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), nothing, nothing[0], nothing, *[nothing[None].bool()] * 2
-    with pytest.raises(RuntimeError, match="does not hold layers"):
-        cpu.run_layers(x, None, torch.tensor([1]), nodes, torch.zeros(1, 2, 1, 1, 4, 16))
+    with backend().active():
+        copied = cpu.stack_layers([], torch.ones(64), [], 1e-5, 1.0).clone()
+    for other in (torch.tensor([1]), copied):
+        with pytest.raises(RuntimeError, match="does not hold layers"):
+            cpu.run_layers(x, None, other, nodes, torch.zeros(1, 2, 1, 1, 4, 16))

@@ -1170,10 +1170,11 @@ def test_a_quantized_head_keeps_its_trimmed_vocabulary(tmp_path, capsys):
         assert torch.equal(engine.head.draft_ids, ids)
         if engine.backend.mode == "cpu":
             assert engine.head.lm_head.packed.bits == 8
-    damaged = file.tensors | {"draft_ids": torch.tensor([5, 4])}
-    save_quantized_eagle(file.config, damaged, QuantSpec("int8"), tmp_path / "damaged")
-    with pytest.raises(ValueError, match="damaged|expected|missing"):
-        read_eagle(tmp_path / "damaged", UNTIED)
+    whole = read_eagle(tmp_path / "q", UNTIED)
+    for wrong in (torch.tensor([5, 4]), torch.tensor([4, 192]), torch.tensor([-1, 4]), ids[:0]):
+        save_quantized_eagle(whole.config, whole.tensors | {"draft_ids": wrong}, QuantSpec("int8"), tmp_path / "wrong")
+        with pytest.raises(ValueError, match="not ascending token ids"):
+            read_eagle(tmp_path / "wrong", UNTIED)
 
 
 @pytest.mark.parametrize("kind", ["plan", "cuda", "host", "allocator"])

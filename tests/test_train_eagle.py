@@ -601,9 +601,9 @@ def test_the_card_knows_who_wrote_the_text(tmp_path):
     conversations, texts, left_out = training_data.read_records("docstrings")
     assert len(conversations) > 1000 and not texts and not left_out
     asked = [messages[0]["content"] for messages in conversations]
-    assert len(set(asked)) == len(asked) and asked == [
-        m[0]["content"] for m in training_data.read_records("docstrings")[0]
-    ]
+    again, held_out = (training_data.read_records("docstrings", held)[0] for held in (False, True))
+    assert len(set(asked)) == len(asked) and asked == [messages[0]["content"] for messages in again]
+    assert held_out and not set(asked) & {messages[0]["content"] for messages in held_out}
 
 
 def test_draft_vocabulary_is_the_most_frequent_answer_tokens():

@@ -166,7 +166,7 @@ def step_batches(data: TokenData, step: int, world: World, args: argparse.Namesp
 
 
 def read_records(source: str, held_out: bool = False) -> tuple[list[list[dict]], list[str], list[str]]:
-    """Read a data file or directory, `stdlib` (the demo model's training files, or those held out), or `docstrings`.
+    """Read a data file or directory, `stdlib` (the demo's training files, or those held out), or `docstrings` of these.
 
     Returns:
         (conversations as role/content messages, texts, reasons for the rows that were left out).
@@ -176,7 +176,7 @@ def read_records(source: str, held_out: bool = False) -> tuple[list[list[dict]],
     """
     path = Path(source)
     if source == "docstrings":
-        return docstring_chats(), [], []
+        return docstring_chats(held_out), [], []
     if source == "stdlib":
         files = stdlib_files()[held_out]
     elif path.is_dir():

@@ -244,7 +244,7 @@ def read_quantized_eagle(directory: str | Path) -> EagleFile:
     check_entries(shapes, entries, str(directory), dtypes)
     tensors = {name: read_stored(entries, name, str(directory)) for name in shapes}
     if (ids := tensors.get("draft_ids")) is not None:
-        if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= config.target_vocab_size:
+        if not len(ids) or not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= config.target_vocab_size:
             raise refusal(directory, "draft_ids are not ascending token ids of the target: damaged?")
     return EagleFile(config, tensors, [])
 

@@ -411,7 +411,8 @@ def noise_loss(logits: Tensor, distribution: Tensor, generator: torch.Generator 
         logits: [M, Vd] of the head.
         distribution: [M, Vd], the target's p over the draft vocabulary.
     """
-    noise = -torch.empty_like(logits).exponential_(generator=generator).log()
+    # torch's own exponential noise takes seven times as long
+    noise = -(-torch.empty_like(logits).uniform_(1e-12, 1, generator=generator).log()).clamp(min=1e-9).log()
     drawn = (distribution.log() + noise).argmax(-1)
     return F.cross_entropy(logits + noise, drawn, reduction="sum")
 

@@ -105,7 +105,7 @@ def tiny_head(files, version=1, inputs=INPUTS[0], draft_vocab=None, seed=3):
 def trained(files):
     """version -> (folder of a head after a real short training, its card)."""
     more = ["--eval-prompts", "3", "--eval-tokens", "24"]
-    third = [*more, "--ttt-steps", "3", "--draft-vocab", "60"]
+    third = [*more, "--ttt-steps", "3", "--draft-vocab", "60", "--noise-share", "0.25"]
     return {
         version: (files / f"head{version}", run(files, files / f"head{version}", *extra, version=version, steps=110))
         for version, extra in ((1, more), (3, third))

@@ -227,7 +227,10 @@ def head_loss(
     if head.config.version == 1:
         weights = (args.feature_weight, args.token_weight)
         return loss_eagle1(head, tokens, features, batch.mask, noise, count, weights, best, args.ttt_steps)
-    generator = torch.Generator(tokens.device).manual_seed(args.seed + batch.numbers[0]) if args.noise_share else None
+    generator = None
+    if args.noise_share:  # held-out rows have no numbers
+        seed = args.seed + (batch.numbers[0] if batch.numbers else 0)
+        generator = torch.Generator(tokens.device).manual_seed(seed)
     how = {"best": best, "noise_share": args.noise_share, "generator": generator}
     return loss_eagle3(head, tokens, features, hidden_states, batch.mask, args.ttt_steps, count, **how)
 

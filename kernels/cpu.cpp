@@ -698,8 +698,9 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
                                   const Tensor& cos, const Tensor& sin, Tensor kv, const Tensor& slots, const Tensor& start,
                                   const Tensor& positions, const Tensor& visible, const Tensor& narrow, bool round,
                                   std::vector<int64_t> taps) {
-  STD_TORCH_CHECK(stacked.numel() == 1 && *integers(stacked) == (Stack::MARK ^ (int64_t)integers(stacked)), "this tensor does not hold layers");
-  const Stack& stack = *(const Stack*)stacked.data_ptr();
+  const int64_t* mark = integers(stacked);
+  STD_TORCH_CHECK(stacked.numel() == 1 && *mark == (Stack::MARK ^ (int64_t)mark), "this tensor does not hold layers");
+  const Stack& stack = *(const Stack*)mark;
   const std::vector<Layer>& all = stack.layers;
   const int64_t L = all.size(), B = x.size(0), T = x.size(1), M = B * T, hd = kv.size(5), kv_heads = kv.size(3);
   const int64_t widest = stack.widest;

@@ -122,8 +122,8 @@ def run(args: argparse.Namespace) -> None:
     engine = load(**options_from(args, "checkpoint", "eagle", "tree"))
     recorder = StepRecorder(engine)
     tokenizer = engine.tokenizer
-    chat = tokenizer.encode_chat if tokenizer.chat_template_source else None
-    prompt = chat([{"role": "user", "content": args.prompt}]) if chat else tokenizer.encode(args.prompt)
+    message = [{"role": "user", "content": args.prompt}]
+    prompt = tokenizer.encode_chat(message) if tokenizer.chat_template_source else args.prompt
     engine.generate(prompt, sampling_from(args)).run()
     steps = recorder.steps
     if args.step is not None and not 1 <= args.step <= len(steps):

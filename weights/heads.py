@@ -244,9 +244,14 @@ def read_quantized_eagle(directory: str | Path) -> EagleFile:
     check_entries(shapes, entries, str(directory), dtypes)
     tensors = {name: read_stored(entries, name, str(directory)) for name in shapes}
     if (ids := tensors.get("draft_ids")) is not None:
-        if not len(ids) or not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= config.target_vocab_size:
+        if not _are_token_ids(ids, config.target_vocab_size):
             raise refusal(directory, "draft_ids are not ascending token ids of the target: damaged?")
     return EagleFile(config, tensors, [])
+
+
+def _are_token_ids(ids: Tensor, vocab: int) -> bool:
+    """Whether ids [Vd] are a draft vocabulary: one token id or more, ascending, below vocab."""
+    return len(ids) > 0 and bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < vocab)
 
 
 def _whole_shape(parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -463,7 +468,7 @@ class _HeadReader:
         if offsets.dtype not in (torch.int64, torch.int32) or offsets.shape != (rows,):
             self.fail(f"d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}].")
         ids = offsets.read().long() + torch.arange(rows)
-        if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= vocab:
+        if not _are_token_ids(ids, vocab):
             self.fail(f"d2t holds no offsets to ascending token ids below {vocab}: damaged?")
         if member is not None and not torch.equal(member.read().nonzero().flatten(), ids):
             self.fail("t2d and d2t disagree: damaged.")

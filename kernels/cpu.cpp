@@ -49,33 +49,26 @@ struct Rows {
   }
 
   void round(const float* x, int64_t first, int64_t last) {
-    const __m256 sign = _mm256_set1_ps(-0.f);
+    const __m256 sign = _mm256_set1_ps(-0.f), none = _mm256_setzero_ps();
     for (int64_t b = first; b < last; ++b) {
-      const float* p = x + b * BLOCK;
-      __m256 largest = _mm256_setzero_ps(), zero = _mm256_setzero_ps();
-      for (int i = 0; i < BLOCK; i += 8) {
-        const __m256 v = _mm256_loadu_ps(p + i);
-        largest = _mm256_max_ps(largest, _mm256_andnot_ps(sign, v));
-        zero = _mm256_fmadd_ps(v, _mm256_setzero_ps(), zero);  // NaN unless all values are finite
+      __m256 v[4], largest = none, zero = none;
+      for (int i = 0; i < 4; ++i) {
+        v[i] = _mm256_loadu_ps(x + b * BLOCK + 8 * i);
+        largest = _mm256_max_ps(largest, _mm256_andnot_ps(sign, v[i]));
+        zero = _mm256_fmadd_ps(v[i], none, zero);  // NaN unless all values are finite
       }
-      alignas(32) float lanes[8], zeros[8];
-      _mm256_store_ps(lanes, largest);
-      _mm256_store_ps(zeros, zero);
-      float most = 0.f;
-      for (int i = 0; i < 8; ++i) most = std::max(most, lanes[i]) + zeros[i];
+      const float most = largest_lane(largest) + lane_sum(zero);
       const __m256 inverse = _mm256_set1_ps(most > 0.f ? 127.f / most : 0.f);
       __m256i parts[4];
-      for (int i = 0; i < 4; ++i)
-        parts[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(p + 8 * i), inverse));
+      for (int i = 0; i < 4; ++i) parts[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
       __m256i packed =
           _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]), _mm256_packs_epi32(parts[2], parts[3]));
       packed = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
       _mm256_storeu_si256((__m256i*)(codes.data() + b * BLOCK), packed);
-      int32_t count = 0;
-      for (int i = 0; i < BLOCK; ++i) count += codes[b * BLOCK + i];
+      const __m256i sums = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), packed), _mm256_set1_epi16(1));
       scale[b] = most / 127.f;
-      total[b] = count;
-      sum[b] = scale[b] * count;
+      total[b] = (int32_t)lane_sum(_mm256_cvtepi32_ps(sums));
+      sum[b] = scale[b] * total[b];
     }
   }
 };
@@ -484,111 +477,234 @@ inline __m256 lane_sums(const __m256 v[8]) {
   return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 
-constexpr int64_t WIDTH = 8 * LANES;       // floats of a register
-constexpr int SPAN = LANES == 2 ? 8 : 4;  // registers of a head that are worked on at once
+constexpr int64_t WIDTH = 8 * LANES;  // floats of a register
+constexpr int SPAN = 4, QUERIES = LANES == 2 ? 4 : 2;  // registers of a head, and queries, that are worked on at once
 
-// scores += query * keys[rows] over W registers of the head, for `count` rows rounded up to 8.
-template <int W>
-void add_scores(const float* query, const float* keys, const int64_t* rows, int64_t count, int64_t hd, float* scores) {
-  Floats q[W];
-  for (int w = 0; w < W; ++w) q[w] = load(query + w * WIDTH);
+// scores [G][stride] += queries [G][hd] * keys[rows] over W registers of the head, for `count` rows rounded up to 8.
+template <int G, int W>
+void add_scores(const float* queries, const float* keys, const int64_t* rows, int64_t count, int64_t hd, float* scores, int64_t stride) {
+  Floats q[G][W];
+#pragma GCC unroll 8
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 8
+    for (int w = 0; w < W; ++w) q[g][w] = load(queries + g * hd + w * WIDTH);
   for (int64_t i = 0; i < count; i += 8) {
-    __m256 sums[8];
+    __m256 sums[G][8];
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
       const float* key = keys + rows[i + j] * hd;
-      Floats sum = times(q[0], load(key));
-      for (int w = 1; w < W; ++w) sum = times_plus(q[w], load(key + w * WIDTH), sum);
-      sums[j] = LANES == 1 ? lane(sum, 0) : _mm256_add_ps(lane(sum, 0), lane(sum, 1));
+      Floats sum[G], part = load(key);
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) sum[g] = times(q[g][0], part);
+#pragma GCC unroll 8
+      for (int w = 1; w < W; ++w) {
+        part = load(key + w * WIDTH);
+#pragma GCC unroll 8
+        for (int g = 0; g < G; ++g) sum[g] = times_plus(q[g][w], part, sum[g]);
+      }
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) sums[g][j] = LANES == 1 ? lane(sum[g], 0) : _mm256_add_ps(lane(sum[g], 0), lane(sum[g], 1));
     }
-    _mm256_storeu_ps(scores + i, _mm256_add_ps(_mm256_loadu_ps(scores + i), lane_sums(sums)));
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) {
+      float* to = scores + g * stride + i;
+      _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), lane_sums(sums[g])));
+    }
   }
 }
 
-// sums += weights * values[rows] over W registers of the head, for `count` rows rounded up to 2. Even and odd rows have
-// sums [2][hd] of their own, because each addition waits for the one before.
-template <int W>
-void add_values(const float* weights, const float* values, const int64_t* rows, int64_t count, int64_t hd, float* sums) {
-  Floats even[W], odd[W];
-  for (int w = 0; w < W; ++w) {
-    even[w] = load(sums + w * WIDTH);
-    odd[w] = load(sums + hd + w * WIDTH);
-  }
+// sums [G][2][hd] += weights [G][stride] * values[rows] over W registers of the head, for `count` rows rounded up to 2. Even
+// and odd rows have sums of their own, because each addition waits for the one before.
+template <int G, int W>
+void add_values(const float* weights, int64_t stride, const float* values, const int64_t* rows, int64_t count, int64_t hd, float* sums) {
+  Floats sum[G][2][W];
+#pragma GCC unroll 8
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 8
+    for (int odd = 0; odd < 2; ++odd)
+#pragma GCC unroll 8
+      for (int w = 0; w < W; ++w) sum[g][odd][w] = load(sums + (2 * g + odd) * hd + w * WIDTH);
   for (int64_t i = 0; i < count; i += 2)
-    for (int w = 0; w < W; ++w) {
-      even[w] = times_plus(every(weights[i]), load(values + rows[i] * hd + w * WIDTH), even[w]);
-      odd[w] = times_plus(every(weights[i + 1]), load(values + rows[i + 1] * hd + w * WIDTH), odd[w]);
-    }
-  for (int w = 0; w < W; ++w) {
-    store(sums + w * WIDTH, even[w]);
-    store(sums + hd + w * WIDTH, odd[w]);
-  }
+#pragma GCC unroll 8
+    for (int odd = 0; odd < 2; ++odd)
+#pragma GCC unroll 8
+      for (int w = 0; w < W; ++w) {
+        const Floats value = load(values + rows[i + odd] * hd + w * WIDTH);
+#pragma GCC unroll 8
+        for (int g = 0; g < G; ++g) sum[g][odd][w] = times_plus(every(weights[g * stride + i + odd]), value, sum[g][odd][w]);
+      }
+#pragma GCC unroll 8
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 8
+    for (int odd = 0; odd < 2; ++odd)
+#pragma GCC unroll 8
+      for (int w = 0; w < W; ++w) store(sums + (2 * g + odd) * hd + w * WIDTH, sum[g][odd][w]);
 }
 
-// scores [count + 8] -> their softmax, times its return value.
-float weights_of(float* scores, int64_t count, float scale) {
-  std::fill(scores + count, scores + count + 8, -INFINITY);
+// scores -> weights e^(scale score - top), where `top` is the largest; 0 up to a multiple of 8. Returns their sum, and top.
+std::pair<float, float> weights_of(float* scores, int64_t count, float scale) {
+  const int64_t whole = (count + 7) / 8 * 8;
+  std::fill(scores + count, scores + whole, -INFINITY);
   __m256 largest = _mm256_set1_ps(-INFINITY), total = _mm256_setzero_ps();
-  for (int64_t i = 0; i < count; i += 8) {
+  for (int64_t i = 0; i < whole; i += 8) {
     const __m256 v = _mm256_mul_ps(_mm256_loadu_ps(scores + i), _mm256_set1_ps(scale));
     _mm256_storeu_ps(scores + i, v);
     largest = _mm256_max_ps(v, largest);  // leaves NaN out, which then reaches the total
   }
-  alignas(32) float lanes[8];
-  _mm256_store_ps(lanes, largest);
-  largest = _mm256_set1_ps(*std::max_element(lanes, lanes + 8));
-  for (int64_t i = 0; i < count; i += 8)
-    _mm256_storeu_ps(scores + i, exponential(_mm256_sub_ps(_mm256_loadu_ps(scores + i), largest)));
-  std::fill(scores + count, scores + count + 8, 0.f);
-  for (int64_t i = 0; i < count; i += 8) total = _mm256_add_ps(total, _mm256_loadu_ps(scores + i));
-  return lane_sum(total);
+  const float top = largest_lane(largest);
+  for (int64_t i = 0; i < whole; i += 8)
+    _mm256_storeu_ps(scores + i, exponential(_mm256_sub_ps(_mm256_loadu_ps(scores + i), _mm256_set1_ps(top))));
+  std::fill(scores + count, scores + whole, 0.f);
+  for (int64_t i = 0; i < whole; i += 8) total = _mm256_add_ps(total, _mm256_loadu_ps(scores + i));
+  return {lane_sum(total), top};
 }
 
-// A query reads the keys that it sees in the order of their slots, which is the order of their positions. So a token has
-// the same bits whether its ancestors are history already or nodes of the same tree. The queries that share a head of the
-// cache read its rows together, CHUNK at a time, so that these come from the first cache level for all but one.
-// q and out [B,T,Hq,hd].
-void attend(const Nodes& n, const float* q, float scale, float* out) {
-  constexpr int64_t CHUNK = 32;
-  const int64_t hd = n.hd, group = n.heads / n.kv_heads;
-  int64_t most = n.R;
-  for (int64_t b = 0; b < n.B; ++b) most = std::max(most, n.start[b] + n.R);
-  const int64_t items = n.B * n.T * n.kv_heads;
-  torch::stable::parallel_for(0, items, std::max<int64_t>(1, 40000 / (most * hd * group)), [&](int64_t first, int64_t last) {
-    std::vector<float> scores(group * (most + 8)), sums(group * 2 * hd);
-    std::vector<int64_t> rows(most + 8);
-    for (int64_t item = first; item < last; ++item) {
-      const int64_t h = item % n.kv_heads, token = item / n.kv_heads, b = token / n.T, start = n.start[b];
-      const float *queries = q + item * group * hd, *keys = n.cache + (b * n.kv_heads + h) * n.S * hd;
-      int64_t count = 0;
-      const int64_t low = n.window > 0 ? std::max<int64_t>(0, n.positions[token] - n.window + 1) : 0;
-      for (int64_t j = low; j < start; ++j) rows[count++] = j;
-      for (int64_t r = 0; r < n.R; ++r)
-        if (n.visible[token * n.R + r]) rows[count++] = std::min(start + r, n.S - 1);
-      // Loops run past the end. There they meet a row that the query sees: any other row could hold NaN.
-      std::fill(rows.begin() + count, rows.begin() + count + 8, rows[0]);
-      std::fill(scores.begin(), scores.end(), 0.f);
-      std::fill(sums.begin(), sums.end(), 0.f);
-      auto by_chunks = [&](auto work) {  // work(registers, query head, first column, first row, rows)
-        for (int64_t i = 0; i < count; i += CHUNK)
-          for (int64_t g = 0; g < group; ++g)
-            for (int64_t d = 0; d < hd; d += SPAN * WIDTH)
-              with_constant<SPAN>(std::min<int64_t>(SPAN, (hd - d) / WIDTH),
-                                  [&](auto width) { work(width, g, d, i, std::min(CHUNK, count - i)); });
-      };
-      by_chunks([&](auto width, int64_t g, int64_t d, int64_t i, int64_t length) {
-        add_scores<width>(queries + g * hd + d, keys + d, rows.data() + i, length, hd, &scores[g * (most + 8) + i]);
-      });
-      std::vector<float> shares(group);
-      for (int64_t g = 0; g < group; ++g) shares[g] = 1.f / weights_of(&scores[g * (most + 8)], count, scale);
-      by_chunks([&](auto width, int64_t g, int64_t d, int64_t i, int64_t length) {
-        add_values<width>(&scores[g * (most + 8) + i], keys + n.values + d, rows.data() + i, length, hd, &sums[g * 2 * hd + d]);
-      });
-      for (int64_t g = 0; g < group; ++g)
-        for (int64_t d = 0; d < hd; ++d) out[(item * group + g) * hd + d] = (sums[2 * g * hd + d] + sums[(2 * g + 1) * hd + d]) * shares[g];
+// Attention of the queries q [B,T,Hq,hd] goes through the positions in chunks, which begin at multiples of CHUNK. First every
+// chunk gets weights relative to its own best score. Then the chunks' values are added up in order, the chunks weighed against
+// each other. All of it follows the positions that a token sees, not their slots. So a token has the same bits whether its
+// ancestors are history already or nodes of the same tree, and whichever thread works on a chunk.
+struct Attention {
+  static constexpr int64_t CHUNK = 64, TOKENS = 8;  // tokens that read keys and values together, from the first cache level
+  const Nodes& n;
+  const float *q, scale;
+  float* out;
+  const int64_t group;  // queries of a token that share a head of the cache
+  int64_t chunks = 0;
+  std::vector<int64_t> first, last, slots;  // a token's first position, one past its last, and the slots of its nodes
+
+  Attention(const Nodes& n, const float* q, float scale, float* out)
+      : n(n), q(q), scale(scale), out(out), group(n.heads / n.kv_heads), first(n.B * n.T), last(n.B * n.T), slots(n.B * n.T * n.R) {
+    for (int64_t t = 0; t < n.B * n.T; ++t) {
+      const int64_t start = n.start[t / n.T];
+      first[t] = n.window > 0 ? std::max<int64_t>(0, n.positions[t] - n.window + 1) : 0;
+      last[t] = std::max(start, first[t]);
+      for (int64_t r = 0, count = 0; r < n.R; ++r)
+        if (n.visible[t * n.R + r]) {
+          slots[t * n.R + count++] = std::min(start + r, n.S - 1);
+          ++last[t];
+        }
+      chunks = std::max(chunks, (last[t] + CHUNK - 1) / CHUNK);
     }
-  });
-}
+  }
+
+  // Some tokens and a head of the cache: what is known of their queries.
+  struct Piece {
+    int64_t token, count, head;
+    float *weights, *totals;  // [count,group,chunks,CHUNK]; [count,group,chunks,2], the sum of the weights and the best score
+  };
+
+  Piece piece(int64_t number, float* memory) const {
+    const int64_t blocks = (n.T + TOKENS - 1) / TOKENS, block = number % blocks, row = number / blocks / n.kv_heads;
+    const int64_t count = std::min(TOKENS, n.T - block * TOKENS);
+    return {row * n.T + block * TOKENS, count, number / blocks % n.kv_heads, memory, memory + count * group * chunks * CHUNK};
+  }
+  int64_t floats_of_piece() const { return std::min(TOKENS, n.T) * group * chunks * (CHUNK + 2); }
+
+  // The cache rows that token t sees in a chunk. Loops run past the end, up to a multiple of 8. There they meet a row that the
+  // query sees: any other row could hold NaN.
+  int64_t rows_of(int64_t t, int64_t chunk, int64_t rows[CHUNK]) const {
+    const int64_t begin = std::max(first[t], chunk * CHUNK), end = std::min(last[t], (chunk + 1) * CHUNK);
+    const int64_t nodes = std::max(n.start[t / n.T], first[t]);
+    for (int64_t p = begin; p < end; ++p) rows[p - begin] = p < nodes ? p : slots[t * n.R + p - nodes];
+    for (int64_t i = end - begin; i > 0 && i % 8; ++i) rows[i] = rows[0];
+    return std::max<int64_t>(0, end - begin);
+  }
+
+  // work(queries, registers, first query, first column) for all queries of a group and the columns from `begin` to `end`.
+  template <class Work>
+  void parts(int64_t begin, int64_t end, Work work) const {
+    for (int64_t g = 0; g < group; g += QUERIES)
+      with_constant<QUERIES>(std::min<int64_t>(QUERIES, group - g), [&](auto queries) {
+        for (int64_t d = begin; d < end; d += SPAN * WIDTH)
+          with_constant<SPAN>(std::min<int64_t>(SPAN, (end - d) / WIDTH), [&](auto width) { work(queries, width, g, d); });
+      });
+  }
+
+  void weigh(const Piece& p, int64_t chunk) const {
+    int64_t rows[CHUNK];
+    const float* keys = n.cache + (p.token / n.T * n.kv_heads + p.head) * n.S * n.hd;
+    for (int64_t i = 0; i < p.count; ++i) {
+      const int64_t t = p.token + i, seen = rows_of(t, chunk, rows);
+      const float* queries = q + (t * n.kv_heads + p.head) * group * n.hd;
+      auto weights = [&](int64_t g) { return p.weights + ((i * group + g) * chunks + chunk) * CHUNK; };
+      for (int64_t g = 0; g < group; ++g) std::fill_n(weights(g), CHUNK, 0.f);
+      parts(0, n.hd, [&](auto some, auto width, int64_t g, int64_t d) {
+        add_scores<some, width>(queries + g * n.hd + d, keys + d, rows, seen, n.hd, weights(g), chunks * CHUNK);
+      });
+      for (int64_t g = 0; g < group; ++g) {
+        float* total = p.totals + ((i * group + g) * chunks + chunk) * 2;
+        std::tie(total[0], total[1]) = weights_of(weights(g), seen, scale);
+      }
+    }
+  }
+
+  // The columns from `begin` to `end` of the piece's output.
+  void add_up(const Piece& p, int64_t begin, int64_t end) const {
+    const int64_t hd = n.hd, queries = p.count * group;
+    const float* values = n.cache + n.values + (p.token / n.T * n.kv_heads + p.head) * n.S * hd;
+    std::vector<float> sums(queries * 2 * hd), shares(queries * chunks), whole(queries);
+    for (int64_t i = 0; i < queries; ++i) {
+      const float* totals = p.totals + i * chunks * 2;
+      float top = -INFINITY;
+      for (int64_t c = 0; c < chunks; ++c) top = std::max(top, totals[2 * c + 1]);
+      for (int64_t c = 0; c < chunks; ++c) {
+        const float share = _mm256_cvtss_f32(exponential(_mm256_set1_ps(totals[2 * c + 1] - top)));
+        shares[i * chunks + c] = share;
+        whole[i] = std::fma(totals[2 * c], share, whole[i]);
+      }
+    }
+    for (int64_t c = 0; c < chunks; ++c)
+      for (int64_t i = 0; i < p.count; ++i) {
+        int64_t rows[CHUNK];
+        const int64_t seen = rows_of(p.token + i, c, rows);
+        parts(begin, end, [&](auto some, auto width, int64_t g, int64_t d) {
+          float weights[some][CHUNK];
+          for (int k = 0; k < some; ++k) {
+            const int64_t query = i * group + g + k;
+            const __m256 share = _mm256_set1_ps(shares[query * chunks + c]);
+            for (int64_t j = 0; j < CHUNK; j += 8)
+              _mm256_storeu_ps(weights[k] + j, _mm256_mul_ps(share, _mm256_loadu_ps(p.weights + (query * chunks + c) * CHUNK + j)));
+          }
+          add_values<some, width>(weights[0], CHUNK, values + d, rows, seen, hd, &sums[(i * group + g) * 2 * hd + d]);
+        });
+      }
+    for (int64_t i = 0; i < queries; ++i)
+      for (int64_t d = begin; d < end; d += WIDTH) {
+        const float *even = &sums[i * 2 * hd + d], *odd = even + hd;
+        float* to = out + (((p.token + i / group) * n.kv_heads + p.head) * group + i % group) * hd + d;
+        store(to, times(plus(load(even), load(odd)), every(1.f / whole[i])));
+      }
+  }
+
+  // Many tokens are shared out among the threads; of few tokens the chunks, and then the columns of their values.
+  void operator()() const {
+    constexpr int64_t COLUMNS = 32;
+    const int64_t pieces = (n.T + TOKENS - 1) / TOKENS * n.B * n.kv_heads, size = floats_of_piece();
+    const int64_t work = CHUNK * n.hd * group * std::min(n.T, TOKENS);  // of a chunk
+    auto grain = [](int64_t cost) { return std::max<int64_t>(1, 40000 / cost); };
+    if (n.T > TOKENS)
+      return torch::stable::parallel_for(0, pieces, grain(2 * work * chunks), [&](int64_t first, int64_t last) {
+        const std::unique_ptr<float[]> memory(new float[size]);
+        for (int64_t i = first; i < last; ++i) {
+          const Piece p = piece(i, memory.get());
+          for (int64_t c = 0; c < chunks; ++c) weigh(p, c);
+          add_up(p, 0, n.hd);
+        }
+      });
+    const std::unique_ptr<float[]> memory(new float[pieces * size]);
+    torch::stable::parallel_for(0, pieces * chunks, grain(work), [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) weigh(piece(i / chunks, memory.get() + i / chunks * size), i % chunks);
+    });
+    const int64_t slices = (n.hd + COLUMNS - 1) / COLUMNS;
+    torch::stable::parallel_for(0, pieces * slices, grain(work * chunks / slices), [&](int64_t first, int64_t last) {
+      for (int64_t i = first, next; i < last; i = next) {  // neighbouring slices of a piece at once
+        next = std::min(last, (i / slices + 1) * slices);
+        const int64_t begin = i % slices * COLUMNS, end = std::min(n.hd, begin + (next - i) * COLUMNS);
+        add_up(piece(i / slices, memory.get() + i / slices * size), begin, end);
+      }
+    });
+  }
+};
 
 Nodes nodes_of(int64_t B, int64_t T, int64_t heads, const Tensor& kv) {
   return {B, T, heads, kv.size(2), kv.size(4), kv.size(3), 0, 0, kv.stride(0), nullptr, nullptr, floats(kv)};
@@ -624,7 +740,7 @@ Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, co
   Nodes n = nodes_of(q.size(0), q.size(1), q.size(2), kv);
   show(n, start, visible, positions, window);
   Tensor out = torch::stable::empty_like(q);
-  attend(n, floats(q), (float)scale, floats(out));
+  Attention(n, floats(q), (float)scale, floats(out))();
   return out;
 }
 
@@ -653,7 +769,7 @@ struct Layer {
     if (input_norm) norm_rows(x, input_norm, M, qkv.k, n.eps, a);
     qkv(input_norm ? a : x, M, nullptr, false, round, b);
     rotate_and_write(n, b, norms, c);
-    attend(n, c, scale, a);
+    Attention(n, c, scale, a)();
     o(a, M, residual ? residual : x, false, round, b);
     norm_rows(b, post_norm, M, o.n, n.eps, a);
     gate_up(a, M, nullptr, true, round, c);

@@ -37,6 +37,12 @@ inline float lane_sum(__m256 v) {
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
+inline float largest_lane(__m256 v) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+
 // out = x / rms(x) * weight for one row of `size` values, a multiple of 8.
 inline void norm_row(const float* x, const float* weight, int64_t size, float eps, float* out) {
   __m256 squares = _mm256_setzero_ps();

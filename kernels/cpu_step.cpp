@@ -112,12 +112,6 @@ inline __m256 load(const float* at, int64_t count) {
   return _mm256_loadu_ps(all);
 }
 
-inline float largest_lane(__m256 v) {
-  alignas(32) float lanes[8];
-  _mm256_store_ps(lanes, v);
-  return *std::max_element(lanes, lanes + 8);
-}
-
 // The place of the largest z + heat g (the first of equals), and whether the row z has no NaN, no +infinity and not
 // only -infinity. Without g it is the largest z.
 std::pair<int64_t, bool> best_of(const float* z, const float* g, float heat, int64_t V) {

@@ -77,6 +77,9 @@ class TreeDrafter(Drafter):
         return [level.node.shape[1] for level in self.tree.levels]
 
     def draft(self, inputs: DraftInput) -> Draft:
+        drafted = inputs.parts.draft_tree and inputs.parts.draft_tree(self, inputs)
+        if drafted:
+            return drafted
         output = self._extend(inputs)
         rows = self._place(inputs, self.row_depth)  # of all levels
         return self._dynamic(inputs, output, rows) if self.dynamic else self._static(inputs, output, rows)

@@ -16,8 +16,6 @@
 namespace {
 
 using namespace eaglet;
-constexpr int64_t BLOCK = 32;  // columns that share a scale of the activations
-constexpr int64_t TILE = 8;    // output rows
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define WIDE_REGISTERS
 constexpr bool VNNI = true;
@@ -71,17 +69,6 @@ struct Rows {
       sum[b] = scale[b] * total[b];
     }
   }
-};
-
-enum Kind { INT4, INT8, BF16, FP16, FP32 };
-
-struct Weight {
-  const uint8_t* codes;   // [tiles, blocks, 128 or 256]; of floats [tiles, columns, 8]
-  const void* scales;     // [tiles, groups, 8], fp16 or float
-  bool half;              // whether scales are fp16
-  const void* mins;       // [tiles, groups, 8], or null: code 8 (int4) or 128 (int8) stands for 0
-  bool half_mins;
-  int64_t blocks, groups;
 };
 
 inline __m256 load_eight(const void* values, bool half, int64_t at) {
@@ -331,45 +318,11 @@ void run_codes(const Weight& w, const Rows* rounded, const float* x, const Epilo
   });
 }
 
-inline Kind kind_of(const Tensor& codes) {
+Kind kind_of(const Tensor& codes) {
   using torch::headeronly::ScalarType;
   const ScalarType type = codes.scalar_type();
   if (type == ScalarType::Byte) return codes.size(2) == BLOCK * TILE / 2 ? INT4 : INT8;
   return type == ScalarType::Half ? FP16 : type == ScalarType::BFloat16 ? BF16 : FP32;
-}
-
-// A linear layer. Floats have no scales.
-struct Linear {
-  Weight weight;
-  const float* bias;
-  Kind kind;
-  int64_t n, k;
-
-  Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, const float* bias)
-      : weight{(const uint8_t*)codes.data_ptr(), scales ? scales->data_ptr() : nullptr, scales && is_half(*scales),
-               mins ? mins->data_ptr() : nullptr, mins && is_half(*mins), codes.size(1), scales ? scales->size(1) : 0},
-        bias(bias), kind(kind_of(codes)), n(codes.size(0) * TILE), k(codes.size(1) * (scales ? BLOCK : 1)) {}
-
-  // x [M, k] -> out [M, n], or [M, n / 2] if gated. round: the activations of int4 and int8 weights.
-  void operator()(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const {
-    const Epilogue end{bias, residual, out, gated ? n / 2 : n, gated, M};
-    if (kind == FP32) return run_floats<FP32>(weight.codes, x, k, end);
-    if (kind == BF16) return run_floats<BF16>(weight.codes, x, k, end);
-    if (kind == FP16) return run_floats<FP16>(weight.codes, x, k, end);
-    std::optional<Rows> rounded;
-    if (round) rounded.emplace(x, M, k);
-    const Rows* rows = round ? &*rounded : nullptr;
-    if (kind == INT8) return run_codes<8, false>(weight, rows, x, end);
-    return weight.mins ? run_codes<4, true>(weight, rows, x, end) : run_codes<4, false>(weight, rows, x, end);
-  }
-};
-
-Tensor linear(const Tensor& x, const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& mins,
-              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, bool gated, bool round) {
-  const Linear layer(codes, scales ? &*scales : nullptr, mins ? &*mins : nullptr, floats(bias));
-  Tensor out = torch::stable::new_empty(x, {x.size(0), gated ? layer.n / 2 : layer.n});
-  layer(floats(x), x.size(0), floats(residual), gated, round, floats(out));
-  return out;
 }
 
 // One row of a weight of codes -> out[K]. A code times a scale of 16 bits is exact in a float, so a value is rounded once.
@@ -394,27 +347,42 @@ void decode_row(const Weight& w, int64_t row, float* out) {
   }
 }
 
-// Rows ids[count] of a weight, as floats [count, K]: of a tied LM head, whose rows are the embedding.
-Tensor rows(const Tensor& ids, const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& mins) {
-  const Linear layer(codes, scales ? &*scales : nullptr, mins ? &*mins : nullptr, nullptr);
-  Tensor out = torch::stable::new_empty(ids, {ids.size(0), layer.k}, torch::headeronly::ScalarType::Float);
-  const int64_t* id = (const int64_t*)ids.data_ptr();
-  for (int64_t i = 0; i < ids.size(0); ++i) {
-    STD_TORCH_CHECK(0 <= id[i] && id[i] < layer.n, "row ", id[i], " of a weight with ", layer.n);
-    float* to = floats(out) + i * layer.k;
-    const int64_t first = id[i] / TILE * layer.k * TILE + id[i] % TILE;  // of floats, which lie column by column
-    const uint16_t* half = (const uint16_t*)layer.weight.codes + first;
-    const float* whole = (const float*)layer.weight.codes + first;
-    if (layer.kind == INT4 && layer.weight.mins) decode_row<4, true>(layer.weight, id[i], to);
-    else if (layer.kind == INT4) decode_row<4, false>(layer.weight, id[i], to);
-    else if (layer.kind == INT8) decode_row<8, false>(layer.weight, id[i], to);
-    else
-      for (int64_t k = 0; k < layer.k; ++k)
-        to[k] = layer.kind == FP32 ? whole[k * TILE]
-              : layer.kind == FP16 ? _cvtsh_ss(half[k * TILE])
-                                   : std::bit_cast<float>((uint32_t)half[k * TILE] << 16);
-  }
-  return out;
+const Tensor* given(const Tensor& t) { return t.numel() ? &t : nullptr; }
+
+}  // namespace
+
+namespace eaglet {
+
+Linear::Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, const float* bias)
+    : weight{(const uint8_t*)codes.data_ptr(), scales ? scales->data_ptr() : nullptr, scales && is_half(*scales),
+             mins ? mins->data_ptr() : nullptr, mins && is_half(*mins), codes.size(1), scales ? scales->size(1) : 0},
+      bias(bias), kind(kind_of(codes)), n(codes.size(0) * TILE), k(codes.size(1) * (scales ? BLOCK : 1)) {}
+
+Linear::Linear(const Tensor* t) : Linear(t[0], given(t[1]), given(t[2]), values_or_null(t[3])) {}
+
+void Linear::operator()(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const {
+  const Epilogue end{bias, residual, out, gated ? n / 2 : n, gated, M};
+  if (kind == FP32) return run_floats<FP32>(weight.codes, x, k, end);
+  if (kind == BF16) return run_floats<BF16>(weight.codes, x, k, end);
+  if (kind == FP16) return run_floats<FP16>(weight.codes, x, k, end);
+  std::optional<Rows> rounded;
+  if (round) rounded.emplace(x, M, k);
+  const Rows* rows = round ? &*rounded : nullptr;
+  if (kind == INT8) return run_codes<8, false>(weight, rows, x, end);
+  return weight.mins ? run_codes<4, true>(weight, rows, x, end) : run_codes<4, false>(weight, rows, x, end);
+}
+
+void Linear::row(int64_t id, float* out) const {
+  STD_TORCH_CHECK(0 <= id && id < n, "row ", id, " of a weight with ", n);
+  if (kind == INT4) return weight.mins ? decode_row<4, true>(weight, id, out) : decode_row<4, false>(weight, id, out);
+  if (kind == INT8) return decode_row<8, false>(weight, id, out);
+  const int64_t first = id / TILE * k * TILE + id % TILE;  // floats lie column by column
+  const uint16_t* half = (const uint16_t*)weight.codes + first;
+  const float* whole = (const float*)weight.codes + first;
+  for (int64_t i = 0; i < k; ++i)
+    out[i] = kind == FP32 ? whole[i * TILE]
+           : kind == FP16 ? _cvtsh_ss(half[i * TILE])
+                          : std::bit_cast<float>((uint32_t)half[i * TILE] << 16);
 }
 
 void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, float eps, float* out) {
@@ -423,22 +391,32 @@ void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, 
   });
 }
 
+}  // namespace eaglet
+
+namespace {
+
+Tensor linear(const Tensor& x, const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& mins,
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, bool gated, bool round) {
+  const Linear layer(codes, scales ? &*scales : nullptr, mins ? &*mins : nullptr, floats(bias));
+  Tensor out = torch::stable::new_empty(x, {x.size(0), gated ? layer.n / 2 : layer.n});
+  layer(floats(x), x.size(0), floats(residual), gated, round, floats(out));
+  return out;
+}
+
+// Rows ids[count] of a weight, as floats [count, K]: of a tied LM head, whose rows are the embedding.
+Tensor rows(const Tensor& ids, const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& mins) {
+  const Linear layer(codes, scales ? &*scales : nullptr, mins ? &*mins : nullptr, nullptr);
+  Tensor out = torch::stable::new_empty(ids, {ids.size(0), layer.k}, torch::headeronly::ScalarType::Float);
+  for (int64_t i = 0; i < ids.size(0); ++i) layer.row(integers(ids)[i], floats(out) + i * layer.k);
+  return out;
+}
+
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   Tensor out = torch::stable::empty_like(x);
   const int64_t size = weight.size(0);
   norm_rows(floats(x), floats(weight), x.numel() / size, size, (float)eps, floats(out));
   return out;
 }
-
-// The layer's cache and what the rows of one forward share (model.Nodes).
-struct Nodes {
-  int64_t B, T, heads, kv_heads, hd, S, R, window, values;  // heads: of the queries; values: where they begin in the cache
-  const float *cos, *sin;
-  float* cache;
-  const int64_t *slots, *start, *positions;
-  const bool* visible;
-  float eps;
-};
 
 // qkv [B,T,heads,hd] -> rotated q [B,T,Hq,hd]. Rotated keys and plain values go to their slots. norms: of q, k and (none) v.
 void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms[3], float* q) {
@@ -569,7 +547,7 @@ struct Attention {
   const float *q, scale;
   float* out;
   const int64_t group;  // queries of a token that share a head of the cache
-  int64_t chunks = 0;
+  int64_t chunks = 1;
   std::vector<int64_t> first, last, slots;  // a token's first position, one past its last, and the slots of its nodes
 
   Attention(const Nodes& n, const float* q, float scale, float* out)
@@ -738,50 +716,45 @@ void show(Nodes& n, const Tensor& start, const Tensor& visible, const Tensor& po
 Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, const Tensor& visible,
                       const Tensor& positions, int64_t window, double scale) {
   Nodes n = nodes_of(q.size(0), q.size(1), q.size(2), kv);
+  STD_TORCH_CHECK(visible.size(0) == n.B && visible.size(1) == n.T, "every query needs to know which nodes it sees");
   show(n, start, visible, positions, window);
   Tensor out = torch::stable::empty_like(q);
   Attention(n, floats(q), (float)scale, floats(out))();
   return out;
 }
 
-// The weights of a decoder layer, of which each is empty where the layer has none.
-struct Layer {
-  const float *input_norm, *post_norm, *q_norm, *k_norm;
-  Linear qkv, o, gate_up, down;
+}  // namespace
 
-  static constexpr int TENSORS = 20;  // in the order of `stack_layers` in kernels/cpu.py
-  explicit Layer(const Tensor* t)
-      : input_norm(values(t[0])), post_norm(values(t[1])), q_norm(values(t[2])), k_norm(values(t[3])), qkv(linear(t + 4)),
-        o(linear(t + 8)), gate_up(linear(t + 12)), down(linear(t + 16)) {}
+namespace eaglet {
 
-  static const float* values(const Tensor& t) { return t.numel() ? floats(t) : nullptr; }
-  static const Tensor* given(const Tensor& t) { return t.numel() ? &t : nullptr; }
-  static Linear linear(const Tensor* t) { return Linear(t[0], given(t[1]), given(t[2]), values(t[3])); }
-  int64_t widest() const { return std::max({qkv.k, qkv.n, o.n, gate_up.n / 2}); }
+Layer::Layer(const Tensor* t)
+    : input_norm(values_or_null(t[0])), post_norm(values_or_null(t[1])), q_norm(values_or_null(t[2])),
+      k_norm(values_or_null(t[3])), qkv(t + 4), o(t + 8), gate_up(t + 12), down(t + 16) {}
 
-  // Attention behind a norm, then a gated MLP behind a norm, x [M,in] -> out [M,H], through three buffers of [M,widest].
-  // Without an input norm, x is normed already and `residual` is what the attention adds to.
-  void operator()(const Nodes& n, const float* x, const float* residual, float scale, bool round, float* const buffer[3],
-                  float* out) const {
-    const int64_t M = n.B * n.T;
-    const float* const norms[3] = {q_norm, k_norm, nullptr};
-    float *a = buffer[0], *b = buffer[1], *c = buffer[2];
-    if (input_norm) norm_rows(x, input_norm, M, qkv.k, n.eps, a);
-    qkv(input_norm ? a : x, M, nullptr, false, round, b);
-    rotate_and_write(n, b, norms, c);
-    Attention(n, c, scale, a)();
-    o(a, M, residual ? residual : x, false, round, b);
-    norm_rows(b, post_norm, M, o.n, n.eps, a);
-    gate_up(a, M, nullptr, true, round, c);
-    down(c, M, b, false, round, out);
-  }
-};
+void Layer::operator()(const Nodes& n, const float* x, const float* residual, float scale, bool round, float* const buffer[3],
+                       float* out) const {
+  const int64_t M = n.B * n.T;
+  const float* const norms[3] = {q_norm, k_norm, nullptr};
+  float *a = buffer[0], *b = buffer[1], *c = buffer[2];
+  if (input_norm) norm_rows(x, input_norm, M, qkv.k, n.eps, a);
+  qkv(input_norm ? a : x, M, nullptr, false, round, b);
+  rotate_and_write(n, b, norms, c);
+  Attention(n, c, scale, a)();
+  o(a, M, residual ? residual : x, false, round, b);
+  norm_rows(b, post_norm, M, o.n, n.eps, a);
+  gate_up(a, M, nullptr, true, round, c);
+  down(c, M, b, false, round, out);
+}
 
-// Decoder layers that `layers` runs one after another. Looking at 600 tensors takes longer than some layers do, so it is done
-// once, and Python keeps the result as a tensor whose memory is this object.
+}  // namespace eaglet
+
+namespace {
+
+// Decoder layers that `layers` runs one after another.
 struct Stack {
   static constexpr int64_t MARK = 0x65616C6574537461;
-  const int64_t mark = MARK ^ (int64_t)this;  // a copy of the tensor lies elsewhere, so it has the wrong mark
+  static constexpr char NAME[] = "layers";
+  const int64_t mark = mark_of(this);
   std::vector<Tensor> weights;
   std::vector<Layer> layers;
   std::optional<Tensor> norm;    // after the last layer
@@ -803,9 +776,7 @@ Tensor stack_layers(std::vector<Tensor> weights, std::optional<Tensor> norm, std
     stack->layers.emplace_back(&stack->weights[i * Layer::TENSORS]);
     stack->widest = std::max(stack->widest, stack->layers[i].widest());
   }
-  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
-  return torch::stable::from_blob(stack.release(), {1}, {1}, cpu, torch::headeronly::ScalarType::Long,
-                                  +[](void* memory) { delete (Stack*)memory; });
+  return keep(std::move(stack));
 }
 
 // x [B,T,in] -> ([B,T,H], the inputs of the layers `taps` side by side [B,T,taps H]). kv [L,2,B,Hkv,S,hd]; `visible` is for
@@ -814,9 +785,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
                                   const Tensor& cos, const Tensor& sin, Tensor kv, const Tensor& slots, const Tensor& start,
                                   const Tensor& positions, const Tensor& visible, const Tensor& narrow, bool round,
                                   std::vector<int64_t> taps) {
-  const int64_t* mark = integers(stacked);
-  STD_TORCH_CHECK(stacked.numel() == 1 && *mark == (Stack::MARK ^ (int64_t)mark), "this tensor does not hold layers");
-  const Stack& stack = *(const Stack*)mark;
+  const Stack& stack = kept<Stack>(stacked);
   const std::vector<Layer>& all = stack.layers;
   const int64_t L = all.size(), B = x.size(0), T = x.size(1), M = B * T, hd = kv.size(5), kv_heads = kv.size(3);
   const int64_t widest = stack.widest;

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -68,5 +69,107 @@ inline const float* floats(const std::optional<Tensor>& t) { return t ? floats(*
 inline int64_t* integers(const Tensor& t) { return values_of<int64_t, torch::headeronly::ScalarType::Long>(t); }
 inline bool* booleans(const Tensor& t) { return values_of<bool, torch::headeronly::ScalarType::Bool>(t); }
 inline bool is_half(const Tensor& t) { return t.scalar_type() == torch::headeronly::ScalarType::Half; }
+inline const float* values_or_null(const Tensor& t) { return t.numel() ? floats(t) : nullptr; }
+
+// ---- objects that Python keeps ---------------------------------------------------------------------------------------
+
+// Looking at the 600 tensors of a model takes longer than some of its layers do. So it is done once, and Python keeps the
+// result as a tensor whose memory is the object. The object begins with its mark. A copy of the tensor lies elsewhere, so it
+// has the wrong mark.
+template <class T>
+int64_t mark_of(const T* object) {
+  return T::MARK ^ (int64_t)object;
+}
+
+template <class T>
+Tensor keep(std::unique_ptr<T> object) {
+  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+  return torch::stable::from_blob(object.release(), {1}, {1}, cpu, torch::headeronly::ScalarType::Long,
+                                  +[](void* memory) { delete (T*)memory; });
+}
+
+template <class T>
+const T& kept(const Tensor& tensor) {
+  const int64_t* mark = integers(tensor);
+  STD_TORCH_CHECK(tensor.numel() == 1 && *mark == mark_of((const T*)mark), "this tensor does not hold ", T::NAME);
+  return *(const T*)mark;
+}
+
+// ---- layers (cpu.cpp) ------------------------------------------------------------------------------------------------
+
+constexpr int64_t BLOCK = 32;  // columns that share a scale of the activations
+constexpr int64_t TILE = 8;    // output rows of a tile
+
+enum Kind { INT4, INT8, BF16, FP16, FP32 };
+
+struct Weight {
+  const uint8_t* codes;   // [tiles, blocks, 128 or 256]; of floats [tiles, columns, 8]
+  const void* scales;     // [tiles, groups, 8], fp16 or float
+  bool half;              // whether scales are fp16
+  const void* mins;       // [tiles, groups, 8], or null: code 8 (int4) or 128 (int8) stands for 0
+  bool half_mins;
+  int64_t blocks, groups;
+};
+
+// A linear layer. Floats have no scales.
+struct Linear {
+  Weight weight;
+  const float* bias;
+  Kind kind;
+  int64_t n, k;
+
+  Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, const float* bias);
+  explicit Linear(const Tensor* t);  // codes, scales, mins and bias, of which each is empty where the layer has none
+
+  // x [M, k] -> out [M, n], or [M, n / 2] if gated. round: the activations of int4 and int8 weights.
+  void operator()(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const;
+  void row(int64_t id, float* out) const;  // one row of the weight as floats [k]
+};
+
+void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, float eps, float* out);
+
+// The layer's cache and what the rows of one forward share (model.Nodes).
+struct Nodes {
+  int64_t B, T, heads, kv_heads, hd, S, R, window, values;  // heads: of the queries; values: where they begin in the cache
+  const float *cos, *sin;
+  float* cache;
+  const int64_t *slots, *start, *positions;
+  const bool* visible;
+  float eps;
+};
+
+// The weights of a decoder layer, of which each is empty where the layer has none.
+struct Layer {
+  const float *input_norm, *post_norm, *q_norm, *k_norm;
+  Linear qkv, o, gate_up, down;
+
+  static constexpr int TENSORS = 20;  // in the order of `layer_weights` in runtime/fused.py
+  explicit Layer(const Tensor* t);
+  int64_t widest() const { return std::max({qkv.k, qkv.n, o.n, gate_up.n / 2}); }
+
+  // Attention behind a norm, then a gated MLP behind a norm, x [M,in] -> out [M,H], through three buffers of [M,widest].
+  // Without an input norm, x is normed already and `residual` is what the attention adds to.
+  void operator()(const Nodes& n, const float* x, const float* residual, float scale, bool round, float* const buffer[3],
+                  float* out) const;
+};
+
+// ---- small work of a step (cpu_step.cpp) -----------------------------------------------------------------------------
+
+// Draft logits of one row, and how `draft_topk` ranks them.
+struct DraftRow {
+  const float* logits;
+  int64_t size;
+  const float* noise;   // of the target's tokens, or null
+  const int64_t* ids;   // the target's token for each place, or null if they are the same
+  float temperature;
+  bool noisy;           // whether scores are those of the noisy logits
+};
+
+// The places of the `count` largest keys, and their scores.
+void best_drafts(const DraftRow& row, int64_t count, int64_t* places, float* scores);
+
+// One row of an EAGLE head's input (`join_rows`): residual [H], and joined [2 H], the embedding beside the feature.
+void join_row(const float* embedding, const float* feature, int64_t H, const float* token_norm, const float* feature_norm,
+              float eps, bool keep_normed, float* residual, float* joined);
 
 }  // namespace eaglet

@@ -1,6 +1,7 @@
 """The CPU backend: C++ kernels that are built once for this machine, and the layout of their weights.
 
-They are in cpu.cpp (linear layers, attention, whole decoder layers) and cpu_step.cpp (the small work of a step).
+They are in cpu.cpp (linear layers, attention, whole decoder layers), cpu_step.cpp (the small work of a step) and
+cpu_draft.cpp (a whole static draft tree).
 
 For int4 and int8 weights a row of activations is rounded to int8 with one scale per 32 columns, and products are summed
 as integers, or (--activations float) the row stays as it is. The bits of a row's result depend neither on the other rows
@@ -10,7 +11,6 @@ nor on their number.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from support import native
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_step.cpp", "cpu.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_draft.cpp", "cpu_step.cpp", "cpu.h")]
 BLOCK, TILE = 32, 8  # columns that share a scale of the activations; output rows of a tile. As in cpu.cpp
 NEEDED = ("avx2", "fma", "f16c")
 
@@ -62,29 +62,3 @@ def from_tiles(tiles: Tensor, bits: int) -> Tensor:
 def tile_scales(scales: Tensor) -> Tensor:
     """scales [groups, N] -> [N / 8, groups, 8]."""
     return scales.unflatten(1, (-1, TILE)).transpose(0, 1).contiguous()
-
-
-def stack_layers(weights: list[Tensor], norm: Tensor | None, windows: list[int], eps: float, scale: float) -> Tensor:
-    """Decoder layers for `run_layers`, as a tensor that only `run_layers` can read. It keeps the weights alive.
-
-    weights: of each layer the norms before attention and MLP and those of q and k, then codes, scales, mins and bias of
-    qkv, o, gate_up and down. What a layer lacks is an empty tensor. norm: of the last layer's output. windows: of each
-    layer, 0 for none. scale: of the attention's scores.
-    """
-    return torch.ops.eaglet_cpu.stack_layers.default(weights, norm, windows, eps, scale)
-
-
-def run_layers(
-    x: Tensor, residual: Tensor | None, stacked: Tensor, nodes: tuple[Tensor, ...], kv: Tensor,
-    round_activations: bool = True, taps: Sequence[int] = (),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x float32 [B, T, in] -> [B, T, H] after all layers and the norm, and the inputs of the layers `taps` side by side.
-
-    Where the first norm is lacking, x is normed already, and `residual` is what the attention adds to. nodes: cos, sin,
-    slots, start, positions, and visible without and within a window, as `rope_write_kv` and `tree_attention` take them.
-    kv [L, 2, B, Hkv, S, hd], of which each layer's keys and values are contiguous.
-    """
-    cos, sin, *where = (t.contiguous() for t in nodes)
-    residual = None if residual is None else residual.contiguous()
-    run = torch.ops.eaglet_cpu.layers.default
-    return run(x.contiguous(), residual, stacked, cos, sin, kv, *where, round_activations, taps)

@@ -154,61 +154,81 @@ std::tuple<Tensor, Tensor> choose(const Tensor& logits, const std::optional<Tens
   return {ids, usable};
 }
 
+}  // namespace
+
+namespace eaglet {
+
+void best_drafts(const DraftRow& row, int64_t count, int64_t* best, float* scores) {
+  const int64_t K = row.size;
+  const float *z = row.logits, heat = row.temperature;
+  std::vector<float> values(count), perturbed(row.noise ? K : 0);
+  for (int64_t i = 0; i < (row.noise ? K : 0); ++i)
+    perturbed[i] = (std::isnan(z[i]) ? -INF : z[i]) + heat * row.noise[row.ids ? row.ids[i] : i];
+  const float* ranked = row.noise ? perturbed.data() : z;
+  auto keys = [&](const float* at, int64_t i) { return _mm256_max_ps(load(at + i, K - i), _mm256_set1_ps(-INF)); };  // NaN is -infinity
+  __m256 high = _mm256_set1_ps(-INF);
+  int64_t found = 0;
+  for (int64_t i = 0; i < K; i += 8) {
+    high = _mm256_max_ps(high, keys(z, i));
+    const __m256 key = keys(ranked, i), least = _mm256_set1_ps(found < count ? -INF : values[count - 1]);
+    for (int mask = _mm256_movemask_ps(_mm256_cmp_ps(key, least, _CMP_GE_OQ)); mask; mask &= mask - 1) {
+      const int64_t at = i + __builtin_ctz(mask);
+      const float value = std::isnan(ranked[std::min(at, K - 1)]) ? -INF : ranked[std::min(at, K - 1)];
+      if (at >= K || (found == count && !(value > values[count - 1]))) continue;
+      int64_t j = found < count ? found++ : count - 1;
+      for (; j > 0 && value > values[j - 1]; --j) {
+        values[j] = values[j - 1];
+        best[j] = best[j - 1];
+      }
+      values[j] = value;
+      best[j] = at;
+    }
+  }
+  // scores: the logarithm of the softmax of the keys, noisy ones divided by the temperature, which is at least 1/2
+  const bool divide = row.noise && row.noisy;
+  const float over = divide && heat > 0 ? 1.f / std::max(heat, 0.5f) : 1.f;
+  const float* scored = divide ? ranked : z;
+  const float top = divide ? values[0] : largest_lane(high);
+  __m256 total = _mm256_setzero_ps();
+  for (int64_t i = 0; i < K; i += 8) {
+    const __m256 below = _mm256_sub_ps(keys(scored, i), _mm256_set1_ps(top));
+    total = _mm256_add_ps(total, exponential(_mm256_mul_ps(below, _mm256_set1_ps(over))));
+  }
+  const float whole = std::log(lane_sum(total));
+  for (int64_t j = 0; j < count; ++j) {
+    const float score = (scored[best[j]] - top) * over - whole;
+    scores[j] = std::isnan(score) || std::isnan(z[best[j]]) ? -INF : score;
+  }
+}
+
+void join_row(const float* embedding, const float* feature, int64_t H, const float* token_norm, const float* feature_norm,
+              float eps, bool keep_normed, float* residual, float* joined) {
+  if (token_norm) {
+    norm_row(embedding, token_norm, H, eps, joined);
+    norm_row(feature, feature_norm, H, eps, joined + H);
+  } else {
+    std::copy_n(embedding, H, joined);
+    std::copy_n(feature, H, joined + H);
+  }
+  std::copy_n(keep_normed ? joined + H : feature, H, residual);
+}
+
+}  // namespace eaglet
+
+namespace {
+
 // The `count` largest keys of each row of draft logits [B,W,K], their places and scores, each [B,W,count]. noise
 // [B,1 or W,V] is looked up at `ids` [K]. With `noisy` the scores are those of the noisy logits.
 std::tuple<Tensor, Tensor> draft_topk(const Tensor& logits, const std::optional<Tensor>& noise, const std::optional<Tensor>& ids,
                                       const Tensor& temperature, bool noisy, int64_t count) {
-  const int64_t B = logits.size(0), W = logits.size(1), K = logits.size(2);
+  const int64_t B = logits.size(0), W = logits.size(1), K = logits.size(2), V = noise ? noise->size(2) : 0;
   STD_TORCH_CHECK(temperature.size(0) == B, "one temperature for each of the ", B, " sequences");
   Tensor places = new_empty(logits, {B, W, count}, ScalarType::Long), scores = new_empty(logits, {B, W, count});
   parallel_for(0, B * W, std::max<int64_t>(1, 16384 / K), [&](int64_t first, int64_t last) {
-    std::vector<float> keys(K), values(count), perturbed(noise ? K : 0);
     for (int64_t row = first; row < last; ++row) {
-      const float *z = floats(logits) + row * K, heat = floats(temperature)[row / W];
-      __m256 high = _mm256_set1_ps(-INF);
-      for (int64_t i = 0; i < K; i += 8) {
-        const __m256 key = _mm256_max_ps(load(z + i, K - i), _mm256_set1_ps(-INF));  // which NaN becomes
-        high = _mm256_max_ps(high, key);
-        store(keys.data() + i, key, K - i);
-      }
-      const float* ranked = keys.data();
-      if (noise) {
-        const int64_t V = noise->size(2), *id = ids ? integers(*ids) : nullptr;
-        const float* g = floats(*noise) + (noise->size(1) == 1 ? row / W : row) * V;
-        for (int64_t i = 0; i < K; ++i) perturbed[i] = keys[i] + heat * g[id ? id[i] : i];
-        ranked = perturbed.data();
-      }
-      int64_t found = 0, *best = integers(places) + row * count;
-      for (int64_t i = 0; i < K; i += 8) {
-        const __m256 least = _mm256_set1_ps(found < count ? -INF : values[count - 1]);
-        int mask = _mm256_movemask_ps(_mm256_cmp_ps(load(ranked + i, K - i), least, _CMP_GE_OQ));
-        for (; mask; mask &= mask - 1) {
-          const int64_t at = i + __builtin_ctz(mask);
-          if (at >= K || (found == count && !(ranked[at] > values[count - 1]))) continue;
-          int64_t j = found < count ? found++ : count - 1;
-          for (; j > 0 && ranked[at] > values[j - 1]; --j) {
-            values[j] = values[j - 1];
-            best[j] = best[j - 1];
-          }
-          values[j] = ranked[at];
-          best[j] = at;
-        }
-      }
-      // scores: the logarithm of the softmax of the keys, noisy ones divided by the temperature, which is at least 1/2
-      const bool divide = noise && noisy;
-      const float over = divide && heat > 0 ? 1.f / std::max(heat, 0.5f) : 1.f;
-      const float* scored = divide ? ranked : keys.data();
-      const float top = divide ? values[0] : largest_lane(high);
-      __m256 total = _mm256_setzero_ps();
-      for (int64_t i = 0; i < K; i += 8) {
-        const __m256 below = _mm256_sub_ps(load(scored + i, K - i), _mm256_set1_ps(top));
-        total = _mm256_add_ps(total, exponential(_mm256_mul_ps(below, _mm256_set1_ps(over))));
-      }
-      const float whole = std::log(lane_sum(total));
-      for (int64_t j = 0; j < count; ++j) {
-        const float score = (scored[best[j]] - top) * over - whole;
-        floats(scores)[row * count + j] = std::isnan(score) || std::isnan(z[best[j]]) ? -INF : score;
-      }
+      const float* g = noise ? floats(*noise) + (noise->size(1) == 1 ? row / W : row) * V : nullptr;
+      const DraftRow drafts{floats(logits) + row * K, K, g, ids ? integers(*ids) : nullptr, floats(temperature)[row / W], noisy};
+      best_drafts(drafts, count, integers(places) + row * count, floats(scores) + row * count);
     }
   });
   return {places, scores};
@@ -245,17 +265,9 @@ std::tuple<Tensor, Tensor> join_rows(const Tensor& embedding, const Tensor& feat
   const int64_t B = embedding.size(0), W = embedding.size(1), H = embedding.size(2), R = features.size(1);
   Tensor residual = new_empty(embedding, {B, W, H}), joined = new_empty(embedding, {B, W, 2 * H});
   for (int64_t row = 0; row < B * W; ++row) {
-    const float* e = floats(embedding) + row * H;
-    const float* f = floats(features) + (row / W * R + (source ? integers(*source)[row] : row % W)) * H;
-    float *left = floats(joined) + row * 2 * H, *right = left + H, *kept = floats(residual) + row * H;
-    if (table_norm) {
-      norm_row(e, floats(*table_norm), H, (float)eps, left);
-      norm_row(f, floats(*feature_norm), H, (float)eps, right);
-    } else {
-      std::copy_n(e, H, left);
-      std::copy_n(f, H, right);
-    }
-    std::copy_n(keep_normed ? right : f, H, kept);
+    const float* feature = floats(features) + (row / W * R + (source ? integers(*source)[row] : row % W)) * H;
+    join_row(floats(embedding) + row * H, feature, H, floats(table_norm), floats(feature_norm), (float)eps, keep_normed,
+             floats(residual) + row * H, floats(joined) + row * 2 * H);
   }
   return {residual, joined};
 }

@@ -23,7 +23,9 @@ from kernels.packing import dequantize
 from model import Transformer
 from model_config import ModelConfig
 from runtime.fused import fused_parts
-from sampling import SamplingParams
+from sampling import SamplingMode
+from sampling_params import SamplingParams
+from step import DecodeState, draft_input
 from support import native
 from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
@@ -259,14 +261,14 @@ def test_norm_and_rope_equal_the_references():
 
 @needs_kernels
 @pytest.mark.parametrize("window", [0, 6])
-@pytest.mark.parametrize("slots", [64, 30])  # 30: the last nodes share the trash row
+@pytest.mark.parametrize("slots", [200, 64, 30])  # 200: more than a chunk of positions; 30: nodes share the trash row
 @pytest.mark.parametrize("dim", [48, 144])  # 144: more than the registers hold at once
 def test_attention_equals_the_reference(window, slots, dim):
     """Catches a key that is seen twice or not at all, a window off by one, a wrong head, batch row, slot or column."""
     generator = torch.Generator().manual_seed(window + slots)
     q = torch.randn(2, 6, 9, dim, generator=generator)
     kv = torch.randn(2, 2, 3, slots, dim, generator=generator)
-    start = torch.tensor([22 if slots == 30 else 50, 0])
+    start = torch.tensor([{200: 186, 64: 50, 30: 22}[slots], 0])
     parent, ancestors = random_tree(9)
     depth = ancestors.sum(1) - 1
     positions = start[:, None] + depth
@@ -276,6 +278,34 @@ def test_attention_equals_the_reference(window, slots, dim):
         got = kernels.tree_attention(q, kv, *arguments)
     assert not active.declined
     assert torch.allclose(got, kernels.tree_attention_reference(q, kv, *arguments), atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [0, 70])
+def test_attention_has_the_same_bits_at_every_width_and_number_of_threads(window):
+    """Catches a chunk of positions that begins elsewhere for a node than for history, or sums that follow the threads."""
+    S, threads = 150, torch.get_num_threads()
+    q, kv = torch.randn(1, 6, S, 32), torch.randn(2, 1, 2, S + 1, 32)
+    ancestors = torch.ones(S, S, dtype=torch.bool).tril()
+    if window:
+        ancestors &= ~torch.ones(S, S, dtype=torch.bool).tril(-window)
+
+    def attend(width: int) -> torch.Tensor:
+        rows = []
+        for i in range(0, S, width):
+            part = slice(i, min(S, i + width))
+            where = torch.tensor([i]), ancestors[None, part, part], torch.arange(S)[None, part]
+            rows.append(kernels.tree_attention(q[:, :, part], kv, *where, window, 0.2))
+        return torch.cat(rows, 1)
+
+    try:
+        with backend().active():
+            alone = attend(1)
+            for count in (1, 2):
+                torch.set_num_threads(count)
+                assert all(torch.equal(attend(width), alone) for width in (1, 3, 8, 9, 64, S))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @needs_kernels
@@ -360,6 +390,45 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(mode, shape):
         inputs = torch.randn(2, 9, 64), torch.randn(2, 9, 128), nodes
         layers = (EagleHead.layer_forward, parts.draft_layer)
         assert torch.equal(*(layer(head, *inputs, head.new_cache(2, CTX)) for layer in layers))
+
+
+@needs_kernels
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("mode", ["float32", "int4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_draft_in_one_call_has_the_bits_of_its_parts(version, mode, tied):
+    """Catches a row of the wrong parent, level, slot or candidate, noise of another depth, and a norm of the other
+    generation. The sequences have trees and lengths of their own."""
+    model = quantized_model(mode, tie_word_embeddings=tied)
+    head = tiny_head(model, version=version, head_dim=16, hidden_size=64)
+    shapes = [trees.parse_tree("paper25"), trees.chain(4)]
+    parts = fused_parts()
+    with torch.inference_mode(), backend().active():
+        pack_(head, torch.float32)
+        drafter = eagle_drafter(head, shapes, 2)
+        state = DecodeState(model, drafter, 2, 40)
+        generator = torch.Generator().manual_seed(version)
+        state.tokens.random_(0, 96, generator=generator)
+        state.features.normal_(generator=generator)
+        drafter.cache.normal_(generator=generator)
+        state.n.copy_(torch.tensor([9, 30]))
+        state.count.copy_(torch.tensor([2, 5]))
+        state.root.copy_(state.tokens.gather(1, state.n[:, None])[:, 0])
+        state.sampling.temperature.fill_(0.7)
+        noise = torch.randn(2, drafter.D + 1, 96, generator=generator)
+        for mode in (SamplingMode(), SamplingMode(sample=True)):
+            inputs = draft_input(state, mode, noise if mode.sample else None)
+            caches = drafter.cache.clone(), drafter.cache.clone()
+            drafts = []
+            for cache, used in zip(caches, (parts._replace(draft_tree=None), parts), strict=True):
+                drafter.cache = cache
+                drafts.append(drafter.draft(inputs._replace(parts=used)))
+            assert parts.draft_tree(drafter, inputs) is not None
+            assert all(torch.equal(*pair) for pair in zip(*(d[:6] for d in drafts), strict=True))
+            for b, known in enumerate((9, 30)):
+                assert torch.equal(caches[0][:, b, :, :known], caches[1][:, b, :, :known])
+        inputs = inputs._replace(mode=SamplingMode(sample=True, filters=True))
+        assert parts.draft_tree(drafter, inputs) is None, "the C++ kernels have no filters"
 
 
 @needs_kernels

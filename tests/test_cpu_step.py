@@ -263,9 +263,11 @@ def test_older_processors_compute_the_same_bits(tmp_path):
 def test_layers_cannot_be_read_from_another_tensor():
     """A tensor of numbers that is taken for the memory of layers: a crash instead of an error."""
     x, nothing = torch.zeros(1, 1, 64), torch.zeros(1, 1, dtype=torch.int64)
-    nodes = torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), nothing, nothing[0], nothing, *[nothing[None].bool()] * 2
+    visible = nothing[None].bool()
+    nodes = nothing, nothing[0], nothing, visible, visible
+    rotary, kv = [torch.zeros(1, 1, 8)] * 2, torch.zeros(1, 2, 1, 1, 4, 16)
     with backend().active():
-        copied = cpu.stack_layers([], torch.ones(64), [], 1e-5, 1.0).clone()
+        copied = torch.ops.eaglet_cpu.stack_layers.default([], torch.ones(64), [], 1e-5, 1.0).clone()
     for other in (torch.tensor([1]), copied):
         with pytest.raises(RuntimeError, match="does not hold layers"):
-            cpu.run_layers(x, None, other, nodes, torch.zeros(1, 2, 1, 1, 4, 16))
+            torch.ops.eaglet_cpu.layers.default(x, None, other, *rotary, kv, *nodes, True, ())

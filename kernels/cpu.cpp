@@ -34,40 +34,67 @@ void with_constant(int64_t count, Call call) {
   }
 }
 
+// One value of each of eight registers: what `both` makes of all its lanes, in one fixed order.
+template <class Both>
+inline __m256 lanes_of(const __m256 v[8], Both both) {
+  auto pairs = [&](__m256 a, __m256 b) { return both(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xDD)); };
+  const __m256 a = pairs(pairs(v[0], v[1]), pairs(v[2], v[3])), b = pairs(pairs(v[4], v[5]), pairs(v[6], v[7]));
+  return both(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
 // Activations, rounded. A block of NaN or infinity gets a scale of NaN, which reaches the result.
 struct Rows {
-  std::vector<int8_t> codes;    // [M, K]
-  std::vector<float> scale;     // [M, blocks]
-  std::vector<float> sum;       // [M, blocks], scale * sum of codes
-  std::vector<int32_t> total;   // [M, blocks], sum of codes
+  std::unique_ptr<int8_t[]> codes;         // [M, K]
+  std::unique_ptr<float[]> scale, sum;     // [M, blocks]; scale * sum of codes
+  std::unique_ptr<int32_t[]> total;        // [M, blocks], sum of codes
 
   Rows(const float* x, int64_t M, int64_t K)
-      : codes(M * K), scale(M * K / BLOCK), sum(scale.size()), total(scale.size()) {
-    torch::stable::parallel_for(0, scale.size(), 2048, [&](int64_t first, int64_t last) { round(x, first, last); });
+      : codes(new int8_t[M * K]), scale(new float[M * K / BLOCK]), sum(new float[M * K / BLOCK]), total(new int32_t[M * K / BLOCK]) {
+    torch::stable::parallel_for(0, M * K / BLOCK, 2048, [&](int64_t first, int64_t last) {
+      for (int64_t b = first; b < last; b += 8) round(x, b, std::min<int64_t>(8, last - b));
+    });
   }
 
-  void round(const float* x, int64_t first, int64_t last) {
-    const __m256 sign = _mm256_set1_ps(-0.f), none = _mm256_setzero_ps();
-    for (int64_t b = first; b < last; ++b) {
-      __m256 v[4], largest = none, zero = none;
-      for (int i = 0; i < 4; ++i) {
-        v[i] = _mm256_loadu_ps(x + b * BLOCK + 8 * i);
-        largest = _mm256_max_ps(largest, _mm256_andnot_ps(sign, v[i]));
-        zero = _mm256_fmadd_ps(v[i], none, zero);  // NaN unless all values are finite
-      }
-      const float most = largest_lane(largest) + lane_sum(zero);
-      const __m256 inverse = _mm256_set1_ps(most > 0.f ? 127.f / most : 0.f);
+  // `count` blocks from block `first` on, at most eight.
+  void round(const float* x, int64_t first, int64_t count) {
+    const __m256i size = _mm256_set1_epi32(0x7FFFFFFF);  // as integers, sizes of floats have the same order, NaN above infinity
+    __m256 largest[8], sums[8];
+    for (int b = 0; b < 8; ++b) {
+      const float* from = x + (first + std::min<int64_t>(b, count - 1)) * BLOCK;
+      __m256i most = _mm256_setzero_si256();
+      for (int i = 0; i < BLOCK; i += 8) most = _mm256_max_epi32(most, _mm256_and_si256(size, _mm256_loadu_si256((const __m256i*)(from + i))));
+      largest[b] = _mm256_castsi256_ps(most);
+    }
+    const auto larger = [](__m256 a, __m256 b) {
+      return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+    };
+    const __m256 none = _mm256_setzero_ps();
+    __m256 most = lanes_of(largest, larger);
+    most = _mm256_fmadd_ps(most, none, most);  // infinity becomes NaN
+    alignas(32) float inverse[8];
+    _mm256_store_ps(inverse, _mm256_and_ps(_mm256_cmp_ps(most, none, _CMP_GT_OQ), _mm256_div_ps(_mm256_set1_ps(127.f), most)));
+    for (int b = 0; b < count; ++b) {
+      const __m256 factor = _mm256_set1_ps(inverse[b]);
       __m256i parts[4];
-      for (int i = 0; i < 4; ++i) parts[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
+      for (int i = 0; i < 4; ++i) parts[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + (first + b) * BLOCK + 8 * i), factor));
       __m256i packed =
           _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]), _mm256_packs_epi32(parts[2], parts[3]));
       packed = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-      _mm256_storeu_si256((__m256i*)(codes.data() + b * BLOCK), packed);
-      const __m256i sums = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), packed), _mm256_set1_epi16(1));
-      scale[b] = most / 127.f;
-      total[b] = (int32_t)lane_sum(_mm256_cvtepi32_ps(sums));
-      sum[b] = scale[b] * total[b];
+      _mm256_storeu_si256((__m256i*)(codes.get() + (first + b) * BLOCK), packed);
+      const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), packed);
+      sums[b] = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
+    for (int b = count; b < 8; ++b) sums[b] = none;
+    const __m256 scales = _mm256_div_ps(most, _mm256_set1_ps(127.f));
+    const __m256 totals = lanes_of(sums, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });  // whole numbers
+    alignas(32) float found[2][8];
+    alignas(32) int32_t whole[8];
+    _mm256_store_ps(found[0], scales);
+    _mm256_store_ps(found[1], _mm256_mul_ps(scales, totals));
+    _mm256_store_si256((__m256i*)whole, _mm256_cvtps_epi32(totals));
+    std::copy_n(found[0], count, scale.get() + first);
+    std::copy_n(found[1], count, sum.get() + first);
+    std::copy_n(whole, count, total.get() + first);
   }
 };
 
@@ -164,7 +191,7 @@ void multiply(const Weight& w, const Rows& x, int64_t row, const int64_t tiles[]
     }
     Ints sums[R];
     for (int r = 0; r < R; ++r) sums[r] = every(-OFFSET * x.total[(row + r) * w.blocks + b]);
-    const int8_t* columns = x.codes.data() + row * K + b * BLOCK;
+    const int8_t* columns = x.codes.get() + row * K + b * BLOCK;
 #pragma GCC unroll 8
     for (int i = 0; i < BYTES / 32; ++i) {
       const int64_t at = b * BYTES + 32 * i;
@@ -448,19 +475,14 @@ void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms
   });
 }
 
-// The sums of the lanes of eight registers.
-inline __m256 lane_sums(const __m256 v[8]) {
-  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
-  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-}
-
 constexpr int64_t WIDTH = 8 * LANES;  // floats of a register
+constexpr int64_t AHEAD = 12;
 constexpr int SPAN = 4, QUERIES = LANES == 2 ? 4 : 2;  // registers of a head, and queries, that are worked on at once
 
 // scores [G][stride] += queries [G][hd] * keys[rows] over W registers of the head, for `count` rows rounded up to 8.
 template <int G, int W>
 void add_scores(const float* queries, const float* keys, const int64_t* rows, int64_t count, int64_t hd, float* scores, int64_t stride) {
+  const auto add = [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); };
   Floats q[G][W];
 #pragma GCC unroll 8
   for (int g = 0; g < G; ++g)
@@ -471,6 +493,8 @@ void add_scores(const float* queries, const float* keys, const int64_t* rows, in
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
       const float* key = keys + rows[i + j] * hd;
+#pragma GCC unroll 8
+      for (int w = 0; w < W * WIDTH; w += 16) _mm_prefetch((const char*)(key + w + AHEAD * hd), _MM_HINT_T0);
       Floats sum[G], part = load(key);
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) sum[g] = times(q[g][0], part);
@@ -486,7 +510,7 @@ void add_scores(const float* queries, const float* keys, const int64_t* rows, in
 #pragma GCC unroll 8
     for (int g = 0; g < G; ++g) {
       float* to = scores + g * stride + i;
-      _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), lane_sums(sums[g])));
+      _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), lanes_of(sums[g], add)));
     }
   }
 }
@@ -508,6 +532,7 @@ void add_values(const float* weights, int64_t stride, const float* values, const
 #pragma GCC unroll 8
       for (int w = 0; w < W; ++w) {
         const Floats value = load(values + rows[i + odd] * hd + w * WIDTH);
+        if (w * WIDTH % 16 == 0) _mm_prefetch((const char*)(values + (rows[i + odd] + AHEAD) * hd + w * WIDTH), _MM_HINT_T0);
 #pragma GCC unroll 8
         for (int g = 0; g < G; ++g) sum[g][odd][w] = times_plus(every(weights[g * stride + i + odd]), value, sum[g][odd][w]);
       }

@@ -245,7 +245,7 @@ class Engine:
         prompts = prompts_ids(prompts, self.tokenizer)
         params = per_row(params or SamplingParams(), len(prompts))
         self._check_request(prompts, params)
-        chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 else 0
+        chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 and not self.drafter.p_min else 0
         results = [
             GenerationResult(len(prompt), row.temperature, row.seed, chain=chain)
             for prompt, row in zip(prompts, params, strict=True)

@@ -524,7 +524,7 @@ def build_drafter(model: Transformer, head: EagleHead | None, options: LoadOptio
         check_width(tree, small.config.vocab_size)
         drafter = DraftModelDrafter(model, small, *how)
     else:
-        drafter = eagle_drafter(head, *how)
+        drafter = eagle_drafter(head, *how, p_min=(options.prune or 0) / 100)
     return WithNGrams(drafter, options.ngram_nodes) if options.ngram_nodes else drafter
 
 

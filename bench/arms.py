@@ -20,7 +20,7 @@ from engine import Engine
 from load import build_drafter, build_head, draft_vocabulary, round_head_
 from load import build_engine as build_loaded
 from model_config import ModelConfig
-from options import LoadOptions, default_tree, read_option
+from options import LoadOptions, default_prune, default_tree, read_option
 from ranks import RankedEngine, everywhere
 from runtime.results import GenerationResult
 from sampling import SamplingParams
@@ -190,7 +190,8 @@ def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple
 def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     """An Engine for an arm's options on the weights, tokenizer and backend of `base`, so nothing is loaded twice."""
     # tau is measured, so speculation goes on where it does not pay, unless an arm is about falling back
-    opts = replace(base.options, **{"ctx": ctx, "eagle_always": True, **options})
+    kept = {"ctx": ctx, "eagle_always": True, "prune": base.options.prune or None}  # None: the tree decides
+    opts = replace(base.options, **{**kept, **options})
     model = base.model
     kind = opts.drafter_kind
     file = head = None
@@ -202,7 +203,8 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     if opts.tree == "auto":
         opts = opts.resolve(opts.open_checkpoint(), file)
     elif opts.tree is None:
-        opts = replace(opts, tree=default_tree(opts, model.quant, head.config if head else None))
+        prune = default_prune(opts)
+        opts = replace(opts, prune=prune, tree=default_tree(opts, model.quant, head.config if head else None))
     if kind == "draft":
         small = Checkpoint.open(opts.draft_checkpoint)
         theirs = load_tokenizer(small.tokenizer_source, small.config.vocab_size)

@@ -42,21 +42,28 @@ class TreeDrafter(Drafter):
         slots: int,
         shared_noise: bool = True,
         multi_round: str = "",
+        p_min: float = 0.0,
     ):
         """model: has `rotary` and `new_cache`. slots: of the target's cache. multi_round: "" for choice-and-walk,
-        "without" or "with" replacement (static trees only)."""
+        "without" or "with" replacement (static trees only). p_min: nodes of a static tree that are probably accepted more
+        rarely than that are left out, by the C++ kernels of CPUs."""
         super().__init__(tree.N, tree.D, feature_size, taps)
         self.tree = tree
         self.rotary = model.rotary
         self.shared_noise = shared_noise
         self.multi_round = multi_round
         self.dynamic = isinstance(tree, DynamicTree)
-        self.scoring = "noisy" if self.dynamic and shared_noise else "probability"
+        self.scoring = "noisy" if (self.dynamic or p_min) and shared_noise else "probability"
+        self.p_min = p_min
+        if p_min:
+            self.always_on = "--prune drafts only what pays"
         if multi_round and self.dynamic:
             raise ValueError(
                 "--verify multi-round needs a static tree or a chain: re-ranking sampled children breaks its proof. "
                 "Use --tree paper25 or chain:K."
             )
+        if p_min and self.dynamic:
+            raise ValueError("--prune needs a static tree, like paper25; a dynamic one chooses its nodes itself.")
         scratch = tree.depth * tree.topk if self.dynamic else tree.run_rows  # cache rows of a tree
         self.slots = slots + self.lead + scratch
         self.cache = model.new_cache(batch_size, self.slots)

@@ -476,7 +476,7 @@ void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms
 }
 
 constexpr int64_t WIDTH = 8 * LANES;  // floats of a register
-constexpr int64_t AHEAD = 12;
+constexpr int64_t AHEAD = 12;      // rows of the cache
 constexpr int SPAN = 4, QUERIES = LANES == 2 ? 4 : 2;  // registers of a head, and queries, that are worked on at once
 
 // scores [G][stride] += queries [G][hd] * keys[rows] over W registers of the head, for `count` rows rounded up to 8.
@@ -608,7 +608,8 @@ struct Attention {
   int64_t rows_of(int64_t t, int64_t chunk, int64_t rows[CHUNK]) const {
     const int64_t begin = std::max(first[t], chunk * CHUNK), end = std::min(last[t], (chunk + 1) * CHUNK);
     const int64_t nodes = std::max(n.start[t / n.T], first[t]);
-    for (int64_t p = begin; p < end; ++p) rows[p - begin] = p < nodes ? p : slots[t * n.R + p - nodes];
+    for (int64_t p = begin; p < std::min(end, nodes); ++p) rows[p - begin] = p;
+    for (int64_t p = std::max(begin, nodes); p < end; ++p) rows[p - begin] = slots[t * n.R + p - nodes];
     for (int64_t i = end - begin; i > 0 && i % 8; ++i) rows[i] = rows[0];
     return std::max<int64_t>(0, end - begin);
   }

@@ -57,20 +57,15 @@ def fused_parts() -> StepParts:
     def draft_tree(drafter: TreeDrafter, inputs: DraftInput) -> Draft | None:
         if drafter not in known:
             known[drafter] = static_draft(drafter)
-        mode = inputs.mode
-        if (
-            known[drafter] is None
-            or mode.penalties
-            or mode.filters
-            or not kernels.use_cpu("draft_tree", inputs.features)
-        ):
+        found, mode = known[drafter], inputs.mode
+        problem = "a head of this kind is not pruned" if found is None and drafter.p_min else ""
+        able = kernels.use_cpu("draft_tree", inputs.features, problem=problem)
+        if found is None or mode.penalties or mode.filters or not able:
             return None
         noise = inputs.noise.contiguous() if drafter.shared_noise and inputs.noise is not None else None
         text = inputs.tokens, inputs.n, inputs.root, inputs.features.contiguous(), inputs.count
-        how = noise, inputs.sampling.temperature, drafter.cache, kernels.round_activations()
-        tokens, scores = torch.ops.eaglet_cpu.draft_tree.default(known[drafter], *text, *how)
-        tables = drafter.tree
-        return Draft(tokens, tables.parent, tables.depth, tables.ancestors, tables.valid, scores)
+        how = noise, inputs.sampling.temperature, drafter.cache, kernels.round_activations(), not mode.grammar
+        return Draft(*torch.ops.eaglet_cpu.draft_tree.default(found, *text, *how))
 
     return StepParts(layers, draft_layer, draft_tree=draft_tree)
 
@@ -139,7 +134,7 @@ def static_draft(drafter: TreeDrafter) -> Tensor | None:
     """What `eaglet_cpu.draft_tree` drafts with, or None if it does not draft with such a head or such a tree.
 
     It holds the weights of the head's layer, fc, LM head and embedding, the norms of embedding, feature and output, the
-    rotary tables and the draft vocabulary; of the tree where its nodes' candidates are found, and the levels.
+    rotary tables and the draft vocabulary; of the tree its nodes and its levels.
     """
     if type(drafter) is not EagleDrafter or drafter.dynamic or drafter.multi_round:
         return None
@@ -157,10 +152,12 @@ def static_draft(drafter: TreeDrafter) -> Tensor | None:
         return None
     norms = (layer.input_norm, layer.hidden_norm) if config.version == 3 else (None, None)
     others = given(*norms, head.norm, head.rotary.cos, head.rotary.sin, head.draft_ids)
-    levels = [t for level, picks in zip(tables.levels, drafter.picks, strict=True) for t in (*picks, level.visible)]
     children = max(tables.max_children, 1)
-    candidate = (tables.source_row * children + tables.rank)[:, 1:]
-    tree = [t.contiguous() for t in (candidate, *levels)]
-    numbers = children, layer.post_norm.eps, 1 / math.sqrt(layer.attention.head_dim), config.norm_before_residual
+    tree = [tables.source_row * children + tables.rank, tables.parent, tables.depth, tables.valid]
+    for level, picks in zip(tables.levels, drafter.picks, strict=True):
+        tree += [*picks, level.visible, level.node, level.valid]
+    tree = [t.contiguous() for t in tree]
+    scale = 1 / math.sqrt(layer.attention.head_dim)
+    numbers = children, layer.post_norm.eps, scale, config.norm_before_residual, drafter.p_min
     weights = [t for found in linears for t in found]
     return torch.ops.eaglet_cpu.tree_draft.default([*weights, *others], tree, *numbers)

@@ -24,7 +24,7 @@ from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support import real_model
 from support.errors import UsageError, command_parser, run_command
-from support.machine import default_device, size_text
+from support.machine import size_text
 
 HEADS = DEMO.parent / "heads"  # those of the real model
 QUESTION = "What is the capital of France, and what is it known for?"
@@ -58,11 +58,16 @@ def run(
     return result
 
 
-def compare(base: Engine, prompt: list[int], heads: Iterable[tuple[Path, str]]) -> None:
-    """Decode plainly and with every (head, tree): greedily and, to compare the sampled tokens as well, at T = 1."""
-    engines = {
-        f"{head.name}, {tree}": build_engine(base, {"eagle": str(head), "tree": tree}, base.ctx) for head, tree in heads
-    }
+def compare(base: Engine, prompt: list[int], heads: Iterable[tuple[Path, str | None]]) -> None:
+    """Decode plainly and with every (head, tree): greedily and, to compare the sampled tokens as well, at T = 1.
+
+    Where the tree is None, it is the one that `generate.py` takes by itself.
+    """
+    engines = {}
+    for head, tree in heads:
+        engine = build_engine(base, {"eagle": str(head), "tree": tree}, base.ctx)
+        pruned = " pruned" if engine.drafter.p_min else ""
+        engines[f"{head.name}, {engine.options.tree}{pruned}"] = engine
     greedy = SamplingParams(max_new_tokens=NEW_TOKENS)
     settings = [("greedy", greedy), ("T = 1, seed 7", replace(greedy, temperature=1.0, seed=7))]
     for name, params in settings if engines else settings[:1]:
@@ -87,24 +92,19 @@ def heads_of_the_model() -> list[Path]:
     return [head for head in (HEADS / "smollm2-eagle1", HEADS / "smollm2-eagle3") if head.is_dir()]
 
 
-def best_tree() -> str:
-    """The tree for the real model: every further node costs time on a CPU."""
-    return "chain:1" if default_device() == "cpu" else "paper25"
-
-
 def real(file: Path, heads: Sequence[Path]) -> None:
     """The real model answers a question."""
     base = load(file, ctx=1024)
     print(f"> {QUESTION}\n")
     prompt = base.tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
-    compare(base, prompt, [(head, best_tree()) for head in heads])
+    compare(base, prompt, [(head, None) for head in heads])
     print("try: make chat\n")
 
 
 def chat(file: Path) -> int:
     """`generate.py --chat` with the real model and the newest of its heads."""
     heads = heads_of_the_model()
-    drafting = ["--eagle", str(heads[-1]), "--tree", best_tree()] if heads else []
+    drafting = ["--eagle", str(heads[-1])] if heads else []
     command = ["--chat", "--checkpoint", str(file), *drafting]
     print("python generate.py", *command, "\nAsk something. /help lists the commands, /exit leaves.\n", flush=True)
     return generate.main(command)

@@ -15,6 +15,7 @@ from tiny import CTX, eagle_drafter, randomise, tiny_head
 
 import kernels
 import tree as trees
+from drafters.base import Draft
 from eagle_draft import EagleHead
 from engine import Engine
 from generate import main as generate
@@ -356,11 +357,11 @@ def test_rows_of_a_whole_forward_have_the_same_bits_at_every_width(mode):
 
 @needs_kernels
 @pytest.mark.parametrize("mode", ["float32", "int8", "int4"])
-@pytest.mark.parametrize("tree", ["paper25", "chain:4", "dynamic:16,4,4"])
-def test_speculative_tokens_equal_plain_ones_without_any_tie(mode, tree):
+@pytest.mark.parametrize("tree,p_min", [("paper25", 0), ("paper25", 0.02), ("chain:4", 0), ("dynamic:16,4,4", 0)])
+def test_speculative_tokens_equal_plain_ones_without_any_tie(mode, tree, p_min):
     """Catches a fork, greedy or sampled. No margin is allowed here."""
     model = quantized_model(mode)
-    drafter = eagle_drafter(tiny_head(model, head_dim=16, hidden_size=64), trees.parse_tree(tree))
+    drafter = eagle_drafter(tiny_head(model, head_dim=16, hidden_size=64), trees.parse_tree(tree), p_min=p_min)
     engines = [Engine(model, None, d, backend=backend(), eagle_always=True) for d in (None, drafter)]
     for temperature in (0.0, 1.0):
         for seed in range(3):
@@ -429,6 +430,70 @@ def test_a_draft_in_one_call_has_the_bits_of_its_parts(version, mode, tied):
                 assert torch.equal(caches[0][:, b, :, :known], caches[1][:, b, :, :known])
         inputs = inputs._replace(mode=SamplingMode(sample=True, filters=True))
         assert parts.draft_tree(drafter, inputs) is None, "the C++ kernels have no filters"
+
+
+def worth_keeping(draft: Draft, p_min: float) -> list[int]:
+    """Nodes of a whole tree of one sequence that pruning leaves, by the rule in kernels/cpu_draft.cpp."""
+    likely = draft.scores[0].double().exp().tolist()
+    expanded, left = {0}, [0]
+    for i in range(1, draft.tokens.shape[1]):
+        if draft.parent[0, i].item() in expanded and likely[i] >= p_min:
+            left.append(i)
+            expanded |= {i} if likely[i] >= 2.5 * p_min else set()
+    return left
+
+
+@needs_kernels
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("p_min", [0.01, 0.04, 0.2])
+def test_a_pruned_tree_has_the_likely_nodes_of_the_whole_one(p_min, temperature):
+    """Catches a likely node that is lost, a node under another parent, a row that meets keys of a row left out, and a
+    tree that is drafted whole."""
+    model = quantized_model("int8")
+    head = tiny_head(model, version=3, head_dim=16, hidden_size=64)
+    parts, sizes = fused_parts(), []
+    with torch.inference_mode(), backend().active():
+        pack_(head, torch.float32)
+        head.lm_head.packed.weight.mul_(3)  # some tokens become likely
+        drafters = [eagle_drafter(head, trees.parse_tree("paper25"), p_min=p) for p in (1e-30, p_min)]
+        state = DecodeState(model, drafters[0], 1, 40)
+        state.n.fill_(9)
+        state.count.fill_(3)
+        state.sampling.temperature.fill_(temperature)
+        for seed in range(8):
+            generator = torch.Generator().manual_seed(seed)
+            state.tokens.random_(0, 96, generator=generator)
+            state.features.normal_(generator=generator)
+            noise = torch.randn(1, 6, 96, generator=generator) if temperature else None
+            inputs = draft_input(state, SamplingMode(sample=temperature > 0), noise, parts)
+            whole, pruned = (drafter.draft(inputs) for drafter in drafters)
+            left = worth_keeping(whole, p_min)
+            places = {node: i for i, node in enumerate(left)}
+            assert whole.tokens.shape[1] == 26 and torch.equal(pruned.ancestors, whole.ancestors[:, left][:, :, left])
+            for column in ("tokens", "depth", "valid", "scores"):
+                assert torch.equal(getattr(pruned, column), getattr(whole, column)[:, left]), column
+            assert pruned.parent[0].tolist() == [places[i] for i in whole.parent[0, left].tolist()]
+            sizes.append(len(left))
+        restricted = inputs._replace(mode=replace(inputs.mode, grammar=True))
+        assert drafters[1].draft(restricted).tokens.shape[1] == 26, "forced tokens need the room of the whole tree"
+    assert min(sizes) < 26 and (p_min > 0.04 or max(sizes) > 3)
+
+
+@needs_kernels
+def test_pruned_trees_of_a_batch_keep_what_one_of_them_needs():
+    """Catches a fork, and a node without its parent, where sequences of a batch have other trees or likely nodes."""
+    model = quantized_model("int4")
+    head = tiny_head(model, version=3, head_dim=16, hidden_size=64)
+    shapes = [trees.parse_tree("paper25"), trees.chain(4)]
+    engines = [Engine(model, None, backend=backend(), batch_size=2)]
+    for tree in (shapes, shapes[:1] * 2):
+        drafter = eagle_drafter(head, tree, 2, p_min=0.02)
+        assert drafter.always_on
+        engines.append(Engine(model, None, drafter, 2, backend=backend()))
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, max_new_tokens=60)
+        plain, *drafted = ([r.token_ids for r in e.generate_batch([[1, 5, 9], [4, 2]], params).run()] for e in engines)
+        assert all(ids == plain for ids in drafted)
 
 
 @needs_kernels

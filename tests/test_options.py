@@ -16,6 +16,7 @@ from options import (
     LoadOptions,
     add_options,
     add_sampling,
+    default_prune,
     default_tree,
     find_tuned_tree,
     options_from,
@@ -58,6 +59,7 @@ TYPED = {
     "medusa": ("m.pt", "m.pt"),
     "ngram_nodes": ("7", 7),
     "tree": ("chain:3", "chain:3"),
+    "prune": ("5", 5),
     "draft_vocab": ("64", 64),
     "draft_vocab_text": ("t.txt", "t.txt"),
     "draft_noise": ("off", False),
@@ -411,6 +413,23 @@ def test_the_default_tree_fits_the_gpu(monkeypatch, capability, name, int4, int8
         assert tree.N == nodes and tree.depth == 7
     for other in (replace(on_gpu, batch_size=2), replace(on_gpu, verify="multi-round"), replace(on_gpu, device="cpu")):
         assert default_tree(other, "int4", head) == "paper25"
+
+
+def test_a_tree_is_pruned_by_itself_only_where_that_works_and_no_tree_is_named(monkeypatch):
+    """A tree that the user named and does not get, and an option that is ignored without a word."""
+    monkeypatch.setattr(kernels, "cpu_problem", lambda: "")
+    on_cpu = LoadOptions(device="cpu", eagle="head")
+    assert default_prune(on_cpu) == options.PRUNE
+    assert default_prune(replace(on_cpu, tree="paper25")) == default_prune(replace(on_cpu, prune=0)) == 0
+    assert default_prune(replace(on_cpu, tree="chain:9", prune=30)) == 30
+    unable = dict(compile=True), dict(kernels="reference"), dict(verify="multi-round"), dict(ngram_nodes=2)
+    for changes in (*unable, dict(dtype="bfloat16"), dict(eagle=None, drafter="ngram")):
+        assert default_prune(replace(on_cpu, **changes)) == 0
+        with pytest.raises(UsageError, match="--prune needs --eagle, --verify match and the C.. kernels of CPUs"):
+            replace(on_cpu, prune=5, **changes).check()
+    replace(on_cpu, prune=5).check()
+    with pytest.raises(UsageError, match="--prune is 100; allowed: 0 to 99"):
+        replace(on_cpu, prune=100).check()
 
 
 def test_the_default_tree_agrees_with_the_prediction():

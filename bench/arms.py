@@ -188,10 +188,12 @@ def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple
 
 
 def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
-    """An Engine for an arm's options on the weights, tokenizer and backend of `base`, so nothing is loaded twice."""
+    """An Engine for an arm's options on the weights, tokenizer and backend of `base`, so nothing is loaded twice.
+
+    Where the options name no tree, it is the one that `generate.py` takes by itself.
+    """
     # tau is measured, so speculation goes on where it does not pay, unless an arm is about falling back
-    kept = {"ctx": ctx, "eagle_always": True, "prune": base.options.prune or None}  # None: the tree decides
-    opts = replace(base.options, **{**kept, **options})
+    opts = replace(base.options, **{"ctx": ctx, "eagle_always": True, "tree": None, "prune": None, **options})
     model = base.model
     kind = opts.drafter_kind
     file = head = None

@@ -174,10 +174,14 @@ inline Floats scales_of(const Weight& w, const void* values, bool half, const in
   return side_by_side(parts);
 }
 
-// R activation rows from `row` on times LANES tiles -> out[LANES][R][8].
+// R activation rows from `row` on times LANES tiles -> out[LANES][R][8]. left: tiles that the thread reads from here on, which
+// lie one behind the other; 0 if they are in the cache already.
 template <int BITS, int R, bool MINS>
-void multiply(const Weight& w, const Rows& x, int64_t row, const int64_t tiles[], float (*out)[CODE_ROWS][TILE]) {
-  constexpr int64_t BYTES = BLOCK * TILE * BITS / 8, AHEAD = 4096;
+void multiply(const Weight& w, const Rows& x, int64_t row, const int64_t tiles[], int64_t left, float (*out)[CODE_ROWS][TILE]) {
+  constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
+  // Few rows wait for memory. The second cache level has room for more requests than the first one. (Measured on Zen 4.)
+  constexpr bool FAR = BITS == 8 || R <= 4;
+  constexpr int64_t AHEAD = FAR ? 8192 : 4096;
   constexpr int OFFSET = MINS ? 0 : BITS == 4 ? 8 : VNNI ? 128 : 0;
   const int64_t K = w.blocks * BLOCK, per_group = w.blocks / w.groups;
   const uint8_t* codes[LANES];
@@ -195,7 +199,8 @@ void multiply(const Weight& w, const Rows& x, int64_t row, const int64_t tiles[]
 #pragma GCC unroll 8
     for (int i = 0; i < BYTES / 32; ++i) {
       const int64_t at = b * BYTES + 32 * i;
-      for (int l = 0; l < LANES; ++l) _mm_prefetch((const char*)codes[l] + at + AHEAD, _MM_HINT_T0);  // a thread's tiles are neighbours
+      const bool ask = !FAR || at + AHEAD < left * w.blocks * BYTES;
+      for (int l = 0; l < LANES && ask; ++l) _mm_prefetch((const char*)codes[l] + at + AHEAD, FAR ? _MM_HINT_T1 : _MM_HINT_T0);
       const Ints v = load_codes(codes, at);
       const Ints first = BITS == 4 ? low_halves(v) : v, second = BITS == 4 ? high_halves(v) : v;
 #pragma GCC unroll 8
@@ -302,8 +307,8 @@ struct Epilogue {
 };
 
 // All activation rows times all tiles, two tiles at a time, one of each half (the last one may be alone). So a thread reads
-// two streams without gaps, which the processor fetches ahead. multiply(R, row, tiles, out) computes R rows from `row` on, at
-// most ROWS. The two tiles stay in the first cache level until all rows are done.
+// two streams without gaps, which the processor fetches ahead. multiply(R, row, tiles, left, out) computes R rows from `row`
+// on, at most ROWS. The two tiles stay in the first cache level until all rows are done.
 template <int ROWS, class Multiply>
 void run_pairs(int64_t K, const Epilogue& end, Multiply multiply) {
   const int64_t tiles = end.n / TILE, pairs = end.gated ? tiles : (tiles + 1) / 2, all = end.gated ? 2 * tiles : tiles, work = 2 * K * TILE * end.M;
@@ -314,7 +319,7 @@ void run_pairs(int64_t K, const Epilogue& end, Multiply multiply) {
       for (int64_t row = 0; row < end.M; row += most) {
         float y[2][ROWS][TILE];
         const int64_t count = std::min(most, end.M - row);
-        with_constant<ROWS>(count, [&](auto rows) { multiply(rows, row, both, y); });
+        with_constant<ROWS>(count, [&](auto rows) { multiply(rows, row, both, row == 0 ? last - pair : 0, y); });
         for (int64_t r = 0; r < count; ++r) {
           end.finish(row + r, a * TILE, y[0][r], y[1][r]);
           if (!end.gated && b > a) end.finish(row + r, b * TILE, y[1][r], nullptr);
@@ -327,7 +332,7 @@ void run_pairs(int64_t K, const Epilogue& end, Multiply multiply) {
 template <Kind KIND>
 void run_floats(const uint8_t* codes, const float* x, int64_t K, const Epilogue& end) {
   const int64_t bytes = K * TILE * (KIND == FP32 ? 4 : 2);
-  run_pairs<FLOAT_ROWS>(K, end, [&](auto rows, int64_t row, const int64_t* tiles, auto y) {
+  run_pairs<FLOAT_ROWS>(K, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t, auto y) {
     multiply_floats<KIND, decltype(rows)::value>(codes + tiles[0] * bytes, codes + tiles[1] * bytes, x + row * K, K, y);
   });
 }
@@ -336,11 +341,11 @@ void run_floats(const uint8_t* codes, const float* x, int64_t K, const Epilogue&
 template <int BITS, bool MINS>
 void run_codes(const Weight& w, const Rows* rounded, const float* x, const Epilogue& end) {
   const int64_t K = w.blocks * BLOCK;
-  run_pairs<CODE_ROWS>(K, end, [&](auto rows, int64_t row, const int64_t* tiles, auto y) {
+  run_pairs<CODE_ROWS>(K, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t left, auto y) {
     constexpr int R = decltype(rows)::value;
     for (int l = 0; l < 2; ++l) {
       if (!rounded) multiply_exact<BITS, R, MINS>(w, x + row * K, tiles[l], y[l]);
-      if (rounded && l % LANES == 0) multiply<BITS, R, MINS>(w, *rounded, row, tiles + l, y + l);
+      if (rounded && l % LANES == 0) multiply<BITS, R, MINS>(w, *rounded, row, tiles + l, left, y + l);
     }
   });
 }

@@ -158,7 +158,7 @@ def _drafter(engine: Engine) -> str:
         trimmed = f" vocabulary {engine.head.vocab_size:,}" if engine.head.draft_ids is not None else ""
         version = engine.head.config.version
         size = size_text(engine.plan.head)
-        pruned = f" pruned under {engine.options.prune} %" if engine.options.prune else ""
+        pruned = f", pruned at {engine.options.prune} %" if engine.options.prune else ""
         return f"   head EAGLE-{version}  {size}{trimmed}  tree {engine.options.tree}{pruned}"
     if not kind:
         return ""

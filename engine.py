@@ -342,10 +342,10 @@ class Engine:
                 self._read()
                 self.warm.add(key)
                 self.compile_seconds += time.perf_counter() - started
-        if self.fallback is not None:
-            if mode not in self.timings:
-                self.timings[mode] = self._measure(mode)
-            self.step_seconds = self.timings[mode]
+        paced = self.fallback is not None and not self.drafter.prunes(mode)
+        if paced and mode not in self.timings:
+            self.timings[mode] = self._measure(mode)
+        self.step_seconds = self.timings[mode] if paced else None
 
     def _measure(self, mode: SamplingMode) -> tuple[float, float]:
         """Seconds of a plain and of a speculative step, timed in turn with as many under way as in decoding."""

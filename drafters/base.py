@@ -89,6 +89,10 @@ class Drafter:
     def observe(self, choice: Tensor) -> None:
         """Learn the target's token after every row [B, N] of the step, invalid rows included."""
 
+    def prunes(self, mode: SamplingMode) -> bool:
+        """Whether it drafts only what pays, so that plain steps need not replace its steps."""
+        return False
+
     def bytes_per_step(self, model: Transformer) -> float:
         """Weight bytes that one draft reads."""
         return 0.0

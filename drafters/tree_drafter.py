@@ -11,6 +11,7 @@ import kernels
 import sampling
 from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, take_rows
 from model import Nodes, chain_ancestors, nodes_at
+from sampling import SamplingMode
 from tree import DynamicTree, TreeTables
 from tree_building import expand, first_level, select
 
@@ -55,8 +56,6 @@ class TreeDrafter(Drafter):
         self.dynamic = isinstance(tree, DynamicTree)
         self.scoring = "noisy" if (self.dynamic or p_min) and shared_noise else "probability"
         self.p_min = p_min
-        if p_min:
-            self.always_on = "--prune drafts only what pays"
         if multi_round and self.dynamic:
             raise ValueError(
                 "--verify multi-round needs a static tree or a chain: re-ranking sampled children breaks its proof. "
@@ -76,6 +75,10 @@ class TreeDrafter(Drafter):
         self.chain = chain_ancestors(1, self.D + 1, device).contiguous()
         # of a static tree's levels: the row of the level above that a node grows from, and the place of its candidate
         self.picks = [] if self.dynamic else list(zip(*_picks(tree), strict=True))
+
+    def prunes(self, mode: SamplingMode) -> bool:
+        # a grammar writes forced tokens into the tree; the rest is what the C++ kernels lack
+        return self.p_min > 0 and not (mode.grammar or mode.penalties or mode.filters)
 
     def level_widths(self) -> list[int]:
         """Rows of every draft forward after the first one."""

@@ -685,13 +685,14 @@ struct Attention {
       }
   }
 
-  // Many tokens are shared out among the threads; of few tokens the chunks, and then the columns of their values.
+  // Many tokens are shared out among the threads; of few tokens the chunks, and then the columns of their values. That needs
+  // the weights of all of them at once, of which MOST floats are not too many.
   void operator()() const {
-    constexpr int64_t COLUMNS = 32;
+    constexpr int64_t COLUMNS = 32, MOST = 1 << 22;
     const int64_t pieces = (n.T + TOKENS - 1) / TOKENS * n.B * n.kv_heads, size = floats_of_piece();
     const int64_t work = CHUNK * n.hd * group * std::min(n.T, TOKENS);  // of a chunk
     auto grain = [](int64_t cost) { return std::max<int64_t>(1, 40000 / cost); };
-    if (n.T > TOKENS)
+    if (n.T > TOKENS || pieces * size > MOST)
       return torch::stable::parallel_for(0, pieces, grain(2 * work * chunks), [&](int64_t first, int64_t last) {
         const std::unique_ptr<float[]> memory(new float[size]);
         for (int64_t i = first; i < last; ++i) {

@@ -68,7 +68,8 @@ def facts(engine: Engine, result: GenerationResult) -> list[tuple[str, str]]:
         found = names + found
     if drafter.D:
         name = f"{', '.join(options.trees)}: " if options is not None and engine.head else ""
-        found.insert(-1, ("tree", f"{name}{drafter.N} nodes, depth {drafter.D}"))
+        pruned = f", pruned at {drafter.p_min:.0%}" if drafter.p_min else ""
+        found.insert(-1, ("tree", f"{name}{drafter.N} nodes, depth {drafter.D}{pruned}"))
     found.append(("sampling", f"seed {result.seed}, temperature {result.temperature:g}"))
     found.append(("prompt", f"{result.prompt_tokens} tokens"))
     tau = f", tau {result.tau:.2f}" if drafter.D else ""

@@ -64,7 +64,7 @@ def fused_parts() -> StepParts:
             return None
         noise = inputs.noise.contiguous() if drafter.shared_noise and inputs.noise is not None else None
         text = inputs.tokens, inputs.n, inputs.root, inputs.features.contiguous(), inputs.count
-        how = noise, inputs.sampling.temperature, drafter.cache, kernels.round_activations(), not mode.grammar
+        how = noise, inputs.sampling.temperature, drafter.cache, kernels.round_activations(), drafter.prunes(mode)
         return Draft(*torch.ops.eaglet_cpu.draft_tree.default(found, *text, *how))
 
     return StepParts(layers, draft_layer, draft_tree=draft_tree)

@@ -52,7 +52,7 @@ def run(
         same = f"   same tokens as plain: {'yes' if result.token_ids == plain.token_ids else fork}"
     new_lines = "\n\n" if show else ""
     print(
-        f"{new_lines}{title:<38} {result.new_tokens:4d} tokens  {result.steps:4d} target forwards  "
+        f"{new_lines}{title:<44} {result.new_tokens:4d} tokens  {result.steps:4d} target forwards  "
         f"tau {result.tau:4.2f}  {result.tokens_per_second:7.1f} tok/s{same}"
     )
     return result

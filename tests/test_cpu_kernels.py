@@ -488,12 +488,14 @@ def test_pruned_trees_of_a_batch_keep_what_one_of_them_needs():
     engines = [Engine(model, None, backend=backend(), batch_size=2)]
     for tree in (shapes, shapes[:1] * 2):
         drafter = eagle_drafter(head, tree, 2, p_min=0.02)
-        assert drafter.always_on
-        engines.append(Engine(model, None, drafter, 2, backend=backend()))
+        engines.append(Engine(model, None, drafter, 2, backend=backend(), eagle_always=False))
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, max_new_tokens=60)
         plain, *drafted = ([r.token_ids for r in e.generate_batch([[1, 5, 9], [4, 2]], params).run()] for e in engines)
         assert all(ids == plain for ids in drafted)
+    for settings, paced in ((params, False), (replace(params, top_k=5), True)):  # with top-k the whole tree is checked
+        engines[1].generate_batch([[1, 5, 9], [4, 2]], settings).run()
+        assert engines[1].fallback is not None and (engines[1].step_seconds is not None) == paced
 
 
 @needs_kernels

@@ -303,7 +303,8 @@ class EagleDrafter(TreeDrafter):
     def bytes_per_step(self, model: Transformer) -> float:
         """Every forward reads the layer and the LM head, which is the head's own, a trimmed one, or the target's.
 
-        A pruned tree has a first forward and rarely all of the others. Only the first one is counted."""
+        A pruned tree has a first forward and rarely all of the others. Only the first one is counted.
+        """
         forwards = 1 if self.p_min else 1 + len(self.level_widths())
         head = self.head
         lm_head = model.lm_head_bytes() if head.lm_head is None else 0  # an own one is counted with the head's weights

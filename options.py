@@ -39,7 +39,8 @@ SLOWEST = 38
 ACTIVATIONS = ("int8", "float")
 COMPILE_MODES = ("graph", "max-autotune", "capture", "regions", "inductor", "reduce-overhead")
 TREES = "paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, medusa:vicuna_7b_stage2, medusa:mc_sim_7b_63"
-PRUNE = 10  # percent; a node of SmolLM2 costs 5 to 9 % of a plain step on two cores, and gains that times the speedup
+# Percent. Checking a node of SmolLM2 takes 5 to 9 % of a plain step on two cores, so a less likely node does not pay.
+PRUNE = 10
 MODEL, DRAFTING = "model", "speculative decoding"  # groups of --help
 
 
@@ -287,13 +288,9 @@ class LoadOptions:
         longest = checkpoint.config.max_positions
         if options.ctx > longest:
             raise UsageError(f"--ctx is {options.ctx:,}; this model's limit is {longest:,}.")
-        options = replace(options, prune=default_prune(self))
         if self.tree == "auto":
-            return replace(options, tree=find_tuned_tree(self, checkpoint, head))
-        if self.tree is None:
-            tree = default_tree(options, checkpoint.quantization, head.config if head else None)
-            return replace(options, tree=tree)
-        return options
+            options = replace(options, tree=find_tuned_tree(self, checkpoint, head))
+        return with_tree(options, checkpoint.quantization, head.config if head else None)
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -551,6 +548,12 @@ def default_prune(options: LoadOptions) -> int:
     if options.prune is not None:
         return options.prune
     return PRUNE if options.tree is None and options.can_prune else 0
+
+
+def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig | None) -> LoadOptions:
+    """The options with the tree and its pruning decided. quantization, head: as in `default_tree`."""
+    tree = default_tree(options, quantization, head) if options.tree is None else options.tree
+    return replace(options, tree=tree, prune=default_prune(options))
 
 
 def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | None) -> str:

@@ -20,7 +20,7 @@ from engine import Engine
 from load import build_drafter, build_head, draft_vocabulary, round_head_
 from load import build_engine as build_loaded
 from model_config import ModelConfig
-from options import LoadOptions, default_prune, default_tree, read_option
+from options import LoadOptions, read_option, with_tree
 from ranks import RankedEngine, everywhere
 from runtime.results import GenerationResult
 from sampling import SamplingParams
@@ -204,9 +204,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         head = build_head(file, model, draft_vocabulary(opts, model.config, base.tokenizer))
     if opts.tree == "auto":
         opts = opts.resolve(opts.open_checkpoint(), file)
-    elif opts.tree is None:
-        prune = default_prune(opts)
-        opts = replace(opts, prune=prune, tree=default_tree(opts, model.quant, head.config if head else None))
+    opts = with_tree(opts, model.quant, head.config if head else None)
     if kind == "draft":
         small = Checkpoint.open(opts.draft_checkpoint)
         theirs = load_tokenizer(small.tokenizer_source, small.config.vocab_size)

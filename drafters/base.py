@@ -23,9 +23,7 @@ class StepParts(NamedTuple):
     layers: Callable | None = None  # model.Transformer.run_layers
     draft_layer: Callable | None = None  # eagle_draft.EagleHead.layer_forward
     tail: Callable | None = None  # step.accept_and_commit
-    draft_tree: Callable | None = (
-        None  # drafters.tree_drafter.TreeDrafter.draft; it returns None for what it does not draft
-    )
+    draft_tree: Callable | None = None  # TreeDrafter.draft; it returns None for what it does not draft
 
 
 UNCOMPILED = StepParts()

@@ -11,7 +11,6 @@ import kernels
 import sampling
 from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, take_rows
 from model import Nodes, chain_ancestors, nodes_at
-from sampling import SamplingMode
 from tree import DynamicTree, TreeTables
 from tree_building import expand, first_level, select
 
@@ -76,7 +75,7 @@ class TreeDrafter(Drafter):
         # of a static tree's levels: the row of the level above that a node grows from, and the place of its candidate
         self.picks = [] if self.dynamic else list(zip(*_picks(tree), strict=True))
 
-    def prunes(self, mode: SamplingMode) -> bool:
+    def prunes(self, mode: sampling.SamplingMode) -> bool:
         # a grammar writes forced tokens into the tree; the rest is what the C++ kernels lack
         return self.p_min > 0 and not (mode.grammar or mode.penalties or mode.filters)
 
@@ -179,8 +178,8 @@ class TreeDrafter(Drafter):
     def _children(self, inputs: DraftInput, output: Tensor, depth: int, paths: Tensor, width: int, first_row: int = 0):
         """The `width` best children of each row: (draft-vocabulary ids, scores, q), each [B, W, ...].
 
-        A dynamic tree is ranked by its scores; the scores of a static tree are for viewers and are always the draft's own
-        log-probabilities.
+        A dynamic tree is ranked by its scores, and a pruned one is pruned by them. Those of another tree are for viewers
+        and are always the draft's own log-probabilities.
         """
         noise = inputs.noise if self.shared_noise and not self.multi_round else None
         if noise is None and not (inputs.mode.penalties or self.multi_round):
@@ -194,7 +193,8 @@ class TreeDrafter(Drafter):
             return local, scores.gather(-1, local), q
         row = None if noise is None else noise.narrow(1, depth, 1)
         mode = inputs.mode if self.shared_noise else sampling.SamplingMode()
-        return *sampling.draft_topk(logits, row, self.draft_ids, inputs.sampling, mode, width, self.dynamic), None
+        noisy = self.scoring == "noisy"
+        return *sampling.draft_topk(logits, row, self.draft_ids, inputs.sampling, mode, width, noisy), None
 
     def _draw(self, inputs: DraftInput, logits: Tensor, width: int, first_row: int) -> tuple[Tensor, Tensor]:
         """Children sampled from the draft's processed distribution, and that distribution q [B, W, V].

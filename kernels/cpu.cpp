@@ -11,7 +11,6 @@
 #include "cpu.h"
 
 #include <bit>
-#include <memory>
 
 namespace {
 
@@ -481,7 +480,7 @@ void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms
 }
 
 constexpr int64_t WIDTH = 8 * LANES;  // floats of a register
-constexpr int64_t AHEAD = 12;      // rows of the cache
+constexpr int64_t ROWS_AHEAD = 12;    // rows of the cache that are asked for early
 constexpr int SPAN = 4, QUERIES = LANES == 2 ? 4 : 2;  // registers of a head, and queries, that are worked on at once
 
 // scores [G][stride] += queries [G][hd] * keys[rows] over W registers of the head, for `count` rows rounded up to 8.
@@ -499,7 +498,7 @@ void add_scores(const float* queries, const float* keys, const int64_t* rows, in
     for (int j = 0; j < 8; ++j) {
       const float* key = keys + rows[i + j] * hd;
 #pragma GCC unroll 8
-      for (int w = 0; w < W * WIDTH; w += 16) _mm_prefetch((const char*)(key + w + AHEAD * hd), _MM_HINT_T0);
+      for (int w = 0; w < W * WIDTH; w += 16) _mm_prefetch((const char*)(key + w + ROWS_AHEAD * hd), _MM_HINT_T0);
       Floats sum[G], part = load(key);
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) sum[g] = times(q[g][0], part);
@@ -537,7 +536,7 @@ void add_values(const float* weights, int64_t stride, const float* values, const
 #pragma GCC unroll 8
       for (int w = 0; w < W; ++w) {
         const Floats value = load(values + rows[i + odd] * hd + w * WIDTH);
-        if (w * WIDTH % 16 == 0) _mm_prefetch((const char*)(values + (rows[i + odd] + AHEAD) * hd + w * WIDTH), _MM_HINT_T0);
+        if (w * WIDTH % 16 == 0) _mm_prefetch((const char*)(values + (rows[i + odd] + ROWS_AHEAD) * hd + w * WIDTH), _MM_HINT_T0);
 #pragma GCC unroll 8
         for (int g = 0; g < G; ++g) sum[g][odd][w] = times_plus(every(weights[g * stride + i + odd]), value, sum[g][odd][w]);
       }

@@ -1,4 +1,4 @@
-// What cpu.cpp and cpu_step.cpp share: vectors of eight floats, and the memory of tensors.
+// What cpu.cpp, cpu_draft.cpp and cpu_step.cpp share: vectors of eight floats, and the memory of tensors.
 
 #pragma once
 
@@ -167,6 +167,14 @@ struct DraftRow {
 
 // The places of the `count` largest keys, and their scores.
 void best_drafts(const DraftRow& row, int64_t count, int64_t* places, float* scores);
+
+// The row of `position` of the rotary tables [length,half]. The last row serves all later positions.
+inline void rotary_row(const float* cos, const float* sin, int64_t length, int64_t half, int64_t position, float* cos_out,
+                       float* sin_out) {
+  const int64_t at = std::min(position, length - 1) * half;
+  std::copy_n(cos + at, half, cos_out);
+  std::copy_n(sin + at, half, sin_out);
+}
 
 // One row of an EAGLE head's input (`join_rows`): residual [H], and joined [2 H], the embedding beside the feature.
 void join_row(const float* embedding, const float* feature, int64_t H, const float* token_norm, const float* feature_norm,

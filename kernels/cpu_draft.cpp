@@ -31,7 +31,7 @@ struct TreeDraft {
   const int64_t* draft_ids;
   const int64_t H, half, positions, children;
   const float eps, scale, least;  // least: the logarithm of the smallest probability of a node
-  const bool keep_normed, prune;
+  const bool keep_normed, noisy;  // noisy: scores are those of the noisy logits (`TreeDrafter.scoring`)
   const int64_t N, *candidate, *parent, *depth;  // [B,N]; candidate: where a node's token is found among those of all rows
   const bool* valid;                             // [B,N]
   std::vector<Level> levels;
@@ -41,7 +41,7 @@ struct TreeDraft {
         token_norm(values_or_null(head[32])), feature_norm(values_or_null(head[33])), output_norm(values_or_null(head[34])),
         cos(floats(head[35])), sin(floats(head[36])), draft_ids(head[37].numel() ? integers(head[37]) : nullptr), H(layer.o.n),
         half(head[35].size(1)), positions(head[35].size(0)), children(children), eps((float)eps), scale((float)scale),
-        least((float)std::log(p_min)), keep_normed(keep_normed), prune(p_min > 0), N(tree[0].size(1)), candidate(integers(tree[0])),
+        least((float)std::log(p_min)), keep_normed(keep_normed), noisy(p_min > 0), N(tree[0].size(1)), candidate(integers(tree[0])),
         parent(integers(tree[1])), depth(integers(tree[2])), valid(booleans(tree[3])) {
     if (head[28].dim() == 2) table = floats(head[28]);
     else embedding.emplace(&head[28]);
@@ -84,9 +84,7 @@ struct Drafting {
       const float* token = d.embedding ? embedding.data() : d.table + rows.tokens[row] * H;
       if (d.embedding) d.embedding->row(rows.tokens[row], embedding.data());
       join_row(token, rows.features[row], H, d.token_norm, d.feature_norm, d.eps, d.keep_normed, &residual[row * H], &joined[row * 2 * H]);
-      const int64_t at = std::min(rows.positions[row], d.positions - 1) * d.half;
-      std::copy_n(d.cos + at, d.half, &cos[row * d.half]);
-      std::copy_n(d.sin + at, d.half, &sin[row * d.half]);
+      rotary_row(d.cos, d.sin, d.positions, d.half, rows.positions[row], &cos[row * d.half], &sin[row * d.half]);
     }
     const float* x = joined.data();
     if (!d.token_norm) {  // EAGLE-1: the layer reads what `fc` makes of both
@@ -101,14 +99,14 @@ struct Drafting {
 
   // The best children of each row of output [B,width,H]: places and scores [B,width,children]. noise [B,P,V] has the row `level`.
   void propose(const float* output, int64_t width, const std::optional<Tensor>& noise, int64_t level, const float* temperature,
-               bool noisy, int64_t* places, float* scores) {
+               int64_t* places, float* scores) {
     const int64_t M = B * width, size = d.lm_head.n;
     if (d.output_norm) norm_rows(output, d.output_norm, M, d.H, d.eps, normed.data());
     d.lm_head(d.output_norm ? normed.data() : output, M, nullptr, false, round, logits.get());
     torch::stable::parallel_for(0, M, std::max<int64_t>(1, 16384 / size), [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         const float* g = noise ? floats(*noise) + (row / width * noise->size(1) + level) * noise->size(2) : nullptr;
-        const DraftRow drafts{&logits[row * size], size, g, d.draft_ids, temperature[row / width], noisy};
+        const DraftRow drafts{&logits[row * size], size, g, d.draft_ids, temperature[row / width], d.noisy};
         best_drafts(drafts, d.children, places + row * d.children, scores + row * d.children);
       }
     });
@@ -135,7 +133,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> draft_tree(
   const int64_t most = std::max(fed, widest);
   Drafting drafting(d, B, B * most, B * widest, kv, round);
   Rows rows(B * most);
-  prune &= d.prune;
 
   // the accepted tokens again, with their true features
   std::vector<float> given(B * fed * F), fused(d.token_norm ? B * fed * H : 0), output(B * most * H), above(B * most * H);
@@ -165,7 +162,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> draft_tree(
   auto total = [&](int64_t b, int64_t candidate) { return totals[b * run_rows * K + candidate]; };
   for (int64_t i = 0, begin = 0;; ++i) {  // begin: the first run row of the level above
     const int64_t width = live.size();
-    drafting.propose(above.data(), width, noise, i, floats(temperature), prune, places.data(), scores.data());
+    drafting.propose(above.data(), width, noise, i, floats(temperature), places.data(), scores.data());
     for (int64_t row = 0; row < B * width; ++row)
       for (int64_t c = 0; c < K; ++c) {
         const int64_t from = row * K + c, to = (row / width * run_rows + begin + live[row % width]) * K + c;

@@ -250,9 +250,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> place_rows(
     if (r < fed) integers(again)[b * fed + r] = integers(*tokens)[b * S + std::min(base - lead + 1 + r, S - 1)];
     integers(positions)[row] = position;
     integers(places)[row] = std::min(base + place, slots - 1);
-    const int64_t at = std::min(position, cos.size(0) - 1) * half;
-    std::copy_n(floats(cos) + at, half, floats(cosines) + row * half);
-    std::copy_n(floats(sin) + at, half, floats(sines) + row * half);
+    rotary_row(floats(cos), floats(sin), cos.size(0), half, position, floats(cosines) + row * half, floats(sines) + row * half);
   }
   return {positions, places, cosines, sines, again};
 }

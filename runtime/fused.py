@@ -79,11 +79,11 @@ def _run(
     kv [L, 2, B, Hkv, S, hd] has the keys and values of each layer side by side.
     """
     sight = (visible.expand(len(x), -1, -1) for visible in (nodes.visible, nodes.visible_window))
-    cos, sin = nodes.cos.contiguous(), nodes.sin.contiguous()
-    shared = (t.contiguous() for t in (nodes.slots, nodes.start, nodes.positions, *sight))
+    shared = (nodes.cos, nodes.sin, nodes.slots, nodes.start, nodes.positions, *sight)
+    cos, sin, *where = (t.contiguous() for t in shared)
     residual = None if residual is None else residual.contiguous()
     run = torch.ops.eaglet_cpu.layers.default
-    return run(x.contiguous(), residual, stacked, cos, sin, kv, *shared, kernels.round_activations(), taps)
+    return run(x.contiguous(), residual, stacked, cos, sin, kv, *where, kernels.round_activations(), taps)
 
 
 def stack(layers: Sequence[nn.Module], norm: Tensor | None = None, input_norm: bool = True) -> Tensor | None:

@@ -103,6 +103,7 @@ class Engine:
         self.grammars = Grammars(tokenizer, model.config.vocab_size)
         self.timings: dict[SamplingMode, tuple[float, float]] = {}  # seconds of a plain and of a speculative step
         self.step_seconds: tuple[float, float] | None = None  # those of the present request
+        self._price: float | None = None  # of a node, for a drafter that is `priced`
         self.warm: set[tuple] = set()  # kinds of step that have run compiled
         self.compile_seconds = 0.0  # time spent on their first runs
         self.observers: list[Observer] = []
@@ -342,17 +343,26 @@ class Engine:
                 self._read()
                 self.warm.add(key)
                 self.compile_seconds += time.perf_counter() - started
+        if self.drafter.priced and self._price is None:
+            self._price = self._measure_price(mode)
+            self.drafter.price(self._price)
         paced = self.fallback is not None and not self.drafter.prunes(mode)
         if paced and mode not in self.timings:
-            self.timings[mode] = self._measure(mode)
+            self.timings[mode] = self._measure(mode, self.fallback, self.drafter)
         self.step_seconds = self.timings[mode] if paced else None
 
-    def _measure(self, mode: SamplingMode) -> tuple[float, float]:
-        """Seconds of a plain and of a speculative step, timed in turn with as many under way as in decoding."""
+    def _measure_price(self, mode: SamplingMode, nodes: int = 4) -> float:
+        """What a node adds to the time of a plain step, as a share of it."""
+        steps = (PlainDrafter(self.model, width, features_of=self.drafter) for width in (1, 1 + nodes))
+        plain, wide = self._measure(mode, *steps)
+        return max(0.0, wide / plain - 1) / nodes
+
+    def _measure(self, mode: SamplingMode, *drafters: Drafter) -> tuple[float, float]:
+        """Seconds of a step with each of two drafters, timed in turn with as many under way as in decoding."""
         self.runner.begin()
         times: list[list[float]] = [[], []]
         for _ in range(4):
-            for drafter, seconds in zip((self.fallback, self.drafter), times, strict=True):
+            for drafter, seconds in zip(drafters, times, strict=True):
                 started = time.perf_counter()
                 for _ in range(1 + self.lag):
                     self._launch(drafter, mode)

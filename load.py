@@ -32,7 +32,7 @@ from engine import Engine
 from kernels import tuned
 from model import Transformer
 from model_config import DTYPES, ModelConfig
-from options import DEMO, LoadKeywords, LoadOptions, check_names
+from options import BY_PRICE, DEMO, PRUNE, LoadKeywords, LoadOptions, check_names
 from ranks import OtherRank, RankedEngine, RankLost, Ranks, end_with_the_leader, follow, heard, join, meet, same_model
 from runtime.compiled import COMPILE_MODES
 from runtime.links import NCCL, ONE_SHOT, Exchanges, SharedMemory, share_memory
@@ -524,8 +524,11 @@ def build_drafter(model: Transformer, head: EagleHead | None, options: LoadOptio
         check_width(tree, small.config.vocab_size)
         drafter = DraftModelDrafter(model, small, *how)
     else:
-        drafter = eagle_drafter(head, *how, p_min=(options.prune or 0) / 100)
-    return WithNGrams(drafter, options.ngram_nodes) if options.ngram_nodes else drafter
+        priced = options.prune == BY_PRICE
+        p_min = (PRUNE if priced else options.prune or 0) / 100
+        ngram_nodes = options.ngram_nodes if p_min else 0
+        drafter = eagle_drafter(head, *how, p_min=p_min, priced=priced, ngram_nodes=ngram_nodes)
+    return WithNGrams(drafter, options.ngram_nodes) if options.ngram_nodes and not options.prune else drafter
 
 
 def _build_trees(options: LoadOptions, device: torch.device) -> DynamicTree | TreeTables:

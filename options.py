@@ -39,8 +39,11 @@ SLOWEST = 38
 ACTIVATIONS = ("int8", "float")
 COMPILE_MODES = ("graph", "max-autotune", "capture", "regions", "inductor", "reduce-overhead")
 TREES = "paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, medusa:vicuna_7b_stage2, medusa:mc_sim_7b_63"
-# Percent. Checking a node of SmolLM2 takes 5 to 9 % of a plain step on two cores, so a less likely node does not pay.
-PRUNE = 10
+PRUNE = 10  # percent, until the price of a node was measured
+BY_PRICE = (
+    -1
+)  # of the option `prune`, once it is decided: where it is not given, the engine measures the price of a node
+NGRAM_NODES = 16  # the deepest tree that is allowed
 MODEL, DRAFTING = "model", "speculative decoding"  # groups of --help
 
 
@@ -142,15 +145,22 @@ class LoadOptions:
     medusa: str | None = option(
         None, "Medusa heads: medusa_lm_head.pt, .safetensors, or their folder", metavar="FILE", group=DRAFTING
     )
-    ngram_nodes: int = option(0, "add K nodes found by n-gram lookup to the tree", metavar="K", least=0, group=DRAFTING)
+    ngram_nodes: int | None = option(
+        None,
+        "add K nodes found by n-gram lookup to the tree; a pruned tree gives way to them where the text repeats itself "
+        f"(default: {NGRAM_NODES} where --prune has its default, else 0)",
+        metavar="K",
+        least=0,
+        group=DRAFTING,
+    )
     # from Python also a tuple: one static tree for each sequence of the batch
     tree: str | tuple[str, ...] | None = option(
         None, f"auto (tuned by scripts.tune_tree), {TREES} (default: paper25; on a GPU by its speed)", group=DRAFTING
     )
     prune: int | None = option(
         None,
-        f"leave out nodes of an EAGLE tree that are probably accepted in less than PERCENT of the steps; only the C++ "
-        f"kernels of CPUs can (default: {PRUNE} there where --tree is not given, else 0)",
+        "leave out nodes of an EAGLE tree that are probably accepted in less than PERCENT of the steps; only the C++ "
+        "kernels of CPUs can (default: there, where --tree is not given, by the measured price of a node; else 0)",
         metavar="PERCENT",
         least=0,
         most=99,
@@ -201,8 +211,7 @@ class LoadOptions:
     @property
     def can_prune(self) -> bool:
         """Whether nodes of the tree can be left out while it is drafted."""
-        alone = self.drafter_kind == "eagle" and self.verify == "match" and not self.ngram_nodes
-        return alone and self.kernel_mode == "cpu"
+        return self.drafter_kind == "eagle" and self.verify == "match" and self.kernel_mode == "cpu"
 
     @property
     def trees(self) -> tuple[str, ...]:
@@ -318,7 +327,7 @@ class LoadKeywords(TypedDict, total=False):
     drafter: str
     draft_checkpoint: str | None
     medusa: str | None
-    ngram_nodes: int
+    ngram_nodes: int | None
     tree: str | tuple[str, ...] | None
     prune: int | None
     draft_vocab: int
@@ -543,17 +552,19 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
     return f"dynamic:{nodes},{7 if head.version == 3 else 5},{topk}"
 
 
-def default_prune(options: LoadOptions) -> int:
-    """The option `prune` where it is not given: a tree that the user named is drafted as it is."""
-    if options.prune is not None:
-        return options.prune
-    return PRUNE if options.tree is None and options.can_prune else 0
-
-
 def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig | None) -> LoadOptions:
-    """The options with the tree and its pruning decided. quantization, head: as in `default_tree`."""
-    tree = default_tree(options, quantization, head) if options.tree is None else options.tree
-    return replace(options, tree=tree, prune=default_prune(options))
+    """The options with the tree, its pruning and its n-gram nodes decided. quantization, head: as in `default_tree`.
+
+    A tree that the user named is drafted as it is.
+    """
+    tree, prune, ngram_nodes = options.tree, options.prune, options.ngram_nodes
+    by_default = prune is None and tree is None and options.can_prune
+    if ngram_nodes is None:
+        ngram_nodes = NGRAM_NODES if by_default else 0
+    if prune is None:
+        prune = BY_PRICE if by_default else 0
+    tree = default_tree(options, quantization, head) if tree is None else tree
+    return replace(options, tree=tree, prune=prune, ngram_nodes=ngram_nodes)
 
 
 def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | None) -> str:

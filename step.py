@@ -96,7 +96,7 @@ def draft_input(
     state: DecodeState, mode: SamplingMode, noise: Tensor | None = None, parts: StepParts = UNCOMPILED
 ) -> DraftInput:
     """What a drafter sees of the state. noise [B, D + 1, V] is the target's, None for greedy decoding."""
-    buffers = (state.tokens, state.n, state.root, state.features, state.count, noise)
+    buffers = (state.tokens, state.n, state.root, state.features, state.count, noise, state.hashes)
     return DraftInput(*buffers, state.sampling, mode, state.seen, state.counts, parts)
 
 
@@ -133,12 +133,19 @@ def decode_step(
 def draft_phase(
     drafter: Drafter, state: DecodeState, mode: SamplingMode, parts: StepParts = UNCOMPILED
 ) -> tuple[Draft, Tensor | None]:
-    """The first half of a step: the drafted tree, and the target's noise [B, D + 1, V], None for greedy decoding."""
-    n = state.n
-    noise = None
-    if mode.sample:
-        noise = sampling.noise_ahead(state.sampling.seed, n, drafter.D + 1, state.hashes)
-    return drafter.draft(draft_input(state, mode, noise, parts)), noise
+    """The first half of a step: the drafted tree, and the target's noise [B, D + 1, V], None for greedy decoding.
+
+    A pruned tree is rarely D deep. Its noise is made afterwards, only for the depth that it has.
+    """
+
+    def noise(rows: int) -> Tensor:
+        return sampling.noise_ahead(state.sampling.seed, state.n, rows, state.hashes)
+
+    if not (mode.sample and drafter.prunes(mode)):
+        ahead = noise(drafter.D + 1) if mode.sample else None
+        return drafter.draft(draft_input(state, mode, ahead, parts)), ahead
+    draft = drafter.draft(draft_input(state, mode, None, parts))
+    return draft, noise(int(draft.depth.max()) + 1)
 
 
 def verify_phase(

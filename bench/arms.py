@@ -193,7 +193,9 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     Where the options name no tree, it is the one that `generate.py` takes by itself.
     """
     # tau is measured, so speculation goes on where it does not pay, unless an arm is about falling back
-    opts = replace(base.options, **{"ctx": ctx, "eagle_always": True, "tree": None, "prune": None, **options})
+    opts = replace(
+        base.options, **{"ctx": ctx, "eagle_always": True, "tree": None, "prune": None, "ngram_nodes": None, **options}
+    )
     model = base.model
     kind = opts.drafter_kind
     file = head = None

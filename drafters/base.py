@@ -49,7 +49,8 @@ class DraftInput(NamedTuple):
     root: Tensor  # [B]
     features: Tensor  # [B, D + 1, F] of positions n - count .. n - 1
     count: Tensor  # [B] valid rows of features
-    noise: Tensor | None  # [B, D + 1, V] the target's noise, None for greedy decoding
+    noise: Tensor | None  # [B, D + 1, V] the target's noise; None for greedy decoding, and where trees are pruned
+    hashes: Tensor  # [V] the hashes of the token ids, from which noise is made
     sampling: SamplingState
     mode: SamplingMode
     seen: Tensor  # [B, V] bool, tokens of the prompt and the output
@@ -63,6 +64,7 @@ class Drafter:
     multi_round: str = ""  # "without" or "with" replacement for multi-round verification, "" for choice-and-walk
     always_on: str = ""  # why plain steps may not replace its steps for a while; "" if they may
     p_min: float = 0.0  # nodes that are accepted with a lower probability may be left out of a tree, see TreeDrafter
+    priced: bool = False  # whether it wants to know the price of a node
     scoring: str = "none"  # what Draft.scores are: "none", "probability", or "noisy" (with the shared noise)
     # Its KV caches [..., B, Hkv, S, hd]. What they hold of a token depends on the text up to there alone.
     caches: tuple[Tensor, ...] = ()
@@ -90,6 +92,9 @@ class Drafter:
     def prunes(self, mode: SamplingMode) -> bool:
         """Whether it drafts only what pays, so that plain steps need not replace its steps."""
         return False
+
+    def price(self, share: float) -> None:
+        """Learn what checking one more node takes, as a share of the time of a plain step."""
 
     def bytes_per_step(self, model: Transformer) -> float:
         """Weight bytes that one draft reads."""

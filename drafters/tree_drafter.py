@@ -43,11 +43,22 @@ class TreeDrafter(Drafter):
         shared_noise: bool = True,
         multi_round: str = "",
         p_min: float = 0.0,
+        priced: bool = False,
+        ngram_nodes: int = 0,
     ):
-        """model: has `rotary` and `new_cache`. slots: of the target's cache. multi_round: "" for choice-and-walk,
-        "without" or "with" replacement (static trees only). p_min: nodes of a static tree that are probably accepted more
-        rarely than that are left out, by the C++ kernels of CPUs."""
-        super().__init__(tree.N, tree.D, feature_size, taps)
+        """A drafter for B sequences.
+
+        Args:
+            model: has `rotary` and `new_cache`.
+            slots: of the target's cache.
+            multi_round: "" for choice-and-walk, "without" or "with" replacement (static trees only).
+            p_min: nodes of a static tree that are probably accepted more rarely than that are left out, by the C++
+                kernels of CPUs.
+            priced: replace p_min by one that follows from the price of a node.
+            ngram_nodes: where the text repeats itself, up to so many tokens of its earlier continuation are drafted in
+                place of a pruned tree.
+        """
+        super().__init__(tree.N + ngram_nodes, max(tree.D, ngram_nodes), feature_size, taps)
         self.tree = tree
         self.rotary = model.rotary
         self.shared_noise = shared_noise
@@ -55,6 +66,8 @@ class TreeDrafter(Drafter):
         self.dynamic = isinstance(tree, DynamicTree)
         self.scoring = "noisy" if (self.dynamic or p_min) and shared_noise else "probability"
         self.p_min = p_min
+        self.priced = priced
+        self.ngram_nodes = ngram_nodes
         if multi_round and self.dynamic:
             raise ValueError(
                 "--verify multi-round needs a static tree or a chain: re-ranking sampled children breaks its proof. "
@@ -79,6 +92,10 @@ class TreeDrafter(Drafter):
         # a grammar writes forced tokens into the tree; the rest is what the C++ kernels lack
         return self.p_min > 0 and not (mode.grammar or mode.penalties or mode.filters)
 
+    def price(self, share: float) -> None:
+        # Decoding emits about 1.3 tokens in the time of a plain step. A node must emit as many in its own time.
+        self.p_min = min(max(1.3 * share, 0.05), 0.5)
+
     def level_widths(self) -> list[int]:
         """Rows of every draft forward after the first one."""
         if self.dynamic:
@@ -89,6 +106,9 @@ class TreeDrafter(Drafter):
         drafted = inputs.parts.draft_tree and inputs.parts.draft_tree(self, inputs)
         if drafted:
             return drafted
+        if inputs.mode.sample and inputs.noise is None:  # it was left to the C++ kernels
+            ahead = sampling.noise_ahead(inputs.sampling.seed, inputs.n, self.D + 1, inputs.hashes)
+            inputs = inputs._replace(noise=ahead)
         output = self._extend(inputs)
         rows = self._place(inputs, self.row_depth)  # of all levels
         return self._dynamic(inputs, output, rows) if self.dynamic else self._static(inputs, output, rows)

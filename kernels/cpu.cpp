@@ -124,10 +124,19 @@ inline Floats load(const float* at) { return _mm512_loadu_ps(at); }
 inline void store(float* at, Floats v) { _mm512_storeu_ps(at, v); }
 inline __m256 lane(Floats v, int which) { return which ? _mm512_extractf32x8_ps(v, 1) : _mm512_castps512_ps256(v); }
 
-// acc + the products of 4 unsigned codes and 4 signed activations in every 32 bits.
+// The sum of a block: it begins, takes the products of 4 unsigned codes and 4 signed activations in every 32 bits, and ends as
+// `offset` and their sum.
+template <int BITS>
+inline Ints begin_sum(int32_t offset) {
+  return every(offset);
+}
 template <int BITS>
 inline Ints dot(Ints acc, Ints w, Ints x) {
   return _mm512_dpbusd_epi32(acc, w, x);
+}
+template <int BITS>
+inline Ints end_sum(Ints acc, int32_t) {
+  return acc;
 }
 #else
 constexpr int LANES = 1;
@@ -147,16 +156,23 @@ inline Floats load(const float* at) { return _mm256_loadu_ps(at); }
 inline void store(float* at, Floats v) { _mm256_storeu_ps(at, v); }
 inline __m256 lane(Floats v, int) { return v; }
 
-// acc + the products of 4 unsigned codes and 4 signed activations in every 32 bits. The codes of int8 are made signed here,
-// so that their offset of 128 is gone (`OFFSET` in `multiply`): pairs of unsigned products would overflow 16 bits.
+// The sum of a block: it begins, takes the products of 4 unsigned codes and 4 signed activations in every 32 bits, and ends as
+// `offset` and their sum. Of int4 all products fit into 16 bits: 16 * 15 * 127 is less than 2^15. The codes of int8 are made
+// signed here, so that their offset of 128 is gone (`OFFSET` in `multiply`): pairs of unsigned products would overflow.
+template <int BITS>
+inline Ints begin_sum(int32_t) {
+  return _mm256_setzero_si256();
+}
 template <int BITS>
 inline Ints dot(Ints acc, Ints w, Ints x) {
-  if (BITS == 8) {
-    const __m256i s = _mm256_xor_si256(w, _mm256_set1_epi8((char)128));
-    w = _mm256_abs_epi8(s);
-    x = _mm256_sign_epi8(x, s);
-  }
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+  if (BITS == 4) return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, x));
+  const __m256i s = _mm256_xor_si256(w, _mm256_set1_epi8((char)128));
+  const __m256i products = _mm256_maddubs_epi16(_mm256_abs_epi8(s), _mm256_sign_epi8(x, s));
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
+}
+template <int BITS>
+inline Ints end_sum(Ints acc, int32_t offset) {
+  return BITS == 4 ? _mm256_add_epi32(every(offset), _mm256_madd_epi16(acc, _mm256_set1_epi16(1))) : acc;
 }
 #endif
 
@@ -193,7 +209,8 @@ void multiply(const Weight& w, const Rows& x, int64_t row, const int64_t tiles[]
       if (MINS) mins = scales_of(w, w.mins, w.half_mins, tiles, b / per_group);
     }
     Ints sums[R];
-    for (int r = 0; r < R; ++r) sums[r] = every(-OFFSET * x.total[(row + r) * w.blocks + b]);
+    const auto offset = [&](int r) { return -OFFSET * x.total[(row + r) * w.blocks + b]; };
+    for (int r = 0; r < R; ++r) sums[r] = begin_sum<BITS>(offset(r));
     const int8_t* columns = x.codes.get() + row * K + b * BLOCK;
 #pragma GCC unroll 8
     for (int i = 0; i < BYTES / 32; ++i) {
@@ -211,7 +228,7 @@ void multiply(const Weight& w, const Rows& x, int64_t row, const int64_t tiles[]
     }
     for (int r = 0; r < R; ++r) {
       const int64_t at = (row + r) * w.blocks + b;
-      acc[r] = times_plus(to_floats(sums[r]), times(scales, every(x.scale[at])), acc[r]);
+      acc[r] = times_plus(to_floats(end_sum<BITS>(sums[r], offset(r))), times(scales, every(x.scale[at])), acc[r]);
       if (MINS) acc[r] = times_plus(mins, every(x.sum[at]), acc[r]);
     }
   }
@@ -764,14 +781,23 @@ Layer::Layer(const Tensor* t)
 
 void Layer::operator()(const Nodes& n, const float* x, const float* residual, float scale, bool round, float* const buffer[3],
                        float* out) const {
+  write(n, x, round, buffer);
+  finish(n, residual ? residual : x, scale, round, buffer, out);
+}
+
+void Layer::write(const Nodes& n, const float* x, bool round, float* const buffer[3]) const {
   const int64_t M = n.B * n.T;
   const float* const norms[3] = {q_norm, k_norm, nullptr};
+  if (input_norm) norm_rows(x, input_norm, M, qkv.k, n.eps, buffer[0]);
+  qkv(input_norm ? buffer[0] : x, M, nullptr, false, round, buffer[1]);
+  rotate_and_write(n, buffer[1], norms, buffer[2]);
+}
+
+void Layer::finish(const Nodes& n, const float* residual, float scale, bool round, float* const buffer[3], float* out) const {
+  const int64_t M = n.B * n.T;
   float *a = buffer[0], *b = buffer[1], *c = buffer[2];
-  if (input_norm) norm_rows(x, input_norm, M, qkv.k, n.eps, a);
-  qkv(input_norm ? a : x, M, nullptr, false, round, b);
-  rotate_and_write(n, b, norms, c);
   Attention(n, c, scale, a)();
-  o(a, M, residual ? residual : x, false, round, b);
+  o(a, M, residual, false, round, b);
   norm_rows(b, post_norm, M, o.n, n.eps, a);
   gate_up(a, M, nullptr, true, round, c);
   down(c, M, b, false, round, out);

@@ -151,9 +151,17 @@ struct Layer {
   // Without an input norm, x is normed already and `residual` is what the attention adds to.
   void operator()(const Nodes& n, const float* x, const float* residual, float scale, bool round, float* const buffer[3],
                   float* out) const;
+
+  // The two halves of it: the rows' keys and values go to the cache and their queries to the last buffer, from where the
+  // second half reads them.
+  void write(const Nodes& n, const float* x, bool round, float* const buffer[3]) const;
+  void finish(const Nodes& n, const float* residual, float scale, bool round, float* const buffer[3], float* out) const;
 };
 
 // ---- small work of a step (cpu_step.cpp) -----------------------------------------------------------------------------
+
+// Gumbel noise of the token at `position`, for the tokens with these hashes (`sampling.gumbel_noise`).
+void noise_row(uint64_t seed, int64_t position, const int64_t* hashes, int64_t count, float* out);
 
 // Draft logits of one row, and how `draft_topk` ranks them.
 struct DraftRow {

@@ -30,18 +30,18 @@ struct TreeDraft {
   const float *table = nullptr, *token_norm, *feature_norm, *output_norm, *cos, *sin;
   const int64_t* draft_ids;
   const int64_t H, half, positions, children;
-  const float eps, scale, least;  // least: the logarithm of the smallest probability of a node
+  const float eps, scale;
   const bool keep_normed, noisy;  // noisy: scores are those of the noisy logits (`TreeDrafter.scoring`)
   const int64_t N, *candidate, *parent, *depth;  // [B,N]; candidate: where a node's token is found among those of all rows
   const bool* valid;                             // [B,N]
   std::vector<Level> levels;
 
-  TreeDraft(std::vector<Tensor> of_head, std::vector<Tensor> of_tree, int64_t children, double eps, double scale, bool keep_normed, double p_min)
+  TreeDraft(std::vector<Tensor> of_head, std::vector<Tensor> of_tree, int64_t children, double eps, double scale, bool keep_normed, bool noisy)
       : head(std::move(of_head)), tree(std::move(of_tree)), layer(&head[0]), fc(&head[20]), lm_head(&head[24]),
         token_norm(values_or_null(head[32])), feature_norm(values_or_null(head[33])), output_norm(values_or_null(head[34])),
         cos(floats(head[35])), sin(floats(head[36])), draft_ids(head[37].numel() ? integers(head[37]) : nullptr), H(layer.o.n),
         half(head[35].size(1)), positions(head[35].size(0)), children(children), eps((float)eps), scale((float)scale),
-        least((float)std::log(p_min)), keep_normed(keep_normed), noisy(p_min > 0), N(tree[0].size(1)), candidate(integers(tree[0])),
+        keep_normed(keep_normed), noisy(noisy), N(tree[0].size(1)), candidate(integers(tree[0])),
         parent(integers(tree[1])), depth(integers(tree[2])), valid(booleans(tree[3])) {
     if (head[28].dim() == 2) table = floats(head[28]);
     else embedding.emplace(&head[28]);
@@ -51,9 +51,9 @@ struct TreeDraft {
 };
 
 Tensor tree_draft(std::vector<Tensor> head, std::vector<Tensor> tree, int64_t children, double eps, double scale,
-                  bool keep_normed, double p_min) {
+                  bool keep_normed, bool noisy) {
   STD_TORCH_CHECK(head.size() == 38 && tree.size() % 5 == 4, "a draft has 38 tensors of its head, 4 of its tree and 5 of each level");
-  return keep(std::make_unique<TreeDraft>(std::move(head), std::move(tree), children, eps, scale, keep_normed, p_min));
+  return keep(std::make_unique<TreeDraft>(std::move(head), std::move(tree), children, eps, scale, keep_normed, noisy));
 }
 
 // The rows of a draft forward, [B,width].
@@ -65,21 +65,28 @@ struct Rows {
 };
 
 // A draft under way: the buffers of its forwards, of which none has more than `most` rows, and no level more than `widest`.
+// hashes [V]: of the target's tokens, for noise, or absent.
 struct Drafting {
   const TreeDraft& d;
   const int64_t B, most;
   const Tensor& kv;
   const bool round;
-  std::vector<float> cos, sin, embedding, residual, joined, buffers, normed;
+  std::vector<float> cos, sin, embedding, residual, joined, buffers, normed, noise;
+  std::vector<int64_t> hashes;  // of the draft vocabulary
   const std::unique_ptr<float[]> logits;
+  float* buffer[3];
 
-  Drafting(const TreeDraft& d, int64_t B, int64_t most, int64_t widest, const Tensor& kv, bool round)
+  Drafting(const TreeDraft& d, int64_t B, int64_t most, int64_t widest, const Tensor& kv, bool round, const std::optional<Tensor>& all)
       : d(d), B(B), most(most), kv(kv), round(round), cos(most * d.half), sin(most * d.half), embedding(d.H), residual(most * d.H),
-        joined(most * 2 * d.H), buffers(3 * most * d.layer.widest()), normed(most * d.H), logits(new float[widest * d.lm_head.n]) {}
+        joined(most * 2 * d.H), buffers(3 * most * d.layer.widest()), normed(most * d.H), noise(all ? B * d.lm_head.n : 0),
+        hashes(all ? d.lm_head.n : 0), logits(new float[widest * d.lm_head.n]) {
+    for (size_t i = 0; i < hashes.size(); ++i) hashes[i] = integers(*all)[d.draft_ids ? d.draft_ids[i] : i];
+    for (int64_t i = 0; i < 3; ++i) buffer[i] = &buffers[i * most * d.layer.widest()];
+  }
 
-  // out [B,width,H]. start [B]: the first slot that `visible` [B,width,R] speaks of.
-  void forward(const Rows& rows, int64_t width, const int64_t* start, const bool* visible, int64_t R, float* out) {
-    const int64_t M = B * width, H = d.H, hd = kv.size(4), kv_heads = kv.size(2), widest = d.layer.widest();
+  // The first half of a forward. start [B]: the first slot that `visible` [B,width,R] speaks of.
+  Nodes write(const Rows& rows, int64_t width, const int64_t* start, const bool* visible, int64_t R) {
+    const int64_t M = B * width, H = d.H, hd = kv.size(4), kv_heads = kv.size(2);
     for (int64_t row = 0; row < M; ++row) {
       const float* token = d.embedding ? embedding.data() : d.table + rows.tokens[row] * H;
       if (d.embedding) d.embedding->row(rows.tokens[row], embedding.data());
@@ -93,37 +100,119 @@ struct Drafting {
     }
     const Nodes nodes{B, width, d.layer.qkv.n / hd - 2 * kv_heads, kv_heads, hd, kv.size(3), R, 0, kv.stride(0), cos.data(), sin.data(),
                       floats(kv), rows.slots.data(), start, rows.positions.data(), visible, d.eps};
-    float* const buffer[3] = {buffers.data(), buffers.data() + most * widest, buffers.data() + 2 * most * widest};
-    d.layer(nodes, x, residual.data(), d.scale, round, buffer, out);
+    d.layer.write(nodes, x, round, buffer);
+    return nodes;
   }
 
-  // The best children of each row of output [B,width,H]: places and scores [B,width,children]. noise [B,P,V] has the row `level`.
-  void propose(const float* output, int64_t width, const std::optional<Tensor>& noise, int64_t level, const float* temperature,
+  // The second half; out [B,width,H].
+  void finish(const Nodes& nodes, float* out) { d.layer.finish(nodes, residual.data(), d.scale, round, buffer, out); }
+
+  // The best children of each row of output [B,width,H]: places and scores [B,width,children]. The children of row b stand at
+  // positions[b], and the target draws them with seed[b].
+  void propose(const float* output, int64_t width, const int64_t* seed, const int64_t* positions, const float* temperature,
                int64_t* places, float* scores) {
     const int64_t M = B * width, size = d.lm_head.n;
     if (d.output_norm) norm_rows(output, d.output_norm, M, d.H, d.eps, normed.data());
     d.lm_head(d.output_norm ? normed.data() : output, M, nullptr, false, round, logits.get());
+    const int64_t PART = 2048, parts = (size + PART - 1) / PART;  // of a row of noise
+    torch::stable::parallel_for(0, hashes.empty() ? 0 : B * parts, 2, [&](int64_t first, int64_t last) {
+      for (int64_t part = first; part < last; ++part) {
+        const int64_t b = part / parts, begin = part % parts * PART;
+        noise_row(seed[b], positions[b], &hashes[begin], std::min(PART, size - begin), &noise[b * size + begin]);
+      }
+    });
     torch::stable::parallel_for(0, M, std::max<int64_t>(1, 16384 / size), [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
-        const float* g = noise ? floats(*noise) + (row / width * noise->size(1) + level) * noise->size(2) : nullptr;
-        const DraftRow drafts{&logits[row * size], size, g, d.draft_ids, temperature[row / width], d.noisy};
+        const float* g = hashes.empty() ? nullptr : &noise[row / width * size];
+        const DraftRow drafts{&logits[row * size], size, g, nullptr, temperature[row / width], d.noisy};
         best_drafts(drafts, d.children, places + row * d.children, scores + row * d.children);
       }
     });
   }
 };
 
+// The longest run of tokens up to position n that the text has had before: its length, and where it ended then.
+std::pair<int64_t, int64_t> earlier_run(const int64_t* tokens, int64_t n) {
+  constexpr int64_t LONGEST = 64;
+  std::pair<int64_t, int64_t> found{0, 0};
+  for (int64_t end = n - 1; end >= 0 && found.first < LONGEST; --end) {
+    int64_t same = 0;
+    while (same <= end && same < LONGEST && tokens[end - same] == tokens[n - same]) ++same;
+    if (same > found.first) found = {same, end};
+  }
+  return found;
+}
+
+// The fields of a `Draft` of Z nodes: tokens, parent, depth, ancestors, valid and cumulative scores.
+struct Draft {
+  const int64_t Z;
+  Tensor ids, parent, depth, ancestors, valid, scores;
+
+  Draft(const Tensor& root, const Tensor& temperature, int64_t Z)
+      : Z(Z), ids(new_empty(root, {root.size(0), Z})), parent(new_empty(root, {root.size(0), Z})),
+        depth(new_empty(root, {root.size(0), Z})), ancestors(new_empty(root, {root.size(0), Z, Z}, ScalarType::Bool)),
+        valid(new_empty(root, {root.size(0), Z}, ScalarType::Bool)), scores(new_empty(temperature, {root.size(0), Z})) {
+    std::fill_n(booleans(ancestors), root.size(0) * Z * Z, false);
+  }
+
+  // Node i of sequence b, whose parent `up` comes before it. What is not real is padding.
+  void set(int64_t b, int64_t i, bool real, int64_t id, int64_t up, int64_t level, float score) {
+    const int64_t row = b * Z + i;
+    bool* sees = booleans(ancestors) + row * Z;
+    integers(ids)[row] = id;
+    integers(parent)[row] = real ? up : 0;
+    integers(depth)[row] = real ? level : 0;
+    booleans(valid)[row] = real;
+    floats(scores)[row] = score;
+    if (real && i) std::copy_n(booleans(ancestors) + (b * Z + up) * Z, Z, sees);
+    sees[i] = true;
+  }
+
+  using Fields = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+  Fields fields() const { return {ids, parent, depth, ancestors, valid, scores}; }
+};
+
+// A run that the text repeats goes on as it did before, and this often: with m tokens alike, token l of its continuation is the
+// target's with probability m / (m + 2 l). (Measured on greedy answers to MT-bench; sampled ones are as if m were smaller by 1.)
+// With FEWEST tokens alike it is better than what a head drafts.
+constexpr int64_t FEWEST = 2;
+
+// The continuations of what all sequences repeat, at most `most` tokens of each, or nothing if one of them repeats nothing.
+std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Tensor& root, const Tensor& temperature, int64_t most, float least) {
+  const int64_t B = n.size(0), S = tokens.size(1);
+  std::vector<int64_t> alike(B), ends(B), lengths(B);
+  for (int64_t b = 0; b < B; ++b) {
+    std::tie(alike[b], ends[b]) = earlier_run(integers(tokens) + b * S, integers(n)[b]);
+    alike[b] -= floats(temperature)[b] > 0;
+    if (alike[b] < FEWEST) return {};
+    while (lengths[b] < most && std::log(alike[b] / (alike[b] + 2.f * (lengths[b] + 1))) >= least) ++lengths[b];
+  }
+  Draft draft(root, temperature, 1 + *std::max_element(lengths.begin(), lengths.end()));
+  for (int64_t b = 0; b < B; ++b) {
+    const int64_t at = integers(n)[b], period = at - ends[b];
+    draft.set(b, 0, true, integers(root)[b], 0, 0, 0.f);
+    for (int64_t l = 1; l < draft.Z; ++l) {
+      const int64_t id = integers(tokens)[b * S + ends[b] + 1 + (l - 1) % period];
+      draft.set(b, l, l <= lengths[b], id, l - 1, l, std::log(alike[b] / (alike[b] + 2.f * l)));
+    }
+  }
+  return draft;
+}
+
 // A draft forward is worth its time if a node's probability is at least this many times that of a node worth checking.
 constexpr float FORWARD = 2.5f;
 
-// The fields of a `Draft`: tokens, parent, depth, ancestors, valid and cumulative scores (`TreeDrafter._static`). features
-// [B,R,F], of which `count` [B] rows are true, stand for the tokens before the root. If the tree is pruned, what is less likely
-// than p_min in every sequence is left out, and nothing is drafted below what is less likely than FORWARD p_min.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> draft_tree(
+// A `Draft` (`TreeDrafter._static`). features [B,R,F], of which `count` [B] rows are true, stand for the tokens before the root.
+// hashes [V]: of the target's tokens, if the head drafts with the target's noise. If p_min is not 0, the tree is pruned: what
+// is less likely than p_min in every sequence is left out, and nothing is drafted below what is less likely than FORWARD p_min.
+// Where the sequences repeat themselves, a pruned tree gives way to a run of at most `ngram_nodes` tokens.
+Draft::Fields draft_tree(
     const Tensor& drafts, const Tensor& tokens, const Tensor& n, const Tensor& root, const Tensor& features, const Tensor& count,
-    const std::optional<Tensor>& noise, const Tensor& temperature, Tensor kv, bool round, bool prune) {
+    const std::optional<Tensor>& hashes, const Tensor& seed, const Tensor& temperature, Tensor kv, bool round, double p_min, int64_t ngram_nodes) {
   const TreeDraft& d = kept<TreeDraft>(drafts);
   const int64_t B = n.size(0), S = tokens.size(1), slots = kv.size(3), H = d.H, F = features.size(2), N = d.N, K = d.children;
+  const bool prune = p_min > 0;
+  const float least = std::log((float)p_min);
   const int64_t fed = *std::max_element(integers(count), integers(count) + B);
   int64_t widest = 1, run_rows = 1;
   for (const Level& level : d.levels) {
@@ -131,13 +220,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> draft_tree(
     run_rows += level.width;
   }
   const int64_t most = std::max(fed, widest);
-  Drafting drafting(d, B, B * most, B * widest, kv, round);
+  Drafting drafting(d, B, B * most, B * widest, kv, round, hashes);
   Rows rows(B * most);
 
   // the accepted tokens again, with their true features
   std::vector<float> given(B * fed * F), fused(d.token_norm ? B * fed * H : 0), output(B * most * H), above(B * most * H);
-  std::vector<int64_t> start(B);
-  const std::unique_ptr<bool[]> chain(new bool[B * fed * fed]);
+  std::vector<int64_t> start(B), children(B);
+  const std::unique_ptr<bool[]> known(new bool[B * fed]);  // what the root's row sees
   for (int64_t b = 0; b < B; ++b) {
     start[b] = integers(n)[b] - integers(count)[b];
     std::copy_n(floats(features) + b * features.size(1) * F, fed * F, &given[b * fed * F]);
@@ -147,12 +236,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> draft_tree(
       rows.positions[row] = start[b] + r;
       rows.slots[row] = std::min(start[b] + r, slots - 1);
       rows.features[row] = d.token_norm ? &fused[row * H] : &given[row * F];
-      for (int64_t other = 0; other < fed; ++other) chain[row * fed + other] = other <= r;
+      known[row] = r < integers(count)[b];
     }
   }
   if (d.token_norm) d.fc(given.data(), B * fed, nullptr, false, round, fused.data());
-  drafting.forward(rows, fed, start.data(), chain.get(), fed, output.data());
-  for (int64_t b = 0; b < B; ++b) std::copy_n(&output[(b * fed + integers(count)[b] - 1) * H], H, &above[b * H]);
+  Nodes roots = drafting.write(rows, fed, start.data(), known.get(), fed);
+  if (prune && ngram_nodes) {
+    const std::optional<Draft> found = draft_runs(tokens, n, root, temperature, ngram_nodes, least);
+    if (found) return found->fields();
+  }
+  const int64_t wide = roots.heads * roots.hd;
+  for (int64_t b = 0; b < B; ++b) {  // only the roots' rows are needed further
+    const int64_t row = b * fed + integers(count)[b] - 1;
+    std::copy_n(drafting.buffer[2] + row * wide, wide, drafting.buffer[2] + b * wide);
+    std::copy_n(&drafting.residual[row * H], H, &drafting.residual[b * H]);
+    rows.positions[b] = rows.positions[row];
+  }
+  roots.T = 1;
+  drafting.finish(roots, above.data());
 
   // the tree, level by level; of a level only the rows `live` are run
   std::vector<int64_t> places(B * widest * K), found(B * run_rows * K), live{0}, next, ran, position(widest);
@@ -162,7 +263,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> draft_tree(
   auto total = [&](int64_t b, int64_t candidate) { return totals[b * run_rows * K + candidate]; };
   for (int64_t i = 0, begin = 0;; ++i) {  // begin: the first run row of the level above
     const int64_t width = live.size();
-    drafting.propose(above.data(), width, noise, i, floats(temperature), places.data(), scores.data());
+    for (int64_t b = 0; b < B; ++b) children[b] = integers(n)[b] + 1 + i;
+    drafting.propose(above.data(), width, integers(seed), children.data(), floats(temperature), places.data(), scores.data());
     for (int64_t row = 0; row < B * width; ++row)
       for (int64_t c = 0; c < K; ++c) {
         const int64_t from = row * K + c, to = (row / width * run_rows + begin + live[row % width]) * K + c;
@@ -170,7 +272,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> draft_tree(
         totals[to] = scores[from] + (i ? base[row] : 0.f);
       }
     for (int64_t at = 0; at < B * N; ++at)
-      if (d.depth[at] == i + 1 && d.valid[at] && total(at / N, d.candidate[at]) >= d.least) is_kept[at % N] = true;
+      if (d.depth[at] == i + 1 && d.valid[at] && total(at / N, d.candidate[at]) >= least) is_kept[at % N] = true;
     if (i == (int64_t)d.levels.size()) break;
     const Level& level = d.levels[i];
     next.clear();
@@ -178,7 +280,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> draft_tree(
       bool worth = !prune;
       for (int64_t b = 0; b < B && !worth; ++b) {
         const int64_t node = level.node[b * level.width + w];
-        worth = level.valid[b * level.width + w] && is_kept[node] && total(b, d.candidate[b * N + node]) >= d.least + std::log(FORWARD);
+        worth = level.valid[b * level.width + w] && is_kept[node] && total(b, d.candidate[b * N + node]) >= least + std::log(FORWARD);
       }
       if (worth) next.push_back(w);
     }
@@ -197,7 +299,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> draft_tree(
       rows.features[row] = &above[(b * width + position[level.source[w]]) * H];
       for (int64_t r = 0; r < R; ++r) visible[row * R + r] = level.visible[w * (below - 1 + level.width) + ran[r]];
     }
-    drafting.forward(rows, W, integers(n), visible.get(), R, output.data());
+    drafting.finish(drafting.write(rows, W, integers(n), visible.get(), R), output.data());
     std::swap(output, above);
     std::swap(live, next);
     begin = below;
@@ -209,32 +311,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> draft_tree(
       place[i] = nodes.size();
       nodes.push_back(i);
     }
-  const int64_t Z = nodes.size();
-  Tensor ids = new_empty(n, {B, Z}), parent = new_empty(n, {B, Z}), depth = new_empty(n, {B, Z}), values = new_empty(temperature, {B, Z});
-  Tensor ancestors = new_empty(n, {B, Z, Z}, ScalarType::Bool), valid = new_empty(n, {B, Z}, ScalarType::Bool);
-  std::fill_n(booleans(ancestors), B * Z * Z, false);
-  for (int64_t row = 0; row < B * Z; ++row) {
-    const int64_t b = row / Z, i = row % Z, at = b * N + nodes[i], from = b * run_rows * K + d.candidate[at], up = place[d.parent[at]];
-    const bool real = d.valid[at] && up >= 0;
-    integers(ids)[row] = i ? found[from] : integers(root)[b];
-    floats(values)[row] = i ? totals[from] : 0.f;
-    integers(parent)[row] = real ? up : 0;
-    integers(depth)[row] = real ? d.depth[at] : 0;
-    booleans(valid)[row] = real;
-    bool* sees = booleans(ancestors) + row * Z;
-    if (real && i) std::copy_n(booleans(ancestors) + (b * Z + up) * Z, Z, sees);
-    sees[i] = true;
+  Draft draft(root, temperature, nodes.size());
+  for (int64_t row = 0; row < B * draft.Z; ++row) {
+    const int64_t b = row / draft.Z, i = row % draft.Z, at = b * N + nodes[i], up = place[d.parent[at]];
+    const int64_t from = b * run_rows * K + d.candidate[at], id = i ? found[from] : integers(root)[b];
+    draft.set(b, i, d.valid[at] && up >= 0, id, up, d.depth[at], i ? totals[from] : 0.f);
   }
-  return {ids, parent, depth, ancestors, valid, values};
+  return draft.fields();
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
   m.def("tree_draft(Tensor[] head, Tensor[] tree, int children, float eps, float scale, bool keep_normed, "
-        "float p_min) -> Tensor");
-  m.def("draft_tree(Tensor drafts, Tensor tokens, Tensor n, Tensor root, Tensor features, Tensor count, Tensor? noise, "
-        "Tensor temperature, Tensor(a!) kv, bool round, bool prune) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+        "bool noisy) -> Tensor");
+  m.def("draft_tree(Tensor drafts, Tensor tokens, Tensor n, Tensor root, Tensor features, Tensor count, "
+        "Tensor? hashes, Tensor seed, Tensor temperature, Tensor(a!) kv, bool round, float p_min, int ngram_nodes) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {

@@ -79,6 +79,19 @@ inline void store(float* at, __m256 v, int64_t count) {
   std::memcpy(at, all, count * sizeof(float));
 }
 
+}  // namespace
+
+void eaglet::noise_row(uint64_t seed, int64_t position, const int64_t* hashes, int64_t count, float* out) {
+  const uint32_t low = mix((uint32_t)seed ^ 0x9E3779B9), high = mix((uint32_t)(seed >> 32) ^ low);
+  const uint32_t one = mix(mix((uint32_t)position + low) ^ high), two = mix((one + high) ^ low);
+  for (int64_t i = 0; i < count; i += 8) {
+    const __m256i hash = _mm256_xor_si256(low_halves(hashes + i, count - i), _mm256_set1_epi32(one));
+    store(out + i, gumbel(mix(hash, two)), count - i);
+  }
+}
+
+namespace {
+
 // Noise of the positions n + 1 to n + rows, [B,rows,V].
 Tensor noise(const Tensor& seed, const Tensor& n, int64_t rows, const Tensor& hashes) {
   const int64_t B = seed.size(0), V = hashes.size(0), *ids = integers(hashes);
@@ -87,15 +100,9 @@ Tensor noise(const Tensor& seed, const Tensor& n, int64_t rows, const Tensor& ha
   const int64_t PART = 4096, parts = (V + PART - 1) / PART;  // of a row
   parallel_for(0, B * rows * parts, 2, [&](int64_t first, int64_t last) {
     for (int64_t part = first; part < last; ++part) {
-      const int64_t row = part / parts, begin = part % parts * PART, end = std::min(begin + PART, V);
-      const uint64_t words = integers(seed)[row / rows];
-      const uint32_t position = integers(n)[row / rows] + 1 + row % rows;
-      const uint32_t low = mix((uint32_t)words ^ 0x9E3779B9), high = mix((uint32_t)(words >> 32) ^ low);
-      const uint32_t one = mix(mix(position + low) ^ high), two = mix((one + high) ^ low);
-      for (int64_t i = begin; i < end; i += 8) {
-        const __m256i hash = _mm256_xor_si256(low_halves(ids + i, V - i), _mm256_set1_epi32(one));
-        store(to + row * V + i, gumbel(mix(hash, two)), V - i);
-      }
+      const int64_t row = part / parts, begin = part % parts * PART, count = std::min(PART, V - begin);
+      const int64_t position = integers(n)[row / rows] + 1 + row % rows;
+      noise_row(integers(seed)[row / rows], position, ids + begin, count, to + row * V + begin);
     }
   });
   return out;

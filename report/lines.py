@@ -158,7 +158,7 @@ def _drafter(engine: Engine) -> str:
         trimmed = f" vocabulary {engine.head.vocab_size:,}" if engine.head.draft_ids is not None else ""
         version = engine.head.config.version
         size = size_text(engine.plan.head)
-        pruned = f", pruned at {engine.options.prune} %" if engine.options.prune else ""
+        pruned = ", pruned" if engine.drafter.p_min else ""
         return f"   head EAGLE-{version}  {size}{trimmed}  tree {engine.options.tree}{pruned}"
     if not kind:
         return ""
@@ -193,7 +193,9 @@ def _acceptance(engine: Engine, result: GenerationResult) -> Iterator[str]:
         times = f"(plain {plain:.1f} ms, speculative {speculative:.1f} ms)"
         yield f"pays at  break-even tau {engine.break_even_tau:.2f} {times}{went}"
     elif drafts and engine.always_on != ASKED_FOR:
-        why = engine.always_on or "--prune drafts only what pays"
+        why = (
+            engine.always_on or f"nodes that are accepted in less than {100 * engine.drafter.p_min:.0f} % are left out"
+        )
         yield f"pays at  not measured, speculation stays on: {why}"
 
 

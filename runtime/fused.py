@@ -62,10 +62,12 @@ def fused_parts() -> StepParts:
         able = kernels.use_cpu("draft_tree", inputs.features, problem=problem)
         if found is None or mode.penalties or mode.filters or not able:
             return None
-        noise = inputs.noise.contiguous() if drafter.shared_noise and inputs.noise is not None else None
+        hashes = inputs.hashes if drafter.shared_noise and mode.sample else None
         text = inputs.tokens, inputs.n, inputs.root, inputs.features.contiguous(), inputs.count
-        how = noise, inputs.sampling.temperature, drafter.cache, kernels.round_activations(), drafter.prunes(mode)
-        return Draft(*torch.ops.eaglet_cpu.draft_tree.default(found, *text, *how))
+        noise = hashes, inputs.sampling.seed, inputs.sampling.temperature
+        p_min = drafter.p_min if drafter.prunes(mode) else 0.0
+        how = drafter.cache, kernels.round_activations(), p_min, drafter.ngram_nodes
+        return Draft(*torch.ops.eaglet_cpu.draft_tree.default(found, *text, *noise, *how))
 
     return StepParts(layers, draft_layer, draft_tree=draft_tree)
 
@@ -158,6 +160,6 @@ def static_draft(drafter: TreeDrafter) -> Tensor | None:
         tree += [*picks, level.visible, level.node, level.valid]
     tree = [t.contiguous() for t in tree]
     scale = 1 / math.sqrt(layer.attention.head_dim)
-    numbers = children, layer.post_norm.eps, scale, config.norm_before_residual, drafter.p_min
+    numbers = children, layer.post_norm.eps, scale, config.norm_before_residual, drafter.scoring == "noisy"
     weights = [t for found in linears for t in found]
     return torch.ops.eaglet_cpu.tree_draft.default([*weights, *others], tree, *numbers)

@@ -14,8 +14,9 @@ from test_model import feed, random_tree
 from tiny import CTX, eagle_drafter, randomise, tiny_head
 
 import kernels
+import sampling
 import tree as trees
-from drafters.base import Draft
+from drafters.base import Draft, PlainDrafter
 from eagle_draft import EagleHead
 from engine import Engine
 from generate import main as generate
@@ -23,7 +24,7 @@ from kernels import cpu
 from kernels.packing import dequantize
 from model import Transformer
 from model_config import ModelConfig
-from runtime.fused import fused_parts
+from runtime.fused import fused_parts, static_draft
 from sampling import SamplingMode
 from sampling_params import SamplingParams
 from step import DecodeState, draft_input
@@ -339,6 +340,15 @@ def quantized_model(mode: str, **shape) -> Transformer:
     return model
 
 
+def packed_head(model: Transformer, version: int = 1) -> EagleHead:
+    """A head whose trees are drafted in one call."""
+    head = tiny_head(model, version=version, head_dim=16, hidden_size=64)
+    with backend().active():
+        pack_(head, torch.float32)
+        assert static_draft(eagle_drafter(head, trees.PAPER25)) is not None
+    return head
+
+
 @needs_kernels
 @pytest.mark.parametrize("mode", ["float32", "int8", "int4"])
 def test_rows_of_a_whole_forward_have_the_same_bits_at_every_width(mode):
@@ -361,7 +371,8 @@ def test_rows_of_a_whole_forward_have_the_same_bits_at_every_width(mode):
 def test_speculative_tokens_equal_plain_ones_without_any_tie(mode, tree, p_min):
     """Catches a fork, greedy or sampled. No margin is allowed here."""
     model = quantized_model(mode)
-    drafter = eagle_drafter(tiny_head(model, head_dim=16, hidden_size=64), trees.parse_tree(tree), p_min=p_min)
+    more = {"p_min": p_min, "ngram_nodes": 12 if p_min else 0}
+    drafter = eagle_drafter(packed_head(model), trees.parse_tree(tree), **more)
     engines = [Engine(model, None, d, backend=backend(), eagle_always=True) for d in (None, drafter)]
     for temperature in (0.0, 1.0):
         for seed in range(3):
@@ -416,7 +427,8 @@ def test_a_draft_in_one_call_has_the_bits_of_its_parts(version, mode, tied):
         state.count.copy_(torch.tensor([2, 5]))
         state.root.copy_(state.tokens.gather(1, state.n[:, None])[:, 0])
         state.sampling.temperature.fill_(0.7)
-        noise = torch.randn(2, drafter.D + 1, 96, generator=generator)
+        state.sampling.seed.copy_(torch.tensor([5, 6]))
+        noise = sampling.noise_ahead(state.sampling.seed, state.n, drafter.D + 1, state.hashes)
         for mode in (SamplingMode(), SamplingMode(sample=True)):
             inputs = draft_input(state, mode, noise if mode.sample else None)
             caches = drafter.cache.clone(), drafter.cache.clone()
@@ -450,7 +462,7 @@ def test_a_pruned_tree_has_the_likely_nodes_of_the_whole_one(p_min, temperature)
     """Catches a likely node that is lost, a node under another parent, a row that meets keys of a row left out, and a
     tree that is drafted whole."""
     model = quantized_model("int8")
-    head = tiny_head(model, version=3, head_dim=16, hidden_size=64)
+    head = packed_head(model, 3)
     parts, sizes = fused_parts(), []
     with torch.inference_mode(), backend().active():
         pack_(head, torch.float32)
@@ -464,8 +476,8 @@ def test_a_pruned_tree_has_the_likely_nodes_of_the_whole_one(p_min, temperature)
             generator = torch.Generator().manual_seed(seed)
             state.tokens.random_(0, 96, generator=generator)
             state.features.normal_(generator=generator)
-            noise = torch.randn(1, 6, 96, generator=generator) if temperature else None
-            inputs = draft_input(state, SamplingMode(sample=temperature > 0), noise, parts)
+            state.sampling.seed.fill_(seed)
+            inputs = draft_input(state, SamplingMode(sample=temperature > 0), None, parts)
             whole, pruned = (drafter.draft(inputs) for drafter in drafters)
             left = worth_keeping(whole, p_min)
             places = {node: i for i, node in enumerate(left)}
@@ -479,15 +491,105 @@ def test_a_pruned_tree_has_the_likely_nodes_of_the_whole_one(p_min, temperature)
     assert min(sizes) < 26 and (p_min > 0.04 or max(sizes) > 3)
 
 
+def continuation(text: list[int], sampled: bool, most: int, p_min: float) -> list[int]:
+    """What a repeated text is expected to go on with, by the rule in kernels/cpu_draft.cpp."""
+    for alike in range(len(text) - 1, 1 + sampled, -1):
+        ends = [e for e in range(alike, len(text)) if text[e - alike : e] == text[-alike:]]
+        if ends:
+            period = text[ends[-1] :]
+            evidence = alike - sampled
+            length = sum(evidence / (evidence + 2 * k) >= p_min for k in range(1, most + 1))
+            return [period[k % len(period)] for k in range(length)]
+    return []
+
+
+@needs_kernels
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_the_text_repeats_itself_its_continuation_is_drafted(temperature):
+    """Catches a continuation of another place or length, a tree that is drafted beside it, a run in one sequence of a
+    batch alone, and a head that has not seen the tokens of a run."""
+    model = quantized_model("int8")
+    head = packed_head(model, 3)
+    parts, found = fused_parts(), []
+    with torch.inference_mode(), backend().active():
+        drafters = [eagle_drafter(head, trees.parse_tree("paper25"), 2, p_min=0.15, ngram_nodes=k) for k in (0, 12)]
+        state = DecodeState(model, drafters[1], 2, 60)
+        state.count.copy_(torch.tensor([2, 3]))
+        state.sampling.temperature.fill_(temperature)
+        for seed in range(20):
+            generator = torch.Generator().manual_seed(seed)
+            state.tokens.random_(0, 3 + seed % 4, generator=generator)
+            state.features.normal_(generator=generator)
+            state.n.copy_(torch.tensor([25 - seed, 30]))
+            state.root.copy_(state.tokens.gather(1, state.n[:, None])[:, 0])
+            for drafter in drafters:
+                drafter.cache.zero_()
+            inputs = draft_input(state, SamplingMode(sample=temperature > 0), None, parts)
+            tree, draft = (drafter.draft(inputs) for drafter in drafters)
+            texts = [row[: n + 1] for row, n in zip(state.tokens.tolist(), state.n.tolist(), strict=True)]
+            wanted = [continuation(text, temperature > 0, 12, 0.15) for text in texts]
+            found.append(all(wanted))
+            caches = [d.cache[:, b, :, : state.n[b]] for b in range(2) for d in drafters]
+            assert torch.equal(*caches[:2]) and torch.equal(*caches[2:])
+            if not all(wanted):
+                assert all(map(torch.equal, tree[:6], draft[:6]))
+                continue
+            for b, (text, ids) in enumerate(zip(texts, wanted, strict=True)):
+                real = 1 + len(ids)
+                assert draft.tokens[b, :real].tolist() == [text[-1], *ids]
+                assert draft.valid[b].tolist() == [i < real for i in range(draft.tokens.shape[1])]
+                assert draft.depth[b, :real].tolist() == list(range(real))
+                assert draft.ancestors[b, :real, :real].equal(torch.ones(real, real).tril().bool())
+    assert True in found and False in found
+
+
+@needs_kernels
+def test_repeated_text_takes_fewer_steps():
+    """Catches a run that is drafted and never accepted: the tokens would be right, and the speed lost."""
+    model = quantized_model("int4")
+    for layer in model.layers:  # without attention every token has one successor, so the text soon goes in circles
+        layer.attention.o.packed.scales.zero_()
+    head = packed_head(model, 3)
+    steps = []
+    for ngram_nodes in (0, 12):
+        drafter = eagle_drafter(head, trees.parse_tree("paper25"), p_min=0.1, ngram_nodes=ngram_nodes)
+        engine = Engine(model, None, drafter, backend=backend())
+        result = engine.generate([1, 5, 9], SamplingParams(max_new_tokens=100)).run()[0]
+        steps.append(result.steps)
+    assert steps[1] < 0.5 * steps[0]
+
+
+@needs_kernels
+def test_nodes_are_pruned_by_their_measured_price(monkeypatch):
+    """Catches a price that is not measured, measured again for every request, or not used."""
+    model, measured = quantized_model("int4"), []
+
+    def measure(engine: Engine, mode: SamplingMode, *drafters: PlainDrafter) -> tuple[float, float]:
+        measured.append([drafter.N for drafter in drafters])
+        return 1.0, 1.4
+
+    monkeypatch.setattr(Engine, "_measure", measure)
+    for priced, p_min in ((True, 0.13), (False, 0.1)):
+        drafter = eagle_drafter(packed_head(model), trees.PAPER25, p_min=0.1, priced=priced)
+        engine = Engine(model, None, drafter, backend=backend(), eagle_always=False)
+        for seed in range(2):
+            engine.generate([1, 2, 3], SamplingParams(max_new_tokens=3, seed=seed)).run()
+        assert drafter.p_min == pytest.approx(p_min)
+    assert measured == [[1, 5]]
+    for share, wanted in ((0.0, 0.05), (9.0, 0.5)):
+        drafter.price(share)
+        assert drafter.p_min == wanted
+
+
 @needs_kernels
 def test_pruned_trees_of_a_batch_keep_what_one_of_them_needs():
     """Catches a fork, and a node without its parent, where sequences of a batch have other trees or likely nodes."""
     model = quantized_model("int4")
-    head = tiny_head(model, version=3, head_dim=16, hidden_size=64)
+    head = packed_head(model, 3)
     shapes = [trees.parse_tree("paper25"), trees.chain(4)]
     engines = [Engine(model, None, backend=backend(), batch_size=2)]
     for tree in (shapes, shapes[:1] * 2):
-        drafter = eagle_drafter(head, tree, 2, p_min=0.02)
+        drafter = eagle_drafter(head, tree, 2, p_min=0.02, ngram_nodes=8)
         engines.append(Engine(model, None, drafter, 2, backend=backend(), eagle_always=False))
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, max_new_tokens=60)

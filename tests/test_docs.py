@@ -196,14 +196,14 @@ def test_headline_has_the_figures_of_its_files(tmp_path):
     assert measured.headline(tmp_path) == "Nothing has been measured and committed yet."
     rows = [
         {"arm": arm, "temperature": T, "baseline": False, "tau": 3.0 + T, "blocked": "DIFFERS 1/9: why"}
-        | {"speedup": {"median": 1.5 + T, "low": 1.25, "high": 2.75} if arm != "eagle3 pruned" or T else None}
-        for arm in ("eagle1 pruned", "eagle3 pruned")
+        | {"speedup": {"median": 1.5 + T, "low": 1.25, "high": 2.75} if arm != "eagle3" or T else None}
+        for arm in ("eagle1", "eagle3")
         for T in (0.0, 1.0)
     ]
     summary = {"type": "summary", "environment": {"device": "AMD EPYC, 1 threads"}, "rows": rows}
-    (tmp_path / "smollm2_int4.jsonl").write_text(json.dumps(summary) + "\n")
+    (tmp_path / "smollm2_int4_256.jsonl").write_text(json.dumps(summary) + "\n")
     text = measured.headline(tmp_path)
-    where = "AMD EPYC, 1 threads | [smollm2_int4.jsonl](benchmarks/results/smollm2_int4.jsonl) |"
+    where = "AMD EPYC, 1 threads | [smollm2_int4_256.jsonl](benchmarks/results/smollm2_int4_256.jsonl) |"
     assert f"temperature 0 | DIFFERS 1/9, tau 3.00 | {where}" in text
     assert f"temperature 1 | 2.50x (1.25-2.75), tau 4.00 | {where}" in text
     assert len(text.splitlines()) == 6 and "No file here comes from a GPU" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import MISSING, asdict, fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from options import (
     LoadOptions,
     add_options,
     add_sampling,
-    default_prune,
     default_tree,
     find_tuned_tree,
     options_from,
@@ -25,6 +25,7 @@ from options import (
     sampling_from,
     settings_given,
     tuned_tree_path,
+    with_tree,
 )
 from runtime.compiled import COMPILE_MODES
 from sampling import SamplingParams
@@ -419,12 +420,17 @@ def test_a_tree_is_pruned_by_itself_only_where_that_works_and_no_tree_is_named(m
     """A tree that the user named and does not get, and an option that is ignored without a word."""
     monkeypatch.setattr(kernels, "cpu_problem", lambda: "")
     on_cpu = LoadOptions(device="cpu", eagle="head")
-    assert default_prune(on_cpu) == options.PRUNE
-    assert default_prune(replace(on_cpu, tree="paper25")) == default_prune(replace(on_cpu, prune=0)) == 0
-    assert default_prune(replace(on_cpu, tree="chain:9", prune=30)) == 30
-    unable = dict(compile=True), dict(kernels="reference"), dict(verify="multi-round"), dict(ngram_nodes=2)
+
+    def decided(**changes: Any) -> tuple[int, int]:
+        found = with_tree(replace(on_cpu, **changes), None, None)
+        return found.prune, found.ngram_nodes
+
+    assert decided() == (options.BY_PRICE, options.NGRAM_NODES) and decided(ngram_nodes=3) == (options.BY_PRICE, 3)
+    assert decided(tree="paper25") == decided(prune=0) == (0, 0)
+    assert decided(tree="chain:9", prune=30) == (30, 0)
+    unable = dict(compile=True), dict(kernels="reference"), dict(verify="multi-round")
     for changes in (*unable, dict(dtype="bfloat16"), dict(eagle=None, drafter="ngram")):
-        assert default_prune(replace(on_cpu, **changes)) == 0
+        assert decided(**changes) == (0, 0)
         with pytest.raises(UsageError, match="--prune needs --eagle, --verify match and the C.. kernels of CPUs"):
             replace(on_cpu, prune=5, **changes).check()
     replace(on_cpu, prune=5).check()

@@ -348,16 +348,20 @@ class Engine:
             self.drafter.price(self._price)
         paced = self.fallback is not None and not self.drafter.prunes(mode)
         if paced and mode not in self.timings:
-            self.timings[mode] = self._measure(mode, self.fallback, self.drafter)
+            self.timings[mode] = self._measure(mode)
         self.step_seconds = self.timings[mode] if paced else None
 
     def _measure_price(self, mode: SamplingMode, nodes: int = 4) -> float:
         """What a node adds to the time of a plain step, as a share of it."""
         steps = (PlainDrafter(self.model, width, features_of=self.drafter) for width in (1, 1 + nodes))
-        plain, wide = self._measure(mode, *steps)
+        plain, wide = self._time_steps(mode, *steps)
         return max(0.0, wide / plain - 1) / nodes
 
-    def _measure(self, mode: SamplingMode, *drafters: Drafter) -> tuple[float, float]:
+    def _measure(self, mode: SamplingMode) -> tuple[float, float]:
+        """Seconds of a plain and of a speculative step."""
+        return self._time_steps(mode, self.fallback, self.drafter)
+
+    def _time_steps(self, mode: SamplingMode, *drafters: Drafter) -> tuple[float, float]:
         """Seconds of a step with each of two drafters, timed in turn with as many under way as in decoding."""
         self.runner.begin()
         times: list[list[float]] = [[], []]

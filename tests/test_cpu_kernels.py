@@ -568,7 +568,7 @@ def test_nodes_are_pruned_by_their_measured_price(monkeypatch):
         measured.append([drafter.N for drafter in drafters])
         return 1.0, 1.4
 
-    monkeypatch.setattr(Engine, "_measure", measure)
+    monkeypatch.setattr(Engine, "_time_steps", measure)
     for priced, p_min in ((True, 0.13), (False, 0.1)):
         drafter = eagle_drafter(packed_head(model), trees.PAPER25, p_min=0.1, priced=priced)
         engine = Engine(model, None, drafter, backend=backend(), eagle_always=False)

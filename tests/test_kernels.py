@@ -1318,7 +1318,7 @@ def test_interpreted_topk_drafts_the_same_tree(version, tree, monkeypatch):
     zero = torch.zeros(1, dtype=torch.int64)
     features = torch.randn(1, built.D + 1, head.feature_size)
     state = sampling.SamplingState(1, "cpu")
-    rest = (None, state, sampling.SamplingMode(), torch.zeros(1, 97, dtype=torch.bool), torch.zeros(1, 97))
+    rest = (None, zero, state, sampling.SamplingMode(), torch.zeros(1, 97, dtype=torch.bool), torch.zeros(1, 97))
     request = DraftInput(torch.tensor([[3, 4] + [0] * 40]), zero + 1, zero + 4, features, zero + 1, *rest)
     weights_quantized.pack_(model, torch.float32)
     weights_quantized.pack_(head, torch.float32)

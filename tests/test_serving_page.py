@@ -108,7 +108,7 @@ def test_the_steps_of_a_stream_are_those_of_html(engine, server, temperature):
     asked = dict(messages=ASK, temperature=temperature, seed=5, max_tokens=40)
     chunks = list(chunks_of(server, eaglet={"steps": True}, **asked))
     steps = [step for chunk in chunks for step in chunk.get("steps", ())]
-    assert without_times(steps) == without_times(expected["steps"]) and len(steps) > 5
+    assert without_times(steps) == without_times(expected["steps"]) and len(steps) > 3
     assert any(step["kept"][1:] for step in steps) and all(step["ms"] > 0 for step in steps)
     (first,) = [chunk for chunk in chunks if "first" in chunk]
     assert first["first"] == expected["first"] and first["scores"] == expected["scores"]

@@ -103,7 +103,6 @@ class Engine:
         self.grammars = Grammars(tokenizer, model.config.vocab_size)
         self.timings: dict[SamplingMode, tuple[float, float]] = {}  # seconds of a plain and of a speculative step
         self.step_seconds: tuple[float, float] | None = None  # those of the present request
-        self._price: float | None = None  # of a node, for a drafter that is `priced`
         self.warm: set[tuple] = set()  # kinds of step that have run compiled
         self.compile_seconds = 0.0  # time spent on their first runs
         self.observers: list[Observer] = []
@@ -343,9 +342,8 @@ class Engine:
                 self._read()
                 self.warm.add(key)
                 self.compile_seconds += time.perf_counter() - started
-        if self.drafter.priced and self._price is None:
-            self._price = self._measure_price(mode)
-            self.drafter.price(self._price)
+        if self.drafter.unpriced:
+            self.drafter.price(self._measure_price(mode))
         paced = self.fallback is not None and not self.drafter.prunes(mode)
         if paced and mode not in self.timings:
             self.timings[mode] = self._measure(mode)

@@ -524,10 +524,10 @@ def build_drafter(model: Transformer, head: EagleHead | None, options: LoadOptio
         check_width(tree, small.config.vocab_size)
         drafter = DraftModelDrafter(model, small, *how)
     else:
-        priced = options.prune == BY_PRICE
-        p_min = (PRUNE if priced else options.prune or 0) / 100
+        unpriced = options.prune == BY_PRICE
+        p_min = (PRUNE if unpriced else options.prune or 0) / 100
         ngram_nodes = options.ngram_nodes if p_min else 0
-        drafter = eagle_drafter(head, *how, p_min=p_min, priced=priced, ngram_nodes=ngram_nodes)
+        drafter = eagle_drafter(head, *how, p_min=p_min, unpriced=unpriced, ngram_nodes=ngram_nodes)
     return WithNGrams(drafter, options.ngram_nodes) if options.ngram_nodes and not options.prune else drafter
 
 

@@ -40,9 +40,7 @@ ACTIVATIONS = ("int8", "float")
 COMPILE_MODES = ("graph", "max-autotune", "capture", "regions", "inductor", "reduce-overhead")
 TREES = "paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, medusa:vicuna_7b_stage2, medusa:mc_sim_7b_63"
 PRUNE = 10  # percent, until the price of a node was measured
-BY_PRICE = (
-    -1
-)  # of the option `prune`, once it is decided: where it is not given, the engine measures the price of a node
+BY_PRICE = -1  # `prune` where it is not given: the engine measures the price of a node
 NGRAM_NODES = 16  # the deepest tree that is allowed
 MODEL, DRAFTING = "model", "speculative decoding"  # groups of --help
 

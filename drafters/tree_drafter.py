@@ -43,7 +43,7 @@ class TreeDrafter(Drafter):
         shared_noise: bool = True,
         multi_round: str = "",
         p_min: float = 0.0,
-        priced: bool = False,
+        unpriced: bool = False,
         ngram_nodes: int = 0,
     ):
         """A drafter for B sequences.
@@ -54,7 +54,7 @@ class TreeDrafter(Drafter):
             multi_round: "" for choice-and-walk, "without" or "with" replacement (static trees only).
             p_min: nodes of a static tree that are probably accepted more rarely than that are left out, by the C++
                 kernels of CPUs.
-            priced: replace p_min by one that follows from the price of a node.
+            unpriced: p_min holds until the price of a node is known (`price`).
             ngram_nodes: where the text repeats itself, up to so many tokens of its earlier continuation are drafted in
                 place of a pruned tree.
         """
@@ -66,7 +66,7 @@ class TreeDrafter(Drafter):
         self.dynamic = isinstance(tree, DynamicTree)
         self.scoring = "noisy" if (self.dynamic or p_min) and shared_noise else "probability"
         self.p_min = p_min
-        self.priced = priced
+        self.unpriced = unpriced
         self.ngram_nodes = ngram_nodes
         if multi_round and self.dynamic:
             raise ValueError(
@@ -95,6 +95,7 @@ class TreeDrafter(Drafter):
     def price(self, share: float) -> None:
         # Decoding emits about 1.3 tokens in the time of a plain step. A node must emit as many in its own time.
         self.p_min = min(max(1.3 * share, 0.05), 0.5)
+        self.unpriced = False
 
     def level_widths(self) -> list[int]:
         """Rows of every draft forward after the first one."""

@@ -181,11 +181,12 @@ constexpr int64_t FEWEST = 2;
 std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Tensor& root, const Tensor& temperature, int64_t most, float least) {
   const int64_t B = n.size(0), S = tokens.size(1);
   std::vector<int64_t> alike(B), ends(B), lengths(B);
+  auto score = [&](int64_t b, int64_t l) { return std::log(alike[b] / (alike[b] + 2.f * l)); };
   for (int64_t b = 0; b < B; ++b) {
     std::tie(alike[b], ends[b]) = earlier_run(integers(tokens) + b * S, integers(n)[b]);
     alike[b] -= floats(temperature)[b] > 0;
     if (alike[b] < FEWEST) return {};
-    while (lengths[b] < most && std::log(alike[b] / (alike[b] + 2.f * (lengths[b] + 1))) >= least) ++lengths[b];
+    while (lengths[b] < most && score(b, lengths[b] + 1) >= least) ++lengths[b];
   }
   Draft draft(root, temperature, 1 + *std::max_element(lengths.begin(), lengths.end()));
   for (int64_t b = 0; b < B; ++b) {
@@ -193,7 +194,7 @@ std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Ten
     draft.set(b, 0, true, integers(root)[b], 0, 0, 0.f);
     for (int64_t l = 1; l < draft.Z; ++l) {
       const int64_t id = integers(tokens)[b * S + ends[b] + 1 + (l - 1) % period];
-      draft.set(b, l, l <= lengths[b], id, l - 1, l, std::log(alike[b] / (alike[b] + 2.f * l)));
+      draft.set(b, l, l <= lengths[b], id, l - 1, l, score(b, l));
     }
   }
   return draft;

@@ -193,10 +193,8 @@ def _acceptance(engine: Engine, result: GenerationResult) -> Iterator[str]:
         times = f"(plain {plain:.1f} ms, speculative {speculative:.1f} ms)"
         yield f"pays at  break-even tau {engine.break_even_tau:.2f} {times}{went}"
     elif drafts and engine.always_on != ASKED_FOR:
-        why = (
-            engine.always_on or f"nodes that are accepted in less than {100 * engine.drafter.p_min:.0f} % are left out"
-        )
-        yield f"pays at  not measured, speculation stays on: {why}"
+        pruned = f"nodes that are accepted in less than {100 * engine.drafter.p_min:.0f} % are left out"
+        yield f"pays at  not measured, speculation stays on: {engine.always_on or pruned}"
 
 
 def _speed(engine: Engine, result: GenerationResult, bandwidth: float) -> Iterator[str]:

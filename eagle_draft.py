@@ -1,4 +1,4 @@
-"""The EAGLE head (generations 1, 2 and 3), its cache, how it drafts, and its training losses.
+"""The EAGLE head (generations 1, 2 and 3), its cache, and how it drafts.
 
 A head predicts the target's next *feature* from the feature of token i and the embedding of token i + 1, so it drafts
 several tokens ahead with one small layer. EAGLE-1 and EAGLE-2 share weights and differ only in the tree. EAGLE-3 reads
@@ -12,7 +12,7 @@ features only. The rows of a tree come after them and are overwritten in the nex
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +28,6 @@ from support.memory import zeros
 from tree import DynamicTree, TreeTables, check_width
 from weights.heads import EagleConfig
 from weights.quantized import QuantLinear, lm_head_rows
-
-FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (EAGLE paper)
 
 
 class EagleLayer(nn.Module):
@@ -341,125 +339,3 @@ def eagle_drafter(head: EagleHead, tree: DynamicTree | TreeTables, *how, **more)
     """The drafter that fits the head. The arguments are those of EagleDrafter. ValueError if the tree is too wide."""
     check_width(tree, head.vocab_size)
     return (UnshiftedDrafter if head.config.unshifted else EagleDrafter)(head, tree, *how, **more)
-
-
-def loss_eagle1(
-    head: EagleHead, tokens: Tensor, features: Tensor, mask: Tensor, noise: Tensor | None = None,
-    count: float | None = None, weights: tuple[float, float] = (1.0, 0.1), best: Tensor | None = None, steps: int = 1,
-    decay: float = 0.8,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """EAGLE-1's objective: smooth L1 to the true feature plus 0.1 times the soft cross-entropy (EAGLE, section 3.2).
-
-    With more than one step the head also runs on its own outputs, as it does when it drafts (HASS, section 3.2, with the
-    attention of EAGLE-3's training-time test).
-
-    Args:
-        tokens: int64 [B, T].
-        features: [B, T, H] of the same tokens.
-        mask: [B, T]. Row i of step s sees (feature i or the output of step s - 1, token i + 1 + s). It counts where the
-            mask holds for that token.
-        noise: [B, T, H] uniform in [-1, 1] and scaled here, or None.
-        count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows of step 0.
-        weights: of the two parts of the loss.
-        best: int64 [B, T], the target's most likely next tokens, if they are known.
-        decay: step s weighs decay^s.
-
-    Returns:
-        The loss, and by step [steps] the share of rows that agree with the target's most likely token. One host sync per
-        step.
-    """
-    if noise is not None:
-        noise = noise * (FEATURE_NOISE / 2) * 512 / tokens.shape[1]
-    feature = (features if noise is None else features + noise)[:, :-1]
-    keep = mask[:, 1:].bool()
-    count = max(1.0, float(keep.sum()) if count is None else count)
-    truth = features[:, 1:][keep]
-    distribution, wanted = head.draft_targets(truth, None if best is None else best[:, 1:][keep])
-    memory: list | None = [] if steps > 1 else None
-    total: Tensor | float = 0.0
-    hits = []
-    for s, (predicted, which) in enumerate(_on_own_outputs(head, tokens, feature, keep, steps, memory)):
-        logits = head.predict(predicted)
-        wide = distribution.dtype
-        regression = F.smooth_l1_loss(predicted.to(wide), truth[which].to(wide), reduction="none").mean(-1).sum()
-        cross_entropy = F.cross_entropy(logits, distribution[which], reduction="sum")
-        total = total + decay**s * (weights[0] * regression + weights[1] * cross_entropy) / count
-        hits.append((logits.argmax(-1) == wanted[which]).sum() / count)
-    return total, torch.stack(hits)
-
-
-def _on_own_outputs(
-    head: EagleHead, tokens: Tensor, feature: Tensor, keep: Tensor, steps: int, memory: list | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run a head on `feature` [B, T - 1, H], and then on its own outputs, with the tokens [B, T] of the text.
-
-    `keep` [B, T - 1] says which tokens count. Yields of every step the outputs of the rows whose token counts, and the
-    number of that token among all that count. The last rows run out of known tokens.
-    """
-    where = keep.flatten().cumsum(0).view_as(keep) - 1
-    for s in range(steps):
-        feature = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), feature, s, memory)
-        counted = keep[:, s:]
-        yield feature[:, : feature.shape[1] - s][counted], where[:, s:][counted]
-
-
-def noise_loss(logits: Tensor, distribution: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """How well a head guesses the token that the target draws, if it sees the target's random numbers.
-
-    With Gumbel noise g the target draws argmax(log p + g), and the draft is argmax(logits + g). The loss is the
-    cross-entropy of softmax(logits + g) for the drawn token, summed over the rows. A head that knows less than the target
-    has a flatter distribution. It drafts best with less noise than the target draws with, and this loss teaches it that.
-
-    Args:
-        logits: [M, Vd] of the head.
-        distribution: [M, Vd], the target's p over the draft vocabulary.
-    """
-    # torch's own exponential noise takes seven times as long
-    noise = -(-torch.empty_like(logits).uniform_(1e-12, 1, generator=generator).log()).clamp(min=1e-9).log()
-    drawn = (distribution.log() + noise).argmax(-1)
-    return F.cross_entropy(logits + noise, drawn, reduction="sum")
-
-
-def loss_eagle3(
-    head: EagleHead, tokens: Tensor, taps: Tensor, hidden_states: Tensor, mask: Tensor, steps: int = 7,
-    count: float | None = None, decay: float = 0.8, best: Tensor | None = None, noise_share: float = 0.0,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """EAGLE-3's training-time test: the head runs `steps` times on its own outputs (EAGLE-3 paper, section 3.2).
-
-    Args:
-        tokens: int64 [B, T].
-        taps: [B, T, 3H], the residual states of the target that the head reads.
-        hidden_states: [B, T, H] of the target.
-        mask: [B, T]. Row i of step s embeds token i + 1 + s. It counts where the mask holds for that token and the
-            target's most likely token is in the draft vocabulary.
-        count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows of step 0.
-        decay: step s weighs decay^s.
-        best: int64 [B, T], the target's most likely next tokens, if they are known.
-        noise_share: the weight of `noise_loss`; the cross-entropy with the target's distribution has the rest.
-        generator: of the random numbers for `noise_loss`.
-
-    Returns:
-        The loss, and by step [steps] the share of rows that agree with the target's most likely token. A token outside
-        the draft vocabulary is a miss. One host sync per step.
-    """
-    keep = mask[:, 1:].bool()
-    count = max(1.0, float(keep.sum()) if count is None else count)
-    with torch.no_grad():
-        known = None if best is None else best[:, 1:][keep]
-        distribution, wanted = head.draft_targets(hidden_states[:, 1:][keep], known)
-        drafted = wanted >= 0
-        distribution = distribution[drafted]
-        wanted = wanted[drafted]
-        keep = keep.masked_scatter(keep, drafted)
-    feature = head.fuse(taps[:, :-1])
-    total: Tensor | float = 0.0
-    hits = []
-    for s, (output, which) in enumerate(_on_own_outputs(head, tokens, feature, keep, steps, [])):
-        logits = head.predict(output)
-        loss = F.cross_entropy(logits, distribution[which], reduction="sum") * (1 - noise_share)
-        if noise_share:
-            loss = loss + noise_loss(logits, distribution[which], generator) * noise_share
-        total = total + decay**s * loss / count
-        hits.append((logits.argmax(-1) == wanted[which]).sum() / count)
-    return total, torch.stack(hits)

@@ -19,11 +19,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from eagle_draft import FEATURE_NOISE
 from support.errors import at_least
 from training.command import drafter_parser, parsed, run
 from training.drafters import train
 from training.eagle import INPUTS, EagleTraining
+from training.losses import FEATURE_NOISE
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -43,7 +43,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = p.add_argument_group("optimizer").add_argument
     add("--recipe", choices=("small", "paper"), default="small", help="defaults of the options below")
     add("--optimizer", choices=("muon", "adamw"))
-    add("--lr", type=float)
+    add("--lr", type=float, help="of the matrices of the layer, and of all with adamw")
+    add("--side-lr", type=float, help="muon: of the LM head and the norms, which AdamW trains")
     add("--warmup", type=at_least(0), help="steps")
     add("--cooldown", type=float, help="share of the steps over which the rate falls to zero")
     add("--weight-decay", type=float)
@@ -55,6 +56,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--token-weight", type=float, default=0.1, help="version 1: weight of soft cross-entropy")
     add("--noise-share", type=float, default=0.0,
         help="version 3: weight of the loss with shared noise (default: 0, as in the paper)")  # fmt: skip
+    add("--loss-temperature", type=float, default=1.0,
+        help="version 3: of both sides of the cross-entropy; above 1 unlikely tokens count more")  # fmt: skip
     add(
         "--ttt-steps",
         type=at_least(1),
@@ -70,7 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--inputs", choices=INPUTS, default=INPUTS[0], help="the paper's input ablation")
     add("--intermediate-size", type=at_least(1), help="of the head's MLP (default: the target's)")
     add("--heads", type=at_least(1), help="attention heads of the head (default: the target's)")
-    add("--taps", type=_taps, help="version 3: layers whose input is read (default: 2, L/2, L-3)")
+    add("--taps", type=_taps, help="version 3: layers whose input is read (default: 2, L/2, L-3, or those of --start)")
     add("--norm-before-residual", choices=("on", "off"),
         help="version 3: the layer's residual is the normalised feature, as speculators trains heads (default: on; "
         "with --recipe paper off, as SafeAILab's code reads them)")  # fmt: skip

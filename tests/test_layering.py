@@ -24,7 +24,7 @@ HEART = (
     "kernels tree_building tree sampling_params sampling verify model_config model drafters.base drafters.tree_drafter "
     "eagle_draft step runtime.runner runtime.prefill engine"
 ).split()
-LIMIT = 5120  # code lines
+LIMIT = 5050  # code lines
 
 
 def module_of(path: Path) -> str:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 import load
-from eagle_draft import FEATURE_NOISE, loss_eagle1, loss_eagle3, noise_loss
 from model import Transformer
 from model_config import ModelConfig
 from quantize import quantize_head
@@ -25,12 +24,13 @@ from scripts.train_eagle import parse
 from support.errors import UsageError
 from tokenizer import load_tokenizer
 from training import data as training_data
-from training import eagle
+from training import eagle, losses
 from training.data import Batch, TokenData, chat_row, read_messages, step_batches
 from training.drafters import Evaluation, train
 from training.eagle import INPUTS, TrainHead
 from training.features import KeptFeatures, TargetRows
 from training.loop import World
+from training.losses import FEATURE_NOISE, loss_eagle1, loss_eagle3, noise_loss
 from training.optim import Muon
 from weights.checkpoint import load_config, load_model
 from weights.heads import read_eagle, save_quantized_eagle
@@ -279,12 +279,38 @@ def test_a_start_may_get_more_tokens_to_draft(files, trained, tmp_path):
     assert torch.allclose(after["lm_head.weight"][~kept], rows, atol=1e-2)
 
 
+@pytest.mark.parametrize("more", [["--noise-share", "1.5"], ["--loss-temperature", "0"]])
+def test_weights_of_the_loss_out_of_range_are_one_line(files, tmp_path, more):
+    """A loss that falls for ever, or a division by zero, after the data was made."""
+    with pytest.raises(UsageError, match="the share is 0 to 1, the temperature above 0"):
+        run(files, tmp_path / "head", *more, version=3)
+
+
+def test_a_start_may_read_more_layers(files, trained, tmp_path):
+    """Columns that move to another layer's features, or a new layer that changes what the head has learnt."""
+    path, card = trained[3]
+    config = load_config(files / "target")
+    layers, H = config.num_hidden_layers, config.hidden_size
+    before = read_eagle(path, config)
+    taps = tuple(sorted({*before.config.taps, layers}))
+    assert len(taps) > len(before.config.taps)
+    more = ["--start", str(path), "--taps", ",".join(map(str, taps)), "--ttt-steps", str(card["ttt_steps"])]
+    run(files, tmp_path / "wider", *more, version=3, steps=1, lr=1e-9)
+    after = read_eagle(tmp_path / "wider", config)
+    assert after.config.taps == taps
+    columns = dict(zip(taps, after.tensors["fc.weight"].split(H, 1), strict=True))
+    kept = torch.cat([columns[tap] for tap in before.config.taps], 1)
+    assert torch.allclose(kept, before.tensors["fc.weight"], atol=1e-2) and columns[layers].abs().max() < 1e-3
+
+
 def test_a_start_that_does_not_fit_is_one_line(files, trained, tmp_path):
     """A head of another generation, or options that the head to start from would silently override."""
     for more, words in (
         ([], "is an EAGLE-3 head"),
         (["--heads", "2"], "--heads does not go with --start"),
         (["--draft-vocab", "8"], "can only get more"),
+        (["--taps", "0,1"], "can only get more"),
+        (["--taps", "1,0"], "must be distinct, ascending"),
     ):
         version = 1 if "EAGLE-3" in words else 3
         with pytest.raises(UsageError, match=words):
@@ -316,9 +342,19 @@ def test_muon_takes_nearly_the_same_step_in_half_precision():
 # --------------------------------------------------------------------------------------------------- losses
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_loss_eagle1_is_the_papers(files, steps):
-    """Target feature, mask, noise scale or normalisation shifted or changed, or own outputs not fed back."""
+def same_gradients(head, loss, expected) -> None:
+    """Whether two losses have the same gradients for every weight of a head."""
+    parameters = dict(head.named_parameters())
+    got, wanted = (torch.autograd.grad(x, [*parameters.values()]) for x in (loss, expected))
+    for name, *pair in zip(parameters, got, wanted, strict=True):
+        torch.testing.assert_close(*pair, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("steps", "chunk"), [(1, 5), (3, 4), (3, 1000)])
+def test_loss_eagle1_is_the_papers(files, steps, chunk, monkeypatch):
+    """Target feature, mask, noise scale or normalisation shifted or changed, own outputs not fed back, or rows that are
+    lost or counted twice where a chunk ends."""
+    monkeypatch.setattr(losses, "CHUNK", chunk * V)
     head, target = tiny_head(files)
     tokens = torch.randint(0, V, (2, 12), generator=torch.Generator().manual_seed(0))
     features, _ = target.forward_train(tokens)
@@ -342,18 +378,21 @@ def test_loss_eagle1_is_the_papers(files, steps):
     count = int(mask[:, 1:].sum())
     assert loss.item() == pytest.approx((total / count).item(), rel=1e-9)
     assert hits.tolist() == pytest.approx([a / count for a in agreed])
+    same_gradients(head, loss, total / count)
 
 
-@pytest.mark.parametrize("draft_vocab", [None, 20])
-def test_loss_eagle3_is_the_papers(files, draft_vocab):
-    """Steps, weights, shifts, the restriction to the draft vocabulary, or own outputs not fed back."""
+@pytest.mark.parametrize(("draft_vocab", "chunk", "temperature"), [(None, 5, 1.0), (20, 4, 1.0), (20, 1000, 1.5)])
+def test_loss_eagle3_is_the_papers(files, draft_vocab, chunk, temperature, monkeypatch):
+    """Steps, weights, shifts, the restriction to the draft vocabulary, own outputs not fed back, or rows that are lost or
+    counted twice where a chunk ends."""
     head, target = tiny_head(files, 3, draft_vocab=draft_vocab)
+    monkeypatch.setattr(losses, "CHUNK", chunk * head.vocab_size)
     ids = head.draft_ids if draft_vocab else torch.arange(V)
     T, steps = 10, 3
     tokens = torch.randint(0, V, (2, T), generator=torch.Generator().manual_seed(0))
     hidden_states, taps = target.forward_train(tokens, head.config.taps)
     mask = torch.rand(2, T, generator=torch.Generator().manual_seed(1)) < 0.7
-    loss, hits = loss_eagle3(head, tokens, taps, hidden_states, mask, steps)
+    loss, hits = loss_eagle3(head, tokens, taps, hidden_states, mask, steps, temperature=temperature)
     logits = target.logits(hidden_states)
     feature, memory, total, agreed = head.fuse(taps[:, :-1]), [], 0.0, [0] * steps
     for s in range(steps):
@@ -362,13 +401,14 @@ def test_loss_eagle3_is_the_papers(files, draft_vocab):
             for i in range(T - 1 - s):
                 j = i + 1 + s
                 if mask[b, j] and logits[b, j].argmax() in ids:
-                    p = logits[b, j][ids].softmax(-1)
-                    q = head.predict(feature[b, i]).softmax(-1)
-                    total -= 0.8**s * (p * q.log()).sum()
+                    p = (logits[b, j][ids] / temperature).softmax(-1)
+                    q = (head.predict(feature[b, i]) / temperature).softmax(-1)
+                    total -= 0.8**s * temperature * (p * q.log()).sum()
                     agreed[s] += int(ids[q.argmax()] == logits[b, j].argmax())
     count = int(mask[:, 1:].sum())
     assert loss.item() == pytest.approx((total / count).item(), rel=1e-9)
     assert hits.tolist() == pytest.approx([a / count for a in agreed])
+    same_gradients(head, loss, total / count)
 
 
 def test_noise_loss_is_about_shared_noise():

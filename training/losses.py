@@ -1,0 +1,215 @@
+"""What EAGLE heads of both generations learn from: their losses, summed over chunks of rows.
+
+A logit for every token of the vocabulary, and for every row of a batch, takes far more memory than all weights of a head.
+So the loss of a chunk of rows and its gradients are computed together, and the logits of one chunk exist at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from eagle_draft import EagleHead
+
+FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (EAGLE paper)
+CHUNK = 1 << 22  # logits of a chunk at most; so many stay in the caches of a CPU
+
+
+class Rows(NamedTuple):
+    """The outputs of one step of a head in a chunk, and what the target computed for the same rows."""
+
+    output: Tensor  # [M, H] of the head
+    logits: Tensor  # [M, Vd] of the head
+    truth: Tensor  # [M, H], the target's hidden states
+    distribution: Tensor  # [M, Vd], the target's p over the draft vocabulary
+
+
+def loss_eagle1(
+    head: EagleHead, tokens: Tensor, features: Tensor, mask: Tensor, noise: Tensor | None = None,
+    count: float | None = None, weights: tuple[float, float] = (1.0, 0.1), best: Tensor | None = None, steps: int = 1,
+    decay: float = 0.8,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """EAGLE-1's objective: smooth L1 to the true feature plus 0.1 times the soft cross-entropy (EAGLE, section 3.2).
+
+    With more than one step the head also runs on its own outputs, as it does when it drafts (HASS, section 3.2, with the
+    attention of EAGLE-3's training-time test).
+
+    Args:
+        tokens: int64 [B, T].
+        features: [B, T, H] of the same tokens.
+        mask: [B, T]. Row i of step s sees (feature i or the output of step s - 1, token i + 1 + s). It counts where the
+            mask holds for that token.
+        noise: [B, T, H] uniform in [-1, 1] and scaled here, or None.
+        count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows of step 0.
+        weights: of the two parts of the loss.
+        best: int64 [B, T], the target's most likely next tokens, if they are known.
+        decay: step s weighs decay^s.
+
+    Returns:
+        The loss, and by step [steps] the share of rows that agree with the target's most likely token. One host sync per
+        chunk and step.
+    """
+    if noise is not None:
+        noise = noise * (FEATURE_NOISE / 2) * 512 / tokens.shape[1]
+    feature = (features if noise is None else features + noise)[:, :-1]
+    keep = mask[:, 1:].bool()
+    count = max(1.0, float(keep.sum()) if count is None else count)
+    outputs = _on_own_outputs(head, tokens, feature, keep, steps, [] if steps > 1 else None)
+
+    def loss(rows: Rows) -> Tensor:
+        wide = rows.distribution.dtype
+        regression = F.smooth_l1_loss(rows.output.to(wide), rows.truth.to(wide), reduction="none").mean(-1).sum()
+        return weights[0] * regression + weights[1] * F.cross_entropy(rows.logits, rows.distribution, reduction="sum")
+
+    known = None if best is None else best[:, 1:][keep]
+    total, hits = _in_chunks(head, [*outputs], features[:, 1:][keep], known, loss, decay, outside=True)
+    return total / count, hits / count
+
+
+def loss_eagle3(
+    head: EagleHead, tokens: Tensor, taps: Tensor, hidden_states: Tensor, mask: Tensor, steps: int = 7,
+    count: float | None = None, decay: float = 0.8, best: Tensor | None = None, noise_share: float = 0.0,
+    generator: torch.Generator | None = None, temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """EAGLE-3's training-time test: the head runs `steps` times on its own outputs (EAGLE-3 paper, section 3.2).
+
+    Args:
+        tokens: int64 [B, T].
+        taps: [B, T, 3H], the residual states of the target that the head reads.
+        hidden_states: [B, T, H] of the target.
+        mask: [B, T]. Row i of step s embeds token i + 1 + s. It counts where the mask holds for that token and the
+            target's most likely token is in the draft vocabulary.
+        count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows of step 0.
+        decay: step s weighs decay^s.
+        best: int64 [B, T], the target's most likely next tokens, if they are known.
+        noise_share: the weight of `noise_loss`; the cross-entropy with the target's distribution has the rest.
+        generator: of the random numbers for `noise_loss`.
+        temperature: of both sides of the cross-entropy. Above 1 unlikely tokens count more.
+
+    Returns:
+        The loss, and by step [steps] the share of rows that agree with the target's most likely token. A token outside
+        the draft vocabulary is a miss. One host sync per chunk and step.
+    """
+    keep = mask[:, 1:].bool()
+    count = max(1.0, float(keep.sum()) if count is None else count)
+    outputs = _on_own_outputs(head, tokens, head.fuse(taps[:, :-1]), keep, steps, [])
+
+    def loss(rows: Rows) -> Tensor:
+        wanted = rows.distribution
+        if temperature != 1:
+            wanted = wanted.pow(1 / temperature)
+            wanted = wanted / wanted.sum(-1, keepdim=True)
+        soft = F.cross_entropy(rows.logits / temperature, wanted, reduction="sum") * temperature * (1 - noise_share)
+        return soft + noise_loss(rows.logits, rows.distribution, generator) * noise_share if noise_share else soft
+
+    known = None if best is None else best[:, 1:][keep]
+    total, hits = _in_chunks(head, [*outputs], hidden_states[:, 1:][keep], known, loss, decay, outside=False)
+    return total / count, hits / count
+
+
+def noise_loss(logits: Tensor, distribution: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """How well a head guesses the token that the target draws, if it sees the target's random numbers.
+
+    With Gumbel noise g the target draws argmax(log p + g), and the draft is argmax(logits + g). The loss is the
+    cross-entropy of softmax(logits + g) for the drawn token, summed over the rows. A head that knows less than the target
+    has a flatter distribution. It drafts best with less noise than the target draws with, and this loss teaches it that.
+
+    Args:
+        logits: [M, Vd] of the head.
+        distribution: [M, Vd], the target's p over the draft vocabulary.
+    """
+    # torch's own exponential noise takes seven times as long
+    noise = -(-torch.empty_like(logits).uniform_(1e-12, 1, generator=generator).log()).clamp(min=1e-9).log()
+    drawn = (distribution.log() + noise).argmax(-1)
+    return F.cross_entropy(logits + noise, drawn, reduction="sum")
+
+
+def _on_own_outputs(
+    head: EagleHead, tokens: Tensor, feature: Tensor, keep: Tensor, steps: int, memory: list | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Run a head on `feature` [B, T - 1, H], and then on its own outputs, with the tokens [B, T] of the text.
+
+    `keep` [B, T - 1] says which tokens count. Yields of every step the outputs of the rows whose token counts, and the
+    number of that token among all that count. The last rows run out of known tokens.
+    """
+    where = keep.flatten().cumsum(0).view_as(keep) - 1
+    for s in range(steps):
+        feature = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), feature, s, memory)
+        counted = keep[:, s:]
+        yield feature[:, : feature.shape[1] - s][counted], where[:, s:][counted]
+
+
+def _in_chunks(
+    head: EagleHead, outputs: list[tuple[Tensor, Tensor]], truth: Tensor, best: Tensor | None,
+    loss: Callable[[Rows], Tensor], decay: float, outside: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The sum of decay^s * loss(rows of step s), and by step the number of rows that agree with the target.
+
+    Args:
+        outputs: of every step the head's outputs [M_s, H], and the numbers [M_s] of their rows in `truth`, ascending.
+        truth: [M, H], the target's hidden states.
+        best: int64 [M], the target's most likely tokens, if they are known.
+        outside: whether rows count whose most likely token is outside the draft vocabulary.
+    """
+    size = max(1, CHUNK // head.vocab_size)
+    edges = torch.arange(0, len(truth) + size, size, device=truth.device)
+    steps = [(output, which, torch.searchsorted(which, edges).tolist()) for output, which in outputs]
+    hits = truth.new_zeros(len(steps), dtype=torch.float64)
+
+    def judge(chunk: int, parts: list[Tensor]) -> Tensor:
+        rows = slice(chunk * size, (chunk + 1) * size)
+        distribution, wanted = head.draft_targets(truth[rows], None if best is None else best[rows])
+        total = distribution.new_zeros(())
+        for s, (part, (_, which, ends)) in enumerate(zip(parts, steps, strict=True)):
+            which = which[ends[chunk] : ends[chunk + 1]] - rows.start
+            if not outside:
+                counted = wanted[which] >= 0
+                part, which = part[counted], which[counted]
+            logits = head.predict(part)
+            total = total + decay**s * loss(Rows(part, logits, truth[rows][which], distribution[which]))
+            hits[s] += (logits.argmax(-1) == wanted[which]).sum()
+        return total
+
+    ends = [ends for _, _, ends in steps]
+    weights = [p for p in head.parameters() if p.requires_grad]
+    with_gradients = torch.is_grad_enabled()
+    total = _Chunks.apply(judge, ends, with_gradients, *(output for output, _ in outputs), *weights)
+    return total, hits
+
+
+class _Chunks(torch.autograd.Function):
+    """The sum of judge(chunk, its rows of every output) over all chunks. Its gradients are computed on the way."""
+
+    @staticmethod
+    def forward(ctx, judge: Callable, ends: list[list[int]], with_gradients: bool, *tensors: Tensor) -> Tensor:
+        outputs, weights = tensors[: len(ends)], tensors[len(ends) :]
+        gradients: list[Tensor | None] = [torch.zeros_like(t) for t in outputs] + [None] * len(weights)
+        total: Tensor | float = 0.0
+        for chunk in range(len(ends[0]) - 1):
+            places = [slice(end[chunk], end[chunk + 1]) for end in ends]
+            parts = [output[place].detach() for output, place in zip(outputs, places, strict=True)]
+            with torch.set_grad_enabled(with_gradients):
+                parts = [part.requires_grad_(with_gradients) for part in parts]
+                value = judge(chunk, parts)
+                if with_gradients:
+                    of_parts = torch.autograd.grad(value, [*parts, *weights], allow_unused=True)
+            total = total + value.detach()
+            if with_gradients:
+                for gradient, place, own in zip(gradients, places, of_parts, strict=False):
+                    if own is not None:
+                        gradient[place] = own
+                for i, own in enumerate(of_parts[len(parts) :], len(parts)):
+                    if own is not None:
+                        gradients[i] = own if gradients[i] is None else gradients[i].add_(own)
+        ctx.gradients = gradients
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *(None if g is None else g * upstream for g in ctx.gradients)

@@ -2,7 +2,7 @@
 
     python -m scripts.train_eagle --checkpoint demo --data stdlib --version 1 --out demo/eagle1
     python -m scripts.train_eagle --checkpoint MODEL --data sharegpt.jsonl --version 3 --draft-vocab 32000 --out HEAD
-    torchrun --nproc-per-node 4 -m scripts.train_eagle ...           # one process per GPU
+    torchrun --nproc-per-node 4 -m -- scripts.train_eagle ...        # one process per GPU; the -- lets --start through
 
 Data: JSON or JSONL of conversations (ShareGPT `conversations`, OpenAI `messages`; only the assistant's tokens count),
 JSONL of {"text"}, a text file, a directory of .txt/.py/.md files, `stdlib` (the demo's corpus), `docstrings` (questions

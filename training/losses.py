@@ -196,16 +196,15 @@ class _Chunks(torch.autograd.Function):
             with torch.set_grad_enabled(with_gradients):
                 parts = [part.requires_grad_(with_gradients) for part in parts]
                 value = judge(chunk, parts)
-                if with_gradients:
-                    of_parts = torch.autograd.grad(value, [*parts, *weights], allow_unused=True)
+                found = torch.autograd.grad(value, [*parts, *weights], allow_unused=True) if with_gradients else []
             total = total + value.detach()
-            if with_gradients:
-                for gradient, place, own in zip(gradients, places, of_parts, strict=False):
-                    if own is not None:
-                        gradient[place] = own
-                for i, own in enumerate(of_parts[len(parts) :], len(parts)):
-                    if own is not None:
-                        gradients[i] = own if gradients[i] is None else gradients[i].add_(own)
+            for i, gradient in enumerate(found):
+                if gradient is None:  # this weight has no part in the loss
+                    continue
+                if i < len(parts):
+                    gradients[i][places[i]] = gradient
+                else:
+                    gradients[i] = gradient if gradients[i] is None else gradients[i].add_(gradient)
         ctx.gradients = gradients
         return total
 

@@ -56,8 +56,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--token-weight", type=float, default=0.1, help="version 1: weight of soft cross-entropy")
     add("--noise-share", type=float, default=0.0,
         help="version 3: weight of the loss with shared noise (default: 0, as in the paper)")  # fmt: skip
-    add("--loss-temperature", type=float, default=1.0,
-        help="version 3: of both sides of the cross-entropy; above 1 unlikely tokens count more")  # fmt: skip
+    add("--row-share", type=float, default=1.0,
+        help="version 3: share of the rows that are judged; below 1 a step is cheaper and noisier")  # fmt: skip
     add(
         "--ttt-steps",
         type=at_least(1),
@@ -73,7 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--inputs", choices=INPUTS, default=INPUTS[0], help="the paper's input ablation")
     add("--intermediate-size", type=at_least(1), help="of the head's MLP (default: the target's)")
     add("--heads", type=at_least(1), help="attention heads of the head (default: the target's)")
-    add("--taps", type=_taps, help="version 3: layers whose input is read (default: 2, L/2, L-3, or those of --start)")
+    add("--taps", type=_taps, help="version 3: layers whose input is read (default: 2, L/2, L-3)")
     add("--norm-before-residual", choices=("on", "off"),
         help="version 3: the layer's residual is the normalised feature, as speculators trains heads (default: on; "
         "with --recipe paper off, as SafeAILab's code reads them)")  # fmt: skip

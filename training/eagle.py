@@ -96,7 +96,9 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
         raise ValueError(f"--draft-vocab {vocab}: allowed are 8 to {target.vocab_size}.")
     L = target.num_hidden_layers
     taps = () if args.version == 1 else args.taps or default_taps(L)
-    _check_taps(taps, L)
+    if list(taps) != sorted(set(taps)) or not set(taps) <= set(range(L + 1)):
+        rule = f"must be distinct, ascending, 0 to {L}; pass --taps a,b,c."
+        raise ValueError(f"taps {taps} of a target with {L} layers {rule}")
     layer = ModelConfig(
         model_type="llama",
         hidden_size=target.hidden_size,
@@ -119,24 +121,17 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
     return EagleConfig(3, **common, taps=taps, has_lm_head=True, norm_before_residual=normed)
 
 
-def _check_taps(taps: tuple[int, ...], layers: int) -> None:
-    if list(taps) != sorted(set(taps)) or not set(taps) <= set(range(layers + 1)):
-        rule = f"must be distinct, ascending, 0 to {layers}; pass --taps a,b,c."
-        raise UsageError(f"taps {taps} of a target with {layers} layers {rule}")
+def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:
+    """The config of the head that --start names, with the draft vocabulary that the options ask for.
 
-
-def start_config(file: EagleFile, layers: int, args: argparse.Namespace) -> EagleConfig:
-    """The config of the head that --start names, with the draft vocabulary and the taps that the options ask for.
-
-    Raises UsageError for options that would give it another shape, a smaller draft vocabulary or other taps, and for taps
-    that a target with so many layers does not have.
+    Raises UsageError for options that would give it another shape, or a smaller draft vocabulary.
     """
     config, layer = file.config, file.config.layer
     if config.version != args.version:
         raise UsageError(f"--start {args.start} is an EAGLE-{config.version} head, and --version is {args.version}.")
     if config.unshifted != (args.inputs == "feature+unshifted-token"):
         raise UsageError(f"--start {args.start} was not trained with --inputs {args.inputs}.")
-    for name in ("intermediate_size", "heads", "rope_theta"):
+    for name in ("intermediate_size", "heads", "taps", "rope_theta"):
         if vars(args)[name] is not None:
             raise UsageError(f"--{name.replace('_', '-')} does not go with --start, which keeps the shape of its head.")
     ids = file.tensors.get("draft_ids")
@@ -146,13 +141,8 @@ def start_config(file: EagleFile, layers: int, args: argparse.Namespace) -> Eagl
         raise UsageError(f"--draft-vocab {wanted}: --start {args.start} has {held} tokens and can only get more.")
     if config.version == 3:
         layer = replace(layer, vocab_size=wanted)
-    taps = args.taps if args.taps and config.version == 3 else config.taps
-    _check_taps(taps, layers)
-    if not set(config.taps) <= set(taps) or (taps != config.taps and (config.fc_norm or config.norm_before_fc)):
-        why = "its norms are made for them" if config.fc_norm or config.norm_before_fc else "it can only get more"
-        raise UsageError(f"--taps {taps}: --start {args.start} reads {config.taps}, and {why}.")
     longest = args.max_positions or layer.max_position_embeddings
-    return replace(config, layer=replace(layer, max_position_embeddings=longest, dtype="bfloat16"), taps=taps)
+    return replace(config, layer=replace(layer, max_position_embeddings=longest, dtype="bfloat16"))
 
 
 def earlier_card(head: Path) -> dict[str, Any]:
@@ -173,24 +163,24 @@ def frequent_tokens(data: TokenData, size: int, vocab: int, first: Tensor | None
     return torch.from_numpy(np.sort(np.argsort(-frequency, kind="stable")[:size]).astype(np.int64))
 
 
-def widened(tensors: dict[str, Tensor], taps: tuple[int, ...], head: TrainHead) -> dict[str, Tensor]:
-    """The tensors of a head that reads `taps`, with the draft vocabulary and the taps of `head`.
+@torch.no_grad()
+def widened(tensors: dict[str, Tensor], head: TrainHead) -> dict[str, Tensor]:
+    """The tensors of a head, with the draft vocabulary of `head`.
 
-    Rows of tokens that are new are those of `head`. What a new tap gives has weights of zero at first.
+    Training has moved the rows of the LM head together, away from the target's. So the new rows are the target's rows
+    moved in the same way: by the affine map that fits the known tokens best. Rows that stayed where they were would get
+    far too large logits.
     """
-    if taps != head.config.taps:
-        H = head.config.target_hidden_size
-        parts = dict(zip(taps, tensors["fc.weight"].split(H, 1), strict=True))
-        nothing = torch.zeros_like(parts[taps[0]])
-        tensors["fc.weight"] = torch.cat([parts.get(tap, nothing) for tap in head.config.taps], 1)
     known = tensors.pop("draft_ids", None)
     if head.draft_ids is not None:
         tensors["draft_ids"] = head.draft_ids
     if "lm_head.weight" in tensors and known is not None:
         ids = torch.arange(head.config.target_vocab_size) if head.draft_ids is None else head.draft_ids
-        rows = head.lm_head.weight.detach().clone()
-        rows[torch.isin(ids, known)] = tensors["lm_head.weight"].to(rows)
-        tensors["lm_head.weight"] = rows
+        places, rows = torch.isin(ids, known), tensors["lm_head.weight"]
+        inputs = F.pad(lm_head_rows(head.target, ids.to(head.target.device)).double().cpu(), (0, 1), value=1.0)
+        moved = inputs @ torch.linalg.lstsq(inputs[places], rows.double()).solution
+        tensors["lm_head.weight"] = moved.to(rows.dtype)
+        tensors["lm_head.weight"][places] = rows
     return tensors
 
 
@@ -246,12 +236,10 @@ def head_loss(
     if head.config.version == 1:
         weights = (args.feature_weight, args.token_weight)
         return loss_eagle1(head, tokens, features, batch.mask, noise, count, weights, best, args.ttt_steps)
-    generator = None
-    if args.noise_share:  # held-out rows have no numbers
-        seed = args.seed + (batch.numbers[0] if batch.numbers else 0)
-        generator = torch.Generator(tokens.device).manual_seed(seed)
-    how = {"best": best, "noise_share": args.noise_share, "generator": generator}
-    how["temperature"] = args.loss_temperature
+    how: dict[str, Any] = {"best": best}
+    if batch.numbers:  # held-out rows have none. All of them are judged, and only their accuracy is read.
+        how["generator"] = torch.Generator(tokens.device).manual_seed(args.seed + batch.numbers[0])
+        how |= {"noise_share": args.noise_share, "row_share": args.row_share}
     return loss_eagle3(head, tokens, features, hidden_states, batch.mask, args.ttt_steps, count, **how)
 
 
@@ -334,13 +322,12 @@ class EagleTraining(DrafterTraining):
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
         self.title = f"EAGLE-{args.version} head ({args.inputs})"
-        if not (0 <= args.noise_share <= 1 and args.loss_temperature > 0):
-            given = f"--noise-share {args.noise_share} --loss-temperature {args.loss_temperature}"
-            raise UsageError(f"{given}: the share is 0 to 1, the temperature above 0.")
+        if not (0 <= args.noise_share <= 1 and 0 < args.row_share <= 1):
+            given = f"--noise-share {args.noise_share} --row-share {args.row_share}"
+            raise UsageError(f"{given}: both are shares, from 0 (of the rows: above 0) to 1.")
         with bad_files():
             self.start = read_eagle(args.start, target.config) if args.start else None
-        layers = target.config.num_hidden_layers
-        self.config = head_config(target.config, args) if self.start is None else start_config(self.start, layers, args)
+        self.config = head_config(target.config, args) if self.start is None else start_config(self.start, args)
         self.recipe = recipe_for(args)
         # As the authors of the two generations do it.
         self.clip_by_value = args.version == 1
@@ -361,7 +348,7 @@ class EagleTraining(DrafterTraining):
         head = TrainHead(self.config, self.target, ids, self.args.inputs, self.args.compile)
         init_head(head, self.args.seed)
         if self.start:
-            head.load_state_dict(widened(self.start.floats(), self.start.config.taps, head))
+            head.load_state_dict(widened(self.start.floats(), head))
         head.to(self.target.device)
         head.rotary.build(self.target.device, self.target.rotary.length)
         return head
@@ -416,5 +403,5 @@ class EagleTraining(DrafterTraining):
             "loss_weights": [args.feature_weight, args.token_weight] if first else None,
             "noise": args.noise if first else None,
             "noise_share": None if first else args.noise_share,
-            "loss_temperature": None if first else args.loss_temperature,
+            "row_share": None if first else args.row_share,
         }

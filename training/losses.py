@@ -74,7 +74,7 @@ def loss_eagle1(
 def loss_eagle3(
     head: EagleHead, tokens: Tensor, taps: Tensor, hidden_states: Tensor, mask: Tensor, steps: int = 7,
     count: float | None = None, decay: float = 0.8, best: Tensor | None = None, noise_share: float = 0.0,
-    generator: torch.Generator | None = None, temperature: float = 1.0,
+    generator: torch.Generator | None = None, row_share: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """EAGLE-3's training-time test: the head runs `steps` times on its own outputs (EAGLE-3 paper, section 3.2).
 
@@ -88,8 +88,8 @@ def loss_eagle3(
         decay: step s weighs decay^s.
         best: int64 [B, T], the target's most likely next tokens, if they are known.
         noise_share: the weight of `noise_loss`; the cross-entropy with the target's distribution has the rest.
-        generator: of the random numbers for `noise_loss`.
-        temperature: of both sides of the cross-entropy. Above 1 unlikely tokens count more.
+        generator: of the random numbers for `noise_loss` and `row_share`.
+        row_share: of the rows, which are drawn at random, whose logits are computed. They stand for all rows.
 
     Returns:
         The loss, and by step [steps] the share of rows that agree with the target's most likely token. A token outside
@@ -97,18 +97,21 @@ def loss_eagle3(
     """
     keep = mask[:, 1:].bool()
     count = max(1.0, float(keep.sum()) if count is None else count)
-    outputs = _on_own_outputs(head, tokens, head.fuse(taps[:, :-1]), keep, steps, [])
+    outputs = [*_on_own_outputs(head, tokens, head.fuse(taps[:, :-1]), keep, steps, [])]
+    truth = hidden_states[:, 1:][keep]
+    known = None if best is None else best[:, 1:][keep]
+    if row_share < 1:
+        drawn = torch.rand(len(truth), generator=generator, device=truth.device) < row_share
+        number = drawn.cumsum(0) - 1
+        outputs = [(output[drawn[which]], number[which[drawn[which]]]) for output, which in outputs]
+        truth, known = truth[drawn], None if known is None else known[drawn]
+        count = count * row_share
 
     def loss(rows: Rows) -> Tensor:
-        wanted = rows.distribution
-        if temperature != 1:
-            wanted = wanted.pow(1 / temperature)
-            wanted = wanted / wanted.sum(-1, keepdim=True)
-        soft = F.cross_entropy(rows.logits / temperature, wanted, reduction="sum") * temperature * (1 - noise_share)
+        soft = F.cross_entropy(rows.logits, rows.distribution, reduction="sum") * (1 - noise_share)
         return soft + noise_loss(rows.logits, rows.distribution, generator) * noise_share if noise_share else soft
 
-    known = None if best is None else best[:, 1:][keep]
-    total, hits = _in_chunks(head, [*outputs], hidden_states[:, 1:][keep], known, loss, decay, outside=False)
+    total, hits = _in_chunks(head, outputs, truth, known, loss, decay, outside=False)
     return total / count, hits / count
 
 

@@ -4,7 +4,7 @@
     python quantize.py --checkpoint DIR --mode int4 --algorithm gptq
 
 The weights are rounded to nearest or by GPTQ, one layer in memory at a time. An EAGLE head can be quantized along with
-its target. `weights.quantized` describes the stored tensors.
+its target, or alone. `weights.quantized` describes the stored tensors.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_draft import EagleHead
 from load import load
+from model import Transformer
 from model_config import ModelConfig
 from sampling import SamplingParams
 from support.errors import (
@@ -50,41 +52,74 @@ from weights.heads import EagleConfig, read_card, read_eagle, save_quantized_eag
 from weights.hf import build_model
 from weights.hub import local_path
 from weights.quantized import ALGORITHMS, GROUPS, HEADS, MODES, QuantSpec, apply_spec_, set_tensor
-from weights.quantizer import quantize_checkpoint
+from weights.quantizer import quantize_checkpoint, quantize_gptq_
 from weights.rounding import quantize_
 from weights.shards import Shard
 
 WINDOW = 512  # tokens of a sequence
 CALIBRATION_WINDOWS = 128
 EVALUATION_WINDOWS = 16
+BATCH = 4  # sequences of a calibration that run together
+DRAFT_STEPS = 3  # that a head is calibrated for: its own outputs are inputs from the second on
 TAU_PROMPTS = 12  # prompts on which a head's tau is measured
 
 
-def quantize_head(
-    path: str | Path, target: ModelConfig, spec: QuantSpec
-) -> tuple[EagleConfig, dict[str, Tensor], dict[str, Any]]:
-    """Round the EAGLE head at `path` to nearest. Returns (its config, the tensors, its part of the receipt).
+class Calibration(NamedTuple):
+    """What GPTQ needs for a head: the running target, and text."""
 
-    Raises ValueError if the head does not fit the target, and UsageError if the group size does not fit the head.
+    model: Transformer
+    windows: Tensor  # int64 [W, T]
+
+
+def quantize_head(
+    path: str | Path, target: ModelConfig, spec: QuantSpec, calibration: Calibration | None = None
+) -> tuple[EagleConfig, dict[str, Tensor], dict[str, Any]]:
+    """Round the EAGLE head at `path`: by GPTQ with a `calibration`, otherwise to nearest.
+
+    Returns (its config, the tensors, its part of the receipt). Raises ValueError if the head does not fit the target, and
+    UsageError if the group size does not fit the head.
     """
     file = read_eagle(path, target)
     with shapes_only():
-        head = EagleHead(file.config, build_model(target), file.tensors.get("draft_ids"))
-    for name, tensor in file.tensors.items():
-        set_tensor(head, name, tensor)
-    errors = quantize_(head, spec)
-    tensors = head.state_dict()
+        model = build_model(target) if calibration is None else calibration.model
+        head = EagleHead(file.config, model, file.tensors.get("draft_ids")).requires_grad_(False)
+    for name, tensor in (file.tensors if calibration is None else file.floats()).items():
+        set_tensor(head, name, tensor.to(model.device) if calibration else tensor)
+    errors = quantize_(head, spec) if calibration is None else _gptq_head(head, spec, calibration)
+    tensors = {name: tensor.cpu() for name, tensor in head.state_dict().items()}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.float32 and not name.endswith(".scales"):
             tensors[name] = tensor.half()
     sizes = [sum(tensor.nbytes for tensor in group.values()) for group in (file.tensors, tensors)]
-    receipt = {"bytes_before": sizes[0], "bytes_after": sizes[1], "worst": max(errors.values())}
-    return file.config, tensors, receipt
+    receipt = {"algorithm": spec.algorithm, "bytes_before": sizes[0], "bytes_after": sizes[1]}
+    return file.config, tensors, receipt | {"worst": max(errors.values())}
+
+
+@torch.no_grad()
+def _gptq_head(head: EagleHead, spec: QuantSpec, calibration: Calibration) -> dict[str, float]:
+    """Round a head in place while it drafts along the calibration text. Returns the relative errors by name."""
+    model, half = calibration.model, calibration.model.dtype != torch.float32
+    head.rotary.build(model.device, model.rotary.length)
+    rows = []
+    for tokens in calibration.windows.to(model.device).split(BATCH):
+        hidden_states, taps = model.forward_train(tokens, head.config.taps)
+        rows.append((tokens, hidden_states if taps is None else taps))
+
+    def draft() -> None:
+        for tokens, features in rows:
+            feature, memory = head.fuse(features[:, :-1].float()), []
+            for step in range(DRAFT_STEPS):
+                feature = head.forward_train(F.pad(tokens[:, 1 + step :], (0, step)), feature, step, memory)
+                if head.lm_head is not None:
+                    head.predict(feature)
+
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=half):
+        return quantize_gptq_(head, spec, draft)
 
 
 def measure_tau(directory: Path, head: str | Path, prompts: list[list[int]], device: str) -> float:
-    """Mean number of tokens per greedy step of a model directory with an EAGLE head."""
-    engine = load(directory, eagle=str(head), eagle_always=True, device=device)
+    """Mean number of tokens per greedy step of a model directory with an EAGLE head and the same tree everywhere."""
+    engine = load(directory, eagle=str(head), tree="paper25", eagle_always=True, device=device)
     steps: list[int] = []
     for ids in prompts:
         params = SamplingParams(max_new_tokens=min(128, engine.ctx - len(ids)))
@@ -189,7 +224,7 @@ def run(args: argparse.Namespace) -> None:
 def _main(args: argparse.Namespace) -> str:
     """Do what the arguments ask for. Returns the receipt for people."""
     spec = QuantSpec(args.mode, args.group_size, args.algorithm, args.act_order, args.lm_head)
-    head_spec = replace(spec, mode=args.eagle_mode or spec.mode, algorithm="rtn", act_order=False)
+    head_spec = replace(spec, mode=args.eagle_mode or spec.mode)
     if args.head_only:
         return _head_alone(args, head_spec)
     given, directory = Path(args.checkpoint), local_path(args.checkpoint)
@@ -200,16 +235,27 @@ def _main(args: argparse.Namespace) -> str:
     if args.tp:
         check_split(config, spec, args.tp)
     calibration, evaluation = _texts(args, directory, config)
-    head = quantize_head(args.eagle, config, head_spec) if args.eagle else None
+    nearest = replace(head_spec, algorithm="rtn", act_order=False)
+    # Also where GPTQ rounds the head afterwards: a head that does not fit is refused before the work.
+    head = quantize_head(args.eagle, config, nearest) if args.eagle else None
 
     def finish(unfinished: Path) -> dict[str, Any]:
         if head is None:
             return {}
-        head_config, tensors, receipt = head
-        save_quantized_eagle(head_config, tensors, head_spec, unfinished / "eagle")
+        rounded, used, notes = head, nearest, []
+        if head_spec.algorithm == "gptq":
+            try:
+                rounded, used = _gptq_head_of(args, unfinished, config, head_spec, calibration), head_spec
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                notes = [f"the head was rounded to nearest: for GPTQ the model must fit in memory ({one_line(error)})"]
+        head_config, tensors, receipt = rounded
+        save_quantized_eagle(head_config, tensors, used, unfinished / "eagle")
         prompts = [row[: min(64, evaluation.shape[1] // 2)].tolist() for row in evaluation[:TAU_PROMPTS]]
         pairs = {"tau_before": (directory, args.eagle), "tau_after": (unfinished, unfinished / "eagle")}
-        return {"head": receipt, **measure_taus(pairs, prompts, args.device)}
+        found = measure_taus(pairs, prompts, args.device)
+        return {"head": receipt, **found, "notes": notes + found["notes"]}
 
     progress = Progress()
 
@@ -231,20 +277,35 @@ def check_split(config: ModelConfig, spec: QuantSpec, ranks: int) -> None:
 
 
 def _head_alone(args: argparse.Namespace, spec: QuantSpec) -> str:
-    """--head-only: write the rounded head, with the CARD.json of the original."""
+    """--head-only: write the rounded head, with the CARD.json of the original. GPTQ lets it draft for the model."""
     out = Path(args.out or "")
     if not args.eagle or not args.out:
         raise UsageError("--head-only needs --eagle HEAD and --out DIR.")
+    _check_calibration(args)
     clean_up(out)
     if out.exists():
         raise UsageError(f"--out {out} exists; choose another name.")
-    target = Checkpoint.open(local_path(args.checkpoint)).config
-    config, tensors, receipt = quantize_head(args.eagle, target, spec)
+    checkpoint = Checkpoint.open(local_path(args.checkpoint))
+    target = checkpoint.config
+    if spec.algorithm == "gptq":
+        windows = _calibration(args, load_tokenizer(checkpoint.tokenizer_source, target.vocab_size), target)
+        config, tensors, receipt = _gptq_head_of(args, args.checkpoint, target, spec, windows)
+    else:
+        config, tensors, receipt = quantize_head(args.eagle, target, spec)
     with directory_written_whole(out) as unfinished:
         save_quantized_eagle(config, tensors, spec, unfinished)
         if card := read_card(args.eagle):
             write_json(unfinished / "CARD.json", card | {"rounded": {"mode": spec.mode, **receipt}})
     return f"EAGLE head  {_sizes(receipt)}   largest relative error of a matrix {receipt['worst']:.2%}   {out}"
+
+
+def _gptq_head_of(
+    args: argparse.Namespace, checkpoint: str | Path, target: ModelConfig, spec: QuantSpec, windows: Tensor
+) -> tuple[EagleConfig, dict[str, Tensor], dict[str, Any]]:
+    """`quantize_head` by GPTQ, with the model at `checkpoint` in memory."""
+    engine = load(checkpoint, device=args.device)
+    with engine.backend.active():
+        return quantize_head(args.eagle, target, spec, Calibration(engine.model, windows))
 
 
 def _check(args: argparse.Namespace, directory: Path, out: Path) -> None:
@@ -259,10 +320,14 @@ def _check(args: argparse.Namespace, directory: Path, out: Path) -> None:
         raise UsageError(f"--out {out} exists and is not an earlier result; choose another name.")
     if out.exists() and not args.force:
         raise UsageError(f"--out {out} holds an earlier result; choose another name, or --force to replace it.")
-    if args.calibration and args.algorithm != "gptq":
-        raise UsageError("--calibration is text for GPTQ; add --algorithm gptq.")
+    _check_calibration(args)
     if args.refuse_kl is not None and not args.refuse_kl > 0:
         raise UsageError(f"--refuse-kl is {args.refuse_kl}; it must be above 0 nats.")
+
+
+def _check_calibration(args: argparse.Namespace) -> None:
+    if args.calibration and args.algorithm != "gptq":
+        raise UsageError("--calibration is text for GPTQ; add --algorithm gptq.")
 
 
 def _texts(args: argparse.Namespace, directory: Path, config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -273,20 +338,23 @@ def _texts(args: argparse.Namespace, directory: Path, config: ModelConfig) -> tu
     evaluation = token_windows(texts, tokenizer, config.vocab_size, EVALUATION_WINDOWS, length + 1)
     if args.algorithm != "gptq":
         return evaluation[:0, :-1], evaluation
-    texts = _calibration(args.calibration, tokenizer)
-    return token_windows(texts, tokenizer, config.vocab_size, CALIBRATION_WINDOWS, length), evaluation
+    return _calibration(args, tokenizer, config), evaluation
 
 
-def _calibration(file: str | None, tokenizer: Tokenizer | None) -> Iterable[str | list[int]]:
-    """What GPTQ sees: texts, or a chat model's conversations as the ids that its template makes of them."""
-    chats = tokenizer is not None and bool(tokenizer.chat_template_source)
+def _calibration(args: argparse.Namespace, tokenizer: Tokenizer | None, config: ModelConfig) -> Tensor:
+    """What GPTQ sees, int64 [W, T]: texts, or the conversations of a chat model as its template writes them."""
+    file, chats = args.calibration, tokenizer is not None and bool(tokenizer.chat_template_source)
+    texts: Iterable[str | list[int]]
     if file is None:
         advice = "; this is a chat model, and needs chats: --calibration FILE.jsonl (scripts.make_chats writes one)"
         say(f"note    GPTQ calibrates on Python's standard library{advice if chats else ''}")
-        return stdlib_texts(held_out=False)
-    if chats and (conversations := read_chats(file)):
-        return (tokenizer.encode_chat(messages, add_generation_prompt=False) for messages in conversations)
-    return read_texts(file)
+        texts = stdlib_texts(held_out=False)
+    elif chats and (conversations := read_chats(file)):
+        texts = (tokenizer.encode_chat(messages, add_generation_prompt=False) for messages in conversations)
+    else:
+        texts = read_texts(file)
+    length = min(WINDOW, config.max_positions - 1)
+    return token_windows(texts, tokenizer, config.vocab_size, CALIBRATION_WINDOWS, length)
 
 
 if __name__ == "__main__":

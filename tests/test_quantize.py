@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tiny import held
 
@@ -1100,6 +1101,15 @@ def tiny_head(path: Path, target: ModelConfig, version: int = 1) -> Path:
     return path
 
 
+def float_head(path: Path, target: Transformer) -> EagleHead:
+    """The head at `path` with every weight as float32, also those of a quantized head."""
+    file = read_eagle(path, target.config)
+    head = EagleHead(file.config, target).requires_grad_(False)
+    head.load_state_dict(file.floats())
+    head.rotary.build("cpu", target.rotary.length)
+    return head
+
+
 @pytest.mark.parametrize("version, bits", [(1, 4), (3, 4), (3, 8)])
 def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
     """Prevents a head that stays in half precision, loses fc.bias or its own LM head, or a receipt without tau."""
@@ -1150,6 +1160,56 @@ def test_a_head_alone_is_quantized(tmp_path, capsys, version):
     card = json.loads((tmp_path / "new" / "q" / "CARD.json").read_text())
     assert card == {"steps": 7, "rounded": {"mode": "int8", **receipt}}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "m", "new"]
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_gptq_rounds_a_head_for_what_it_drafts(tmp_path, capsys, version):
+    """Prevents GPTQ of a head that rounds to nearest, calibrates on what the head never sees when it drafts, or leaves a
+    linear in floats."""
+    source, path = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED, version)
+    write_json(path / "CARD.json", {"steps": 7})
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 400)  # the model has no tokenizer, so the ids are random all the same
+    argv = ["--checkpoint", source, "--eagle", path, "--head-only", "--group-size", 32, "--lm-head", "int4"]
+    assert run(*argv, "--out", tmp_path / "rtn") == 0
+    assert run(*argv, "--calibration", text, "--out", tmp_path / "no") == 2
+    assert "add --algorithm gptq" in capsys.readouterr().err
+    assert run(*argv, "--algorithm", "gptq", "--calibration", text, "--out", tmp_path / "gptq") == 0
+    assert json.loads((tmp_path / "gptq" / "CARD.json").read_text())["rounded"]["algorithm"] == "gptq"
+    model, ids = checkpoint.load_model(source), tokens(8, 39, seed=3)
+    heads = [float_head(tmp_path / name, model) for name in ("head", "rtn", "gptq")]
+    hidden_states, taps = model.forward_train(ids, heads[0].config.taps)
+    drafts = []
+    for head in heads:
+        feature, memory, drafts_of_head = head.fuse((hidden_states if taps is None else taps)[:, :-1]), [], []
+        for step in range(3):
+            feature = head.forward_train(F.pad(ids[:, 1 + step :], (0, step)), feature, step, memory)
+            drafts_of_head.append(head.predict(feature))
+        drafts.append(torch.stack(drafts_of_head))
+    nearest, compensated = ((draft - drafts[0]).norm() / drafts[0].norm() for draft in drafts[1:])
+    assert compensated < 0.95 * nearest
+    rounded = read_eagle(tmp_path / "gptq", UNTIED).tensors
+    assert not any(
+        tensor.dim() == 2 and tensor.is_floating_point() and "scales" not in n for n, tensor in rounded.items()
+    )
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_gptq_of_a_model_rounds_its_head_too(tmp_path, capsys, monkeypatch, fits):
+    """Prevents a head rounded to nearest beside a GPTQ model, or all work lost where the model is too large for it."""
+    source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED, 3)
+
+    def too_large(*how):
+        raise NotEnoughMemory("not enough memory: plan 9 GB,\nfree 1 GB.")
+
+    if not fits:
+        monkeypatch.setattr(quantize, "_gptq_head_of", too_large)
+    argv = ["--checkpoint", source, "--out", tmp_path / "q", "--group-size", 32, "--eagle", head, "--algorithm", "gptq"]
+    assert run(*argv, "--device", "cpu") == 0
+    receipt = json.loads((tmp_path / "q" / "receipt.json").read_text())
+    stored = json.loads((tmp_path / "q" / "eagle" / "config.json").read_text())["eaglet_quant"]["algorithm"]
+    assert receipt["head"]["algorithm"] == stored == ("gptq" if fits else "rtn")
+    assert receipt["tau_after"] >= 1 and ("rounded to nearest" in capsys.readouterr().out) != fits
 
 
 def test_a_quantized_head_keeps_its_trimmed_vocabulary(tmp_path, capsys):

@@ -256,17 +256,9 @@ class _Run:
 
     def _round(self, child: nn.Module, name: str, weight: Tensor, bits: int, forward: Forward) -> Stored:
         """The stored tensors of one weight of `child`."""
-        spec = self.spec
-        if spec.algorithm == "rtn":
-            return quantize_rtn(weight, bits, spec.group_size)
-
-        feed = partial(self._through, forward, self.inputs, keep=False)
-        hessians = _hessians(child, name.endswith(".down"), weight, feed)
-        matrices = weight if weight.dim() == 3 else weight[None]
-        options = (bits, spec.group_size, spec.act_order)
-        parts = [quantize_gptq(w, h, *options) for w, h in zip(matrices, hessians, strict=True)]
-        stacked = {leaf: torch.stack([part[leaf] for part in parts]) for leaf in parts[0]}
-        return stacked if weight.dim() == 3 else parts[0]
+        if self.spec.algorithm == "rtn":
+            return quantize_rtn(weight, bits, self.spec.group_size)
+        return _gptq(child, name, weight, bits, self.spec, partial(self._through, forward, self.inputs, keep=False))
 
     def _through(self, forward: Forward, states: Tensor, keep: bool = True) -> None:
         """Replace states [W, T, H] on the host by forward(states), a batch at a time. Without `keep` only run it."""
@@ -296,6 +288,38 @@ class _Run:
         write_safetensors(directory / "model.safetensors", self.stored)
         write_json(directory / "config.json", raw | {"eaglet_quant": spec_to_json(self.spec)})
         self.source.checkpoint.copy_texts(directory)
+
+
+@torch.no_grad()
+def quantize_gptq_(module: nn.Module, spec: QuantSpec, feed: Callable[[], None]) -> dict[str, float]:
+    """Round every linear of a float32 module in memory by GPTQ, in place. Returns the relative weight errors by name.
+
+    feed: runs the module over calibration data. Each linear sees what its rounded predecessors produce.
+    """
+    errors, rounded = {}, {}
+    for name, child, weights, bits in quantizable(module, spec):
+        for weight in weights.values():
+            rounded[name] = _gptq(child, name, weight, bits, spec, feed)
+            restored = QuantLinear(rounded[name]).dequantize().to(weight.device)
+            errors[name] = relative_error(weight, restored)
+            weight.copy_(restored)
+    apply_spec_(module, spec)
+    for name, stored in rounded.items():
+        for leaf, tensor in stored.items():
+            set_tensor(module.get_submodule(name), leaf, tensor)
+    return errors
+
+
+def _gptq(
+    child: nn.Module, name: str, weight: Tensor, bits: int, spec: QuantSpec, feed: Callable[[], None]
+) -> Stored:  # fmt: skip
+    """The stored tensors of a weight of `child`, rounded by GPTQ while `feed` runs calibration data through it."""
+    hessians = _hessians(child, name.endswith(".down"), weight, feed)
+    matrices = weight if weight.dim() == 3 else weight[None]
+    options = (bits, spec.group_size, spec.act_order)
+    parts = [quantize_gptq(w, h, *options) for w, h in zip(matrices, hessians, strict=True)]
+    stacked = {leaf: torch.stack([part[leaf] for part in parts]) for leaf in parts[0]}
+    return stacked if weight.dim() == 3 else parts[0]
 
 
 def _hessians(child: nn.Module, down: bool, weight: Tensor, feed: Callable[[], None]) -> list[Tensor]:

@@ -33,6 +33,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--version", type=int, choices=(1, 3), required=True)
     add("--compile", action="store_true", help="compile the forwards (faster after some minutes)")
     add("--start", metavar="HEAD", help="go on from the weights of a head; it keeps its shape")
+    add("--average", type=float, default=0.0,
+        help="share of the weights of --start in the head that is written; 0.5 is often better than both")  # fmt: skip
     add(
         "--keep-features",
         action="store_true",

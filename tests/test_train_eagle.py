@@ -283,11 +283,33 @@ def test_a_start_may_get_more_tokens_to_draft(files, trained, tmp_path):
     assert torch.allclose(after["lm_head.weight"][~kept].float(), rows[~kept] * 2 + 0.5, atol=2e-2)
 
 
-@pytest.mark.parametrize("more", [["--noise-share", "1.5"], ["--row-share", "0"], ["--row-share", "2"]])
+@pytest.mark.parametrize(
+    "more", [["--noise-share", "1.5"], ["--row-share", "0"], ["--average", "2"], ["--average", "0.5"]]
+)
 def test_shares_out_of_range_are_one_line(files, tmp_path, more):
-    """A loss that falls for ever, or a division by zero, after the data was made."""
-    with pytest.raises(UsageError, match="both are shares"):
+    """A loss that falls for ever, or a division by zero, after the data was made; an average with nothing."""
+    with pytest.raises(UsageError, match="a share is 0 to 1|add --start HEAD"):
         run(files, tmp_path / "head", *more, version=3)
+
+
+def test_a_head_is_averaged_with_its_start(files, trained, tmp_path):
+    """An average that weighs the wrong side, leaves a tensor out, averages token ids, or needs the training again."""
+    path, card = trained[3]
+    config = load_config(files / "target")
+    more = ["--start", str(path), "--ttt-steps", str(card["ttt_steps"]), "--work", str(tmp_path / "work")]
+    heads = [read_eagle(path, config).tensors]
+    for share in ("0", "0.25"):  # the second run finds the state of the first
+        out = tmp_path / share
+        averaged = run(files, out, *more, "--average", share, version=3, steps=4, lr=1.0)
+        heads.append(read_eagle(out, config).tensors)
+    assert averaged["average"] == 0.25 and len(averaged["loss_curve"]) == 4
+    start, end, mean = heads
+    assert any(not torch.equal(start[name], end[name]) for name in start)
+    for name, tensor in mean.items():
+        expected = end[name] if name == "draft_ids" else 0.25 * start[name].float() + 0.75 * end[name].float()
+        torch.testing.assert_close(tensor.float(), expected.float(), atol=1e-2, rtol=1e-2)
+    moved = [(heads[i]["fc.weight"] - end["fc.weight"]).float().norm().item() for i in (0, 2)]
+    assert moved[1] / moved[0] == pytest.approx(0.25, abs=0.03)
 
 
 def test_a_start_that_does_not_fit_is_one_line(files, trained, tmp_path):

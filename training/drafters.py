@@ -39,7 +39,7 @@ from weights.quantized import pack_
 
 # Options that do not decide the weights. A state is not resumed with other values of the others.
 FREE = """out work eval_every eval_prompts eval_tokens prompt_length tree save_every pause_at device dtype threads debug
-    force compile autocast max_positions""".split()
+    force compile autocast max_positions average""".split()
 CARD_OPTIONS = "steps length seed tree eval_prompts eval_tokens".split()
 LABELS = {"held_out_accuracy": "accuracy", "chain_tau": "chain tau", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
 TEMPERATURES = {"greedy": 0.0, "t1": 1.0}  # that tau is measured at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -148,7 +149,7 @@ def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:
 def earlier_card(head: Path) -> dict[str, Any]:
     """What CARD.json keeps of the training that --start goes on from."""
     card = read_card(head)
-    kept = ("data", "training_tokens", "steps", "rows_per_step", "minutes", "tau_greedy", "started_from")
+    kept = ("data", "training_tokens", "steps", "rows_per_step", "minutes", "average", "tau_greedy", "started_from")
     return {"head": head.name} | {name: card[name] for name in kept if name in card}
 
 
@@ -204,12 +205,16 @@ def init_head(head: TrainHead, seed: int) -> None:
         head.norm.weight.copy_(head.target.norm.weight)
 
 
-def exported(head: TrainHead) -> dict[str, Tensor]:
-    """The head's tensors as they are written: bfloat16 on the CPU.
+def exported(head: TrainHead, start: Mapping[str, Tensor] | None = None, share: float = 0.0) -> dict[str, Tensor]:
+    """The head's tensors as they are written: bfloat16 on the CPU, averaged with those of `start`, which have `share`.
 
-    What the inputs of an EAGLE-1 head leave out gets weights of zero, which any engine runs.
+    What the inputs of an EAGLE-1 head leave out gets weights of zero, which any engine runs. The average of a model and
+    what it was fine-tuned to is often better than both (WiSE-FT, arXiv 2109.01903).
     """
-    tensors = {n: t.to("cpu", t.dtype if n == "draft_ids" else torch.bfloat16) for n, t in head.state_dict().items()}
+    tensors = head.state_dict()
+    if start is not None:
+        tensors = {n: t if n == "draft_ids" else t.lerp(start[n].to(t), share) for n, t in tensors.items()}
+    tensors = {n: t.to("cpu", t.dtype if n == "draft_ids" else torch.bfloat16) for n, t in tensors.items()}
     if head.config.version == 1 and head.inputs in ("feature", "token"):
         embedding, feature = tensors["fc.weight"].chunk(2, 1)
         (embedding if head.inputs == "feature" else feature).zero_()
@@ -322,9 +327,12 @@ class EagleTraining(DrafterTraining):
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
         self.title = f"EAGLE-{args.version} head ({args.inputs})"
-        if not (0 <= args.noise_share <= 1 and 0 < args.row_share <= 1):
-            given = f"--noise-share {args.noise_share} --row-share {args.row_share}"
-            raise UsageError(f"{given}: both are shares, from 0 (of the rows: above 0) to 1.")
+        shares = {"noise_share": args.noise_share, "row_share": args.row_share, "average": args.average}
+        for name, share in shares.items():
+            if not 0 <= share <= 1 or (name == "row_share" and share == 0):
+                raise UsageError(f"--{name.replace('_', '-')} {share}: a share is 0 to 1, and of the rows above 0.")
+        if args.average and not args.start:
+            raise UsageError("--average is the share of --start in the head that is written; add --start HEAD.")
         with bad_files():
             self.start = read_eagle(args.start, target.config) if args.start else None
         self.config = head_config(target.config, args) if self.start is None else start_config(self.start, args)
@@ -337,6 +345,7 @@ class EagleTraining(DrafterTraining):
         half = target.device.type == "cuda" or target.dtype != torch.float32
         self.autocast = args.autocast == "on" or (args.autocast == "auto" and half)
         self.kept: KeptFeatures | None = None
+        self.first: dict[str, Tensor] | None = None  # the tensors that training begins with, if --start gives them
 
     def build(self, data: TokenData) -> TrainHead:
         if self.args.keep_features:
@@ -348,7 +357,8 @@ class EagleTraining(DrafterTraining):
         head = TrainHead(self.config, self.target, ids, self.args.inputs, self.args.compile)
         init_head(head, self.args.seed)
         if self.start:
-            head.load_state_dict(widened(self.start.floats(), head))
+            self.first = widened(self.start.floats(), head)
+            head.load_state_dict(self.first)
         head.to(self.target.device)
         head.rotary.build(self.target.device, self.target.rotary.length)
         return head
@@ -374,7 +384,7 @@ class EagleTraining(DrafterTraining):
         return self.start.tensors.get("draft_ids") if self.start else None
 
     def write(self, module: TrainHead, directory: Path) -> None:
-        save_eagle(self.config, exported(module), directory)
+        save_eagle(self.config, exported(module, self.first, self.args.average), directory)
 
     def read(self, directory: Path) -> EagleHead:
         return build_head(read_eagle(directory, self.target.config), self.target)
@@ -385,7 +395,7 @@ class EagleTraining(DrafterTraining):
     def numbers(self, module: TrainHead, evaluation: Evaluation) -> dict[str, Any]:
         """Accuracy and a chain's tau of the head as it is written, also of heads that no engine drafts with."""
         rounded = TrainHead(self.config, self.target, module.draft_ids, module.inputs)
-        rounded.load_state_dict(exported(module))
+        rounded.load_state_dict(exported(module, self.first, self.args.average))
         rounded.to(self.target.device, self.target.dtype).requires_grad_(False)
         rounded.rotary.build(self.target.device, self.target.rotary.length)
         return {"held_out_accuracy": held_out_accuracy(rounded, evaluation)} | chain_numbers(rounded, evaluation)
@@ -404,4 +414,5 @@ class EagleTraining(DrafterTraining):
             "noise": args.noise if first else None,
             "noise_share": None if first else args.noise_share,
             "row_share": None if first else args.row_share,
+            "average": args.average,
         }

@@ -61,6 +61,7 @@ CALIBRATION_WINDOWS = 128
 EVALUATION_WINDOWS = 16
 BATCH = 4  # sequences of a calibration that run together
 DRAFT_STEPS = 3  # that a head is calibrated for: its own outputs are inputs from the second on
+LM_HEAD_STRIDE = 8  # every so many rows of a calibration reach a head's LM head
 TAU_PROMPTS = 12  # prompts on which a head's tau is measured
 
 
@@ -110,8 +111,8 @@ def _gptq_head(head: EagleHead, spec: QuantSpec, calibration: Calibration) -> di
             feature, memory = head.fuse(features[:, :-1].float()), []
             for step in range(DRAFT_STEPS):
                 feature = head.forward_train(F.pad(tokens[:, 1 + step :], (0, step)), feature, step, memory)
-                if head.lm_head is not None:
-                    head.predict(feature)
+                if head.lm_head is not None:  # the largest matrix, with few inputs: some of the rows are enough
+                    head.predict(feature[:, ::LM_HEAD_STRIDE])
 
     with torch.autocast(model.device.type, torch.bfloat16, enabled=half):
         return quantize_gptq_(head, spec, draft)

@@ -23,9 +23,9 @@ from support.files import read_json, read_json_lines, replace_block
 Lines = list[dict[str, Any]]
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 HEADLINE = (  # file, arm, temperature, what the README calls it
-    ("smollm2_int4_256.jsonl", "eagle3", 0.0, "speed with EAGLE-3 relative to plain decoding, temperature 0"),
-    ("smollm2_int4_256.jsonl", "eagle3 without n-grams", 0.0, "the same without drafts from repeated text"),
-    ("smollm2_int4_256.jsonl", "eagle3", 1.0, "with such drafts at temperature 1"),
+    ("smollm2_int4_256_avx512.jsonl", "eagle3", 0.0, "speed with EAGLE-3 relative to plain decoding, temperature 0"),
+    ("smollm2_int4_256_avx512.jsonl", "eagle3 without n-grams", 0.0, "the same without drafts from repeated text"),
+    ("smollm2_int4_256_avx512.jsonl", "eagle3", 1.0, "with such drafts at temperature 1"),
     ("smollm2_int4_256.jsonl", "llama.cpp", 0.0, "speed of llama.cpp relative to our plain decoding"),
 )
 TAU, ACCEPTANCE = "smollm2_mt_bench.jsonl", "smollm2_acceptance.json"

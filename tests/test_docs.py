@@ -201,9 +201,9 @@ def test_headline_has_the_figures_of_its_files(tmp_path):
         for T in (0.0, 1.0)
     ]
     summary = {"type": "summary", "environment": {"device": "AMD EPYC, 1 threads"}, "rows": rows}
-    (tmp_path / "smollm2_int4_256.jsonl").write_text(json.dumps(summary) + "\n")
+    (tmp_path / "smollm2_int4_256_avx512.jsonl").write_text(json.dumps(summary) + "\n")
     text = measured.headline(tmp_path)
-    where = "AMD EPYC, 1 threads | [smollm2_int4_256.jsonl](benchmarks/results/smollm2_int4_256.jsonl) |"
+    where = "AMD EPYC, 1 threads | [smollm2_int4_256_avx512.jsonl](benchmarks/results/smollm2_int4_256_avx512.jsonl) |"
     assert f"temperature 0 | DIFFERS 1/9, tau 3.00 | {where}" in text
     assert f"temperature 1 | 2.50x (1.25-2.75), tau 4.00 | {where}" in text
     assert len(text.splitlines()) == 6 and "No file here comes from a GPU" in text
@@ -300,7 +300,7 @@ def test_the_readme_explains_the_report(capsys, monkeypatch):
     if file:  # the embedded model has other facts
         for ours, theirs in zip(sample.splitlines(), report.splitlines(), strict=True):
             assert plain(ours) == plain(theirs)
-        for fact in ("36 tok", "100 tok", "weights 96.6 MB", "head EAGLE-3  10.6 MB"):
+        for fact in ("36 tok", "100 tok", "weights 96.6 MB", "head EAGLE-3  11.0 MB"):
             assert fact in sample and fact in report
     assert re.findall(r"^\| `([\w ]+)` \|", section, re.M) == labels(sample)
 

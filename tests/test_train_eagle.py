@@ -421,6 +421,21 @@ def test_loss_eagle3_is_the_papers(files, draft_vocab, chunk, share, monkeypatch
     same_gradients(head, loss, total / count)
 
 
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_batch_in_which_no_row_counts_has_no_loss(files, version):
+    """A training run that ends at conversations whose answers are cut off, or at a draw of no row at all."""
+    head, target = tiny_head(files, version)
+    tokens = torch.randint(0, V, (2, 8), generator=torch.Generator().manual_seed(0))
+    hidden_states, taps = target.forward_train(tokens, head.config.taps)
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    if version == 1:
+        loss, hits = loss_eagle1(head, tokens, hidden_states, mask, steps=2)
+    else:
+        loss, hits = loss_eagle3(head, tokens, taps, hidden_states, mask, 2, noise_share=0.5, row_share=0.5)
+    loss.backward()
+    assert loss.item() == 0 and hits.tolist() == [0, 0]
+
+
 def test_noise_loss_is_about_shared_noise():
     """Noise of the wrong sign or scale, noise that the draft does not see, or a weight that changes nothing."""
     logits = torch.tensor([1.0, 0.0, -1.0, -8.0], dtype=torch.float64).repeat(50_000, 1)

@@ -160,7 +160,7 @@ def _in_chunks(
         outside: whether rows count whose most likely token is outside the draft vocabulary.
     """
     size = max(1, CHUNK // head.vocab_size)
-    edges = torch.arange(0, len(truth) + size, size, device=truth.device)
+    edges = torch.arange(0, max(1, len(truth)) + size, size, device=truth.device)  # one empty chunk where no row counts
     steps = [(output, which, torch.searchsorted(which, edges).tolist()) for output, which in outputs]
     hits = truth.new_zeros(len(steps), dtype=torch.float64)
 

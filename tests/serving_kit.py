@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import shutil
 import threading
@@ -64,6 +65,12 @@ class Running:
     def idle(self) -> None:
         """Wait until no request is under way."""
         until(lambda: not self.api.scheduler.jobs)
+
+    def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
+        """Send a request and read nothing. To close the connection is to leave, at a moment that the test chooses."""
+        connection = http.client.HTTPConnection(*self.socket.getsockname()[:2])
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return connection
 
     def stop(self) -> None:
         self.server.should_exit = True

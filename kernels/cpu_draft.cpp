@@ -28,7 +28,7 @@ struct TreeDraft {
   const Linear fc, lm_head;
   std::optional<Linear> embedding;  // a packed one; else `table` [V,H]
   const float *table = nullptr, *token_norm, *feature_norm, *output_norm, *cos, *sin;
-  const int64_t* draft_ids;
+  const int64_t *draft_ids, *hashes;  // of the draft vocabulary
   const int64_t H, half, positions, children;
   const float eps, scale;
   const bool keep_normed, noisy;  // noisy: scores are those of the noisy logits (`TreeDrafter.scoring`)
@@ -39,8 +39,9 @@ struct TreeDraft {
   TreeDraft(std::vector<Tensor> of_head, std::vector<Tensor> of_tree, int64_t children, double eps, double scale, bool keep_normed, bool noisy)
       : head(std::move(of_head)), tree(std::move(of_tree)), layer(&head[0]), fc(&head[20]), lm_head(&head[24]),
         token_norm(values_or_null(head[32])), feature_norm(values_or_null(head[33])), output_norm(values_or_null(head[34])),
-        cos(floats(head[35])), sin(floats(head[36])), draft_ids(head[37].numel() ? integers(head[37]) : nullptr), H(layer.o.n),
-        half(head[35].size(1)), positions(head[35].size(0)), children(children), eps((float)eps), scale((float)scale),
+        cos(floats(head[35])), sin(floats(head[36])), draft_ids(head[37].numel() ? integers(head[37]) : nullptr),
+        hashes(integers(head[38])), H(layer.o.n), half(head[35].size(1)), positions(head[35].size(0)),
+        children(children), eps((float)eps), scale((float)scale),
         keep_normed(keep_normed), noisy(noisy), N(tree[0].size(1)), candidate(integers(tree[0])),
         parent(integers(tree[1])), depth(integers(tree[2])), valid(booleans(tree[3])) {
     if (head[28].dim() == 2) table = floats(head[28]);
@@ -52,7 +53,7 @@ struct TreeDraft {
 
 Tensor tree_draft(std::vector<Tensor> head, std::vector<Tensor> tree, int64_t children, double eps, double scale,
                   bool keep_normed, bool noisy) {
-  STD_TORCH_CHECK(head.size() == 38 && tree.size() % 5 == 4, "a draft has 38 tensors of its head, 4 of its tree and 5 of each level");
+  STD_TORCH_CHECK(head.size() == 39 && tree.size() % 5 == 4, "a draft has 39 tensors of its head, 4 of its tree and 5 of each level");
   return keep(std::make_unique<TreeDraft>(std::move(head), std::move(tree), children, eps, scale, keep_normed, noisy));
 }
 
@@ -65,22 +66,19 @@ struct Rows {
 };
 
 // A draft under way: the buffers of its forwards, of which none has more than `most` rows, and no level more than `widest`.
-// hashes [V]: of the target's tokens, for noise, or absent.
+// shared_noise: whether the head drafts with the target's noise.
 struct Drafting {
   const TreeDraft& d;
   const int64_t B, most;
   const Tensor& kv;
-  const bool round;
+  const bool round, shared_noise;
   std::vector<float> cos, sin, embedding, residual, joined, buffers, normed, noise;
-  std::vector<int64_t> hashes;  // of the draft vocabulary
   const std::unique_ptr<float[]> logits;
   float* buffer[3];
 
-  Drafting(const TreeDraft& d, int64_t B, int64_t most, int64_t widest, const Tensor& kv, bool round, const std::optional<Tensor>& all)
-      : d(d), B(B), most(most), kv(kv), round(round), cos(most * d.half), sin(most * d.half), embedding(d.H), residual(most * d.H),
-        joined(most * 2 * d.H), buffers(3 * most * d.layer.widest()), normed(most * d.H), noise(all ? B * d.lm_head.n : 0),
-        hashes(all ? d.lm_head.n : 0), logits(new float[widest * d.lm_head.n]) {
-    for (size_t i = 0; i < hashes.size(); ++i) hashes[i] = integers(*all)[d.draft_ids ? d.draft_ids[i] : i];
+  Drafting(const TreeDraft& d, int64_t B, int64_t most, int64_t widest, const Tensor& kv, bool round, bool shared_noise)
+      : d(d), B(B), most(most), kv(kv), round(round), shared_noise(shared_noise), cos(most * d.half), sin(most * d.half),
+        embedding(d.H), residual(most * d.H), joined(most * 2 * d.H), buffers(3 * most * d.layer.widest()), normed(most * d.H), noise(shared_noise ? B * d.lm_head.n : 0), logits(new float[widest * d.lm_head.n]) {
     for (int64_t i = 0; i < 3; ++i) buffer[i] = &buffers[i * most * d.layer.widest()];
   }
 
@@ -115,15 +113,15 @@ struct Drafting {
     if (d.output_norm) norm_rows(output, d.output_norm, M, d.H, d.eps, normed.data());
     d.lm_head(d.output_norm ? normed.data() : output, M, nullptr, false, round, logits.get());
     const int64_t PART = 2048, parts = (size + PART - 1) / PART;  // of a row of noise
-    torch::stable::parallel_for(0, hashes.empty() ? 0 : B * parts, 2, [&](int64_t first, int64_t last) {
+    torch::stable::parallel_for(0, shared_noise ? B * parts : 0, 2, [&](int64_t first, int64_t last) {
       for (int64_t part = first; part < last; ++part) {
         const int64_t b = part / parts, begin = part % parts * PART;
-        noise_row(seed[b], positions[b], &hashes[begin], std::min(PART, size - begin), &noise[b * size + begin]);
+        noise_row(seed[b], positions[b], d.hashes + begin, std::min(PART, size - begin), &noise[b * size + begin]);
       }
     });
     torch::stable::parallel_for(0, M, std::max<int64_t>(1, 16384 / size), [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
-        const float* g = hashes.empty() ? nullptr : &noise[row / width * size];
+        const float* g = shared_noise ? &noise[row / width * size] : nullptr;
         const DraftRow drafts{&logits[row * size], size, g, nullptr, temperature[row / width], d.noisy};
         best_drafts(drafts, d.children, places + row * d.children, scores + row * d.children);
       }
@@ -204,12 +202,12 @@ std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Ten
 constexpr float FORWARD = 2.5f;
 
 // A `Draft` (`TreeDrafter._static`). features [B,R,F], of which `count` [B] rows are true, stand for the tokens before the root.
-// hashes [V]: of the target's tokens, if the head drafts with the target's noise. If p_min is not 0, the tree is pruned: what
-// is less likely than p_min in every sequence is left out, and nothing is drafted below what is less likely than FORWARD p_min.
+// If p_min is not 0, the tree is pruned: what is less likely than p_min in every sequence is left out, and nothing is drafted
+// below what is less likely than FORWARD p_min.
 // Where the sequences repeat themselves, a pruned tree gives way to a run of at most `ngram_nodes` tokens.
 Draft::Fields draft_tree(
     const Tensor& drafts, const Tensor& tokens, const Tensor& n, const Tensor& root, const Tensor& features, const Tensor& count,
-    const std::optional<Tensor>& hashes, const Tensor& seed, const Tensor& temperature, Tensor kv, bool round, double p_min, int64_t ngram_nodes) {
+    bool shared_noise, const Tensor& seed, const Tensor& temperature, Tensor kv, bool round, double p_min, int64_t ngram_nodes) {
   const TreeDraft& d = kept<TreeDraft>(drafts);
   const int64_t B = n.size(0), S = tokens.size(1), slots = kv.size(3), H = d.H, F = features.size(2), N = d.N, K = d.children;
   const bool prune = p_min > 0;
@@ -221,7 +219,7 @@ Draft::Fields draft_tree(
     run_rows += level.width;
   }
   const int64_t most = std::max(fed, widest);
-  Drafting drafting(d, B, B * most, B * widest, kv, round, hashes);
+  Drafting drafting(d, B, B * most, B * widest, kv, round, shared_noise);
   Rows rows(B * most);
 
   // the accepted tokens again, with their true features
@@ -327,7 +325,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
   m.def("tree_draft(Tensor[] head, Tensor[] tree, int children, float eps, float scale, bool keep_normed, "
         "bool noisy) -> Tensor");
   m.def("draft_tree(Tensor drafts, Tensor tokens, Tensor n, Tensor root, Tensor features, Tensor count, "
-        "Tensor? hashes, Tensor seed, Tensor temperature, Tensor(a!) kv, bool round, float p_min, int ngram_nodes) "
+        "bool shared_noise, Tensor seed, Tensor temperature, Tensor(a!) kv, bool round, float p_min, int ngram_nodes) "
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 

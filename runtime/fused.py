@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+import sampling
 from drafters.base import Draft, DraftInput, StepParts
 from drafters.tree_drafter import TreeDrafter
 from eagle_draft import EagleDrafter, EagleHead
@@ -62,9 +63,8 @@ def fused_parts() -> StepParts:
         able = kernels.use_cpu("draft_tree", inputs.features, problem=problem)
         if found is None or mode.penalties or mode.filters or not able:
             return None
-        hashes = inputs.hashes if drafter.shared_noise and mode.sample else None
         text = inputs.tokens, inputs.n, inputs.root, inputs.features.contiguous(), inputs.count
-        noise = hashes, inputs.sampling.seed, inputs.sampling.temperature
+        noise = drafter.shared_noise and mode.sample, inputs.sampling.seed, inputs.sampling.temperature
         p_min = drafter.p_min if drafter.prunes(mode) else 0.0
         how = drafter.cache, kernels.round_activations(), p_min, drafter.ngram_nodes
         return Draft(*torch.ops.eaglet_cpu.draft_tree.default(found, *text, *noise, *how))
@@ -153,7 +153,8 @@ def static_draft(drafter: TreeDrafter) -> Tensor | None:
     if odd or None in linears:
         return None
     norms = (layer.input_norm, layer.hidden_norm) if config.version == 3 else (None, None)
-    others = given(*norms, head.norm, head.rotary.cos, head.rotary.sin, head.draft_ids)
+    ids = torch.arange(target.config.vocab_size) if head.draft_ids is None else head.draft_ids
+    others = given(*norms, head.norm, head.rotary.cos, head.rotary.sin, head.draft_ids, sampling.hash_ids(ids))
     children = max(tables.max_children, 1)
     tree = [tables.source_row * children + tables.rank, tables.parent, tables.depth, tables.valid]
     for level, picks in zip(tables.levels, drafter.picks, strict=True):

@@ -4,7 +4,8 @@
     python quantize.py --checkpoint DIR --mode int4 --algorithm gptq
 
 The weights are rounded to nearest or by GPTQ, one layer in memory at a time. An EAGLE head can be quantized along with
-its target, or alone. `weights.quantized` describes the stored tensors.
+its target, or alone. GPTQ of a head needs the whole model in memory, because the head drafts for it.
+`weights.quantized` describes the stored tensors.
 """
 
 from __future__ import annotations
@@ -78,9 +79,11 @@ def quantize_head(
     """Round the EAGLE head at `path`: by GPTQ with a `calibration`, otherwise to nearest.
 
     Returns (its config, the tensors, its part of the receipt). Raises ValueError if the head does not fit the target, and
-    UsageError if the group size does not fit the head.
+    UsageError if the group size does not fit the head or the head is quantized already.
     """
     file = read_eagle(path, target)
+    if any(name.endswith(".qweight") for name in file.tensors):
+        raise UsageError(f"{path} is quantized already. Give the head from which it was made.")
     with shapes_only():
         model = build_model(target) if calibration is None else calibration.model
         head = EagleHead(file.config, model, file.tensors.get("draft_ids")).requires_grad_(False)
@@ -104,18 +107,19 @@ def _gptq_head(head: EagleHead, spec: QuantSpec, calibration: Calibration) -> di
     rows = []
     for tokens in calibration.windows.to(model.device).split(BATCH):
         hidden_states, taps = model.forward_train(tokens, head.config.taps)
-        rows.append((tokens, hidden_states if taps is None else taps))
+        shown = tokens.roll(1, 1) if head.config.unshifted else tokens  # row i is paired with shown[i + 1]
+        rows.append((shown, hidden_states if taps is None else taps))
 
     def draft() -> None:
         for tokens, features in rows:
-            feature, memory = head.fuse(features[:, :-1].float()), []
-            for step in range(DRAFT_STEPS):
-                feature = head.forward_train(F.pad(tokens[:, 1 + step :], (0, step)), feature, step, memory)
-                if head.lm_head is not None:  # the largest matrix, with few inputs: some of the rows are enough
-                    head.predict(feature[:, ::LM_HEAD_STRIDE])
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=half):
+                feature, memory = head.fuse(features[:, :-1].float()), []
+                for step in range(DRAFT_STEPS):
+                    feature = head.forward_train(F.pad(tokens[:, 1 + step :], (0, step)), feature, step, memory)
+                    if head.lm_head is not None:  # the largest matrix, with few inputs: some of the rows are enough
+                        head.predict(feature[:, ::LM_HEAD_STRIDE])
 
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=half):
-        return quantize_gptq_(head, spec, draft)
+    return quantize_gptq_(head, spec, draft)
 
 
 def measure_tau(directory: Path, head: str | Path, prompts: list[list[int]], device: str) -> float:
@@ -278,7 +282,7 @@ def check_split(config: ModelConfig, spec: QuantSpec, ranks: int) -> None:
 
 
 def _head_alone(args: argparse.Namespace, spec: QuantSpec) -> str:
-    """--head-only: write the rounded head, with the CARD.json of the original. GPTQ lets it draft for the model."""
+    """--head-only: write the rounded head, with the CARD.json of the original."""
     out = Path(args.out or "")
     if not args.eagle or not args.out:
         raise UsageError("--head-only needs --eagle HEAD and --out DIR.")

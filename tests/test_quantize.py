@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import shutil
@@ -1193,6 +1194,44 @@ def test_gptq_rounds_a_head_for_what_it_drafts(tmp_path, capsys, version):
     assert not any(
         tensor.dim() == 2 and tensor.is_floating_point() and "scales" not in n for n, tensor in rounded.items()
     )
+    for algorithm in ("rtn", "gptq"):
+        again = [*argv[:3], tmp_path / "rtn", *argv[4:], "--algorithm", algorithm, "--out", tmp_path / "again"]
+        assert run(*again) == 2 and "quantized already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_gptq_of_a_head_takes_a_model_in_half_precision(tmp_path, monkeypatch, version):
+    """Prevents GPTQ that fails, or computes in 16 bits, where the model is in bfloat16, as on a GPU."""
+    source, path = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED, version)
+    argv = ["--checkpoint", source, "--eagle", path, "--head-only", "--algorithm", "gptq", "--group-size", 32]
+    heads = []
+    for dtype in ("float32", "bfloat16"):
+        monkeypatch.setattr(quantize, "load", functools.partial(load, dtype=dtype))
+        assert run(*argv, "--out", tmp_path / dtype) == 0
+        heads.append(read_eagle(tmp_path / dtype, UNTIED).floats())
+    for name, tensor in heads[0].items():
+        assert (heads[1][name] - tensor).norm() <= 0.1 * tensor.norm(), name
+
+
+def test_gptq_pairs_features_with_the_tokens_of_an_unshifted_head(tmp_path, monkeypatch):
+    """Prevents such a head from being calibrated on pairs that it never sees when it drafts."""
+    head, windows = tiny_head(tmp_path / "head", UNTIED, 1), tokens(2, 20)
+    file = read_eagle(head, UNTIED)
+    model = checkpoint.load_model(saved(tmp_path / "m", UNTIED))
+    seen = []
+    forward = quantize.EagleHead.forward_train
+
+    def spy(self, tokens, feature, step, memory):
+        seen.append(tokens)
+        return forward(self, tokens, feature, step, memory)
+
+    monkeypatch.setattr(quantize.EagleHead, "forward_train", spy)
+    for unshifted in (False, True):
+        save_eagle(replace(file.config, unshifted=unshifted), file.tensors, tmp_path / str(unshifted))
+        spec = QuantSpec("int8", algorithm="gptq")
+        quantize.quantize_head(tmp_path / str(unshifted), UNTIED, spec, quantize.Calibration(model, windows))
+        assert torch.equal(seen[0], windows[:, :-1] if unshifted else windows[:, 1:])
+        seen.clear()
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -25,6 +25,17 @@ from training.drafters import train
 from training.eagle import INPUTS, EagleTraining
 from training.losses import FEATURE_NOISE
 
+# Options of one generation of heads: which one, and their defaults.
+ONE_VERSION: dict[str, tuple[int, float | None]] = {
+    "noise": (1, FEATURE_NOISE),
+    "feature_weight": (1, 1.0),
+    "token_weight": (1, 0.1),
+    "noise_share": (3, 0.0),
+    "row_share": (3, 1.0),
+    "taps": (3, None),
+    "norm_before_residual": (3, None),
+}
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
@@ -53,13 +64,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--clip", type=float, help="gradients: by value (version 1) or norm (version 3)")
 
     add = p.add_argument_group("loss").add_argument
-    add("--noise", type=float, default=FEATURE_NOISE, help="version 1: width of the noise on features at 512 tokens")
-    add("--feature-weight", type=float, default=1.0, help="version 1: weight of smooth L1")
-    add("--token-weight", type=float, default=0.1, help="version 1: weight of soft cross-entropy")
-    add("--noise-share", type=float, default=0.0,
+    add("--noise", type=float, help=f"version 1: noise on features, its width at 512 tokens (default: {FEATURE_NOISE})")
+    add("--feature-weight", type=float, help="version 1: weight of smooth L1 (default: 1)")
+    add("--token-weight", type=float, help="version 1: weight of soft cross-entropy (default: 0.1)")
+    add("--noise-share", type=float,
         help="version 3: weight of the loss with shared noise (default: 0, as in the paper)")  # fmt: skip
-    add("--row-share", type=float, default=1.0,
-        help="version 3: share of the rows that are judged; below 1 a step is cheaper and noisier")  # fmt: skip
+    add("--row-share", type=float,
+        help="version 3: share of the rows that are judged; less is cheaper and noisier (default: 1)")  # fmt: skip
     add(
         "--ttt-steps",
         type=at_least(1),
@@ -83,6 +94,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-positions", type=at_least(1), help="max_position_embeddings to write (default: --length)")
 
     args = parsed(p, argv, runs="runs/train_eagle")
+    for name, (version, default) in ONE_VERSION.items():
+        if vars(args)[name] is None:
+            vars(args)[name] = default
+        elif version != args.version:
+            p.error(f"--{name.replace('_', '-')} is for --version {version}; leave it out.")
     args.ttt_steps = args.ttt_steps or (1 if args.version == 1 else 7)
     args.norm_before_residual = args.norm_before_residual or ("off" if args.recipe == "paper" else "on")
     return args

@@ -1,4 +1,4 @@
-"""Training of EAGLE heads on a tiny random target, and the training losses in eagle_draft.py."""
+"""Training of EAGLE heads on a tiny random target, and the training losses in training/losses.py."""
 
 import json
 import math
@@ -280,7 +280,42 @@ def test_a_start_may_get_more_tokens_to_draft(files, trained, tmp_path):
     assert len(after["draft_ids"]) == 62 and kept.sum() == card["draft_vocab"]
     assert torch.allclose(after["lm_head.weight"][kept], before["lm_head.weight"], atol=1e-2)
     rows = lm_head_rows(load_model(files / "target"), after["draft_ids"])
-    assert torch.allclose(after["lm_head.weight"][~kept].float(), rows[~kept] * 2 + 0.5, atol=2e-2)
+    new, wanted = after["lm_head.weight"][~kept].float(), rows[~kept] * 2 + 0.5
+    assert (new - wanted).norm() < 0.5 * (rows[~kept] - wanted).norm()
+
+
+@pytest.mark.parametrize("known", [4, 33, 60])
+def test_new_rows_of_an_lm_head_are_never_wild(files, known):
+    """A map that is fitted to few known tokens, and throws the new rows far away."""
+    head, _ = tiny_head(files, version=3, draft_vocab=31)
+    head.draft_ids = None
+    plain = lm_head_rows(head.target)
+    generator = torch.Generator().manual_seed(known)
+    moved = plain * 1.3 + 0.2 * plain.std() * torch.randn(plain.shape, generator=generator)
+    ids = torch.randperm(V, generator=generator)[:known].sort().values
+    rows = eagle.widened({"draft_ids": ids, "lm_head.weight": moved[ids]}, head)["lm_head.weight"]
+    new = ~torch.isin(torch.arange(V), ids)
+    assert torch.equal(rows[ids], moved[ids])
+    assert (rows - moved)[new].norm() < 1.1 * (plain - moved)[new].norm()
+
+
+@pytest.mark.parametrize(
+    ("version", "more"),
+    [
+        (1, ["--row-share", "0.5"]),
+        (1, ["--noise-share", "0.5"]),
+        (1, ["--taps", "0,1,2"]),
+        (3, ["--noise", "0"]),
+        (3, ["--token-weight", "1"]),
+    ],
+)
+def test_an_option_of_the_other_generation_is_refused(files, tmp_path, capsys, version, more):
+    """An option that does nothing, and stands in the card as if it had."""
+    with pytest.raises(SystemExit):
+        parse(options(files, tmp_path / "head", *more, version=version))
+    assert f"{more[0]} is for --version {4 - version}" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="--side-lr is for --optimizer muon"):
+        run(files, tmp_path / "head", "--optimizer", "adamw", "--side-lr", "1", version=version)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +323,7 @@ def test_a_start_may_get_more_tokens_to_draft(files, trained, tmp_path):
 )
 def test_shares_out_of_range_are_one_line(files, tmp_path, more):
     """A loss that falls for ever, or a division by zero, after the data was made; an average with nothing."""
-    with pytest.raises(UsageError, match="a share is 0 to 1|add --start HEAD"):
+    with pytest.raises(UsageError, match="allowed: 0 to 1|add --start HEAD"):
         run(files, tmp_path / "head", *more, version=3)
 
 
@@ -310,6 +345,12 @@ def test_a_head_is_averaged_with_its_start(files, trained, tmp_path):
         torch.testing.assert_close(tensor.float(), expected.float(), atol=1e-2, rtol=1e-2)
     moved = [(heads[i]["fc.weight"] - end["fc.weight"]).float().norm().item() for i in (0, 2)]
     assert moved[1] / moved[0] == pytest.approx(0.25, abs=0.03)
+    save_eagle(read_eagle(path, config).config, end, tmp_path / "start")
+    more[1] = str(tmp_path / "start")
+    run(files, tmp_path / "again", *more[:4], "--work", str(tmp_path / "other"), version=3, steps=1)
+    save_eagle(read_eagle(path, config).config, mean, tmp_path / "start")
+    with pytest.raises(ValueError, match="another run .weights of --start"):  # and not an average with another head
+        run(files, tmp_path / "again", *more[:4], "--work", str(tmp_path / "other"), version=3, steps=1)
 
 
 def test_a_start_that_does_not_fit_is_one_line(files, trained, tmp_path):

@@ -149,6 +149,10 @@ class DrafterTraining(ABC):
         """Held-out numbers besides those of the engine."""
         return {}
 
+    def identity(self) -> dict[str, Any]:
+        """What decides the weights besides the options, by name."""
+        return {}
+
 
 def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, Any]:
     """Train a drafter, measure what is written, and publish it to args.out.
@@ -193,7 +197,7 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
                 world.say(f"step {done}: {summary(measure(training, module, evaluation, {'greedy': 0.0}))}")
 
         identity = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in FREE}
-        identity |= {"autocast": training.autocast, "processes": world.size}
+        identity |= {"autocast": training.autocast, "processes": world.size} | training.identity()
         run = Run(module, optims, identity, work / "train_state.pt", world)
         step = functools.partial(train_step, training, module, optims, data, world)
         run.fit(step, args.steps, args.save_every, args.pause_at, after_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -169,8 +170,8 @@ def widened(tensors: dict[str, Tensor], head: TrainHead) -> dict[str, Tensor]:
     """The tensors of a head, with the draft vocabulary of `head`.
 
     Training has moved the rows of the LM head together, away from the target's. So the new rows are the target's rows
-    moved in the same way: by the affine map that fits the known tokens best. Rows that stayed where they were would get
-    far too large logits.
+    moved in the same way: by an affine map that is fitted to the known tokens. Rows that stayed where they were would get
+    far too large logits. The fit is held back (ridge) by the weight of one row, so that few tokens move the rows little.
     """
     known = tensors.pop("draft_ids", None)
     if head.draft_ids is not None:
@@ -178,8 +179,13 @@ def widened(tensors: dict[str, Tensor], head: TrainHead) -> dict[str, Tensor]:
     if "lm_head.weight" in tensors and known is not None:
         ids = torch.arange(head.config.target_vocab_size) if head.draft_ids is None else head.draft_ids
         places, rows = torch.isin(ids, known), tensors["lm_head.weight"]
-        inputs = F.pad(lm_head_rows(head.target, ids.to(head.target.device)).double().cpu(), (0, 1), value=1.0)
-        moved = inputs @ torch.linalg.lstsq(inputs[places], rows.double()).solution
+        if places.all():
+            return tensors
+        plain = lm_head_rows(head.target, ids.to(head.target.device)).double().cpu()
+        x = F.pad(plain, (0, 1), value=1.0)
+        moments = x[places].T @ x[places]
+        moments.diagonal().add_(x[places].square().sum(1).mean())
+        moved = plain + x @ torch.linalg.solve(moments, x[places].T @ (rows.double() - plain[places]))
         tensors["lm_head.weight"] = moved.to(rows.dtype)
         tensors["lm_head.weight"][places] = rows
     return tensors
@@ -318,7 +324,10 @@ def recipe_for(args: argparse.Namespace) -> Recipe:
     given = {name: vars(args)[name] for name in asdict(base) if vars(args).get(name) is not None}
     if given.get("optimizer") == "adamw" and "lr" not in given and base.optimizer == "muon":
         given["lr"] = 1e-3
-    return replace(base, **given)
+    recipe = replace(base, **given)
+    if recipe.optimizer == "adamw" and args.side_lr is not None:
+        raise UsageError("--side-lr is for --optimizer muon; adamw trains everything at --lr.")
+    return recipe
 
 
 class EagleTraining(DrafterTraining):
@@ -327,10 +336,10 @@ class EagleTraining(DrafterTraining):
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
         self.title = f"EAGLE-{args.version} head ({args.inputs})"
-        shares = {"noise_share": args.noise_share, "row_share": args.row_share, "average": args.average}
+        shares = {"noise-share": args.noise_share, "row-share": args.row_share, "average": args.average}
         for name, share in shares.items():
-            if not 0 <= share <= 1 or (name == "row_share" and share == 0):
-                raise UsageError(f"--{name.replace('_', '-')} {share}: a share is 0 to 1, and of the rows above 0.")
+            if not 0 <= share <= 1 or (name == "row-share" and share == 0):
+                raise UsageError(f"--{name} is {share}; allowed: 0 to 1, and --row-share above 0.")
         if args.average and not args.start:
             raise UsageError("--average is the share of --start in the head that is written; add --start HEAD.")
         with bad_files():
@@ -399,6 +408,14 @@ class EagleTraining(DrafterTraining):
         rounded.to(self.target.device, self.target.dtype).requires_grad_(False)
         rounded.rotary.build(self.target.device, self.target.rotary.length)
         return {"held_out_accuracy": held_out_accuracy(rounded, evaluation)} | chain_numbers(rounded, evaluation)
+
+    def identity(self) -> dict[str, Any]:
+        if self.start is None:
+            return {}
+        digest = hashlib.sha256()
+        for _, tensor in sorted(self.start.tensors.items()):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        return {"weights of --start": digest.hexdigest()[:16]}
 
     def card(self) -> dict[str, Any]:
         args = self.args

@@ -170,21 +170,27 @@ struct Draft {
   Fields fields() const { return {ids, parent, depth, ancestors, valid, scores}; }
 };
 
-// A run that the text repeats goes on as it did before, and this often: with m tokens alike, token l of its continuation is the
-// target's with probability m / (m + 2 l). (Measured on greedy answers to MT-bench; sampled ones are as if m were smaller by 1.)
-// With FEWEST tokens alike it is better than what a head drafts.
-constexpr int64_t FEWEST = 2;
+// After m tokens alike, the next token is that of the earlier text with probability m / (m + d), and then m + 1 are alike.
+// (Measured on answers of SmolLM2 to its own questions: d is 1.5 at temperature 0, 1.8 at 1/2 and 3.5 at 1.)
+double differs_at(double temperature) { return 1.5 + 2 * temperature * temperature; }
 
-// The continuations of what all sequences repeat, at most `most` tokens of each, or nothing if one of them repeats nothing.
+// The continuations of what all sequences repeat, at most `most` tokens of each, or nothing if one of them repeats too little:
+// a head drafts better than a run whose first token is more likely wrong than right.
 std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Tensor& root, const Tensor& temperature, int64_t most, float least) {
   const int64_t B = n.size(0), S = tokens.size(1);
-  std::vector<int64_t> alike(B), ends(B), lengths(B);
-  auto score = [&](int64_t b, int64_t l) { return std::log(alike[b] / (alike[b] + 2.f * l)); };
+  std::vector<int64_t> ends(B), lengths(B);
+  std::vector<float> scores(B * most, -INFINITY);  // cumulative
   for (int64_t b = 0; b < B; ++b) {
-    std::tie(alike[b], ends[b]) = earlier_run(integers(tokens) + b * S, integers(n)[b]);
-    alike[b] -= floats(temperature)[b] > 0;
-    if (alike[b] < FEWEST) return {};
-    while (lengths[b] < most && score(b, lengths[b] + 1) >= least) ++lengths[b];
+    const double differs = differs_at(floats(temperature)[b]);
+    double alike, total = 0;
+    std::tie(alike, ends[b]) = earlier_run(integers(tokens) + b * S, integers(n)[b]);
+    if (alike < differs) return {};
+    for (int64_t& l = lengths[b]; l < most; ++l, ++alike) {
+      total += std::log(alike / (alike + differs));
+      if (total < least) break;
+      scores[b * most + l] = total;
+    }
+    if (!lengths[b]) return {};
   }
   Draft draft(root, temperature, 1 + *std::max_element(lengths.begin(), lengths.end()));
   for (int64_t b = 0; b < B; ++b) {
@@ -192,7 +198,7 @@ std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Ten
     draft.set(b, 0, true, integers(root)[b], 0, 0, 0.f);
     for (int64_t l = 1; l < draft.Z; ++l) {
       const int64_t id = integers(tokens)[b * S + ends[b] + 1 + (l - 1) % period];
-      draft.set(b, l, l <= lengths[b], id, l - 1, l, score(b, l));
+      draft.set(b, l, l <= lengths[b], id, l - 1, l, scores[b * most + l - 1]);
     }
   }
   return draft;

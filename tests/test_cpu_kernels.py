@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 import subprocess
 import sys
 from dataclasses import replace
@@ -491,15 +494,14 @@ def test_a_pruned_tree_has_the_likely_nodes_of_the_whole_one(p_min, temperature)
     assert min(sizes) < 26 and (p_min > 0.04 or max(sizes) > 3)
 
 
-def continuation(text: list[int], sampled: bool, most: int, p_min: float) -> list[int]:
+def continuation(text: list[int], differs: float, most: int, p_min: float) -> list[int]:
     """What a repeated text is expected to go on with, by the rule in kernels/cpu_draft.cpp."""
-    for alike in range(len(text) - 1, 1 + sampled, -1):
+    for alike in range(len(text) - 1, math.ceil(differs) - 1, -1):
         ends = [e for e in range(alike, len(text)) if text[e - alike : e] == text[-alike:]]
         if ends:
             period = text[ends[-1] :]
-            evidence = alike - sampled
-            length = sum(evidence / (evidence + 2 * k) >= p_min for k in range(1, most + 1))
-            return [period[k % len(period)] for k in range(length)]
+            likely = itertools.accumulate((m / (m + differs) for m in range(alike, alike + most)), operator.mul)
+            return [period[k % len(period)] for k, p in enumerate(likely) if p >= p_min]
     return []
 
 
@@ -527,7 +529,7 @@ def test_where_the_text_repeats_itself_its_continuation_is_drafted(temperature):
             inputs = draft_input(state, SamplingMode(sample=temperature > 0), None, parts)
             tree, draft = (drafter.draft(inputs) for drafter in drafters)
             texts = [row[: n + 1] for row, n in zip(state.tokens.tolist(), state.n.tolist(), strict=True)]
-            wanted = [continuation(text, temperature > 0, 12, 0.15) for text in texts]
+            wanted = [continuation(text, 1.5 + 2 * temperature**2, 12, 0.15) for text in texts]
             found.append(all(wanted))
             caches = [d.cache[:, b, :, : state.n[b]] for b in range(2) for d in drafters]
             assert torch.equal(*caches[:2]) and torch.equal(*caches[2:])

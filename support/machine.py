@@ -16,6 +16,8 @@ try:
 except ImportError:  # Windows has no such module
     resource = None
 
+VECTORS = {"avx512_vnni": "AVX512-VNNI", "avx2": "AVX2"}  # by the names of /proc/cpuinfo, the best first
+
 
 def size_text(count: float) -> str:
     """A number of bytes for people, in decimal units."""
@@ -61,12 +63,15 @@ def release_threads() -> None:
 
 
 def describe_device(device: torch.device) -> str:
-    """The name of the GPU, or of the processor with its number of torch threads."""
+    """The name of the GPU, or of the processor with what it has for the C++ kernels and its number of torch threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    names = [line for line in _lines_of("/proc/cpuinfo") if line.startswith("model name")]
+    lines = _lines_of("/proc/cpuinfo")
+    names, flags = ([line for line in lines if line.startswith(key)] for key in ("model name", "flags"))
     name = names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    known = set(flags[0].split()) if flags else set()
+    kinds = [f" ({kind})" for flag, kind in VECTORS.items() if flag in known]
+    return f"{name}{''.join(kinds[:1])}, {torch.get_num_threads()} threads"
 
 
 def versions() -> dict[str, str]:

@@ -575,3 +575,14 @@ def test_quiet_progress_prints_nothing(monkeypatch):
     for done in range(5):
         progress.of(done, 4)
     assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [("avx2 avx512_vnni", "AMD EPYC (AVX512-VNNI), "), ("sse avx2", "AMD EPYC (AVX2), "), ("sse", "AMD EPYC, ")],
+)
+def test_a_cpu_is_named_with_what_its_kernels_use(monkeypatch, flags, named):
+    """Figures of two processors of one name that differ by a factor of two, as if they were of one machine."""
+    lines = ["processor : 0", "model name\t: AMD EPYC", f"flags\t\t: {flags}"]
+    monkeypatch.setattr(machine, "_lines_of", lambda file: lines)
+    assert machine.describe_device(torch.device("cpu")).startswith(named)

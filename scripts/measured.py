@@ -26,7 +26,7 @@ HEADLINE = (  # file, arm, temperature, what the README calls it
     ("smollm2_int4_256_avx512.jsonl", "eagle3", 0.0, "speed with EAGLE-3 relative to plain decoding, temperature 0"),
     ("smollm2_int4_256_avx512.jsonl", "eagle3 without n-grams", 0.0, "the same without drafts from repeated text"),
     ("smollm2_int4_256_avx512.jsonl", "eagle3", 1.0, "with such drafts at temperature 1"),
-    ("smollm2_int4_256.jsonl", "llama.cpp", 0.0, "speed of llama.cpp relative to our plain decoding"),
+    ("smollm2_int4_256_avx512.jsonl", "llama.cpp", 0.0, "speed of llama.cpp relative to our plain decoding"),
 )
 TAU, ACCEPTANCE = "smollm2_mt_bench.jsonl", "smollm2_acceptance.json"
 NOTHING = "Nothing has been measured and committed yet."

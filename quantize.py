@@ -338,7 +338,7 @@ def _check_calibration(args: argparse.Namespace) -> None:
 def _texts(args: argparse.Namespace, directory: Path, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Token windows to calibrate GPTQ with, int64 [W, T] (none for RTN), and to measure on, int64 [W, T + 1]."""
     tokenizer = load_tokenizer(directory, config.vocab_size)
-    length = min(WINDOW, config.max_positions - 1)
+    length = window_length(config)
     texts = read_texts(args.eval_text) if args.eval_text else stdlib_texts(held_out=True)
     evaluation = token_windows(texts, tokenizer, config.vocab_size, EVALUATION_WINDOWS, length + 1)
     if args.algorithm != "gptq":
@@ -358,8 +358,12 @@ def _calibration(args: argparse.Namespace, tokenizer: Tokenizer | None, config: 
         texts = (tokenizer.encode_chat(messages, add_generation_prompt=False) for messages in conversations)
     else:
         texts = read_texts(file)
-    length = min(WINDOW, config.max_positions - 1)
-    return token_windows(texts, tokenizer, config.vocab_size, CALIBRATION_WINDOWS, length)
+    return token_windows(texts, tokenizer, config.vocab_size, CALIBRATION_WINDOWS, window_length(config))
+
+
+def window_length(config: ModelConfig) -> int:
+    """Tokens of a sequence that the model can read with one more token behind it."""
+    return min(WINDOW, config.max_positions - 1)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ struct Drafting {
 
   Drafting(const TreeDraft& d, int64_t B, int64_t most, int64_t widest, const Tensor& kv, bool round, bool shared_noise)
       : d(d), B(B), most(most), kv(kv), round(round), shared_noise(shared_noise), cos(most * d.half), sin(most * d.half),
-        embedding(d.H), residual(most * d.H), joined(most * 2 * d.H), buffers(3 * most * d.layer.widest()), normed(most * d.H), noise(shared_noise ? B * d.lm_head.n : 0), logits(new float[widest * d.lm_head.n]) {
+        embedding(d.H), residual(most * d.H), joined(most * 2 * d.H), buffers(3 * most * d.layer.widest()), normed(most * d.H),
+        noise(shared_noise ? B * d.lm_head.n : 0), logits(new float[widest * d.lm_head.n]) {
     for (int64_t i = 0; i < 3; ++i) buffer[i] = &buffers[i * most * d.layer.widest()];
   }
 

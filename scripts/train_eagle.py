@@ -94,14 +94,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-positions", type=at_least(1), help="max_position_embeddings to write (default: --length)")
 
     args = parsed(p, argv, runs="runs/train_eagle")
+    _settle_version(p, args)
+    args.ttt_steps = args.ttt_steps or (1 if args.version == 1 else 7)
+    args.norm_before_residual = args.norm_before_residual or ("off" if args.recipe == "paper" else "on")
+    return args
+
+
+def _settle_version(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Give the options of one generation their defaults, and refuse those of the other one."""
     for name, (version, default) in ONE_VERSION.items():
         if vars(args)[name] is None:
             vars(args)[name] = default
         elif version != args.version:
-            p.error(f"--{name.replace('_', '-')} is for --version {version}; leave it out.")
-    args.ttt_steps = args.ttt_steps or (1 if args.version == 1 else 7)
-    args.norm_before_residual = args.norm_before_residual or ("off" if args.recipe == "paper" else "on")
-    return args
+            parser.error(f"--{name.replace('_', '-')} is for --version {version}; leave it out.")
 
 
 def _taps(text: str) -> tuple[int, ...]:

@@ -66,12 +66,20 @@ def describe_device(device: torch.device) -> str:
     """The name of the GPU, or of the processor with what it has for the C++ kernels and its number of torch threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    lines = _lines_of("/proc/cpuinfo")
-    names, flags = ([line for line in lines if line.startswith(key)] for key in ("model name", "flags"))
+    names = [line for line in _lines_of("/proc/cpuinfo") if line.startswith("model name")]
     name = names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
-    known = set(flags[0].split()) if flags else set()
-    kinds = [f" ({kind})" for flag, kind in VECTORS.items() if flag in known]
-    return f"{name}{''.join(kinds[:1])}, {torch.get_num_threads()} threads"
+    flags = cpu_flags()
+    vectors = next((f" ({kind})" for flag, kind in VECTORS.items() if flag in flags), "")
+    return f"{name}{vectors}, {torch.get_num_threads()} threads"
+
+
+def cpu_flags() -> set[str]:
+    """What the processor can do, as Linux lists it. Empty elsewhere."""
+    try:
+        lines = _lines_of("/proc/cpuinfo")
+    except OSError:
+        return set()
+    return set(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
 
 
 def versions() -> dict[str, str]:

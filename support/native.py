@@ -15,6 +15,7 @@ import torch
 
 from support import cache
 from support.files import written_whole
+from support.machine import cpu_flags
 
 BUILD_SECONDS = 120
 
@@ -71,12 +72,3 @@ def compile_library(sources: Sequence[Path], target: Path, processor: str = "nat
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
         raise ValueError(f"{compiler} failed: {lines[0]}")
-
-
-def cpu_flags() -> set[str]:
-    """What the processor can do, as Linux lists it. Empty elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return set()
-    return set(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -29,6 +28,7 @@ from training.losses import FEATURE_NOISE, loss_eagle1, loss_eagle3
 from training.optim import Recipe
 from weights.heads import EagleConfig, EagleFile, default_taps, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
+from weights.quantizer import digest
 
 INPUTS = ("feature+shifted-token", "feature+unshifted-token", "feature", "token")
 
@@ -410,12 +410,7 @@ class EagleTraining(DrafterTraining):
         return {"held_out_accuracy": held_out_accuracy(rounded, evaluation)} | chain_numbers(rounded, evaluation)
 
     def identity(self) -> dict[str, Any]:
-        if self.start is None:
-            return {}
-        digest = hashlib.sha256()
-        for _, tensor in sorted(self.start.tensors.items()):
-            digest.update(tensor.contiguous().view(torch.uint8).numpy())
-        return {"weights of --start": digest.hexdigest()[:16]}
+        return {"weights of --start": digest(self.start.tensors)} if self.start else {}
 
     def card(self) -> dict[str, Any]:
         args = self.args

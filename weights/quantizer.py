@@ -78,7 +78,7 @@ def quantize_checkpoint(
     """
     out, started, source = Path(out), time.time(), _Source(Path(directory))
     apply_spec_(copy.deepcopy(source.model), spec)  # refuses groups that do not fit before any work
-    work = _partial(out, [asdict(spec), source.raw, source.files, _digest(calibration)])
+    work = _partial(out, [asdict(spec), source.raw, source.files, digest(calibration)])
     run, accepted = _Run(source, spec, work, device), False
     try:
         quality = run.quantize(calibration, evaluation, progress)
@@ -234,7 +234,7 @@ class _Run:
         for name, tensor in known.items():
             if tensor.is_floating_point():
                 check_finite(tensor, name, "result")
-        path = self.work / f"{unit}.{_digest(known)[:16]}.safetensors"
+        path = self.work / f"{unit}.{digest(known)[:16]}.safetensors"
         if not finished:
             with writing_errors(path):
                 write_safetensors(path, known)
@@ -248,7 +248,7 @@ class _Run:
         for path in self.work.glob(f"{unit}.*.safetensors"):
             with contextlib.suppress(ValueError):
                 known = _tensors_in(path)
-                if path.name == f"{unit}.{_digest(known)[:16]}.safetensors":
+                if path.name == f"{unit}.{digest(known)[:16]}.safetensors":
                     return known
             with writing_errors(path):
                 path.unlink()
@@ -276,8 +276,8 @@ class _Run:
             "worst_layers": [{"name": name, "relative_error": error} for name, error in worst],
             "bytes_before": sum(math.prod(e.shape) * e.dtype.itemsize for e in entries),
             "bytes_after": sum(t.nbytes for t in self.stored.values()),
-            "evaluation": {"tokens": evaluation[:, 1:].numel(), "sha256": _digest(evaluation)},
-            "calibration": {"tokens": calibration.numel(), "sha256": _digest(calibration)} if gptq else None,
+            "evaluation": {"tokens": evaluation[:, 1:].numel(), "sha256": digest(evaluation)},
+            "calibration": {"tokens": calibration.numel(), "sha256": digest(calibration)} if gptq else None,
             "computed_in": f"float32 on {self.device}",
         }
 
@@ -378,12 +378,12 @@ def _tensors_in(path: Path) -> dict[str, Tensor]:
     return {name: entry.read() for name, entry in read_entries([path]).items()}
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
     """The SHA-256 of a tensor, of tensors by name, or of what JSON can hold."""
     if isinstance(value, Tensor):
         return hashlib.sha256(value.detach().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
     if isinstance(value, dict) and all(isinstance(tensor, Tensor) for tensor in value.values()):
-        value = {name: [str(t.dtype), list(t.shape), _digest(t)] for name, t in value.items()}
+        value = {name: [str(t.dtype), list(t.shape), digest(t)] for name, t in value.items()}
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -391,8 +391,8 @@ def _partial(out: Path, identity: Any) -> Path:
     """OUT.partial for the finished layers of this very job. What another job left there is deleted."""
     work = out.with_name(out.name + ".partial")
     with writing_errors(work):
-        if not (work / _digest(identity)).exists():
+        if not (work / digest(identity)).exists():
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
-            (work / _digest(identity)).touch()
+            (work / digest(identity)).touch()
     return work

@@ -29,11 +29,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+from cli.prompt import DEMO_PROMPT, Prompt, read_prompt, stdin_is_fed
 from options import DEMO, LoadKeywords, add_options, add_sampling, sampling_from
 from support import cache
 from support.errors import Parser, UsageError, run_command
 from support.files import check_folder
-from terminal.prompt import DEMO_PROMPT, Prompt, read_prompt, stdin_is_fed
 
 if TYPE_CHECKING:
     from engine import Engine
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     sampling_from(args)  # refuses settings that are out of range
     check_arguments(args)
     prompt = Prompt("") if args.chat else read_prompt(args)
-    from terminal.once import run_request
+    from cli.once import run_request
 
     return run_request(args, prompt)
 

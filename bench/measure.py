@@ -19,9 +19,9 @@ import torch
 from bench.arms import NO_STOP, Arm, EngineArm, Sample, shown
 from bench.environment import memory_of
 from bench.suites import Prompts, Question
+from cli.prove import find_fork, is_bitwise, is_rounding_tie
 from engine import Engine
 from ranks import everywhere
-from report.prove import find_fork, is_bitwise, is_rounding_tie
 from sampling import SamplingParams
 from step import draft_input
 from support.machine import peak_memory, resident_memory, synchronize

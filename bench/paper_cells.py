@@ -26,11 +26,11 @@ from bench.measure import Bench, Line, Settings, digest
 from bench.peers import HFArm, floats_of, hf_model
 from bench.records import intact, sealed
 from bench.suites import ask
+from cli.prove import find_fork
 from engine import Engine
 from load import load, plan_memory
 from model_config import ModelConfig
 from options import options_from
-from report.prove import find_fork
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import one_line

@@ -35,9 +35,9 @@ from bench.session import measure, row_context
 from bench.suites import ask
 from bench.summary import broken
 from bench.tables import check_outputs, report, write_csv, write_plot
+from cli.report import ranks_json
 from load import load
 from options import add_options, add_sampling, options_from
-from report.lines import ranks_json
 from sampling import SamplingParams
 from support.errors import INTERRUPTED, UsageError, command_parser, run_command
 from support.machine import copy_bandwidth

@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("the server decodes one request at a time; leave --batch-size out.")
     sampling_from(args)  # refuses settings that are out of range
 
+    from cli.report import Report
     from load import load
     from ranks import RankedEngine
-    from report.lines import Report
     from runtime.prompt_cache import PromptCache
     from serving.app import Api
     from serving.prompt_folder import prompt_folder

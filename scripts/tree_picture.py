@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
 
+from cli.steps import Step, StepRecorder
 from generate import DEMO_PROMPT
 from load import load
 from options import add_options, add_sampling, options_from, sampling_from
-from report.viewer import Step, StepRecorder
 from support.errors import UsageError, command_parser, run_command
 from support.files import write_text
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from starlette.responses import HTMLResponse
 
-from report.page import with_drawings
+from cli.page import with_drawings
 
 HERE = Path(__file__).parent
 # The page may run its own script and style, which it names by their hashes, and talk to its own server. That is all.

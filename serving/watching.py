@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from cli.steps import StepRecorder
 from engine import Engine
-from report.viewer import StepRecorder
 from runtime.results import Chunk, GenerationResult, Stream
 from serving.errors import unsupported
 from support.errors import one_line

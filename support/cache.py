@@ -21,7 +21,7 @@ MARKER = ".eaglet-artefacts"  # `clear` deletes only in a folder that holds this
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 SOURCES = Path(__file__).resolve().parent.parent
 # Folders whose code is never traced, and so never changes what was compiled.
-UNTRACED = {"tests", "scripts", "package", "bench", "training", "report", "serving"}
+UNTRACED = {"tests", "scripts", "package", "bench", "training", "cli", "serving"}
 
 
 class Entry(NamedTuple):

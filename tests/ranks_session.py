@@ -11,10 +11,10 @@ import os
 import signal
 import sys
 
+from cli.prove import prove
 from load import load
 from options import DEMO
 from ranks import RankLost
-from report.prove import prove
 from sampling_params import SamplingParams
 
 OPTIONS = dict(dtype="float64", device="cpu", kernels="reference", ctx=256, threads=1)

@@ -50,7 +50,7 @@ def test_source_changes_the_key(tmp_path, monkeypatch):
     """An edited model.py that runs the code compiled before the edit; a kernel's file that moved into a folder and no
     longer counts; everything compiled again because a report's wording changed."""
     monkeypatch.setattr(cache, "SOURCES", tmp_path)
-    for name in ("model.py", "kernels/__init__.py", "kernels/linear.py", "report/__init__.py", "notes/a.py"):
+    for name in ("model.py", "kernels/__init__.py", "kernels/linear.py", "cli/__init__.py", "notes/a.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("a = 1")
     keys = [cache.key("cpu")]
@@ -60,7 +60,7 @@ def test_source_changes_the_key(tmp_path, monkeypatch):
     (tmp_path / "new.py").rename(tmp_path / "kernels" / "newer.py")
     keys.append(cache.key("cpu"))
     assert len(set(keys)) == len(keys)
-    for name in ("report/lines.py", "notes/a.py"):
+    for name in ("cli/report.py", "notes/a.py"):
         (tmp_path / name).write_text("c = 1")
     assert cache.key("cpu") == keys[-1]
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from cli.chat import Conversation, ctrl_c_ends
+from cli.report import Report
 from generate import load, main
 from options import DEMO
-from report.lines import Report
 from sampling import SamplingParams
-from terminal.chat import Conversation, ctrl_c_ends
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -158,7 +158,7 @@ def test_the_commands_do_what_help_says(engine, tmp_path, capsys):
 
 def test_tree_shows_the_last_answer_in_colours(instruct, capsys, monkeypatch):
     """/tree that shows another text, or slows down every answer after it."""
-    monkeypatch.setattr("terminal.chat.wants_colour", lambda stream: True)
+    monkeypatch.setattr("cli.chat.wants_colour", lambda stream: True)
     talk = conversation(load(instruct, ctx=256, eagle=str(DEMO / "eagle1")), max_new_tokens=30)
     talk.answer("def f(x):")
     capsys.readouterr()

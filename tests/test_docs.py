@@ -20,7 +20,7 @@ from test_layering import ORDER
 import generate
 import tree as trees
 from bench import acceptance
-from report.viewer import Step
+from cli.steps import Step
 from scripts import measured, serve, tree_picture
 from serving.metrics import ABOUT
 from support import real_model

@@ -18,10 +18,10 @@ from tiny import held, needs_triton
 import generate
 from bench.acceptance import summarise
 from bench.suites import held_out_prompts
+from cli import prove
 from generate import load, main
 from load import plan_memory, use_threads
 from options import DEMO, LoadOptions
-from report import prove
 from sampling import SamplingParams
 from support import machine
 from weights.checkpoint import load_config

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A room is a file at the top or a folder. It may import the rooms before it. docs/house.md says what each one owns.
 ORDER = (
     "support kernels tree_building tree sampling_params sampling verify chat_template tokenizer model_config model "
-    "weights drafters eagle_draft step runtime engine ranks options load report terminal serving generate quantize bench "
+    "weights drafters eagle_draft step runtime engine ranks options load cli serving generate quantize bench "
     "training scripts package"
 ).split()
 APART = {"bench": {"training", "generate", "quantize"}, "training": {"bench", "generate", "quantize"}}

@@ -12,12 +12,12 @@ from tiny import CTX, PROMPT, TREES, ScriptedDrafter, eagle_drafter, fake_clock,
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine as engine_module
+from cli.steps import Gauge
 from drafters.base import Drafter
 from drafters.draft_model import DraftModelDrafter
 from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import NGramDrafter, WithNGrams
 from engine import LAG, Engine, _Request
-from report.gauge import Gauge
 from runtime import runner as runner_module
 from runtime.compiled import compile_parts
 from runtime.prefill import Prefill

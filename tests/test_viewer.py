@@ -1,4 +1,4 @@
-"""report/: the gauge splits a step and changes no token, and the page and the terminal show the steps as they were."""
+"""cli/: the gauge splits a step and changes no token, and the page and the terminal show the steps as they were."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import generate
 import kernels
 import sampling
 import step as step_module
+from cli.page import page_data, write_page
+from cli.steps import Gauge, Node, Step, StepRecorder, StepView
+from cli.tree_text import TreeWriter, clipped, columns, shown, tree_lines, wants_colour
 from drafters.ngram import WithNGrams
 from engine import Engine
 from load import load
 from options import DEMO
-from report.gauge import Gauge
-from report.page import page_data, write_page
-from report.tree_text import TreeWriter, clipped, columns, shown, tree_lines, wants_colour
-from report.viewer import Node, Step, StepRecorder, StepView
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 from step import PHASES, Observer

@@ -154,7 +154,7 @@ class Clock(TorchDispatchMode):
 def fake_clock(monkeypatch) -> Clock:
     """A clock that the engine and the gauge look at."""
     clock = Clock()
-    for name in ("engine.time", "report.gauge.time"):
+    for name in ("engine.time", "cli.steps.time"):
         monkeypatch.setattr(name, clock)
     return clock
 

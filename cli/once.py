@@ -12,15 +12,16 @@ from typing import NamedTuple
 
 import torch
 
+from cli import prove
+from cli.chat import chat, texts_of
+from cli.page import write_page
+from cli.prompt import Prompt
+from cli.report import Report, result_json
+from cli.steps import Gauge, StepRecorder
+from cli.tree_text import TreeWriter
 from engine import Engine
 from load import load
 from options import options_from, settings_given
-from report import prove
-from report.gauge import Gauge
-from report.lines import Report, result_json
-from report.page import write_page
-from report.tree_text import TreeWriter
-from report.viewer import StepRecorder
 from runtime.grammar import json_grammar
 from runtime.results import Chunk, GenerationResult, Stream
 from sampling import SamplingParams
@@ -28,8 +29,6 @@ from sampling_params import with_suggestions
 from support.errors import INTERRUPTED, BadFileError, UsageError
 from support.files import read_json
 from support.machine import default_device
-from terminal.chat import chat, texts_of
-from terminal.prompt import Prompt
 from tokenizer import BUILTIN_SYSTEM
 
 NEW_TOKENS = 200  # of a continuation, which may never end by itself

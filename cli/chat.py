@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cli.prompt import read_line
+from cli.report import Report
+from cli.steps import StepRecorder
+from cli.tree_text import coloured, wants_colour
 from engine import Engine
-from report.lines import Report
-from report.tree_text import coloured, wants_colour
-from report.viewer import StepRecorder
 from runtime.results import Chunk, GenerationResult, Stream
 from sampling import SamplingParams
 from sampling_params import with_suggestions
 from support.errors import BadFileError, UsageError, one_line
 from support.files import INDEX_LIMIT, read_json, write_json
-from terminal.prompt import read_line
 from tokenizer import BUILTIN_SYSTEM
 
 HELP = """/help           this list

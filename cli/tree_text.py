@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple, TextIO
 
-from report.viewer import Node, StepRecorder, StepView
+from cli.steps import Node, StepRecorder, StepView
 
 # Terminal colours by depth. Depth 0 is the target's own token, deeper ones are accepted draft tokens.
 COLOURS = ("1", "32", "36", "34", "35", "33", "31")

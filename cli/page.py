@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cli.steps import StepRecorder
 from engine import Engine
-from report.viewer import StepRecorder
 from runtime.results import GenerationResult
 from support.files import write_text
 from support.machine import describe_device

@@ -29,6 +29,14 @@ BOUNDS = (
 )
 
 
+class SettingError(ValueError):
+    """A value that a setting may not have, in one line. `setting` is the field of SamplingParams."""
+
+    def __init__(self, setting: str, message: str):
+        super().__init__(message)
+        self.setting = setting
+
+
 @dataclass(frozen=True)
 class SamplingMode:
     """Static switches that say which code a compiled step contains."""
@@ -78,21 +86,22 @@ class SamplingParams:
             if value is None and name == "logprobs":
                 continue
             if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r:.80}; allowed: {allowed}")
+                raise SettingError(name, f"{name} is {value!r:.80}; allowed: {allowed}")
         for name in ("stop_ids", "stop"):
             if not isinstance(values[name], (list, tuple)):
-                raise ValueError(f"{name} is {values[name]!r:.80}; allowed: a tuple. Wrap the value in one.")
+                raise SettingError(name, f"{name} is {values[name]!r:.80}; allowed: a tuple. Wrap the value in one.")
             object.__setattr__(self, name, tuple(values[name]))
         if not isinstance(self.grammar, str):
-            raise ValueError(f"grammar is {self.grammar!r:.80}; allowed: a text. Use json_grammar for a JSON schema.")
+            why = f"grammar is {self.grammar!r:.80}; allowed: a text. Use json_grammar for a JSON schema."
+            raise SettingError("grammar", why)
         for token in self.stop_ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
-                raise ValueError(f"stop_ids has {token!r:.80}; allowed: ids >= 0. Correct or remove it.")
+                raise SettingError("stop_ids", f"stop_ids has {token!r:.80}; allowed: ids >= 0. Correct or remove it.")
         if len(self.stop) > 16:
-            raise ValueError(f"stop has {len(self.stop)} strings; allowed: at most 16. Remove some.")
+            raise SettingError("stop", f"stop has {len(self.stop)} strings; allowed: at most 16. Remove some.")
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text.encode("utf-8", "surrogatepass")) <= 1024:
-                raise ValueError(f"stop has {text!r:.40}; allowed: 1 to 1024 bytes of text each. Shorten it.")
+                raise SettingError("stop", f"stop has {text!r:.40}; allowed: 1 to 1024 bytes of text each. Shorten it.")
 
     @property
     def mode(self) -> SamplingMode:

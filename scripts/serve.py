@@ -81,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from ranks import RankedEngine
     from runtime.prompt_cache import PromptCache
     from serving.app import Api
-    from serving.prompt_folder import prompt_folder
-    from serving.server import Server, bind
+    from serving.server import Server, bind, prompt_folder
 
     settings = settings_of(args)
     report = Report(quiet=False)
@@ -113,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
 
 def settings_of(args: argparse.Namespace):
     """The server's settings. A server that other machines reach has a key in any case."""
+    from serving.scheduler import MB, ServeSettings
     from serving.server import is_loopback
-    from serving.settings import MB, ServeSettings
 
     loopback = is_loopback(args.host)
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from runtime.results import Chunk, GenerationResult, acceptance
 from serving.tool_calls import ToolCall, ToolCallParser, tool_format
 from tokenizer import Tokenizer
+
+
+@dataclass
+class Event:
+    """What the engine says of one choice: steps, and the result when it has ended."""
+
+    index: int
+    chunks: list[Chunk]
+    result: GenerationResult | None = None
+    seen: dict[str, Any] = field(default_factory=dict)  # of the steps, where the request asks for it
+
+    def add(self, later: Event) -> None:
+        """Add what came later of the same choice."""
+        self.chunks += later.chunks
+        self.result = later.result
+        if later.seen:
+            steps = self.seen.get("steps", [])
+            steps += later.seen["steps"]
+            self.seen |= later.seen | {"steps": steps}
 
 
 class TokenInfo(NamedTuple):
@@ -20,81 +39,70 @@ class TokenInfo(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What became certain of one choice."""
+    """What an event made certain of a choice."""
 
     index: int
-    text: str = ""
-    calls: Sequence[ToolCall] = ()
-    tokens: Sequence[TokenInfo] = ()
-    finish: str | None = None  # "stop", "length" or "tool_calls" in the last part
-    seen: Mapping[str, Any] = MappingProxyType({})  # of the steps, where the request asks for it
+    text: str
+    calls: Sequence[ToolCall]
+    tokens: Sequence[TokenInfo]
+    finish: str  # "stop", "length" or "tool_calls" in the last part, else ""
+    seen: Mapping[str, Any]
 
 
 class Answer:
     """One choice while it is decoded, and afterwards."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer | None, stop_ids: Sequence[int], tools: set[str], one_call: bool = False
+        self,
+        index: int,
+        tokenizer: Tokenizer | None,
+        stop_ids: Sequence[int],
+        tools: set[str],
+        one_call: bool = False,
+        logprobs: bool = False,
     ):
-        """tools: names of the tools that the model may call. one_call: later calls of the answer are left out."""
+        """
+        Args:
+            tools: names of the tools that the model may call.
+            one_call: later calls of the answer are left out.
+            logprobs: whether the tokens are kept with their log-probabilities.
+        """
         self.index = index
         self.text = ""
         self.calls: list[ToolCall] = []
         self.tokens: list[TokenInfo] = []
         self.finish = ""
         self.result: GenerationResult | None = None
-        self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
         self._one_call = one_call
-        self._parser = ToolCallParser(tool_format(tokenizer), tools) if tools and tokenizer else None
-        self._mark = self._special_mark()
+        self._logprobs = logprobs
+        self._parser = ToolCallParser(tool_format(tokenizer), tools, tokenizer) if tools and tokenizer else None
 
-    def take(self, chunks: Sequence[Chunk], logprobs: bool = False) -> Part:
-        """Add what some steps emitted."""
+    def take(self, event: Event) -> Part:
+        """Add what the engine said of this choice."""
+        text, calls = "", list[ToolCall]()
         tokens: list[TokenInfo] = []
-        text, calls = "", []
-        for chunk in chunks:
-            if logprobs:
-                known = zip(chunk.token_ids, chunk.logprobs, strict=True)
-                tokens += [TokenInfo(t, p.logprob, p.top) for t, p in known if t not in self._stop_ids]
-            if self._parser is None:
-                text += chunk.text
-            else:
-                more, found = self._parser.push(self._with_mark(chunk))
-                text += more
-                calls += found
-        return self._add(text, calls, tokens)
-
-    def end(self, result: GenerationResult) -> Part:
-        """Complete the answer with the engine's result."""
-        self.result = result
-        part = self._add(*self._parser.finish(), []) if self._parser else Part(self.index)
-        self.finish = "length" if result.stop_reason in ("length", "interrupted") else "stop"
-        self.finish = "tool_calls" if self.calls else self.finish
-        return part._replace(finish=self.finish)
-
-    def _add(self, text: str, calls: list[ToolCall], tokens: list[TokenInfo]) -> Part:
+        for chunk in event.chunks:
+            more, complete = self._parser.read(chunk) if self._parser else (chunk.text, [])
+            text += more
+            calls += complete
+            if self._logprobs:
+                pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
+                tokens += [TokenInfo(t, p.logprob, p.top) for t, p in pairs if t not in self._stop_ids]
+        if event.result is not None and self._parser:
+            more, complete = self._parser.finish()
+            text += more
+            calls += complete
         if self._one_call:
             calls = calls[: 1 - len(self.calls)]
         self.text += text
         self.calls += calls
         self.tokens += tokens
-        return Part(self.index, text, calls, tokens)
-
-    def _special_mark(self) -> int | None:
-        """The id of the mark that begins a call, if it is a special token. The engine's text leaves these out."""
-        if self._parser is None or self._tokenizer is None:
-            return None
-        mark = self._parser.form.begin.encode()
-        return next((i for i in self._tokenizer.special_ids if self._tokenizer.pieces.get(i) == mark), None)
-
-    def _with_mark(self, chunk: Chunk) -> str:
-        """A chunk's text with the mark where its token stands."""
-        if self._mark is None or self._mark not in chunk.token_ids or self._parser is None or self._tokenizer is None:
-            return chunk.text
-        after = chunk.token_ids[chunk.token_ids.index(self._mark) + 1 :]
-        at = max(0, len(chunk.text) - len(self._tokenizer.decode(after, continuation=True)))
-        return chunk.text[:at] + self._parser.form.begin + chunk.text[at:]
+        if event.result is not None:
+            self.result = event.result
+            cut = event.result.stop_reason in ("length", "interrupted")
+            self.finish = "tool_calls" if self.calls else "length" if cut else "stop"
+        return Part(self.index, text, calls, tokens, self.finish, event.seen)
 
 
 def usage_counts(results: Sequence[GenerationResult], choices: int = 1) -> tuple[int, int, int]:

@@ -1,37 +1,39 @@
-"""The endpoints: reading a request, running it on the engine, writing the answer."""
+"""The endpoints, and who may use them: reading a request, running it on the engine, writing the answer."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import hmac
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine import Engine
-from serving.asking import Parse, chat_ask, completion_ask, response_ask
-from serving.completions import ChatWriter, CompletionWriter
-from serving.errors import SERVER, ApiError
-from serving.guard import Guard
+from serving.completions import ChatWriter, CompletionWriter, Writer
+from serving.fields import FORBIDDEN, SERVER, ApiError
 from serving.metrics import Metrics
 from serving.page import chat_page
-from serving.preparing import Prepared, prepare
+from serving.requests import Parse, chat_ask, completion_ask, response_ask
 from serving.responses import ResponseWriter
-from serving.scheduler import Job, Scheduler, engine_error
-from serving.settings import BODY_SECONDS, ServeSettings
-from serving.streaming import EventStream, client_left, collect, error_response
-from serving.writers import Writer
+from serving.scheduler import Scheduler, ServeSettings, prepare
+from serving.streaming import Reply, error_response
 from support.errors import one_line
 
+BODY_SECONDS = 30  # for a request's body to arrive
 READ_ON = 16  # a body so many times as large as allowed is still read, so that its sender gets the answer
 CLIENT_LEFT = 499  # the status of an answer that nobody reads
+OPEN_PATHS = ("/", "/health")  # need no key; the page asks its user for it
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class Api:
@@ -67,7 +69,7 @@ class Api:
             Route("/health", self.health),
             Route("/metrics", self.figures),
         ]
-        handlers: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected}
+        handlers = {kind: _error for kind in (ApiError, HTTPException, Exception)}
         return Guard(Starlette(routes=routes, exception_handlers=handlers), self.settings, self.metrics)
 
     async def answer(self, request: Request, parse: Parse, writer_class: type[Writer]) -> ASGIApp:
@@ -78,45 +80,17 @@ class Api:
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
         loop = asyncio.get_running_loop()
-        work = (self._preparing, prepare, self.engine, self.settings, parse, body)
-        prepared = await loop.run_in_executor(*work)
-        writer = writer_class(prepared, self.settings.model, self.engine.tokenizer)
-        job = self.scheduler.admit(prepared.streams, prepared.ask.steps)
+        job = await loop.run_in_executor(self._preparing, prepare, loop, self.engine, self.settings, parse, body)
+        writer = writer_class(job, self.settings.model, self.engine.tokenizer)
+        self.scheduler.admit(job)
+        return Reply(writer, self.settings.send_seconds, functools.partial(self._ended, request.url.path, writer))
 
-        def ended(how: str) -> None:
-            self._ended(request.url.path, how, prepared, writer)
-
-        if prepared.ask.stream:
-            return EventStream(job, prepared, writer, self.settings.send_seconds, ended)
-        return await self._whole(request, job, prepared, writer, ended)
-
-    async def _whole(
-        self, request: Request, job: Job, prepared: Prepared, writer: Writer, ended: Callable[[str], None]
-    ) -> Response:
-        """The answer in one piece, unless the client leaves before it is complete."""
-        collector = asyncio.create_task(collect(job, prepared, writer))
-        watcher = asyncio.create_task(client_left(request.receive))
-        how = "cancelled"
-        try:
-            await asyncio.wait({collector, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if not collector.done():
-                return Response(status_code=CLIENT_LEFT)
-            how = ""
-            if (failure := collector.exception()) is not None:
-                raise engine_error(failure)
-            return JSONResponse(writer.whole())
-        finally:
-            job.cancel()
-            collector.cancel()
-            watcher.cancel()
-            ended(how)
-
-    def _ended(self, path: str, how: str, prepared: Prepared, writer: Writer) -> None:
-        """Count a request that has ended, and say a line about it."""
+    def _ended(self, path: str, writer: Writer, how: str) -> None:
+        """Count a request that has ended, and say a line about it. how: "", "cancelled" or "slow"."""
         counts = self.metrics.counts
         counts["cancelled_total"] += how == "cancelled"
         counts["slow_clients_total"] += how == "slow"
-        results = [stream.result for stream in prepared.streams if stream.result.new_tokens]
+        results = [stream.result for stream in writer.job.streams if stream.result.new_tokens]
         self.metrics.decoded(results)
         figures = writer.timings()
         read = f"{figures['prompt_n']:,} + {figures['cache_n']:,} cached"
@@ -182,16 +156,57 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def _api_error(request: Request, error: ApiError) -> Response:
+async def _error(request: Request, error: Exception) -> Response:
+    """The answer for an error of an endpoint, for an unknown path, or for a method that a path does not have."""
+    if isinstance(error, HTTPException):
+        code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+        what = f"{request.method} {request.url.path!r:.80}: {error.detail}"
+        error = ApiError(error.status_code, what, None, code)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, one_line(error), None, "internal_error", SERVER)
     return error_response(error)
 
 
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    """An unknown path, or a method that a path does not have."""
-    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-    what = f"{request.method} {request.url.path!r:.80}: {error.detail}"
-    return error_response(ApiError(error.status_code, what, None, code))
+class Guard:
+    """ASGI middleware: the API key, the names of the server, pages of other sites, and the count of answers."""
 
+    def __init__(self, app: ASGIApp, settings: ServeSettings, metrics: Metrics):
+        self.app = app
+        self.settings = settings
+        self.metrics = metrics
 
-async def _unexpected(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, one_line(error), None, "internal_error", SERVER))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.answered(scope["path"], message["status"])
+            await send(message)
+
+        if scope["type"] != "http":
+            return
+        app = self.app
+        try:
+            self._check(scope)
+        except ApiError as error:
+            app = error_response(error)
+        await app(scope, receive, counted)
+
+    def _check(self, scope: Scope) -> None:
+        """Raise ApiError unless this client may make this request."""
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host = headers.get(b"host", "")
+        origin = headers.get(b"origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            raise ApiError(403, "pages of other sites may not use this server", None, "wrong_origin", FORBIDDEN)
+        if self.settings.api_key is None:
+            # Without a key, a page could reach the server through a name of its own that leads to this machine.
+            if self.settings.loopback and host and urlsplit(f"//{host}").hostname not in LOCAL_NAMES:
+                why = "without an API key this server answers under the names localhost and 127.0.0.1 only"
+                raise ApiError(403, why, None, "wrong_host", FORBIDDEN)
+            return
+        if scope["path"] in OPEN_PATHS:
+            return
+        kind, _, given = headers.get(b"authorization", "").partition(" ")
+        known = hmac.compare_digest(given.strip().encode(), self.settings.api_key.encode())
+        if kind.lower() != "bearer" or not known:
+            why = "the API key is wrong" if given else "an API key is needed: Authorization: Bearer KEY"
+            raise ApiError(401, why, None, "invalid_api_key")

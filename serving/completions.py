@@ -1,15 +1,86 @@
-"""Answers of /v1/chat/completions and /v1/completions."""
+"""What the answers of all endpoints share, and those of /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
+import json
+import secrets
+import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from serving.answers import Part, TokenInfo
+from serving.answers import Part, TokenInfo, timings, usage_counts
+from serving.scheduler import Job
 from serving.tool_calls import ToolCall
-from serving.writers import Message, Writer, finite
+from tokenizer import Tokenizer
+
+
+class Message(NamedTuple):
+    """One event of a stream: its data, and the name that only some APIs give to events."""
+
+    data: dict[str, Any] | str
+    name: str = ""
+
+    def encode(self) -> bytes:
+        """The event as it goes over the line (SSE)."""
+        text = self.data if isinstance(self.data, str) else json.dumps(self.data, ensure_ascii=False)
+        named = f"event: {self.name}\n" if self.name else ""
+        return f"{named}data: {text}\n\n".encode("utf-8", "replace")
+
 
 DONE = Message("[DONE]")
+
+
+class Writer:
+    """Turns what became certain of a request's choices into the objects of one API, which a subclass knows."""
+
+    prefix = ""  # of the answer's id
+
+    def __init__(self, job: Job, model: str, tokenizer: Tokenizer | None):
+        """model: what the API calls the model."""
+        self.job = job
+        self.ask = job.ask
+        self.model = model
+        self.tokenizer = tokenizer
+        self.id = new_id(self.prefix)
+        self.created = int(time.time())
+
+    def start(self) -> Iterator[Message]:
+        """What a stream begins with."""
+        yield from ()
+
+    def part(self, part: Part) -> Iterator[Message]:
+        """What a stream says when something became certain."""
+        raise NotImplementedError
+
+    def end(self) -> Iterator[Message]:
+        """What a stream ends with."""
+        raise NotImplementedError
+
+    def whole(self) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
+        raise NotImplementedError
+
+    def timings(self) -> dict[str, Any]:
+        """The figures of the request."""
+        return timings(self.job.results, self.job.queue_seconds)
+
+    def piece(self, token: int) -> tuple[str, bytes]:
+        """The text and the bytes of a token. Half a character has a text of U+FFFD."""
+        if self.tokenizer is None:
+            return str(token), str(token).encode()
+        data = self.tokenizer.pieces.get(token, b"")
+        return data.decode("utf-8", "replace"), data
+
+    def logprobs(self, tokens: Sequence[TokenInfo]) -> list[dict[str, Any]]:
+        """Tokens with their alternatives, as /v1/chat/completions and /v1/responses write them."""
+        return [
+            self._token(info.token, info.logprob) | {"top_logprobs": [self._token(t, p) for t, p in info.top]}
+            for info in tokens
+        ]
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self.piece(token)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
 
 class ChunkWriter(Writer):
@@ -17,32 +88,38 @@ class ChunkWriter(Writer):
 
     whole_object = chunk_object = ""
 
-    def head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> Message:
-        no_usage = {"usage": None} if self.ask.include_usage else {}
-        return Message(self.head(self.chunk_object) | {"choices": choices} | no_usage | more)
-
-    def last(self, index: int) -> dict[str, Any]:
-        """The timings, for the last chunk of the last choice."""
-        if index + 1 < len(self.prepared.answers):
-            return {}
-        return {"timings": self.timings()}
-
-    def end(self) -> Iterator[Message]:
-        if self.ask.include_usage:
-            yield self.chunk([], usage=self.usage(), timings=self.timings())
-        yield DONE
-
-    def whole(self) -> dict[str, Any]:
-        choices = [self.choice(answer.index) for answer in self.prepared.answers]
-        end = {"choices": choices, "usage": self.usage(), "timings": self.timings()}
-        return self.head(self.whole_object) | end
-
     def choice(self, index: int) -> dict[str, Any]:
         """A whole choice."""
         raise NotImplementedError
+
+    def chunk(self, choice: dict[str, Any] | None, **more: Any) -> Message:
+        """A chunk with a choice or none. more: further fields."""
+        no_usage = {"usage": None} if self.ask.include_usage else {}
+        choices = [] if choice is None else [choice]
+        return Message(self._head(self.chunk_object) | {"choices": choices} | no_usage | more)
+
+    def last_chunk(self, choice: dict[str, Any]) -> Message:
+        """The chunk that ends a choice; that of the last choice has the timings."""
+        last = choice["index"] + 1 == len(self.job.answers)
+        return self.chunk(choice, **({"timings": self.timings()} if last else {}))
+
+    def end(self) -> Iterator[Message]:
+        if self.ask.include_usage:
+            yield self.chunk(None, usage=self._usage(), timings=self.timings())
+        yield DONE
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self.choice(answer.index) for answer in self.job.answers]
+        end = {"choices": choices, "usage": self._usage(), "timings": self.timings()}
+        return self._head(self.whole_object) | end
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, cached, new = usage_counts(self.job.results, self.ask.n)
+        counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 class ChatWriter(ChunkWriter):
@@ -51,38 +128,28 @@ class ChatWriter(ChunkWriter):
     prefix = "chatcmpl-"
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, *made_of: Any):
-        super().__init__(*made_of)
-        self._calls = [0] * len(self.prepared.answers)  # how many each choice has had
-
     def start(self) -> Iterator[Message]:
-        for answer in self.prepared.answers:
-            yield self.chunk([self._delta(answer.index, {"role": "assistant", "content": ""})])
+        for answer in self.job.answers:
+            yield self.chunk(self._delta(answer.index, {"role": "assistant", "content": ""}))
 
     def part(self, part: Part) -> Iterator[Message]:
         if part.text or part.tokens or part.seen:
             chosen = self._delta(part.index, {"content": part.text})
-            yield self.chunk([chosen | self._logprobs(part.tokens)], **part.seen)
-        for call in part.calls:
-            number = self._calls[part.index]
-            self._calls[part.index] += 1
-            yield self.chunk([self._delta(part.index, {"tool_calls": [{"index": number} | _call(call)]})])
+            yield self.chunk(chosen | self._logprobs(part.tokens), **part.seen)
+        first = len(self.job.answers[part.index].calls) - len(part.calls)
+        for number, call in enumerate(part.calls, first):
+            yield self.chunk(self._delta(part.index, {"tool_calls": [{"index": number} | _call(call)]}))
         if part.finish:
-            yield self.chunk([self._delta(part.index, {}, part.finish)], **self.last(part.index))
+            yield self.last_chunk(self._delta(part.index, {}, part.finish))
 
     def choice(self, index: int) -> dict[str, Any]:
-        answer = self.prepared.answers[index]
+        answer = self.job.answers[index]
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
             message["content"] = answer.text.strip() or None
             message["tool_calls"] = [_call(call) for call in answer.calls]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": None,
-            **self._logprobs(answer.tokens),
-            "finish_reason": answer.finish,
-        }
+        chosen = {"index": index, "message": message, "logprobs": None, "finish_reason": answer.finish}
+        return chosen | self._logprobs(answer.tokens)
 
     def _delta(self, index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
@@ -103,18 +170,18 @@ class CompletionWriter(ChunkWriter):
     prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, *made_of: Any):
-        super().__init__(*made_of)
-        self._offsets = [0] * len(self.prepared.answers)  # where the next token's text begins
+    def __init__(self, job: Job, model: str, tokenizer: Tokenizer | None):
+        super().__init__(job, model, tokenizer)
+        self._offsets = [0] * len(job.answers)  # where the next token's text begins
 
     def part(self, part: Part) -> Iterator[Message]:
         if part.text or part.tokens or part.seen:
-            yield self.chunk([self._choice(part.index, part.text, part.tokens)], **part.seen)
+            yield self.chunk(self._choice(part.index, part.text, part.tokens), **part.seen)
         if part.finish:
-            yield self.chunk([self._choice(part.index, "", [], part.finish)], **self.last(part.index))
+            yield self.last_chunk(self._choice(part.index, "", [], part.finish))
 
     def choice(self, index: int) -> dict[str, Any]:
-        answer = self.prepared.answers[index]
+        answer = self.job.answers[index]
         return self._choice(index, answer.text, answer.tokens, answer.finish)
 
     def _choice(self, index: int, text: str, tokens: Sequence[TokenInfo], finish: str | None = None) -> dict[str, Any]:
@@ -132,3 +199,13 @@ class CompletionWriter(ChunkWriter):
             columns["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(text)
         return columns
+
+
+def new_id(prefix: str) -> str:
+    """A name that nothing else has."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold: that of an impossible token is minus infinity."""
+    return max(logprob, -9999.0)

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from serving.answers import Part, usage_counts
+from serving.completions import Message, Writer, new_id
+from serving.scheduler import Job
 from serving.tool_calls import ToolCall
-from serving.writers import Message, Writer, new_id
+from tokenizer import Tokenizer
 
 REPEATED = ("instructions", "metadata", "tools", "user")  # fields of the request that the response repeats
 
@@ -17,9 +19,9 @@ class ResponseWriter(Writer):
 
     prefix = "resp_"
 
-    def __init__(self, *made_of: Any):
-        super().__init__(*made_of)
-        self.answer = self.prepared.answers[0]
+    def __init__(self, job: Job, model: str, tokenizer: Tokenizer | None):
+        super().__init__(job, model, tokenizer)
+        self.answer = job.answers[0]
         self._number = 0  # of the next event
         self._message = new_id("msg_")
         self._items: list[dict[str, Any]] = []  # those that are complete
@@ -47,13 +49,12 @@ class ResponseWriter(Writer):
             yield from self._begin_message()
         yield from self._end_message()
         response = self._response(self._status(), self._items)
-        yield self._event("response.completed" if response["status"] == "completed" else "response.incomplete",
-                          response=response)  # fmt: skip
+        yield self._event(f"response.{response['status']}", response=response)
 
     def whole(self) -> dict[str, Any]:
-        calls = [self._call_item(call, new_id("fc_")) for call in self.answer.calls]
+        calls = [self._call_item(call) for call in self.answer.calls]
         text = self.answer.text
-        items = [self._message_item(text, "completed")] if text.strip() or not calls else []
+        items = [self._message_item(text)] if text.strip() or not calls else []
         return self._response(self._status(), items + calls)
 
     def _status(self) -> str:
@@ -77,7 +78,7 @@ class ResponseWriter(Writer):
             return
         self._open = False
         text = self.answer.text[: self._sent]
-        item = self._message_item(text, "completed")
+        item = self._message_item(text)
         part = item["content"][0]
         yield self._in_text("response.output_text.done", text=text, logprobs=part["logprobs"])
         yield self._in_text("response.content_part.done", part=part)
@@ -85,7 +86,7 @@ class ResponseWriter(Writer):
         self._items.append(item)
 
     def _call_events(self, call: ToolCall) -> Iterator[Message]:
-        index, item = len(self._items), self._call_item(call, new_id("fc_"))
+        index, item = len(self._items), self._call_item(call)
         begun = item | {"arguments": "", "status": "in_progress"}
         where = {"item_id": item["id"], "output_index": index}
         yield self._event("response.output_item.added", output_index=index, item=begun)
@@ -99,18 +100,18 @@ class ResponseWriter(Writer):
         logprobs = self.logprobs(self.answer.tokens) if self.ask.logprobs is not None and text else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    def _message_item(self, text: str, status: str) -> dict[str, Any]:
-        content = [self._text_part(text)]
-        return {"type": "message", "id": self._message, "status": status, "role": "assistant", "content": content}
+    def _message_item(self, text: str) -> dict[str, Any]:
+        item = {"type": "message", "id": self._message, "status": "completed", "role": "assistant"}
+        return item | {"content": [self._text_part(text)]}
 
-    def _call_item(self, call: ToolCall, name: str) -> dict[str, Any]:
-        item = {"type": "function_call", "id": name, "call_id": call.id, "name": call.name}
+    def _call_item(self, call: ToolCall) -> dict[str, Any]:
+        item = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id, "name": call.name}
         return item | {"arguments": call.arguments, "status": "completed"}
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
         """The response object. It has no usage before its end."""
         ended = status != "in_progress"
-        params, raw = self.prepared.params, self.ask.raw
+        params, raw = self.job.params, self.ask.raw
         response = {
             "id": self.id,
             "object": "response",
@@ -136,7 +137,7 @@ class ResponseWriter(Writer):
         return response | repeated | ({"timings": self.timings()} if ended else {})
 
     def _usage(self) -> dict[str, Any]:
-        prompt, cached, new = usage_counts(self.results)
+        prompt, cached, new = usage_counts(self.job.results)
         counts = {"input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached}}
         counts |= {"output_tokens": new, "output_tokens_details": {"reasoning_tokens": 0}}
         return counts | {"total_tokens": prompt + new}

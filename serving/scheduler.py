@@ -1,33 +1,48 @@
-"""Requests that wait for the engine's one stream, in order, and the one that runs."""
+"""Requests on the engine: how they become streams, wait in order, are decoded one at a time, and tell what they made."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from cli.steps import StepRecorder
 from engine import Engine
 from ranks import RankLost
-from runtime.results import Chunk, GenerationResult, Stream
-from serving.errors import BUSY, SERVER, ApiError
-from serving.news import News
-from serving.settings import PING_SECONDS, ServeSettings
-from serving.watching import Seen, joined, watched
+from runtime.results import GenerationResult, Stream
+from sampling_params import SamplingParams, SettingError, with_suggestions
+from serving.answers import Answer, Event
+from serving.fields import BUSY, SERVER, ApiError, parse_object, unsupported, wrong
+from serving.requests import Ask, Parse
 from support.errors import one_line
 
-Item = tuple[int, tuple[Chunk, Seen] | GenerationResult]  # of a choice: a step, or its end
+MB = 1 << 20
+CHARACTERS = 16  # for each token of the context; no tokenizer makes so few tokens of a longer text
+RENAMED = {"max_new_tokens": "max_tokens"}  # fields of SamplingParams -> their names in the API
+PING_SECONDS = 15  # a stream without news gets a comment after this time, so that no proxy ends it
+GATHER = 0.05  # seconds between two looks at what the engine has decoded
 
 
-class Event(NamedTuple):
-    """News of a job: steps of a choice, or its result."""
+@dataclass(frozen=True)
+class ServeSettings:
+    """Everything that `python -m scripts.serve` decides about the server, apart from the engine."""
 
-    index: int
-    chunks: list[Chunk]
-    seen: Seen
-    result: GenerationResult | None = None
+    model: str = "model"  # what the API calls the model
+    api_key: str | None = None
+    loopback: bool = True  # whether only this machine can reach the server
+    max_queue: int = 8  # requests that may wait for the one that runs
+    max_body: int = 2 * MB  # bytes of a request
+    max_tokens: int | None = None  # tokens of one answer; None: what is left of the context
+    max_seconds: float = 600  # a request that decodes for longer ends as at its token limit
+    send_seconds: float = 30  # a client that takes nothing for so long is given up
+    defaults: dict[str, Any] = field(default_factory=dict)  # sampling settings where a client gives none
 
 
 class Job:
@@ -37,18 +52,40 @@ class Job:
     of the answers.
     """
 
-    def __init__(self, engine: Engine, streams: Sequence[Stream], max_seconds: float, steps: bool = False):
-        """steps: whether somebody wants to see the steps."""
-        self.engine = engine
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        engine: Engine,
+        ask: Ask,
+        params: SamplingParams,
+        streams: Sequence[Stream],
+        max_seconds: float,
+    ):
+        """loop: the one whose tasks read the events."""
+        self.ask = ask
+        self.params = params
         self.streams = streams
-        self.max_seconds = max_seconds
-        self.steps = steps
         self.cancelled = False
-        self.asked = time.monotonic()
-        self.queue_seconds = 0.0
         self.started = False
+        self.queue_seconds = 0.0
         self.task: asyncio.Task[None] | None = None
-        self._news: News[Item | BaseException | None] = News()
+        tools = {tool["function"]["name"] for tool in ask.tools}
+        for_all = engine.tokenizer, engine.stop_ids(params), tools, ask.one_call, ask.logprobs is not None
+        self.answers = [Answer(i, *for_all) for i in range(len(streams))]
+        self._engine = engine
+        self._max_seconds = max_seconds
+        self._failure: BaseException | None = None
+        self._ended = False
+        self._loop = loop
+        self._events: deque[Event] = deque()
+        self._wake = asyncio.Event()
+        self._waits = False  # whether the reader has nothing to do until an event comes
+        self._next = 0.0  # when the reader may take again
+
+    @property
+    def results(self) -> list[GenerationResult]:
+        """The results of the choices that have ended."""
+        return [answer.result for answer in self.answers if answer.result is not None]
 
     def cancel(self) -> None:
         """Stop after the step, or the part of a prompt, that runs now. A job that still waits gives up its place."""
@@ -60,54 +97,162 @@ class Job:
 
     def run(self) -> None:
         """Decode everything. This runs in the worker thread."""
-        until = time.monotonic() + self.max_seconds
+        until = time.monotonic() + self._max_seconds
         try:
             for index, stream in enumerate(self.streams):
-                with stream, watched(self.engine, stream, self.steps) as chunks:
-                    for chunk in chunks:
-                        self._news.put((index, chunk))
-                        if time.monotonic() > until:
-                            break
+                with stream:
+                    self._decode(index, stream, until)
                 if self.cancelled:
                     return
-                self._news.put((index, stream.result), urgent=True)
+                self._put(Event(index, [], stream.result), urgent=True)
         except BaseException as error:
-            self._news.put(error, urgent=True)
+            self._failure = error
             raise
 
-    def close(self) -> None:
+    def _decode(self, index: int, stream: Stream, until: float) -> None:
+        """Run a stream. Only a request that asks for its steps is watched, because the engine then waits for the host."""
+        recorder = self._recorder() if self.ask.steps else None
+        try:
+            for chunk in recorder.follow(stream, stream.result) if recorder else stream:
+                self._put(Event(index, [chunk], seen=_seen(recorder, stream.result) if recorder else {}))
+                if time.monotonic() > until:
+                    break
+        finally:
+            if recorder:
+                self._engine.remove_observer(recorder)
+
+    def _recorder(self) -> StepRecorder:
+        try:
+            return StepRecorder(self._engine)
+        except ValueError as error:
+            raise unsupported("eaglet.steps", one_line(error)) from None
+
+    def end(self) -> None:
         """Say that nothing more will come."""
-        self._news.put(None, urgent=True)
+        self._ended = True
+        self._wake_reader()
+
+    def _put(self, event: Event, urgent: bool = False) -> None:
+        self._events.append(event)
+        if urgent or self._waits:
+            self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     async def events(self) -> AsyncIterator[Event | None]:
-        """The news of this job, and None when there were none for a while. Raises what stopped the decoding.
+        """What this job made, and None when that was nothing for a while. Raises what stopped the decoding.
 
-        Steps that piled up come together.
+        The worker and the loop share Python's lock and often the cores, so a task that woke up for every step would slow
+        the steps down. What comes first is taken at once. After that the task comes back every GATHER seconds, or when a
+        choice has ended, and steps that piled up come together.
         """
         while True:
-            items = await self._news.take(PING_SECONDS)
-            if not items:
+            await self._news()
+            ended = self._ended  # whatever came before the end is there by now
+            events = self._take()
+            for event in events:
+                yield event
+            if not events and not ended:
                 yield None
-            index, steps = 0, list[tuple[Chunk, Seen]]()
-            for item in items:
-                if item is None or isinstance(item, BaseException):
-                    if steps:
-                        yield _event(index, steps)
-                    if item is None:
-                        return
-                    raise item
-                index, news = item
-                if isinstance(news, GenerationResult):
-                    yield _event(index, steps, news)
-                    steps = []
-                else:
-                    steps.append(news)
-            if steps:
-                yield _event(index, steps)
+            if ended:
+                if self._failure is not None:
+                    raise self._failure
+                return
+
+    def _take(self) -> list[Event]:
+        """The events so far, those of one choice as one."""
+        taken: list[Event] = []
+        for _ in range(len(self._events)):
+            event = self._events.popleft()
+            if taken and taken[-1].index == event.index:
+                taken[-1].add(event)
+            else:
+                taken.append(event)
+        return taken
+
+    async def _news(self) -> None:
+        """Wait until it is time to look at the events again."""
+        self._wake.clear()
+        await self._sleep(self._next - self._loop.time())
+        if not self._events and not self._ended:
+            self._wake.clear()
+            self._waits = True
+            if not self._events and not self._ended:  # none came before the worker could see that the task waits
+                await self._sleep(PING_SECONDS)
+            self._waits = False
+        self._next = self._loop.time() + GATHER
+
+    async def _sleep(self, seconds: float) -> None:
+        """Wait until something wakes the task, but not for longer."""
+        if seconds > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._wake.wait()
 
 
-def _event(index: int, steps: list[tuple[Chunk, Seen]], result: GenerationResult | None = None) -> Event:
-    return Event(index, [chunk for chunk, _ in steps], joined([seen for _, seen in steps]), result)
+def _seen(recorder: StepRecorder, result: GenerationResult) -> dict[str, Any]:
+    """What a stream says of its last step, for those who draw the trees."""
+    if recorder.views:
+        return {"steps": [recorder.views[-1].to_dict()]}
+    return {"first": recorder.first, "scores": recorder.meaning(result.temperature), "steps": []}
+
+
+def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSettings, parse: Parse, body: bytes) -> Job:
+    """Read a request and make its streams, which have not started. Raises ApiError for anything that is wrong with it.
+
+    This takes a while, so it runs off the event loop.
+    """
+    ask = parse(parse_object(body))
+    prompts = _prompts(engine, ask)
+    given = {"seed": secrets.randbits(32)} | settings.defaults | ask.given
+    if ask.logprobs is not None:
+        given["logprobs"] = ask.logprobs
+    streams: list[Stream] = []
+    for ids in prompts:
+        room = engine.ctx - len(ids)
+        if room < 1:
+            held = f"the context holds {engine.ctx:,}"
+            raise _too_long(ask, f"the prompt has {len(ids):,} tokens, and {held}, with at least one new token")
+        most = min(room, given.get("max_new_tokens", room), settings.max_tokens or room)
+        try:
+            params, _ = with_suggestions(engine.generation, given | {"max_new_tokens": most})
+        except ValueError as error:
+            name = error.setting if isinstance(error, SettingError) else None
+            raise ApiError(400, one_line(error), RENAMED.get(name, name), "invalid_value") from None
+        for i in range(ask.n):
+            seed = (params.seed + i) % 2**63 if i else params.seed
+            try:
+                streams.append(engine.generate(ids, replace(params, seed=seed)))
+            except ValueError as error:
+                raise wrong(ask.source, f"cannot be used: {one_line(error)}") from None
+    return Job(loop, engine, ask, params, streams, settings.max_seconds)
+
+
+def _prompts(engine: Engine, ask: Ask) -> list[Sequence[int]]:
+    """The ids of every prompt."""
+    tokenizer = engine.tokenizer
+    texts = [m["content"] for m in ask.messages] + [text for text in ask.prompts if isinstance(text, str)]
+    if tokenizer is None and texts:
+        raise wrong(ask.source, "is text, and this model has no tokenizer; send token ids to /v1/completions")
+    longest = max(map(len, texts), default=0)
+    if longest > CHARACTERS * engine.ctx:
+        why = f"far more than the context of {engine.ctx:,} tokens holds"
+        raise _too_long(ask, f"{ask.source} has a text of {longest:,} characters, {why}")
+    try:
+        if not ask.messages:
+            return [tokenizer.encode(p) if isinstance(p, str) else p for p in ask.prompts]
+        if not tokenizer.chat_template_source:
+            raise wrong(ask.source, "needs a chat template, and this model has none; start the server with --template")
+        return [tokenizer.encode_chat(ask.messages, tools=ask.tools or None)]
+    except ValueError as error:
+        raise wrong(ask.source, f"cannot be used: {one_line(error)}") from None
+
+
+def _too_long(ask: Ask, message: str) -> ApiError:
+    """The error for a prompt that does not fit into the context."""
+    return ApiError(400, message, ask.source, "context_length_exceeded")
 
 
 class Scheduler:
@@ -120,14 +265,16 @@ class Scheduler:
         self.draining = False
         self.broken = False  # whether the GPU can no longer be used
         self._seconds = 1.0  # that a job takes, as a moving mean
-        self._turn = asyncio.Lock()
+        self._one_at_a_time = asyncio.Lock()
 
     @property
     def running(self) -> int:
+        """How many jobs run, 0 or 1."""
         return sum(job.started for job in self.jobs)
 
     @property
     def waiting(self) -> int:
+        """How many jobs wait."""
         return len(self.jobs) - self.running
 
     def check(self) -> None:
@@ -139,30 +286,29 @@ class Scheduler:
             why = f"{self.waiting} requests wait already, which is the limit"
             raise ApiError(429, f"{why}; try again in {seconds} s", None, "queue_full", BUSY, seconds)
 
-    def admit(self, streams: Sequence[Stream], steps: bool = False) -> Job:
-        """Queue a job, whose steps are recorded if `steps` says so. Raises ApiError if the queue is full."""
+    def admit(self, job: Job) -> None:
+        """Queue a job. Raises ApiError if the queue is full."""
         self.check()
-        job = Job(self.engine, streams, self.settings.max_seconds, steps)
         self.jobs.add(job)
         job.task = asyncio.create_task(self._run(job))
-        return job
 
     async def _run(self, job: Job) -> None:
+        asked = time.monotonic()
         try:
-            async with self._turn:
+            async with self._one_at_a_time:
                 job.started = True
-                job.queue_seconds = time.monotonic() - job.asked
+                begun = time.monotonic()
+                job.queue_seconds = begun - asked
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self.engine.turns.worker(), job.run)
-                took = time.monotonic() - job.asked - job.queue_seconds
-                self._seconds += 0.2 * (took - self._seconds)
+                self._seconds += 0.2 * (time.monotonic() - begun - self._seconds)
         except (torch.AcceleratorError, RankLost):  # no kernel runs any more in this process, or another one is gone
             self.broken = self.draining = True
         except Exception:  # the reader of the events reports it
             pass
         finally:
             self.jobs.discard(job)
-            job.close()
+            job.end()
 
 
 def engine_error(error: BaseException) -> ApiError:

@@ -1,17 +1,16 @@
-"""Sending an answer while it is decoded, and noticing that nobody waits for it any more."""
+"""Sending an answer, whole or while it is decoded, and noticing that nobody waits for it any more."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from serving.errors import ApiError
-from serving.preparing import Prepared
-from serving.scheduler import Job, engine_error
-from serving.writers import Message, Writer
+from serving.completions import Message, Writer
+from serving.fields import ApiError
+from serving.scheduler import engine_error
 
 PING = b": waiting\n\n"  # a comment, which clients skip
 HEADERS = [
@@ -21,60 +20,20 @@ HEADERS = [
 ]
 
 
-async def client_left(receive: Receive) -> None:
-    """Wait until the client has closed its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+class Reply:
+    """The ASGI response of a job. It cancels the job when the client leaves, or takes nothing for too long."""
 
-
-async def collect(job: Job, prepared: Prepared, writer: Writer) -> None:
-    """Read all news of a job into its answers. Raises what stopped the decoding."""
-    async for event in job.events():
-        if event is not None:
-            answer = prepared.answers[event.index]
-            answer.take(event.chunks, prepared.ask.logprobs is not None)
-            if event.result is not None:
-                answer.end(event.result)
-    writer.queue_seconds = job.queue_seconds
-
-
-async def event_bytes(job: Job, prepared: Prepared, writer: Writer) -> AsyncIterator[bytes]:
-    """The events of a stream, encoded. All that is known at one moment comes together.
-
-    Nothing comes before the first news of the job, so that an error until then has a status of its own.
-    """
-    begun = False
-    async for event in job.events():
-        messages: list[Message] = []
-        if not begun:
-            begun = True
-            messages += writer.start()
-        if event is not None:
-            answer = prepared.answers[event.index]
-            part = answer.take(event.chunks, prepared.ask.logprobs is not None)
-            messages += writer.part(part._replace(seen=event.seen))
-            writer.queue_seconds = job.queue_seconds
-            if event.result is not None:
-                messages += writer.part(answer.end(event.result))
-        if messages or event is None:
-            yield b"".join(message.encode() for message in messages) or PING
-    if all(answer.result is not None for answer in prepared.answers):
-        yield b"".join(message.encode() for message in writer.end())
-
-
-class EventStream:
-    """The ASGI response of a stream. It cancels its job when the client leaves, or takes nothing for too long."""
-
-    def __init__(self, job: Job, prepared: Prepared, writer: Writer, send_seconds: float, ended: Callable[[str], None]):
+    def __init__(self, writer: Writer, send_seconds: float, ended: Callable[[str], None]):
         """ended: called once with how it ended: "", "cancelled" or "slow"."""
-        self.job = job
-        self.lines = event_bytes(job, prepared, writer)
+        self.writer = writer
+        self.job = writer.job
         self.send_seconds = send_seconds
         self.ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(client_left(receive))
-        sender = asyncio.create_task(self._send(scope, receive, send))
+        watcher = asyncio.create_task(_client_left(receive))
+        reply = self._stream if self.job.ask.stream else self._whole
+        sender = asyncio.create_task(reply(scope, receive, send))
         how = "cancelled"
         try:
             await asyncio.wait({watcher, sender}, return_when=asyncio.FIRST_COMPLETED)
@@ -89,15 +48,25 @@ class EventStream:
             sender.cancel()
             self.ended(how)
 
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async for event in self.job.events():
+                if event is not None:
+                    self.job.answers[event.index].take(event)
+            response = JSONResponse(self.writer.whole())
+        except Exception as failure:
+            response = error_response(engine_error(failure))
+        await response(scope, receive, send)
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
         try:
-            async for data in self.lines:
+            async for data in self._lines():
                 if not begun:
                     begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                 await self._body(send, data)
-        except (ApiError, TimeoutError):
+        except TimeoutError:
             raise
         except Exception as failure:
             error = engine_error(failure)
@@ -107,9 +76,37 @@ class EventStream:
             await self._body(send, Message(error.body()).encode())
         await self._body(send, b"", more=False)
 
+    async def _lines(self) -> AsyncIterator[bytes]:
+        """The messages of a stream, encoded. All that is known at one moment comes together.
+
+        Nothing comes before the first news of the job, so that an error until then has a status of its own.
+        """
+        begun = False
+        async for event in self.job.events():
+            messages: list[Message] = []
+            if not begun:
+                begun = True
+                messages += self.writer.start()
+            if event is not None:
+                messages += self.writer.part(self.job.answers[event.index].take(event))
+            if messages or event is None:
+                yield _encoded(messages) or PING
+        if len(self.job.results) == len(self.job.answers):
+            yield _encoded(self.writer.end())
+
     async def _body(self, send: Send, data: bytes, more: bool = True) -> None:
         async with asyncio.timeout(self.send_seconds):
             await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _encoded(messages: Iterable[Message]) -> bytes:
+    return b"".join(message.encode() for message in messages)
+
+
+async def _client_left(receive: Receive) -> None:
+    """Wait until the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def error_response(error: ApiError) -> JSONResponse:

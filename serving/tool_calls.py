@@ -8,6 +8,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from runtime.results import Chunk
 from tokenizer import Tokenizer
 
 
@@ -54,12 +55,25 @@ class ToolCallParser:
     complete. What looks like a call and is none, or names no tool of the request, is text.
     """
 
-    def __init__(self, form: ToolFormat, names: set[str]):
+    def __init__(self, form: ToolFormat, names: set[str], tokenizer: Tokenizer | None = None):
+        """names: of the tools that may be called. tokenizer: what `read` needs."""
         self.form = form
         self.names = names
+        self.tokenizer = tokenizer
+        special = tokenizer.special_ids if tokenizer else ()
+        # the id of the mark that begins a call, if it is a special token, which the engine's text leaves out
+        self.mark = next((i for i in special if tokenizer.pieces.get(i) == form.begin.encode()), None)
         self.waiting = ""  # text that may belong to a call
         self.inside = False
         self.begun = False  # whether the answer has anything but white space
+
+    def read(self, chunk: Chunk) -> tuple[str, list[ToolCall]]:
+        """Take what a step emitted, with the mark where its token stands."""
+        if self.mark not in chunk.token_ids:
+            return self.push(chunk.text)
+        after = chunk.token_ids[chunk.token_ids.index(self.mark) + 1 :]
+        at = max(0, len(chunk.text) - len(self.tokenizer.decode(after, continuation=True)))
+        return self.push(chunk.text[:at] + self.form.begin + chunk.text[at:])
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         """Take more of the answer. Returns the text and the calls that are certain now."""
@@ -74,16 +88,16 @@ class ToolCallParser:
             if at < 0:
                 return shown, calls
             written, self.waiting = self.waiting[:at], self.waiting[at + len(self.form.end) :]
-            found = self._calls(written[len(self.form.begin) :])
-            shown += "" if found else written + self.form.end
-            calls += found
+            complete = self._calls(written[len(self.form.begin) :])
+            shown += "" if complete else written + self.form.end
+            calls += complete
             self.inside = False
 
     def finish(self) -> tuple[str, list[ToolCall]]:
         """The rest, at the end of the answer."""
         written, self.waiting = self.waiting, ""
-        found = self._calls(written.removeprefix(self.form.begin)) if self.inside else []
-        return ("" if found else written), found
+        calls = self._calls(written.removeprefix(self.form.begin)) if self.inside else []
+        return ("" if calls else written), calls
 
     def _text(self) -> str:
         """Take the text before the next call out of what waits. It sets `inside` if a call begins."""
@@ -107,8 +121,7 @@ class ToolCallParser:
 
     def _calls(self, written: str) -> list[ToolCall]:
         """The calls that a text between the marks holds; [] if any part of it is something else."""
-        found = _objects(written, self.form.begin)
-        calls = [self._call(value) for value in found]
+        calls = [self._call(value) for value in _objects(written, self.form.begin)]
         return [call for call in calls if call] if all(calls) else []
 
     def _call(self, value: Any) -> ToolCall | None:
@@ -129,7 +142,7 @@ class ToolCallParser:
 def _objects(text: str, mark: str) -> list[Any]:
     """The JSON values in a text: one, a list, several with ";" or a mark between them, or NAME[ARGS]{...}."""
     decoder = json.JSONDecoder()
-    found: list[Any] = []
+    values: list[Any] = []
     at = 0
     while at < len(text):
         gap = re.compile(rf"(?:\s|;|,|{re.escape(mark)})*").match(text, at)
@@ -138,9 +151,9 @@ def _objects(text: str, mark: str) -> list[Any]:
         try:
             value, end = decoder.raw_decode(text, named.end() if named else at)
         except (ValueError, RecursionError):
-            return [] if text[at:].strip() else found
+            return [] if text[at:].strip() else values
         at = end
         if named:
             value = {"name": named[1], "arguments": value}
-        found += value if isinstance(value, list) else [value]
-    return found
+        values += value if isinstance(value, list) else [value]
+    return values

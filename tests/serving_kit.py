@@ -16,8 +16,8 @@ from engine import Engine
 from options import DEMO
 from runtime.results import Chunk, GenerationResult
 from serving.app import Api
+from serving.scheduler import ServeSettings
 from serving.server import Server, bind
-from serving.settings import ServeSettings
 
 # A template in the manner of Qwen's: it writes the tools, the calls, and what the tools gave.
 TEMPLATE = (

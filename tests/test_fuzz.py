@@ -30,8 +30,7 @@ from kernels.tuned import read_tuned
 from load import build_head, load
 from quantize import quantize_head
 from sampling_params import with_suggestions
-from serving.errors import ApiError
-from serving.fields import parse_object
+from serving.fields import ApiError, parse_object
 from support.texts import read_texts
 from tokenizer import load_tokenizer
 from training.data import TokenData, read_records

@@ -29,9 +29,9 @@ from runtime.prompt_cache import PromptCache  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
 from scripts import serve  # noqa: E402
 from serving import scheduler  # noqa: E402
-from serving.prompt_folder import prompt_folder  # noqa: E402
+from serving.requests import Ask  # noqa: E402
 from serving.scheduler import Job  # noqa: E402
-from serving.server import is_loopback  # noqa: E402
+from serving.server import is_loopback, prompt_folder  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = "/v1/completions"
@@ -195,7 +195,7 @@ def test_a_client_that_reads_nothing_is_given_up(engine, monkeypatch):
     with monkeypatch.context() as patch, running(engine, send_seconds=0.2) as server:
         steps = threading.Semaphore(0)
         made = script(patch, engine, "x " * 300, gate=steps.acquire)
-        monkeypatch.setattr("serving.writers.Message.encode", lambda message: b"data: " + b"x" * 2_000_000 + b"\n\n")
+        monkeypatch.setattr("serving.completions.Message.encode", lambda message: b"data: " + b"x" * 2_000_000 + b"\n\n")
         body = json.dumps({"prompt": "x", "stream": True})
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -216,10 +216,10 @@ def test_the_engine_does_not_wait_for_a_reader(engine, monkeypatch):
     """Steps that wait until a client has taken the text of the step before."""
 
     async def decode() -> tuple[int, int]:
-        job = Job(engine, made, 60)
+        job = Job(asyncio.get_running_loop(), engine, Ask({}), SamplingParams(), made, 60)
         await asyncio.to_thread(job.run)
         decoded = made[0].given
-        job.close()
+        job.end()
         events = [event async for event in job.events()]
         return decoded, len(events)
 

@@ -9,7 +9,7 @@ import pytest
 
 from options import DEMO
 from runtime.results import Chunk, GenerationResult
-from serving.answers import Answer
+from serving.answers import Answer, Event
 from serving.tool_calls import HERMES, LLAMA, MISTRAL, ToolCallParser, tool_format
 from tokenizer import load_tokenizer
 
@@ -116,6 +116,6 @@ def test_a_mark_that_is_a_special_token_is_seen():
     tokenizer = Marked()
     answer = Answer(0, tokenizer, [0], {"add"})
     for ids in ([2, 1, 3], [4, 0]):
-        answer.take([Chunk(0, ids, tokenizer.decode(ids))])
-    answer.end(GenerationResult(1, 0.0, 0, stop_reason="eos"))
+        answer.take(Event(0, [Chunk(0, ids, tokenizer.decode(ids))]))
+    answer.take(Event(0, [], GenerationResult(1, 0.0, 0, stop_reason="eos")))
     assert (answer.text, [call.name for call in answer.calls], answer.finish) == ("Yes. ", ["add"], "tool_calls")

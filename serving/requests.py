@@ -1,0 +1,288 @@
+"""What a request asks for, read from its JSON: one function for each endpoint. Nothing here touches the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from runtime.grammar import checked_grammar, json_grammar
+from sampling_params import MAX_LOGPROBS
+from serving.fields import Fields, unsupported, wrong
+from support.errors import UsageError, one_line
+
+MAX_CHOICES = 16  # answers that one request may ask for
+COMPLETION_TOKENS = 16  # what OpenAI's API gives where max_tokens is left out
+# Fields of SamplingParams that a client may set under the same name -> their type.
+SETTINGS = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "repetition_penalty": float,
+    "seed": int,
+}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+TEXT_PARTS = ("text", "input_text", "output_text")
+TOOL_NAME = 64  # characters
+
+Value = TypeVar("Value")
+
+
+@dataclass
+class Ask:
+    """A request, read and checked as far as that needs no model."""
+
+    given: dict[str, Any]  # fields of SamplingParams that the client set
+    messages: list[dict[str, Any]] = field(default_factory=list)  # of a chat, as chat templates take them
+    prompts: list[str | list[int]] = field(default_factory=list)  # of a completion
+    tools: list[dict[str, Any]] = field(default_factory=list)  # as chat templates take them
+    one_call: bool = False  # return the first tool call only
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    steps: bool = False  # stream every step with its tree, too
+    logprobs: int | None = None  # alternatives for every token; None: no log-probabilities
+    source: str = "messages"  # the field that holds the prompt
+    raw: dict[str, Any] = field(default_factory=dict)  # the request itself, for what an answer repeats
+
+
+Parse = Callable[[dict[str, Any]], Ask]
+
+
+def chat_ask(body: dict[str, Any]) -> Ask:
+    """Read a request to /v1/chat/completions."""
+    fields = Fields(body)
+    ask = _common(fields, ("max_completion_tokens", "max_tokens"))
+    fields.required("messages", list)
+    ask.messages = [_message(message) for message in fields.items("messages")]
+    if not ask.messages:
+        raise wrong("messages", "is empty")
+    if fields.get("logprobs", bool, False):
+        ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
+    elif fields.given("top_logprobs"):
+        raise wrong("top_logprobs", "needs logprobs to be true")
+    _read_format(ask, fields, "response_format")
+    fields.refuse("functions", ([],), "use tools.")
+    fields.refuse("function_call", ("none", "auto"), "use tool_choice.")
+    fields.refuse("modalities", (["text"],), "this server has text only.")
+    fields.refuse("audio", (), "this server has text only.")
+    _read_tools(ask, fields)
+    return ask
+
+
+def completion_ask(body: dict[str, Any]) -> Ask:
+    """Read a request to /v1/completions."""
+    fields = Fields(body)
+    ask = _common(fields, ("max_tokens",))
+    ask.given.setdefault("max_new_tokens", COMPLETION_TOKENS)
+    ask.source = "prompt"
+    ask.prompts = _prompts(body.get("prompt"))
+    if ask.n * len(ask.prompts) > MAX_CHOICES:
+        raise wrong("n", f"and prompt ask for {ask.n * len(ask.prompts)} answers; allowed: at most {MAX_CHOICES}")
+    if fields.given("logprobs"):
+        ask.logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS, 0)
+    fields.refuse("echo", (False,), "the answer holds new text only.")
+    fields.refuse("suffix", ("",), "this server only continues text.")
+    fields.refuse("best_of", (1, ask.n), "use n.")
+    _read_format(ask, fields, "response_format")
+    return ask
+
+
+def response_ask(body: dict[str, Any]) -> Ask:
+    """Read a request to /v1/responses."""
+    fields = Fields(body)
+    ask = _common(fields, ("max_output_tokens",))
+    ask.n = 1
+    if ask.steps:
+        raise unsupported("eaglet.steps", "use /v1/chat/completions or /v1/completions.")
+    ask.source = "input"
+    ask.messages = _input_messages(fields)
+    _read_format(ask, fields.inner("text"), "format")
+    for name in ("previous_response_id", "conversation"):
+        fields.refuse(name, (), "this server keeps no conversations. Send the whole input.")
+    fields.refuse("prompt", (), "this server stores no prompts.")
+    fields.refuse("background", (False,), "the answer comes with this request.")
+    fields.refuse("truncation", ("disabled",), "shorten the input.")
+    if "message.output_text.logprobs" in fields.get("include", list, []) or fields.given("top_logprobs"):
+        ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
+    _read_tools(ask, fields, flat=True)
+    return ask
+
+
+def _common(fields: Fields, limits: tuple[str, ...]) -> Ask:
+    """What all endpoints share. limits: the names of the token limit, the first one that is given counts."""
+    fields.get("model", str)
+    given = {name: value for name, kind in SETTINGS.items() if (value := fields.get(name, kind)) is not None}
+    limit = next(filter(fields.given, limits), None)
+    if limit is not None:
+        given["max_new_tokens"] = fields.integer(limit, 1, 2**31, 1)
+    if fields.given("stop"):
+        stop = fields.values["stop"]
+        stop = [stop] if isinstance(stop, str) else fields.get("stop", list)
+        given["stop"] = tuple(text for text in stop if text != "")
+    if fields.given("grammar"):
+        given["grammar"] = _grammar("grammar", checked_grammar, fields.get("grammar", str))
+    fields.refuse("logit_bias", ({},), "leave it out.")
+    stream = fields.get("stream", bool, False)
+    steps = fields.inner("eaglet").get("steps", bool, False)  # a field of this server only
+    if steps and not stream:
+        raise wrong("eaglet.steps", "needs stream to be true")
+    return Ask(
+        given,
+        n=fields.integer("n", 1, MAX_CHOICES, 1),
+        stream=stream,
+        include_usage=fields.inner("stream_options").get("include_usage", bool, False),
+        steps=steps,
+        raw=fields.values,
+    )
+
+
+def _read_format(ask: Ask, fields: Fields, name: str) -> None:
+    """The output format: text, any JSON object, or JSON that follows a schema."""
+    if not fields.given(name):
+        return
+    form = fields.inner(name)
+    kind = form.required("type", str)
+    if kind == "text":
+        return
+    if kind not in ("json_object", "json_schema"):
+        raise wrong(form.name("type"), f"is {kind!r:.40}; allowed: text, json_object, json_schema")
+    if "grammar" in ask.given:
+        raise wrong("grammar", f"does not go with {fields.name(name)}")
+    schema = None
+    if kind == "json_schema":  # the endpoint for responses has its fields one level higher
+        schema = (form.inner(kind) if form.given(kind) else form).required("schema", dict)
+    ask.given["grammar"] = _grammar(fields.name(name), json_grammar, schema)
+
+
+def _grammar(name: str, make: Callable[[Value], str], value: Value) -> str:
+    """A grammar that is made of a field's value."""
+    try:
+        return make(value)
+    except UsageError as error:
+        raise unsupported(name, one_line(error)) from None
+    except ValueError as error:
+        raise wrong(name, f"cannot be used: {one_line(error)}") from None
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """The prompts of a completion: a text, token ids, or a list of one of these."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(item, int) for item in value):
+            return [value]
+        if all(isinstance(item, str) for item in value):
+            return value
+        if all(isinstance(item, list) and all(isinstance(i, int) for i in item) for item in value):
+            return value
+    raise wrong("prompt", "must be a text, a list of token ids, or a list of texts or of such lists, and not empty")
+
+
+# ------------------------------------------------------------------ messages and tools, as chat templates take them
+
+
+def _message(fields: Fields) -> dict[str, Any]:
+    """A message: its role, its content, and what belongs to tools."""
+    role = fields.required("role", str)
+    if role not in ROLES:
+        raise wrong(fields.name("role"), f"is {role!r:.40}; allowed: {', '.join(ROLES)}")
+    message: dict[str, Any] = {"role": ROLES[role], "content": _content(fields)}
+    fields.refuse("function_call", (), "use tool_calls.")
+    if role == "tool":
+        message |= {name: fields.get(name, str) for name in ("tool_call_id", "name") if fields.given(name)}
+    elif role == "assistant":
+        if calls := fields.items("tool_calls"):
+            message["tool_calls"] = [_call(call.inner("function"), call.get("id", str, "")) for call in calls]
+    elif not fields.given("content"):
+        raise wrong(fields.name("content"), "is missing")
+    return message
+
+
+def _content(fields: Fields) -> str:
+    """A message's content: a text, or a list of parts that all are text."""
+    value = fields.values.get("content")
+    if isinstance(value, str):
+        return value
+    texts = []
+    for part in fields.items("content"):
+        kind = part.required("type", str)
+        if kind not in TEXT_PARTS:
+            raise unsupported(part.name("type"), f"{kind!r:.40}; this model reads text only.")
+        texts.append(part.required("text", str))
+    return "".join(texts)
+
+
+def _call(function: Fields, call_id: str) -> dict[str, Any]:
+    """A tool call that the model made earlier."""
+    called = {"name": function.required("name", str), "arguments": _arguments(function.values.get("arguments"))}
+    return {"id": call_id, "type": "function", "function": called}
+
+
+def _arguments(value: Any) -> Any:
+    """The arguments of a call: the object that a JSON text holds, or the text if it holds none."""
+    try:
+        arguments = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+    return arguments if isinstance(arguments, dict) else value or {}
+
+
+def _read_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:
+    """The tools, unless tool_choice switches them off. flat: as in `_tool`."""
+    tools = [_tool(tool, flat) for tool in fields.items("tools")]
+    choice = fields.values.get("tool_choice") or ("auto" if tools else "none")
+    if choice not in ("none", "auto"):
+        raise unsupported("tool_choice", "it must be none or auto.")
+    ask.one_call = not fields.get("parallel_tool_calls", bool, True)
+    if choice == "auto":
+        ask.tools = tools
+
+
+def _tool(fields: Fields, flat: bool) -> dict[str, Any]:
+    """A tool: {"type": "function", "function": {name, description, parameters}}.
+
+    flat: as /v1/responses has it, where the function's fields stand in the tool itself.
+    """
+    kind = fields.required("type", str)
+    if kind != "function":
+        raise unsupported(fields.name("type"), f"{kind!r:.40}; tools must be functions.")
+    function = fields if flat else fields.inner("function")
+    name = function.required("name", str)
+    if not 1 <= len(name) <= TOOL_NAME:
+        raise wrong(function.name("name"), f"has {len(name)} characters; allowed: 1 to {TOOL_NAME}")
+    described = {"name": name, "description": function.get("description", str, "")}
+    described["parameters"] = function.get("parameters", dict, {"type": "object", "properties": {}})
+    return {"type": "function", "function": described}
+
+
+def _input_messages(fields: Fields) -> list[dict[str, Any]]:
+    """The messages that the instructions and the input of /v1/responses stand for."""
+    instructions, given = fields.get("instructions", str), fields.values.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items:
+        raise wrong("input", "must be a text or a list of items, and not empty")
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    for i, values in enumerate(items):
+        item = Fields(values, f"input[{i}].")
+        kind = item.get("type", str, "message")
+        if kind == "message":
+            messages.append(_message(item))
+        elif kind == "function_call":
+            call = _call(item, item.get("call_id", str, ""))
+            if messages and messages[-1]["role"] == "assistant":  # its text, or an earlier call of the same answer
+                messages[-1].setdefault("tool_calls", []).append(call)
+            else:
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = {"role": "tool", "content": item.required("output", str)}
+            messages.append(output | {"tool_call_id": item.get("call_id", str, "")})
+        elif kind != "reasoning":
+            raise unsupported(item.name("type"), f"{kind!r:.40}; allowed: messages and function calls.")
+    if not messages:
+        raise wrong("input", "has no messages")
+    return messages

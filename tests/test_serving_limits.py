@@ -195,7 +195,9 @@ def test_a_client_that_reads_nothing_is_given_up(engine, monkeypatch):
     with monkeypatch.context() as patch, running(engine, send_seconds=0.2) as server:
         steps = threading.Semaphore(0)
         made = script(patch, engine, "x " * 300, gate=steps.acquire)
-        monkeypatch.setattr("serving.completions.Message.encode", lambda message: b"data: " + b"x" * 2_000_000 + b"\n\n")
+        monkeypatch.setattr(
+            "serving.completions.Message.encode", lambda message: b"data: " + b"x" * 2_000_000 + b"\n\n"
+        )
         body = json.dumps({"prompt": "x", "stream": True})
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

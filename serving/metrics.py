@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from runtime.prompt_cache import PromptCache
 from runtime.results import GenerationResult
@@ -64,11 +64,8 @@ class Metrics:
             kind, _, words = about.partition(": ")
             lines += [f"# HELP eaglet_{name} {words}", f"# TYPE eaglet_{name} {kind}"]
             if name == "requests_total":
-                lines += _labelled(name, sorted(self.requests.items()))
+                counts = sorted(self.requests.items())
+                lines += [f'eaglet_{name}{{path="{path}",status="{status}"}} {n}' for (path, status), n in counts]
             else:
                 lines.append(f"eaglet_{name} {now.get(name, 0)}")
         return "\n".join(lines) + "\n"
-
-
-def _labelled(name: str, counts: Sequence[tuple[tuple[str, int], int]]) -> list[str]:
-    return [f'eaglet_{name}{{path="{path}",status="{status}"}} {count}' for (path, status), count in counts]

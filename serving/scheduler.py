@@ -78,9 +78,8 @@ class Job:
         self._ended = False
         self._loop = loop
         self._events: deque[Event] = deque()
-        self._wake = asyncio.Event()
-        self._waits = False  # whether the reader has nothing to do until an event comes
-        self._next = 0.0  # when the reader may take again
+        self._some = asyncio.Event()  # set when there is something to read
+        self._urgent = asyncio.Event()  # set when the reader shall not wait for more
 
     @property
     def results(self) -> list[GenerationResult]:
@@ -130,16 +129,18 @@ class Job:
     def end(self) -> None:
         """Say that nothing more will come."""
         self._ended = True
-        self._wake_reader()
+        self._tell(urgent=True)
 
     def _put(self, event: Event, urgent: bool = False) -> None:
         self._events.append(event)
-        if urgent or self._waits:
-            self._wake_reader()
+        if urgent or not self._some.is_set():
+            self._tell(urgent)
 
-    def _wake_reader(self) -> None:
+    def _tell(self, urgent: bool) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._wake.set)
+            self._loop.call_soon_threadsafe(self._some.set)
+            if urgent:
+                self._loop.call_soon_threadsafe(self._urgent.set)
 
     async def events(self) -> AsyncIterator[Event | None]:
         """What this job made, and None when that was nothing for a while. Raises what stopped the decoding.
@@ -149,17 +150,19 @@ class Job:
         choice has ended, and steps that piled up come together.
         """
         while True:
-            await self._news()
-            ended = self._ended  # whatever came before the end is there by now
-            events = self._take()
-            for event in events:
-                yield event
-            if not events and not ended:
+            if not await _is_set(self._some, PING_SECONDS):
                 yield None
+                continue
+            self._some.clear()
+            ended = self._ended  # whatever came before the end is there by now
+            for event in self._take():
+                yield event
             if ended:
                 if self._failure is not None:
                     raise self._failure
                 return
+            await _is_set(self._urgent, GATHER)
+            self._urgent.clear()
 
     def _take(self) -> list[Event]:
         """The events so far, those of one choice as one."""
@@ -172,24 +175,13 @@ class Job:
                 taken.append(event)
         return taken
 
-    async def _news(self) -> None:
-        """Wait until it is time to look at the events again."""
-        self._wake.clear()
-        await self._sleep(self._next - self._loop.time())
-        if not self._events and not self._ended:
-            self._wake.clear()
-            self._waits = True
-            if not self._events and not self._ended:  # none came before the worker could see that the task waits
-                await self._sleep(PING_SECONDS)
-            self._waits = False
-        self._next = self._loop.time() + GATHER
 
-    async def _sleep(self, seconds: float) -> None:
-        """Wait until something wakes the task, but not for longer."""
-        if seconds > 0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._wake.wait()
+async def _is_set(event: asyncio.Event, seconds: float) -> bool:
+    """Whether an event is set, after waiting for that for at most so many seconds."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
 
 
 def _seen(recorder: StepRecorder, result: GenerationResult) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def serve() -> None:
         try:
             answer = {"prompts": _render(compiled, json.loads(line))} if line.strip() else {}
         except Exception as failure:  # A template may raise anything, and the parent reports it.
-            kind = "" if type(failure) is ValueError else f"{type(failure).__name__} "
+            kind = "" if isinstance(failure, ValueError) else f"{type(failure).__name__} "
             answer = {"error": f"{kind}{failure}"}
         print(json.dumps(answer), flush=True)
 

@@ -114,10 +114,10 @@ def cache_command(what: str) -> int:
     """--cache show | clear: the compiled code, never anything else."""
     from support.machine import size_text
 
-    found = cache.entries() if what == "show" else cache.clear()
-    for entry in found:
+    entries = cache.entries() if what == "show" else cache.clear()
+    for entry in entries:
         print(f"{entry.key}  {entry.files:,} files  {size_text(entry.bytes)}")
-    total = f"{len(found)} entries, {size_text(sum(entry.bytes for entry in found))}"
+    total = f"{len(entries)} entries, {size_text(sum(entry.bytes for entry in entries))}"
     print(f"{cache.root()}: {total}{' deleted' if what == 'clear' else ''}")
     return 0
 

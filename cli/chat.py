@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from cli.prompt import read_line
@@ -98,20 +99,20 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def ctrl_c_ends(stream: Stream) -> Iterator[Iterator]:
+def ctrl_c_ends(stream: Stream) -> Iterator[Iterator[Chunk]]:
     """The stream's chunks, which Ctrl-C ends between two steps, so that the caches stay valid.
 
     A second Ctrl-C does not wait for the end of a step.
     """
     pressed = False
 
-    def press(number: int, frame: Any) -> None:
+    def press(number: int, frame: FrameType | None) -> None:
         nonlocal pressed
         if pressed:
             raise KeyboardInterrupt
         pressed = True
 
-    def chunks() -> Iterator:
+    def chunks() -> Iterator[Chunk]:
         for chunk in stream:
             yield chunk
             if pressed:
@@ -255,7 +256,7 @@ class Conversation:
             raise UsageError("there is no answer yet.")
         return self.last
 
-    def set(self, name: str, kind: Callable[[str], Any], text: str) -> None:
+    def set(self, name: str, kind: Callable[[str], float], text: str) -> None:
         """Change a setting of the next answers."""
         try:
             given = self.given | {name: kind(text)}

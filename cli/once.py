@@ -113,8 +113,8 @@ def decode(engine: Engine, request: Request, prompt: Prompt, args: argparse.Name
     results = stream.results
     longest = max(results, key=lambda result: result.steps)
     if args.json:
-        found = result_json(engine, results, params, request.suggested, request.template)
-        print(json.dumps(found | ({"gauge_ms": gauge.split(longest)} if gauge else {})))
+        values = result_json(engine, results, params, request.suggested, request.template)
+        print(json.dumps(values | ({"gauge_ms": gauge.split(longest)} if gauge else {})))
     elif args.show_tree:
         pass  # the text is there already
     else:
@@ -159,11 +159,9 @@ def show_trees(stream: Stream, recorder: StepRecorder, json: bool) -> None:
     result: GenerationResult = stream.result
     try:
         writer.begin(recorder, result.temperature)
-        drawn = 0
         for _ in recorder.follow(stream, result):
-            for view in recorder.views[drawn:]:
-                writer.step(view, recorder.first)
-                drawn += 1
+            if len(recorder.views) > writer.steps:
+                writer.step(recorder.views[-1], recorder.first)
     finally:
         if recorder.first:  # after Ctrl-C, too
             writer.end(recorder, result.text)

@@ -56,25 +56,28 @@ def page_data(
 def facts(engine: Engine, result: GenerationResult) -> list[tuple[str, str]]:
     """The names of the model and of what drafts, the shape of the tree, and the settings of the request."""
     options, drafter = engine.options, engine.drafter
-    found = [("device", describe_device(engine.model.device))]
+    about: list[tuple[str, str]] = []
     if options is not None:
         quant = f"{engine.model.quant}, " if engine.model.quant else ""
-        names = [("model", f"{_name(options.checkpoint)} ({quant}{options.dtype})")]
-        head = f" (EAGLE-{engine.head.config.version})" if engine.head else ""
+        about.append(("model", f"{_name(options.checkpoint)} ({quant}{options.dtype})"))
+        version = f" (EAGLE-{engine.head.config.version})" if engine.head else ""
         files = [file for file in (options.eagle, options.draft_checkpoint, options.medusa) if file]
-        names += [("head" if head or options.medusa else "draft model", _name(file) + head) for file in files]
+        about += [("draft model" if options.draft_checkpoint else "head", _name(file) + version) for file in files]
         if options.drafter_kind and not files:
-            names.append(("drafter", options.drafter_kind))
-        found = names + found
+            about.append(("drafter", options.drafter_kind))
+    tau = ""
     if drafter.D:
         name = f"{', '.join(options.trees)}: " if options is not None and engine.head else ""
         pruned = f", pruned at {drafter.p_min:.0%}" if drafter.p_min else ""
-        found.insert(-1, ("tree", f"{name}{drafter.N} nodes, depth {drafter.D}{pruned}"))
-    found.append(("sampling", f"seed {result.seed}, temperature {result.temperature:g}"))
-    found.append(("prompt", f"{result.prompt_tokens} tokens"))
-    tau = f", tau {result.tau:.2f}" if drafter.D else ""
-    found.append(("generated", f"{result.new_tokens} tokens in {result.steps} steps{tau} ({result.stop_reason})"))
-    return found
+        about.append(("tree", f"{name}{drafter.N} nodes, depth {drafter.D}{pruned}"))
+        tau = f", tau {result.tau:.2f}"
+    return [
+        *about,
+        ("device", describe_device(engine.model.device)),
+        ("sampling", f"seed {result.seed}, temperature {result.temperature:g}"),
+        ("prompt", f"{result.prompt_tokens} tokens"),
+        ("generated", f"{result.new_tokens} tokens in {result.steps} steps{tau} ({result.stop_reason})"),
+    ]
 
 
 def _name(file: str) -> str:

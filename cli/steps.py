@@ -154,7 +154,7 @@ class Gauge(Observer):
     def __init__(self, engine: Engine):
         self.cuda = engine.model.device.type == "cuda"
         self.milliseconds = dict.fromkeys(PHASES, 0.0)
-        self.times: dict[str, Any] = {}
+        self.times: dict[str, float | torch.cuda.Event] = {}
         self.runner = engine.runner
         engine.add_observer(self)
 

@@ -18,9 +18,13 @@ import os
 import secrets
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from options import add_options, add_sampling, options_from, sampling_from, settings_given
 from support.errors import UsageError, at_least, command_parser, run_command
+
+if TYPE_CHECKING:
+    from serving.scheduler import ServeSettings
 
 KEY_VARIABLE = "EAGLET_API_KEY"
 # Sampling settings that a client sets for each request, but for which a server may have defaults.
@@ -110,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         engine.prompt_cache.close()
 
 
-def settings_of(args: argparse.Namespace):
+def settings_of(args: argparse.Namespace) -> ServeSettings:
     """The server's settings. A server that other machines reach has a key in any case."""
     from serving.scheduler import MB, ServeSettings
     from serving.server import is_loopback

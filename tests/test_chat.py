@@ -46,8 +46,7 @@ def conversation(engine, system: str | None = None, **given) -> Conversation:
 
 
 def test_a_turn_finds_the_whole_exchange_before_it_in_the_cache(engine, capsys):
-    """Replies that are encoded again from their text, to other ids than the model wrote: the cache would be lost there.
-    Sampling at a high temperature writes such ids."""
+    """All ids of the exchange but the last are cached, also where encoding the reply again would give other ids."""
     talk = conversation(engine, temperature=2.0, max_new_tokens=40)
     for text in ("def f(x):", "and a class", "and a test"):
         known = len(talk.ids)
@@ -63,7 +62,8 @@ def test_a_turn_finds_the_whole_exchange_before_it_in_the_cache(engine, capsys):
 
 
 def test_a_stopped_answer_is_kept_and_stays_in_the_cache(engine, monkeypatch, capsys):
-    """Ctrl-C that ends the chat, forgets the answer, or makes the next turn run everything again."""
+    """An answer that Ctrl-C stops is kept as a message, and the next turn finds it cached and has the tokens of a fresh
+    engine."""
     talk = conversation(engine)
     pushed = iter(range(100))
     show = sys.stdout.write
@@ -91,7 +91,7 @@ def test_a_stopped_answer_is_kept_and_stays_in_the_cache(engine, monkeypatch, ca
 
 
 def test_a_second_ctrl_c_does_not_wait(engine):
-    """A step that hangs and cannot be interrupted at all."""
+    """A second Ctrl-C interrupts at once."""
     stream = engine.generate([1, 5, 9], SamplingParams(max_new_tokens=400, stop_ids=(4095,)))
     with ctrl_c_ends(stream) as chunks:
         next(chunks)
@@ -103,7 +103,7 @@ def test_a_second_ctrl_c_does_not_wait(engine):
 
 
 def test_the_context_limits_an_answer_and_nothing_else_does(engine, capsys):
-    """An answer cut after 200 tokens, or a request that is refused because it might grow too long."""
+    """An answer may fill the context; the next message is refused, and after /reset --max-new-tokens holds."""
     talk = conversation(engine)
     talk.answer("def f(x):")
     prompt, _, _, result = talk.last
@@ -119,7 +119,7 @@ def test_the_context_limits_an_answer_and_nothing_else_does(engine, capsys):
 
 
 def test_the_commands_do_what_help_says(engine, tmp_path, capsys):
-    """A command that is missing from /help, is sent to the model, or ends the chat with a traceback."""
+    """Every command does its work, wrong ones raise a ValueError and change nothing, and /help lists them all."""
     talk = conversation(engine, max_new_tokens=5)
     wrong = ["/stats", "/tree", "/save", f"/save {tmp_path}/x", "/load", "/load no/such", "/seed x", "/temp -1", "/foo"]
     for text in wrong:
@@ -157,7 +157,7 @@ def test_the_commands_do_what_help_says(engine, tmp_path, capsys):
 
 
 def test_tree_shows_the_last_answer_in_colours(instruct, capsys, monkeypatch):
-    """/tree that shows another text, or slows down every answer after it."""
+    """/tree prints the last answer's text, and no observer stays on the engine."""
     monkeypatch.setattr("cli.chat.wants_colour", lambda stream: True)
     talk = conversation(load(instruct, ctx=256, eagle=str(DEMO / "eagle1")), max_new_tokens=30)
     talk.answer("def f(x):")
@@ -193,10 +193,10 @@ class Terminal:
     def wait(self, pattern: str, seconds: float = 60) -> str:
         """Wait for a pattern in what was written since the last one that was found. Returns all up to its end."""
         end = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.seen)):
+        while not (match := re.search(pattern, self.seen)):
             assert time.monotonic() < end, f"no {pattern} in {self.seen[:600]!r} ... {self.seen[-600:]!r}"
             self._read(0.2)
-        text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        text, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         return text
 
     def _read(self, seconds: float) -> None:
@@ -215,8 +215,8 @@ STATUS = r"\[([\d,]+) tokens.* tok/s   ([\d,]+) of ([\d,]+) prompt tokens cached
 
 
 def test_a_chat_at_a_terminal(instruct, tmp_path):
-    """What only a terminal shows: keys that edit nothing, a paste that is taken for many messages, Ctrl-C that ends more
-    than the answer, Ctrl-D that does not leave."""
+    """Arrow keys edit, a paste is one message, Ctrl-C stops an answer alone, Ctrl-D leaves with 0, and the cache is
+    used."""
     flags = ["--checkpoint", str(instruct), "--chat", "--stop-ids", "4095", "--device", "cpu"]
     terminal = Terminal([sys.executable, "generate.py", *flags])
 
@@ -264,7 +264,7 @@ def typed(monkeypatch, lines: bytes) -> None:
 
 
 def test_a_line_that_is_not_utf8_spoils_no_other_line(capsys, monkeypatch):
-    """One bad byte in a pipe, and the valid lines before and after it were lost with it."""
+    """A line of a pipe that is not UTF-8 is one error, and the lines around it are answered."""
     typed(monkeypatch, b"def f(x):\n\xff\nand a class\n")
     assert main(["--chat", "--template", "vicuna", "--max-new-tokens", "4", "--ctx", "256"]) == 0
     err = capsys.readouterr().err
@@ -272,7 +272,7 @@ def test_a_line_that_is_not_utf8_spoils_no_other_line(capsys, monkeypatch):
 
 
 def test_chat_reads_lines_where_there_is_no_terminal(capsys, monkeypatch):
-    """A chat that cannot be scripted, or a turn that cannot use what the turn before it left in the cache."""
+    """Each line of a pipe is a turn, the second one finds the first one cached, and /exit ends the chat."""
     typed(monkeypatch, b"def f(x):\nand a class\n/exit\nnever read\n")
     code = main(["--ctx", "512", "--chat", "--template", "vicuna", "--max-new-tokens", "8"])
     err = capsys.readouterr().err
@@ -281,7 +281,7 @@ def test_chat_reads_lines_where_there_is_no_terminal(capsys, monkeypatch):
 
 
 def test_chat_outlives_a_bad_turn(capsys, monkeypatch):
-    """One message too long, or an empty line, ending a conversation and losing its history."""
+    """A message that is too long is one error, and the next turn still finds the first one cached."""
     typed(monkeypatch, b"def f(x):\n" + b"x = 1 " * 200 + b"\n\nand a class")
     code = main(["--chat", "--template", "vicuna", "--max-new-tokens", "8", "--ctx", "256"])
     err = capsys.readouterr().err

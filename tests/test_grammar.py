@@ -63,7 +63,8 @@ def allowed_ids(bits: torch.Tensor) -> set[int]:
 
 
 def test_nodes_of_a_tree_may_be_followed_by_what_their_own_path_allows():
-    """Catches a matcher that is left at another node, and branches that see each other."""
+    """The bits of each node are those of a fresh matcher that took the node's path; nodes that no grammar reaches allow
+    all."""
     grammars = Grammars(LETTERS, len(LETTERS.pieces))
     a, b, c, dash = (LETTERS.ids[x] for x in (b"A", b"B", b"C", b"-"))
     tokens, parent = [0, a, b, b, 50, dash, c, STOP, a], [0, 0, 0, 1, 1, 3, 5, 3, 4]
@@ -88,7 +89,7 @@ def test_nodes_of_a_tree_may_be_followed_by_what_their_own_path_allows():
 
 @pytest.mark.parametrize("vocab", (31, 97, 128))
 def test_logits_are_restricted_bit_by_bit(vocab):
-    """Catches a bit order or a last word that shifts tokens, and the sign bit of a word."""
+    """A logit whose bit is 0 becomes -inf and the others stay, for vocabularies that end inside a word."""
     generator = torch.Generator().manual_seed(vocab)
     keep = torch.rand(2, 3, vocab, generator=generator) < 0.5
     bits = torch.zeros(2, 3, -(-vocab // 32), dtype=torch.int64)
@@ -100,7 +101,7 @@ def test_logits_are_restricted_bit_by_bit(vocab):
 
 
 def test_forced_tokens_replace_the_least_likely_branch():
-    """Catches forced tokens that are not drafted, that replace a branch which has them, or that leave the tree."""
+    """A forced path is drafted in the place of other nodes; one that is there already changes nothing."""
     parent, valid = [0, 0, 0, 1, 1, 2, 3], [True] * 7
     tokens = [9, 1, 2, 3, 4, 5, 6]
     assert not draft_forced([1, 3, 6], tokens, parent, valid) and tokens == [9, 1, 2, 3, 4, 5, 6]
@@ -113,8 +114,7 @@ def test_forced_tokens_replace_the_least_likely_branch():
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("grammar", WORDS)
 def test_same_tokens_with_every_head_and_tree(grammar, kind):
-    """Catches a mask at the wrong node, a forced token that is taken without asking the target, and masks that meet
-    penalties or filters in another order. The texts follow the grammar."""
+    """The ids equal those of plain decoding for every head, tree and setting, and the grammar takes them."""
     settings = (
         {"temperature": 0.0},
         {},
@@ -132,7 +132,7 @@ def test_same_tokens_with_every_head_and_tree(grammar, kind):
 
 
 def test_forced_spans_are_free_drafts():
-    """Catches forced text that is decoded token by token although a drafter is always wrong."""
+    """With a drafter that is always wrong the tokens stay, and forced text gives a tau above 3."""
     grammar = 'start: /[XYZ]/ "ABCDEFGHIJKLMNOPQRSTUVW" /[XYZ]/'
     params = request(grammar)
     plain = words_engine().generate(PROMPTS[0], params).run()[0]
@@ -142,7 +142,7 @@ def test_forced_spans_are_free_drafts():
 
 
 def test_prompts_of_a_batch_with_and_without_a_grammar():
-    """Catches a mask of one prompt that reaches another, and a free prompt that a grammar beside it changes."""
+    """Each row of a batch has the ids that it has alone, and a later request has no mask."""
     rows = [request(WORDS[0]), SamplingParams(max_new_tokens=20), request(WORDS[1], 0.0)]
     alone = [words_engine().generate(*pair).run()[0].token_ids for pair in zip(PROMPTS, rows, strict=True)]
     for tree in (None, MEDUSA, TREES["dynamic"]):
@@ -152,7 +152,7 @@ def test_prompts_of_a_batch_with_and_without_a_grammar():
 
 
 def test_two_graphs_hold_a_step():
-    """Catches masks or forced tokens that are fixed in a graph, and a half that is captured with the other one's key."""
+    """The halves of a step are captured as two graphs, which serve all grammars with the right tokens."""
     for tree in (MEDUSA, TREES["dynamic"]):
         engine = with_graphs(words_engine(tree))
         engine.constrained.runner = engine.runner
@@ -164,7 +164,8 @@ def test_two_graphs_hold_a_step():
 
 
 def test_errors_are_one_line_and_come_before_decoding(monkeypatch):
-    """Catches a bad grammar that reaches the engine, or ends in a traceback of a foreign library."""
+    """Bad grammars and schemas, a missing tokenizer, stop id or package are one-line errors, and the next request is
+    right."""
     engine = words_engine()
     before = engine.generate(PROMPTS[0], request(WORDS[0])).run()[0].token_ids
     for grammar in ("start: [", '{"broken": ', 'other: "a"'):
@@ -234,7 +235,7 @@ def demo_engines():
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_texts_follow_their_schema_with_and_without_a_head(name, demo_engines):
-    """Catches a text that breaks its schema, and tokens that depend on the head. The drafts of forced text count."""
+    """The text follows the schema, the ids are the same with a head, and its drafts are accepted."""
     jsonschema = pytest.importorskip("jsonschema")
     plain, drafting = demo_engines
     prompt = plain.tokenizer.encode("def main():\n    return ")
@@ -247,7 +248,7 @@ def test_texts_follow_their_schema_with_and_without_a_head(name, demo_engines):
 
 
 def test_the_phases_of_steps_with_a_grammar_are_timed(capsys):
-    """Catches steps in two halves that tell the gauge nothing: it ended in a KeyError."""
+    """--gauge gives a time above 0 for every phase of such steps."""
     flags = ["--eagle", str(DEMO / "eagle3"), "--tree", "chain:3", "--max-new-tokens", "20", "--gauge", "--json"]
     assert main([*flags, "--grammar", "start: /[a-z]{5,20}/"]) == 0
     milliseconds = json.loads(capsys.readouterr().out)["gauge_ms"]
@@ -255,13 +256,13 @@ def test_the_phases_of_steps_with_a_grammar_are_timed(capsys):
 
 
 def test_command_with_a_schema(tmp_path, capsys):
-    """Catches a schema that the command line ignores, and a schema file that ends in a traceback."""
+    """--json-schema shapes the text; a broken file is one line, and with --grammar it is refused."""
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(SCHEMAS["object"]))
     flags = ["--json-schema", str(file), "--json", "-p", "x = ", "--max-new-tokens", "90"]
     assert main(flags) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(json.loads(found["text"])) == {"name", "age"}
+    output = json.loads(capsys.readouterr().out)
+    assert set(json.loads(output["text"])) == {"name", "age"}
     file.write_text("[")
     assert main(flags) != 0 and capsys.readouterr().err.count("\n") == 1
     assert main([*flags, "--grammar", WORDS[0]]) == 2 and "--grammar" in capsys.readouterr().err

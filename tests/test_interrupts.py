@@ -114,7 +114,7 @@ def assert_one_line(name: str, process: subprocess.Popen, error: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_during_the_imports_is_one_line(name, made):
-    """A traceback through half of torch for a user who mistyped a command and pressed Ctrl-C at once."""
+    """Ctrl-C at a random import of every command prints "interrupted" alone and exits with 130."""
     process = start(name, made, python=["-X", "importtime"])
     next(line for line in process.stderr if "support.interrupts" in line)
     for _ in range(random.Random(name).randrange(5, 200)):
@@ -126,7 +126,7 @@ def test_ctrl_c_during_the_imports_is_one_line(name, made):
 
 @pytest.mark.parametrize("name", ["chat", "serve"])
 def test_ctrl_c_during_the_work_is_one_line(name, made):
-    """The same while messages or requests are waited for."""
+    """The same while a chat waits for a message; a server that waits for requests ends with 0."""
     read, write = os.pipe()
     process = start(name, made, stdin=read)
     line = process.stderr.readline()  # about the model, which is loaded by then
@@ -143,7 +143,7 @@ def test_ctrl_c_during_the_work_is_one_line(name, made):
 @pytest.mark.skipif(not MOMENTS, reason="EAGLET_INTERRUPTS=50 tries 50 moments of every command, for an hour")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_at_random_moments(name, made):
-    """A moment that nobody thought of: in an import, a destructor, a callback from C, or the end of the interpreter."""
+    """The same at random moments of every command's run."""
     begun = time.monotonic()
     process = start(name, made)
     ended(process, 40)
@@ -212,7 +212,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_kill_at_every_rename_leaves_the_old_or_the_new(name, made, tmp_path):
-    """New weights under an old config, a model without its tokenizer, and temporary folders that stay for ever."""
+    """After a kill before any rename or deletion the folder holds the old or the new files, and a second run ends with
+    the new ones and leaves nothing else."""
     main, words, expected = CASES[name]
     argv = words.replace("{m}", str(tmp_path)).split()
     out = tmp_path / "int4"
@@ -239,11 +240,11 @@ def test_kill_at_every_rename_leaves_the_old_or_the_new(name, made, tmp_path):
         prepare()
         code = killed(number, main, argv)
         assert code in (0, 137)
-        found = content(out) if out.exists() else None
-        assert found in (old, new), f"a mix after death number {number}"
-        seen.add(found == new)
+        left = content(out) if out.exists() else None
+        assert left in (old, new), f"a mix after death number {number}"
+        seen.add(left == new)
         again = killed(0, main, argv)
-        assert again == 0 or (name == "convert" and found == new and again == 2)  # it says that the model is there
+        assert again == 0 or (name == "convert" and left == new and again == 2)  # it says that the model is there
         assert content(out) == new
         assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
             ["target", "small", "data.npz", "text.txt", *expected]

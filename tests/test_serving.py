@@ -55,7 +55,8 @@ def expected(engine, messages=ASK, **params) -> str:
 
 
 def test_a_chat_gives_the_engines_own_answer(engine, client):
-    """Settings that get lost on their way, and counts that are not those of the engine."""
+    """With every sampling setting given, the answer's text, finish reason, usage and timings are those of the
+    engine."""
     given = dict(temperature=0.8, top_p=0.9, seed=7, presence_penalty=0.5, frequency_penalty=0.25)
     extra = dict(top_k=40, min_p=0.01, repetition_penalty=1.1)
     text = expected(engine, max_new_tokens=24, **given, **extra)
@@ -73,7 +74,8 @@ def test_a_chat_gives_the_engines_own_answer(engine, client):
 
 
 def test_a_stream_is_the_same_answer_in_pieces(engine, client):
-    """A stream that loses its beginning or end, or whose usage comes although nobody asked."""
+    """The deltas join to the whole text; the role comes first, the finish reason last, and the usage only where it is
+    asked for."""
     text = expected(engine, max_new_tokens=24)
     chunks = list(
         client.chat.completions.create(
@@ -89,7 +91,8 @@ def test_a_stream_is_the_same_answer_in_pieces(engine, client):
 
 
 def test_completions_continue_texts_and_ids(engine, client):
-    """A prompt that gets a chat template, ids that are read as text, choices in another order."""
+    """A prompt as text, as ids, or as a list of either gets the engine's continuation, also in a stream, each at its
+    index."""
     greedy = SamplingParams(max_new_tokens=16)
     prompts = ["def main():\n", "class A:\n"]
     texts = [engine.generate(prompt, greedy).run()[0].text for prompt in prompts]
@@ -105,7 +108,7 @@ def test_completions_continue_texts_and_ids(engine, client):
 
 
 def test_n_choices_have_seeds_of_their_own_and_share_the_prompt(engine, client):
-    """n equal answers, or a prompt that is run n times."""
+    """Choice i has the text of seed + i, whole and streamed, and the prompt's tokens count once."""
     given = dict(temperature=1.5, max_new_tokens=12)
     texts = [expected(engine, seed=seed, **given) for seed in (5, 6, 7)]
     asked = dict(model="demo", messages=ASK, n=3, seed=5, temperature=1.5, max_tokens=12)
@@ -119,7 +122,7 @@ def test_n_choices_have_seeds_of_their_own_and_share_the_prompt(engine, client):
 
 
 def test_without_a_seed_the_answer_names_the_one_that_it_used(engine, client):
-    """An answer that nobody can repeat, and one seed for everybody."""
+    """Two requests without a seed get different ones, and `timings.seed` repeats an answer."""
     asked = dict(model="demo", messages=ASK, temperature=1.5, max_tokens=16)
     first, second = (client.chat.completions.create(**asked) for _ in range(2))
     assert first.timings["seed"] != second.timings["seed"]
@@ -128,7 +131,7 @@ def test_without_a_seed_the_answer_names_the_one_that_it_used(engine, client):
 
 
 def test_a_stop_string_ends_the_text_and_is_not_part_of_it(engine, client):
-    """A stop string that is ignored, or half of it shown in a stream."""
+    """The text ends before the first stop string, whole and streamed, with the finish reason "stop"."""
     text = expected(engine, max_new_tokens=40)
     stop = text[12:16]
     cut = text[: text.index(stop)]
@@ -141,7 +144,7 @@ def test_a_stop_string_ends_the_text_and_is_not_part_of_it(engine, client):
 
 
 def test_responses_whole_and_streamed(engine, client):
-    """Events out of order, a text that its own end contradicts, an input that is read wrongly."""
+    """/v1/responses gives the engine's text and usage; its events come in OpenAI's order with numbers 0, 1, 2, ..."""
     messages = [{"role": "system", "content": "Be brief."}, *ASK]
     text = expected(engine, messages, max_new_tokens=20)
     asked = dict(model="demo", instructions="Be brief.", max_output_tokens=20)
@@ -161,7 +164,8 @@ def test_responses_whole_and_streamed(engine, client):
 
 
 def test_models_health_and_metrics(server, client):
-    """A client that finds no model, and figures that nobody counts."""
+    """The model is listed, another one is a 404, /health says ok, and /metrics counts requests and tokens under
+    declared names."""
     import httpx
 
     assert [model.id for model in client.models.list()] == ["demo"]
@@ -172,15 +176,16 @@ def test_models_health_and_metrics(server, client):
     server.idle()
     assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
     text = httpx.get(f"{server.address}/metrics").text
-    found = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line[0] != "#"}
-    assert found['eaglet_requests_total{path="/v1/completions",status="200"}'] >= 1
-    assert found["eaglet_generated_tokens_total"] >= 2 and found["eaglet_requests_running"] == 0
+    figures = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line[0] != "#"}
+    assert figures['eaglet_requests_total{path="/v1/completions",status="200"}'] >= 1
+    assert figures["eaglet_generated_tokens_total"] >= 2 and figures["eaglet_requests_running"] == 0
     named = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
-    assert {name.split("{")[0] for name in found} == named
+    assert {name.split("{")[0] for name in figures} == named
 
 
 def test_logprobs_are_those_of_the_chunks(engine, client, monkeypatch):
-    """Log-probabilities of another token, without alternatives, or in the form of the other endpoint."""
+    """Each endpoint writes the log-probabilities that the chunks hold in its own form, -inf as -9999, whole and
+    streamed."""
 
     def logprob(token):
         return SimpleNamespace(logprob=-0.5, top=[(token, -0.5), (5, float("-inf"))])
@@ -192,10 +197,10 @@ def test_logprobs_are_those_of_the_chunks(engine, client, monkeypatch):
     assert content[0].logprob == -0.5 and bytes(content[0].bytes).decode() == content[0].token
     assert [top.logprob for top in content[0].top_logprobs] == [-0.5, -9999.0]
     stream = client.chat.completions.create(model="demo", messages=ASK, logprobs=True, stream=True)
-    entries = [entry for c in stream if (found := c.choices[0].logprobs) for entry in found.content]
+    entries = [entry for c in stream if (logprobs := c.choices[0].logprobs) for entry in logprobs.content]
     assert "".join(entry.token for entry in entries) == "def f"
-    found = client.completions.create(model="demo", prompt="x", logprobs=2).choices[0].logprobs
-    assert "".join(found.tokens) == "def f" and found.text_offset[0] == 0 and set(found.token_logprobs) == {-0.5}
+    columns = client.completions.create(model="demo", prompt="x", logprobs=2).choices[0].logprobs
+    assert "".join(columns.tokens) == "def f" and columns.text_offset[0] == 0 and set(columns.token_logprobs) == {-0.5}
     response = client.responses.create(
         model="demo", input="x", top_logprobs=1, include=["message.output_text.logprobs"]
     )
@@ -205,7 +210,7 @@ def test_logprobs_are_those_of_the_chunks(engine, client, monkeypatch):
 
 
 def test_logprobs_of_the_model(engine, client):
-    """A request for log-probabilities that the engine never hears of, and those of the end of the text among them."""
+    """The log-probabilities are those that the engine gives for the same request, and they belong to the text."""
     given = dict(temperature=0.7, seed=2)
     prompt = engine.tokenizer.encode_chat(ASK)
     (result,) = engine.generate(prompt, SamplingParams(max_new_tokens=9, logprobs=3, **given)).run()
@@ -213,7 +218,7 @@ def test_logprobs_of_the_model(engine, client):
         model="demo", messages=ASK, max_tokens=9, logprobs=True, top_logprobs=3, **given
     )
     content = answer.choices[0].logprobs.content
-    assert [entry.logprob for entry in content] == pytest.approx([found.logprob for found in result.logprobs])
+    assert [entry.logprob for entry in content] == pytest.approx([entry.logprob for entry in result.logprobs])
     assert "".join(entry.token for entry in content) == answer.choices[0].message.content == result.text
     assert all(len(entry.top_logprobs) == 3 and entry.top_logprobs[0].logprob >= entry.logprob for entry in content)
 
@@ -222,7 +227,8 @@ def test_logprobs_of_the_model(engine, client):
 
 
 def test_tools_reach_the_template_and_calls_come_back(engine, client, monkeypatch):
-    """A tool that the model never hears of, and a call that arrives as text."""
+    """The prompt holds the tools unless tool_choice is none, and a call in the text becomes `tool_calls`, whole and
+    streamed."""
     made = script(monkeypatch, engine, f"I add.{CALL}")
     asked = dict(model="demo", messages=ASK, tools=TOOLS)
     answer = client.chat.completions.create(**asked).choices[0]
@@ -240,7 +246,7 @@ def test_tools_reach_the_template_and_calls_come_back(engine, client, monkeypatc
 
 
 def test_calls_and_results_of_earlier_turns_reach_the_template(engine, client):
-    """A result of a tool that the model does not see, and arguments that the template gets as a string."""
+    """Earlier calls, with arguments as objects, and their results are in the prompt of both chat endpoints."""
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         *ASK,
@@ -262,7 +268,7 @@ def test_calls_and_results_of_earlier_turns_reach_the_template(engine, client):
 
 
 def test_calls_of_a_response(engine, client, monkeypatch):
-    """A function call without an item of its own, whole or streamed."""
+    """Every call is an item of its own, whole and streamed, and only the first one without parallel calls."""
     script(monkeypatch, engine, f"I add.{CALL}{CALL}")
     tools = [{"type": "function", **TOOLS[0]["function"]}]
     whole = client.responses.create(model="demo", input="x", tools=tools)
@@ -327,7 +333,7 @@ def test_calls_of_a_response(engine, client, monkeypatch):
     ],
 )
 def test_a_bad_request_names_the_field_and_does_not_touch_the_engine(server, client, body, param, said):
-    """A traceback, a status 500, an error without the field, and a field that is silently ignored."""
+    """Each wrong field is a 400 of one line that names the field and says why, and no job is queued."""
     with pytest.raises(openai.BadRequestError) as caught:
         # the client itself would refuse to encode half of a surrogate pair
         client.post("/chat/completions", content=json.dumps(body).encode(), cast_to=object)
@@ -344,7 +350,8 @@ class Person(pydantic.BaseModel):
 
 
 def test_an_answer_follows_a_schema_on_every_endpoint(client, engine):
-    """A schema that an endpoint reads from another place than its clients write it, or that a stream does not follow."""
+    """With a schema the text parses as it on both chat endpoints and in a stream; a grammar holds for its own request
+    alone."""
     pytest.importorskip("llguidance")
     parsed = client.chat.completions.parse(model="demo", messages=ASK, response_format=Person, seed=3, temperature=1)
     assert isinstance(parsed.choices[0].message.parsed, Person)
@@ -367,7 +374,7 @@ def test_an_answer_follows_a_schema_on_every_endpoint(client, engine):
 
 @pytest.mark.parametrize("path", ["completions", "responses"])
 def test_bad_requests_of_the_other_endpoints(client, path):
-    """A check that only the chat endpoint has."""
+    """/v1/completions and /v1/responses refuse wrong fields by name, too."""
     for body, param in (({}, path), ({"prompt": [], "input": []}, None),
                         ({"prompt": [[1, True]], "input": [{"type": "image"}]}, None),
                         ({"prompt": [99999], "input": [{"role": "x"}]}, None),
@@ -378,7 +385,7 @@ def test_bad_requests_of_the_other_endpoints(client, path):
 
 
 def test_unknown_fields_and_null_are_left_out(client):
-    """A client that is newer than the server and cannot talk to it."""
+    """Fields that are null or unknown change nothing."""
     extra = {
         "stop": None,
         "logit_bias": None,
@@ -392,7 +399,7 @@ def test_unknown_fields_and_null_are_left_out(client):
 
 
 def test_an_engine_that_fails_is_an_error_and_the_next_request_is_right(engine, client, monkeypatch):
-    """A failed step that ends the server, or leaves a client waiting; also in the middle of a stream."""
+    """A failed step is a 500, or an error event inside a stream, and the next answer is right."""
 
     def fail() -> None:
         raise ArithmeticError("logits became non-finite at token 3.")
@@ -412,7 +419,8 @@ def test_an_engine_that_fails_is_an_error_and_the_next_request_is_right(engine, 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_is_cancelled_within_two_steps(engine, server, client, monkeypatch, stream):
-    """An engine that decodes to the end for nobody while others wait."""
+    """After a client has left, at most two more tokens are decoded, the stream is closed, and the next answer is
+    right."""
     steps, begun = threading.Semaphore(4), threading.Event()
     counts = server.api.metrics.counts
     cancelled = counts["cancelled_total"]
@@ -437,7 +445,7 @@ def test_a_client_that_leaves_is_cancelled_within_two_steps(engine, server, clie
 
 
 def test_a_waiting_request_that_is_given_up_leaves_the_running_one_alone(engine, server, client, monkeypatch):
-    """A client whose leaving ends the answer of another one, or keeps its place in the queue."""
+    """A waiting request whose client leaves gives up its place undecoded, and the running answer is complete."""
     go = threading.Event()
     made = script(monkeypatch, engine, "a b c d", gate=lambda: go.wait(20))
     stream = client.chat.completions.create(model="demo", messages=ASK, stream=True)
@@ -453,7 +461,7 @@ def test_a_waiting_request_that_is_given_up_leaves_the_running_one_alone(engine,
 
 
 def test_two_chats_that_alternate_run_only_what_is_new(engine, client):
-    """A chat that is read from its beginning at every turn, because another one came between."""
+    """From the second turn on, both chats find their earlier text cached and answer as the engine alone does."""
     texts = ["def alpha(x):\n" + "    x += 1\n" * 200, "class Beta:\n" + "    y = [2]\n" * 200]
     chats = [[{"role": "user", "content": text}] for text in texts]
     before: list = [None, None]

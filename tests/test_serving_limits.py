@@ -70,7 +70,7 @@ def refused(answer, status: int, code: str) -> dict:
 
 
 def test_200_requests_of_16_clients_of_which_a_third_are_cut_off(engine):
-    """An answer that is lost, or given to another client, and memory that every request leaves behind."""
+    """Every client that stays gets the text of its own request, no job stays in memory, and memory does not grow."""
     prompts = [f"def f{i}(x):\n" for i in range(8)]
     params = [dict(temperature=i % 3 / 2, seed=i, max_tokens=6) for i in range(8)]
     named = [dict(temperature=p["temperature"], seed=p["seed"], max_new_tokens=6) for p in params]
@@ -104,21 +104,21 @@ def test_200_requests_of_16_clients_of_which_a_third_are_cut_off(engine):
         return sum(type(item) is Job for item in gc.get_objects())
 
     with running(engine, max_queue=16) as server, ThreadPoolExecutor(16) as clients:
-        found = list(clients.map(ask, range(80)))
+        answers = list(clients.map(ask, range(80)))
         before = resident()
-        found += clients.map(ask, range(80, 200))
+        answers += clients.map(ask, range(80, 200))
         server.idle()
         assert resident() - before < 24 << 20
         until(lambda: left() == 0)
         status = server.api.metrics.requests
         assert status[PATH, 200] == 200 and engine.prompt_cache.held_bytes <= 1 << 20
-        assert [text for i, text in enumerate(found) if i % 3] == [texts[i % 8] for i in range(200) if i % 3]
+        assert [text for i, text in enumerate(answers) if i % 3] == [texts[i % 8] for i in range(200) if i % 3]
         right(engine, server)
     engine.keep_prompts(PromptCache())
 
 
 def test_more_requests_than_may_wait_get_429(engine, small, monkeypatch):
-    """A queue without an end, and a client that is not told when to come back."""
+    """A request beyond --max-queue gets 429 with Retry-After, and those before it are answered."""
     go = threading.Event()
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as clients:
         script(patch, engine, "a b", gate=lambda: go.wait(20))
@@ -137,7 +137,7 @@ def test_more_requests_than_may_wait_get_429(engine, small, monkeypatch):
 
 
 def test_a_request_ends_at_the_limits_of_the_server(engine, small, monkeypatch):
-    """One request that keeps the engine for an hour."""
+    """--max-tokens and --max-seconds end an answer with the finish reason "length"."""
     answer = httpx.post(small.address + PATH, json={"prompt": "x", "max_tokens": 500}).json()
     assert answer["usage"]["completion_tokens"] == 64 and answer["choices"][0]["finish_reason"] == "length"
     with running(engine, max_seconds=0) as server:
@@ -149,7 +149,8 @@ def test_a_request_ends_at_the_limits_of_the_server(engine, small, monkeypatch):
 
 
 def test_what_is_no_request_gets_the_error_object(engine, small):
-    """A page of HTML or a traceback for a client that expects JSON."""
+    """Bodies that are no JSON object, too large bodies, and unknown paths and methods get the error object, and are
+    counted."""
     post = lambda data, **more: httpx.post(small.address + PATH, content=data, **more)  # noqa: E731
     deep = b'{"prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}"
     for data in (b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": NaN}', deep, b'{"prompt": ' + b"1" * 4000 + b"}"):
@@ -165,7 +166,7 @@ def test_what_is_no_request_gets_the_error_object(engine, small):
 
 
 def test_every_path_but_the_page_and_health_needs_the_key(engine):
-    """A path that was forgotten, a key that is found by its first characters, or asked for without being needed."""
+    """Every path but / and /health is a 401 without the exact key, and an answer with it."""
     with running(engine, api_key="se cret") as server:
         paths = ("/v1/models", "/metrics", "/v1/nothing", PATH, "//v1/models", "/health/../metrics", "/health/")
         for path in paths:
@@ -177,7 +178,7 @@ def test_every_path_but_the_page_and_health_needs_the_key(engine):
 
 
 def test_pages_of_other_sites_cannot_use_a_local_server(engine, small):
-    """A page in the browser that makes this machine decode, by its address or by a name that leads to it."""
+    """A foreign Origin or Host is a 403 without a key; only loopback names count as local."""
     get = lambda **headers: httpx.get(f"{small.address}/v1/models", headers=headers)  # noqa: E731
     refused(get(origin="https://evil.example"), 403, "wrong_origin")
     refused(get(origin="null"), 403, "wrong_origin")
@@ -191,7 +192,7 @@ def test_pages_of_other_sites_cannot_use_a_local_server(engine, small):
 
 
 def test_a_client_that_reads_nothing_is_given_up(engine, monkeypatch):
-    """A reader that stops and with it stops everybody, or whose connection stays for ever."""
+    """A stream whose client takes nothing ends after --send-seconds and is counted, and the next answer is right."""
     with monkeypatch.context() as patch, running(engine, send_seconds=0.2) as server:
         steps = threading.Semaphore(0)
         made = script(patch, engine, "x " * 300, gate=steps.acquire)
@@ -215,7 +216,7 @@ def test_a_client_that_reads_nothing_is_given_up(engine, monkeypatch):
 
 
 def test_the_engine_does_not_wait_for_a_reader(engine, monkeypatch):
-    """Steps that wait until a client has taken the text of the step before."""
+    """All tokens are decoded before anybody reads, and they come as one event."""
 
     async def decode() -> tuple[int, int]:
         job = Job(asyncio.get_running_loop(), engine, Ask({}), SamplingParams(), made, 60)
@@ -232,7 +233,8 @@ def test_the_engine_does_not_wait_for_a_reader(engine, monkeypatch):
 
 
 def test_a_client_that_leaves_while_its_prompt_is_read_ends_that(engine, monkeypatch):
-    """A long prompt that is read to its end for nobody, and a row of which nobody knows how much it holds."""
+    """After the client has left, no further part of its prompt is run, and the same prompt is answered right
+    afterwards."""
     with running(engine) as server, monkeypatch.context() as patch:
         chunks, go = [], threading.Event()
         forward = engine.prefill.forward
@@ -259,7 +261,7 @@ def test_a_client_that_leaves_while_its_prompt_is_read_ends_that(engine, monkeyp
 
 
 def test_sigterm_in_the_middle_of_a_stream():
-    """A stream that is cut, a new request that hangs, an exit code that says it failed."""
+    """The stream under way ends completely, new requests get 503, and the exit code is 0."""
     command = [sys.executable, "-m", "scripts.serve", "--port", "0", "--device", "cpu", "--max-queue", "1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
@@ -282,7 +284,7 @@ def test_sigterm_in_the_middle_of_a_stream():
 
 
 def test_a_gpu_that_failed_ends_the_server(engine, monkeypatch):
-    """A server that answers every later request with an error, and that nobody restarts because it still runs."""
+    """A failed accelerator is a 503 for the request, and the server ends with exit code 5."""
 
     def fail() -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -296,7 +298,7 @@ def test_a_gpu_that_failed_ends_the_server(engine, monkeypatch):
 
 
 def test_a_stream_without_news_sends_a_comment(engine, monkeypatch):
-    """A proxy that ends a stream while its request waits or a long prompt is read."""
+    """A stream that waits sends the comment ": waiting", and its answer afterwards."""
     monkeypatch.setattr(scheduler, "PING_SECONDS", 0.02)
     go = threading.Event()
     script(monkeypatch, engine, "a b", gate=lambda: go.wait(20))
@@ -313,7 +315,7 @@ def test_a_stream_without_news_sends_a_comment(engine, monkeypatch):
 
 
 def test_the_command_says_what_is_wrong_in_one_line(capsys, monkeypatch):
-    """A traceback for a missing package, a port that is taken, or an option that makes no sense."""
+    """A port that is taken, a wrong option and a missing package are one line and exit code 2."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -331,7 +333,7 @@ def test_the_command_says_what_is_wrong_in_one_line(capsys, monkeypatch):
 
 
 def test_a_server_that_others_reach_has_a_key(monkeypatch):
-    """A server open to the network because its key was forgotten."""
+    """A host that is not loopback gets a random key unless one is given; defaults of sampling reach the settings."""
     monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
     settings = lambda *words: serve.settings_of(serve.build_parser().parse_args(list(words)))  # noqa: E731
     assert settings().api_key is None and settings().loopback and settings().model == "demo"
@@ -343,7 +345,8 @@ def test_a_server_that_others_reach_has_a_key(monkeypatch):
 
 
 def test_the_servers_defaults_stand_behind_the_clients_settings(engine):
-    """A default of the server that a client cannot change, or that the model's suggestion replaces."""
+    """The server's defaults hold where the client gives nothing, before the model's suggestions, and the client's
+    settings win."""
     generation = engine.generation
     engine.generation = {"do_sample": True, "temperature": 0.5, "top_p": 0.5}
     try:
@@ -358,7 +361,8 @@ def test_the_servers_defaults_stand_behind_the_clients_settings(engine):
 
 
 def test_the_folder_of_prompts_is_that_of_the_model(engine, tmp_path, monkeypatch):
-    """Rows of another model that are taken for one's own, and files that a killed server leaves for ever."""
+    """A kept folder depends on the weights alone; another one is the process's own, and those of ended processes are
+    deleted."""
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

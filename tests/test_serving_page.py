@@ -66,7 +66,8 @@ def without_times(steps: list[dict]) -> list[dict]:
 
 
 def test_the_page_loads_nothing_and_names_its_own_script(server):
-    """A page that needs another server, or whose policy lets it run what somebody else wrote, or forbids its own."""
+    """The policy allows the page's own script and style by their hashes and its own server, and the page names no other
+    address."""
     answer = httpx.get(server.address)
     policy, page = answer.headers["content-security-policy"], answer.text
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
@@ -85,7 +86,7 @@ def test_the_page_loads_nothing_and_names_its_own_script(server):
 
 
 def test_the_page_makes_no_markup_of_texts(server):
-    """A token such as <img onerror=...> that becomes an element of the page."""
+    """The page's script uses no function that makes markup of a text, and no storage."""
     page = httpx.get(server.address).text
     words = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "DOMParser",
              "createContextualFragment", "setHTML", "localStorage", "document.cookie")  # fmt: skip
@@ -93,7 +94,7 @@ def test_the_page_makes_no_markup_of_texts(server):
 
 
 def test_the_page_needs_no_key_and_its_requests_do(engine):
-    """A page that its user cannot open to enter the key, and a key that protects the page instead of the model."""
+    """With a key set, / is answered without it, and /v1/models is not."""
     with running(engine, api_key="secret") as server:
         assert httpx.get(server.address).status_code == 200
         assert httpx.get(f"{server.address}/v1/models").status_code == 401
@@ -102,7 +103,8 @@ def test_the_page_needs_no_key_and_its_requests_do(engine):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_steps_of_a_stream_are_those_of_html(engine, server, temperature):
-    """A page that shows other tokens, trees or scores than `--html` does for the same request."""
+    """The steps, first text and scores of a stream equal those of `--html`, and the text is that of a request without
+    steps."""
     params = SamplingParams(temperature, seed=5, max_new_tokens=80)
     expected = html_data(engine, engine.tokenizer.encode_chat(ASK), params)
     asked = dict(messages=ASK, temperature=temperature, seed=5, max_tokens=80)
@@ -119,18 +121,18 @@ def test_the_steps_of_a_stream_are_those_of_html(engine, server, temperature):
 
 
 def test_completions_and_several_choices_have_steps(engine, server):
-    """Steps of one answer that are shown in another one, and an endpoint that forgets them."""
+    """Each choice of /v1/completions has the steps of its own seed."""
     expected = [html_data(engine, engine.tokenizer.encode("def f(x):"), SamplingParams(1.0, seed=s, max_new_tokens=12))
                 for s in (3, 4)]  # fmt: skip
     asked = dict(prompt="def f(x):", n=2, seed=3, temperature=1.0, max_tokens=12, eaglet={"steps": True})
     steps: list[list[dict]] = [[], []]
     for chunk in chunks_of(server, "/v1/completions", **asked):
         steps[chunk["choices"][0]["index"]] += chunk.get("steps", [])
-    assert [without_times(found) for found in steps] == [without_times(data["steps"]) for data in expected]
+    assert [without_times(own) for own in steps] == [without_times(data["steps"]) for data in expected]
 
 
 def test_only_a_request_that_asks_is_watched(engine, server, monkeypatch):
-    """An observer that makes the engine wait at every step of requests that nobody watches."""
+    """Only a request with `eaglet.steps` adds an observer, which is gone afterwards."""
     added: list[object] = []
     real = engine.add_observer
     monkeypatch.setattr(engine, "add_observer", lambda observer: added.append(observer) or real(observer))
@@ -145,7 +147,7 @@ def test_only_a_request_that_asks_is_watched(engine, server, monkeypatch):
 
 @pytest.mark.parametrize("how", ["left", "failed"])
 def test_nobody_watches_after_a_request_that_did_not_end(engine, server, monkeypatch, how):
-    """A recorder that stays on the engine after a client has left or a step has failed, and slows down all others."""
+    """The observer is gone after a client has left or a recorder has failed, and the next answer has no steps."""
     begun, go = threading.Event(), threading.Event()
     real = StepRecorder.nodes
 
@@ -173,7 +175,8 @@ def test_nobody_watches_after_a_request_that_did_not_end(engine, server, monkeyp
 
 
 def test_a_request_for_steps_that_cannot_be_is_one_line(engine, server, monkeypatch):
-    """A field that is ignored silently, and an engine that cannot be watched as an internal error."""
+    """Steps without a stream, of a wrong type, on /v1/responses, or of an engine that cannot be watched are a 400 that
+    says so."""
 
     def refused(path: str, **body) -> dict:
         answer = httpx.post(server.address + path, json=body)
@@ -195,7 +198,7 @@ def test_a_request_for_steps_that_cannot_be_is_one_line(engine, server, monkeypa
 
 
 def test_the_page_learns_whether_the_model_chats(engine, server):
-    """A page that sends a chat to a model without a template."""
+    """/v1/models says whether the model has a chat template."""
     about = httpx.get(f"{server.address}/v1/models").json()["data"][0]
     assert about["chat_template"] is True
     with running(load(device="cpu", threads=1)) as plain:
@@ -204,7 +207,8 @@ def test_the_page_learns_whether_the_model_chats(engine, server):
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium")
 def test_the_page_in_a_browser(engine, server):
-    """A page that shows other tokens than the request gives, or that runs what a text says."""
+    """In Chromium the page shows the engine's tokens and trees and the text as text, fits a phone, and raises no
+    error."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="drives the browser")
     expected = html_data(engine, engine.tokenizer.encode_chat([{"role": "user", "content": HOSTILE}]),
                          SamplingParams(1.0, seed=5, max_new_tokens=40))  # fmt: skip

@@ -22,9 +22,9 @@ def parse(form, text: str, size: int = 0) -> tuple[str, list]:
     parser = ToolCallParser(form, {"add", "sub"})
     pieces = [text[i : i + size] for i in range(0, len(text), size)] if size else [text]
     shown, calls = "", []
-    for more, found in [*map(parser.push, pieces), parser.finish()]:
+    for more, complete in [*map(parser.push, pieces), parser.finish()]:
         shown += more
-        calls += found
+        calls += complete
     return shown, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
@@ -50,7 +50,8 @@ def parse(form, text: str, size: int = 0) -> tuple[str, list]:
     ],
 )
 def test_calls_are_found_however_the_answer_is_cut(form, text, expected, size):
-    """A call that is lost or shown as text because a mark came in two pieces, and text that is taken for a call."""
+    """Text and calls of every format come out the same for pieces of any size; what is no valid call of a known tool is
+    text."""
     if expected is None:
         named = text.startswith("Yes")
         expected = ("Yes. ", [("add", {"a": 1}), ("sub", {})]) if named else (text, [])
@@ -58,7 +59,7 @@ def test_calls_are_found_however_the_answer_is_cut(form, text, expected, size):
 
 
 def test_text_before_a_call_is_shown_at_once():
-    """A stream that shows nothing until the end because a tool might be called."""
+    """Text is handed out at once, except an end that may begin a mark."""
     parser = ToolCallParser(HERMES, {"add"})
     assert [parser.push(piece)[0] for piece in ("Hello", " you", " <tool", "box")] == ["Hello", " you", " ", "<toolbox"]
     parser = ToolCallParser(LLAMA, {"add"})
@@ -66,7 +67,7 @@ def test_text_before_a_call_is_shown_at_once():
 
 
 def test_the_format_is_the_one_of_the_template():
-    """A Llama whose calls are read as Qwen's."""
+    """The format is the one whose mark the template holds, and Hermes' without a mark."""
 
     class Written:
         def __init__(self, template: str):
@@ -80,7 +81,8 @@ def test_the_format_is_the_one_of_the_template():
 
 
 def test_the_template_gets_tools_and_no_control_tokens(tmp_path):
-    """A tool whose description ends the model's turn, and tools that a template silently leaves out."""
+    """Tools and earlier calls are in the prompt; the text of a control token in them is an error, as are tools without
+    a place."""
     for name in ("config.json", "tokenizer.model"):
         shutil.copy(DEMO / name, tmp_path)
     template = "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls }}{% endfor %}"
@@ -101,7 +103,7 @@ def test_the_template_gets_tools_and_no_control_tokens(tmp_path):
 
 
 def test_a_mark_that_is_a_special_token_is_seen():
-    """Mistral's [TOOL_CALLS], which the engine leaves out of the text: its calls would be shown as text."""
+    """A call is found although its mark is a special token, which the engine's text leaves out."""
 
     class Marked:
         special_ids = frozenset({0, 1})

@@ -46,7 +46,8 @@ class Collector(Observer):
 
 @pytest.mark.parametrize("tree", ["root", "paper25", "dynamic"])
 def test_parts_sum_to_the_step_and_tokens_stay(tree, monkeypatch):
-    """Catches a phase that is counted twice or not at all, and an instrumented step that decodes something else."""
+    """The phases and the host's part sum to the step, other observers are still called, and the tokens are those
+    without a gauge."""
     plain, gauged = engines(tree)
     clock = fake_clock(monkeypatch)
     params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
@@ -70,7 +71,7 @@ def test_parts_sum_to_the_step_and_tokens_stay(tree, monkeypatch):
 
 
 def test_a_gauge_that_is_taken_off_counts_no_more(monkeypatch):
-    """Catches marks that go on costing time in every step, and steps that are added to a measurement that has ended."""
+    """After it is removed, a gauge counts no step, and steps are run without marks."""
     engine, _ = engines("paper25")
     clock = fake_clock(monkeypatch)
     params = SamplingParams(max_new_tokens=12)
@@ -101,7 +102,7 @@ SLOW = {  # part of a step -> the phase that its time belongs to
 
 @pytest.mark.parametrize("part", SLOW)
 def test_a_slow_phase_is_found(part, monkeypatch):
-    """Catches times that go to the wrong phase. The gauge would send people to tune the wrong kernel."""
+    """20 ms more in one part of a step appear in the phase that this part belongs to, and in no other."""
     engine, _ = engines("paper25")
     clock = fake_clock(monkeypatch)
     phase, owner, name = SLOW[part]
@@ -123,8 +124,8 @@ def test_a_slow_phase_is_found(part, monkeypatch):
 
 
 def test_flag_adds_line_and_field(capsys):
-    """Catches --gauge that is accepted and shows nothing, and a step compiled in one piece that is said to have
-    phases."""
+    """--gauge adds a line to the report and a field to the JSON; a step compiled in one piece and a chat are
+    refused."""
     head = str(DEMO / "eagle1")
     command = ["--device", "cpu", "--eagle", head, "--tree", "chain:2", "--max-new-tokens", "8", "--gauge"]
     assert generate.main(command) == 0
@@ -148,14 +149,13 @@ def followed(engine: Engine, recorder: StepRecorder, params: SamplingParams) -> 
 
 def data_of(page: Path) -> dict:
     """The data of a written page, read as a browser reads it."""
-    found = re.findall(r'<script id="data" type="application/json">(.*?)</script', page.read_text(), re.S)
-    assert len(found) == 1
-    return json.loads(found[0])
+    scripts = re.findall(r'<script id="data" type="application/json">(.*?)</script', page.read_text(), re.S)
+    assert len(scripts) == 1
+    return json.loads(scripts[0])
 
 
 def test_the_page_says_what_the_numbers_are(tmp_path):
-    """Catches scores with the shared noise that are called probabilities. At T > 0 they are far from the draft's own
-    probabilities."""
+    """Each drafter's scores are described as what they are, and those of the root's children sum to at most 1."""
     head, page = tiny_head(tiny_model()), tmp_path / "steps.html"
     cases = [
         (0.0, dict(), "probability of the path"),
@@ -180,7 +180,7 @@ def test_the_page_says_what_the_numbers_are(tmp_path):
 
 
 def test_probabilities_on_the_page_are_the_draft_s_own():
-    """Catches multi-round drafts that are shown with scores of shared noise, which they do not use."""
+    """With multi-round the scores are the products of the draft's probabilities along the path."""
     head, taken = tiny_head(tiny_model()), []
     engine = eagle_engine(head, TREES["chain4"], multi_round="without")
     real, recorder = engine.drafter.draft, StepRecorder(engine)
@@ -192,7 +192,7 @@ def test_probabilities_on_the_page_are_the_draft_s_own():
 
 
 def test_a_static_tree_s_probabilities_are_without_the_noise_and_change_nothing(monkeypatch):
-    """Catches the target's noise in what is called a probability, and a viewer that changes what is drafted."""
+    """The scores are the products of the draft's softmax, and the viewer changes no token."""
     head, probabilities = tiny_head(tiny_model()), []
     plain, engine = (eagle_engine(head, TREES["chain4"]) for _ in range(2))
     params = SamplingParams(1.0, seed=2, max_new_tokens=12)
@@ -215,7 +215,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)><!--\u2028%data%\033[2J"
 
 
 def test_no_token_adds_to_the_page_or_steers_the_terminal(tmp_path):
-    """Catches a token that ends the page's script, or clears the screen. A model's tokens are nobody's own text."""
+    """A hostile token is data on the page, and on the terminal it is escaped."""
     model = tiny_model()
     engine = eagle_engine(tiny_head(model), TREES["paper25"])
     engine.tokenizer = PieceTokenizer([HOSTILE.encode()] * V)
@@ -232,7 +232,7 @@ def test_no_token_adds_to_the_page_or_steers_the_terminal(tmp_path):
 
 
 def test_the_page_names_what_ran_and_not_where_it_lies():
-    """Catches a page without the names of the model and the tree, and the user's folders on a page that is passed on."""
+    """The page names model, head, tree and seed, and no folder."""
     engine = load(DEMO, eagle=str(DEMO / "eagle3"), tree="chain:3", ctx=256)
     recorder = StepRecorder(engine)
     data = page_data(engine, recorder, PROMPT, followed(engine, recorder, SamplingParams(max_new_tokens=6)))
@@ -244,8 +244,7 @@ def test_the_page_names_what_ran_and_not_where_it_lies():
 
 @pytest.mark.parametrize("name", ["paper25", "dynamic", "ngrams"])
 def test_a_step_s_picture_is_its_tree_and_the_model_s_own_token(name):
-    """Catches a node below the wrong parent where padding was left out (n-grams leave it in the middle), an accepted
-    node drawn as rejected, and a step without the token that the model chose itself."""
+    """Every valid node is drawn below its parent with its kind, and the target's own token where it was kept."""
     engine = eagle_engine(tiny_head(tiny_model()), TREES["chain4" if name == "ngrams" else name])
     if name == "ngrams":
         engine = Engine(engine.model, drafter=WithNGrams(engine.drafter, 6))
@@ -273,7 +272,7 @@ def test_a_step_s_picture_is_its_tree_and_the_model_s_own_token(name):
 
 
 def test_the_time_of_a_step_is_without_its_readers(monkeypatch):
-    """Catches the time for drawing in the milliseconds of a step: a slow terminal would look like a slow model."""
+    """The milliseconds of the steps sum to the decode time, however long the reader takes."""
     engine, _ = engines("paper25")
     clock = fake_clock(monkeypatch)
     recorder = StepRecorder(engine)
@@ -286,7 +285,7 @@ def test_the_time_of_a_step_is_without_its_readers(monkeypatch):
 
 
 def test_trees_are_drawn_while_the_request_runs(monkeypatch):
-    """Catches trees that come when all is over, and a line that is wider than the terminal."""
+    """Each step is drawn before the next one runs, and no line is wider than the terminal."""
     monkeypatch.setenv("COLUMNS", "50")
     engine, _ = engines("paper25")
     recorder, out = StepRecorder(engine), io.StringIO()
@@ -311,8 +310,8 @@ NODES = [
 
 
 def test_a_tree_as_text():
-    """Catches a child on another parent's line, the accepted path among the rejected branches, and left out nodes that
-    are not counted."""
+    """The accepted path comes first, each child stands behind its own parent, hidden nodes are counted, and long lines
+    are cut."""
     lines, hidden = tree_lines(NODES, others=3)
     assert ["".join(span.text for span in line) for line in lines] == [
         "a ┬─* ·c .20 ┬─+ ⏎",
@@ -333,7 +332,8 @@ class Terminal(io.StringIO):
 
 
 def test_colours_are_for_terminals_that_want_them(monkeypatch):
-    """Catches control characters in a file, NO_COLOR that is not obeyed, and marks that only colours would tell."""
+    """Only a terminal without NO_COLOR and TERM=dumb gets colours, the text is the same, and ASCII terminals get
+    ASCII."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     view = StepView(NODES, [" c", "\n"], own=True, ms=1.5)
@@ -354,7 +354,7 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch):
 
 
 def test_a_step_without_a_draft_says_so():
-    """Catches plain decoding that is shown as a step whose draft failed."""
+    """A step of plain decoding has the root and the own token as its nodes, and its line says "no draft"."""
     engine = Engine(tiny_model())
     recorder, out = StepRecorder(engine), io.StringIO()
     followed(engine, recorder, SamplingParams(max_new_tokens=3))

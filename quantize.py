@@ -42,16 +42,14 @@ from support.errors import (
     run_command,
 )
 from support.files import clean_up, directory_written_whole, write_json
-from support.machine import default_device, size_text
-from support.memory import shapes_only
+from support.machine import default_device, shapes_only, size_text
 from support.progress import Progress, say
 from support.texts import read_chats, read_texts, stdlib_texts, token_windows
 from tokenizer import Tokenizer, load_tokenizer
 from weights.checkpoint import Checkpoint
-from weights.files import Entry
+from weights.files import Entry, local_path
 from weights.heads import EagleConfig, read_card, read_eagle, save_quantized_eagle
 from weights.hf import build_model
-from weights.hub import local_path
 from weights.quantized import ALGORITHMS, GROUPS, HEADS, MODES, QuantSpec, apply_spec_, set_tensor
 from weights.quantizer import quantize_checkpoint, quantize_gptq_
 from weights.rounding import quantize_

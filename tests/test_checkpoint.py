@@ -25,10 +25,9 @@ from scripts import convert, download
 from support.files import read_json
 from weights import checkpoint
 from weights.checkpoint import Checkpoint, load_config, load_model
-from weights.files import read_entries
+from weights.files import cache_folder, read_entries
 from weights.heads import AUX, EagleConfig, read_eagle, save_eagle
 from weights.hf import config_to_hf, hf_views, save_hf
-from weights.hub import cache_folder
 
 
 def logits_of(model, length: int = 20) -> torch.Tensor:

@@ -33,9 +33,8 @@ from support.files import write_json
 from training import demo_model
 from weights import checkpoint, files, hf, quantizer, rounding
 from weights.heads import EagleConfig, read_eagle, read_quantized_eagle, save_eagle, save_quantized_eagle
-from weights.quality import Tally
 from weights.quantized import QuantExperts, QuantLinear, QuantSpec, adopt_, empty_tensors, held_bytes, pack_
-from weights.rounding import quantize_gptq, quantize_rtn
+from weights.rounding import Tally, quantize_gptq, quantize_rtn
 
 CONFIG = ModelConfig(
     model_type="llama",

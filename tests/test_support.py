@@ -40,7 +40,7 @@ from support.files import (
     write_text,
     written_whole,
 )
-from support.memory import freed_memory_returns, zeros
+from support.machine import freed_memory_returns, zeros
 from support.progress import Progress
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -475,7 +475,7 @@ def test_modules_of_shapes_alone_import_no_compiler():
     program = """
 import sys
 import torch
-from support.memory import shapes_only
+from support.machine import shapes_only
 with shapes_only():
     module = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 1 << 40))
 assert all(p.is_meta for p in module.parameters())

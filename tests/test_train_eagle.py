@@ -29,9 +29,8 @@ from training.data import Batch, TokenData, chat_row, read_messages, step_batche
 from training.drafters import Evaluation, train
 from training.eagle import INPUTS, TrainHead
 from training.features import KeptFeatures, TargetRows
-from training.loop import World
+from training.loop import Muon, World
 from training.losses import FEATURE_NOISE, loss_eagle1, loss_eagle3, noise_loss
-from training.optim import Muon
 from weights.checkpoint import load_config, load_model
 from weights.heads import read_eagle, save_eagle, save_quantized_eagle
 from weights.hf import save_hf

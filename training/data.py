@@ -34,7 +34,7 @@ from support.reader import json_lines, parse_json, refusal
 from support.texts import docstring_chats, read_source, stdlib_files
 from tokenizer import Tokenizer
 from training.loop import World
-from weights.hub import local_path
+from weights.files import local_path
 
 ROLES = {"human": "user", "user": "user", "system": "system"} | dict.fromkeys(
     ("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"

@@ -24,8 +24,8 @@ from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData, fingerprint
 from training.drafters import DrafterTraining, Evaluation
 from training.features import KeptFeatures, TargetRows
+from training.loop import Recipe
 from training.losses import FEATURE_NOISE, loss_eagle1, loss_eagle3
-from training.optim import Recipe
 from weights.heads import EagleConfig, EagleFile, default_taps, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest

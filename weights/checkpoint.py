@@ -19,16 +19,14 @@ from model_config import DTYPES, ModelConfig
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import check
-from weights.files import Destination, Entry, Progress, read_entries, tensor_files
+from weights.files import Destination, Entry, Progress, local_path, read_entries, tensor_files
 from weights.gguf import GGUFFile, fill_gguf, float_note, kept_entries, packed_parameters, quantization_name
 from weights.hf import build_model, fill_hf, read_config, token_ids
-from weights.hub import local_path
 from weights.meta import is_meta, read_meta_config, read_meta_entries
-from weights.published import fill_published, published_layout
 from weights.quantized import QuantSpec, apply_spec_
 from weights.rounding import fill_rounded, half_of
 from weights.shards import Shard, connect_, narrow_
-from weights.stored import fill_stored, read_spec
+from weights.stored import fill_published, fill_stored, published_layout, read_spec
 
 EMBEDDING = "model.embed_tokens.weight"
 QUANTIZED = {"eaglet": "eaglet_quant", "published": "quantization_config"}  # kind -> its key in config.json
@@ -54,7 +52,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: str | Path, int8_groups: bool = False) -> Checkpoint:
-        """Read the config of a model directory, a GGUF file, or `org/name` in the Hugging Face cache (`weights.hub`).
+        """Read the config of a model directory, a GGUF file, or `org/name` in the Hugging Face cache (`local_path`).
 
         Raises ValueError in one line if it is unusable.
 

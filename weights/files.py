@@ -1,4 +1,4 @@
-"""Tensor files: safetensors and pickles in, safetensors out.
+"""Files of a model: where they lie, whether they are whole, and the tensors in safetensors and pickles.
 
 Every format in this folder is a mapping from tensor names to entries. An `Entry` is one tensor on disk whose shape and
 dtype are known and whose values are not read yet, so a model is loaded one tensor at a time. Reading is strict. A
@@ -7,6 +7,7 @@ damaged, missing, unexpected or non-finite tensor is a ValueError of one line, a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -20,7 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from support.files import read_json, written_whole
+from support.errors import BadFileError
+from support.files import read_json, read_text, written_whole
 from support.reader import INDEX_LIMIT, check, parse_json, refusal
 
 Progress = Callable[[int, int, str], None]  # called with (done, total, name of the tensor or layer)
@@ -250,3 +252,78 @@ def check_finite(tensor: Tensor, name: str, file: str) -> None:
         kind = str(tensor.dtype).removeprefix("torch.")
         text = f"{name:.120} holds NaN or infinite values, or some above 2^20 (as {kind})."
         raise refusal(file, text, "Damaged file?")
+
+
+REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # one slash, and no part that starts with a dot
+COMMIT = re.compile(r"[0-9a-f]{8,64}")
+
+
+def cache_folder() -> Path:
+    """The folder in which the hub's own client keeps what it downloads."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def local_path(name: str | Path) -> Path:
+    """`name` as a path. Where nothing is there and it reads like `org/name`, the snapshot that the cache has of `main`.
+
+    Raises BadFileError in one line if the cache does not have it.
+    """
+    path, text = Path(name), os.fspath(name)
+    if not REPO.fullmatch(text) or "--" in text or path.exists():  # the cache writes a slash as --
+        return path
+    download = f"Run python -m scripts.download {text} and pass the folder that it prints."
+    cache = cache_folder()
+    folder = cache / f"models--{text.replace('/', '--')}"
+    if not folder.is_dir():
+        raise BadFileError(f"{text} is no path here, and not in the Hugging Face cache ({cache}). {download}")
+    try:
+        commit = (folder / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        commit = ""
+    snapshot = folder / "snapshots" / commit
+    if not COMMIT.fullmatch(commit) or not snapshot.is_dir():
+        raise BadFileError(
+            f"{text} is not whole in the Hugging Face cache: {folder} has no snapshot of main. {download}"
+        )
+    return snapshot
+
+
+SUMS = "SHA256SUMS"  # what `sha256sum * > SHA256SUMS` writes
+DIGEST = re.compile("[0-9a-fA-F]{64}")
+LINE = re.compile(r"([0-9a-fA-F]{64}) [ *]([\w.][\w.-]*)")
+
+
+def check_sha256(model: Path, wanted: str) -> None:
+    """Compare the files of a model, a folder or a GGUF file, with their digests. Every byte of them is read.
+
+    wanted: the digest of the one file with weights, or `stored` for those in SHA256SUMS beside it. Raises ValueError in
+    one line for a file that differs, and for a file with weights that is not listed.
+    """
+    folder = model if model.is_dir() else model.parent
+    weights = [model] if model.is_file() else tensor_files(model) or sorted(model.glob("consolidated.*.pth"))
+    if wanted == "stored":
+        lines = [line for line in read_text(folder / SUMS).splitlines() if line.strip()]
+        found = [LINE.fullmatch(line) for line in lines]
+        if None in found:
+            raise refusal(
+                folder / SUMS, f"line {found.index(None) + 1} is not a digest and the name of a file beside it."
+            )
+        digests = {line[2]: line[1] for line in found}
+        if missing := [file.name for file in weights if file.name not in digests]:
+            raise refusal(folder / SUMS, f"{missing[0]} is not in it.", "Run sha256sum on all files of the model.")
+        files = weights if model.is_file() else [folder / name for name in digests]
+    elif not DIGEST.fullmatch(wanted) or len(weights) != 1:
+        problem = f"{wanted!r:.80} is neither `stored` nor 64 hexadecimal digits"
+        problem = f"{len(weights)} files with weights need `stored`" if DIGEST.fullmatch(wanted) else problem
+        raise ValueError(f"--sha256: {problem}. List the digests in {SUMS} and pass `stored`.")
+    else:
+        files, digests = weights, {weights[0].name: wanted}
+    for file in files:
+        try:
+            with open(file, "rb") as data:
+                digest = hashlib.file_digest(data, "sha256").hexdigest()
+        except OSError as error:
+            raise refusal(file, f"cannot be read ({error.strerror}).") from error
+        if digest != digests[file.name].lower():
+            raise refusal(file, f"its sha256 is {digest}, expected {digests[file.name]}.", "Download it again.")

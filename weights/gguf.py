@@ -27,9 +27,9 @@ from support.errors import UsageError, UserError
 from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
 from weights.gguf_tokenizer import TOKEN_LISTS, stop_ids, tokenizer_files
 from weights.hf import hf_views, parameter_sources, read_parameter
-from weights.published import install
 from weights.quantized import TiedEmbedding, set_tensor
 from weights.shards import Shard
+from weights.stored import install
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K".split()

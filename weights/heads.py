@@ -21,9 +21,8 @@ from model_config import ModelConfig, RopeConfig
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader, check, parse_json, refusal
-from weights.files import Entry, check_entries, read_entries, tensor_files
+from weights.files import Entry, check_entries, local_path, read_entries, tensor_files
 from weights.hf import config_to_hf, read_rows, refuse_partial_rotation, write_directory
-from weights.hub import local_path
 from weights.quantized import TENSORS, QuantLinear, QuantSpec, empty_tensors
 from weights.stored import read_spec, read_stored, spec_to_json
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from support.files import read_json, write_json
-from support.memory import shapes_only
+from support.machine import shapes_only
 from support.reader import INDEX_LIMIT, refusal
 from weights.files import Destination, Entries, check_entries, check_finite, few_names, write_safetensors
 from weights.quantized import QuantExperts, QuantLinear, TiedEmbedding, set_tensor

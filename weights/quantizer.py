@@ -34,9 +34,8 @@ from support.machine import peak_memory
 from weights.checkpoint import QUANTIZED, Checkpoint
 from weights.files import Progress, check_finite, read_entries, write_safetensors
 from weights.hf import build_model, checked_views, config_to_hf, parameter_sources, read_parameter
-from weights.quality import Tally
 from weights.quantized import QuantLinear, QuantSpec, Stored, apply_spec_, quantizable, set_tensor
-from weights.rounding import half_of, quantize_gptq, quantize_rtn, relative_error
+from weights.rounding import Tally, half_of, quantize_gptq, quantize_rtn, relative_error
 from weights.stored import spec_to_json
 
 ABSURD_KL = 2.0  # nats per token; past this the result is broken, not merely bad, and is never written

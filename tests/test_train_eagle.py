@@ -407,7 +407,7 @@ def test_loss_eagle1_is_the_papers(files, steps, chunk, monkeypatch):
     features, _ = target.forward_train(tokens)
     mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) < 0.6
     noise = torch.rand(2, 12, 32, dtype=torch.float64) * 2 - 1
-    loss, hits = loss_eagle1(head, tokens, features, mask, noise, steps=steps)
+    loss, hits = loss_eagle1(head, Batch(tokens, mask), TargetRows(features, features), steps, noise=noise)
     total, agreed, memory = 0.0, [0] * steps, [] if steps > 1 else None
     out = (features + noise * (FEATURE_NOISE / 2) * 512 / 12)[:, :-1]
     for s in range(steps):
@@ -440,7 +440,8 @@ def test_loss_eagle3_is_the_papers(files, draft_vocab, chunk, share, monkeypatch
     hidden_states, taps = target.forward_train(tokens, head.config.taps)
     mask = torch.rand(2, T, generator=torch.Generator().manual_seed(1)) < 0.7
     generator, again = (torch.Generator().manual_seed(2) for _ in range(2))
-    loss, hits = loss_eagle3(head, tokens, taps, hidden_states, mask, steps, row_share=share, generator=generator)
+    batch, rows = Batch(tokens, mask), TargetRows(hidden_states, taps)
+    loss, hits = loss_eagle3(head, batch, rows, steps, row_share=share, generator=generator)
     logits = target.logits(hidden_states)
     judged = torch.zeros_like(mask)
     judged[:, 1:][mask[:, 1:]] = torch.rand(int(mask[:, 1:].sum()), generator=again) < share
@@ -469,9 +470,10 @@ def test_a_batch_in_which_no_row_counts_has_no_loss(files, version):
     hidden_states, taps = target.forward_train(tokens, head.config.taps)
     mask = torch.zeros(2, 8, dtype=torch.bool)
     if version == 1:
-        loss, hits = loss_eagle1(head, tokens, hidden_states, mask, steps=2)
+        loss, hits = loss_eagle1(head, Batch(tokens, mask), TargetRows(hidden_states, hidden_states), 2)
     else:
-        loss, hits = loss_eagle3(head, tokens, taps, hidden_states, mask, 2, noise_share=0.5, row_share=0.5)
+        rows = TargetRows(hidden_states, taps)
+        loss, hits = loss_eagle3(head, Batch(tokens, mask), rows, 2, noise_share=0.5, row_share=0.5)
     loss.backward()
     assert loss.item() == 0 and hits.tolist() == [0, 0]
 
@@ -500,11 +502,11 @@ def test_noise_share_weighs_two_losses(files, share):
     head, target = tiny_head(files, 3)
     tokens = torch.randint(0, V, (2, 8), generator=torch.Generator().manual_seed(0))
     hidden_states, taps = target.forward_train(tokens, head.config.taps)
-    mask = torch.ones(2, 8, dtype=torch.bool)
+    batch, rows = Batch(tokens, torch.ones(2, 8, dtype=torch.bool)), TargetRows(hidden_states, taps)
 
     def loss(share: float) -> float:
         generator = torch.Generator().manual_seed(4)
-        return loss_eagle3(head, tokens, taps, hidden_states, mask, 2, noise_share=share, generator=generator)[0].item()
+        return loss_eagle3(head, batch, rows, 2, noise_share=share, generator=generator)[0].item()
 
     assert loss(share) == pytest.approx((1 - share) * loss(0.0) + share * loss(1.0), rel=1e-9)
     assert loss(1.0) != pytest.approx(loss(0.0), rel=1e-3)

@@ -78,10 +78,10 @@ def read_medusa(path: str | Path, target: ModelConfig) -> dict[str, Tensor]:
     path = Path(path)
     H, V = target.hidden_size, target.vocab_size
     if path.is_dir():
-        found = [path / name for name in MEDUSA_FILES if (path / name).is_file()]
-        if len(found) != 1:
-            raise ValueError(f"{path}: expected one of {', '.join(MEDUSA_FILES)}, found {len(found)}.")
-        path = found[0]
+        files = [path / name for name in MEDUSA_FILES if (path / name).is_file()]
+        if len(files) != 1:
+            raise ValueError(f"{path}: expected one of {', '.join(MEDUSA_FILES)}, found {len(files)}.")
+        path = files[0]
     if not path.is_file():
         raise ValueError(f"{path}: no such file; expected {' or '.join(MEDUSA_FILES)}.")
     entries = read_entries([path])

@@ -109,9 +109,9 @@ def peak_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # getrusage would also count what the program that started this one held.
-    found = _status("VmHWM")
-    if found is not None or resource is None:
-        return found
+    highest = _status("VmHWM")
+    if highest is not None or resource is None:
+        return highest
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

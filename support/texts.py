@@ -103,10 +103,10 @@ def _text_of(value: Any, where: str) -> str:
     turn = {"content?": (str, None), "value?": (str, None)}
     shape = {"messages?": ([turn], None), "conversations?": ([turn], None), "text?": (str, None)}
     turns = check(value, shape, where, "the line").get("messages") or value.get("conversations")
-    found = [turn.get("content") or turn.get("value") for turn in turns or [{"content": value.get("text")}]]
-    if None in found:
+    texts = [turn.get("content") or turn.get("value") for turn in turns or [{"content": value.get("text")}]]
+    if None in texts:
         raise refusal(where, "no text: neither a string nor an object with text, messages or conversations.")
-    return "\n\n".join(found)
+    return "\n\n".join(texts)
 
 
 def token_windows(texts: Iterable[str | list[int]], tokenizer: Any, vocab_size: int, count: int, length: int) -> Tensor:

@@ -296,7 +296,7 @@ def test_tensors_are_read_one_by_one(tiny_checkpoint, monkeypatch):
         checkpoint, "read_entries", lambda files, share: {n: watch(e) for n, e in read_entries(files).items()}
     )
     seen = []
-    model = load_model(tiny_checkpoint("llama"), progress=lambda *report: seen.append(report))
+    model = Checkpoint.open(tiny_checkpoint("llama")).load(progress=lambda *report: seen.append(report))
     done = [report[0] for report in seen]
     stored = sum(p.numel() * 4 for p in model.parameters())
     assert done == sorted(done) and done[-1] == stored == seen[0][1] and len(alive) == len(seen) > 20

@@ -471,7 +471,9 @@ def test_gptq_beats_rtn_on_a_whole_model(tmp_path):
     kl = {}
     for algorithm in ("rtn", "gptq"):
         spec = QuantSpec("int4", 128, algorithm)
-        receipt = quantizer.quantize_checkpoint(source, tmp_path / algorithm, spec, tokens(16, 32, 7), tokens())
+        receipt = quantizer.quantize_checkpoint(
+            source, tmp_path / algorithm, spec, quantizer.Windows(tokens(16, 32, 7), tokens())
+        )
         kl[algorithm] = receipt["mean_kl"]
     assert kl["gptq"] < 0.7 * kl["rtn"], kl
 
@@ -630,28 +632,28 @@ def test_interrupted_gptq_resumes_to_the_same_bytes(tmp_path):
     """Prevents a resumed run that calibrates later layers on other inputs, or that reuses another job's layers."""
     source, spec = saved(tmp_path / "m", UNTIED), QuantSpec("int4", 32, "gptq")
     calibration, text = tokens(8, 32, 7), tokens()
-    whole = quantizer.quantize_checkpoint(source, tmp_path / "whole", spec, calibration, text)
+    whole = quantizer.quantize_checkpoint(source, tmp_path / "whole", spec, quantizer.Windows(calibration, text))
 
     def stop(done, total, name):
         raise KeyboardInterrupt
 
     out = tmp_path / "q"
     with pytest.raises(KeyboardInterrupt):
-        quantizer.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
+        quantizer.quantize_checkpoint(source, out, spec, quantizer.Windows(calibration, text), progress=stop)
     kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "q.partial").glob("*.safetensors")}
     assert any(name.startswith("layer-0000.") for name in kept) and not out.exists()
     with pytest.raises(KeyboardInterrupt):  # the same job again: the finished layer is not written anew
-        quantizer.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
+        quantizer.quantize_checkpoint(source, out, spec, quantizer.Windows(calibration, text), progress=stop)
     assert kept == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "q.partial").glob("*.safetensors")}
-    resumed = quantizer.quantize_checkpoint(source, out, spec, calibration, text)
+    resumed = quantizer.quantize_checkpoint(source, out, spec, quantizer.Windows(calibration, text))
     same = [(tmp_path / d / "model.safetensors").read_bytes() for d in ("whole", "q")]
     assert same[0] == same[1] and not (tmp_path / "q.partial").exists()
     for key in ("mean_kl", "perplexity_after", "worst_layers"):
         assert resumed[key] == whole[key]
     shutil.rmtree(out)
     with pytest.raises(KeyboardInterrupt):
-        quantizer.quantize_checkpoint(source, out, spec, calibration, text, progress=stop)
-    other = quantizer.quantize_checkpoint(source, out, replace(spec, mode="int8"), calibration, text)
+        quantizer.quantize_checkpoint(source, out, spec, quantizer.Windows(calibration, text), progress=stop)
+    other = quantizer.quantize_checkpoint(source, out, replace(spec, mode="int8"), quantizer.Windows(calibration, text))
     assert other["mean_kl"] < whole["mean_kl"] / 10  # not a mixture of both jobs
 
 
@@ -659,18 +661,18 @@ def test_a_finished_layer_with_a_flipped_bit_is_quantized_again(tmp_path):
     """Prevents a model with a damaged layer that was read back after an interruption, and looks complete."""
     source, spec = saved(tmp_path / "m", UNTIED), QuantSpec("int4", 32, "gptq")
     calibration, text = tokens(8, 32, 7), tokens()
-    quantizer.quantize_checkpoint(source, tmp_path / "whole", spec, calibration, text)
+    quantizer.quantize_checkpoint(source, tmp_path / "whole", spec, quantizer.Windows(calibration, text))
 
     def stop(done, total, name):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantizer.quantize_checkpoint(source, tmp_path / "q", spec, calibration, text, progress=stop)
+        quantizer.quantize_checkpoint(source, tmp_path / "q", spec, quantizer.Windows(calibration, text), progress=stop)
     for file in (tmp_path / "q.partial").glob("*.safetensors"):
         content = bytearray(file.read_bytes())
         content[-100] ^= 1
         file.write_bytes(content)
-    quantizer.quantize_checkpoint(source, tmp_path / "q", spec, calibration, text)
+    quantizer.quantize_checkpoint(source, tmp_path / "q", spec, quantizer.Windows(calibration, text))
     same = [(tmp_path / d / "model.safetensors").read_bytes() for d in ("whole", "q")]
     assert same[0] == same[1]
 
@@ -740,7 +742,7 @@ def test_only_one_layer_is_in_memory(tmp_path):
         seen.append(len(floats))
 
     quantizer.quantize_checkpoint(
-        source, tmp_path / "q", QuantSpec("int4", 64), tokens(0, 32), tokens(), progress=count
+        source, tmp_path / "q", QuantSpec("int4", 64), quantizer.Windows(tokens(0, 32), tokens()), progress=count
     )
     assert seen == [0] * 5
 
@@ -754,7 +756,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="changed while they were read"):
         quantizer.quantize_checkpoint(
-            source, tmp_path / "q", QuantSpec("int8"), tokens(0, 32), tokens(), progress=replaced
+            source, tmp_path / "q", QuantSpec("int8"), quantizer.Windows(tokens(0, 32), tokens()), progress=replaced
         )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
 

@@ -278,8 +278,8 @@ def measure(
         training.write(module, export)
         written = training.read(export)
         for label, temperature in temperatures.items():
-            found = evaluation.tau(training.drafter(written, evaluation), temperature)
-            numbers |= {f"{name}_{label}": value for name, value in found.items()}
+            measured = evaluation.tau(training.drafter(written, evaluation), temperature)
+            numbers |= {f"{name}_{label}": value for name, value in measured.items()}
     return numbers
 
 

@@ -173,8 +173,8 @@ class Run:
                 if archive.testzip():  # torch itself does not compare the checksums
                     raise ValueError("a checksum differs")
             state = torch.load(self.path, weights_only=True, map_location=self.world.device)
-            found = {name: state["run"].get(name) for name in self.identity}
-            if found == self.identity:
+            saved_identity = {name: state["run"].get(name) for name in self.identity}
+            if saved_identity == self.identity:
                 self.module.load_state_dict(state["module"])
                 for optim, saved in zip(self.optims, state["optims"], strict=True):
                     optim.load_state_dict(saved)
@@ -183,8 +183,8 @@ class Run:
         except Exception as error:  # a damaged or foreign file may raise anything
             what = "damaged, or not a training state of this command"
             raise BadFileError(f"{self.path}: {what}. {advice}") from error
-        for name in (name for name, value in self.identity.items() if found[name] != value):
-            values = f"{name} {found[name]!r:.60}, here {self.identity[name]!r:.60}"
+        for name in (name for name, value in self.identity.items() if saved_identity[name] != value):
+            values = f"{name} {saved_identity[name]!r:.60}, here {self.identity[name]!r:.60}"
             raise BadFileError(f"{self.path} is from another run ({values}). Match it, or: {advice}")
 
 

@@ -133,25 +133,20 @@ class Checkpoint:
         """All tensors, unread, under the names of the files (of Hugging Face for Meta's format and GGUF)."""
         share = (self.shard.rank, self.shard.ranks) if self.shard else (0, 1)
         if self.gguf:
-            found = self.gguf.entries
+            entries = self.gguf.entries
         elif self.kind == "meta":
-            found = read_meta_entries(self.directory, self.config, share)
+            entries = read_meta_entries(self.directory, self.config, share)
         elif files := tensor_files(self.directory):
-            found = read_entries(files, share)
+            entries = read_entries(files, share)
         else:
-            expected = "no model*.safetensors, no pytorch_model*.bin"
-            raise ValueError(f"{self.directory}: {expected}. All downloaded?")
+            raise ValueError(f"{self.directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?")
         if not self.shard:
-            return found
-        if self._rounds_tied_head and EMBEDDING in found:
-            found["lm_head.weight"] = found[EMBEDDING]
+            return entries
+        # Where it rounds a tied LM head, that is rounded from the embedding, as that of a model that is not tied.
+        if self.spec and self.whole.tie_word_embeddings and EMBEDDING in entries:
+            entries["lm_head.weight"] = entries[EMBEDDING]
         tied = self.config.tie_word_embeddings
-        return self.shard.entries(found, replace(self.whole, tie_word_embeddings=tied), str(self.directory))
-
-    @property
-    def _rounds_tied_head(self) -> bool:
-        """Whether this part's LM head is rounded from the embedding. It is then as that of a model that is not tied."""
-        return bool(self.spec and self.shard and self.whole.tie_word_embeddings)
+        return self.shard.entries(entries, replace(self.whole, tie_word_embeddings=tied), str(self.directory))
 
     def empty(self) -> Transformer:
         """The model, or this process's part of it, on the meta device and with float weights."""
@@ -176,8 +171,8 @@ class Checkpoint:
         """
         flag, spec = f"--quant {mode}", QuantSpec(mode)
         stored = {t.tensor_type.name for t in self.gguf.tensors.values()} - {"F32", "F16", "BF16"} if self.gguf else ()
-        if found := QUANTIZED.get(self.kind) or ", ".join(sorted(stored)):
-            raise UsageError(f"{flag} rounds float weights, and {self.directory} is quantized ({found}); leave it out.")
+        if kind := QUANTIZED.get(self.kind) or ", ".join(sorted(stored)):
+            raise UsageError(f"{flag} rounds float weights, and {self.directory} is quantized ({kind}); leave it out.")
         try:
             apply_spec_(build_model(self.config), spec)
         except UsageError as error:
@@ -190,8 +185,9 @@ class Checkpoint:
     def sharded(self, shard: Shard) -> Checkpoint:
         """The part of the same checkpoint that one of several processes holds. Raises UsageError if there is none."""
         if self.spec and self.spec.mode == "int8":
-            why = "--quant int8 scales whole rows, and --tp splits them; quantize with quantize.py, or use --quant int4"
-            raise UsageError(f"{why}.")
+            raise UsageError(
+                "--quant int8 scales whole rows, and --tp splits them; quantize with quantize.py, or use --quant int4."
+            )
         whole = self.whole or self.config
         gguf = self.gguf and replace(self.gguf, shard=shard, whole=whole)
         config = replace(whole, tie_word_embeddings=whole.tie_word_embeddings and not self.spec)
@@ -262,6 +258,8 @@ def load_config(directory: str | Path) -> ModelConfig:
     return Checkpoint.open(directory).config
 
 
-def load_model(directory: str | Path, *where: Any, **options: Any) -> Transformer:
+def load_model(
+    directory: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Transformer:
     """The model in a directory of any format. The arguments are those of `Checkpoint.load`."""
-    return Checkpoint.open(directory).load(*where, **options)
+    return Checkpoint.open(directory).load(device, dtype)

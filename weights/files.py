@@ -14,6 +14,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,10 +100,10 @@ def read_entries(files: Iterable[Path], share: tuple[int, int] = (0, 1)) -> dict
     """
     entries: dict[str, Entry] = {}
     for path in files:
-        found = _safetensors_entries(path) if path.suffix == ".safetensors" else pickle_entries(path, share)
-        for name in entries.keys() & found.keys():
+        added = _safetensors_entries(path) if path.suffix == ".safetensors" else pickle_entries(path, share)
+        for name in entries.keys() & added.keys():
             raise ValueError(f"{path}: {few_names([name])} is also in {entries[name].file}; remove one.")
-        entries |= found
+        entries |= added
     return entries
 
 
@@ -114,11 +115,12 @@ def _safetensors_entries(path: Path) -> dict[str, Entry]:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error}).") from error
     except SafetensorError as error:
         raise refusal(path, f"not a readable safetensors file ({error}).", "Download it again.") from error
-    found = {}
-    for name, info in header.items():
-        dtype = KINDS.get(info["dtype"], info["dtype"])
-        found[name] = Entry(tuple(info["shape"]), dtype, path.name, lambda name=name: handle.get_tensor(name))
-    return found
+    return {
+        name: Entry(
+            tuple(info["shape"]), KINDS.get(info["dtype"], info["dtype"]), path.name, partial(handle.get_tensor, name)
+        )
+        for name, info in header.items()
+    }
 
 
 def _safetensors_header(path: Path) -> dict[str, Any]:
@@ -165,13 +167,13 @@ def pickle_entries(path: Path, share: tuple[int, int] | None = (0, 1)) -> dict[s
         raise refusal(path, f"the checksum of {record!r:.80} in it is wrong.", "Damaged; download it again.")
     if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
         value = value["state_dict"]
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for name, t in value.items() if isinstance(value, dict) else [("", None)]:
         dense = isinstance(t, Tensor) and t.layout is torch.strided and t.device.type == "cpu"
         if not (dense and isinstance(name, str)):
             raise ValueError(f"{path}: refused, not a dictionary of names and dense tensors.")
-        found[name] = Entry(tuple(t.shape), t.dtype, path.name, t.detach)
-    return found
+        entries[name] = Entry(tuple(t.shape), t.dtype, path.name, t.detach)
+    return entries
 
 
 def _damaged_record(path: Path, share: int, shares: int) -> str | None:
@@ -188,8 +190,8 @@ def _damaged_record(path: Path, share: int, shares: int) -> str | None:
 def _pickle_reason(error: Exception) -> str:
     """What is wrong with a pickle: the code that it asks for, or torch's reason without torch's unsafe advice."""
     text = " ".join(str(error).split())
-    if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text):
-        return f"Unsupported global: {found[1][:120]!r}, code that loading would run"
+    if match := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text):
+        return f"Unsupported global: {match[1][:120]!r}, code that loading would run"
     text = text.split("WeightsUnpickler error:")[-1].split("Check the documentation")[0].strip()
     text = "".join(c if c.isprintable() else "?" for c in text[:160]) or "damaged"
     return f"{type(error).__name__}: {text}"
@@ -231,9 +233,11 @@ def check_entries(expected: Shapes, entries: Entries, where: str, dtypes: Dtypes
     for name, shape in expected.items():
         entry, wanted = entries[name], (dtypes or {}).get(name)
         if entry.shape != shape or (entry.dtype not in FLOATS if wanted is None else entry.dtype != wanted):
-            found = f"{name} is {entry.dtype} {list(entry.shape)[:9]}"
-            wanted = f"{wanted or 'a float of 16 to 64 bits'} {list(shape)}"
-            raise refusal(where, f"{found}, expected {wanted}; {entry.file} and config.json do not belong together.")
+            raise refusal(
+                where,
+                f"{name} is {entry.dtype} {list(entry.shape)[:9]}, expected {wanted or 'a float of 16 to 64 bits'} "
+                f"{list(shape)}; {entry.file} and config.json do not belong together.",
+            )
 
 
 def few_names(names: Iterable[str]) -> str:
@@ -304,18 +308,18 @@ def check_sha256(model: Path, wanted: str) -> None:
     weights = [model] if model.is_file() else tensor_files(model) or sorted(model.glob("consolidated.*.pth"))
     if wanted == "stored":
         lines = [line for line in read_text(folder / SUMS).splitlines() if line.strip()]
-        found = [LINE.fullmatch(line) for line in lines]
-        if None in found:
-            raise refusal(
-                folder / SUMS, f"line {found.index(None) + 1} is not a digest and the name of a file beside it."
-            )
-        digests = {line[2]: line[1] for line in found}
+        digests = {}
+        for number, line in enumerate(lines, 1):
+            if not (match := LINE.fullmatch(line)):
+                raise refusal(folder / SUMS, f"line {number} is not a digest and the name of a file beside it.")
+            digests[match[2]] = match[1]
         if missing := [file.name for file in weights if file.name not in digests]:
             raise refusal(folder / SUMS, f"{missing[0]} is not in it.", "Run sha256sum on all files of the model.")
         files = weights if model.is_file() else [folder / name for name in digests]
     elif not DIGEST.fullmatch(wanted) or len(weights) != 1:
         problem = f"{wanted!r:.80} is neither `stored` nor 64 hexadecimal digits"
-        problem = f"{len(weights)} files with weights need `stored`" if DIGEST.fullmatch(wanted) else problem
+        if DIGEST.fullmatch(wanted):
+            problem = f"{len(weights)} files with weights need `stored`"
         raise ValueError(f"--sha256: {problem}. List the digests in {SUMS} and pass `stored`.")
     else:
         files, digests = weights, {weights[0].name: wanted}

@@ -24,6 +24,7 @@ from torch import Tensor
 from model import Transformer
 from model_config import ModelConfig
 from support.errors import UsageError, UserError
+from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
 from weights.gguf_tokenizer import TOKEN_LISTS, stop_ids, tokenizer_files
 from weights.hf import hf_views, parameter_sources, read_parameter
@@ -73,10 +74,10 @@ def _parse(path: Path) -> Any:
 
         def _get(self, offset, dtype, count=1, override_order=None):
             self.data = self.data.view(np.ndarray)  # slices of a plain array take half the time of a memory map's
-            found = super()._get(offset, dtype, count, override_order)
-            if len(found) != int(count):
-                raise ValueError(f"it ends before byte {offset + int(count) * found.itemsize:,}")
-            return found
+            values = super()._get(offset, dtype, count, override_order)
+            if len(values) != int(count):
+                raise ValueError(f"it ends before byte {offset + int(count) * values.itemsize:,}")
+            return values
 
         def _get_field_parts(self, orig_offs, raw_type):
             if raw_type != gguf.GGUFValueType.ARRAY:
@@ -155,9 +156,12 @@ class GGUFFile:
             for tensor in (tensor for reader in readers for tensor in reader.tensors):
                 if tensor.name in tensors:
                     raise ValueError(f"{path}: tensor {tensor.name!r:.80} is in two of its files.")
-                found = f"tensor {tensor.name!r:.80} is {tensor.tensor_type.name} with {len(tensor.shape)} dimensions"
-                if tensor.tensor_type.name not in TYPES or not 1 <= len(tensor.shape) <= 3:
-                    raise ValueError(f"{path}: {found}; supported are 1 to 3, and the types {', '.join(TYPES)}.")
+                kind, dimensions = tensor.tensor_type.name, len(tensor.shape)
+                if kind not in TYPES or not 1 <= dimensions <= 3:
+                    raise ValueError(
+                        f"{path}: tensor {tensor.name!r:.80} is {kind} with {dimensions} dimensions; supported are 1 to "
+                        f"3, and the types {', '.join(TYPES)}."
+                    )
                 tensors[tensor.name] = tensor
             metadata = {key: field.contents() for key, field in readers[0].fields.items()}
         return cls(path, metadata, tensors, int8_groups)
@@ -196,7 +200,7 @@ class GGUFFile:
         if embedding is None or len(embedding.shape) != 2:
             raise ValueError(f"{self.path}: tensor token_embd.weight is missing or no matrix. Is this a whole model?")
         heads, width = get("attention.head_count"), get("embedding_length")
-        if not (type(heads) is int and heads > 0 and type(width) is int):
+        if not (is_a(heads, int) and heads > 0 and is_a(width, int)):
             raise ValueError(
                 f"{self.path}: {family}.attention.head_count or embedding_length is missing or no integer."
             )
@@ -281,40 +285,41 @@ class GGUFFile:
     @cached_property
     def sources(self) -> dict[str, tuple[Any, int | None]]:
         """Hugging Face tensor name -> the tensor here, and the expert in it if it holds all experts of a layer."""
-        found: dict[str, tuple[Any, int | None]] = {}
-        for name, tensor in self.tensors.items():
-            for hf, expert in _hf_names(name, int(tensor.shape[-1])):
-                found[hf] = tensor, expert
-        return found
+        return {
+            hf: (tensor, expert)
+            for name, tensor in self.tensors.items()
+            for hf, expert in _hf_names(name, int(tensor.shape[-1]))
+        }
 
     @property
     def entries(self) -> dict[str, Entry]:
         """All tensors as floats, under their Hugging Face names. What is quantized is dequantized when it is read."""
         kinds = {"F16": torch.float16, "BF16": torch.bfloat16}
-        found = {}
+        entries = {}
         for name, (tensor, expert) in self.sources.items():
             shape = tuple(map(int, reversed(tensor.shape)))[0 if expert is None else 1 :]
             dtype = kinds.get(tensor.tensor_type.name, torch.float32)
             read = partial(self._read, tensor, expert)
-            found[name] = Entry(shape, dtype, self.path.name, read, read)
-        return found
+            entries[name] = Entry(shape, dtype, self.path.name, read, read)
+        return entries
 
     def forget(self) -> None:
         """Let the system drop the pages that were read. They are read again where they are needed."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            for mapped in self.maps:
+            for mapped in self._maps:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     @cached_property
-    def maps(self) -> set[mmap.mmap]:
+    def _maps(self) -> set[mmap.mmap]:
         """The mapped files."""
-        found = set()
+        maps = set()
         for tensor in self.tensors.values():
             data = tensor.data
             while isinstance(data, np.ndarray):
                 data = data.base
-            found |= {data} if isinstance(data, mmap.mmap) else set()
-        return found
+            if isinstance(data, mmap.mmap):
+                maps.add(data)
+        return maps
 
     def _rows(self, tensor: Any, expert: int | None, spans: Spans | None = None) -> np.ndarray:
         """The stored rows of a tensor, or of a part of it, in the order of Hugging Face.
@@ -367,19 +372,17 @@ class GGUFFile:
         return any(self.sources[name][0].tensor_type.name == "Q4_1" for name in names)
 
     def stored_entries(self, name: str, minima: bool) -> dict[str, Entry]:
-        """The tensors of one quantized matrix in our layout (`stored`). `minima`: with mins also for Q4_0."""
-        tensor, file = self.sources[name][0], self.path.name
+        """The shapes of one quantized matrix in our layout (`stored`). `minima`: with mins also for Q4_0."""
+        tensor = self.sources[name][0]
         N, K = map(int, (tensor.shape[1], tensor.shape[0]))
-        base, grid = name.removesuffix("weight"), (K // BLOCK, N)
         int8 = tensor.tensor_type.name == "Q8_0"
         layout = {"qweight": ((N, K), torch.int8) if int8 else ((N, K // 2), torch.uint8)}
-        layout |= dict.fromkeys(["scales", "mins"][: 1 + minima], (grid, torch.float16))
-        found = {
-            base + leaf: Entry(shape, dtype, file, lambda leaf=leaf: self.stored(name)[leaf])
-            for leaf, (shape, dtype) in layout.items()
-        }
-        parts = self.shard.entries(found, self.whole, str(self.path)) if self.shard else found
-        return {key: entry._replace(shape=parts[key].shape) for key, entry in found.items()}
+        layout |= dict.fromkeys(["scales", "mins"][: 1 + minima], ((K // BLOCK, N), torch.float16))
+        entries = {}
+        for leaf, (shape, dtype) in layout.items():
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            entries[name.removesuffix("weight") + leaf] = Entry(shape, dtype, self.path.name, empty.detach)
+        return self.shard.entries(entries, self.whole, str(self.path)) if self.shard else entries
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """A Q4_0, Q4_1 or Q8_0 matrix exactly in our layout (`weights.quantized`)."""
@@ -461,8 +464,7 @@ def quantization_name(file: GGUFFile, packed: Mapping[str, list[str]]) -> str | 
     """What reports call the quantization of a model with these packed parameters, None if there are none."""
     kinds = {file.sources[name][0].tensor_type.name for names in packed.values() for name in names}
     bits = {"Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8"}
-    found = [f"{bits[kind]} ({kind})" for kind in sorted(kinds)]
-    return " ".join(found) or None
+    return " ".join(f"{bits[kind]} ({kind})" for kind in sorted(kinds)) or None
 
 
 def float_note(file: GGUFFile, packed: Mapping[str, list[str]]) -> str:
@@ -470,9 +472,11 @@ def float_note(file: GGUFFile, packed: Mapping[str, list[str]]) -> str:
     used = {file.sources[name][0].name for names in packed.values() for name in names}
     kinds = [tensor.tensor_type.name for name, tensor in file.tensors.items() if name not in used]
     counts = {kind: kinds.count(kind) for kind in TYPES if kind in kinds and kind not in ("F32", "F16", "BF16")}
-    found = ", ".join(f"{count} {kind} tensor{'s' * (count > 1)}" for kind, count in counts.items())
-    kept = "Q4_0, Q4_1 and Q8_0" if file.int8_groups else "Q4_0 and Q4_1"
-    return f"{found} of {file.path.name} became floats; only matrices in {kept} stay quantized." if found else ""
+    if not counts:
+        return ""
+    text = ", ".join(f"{count} {kind} tensor{'s' * (count > 1)}" for kind, count in counts.items())
+    exact = "Q4_0, Q4_1 and Q8_0" if file.int8_groups else "Q4_0 and Q4_1"
+    return f"{text} of {file.path.name} became floats; only matrices in {exact} stay quantized."
 
 
 def fill_gguf(

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from support.reader import is_a
+
 KEY = "tokenizer.ggml."
 TOKEN_LISTS = [KEY + name for name in ("tokens", "token_type", "scores", "merges")]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types, the same numbers as sentencepiece's
@@ -43,8 +45,8 @@ def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
     named = [metadata.get(f"{KEY}{name}_token_id") for name in ("eos", "eot", "eom")]
     types = metadata.get(f"{KEY}token_type") or [NORMAL] * len(texts)
     ids = {text: i for i, (text, kind) in enumerate(zip(texts, types, strict=False)) if kind == CONTROL}
-    found = [*named, *(ids.get(text) for text in ENDS)]
-    return list(dict.fromkeys(i for i in found if type(i) is int and 0 <= i < max(1, len(texts))))
+    ends = [*named, *(ids.get(text) for text in ENDS)]
+    return list(dict.fromkeys(i for i in ends if is_a(i, int) and 0 <= i < max(1, len(texts))))
 
 
 def token_texts(metadata: Mapping[str, Any]) -> list[str]:
@@ -66,7 +68,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]
     config: dict[str, Any] = {}
     for name in ("bos", "eos", "unknown", "padding"):
         i = metadata.get(f"{KEY}{name}_token_id")
-        if i is not None and not (type(i) is int and 0 <= i < len(tokens)):
+        if i is not None and not (is_a(i, int) and 0 <= i < len(tokens)):
             raise ValueError(f"{where}: {KEY}{name}_token_id = {i!r:.40}, but there are {len(tokens)} tokens.")
         if i is not None and types[i] != NORMAL:
             config[{"unknown": "unk_token", "padding": "pad_token"}.get(name, f"{name}_token")] = tokens[i]
@@ -80,10 +82,8 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]
         if pre not in SPLITS:
             raise ValueError(f"{where}: pre-tokenizer {pre!r:.60} is not known; known: {', '.join(SPLITS)}.")
         begins = pre in WHOLE_WORDS if flags["add_bos_token"] is None else flags["add_bos_token"]
-        around = [
-            config.get("bos_token") if begins else None,
-            config.get("eos_token") if flags["add_eos_token"] else None,
-        ]
+        ends = flags["add_eos_token"]
+        around = [config.get("bos_token") if begins else None, config.get("eos_token") if ends else None]
         vocabulary = _byte_level_bpe(tokens, types, metadata.get(f"{KEY}merges") or [], pre, around)
         files = {"tokenizer.json": json.dumps(vocabulary).encode()}
     elif model == "llama":
@@ -145,9 +145,8 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
         _field(1, _field(1, text.encode()) + _field(2, float(score)) + _field(3, kind))
         for text, score, kind in zip(tokens, scores, types, strict=True)
     ]
-    trainer = _field(3, 2) + _field(
-        35, int(BYTE in types)
-    )  # the model is a BPE; whether bytes spell unknown characters
+    trainer = _field(3, 2)  # the model is a BPE
+    trainer += _field(35, int(BYTE in types))  # whether bytes spell unknown characters
     for number, name in ((45, "unknown"), (46, "bos"), (47, "eos")):
         i = metadata.get(f"{KEY}{name}_token_id")
         if i is not None:

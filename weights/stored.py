@@ -20,7 +20,7 @@ from torch import Tensor
 
 from model import Experts, Transformer
 from support.errors import BadFileError, UsageError
-from support.reader import ConfigReader, check, refusal
+from support.reader import ConfigReader, check, is_a, refusal
 from weights.files import FLOATS, IGNORED, INTEGERS, Destination, Entries, check_entries, check_finite, few_names
 from weights.hf import parameter_sources, read_parameter, views_for
 from weights.quantized import (
@@ -51,9 +51,9 @@ def spec_to_json(spec: QuantSpec) -> dict[str, Any]:
 def read_spec(value: Any, where: str) -> QuantSpec:
     """The QuantSpec of an `eaglet_quant` object. Raises ValueError for another version or for unknown values."""
     version = value.get("version") if isinstance(value, dict) else None
-    if type(version) is not int or version != VERSION:
-        found = f"eaglet_quant version {version!r:.40}, this program reads version {VERSION}"
-        raise ValueError(f"{where}: {found}. Quantize the original checkpoint again.")
+    if not is_a(version, int) or version != VERSION:
+        versions = f"eaglet_quant version {version!r:.40}, this program reads version {VERSION}"
+        raise ValueError(f"{where}: {versions}. Quantize the original checkpoint again.")
     read = ConfigReader(value, f"{where} (eaglet_quant)")
     allowed = {"mode": MODES, "algorithm": ALGORITHMS, "lm_head": HEADS}
     texts = {key: read.text(key, None, values) for key, values in allowed.items()}
@@ -123,9 +123,11 @@ def published_layout(config: Any, where: str) -> Layout:
         act = next((g["input_activations"] for g in groups if g.get("input_activations")), None)
     gemm = method != "awq" or str(config.get("version", "gemm")).lower() == "gemm"
     if kind not in ("gptq", "gptq_v2", "awq", "pack-quantized") or bits != 4 or act or not gemm:
-        found = f"quantization_config with quant_method {method!r:.30}, format {kind!r:.30}, {bits!s:.30} bits"
-        known = "GPTQ, AWQ (gemm) and compressed-tensors pack-quantized, 4-bit weights, 16-bit activations"
-        raise ValueError(f"{where}: {found} is not supported; supported: {known}.")
+        raise ValueError(
+            f"{where}: quantization_config with quant_method {method!r:.30}, format {kind!r:.30}, {bits!s:.30} bits is "
+            "not supported; supported: GPTQ, AWQ (gemm) and compressed-tensors pack-quantized, 4-bit weights, 16-bit "
+            "activations."
+        )
     if size is not None and size != -1 and not 1 <= size <= 2**31:
         raise ValueError(f"{where}: group_size is {size}; allowed: 1 or more, or -1 for whole rows.")
     return Layout(kind, size, config.get("sym") is True)
@@ -154,9 +156,9 @@ def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str
         if (entry := entries.get(f"{base}.{name}")) is None:
             raise refusal(where, f"tensor {base + '.' + name!r} is missing.", "Is a shard missing?")
         if entry.dtype not in dtypes or entry.shape != shape:
-            found = f"{base}.{name} is {entry.dtype} {list(entry.shape)[:9]}"
+            has = f"{base}.{name} is {entry.dtype} {list(entry.shape)[:9]}"
             wanted = f"{' or '.join(str(d).removeprefix('torch.') for d in dtypes)} {list(shape)}"
-            raise refusal(where, f"{found}, which does not fit a weight of {K} inputs: expected {wanted}.")
+            raise refusal(where, f"{has}, which does not fit a weight of {K} inputs: expected {wanted}.")
         return entry.read()
 
     words = (torch.int32,)
@@ -210,8 +212,7 @@ def _fuse(parts: list[Part], where: str) -> dict[str, Tensor]:
         raise ValueError(f"{where}: fused projections differ in group size or act-order: not supported.")
     ours = next((g for g in reversed(GROUPS) if size % g == 0), 0)
     if not ours or not torch.equal(orders[0].sort().values, natural):
-        found = f"groups of {size} columns or an uneven g_idx"
-        raise ValueError(f"{where}: {found}; supported groups are 32, 64, 128, -1.")
+        raise ValueError(f"{where}: groups of {size} columns or an uneven g_idx; supported groups are 32, 64, 128, -1.")
     perm = None if torch.equal(orders[0], natural) else orders[0].argsort(stable=True)
     codes = torch.cat([part["codes"] for part in parts])
     codes = codes if perm is None else codes[:, perm]

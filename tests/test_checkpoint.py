@@ -85,7 +85,7 @@ def test_a_checkpoint_is_read_once(tiny_checkpoint, tmp_path, monkeypatch):
     folder = tiny_checkpoint("llama")
     found = Checkpoint.open(folder)
     model = found.load(dtype=torch.bfloat16, max_positions=9)
-    assert (found.kind, found.quantization, found.tokenizer_directory) == ("hf", None, folder)
+    assert (found.kind, found.quantization) == ("hf", None)
     assert found.raw == json.loads((folder / "config.json").read_text()) and model.config == found.config
     assert found.entries is found.entries and found.reopened().entries is not found.entries
     assert (model.dtype, model.rotary.length) == (torch.bfloat16, 9)
@@ -94,11 +94,11 @@ def test_a_checkpoint_is_read_once(tiny_checkpoint, tmp_path, monkeypatch):
     found = Checkpoint.open(tmp_path / "m")
     assert (found.kind, found.quantization, found.raw) == ("meta", None, {})
     assert found.load().config == found.config and read.count("params.json") == 1
-    assert found.tokenizer_directory == tmp_path / "m"
-    (tmp_path / "tokenizer.model").touch()  # Meta's place for it
-    assert found.tokenizer_directory == tmp_path
-    (tmp_path / "m" / "tokenizer.model").touch()
-    assert found.tokenizer_directory == tmp_path / "m"
+    (tmp_path / "out").mkdir()
+    for place in (tmp_path, tmp_path / "m"):  # Meta's place for it, and the nearer one
+        (place / "tokenizer.model").write_text(place.name)
+        found.copy_texts(tmp_path / "out")
+        assert (tmp_path / "out" / "tokenizer.model").read_text() == place.name
 
 
 # ---- layouts of target models ----------------------------------------------------------------------------------

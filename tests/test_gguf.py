@@ -34,7 +34,7 @@ from support.errors import UsageError
 from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
-from weights.gguf_tokenizer import SPLITS
+from weights.gguf_metadata import SPLITS
 from weights.hf import hf_views
 from weights.quantized import QuantLinear
 

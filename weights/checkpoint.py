@@ -120,14 +120,6 @@ class Checkpoint:
         """What `tokenizer.load_tokenizer` reads: the directory, or files made from GGUF's metadata."""
         return self.gguf.tokenizer_files if self.gguf else self.directory
 
-    @property
-    def tokenizer_directory(self) -> Path:
-        """Where the tokenizer's files are. Meta keeps tokenizer.model one folder up, beside several models."""
-        above = self.directory.absolute().parent
-        here = any((self.directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-        moved = self.kind == "meta" and not here and (above / "tokenizer.model").is_file()
-        return above if moved else self.directory
-
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """All tensors, unread, under the names of the files (of Hugging Face for Meta's format and GGUF)."""
@@ -248,7 +240,10 @@ class Checkpoint:
         for name, data in (self.gguf.tokenizer_files if self.gguf else {}).items():
             (destination / name).write_bytes(data)
         files = [self.directory / name for name in TEXTS.split()]
-        for file in (self.tokenizer_directory / "tokenizer.model", *files):
+        if self.kind == "meta" and not (self.directory / "tokenizer.json").is_file():
+            # Meta keeps tokenizer.model one folder up, beside several models. One in the folder itself replaces it.
+            files.insert(0, self.directory.absolute().parent / "tokenizer.model")
+        for file in files:
             if file.is_file():
                 shutil.copyfile(file, destination / file.name)
 

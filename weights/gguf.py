@@ -24,15 +24,13 @@ from torch import Tensor
 from model import Transformer
 from model_config import ModelConfig
 from support.errors import UsageError, UserError
-from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
-from weights.gguf_tokenizer import TOKEN_LISTS, stop_ids, tokenizer_files
+from weights.gguf_metadata import TOKEN_LISTS, hf_config, tokenizer_files
 from weights.hf import hf_views, parameter_sources, read_parameter
 from weights.quantized import TiedEmbedding, set_tensor
 from weights.shards import Shard
 from weights.stored import install
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
 BLOCK = 32  # values of a row that share a scale in Q4_0, Q4_1 and Q8_0
 # More than any real model has. The parser makes Python objects of every element, so a false count could fill the memory.
@@ -181,106 +179,9 @@ class GGUFFile:
         Raises ValueError in one line for an architecture or a setting that is not implemented.
         """
         with _one_line_errors(self.path):
-            return self._config()
-
-    def _config(self) -> dict[str, Any]:
-        data, family = self.metadata, self.metadata.get("general.architecture")
-        if family not in FAMILIES:
-            raise ValueError(f"{self.path}: architecture {family!r:.60} is not supported; {', '.join(FAMILIES)} are.")
-
-        def get(key: str, default: Any = None) -> Any:
-            value = data.get(f"{family}.{key}", default)
-            if isinstance(value, list):  # one value per layer
-                if len(set(value)) != 1:
-                    raise ValueError(f"{self.path}: {family}.{key} differs between layers, which is not implemented.")
-                return value[0]
-            return value
-
-        embedding = self.tensors.get("token_embd.weight")
-        if embedding is None or len(embedding.shape) != 2:
-            raise ValueError(f"{self.path}: tensor token_embd.weight is missing or no matrix. Is this a whole model?")
-        heads, width = get("attention.head_count"), get("embedding_length")
-        if not (is_a(heads, int) and heads > 0 and is_a(width, int)):
-            raise ValueError(
-                f"{self.path}: {family}.attention.head_count or embedding_length is missing or no integer."
-            )
-        head_dim = get("attention.key_length", width // heads)
-        if get("rope.dimension_count", head_dim) != head_dim:
-            raise ValueError(f"{self.path}: a rotation of only a part of each head is not implemented.")
-        stops = stop_ids(data)
-        config = {
-            "model_type": "mixtral" if get("expert_count", 0) else family,
-            "hidden_size": width,
-            "intermediate_size": get("feed_forward_length"),
-            "num_hidden_layers": get("block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": get("attention.head_count_kv", heads),
-            "head_dim": head_dim,
-            "vocab_size": int(embedding.shape[-1]),
-            "max_position_embeddings": get("context_length"),
-            "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-            "rope_theta": get("rope.freq_base", 10000.0),
-            "rope_scaling": self._rope_scaling(get, head_dim),
-            "sliding_window": get("attention.sliding_window"),
-            "tie_word_embeddings": "output.weight" not in self.tensors,
-            "torch_dtype": {"F32": "float32", "F16": "float16"}.get(self._commonest_type(), "bfloat16"),
-            "bos_token_id": data.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": stops or None,
-        }
-        if config["model_type"] == "mixtral":
-            config |= {"num_local_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
-        if family == "llama":
-            config |= {"attention_bias": "blk.0.attn_q.bias" in self.tensors}
-            config |= {"mlp_bias": "blk.0.ffn_up.bias" in self.tensors}
-        return config
-
-    def _commonest_type(self) -> str:
-        """The type that holds most of the model's values."""
-        sizes: dict[str, int] = {}
-        for tensor in self.tensors.values():
-            sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
-        return max(sizes, key=sizes.__getitem__)
-
-    def _rope_scaling(self, get: Any, head_dim: int) -> dict[str, Any] | None:
-        """The rope_scaling of a config.json. Llama 3's scaling is stored as the tensor rope_freqs.weight."""
-        kind = get("rope.scaling.type", "none")
-        if "rope_freqs.weight" in self.tensors:
-            return self._llama3_scaling(get("rope.freq_base", 10000.0), head_dim)
-        if kind == "none":
-            return None
-        scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
-        if kind == "yarn":
-            scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
-            if (scale := get("rope.scaling.attn_factor")) is not None:
-                scaling["attention_factor"] = scale * (0.1 * float(np.log(scaling["factor"])) + 1)
-        elif kind != "linear":
-            raise ValueError(f"{self.path}: RoPE scaling {kind!r:.40} is not supported; none, linear, yarn are.")
-        return scaling
-
-    def _llama3_scaling(self, theta: float, head_dim: int) -> dict[str, Any]:
-        """Llama 3's parameters, recovered from the divisors of the frequencies.
-
-        A divisor is 1 for short wavelengths and `factor` for long ones. Between them its inverse is a linear function of
-        the rotations in the original context, and that line gives the two bounds. Only the ratio of the bounds and the
-        original context are determined, so low_freq_factor is taken as 1, as in every published model.
-        """
-        divisors = self._read(self.tensors["rope_freqs.weight"]).double()
-        frequencies = float(theta) ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        factor = round(float(divisors.max()), 4)
-        share = (1 / divisors - 1 / factor) / (1 - 1 / factor) if factor > 1 else divisors
-        between = (share > 1e-3) & (share < 1 - 1e-3)
-        if len(divisors) != len(frequencies) or factor <= 1 or between.sum() < 2:
-            raise ValueError(f"{self.path}: rope_freqs.weight is not Llama 3's scaling; no other is implemented.")
-        x = frequencies[between] / (2 * torch.pi)
-        slope, start = torch.linalg.lstsq(torch.stack((x, torch.ones_like(x)), 1), share[between]).solution.tolist()
-        low_to_high = -1 / start if start < 0 else 0.0  # high - low, in units of low
-        original = round(slope * low_to_high)
-        line = ((original * frequencies / (2 * torch.pi) - 1) / low_to_high).clamp(0, 1) if low_to_high else share
-        if not low_to_high or (line - share).abs().max() > 1e-3:
-            raise ValueError(f"{self.path}: rope_freqs.weight is not Llama 3's scaling; no other is implemented.")
-        scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
-        scaling["high_freq_factor"] = round(1 + low_to_high, 4)
-        return scaling | {"original_max_position_embeddings": original}
+            divisors = self.tensors.get("rope_freqs.weight")
+            rotation = None if divisors is None else self._read(divisors)
+            return hf_config(self.metadata, self.tensors, rotation, str(self.path))
 
     @cached_property
     def sources(self) -> dict[str, tuple[Any, int | None]]:

@@ -31,13 +31,12 @@ def _round(groups: Tensor, scales: Tensor, bits: int) -> Tensor:
     return (groups / safe[..., None]).round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
-def fit_scales(groups: Tensor, bits: int, importance: Tensor | None = None, clip: bool = True) -> Tensor:
+def fit_scales(groups: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
     """The scale of each group [..., G] that gives the least squared error over CLIPS, judged after rounding the scale.
 
-    `importance` weighs the squared errors and is broadcast to the groups (GPTQ: the mean squared activation). Without
-    `clip` only the scale that clips nothing is tried. Returns [...], fp16 for int4 and fp32 for int8. An int4 scale may
-    be negative, which puts the spare level -8 on the side where the group needs it. Raises ValueError for weights that
-    are not finite or too large.
+    `importance` weighs the squared errors and is broadcast to the groups (GPTQ: the mean squared activation).
+    Returns [...], fp16 for int4 and fp32 for int8. An int4 scale may be negative, which puts the spare level -8 on the
+    side where the group needs it. Raises ValueError for weights that are not finite or too large.
     """
     shape, groups = groups.shape[:-1], groups.reshape(-1, groups.shape[-1])
     weights = None if importance is None else importance.expand(*shape, -1).reshape(groups.shape)
@@ -47,8 +46,8 @@ def fit_scales(groups: Tensor, bits: int, importance: Tensor | None = None, clip
         chunk = groups[at : at + rows].float()
         peak = chunk.abs().amax(-1) / (2 ** (bits - 1) - 1)
         best, least = None, None
-        for ratio in CLIPS if clip else CLIPS[:1]:
-            for sign in (1, -1) if bits == 4 and clip else (1,):
+        for ratio in CLIPS:
+            for sign in (1, -1) if bits == 4 else (1,):
                 scales = (peak * (ratio * sign)).to(torch.float16 if bits == 4 else torch.float32)
                 error = (_round(chunk, scales, bits) * scales.float()[:, None] - chunk).square_()
                 error = (error if weights is None else error * weights[at : at + rows]).sum(-1)
@@ -69,7 +68,7 @@ def stored_tensors(codes: Tensor, scales: Tensor, bits: int) -> dict[str, Tensor
     return {"qweight": nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), "scales": scales.mT.contiguous()}
 
 
-def quantize_rtn(weight: Tensor, bits: int, group_size: int, clip: bool = True) -> dict[str, Tensor]:
+def quantize_rtn(weight: Tensor, bits: int, group_size: int) -> dict[str, Tensor]:
     """Round weight [..., N, K] to the nearest levels under the scales of `fit_scales`. Returns the stored tensors.
 
     Some rows at a time, because their codes are floats before they are packed.
@@ -77,7 +76,7 @@ def quantize_rtn(weight: Tensor, bits: int, group_size: int, clip: bool = True) 
     parts = []
     for rows in weight.split(max(1, RTN_CHUNK * weight.shape[-2] // weight.numel()), -2):
         grouped = rows.unflatten(-1, (-1, group_size if bits == 4 else rows.shape[-1]))
-        scales = fit_scales(grouped, bits, clip=clip)
+        scales = fit_scales(grouped, bits)
         parts.append(stored_tensors(_round(grouped.float(), scales, bits).flatten(-2), scales, bits))
     axis = {"qweight": -2, "scales": -1}  # of the rows
     return {leaf: torch.cat([part[leaf] for part in parts], axis[leaf]) for leaf in parts[0]}

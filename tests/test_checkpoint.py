@@ -585,7 +585,7 @@ def test_mutated_files_give_clean_errors_or_load(llama):
                 del broken[rng.randrange(len(broken)) :]
             file.write_bytes(broken)
         try:
-            logits_of(load_model(llama, max_positions=64), 4)
+            logits_of(Checkpoint.open(llama).load(max_positions=64), 4)
             loaded += 1
         except ValueError as error:
             assert "\n" not in str(error), str(error)

@@ -492,9 +492,8 @@ def test_loading_keeps_codes_and_scales_whatever_the_dtype(tmp_path):
     """Prevents the load dtype from rounding scales or embeddings from staying in the file's dtype."""
     out = quantized(tmp_path, UNTIED)
     stored, seen = load_file(out / "model.safetensors"), []
-    model = checkpoint.load_model(
-        out, dtype=torch.bfloat16, progress=lambda done, total, name: seen.append((done, total))
-    )
+    opened = checkpoint.Checkpoint.open(out)
+    model = opened.load(dtype=torch.bfloat16, progress=lambda done, total, name: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] > 0 and len(seen) == len(stored)
     state = model.state_dict()
     assert state.keys() == stored.keys() and not any(p.requires_grad for p in model.parameters())

@@ -815,14 +815,6 @@ def test_unusable_options_are_one_line(files, tmp_path, capsys, more, message):
     assert len(error) == 1 and message in error[0]
 
 
-def test_the_papers_recipe_is_documented_by_its_numbers(files):
-    """Recipe values that drift from those of the papers."""
-    one = eagle.recipe_for(parse(options(files, "o", "--recipe", "paper")))
-    three = eagle.recipe_for(parse(options(files, "o", "--recipe", "paper", version=3)))
-    assert (one.optimizer, one.lr, one.warmup, one.weight_decay, one.clip) == ("adamw", 3e-5, 2000, 0.01, 0.5)
-    assert (three.lr, three.warmup, three.weight_decay, three.clip) == (5e-5, 12000, 0.0, 0.5)
-
-
 def test_the_card_says_who_can_read_the_head(files, trained, tmp_path, capsys):
     """A head labelled as SafeAILab's whose residual and layers SafeAILab's own code would take for others."""
     assert json.loads((trained[1][0] / "CARD.json").read_text())["format"] == "EAGLE-1 (SafeAILab layout)"

@@ -24,7 +24,7 @@ import kernels
 from drafters.base import DraftInput, StepParts, take_rows
 from drafters.tree_drafter import TreeDrafter
 from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, weight_bytes
-from support.memory import zeros
+from support.machine import zeros
 from tree import DynamicTree, TreeTables, check_width
 from weights.heads import EagleConfig
 from weights.quantized import QuantLinear, lm_head_rows

@@ -39,16 +39,22 @@ from runtime.links import NCCL, ONE_SHOT, Exchanges, SharedMemory, share_memory
 from step import HISTORY, RING
 from support import cache
 from support.errors import NotEnoughMemory, bad_files, one_line
-from support.machine import default_device, default_threads, describe_device, free_memory, release_threads, size_text
-from support.memory import freed_memory_returns, shapes_only
+from support.machine import (
+    default_device,
+    default_threads,
+    describe_device,
+    free_memory,
+    freed_memory_returns,
+    release_threads,
+    shapes_only,
+    size_text,
+)
 from tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
 from weights.checkpoint import Checkpoint
-from weights.checksums import check_sha256
-from weights.files import Progress
+from weights.files import Progress, check_sha256, local_path
 from weights.heads import EagleFile, read_eagle
 from weights.hf import build_model
-from weights.hub import local_path
 from weights.quantized import QuantSpec, adopt_, held_bytes, pack_, replace_module
 from weights.rounding import quantize_
 from weights.shards import Shard, exchanged, share_

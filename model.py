@@ -22,7 +22,7 @@ import kernels
 
 # DTYPES and ConfigReader are here for the files that import them from `model`.
 from model_config import DTYPES, ConfigReader, ModelConfig, RopeConfig  # noqa: F401
-from support.memory import zeros
+from support.machine import zeros
 
 
 class Nodes(NamedTuple):

@@ -42,18 +42,16 @@ from support.errors import (
     run_command,
 )
 from support.files import clean_up, directory_written_whole, write_json
-from support.machine import default_device, size_text
-from support.memory import shapes_only
+from support.machine import default_device, shapes_only, size_text
 from support.progress import Progress, say
 from support.texts import read_chats, read_texts, stdlib_texts, token_windows
 from tokenizer import Tokenizer, load_tokenizer
 from weights.checkpoint import Checkpoint
-from weights.files import Entry
+from weights.files import Entry, local_path
 from weights.heads import EagleConfig, read_card, read_eagle, save_quantized_eagle
 from weights.hf import build_model
-from weights.hub import local_path
 from weights.quantized import ALGORITHMS, GROUPS, HEADS, MODES, QuantSpec, apply_spec_, set_tensor
-from weights.quantizer import quantize_checkpoint, quantize_gptq_
+from weights.quantizer import Windows, quantize_checkpoint, quantize_gptq_
 from weights.rounding import quantize_
 from weights.shards import Shard
 
@@ -132,22 +130,23 @@ def measure_tau(directory: Path, head: str | Path, prompts: list[list[int]], dev
     return sum(steps) / max(1, len(steps))
 
 
-def measure_taus(pairs: dict[str, tuple[Path, str | Path]], *how: Any) -> dict[str, Any]:
-    """tau of pairs of a model and a head by name. `how` are the other arguments of `measure_tau`.
+def measure_taus(
+    pairs: dict[str, tuple[Path, str | Path]], prompts: list[list[int]], device: str
+) -> tuple[dict[str, float | None], list[str]]:
+    """(tau of pairs of a model and a head by name, notes).
 
-    A model is quantized because it is large. If it does not fit in memory, a note takes the place of its tau.
+    A model is quantized because it is large. If it does not fit in memory, it has no tau, and a note says why.
     """
-    found: dict[str, Any] = {"notes": []}
+    taus: dict[str, float | None] = dict.fromkeys(pairs)
+    notes = []
     for key, (directory, head) in pairs.items():
         try:
-            found[key] = measure_tau(directory, head, *how)
+            taus[key] = measure_tau(directory, head, prompts, device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            found[key] = None
-            why = f"the model does not fit in memory: {one_line(error)}"
-            found["notes"].append(f"{key} was not measured, {why}")
-    return found
+            notes.append(f"{key} was not measured, the model does not fit in memory: {one_line(error)}")
+    return taus, notes
 
 
 def show(receipt: dict[str, Any]) -> str:
@@ -183,24 +182,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     demo = str(Path(__file__).parent / "demo")
-    add(
-        "--checkpoint",
-        default=demo,
-        metavar="DIR",
-        help="or org/name in the Hugging Face cache (default: the demo model)",
-    )
+    add("--checkpoint", default=demo, metavar="DIR", help="or org/name in the Hugging Face cache (default: the demo)")
     add("--mode", choices=MODES, default="int4")
     add("--out", metavar="DIR", help="default: CHECKPOINT-MODE")
     add("--force", action="store_true", help="replace an earlier result at --out")
     add("--group-size", type=int, choices=GROUPS, default=128, help="columns that share an int4 scale")
     add("--algorithm", choices=ALGORITHMS, default="rtn", help="gptq: slower, better; needs calibration text")
     add("--act-order", action="store_true", help="GPTQ: columns by activation energy")
-    add(
-        "--calibration",
-        metavar="FILE",
-        help="text or .jsonl for GPTQ; a chat model needs chats, which scripts.make_chats writes (default: Python's "
-        "standard library)",
-    )
+    chats = "text or .jsonl for GPTQ; a chat model needs chats of scripts.make_chats (default: Python's library)"
+    add("--calibration", metavar="FILE", help=chats)
     add("--tp", type=at_least(1), metavar="N", help="refuse what generate.py --tp N could not split")
     add("--lm-head", choices=HEADS, default="int8")
     add("--eagle", metavar="HEAD", help="quantize this EAGLE head too (to OUT/eagle) and compare tau")
@@ -239,7 +229,7 @@ def _main(args: argparse.Namespace) -> str:
     config = Checkpoint.open(directory).config
     if args.tp:
         check_split(config, spec, args.tp)
-    calibration, evaluation = _texts(args, directory, config)
+    windows = _texts(args, directory, config)
     nearest = replace(head_spec, algorithm="rtn", act_order=False)
     # Also where GPTQ rounds the head afterwards: a head that does not fit is refused before the work.
     head = quantize_head(args.eagle, config, nearest) if args.eagle else None
@@ -250,26 +240,25 @@ def _main(args: argparse.Namespace) -> str:
         rounded, used, notes = head, nearest, []
         if head_spec.algorithm == "gptq":
             try:
-                rounded, used = _gptq_head_of(args, unfinished, config, head_spec, calibration), head_spec
+                rounded, used = _gptq_head_of(args, unfinished, config, head_spec, windows.calibration), head_spec
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 notes = [f"the head was rounded to nearest: for GPTQ the model must fit in memory ({one_line(error)})"]
         head_config, tensors, receipt = rounded
         save_quantized_eagle(head_config, tensors, used, unfinished / "eagle")
-        prompts = [row[: min(64, evaluation.shape[1] // 2)].tolist() for row in evaluation[:TAU_PROMPTS]]
+        texts = windows.evaluation[:TAU_PROMPTS]
+        prompts = [row[: min(64, texts.shape[1] // 2)].tolist() for row in texts]
         pairs = {"tau_before": (directory, args.eagle), "tau_after": (unfinished, unfinished / "eagle")}
-        found = measure_taus(pairs, prompts, args.device)
-        return {"head": receipt, **found, "notes": notes + found["notes"]}
+        taus, unmeasured = measure_taus(pairs, prompts, args.device)
+        return {"head": receipt, **taus, "notes": notes + unmeasured}
 
     progress = Progress()
 
     def watch(done: int, total: int, what: str) -> None:
         progress.of(done, total, f"quantizing {done} of {total}  {what}")
 
-    receipt = quantize_checkpoint(
-        directory, out, spec, calibration, evaluation, args.device, watch, args.refuse_kl, finish
-    )
+    receipt = quantize_checkpoint(directory, out, spec, windows, args.device, watch, args.refuse_kl, finish)
     return show(receipt) + (f"\nranks       generate.py --tp {args.tp} can split it" if args.tp else "")
 
 
@@ -335,15 +324,14 @@ def _check_calibration(args: argparse.Namespace) -> None:
         raise UsageError("--calibration is text for GPTQ; add --algorithm gptq.")
 
 
-def _texts(args: argparse.Namespace, directory: Path, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Token windows to calibrate GPTQ with, int64 [W, T] (none for RTN), and to measure on, int64 [W, T + 1]."""
+def _texts(args: argparse.Namespace, directory: Path, config: ModelConfig) -> Windows:
+    """Token windows to calibrate GPTQ with and to measure on."""
     tokenizer = load_tokenizer(directory, config.vocab_size)
     length = window_length(config)
     texts = read_texts(args.eval_text) if args.eval_text else stdlib_texts(held_out=True)
     evaluation = token_windows(texts, tokenizer, config.vocab_size, EVALUATION_WINDOWS, length + 1)
-    if args.algorithm != "gptq":
-        return evaluation[:0, :-1], evaluation
-    return _calibration(args, tokenizer, config), evaluation
+    calibration = _calibration(args, tokenizer, config) if args.algorithm == "gptq" else evaluation[:0, :-1]
+    return Windows(calibration, evaluation)
 
 
 def _calibration(args: argparse.Namespace, tokenizer: Tokenizer | None, config: ModelConfig) -> Tensor:

@@ -6,6 +6,7 @@ text equals the text decoded in one piece.
 
 import codecs
 import contextlib
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_template import TEMPLATE_CHARACTERS, TemplateWorker
-from support.reader import LONGEST, check, parse_json
+from support.reader import LONGEST, check, is_a, parse_json
 
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
@@ -145,9 +146,8 @@ def _chat_templates(read: Reader, config: dict) -> tuple[dict[str, str], str | N
     """The model's chat templates by name, and the file that the default one comes from."""
     if (data := read("chat_template.jinja")) is not None:
         return {"default": data.decode()[: TEMPLATE_CHARACTERS + 1]}, "chat_template.jinja"
-    found = config.get("chat_template") or []
-    found = [{"name": "default", "template": found}] if isinstance(found, str) else found
-    templates = {str(t["name"]): str(t["template"]) for t in found}
+    listed = config.get("chat_template") or []
+    templates = {"default": listed} if isinstance(listed, str) else {t["name"]: t["template"] for t in listed}
     return templates, "tokenizer_config.json" if "default" in templates else None
 
 
@@ -194,7 +194,7 @@ class Tokenizer:
 
         limit = self.vocab_size if rows is None else rows
         used = [*self.eos_ids, *self._prefix, *self._suffix, *bos]
-        outside = [i for i in used if type(i) is not int or not 0 <= i < limit]
+        outside = [i for i in used if not is_a(i, int) or not 0 <= i < limit]
         outside += [i for i in files.pieces if not 0 <= i < limit and i not in self.special_ids]
         if outside:
             raise ValueError(
@@ -308,10 +308,11 @@ class Tokenizer:
         """Refuse tools that no template would write, and control tokens where the template writes them unmarked."""
         if tools and not self.template_writes("tools"):
             raise ValueError("this model's chat template takes no tools. Leave them out, or use another model.")
-        for text in _texts_in([messages, tools]):
-            if any(control in text for control in self._forbidden.values()):
+        written = json.dumps([messages, tools], ensure_ascii=False)
+        for control in self._forbidden.values():
+            if json.dumps(control, ensure_ascii=False)[1:-1] in written:
                 raise ValueError(
-                    f"a tool, or a message's tool call, holds the text of a control token: {text!r:.60}. Remove it."
+                    f"a tool, or a message's tool call, holds the text of a control token: {control!r:.60}. Remove it."
                 )
 
     def _template_and_contents(
@@ -539,18 +540,6 @@ def _one_line_errors(what: str, fix: str) -> Iterator[None]:
     except BaseException as error:
         detail = " ".join(str(error).split())[:LONGEST].rstrip(".") or type(error).__name__
         raise ValueError(f"{what}: {detail}. {fix}") from error
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    """Every text in a value that JSON can hold."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from (key, *_texts_in(item))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts_in(item)
 
 
 def _check_messages(messages: list[dict]) -> None:

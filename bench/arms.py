@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from bench.random_models import random_head
 from drafters.draft_model import check_vocabulary
+from drafters.medusa import MEDUSA_FILES
 from engine import Engine
 from load import build_drafter, build_head, draft_vocabulary, round_head_
 from load import build_engine as build_loaded
@@ -28,10 +29,8 @@ from support.errors import UsageError
 from support.machine import synchronize
 from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint, load_config
-from weights.files import read_entries
+from weights.files import local_path, read_entries
 from weights.heads import read_eagle
-from weights.hub import local_path
-from weights.medusa import MEDUSA_FILES
 from weights.quantized import pack_
 
 SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE = "same tokens", "same distribution", "other engine"

@@ -14,7 +14,7 @@ from engine import Engine
 from model import Transformer
 from sampling import SamplingParams
 from support.errors import UsageError
-from weights.quality import Tally
+from weights.rounding import Tally
 
 
 @dataclass(frozen=True)

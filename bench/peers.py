@@ -22,8 +22,7 @@ from model import Transformer
 from options import LoadOptions
 from sampling import SamplingParams
 from support.errors import NotEnoughMemory, UsageError
-from support.machine import default_device, free_memory, size_text, synchronize
-from support.memory import shapes_only
+from support.machine import default_device, free_memory, shapes_only, size_text, synchronize
 from weights.checkpoint import Checkpoint
 from weights.hf import config_to_hf, hf_views, unpacked
 

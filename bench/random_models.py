@@ -20,7 +20,7 @@ from load import build_engine, open_backend, use_threads
 from model import Transformer
 from model_config import DTYPES, ModelConfig, RopeConfig
 from options import LoadOptions
-from support.memory import shapes_only
+from support.machine import shapes_only
 from weights.heads import EagleConfig, default_taps
 from weights.hf import build_model
 from weights.quantized import QuantLinear, QuantSpec, apply_spec_, pack_, set_tensor

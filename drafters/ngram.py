@@ -43,13 +43,13 @@ def graft(base: Draft, paths: Tensor, valid: Tensor, K: int, D: int) -> Draft:
     fresh = (valid[..., None] & ~in_base & (first == path[:, None])).flatten(1)
     # a stable sort goes along each path, so parents come before their children
     chosen = (~fresh).int().sort(dim=1, stable=True).indices[:, :K]
-    kept = fresh.gather(1, chosen)
+    added = fresh.gather(1, chosen)
     own = (N - 1 + fresh.int().cumsum(1)).gather(1, (first * L + level).flatten(1)).view(B, C, L)
     node = torch.where(in_base, base_node, own)
     above = F.pad(node[..., :-1], (1, 0)).flatten(1).gather(1, chosen)
-    tokens = torch.where(kept, paths.flatten(1).gather(1, chosen), base.tokens[:, :1])
-    parent = torch.cat((base.parent, above * kept), 1)
-    live = torch.cat((base.valid, kept), 1)
+    tokens = torch.where(added, paths.flatten(1).gather(1, chosen), base.tokens[:, :1])
+    parent = torch.cat((base.parent, above * added), 1)
+    live = torch.cat((base.valid, added), 1)
     ancestors, depth = ancestors_from_parents(parent, D, live)
     tokens = torch.cat((base.tokens, tokens), 1)
     return Draft(tokens, parent, depth, ancestors, live, F.pad(base.scores, (0, K)))
@@ -108,8 +108,8 @@ class WithNGrams(Drafter):
 
     def draft(self, inputs: DraftInput) -> Draft:
         count = min(max(CANDIDATES, -(-self.K // self.D)), inputs.tokens.shape[1])
-        found = lookup(inputs.tokens, inputs.n, self.D, count)
-        return graft(self.drafter.draft(inputs), *found, self.K, self.D)
+        paths, valid = lookup(inputs.tokens, inputs.n, self.D, count)
+        return graft(self.drafter.draft(inputs), paths, valid, self.K, self.D)
 
     def observe(self, choice: Tensor) -> None:
         self.drafter.observe(choice[:, : self.drafter.N])

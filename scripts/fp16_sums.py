@@ -22,9 +22,8 @@ from support.errors import at_least, command_parser, run_command
 from support.texts import stdlib_texts, token_windows
 from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
-from weights.quality import Tally
 from weights.quantized import QuantLinear, QuantSpec, replace_module
-from weights.rounding import quantize_
+from weights.rounding import Tally, quantize_
 
 ROUNDED_AFTER = 8  # products
 CODES_DIVIDED_BY = 16  # as in `kernels.packing.decode_ptx`

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
 from support.errors import at_least
 from training.command import drafter_parser, parsed, run
@@ -44,13 +45,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--version", type=int, choices=(1, 3), required=True)
     add("--compile", action="store_true", help="compile the forwards (faster after some minutes)")
     add("--start", metavar="HEAD", help="go on from the weights of a head; it keeps its shape")
-    add("--average", type=float, default=0.0,
-        help="share of the weights of --start in the head that is written; 0.5 is often better than both")  # fmt: skip
-    add(
-        "--keep-features",
-        action="store_true",
-        help="keep the target's features in --work: only the first epoch runs it",
-    )
+    add("--average", type=float, default=0.0, help="share of --start in the written weights; 0.5 often beats both")
+    add("--keep-features", action="store_true", help="keep the target's features: only the first epoch runs it")
     add("--autocast", default="auto", choices=("auto", "on", "off"), help="bf16 autocast (auto: on CUDA)")
 
     add = p.add_argument_group("optimizer").add_argument
@@ -67,29 +63,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--noise", type=float, help=f"version 1: noise on features, its width at 512 tokens (default: {FEATURE_NOISE})")
     add("--feature-weight", type=float, help="version 1: weight of smooth L1 (default: 1)")
     add("--token-weight", type=float, help="version 1: weight of soft cross-entropy (default: 0.1)")
-    add("--noise-share", type=float,
-        help="version 3: weight of the loss with shared noise (default: 0, as in the paper)")  # fmt: skip
-    add("--row-share", type=float,
-        help="version 3: share of the rows that are judged; less is cheaper and noisier (default: 1)")  # fmt: skip
+    add("--noise-share", type=float, help="version 3: weight of the loss with shared noise (default: 0, as published)")
+    add("--row-share", type=float, help="version 3: share of the rows that are judged, at random (default: 1)")
     add(
-        "--ttt-steps",
-        type=at_least(1),
-        help="steps on the head's own outputs (default: 7; version 1: 1, as in its paper)",
+        "--ttt-steps", type=at_least(1), help="steps on the head's own outputs (default: 7; version 1: 1, as published)"
     )
 
     add = p.add_argument_group("head").add_argument
-    add(
-        "--draft-vocab",
-        type=int,
-        help="tokens that the head can draft: the most frequent ones of the data (default: all)",
-    )
+    add("--draft-vocab", type=int, help="draft only the N most frequent tokens of the data (default: all)", metavar="N")
     add("--inputs", choices=INPUTS, default=INPUTS[0], help="the paper's input ablation")
     add("--intermediate-size", type=at_least(1), help="of the head's MLP (default: the target's)")
     add("--heads", type=at_least(1), help="attention heads of the head (default: the target's)")
     add("--taps", type=_taps, help="version 3: layers whose input is read (default: 2, L/2, L-3)")
-    add("--norm-before-residual", choices=("on", "off"),
-        help="version 3: the layer's residual is the normalised feature, as speculators trains heads (default: on; "
-        "with --recipe paper off, as SafeAILab's code reads them)")  # fmt: skip
+    normed = "version 3: the residual is the normalised feature (default: on; off in --recipe paper, as SafeAILab's)"
+    add("--norm-before-residual", choices=("on", "off"), help=normed)
     add("--rope-theta", type=float, help="RoPE base of the head (default: 10000)")
     add("--max-positions", type=at_least(1), help="max_position_embeddings to write (default: --length)")
 
@@ -114,7 +101,7 @@ def _taps(text: str) -> tuple[int, ...]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(parse(argv), train, EagleTraining)
+    return run(parse(argv), partial(train, EagleTraining))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
 from support.errors import at_least
 from training.command import distillation_parser, parsed, run
@@ -28,7 +29,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(parse(argv), train, MedusaTraining)
+    return run(parse(argv), partial(train, MedusaTraining))
 
 
 if __name__ == "__main__":

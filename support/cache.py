@@ -78,14 +78,14 @@ def use(device: str) -> tuple[Path, str]:
             return given, f"set by ${name}"
     place = root() / key(device)
     others = [e.key for e in entries() if e.key != place.name]
-    found = "found" if place.is_dir() else f"new, {len(others)} of other versions" if others else "new"
+    state = "found" if place.is_dir() else f"new, {len(others)} of other versions" if others else "new"
     try:
         place.mkdir(parents=True, exist_ok=True)
         (root() / MARKER).touch()
     except OSError as error:
         raise ValueError(f"{place}: {error.strerror}; set EAGLET_CACHE to a writable folder.") from error
     os.environ.update({name: str(place / sub) for name, sub in VARIABLES.items()})
-    return place, found
+    return place, state
 
 
 def tally(counters: Mapping[str, Mapping[str, int]]) -> tuple[int, int]:
@@ -97,11 +97,11 @@ def tally(counters: Mapping[str, Mapping[str, int]]) -> tuple[int, int]:
 
 def entries() -> list[Entry]:
     """What the cache of compiled code holds, by name."""
-    found = []
+    held = []
     for place in sorted(p for p in root().iterdir() if p.is_dir()) if root().is_dir() else ():
         sizes = [p.stat().st_size for p in place.rglob("*") if p.is_file() and not p.is_symlink()]
-        found.append(Entry(place.name, len(sizes), sum(sizes)))
-    return found
+        held.append(Entry(place.name, len(sizes), sum(sizes)))
+    return held
 
 
 def clear() -> list[Entry]:

@@ -8,7 +8,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from support.interrupts import INTERRUPTED, as_exceptions, finish
 
@@ -81,13 +81,13 @@ def one_line(error: BaseException) -> str:
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, too. An option that does not exist is answered with the nearest one."""
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
-        found, unknown = self.parse_known_args(args, namespace)
+    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(args)
         if unknown:
             flag = unknown[0].partition("=")[0]
             near = difflib.get_close_matches(flag, re.findall(r"--[a-z-]+", self.format_help()), 1)
             self.error(f"{flag[:60]!r} is no option" + (f"; did you mean {near[0]}?" if near else ""))
-        return found
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"error  {message} (--help lists the options)\n")

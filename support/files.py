@@ -80,11 +80,11 @@ def clean_up(path: Path) -> None:
 
 def _is_leftover(name: str, written: str) -> bool:
     """Whether a process that is no more gave this temporary name to `written`."""
-    found = re.fullmatch(re.escape(written) + r"\.(\d{1,9})\.(part|tmp|old)", name)
-    if not found or int(found[1]) == os.getpid() or os.name != "posix":  # elsewhere os.kill does not ask, it kills
+    match = re.fullmatch(re.escape(written) + r"\.(\d{1,9})\.(part|tmp|old)", name)
+    if not match or int(match[1]) == os.getpid() or os.name != "posix":  # elsewhere os.kill does not ask, it kills
         return False
     try:
-        os.kill(int(found[1]), 0)
+        os.kill(int(match[1]), 0)
     except ProcessLookupError:
         return True
     except OSError:  # it lives, and belongs to another user

@@ -97,11 +97,11 @@ def check(value: Any, shape: Any, where: object, name: str = "it") -> Any:
     """
     choices = shape if isinstance(shape, tuple) else (shape,)
     kinds = [one if isinstance(one, type) else type(one) for one in choices]
-    found = next((one for one, kind in zip(choices, kinds, strict=True) if _is(value, kind)), None)
-    if not any(_is(value, kind) for kind in kinds):
+    fitting = [one for one, kind in zip(choices, kinds, strict=True) if is_a(value, kind)]
+    if not fitting:
         wanted = " or ".join(NAMES[kind] for kind in kinds)
         raise refusal(where, f"{name} is {value!r:.60}, expected {wanted or 'no such key'}.")
-    shape = found
+    shape = fitting[0]
     if isinstance(shape, list):
         for i, item in enumerate(value):
             check(item, shape[0], where, f"{name}[{i}]")
@@ -118,7 +118,7 @@ def check(value: Any, shape: Any, where: object, name: str = "it") -> Any:
     return value
 
 
-def _is(value: Any, kind: type) -> bool:
+def is_a(value: Any, kind: type) -> bool:
     """Whether a JSON value is of a kind. true and false are no numbers, and every integer is a number, too."""
     if isinstance(value, bool):
         return kind in (bool, object)
@@ -149,11 +149,11 @@ class ConfigReader:
 
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**31) -> int:
         allowed = f"an integer in [{low}, {high}]"
-        return self._checked(key, default, lambda value: type(value) is int and low <= value <= high, allowed)
+        return self._checked(key, default, lambda value: is_a(value, int) and low <= value <= high, allowed)
 
     def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
         allowed = f"a number in [{low}, {high}]"
-        return float(self._checked(key, default, lambda v: type(v) in (int, float) and low <= v <= high, allowed))
+        return float(self._checked(key, default, lambda value: is_a(value, float) and low <= value <= high, allowed))
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         return self._checked(key, default, lambda value: isinstance(value, bool), "true or false")

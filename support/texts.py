@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import random
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -25,12 +26,16 @@ def stdlib_files() -> tuple[list[Path], list[Path]]:
     root = Path(sysconfig.get_paths()["stdlib"])
     training: list[Path] = []
     held_out: list[Path] = []
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if any(p in LEFT_OUT or p.startswith(("config-", "_sysconfigdata")) for p in parts):
-            continue
-        (held_out if parts[0] in HELD_OUT else training).append(path)
-    return training, held_out
+    for folder, inner, files in os.walk(root):
+        inner[:] = filter(_is_read, inner)  # site-packages may hold far more files than the library itself
+        for path in (Path(folder, name) for name in files if name.endswith(".py") and _is_read(name)):
+            (held_out if path.relative_to(root).parts[0] in HELD_OUT else training).append(path)
+    return sorted(training), sorted(held_out)
+
+
+def _is_read(name: str) -> bool:
+    """Whether a file or folder of the standard library holds sources that people wrote."""
+    return name not in LEFT_OUT and not name.startswith(("config-", "_sysconfigdata"))
 
 
 def read_source(path: Path) -> str:
@@ -103,10 +108,10 @@ def _text_of(value: Any, where: str) -> str:
     turn = {"content?": (str, None), "value?": (str, None)}
     shape = {"messages?": ([turn], None), "conversations?": ([turn], None), "text?": (str, None)}
     turns = check(value, shape, where, "the line").get("messages") or value.get("conversations")
-    found = [turn.get("content") or turn.get("value") for turn in turns or [{"content": value.get("text")}]]
-    if None in found:
+    texts = [turn.get("content") or turn.get("value") for turn in turns or [{"content": value.get("text")}]]
+    if None in texts:
         raise refusal(where, "no text: neither a string nor an object with text, messages or conversations.")
-    return "\n\n".join(found)
+    return "\n\n".join(texts)
 
 
 def token_windows(texts: Iterable[str | list[int]], tokenizer: Any, vocab_size: int, count: int, length: int) -> Tensor:

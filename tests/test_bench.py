@@ -25,7 +25,7 @@ from bench import arms as bench_arms
 from bench import environment as bench_environment
 from bench import session as bench_session
 from bench import summary as bench_summary
-from drafters.medusa import MedusaHeads
+from drafters.medusa import MedusaHeads, save_medusa
 from drafters.ngram import WithNGrams
 from engine import Engine
 from load import load
@@ -38,7 +38,6 @@ from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
 from weights.hf import hf_views, save_hf
-from weights.medusa import save_medusa
 
 QUESTIONS = [
     suites.Question("one", "a", ((1, 5, 9, 22, 7, 3),)),

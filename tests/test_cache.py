@@ -35,7 +35,7 @@ def filled() -> Path:
 
 
 def test_folder_is_keyed_by_versions_device_and_source(monkeypatch):
-    """Code of another torch or another edit of ours run in place of what is there now."""
+    """The folder's name has the versions of torch and triton, the device, and a digest of our sources."""
     folder, found = cache.use("a CPU, 4 threads")
     assert found == "new" and folder.parent == cache.root() and "a_CPU_4_threads" in folder.name
     assert cache.use("a CPU, 4 threads") == (folder, "found")
@@ -47,8 +47,7 @@ def test_folder_is_keyed_by_versions_device_and_source(monkeypatch):
 
 
 def test_source_changes_the_key(tmp_path, monkeypatch):
-    """An edited model.py that runs the code compiled before the edit; a kernel's file that moved into a folder and no
-    longer counts; everything compiled again because a report's wording changed."""
+    """An edit of a file that is traced changes the key, also in a folder; an edit of a report's wording does not."""
     monkeypatch.setattr(cache, "SOURCES", tmp_path)
     for name in ("model.py", "kernels/__init__.py", "kernels/linear.py", "cli/__init__.py", "notes/a.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -66,7 +65,7 @@ def test_source_changes_the_key(tmp_path, monkeypatch):
 
 
 def test_all_that_a_compiled_step_runs_is_in_the_key(tmp_path, monkeypatch):
-    """A room that the digest leaves out: its edits would run the code compiled before them."""
+    """Every file that a compiled step runs is part of the digest."""
     engine = load(eagle=str(ROOT / "demo" / "eagle1"), tree="dynamic:8,2,3", ngram_nodes=3, ctx=64)
     stream = engine.generate([1, 2, 3], SamplingParams(temperature=1.0, max_new_tokens=3))
     ran = {Path(name).relative_to(ROOT) for name in files_run(stream.run) if Path(name).is_relative_to(ROOT)}
@@ -76,7 +75,7 @@ def test_all_that_a_compiled_step_runs_is_in_the_key(tmp_path, monkeypatch):
 
 
 def test_folders_that_the_user_chose_are_kept(tmp_path, monkeypatch):
-    """An explicit TORCHINDUCTOR_CACHE_DIR overridden; torch's own default in /tmp taken for one."""
+    """TORCHINDUCTOR_CACHE_DIR stays as the user set it; torch's own default in /tmp does not count as set."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
     assert cache.use("cpu") == (tmp_path / "mine", "set by $TORCHINDUCTOR_CACHE_DIR")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine") and cache.entries() == []
@@ -85,7 +84,7 @@ def test_folders_that_the_user_chose_are_kept(tmp_path, monkeypatch):
 
 
 def test_show_and_clear(capsys, tmp_path):
-    """Entries that are not listed, sizes that are wrong, and tuned trees lost with the compiled code."""
+    """Entries are listed with their sizes, and clearing deletes the compiled code but not the tuned trees."""
     folder = filled()
     tree = tmp_path / "cache" / "trees" / "tuned.json"
     tree.parent.mkdir()
@@ -101,7 +100,7 @@ def test_show_and_clear(capsys, tmp_path):
 
 @pytest.mark.parametrize("damage", ["no marker", "a file", "a folder", "a link"])
 def test_clear_refuses_what_is_not_ours(damage, tmp_path, capsys):
-    """EAGLET_CACHE=$HOME and everything is gone."""
+    """A folder without our marker, with strange files, or behind a link is refused and stays whole."""
     folder = filled()
     root = cache.root()
     if damage == "no marker":
@@ -120,7 +119,7 @@ def test_clear_refuses_what_is_not_ours(damage, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_second_process_reuses_what_the_first_compiled():
-    """A cache that is written and never found again: every start as slow as the first."""
+    """A second process compiles nothing anew."""
     command = [sys.executable, "generate.py", "--compile", "--json", "--max-new-tokens", "3", "--device", "cpu"]
     runs = []
     for _ in range(2):

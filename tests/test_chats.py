@@ -46,21 +46,21 @@ def arguments(**given):
 
 
 def test_a_user_turn_is_read_off_the_template(tokenizer):
-    """Questions that begin with a piece of the template, or never end because nobody knows what ends them."""
+    """The ids that open a user's turn, the stop ids and the stop strings are those of the template."""
     opening, stop_ids, stop = chats.user_turn(tokenizer)
     assert tokenizer.decode(opening).endswith("USER:") and "apple" not in tokenizer.decode(opening)
     assert stop == ("ASSISTANT:",) and set(stop_ids) == set(tokenizer.eos_ids)
 
 
 def test_a_template_without_an_opening_is_refused():
-    """Bug: the engine's "the prompt is empty", which says nothing about the template that is the reason."""
+    """The error names the template as the reason."""
     bare = SimpleNamespace(encode_chat=lambda messages: [ord(letter) for letter in messages[0]["content"]] + [2])
     with pytest.raises(ValueError, match="writes nothing before a question"):
         chats.user_turn(bare)
 
 
 def test_bad_questions_are_left_out_and_the_rest_is_asked_once(tokenizer, tmp_path, monkeypatch):
-    """Empty, cut, repeated or looping questions, a lost opening, or a rerun that asks everything again."""
+    """Empty, cut, repeated and looping questions are left out, openings stay, and a rerun asks nothing again."""
     file = tmp_path / "q.jsonl"
     monkeypatch.setattr(chats, "OPENINGS", ["Say", "Tell me"])
     engine = ScriptedEngine(["why?", "", "cut...", " why?", "why?", " la la la la la la la la la la"])
@@ -77,7 +77,7 @@ def test_bad_questions_are_left_out_and_the_rest_is_asked_once(tokenizer, tmp_pa
 
 
 def test_answers_are_greedy_and_sampled_in_turn_and_go_on_where_they_stopped(tokenizer, tmp_path):
-    """One temperature for all, an answer under another question, or answered questions that are answered again."""
+    """Groups of answers are greedy and sampled in turn, each under its question, and a rerun answers the rest."""
     file, questions = tmp_path / "chats.jsonl", [f"question {i}?" for i in range(5)]
     engine = ScriptedEngine(["one", "no no no no no no no no no no", "three", "four", "five"])
     assert chats.write_answers(engine, tokenizer, questions[:4], file, arguments()) == 3

@@ -25,10 +25,9 @@ from scripts import convert, download
 from support.files import read_json
 from weights import checkpoint
 from weights.checkpoint import Checkpoint, load_config, load_model
-from weights.files import read_entries
+from weights.files import cache_folder, read_entries
 from weights.heads import AUX, EagleConfig, read_eagle, save_eagle
 from weights.hf import config_to_hf, hf_views, save_hf
-from weights.hub import cache_folder
 
 
 def logits_of(model, length: int = 20) -> torch.Tensor:
@@ -86,7 +85,7 @@ def test_a_checkpoint_is_read_once(tiny_checkpoint, tmp_path, monkeypatch):
     folder = tiny_checkpoint("llama")
     found = Checkpoint.open(folder)
     model = found.load(dtype=torch.bfloat16, max_positions=9)
-    assert (found.kind, found.quantization, found.tokenizer_directory) == ("hf", None, folder)
+    assert (found.kind, found.quantization) == ("hf", None)
     assert found.raw == json.loads((folder / "config.json").read_text()) and model.config == found.config
     assert found.entries is found.entries and found.reopened().entries is not found.entries
     assert (model.dtype, model.rotary.length) == (torch.bfloat16, 9)
@@ -95,11 +94,11 @@ def test_a_checkpoint_is_read_once(tiny_checkpoint, tmp_path, monkeypatch):
     found = Checkpoint.open(tmp_path / "m")
     assert (found.kind, found.quantization, found.raw) == ("meta", None, {})
     assert found.load().config == found.config and read.count("params.json") == 1
-    assert found.tokenizer_directory == tmp_path / "m"
-    (tmp_path / "tokenizer.model").touch()  # Meta's place for it
-    assert found.tokenizer_directory == tmp_path
-    (tmp_path / "m" / "tokenizer.model").touch()
-    assert found.tokenizer_directory == tmp_path / "m"
+    (tmp_path / "out").mkdir()
+    for place in (tmp_path, tmp_path / "m"):  # Meta's place for it, and the nearer one
+        (place / "tokenizer.model").write_text(place.name)
+        found.copy_texts(tmp_path / "out")
+        assert (tmp_path / "out" / "tokenizer.model").read_text() == place.name
 
 
 # ---- layouts of target models ----------------------------------------------------------------------------------
@@ -297,7 +296,7 @@ def test_tensors_are_read_one_by_one(tiny_checkpoint, monkeypatch):
         checkpoint, "read_entries", lambda files, share: {n: watch(e) for n, e in read_entries(files).items()}
     )
     seen = []
-    model = load_model(tiny_checkpoint("llama"), progress=lambda *report: seen.append(report))
+    model = Checkpoint.open(tiny_checkpoint("llama")).load(progress=lambda *report: seen.append(report))
     done = [report[0] for report in seen]
     stored = sum(p.numel() * 4 for p in model.parameters())
     assert done == sorted(done) and done[-1] == stored == seen[0][1] and len(alive) == len(seen) > 20
@@ -586,7 +585,7 @@ def test_mutated_files_give_clean_errors_or_load(llama):
                 del broken[rng.randrange(len(broken)) :]
             file.write_bytes(broken)
         try:
-            logits_of(load_model(llama, max_positions=64), 4)
+            logits_of(Checkpoint.open(llama).load(max_positions=64), 4)
             loaded += 1
         except ValueError as error:
             assert "\n" not in str(error), str(error)

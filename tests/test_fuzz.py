@@ -37,7 +37,7 @@ from training.data import TokenData, read_records
 from tree import parse_tree
 from weights import files
 from weights.checkpoint import Checkpoint
-from weights.checksums import SUMS, check_sha256
+from weights.files import SUMS, check_sha256
 from weights.heads import read_eagle, save_quantized_eagle
 from weights.hf import save_hf
 from weights.quantized import QuantSpec

@@ -34,7 +34,7 @@ from support.errors import UsageError
 from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
-from weights.gguf_tokenizer import SPLITS
+from weights.gguf_metadata import SPLITS
 from weights.hf import hf_views
 from weights.quantized import QuantLinear
 
@@ -142,7 +142,7 @@ def as_gguf(tiny_checkpoint, tmp_path_factory):
 
 
 def test_only_a_file_of_floats_is_rounded_at_load(tmp_path):
-    """Catches rounding what is rounded already, also where these types would become floats here."""
+    """--quant rounds a file of floats and refuses one with any quantized tensor."""
     model = Checkpoint.open(DEMO)
     for kind in ("F32", "F16"):
         path = write(tmp_path / f"{kind}.gguf", "llama", metadata_of(model.config), tensors_of(model), kind)
@@ -158,7 +158,8 @@ FAMILIES = "llama llama-mha llama-bias codellama linear yarn mistral-full mixtra
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_the_same_as_its_original(as_gguf, tiny_checkpoint, family):
-    """Catches Q and K left in llama.cpp's row order (biases too), a wrong name, a lost bias, expert or RoPE scaling."""
+    """All tensors equal those of the Hugging Face original: order of rows in Q and K, names, biases, experts, RoPE
+    scaling."""
     source, found = Checkpoint.open(tiny_checkpoint(family)), Checkpoint.open(as_gguf(family))
     assert (found.kind, found.quantization, found.notes) == ("gguf", None, [])
     ours, theirs = hf_views(found.load()), hf_views(source.load())
@@ -168,14 +169,14 @@ def test_a_model_is_the_same_as_its_original(as_gguf, tiny_checkpoint, family):
 
 
 def test_a_tied_head_stays_tied(as_gguf):
-    """Catches a second copy of the embedding, or a refusal because output.weight is not there."""
+    """Without output.weight the model has no LM head of its own."""
     model = Checkpoint.open(as_gguf("tied", "Q4_1")).load()
     assert model.config.tie_word_embeddings and model.lm_head is None and model.embed_tokens.weight.is_floating_point()
 
 
 @pytest.mark.parametrize("head_dim,factor,original", [(64, 32.0, 8192), (128, 8.0, 8192), (128, 4.0, 4096)])
 def test_llama3_scaling_is_recovered_from_its_tensor(tmp_path, head_dim, factor, original):
-    """Catches parameters that are only close. Divisors of another kind are refused."""
+    """The parameters are recovered exactly; divisors of another kind are refused."""
     rope = RopeConfig(5e5, "llama3", factor, 1.0, 4.0, original)
     config = ModelConfig.from_hf(BASE | {"model_type": "llama", "head_dim": head_dim, "rope_theta": 5e5})
     divisors = RopeConfig(5e5).frequencies(head_dim)[0] / rope.frequencies(head_dim)[0]
@@ -199,7 +200,7 @@ def raw_matrix(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", [*OTHER_TYPES, *K_TYPES])
 def test_every_type_is_read_as_the_package_reads_it(tmp_path, kind):
-    """Catches a type that is read with another type's blocks, transposed, or permuted after its rows were packed."""
+    """The values of every type equal those that the package dequantizes, in Hugging Face's order of rows."""
     config = ModelConfig.from_hf(
         BASE | {"model_type": "llama", "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     )
@@ -242,7 +243,7 @@ def test_every_type_is_read_as_the_package_reads_it(tmp_path, kind):
     "family,kind", [("llama", "Q4_1"), ("mixtral", "Q4_0"), ("mixtral", "Q4_1"), ("qwen2", "Q4_0")]
 )
 def test_int4_weights_give_the_logits_of_the_floats(as_gguf, family, kind):
-    """Catches scales or mins that are laid out per row, experts in another order, and mins that a kernel forgets."""
+    """Logits of the packed codes equal those of the dequantized matrices."""
     checkpoint = Checkpoint.open(as_gguf(family, kind))
     tokens = torch.randint(3, 128, (1, 20), generator=torch.Generator().manual_seed(0))
     want, got = (run(checkpoint.load(dtype=torch.float64, floats=f), tokens, 20) for f in (True, False))
@@ -257,7 +258,7 @@ def test_int4_weights_give_the_logits_of_the_floats(as_gguf, family, kind):
     "family,kind,kernels", [("llama", "Q4_1", "reference"), ("llama", "Q4_1", "cpu"), ("tied", "Q8_0", "cpu")]
 )
 def test_the_memory_plan_counts_what_is_held(as_gguf, family, kind, kernels):
-    """Catches a plan for floats where codes are kept, or the other way round."""
+    """The plan equals the bytes that the loaded model holds."""
     if kernels == "cpu" and cpu.problem():
         pytest.skip(f"the CPU kernels do not run here: {cpu.problem()}")
     engine = load(as_gguf(family, kind), kernels=kernels, dtype="float32", ctx=128)
@@ -268,7 +269,7 @@ def test_the_memory_plan_counts_what_is_held(as_gguf, family, kind, kernels):
 
 
 def test_metadata_is_read_as_the_package_reads_it(tmp_path):
-    """Arrays of numbers, which are read at once, with other values, an empty one, or a key behind one that is lost."""
+    """All keys and values are those of the package's own reader, also empty arrays."""
     arrays = {"x.ints": [1, -2, 3], "x.floats": [0.5, 1e-9], "x.flags": [True, False], "x.none": [7], "x.last": "end"}
     path = write(tmp_path / "m.gguf", "llama", {}, {"token_embd.weight": np.zeros((4, 32))}, extra=arrays)
     fields = gguf.GGUFReader(path).fields
@@ -278,7 +279,7 @@ def test_metadata_is_read_as_the_package_reads_it(tmp_path):
 
 
 def test_a_split_file_is_read_whole(as_gguf, tmp_path):
-    """Catches a model whose second file is forgotten, and a missing part that is found out while loading."""
+    """All parts together are the model, and a missing part is named before loading."""
     whole = gguf.GGUFReader(as_gguf("llama"))
     tensors = {t.name: np.array(t.data) for t in whole.tensors}
     config = Checkpoint.open(as_gguf("llama")).config
@@ -317,7 +318,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
 def test_byte_level_ids_equal_the_original_tokenizer(tmp_path, pre):
-    """Catches a pre-tokenizer that splits elsewhere, merges that are cut at the wrong space, and lost special tokens."""
+    """The ids equal those of the tokenizer that the file was made from."""
     tokenizers = pytest.importorskip("tokenizers")
     own = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=pre == "llama-bpe"))
     splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(r), "isolated") for r in SPLITS[pre]]
@@ -350,7 +351,7 @@ def open_tokenizer(folder: Path, extra: dict):
 
 @pytest.mark.parametrize("space", [True, False])
 def test_sentencepiece_ids_equal_the_original_tokenizer(tmp_path, space):
-    """Catches a wrong field of the protobuf file: scores, types, byte fallback, the dummy space, BOS and EOS."""
+    """Ids and texts equal those of the sentencepiece model that the file was made from."""
     sentencepiece = pytest.importorskip("sentencepiece")
     sentencepiece.SentencePieceTrainer.train(
         input=__file__, model_prefix=str(tmp_path / "tokenizer"), vocab_size=600, model_type="bpe", byte_fallback=True,
@@ -387,7 +388,7 @@ def test_sentencepiece_ids_equal_the_original_tokenizer(tmp_path, space):
     ],
 )
 def test_a_strange_tokenizer_is_one_clear_line(tmp_path, change, words):
-    """Catches a tokenizer that is guessed, which would give other ids without a word."""
+    """An unknown or inconsistent tokenizer is one line."""
     tokens = ["<s>", "</s>", "a", "b", "ab"]
     extra = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens}
     extra |= {"tokenizer.ggml.token_type": [3, 3, 1, 1, 1], "tokenizer.ggml.merges": ["a b"]}
@@ -411,7 +412,7 @@ def test_a_strange_tokenizer_is_one_clear_line(tmp_path, change, words):
     ],
 )
 def test_a_model_that_is_not_implemented_is_one_clear_line(as_gguf, tmp_path, change, words):
-    """Catches a model that is run with settings that it does not have."""
+    """An architecture or setting that is not implemented is one line."""
     source = as_gguf("llama")
     config = Checkpoint.open(source).config
     tensors = {t.name: np.array(t.data) for t in gguf.GGUFReader(source).tensors}
@@ -427,7 +428,7 @@ def test_a_model_that_is_not_implemented_is_one_clear_line(as_gguf, tmp_path, ch
 
 
 def test_damaged_files_are_one_line_and_take_no_memory(as_gguf, tmp_path, capsys):
-    """Catches a false count that fills the memory, a traceback, and a file that is cut off but loads."""
+    """Cut files and false counts are one line, and memory stays small."""
     data = as_gguf("llama", "Q8_0").read_bytes()
     bad = {f"cut{n}": data[:n] for n in (0, 3, 10, 23, 60, 200, 1000, len(data) // 2, len(data) - 40)}
     for at in (4, 8, 16):  # version, number of tensors, number of keys
@@ -455,7 +456,7 @@ def test_damaged_files_are_one_line_and_take_no_memory(as_gguf, tmp_path, capsys
 
 
 def test_flipped_bytes_never_cause_another_error(as_gguf, tmp_path):
-    """Catches an exception that is no ValueError, from any place in the header: names, counts, types, metadata."""
+    """Whatever byte of the header is changed: the file loads, or there is a ValueError of one line."""
     extra = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": ["a", "b", "ab"],
@@ -482,7 +483,7 @@ def test_flipped_bytes_never_cause_another_error(as_gguf, tmp_path):
 
 
 def test_values_that_are_not_finite_are_refused(as_gguf, tmp_path):
-    """Catches a scale of infinity, which would make the first logits NaN."""
+    """A scale that is not finite is refused with the tensor's name."""
     source = as_gguf("llama", "Q4_1")
     tensors = {t.name: np.array(t.data) for t in gguf.GGUFReader(source).tensors}
     tensors["blk.1.ffn_up.weight"][3, 0:2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
@@ -493,14 +494,14 @@ def test_values_that_are_not_finite_are_refused(as_gguf, tmp_path):
 
 
 def test_without_the_package_it_says_what_to_install(as_gguf, monkeypatch, capsys):
-    """Catches a traceback on a machine that only has requirements.txt."""
+    """The one line says `pip install gguf`."""
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert generate(["--checkpoint", str(as_gguf("llama")), "--prompt-ids", "5"]) == 2
     assert "pip install gguf" in capsys.readouterr().err
 
 
 def test_convert_writes_a_hugging_face_directory(as_gguf, tmp_path, capsys):
-    """Catches a converted model that answers differently, and a tokenizer that stays behind."""
+    """The converted folder has the same matrices, ids and templates."""
     source = as_gguf("linear", "Q4_1")
     assert convert.main([str(source), str(tmp_path / "out")]) == 0
     ours = hf_views(Checkpoint.open(source).load(floats=True))
@@ -521,7 +522,7 @@ def real() -> Checkpoint:
 
 @smollm2
 def test_real_ids_equal_llama_cpp(real):
-    """Catches a difference in any of 240 texts: code, emoji, scripts, spaces, digits, special tokens in user text."""
+    """The ids of 240 texts equal llama.cpp's: code, emoji, scripts, spaces, digits, special tokens in user text."""
     tokenizer = load_tokenizer(real.tokenizer_source, real.config.vocab_size)
     recorded = json.loads((ROOT / "tests/smollm2_ids.json").read_text(encoding="utf-8"))
     assert len(recorded) >= 200
@@ -555,7 +556,7 @@ print(peak_memory(torch.device("cpu")))
 
 @smollm2
 def test_peak_memory_is_less_than_twice_the_weights():
-    """Copies of weights that stay alive, a cache for the whole context that is filled, imports that nobody needs."""
+    """A real run stays below the imports' memory and twice the weights."""
 
     def peak(*argv: str) -> int:
         done = subprocess.run([sys.executable, "-c", PEAK, *argv], capture_output=True, text=True, cwd=ROOT)
@@ -571,7 +572,7 @@ def test_peak_memory_is_less_than_twice_the_weights():
 
 @smollm2
 def test_real_greedy_tokens_equal_transformers(real):
-    """Catches anything above that the tiny models do not show: tied heads, long vocabularies, real scales."""
+    """16 greedy tokens of the real model equal those of transformers."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     path = real.directory

@@ -1241,7 +1241,10 @@ def test_interpreted_command_line_names_every_backend(tmp_path, capsys, monkeypa
     hf.save_hf(tiny_model(torch.float32, **WIDE), tmp_path / "plain")
     texts = torch.randint(3, 90, (2, 17))
     quantizer.quantize_checkpoint(
-        tmp_path / "plain", tmp_path / "q", weights_quantized.QuantSpec("int4", 32), texts[:, 1:], texts
+        tmp_path / "plain",
+        tmp_path / "q",
+        weights_quantized.QuantSpec("int4", 32),
+        quantizer.Windows(texts[:, 1:], texts),
     )
     monkeypatch.setattr(prefill, "CHUNKS", (8,))
     flags = ["--checkpoint", str(tmp_path / "q"), "--prompt-ids", "1,5,9", "--max-new-tokens", "2", "--json"]

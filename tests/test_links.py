@@ -19,7 +19,7 @@ from load import link_ranks_
 from model import Transformer
 from options import LoadOptions
 from runtime.links import NCCL, ONE_SHOT, SharedMemory, share_memory
-from weights import exchanges
+from weights import shards
 from weights.shards import Exchange, Shard, connect_, exchanged
 
 
@@ -56,9 +56,7 @@ def test_one_shot_exchanges_have_the_bits_of_an_ordered_sum(ranks, dtype, monkey
 
     def run(rank: int) -> list[tuple[Tensor, Tensor]]:
         shared = meeting.buffers[rank]
-        return [
-            (exchanges.rank_sum(x[rank], ranks, shared), exchanges.rank_concat(x[rank], ranks, shared)) for x in rounds
-        ]
+        return [(shards.rank_sum(x[rank], ranks, shared), shards.rank_concat(x[rank], ranks, shared)) for x in rounds]
 
     with ThreadPoolExecutor(ranks) as pool:
         found = list(pool.map(run, range(ranks)))
@@ -79,10 +77,10 @@ def test_what_does_not_fit_into_shared_memory_is_gathered(monkeypatch):
     gather = SimpleNamespace(
         all_gather_into_tensor=lambda x, ranks, name: seen.append(name) or x.repeat(ranks), wait_tensor=lambda x: x
     )
-    monkeypatch.setattr(exchanges.torch, "ops", SimpleNamespace(_c10d_functional=gather))
+    monkeypatch.setattr(shards.torch, "ops", SimpleNamespace(_c10d_functional=gather))
     x = torch.ones(4, 8)
     for shared in (None, torch.empty(x.nbytes - 1, dtype=torch.uint8)):
-        with exchanges._gathered(x, 3, shared) as parts:
+        with shards._gathered(x, 3, shared) as parts:
             assert len(parts) == 3 and all(torch.equal(part, x) for part in parts)
     assert seen == ["all"] * 2
 

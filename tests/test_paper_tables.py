@@ -12,14 +12,13 @@ import torch
 from tiny import tiny_head, tiny_model
 
 from bench import paper_cells, paper_page
-from drafters.medusa import MedusaHeads
+from drafters.medusa import MedusaHeads, save_medusa
 from load import load, plan_memory
 from scripts import paper_tables
 from support.files import read_json_lines
 from tree import PAPER25
 from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
-from weights.medusa import save_medusa
 
 PUBLISHED = json.loads(paper_page.PUBLISHED.read_text(encoding="utf-8"))
 FLAGS = "--kernels reference --dtype float64 --limit 2 --max-new-tokens 12 --reps 1 --batches 1 2".split()

@@ -102,8 +102,7 @@ def tensors(part: Transformer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_rank_reads_its_part_of_a_file(folder, kind, monkeypatch, tmp_path):
-    """N ranks that each read, or dequantize, the whole model, so that loading takes N times as long; and a part that is
-    not the one of the whole matrices: rows of Q and K in another order, or columns of another block."""
+    """A rank reads little more than its share of the bytes, and its tensors are those parts of the whole ones."""
     path = folder(kind)
     whole = Checkpoint.open(path).load()
     count = {}
@@ -134,7 +133,7 @@ def test_a_rank_reads_its_part_of_a_file(folder, kind, monkeypatch, tmp_path):
 
 
 def test_ranks_share_the_checking_of_a_pickle(folder, monkeypatch):
-    """Every rank that reads the whole file for its checksums, or a damaged record that no rank notices."""
+    """Every record is compared with its checksum by exactly one rank, and a damaged one is refused."""
     path, read = folder("bin"), []
     usual = zipfile.ZipExtFile.read
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernels
 import load
 from drafters.base import PlainDrafter
+from drafters.medusa import save_medusa
 from model import Transformer
 from model_config import ModelConfig
 from options import DEMO, LoadOptions
@@ -28,17 +29,15 @@ from ranks import OtherRank
 from sampling import SamplingMode
 from step import DecodeState, decode_step
 from support.errors import NotEnoughMemory, UsageError
-from weights import exchanges
+from weights import shards
 from weights.checkpoint import Checkpoint
 from weights.files import Entry
 from weights.heads import save_eagle
 from weights.hf import config_to_hf, save_hf, write_directory
-from weights.medusa import save_medusa
-from weights.published import Layout, _read_linear
 from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
 from weights.shards import Shard, common_rows, share_
-from weights.stored import spec_to_json
+from weights.stored import Layout, _read_linear, spec_to_json
 
 ROOT = Path(__file__).resolve().parent.parent
 V = 96
@@ -305,7 +304,7 @@ def test_the_embedding_is_split_only_where_a_rank_could_not_hold_it_whole(folder
         assert plan.weights == held(part) - held(part.rotary)
         return plan.total, files.checkpoint.shard.embedding, said
 
-    monkeypatch.setattr(exchanges, "rank_sum", lambda x, ranks, shared: x)
+    monkeypatch.setattr(shards, "rank_sum", lambda x, ranks, shared: x)
     plenty, whole, said = planned(1 << 30, False)
     assert not whole and not said
     saved = dtype.itemsize * V * 64 // 2  # half of the table,
@@ -324,7 +323,7 @@ def test_rows_of_a_split_matrix_keep_their_bits(monkeypatch):
     """-0.0 that becomes 0.0 because another rank adds nothing to it, or a row that two ranks give."""
     table = torch.tensor([[-0.0, 1.5], [2.0, -0.0], [0.0, -3.0], [-0.0, -0.0]], dtype=torch.float16)
     ids, parts = torch.tensor([[3, 0, 1], [2, 3, 0]]), []
-    monkeypatch.setattr(exchanges, "rank_sum", lambda x, ranks, shared: parts.append(x) or x)
+    monkeypatch.setattr(shards, "rank_sum", lambda x, ranks, shared: parts.append(x) or x)
     for rank in (0, 1):
         common_rows(ids, 2, table[2 * rank : 2 * rank + 2].__getitem__, Shard(rank, 2))
     both = parts[0] + parts[1]

@@ -40,7 +40,7 @@ from support.files import (
     write_text,
     written_whole,
 )
-from support.memory import freed_memory_returns, zeros
+from support.machine import freed_memory_returns, zeros
 from support.progress import Progress
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,7 +81,7 @@ ENDS = {
 
 @pytest.mark.parametrize("kind", ENDS)
 def test_an_error_is_one_line_and_its_exit_code(kind, capsys):
-    """A traceback for a user's mistake, our mistake taken for the user's, or an exit code that misleads a script."""
+    """Every kind of error is one line on stderr and has its own exit code."""
     error, code, line = ENDS[kind]
     assert run_command(raising(error)) == code
     out, err = capsys.readouterr()
@@ -91,7 +91,7 @@ def test_an_error_is_one_line_and_its_exit_code(kind, capsys):
 
 @pytest.mark.parametrize("kind", ENDS)
 def test_debug_raises_the_error_itself(kind, capsys):
-    """--debug that hides where an error comes from."""
+    """With --debug the error itself is raised."""
     error = ENDS[kind][0]
     with pytest.raises(type(error)) as caught:
         run_command(raising(error), debug=True)
@@ -99,13 +99,13 @@ def test_debug_raises_the_error_itself(kind, capsys):
 
 
 def test_a_command_that_ends_well_returns_its_code():
-    """A verdict (exit code 1) that is lost, or None as an exit code."""
+    """The body's code is returned, and None counts as 0."""
     assert [run_command(lambda code=code: code) for code in (None, 0, 1)] == [0, 0, 1]
     assert all(type(run_command(lambda code=code: code)) is int for code in (None, 0, 1))
 
 
 def test_a_command_that_reads_files_says_so_with_its_exit_code():
-    """A reader whose plain ValueErrors are about files; its usage errors stay usage errors."""
+    """Inside `bad_files` a plain ValueError has exit code 3; a usage error stays 2."""
 
     def reads(error):
         with bad_files():
@@ -116,13 +116,13 @@ def test_a_command_that_reads_files_says_so_with_its_exit_code():
 
 
 def test_notes_and_line_ends_stay_on_the_one_line(capsys):
-    """Where an error happened, told in a note that nobody sees; a message of torch over ten lines."""
+    """Notes follow the message, and line ends become spaces."""
     assert run_command(raising(ValueError("bad\n  weights \n"), "in layer 3", "of model.safetensors")) == USAGE
     assert capsys.readouterr().err == "error  bad weights in layer 3 of model.safetensors\n"
 
 
 def test_ctrl_c_ends_with_130_and_says_what_is_kept(capsys):
-    """A traceback after Ctrl-C; a training run that does not say how it goes on."""
+    """Ctrl-C is one line with the notes of the KeyboardInterrupt, and the code is 130."""
     assert run_command(raising(KeyboardInterrupt())) == INTERRUPTED == 130
     assert capsys.readouterr().err == "interrupted\n"
     assert run_command(raising(KeyboardInterrupt(), "step 7 is saved"), interrupted="stopped") == INTERRUPTED
@@ -132,7 +132,7 @@ def test_ctrl_c_ends_with_130_and_says_what_is_kept(capsys):
 
 
 def test_an_argument_that_cannot_be_read_is_one_line(capsys):
-    """A page of usage around the one line that says what is wrong."""
+    """A bad value of an option is one line on stderr and exit code 2."""
     parser = Parser()
     parser.add_argument("--count", type=int)
     with pytest.raises(SystemExit) as stop:
@@ -142,7 +142,7 @@ def test_an_argument_that_cannot_be_read_is_one_line(capsys):
 
 
 def test_an_option_that_does_not_exist_is_answered_with_the_nearest(capsys):
-    """A misspelt option that sends the user through the whole help, or a renamed one that nobody finds again."""
+    """The error names the nearest option where one is near; abbreviations still work."""
     parser = Parser(usage="short")
     parser.add_argument("--temperature", type=float)
     for words, says in ((["--temprature=1"], "did you mean --temperature?"), (["why?"], "'why?' is no option (--help")):
@@ -154,14 +154,14 @@ def test_an_option_that_does_not_exist_is_answered_with_the_nearest(capsys):
 
 
 def test_a_reader_that_has_left_is_no_error(monkeypatch):
-    """`command | head -1` that ends with an error, or with one of the interpreter when it flushes."""
+    """A BrokenPipeError ends the command with 0."""
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     assert run_command(raising(BrokenPipeError(32, "Broken pipe"))) == 0 and stderr.closed
 
 
 def test_a_closed_pipe_of_a_real_process_is_silent():
-    """The same through a shell: the exit code is 0 and stderr is empty."""
+    """In a shell a closed pipe gives exit code 0 and an empty stderr."""
     body = "from support.errors import run_command\n"
     body += "def body():\n    for i in range(10**6): print(i)\n"
     body += "raise SystemExit(run_command(body))"
@@ -178,7 +178,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("error", (ValueError("x"), KeyboardInterrupt()))
 def test_a_line_of_progress_is_cleared_on_a_terminal_only(error, monkeypatch, capsys):
-    """`error` behind half a progress line, or control characters in a log file."""
+    """The control characters that clear a line are written to a terminal, and not to a file."""
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     run_command(raising(error))
     assert terminal.getvalue().startswith("\r\033[K") and terminal.getvalue().count("\033") == 1
@@ -193,7 +193,7 @@ FAILURES = (RuntimeError("our mistake"), OSError(28, "No space left on device"),
 
 
 def test_a_file_appears_whole(tmp_path):
-    """A reader that sees half a file while it is written, or a temporary file that stays."""
+    """Until the block ends the old content is there; afterwards the new one, and no temporary file."""
     path = tmp_path / "f.txt"
     path.write_text("old")
     with written_whole(path) as temporary:
@@ -211,7 +211,7 @@ def test_a_file_appears_whole(tmp_path):
 @pytest.mark.parametrize("old", (None, "old"))
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
 def test_a_failure_leaves_the_old_file_and_nothing_else(error, old, tmp_path):
-    """A result file that is lost or cut off because the next one could not be written."""
+    """After an error in the block the folder is as it was before."""
     path = tmp_path / "f.txt"
     if old:
         path.write_text(old)
@@ -224,7 +224,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(error, old, tmp_path):
 
 
 def test_links_and_pipes_stay_what_they_are(tmp_path):
-    """A result that replaces the link to it, or as root /dev/null itself."""
+    """A link still points to its file, which has the new content; a pipe is written to."""
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
     write_text(tmp_path / "link", "new")
@@ -237,7 +237,7 @@ def test_links_and_pipes_stay_what_they_are(tmp_path):
 
 
 def test_what_a_dead_process_left_is_deleted_and_nothing_else(tmp_path):
-    """Temporary files that pile up after every kill, or the file that another process is writing just now."""
+    """Temporary files of dead processes go, those of living ones stay."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     kept = {"f.1.part", "f.txt.1x.part", f"f.txt.{os.getppid()}.part", "f.txt.part", f"g.txt.{gone.pid}.part"}
@@ -248,7 +248,7 @@ def test_what_a_dead_process_left_is_deleted_and_nothing_else(tmp_path):
 
 
 def test_a_folder_that_is_missing_is_named_before_the_work(tmp_path):
-    """An hour of measuring whose file then cannot be written."""
+    """A file in a missing folder is a UsageError that names the flag."""
     for path in (None, tmp_path / "f.json", "f.json"):
         check_folder("--json", path)
     with pytest.raises(UsageError, match="--json .*no folder"):
@@ -256,7 +256,7 @@ def test_a_folder_that_is_missing_is_named_before_the_work(tmp_path):
 
 
 def test_a_directory_is_exchanged_in_one_step(tmp_path, monkeypatch):
-    """A moment without any directory at the path; Linux can swap two names."""
+    """On Linux two names are swapped without a moment at which one is missing."""
     if sys.platform != "linux":
         pytest.skip("Linux alone swaps two names")
     path = tmp_path / "model"
@@ -269,7 +269,7 @@ def test_a_directory_is_exchanged_in_one_step(tmp_path, monkeypatch):
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
-    """A page that was asked for and is not there, without a word."""
+    """The OSError names the path that the user gave."""
     write_text(tmp_path / "f.txt", "old")
     for path in (tmp_path / "none" / "f.txt", tmp_path / "f.txt" / "below"):
         with pytest.raises(OSError, match=f"'{path}'$"):  # not the name of the temporary file
@@ -295,7 +295,7 @@ def held(directory: Path) -> dict[str, str]:
 
 
 def test_a_directory_appears_whole(tmp_path):
-    """A checkpoint that lacks files while it is written, or keeps files of the one before."""
+    """Until the block ends the old directory is there; afterwards the new one, with none of the old files."""
     path = tmp_path / "out" / "model"
     with directory_written_whole(path) as unfinished:
         fill(unfinished, "one")
@@ -311,7 +311,7 @@ def test_a_directory_appears_whole(tmp_path):
 @pytest.mark.parametrize("old", (False, True))
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
 def test_a_failure_leaves_the_old_directory_and_nothing_else(error, old, tmp_path):
-    """A good checkpoint replaced by half of the next one, or a disk that fills up with unfinished ones."""
+    """After an error in the block the old directory is there, and no unfinished one."""
     path = tmp_path / "model"
     if old:
         path.mkdir()
@@ -332,7 +332,7 @@ def test_a_failure_leaves_the_old_directory_and_nothing_else(error, old, tmp_pat
 @pytest.mark.parametrize("broken", (1, 2))
 @pytest.mark.parametrize("error", (OSError(5, "Input/output error"), KeyboardInterrupt()), ids=("OSError", "Ctrl-C"))
 def test_a_failure_between_the_two_renames_brings_the_old_directory_back(error, broken, tmp_path, monkeypatch):
-    """The moment at which neither directory has its name: what fails there must not lose both."""
+    """An error at the second rename leaves the old directory in its place."""
     path, calls, rename = tmp_path / "model", [], os.replace
     path.mkdir()
     fill(path, "old")
@@ -354,7 +354,7 @@ def test_a_failure_between_the_two_renames_brings_the_old_directory_back(error, 
 
 
 def test_json_lines_come_back_in_order(tmp_path):
-    """Runs that are lost, out of order, or in a folder that has to be made first."""
+    """Appended values are read back in order, and a missing folder is made."""
     path = tmp_path / "new" / "runs.jsonl"
     assert read_json_lines(path) == []
     runs = [{"i": 0, "text": "a\nb é"}, {"i": 1}, {}]
@@ -367,7 +367,7 @@ def test_json_lines_come_back_in_order(tmp_path):
 @pytest.mark.parametrize("torn", (b'{"i": 9, "te', b'{"i": 9}', b"\xc3", b"{}" * 9))
 @pytest.mark.parametrize("before", ([], [{"i": 0}], [{"i": 0}, {"i": 1}]))
 def test_a_torn_last_line_counts_for_nothing(torn, before, tmp_path):
-    """A run that was interrupted in the middle of a line: the next line glued to it, or the file unreadable for good."""
+    """A last line without its end is not read, and is cut off before the next one is written."""
     path = tmp_path / "runs.jsonl"
     path.touch()
     for run in before:
@@ -381,7 +381,7 @@ def test_a_torn_last_line_counts_for_nothing(torn, before, tmp_path):
 
 @pytest.mark.parametrize("bad", ("{", "[1]", "3", "null", '{"a": 1} x', "\ud800"))
 def test_a_damaged_line_is_an_error_with_the_files_name(bad, tmp_path):
-    """Measurements left out of a table without a word, because their line could not be read."""
+    """A line that is no JSON object of the shape is a BadFileError with file and line."""
     path = tmp_path / "runs.jsonl"
     path.write_bytes(b'{"a": 1}\n' + bad.encode("utf-8", "surrogatepass") + b'\n{"a": 2}\n')
     with pytest.raises(ValueError, match="runs.jsonl") as error:
@@ -392,7 +392,7 @@ def test_a_damaged_line_is_an_error_with_the_files_name(bad, tmp_path):
 
 
 def test_a_line_that_is_no_json_is_not_begun(tmp_path):
-    """Half a line on the disk because the value could not be written."""
+    """A value that JSON cannot hold leaves the file as it was."""
     path = tmp_path / "runs.jsonl"
     append_json_lines(path, {"a": 1})
     with pytest.raises(TypeError):
@@ -402,7 +402,7 @@ def test_a_line_that_is_no_json_is_not_begun(tmp_path):
 
 @pytest.mark.parametrize("bad", (b"", b"{", b"[1]", b"3", b'{"a": NaN}', b"\xff", b"[" * 100_000, b"x" * 101))
 def test_json_is_read_strictly(bad, tmp_path):
-    """A traceback, or a config that is read as something that it does not say."""
+    """Every malformed text is a BadFileError of one line."""
     path = tmp_path / "config.json"
     path.write_bytes(bad)
     with pytest.raises(ValueError, match="config.json") as error:
@@ -418,7 +418,7 @@ PAGE = "a\n<!-- one -->\nold 1\nold 2\n<!-- /one -->\nb\n<!-- two -->\n<!-- /two
 
 
 def test_a_block_is_replaced_and_nothing_else(tmp_path):
-    """A page that loses what stands around a block, or grows with every run."""
+    """Only the text between the markers changes, also at the second time."""
     path = tmp_path / "page.md"
     path.write_text(PAGE, encoding="utf-8")
     for text in ("new é", "| x |\n| \\1 |", ""):
@@ -433,7 +433,7 @@ def test_a_block_is_replaced_and_nothing_else(tmp_path):
     "page", ("", "a\n<!-- /one -->\n", "<!-- one -->\na", "<!-- one --><!-- /one -->", "<!-- /one -->\n<!-- one -->\n")
 )
 def test_a_page_without_the_block_is_left_alone(page, tmp_path):
-    """A table written to the end of a page, or over it, because its markers were renamed."""
+    """Missing markers are a ValueError, and the page stays as it was."""
     path = tmp_path / "page.md"
     path.write_text(page)
     with pytest.raises(ValueError, match=r"page.md: the markers <!-- one --> and <!-- /one --> are missing") as error:
@@ -445,7 +445,7 @@ def test_a_page_without_the_block_is_left_alone(page, tmp_path):
 
 
 def test_facts_about_the_machine_are_plausible():
-    """A bandwidth in bits, a peak in kilobytes, a size in binary units."""
+    """Sizes are in decimal units, and bandwidth, memory and versions are of the right magnitude and type."""
     assert [machine.size_text(n) for n in (0, 999_949, 1e9, 1.55e12)] == ["0.0 MB", "1.0 MB", "1.0 GB", "1550.0 GB"]
     cpu = torch.device("cpu")
     assert 1e8 < machine.copy_bandwidth(cpu, 1 << 24) < 1e13
@@ -456,7 +456,7 @@ def test_facts_about_the_machine_are_plausible():
 
 
 def test_zeros_take_memory_where_they_are_written():
-    """A KV cache whose unused context takes memory, or one that does not begin as zeros."""
+    """Zeros are zeros, and memory is taken only for pages that are written."""
     cpu = torch.device("cpu")
     cache = zeros((4, 1 << 20), torch.float32, cpu)
     assert cache.shape == (4, 1 << 20) and not cache.any()
@@ -471,11 +471,11 @@ def test_zeros_take_memory_where_they_are_written():
 
 
 def test_modules_of_shapes_alone_import_no_compiler():
-    """A second and 40 MB of every start that only --compile needs, or weights that take memory."""
+    """Weights are on the meta device, and torch's compiler is not imported."""
     program = """
 import sys
 import torch
-from support.memory import shapes_only
+from support.machine import shapes_only
 with shapes_only():
     module = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 1 << 40))
 assert all(p.is_meta for p in module.parameters())
@@ -489,7 +489,7 @@ print("torch._dynamo" in sys.modules)
 
 
 def test_freed_memory_returns_and_settings_are_restored(monkeypatch):
-    """Copies of weights that stay with the process after loading; another C library; an error inside."""
+    """Freed memory leaves the process, and malloc's settings are set back, also after an error or without glibc."""
     with pytest.raises(KeyError), freed_memory_returns():
         raise KeyError
     resident = machine.resident_memory()
@@ -506,7 +506,7 @@ def test_freed_memory_returns_and_settings_are_restored(monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells")
 def test_the_peak_is_that_of_this_process():
-    """A child of a large program that reports the program's memory as its own: getrusage does that."""
+    """A child of a large process reports its own peak."""
     held = torch.ones(3 << 26)  # 805 MB
     program = "import torch; from support.machine import peak_memory; print(peak_memory(torch.device('cpu')))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
@@ -527,8 +527,7 @@ def test_the_peak_is_that_of_this_process():
     ],
 )
 def test_threads_are_the_cores_of_this_process(given, cpus, siblings, count, monkeypatch):
-    """Two threads on one core, cores that belong to another process, OMP_NUM_THREADS ignored, and a machine without
-    these files."""
+    """One thread per core that this process may use; OMP_NUM_THREADS comes first; without these files torch's number."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
@@ -548,7 +547,7 @@ def test_threads_are_the_cores_of_this_process(given, cpus, siblings, count, mon
 
 
 def test_progress_is_a_bar_on_a_terminal_and_a_line_in_a_log(monkeypatch):
-    """A bar that stays on the terminal, control characters in a log file, and a log with a line for every piece."""
+    """A terminal shows a bar that goes away; a log gets one line per 20 seconds, without control characters."""
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     progress = Progress()
     for done in range(5):
@@ -569,7 +568,7 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_in_a_log(monkeypatch):
 
 
 def test_quiet_progress_prints_nothing(monkeypatch):
-    """`--quiet` that still draws a bar."""
+    """A quiet bar writes nothing."""
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     progress = Progress(quiet=True)
     for done in range(5):
@@ -582,7 +581,7 @@ def test_quiet_progress_prints_nothing(monkeypatch):
     [("avx2 avx512_vnni", "AMD EPYC (AVX512-VNNI), "), ("sse avx2", "AMD EPYC (AVX2), "), ("sse", "AMD EPYC, ")],
 )
 def test_a_cpu_is_named_with_what_its_kernels_use(monkeypatch, flags, named):
-    """Figures of two processors of one name that differ by a factor of two, as if they were of one machine."""
+    """The name ends with the vector extension that the kernels use, if there is one."""
     lines = ["processor : 0", "model name\t: AMD EPYC", f"flags\t\t: {flags}"]
     monkeypatch.setattr(machine, "_lines_of", lambda file: lines)
     assert machine.describe_device(torch.device("cpu")).startswith(named)

@@ -47,7 +47,7 @@ def trained(kind, files, out, *more, steps=120):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss", ("kl", "ce"))
 def test_training_from_scratch_drafts_well(kind, loss, files, tmp_path):
-    """A loss on the wrong row, head or distribution: the drafts would stay at chance (tau 1)."""
+    """After some steps tau is well above 1, where drafts by chance would stay."""
     card = trained(kind, files, tmp_path / "out", "--loss", loss)
     assert card["tau_greedy"] > 4 and card["tau_t1"] > 4
     assert np.mean(card["loss_curve"][-5:]) < 0.5 * card["loss_curve"][0]
@@ -56,7 +56,7 @@ def test_training_from_scratch_drafts_well(kind, loss, files, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_is_exact(kind, files, tmp_path):
-    """State missing from the checkpoint, or a run continued with other settings."""
+    """A resumed run ends in the weights of one that was not interrupted, and other settings are refused."""
     whole = trained(kind, files, tmp_path / "a", steps=6)
     trained(kind, files, tmp_path / "b", "--pause-at", 3, steps=6)
     with pytest.raises(ValueError, match="--loss"):
@@ -66,7 +66,7 @@ def test_resume_is_exact(kind, files, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_lies_at_out_is_not_replaced_unasked(kind, files, tmp_path, capsys):
-    """A folder that is no drafter filled with one, or a good drafter overwritten by a bad one."""
+    """A folder that is no drafter and a better drafter stay, unless --force is given."""
     main = KINDS[kind][1].main
     out = tmp_path / "out"
     out.mkdir()

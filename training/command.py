@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -68,11 +67,11 @@ def parsed(p: argparse.ArgumentParser, argv: list[str] | None, runs: str = "runs
     return args
 
 
-def run(args: argparse.Namespace, train: Callable[..., Any], *kind: Any) -> int:
-    """Call `train(*kind, args)`. Returns the exit code: 1 kept a better drafter, 2 usage, 3 bad file, 130 Ctrl-C."""
+def run(args: argparse.Namespace, train: Callable[[argparse.Namespace], object]) -> int:
+    """Call `train(args)`. Returns the exit code: 1 a better drafter stays, 2 usage, 3 bad file, 130 Ctrl-C."""
 
     def body() -> None:
-        train(*kind, args)
+        train(args)
 
     if args.threads:
         torch.set_num_threads(args.threads)

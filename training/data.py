@@ -34,7 +34,7 @@ from support.reader import json_lines, parse_json, refusal
 from support.texts import docstring_chats, read_source, stdlib_files
 from tokenizer import Tokenizer
 from training.loop import World
-from weights.hub import local_path
+from weights.files import local_path
 
 ROLES = {"human": "user", "user": "user", "system": "system"} | dict.fromkeys(
     ("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"
@@ -113,9 +113,9 @@ class TokenData:
 
     def split(self, share: float) -> tuple[TokenData, TokenData]:
         """The first rows (of a stream: tokens) for training, and the last `share` of them held out."""
-        kept = 1 - share
-        starts = np.array([0, int(len(self.ids) * kept), len(self.ids)]) if self.stream else self.starts
-        row = min(len(starts) - 2, max(1, round((len(starts) - 1) * kept)))
+        first = 1 - share
+        starts = np.array([0, int(len(self.ids) * first), len(self.ids)]) if self.stream else self.starts
+        row = min(len(starts) - 2, max(1, round((len(starts) - 1) * first)))
         cut = int(starts[row])
         train = TokenData(self.ids[:cut], self.mask[:cut], starts[: row + 1], self.stream)
         held_out = TokenData(self.ids[cut:], self.mask[cut:], starts[row:] - cut, self.stream)

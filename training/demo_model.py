@@ -26,8 +26,7 @@ from model_config import ModelConfig
 from support.errors import BadFileError
 from support.files import directory_written_whole, write_json, write_text, written_whole
 from support.texts import HELD_OUT, LEFT_OUT, read_source, stdlib_files
-from training.loop import Run, World
-from training.optim import Recipe, init_weights, optimizers, update
+from training.loop import Recipe, Run, World, init_weights, optimizers, update
 from weights.hf import save_hf
 
 VOCAB_SIZE = 4096

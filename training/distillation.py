@@ -12,15 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.draft_model import DraftModelDrafter
-from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa
+from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
 from model import Transformer
 from model_config import ModelConfig
 from training.data import Batch, TokenData
 from training.drafters import DrafterTraining, Evaluation
-from training.optim import Recipe, init_weights
+from training.loop import Recipe, init_weights
 from weights.checkpoint import Checkpoint, load_model
 from weights.hf import save_hf
-from weights.medusa import save_medusa
 from weights.quantized import lm_head_rows
 
 MEDUSA_DECAY = 0.8  # of the loss, from one head to the next

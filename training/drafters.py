@@ -32,8 +32,7 @@ from support.files import clean_up, directory_written_whole, write_json
 from support.machine import describe_device
 from tokenizer import Tokenizer, load_tokenizer
 from training.data import Batch, TokenData, load_data, step_batches, written_by_models
-from training.loop import Run, World
-from training.optim import Recipe, optimizers, update
+from training.loop import Recipe, Run, World, optimizers, update
 from tree import DynamicTree, parse_tree, tree_tables
 from weights.quantized import pack_
 
@@ -279,8 +278,8 @@ def measure(
         training.write(module, export)
         written = training.read(export)
         for label, temperature in temperatures.items():
-            found = evaluation.tau(training.drafter(written, evaluation), temperature)
-            numbers |= {f"{name}_{label}": value for name, value in found.items()}
+            measured = evaluation.tau(training.drafter(written, evaluation), temperature)
+            numbers |= {f"{name}_{label}": value for name, value in measured.items()}
     return numbers
 
 

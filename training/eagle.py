@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +23,8 @@ from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData, fingerprint
 from training.drafters import DrafterTraining, Evaluation
 from training.features import KeptFeatures, TargetRows
+from training.loop import Recipe
 from training.losses import FEATURE_NOISE, loss_eagle1, loss_eagle3
-from training.optim import Recipe
 from weights.heads import EagleConfig, EagleFile, default_taps, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest
@@ -150,8 +149,8 @@ def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:
 def earlier_card(head: Path) -> dict[str, Any]:
     """What CARD.json keeps of the training that --start goes on from."""
     card = read_card(head)
-    kept = ("data", "training_tokens", "steps", "rows_per_step", "minutes", "average", "tau_greedy", "started_from")
-    return {"head": head.name} | {name: card[name] for name in kept if name in card}
+    names = ("data", "training_tokens", "steps", "rows_per_step", "minutes", "average", "tau_greedy", "started_from")
+    return {"head": head.name} | {name: card[name] for name in names if name in card}
 
 
 def frequent_tokens(data: TokenData, size: int, vocab: int, first: Tensor | None = None) -> Tensor | None:
@@ -211,22 +210,6 @@ def init_head(head: TrainHead, seed: int) -> None:
         head.norm.weight.copy_(head.target.norm.weight)
 
 
-def exported(head: TrainHead, start: Mapping[str, Tensor] | None = None, share: float = 0.0) -> dict[str, Tensor]:
-    """The head's tensors as they are written: bfloat16 on the CPU, averaged with those of `start`, which have `share`.
-
-    What the inputs of an EAGLE-1 head leave out gets weights of zero, which any engine runs. The average of a model and
-    what it was fine-tuned to is often better than both (WiSE-FT, arXiv 2109.01903).
-    """
-    tensors = head.state_dict()
-    if start is not None:
-        tensors = {n: t if n == "draft_ids" else t.lerp(start[n].to(t), share) for n, t in tensors.items()}
-    tensors = {n: t.to("cpu", t.dtype if n == "draft_ids" else torch.bfloat16) for n, t in tensors.items()}
-    if head.config.version == 1 and head.inputs in ("feature", "token"):
-        embedding, feature = tensors["fc.weight"].chunk(2, 1)
-        (embedding if head.inputs == "feature" else feature).zero_()
-    return tensors
-
-
 def feature_noise(batch: Batch, size: int, width: float, seed: int) -> Tensor:
     """Uniform noise [B, T, size] that depends on (seed, row number) alone; `loss_eagle1` scales it for the length T."""
     B, T = batch.tokens.shape
@@ -242,16 +225,13 @@ def head_loss(
     head: TrainHead, batch: Batch, rows: TargetRows, count: float, noise: Tensor | None, args: argparse.Namespace
 ) -> tuple[Tensor, Tensor]:
     """(loss, accuracy by draft step) of a micro-batch, divided by `count`. `rows` is what the target computed for it."""
-    hidden_states, features, best = rows
-    tokens = head.shown(batch.tokens)
+    batch = batch._replace(tokens=head.shown(batch.tokens))
     if head.config.version == 1:
-        weights = (args.feature_weight, args.token_weight)
-        return loss_eagle1(head, tokens, features, batch.mask, noise, count, weights, best, args.ttt_steps)
-    how: dict[str, Any] = {"best": best}
-    if batch.numbers:  # held-out rows have none. All of them are judged, and only their accuracy is read.
-        how["generator"] = torch.Generator(tokens.device).manual_seed(args.seed + batch.numbers[0])
-        how |= {"noise_share": args.noise_share, "row_share": args.row_share}
-    return loss_eagle3(head, tokens, features, hidden_states, batch.mask, args.ttt_steps, count, **how)
+        return loss_eagle1(head, batch, rows, args.ttt_steps, count, noise, (args.feature_weight, args.token_weight))
+    if not batch.numbers:  # of held-out text: all rows are judged, and only their accuracy is read
+        return loss_eagle3(head, batch, rows, args.ttt_steps, count)
+    generator = torch.Generator(batch.tokens.device).manual_seed(args.seed + batch.numbers[0])
+    return loss_eagle3(head, batch, rows, args.ttt_steps, count, args.noise_share, args.row_share, generator)
 
 
 @torch.no_grad()
@@ -392,8 +372,26 @@ class EagleTraining(DrafterTraining):
         """The tokens that the head of --start can draft, if it cannot draft all."""
         return self.start.tensors.get("draft_ids") if self.start else None
 
+    def exported(self, module: TrainHead) -> dict[str, Tensor]:
+        """The head's tensors as they are written: bfloat16 on the CPU, averaged with those of --start by --average.
+
+        What the inputs of an EAGLE-1 head leave out gets weights of zero, which any engine runs. The average of a model
+        and what it was fine-tuned to is often better than both (WiSE-FT, arXiv 2109.01903).
+        """
+        tensors = {}
+        for name, tensor in module.state_dict().items():
+            if name == "draft_ids":
+                tensors[name] = tensor.cpu()
+            else:
+                averaged = tensor.lerp(self.first[name].to(tensor), self.args.average) if self.first else tensor
+                tensors[name] = averaged.to("cpu", torch.bfloat16)
+        if module.config.version == 1 and module.inputs in ("feature", "token"):
+            embedding, feature = tensors["fc.weight"].chunk(2, 1)
+            (embedding if module.inputs == "feature" else feature).zero_()
+        return tensors
+
     def write(self, module: TrainHead, directory: Path) -> None:
-        save_eagle(self.config, exported(module, self.first, self.args.average), directory)
+        save_eagle(self.config, self.exported(module), directory)
 
     def read(self, directory: Path) -> EagleHead:
         return build_head(read_eagle(directory, self.target.config), self.target)
@@ -404,7 +402,7 @@ class EagleTraining(DrafterTraining):
     def numbers(self, module: TrainHead, evaluation: Evaluation) -> dict[str, Any]:
         """Accuracy and a chain's tau of the head as it is written, also of heads that no engine drafts with."""
         rounded = TrainHead(self.config, self.target, module.draft_ids, module.inputs)
-        rounded.load_state_dict(exported(module, self.first, self.args.average))
+        rounded.load_state_dict(self.exported(module))
         rounded.to(self.target.device, self.target.dtype).requires_grad_(False)
         rounded.rotary.build(self.target.device, self.target.rotary.length)
         return {"held_out_accuracy": held_out_accuracy(rounded, evaluation)} | chain_numbers(rounded, evaluation)

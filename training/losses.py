@@ -15,8 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from eagle_draft import EagleHead
+from training.data import Batch
+from training.features import TargetRows
 
 FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (EAGLE paper)
+DECAY = 0.8  # of the weight of a loss, from one step on the head's own outputs to the next
 CHUNK = 1 << 22  # logits of a chunk at most; so many stay in the caches of a CPU
 
 
@@ -30,76 +33,78 @@ class Rows(NamedTuple):
 
 
 def loss_eagle1(
-    head: EagleHead, tokens: Tensor, features: Tensor, mask: Tensor, noise: Tensor | None = None,
-    count: float | None = None, weights: tuple[float, float] = (1.0, 0.1), best: Tensor | None = None, steps: int = 1,
-    decay: float = 0.8,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    head: EagleHead,
+    batch: Batch,
+    target: TargetRows,
+    steps: int = 1,
+    count: float | None = None,
+    noise: Tensor | None = None,
+    weights: tuple[float, float] = (1.0, 0.1),
+) -> tuple[Tensor, Tensor]:
     """EAGLE-1's objective: smooth L1 to the true feature plus 0.1 times the soft cross-entropy (EAGLE, section 3.2).
 
     With more than one step the head also runs on its own outputs, as it does when it drafts (HASS, section 3.2, with the
     attention of EAGLE-3's training-time test).
 
     Args:
-        tokens: int64 [B, T].
-        features: [B, T, H] of the same tokens.
-        mask: [B, T]. Row i of step s sees (feature i or the output of step s - 1, token i + 1 + s). It counts where the
-            mask holds for that token.
-        noise: [B, T, H] uniform in [-1, 1] and scaled here, or None.
+        batch: its tokens are those that the head is shown. Row i of step s sees (feature i or the output of step s - 1,
+            token i + 1 + s). It counts where the mask holds for that token.
+        target: what the target computed for the same rows.
         count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows of step 0.
+        noise: [B, T, H] uniform in [-1, 1] and scaled here, or None.
         weights: of the two parts of the loss.
-        best: int64 [B, T], the target's most likely next tokens, if they are known.
-        decay: step s weighs decay^s.
 
     Returns:
         The loss, and by step [steps] the share of rows that agree with the target's most likely token. One host sync per
         chunk and step.
     """
     if noise is not None:
-        noise = noise * (FEATURE_NOISE / 2) * 512 / tokens.shape[1]
-    feature = (features if noise is None else features + noise)[:, :-1]
-    keep = mask[:, 1:].bool()
+        noise = noise * (FEATURE_NOISE / 2) * 512 / batch.tokens.shape[1]
+    feature = (target.features if noise is None else target.features + noise)[:, :-1]
+    keep = batch.mask[:, 1:].bool()
     count = max(1.0, float(keep.sum()) if count is None else count)
-    outputs = _on_own_outputs(head, tokens, feature, keep, steps, [] if steps > 1 else None)
+    outputs = [*_on_own_outputs(head, batch.tokens, feature, keep, steps, [] if steps > 1 else None)]
 
     def loss(rows: Rows) -> Tensor:
         wide = rows.distribution.dtype
         regression = F.smooth_l1_loss(rows.output.to(wide), rows.truth.to(wide), reduction="none").mean(-1).sum()
         return weights[0] * regression + weights[1] * F.cross_entropy(rows.logits, rows.distribution, reduction="sum")
 
-    known = None if best is None else best[:, 1:][keep]
-    total, hits = _in_chunks(head, [*outputs], features[:, 1:][keep], known, loss, decay, outside=True)
+    known = None if target.best is None else target.best[:, 1:][keep]
+    total, hits = _in_chunks(head, outputs, target.features[:, 1:][keep], known, loss, outside=True)
     return total / count, hits / count
 
 
 def loss_eagle3(
-    head: EagleHead, tokens: Tensor, taps: Tensor, hidden_states: Tensor, mask: Tensor, steps: int = 7,
-    count: float | None = None, decay: float = 0.8, best: Tensor | None = None, noise_share: float = 0.0,
-    generator: torch.Generator | None = None, row_share: float = 1.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    head: EagleHead,
+    batch: Batch,
+    target: TargetRows,
+    steps: int = 7,
+    count: float | None = None,
+    noise_share: float = 0.0,
+    row_share: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
     """EAGLE-3's training-time test: the head runs `steps` times on its own outputs (EAGLE-3 paper, section 3.2).
 
     Args:
-        tokens: int64 [B, T].
-        taps: [B, T, 3H], the residual states of the target that the head reads.
-        hidden_states: [B, T, H] of the target.
-        mask: [B, T]. Row i of step s embeds token i + 1 + s. It counts where the mask holds for that token and the
-            target's most likely token is in the draft vocabulary.
+        batch: its tokens are those that the head is shown. Row i of step s embeds token i + 1 + s. It counts where the
+            mask holds for that token and the target's most likely token is in the draft vocabulary.
+        target: what the target computed for the same rows.
         count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows of step 0.
-        decay: step s weighs decay^s.
-        best: int64 [B, T], the target's most likely next tokens, if they are known.
         noise_share: the weight of `noise_loss`; the cross-entropy with the target's distribution has the rest.
-        generator: of the random numbers for `noise_loss` and `row_share`.
         row_share: of the rows, which are drawn at random, whose logits are computed. They stand for all rows.
+        generator: of the random numbers for `noise_loss` and `row_share`.
 
     Returns:
         The loss, and by step [steps] the share of rows that agree with the target's most likely token. A token outside
         the draft vocabulary is a miss. One host sync per chunk and step.
     """
-    keep = mask[:, 1:].bool()
+    keep = batch.mask[:, 1:].bool()
     count = max(1.0, float(keep.sum()) if count is None else count)
-    outputs = [*_on_own_outputs(head, tokens, head.fuse(taps[:, :-1]), keep, steps, [])]
-    truth = hidden_states[:, 1:][keep]
-    known = None if best is None else best[:, 1:][keep]
+    outputs = [*_on_own_outputs(head, batch.tokens, head.fuse(target.features[:, :-1]), keep, steps, [])]
+    truth = target.hidden_states[:, 1:][keep]
+    known = None if target.best is None else target.best[:, 1:][keep]
     if row_share < 1:
         drawn = torch.rand(len(truth), generator=generator, device=truth.device) < row_share
         number = drawn.cumsum(0) - 1
@@ -111,7 +116,7 @@ def loss_eagle3(
         soft = F.cross_entropy(rows.logits, rows.distribution, reduction="sum") * (1 - noise_share)
         return soft + noise_loss(rows.logits, rows.distribution, generator) * noise_share if noise_share else soft
 
-    total, hits = _in_chunks(head, outputs, truth, known, loss, decay, outside=False)
+    total, hits = _in_chunks(head, outputs, truth, known, loss, outside=False)
     return total / count, hits / count
 
 
@@ -148,10 +153,14 @@ def _on_own_outputs(
 
 
 def _in_chunks(
-    head: EagleHead, outputs: list[tuple[Tensor, Tensor]], truth: Tensor, best: Tensor | None,
-    loss: Callable[[Rows], Tensor], decay: float, outside: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sum of decay^s * loss(rows of step s), and by step the number of rows that agree with the target.
+    head: EagleHead,
+    outputs: list[tuple[Tensor, Tensor]],
+    truth: Tensor,
+    best: Tensor | None,
+    loss: Callable[[Rows], Tensor],
+    outside: bool,
+) -> tuple[Tensor, Tensor]:
+    """The sum of DECAY^s * loss(rows of step s), and by step the number of rows that agree with the target.
 
     Args:
         outputs: of every step the head's outputs [M_s, H], and the numbers [M_s] of their rows in `truth`, ascending.
@@ -174,7 +183,7 @@ def _in_chunks(
                 counted = wanted[which] >= 0
                 part, which = part[counted], which[counted]
             logits = head.predict(part)
-            total = total + decay**s * loss(Rows(part, logits, truth[rows][which], distribution[which]))
+            total = total + DECAY**s * loss(Rows(part, logits, truth[rows][which], distribution[which]))
             hits[s] += (logits.argmax(-1) == wanted[which]).sum()
         return total
 
@@ -199,9 +208,9 @@ class _Chunks(torch.autograd.Function):
             with torch.set_grad_enabled(with_gradients):
                 parts = [part.requires_grad_(with_gradients) for part in parts]
                 value = judge(chunk, parts)
-                found = torch.autograd.grad(value, [*parts, *weights], allow_unused=True) if with_gradients else []
+                of_chunk = torch.autograd.grad(value, [*parts, *weights], allow_unused=True) if with_gradients else []
             total = total + value.detach()
-            for i, gradient in enumerate(found):
+            for i, gradient in enumerate(of_chunk):
                 if gradient is None:  # this weight has no part in the loss
                     continue
                 if i < len(parts):

@@ -19,16 +19,14 @@ from model_config import DTYPES, ModelConfig
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import check
-from weights.files import Destination, Entry, Progress, read_entries, tensor_files
+from weights.files import Destination, Entry, Progress, local_path, read_entries, tensor_files
 from weights.gguf import GGUFFile, fill_gguf, float_note, kept_entries, packed_parameters, quantization_name
 from weights.hf import build_model, fill_hf, read_config, token_ids
-from weights.hub import local_path
 from weights.meta import is_meta, read_meta_config, read_meta_entries
-from weights.published import fill_published, published_layout
 from weights.quantized import QuantSpec, apply_spec_
 from weights.rounding import fill_rounded, half_of
 from weights.shards import Shard, connect_, narrow_
-from weights.stored import fill_stored, read_spec
+from weights.stored import fill_published, fill_stored, published_layout, read_spec
 
 EMBEDDING = "model.embed_tokens.weight"
 QUANTIZED = {"eaglet": "eaglet_quant", "published": "quantization_config"}  # kind -> its key in config.json
@@ -54,7 +52,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: str | Path, int8_groups: bool = False) -> Checkpoint:
-        """Read the config of a model directory, a GGUF file, or `org/name` in the Hugging Face cache (`weights.hub`).
+        """Read the config of a model directory, a GGUF file, or `org/name` in the Hugging Face cache (`local_path`).
 
         Raises ValueError in one line if it is unusable.
 
@@ -122,38 +120,25 @@ class Checkpoint:
         """What `tokenizer.load_tokenizer` reads: the directory, or files made from GGUF's metadata."""
         return self.gguf.tokenizer_files if self.gguf else self.directory
 
-    @property
-    def tokenizer_directory(self) -> Path:
-        """Where the tokenizer's files are. Meta keeps tokenizer.model one folder up, beside several models."""
-        above = self.directory.absolute().parent
-        here = any((self.directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-        moved = self.kind == "meta" and not here and (above / "tokenizer.model").is_file()
-        return above if moved else self.directory
-
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """All tensors, unread, under the names of the files (of Hugging Face for Meta's format and GGUF)."""
         share = (self.shard.rank, self.shard.ranks) if self.shard else (0, 1)
         if self.gguf:
-            found = self.gguf.entries
+            entries = self.gguf.entries
         elif self.kind == "meta":
-            found = read_meta_entries(self.directory, self.config, share)
+            entries = read_meta_entries(self.directory, self.config, share)
         elif files := tensor_files(self.directory):
-            found = read_entries(files, share)
+            entries = read_entries(files, share)
         else:
-            expected = "no model*.safetensors, no pytorch_model*.bin"
-            raise ValueError(f"{self.directory}: {expected}. All downloaded?")
+            raise ValueError(f"{self.directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?")
         if not self.shard:
-            return found
-        if self._rounds_tied_head and EMBEDDING in found:
-            found["lm_head.weight"] = found[EMBEDDING]
+            return entries
+        # Where it rounds a tied LM head, that is rounded from the embedding, as that of a model that is not tied.
+        if self.spec and self.whole.tie_word_embeddings and EMBEDDING in entries:
+            entries["lm_head.weight"] = entries[EMBEDDING]
         tied = self.config.tie_word_embeddings
-        return self.shard.entries(found, replace(self.whole, tie_word_embeddings=tied), str(self.directory))
-
-    @property
-    def _rounds_tied_head(self) -> bool:
-        """Whether this part's LM head is rounded from the embedding. It is then as that of a model that is not tied."""
-        return bool(self.spec and self.shard and self.whole.tie_word_embeddings)
+        return self.shard.entries(entries, replace(self.whole, tie_word_embeddings=tied), str(self.directory))
 
     def empty(self) -> Transformer:
         """The model, or this process's part of it, on the meta device and with float weights."""
@@ -178,8 +163,8 @@ class Checkpoint:
         """
         flag, spec = f"--quant {mode}", QuantSpec(mode)
         stored = {t.tensor_type.name for t in self.gguf.tensors.values()} - {"F32", "F16", "BF16"} if self.gguf else ()
-        if found := QUANTIZED.get(self.kind) or ", ".join(sorted(stored)):
-            raise UsageError(f"{flag} rounds float weights, and {self.directory} is quantized ({found}); leave it out.")
+        if kind := QUANTIZED.get(self.kind) or ", ".join(sorted(stored)):
+            raise UsageError(f"{flag} rounds float weights, and {self.directory} is quantized ({kind}); leave it out.")
         try:
             apply_spec_(build_model(self.config), spec)
         except UsageError as error:
@@ -192,8 +177,9 @@ class Checkpoint:
     def sharded(self, shard: Shard) -> Checkpoint:
         """The part of the same checkpoint that one of several processes holds. Raises UsageError if there is none."""
         if self.spec and self.spec.mode == "int8":
-            why = "--quant int8 scales whole rows, and --tp splits them; quantize with quantize.py, or use --quant int4"
-            raise UsageError(f"{why}.")
+            raise UsageError(
+                "--quant int8 scales whole rows, and --tp splits them; quantize with quantize.py, or use --quant int4."
+            )
         whole = self.whole or self.config
         gguf = self.gguf and replace(self.gguf, shard=shard, whole=whole)
         config = replace(whole, tie_word_embeddings=whole.tie_word_embeddings and not self.spec)
@@ -254,7 +240,10 @@ class Checkpoint:
         for name, data in (self.gguf.tokenizer_files if self.gguf else {}).items():
             (destination / name).write_bytes(data)
         files = [self.directory / name for name in TEXTS.split()]
-        for file in (self.tokenizer_directory / "tokenizer.model", *files):
+        if self.kind == "meta" and not (self.directory / "tokenizer.json").is_file():
+            # Meta keeps tokenizer.model one folder up, beside several models. One in the folder itself replaces it.
+            files.insert(0, self.directory.absolute().parent / "tokenizer.model")
+        for file in files:
             if file.is_file():
                 shutil.copyfile(file, destination / file.name)
 
@@ -264,6 +253,8 @@ def load_config(directory: str | Path) -> ModelConfig:
     return Checkpoint.open(directory).config
 
 
-def load_model(directory: str | Path, *where: Any, **options: Any) -> Transformer:
+def load_model(
+    directory: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Transformer:
     """The model in a directory of any format. The arguments are those of `Checkpoint.load`."""
-    return Checkpoint.open(directory).load(*where, **options)
+    return Checkpoint.open(directory).load(device, dtype)

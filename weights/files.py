@@ -1,4 +1,4 @@
-"""Tensor files: safetensors and pickles in, safetensors out.
+"""Files of a model: where they lie, whether they are whole, and the tensors in safetensors and pickles.
 
 Every format in this folder is a mapping from tensor names to entries. An `Entry` is one tensor on disk whose shape and
 dtype are known and whose values are not read yet, so a model is loaded one tensor at a time. Reading is strict. A
@@ -7,12 +7,14 @@ damaged, missing, unexpected or non-finite tensor is a ValueError of one line, a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from support.files import read_json, written_whole
+from support.errors import BadFileError
+from support.files import read_json, read_text, written_whole
 from support.reader import INDEX_LIMIT, check, parse_json, refusal
 
 Progress = Callable[[int, int, str], None]  # called with (done, total, name of the tensor or layer)
@@ -97,10 +100,10 @@ def read_entries(files: Iterable[Path], share: tuple[int, int] = (0, 1)) -> dict
     """
     entries: dict[str, Entry] = {}
     for path in files:
-        found = _safetensors_entries(path) if path.suffix == ".safetensors" else pickle_entries(path, share)
-        for name in entries.keys() & found.keys():
+        added = _safetensors_entries(path) if path.suffix == ".safetensors" else pickle_entries(path, share)
+        for name in entries.keys() & added.keys():
             raise ValueError(f"{path}: {few_names([name])} is also in {entries[name].file}; remove one.")
-        entries |= found
+        entries |= added
     return entries
 
 
@@ -112,11 +115,12 @@ def _safetensors_entries(path: Path) -> dict[str, Entry]:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error}).") from error
     except SafetensorError as error:
         raise refusal(path, f"not a readable safetensors file ({error}).", "Download it again.") from error
-    found = {}
-    for name, info in header.items():
-        dtype = KINDS.get(info["dtype"], info["dtype"])
-        found[name] = Entry(tuple(info["shape"]), dtype, path.name, lambda name=name: handle.get_tensor(name))
-    return found
+    return {
+        name: Entry(
+            tuple(info["shape"]), KINDS.get(info["dtype"], info["dtype"]), path.name, partial(handle.get_tensor, name)
+        )
+        for name, info in header.items()
+    }
 
 
 def _safetensors_header(path: Path) -> dict[str, Any]:
@@ -163,13 +167,13 @@ def pickle_entries(path: Path, share: tuple[int, int] | None = (0, 1)) -> dict[s
         raise refusal(path, f"the checksum of {record!r:.80} in it is wrong.", "Damaged; download it again.")
     if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
         value = value["state_dict"]
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for name, t in value.items() if isinstance(value, dict) else [("", None)]:
         dense = isinstance(t, Tensor) and t.layout is torch.strided and t.device.type == "cpu"
         if not (dense and isinstance(name, str)):
             raise ValueError(f"{path}: refused, not a dictionary of names and dense tensors.")
-        found[name] = Entry(tuple(t.shape), t.dtype, path.name, t.detach)
-    return found
+        entries[name] = Entry(tuple(t.shape), t.dtype, path.name, t.detach)
+    return entries
 
 
 def _damaged_record(path: Path, share: int, shares: int) -> str | None:
@@ -186,8 +190,8 @@ def _damaged_record(path: Path, share: int, shares: int) -> str | None:
 def _pickle_reason(error: Exception) -> str:
     """What is wrong with a pickle: the code that it asks for, or torch's reason without torch's unsafe advice."""
     text = " ".join(str(error).split())
-    if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text):
-        return f"Unsupported global: {found[1][:120]!r}, code that loading would run"
+    if match := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text):
+        return f"Unsupported global: {match[1][:120]!r}, code that loading would run"
     text = text.split("WeightsUnpickler error:")[-1].split("Check the documentation")[0].strip()
     text = "".join(c if c.isprintable() else "?" for c in text[:160]) or "damaged"
     return f"{type(error).__name__}: {text}"
@@ -229,9 +233,11 @@ def check_entries(expected: Shapes, entries: Entries, where: str, dtypes: Dtypes
     for name, shape in expected.items():
         entry, wanted = entries[name], (dtypes or {}).get(name)
         if entry.shape != shape or (entry.dtype not in FLOATS if wanted is None else entry.dtype != wanted):
-            found = f"{name} is {entry.dtype} {list(entry.shape)[:9]}"
-            wanted = f"{wanted or 'a float of 16 to 64 bits'} {list(shape)}"
-            raise refusal(where, f"{found}, expected {wanted}; {entry.file} and config.json do not belong together.")
+            raise refusal(
+                where,
+                f"{name} is {entry.dtype} {list(entry.shape)[:9]}, expected {wanted or 'a float of 16 to 64 bits'} "
+                f"{list(shape)}; {entry.file} and config.json do not belong together.",
+            )
 
 
 def few_names(names: Iterable[str]) -> str:
@@ -250,3 +256,78 @@ def check_finite(tensor: Tensor, name: str, file: str) -> None:
         kind = str(tensor.dtype).removeprefix("torch.")
         text = f"{name:.120} holds NaN or infinite values, or some above 2^20 (as {kind})."
         raise refusal(file, text, "Damaged file?")
+
+
+REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # one slash, and no part that starts with a dot
+COMMIT = re.compile(r"[0-9a-f]{8,64}")
+
+
+def cache_folder() -> Path:
+    """The folder in which the hub's own client keeps what it downloads."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def local_path(name: str | Path) -> Path:
+    """`name` as a path. Where nothing is there and it reads like `org/name`, the snapshot that the cache has of `main`.
+
+    Raises BadFileError in one line if the cache does not have it.
+    """
+    path, text = Path(name), os.fspath(name)
+    if not REPO.fullmatch(text) or "--" in text or path.exists():  # the cache writes a slash as --
+        return path
+    download = f"Run python -m scripts.download {text} and pass the folder that it prints."
+    cache = cache_folder()
+    folder = cache / f"models--{text.replace('/', '--')}"
+    if not folder.is_dir():
+        raise BadFileError(f"{text} is no path here, and not in the Hugging Face cache ({cache}). {download}")
+    try:
+        commit = (folder / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        commit = ""
+    snapshot = folder / "snapshots" / commit
+    if not COMMIT.fullmatch(commit) or not snapshot.is_dir():
+        raise BadFileError(
+            f"{text} is not whole in the Hugging Face cache: {folder} has no snapshot of main. {download}"
+        )
+    return snapshot
+
+
+SUMS = "SHA256SUMS"  # what `sha256sum * > SHA256SUMS` writes
+DIGEST = re.compile("[0-9a-fA-F]{64}")
+LINE = re.compile(r"([0-9a-fA-F]{64}) [ *]([\w.][\w.-]*)")
+
+
+def check_sha256(model: Path, wanted: str) -> None:
+    """Compare the files of a model, a folder or a GGUF file, with their digests. Every byte of them is read.
+
+    wanted: the digest of the one file with weights, or `stored` for those in SHA256SUMS beside it. Raises ValueError in
+    one line for a file that differs, and for a file with weights that is not listed.
+    """
+    folder = model if model.is_dir() else model.parent
+    weights = [model] if model.is_file() else tensor_files(model) or sorted(model.glob("consolidated.*.pth"))
+    if wanted == "stored":
+        lines = [line for line in read_text(folder / SUMS).splitlines() if line.strip()]
+        digests = {}
+        for number, line in enumerate(lines, 1):
+            if not (match := LINE.fullmatch(line)):
+                raise refusal(folder / SUMS, f"line {number} is not a digest and the name of a file beside it.")
+            digests[match[2]] = match[1]
+        if missing := [file.name for file in weights if file.name not in digests]:
+            raise refusal(folder / SUMS, f"{missing[0]} is not in it.", "Run sha256sum on all files of the model.")
+        files = weights if model.is_file() else [folder / name for name in digests]
+    elif not DIGEST.fullmatch(wanted) or len(weights) != 1:
+        problem = f"{wanted!r:.80} is neither `stored` nor 64 hexadecimal digits"
+        if DIGEST.fullmatch(wanted):
+            problem = f"{len(weights)} files with weights need `stored`"
+        raise ValueError(f"--sha256: {problem}. List the digests in {SUMS} and pass `stored`.")
+    else:
+        files, digests = weights, {weights[0].name: wanted}
+    for file in files:
+        try:
+            with open(file, "rb") as data:
+                digest = hashlib.file_digest(data, "sha256").hexdigest()
+        except OSError as error:
+            raise refusal(file, f"cannot be read ({error.strerror}).") from error
+        if digest != digests[file.name].lower():
+            raise refusal(file, f"its sha256 is {digest}, expected {digests[file.name]}.", "Download it again.")

@@ -25,13 +25,12 @@ from model import Transformer
 from model_config import ModelConfig
 from support.errors import UsageError, UserError
 from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
-from weights.gguf_tokenizer import TOKEN_LISTS, stop_ids, tokenizer_files
+from weights.gguf_metadata import TOKEN_LISTS, hf_config, tokenizer_files
 from weights.hf import hf_views, parameter_sources, read_parameter
-from weights.published import install
 from weights.quantized import TiedEmbedding, set_tensor
 from weights.shards import Shard
+from weights.stored import install
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
 BLOCK = 32  # values of a row that share a scale in Q4_0, Q4_1 and Q8_0
 # More than any real model has. The parser makes Python objects of every element, so a false count could fill the memory.
@@ -73,10 +72,10 @@ def _parse(path: Path) -> Any:
 
         def _get(self, offset, dtype, count=1, override_order=None):
             self.data = self.data.view(np.ndarray)  # slices of a plain array take half the time of a memory map's
-            found = super()._get(offset, dtype, count, override_order)
-            if len(found) != int(count):
-                raise ValueError(f"it ends before byte {offset + int(count) * found.itemsize:,}")
-            return found
+            values = super()._get(offset, dtype, count, override_order)
+            if len(values) != int(count):
+                raise ValueError(f"it ends before byte {offset + int(count) * values.itemsize:,}")
+            return values
 
         def _get_field_parts(self, orig_offs, raw_type):
             if raw_type != gguf.GGUFValueType.ARRAY:
@@ -155,9 +154,12 @@ class GGUFFile:
             for tensor in (tensor for reader in readers for tensor in reader.tensors):
                 if tensor.name in tensors:
                     raise ValueError(f"{path}: tensor {tensor.name!r:.80} is in two of its files.")
-                found = f"tensor {tensor.name!r:.80} is {tensor.tensor_type.name} with {len(tensor.shape)} dimensions"
-                if tensor.tensor_type.name not in TYPES or not 1 <= len(tensor.shape) <= 3:
-                    raise ValueError(f"{path}: {found}; supported are 1 to 3, and the types {', '.join(TYPES)}.")
+                kind, dimensions = tensor.tensor_type.name, len(tensor.shape)
+                if kind not in TYPES or not 1 <= dimensions <= 3:
+                    raise ValueError(
+                        f"{path}: tensor {tensor.name!r:.80} is {kind} with {dimensions} dimensions; supported are 1 to "
+                        f"3, and the types {', '.join(TYPES)}."
+                    )
                 tensors[tensor.name] = tensor
             metadata = {key: field.contents() for key, field in readers[0].fields.items()}
         return cls(path, metadata, tensors, int8_groups)
@@ -177,144 +179,48 @@ class GGUFFile:
         Raises ValueError in one line for an architecture or a setting that is not implemented.
         """
         with _one_line_errors(self.path):
-            return self._config()
-
-    def _config(self) -> dict[str, Any]:
-        data, family = self.metadata, self.metadata.get("general.architecture")
-        if family not in FAMILIES:
-            raise ValueError(f"{self.path}: architecture {family!r:.60} is not supported; {', '.join(FAMILIES)} are.")
-
-        def get(key: str, default: Any = None) -> Any:
-            value = data.get(f"{family}.{key}", default)
-            if isinstance(value, list):  # one value per layer
-                if len(set(value)) != 1:
-                    raise ValueError(f"{self.path}: {family}.{key} differs between layers, which is not implemented.")
-                return value[0]
-            return value
-
-        embedding = self.tensors.get("token_embd.weight")
-        if embedding is None or len(embedding.shape) != 2:
-            raise ValueError(f"{self.path}: tensor token_embd.weight is missing or no matrix. Is this a whole model?")
-        heads, width = get("attention.head_count"), get("embedding_length")
-        if not (type(heads) is int and heads > 0 and type(width) is int):
-            raise ValueError(
-                f"{self.path}: {family}.attention.head_count or embedding_length is missing or no integer."
-            )
-        head_dim = get("attention.key_length", width // heads)
-        if get("rope.dimension_count", head_dim) != head_dim:
-            raise ValueError(f"{self.path}: a rotation of only a part of each head is not implemented.")
-        stops = stop_ids(data)
-        config = {
-            "model_type": "mixtral" if get("expert_count", 0) else family,
-            "hidden_size": width,
-            "intermediate_size": get("feed_forward_length"),
-            "num_hidden_layers": get("block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": get("attention.head_count_kv", heads),
-            "head_dim": head_dim,
-            "vocab_size": int(embedding.shape[-1]),
-            "max_position_embeddings": get("context_length"),
-            "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-            "rope_theta": get("rope.freq_base", 10000.0),
-            "rope_scaling": self._rope_scaling(get, head_dim),
-            "sliding_window": get("attention.sliding_window"),
-            "tie_word_embeddings": "output.weight" not in self.tensors,
-            "torch_dtype": {"F32": "float32", "F16": "float16"}.get(self._commonest_type(), "bfloat16"),
-            "bos_token_id": data.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": stops or None,
-        }
-        if config["model_type"] == "mixtral":
-            config |= {"num_local_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
-        if family == "llama":
-            config |= {"attention_bias": "blk.0.attn_q.bias" in self.tensors}
-            config |= {"mlp_bias": "blk.0.ffn_up.bias" in self.tensors}
-        return config
-
-    def _commonest_type(self) -> str:
-        """The type that holds most of the model's values."""
-        sizes: dict[str, int] = {}
-        for tensor in self.tensors.values():
-            sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
-        return max(sizes, key=sizes.__getitem__)
-
-    def _rope_scaling(self, get: Any, head_dim: int) -> dict[str, Any] | None:
-        """The rope_scaling of a config.json. Llama 3's scaling is stored as the tensor rope_freqs.weight."""
-        kind = get("rope.scaling.type", "none")
-        if "rope_freqs.weight" in self.tensors:
-            return self._llama3_scaling(get("rope.freq_base", 10000.0), head_dim)
-        if kind == "none":
-            return None
-        scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
-        if kind == "yarn":
-            scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
-            if (scale := get("rope.scaling.attn_factor")) is not None:
-                scaling["attention_factor"] = scale * (0.1 * float(np.log(scaling["factor"])) + 1)
-        elif kind != "linear":
-            raise ValueError(f"{self.path}: RoPE scaling {kind!r:.40} is not supported; none, linear, yarn are.")
-        return scaling
-
-    def _llama3_scaling(self, theta: float, head_dim: int) -> dict[str, Any]:
-        """Llama 3's parameters, recovered from the divisors of the frequencies.
-
-        A divisor is 1 for short wavelengths and `factor` for long ones. Between them its inverse is a linear function of
-        the rotations in the original context, and that line gives the two bounds. Only the ratio of the bounds and the
-        original context are determined, so low_freq_factor is taken as 1, as in every published model.
-        """
-        divisors = self._read(self.tensors["rope_freqs.weight"]).double()
-        frequencies = float(theta) ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        factor = round(float(divisors.max()), 4)
-        share = (1 / divisors - 1 / factor) / (1 - 1 / factor) if factor > 1 else divisors
-        between = (share > 1e-3) & (share < 1 - 1e-3)
-        if len(divisors) != len(frequencies) or factor <= 1 or between.sum() < 2:
-            raise ValueError(f"{self.path}: rope_freqs.weight is not Llama 3's scaling; no other is implemented.")
-        x = frequencies[between] / (2 * torch.pi)
-        slope, start = torch.linalg.lstsq(torch.stack((x, torch.ones_like(x)), 1), share[between]).solution.tolist()
-        low_to_high = -1 / start if start < 0 else 0.0  # high - low, in units of low
-        original = round(slope * low_to_high)
-        line = ((original * frequencies / (2 * torch.pi) - 1) / low_to_high).clamp(0, 1) if low_to_high else share
-        if not low_to_high or (line - share).abs().max() > 1e-3:
-            raise ValueError(f"{self.path}: rope_freqs.weight is not Llama 3's scaling; no other is implemented.")
-        scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
-        scaling["high_freq_factor"] = round(1 + low_to_high, 4)
-        return scaling | {"original_max_position_embeddings": original}
+            divisors = self.tensors.get("rope_freqs.weight")
+            rotation = None if divisors is None else self._read(divisors)
+            return hf_config(self.metadata, self.tensors, rotation, str(self.path))
 
     @cached_property
     def sources(self) -> dict[str, tuple[Any, int | None]]:
         """Hugging Face tensor name -> the tensor here, and the expert in it if it holds all experts of a layer."""
-        found: dict[str, tuple[Any, int | None]] = {}
-        for name, tensor in self.tensors.items():
-            for hf, expert in _hf_names(name, int(tensor.shape[-1])):
-                found[hf] = tensor, expert
-        return found
+        return {
+            hf: (tensor, expert)
+            for name, tensor in self.tensors.items()
+            for hf, expert in _hf_names(name, int(tensor.shape[-1]))
+        }
 
     @property
     def entries(self) -> dict[str, Entry]:
         """All tensors as floats, under their Hugging Face names. What is quantized is dequantized when it is read."""
         kinds = {"F16": torch.float16, "BF16": torch.bfloat16}
-        found = {}
+        entries = {}
         for name, (tensor, expert) in self.sources.items():
             shape = tuple(map(int, reversed(tensor.shape)))[0 if expert is None else 1 :]
             dtype = kinds.get(tensor.tensor_type.name, torch.float32)
             read = partial(self._read, tensor, expert)
-            found[name] = Entry(shape, dtype, self.path.name, read, read)
-        return found
+            entries[name] = Entry(shape, dtype, self.path.name, read, read)
+        return entries
 
     def forget(self) -> None:
         """Let the system drop the pages that were read. They are read again where they are needed."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            for mapped in self.maps:
+            for mapped in self._maps:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     @cached_property
-    def maps(self) -> set[mmap.mmap]:
+    def _maps(self) -> set[mmap.mmap]:
         """The mapped files."""
-        found = set()
+        maps = set()
         for tensor in self.tensors.values():
             data = tensor.data
             while isinstance(data, np.ndarray):
                 data = data.base
-            found |= {data} if isinstance(data, mmap.mmap) else set()
-        return found
+            if isinstance(data, mmap.mmap):
+                maps.add(data)
+        return maps
 
     def _rows(self, tensor: Any, expert: int | None, spans: Spans | None = None) -> np.ndarray:
         """The stored rows of a tensor, or of a part of it, in the order of Hugging Face.
@@ -367,19 +273,17 @@ class GGUFFile:
         return any(self.sources[name][0].tensor_type.name == "Q4_1" for name in names)
 
     def stored_entries(self, name: str, minima: bool) -> dict[str, Entry]:
-        """The tensors of one quantized matrix in our layout (`stored`). `minima`: with mins also for Q4_0."""
-        tensor, file = self.sources[name][0], self.path.name
+        """The shapes of one quantized matrix in our layout (`stored`). `minima`: with mins also for Q4_0."""
+        tensor = self.sources[name][0]
         N, K = map(int, (tensor.shape[1], tensor.shape[0]))
-        base, grid = name.removesuffix("weight"), (K // BLOCK, N)
         int8 = tensor.tensor_type.name == "Q8_0"
         layout = {"qweight": ((N, K), torch.int8) if int8 else ((N, K // 2), torch.uint8)}
-        layout |= dict.fromkeys(["scales", "mins"][: 1 + minima], (grid, torch.float16))
-        found = {
-            base + leaf: Entry(shape, dtype, file, lambda leaf=leaf: self.stored(name)[leaf])
-            for leaf, (shape, dtype) in layout.items()
-        }
-        parts = self.shard.entries(found, self.whole, str(self.path)) if self.shard else found
-        return {key: entry._replace(shape=parts[key].shape) for key, entry in found.items()}
+        layout |= dict.fromkeys(["scales", "mins"][: 1 + minima], ((K // BLOCK, N), torch.float16))
+        entries = {}
+        for leaf, (shape, dtype) in layout.items():
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            entries[name.removesuffix("weight") + leaf] = Entry(shape, dtype, self.path.name, empty.detach)
+        return self.shard.entries(entries, self.whole, str(self.path)) if self.shard else entries
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """A Q4_0, Q4_1 or Q8_0 matrix exactly in our layout (`weights.quantized`)."""
@@ -461,8 +365,7 @@ def quantization_name(file: GGUFFile, packed: Mapping[str, list[str]]) -> str | 
     """What reports call the quantization of a model with these packed parameters, None if there are none."""
     kinds = {file.sources[name][0].tensor_type.name for names in packed.values() for name in names}
     bits = {"Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8"}
-    found = [f"{bits[kind]} ({kind})" for kind in sorted(kinds)]
-    return " ".join(found) or None
+    return " ".join(f"{bits[kind]} ({kind})" for kind in sorted(kinds)) or None
 
 
 def float_note(file: GGUFFile, packed: Mapping[str, list[str]]) -> str:
@@ -470,9 +373,11 @@ def float_note(file: GGUFFile, packed: Mapping[str, list[str]]) -> str:
     used = {file.sources[name][0].name for names in packed.values() for name in names}
     kinds = [tensor.tensor_type.name for name, tensor in file.tensors.items() if name not in used]
     counts = {kind: kinds.count(kind) for kind in TYPES if kind in kinds and kind not in ("F32", "F16", "BF16")}
-    found = ", ".join(f"{count} {kind} tensor{'s' * (count > 1)}" for kind, count in counts.items())
-    kept = "Q4_0, Q4_1 and Q8_0" if file.int8_groups else "Q4_0 and Q4_1"
-    return f"{found} of {file.path.name} became floats; only matrices in {kept} stay quantized." if found else ""
+    if not counts:
+        return ""
+    text = ", ".join(f"{count} {kind} tensor{'s' * (count > 1)}" for kind, count in counts.items())
+    exact = "Q4_0, Q4_1 and Q8_0" if file.int8_groups else "Q4_0 and Q4_1"
+    return f"{text} of {file.path.name} became floats; only matrices in {exact} stay quantized."
 
 
 def fill_gguf(

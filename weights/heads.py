@@ -20,10 +20,9 @@ from torch import Tensor
 from model_config import ModelConfig, RopeConfig
 from support.errors import UsageError
 from support.files import read_json
-from support.reader import ConfigReader, check, parse_json, refusal
-from weights.files import Entry, check_entries, read_entries, tensor_files
+from support.reader import ConfigReader, check, is_a, parse_json, refusal
+from weights.files import Entry, check_entries, local_path, read_entries, tensor_files
 from weights.hf import config_to_hf, read_rows, refuse_partial_rotation, write_directory
-from weights.hub import local_path
 from weights.quantized import TENSORS, QuantLinear, QuantSpec, empty_tensors
 from weights.stored import read_spec, read_stored, spec_to_json
 
@@ -80,15 +79,15 @@ class EagleFile(NamedTuple):
 
     def floats(self) -> dict[str, Tensor]:
         """The tensors with every weight as float32, also those of a quantized head."""
-        found = {}
+        floats = {}
         for name, tensor in self.tensors.items():
             base, _, leaf = name.rpartition(".")
             if leaf == "qweight":
                 stored = {kind: self.tensors.get(f"{base}.{kind}") for kind in TENSORS}
-                found[f"{base}.weight"] = QuantLinear({k: t for k, t in stored.items() if t is not None}).dequantize()
+                floats[f"{base}.weight"] = QuantLinear({k: t for k, t in stored.items() if t is not None}).dequantize()
             elif leaf not in TENSORS:
-                found[name] = tensor.float() if tensor.is_floating_point() else tensor
-        return found
+                floats[name] = tensor.float() if tensor.is_floating_point() else tensor
+        return floats
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -388,8 +387,8 @@ class _HeadReader:
             target_vocab_size=self.target.vocab_size,
             unshifted=not wide and self.ours and flags.boolean("unshifted", False),
         )
-        for key, found in {"fc_norm": config.fc_norm, "norm_before_fc": config.norm_before_fc}.items():
-            if flags.boolean(key, found) != found:
+        for key, has in {"fc_norm": config.fc_norm, "norm_before_fc": config.norm_before_fc}.items():
+            if flags.boolean(key, has) != has:
                 self.fail(f"config.json and the tensors disagree about {key}.")
         table = head_tensors(config)
         shapes = {name: shape for parts in table.values() for name, shape in parts.items()}
@@ -419,18 +418,17 @@ class _HeadReader:
         if seen == 2 * hidden:
             ids = self.flags.config.get(AUX)
             ids = list(default_taps(layers)) if ids is None else ids
-            if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+            if not isinstance(ids, list) or not ids or not all(is_a(i, int) for i in ids):
                 self.fail(f"{AUX} = {ids!r:.60}, expected a list of layer numbers.")
             many = len(ids)
         elif seen != hidden or width != 2 * hidden:
-            found = f"fc.weight {[hidden, width]} with q_proj inputs {seen}"
-            self.fail(f"{found} is neither EAGLE-1/2 nor EAGLE-3.")
+            self.fail(f"fc.weight {[hidden, width]} with q_proj inputs {seen} is neither EAGLE-1/2 nor EAGLE-3.")
         if width != many * size:
             made_for = width // many
             looks = f"{made_for} ({SIZES[made_for]}?)" if made_for in SIZES else str(made_for)
             expected = f"expected {[size, many * size]} ({many} x hidden_size {size})"
-            found = f"fc.weight is {[hidden, width]}, {expected}. The head looks made for hidden_size {looks}"
-            raise ValueError(f"{self.path} does not fit this model: {found}. Pass the matching --checkpoint.")
+            sizes = f"fc.weight is {[hidden, width]}, {expected}. The head looks made for hidden_size {looks}"
+            raise ValueError(f"{self.path} does not fit this model: {sizes}. Pass the matching --checkpoint.")
         if ids is None:
             return ()
         if hidden != size and "embed_tokens.weight" not in self.entries:
@@ -500,8 +498,8 @@ class _HeadReader:
             self._note_assumptions(head_dim, taps)
         refuse_partial_rotation(hf, str(self.path))
         switches = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
-        found = {key: ATTENTION + name in self.entries for key, name in switches.items()}
-        return replace(ModelConfig.from_hf(hf, str(self.path)), **found)
+        held = {key: ATTENTION + name in self.entries for key, name in switches.items()}
+        return replace(ModelConfig.from_hf(hf, str(self.path)), **held)
 
     def _note_assumptions(self, head_dim: int, taps: tuple[int, ...]) -> None:
         assumed = {"head_dim": head_dim, "rope_theta": 10000, "rms_norm_eps": 1e-6}

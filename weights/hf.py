@@ -19,8 +19,8 @@ from torch import Tensor
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from support.files import read_json, write_json
-from support.memory import shapes_only
-from support.reader import INDEX_LIMIT, refusal
+from support.machine import shapes_only
+from support.reader import INDEX_LIMIT, is_a, refusal
 from weights.files import Destination, Entries, check_entries, check_finite, few_names, write_safetensors
 from weights.quantized import QuantExperts, QuantLinear, TiedEmbedding, set_tensor
 
@@ -43,8 +43,7 @@ def refuse_partial_rotation(raw: Mapping[str, Any], where: str) -> None:
         nested = raw.get(key)
         share = nested.get("partial_rotary_factor") if isinstance(nested, dict) else None
         if share not in (None, 1.0) or isinstance(share, bool):
-            found = f"partial_rotary_factor = {share!r:.60} in {key}"
-            raise ValueError(f"{where}: {found} is not implemented (only 1.0).")
+            raise ValueError(f"{where}: partial_rotary_factor = {share!r:.60} in {key} is not implemented (only 1.0).")
 
 
 def token_ids(raw: Mapping[str, Any], key: str, where: str, vocab: int, directory: Path) -> tuple[int, ...]:
@@ -55,11 +54,11 @@ def token_ids(raw: Mapping[str, Any], key: str, where: str, vocab: int, director
     """
     value = raw.get(key)
     listed = value if isinstance(value, list) else [] if value is None else [value]
-    odd = [i for i in listed if type(i) is not int or i < 0]
+    odd = [i for i in listed if not is_a(i, int) or i < 0]
     past = {i for i in listed if i >= vocab} if not odd else set()
     if odd := odd or (sorted(past - _added_ids(directory)) if past else []):
-        expected = f"expected token ids in [0, {vocab - 1}] or null"
-        raise refusal(where, f"{key} holds {odd[0]!r:.80}, {expected}.", "Correct it or download it again.")
+        problem = f"{key} holds {odd[0]!r:.80}, expected token ids in [0, {vocab - 1}] or null."
+        raise refusal(where, problem, "Correct it or download it again.")
     return tuple(i for i in listed if i < vocab)
 
 
@@ -67,9 +66,9 @@ def _added_ids(directory: Path) -> set[int]:
     """Ids of the tokens that the tokenizer's files add. A file that is missing or strange adds none."""
     added: set[int] = set()
     readers = {
-        "added_tokens.json": lambda found: found.values(),
-        "tokenizer_config.json": lambda found: map(int, found["added_tokens_decoder"]),
-        "tokenizer.json": lambda found: (token["id"] for token in found["added_tokens"]),
+        "added_tokens.json": lambda file: file.values(),
+        "tokenizer_config.json": lambda file: map(int, file["added_tokens_decoder"]),
+        "tokenizer.json": lambda file: (token["id"] for token in file["added_tokens"]),
     }
     for name, ids in readers.items():
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):

@@ -130,14 +130,14 @@ def _joined(pieces: list[Entry], split: int, head_dim: int) -> Entry:
 
     def part(spans: Spans) -> Tensor:
         if spans.axis == split:
-            found, size = [], pieces[0].shape[split]
+            parts, size = [], pieces[0].shape[split]
             for first, end in spans.pieces:
                 for i, piece in enumerate(pieces):
                     start, stop = max(first - i * size, 0), min(end - i * size, size)
-                    found += [piece.read().narrow(split, start, stop - start)] if start < stop else []
+                    parts += [piece.read().narrow(split, start, stop - start)] if start < stop else []
         else:
-            found = [spans(piece.read()) for piece in pieces]
-        rows = torch.cat(found, split) if len(found) > 1 else found[0]
+            parts = [spans(piece.read()) for piece in pieces]
+        rows = torch.cat(parts, split) if len(parts) > 1 else parts[0]
         return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2) if head_dim else rows
 
     everything = Spans(split, ((0, shape[split]),))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -34,9 +34,8 @@ from support.machine import peak_memory
 from weights.checkpoint import QUANTIZED, Checkpoint
 from weights.files import Progress, check_finite, read_entries, write_safetensors
 from weights.hf import build_model, checked_views, config_to_hf, parameter_sources, read_parameter
-from weights.quality import Tally
 from weights.quantized import QuantLinear, QuantSpec, Stored, apply_spec_, quantizable, set_tensor
-from weights.rounding import half_of, quantize_gptq, quantize_rtn, relative_error
+from weights.rounding import Tally, half_of, quantize_gptq, quantize_rtn, relative_error
 from weights.stored import spec_to_json
 
 ABSURD_KL = 2.0  # nats per token; past this the result is broken, not merely bad, and is never written
@@ -44,13 +43,19 @@ Forward = Callable[[Tensor], Tensor]  # hidden states [W, T, H] -> hidden states
 BATCH = 4  # sequences that pass through a layer together
 
 
+class Windows(NamedTuple):
+    """The text that a quantization reads, as token ids in windows of T tokens."""
+
+    calibration: Tensor  # int64 [W, T], what GPTQ sees; none for RTN
+    evaluation: Tensor  # int64 [W, T + 1], what the receipt measures
+
+
 @torch.no_grad()
 def quantize_checkpoint(
     directory: str | Path,
     out: str | Path,
     spec: QuantSpec,
-    calibration: Tensor,
-    evaluation: Tensor,
+    windows: Windows,
     device: torch.device | str = "cpu",
     progress: Progress = lambda *_: None,
     refuse_kl: float | None = None,
@@ -62,8 +67,6 @@ def quantize_checkpoint(
     note on the exception says so. A run that would fail again deletes its partial files.
 
     Args:
-        calibration: int64 [W, T], what GPTQ sees.
-        evaluation: int64 [W, T + 1], what the receipt measures.
         progress: called with (layers done, layers in total, name) after each layer.
         refuse_kl: highest mean KL (nats) that is written. ABSURD_KL holds in any case.
         finish: called with the finished but not yet renamed directory. It may add files, and returns additions to the
@@ -78,13 +81,13 @@ def quantize_checkpoint(
     """
     out, started, source = Path(out), time.time(), _Source(Path(directory))
     apply_spec_(copy.deepcopy(source.model), spec)  # refuses groups that do not fit before any work
-    work = _partial(out, [asdict(spec), source.raw, source.files, digest(calibration)])
-    run, accepted = _Run(source, spec, work, device), False
+    work = _partial(out, [asdict(spec), source.raw, source.files, digest(windows.calibration)])
+    run, good = _Run(source, spec, work, device), False
     try:
-        quality = run.quantize(calibration, evaluation, progress)
+        quality = run.quantize(windows, progress)
         _refuse_bad(quality, ABSURD_KL if refuse_kl is None else min(ABSURD_KL, refuse_kl))
-        accepted = True
-        receipt = quality | run.receipt(calibration, evaluation)
+        good = True
+        receipt = quality | run.receipt(windows)
         with directory_written_whole(out) as unfinished:
             run.write(unfinished)
             receipt |= finish(unfinished)
@@ -94,7 +97,7 @@ def quantize_checkpoint(
     except Exception as error:
         # The disk or the memory was full, and may have room next time. Other errors would come again.
         room = isinstance(error.__cause__, OSError) or not isinstance(error, ValueError)
-        if spec.algorithm == "gptq" and (room or accepted) and any(work.glob("*.safetensors")):
+        if spec.algorithm == "gptq" and (room or good) and any(work.glob("*.safetensors")):
             error.add_note(f"The finished layers wait in {work}: the same command goes on from there.")
         else:
             shutil.rmtree(work, ignore_errors=True)
@@ -129,11 +132,10 @@ class _Source:
             self.entries.pop("lm_head.weight", None)
         names = sorted({entry.file for entry in self.entries.values()})
         stats = [(self.checkpoint.directory / name).stat() for name in names]
-        found = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
-        if self.files not in (None, found):
-            where = self.checkpoint.directory
-            raise ValueError(f"{where}: the weights changed while they were read. Start again.")
-        self.files = found
+        files = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+        if self.files not in (None, files):
+            raise ValueError(f"{self.checkpoint.directory}: the weights changed while they were read. Start again.")
+        self.files = files
 
     def read(self, name: str, device: torch.device | str) -> Tensor:
         """One of our parameters, in fp32."""
@@ -153,15 +155,15 @@ class _Run:
         self.errors: dict[str, float] = {}  # relative weight errors by name
         self.stored: dict[str, Tensor] = {}  # the tensors of the result, mapped from the files in `work`
 
-    def quantize(self, calibration: Tensor, evaluation: Tensor, progress: Progress) -> dict[str, Any]:
+    def quantize(self, windows: Windows, progress: Progress) -> dict[str, Any]:
         """Quantize the whole model. Returns its quality (`Tally.report`), also with rounded activations."""
         model = self.source.model
-        self._embed(calibration, evaluation[:, :-1])
+        self._embed(windows.calibration, windows.evaluation[:, :-1])
         model.rotary.build(self.device, max(self.after.shape[1], self.inputs.shape[1]))
         for i in range(len(model.layers)):
             self._layer(i)
             progress(i + 1, len(model.layers) + 1, f"layer {i}")
-        return self._head(evaluation[:, 1:])
+        return self._head(windows.evaluation[:, 1:])
 
     def _embed(self, calibration: Tensor, evaluation: Tensor) -> None:
         """Make the first activations."""
@@ -267,10 +269,11 @@ class _Run:
             if keep:
                 states[i : i + BATCH] = out.cpu()
 
-    def receipt(self, calibration: Tensor, evaluation: Tensor) -> dict[str, Any]:
+    def receipt(self, windows: Windows) -> dict[str, Any]:
         """What the receipt says of weights, sizes and texts."""
         worst = sorted(self.errors.items(), key=lambda item: -item[1])[:5]
         entries, gptq = self.source.entries.values(), self.spec.algorithm == "gptq"
+        calibration, evaluation = windows
         return {
             "spec": asdict(self.spec),
             "worst_layers": [{"name": name, "relative_error": error} for name, error in worst],

@@ -1,12 +1,16 @@
 """Rounding weights to codes and scales: to nearest (RTN), and with error feedback from calibration data (GPTQ).
 
-`fill_rounded` rounds a float checkpoint to nearest while it is loaded.
+`fill_rounded` rounds a float checkpoint to nearest while it is loaded. `Tally` says what rounding cost.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from model import Transformer
@@ -27,13 +31,12 @@ def _round(groups: Tensor, scales: Tensor, bits: int) -> Tensor:
     return (groups / safe[..., None]).round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
-def fit_scales(groups: Tensor, bits: int, importance: Tensor | None = None, clip: bool = True) -> Tensor:
+def fit_scales(groups: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
     """The scale of each group [..., G] that gives the least squared error over CLIPS, judged after rounding the scale.
 
-    `importance` weighs the squared errors and is broadcast to the groups (GPTQ: the mean squared activation). Without
-    `clip` only the scale that clips nothing is tried. Returns [...], fp16 for int4 and fp32 for int8. An int4 scale may
-    be negative, which puts the spare level -8 on the side where the group needs it. Raises ValueError for weights that
-    are not finite or too large.
+    `importance` weighs the squared errors and is broadcast to the groups (GPTQ: the mean squared activation).
+    Returns [...], fp16 for int4 and fp32 for int8. An int4 scale may be negative, which puts the spare level -8 on the
+    side where the group needs it. Raises ValueError for weights that are not finite or too large.
     """
     shape, groups = groups.shape[:-1], groups.reshape(-1, groups.shape[-1])
     weights = None if importance is None else importance.expand(*shape, -1).reshape(groups.shape)
@@ -43,8 +46,8 @@ def fit_scales(groups: Tensor, bits: int, importance: Tensor | None = None, clip
         chunk = groups[at : at + rows].float()
         peak = chunk.abs().amax(-1) / (2 ** (bits - 1) - 1)
         best, least = None, None
-        for ratio in CLIPS if clip else CLIPS[:1]:
-            for sign in (1, -1) if bits == 4 and clip else (1,):
+        for ratio in CLIPS:
+            for sign in (1, -1) if bits == 4 else (1,):
                 scales = (peak * (ratio * sign)).to(torch.float16 if bits == 4 else torch.float32)
                 error = (_round(chunk, scales, bits) * scales.float()[:, None] - chunk).square_()
                 error = (error if weights is None else error * weights[at : at + rows]).sum(-1)
@@ -65,7 +68,7 @@ def stored_tensors(codes: Tensor, scales: Tensor, bits: int) -> dict[str, Tensor
     return {"qweight": nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), "scales": scales.mT.contiguous()}
 
 
-def quantize_rtn(weight: Tensor, bits: int, group_size: int, clip: bool = True) -> dict[str, Tensor]:
+def quantize_rtn(weight: Tensor, bits: int, group_size: int) -> dict[str, Tensor]:
     """Round weight [..., N, K] to the nearest levels under the scales of `fit_scales`. Returns the stored tensors.
 
     Some rows at a time, because their codes are floats before they are packed.
@@ -73,7 +76,7 @@ def quantize_rtn(weight: Tensor, bits: int, group_size: int, clip: bool = True) 
     parts = []
     for rows in weight.split(max(1, RTN_CHUNK * weight.shape[-2] // weight.numel()), -2):
         grouped = rows.unflatten(-1, (-1, group_size if bits == 4 else rows.shape[-1]))
-        scales = fit_scales(grouped, bits, clip=clip)
+        scales = fit_scales(grouped, bits)
         parts.append(stored_tensors(_round(grouped.float(), scales, bits).flatten(-2), scales, bits))
     axis = {"qweight": -2, "scales": -1}  # of the rows
     return {leaf: torch.cat([part[leaf] for part in parts], axis[leaf]) for leaf in parts[0]}
@@ -187,3 +190,34 @@ def fill_rounded(model: Transformer, entries: Entries, spec: QuantSpec, where: s
         del weight
         done += shapes[name].numel() * half.itemsize
         to.progress(done, total, name)
+
+
+@dataclass
+class Tally:
+    """Sums over positions for one model (before) and another (after), in nats."""
+
+    positions: int = 0
+    before: float = 0.0
+    after: float = 0.0
+    divergence: float = 0.0
+    agreed: int = 0
+
+    def add(self, before: Tensor, after: Tensor, targets: Tensor) -> None:
+        """Add logits [M, V] of both models with targets int64 [M]."""
+        # Vocabularies are wide, so float64 copies are made for 128 rows at a time.
+        for p, q, ids in zip(before.split(128), after.split(128), targets.split(128), strict=True):
+            p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+            self.positions += ids.numel()
+            self.before += float(F.nll_loss(p, ids, reduction="sum"))
+            self.after += float(F.nll_loss(q, ids, reduction="sum"))
+            self.divergence += float((p.exp() * (p - q)).sum())
+            self.agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+
+    def report(self) -> dict[str, float]:
+        """Perplexities, mean KL(before || after), and the share of positions with the same most likely token."""
+        return {
+            "perplexity_before": math.exp(min(self.before / self.positions, 700)),
+            "perplexity_after": math.exp(min(self.after / self.positions, 700)),
+            "mean_kl": self.divergence / self.positions,
+            "top1_agreement": self.agreed / self.positions,
+        }

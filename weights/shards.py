@@ -5,23 +5,30 @@ projections `o` and `down` are then split by their inputs, so that each rank has
 routers are in every rank, and so is the embedding, for looking up its rows costs memory only. Where that memory is
 missing the embedding is split by vocabulary, too, and its rows are one more exchange. Any format is split the same way:
 by the names of its tensors and the axes that their kind gives to outputs and inputs.
+
+The processes (ranks) exchange sums and concatenations, each in the order of the ranks. A fixed order makes the bits of a
+row independent of the number of rows and the same in every rank. Each exchange is one operator, so that a trace of a step
+shows and counts it. `shared` is memory of this GPU that the other GPUs can read (`runtime.links`). What fits into it is
+written there and read by everyone at once, in the order in which NCCL's or gloo's result is added, so both give the same
+bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import kernels
 from model import RMSNorm, Transformer, linear
 from model_config import ModelConfig
 from support.errors import UsageError
-from weights import exchanges
 from weights.files import Entries, Entry, Spans
 
 # The modules that are split by outputs and by inputs, under Hugging Face's names and under ours.
@@ -163,8 +170,53 @@ class Shard(NamedTuple):
         return (columns,), cut
 
 
+@contextlib.contextmanager
+def _gathered(x: Tensor, ranks: int, shared: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
+    if shared is None or x.nbytes > shared.nbytes:
+        # the operator below dist.all_gather_into_tensor, which newer versions of torch call by another name
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1), ranks, dist.group.WORLD.group_name)
+        yield torch.ops._c10d_functional.wait_tensor(gathered).view(ranks, *x.shape).unbind()
+        return
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    memory = symm_mem.rendezvous(shared, dist.group.WORLD)  # a look-up, as all have met over it before
+    memory.get_buffer(memory.rank, x.shape, x.dtype).copy_(x)
+    memory.barrier()  # everyone has written
+    yield tuple(memory.get_buffer(rank, x.shape, x.dtype) for rank in range(ranks))
+    memory.barrier()  # everyone has read
+
+
+@torch.library.custom_op("eaglet::rank_sum", mutates_args=())
+def rank_sum(x: Tensor, ranks: int, shared: Tensor | None = None) -> Tensor:
+    """The sum of every rank's x, in the order of the ranks, added in float32 or wider and rounded once."""
+    with _gathered(x, ranks, shared) as parts:
+        if ranks == 2:
+            return parts[0] + parts[1]  # torch adds as below, in one kernel
+        total = parts[0].to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+
+@rank_sum.register_fake
+def _(x, ranks, shared=None):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("eaglet::rank_concat", mutates_args=())
+def rank_concat(x: Tensor, ranks: int, shared: Tensor | None = None) -> Tensor:
+    """Every rank's x [..., N] side by side in the order of the ranks, [..., ranks N]."""
+    with _gathered(x, ranks, shared) as parts:
+        return torch.cat(parts, -1)
+
+
+@rank_concat.register_fake
+def _(x, ranks, shared=None):
+    return x.new_empty(*x.shape[:-1], ranks * x.shape[-1])
+
+
 class Exchange(nn.Module):
-    """A module whose ranks exchange something. `shared`: memory that all their GPUs can read (`weights.exchanges`)."""
+    """A module whose ranks exchange something. `shared`: memory that all their GPUs can read."""
 
     shared: Tensor | None = None
 
@@ -181,7 +233,7 @@ class RankSum(Exchange):
         self, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm: RMSNorm | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         own = linear(self.inner, x) if isinstance(self.inner, nn.Linear) else self.inner(x)
-        y = kernels.epilogue(exchanges.rank_sum(own, self.ranks, self.shared), None, residual, gated)
+        y = kernels.epilogue(rank_sum(own, self.ranks, self.shared), None, residual, gated)
         return y if norm is None else (y, norm(y))
 
 
@@ -194,7 +246,7 @@ class RankConcat(Exchange):
         self.shard = shard
 
     def forward(self, x: Tensor) -> Tensor:
-        return exchanges.rank_concat(self.inner(x), self.shard.ranks, self.shared)
+        return rank_concat(self.inner(x), self.shard.ranks, self.shared)
 
     def logits(self, x: Tensor) -> Tensor:
         """`forward` in float32 or wider."""
@@ -230,7 +282,7 @@ def common_rows(
     places = ids - shard.rank * count
     foreign = (places < 0) | (places >= count)
     rows = own_rows(places.clamp(0, count - 1)).masked_fill(foreign[..., None], -0.0)
-    return exchanges.rank_sum(rows, shard.ranks, shared)
+    return rank_sum(rows, shard.ranks, shared)
 
 
 def connect_(model: Transformer, shard: Shard) -> None:

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata, rewritten as the files that a Hugging Face directory has.
+"""A GGUF file's metadata, rewritten as the files that a Hugging Face directory has: config.json and the tokenizer's.
 
 A byte-level BPE becomes a `tokenizer.json`, sentencepiece pieces become a `tokenizer.model`. The regular expressions and
 the stop tokens are those of llama.cpp, which is the reference for the ids.
@@ -7,10 +7,17 @@ the stop tokens are those of llama.cpp, which is the reference for the ids.
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from support.reader import is_a
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 KEY = "tokenizer.ggml."
 TOKEN_LISTS = [KEY + name for name in ("tokens", "token_type", "scores", "merges")]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types, the same numbers as sentencepiece's
@@ -37,14 +44,124 @@ ENDS = """<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_i
     <｜end▁of▁sentence｜>""".split()
 
 
+def hf_config(
+    metadata: Mapping[str, Any], tensors: Mapping[str, Any], divisors: Tensor | None, where: str
+) -> dict[str, Any]:
+    """The geometry of a model as a Hugging Face config.json.
+
+    Args:
+        tensors: `gguf.ReaderTensor` by name; only shapes and types are read.
+        divisors: of the RoPE frequencies, in which Llama 3's scaling is stored; None if the file has none.
+
+    Raises:
+        ValueError: one line, for an architecture or a setting that is not implemented.
+    """
+    family = metadata.get("general.architecture")
+    if family not in FAMILIES:
+        raise ValueError(f"{where}: architecture {family!r:.60} is not supported; {', '.join(FAMILIES)} are.")
+
+    def get(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"{family}.{key}", default)
+        if isinstance(value, list):  # one value per layer
+            if len(set(value)) != 1:
+                raise ValueError(f"{where}: {family}.{key} differs between layers, which is not implemented.")
+            return value[0]
+        return value
+
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ValueError(f"{where}: tensor token_embd.weight is missing or no matrix. Is this a whole model?")
+    heads, width = get("attention.head_count"), get("embedding_length")
+    if not (is_a(heads, int) and heads > 0 and is_a(width, int)):
+        raise ValueError(f"{where}: {family}.attention.head_count or embedding_length is missing or no integer.")
+    head_dim = get("attention.key_length", width // heads)
+    if get("rope.dimension_count", head_dim) != head_dim:
+        raise ValueError(f"{where}: a rotation of only a part of each head is not implemented.")
+    config = {
+        "model_type": "mixtral" if get("expert_count", 0) else family,
+        "hidden_size": width,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "vocab_size": int(embedding.shape[-1]),
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "rope_theta": get("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(get, divisors, head_dim, where),
+        "sliding_window": get("attention.sliding_window"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "torch_dtype": {"F32": "float32", "F16": "float16"}.get(_commonest_type(tensors), "bfloat16"),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": stop_ids(metadata) or None,
+    }
+    if config["model_type"] == "mixtral":
+        config |= {"num_local_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+    if family == "llama":
+        config |= {"attention_bias": "blk.0.attn_q.bias" in tensors}
+        config |= {"mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    return config
+
+
+def _commonest_type(tensors: Mapping[str, Any]) -> str:
+    """The type that holds most of the model's values."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors.values():
+        sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+    return max(sizes, key=sizes.__getitem__)
+
+
+def _rope_scaling(get: Callable[..., Any], divisors: Tensor | None, head_dim: int, where: str) -> dict[str, Any] | None:
+    """The rope_scaling of a config.json. Llama 3's scaling is stored as the tensor rope_freqs.weight."""
+    kind = get("rope.scaling.type", "none")
+    if divisors is not None:
+        return _llama3_scaling(divisors.double(), get("rope.freq_base", 10000.0), head_dim, where)
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
+        if (scale := get("rope.scaling.attn_factor")) is not None:
+            scaling["attention_factor"] = scale * (0.1 * math.log(scaling["factor"]) + 1)
+    elif kind != "linear":
+        raise ValueError(f"{where}: RoPE scaling {kind!r:.40} is not supported; none, linear, yarn are.")
+    return scaling
+
+
+def _llama3_scaling(divisors: Tensor, theta: float, head_dim: int, where: str) -> dict[str, Any]:
+    """Llama 3's parameters, recovered from the divisors of the frequencies.
+
+    A divisor is 1 for short wavelengths and `factor` for long ones. Between them its inverse is a linear function of
+    the rotations in the original context, and that line gives the two bounds. Only the ratio of the bounds and the
+    original context are determined, so low_freq_factor is taken as 1, as in every published model.
+    """
+    frequencies = float(theta) ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    factor = round(float(divisors.max()), 4)
+    share = (1 / divisors - 1 / factor) / (1 - 1 / factor) if factor > 1 else divisors
+    between = (share > 1e-3) & (share < 1 - 1e-3)
+    if len(divisors) != len(frequencies) or factor <= 1 or between.sum() < 2:
+        raise ValueError(f"{where}: rope_freqs.weight is not Llama 3's scaling; no other is implemented.")
+    x = frequencies[between] / (2 * torch.pi)
+    slope, start = torch.linalg.lstsq(torch.stack((x, torch.ones_like(x)), 1), share[between]).solution.tolist()
+    low_to_high = -1 / start if start < 0 else 0.0  # high - low, in units of low
+    original = round(slope * low_to_high)
+    line = ((original * frequencies / (2 * torch.pi) - 1) / low_to_high).clamp(0, 1) if low_to_high else share
+    if not low_to_high or (line - share).abs().max() > 1e-3:
+        raise ValueError(f"{where}: rope_freqs.weight is not Llama 3's scaling; no other is implemented.")
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
+    scaling["high_freq_factor"] = round(1 + low_to_high, 4)
+    return scaling | {"original_max_position_embeddings": original}
+
+
 def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
     """The ids that end a text: those that the file names, and the control tokens that are known to end one."""
     texts = token_texts(metadata)
     named = [metadata.get(f"{KEY}{name}_token_id") for name in ("eos", "eot", "eom")]
     types = metadata.get(f"{KEY}token_type") or [NORMAL] * len(texts)
     ids = {text: i for i, (text, kind) in enumerate(zip(texts, types, strict=False)) if kind == CONTROL}
-    found = [*named, *(ids.get(text) for text in ENDS)]
-    return list(dict.fromkeys(i for i in found if type(i) is int and 0 <= i < max(1, len(texts))))
+    ends = [*named, *(ids.get(text) for text in ENDS)]
+    return list(dict.fromkeys(i for i in ends if is_a(i, int) and 0 <= i < max(1, len(texts))))
 
 
 def token_texts(metadata: Mapping[str, Any]) -> list[str]:
@@ -66,7 +183,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]
     config: dict[str, Any] = {}
     for name in ("bos", "eos", "unknown", "padding"):
         i = metadata.get(f"{KEY}{name}_token_id")
-        if i is not None and not (type(i) is int and 0 <= i < len(tokens)):
+        if i is not None and not (is_a(i, int) and 0 <= i < len(tokens)):
             raise ValueError(f"{where}: {KEY}{name}_token_id = {i!r:.40}, but there are {len(tokens)} tokens.")
         if i is not None and types[i] != NORMAL:
             config[{"unknown": "unk_token", "padding": "pad_token"}.get(name, f"{name}_token")] = tokens[i]
@@ -80,10 +197,8 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]
         if pre not in SPLITS:
             raise ValueError(f"{where}: pre-tokenizer {pre!r:.60} is not known; known: {', '.join(SPLITS)}.")
         begins = pre in WHOLE_WORDS if flags["add_bos_token"] is None else flags["add_bos_token"]
-        around = [
-            config.get("bos_token") if begins else None,
-            config.get("eos_token") if flags["add_eos_token"] else None,
-        ]
+        ends = flags["add_eos_token"]
+        around = [config.get("bos_token") if begins else None, config.get("eos_token") if ends else None]
         vocabulary = _byte_level_bpe(tokens, types, metadata.get(f"{KEY}merges") or [], pre, around)
         files = {"tokenizer.json": json.dumps(vocabulary).encode()}
     elif model == "llama":
@@ -145,9 +260,8 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
         _field(1, _field(1, text.encode()) + _field(2, float(score)) + _field(3, kind))
         for text, score, kind in zip(tokens, scores, types, strict=True)
     ]
-    trainer = _field(3, 2) + _field(
-        35, int(BYTE in types)
-    )  # the model is a BPE; whether bytes spell unknown characters
+    trainer = _field(3, 2)  # the model is a BPE
+    trainer += _field(35, int(BYTE in types))  # whether bytes spell unknown characters
     for number, name in ((45, "unknown"), (46, "bos"), (47, "eos")):
         i = metadata.get(f"{KEY}{name}_token_id")
         if i is not None:

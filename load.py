@@ -200,8 +200,9 @@ def load(
     size = asked.tp or int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return _load(asked, progress, say)
-    device = asked.device or default_device()
-    return _load_part(asked, meet(size, device, keywords | {"checkpoint": str(checkpoint), "tp": size}), progress, say)
+    options = keywords | {"checkpoint": str(checkpoint), "tp": size}
+    ranks = meet(size, asked.device or default_device(), options, follower=__name__)
+    return _load_part(asked, ranks, progress, say)
 
 
 def follow_leader() -> None:

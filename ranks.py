@@ -25,17 +25,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from engine import Engine
 from runtime.links import Exchanges
 from runtime.results import Chunk, GenerationResult, Stream
 from runtime.turns import Left, Turn
 from sampling import SamplingParams
-from support.errors import INTERNAL, UsageError, UserError
+from support.errors import INTERNAL, UsageError, UserError, one_line
+from weights.exchanges import ExchangeFailed, exchanging
 
 CHECK_EVERY = 16  # steps between two comparisons of what the ranks have decoded
 # How long a rank waits for the next request. A rank that dies ends the wait at once.
 IDLE = datetime.timedelta(days=365)
+MEETING = datetime.timedelta(seconds=60)  # how long the ranks wait for each other while they start
 
 
 class RankLost(UserError):
@@ -63,55 +66,77 @@ class Ranks:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens on another interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=size, timeout=IDLE)
-        self.control = dist.new_group(backend="gloo", timeout=IDLE)
+        try:
+            store = next(dist.rendezvous(meeting_point, rank, size, timeout=MEETING))[0]
+        except dist.DistError as error:  # torchrun's meeting point waits by itself
+            raise RankLost(f"not all processes of --tp {size} have come: {one_line(error)}") from error
+        self._wait_for_all(store)
+        with self.lost(), exchanging():
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=MEETING)
+            self.control = dist.new_group(backend="gloo", timeout=MEETING)
+        for group in (dist.group.WORLD, self.control):
+            _set_pg_timeout(IDLE, group)
         atexit.register(self.end if rank == 0 else close)
+
+    def _wait_for_all(self, store: dist.Store) -> None:
+        """Return when all ranks have come. Waiting in Python, not in torch, hears Ctrl-C and sees a process that ends."""
+        store.set(f"here{self.rank}", "")
+        deadline = time.monotonic() + MEETING.total_seconds()
+        while missing := [rank for rank in range(self.size) if not store.check([f"here{rank}"])]:
+            if ended := self._ended():
+                raise RankLost(f"a process of --tp {self.size} ended before all had met ({ended}).")
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, missing))
+                seconds = MEETING.total_seconds()
+                raise RankLost(f"--tp {self.size}: rank {names} did not come within {seconds:.0f} s; start again.")
+            time.sleep(0.05)
+
+    def _ended(self) -> str:
+        """The processes that this one started and that have ended, in words."""
+        statuses = [(rank, child.poll()) for rank, child in enumerate(self.children, 1)]
+        return ", ".join(f"rank {rank} with status {status}" for rank, status in statuses if status is not None)
 
     def tell(self, *words: Any) -> None:
         """Rank 0 says what comes next. The others `hear` it."""
-        with self.lost():
+        with self.lost(), exchanging():
             dist.broadcast_object_list([words], 0, self.control)
 
     def hear(self) -> tuple:
         """What rank 0 says."""
         heard: list[Any] = [None]
-        with self.lost():
+        with self.lost(), exchanging():
             dist.broadcast_object_list(heard, 0, self.control)
         return heard[0]
 
     def agree(self, flag: bool) -> bool:
         """The flag of rank 0."""
         value = torch.tensor([flag])
-        with self.lost():
+        with self.lost(), exchanging():
             dist.broadcast(value, 0, self.control)
         return bool(value)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order."""
-        found = [None] * self.size
-        with self.lost():
-            dist.all_gather_object(found, value, self.control)
-        return found
+        values = [None] * self.size
+        with self.lost(), exchanging():
+            dist.all_gather_object(values, value, self.control)
+        return values
 
     @contextlib.contextmanager
     def lost(self) -> Iterator[None]:
         """Turn the failure of an exchange into RankLost, which names the processes that have ended."""
         try:
             yield
-        except RuntimeError as error:
-            exchange_failed = isinstance(error, dist.DistError) or _of_gloo(error)
-            if isinstance(error, torch.OutOfMemoryError) or not exchange_failed:
-                raise
+        except (ExchangeFailed, dist.DistError) as error:
             deadline = time.monotonic() + 1.0  # a process closes its connections shortly before its status can be seen
-            while self.children and all(p.poll() is None for p in self.children) and time.monotonic() < deadline:
+            while not (ended := self._ended()) and self.children and time.monotonic() < deadline:
                 time.sleep(0.01)
-            ended = [f"rank {i} with status {p.poll()}" for i, p in enumerate(self.children, 1) if p.poll() is not None]
-            what = ", ".join(ended) or "rank 0, or one of the others"
+            what = ended or "rank 0, or one of the others"
             raise RankLost(f"a process of --tp {self.size} has ended ({what}); start again.") from error
 
     def leave(self) -> None:
         """Close the connections, when all ranks are done."""
-        with self.lost():
+        with self.lost(), exchanging():
             dist.barrier(self.control)
         close()
 
@@ -136,16 +161,16 @@ def close() -> None:
         dist.destroy_process_group()
 
 
-def _of_gloo(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return "gloo" in text or "connection" in text or "nccl" in text
-
-
-def meet(size: int, device: str, options: dict[str, Any]) -> Ranks:
+def meet(size: int, device: str, options: dict[str, Any], follower: str) -> Ranks:
     """Bring the processes of an engine together. Under torchrun they exist already, else this one starts the others.
 
-    options: keyword arguments of `load`, with which the others load their parts. Raises UsageError for a number of
-    processes, or of GPUs, that does not fit.
+    Args:
+        options: keyword arguments of `load`, with which the others load their parts.
+        follower: the module whose `follow_leader` the others run, by the name that it has here.
+
+    Raises:
+        UsageError: for a number of processes, or of GPUs, that does not fit.
+        RankLost: where a process ends too early, or does not come within a minute.
     """
     started = os.environ.get("WORLD_SIZE")
     if started is not None and int(started) != size:
@@ -157,16 +182,22 @@ def meet(size: int, device: str, options: dict[str, Any]) -> Ranks:
     folder = tempfile.mkdtemp(prefix="eaglet-")  # only this user can read it
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     meeting_point = f"file://{folder}/meeting"
-    words = [sys.executable, "-c", "from load import follow_leader; follow_leader()"]
-    children = []
-    for rank in range(1, size):
-        told = {"rank": rank, "size": size, "device": device, "meeting_point": meeting_point, "options": options}
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        child = subprocess.Popen(words, stdin=subprocess.PIPE, env=environment, text=True)
-        child.stdin.write(json.dumps(told, default=str) + "\n")
-        child.stdin.flush()  # and it stays open, for its end tells the child that this process has ended
-        children.append(child)
-    return join(0, size, device, meeting_point, children)
+    words = [sys.executable, "-c", f"from {follower} import follow_leader; follow_leader()"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    children: list[subprocess.Popen] = []
+    try:
+        for rank in range(1, size):
+            told = {"rank": rank, "size": size, "device": device, "meeting_point": meeting_point, "options": options}
+            # In a process group of its own, for Ctrl-C would otherwise end it with a traceback while it starts.
+            child = subprocess.Popen(words, stdin=subprocess.PIPE, env=environment, text=True, process_group=0)
+            children.append(child)
+            child.stdin.write(json.dumps(told, default=str) + "\n")
+            child.stdin.flush()  # and it stays open, for its end tells the child that this process has ended
+        return join(0, size, device, meeting_point, children)
+    except BaseException:
+        for child in children:
+            child.kill()
+        raise
 
 
 def join(rank: int, size: int, device: str, meeting_point: str, children: Sequence[subprocess.Popen] = ()) -> Ranks:
@@ -346,11 +377,12 @@ def follow(engine: RankedEngine, ranks: Ranks) -> None:
         "margin": lambda number, *arguments: engines[number].margin(*arguments),
         "together": together,
     }
-    while True:
-        number, deed, *words = ranks.hear()
-        if deed == "end":
-            return ranks.leave()
-        if deed == "begin":
-            streams[number] = engines[number].generate_batch(*words)
-        else:
-            deeds[deed](number, *words)
+    with ranks.lost():
+        while True:
+            number, deed, *words = ranks.hear()
+            if deed == "end":
+                return ranks.leave()
+            if deed == "begin":
+                streams[number] = engines[number].generate_batch(*words)
+            else:
+                deeds[deed](number, *words)

@@ -165,11 +165,41 @@ def test_requests_that_end_early_leave_the_processes_in_step():
     assert not any(map(alive, seen["pids"]))
 
 
-def test_a_killed_process_ends_the_others_with_one_line():
-    """A process that died, for which the others wait for ever."""
-    done = run(ROOT / "tests/ranks_session.py", "kill")
+def test_a_killed_process_ends_the_others_with_one_line(folder):
+    """Of four processes one is killed between two steps: rank 0 names it, and no other rank prints a traceback."""
+    done = run(ROOT / "tests/ranks_session.py", "kill", folder / "llama")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "a process of --tp 2 has ended (rank 1 with status -9)" in json.loads(done.stdout)["error"]
+    assert "a process of --tp 4 has ended (rank 1 with status -9)" in json.loads(done.stdout)["error"]
+    assert "Traceback" not in done.stderr and "Error" not in done.stderr, done.stderr
+
+
+def test_a_process_that_never_comes_is_one_line(tmp_path, monkeypatch):
+    """A rank that sleeps, one that ends at once, or Ctrl-C while rank 0 waits: the wait ends, and so do the others."""
+    (tmp_path / "sleeping.py").write_text("import time\n\ndef follow_leader():\n    time.sleep(1000)\n")
+    (tmp_path / "ending.py").write_text("def follow_leader():\n    raise SystemExit(7)\n")
+    program = """
+import datetime, os, signal, sys, threading
+import ranks
+ranks.MEETING = datetime.timedelta(seconds=1.5)
+if sys.argv[2:]:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+children = []
+begin = ranks.subprocess.Popen
+ranks.subprocess.Popen = lambda *words, **more: children.append(begin(*words, **more)) or children[-1]
+try:
+    ranks.meet(3, "cpu", {}, sys.argv[1])
+except (ranks.RankLost, KeyboardInterrupt) as error:
+    print(type(error).__name__, error)
+print([child.wait(5) != None for child in children])
+"""
+    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    for words, line in (
+        (["sleeping"], "RankLost --tp 3: rank 1, 2 did not come within 2 s; start again."),
+        (["ending"], "RankLost a process of --tp 3 ended before all had met (rank "),
+        (["sleeping", "interrupt"], "KeyboardInterrupt"),
+    ):
+        done = run("-c", program, *words, env=path)
+        assert done.stdout.startswith(line) and done.stdout.endswith("[True, True]\n"), done.stderr
 
 
 def test_ctrl_c_ends_all_processes_with_one_line():

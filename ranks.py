@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from engine import Engine
-from runtime.links import Exchanges
+from memory_plan import shared_bytes
+from model import Transformer
+from model_config import DTYPES
+from options import LoadOptions
+from runtime.links import NCCL, ONE_SHOT, Exchanges, SharedMemory, share_memory
 from runtime.results import Chunk, GenerationResult, Stream
 from runtime.turns import Left, Turn
 from sampling import SamplingParams
 from support.errors import INTERNAL, UsageError, UserError, one_line
+from weights.checkpoint import Checkpoint
 from weights.exchanges import ExchangeFailed, exchanging
+from weights.shards import exchanged, share_
 
 CHECK_EVERY = 16  # steps between two comparisons of what the ranks have decoded
 # How long a rank waits for the next request. A rank that dies ends the wait at once.
@@ -233,6 +240,19 @@ def same_model(ranks: Ranks, described: Any) -> None:
     for rank, theirs in enumerate(told):
         if theirs != told[0]:
             raise OtherRank(f"rank {rank} has another checkpoint, or other options, than rank 0. Give all the same.")
+
+
+def link_ranks_(
+    model: Transformer, checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks, offer: SharedMemory
+) -> Exchanges:
+    """Let a loaded part exchange in the fastest way that all ranks have. All call it, before a graph is captured."""
+    sizes = exchanged(checkpoint.whole, checkpoint.shard, 1, DTYPES[options.dtype].itemsize)
+    if options.device != "cuda":
+        return Exchanges("gloo", len(sizes), None)
+    memory, why = share_memory(ranks.size, shared_bytes(checkpoint, options), partial(heard, ranks, ""), offer)
+    share_(model, memory)
+    link = NCCL if memory is None else ONE_SHOT
+    return Exchanges(link.name, len(sizes), round(link.cost(sizes) * 1e3, 2), why)
 
 
 class _AgreedTurn:

@@ -16,17 +16,18 @@ from typing import Any, Protocol
 
 from bench.random_models import random_head
 from drafters.draft_model import check_vocabulary
+from drafting import build_drafter, build_head, draft_vocabulary, round_head_
 from engine import Engine
-from load import build_drafter, build_head, draft_vocabulary, round_head_
 from load import build_engine as build_loaded
 from model_config import ModelConfig
-from options import LoadOptions, read_option, with_tree
+from options import LoadOptions, read_option
 from ranks import RankedEngine, everywhere
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import UsageError
 from support.machine import synchronize
 from tokenizer import load_tokenizer
+from tree_choice import resolve, with_tree
 from weights.checkpoint import Checkpoint, load_config
 from weights.files import read_entries
 from weights.heads import read_eagle
@@ -205,7 +206,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         file = read_eagle(opts.eagle, model.config, dict(item.split("=", 1) for item in opts.eagle_config))
         head = build_head(file, model, draft_vocabulary(opts, model.config, base.tokenizer))
     if opts.tree == "auto":
-        opts = opts.resolve(opts.open_checkpoint(), file)
+        opts = resolve(opts, opts.open_checkpoint(), file)
     opts = with_tree(opts, model.quant, head.config if head else None)
     if kind == "draft":
         small = Checkpoint.open(opts.draft_checkpoint)

@@ -27,7 +27,8 @@ from bench.peers import HFArm, floats_of, hf_model
 from bench.records import intact, sealed
 from bench.suites import ask
 from engine import Engine
-from load import load, plan_memory
+from load import load
+from memory_plan import plan_memory
 from model_config import ModelConfig
 from options import options_from
 from report.prove import find_fork

@@ -15,9 +15,10 @@ import torch
 
 from bench.random_models import SHAPES, random_head, random_model
 from bench.timing import on_gpu
+from drafting import build_drafter
 from eagle_draft import EagleHead
 from engine import Engine
-from load import build_drafter, build_engine, open_backend
+from load import build_engine, open_backend
 from model import Transformer
 from options import LoadOptions
 from sampling import SamplingParams

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
+from drafting import build_drafter, build_head, draft_vocabulary
 from engine import Engine
-from load import build_drafter, build_head, draft_vocabulary
 from model import Transformer
 from options import LoadOptions
 from ranks import join
 from sampling_params import SamplingParams
+from tree_choice import resolve
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle
 from weights.quantized import QuantSpec
@@ -53,7 +54,7 @@ def main(rank: int, size: int, meeting_point: str, folder: Path) -> None:
         if case.get("rounded"):
             checkpoint = replace(checkpoint, spec=QuantSpec(case["rounded"], group_size=32))
         options = LoadOptions(**options, ctx=120, dtype="float64", device="cpu", kernels="reference")
-        options = options.resolve(checkpoint)
+        options = resolve(options, checkpoint)
         with torch.inference_mode(False):  # as in `load`
             part = checkpoint.sharded(Shard(rank, size, case.get("split", False))).load("cpu", torch.float64)
             whole = checkpoint.load("cpu", torch.float64)

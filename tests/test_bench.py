@@ -29,12 +29,13 @@ from drafters.medusa import MedusaHeads
 from drafters.ngram import WithNGrams
 from engine import Engine
 from load import load
-from options import DRAFTERS, tuned_tree_path
+from options import DRAFTERS
 from sampling import SamplingParams
 from scripts import bench, widths
 from support.errors import UserError
 from support.texts import HELD_OUT
 from tokenizer import load_tokenizer
+from tree_choice import tuned_tree_path
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
 from weights.hf import hf_views, save_hf

@@ -29,6 +29,7 @@ from options import LoadOptions
 from sampling import SamplingParams
 from step import DecodeState, decode_step
 from support.errors import USAGE, BadFileError, UsageError
+from tree_choice import tree_shape
 from weights.checkpoint import load_model
 from weights.hf import save_hf
 from weights.medusa import save_medusa
@@ -715,7 +716,7 @@ def test_every_drafter_loads_and_decodes_the_same(tmp_path):
         engine = load(target, dtype="float64", **options)
         assert engine.generate(PROMPT, params).run()[0].token_ids == expected
         assert engine.options.drafter_kind == kind
-        assert engine.options.tree_shape() == (engine.drafter.N, engine.drafter.D)
+        assert tree_shape(engine.options) == (engine.drafter.N, engine.drafter.D)
         assert (engine.plan.head > 0) == (kind in ("draft", "medusa"))
     with pytest.raises(BadFileError, match="98 tokens"):
         load(target, draft_checkpoint=str(tmp_path / "other"))

@@ -19,7 +19,8 @@ import generate
 from bench.acceptance import summarise
 from bench.suites import held_out_prompts
 from generate import load, main
-from load import plan_memory, use_threads
+from load import use_threads
+from memory_plan import plan_memory
 from options import DEMO, LoadOptions
 from report import prove
 from sampling import SamplingParams

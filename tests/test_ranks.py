@@ -28,6 +28,7 @@ from ranks import OtherRank
 from sampling import SamplingMode
 from step import DecodeState, decode_step
 from support.errors import NotEnoughMemory, UsageError
+from tree_choice import resolve
 from weights import exchanges
 from weights.checkpoint import Checkpoint
 from weights.files import Entry
@@ -324,7 +325,7 @@ def test_the_embedding_is_split_only_where_a_rank_could_not_hold_it_whole(folder
     def planned(free: int, other: bool):
         monkeypatch.setattr(load, "free_memory", lambda device: 2 * free)  # of a CPU that two processes share
         files, said = load._Files(asked, Shard(0, 2)), []
-        options = asked.resolve(files.checkpoint)
+        options = resolve(asked, files.checkpoint)
         plan = load.check_plan(files, options, Others(("", other)), said.append)
         with kernels.KernelBackend(mode, "cpu").active():
             part = files.checkpoint.load("cpu", dtype)
@@ -345,7 +346,7 @@ def test_the_embedding_is_split_only_where_a_rank_could_not_hold_it_whole(folder
         planned(plenty - saved - 1, False)
     with pytest.raises(OtherRank, match="rank 1: no such file"):
         load.check_plan(
-            load._Files(asked, Shard(0, 2)), asked.resolve(Checkpoint.open(folder / name)),
+            load._Files(asked, Shard(0, 2)), resolve(asked, Checkpoint.open(folder / name)),
             Others(("no such file", None)), print,
         )  # fmt: skip
 

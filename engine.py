@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,10 @@ import torch
 
 import kernels
 from drafters.base import UNCOMPILED, Drafter, PlainDrafter
+from eagle_draft import EagleHead
+from memory_plan import MemoryPlan
 from model import Transformer
+from options import LoadOptions
 from runtime.async_stream import AsyncStream
 from runtime.compiled import COMPILE_MODES, CompileMode, compile_parts
 from runtime.constrained import ConstrainedSteps
@@ -39,6 +43,47 @@ LAG = 2  # steps that run ahead of the host on a GPU
 ASKED_FOR = "asked for"  # why speculation stays on: the user wants it
 
 
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine runs, and what `load.load` knows of it.
+
+    Args:
+        batch_size: sequences that are decoded together.
+        ctx: tokens of prompt and output that fit; default: all positions of the model.
+        compile, compile_mode: one of runtime.compiled.COMPILE_MODES.
+        backend: the kernels; default: Triton on a GPU, the reference on a CPU.
+        lag: steps that may run ahead of the host; default: 2 on a GPU, 0 on a CPU. Observers see every step, so with one
+            attached nothing runs ahead.
+        eagle_always: False: measure at the first request whether speculation pays, and decode plainly while it does not.
+            The tokens are the same up to the rounding of forwards of other widths.
+        kv_dtype: of the target's cache: None for the model's, or torch.int8.
+        options, plan, head, generation: what `load.load` decided, planned and read (generation is the model's
+            generation_config.json). The engine only keeps them, for reports and command lines.
+    """
+
+    batch_size: int = 1
+    ctx: int | None = None
+    compile: bool = False
+    compile_mode: str = "graph"
+    backend: kernels.KernelBackend | None = None
+    lag: int | None = None
+    eagle_always: bool = True
+    kv_dtype: torch.dtype | None = None
+    options: LoadOptions | None = None
+    plan: MemoryPlan | None = None
+    head: EagleHead | None = None
+    generation: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: LoadOptions, backend: kernels.KernelBackend, head: EagleHead | None = None) -> EngineConfig:
+        """The configuration that resolved options ask for."""
+        return cls(
+            options.batch_size, options.ctx, options.compile, options.compile_mode, backend,
+            eagle_always=options.eagle_always, kv_dtype=torch.int8 if options.kv == "int8" else None,
+            options=options, head=head,
+        )  # fmt: skip
+
+
 class Engine:
     """Decodes one batch at a time with a target, a drafter and static buffers. `load.load` builds it."""
 
@@ -47,56 +92,27 @@ class Engine:
         model: Transformer,
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
-        batch_size: int = 1,
-        ctx: int | None = None,
-        compile: bool = False,
-        backend: kernels.KernelBackend | None = None,
-        lag: int | None = None,
-        compile_mode: str = "graph",
-        eagle_always: bool = True,
-        kv_dtype: torch.dtype | None = None,
-        options: Any = None,
-        plan: Any = None,
-        head: Any = None,
-        generation: dict[str, Any] | None = None,
+        config: EngineConfig | None = None,
     ):
-        """Allocate everything that requests need.
-
-        Args:
-            ctx: tokens of prompt and output that fit; default: all positions of the model.
-            compile, compile_mode: one of runtime.compiled.COMPILE_MODES.
-            lag: steps that may run ahead of the host; default: 2 on a GPU, 0 on a CPU. Observers see every step, so
-                with one attached nothing runs ahead.
-            eagle_always: False: measure at the first request whether speculation pays, and decode plainly while it does
-                not. The tokens are the same up to the rounding of forwards of other widths.
-            kv_dtype: of the target's cache: None for the model's, or torch.int8.
-            options, plan, head, generation: what `load.load` decided, planned and read (generation is the model's
-                generation_config.json). The engine only keeps them, for reports and command lines.
-
-        Raises:
-            ValueError: in one line, for values out of range.
-        """
+        """Allocate everything that requests need. Raises ValueError in one line for values that are out of range."""
         self.model = model
         self.tokenizer = tokenizer
-        self.batch_size = batch_size
         self.drafter = drafter or PlainDrafter(model)
-        self.ctx = ctx or model.config.max_positions
-        self.backend = backend or kernels.KernelBackend("auto", model.device.type)
-        self.compiled = compile
-        self.compile_mode = compile_mode
-        self.kv_dtype = kv_dtype
-        self.options = options
-        self.plan = plan
-        self.head = head
-        self.generation = generation or {}
+        self.config = config = config or EngineConfig()
         on_gpu = model.device.type == "cuda"
-        self.lag = (LAG if on_gpu else 0) if lag is None else lag
-        self._check_arguments()
-        self.always_on = self._why_always_on(eagle_always)
+        self.batch_size = config.batch_size
+        self.ctx = config.ctx or model.config.max_positions
+        self.backend = config.backend or kernels.KernelBackend("auto", model.device.type)
+        self.lag = (LAG if on_gpu else 0) if config.lag is None else config.lag
+        self.options, self.plan, self.head, self.generation = (
+            config.options, config.plan, config.head, config.generation,
+        )  # fmt: skip
+        self._check_config()
+        self.always_on = self._why_always_on()
         stand_in = PlainDrafter(model, features_of=self.drafter)
         self.fallback: Drafter | None = None if self.always_on else stand_in
         self.state = self._allocate()
-        mode = COMPILE_MODES[compile_mode] if compile else CompileMode("", None, False)
+        mode = COMPILE_MODES[config.compile_mode] if config.compile else CompileMode("", None, False)
         self.runner = Runner(self.state.ring, self.state.step, torch.cuda if on_gpu else None, mode.captured and on_gpu)
         self._compile(mode, on_gpu)
         self.constrained = ConstrainedSteps(model, self.state, self.runner, self.parts)
@@ -106,30 +122,29 @@ class Engine:
         self.warm: set[tuple] = set()  # kinds of step that have run compiled
         self.compile_seconds = 0.0  # time spent on their first runs
         self.observers: list[Observer] = []
-        # What the caches hold: for each row the ids whose target rows are valid, and the number of valid draft rows.
-        self._cached: list[list[int]] = [[] for _ in range(batch_size)]
-        self._drafted = [0] * batch_size
+        self._forget_caches()
         self.prompt_cache = PromptCache()  # keeps texts that the caches no longer hold; this one keeps none
         self.turns = Turns()  # requests run one after another
 
-    def _check_arguments(self) -> None:
+    def _check_config(self) -> None:
         longest = self.model.config.max_positions
         if not 2 <= self.ctx <= longest:
             raise ValueError(f"ctx is {self.ctx}; allowed: 2 to {longest} (the model's max_position_embeddings).")
-        if self.compile_mode not in COMPILE_MODES:
-            raise ValueError(f"compile_mode is {self.compile_mode!r:.40}; allowed: {', '.join(COMPILE_MODES)}.")
+        mode = self.config.compile_mode
+        if mode not in COMPILE_MODES:
+            raise ValueError(f"compile_mode is {mode!r:.40}; allowed: {', '.join(COMPILE_MODES)}.")
         if not 0 <= self.lag < RING:
             raise ValueError(f"lag is {self.lag}; allowed: 0 to {RING - 1} steps ahead of the host.")
 
-    def _why_always_on(self, eagle_always: bool) -> str:
+    def _why_always_on(self) -> str:
         """Why speculation is never given up; "" if plain steps replace it while it does not pay."""
         if self.drafter.multi_round:
             return "with multi-round verification the tokens depend on the drafter"
-        return ASKED_FOR if eagle_always or self.drafter.D == 0 else self.drafter.always_on
+        return ASKED_FOR if self.config.eagle_always or self.drafter.D == 0 else self.drafter.always_on
 
     def _allocate(self) -> DecodeState:
         history = self.fallback is not None
-        return DecodeState(self.model, self.drafter, self.batch_size, self.ctx, history, self.kv_dtype)
+        return DecodeState(self.model, self.drafter, self.batch_size, self.ctx, history, self.config.kv_dtype)
 
     def _compile(self, mode: CompileMode, on_gpu: bool) -> None:
         """Set up the functions that steps and prefill run. Nothing is compiled before their first call."""
@@ -166,7 +181,7 @@ class Engine:
         Steps no longer run ahead of the host. Raises ValueError for an observer of phases if the step is compiled in one
         piece, or is captured already, because a graph holds only the marks of its capture.
         """
-        if self.compiled and COMPILE_MODES[self.compile_mode].scope == "whole" and observer.marks:
+        if self.config.compile and COMPILE_MODES[self.config.compile_mode].scope == "whole" and observer.marks:
             raise ValueError("a step compiled in one piece has no phases to time; use --compile-mode regions.")
         if self.runner.graphs and observer.marks:
             raise ValueError("the step is captured without marks; add an observer of phases before the first request.")
@@ -186,12 +201,11 @@ class Engine:
 
     def twin(self, width: int) -> Engine:
         """An engine on the same model that decodes plainly, in forwards of `width` rows, with buffers of its own."""
-        named = ("ctx", "backend", "compile_mode", "kv_dtype", "options")
-        how = {name: vars(self)[name] for name in named} | {"compile": self.compiled}
-        return self._new(self.model, self.tokenizer, PlainDrafter(self.model, width), self.batch_size, **how)
+        return self.sibling(PlainDrafter(self.model, width), replace(self.config, head=None))
 
-    def _new(self, *arguments: Any, **named: Any) -> Engine:
-        return Engine(*arguments, **named)
+    def sibling(self, drafter: Drafter | None, config: EngineConfig) -> Engine:
+        """Another engine on the same model, in the same processes."""
+        return Engine(self.model, self.tokenizer, drafter, config)
 
     @torch.inference_mode()
     def warm_up(self, params: SamplingParams | None = None) -> float:
@@ -311,7 +325,8 @@ class Engine:
             self._cached[b], self._drafted[b] = request.cached(b)
 
     def _forget_caches(self) -> None:
-        self._cached = [[] for _ in range(self.batch_size)]
+        # for each row the ids whose target rows are valid, and the number of valid draft rows
+        self._cached: list[list[int]] = [[] for _ in range(self.batch_size)]
         self._drafted = [0] * self.batch_size
 
     def _write_settings(self, params: Sequence[SamplingParams]) -> None:
@@ -336,7 +351,7 @@ class Engine:
             started = time.perf_counter()
             key = self._step_call(drafter, mode)[0]
             self._capture(drafter, mode)
-            if self.compiled and key not in self.warm:  # the first run compiles, which is no time of decoding
+            if self.config.compile and key not in self.warm:  # the first run compiles, which is no time of decoding
                 self.runner.begin()
                 self._launch(drafter, mode)
                 self._read()

@@ -14,21 +14,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 
 import kernels
-from drafters.base import Drafter
 from drafters.draft_model import check_vocabulary
 from drafting import build_drafter, build_head, draft_vocabulary, round_head_
-from eagle_draft import EagleHead
-from engine import Engine
+from engine import Engine, EngineConfig
 from kernels import tuned
 from memory_plan import MemoryPlan, check_memory, model_bytes, plan_memory, shared_bytes
-from model import Transformer
 from model_config import DTYPES
 from options import DEMO, LoadKeywords, LoadOptions, check_names
 from ranks import (
@@ -49,7 +45,7 @@ from support import cache
 from support.errors import NotEnoughMemory, bad_files, one_line
 from support.machine import default_device, default_threads, describe_device, free_memory, release_threads, size_text
 from support.memory import freed_memory_returns
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import load_tokenizer
 from tree_choice import resolve
 from weights.checkpoint import Checkpoint
 from weights.checksums import check_sha256
@@ -161,8 +157,10 @@ def _load(
         limit = trained.max_position_embeddings
         say(f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens.")
     release_threads()  # requests may run in another thread
-    generation = files.checkpoint.generation
-    return build_engine(model, files.tokenizer, drafter, options, backend, plan, head, generation, ranks)
+    config = replace(EngineConfig.of(options, backend, head), plan=plan, generation=files.checkpoint.generation)
+    if ranks:
+        return RankedEngine(model, files.tokenizer, drafter, config, ranks)
+    return Engine(model, files.tokenizer, drafter, config)
 
 
 def use_threads(options: LoadOptions, ranks: int = 1) -> None:
@@ -242,37 +240,3 @@ def open_backend(options: LoadOptions, report: Callable[[str], None]) -> kernels
     if options.overlap and not overlap:
         report("note    --overlap needs a GPU of compute capability 9.0 or later; it changes nothing here")
     return kernels.KernelBackend(options.kernels, options.device, configs=tilings, overlap=overlap)
-
-
-def build_engine(
-    model: Transformer,
-    tokenizer: Tokenizer | None,
-    drafter: Drafter | None,
-    options: LoadOptions,
-    backend: kernels.KernelBackend,
-    plan: MemoryPlan | None = None,
-    head: EagleHead | None = None,
-    generation: dict[str, Any] | None = None,
-    ranks: Ranks | None = None,
-) -> Engine:
-    """An Engine that runs as the options say. plan, head and generation stay with it for reports and command lines.
-
-    ranks: the processes that share the model, if there are several.
-    """
-    kind = partial(RankedEngine, ranks=ranks) if ranks else Engine
-    return kind(
-        model,
-        tokenizer,
-        drafter,
-        options.batch_size,
-        ctx=options.ctx,
-        compile=options.compile,
-        backend=backend,
-        compile_mode=options.compile_mode,
-        eagle_always=options.eagle_always,
-        kv_dtype=torch.int8 if options.kv == "int8" else None,
-        options=options,
-        plan=plan,
-        head=head,
-        generation=generation,
-    )

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from engine import Engine
+from drafters.base import Drafter
+from engine import Engine, EngineConfig
 from memory_plan import shared_bytes
 from model import Transformer
 from model_config import DTYPES
@@ -38,6 +40,7 @@ from runtime.results import Chunk, GenerationResult, Stream
 from runtime.turns import Left, Turn
 from sampling import SamplingParams
 from support.errors import INTERNAL, UsageError, UserError, one_line
+from tokenizer import Tokenizer
 from weights.checkpoint import Checkpoint
 from weights.exchanges import ExchangeFailed, exchanging
 from weights.shards import exchanged, share_
@@ -276,8 +279,15 @@ class RankedEngine(Engine):
     step runs ahead of the host, because an observer in one rank would hold it back there alone.
     """
 
-    def __init__(self, *arguments: Any, ranks: Ranks, **named: Any):
-        super().__init__(*arguments, **named | {"eagle_always": True, "lag": 0})
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        drafter: Drafter | None,
+        config: EngineConfig,
+        ranks: Ranks,
+    ):
+        super().__init__(model, tokenizer, drafter, replace(config, eagle_always=True, lag=0))
         self.ranks = ranks
         self.number = ranks.engines  # among those that share the processes, which all make them in the same order
         ranks.engines += 1
@@ -286,8 +296,8 @@ class RankedEngine(Engine):
         if self.ranks.rank == 0:
             self.ranks.tell(self.number, *words)
 
-    def _new(self, *arguments: Any, **named: Any) -> Engine:
-        return RankedEngine(*arguments, ranks=self.ranks, **named)
+    def sibling(self, drafter: Drafter | None, config: EngineConfig) -> Engine:
+        return RankedEngine(self.model, self.tokenizer, drafter, config, self.ranks)
 
     def together(self, deed: Callable[..., Any], *arguments: Any) -> Any:
         """deed(self, *arguments) in all ranks, each with its own engine. Returns what it returns here."""

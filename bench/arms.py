@@ -17,8 +17,7 @@ from typing import Any, Protocol
 from bench.random_models import random_head
 from drafters.draft_model import check_vocabulary
 from drafting import build_drafter, build_head, draft_vocabulary, round_head_
-from engine import Engine
-from load import build_engine as build_loaded
+from engine import Engine, EngineConfig
 from model_config import ModelConfig
 from options import LoadOptions, read_option
 from ranks import RankedEngine, everywhere
@@ -218,8 +217,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         if head is not None:
             pack_(head, model.dtype)
         drafter = build_drafter(model, head, opts) if kind else None
-    ranks = base.ranks if isinstance(base, RankedEngine) else None
-    return build_loaded(model, base.tokenizer, drafter, opts, base.backend, head=head, ranks=ranks)
+    return base.sibling(drafter, EngineConfig.of(opts, base.backend, head))
 
 
 def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:

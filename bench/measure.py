@@ -230,12 +230,12 @@ def draft_share(engine: Engine, rounds: int = 9) -> tuple[float, float | None]:
     mode = SamplingParams().mode
     inputs = draft_input(engine.state, mode, parts=engine.parts)
     calls: dict[str, Callable[[], Any]] = {"draft": lambda: drafter.draft(inputs)}
-    if not engine.compiled:
+    if not engine.config.compile:
         calls["step"] = lambda: engine.step(mode)
     with engine.backend.active():
         times = timed_in_turn(calls, rounds, engine.model.device)
     alone = statistics.median(times["draft"])
-    if engine.compiled:
+    if engine.config.compile:
         return alone, None
     pairs = zip(times["draft"], times["step"], strict=True)
     return alone, min(1.0, statistics.median(draft / step for draft, step in pairs))
@@ -258,7 +258,7 @@ def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
             fact |= {
                 "nodes": engine.drafter.N,
                 "depth": engine.drafter.D,
-                "compiled": engine.compiled,
+                "compiled": engine.config.compile,
                 "draft_seconds": alone,
                 "draft_share": share,
                 "memory_bytes": memory_of(engine),

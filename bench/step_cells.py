@@ -17,8 +17,8 @@ from bench.random_models import SHAPES, random_head, random_model
 from bench.timing import on_gpu
 from drafting import build_drafter
 from eagle_draft import EagleHead
-from engine import Engine
-from load import build_engine, open_backend
+from engine import Engine, EngineConfig
+from load import open_backend
 from model import Transformer
 from options import LoadOptions
 from sampling import SamplingParams
@@ -170,7 +170,7 @@ class Builder:
 
             def build() -> Engine:
                 drafter = build_drafter(model, head, options) if head else None
-                return build_engine(model, None, drafter, options, backend, head=head)
+                return Engine(model, None, drafter, EngineConfig.of(options, backend, head))
 
             return self._keep("engine", (replace(cell, context=0, sampling=""), mode), build)
 

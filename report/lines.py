@@ -141,7 +141,7 @@ class Report:
         whose = " of the process, torch included" if device.type == "cpu" else ""
         lines.append(f"memory   peak {size_text(peak)}{whose} (plan {size_text(engine.plan.total)})")
         lines.append(f"kernels  {engine.backend.report()}")
-        if engine.compiled:
+        if engine.config.compile:
             reused, fresh = compiled_graphs()
             why = " (a shape, option or source that this folder had not seen)" if fresh else ""
             took = f"in {engine.compile_seconds:.1f} s, before decoding"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from drafting import build_drafter, build_head, draft_vocabulary
-from engine import Engine
+from engine import Engine, EngineConfig
 from model import Transformer
 from options import LoadOptions
 from ranks import join
@@ -35,7 +35,7 @@ def decode(model: Transformer, checkpoint: Checkpoint, options: LoadOptions, par
         ids = draft_vocabulary(options, checkpoint.config, None)
         head = build_head(read_eagle(options.eagle, checkpoint.config, {}), model, ids)
     drafter = build_drafter(model, head, options) if options.drafter_kind else None
-    engine = Engine(model, None, drafter, options.batch_size, options.ctx)
+    engine = Engine(model, None, drafter, EngineConfig(batch_size=options.batch_size, ctx=options.ctx))
     results = engine.generate_batch(PROMPTS[: options.batch_size], params).run()
     return [result.token_ids for result in results], results[0].tau
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import kernels
 from drafters.base import Drafter
-from drafters.draft_model import DraftModelDrafter
+from drafters.draft_model import DraftModelDrafter, check_vocabulary
 from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, load_medusa
 from drafters.ngram import NGramDrafter, WithNGrams
@@ -19,12 +20,36 @@ from model_config import ModelConfig
 from options import LoadOptions
 from support.errors import bad_files
 from support.memory import shapes_only
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, load_tokenizer
 from tree import check_width
 from tree_choice import BY_PRICE, PRUNE, build_trees, tree_shape
-from weights.heads import EagleFile
+from weights.checkpoint import Checkpoint
+from weights.heads import EagleFile, read_eagle
 from weights.quantized import QuantSpec, adopt_, pack_, replace_module
 from weights.rounding import quantize_
+
+
+class DraftFiles(NamedTuple):
+    """The files that the options name for drafting, as far as they are read before memory is planned."""
+
+    head: EagleFile | None = None
+    model: Checkpoint | None = None  # a draft LLM's
+
+
+def read_drafter(options: LoadOptions, config: ModelConfig, tokenizer: Tokenizer | None) -> DraftFiles:
+    """Open what the options name for drafting. config, tokenizer: the target's.
+
+    Raises ValueError for a head that does not fit the target, and for a draft LLM with another vocabulary.
+    """
+    head = draft = None
+    if options.eagle:
+        overrides = dict(item.split("=", 1) for item in options.eagle_config)
+        head = read_eagle(options.eagle, config, overrides)
+    if options.draft_checkpoint:
+        draft = options.open_draft()
+        theirs = load_tokenizer(draft.tokenizer_source, draft.config.vocab_size)
+        check_vocabulary(config, draft.config, (tokenizer, theirs))
+    return DraftFiles(head, draft)
 
 
 def draft_vocabulary(options: LoadOptions, config: ModelConfig, tokenizer: Tokenizer | None) -> Tensor | None:
@@ -69,11 +94,15 @@ def _vocabulary_order(tokenizer: Tokenizer, K: int, V: int) -> Tensor:
     return torch.tensor(list(dict.fromkeys(order)))
 
 
-def build_head(file: EagleFile, model: Transformer, ids: Tensor | None = None) -> EagleHead:
+def build_head(
+    file: EagleFile, model: Transformer, options: LoadOptions | None = None, tokenizer: Tokenizer | None = None
+) -> EagleHead:
     """An EagleHead on the model's device and in its dtype, its tensors loaded strictly.
 
-    ids: sorted target ids of a trimmed draft vocabulary (EAGLE-1/2).
+    options, tokenizer: of a head whose draft vocabulary may be trimmed (`draft_vocabulary`). Raises ValueError where that
+    is asked of an EAGLE-3 head, and where tensors are missing or too many.
     """
+    ids = draft_vocabulary(options, model.config, tokenizer) if options else None
     if ids is not None and file.config.version != 1:
         raise ValueError("--draft-vocab trims EAGLE-1/2 heads; an EAGLE-3 head brings its own draft vocabulary.")
     ids = file.tensors.get("draft_ids") if ids is None else ids
@@ -114,12 +143,26 @@ def round_head_(head: EagleHead, backend: kernels.KernelBackend, model: Transfor
             replace_module(head, name, holder["linear"])
 
 
-def build_drafter(model: Transformer, head: EagleHead | None, options: LoadOptions) -> Drafter:
-    """The drafter that the options ask for. Call it with the kernel backend active.
+def build_drafter(
+    model: Transformer, options: LoadOptions, backend: kernels.KernelBackend,
+    head: EagleHead | None = None, draft: Checkpoint | None = None,
+) -> Drafter | None:  # fmt: skip
+    """The drafter that the options ask for, or None. Its weights are packed for the backend.
 
-    head is for an EAGLE drafter; a draft LLM and Medusa heads are read here. A batch may have one static tree per
-    sequence. The tree of an n-gram drafter is as large and deep as --tree says.
+    head is for an EAGLE drafter, draft is a draft LLM's checkpoint; Medusa heads are read here. A batch may have one
+    static tree per sequence. The tree of an n-gram drafter is as large and deep as --tree says.
     """
+    if not options.drafter_kind:
+        return None
+    if head is not None:
+        round_head_(head, backend, model)
+    with backend.active():
+        if head is not None:
+            pack_(head, model.dtype)
+        return _new_drafter(model, options, head, draft)
+
+
+def _new_drafter(model: Transformer, options: LoadOptions, head: EagleHead | None, draft: Checkpoint | None) -> Drafter:
     B = options.batch_size
     kind = options.drafter_kind
     tree = build_trees(options, model.device)
@@ -136,7 +179,7 @@ def build_drafter(model: Transformer, head: EagleHead | None, options: LoadOptio
         drafter = MedusaDrafter(heads, tree, options.draft_noise)
     elif kind == "draft":
         with bad_files():
-            small = options.open_draft().load(model.device, model.dtype, None, options.ctx)
+            small = draft.load(model.device, model.dtype, None, options.ctx)
         pack_(small, small.dtype)
         check_width(tree, small.config.vocab_size)
         drafter = DraftModelDrafter(model, small, *how)

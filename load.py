@@ -20,11 +20,10 @@ from typing import Unpack
 import torch
 
 import kernels
-from drafters.draft_model import check_vocabulary
-from drafting import build_drafter, build_head, draft_vocabulary, round_head_
+from drafting import DraftFiles, build_drafter, build_head, read_drafter
 from engine import Engine, EngineConfig
 from kernels import tuned
-from memory_plan import MemoryPlan, check_memory, model_bytes, plan_memory, shared_bytes
+from memory_plan import MemoryPlan, check_memory, plan_files
 from model_config import DTYPES
 from options import DEMO, LoadKeywords, LoadOptions, check_names
 from ranks import (
@@ -40,7 +39,6 @@ from ranks import (
     meet,
     same_model,
 )  # fmt: skip
-from runtime.links import SharedMemory
 from support import cache
 from support.errors import NotEnoughMemory, bad_files, one_line
 from support.machine import default_device, default_threads, describe_device, free_memory, release_threads, size_text
@@ -50,7 +48,6 @@ from tree_choice import resolve
 from weights.checkpoint import Checkpoint
 from weights.checksums import check_sha256
 from weights.files import Progress
-from weights.heads import read_eagle
 from weights.hub import local_path
 from weights.quantized import pack_
 from weights.shards import Shard
@@ -128,39 +125,37 @@ def _load(
     with bad_files(), freed_memory_returns():
         if asked.sha256 and not (ranks and ranks.rank):  # one rank is enough, and it reads the whole file
             check_sha256(local_path(asked.checkpoint), asked.sha256)
-        files = _Files(asked, Shard(ranks.rank, ranks.size) if ranks else None)
-    options = resolve(asked, files.checkpoint, files.head)
-    device = torch.device(options.device)
+        checkpoint = asked.open_checkpoint()
+        if ranks:
+            checkpoint = checkpoint.sharded(Shard(ranks.rank, ranks.size))
+        tokenizer = load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
+        files = read_drafter(asked, checkpoint.config, tokenizer)
+    options = resolve(asked, checkpoint, files.head)
     backend = open_backend(options, say)
-    plan = check_plan(files, options, ranks, say)
-    for note in (*files.checkpoint.notes, *(files.head.notes if files.head else ())):
+    checkpoint, plan = check_plan(checkpoint, files, options, ranks, say)
+    for note in (*checkpoint.notes, *(files.head.notes if files.head else ())):
         say(f"note    {note}")
     with bad_files(), _memory_errors(plan), freed_memory_returns():
-        model = files.checkpoint.load(device, DTYPES[options.dtype], progress, options.ctx)
+        model = checkpoint.load(torch.device(options.device), DTYPES[options.dtype], progress, options.ctx)
         if ranks:
-            ranks.exchanges = link_ranks_(model, files.checkpoint, options, ranks, SharedMemory())
-        head = None
-        if files.head:
-            ids = draft_vocabulary(options, files.checkpoint.config, files.tokenizer)
-            head = build_head(files.head, model, ids)
-    if head is not None:
-        round_head_(head, backend, model)
-    with backend.active(), freed_memory_returns():  # linears are packed for one backend, and before anything is traced
-        for module in (model, head) if head else (model,):
-            pack_(module, model.dtype)
-        drafter = build_drafter(model, head, options) if options.drafter_kind else None
+            ranks.exchanges = link_ranks_(model, checkpoint, options, ranks)
+        head = build_head(files.head, model, options, tokenizer) if files.head else None
+    with freed_memory_returns():
+        with backend.active():  # linears are packed for one backend, and before anything is traced
+            pack_(model, model.dtype)
+        drafter = build_drafter(model, options, backend, head, files.model)
     if options.compile:
-        folder, found = cache.use(describe_device(device))
-        say(f"compile {folder} ({found}); one block is compiled per width, prompts and settings compile nothing")
-    trained = head.config.layer if head else files.draft.config if files.draft else None
+        folder, state = cache.use(describe_device(model.device))
+        say(f"compile {folder} ({state}); one block is compiled per width, prompts and settings compile nothing")
+    trained = head.config.layer if head else files.model.config if files.model else None
     if trained is not None and trained.max_position_embeddings < options.ctx:
         limit = trained.max_position_embeddings
         say(f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens.")
     release_threads()  # requests may run in another thread
-    config = replace(EngineConfig.of(options, backend, head), plan=plan, generation=files.checkpoint.generation)
+    config = replace(EngineConfig.of(options, backend, head), plan=plan, generation=checkpoint.generation)
     if ranks:
-        return RankedEngine(model, files.tokenizer, drafter, config, ranks)
-    return Engine(model, files.tokenizer, drafter, config)
+        return RankedEngine(model, tokenizer, drafter, config, ranks)
+    return Engine(model, tokenizer, drafter, config)
 
 
 def use_threads(options: LoadOptions, ranks: int = 1) -> None:
@@ -172,50 +167,23 @@ def use_threads(options: LoadOptions, ranks: int = 1) -> None:
         torch.set_num_threads(options.threads or max(1, default_threads() // ranks))
 
 
-class _Files:
-    """The files that the options name, as far as they are read before memory is planned."""
-
-    def __init__(self, options: LoadOptions, shard: Shard | None = None):
-        self.checkpoint = options.open_checkpoint()
-        if shard:
-            self.checkpoint = self.checkpoint.sharded(shard)
-        config = self.checkpoint.config
-        self.tokenizer = load_tokenizer(self.checkpoint.tokenizer_source, config.vocab_size)
-        overrides = dict(item.split("=", 1) for item in options.eagle_config)
-        self.head = read_eagle(options.eagle, config, overrides) if options.eagle else None
-        self.draft: Checkpoint | None = None
-        if options.draft_checkpoint:
-            self.draft = options.open_draft()
-            theirs = load_tokenizer(self.draft.tokenizer_source, self.draft.config.vocab_size)
-            check_vocabulary(config, self.draft.config, (self.tokenizer, theirs))
-
-    def plan(self, options: LoadOptions) -> MemoryPlan:
-        weights = model_bytes(self.checkpoint, options)
-        if self.draft is None:
-            quantized = bool(self.checkpoint.quantization)
-            plan = plan_memory(self.checkpoint.config, options, self.head, weights, quantized=quantized)
-        else:
-            draft_weights = model_bytes(self.draft, options)
-            plan = plan_memory(self.checkpoint.config, options, self.head, weights, self.draft.config, draft_weights)
-        shared = shared_bytes(self.checkpoint, options) if self.checkpoint.shard and options.device == "cuda" else 0
-        return replace(plan, buffers=plan.buffers + shared)
-
-
-def check_plan(files: _Files, options: LoadOptions, ranks: Ranks | None, say: Callable[[str], None]) -> MemoryPlan:
-    """The memory plan. Where some rank could not hold its part, the embedding is split, too.
+def check_plan(
+    checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions, ranks: Ranks | None, say: Callable[[str], None]
+) -> tuple[Checkpoint, MemoryPlan]:
+    """The memory plan, and the checkpoint. Where some rank could not hold its part, the embedding is split, too.
 
     Raises NotEnoughMemory where it still does not fit. All ranks call it, and all split the embedding or none.
     """
     device = torch.device(options.device)
-    plan, free = files.plan(options), free_memory(device)
+    plan, free = plan_files(checkpoint, files, options), free_memory(device)
     if ranks:
         free = free if device.type == "cuda" else free // ranks.size  # processes on one CPU share its memory
         if any(heard(ranks, "", plan.total > free)):
-            files.checkpoint = files.checkpoint.sharded(files.checkpoint.shard._replace(embedding=True))
-            plan = files.plan(options)
+            checkpoint = checkpoint.sharded(checkpoint.shard._replace(embedding=True))
+            plan = plan_files(checkpoint, files, options)
             say("note    the embedding is split to save memory: one more exchange per forward and level of drafting.")
     check_memory(plan, free, options)
-    return plan
+    return checkpoint, plan
 
 
 @contextlib.contextmanager

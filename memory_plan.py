@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 import kernels
+from drafting import DraftFiles
 from model import Transformer
 from model_config import DTYPES, ModelConfig
 from options import LoadOptions
@@ -122,6 +123,16 @@ def plan_memory(
     widest = max(config.hidden_size, config.intermediate_size, config.vocab_size)
     graphs = LIVE_ROWS * 4 * B * N * widest if captured else 0
     return MemoryPlan(weights or float_bytes(config, options), drafter, kv, buffers, graphs)
+
+
+def plan_files(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions) -> MemoryPlan:
+    """The plan for files that were opened. What the ranks of an engine share is among its buffers."""
+    draft = files.model.config if files.model else None
+    draft_weights = model_bytes(files.model, options) if files.model else 0
+    weights, quantized = model_bytes(checkpoint, options), bool(checkpoint.quantization)
+    plan = plan_memory(checkpoint.config, options, files.head, weights, draft, draft_weights, quantized)
+    shared = shared_bytes(checkpoint, options) if checkpoint.shard and options.device == "cuda" else 0
+    return replace(plan, buffers=plan.buffers + shared)
 
 
 def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bench.random_models import random_head
-from drafters.draft_model import check_vocabulary
-from drafting import build_drafter, build_head, draft_vocabulary, round_head_
+from drafting import DraftFiles, build_drafter, build_head, read_drafter
 from engine import Engine, EngineConfig
 from model_config import ModelConfig
 from options import LoadOptions, read_option
@@ -25,14 +24,12 @@ from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import UsageError
 from support.machine import synchronize
-from tokenizer import load_tokenizer
 from tree_choice import resolve, with_tree
-from weights.checkpoint import Checkpoint, load_config
+from weights.checkpoint import load_config
 from weights.files import read_entries
 from weights.heads import read_eagle
 from weights.hub import local_path
 from weights.medusa import MEDUSA_FILES
-from weights.quantized import pack_
 
 SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE = "same tokens", "same distribution", "other engine"
 LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)  # from the strongest promise to none
@@ -197,26 +194,16 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         base.options, **{"ctx": ctx, "eagle_always": True, "tree": None, "prune": None, "ngram_nodes": None, **options}
     )
     model = base.model
-    kind = opts.drafter_kind
-    file = head = None
-    if kind == "eagle" and opts.eagle.startswith("random:"):
+    if opts.drafter_kind == "eagle" and opts.eagle.startswith("random:"):
+        files = DraftFiles()
         head = random_head(model, int(opts.eagle.removeprefix("random:")), model.quant)
-    elif kind == "eagle":
-        file = read_eagle(opts.eagle, model.config, dict(item.split("=", 1) for item in opts.eagle_config))
-        head = build_head(file, model, draft_vocabulary(opts, model.config, base.tokenizer))
+    else:
+        files = read_drafter(opts, model.config, base.tokenizer)
+        head = build_head(files.head, model, opts, base.tokenizer) if files.head else None
     if opts.tree == "auto":
-        opts = resolve(opts, opts.open_checkpoint(), file)
+        opts = resolve(opts, opts.open_checkpoint(), files.head)
     opts = with_tree(opts, model.quant, head.config if head else None)
-    if kind == "draft":
-        small = Checkpoint.open(opts.draft_checkpoint)
-        theirs = load_tokenizer(small.tokenizer_source, small.config.vocab_size)
-        check_vocabulary(model.config, small.config, (base.tokenizer, theirs))
-    if head is not None:
-        round_head_(head, base.backend, model)
-    with base.backend.active():  # weights are packed for one backend, and before anything is traced
-        if head is not None:
-            pack_(head, model.dtype)
-        drafter = build_drafter(model, head, opts) if kind else None
+    drafter = build_drafter(model, opts, base.backend, head, files.model)
     return base.sibling(drafter, EngineConfig.of(opts, base.backend, head))
 
 

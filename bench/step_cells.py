@@ -169,7 +169,7 @@ class Builder:
             )  # fmt: skip
 
             def build() -> Engine:
-                drafter = build_drafter(model, head, options) if head else None
+                drafter = build_drafter(model, options, backend, head)
                 return Engine(model, None, drafter, EngineConfig.of(options, backend, head))
 
             return self._keep("engine", (replace(cell, context=0, sampling=""), mode), build)

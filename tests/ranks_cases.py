@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
-from drafting import build_drafter, build_head, draft_vocabulary
+from drafting import build_drafter, build_head, read_drafter
 from engine import Engine, EngineConfig
+from kernels import KernelBackend
 from model import Transformer
 from options import LoadOptions
 from ranks import join
 from sampling_params import SamplingParams
 from tree_choice import resolve
 from weights.checkpoint import Checkpoint
-from weights.heads import read_eagle
 from weights.quantized import QuantSpec
 from weights.shards import Shard
 
@@ -30,11 +30,10 @@ PROMPTS = [[1, 5, 9, 22, 7, 3] * 3, [8, 2, 61], [30, 31, 30, 31, 30]]
 
 def decode(model: Transformer, checkpoint: Checkpoint, options: LoadOptions, params: SamplingParams) -> tuple:
     """The texts of one request, and its tau."""
-    head = None
-    if options.eagle:
-        ids = draft_vocabulary(options, checkpoint.config, None)
-        head = build_head(read_eagle(options.eagle, checkpoint.config, {}), model, ids)
-    drafter = build_drafter(model, head, options) if options.drafter_kind else None
+    files, head = read_drafter(options, checkpoint.config, None), None
+    if files.head:
+        head = build_head(files.head, model, options)
+    drafter = build_drafter(model, options, KernelBackend("reference", "cpu"), head, files.model)
     engine = Engine(model, None, drafter, EngineConfig(batch_size=options.batch_size, ctx=options.ctx))
     results = engine.generate_batch(PROMPTS[: options.batch_size], params).run()
     return [result.token_ids for result in results], results[0].tau

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernels
 import load
 from drafters.base import PlainDrafter
+from drafting import DraftFiles
 from model import Transformer
 from model_config import ModelConfig
 from options import DEMO, LoadOptions
@@ -324,17 +325,17 @@ def test_the_embedding_is_split_only_where_a_rank_could_not_hold_it_whole(folder
 
     def planned(free: int, other: bool):
         monkeypatch.setattr(load, "free_memory", lambda device: 2 * free)  # of a CPU that two processes share
-        files, said = load._Files(asked, Shard(0, 2)), []
-        options = resolve(asked, files.checkpoint)
-        plan = load.check_plan(files, options, Others(("", other)), said.append)
+        checkpoint, said = asked.open_checkpoint().sharded(Shard(0, 2)), []
+        options = resolve(asked, checkpoint)
+        checkpoint, plan = load.check_plan(checkpoint, DraftFiles(), options, Others(("", other)), said.append)
         with kernels.KernelBackend(mode, "cpu").active():
-            part = files.checkpoint.load("cpu", dtype)
+            part = checkpoint.load("cpu", dtype)
             ids = torch.tensor([0, 3, 40])
             rows = part.embed_tokens(ids)
             pack_(part, dtype)
             assert torch.equal(part.embed_tokens(ids), rows)
         assert plan.weights == held(part) - held(part.rotary)
-        return plan.total, files.checkpoint.shard.embedding, said
+        return plan.total, checkpoint.shard.embedding, said
 
     monkeypatch.setattr(exchanges, "rank_sum", lambda x, ranks, shared: x)
     plenty, whole, said = planned(1 << 30, False)
@@ -346,7 +347,7 @@ def test_the_embedding_is_split_only_where_a_rank_could_not_hold_it_whole(folder
         planned(plenty - saved - 1, False)
     with pytest.raises(OtherRank, match="rank 1: no such file"):
         load.check_plan(
-            load._Files(asked, Shard(0, 2)), resolve(asked, Checkpoint.open(folder / name)),
+            asked.open_checkpoint().sharded(Shard(0, 2)), DraftFiles(), resolve(asked, Checkpoint.open(folder / name)),
             Others(("no such file", None)), print,
         )  # fmt: skip
 

@@ -28,12 +28,11 @@ from runtime.compiled import COMPILE_MODES, CompileMode, compile_parts
 from runtime.constrained import ConstrainedSteps
 from runtime.fused import fused_parts
 from runtime.grammar import Constraint, Grammars
-from runtime.prefill import Prefill, not_finite
+from runtime.lease import Lease, LeaseQueue, Left
+from runtime.prefill import Prefill, Prompt, not_finite, prompts_ids
 from runtime.prompt_cache import PromptCache, common_length
-from runtime.prompts import Prompt, prompts_ids
 from runtime.results import Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
 from runtime.runner import Pacer, Runner
-from runtime.turns import Left, Turn, Turns
 from sampling import Logprobs, SamplingMode, SamplingParams
 from sampling_params import per_row
 from step import MAX_STOP_IDS, RING, DecodeState, Observer, StepOutput, decode_step
@@ -124,7 +123,7 @@ class Engine:
         self.observers: list[Observer] = []
         self._forget_caches()
         self.prompt_cache = PromptCache()  # keeps texts that the caches no longer hold; this one keeps none
-        self.turns = Turns()  # requests run one after another
+        self.queue = LeaseQueue()  # requests run one after another
 
     def _check_config(self) -> None:
         longest = self.model.config.max_positions
@@ -211,10 +210,10 @@ class Engine:
     def warm_up(self, params: SamplingParams | None = None) -> float:
         """Compile, capture and time now what requests with these settings need; otherwise their first one does.
 
-        Waits for its turn, as a request does. Returns the seconds that the work took.
+        Waits for the engine, as a request does. Returns the seconds that the work took.
         """
         params = params or SamplingParams()
-        with Turn(self.turns):
+        with Lease(self.queue):
             started = time.perf_counter()
             self._write_settings([params])
             self._first_runs(params.mode)
@@ -246,7 +245,7 @@ class Engine:
 
         A task that is cancelled closes its stream (see AsyncStream).
         """
-        return AsyncStream(self.generate(prompt, params), self.turns.worker())
+        return AsyncStream(self.generate(prompt, params), self.queue.worker())
 
     def generate_batch(
         self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -264,10 +263,10 @@ class Engine:
             GenerationResult(len(prompt), row.temperature, row.seed, chain=chain)
             for prompt, row in zip(prompts, params, strict=True)
         ]
-        turn = Turn(self.turns)
+        lease = Lease(self.queue)
         constraints = [self.grammars.constraint(p.grammar, self.stop_ids(p)) if p.grammar else None for p in params]
         request = _Request(self, prompts, params, results, constraints)
-        return Stream(self._run(request, turn), results, turn)
+        return Stream(self._run(request, lease), results, lease)
 
     def _check_request(self, prompts: list[list[int]], rows: list[SamplingParams]) -> None:
         if not 1 <= len(prompts) <= self.batch_size:
@@ -293,9 +292,9 @@ class Engine:
                 )
 
     @torch.inference_mode()
-    def _run(self, request: _Request, turn: Turn) -> Generator[Chunk]:
+    def _run(self, request: _Request, lease: Lease) -> Generator[Chunk]:
         try:
-            if not turn.wait():
+            if not lease.wait():
                 return
             rows = (self._cached, self._drafted, request.prompts)
             reuse = self.prompt_cache.exchange(self.state, self.drafter, *rows)
@@ -303,21 +302,21 @@ class Engine:
             self._write_settings(request.params)
             self._first_runs(request.mode)
             for b, prompt in enumerate(request.prompts):
-                yield request.prefill(b, prompt, *reuse[b], turn.go_on)
-                turn.check()
+                yield request.prefill(b, prompt, *reuse[b], lease.go_on)
+                lease.check()
             self.runner.begin()
             while not request.finished:
                 for chunk in request.advance():
                     yield chunk
-                    turn.check()
+                    lease.check()
             self._keep_caches(request)
         except Left:
             return
         except GeneratorExit:  # the reader left between two chunks, and what it was given is in the caches
-            turn.end(partial(self._keep_caches, request))
+            lease.end(partial(self._keep_caches, request))
             raise
         finally:
-            turn.end()
+            lease.end()
             mark_interrupted(request.results)
 
     def _keep_caches(self, request: _Request) -> None:
@@ -375,7 +374,7 @@ class Engine:
         return self._time_steps(mode, self.fallback, self.drafter)
 
     def _time_steps(self, mode: SamplingMode, *drafters: Drafter) -> tuple[float, float]:
-        """Seconds of a step with each of two drafters, timed in turn with as many under way as in decoding."""
+        """Seconds of a step with each of two drafters, timed alternately with as many under way as in decoding."""
         self.runner.begin()
         times: list[list[float]] = [[], []]
         for _ in range(4):
@@ -447,7 +446,7 @@ class Engine:
         Returns the difference of their sampling keys z + T g, and the same in units of the last place of the larger logit
         in the model's dtype. It tells a rounding tie from a bug.
         """
-        with Turn(self.turns), self.backend.active():
+        with Lease(self.queue), self.backend.active():
             self._forget_caches()
             self.state.sampling.set(params)
             logits, noise = self.prefill.logits(row, list(text), params.mode)

@@ -35,9 +35,9 @@ from memory_plan import shared_bytes
 from model import Transformer
 from model_config import DTYPES
 from options import LoadOptions
+from runtime.lease import Lease, Left
 from runtime.links import NCCL, ONE_SHOT, Exchanges, SharedMemory, share_memory
 from runtime.results import Chunk, GenerationResult, Stream
-from runtime.turns import Left, Turn
 from sampling import SamplingParams
 from support.errors import INTERNAL, UsageError, UserError, one_line
 from tokenizer import Tokenizer
@@ -259,17 +259,17 @@ def link_ranks_(
     return Exchanges(link.name, len(sizes), round(link.cost(sizes) * 1e3, 2), why)
 
 
-class _AgreedTurn:
-    """A turn whose requests end early in all ranks, or in none."""
+class _AgreedLease:
+    """A lease whose request ends early in all ranks, or in none."""
 
-    def __init__(self, turn: Turn, ranks: Ranks):
-        self.turn = turn
+    def __init__(self, lease: Lease, ranks: Ranks):
+        self.lease = lease
         self.ranks = ranks
-        self.wait, self.check, self.end = turn.wait, turn.check, turn.end
+        self.wait, self.check, self.end = lease.wait, lease.check, lease.end
 
     def go_on(self) -> None:
         """Raise Left if the request of rank 0 shall end."""
-        if self.ranks.agree(self.turn.ending):
+        if self.ranks.agree(self.lease.ending):
             raise Left
 
 
@@ -320,20 +320,20 @@ class RankedEngine(Engine):
     def keep_prompts(self, cache: Any) -> None:
         """Earlier prompts are not kept: only the last one's keys and values can be reused."""
 
-    def _run(self, request: Any, turn: Turn) -> Generator[Chunk]:
-        chunks = super()._run(request, _AgreedTurn(turn, self.ranks))
-        return self._lead(request, turn, chunks) if self.ranks.rank == 0 else chunks
+    def _run(self, request: Any, lease: Lease) -> Generator[Chunk]:
+        chunks = super()._run(request, _AgreedLease(lease, self.ranks))
+        return self._lead(request, lease, chunks) if self.ranks.rank == 0 else chunks
 
-    def _lead(self, request: Any, turn: Turn, chunks: Generator[Chunk]) -> Generator[Chunk]:
+    def _lead(self, request: Any, lease: Lease, chunks: Generator[Chunk]) -> Generator[Chunk]:
         steps, begun = 0, False
         try:
-            if not turn.wait():
+            if not lease.wait():
                 return
             with interrupts_wait():
                 self._tell("begin", request.prompts, request.params)
                 begun = True
             while True:
-                turn.check()
+                lease.check()
                 with interrupts_wait(), self.ranks.lost():
                     self._tell("next")
                     chunk = next(chunks, None)
@@ -345,7 +345,7 @@ class RankedEngine(Engine):
                     return
                 yield chunk
         finally:
-            if begun and turn.held:
+            if begun and lease.held:
                 with contextlib.suppress(RankLost):
                     self._tell("close")
             chunks.close()

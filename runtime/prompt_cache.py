@@ -1,6 +1,6 @@
 """The prompts that an engine has run and may need again: copies of its caches, in memory and then on disk.
 
-The caches of an engine hold one text for each row. Where two conversations take turns, each would throw out the other
+The caches of an engine hold one text for each row. Where two conversations alternate, each would throw out the other
 one. So before a request overwrites a text that is long enough, its rows are copied to the host, and a request that goes
 on from a copied text gets them back. The copies are exact, so the tokens stay the same.
 """
@@ -52,7 +52,7 @@ def cache_rows(state: DecodeState, drafter: Drafter, row: int, length: int, draf
 class PromptCache:
     """Texts that were run, the least recently used ones on disk. `Engine.prompt_cache` holds one.
 
-    All calls of `exchange` come from an engine whose turn it is, so they never run at the same time.
+    All calls of `exchange` come from the request that has the engine, so they never run at the same time.
     """
 
     def __init__(self, memory_mb: int = 0, disk_mb: int = 0, folder: Path | None = None, keep: bool = False):

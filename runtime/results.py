@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from runtime.turns import Turn
+from runtime.lease import Lease
 from sampling import Logprobs, SamplingParams
 
 
@@ -200,10 +200,10 @@ class Stream:
     close it, or write `with engine.generate(prompt) as stream:`, which closes it at the end of the block.
     """
 
-    def __init__(self, chunks: Generator[Chunk], results: list[GenerationResult], turn: Turn):
+    def __init__(self, chunks: Generator[Chunk], results: list[GenerationResult], lease: Lease):
         self._chunks = chunks
         self.results = results
-        self.turn = turn
+        self.lease = lease
         self._stepping = threading.RLock()
 
     @property
@@ -216,7 +216,7 @@ class Stream:
 
     def __next__(self) -> Chunk:
         with self._stepping:
-            if self.turn.ending:
+            if self.lease.ending:
                 self.close()
             return next(self._chunks)
 
@@ -225,7 +225,7 @@ class Stream:
 
         The thread that reads the stream finds its end after the step, or the part of the prompt, that runs now.
         """
-        self.turn.leave()
+        self.lease.leave()
 
     def close(self) -> None:
         """Stop here, and let the next request run. Sequences that had not finished are marked as interrupted.
@@ -233,10 +233,10 @@ class Stream:
         What was decoded so far stays in the caches, so a request that goes on from there starts fast. Any thread may
         call this: a step that runs in another thread ends first. Closing twice does nothing.
         """
-        self.turn.leave()
+        self.lease.leave()
         with self._stepping:
             self._chunks.close()
-            self.turn.end()
+            self.lease.end()
             mark_interrupted(self.results)
 
     def __enter__(self) -> Stream:

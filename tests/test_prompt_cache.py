@@ -1,4 +1,4 @@
-"""runtime/prompt_cache.py: texts that take turns on one engine, in memory and on disk."""
+"""runtime/prompt_cache.py: texts that alternate on one engine, in memory and on disk."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ from engine import LAG, Engine, EngineConfig, _Request
 from report.gauge import Gauge
 from runtime import runner as runner_module
 from runtime.compiled import compile_parts
+from runtime.lease import Lease
 from runtime.prefill import Prefill
 from runtime.runner import WARM_UP, Pacer, Runner, capture_graph
-from runtime.turns import Turn
 from step import HISTORY, RING, Observer, decode_step
 
 ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
@@ -472,7 +472,7 @@ INJECTION_POINTS = [
     (Engine, "_measure"),
     (Prefill, "first_token"),
     (Prefill, "logits"),
-    (Turn, "check"),
+    (Lease, "check"),
     (Engine, "_launch"),
     (Engine, "_read"),
     (Engine, "_observe"),

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ from step import MAX_STOP_IDS, RING, DecodeState, Observer, StepOutput, decode_s
 from tokenizer import Tokenizer
 
 LAG = 2  # steps that run ahead of the host on a GPU
+Result = TypeVar("Result")
 ASKED_FOR = "asked for"  # why speculation stays on: the user wants it
 
 
@@ -206,6 +207,10 @@ class Engine:
         """Another engine on the same model, in the same processes."""
         return Engine(self.model, self.tokenizer, drafter, config)
 
+    def together(self, deed: Callable[..., Result], *arguments: object) -> Result:
+        """deed(self, *arguments), in all processes where the model is split among several. deed: of a module or class."""
+        return deed(self, *arguments)
+
     @torch.inference_mode()
     def warm_up(self, params: SamplingParams | None = None) -> float:
         """Compile, capture and time now what requests with these settings need; otherwise their first one does.
@@ -265,7 +270,7 @@ class Engine:
         ]
         lease = Lease(self.queue)
         constraints = [self.grammars.constraint(p.grammar, self.stop_ids(p)) if p.grammar else None for p in params]
-        request = _Request(self, prompts, params, results, constraints)
+        request = Request(self, prompts, params, results, constraints)
         return Stream(self._run(request, lease), results, lease)
 
     def _check_request(self, prompts: list[list[int]], rows: list[SamplingParams]) -> None:
@@ -292,7 +297,7 @@ class Engine:
                 )
 
     @torch.inference_mode()
-    def _run(self, request: _Request, lease: Lease) -> Generator[Chunk]:
+    def _run(self, request: Request, lease: Lease) -> Generator[Chunk]:
         try:
             if not lease.wait():
                 return
@@ -319,7 +324,7 @@ class Engine:
             lease.end()
             mark_interrupted(request.results)
 
-    def _keep_caches(self, request: _Request) -> None:
+    def _keep_caches(self, request: Request) -> None:
         for b in range(len(request.prompts)):
             self._cached[b], self._drafted[b] = request.cached(b)
 
@@ -429,12 +434,8 @@ class Engine:
     def _read(self) -> list[list[int]]:
         return self.runner.read()
 
-    def _observe(self, output: StepOutput) -> None:
-        for observer in self.observers:
-            observer.step(output)
-
     def _finish(self, row: int) -> None:
-        """End a row that the host found finished. The steps under way still add to it, and nobody reads what they add."""
+        """End a row that the host has finished. The steps under way still add to it, and nobody reads what they add."""
         self.state.done.select(0, row).fill_(True)
 
     @torch.inference_mode()
@@ -459,7 +460,7 @@ class Engine:
         return distance, distance / ulp
 
 
-class _Request:
+class Request:
     """The host's side of one request: what it knows of every row, and the steps under way."""
 
     def __init__(
@@ -545,7 +546,8 @@ class _Request:
         self.seconds = now - self.begun if self.lag else self.seconds + now - started
         self.begun = now - self.seconds
         if output is not None:  # a step that was launched before the observer came is not shown
-            engine._observe(output)
+            for observer in engine.observers:
+                observer.step(output)
         for b, row in enumerate(self.rows):
             if not row.finished:
                 yield from self._emit(b, row, ring[b], used, output.logprobs.row(b) if self.mode.logprobs else None)

@@ -389,13 +389,13 @@ def _with_default(text: str, default: Any) -> str:
 
 def options_from(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """These options (default: all) of parsed arguments, as keyword arguments of LoadOptions and `load`."""
-    found = {}
+    given = {}
     for f in (f for f in fields(LoadOptions) if not names or f.name in names):
         value = vars(args)[f.name]
         if f.default is True:
             value = value == "on"
-        found[f.name] = tuple(value) if isinstance(f.default, tuple) else value
-    return found
+        given[f.name] = tuple(value) if isinstance(f.default, tuple) else value
+    return given
 
 
 def read_option(name: str, text: str) -> Any:

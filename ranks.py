@@ -30,13 +30,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from drafters.base import Drafter
-from engine import Engine, EngineConfig
+from engine import Engine, EngineConfig, Request, Result
 from memory_plan import shared_bytes
 from model import Transformer
 from model_config import DTYPES
 from options import LoadOptions
 from runtime.lease import Lease, Left
 from runtime.links import NCCL, ONE_SHOT, Exchanges, SharedMemory, share_memory
+from runtime.prompt_cache import PromptCache
 from runtime.results import Chunk, GenerationResult, Stream
 from sampling import SamplingParams
 from support.errors import INTERNAL, UsageError, UserError, one_line
@@ -106,7 +107,7 @@ class Ranks:
         statuses = [(rank, child.poll()) for rank, child in enumerate(self.children, 1)]
         return ", ".join(f"rank {rank} with status {status}" for rank, status in statuses if status is not None)
 
-    def tell(self, *words: Any) -> None:
+    def tell(self, *words: object) -> None:
         """Rank 0 says what comes next. The others `hear` it."""
         with self.lost(), exchanging():
             dist.broadcast_object_list([words], 0, self.control)
@@ -293,38 +294,36 @@ class RankedEngine(Engine):
         self.number = ranks.engines  # among those that share the processes, which all make them in the same order
         ranks.engines += 1
 
-    def _tell(self, *words: Any) -> None:
+    def _tell(self, *words: object) -> None:
         if self.ranks.rank == 0:
             self.ranks.tell(self.number, *words)
 
     def sibling(self, drafter: Drafter | None, config: EngineConfig) -> Engine:
         return RankedEngine(self.model, self.tokenizer, drafter, config, self.ranks)
 
-    def together(self, deed: Callable[..., Any], *arguments: Any) -> Any:
-        """deed(self, *arguments) in all ranks, each with its own engine. Returns what it returns here."""
+    def together(self, deed: Callable[..., Result], *arguments: object) -> Result:
         self._tell("together", deed, *arguments)
         return deed(self, *arguments)
 
     def twin(self, width: int) -> Engine:
-        self._tell("twin", width)
-        return super().twin(width)
+        return self.together(Engine.twin, width)
 
     def warm_up(self, params: SamplingParams | None = None) -> float:
-        self._tell("warm_up", params)
-        return super().warm_up(params)
+        return self.together(Engine.warm_up, params)
 
-    def margin(self, *arguments: Any) -> tuple[float, float]:
-        self._tell("margin", *arguments)
-        return super().margin(*arguments)
+    def margin(
+        self, row: int, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int
+    ) -> tuple[float, float]:
+        return self.together(Engine.margin, row, text, prompt, params, a, b)
 
-    def keep_prompts(self, cache: Any) -> None:
+    def keep_prompts(self, cache: PromptCache) -> None:
         """Earlier prompts are not kept: only the last one's keys and values can be reused."""
 
-    def _run(self, request: Any, lease: Lease) -> Generator[Chunk]:
+    def _run(self, request: Request, lease: Lease) -> Generator[Chunk]:
         chunks = super()._run(request, _AgreedLease(lease, self.ranks))
         return self._lead(request, lease, chunks) if self.ranks.rank == 0 else chunks
 
-    def _lead(self, request: Any, lease: Lease, chunks: Generator[Chunk]) -> Generator[Chunk]:
+    def _lead(self, request: Request, lease: Lease, chunks: Generator[Chunk]) -> Generator[Chunk]:
         steps, begun = 0, False
         try:
             if not lease.wait():
@@ -349,12 +348,6 @@ class RankedEngine(Engine):
                 with contextlib.suppress(RankLost):
                     self._tell("close")
             chunks.close()
-
-
-def everywhere(engine: Engine, deed: Callable[..., Any], *arguments: Any) -> Any:
-    """deed(engine, *arguments), in all ranks where the engine has several. deed: a function of a module."""
-    together = isinstance(engine, RankedEngine)
-    return engine.together(deed, *arguments) if together else deed(engine, *arguments)
 
 
 @contextlib.contextmanager
@@ -385,35 +378,24 @@ def compare(ranks: Ranks, results: Sequence[GenerationResult]) -> None:
 
 def follow(engine: RankedEngine, ranks: Ranks) -> None:
     """Do in this process what rank 0 says, until it ends."""
-    engines, streams = {engine.number: engine}, {}
-
-    def advance(stream: Stream) -> None:
-        with contextlib.suppress(ArithmeticError):  # rank 0 meets it, too, and reports it
-            next(stream, None)
-
-    def keep(found: Any) -> None:
-        if isinstance(found, RankedEngine):
-            engines[found.number] = found
-
-    def together(number: int, deed: Callable[..., Any], *arguments: Any) -> None:
-        with contextlib.suppress(ValueError):  # as above
-            keep(deed(engines[number], *arguments))
-
-    deeds: dict[str, Callable[..., Any]] = {
-        "next": lambda number: advance(streams[number]),
-        "compare": lambda number: compare(ranks, streams[number].results),
-        "close": lambda number: streams[number].close(),
-        "twin": lambda number, width: keep(engines[number].twin(width)),
-        "warm_up": lambda number, params: engines[number].warm_up(params),
-        "margin": lambda number, *arguments: engines[number].margin(*arguments),
-        "together": together,
-    }
+    engines: dict[int, Engine] = {engine.number: engine}
+    streams: dict[int, Stream] = {}
     with ranks.lost():
         while True:
-            number, deed, *words = ranks.hear()
-            if deed == "end":
-                return ranks.leave()
-            if deed == "begin":
-                streams[number] = engines[number].generate_batch(*words)
-            else:
-                deeds[deed](number, *words)
+            match ranks.hear():
+                case _, "end":
+                    return ranks.leave()
+                case number, "begin", prompts, params:
+                    streams[number] = engines[number].generate_batch(prompts, params)
+                case number, "next":
+                    with contextlib.suppress(ArithmeticError):  # rank 0 meets it, too, and reports it
+                        next(streams[number], None)
+                case number, "compare":
+                    compare(ranks, streams[number].results)
+                case number, "close":
+                    streams[number].close()
+                case number, "together", deed, *arguments:
+                    with contextlib.suppress(ValueError):  # as above
+                        made = deed(engines[number], *arguments)
+                        if isinstance(made, RankedEngine):
+                            engines[made.number] = made

@@ -19,7 +19,7 @@ from drafting import DraftFiles, build_drafter, build_head, read_drafter
 from engine import Engine, EngineConfig
 from model_config import ModelConfig
 from options import LoadOptions, read_option
-from ranks import RankedEngine, everywhere
+from ranks import RankedEngine
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import UsageError
@@ -233,7 +233,7 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         label, options = arm_options(name, given, directory)
         if isinstance(base, RankedEngine) and not options.get("eagle_always", True):
             raise UsageError(f"--arm {name}: with --tp an arm drafts in every step; leave eagle_always out.")
-        arms.append(EngineArm(name, label, options, everywhere(base, build_engine, options, ctx)))
+        arms.append(EngineArm(name, label, options, base.together(build_engine, options, ctx)))
     return arms
 
 

@@ -20,7 +20,6 @@ from bench.arms import NO_STOP, Arm, EngineArm, Sample, shown
 from bench.environment import memory_of
 from bench.suites import Prompts, Question
 from engine import Engine
-from ranks import everywhere
 from report.prove import find_fork, is_bitwise, is_rounding_tie
 from sampling import SamplingParams
 from step import draft_input
@@ -254,7 +253,7 @@ def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
         fact: dict[str, Any] = {"arm": arm.name, "label": arm.label, "options": shown(arm.options)}
         if isinstance(arm, EngineArm):
             engine = arm.engine
-            alone, share = everywhere(engine, draft_share)
+            alone, share = engine.together(draft_share)
             fact |= {
                 "nodes": engine.drafter.N,
                 "depth": engine.drafter.D,

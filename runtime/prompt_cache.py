@@ -121,11 +121,11 @@ class PromptCache:
         if gained < WORTHWHILE or not self._fetch(best):
             return ids, drafted
         places = list(cache_rows(state, drafter, row, len(best.ids), best.drafted))
-        if [place.shape for place in places] != [kept.shape for kept in best.rows]:  # a file of another engine
+        if [place.shape for place in places] != [part.shape for part in best.rows]:  # a file of another engine
             self._drop(best)
             return ids, drafted
-        for place, kept in zip(places, best.rows, strict=True):
-            place.copy_(kept)
+        for place, part in zip(places, best.rows, strict=True):
+            place.copy_(part)
         self.hits += 1
         self._shrink()
         return list(best.ids), best.drafted
@@ -160,8 +160,8 @@ class PromptCache:
         self.entries.remove(saved)
         if saved.file is not None:
             try:
-                found = load_file(saved.file)
-                saved.rows = [found[f"rows{i}"] for i in range(len(found) - 1)]
+                tensors = load_file(saved.file)
+                saved.rows = [tensors[f"rows{i}"] for i in range(len(tensors) - 1)]
             except (OSError, SafetensorError, KeyError):
                 saved.file.unlink(missing_ok=True)
                 return False

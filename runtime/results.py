@@ -140,21 +140,21 @@ class SequenceOutput:
 
     def push(self, ids: Sequence[int], logprobs: Logprobs | None = None, step: bool = True) -> Chunk:
         """Take the ids of a step and, if the request asked for them, their Logprobs [P]. Returns what counts."""
-        kept: list[int] = []
+        taken: list[int] = []
         for token in ids:
             if self.finished:
                 break
-            kept.append(token)
-            self._take(token, self.result.new_tokens + len(kept))
-        chances = _on_host(logprobs, len(kept), self.params.logprobs)
-        self.result.token_ids += kept
+            taken.append(token)
+            self._take(token, self.result.new_tokens + len(taken))
+        chances = _on_host(logprobs, len(taken), self.params.logprobs)
+        self.result.token_ids += taken
         self.result.logprobs += chances
-        if step and kept:
-            self.result.tokens_per_step.append(kept)
+        if step and taken:
+            self.result.tokens_per_step.append(taken)
         if self.finished and self.decoder is not None and self.result.stop_reason != "stop":
             self.text += self.decoder.flush()
             self._cut_at_stop_string()
-        return Chunk(0, kept, self._show(), chances)
+        return Chunk(0, taken, self._show(), chances)
 
     def _take(self, token: int, produced: int) -> None:
         if token in self.stop_ids:
@@ -168,11 +168,11 @@ class SequenceOutput:
             self.finish("length")
 
     def _cut_at_stop_string(self) -> bool:
-        found = [at for at in (self.text.find(s, max(0, self.shown)) for s in self.params.stop) if at >= 0]
-        if found:
-            self.text = self.text[: min(found)]
+        places = [at for at in (self.text.find(s, max(0, self.shown)) for s in self.params.stop) if at >= 0]
+        if places:
+            self.text = self.text[: min(places)]
             self.finish("stop")
-        return bool(found)
+        return bool(places)
 
     def finish(self, reason: str) -> None:
         self.finished = True

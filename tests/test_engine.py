@@ -183,9 +183,9 @@ def test_int8_cache_keeps_the_promise(tree):
     """Catches keys and values that are quantized by more than their own row, and rows that are moved without their
     scales. Speculative tokens would then differ from plain ones. The test decodes a batch, and a second turn that
     reuses the cache of the first."""
-    make = functools.partial(Engine, MODEL, None, batch_size=2, kv_dtype=torch.int8)
+    config = EngineConfig(batch_size=2, kv_dtype=torch.int8)
     drafters = [None] + [eagle_drafter(HEADS[kind], TREES[tree], 2) for kind in ("eagle1", "eagle3")]
-    engines, turn = [make(drafter) for drafter in drafters], PROMPTS[:2]
+    engines, turn = [Engine(MODEL, None, drafter, config) for drafter in drafters], PROMPTS[:2]
     assert engines[0].state.kv.dtype == torch.int8 and not engines[0].state.kv.any()
     for index in (0, 2):
         results = [engine.generate_batch(turn, settings(index)).run() for engine in engines]

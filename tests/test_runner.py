@@ -16,7 +16,7 @@ from drafters.base import Drafter
 from drafters.draft_model import DraftModelDrafter
 from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import NGramDrafter, WithNGrams
-from engine import LAG, Engine, EngineConfig, _Request
+from engine import LAG, Engine, EngineConfig, Request
 from report.gauge import Gauge
 from runtime import runner as runner_module
 from runtime.compiled import compile_parts
@@ -92,7 +92,7 @@ def test_a_late_stop_leaves_rows_that_the_cache_disowns():
 
     params = settings(2, stop=(letters().decode(plain(settings(2)))[9:12],))
     for lag in (0, 2):
-        engine = Late(MODEL, letters(), lag=lag)
+        engine = Late(MODEL, letters(), config=EngineConfig(lag=lag))
         held = len(PROMPT) + engine.generate(PROMPT, params).run()[0].new_tokens - 1
         assert engine.reached == held + lag
         assert len(engine._cached[0]) == held
@@ -475,12 +475,11 @@ INJECTION_POINTS = [
     (Lease, "check"),
     (Engine, "_launch"),
     (Engine, "_read"),
-    (Engine, "_observe"),
     (Engine, "_finish"),
     (Prefill, "catch_up"),
-    (_Request, "prefill"),
-    (_Request, "_launch_steps"),
-    (_Request, "cached"),
+    (Request, "prefill"),
+    (Request, "_launch_steps"),
+    (Request, "cached"),
     (Runner, "begin"),
     (Runner, "launch"),
     (Runner, "read"),

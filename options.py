@@ -222,8 +222,8 @@ class LoadOptions:
             "--verify": self.verify != "match" and not kind,
             "--draft-noise off": not self.draft_noise and not kind,
         }
-        for flag in (flag for flag, ignored in about_heads.items() if ignored):
-            raise UsageError(f"{flag} is about a draft head, and none was given (--eagle HEAD).")
+        for words in (words for words, ignored in about_heads.items() if ignored):
+            raise UsageError(f"{words} is about a draft head, and none was given (--eagle HEAD).")
         if any("=" not in item for item in self.eagle_config):
             raise UsageError("--eagle-config takes KEY=VALUE, like rope_theta=500000.")
         if self.prune and not self.can_prune:
@@ -362,23 +362,21 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
         title = f.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        add = groups[title].add_argument
-        default = defaults.get(f.name, f.default)
-        described = {"help": _with_default(f.metadata["help"], default), "default": default}
+        default, least = defaults.get(f.name, f.default), f.metadata["least"]
+        words = {"help": _with_default(f.metadata["help"], default), "default": default}
         if f.default is False:
-            add(flag(f.name), action="store_true", **described)
+            words |= {"action": "store_true"}
         elif f.default is True:
-            described["default"] = "on" if default else "off"
-            add(flag(f.name), choices=f.metadata["choices"], **described)
+            words |= {"choices": f.metadata["choices"], "default": "on" if default else "off"}
         elif isinstance(f.default, tuple):
-            described["default"] = list(default)
-            add(flag(f.name), action="append", metavar=f.metadata["metavar"], **described)
+            words |= {"action": "append", "metavar": f.metadata["metavar"], "default": list(default)}
         elif f.metadata["choices"]:
-            add(flag(f.name), choices=f.metadata["choices"], **described)
+            words |= {"choices": f.metadata["choices"]}
+        elif least is not None:
+            words |= {"type": _number(least), "metavar": f.metadata["metavar"] or "N"}
         else:
-            kind = str if f.metadata["least"] is None else _number(f.metadata["least"])
-            metavar = f.metadata["metavar"] or (None if f.metadata["least"] is None else "N")
-            add(flag(f.name), type=kind, metavar=metavar, **described)
+            words |= {"metavar": f.metadata["metavar"]}
+        groups[title].add_argument(flag(f.name), **words)
 
 
 def _with_default(text: str, default: Any) -> str:
@@ -465,9 +463,9 @@ def sampling_from(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**settings_given(args))
 
 
-def parse_ids(text: str, flag: str) -> tuple[int, ...]:
+def parse_ids(text: str, argument: str) -> tuple[int, ...]:
     """Comma-separated ids. Raises UsageError for anything else."""
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise UsageError(f"{flag} {text!r:.60}: expected comma-separated integers, like 5,17,9.") from None
+        raise UsageError(f"{argument} {text!r:.60}: expected comma-separated integers, like 5,17,9.") from None

@@ -11,8 +11,7 @@ import kernels
 from drafting import DraftFiles
 from model import Transformer
 from model_config import DTYPES, ModelConfig
-from options import LoadOptions
-from runtime.compiled import COMPILE_MODES
+from options import COMPILE_MODES, LoadOptions
 from step import HISTORY, RING
 from support.errors import NotEnoughMemory
 from support.machine import size_text

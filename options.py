@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from sampling_params import SUGGESTED, SamplingParams
 from support.errors import UsageError
@@ -28,10 +28,27 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTS = ("int8", "int4")
 KERNELS = ("auto", "triton", "cpu", "reference")
 ACTIVATIONS = ("int8", "float")
-COMPILE_MODES = ("graph", "max-autotune", "capture", "regions", "inductor", "reduce-overhead")
 TREES = "paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, medusa:vicuna_7b_stage2, medusa:mc_sim_7b_63"
 NGRAM_NODES = 16  # the deepest tree that is allowed
 MODEL, DRAFTING = "model", "speculative decoding"  # groups of --help
+
+
+class CompileMode(NamedTuple):
+    """What `--compile` does in one of its modes."""
+
+    scope: str  # what goes through Inductor: "parts" of the step, the "whole" step, or "" for nothing
+    inductor: str | None  # Inductor's own mode
+    captured: bool  # whether a GPU's step is captured as one CUDA graph
+
+
+COMPILE_MODES = {
+    "graph": CompileMode("parts", None, True),
+    "max-autotune": CompileMode("parts", "max-autotune-no-cudagraphs", True),
+    "capture": CompileMode("", None, True),
+    "regions": CompileMode("parts", None, False),
+    "inductor": CompileMode("whole", None, False),
+    "reduce-overhead": CompileMode("whole", "reduce-overhead", False),
+}
 
 
 def option(

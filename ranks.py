@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from drafters.base import Drafter
-from engine import Engine, EngineConfig, Request, Result
+from engine import Engine, Result
 from memory_plan import shared_bytes
 from model import Transformer
 from model_config import DTYPES
@@ -38,7 +38,9 @@ from options import LoadOptions
 from runtime.lease import Lease, Left
 from runtime.links import NCCL, ONE_SHOT, Exchanges, SharedMemory, share_memory
 from runtime.prompt_cache import PromptCache
+from runtime.request import Request
 from runtime.results import Chunk, GenerationResult, Stream
+from runtime.stepping import EngineConfig
 from sampling import SamplingParams
 from support.errors import INTERNAL, UsageError, UserError, one_line
 from tokenizer import Tokenizer

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from engine import ASKED_FOR, Engine
+from engine import Engine
 from ranks import RankedEngine
 from runtime.results import GenerationResult
+from runtime.stepping import ASKED_FOR
 from sampling import SamplingParams
 from support.cache import tally
 from support.machine import copy_bandwidth, describe_device, peak_memory, size_text, versions

@@ -33,7 +33,6 @@ from tiny import (
     tiny_model,
 )
 
-import engine as engine_module
 import kernels
 import sampling
 import step as step_module
@@ -44,6 +43,7 @@ from drafters.base import Draft, Drafter, PlainDrafter
 from eagle_draft import EagleDrafter
 from engine import Engine, EngineConfig
 from model import Transformer
+from runtime import stepping
 from runtime.compiled import compile_parts
 from runtime.prefill import Prefill
 from runtime.results import Chunk, SequenceOutput
@@ -1213,7 +1213,7 @@ def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, everyt
         compiled.append(graph)
         return lambda *arguments: ran.append(graph) or graph.forward(*arguments)
 
-    monkeypatch.setattr(engine_module, "compile_parts", lambda on_gpu, how: compile_parts(everything, how, backend))
+    monkeypatch.setattr(stepping, "compile_parts", lambda on_gpu, how: compile_parts(everything, how, backend))
     tree = {"plain": None, "dynamic": trees.DynamicTree(6, 2, 2)}.get(mode, trees.chain(2))
     rule = {"multi_round": "without"} if mode == "multi-round" else {}
     model = tiny_model(torch.float32, layers=3)

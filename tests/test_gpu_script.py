@@ -21,8 +21,7 @@ from bench import gpu_report, kernel_timing, random_models, step_cells, step_run
 from bench.environment import environment
 from bench.measure import step_bytes
 from engine import Engine, EngineConfig
-from options import LoadOptions
-from runtime.compiled import COMPILE_MODES
+from options import COMPILE_MODES, LoadOptions
 from sampling import SamplingParams
 from scripts import bench_kernels, gpu
 from scripts import step_time as command

@@ -23,7 +23,6 @@ from options import (
     sampling_from,
     settings_given,
 )
-from runtime.compiled import COMPILE_MODES
 from sampling import SamplingParams
 from sampling_params import SUGGESTED, with_suggestions
 from support.errors import UsageError
@@ -382,7 +381,7 @@ def test_a_setting_of_the_model_that_is_wrong_names_its_file(wrong):
 def test_choices_are_those_of_the_rooms_they_are_from():
     """A choice that a room has learned and no command line offers, or one that is offered and refused later."""
     rooms = {"kernels": kernels.MODES, "activations": kernels.ACTIVATIONS, "dtype": DTYPES, "quant": MODES}
-    for name, choices in (rooms | {"compile_mode": COMPILE_MODES}).items():
+    for name, choices in rooms.items():
         assert next(f for f in fields(LoadOptions) if f.name == name).metadata["choices"] == tuple(choices), name
     assert options.TREES == NAMES
 

@@ -11,18 +11,20 @@ from test_engine import HEADS, MODEL, PROMPTS, letters, plain, scripted, setting
 from tiny import CTX, PROMPT, TREES, ScriptedDrafter, eagle_drafter, fake_clock, tables, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine as engine_module
 from drafters.base import Drafter
 from drafters.draft_model import DraftModelDrafter
 from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import NGramDrafter, WithNGrams
-from engine import LAG, Engine, EngineConfig, Request
+from engine import Engine, EngineConfig
 from report.gauge import Gauge
 from runtime import runner as runner_module
+from runtime import stepping
 from runtime.compiled import compile_parts
 from runtime.lease import Lease
 from runtime.prefill import Prefill
+from runtime.request import Request
 from runtime.runner import WARM_UP, Pacer, Runner, capture_graph
+from runtime.stepping import LAG
 from step import HISTORY, RING, Observer, decode_step
 
 ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
@@ -86,8 +88,8 @@ def test_a_late_stop_leaves_rows_that_the_cache_disowns():
     shows that the steps of the tests above really run ahead."""
 
     class Late(Engine):
-        def _finish(self, row):
-            super()._finish(row)
+        def finish(self, row):
+            super().finish(row)
             self.reached = int(self.state.n[row])
 
     params = settings(2, stop=(letters().decode(plain(settings(2)))[9:12],))
@@ -134,8 +136,8 @@ def test_observers_attach_and_detach():
             engine.remove_observer(watcher)
     assert len(one.emitted) == len(two.emitted) == 2 * found[0].steps
     assert one.emitted == two.emitted
-    ahead, real = [], engine._read
-    engine._read = lambda: ahead.append(engine.runner.issued - engine.runner.taken) or real()
+    ahead, real = [], engine.read
+    engine.read = lambda: ahead.append(engine.runner.issued - engine.runner.taken) or real()
     assert outcome(engine.generate(PROMPT, settings(2)).run()) == expected
     assert set(ahead) == {1 + 2}
     assert len(one.emitted) == len(two.emitted) == 2 * found[0].steps
@@ -473,9 +475,9 @@ INJECTION_POINTS = [
     (Prefill, "first_token"),
     (Prefill, "logits"),
     (Lease, "check"),
-    (Engine, "_launch"),
-    (Engine, "_read"),
-    (Engine, "_finish"),
+    (Engine, "launch"),
+    (Engine, "read"),
+    (Engine, "finish"),
     (Prefill, "catch_up"),
     (Request, "prefill"),
     (Request, "_launch_steps"),
@@ -518,7 +520,7 @@ def test_the_engine_survives_every_injection_point(owner, point, after, monkeypa
     for name, value in (("WINDOW", 2), ("PLAIN", 4), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)
     monkeypatch.setattr(runner_module, "capture_graph", functools.partial(capture_graph, warm_up=1))
-    params, real, graphs = (accident_params(), getattr(owner, point), point in ("_capture", "_launch", "launch"))
+    params, real, graphs = (accident_params(), getattr(owner, point), point in ("_capture", "launch"))
     engine = accident_engine(graphs)
     for error in ERRORS:
 
@@ -792,7 +794,7 @@ def test_plain_steps_and_catching_up_do_not_recompile(scope, monkeypatch):
     for name, value in (("WINDOW", 2), ("PLAIN", 5), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)
     monkeypatch.setattr(Engine, "_measure", lambda self, mode: (1.0, 99.0))
-    monkeypatch.setattr(engine_module, "compile_parts", lambda on_gpu, how: compile_parts(True, how, "eager"))
+    monkeypatch.setattr(stepping, "compile_parts", lambda on_gpu, how: compile_parts(True, how, "eager"))
     compiled = dict(compile=True) if scope == "parts" else {}
     engine = Engine(
         MODEL, drafter=drafter_of("eagle1-chain", 1), config=EngineConfig(lag=2, eagle_always=False, **compiled)

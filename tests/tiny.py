@@ -156,6 +156,8 @@ def fake_clock(monkeypatch) -> Clock:
     clock = Clock()
     for name in ("engine.time", "report.gauge.time"):
         monkeypatch.setattr(name, clock)
+    for module in ("stepping", "request"):
+        monkeypatch.setattr(f"runtime.{module}.time", clock)
     return clock
 
 

@@ -153,7 +153,7 @@ class Scheduler:
                 job.started = True
                 job.queue_seconds = time.monotonic() - job.asked
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self.engine.turns.worker(), job.run)
+                await loop.run_in_executor(self.engine.queue.worker(), job.run)
                 took = time.monotonic() - job.asked - job.queue_seconds
                 self._seconds += 0.2 * (took - self._seconds)
         except (torch.AcceleratorError, RankLost):  # no kernel runs any more in this process, or another one is gone

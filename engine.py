@@ -7,39 +7,33 @@ rules, and falls back to plain decoding while drafting does not pay. It speaks t
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 
-import kernels
-from drafters.base import UNCOMPILED, Drafter, PlainDrafter
+from drafters.base import Drafter, PlainDrafter
 from model import Transformer
 from runtime.async_stream import AsyncStream
-from runtime.compiled import COMPILE_MODES, CompileMode, compile_parts
-from runtime.constrained import ConstrainedSteps
-from runtime.fused import fused_parts
-from runtime.grammar import Constraint, Grammars
-from runtime.prefill import Prefill, not_finite
-from runtime.prompt_cache import PromptCache, common_length
-from runtime.prompts import Prompt, prompts_ids
+from runtime.grammar import Grammars
+from runtime.lease import Lease, LeaseQueue, Left
+from runtime.prefill import Prompt, prompts_ids
+from runtime.prompt_cache import PromptCache
+from runtime.request import Request
 from runtime.results import Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
-from runtime.runner import Pacer, Runner
-from runtime.turns import Left, Turn, Turns
-from sampling import Logprobs, SamplingMode, SamplingParams
+from runtime.stepping import EngineConfig, Stepper
+from sampling import SamplingParams
 from sampling_params import per_row
-from step import MAX_STOP_IDS, RING, DecodeState, Observer, StepOutput, decode_step
+from step import MAX_STOP_IDS
 from tokenizer import Tokenizer
 
-LAG = 2  # steps that run ahead of the host on a GPU
-ASKED_FOR = "asked for"  # why speculation stays on: the user wants it
+Result = TypeVar("Result")
 
 
-class Engine:
+class Engine(Stepper):
     """Decodes one batch at a time with a target, a drafter and static buffers. `load.load` builds it."""
 
     def __init__(
@@ -47,134 +41,22 @@ class Engine:
         model: Transformer,
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
-        batch_size: int = 1,
-        ctx: int | None = None,
-        compile: bool = False,
-        backend: kernels.KernelBackend | None = None,
-        lag: int | None = None,
-        compile_mode: str = "graph",
-        eagle_always: bool = True,
-        kv_dtype: torch.dtype | None = None,
-        options: Any = None,
-        plan: Any = None,
-        head: Any = None,
-        generation: dict[str, Any] | None = None,
+        config: EngineConfig | None = None,
     ):
-        """Allocate everything that requests need.
-
-        Args:
-            ctx: tokens of prompt and output that fit; default: all positions of the model.
-            compile, compile_mode: one of runtime.compiled.COMPILE_MODES.
-            lag: steps that may run ahead of the host; default: 2 on a GPU, 0 on a CPU. Observers see every step, so
-                with one attached nothing runs ahead.
-            eagle_always: False: measure at the first request whether speculation pays, and decode plainly while it does
-                not. The tokens are the same up to the rounding of forwards of other widths.
-            kv_dtype: of the target's cache: None for the model's, or torch.int8.
-            options, plan, head, generation: what `load.load` decided, planned and read (generation is the model's
-                generation_config.json). The engine only keeps them, for reports and command lines.
-
-        Raises:
-            ValueError: in one line, for values out of range.
-        """
-        self.model = model
+        """Allocate everything that requests need. Raises ValueError in one line for values that are out of range."""
+        config = config or EngineConfig()
+        super().__init__(model, drafter or PlainDrafter(model), config)
         self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self.drafter = drafter or PlainDrafter(model)
-        self.ctx = ctx or model.config.max_positions
-        self.backend = backend or kernels.KernelBackend("auto", model.device.type)
-        self.compiled = compile
-        self.compile_mode = compile_mode
-        self.kv_dtype = kv_dtype
-        self.options = options
-        self.plan = plan
-        self.head = head
-        self.generation = generation or {}
-        on_gpu = model.device.type == "cuda"
-        self.lag = (LAG if on_gpu else 0) if lag is None else lag
-        self._check_arguments()
-        self.always_on = self._why_always_on(eagle_always)
-        stand_in = PlainDrafter(model, features_of=self.drafter)
-        self.fallback: Drafter | None = None if self.always_on else stand_in
-        self.state = self._allocate()
-        mode = COMPILE_MODES[compile_mode] if compile else CompileMode("", None, False)
-        self.runner = Runner(self.state.ring, self.state.step, torch.cuda if on_gpu else None, mode.captured and on_gpu)
-        self._compile(mode, on_gpu)
-        self.constrained = ConstrainedSteps(model, self.state, self.runner, self.parts)
+        self.options, self.plan, self.head = config.options, config.plan, config.head
+        self.generation = config.generation
         self.grammars = Grammars(tokenizer, model.config.vocab_size)
-        self.timings: dict[SamplingMode, tuple[float, float]] = {}  # seconds of a plain and of a speculative step
-        self.step_seconds: tuple[float, float] | None = None  # those of the present request
-        self.warm: set[tuple] = set()  # kinds of step that have run compiled
-        self.compile_seconds = 0.0  # time spent on their first runs
-        self.observers: list[Observer] = []
-        # What the caches hold: for each row the ids whose target rows are valid, and the number of valid draft rows.
-        self._cached: list[list[int]] = [[] for _ in range(batch_size)]
-        self._drafted = [0] * batch_size
+        self._forget_caches()
         self.prompt_cache = PromptCache()  # keeps texts that the caches no longer hold; this one keeps none
-        self.turns = Turns()  # requests run one after another
-
-    def _check_arguments(self) -> None:
-        longest = self.model.config.max_positions
-        if not 2 <= self.ctx <= longest:
-            raise ValueError(f"ctx is {self.ctx}; allowed: 2 to {longest} (the model's max_position_embeddings).")
-        if self.compile_mode not in COMPILE_MODES:
-            raise ValueError(f"compile_mode is {self.compile_mode!r:.40}; allowed: {', '.join(COMPILE_MODES)}.")
-        if not 0 <= self.lag < RING:
-            raise ValueError(f"lag is {self.lag}; allowed: 0 to {RING - 1} steps ahead of the host.")
-
-    def _why_always_on(self, eagle_always: bool) -> str:
-        """Why speculation is never given up; "" if plain steps replace it while it does not pay."""
-        if self.drafter.multi_round:
-            return "with multi-round verification the tokens depend on the drafter"
-        return ASKED_FOR if eagle_always or self.drafter.D == 0 else self.drafter.always_on
-
-    def _allocate(self) -> DecodeState:
-        history = self.fallback is not None
-        return DecodeState(self.model, self.drafter, self.batch_size, self.ctx, history, self.kv_dtype)
-
-    def _compile(self, mode: CompileMode, on_gpu: bool) -> None:
-        """Set up the functions that steps and prefill run. Nothing is compiled before their first call."""
-        self.parts = compile_parts(on_gpu, mode.inductor) if mode.scope == "parts" else UNCOMPILED
-        self._step: Callable[..., StepOutput] = decode_step
-        self._plain_step: Callable[..., StepOutput] = decode_step
-        layers = None
-        if self.backend.mode == "cpu":
-            self.parts = fused_parts()
-            layers = self.parts.layers
-        self.prefill = Prefill(self.model, self.drafter, self.state, layers, mode.scope == "whole")
-        if mode.scope != "whole":
-            return
-        if mode.inductor:  # Inductor captures no step that writes a buffer whose address may change
-            for buffer in self.state.buffers() + self.drafter.buffers():
-                torch._dynamo.mark_static_address(buffer)
-        # torch limits recompilations per code object, so the plain step gets a code object of its own
-        plain_step = lambda *args, **named: decode_step(*args, **named)  # noqa: E731
-        self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=mode.inductor)
-        self._plain_step = torch.compile(plain_step, fullgraph=True, dynamic=False, mode=mode.inductor)
-
-    @property
-    def break_even_tau(self) -> float:
-        """Tokens per step above which speculation pays. 0 where it was not measured; then it is never given up."""
-        return self.step_seconds[1] / self.step_seconds[0] if self.step_seconds else 0.0
+        self.queue = LeaseQueue()  # requests run one after another
 
     def keep_prompts(self, cache: PromptCache) -> None:
         """From now on keep the caches of earlier prompts there. Call it between requests."""
         self.prompt_cache = cache
-
-    def add_observer(self, observer: Observer) -> None:
-        """Let `observer` watch all further steps.
-
-        Steps no longer run ahead of the host. Raises ValueError for an observer of phases if the step is compiled in one
-        piece, or is captured already, because a graph holds only the marks of its capture.
-        """
-        if self.compiled and COMPILE_MODES[self.compile_mode].scope == "whole" and observer.marks:
-            raise ValueError("a step compiled in one piece has no phases to time; use --compile-mode regions.")
-        if self.runner.graphs and observer.marks:
-            raise ValueError("the step is captured without marks; add an observer of phases before the first request.")
-        self.observers.append(observer)
-
-    def remove_observer(self, observer: Observer) -> None:
-        """Stop showing steps to `observer`."""
-        self.observers.remove(observer)
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The request's stop ids, or else the tokenizer's, or else the config's."""
@@ -186,34 +68,28 @@ class Engine:
 
     def twin(self, width: int) -> Engine:
         """An engine on the same model that decodes plainly, in forwards of `width` rows, with buffers of its own."""
-        named = ("ctx", "backend", "compile_mode", "kv_dtype", "options")
-        how = {name: vars(self)[name] for name in named} | {"compile": self.compiled}
-        return self._new(self.model, self.tokenizer, PlainDrafter(self.model, width), self.batch_size, **how)
+        return self.sibling(PlainDrafter(self.model, width), replace(self.config, head=None))
 
-    def _new(self, *arguments: Any, **named: Any) -> Engine:
-        return Engine(*arguments, **named)
+    def sibling(self, drafter: Drafter | None, config: EngineConfig) -> Engine:
+        """Another engine on the same model, in the same processes."""
+        return Engine(self.model, self.tokenizer, drafter, config)
+
+    def together(self, deed: Callable[..., Result], *arguments: object) -> Result:
+        """deed(self, *arguments), in all processes where the model is split among several. deed: of a module or class."""
+        return deed(self, *arguments)
 
     @torch.inference_mode()
     def warm_up(self, params: SamplingParams | None = None) -> float:
         """Compile, capture and time now what requests with these settings need; otherwise their first one does.
 
-        Waits for its turn, as a request does. Returns the seconds that the work took.
+        Waits for the engine, as a request does. Returns the seconds that the work took.
         """
         params = params or SamplingParams()
-        with Turn(self.turns):
+        with Lease(self.queue):
             started = time.perf_counter()
             self._write_settings([params])
             self._first_runs(params.mode)
             return time.perf_counter() - started
-
-    def step(self, mode: SamplingMode, mark: Callable[[str], None] | None = None) -> StepOutput:
-        """Run one speculative step now, on the state as it is and without its graph. For measurements."""
-        marks = {} if mark is None else {"mark": mark}
-        return self._step(self.model, self.drafter, self.state, mode, parts=self.parts, **marks)
-
-    def graph(self, mode: SamplingMode) -> Any:
-        """The CUDA graph that replays such a step, or None."""
-        return self.runner.graphs.get(self._step_call(self.drafter, mode)[0], (None,))[0]
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Decode one prompt. Returns a Stream of Chunks whose `result` is complete when the stream ends.
@@ -232,7 +108,7 @@ class Engine:
 
         A task that is cancelled closes its stream (see AsyncStream).
         """
-        return AsyncStream(self.generate(prompt, params), self.turns.worker())
+        return AsyncStream(self.generate(prompt, params), self.queue.worker())
 
     def generate_batch(
         self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -246,14 +122,17 @@ class Engine:
         params = per_row(params or SamplingParams(), len(prompts))
         self._check_request(prompts, params)
         chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 and not self.drafter.p_min else 0
-        results = [
-            GenerationResult(len(prompt), row.temperature, row.seed, chain=chain)
+        outputs = [
+            SequenceOutput(
+                GenerationResult(len(prompt), row.temperature, row.seed, chain=chain),
+                row, set(self.stop_ids(row)), self.tokenizer,
+            )
             for prompt, row in zip(prompts, params, strict=True)
-        ]
-        turn = Turn(self.turns)
+        ]  # fmt: skip
+        lease = Lease(self.queue)
         constraints = [self.grammars.constraint(p.grammar, self.stop_ids(p)) if p.grammar else None for p in params]
-        request = _Request(self, prompts, params, results, constraints)
-        return Stream(self._run(request, turn), results, turn)
+        request = Request(self, prompts, params, outputs, constraints)
+        return Stream(self._run(request, lease), request.results, lease)
 
     def _check_request(self, prompts: list[list[int]], rows: list[SamplingParams]) -> None:
         if not 1 <= len(prompts) <= self.batch_size:
@@ -279,9 +158,9 @@ class Engine:
                 )
 
     @torch.inference_mode()
-    def _run(self, request: _Request, turn: Turn) -> Generator[Chunk]:
+    def _run(self, request: Request, lease: Lease) -> Generator[Chunk]:
         try:
-            if not turn.wait():
+            if not lease.wait():
                 return
             rows = (self._cached, self._drafted, request.prompts)
             reuse = self.prompt_cache.exchange(self.state, self.drafter, *rows)
@@ -289,29 +168,30 @@ class Engine:
             self._write_settings(request.params)
             self._first_runs(request.mode)
             for b, prompt in enumerate(request.prompts):
-                yield request.prefill(b, prompt, *reuse[b], turn.go_on)
-                turn.check()
+                yield request.prefill(b, prompt, *reuse[b], lease.go_on)
+                lease.check()
             self.runner.begin()
             while not request.finished:
                 for chunk in request.advance():
                     yield chunk
-                    turn.check()
+                    lease.check()
             self._keep_caches(request)
         except Left:
             return
         except GeneratorExit:  # the reader left between two chunks, and what it was given is in the caches
-            turn.end(partial(self._keep_caches, request))
+            lease.end(partial(self._keep_caches, request))
             raise
         finally:
-            turn.end()
+            lease.end()
             mark_interrupted(request.results)
 
-    def _keep_caches(self, request: _Request) -> None:
+    def _keep_caches(self, request: Request) -> None:
         for b in range(len(request.prompts)):
             self._cached[b], self._drafted[b] = request.cached(b)
 
     def _forget_caches(self) -> None:
-        self._cached = [[] for _ in range(self.batch_size)]
+        # for each row the ids whose target rows are valid, and the number of valid draft rows
+        self._cached: list[list[int]] = [[] for _ in range(self.batch_size)]
         self._drafted = [0] * self.batch_size
 
     def _write_settings(self, params: Sequence[SamplingParams]) -> None:
@@ -327,102 +207,6 @@ class Engine:
         state.seen.zero_()
         state.counts.zero_()
 
-    def _first_runs(self, mode: SamplingMode) -> None:
-        """Capture, compile and time what the first request of a kind needs.
-
-        All sequences are finished, so the steps that run here change nothing.
-        """
-        for drafter in (d for d in (self.drafter, self.fallback) if d is not None):
-            started = time.perf_counter()
-            key = self._step_call(drafter, mode)[0]
-            self._capture(drafter, mode)
-            if self.compiled and key not in self.warm:  # the first run compiles, which is no time of decoding
-                self.runner.begin()
-                self._launch(drafter, mode)
-                self._read()
-                self.warm.add(key)
-                self.compile_seconds += time.perf_counter() - started
-        if self.drafter.unpriced:
-            self.drafter.price(self._measure_price(mode))
-        paced = self.fallback is not None and not self.drafter.prunes(mode)
-        if paced and mode not in self.timings:
-            self.timings[mode] = self._measure(mode)
-        self.step_seconds = self.timings[mode] if paced else None
-
-    def _measure_price(self, mode: SamplingMode, nodes: int = 4) -> float:
-        """What a node adds to the time of a plain step, as a share of it."""
-        steps = (PlainDrafter(self.model, width, features_of=self.drafter) for width in (1, 1 + nodes))
-        plain, wide = self._time_steps(mode, *steps)
-        return max(0.0, wide / plain - 1) / nodes
-
-    def _measure(self, mode: SamplingMode) -> tuple[float, float]:
-        """Seconds of a plain and of a speculative step."""
-        return self._time_steps(mode, self.fallback, self.drafter)
-
-    def _time_steps(self, mode: SamplingMode, *drafters: Drafter) -> tuple[float, float]:
-        """Seconds of a step with each of two drafters, timed in turn with as many under way as in decoding."""
-        self.runner.begin()
-        times: list[list[float]] = [[], []]
-        for _ in range(4):
-            for drafter, seconds in zip(drafters, times, strict=True):
-                started = time.perf_counter()
-                for _ in range(1 + self.lag):
-                    self._launch(drafter, mode)
-                for _ in range(1 + self.lag):
-                    self._read()
-                seconds.append((time.perf_counter() - started) / (1 + self.lag))
-        return statistics.median(times[0][1:]), statistics.median(times[1][1:])
-
-    def _capture(self, drafter: Drafter, mode: SamplingMode) -> None:
-        with self.backend.active():
-            if mode.grammar:
-                return self.constrained.capture(drafter, mode, self._marker())
-            self.runner.capture(*self._step_call(drafter, mode))
-
-    def _marker(self) -> Callable[[str], None] | None:
-        """Tells the observers of phases where a step is. None if there are no such observers."""
-        marking = [observer for observer in self.observers if observer.marks]
-
-        def mark(phase: str) -> None:
-            for observer in marking:
-                observer.mark(phase)
-
-        return mark if marking else None
-
-    def _step_call(self, drafter: Drafter, mode: SamplingMode) -> tuple[tuple, Callable[[], StepOutput]]:
-        """The key of a step's graph, and the step as a function without arguments."""
-        step = self._plain_step if drafter is self.fallback else self._step
-        named = {"parts": self.parts}
-        mark = self._marker()
-        if mark is not None:
-            named["mark"] = mark
-
-        def call() -> StepOutput:
-            if mark is not None:
-                mark("start")
-            return step(self.model, drafter, self.state, mode, **named)
-
-        return (drafter.N, drafter.D, mode), call
-
-    def _launch(
-        self, drafter: Drafter, mode: SamplingMode, constraints: Sequence[Constraint | None] = ()
-    ) -> StepOutput:
-        with self.backend.active():
-            if mode.grammar:
-                return self.constrained.launch(drafter, mode, constraints, self._marker())
-            return self.runner.launch(*self._step_call(drafter, mode))
-
-    def _read(self) -> list[list[int]]:
-        return self.runner.read()
-
-    def _observe(self, output: StepOutput) -> None:
-        for observer in self.observers:
-            observer.step(output)
-
-    def _finish(self, row: int) -> None:
-        """End a row that the host found finished. The steps under way still add to it, and nobody reads what they add."""
-        self.state.done.select(0, row).fill_(True)
-
     @torch.inference_mode()
     def margin(
         self, row: int, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int
@@ -432,7 +216,7 @@ class Engine:
         Returns the difference of their sampling keys z + T g, and the same in units of the last place of the larger logit
         in the model's dtype. It tells a rounding tie from a bug.
         """
-        with Turn(self.turns), self.backend.active():
+        with Lease(self.queue), self.backend.active():
             self._forget_caches()
             self.state.sampling.set(params)
             logits, noise = self.prefill.logits(row, list(text), params.mode)
@@ -443,140 +227,3 @@ class Engine:
         largest = float(logits[0, 0, [a, b]].abs().max())
         ulp = torch.finfo(self.model.dtype).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-9)))
         return distance, distance / ulp
-
-
-class _Request:
-    """The host's side of one request: what it knows of every row, and the steps under way."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        prompts: list[list[int]],
-        params: list[SamplingParams],
-        results: list[GenerationResult],
-        constraints: list[Constraint | None],
-    ):
-        self.engine = engine
-        self.prompts = prompts
-        self.params = params
-        self.constraints = constraints
-        self.mode = SamplingMode.covering(row.mode for row in params)
-        self.results = results
-        self.rows = [
-            SequenceOutput(result, row, set(engine.stop_ids(row)), engine.tokenizer)
-            for result, row in zip(results, params, strict=True)
-        ]
-        self.lengths = [0] * len(prompts)  # tokens in the target's cache
-        self.drafted = [0] * len(prompts)  # draft rows that are made of true features
-        self.pending: deque[Drafter] = deque()  # the drafters of the steps under way
-        self.pacer: Pacer | None = None  # made when decoding begins
-        self.drafter = engine.drafter
-        self.begun = 0.0
-        self.seconds = 0.0
-
-    @property
-    def lag(self) -> int:
-        """Steps that may run ahead of the host. Observers may come and go within a request."""
-        return 0 if self.engine.observers or self.mode.logprobs or self.mode.grammar else self.engine.lag
-
-    @property
-    def finished(self) -> bool:
-        return all(row.finished for row in self.rows)
-
-    def prefill(
-        self, b: int, prompt: list[int], cached: list[int], drafted: int, after_chunk: Callable[[], None]
-    ) -> Chunk:
-        """Run a prompt, less what the caches hold of it. Returns the first token's chunk."""
-        engine = self.engine
-        started = time.perf_counter()
-        start = min(common_length(prompt, cached), len(prompt) - 1)
-        if engine.drafter.D > 0:  # draft row i holds token i + 1, which must agree too
-            start = max(0, min(start - 1, drafted))
-        self.results[b].cached_tokens = start
-        with engine.backend.active():
-            constraint = self.constraints[b]
-            allowed = constraint.allowed() if constraint else None
-            first, logprobs = engine.prefill.first_token(b, prompt, self.mode, start, allowed, after_chunk)
-        self.lengths[b] = len(prompt)
-        self.drafted[b] = len(prompt) - 1
-        self.results[b].prefill_seconds = time.perf_counter() - started
-        chunk = self.rows[b].push([first], logprobs and logprobs.row(0), step=False)
-        self._taken(b, chunk)
-        return chunk._replace(row=b)
-
-    def _taken(self, b: int, chunk: Chunk) -> None:
-        """Note that a row has got the tokens of a chunk."""
-        if self.rows[b].finished:
-            self.engine._finish(b)
-        elif (constraint := self.constraints[b]) is not None:
-            constraint.take(chunk.token_ids)
-
-    def advance(self) -> Iterator[Chunk]:
-        """Launch steps and hand out what the oldest one emitted.
-
-        The seconds of decoding are those of the steps alone, not of what the consumer does with a chunk. Where steps run
-        ahead of the host they run meanwhile, so there it is the time that passed.
-        """
-        engine = self.engine
-        if self.pacer is None:
-            self.pacer = Pacer(engine.break_even_tau)
-            self.begun = time.perf_counter()
-        started = time.perf_counter()
-        output = self._launch_steps()
-        ring = engine._read()
-        used = self.pending.popleft()
-        counts = [r[0] for r, row in zip(ring, self.rows, strict=False) if not row.finished]
-        self.pacer.take(used is engine.drafter, counts)
-        now = time.perf_counter()
-        self.seconds = now - self.begun if self.lag else self.seconds + now - started
-        self.begun = now - self.seconds
-        if output is not None:  # a step that was launched before the observer came is not shown
-            engine._observe(output)
-        for b, row in enumerate(self.rows):
-            if not row.finished:
-                yield from self._emit(b, row, ring[b], used, output.logprobs.row(b) if self.mode.logprobs else None)
-
-    def _launch_steps(self) -> StepOutput | None:
-        """Launch as many steps as may run ahead of the host. Returns the output of the last one launched."""
-        engine = self.engine
-        wanted = engine.drafter if self.pacer.speculating else engine.fallback
-        if wanted is engine.fallback or not self.pending:  # plain steps under way end before drafting comes back
-            if wanted is not self.drafter and wanted is engine.drafter:
-                for b in (b for b, row in enumerate(self.rows) if not row.finished):
-                    with engine.backend.active():
-                        engine.prefill.catch_up(b, self.drafted[b], self.lengths[b])
-                    self.drafted[b] = self.lengths[b]
-            self.drafter = wanted
-        output = None
-        while self.drafter is wanted and len(self.pending) <= self.lag:
-            output = engine._launch(self.drafter, self.mode, self.constraints)
-            self.pending.append(self.drafter)
-        return output
-
-    def _emit(
-        self, b: int, row: SequenceOutput, ring: list[int], used: Drafter, logprobs: Logprobs | None
-    ) -> Iterator[Chunk]:
-        """Take one row's part of a step."""
-        engine = self.engine
-        count, done, emitted, finite = ring[0], ring[1], ring[2::2], ring[3::2]
-        usable = [*finite, 0].index(0)  # an unusable token is an error, unless a stop comes before it
-        position = self.lengths[b] + usable
-        if used is engine.drafter:
-            self.drafted[b] = self.lengths[b]
-        self.lengths[b] += count
-        self.results[b].decode_seconds = self.seconds
-        chunk = row.push(emitted[: min(usable, count)], logprobs)
-        if used is engine.fallback and chunk.token_ids:
-            self.results[b].plain_steps.append(self.results[b].steps - 1)
-        self._taken(b, chunk)
-        if row.finished or usable > 0:
-            yield chunk._replace(row=b)
-        if not row.finished and usable < count:
-            raise not_finite(engine.model.dtype, position)
-        if done and not row.finished:
-            raise RuntimeError(f"sequence {b} stopped on the device alone; please report this.")
-
-    def cached(self, b: int) -> tuple[list[int], int]:
-        """What the caches hold at the end: the ids of row b, and the number of its valid draft rows."""
-        text = self.prompts[b] + self.results[b].token_ids
-        return text[: min(self.lengths[b], len(text))], max(0, min(self.drafted[b], len(text) - 1))

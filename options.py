@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import hashlib
-import json
 import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from sampling_params import SUGGESTED, SamplingParams
-from support import cache
 from support.errors import UsageError
 
 if TYPE_CHECKING:
     from model_config import ModelConfig
     from weights.checkpoint import Checkpoint
-    from weights.heads import EagleConfig, EagleFile
 
 DEMO = Path(__file__).resolve().parent / "demo"
 DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
@@ -32,17 +27,28 @@ VERIFY = ("match", "multi-round", "multi-round-replacement")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTS = ("int8", "int4")
 KERNELS = ("auto", "triton", "cpu", "reference")
-# Multiply-adds in fp16 with fp32 sums per byte of memory, by compute capability: data sheets of A100, RTX 3090, RTX 4090,
-# H100 (without wgmma, which our kernels do not use) and RTX 5090.
-PRODUCTS = {(8, 0): 77, (8, 6): 38, (8, 9): 82, (9, 0): 92, (12, 0): 58}
-SLOWEST = 38
 ACTIVATIONS = ("int8", "float")
-COMPILE_MODES = ("graph", "max-autotune", "capture", "regions", "inductor", "reduce-overhead")
 TREES = "paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, medusa:vicuna_7b_stage2, medusa:mc_sim_7b_63"
-PRUNE = 10  # percent, until the price of a node was measured
-BY_PRICE = -1  # `prune` where it is not given: the engine measures the price of a node
 NGRAM_NODES = 16  # the deepest tree that is allowed
 MODEL, DRAFTING = "model", "speculative decoding"  # groups of --help
+
+
+class CompileMode(NamedTuple):
+    """What `--compile` does in one of its modes."""
+
+    scope: str  # what goes through Inductor: "parts" of the step, the "whole" step, or "" for nothing
+    inductor: str | None  # Inductor's own mode
+    captured: bool  # whether a GPU's step is captured as one CUDA graph
+
+
+COMPILE_MODES = {
+    "graph": CompileMode("parts", None, True),
+    "max-autotune": CompileMode("parts", "max-autotune-no-cudagraphs", True),
+    "capture": CompileMode("", None, True),
+    "regions": CompileMode("parts", None, False),
+    "inductor": CompileMode("whole", None, False),
+    "reduce-overhead": CompileMode("whole", "reduce-overhead", False),
+}
 
 
 def option(
@@ -64,7 +70,7 @@ def option(
 class LoadOptions:
     """What `load` builds. Everything about one request is in SamplingParams instead.
 
-    None stands for a default that depends on the model and the machine; `resolve` decides it.
+    None stands for a default that depends on the model and the machine; `tree_choice.resolve` decides it.
     """
 
     checkpoint: str = option(
@@ -216,19 +222,6 @@ class LoadOptions:
         """The names of the trees: one, or one for each sequence of the batch."""
         return ("paper25",) if self.tree is None else (self.tree,) if isinstance(self.tree, str) else tuple(self.tree)
 
-    def tree_shape(self) -> tuple[int, int]:
-        """(N, D) of what the drafter proposes; (1, 0) for plain decoding."""
-        from drafters.lookahead import LookaheadDrafter
-        from drafters.ngram import WithNGrams
-        from tree import parse_tree
-
-        kind = self.drafter_kind
-        tree = parse_tree(self.trees[0])  # a misspelt name is an error even where nothing is drafted
-        if not kind:
-            return 1, 0
-        shape = LookaheadDrafter.shape() if kind == "lookahead" else (tree.N, tree.D)
-        return WithNGrams.shape(*shape, self.ngram_nodes) if self.ngram_nodes else shape
-
     def check(self) -> None:
         """Raise UsageError for an option that is wrong or would be ignored. Nothing is read for that."""
         import torch
@@ -246,8 +239,8 @@ class LoadOptions:
             "--verify": self.verify != "match" and not kind,
             "--draft-noise off": not self.draft_noise and not kind,
         }
-        for flag in (flag for flag, ignored in about_heads.items() if ignored):
-            raise UsageError(f"{flag} is about a draft head, and none was given (--eagle HEAD).")
+        for words in (words for words, ignored in about_heads.items() if ignored):
+            raise UsageError(f"{words} is about a draft head, and none was given (--eagle HEAD).")
         if any("=" not in item for item in self.eagle_config):
             raise UsageError("--eagle-config takes KEY=VALUE, like rope_theta=500000.")
         if self.prune and not self.can_prune:
@@ -285,19 +278,6 @@ class LoadOptions:
         from weights.checkpoint import Checkpoint
 
         return Checkpoint.open(self.draft_checkpoint, int8_groups=self.kernel_mode == "cpu")
-
-    def resolve(self, checkpoint: Checkpoint, head: EagleFile | None = None) -> LoadOptions:
-        """The options with everything decided: device, dtype, ctx, and the tree and its pruning where none is named.
-
-        Raises UsageError where the model's context is exceeded or no tree was tuned.
-        """
-        options = self.with_defaults(checkpoint.config)
-        longest = checkpoint.config.max_positions
-        if options.ctx > longest:
-            raise UsageError(f"--ctx is {options.ctx:,}; this model's limit is {longest:,}.")
-        if self.tree == "auto":
-            options = replace(options, tree=find_tuned_tree(self, checkpoint, head))
-        return with_tree(options, checkpoint.quantization, head.config if head else None)
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -344,7 +324,8 @@ def check_names(options: Iterable[str]) -> None:
         raise TypeError(f"load has no option {name!r:.60}; {hint}")
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """The option of the command line for a field, like --draft-vocab for draft_vocab."""
     return "--" + name.replace("_", "-")
 
 
@@ -376,7 +357,7 @@ def _check_value(name: str, value: Any, declared: str, default: Any, metadata: A
             allowed = f"{least} or more" if most is None else f"{least} to {most}"
         elif choices:
             allowed = ", ".join(choices)
-        raise UsageError(f"{_flag(name)} is {value!r:.40}; allowed: {allowed}.")
+        raise UsageError(f"{flag(name)} is {value!r:.40}; allowed: {allowed}.")
 
 
 def _number(least: int) -> Callable[[str], int]:
@@ -398,23 +379,21 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
         title = f.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        add = groups[title].add_argument
-        default = defaults.get(f.name, f.default)
-        described = {"help": _with_default(f.metadata["help"], default), "default": default}
+        default, least = defaults.get(f.name, f.default), f.metadata["least"]
+        words = {"help": _with_default(f.metadata["help"], default), "default": default}
         if f.default is False:
-            add(_flag(f.name), action="store_true", **described)
+            words |= {"action": "store_true"}
         elif f.default is True:
-            described["default"] = "on" if default else "off"
-            add(_flag(f.name), choices=f.metadata["choices"], **described)
+            words |= {"choices": f.metadata["choices"], "default": "on" if default else "off"}
         elif isinstance(f.default, tuple):
-            described["default"] = list(default)
-            add(_flag(f.name), action="append", metavar=f.metadata["metavar"], **described)
+            words |= {"action": "append", "metavar": f.metadata["metavar"], "default": list(default)}
         elif f.metadata["choices"]:
-            add(_flag(f.name), choices=f.metadata["choices"], **described)
+            words |= {"choices": f.metadata["choices"]}
+        elif least is not None:
+            words |= {"type": _number(least), "metavar": f.metadata["metavar"] or "N"}
         else:
-            kind = str if f.metadata["least"] is None else _number(f.metadata["least"])
-            metavar = f.metadata["metavar"] or (None if f.metadata["least"] is None else "N")
-            add(_flag(f.name), type=kind, metavar=metavar, **described)
+            words |= {"metavar": f.metadata["metavar"]}
+        groups[title].add_argument(flag(f.name), **words)
 
 
 def _with_default(text: str, default: Any) -> str:
@@ -425,13 +404,13 @@ def _with_default(text: str, default: Any) -> str:
 
 def options_from(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """These options (default: all) of parsed arguments, as keyword arguments of LoadOptions and `load`."""
-    found = {}
+    given = {}
     for f in (f for f in fields(LoadOptions) if not names or f.name in names):
         value = vars(args)[f.name]
         if f.default is True:
             value = value == "on"
-        found[f.name] = tuple(value) if isinstance(f.default, tuple) else value
-    return found
+        given[f.name] = tuple(value) if isinstance(f.default, tuple) else value
+    return given
 
 
 def read_option(name: str, text: str) -> Any:
@@ -485,7 +464,7 @@ def add_sampling(parser: argparse.ArgumentParser, *names: str, of_model: bool = 
             text = f"{text} (default: {whose}{default})"
             kind = int if f.default is None else type(f.default)
             words |= {"type": kind, "metavar": "N" if kind is int else "X"}
-        group.add_argument(_flag(f.name), help=text, **words)
+        group.add_argument(flag(f.name), help=text, **words)
 
 
 def settings_given(args: argparse.Namespace) -> dict[str, Any]:
@@ -501,88 +480,9 @@ def sampling_from(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**settings_given(args))
 
 
-def parse_ids(text: str, flag: str) -> tuple[int, ...]:
+def parse_ids(text: str, argument: str) -> tuple[int, ...]:
     """Comma-separated ids. Raises UsageError for anything else."""
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise UsageError(f"{flag} {text!r:.60}: expected comma-separated integers, like 5,17,9.") from None
-
-
-def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile) -> Path:
-    """Where the tree tuned for this device, model, head, quantization, dtype and compilation lies, if there is one.
-
-    `python -m scripts.tune_tree` writes it and `--tree auto` reads it.
-    """
-    import torch
-
-    from support.machine import describe_device
-
-    options = options.with_defaults(checkpoint.config)
-    quantization = [checkpoint.raw.get(key) for key in ("eaglet_quant", "quantization_config")]
-    quantization += [str(checkpoint.spec)] if checkpoint.spec else []
-    vocabulary = (options.draft_vocab, options.draft_vocab_text)
-    how = (options.dtype, options.compile and options.compile_mode, options.kv)
-    described = (checkpoint.config, head.config, json.dumps(quantization, sort_keys=True), vocabulary, how)
-    digest = hashlib.sha256(repr(described).encode())
-    for name, tensor in sorted(head.tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.flatten()[:64].tolist()}".encode())
-    machine = re.sub(r"[^A-Za-z0-9]+", "-", describe_device(torch.device(options.device))).strip("-")
-    return cache.folder() / "trees" / f"{machine}-{digest.hexdigest()[:16]}.json"
-
-
-def default_tree(options: LoadOptions, quantization: str | None, head: EagleConfig | None) -> str:
-    """The tree where none is named: on a GPU the largest of three whose verification takes about as long as one token.
-
-    Reading a weight takes the time of PRODUCTS[GPU] products per byte. Rows that need more of them are not free.
-    quantization: of the target, as `Checkpoint.quantization` names it.
-    """
-    import torch
-
-    matches = options.batch_size == 1 and options.verify == "match"
-    if head is None or head.unshifted or options.device != "cuda" or not matches:
-        return "paper25"
-    weight_bytes = {"int4": 0.5, "int8": 1.0}.get((quantization or "float")[:4], 2.0)
-    rows = weight_bytes * PRODUCTS.get(torch.cuda.get_device_capability(), SLOWEST)
-    if weight_bytes < 1 and "GeForce" in torch.cuda.get_device_name():
-        rows *= 2  # int4 adds in fp16 there, which is twice as fast
-    nodes, topk = (60, 10) if rows >= 60 else (32 if rows >= 32 else 16, 8)
-    return f"dynamic:{nodes},{7 if head.version == 3 else 5},{topk}"
-
-
-def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig | None) -> LoadOptions:
-    """The options with the tree, its pruning and its n-gram nodes decided. quantization, head: as in `default_tree`.
-
-    A tree that the user named is drafted as it is.
-    """
-    tree, prune, ngram_nodes = options.tree, options.prune, options.ngram_nodes
-    by_default = prune is None and tree is None and options.can_prune
-    if ngram_nodes is None:
-        ngram_nodes = NGRAM_NODES if by_default else 0
-    if prune is None:
-        prune = BY_PRICE if by_default else 0
-    tree = default_tree(options, quantization, head) if tree is None else tree
-    return replace(options, tree=tree, prune=prune, ngram_nodes=ngram_nodes)
-
-
-def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | None) -> str:
-    """The file that `--tree auto` stands for. Raises UsageError with the command that makes it."""
-    import torch
-
-    from support.machine import describe_device
-
-    if head is None:
-        raise UsageError("--tree auto looks up the tree tuned for a draft head; it needs --eagle HEAD.")
-    path = tuned_tree_path(options, checkpoint, head)
-    if path.exists():
-        return str(path)
-    command = f"python -m scripts.tune_tree --checkpoint {options.checkpoint} --eagle {options.eagle}"
-    command += f" --draft-vocab {options.draft_vocab}" if options.draft_vocab else ""
-    command += f" --draft-vocab-text {options.draft_vocab_text}" if options.draft_vocab_text else ""
-    command += f" --dtype {options.dtype}" if options.dtype else ""
-    command += f" --quant {options.quant}" if options.quant else ""
-    command += f" --threads {options.threads}" if options.threads else ""
-    command += " --compile" if options.compile else ""
-    device = options.with_defaults(checkpoint.config).device
-    where = f"this model, head and device ({describe_device(torch.device(device))})"
-    raise UsageError(f"--tree auto: no tree was tuned for {where}. Run: {command}")
+        raise UsageError(f"{argument} {text!r:.60}: expected comma-separated integers, like 5,17,9.") from None

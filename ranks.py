@@ -21,21 +21,36 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from engine import Engine
-from runtime.links import Exchanges
+from drafters.base import Drafter
+from engine import Engine, Result
+from memory_plan import shared_bytes
+from model import Transformer
+from model_config import DTYPES
+from options import LoadOptions
+from runtime.lease import Lease, Left
+from runtime.links import NCCL, ONE_SHOT, Exchanges, SharedMemory, share_memory
+from runtime.prompt_cache import PromptCache
+from runtime.request import Request
 from runtime.results import Chunk, GenerationResult, Stream
-from runtime.turns import Left, Turn
+from runtime.stepping import EngineConfig
 from sampling import SamplingParams
-from support.errors import INTERNAL, UsageError, UserError
+from support.errors import INTERNAL, UsageError, UserError, one_line
+from tokenizer import Tokenizer
+from weights.checkpoint import Checkpoint
+from weights.shards import ExchangeFailed, exchanged, exchanging, share_
 
 CHECK_EVERY = 16  # steps between two comparisons of what the ranks have decoded
 # How long a rank waits for the next request. A rank that dies ends the wait at once.
 IDLE = datetime.timedelta(days=365)
+MEETING = datetime.timedelta(seconds=60)  # how long the ranks wait for each other while they start
 
 
 class RankLost(UserError):
@@ -63,55 +78,77 @@ class Ranks:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens on another interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=size, timeout=IDLE)
-        self.control = dist.new_group(backend="gloo", timeout=IDLE)
+        try:
+            store = next(dist.rendezvous(meeting_point, rank, size, timeout=MEETING))[0]
+        except dist.DistError as error:  # torchrun's meeting point waits by itself
+            raise RankLost(f"not all processes of --tp {size} have come: {one_line(error)}") from error
+        self._wait_for_all(store)
+        with self.lost(), exchanging():
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=MEETING)
+            self.control = dist.new_group(backend="gloo", timeout=MEETING)
+        for group in (dist.group.WORLD, self.control):
+            _set_pg_timeout(IDLE, group)
         atexit.register(self.end if rank == 0 else close)
 
-    def tell(self, *words: Any) -> None:
+    def _wait_for_all(self, store: dist.Store) -> None:
+        """Return when all ranks have come. Waiting in Python, not in torch, hears Ctrl-C and sees a process that ends."""
+        store.set(f"here{self.rank}", "")
+        deadline = time.monotonic() + MEETING.total_seconds()
+        while missing := [rank for rank in range(self.size) if not store.check([f"here{rank}"])]:
+            if ended := self._ended():
+                raise RankLost(f"a process of --tp {self.size} ended before all had met ({ended}).")
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, missing))
+                seconds = MEETING.total_seconds()
+                raise RankLost(f"--tp {self.size}: rank {names} did not come within {seconds:.0f} s; start again.")
+            time.sleep(0.05)
+
+    def _ended(self) -> str:
+        """The processes that this one started and that have ended, in words."""
+        statuses = [(rank, child.poll()) for rank, child in enumerate(self.children, 1)]
+        return ", ".join(f"rank {rank} with status {status}" for rank, status in statuses if status is not None)
+
+    def tell(self, *words: object) -> None:
         """Rank 0 says what comes next. The others `hear` it."""
-        with self.lost():
+        with self.lost(), exchanging():
             dist.broadcast_object_list([words], 0, self.control)
 
     def hear(self) -> tuple:
         """What rank 0 says."""
         heard: list[Any] = [None]
-        with self.lost():
+        with self.lost(), exchanging():
             dist.broadcast_object_list(heard, 0, self.control)
         return heard[0]
 
     def agree(self, flag: bool) -> bool:
         """The flag of rank 0."""
         value = torch.tensor([flag])
-        with self.lost():
+        with self.lost(), exchanging():
             dist.broadcast(value, 0, self.control)
         return bool(value)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order."""
-        found = [None] * self.size
-        with self.lost():
-            dist.all_gather_object(found, value, self.control)
-        return found
+        values = [None] * self.size
+        with self.lost(), exchanging():
+            dist.all_gather_object(values, value, self.control)
+        return values
 
     @contextlib.contextmanager
     def lost(self) -> Iterator[None]:
         """Turn the failure of an exchange into RankLost, which names the processes that have ended."""
         try:
             yield
-        except RuntimeError as error:
-            exchange_failed = isinstance(error, dist.DistError) or _of_gloo(error)
-            if isinstance(error, torch.OutOfMemoryError) or not exchange_failed:
-                raise
+        except (ExchangeFailed, dist.DistError) as error:
             deadline = time.monotonic() + 1.0  # a process closes its connections shortly before its status can be seen
-            while self.children and all(p.poll() is None for p in self.children) and time.monotonic() < deadline:
+            while not (ended := self._ended()) and self.children and time.monotonic() < deadline:
                 time.sleep(0.01)
-            ended = [f"rank {i} with status {p.poll()}" for i, p in enumerate(self.children, 1) if p.poll() is not None]
-            what = ", ".join(ended) or "rank 0, or one of the others"
+            what = ended or "rank 0, or one of the others"
             raise RankLost(f"a process of --tp {self.size} has ended ({what}); start again.") from error
 
     def leave(self) -> None:
         """Close the connections, when all ranks are done."""
-        with self.lost():
+        with self.lost(), exchanging():
             dist.barrier(self.control)
         close()
 
@@ -136,16 +173,16 @@ def close() -> None:
         dist.destroy_process_group()
 
 
-def _of_gloo(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return "gloo" in text or "connection" in text or "nccl" in text
-
-
-def meet(size: int, device: str, options: dict[str, Any]) -> Ranks:
+def meet(size: int, device: str, options: dict[str, Any], follower: str) -> Ranks:
     """Bring the processes of an engine together. Under torchrun they exist already, else this one starts the others.
 
-    options: keyword arguments of `load`, with which the others load their parts. Raises UsageError for a number of
-    processes, or of GPUs, that does not fit.
+    Args:
+        options: keyword arguments of `load`, with which the others load their parts.
+        follower: the module whose `follow_leader` the others run, by the name that it has here.
+
+    Raises:
+        UsageError: for a number of processes, or of GPUs, that does not fit.
+        RankLost: where a process ends too early, or does not come within a minute.
     """
     started = os.environ.get("WORLD_SIZE")
     if started is not None and int(started) != size:
@@ -157,16 +194,22 @@ def meet(size: int, device: str, options: dict[str, Any]) -> Ranks:
     folder = tempfile.mkdtemp(prefix="eaglet-")  # only this user can read it
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     meeting_point = f"file://{folder}/meeting"
-    words = [sys.executable, "-c", "from load import follow_leader; follow_leader()"]
-    children = []
-    for rank in range(1, size):
-        told = {"rank": rank, "size": size, "device": device, "meeting_point": meeting_point, "options": options}
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        child = subprocess.Popen(words, stdin=subprocess.PIPE, env=environment, text=True)
-        child.stdin.write(json.dumps(told, default=str) + "\n")
-        child.stdin.flush()  # and it stays open, for its end tells the child that this process has ended
-        children.append(child)
-    return join(0, size, device, meeting_point, children)
+    words = [sys.executable, "-c", f"from {follower} import follow_leader; follow_leader()"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    children: list[subprocess.Popen] = []
+    try:
+        for rank in range(1, size):
+            told = {"rank": rank, "size": size, "device": device, "meeting_point": meeting_point, "options": options}
+            # In a process group of its own, for Ctrl-C would otherwise end it with a traceback while it starts.
+            child = subprocess.Popen(words, stdin=subprocess.PIPE, env=environment, text=True, process_group=0)
+            children.append(child)
+            child.stdin.write(json.dumps(told, default=str) + "\n")
+            child.stdin.flush()  # and it stays open, for its end tells the child that this process has ended
+        return join(0, size, device, meeting_point, children)
+    except BaseException:
+        for child in children:
+            child.kill()
+        raise
 
 
 def join(rank: int, size: int, device: str, meeting_point: str, children: Sequence[subprocess.Popen] = ()) -> Ranks:
@@ -204,17 +247,31 @@ def same_model(ranks: Ranks, described: Any) -> None:
             raise OtherRank(f"rank {rank} has another checkpoint, or other options, than rank 0. Give all the same.")
 
 
-class _AgreedTurn:
-    """A turn whose requests end early in all ranks, or in none."""
+def link_ranks_(
+    model: Transformer, checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks, offer: SharedMemory | None = None
+) -> Exchanges:
+    """Let a loaded part exchange in the fastest way that all ranks have. All call it, before a graph is captured."""
+    sizes = exchanged(checkpoint.whole, checkpoint.shard, 1, DTYPES[options.dtype].itemsize)
+    if options.device != "cuda":
+        return Exchanges("gloo", len(sizes), None)
+    size = shared_bytes(checkpoint, options)
+    memory, why = share_memory(ranks.size, size, partial(heard, ranks, ""), offer or SharedMemory())
+    share_(model, memory)
+    link = NCCL if memory is None else ONE_SHOT
+    return Exchanges(link.name, len(sizes), round(link.cost(sizes) * 1e3, 2), why)
 
-    def __init__(self, turn: Turn, ranks: Ranks):
-        self.turn = turn
+
+class _AgreedLease:
+    """A lease whose request ends early in all ranks, or in none."""
+
+    def __init__(self, lease: Lease, ranks: Ranks):
+        self.lease = lease
         self.ranks = ranks
-        self.wait, self.check, self.end = turn.wait, turn.check, turn.end
+        self.wait, self.check, self.end = lease.wait, lease.check, lease.end
 
     def go_on(self) -> None:
         """Raise Left if the request of rank 0 shall end."""
-        if self.ranks.agree(self.turn.ending):
+        if self.ranks.agree(self.lease.ending):
             raise Left
 
 
@@ -225,53 +282,58 @@ class RankedEngine(Engine):
     step runs ahead of the host, because an observer in one rank would hold it back there alone.
     """
 
-    def __init__(self, *arguments: Any, ranks: Ranks, **named: Any):
-        super().__init__(*arguments, **named | {"eagle_always": True, "lag": 0})
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        drafter: Drafter | None,
+        config: EngineConfig,
+        ranks: Ranks,
+    ):
+        super().__init__(model, tokenizer, drafter, replace(config, eagle_always=True, lag=0))
         self.ranks = ranks
         self.number = ranks.engines  # among those that share the processes, which all make them in the same order
         ranks.engines += 1
 
-    def _tell(self, *words: Any) -> None:
+    def _tell(self, *words: object) -> None:
         if self.ranks.rank == 0:
             self.ranks.tell(self.number, *words)
 
-    def _new(self, *arguments: Any, **named: Any) -> Engine:
-        return RankedEngine(*arguments, ranks=self.ranks, **named)
+    def sibling(self, drafter: Drafter | None, config: EngineConfig) -> Engine:
+        return RankedEngine(self.model, self.tokenizer, drafter, config, self.ranks)
 
-    def together(self, deed: Callable[..., Any], *arguments: Any) -> Any:
-        """deed(self, *arguments) in all ranks, each with its own engine. Returns what it returns here."""
+    def together(self, deed: Callable[..., Result], *arguments: object) -> Result:
         self._tell("together", deed, *arguments)
         return deed(self, *arguments)
 
     def twin(self, width: int) -> Engine:
-        self._tell("twin", width)
-        return super().twin(width)
+        return self.together(Engine.twin, width)
 
     def warm_up(self, params: SamplingParams | None = None) -> float:
-        self._tell("warm_up", params)
-        return super().warm_up(params)
+        return self.together(Engine.warm_up, params)
 
-    def margin(self, *arguments: Any) -> tuple[float, float]:
-        self._tell("margin", *arguments)
-        return super().margin(*arguments)
+    def margin(
+        self, row: int, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int
+    ) -> tuple[float, float]:
+        return self.together(Engine.margin, row, text, prompt, params, a, b)
 
-    def keep_prompts(self, cache: Any) -> None:
+    def keep_prompts(self, cache: PromptCache) -> None:
         """Earlier prompts are not kept: only the last one's keys and values can be reused."""
 
-    def _run(self, request: Any, turn: Turn) -> Generator[Chunk]:
-        chunks = super()._run(request, _AgreedTurn(turn, self.ranks))
-        return self._lead(request, turn, chunks) if self.ranks.rank == 0 else chunks
+    def _run(self, request: Request, lease: Lease) -> Generator[Chunk]:
+        chunks = super()._run(request, _AgreedLease(lease, self.ranks))
+        return self._lead(request, lease, chunks) if self.ranks.rank == 0 else chunks
 
-    def _lead(self, request: Any, turn: Turn, chunks: Generator[Chunk]) -> Generator[Chunk]:
+    def _lead(self, request: Request, lease: Lease, chunks: Generator[Chunk]) -> Generator[Chunk]:
         steps, begun = 0, False
         try:
-            if not turn.wait():
+            if not lease.wait():
                 return
             with interrupts_wait():
                 self._tell("begin", request.prompts, request.params)
                 begun = True
             while True:
-                turn.check()
+                lease.check()
                 with interrupts_wait(), self.ranks.lost():
                     self._tell("next")
                     chunk = next(chunks, None)
@@ -283,16 +345,10 @@ class RankedEngine(Engine):
                     return
                 yield chunk
         finally:
-            if begun and turn.held:
+            if begun and lease.held:
                 with contextlib.suppress(RankLost):
                     self._tell("close")
             chunks.close()
-
-
-def everywhere(engine: Engine, deed: Callable[..., Any], *arguments: Any) -> Any:
-    """deed(engine, *arguments), in all ranks where the engine has several. deed: a function of a module."""
-    together = isinstance(engine, RankedEngine)
-    return engine.together(deed, *arguments) if together else deed(engine, *arguments)
 
 
 @contextlib.contextmanager
@@ -323,34 +379,24 @@ def compare(ranks: Ranks, results: Sequence[GenerationResult]) -> None:
 
 def follow(engine: RankedEngine, ranks: Ranks) -> None:
     """Do in this process what rank 0 says, until it ends."""
-    engines, streams = {engine.number: engine}, {}
-
-    def advance(stream: Stream) -> None:
-        with contextlib.suppress(ArithmeticError):  # rank 0 meets it, too, and reports it
-            next(stream, None)
-
-    def keep(found: Any) -> None:
-        if isinstance(found, RankedEngine):
-            engines[found.number] = found
-
-    def together(number: int, deed: Callable[..., Any], *arguments: Any) -> None:
-        with contextlib.suppress(ValueError):  # as above
-            keep(deed(engines[number], *arguments))
-
-    deeds: dict[str, Callable[..., Any]] = {
-        "next": lambda number: advance(streams[number]),
-        "compare": lambda number: compare(ranks, streams[number].results),
-        "close": lambda number: streams[number].close(),
-        "twin": lambda number, width: keep(engines[number].twin(width)),
-        "warm_up": lambda number, params: engines[number].warm_up(params),
-        "margin": lambda number, *arguments: engines[number].margin(*arguments),
-        "together": together,
-    }
-    while True:
-        number, deed, *words = ranks.hear()
-        if deed == "end":
-            return ranks.leave()
-        if deed == "begin":
-            streams[number] = engines[number].generate_batch(*words)
-        else:
-            deeds[deed](number, *words)
+    engines: dict[int, Engine] = {engine.number: engine}
+    streams: dict[int, Stream] = {}
+    with ranks.lost():
+        while True:
+            match ranks.hear():
+                case _, "end":
+                    return ranks.leave()
+                case number, "begin", prompts, params:
+                    streams[number] = engines[number].generate_batch(prompts, params)
+                case number, "next":
+                    with contextlib.suppress(ArithmeticError):  # rank 0 meets it, too, and reports it
+                        next(streams[number], None)
+                case number, "compare":
+                    compare(ranks, streams[number].results)
+                case number, "close":
+                    streams[number].close()
+                case number, "together", deed, *arguments:
+                    with contextlib.suppress(ValueError):  # as above
+                        made = deed(engines[number], *arguments)
+                        if isinstance(made, RankedEngine):
+                            engines[made.number] = made

@@ -15,23 +15,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bench.random_models import random_head
-from drafters.draft_model import check_vocabulary
 from drafters.medusa import MEDUSA_FILES
-from engine import Engine
-from load import build_drafter, build_head, draft_vocabulary, round_head_
-from load import build_engine as build_loaded
+from drafting import DraftFiles, build_drafter, build_head, read_drafter
+from engine import Engine, EngineConfig
 from model_config import ModelConfig
-from options import LoadOptions, read_option, with_tree
-from ranks import RankedEngine, everywhere
+from options import LoadOptions, read_option
+from ranks import RankedEngine
 from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import UsageError
 from support.machine import synchronize
-from tokenizer import load_tokenizer
-from weights.checkpoint import Checkpoint, load_config
+from tree_choice import resolve, with_tree
+from weights.checkpoint import load_config
 from weights.files import local_path, read_entries
 from weights.heads import read_eagle
-from weights.quantized import pack_
 
 SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE = "same tokens", "same distribution", "other engine"
 LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)  # from the strongest promise to none
@@ -196,28 +193,17 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         base.options, **{"ctx": ctx, "eagle_always": True, "tree": None, "prune": None, "ngram_nodes": None, **options}
     )
     model = base.model
-    kind = opts.drafter_kind
-    file = head = None
-    if kind == "eagle" and opts.eagle.startswith("random:"):
+    if opts.drafter_kind == "eagle" and opts.eagle.startswith("random:"):
+        files = DraftFiles()
         head = random_head(model, int(opts.eagle.removeprefix("random:")), model.quant)
-    elif kind == "eagle":
-        file = read_eagle(opts.eagle, model.config, dict(item.split("=", 1) for item in opts.eagle_config))
-        head = build_head(file, model, draft_vocabulary(opts, model.config, base.tokenizer))
+    else:
+        files = read_drafter(opts, model.config, base.tokenizer)
+        head = build_head(files.head, model, opts, base.tokenizer) if files.head else None
     if opts.tree == "auto":
-        opts = opts.resolve(opts.open_checkpoint(), file)
+        opts = resolve(opts, opts.open_checkpoint(), files.head)
     opts = with_tree(opts, model.quant, head.config if head else None)
-    if kind == "draft":
-        small = Checkpoint.open(opts.draft_checkpoint)
-        theirs = load_tokenizer(small.tokenizer_source, small.config.vocab_size)
-        check_vocabulary(model.config, small.config, (base.tokenizer, theirs))
-    if head is not None:
-        round_head_(head, base.backend, model)
-    with base.backend.active():  # weights are packed for one backend, and before anything is traced
-        if head is not None:
-            pack_(head, model.dtype)
-        drafter = build_drafter(model, head, opts) if kind else None
-    ranks = base.ranks if isinstance(base, RankedEngine) else None
-    return build_loaded(model, base.tokenizer, drafter, opts, base.backend, head=head, ranks=ranks)
+    drafter = build_drafter(model, opts, base.backend, head, files.model)
+    return base.sibling(drafter, EngineConfig.of(opts, base.backend, head))
 
 
 def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
@@ -246,7 +232,7 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         label, options = arm_options(name, given, directory)
         if isinstance(base, RankedEngine) and not options.get("eagle_always", True):
             raise UsageError(f"--arm {name}: with --tp an arm drafts in every step; leave eagle_always out.")
-        arms.append(EngineArm(name, label, options, everywhere(base, build_engine, options, ctx)))
+        arms.append(EngineArm(name, label, options, base.together(build_engine, options, ctx)))
     return arms
 
 

@@ -21,7 +21,6 @@ from bench.environment import memory_of
 from bench.suites import Prompts, Question
 from cli.prove import find_fork, is_bitwise, is_rounding_tie
 from engine import Engine
-from ranks import everywhere
 from sampling import SamplingParams
 from step import draft_input
 from support.machine import peak_memory, resident_memory, synchronize
@@ -230,12 +229,12 @@ def draft_share(engine: Engine, rounds: int = 9) -> tuple[float, float | None]:
     mode = SamplingParams().mode
     inputs = draft_input(engine.state, mode, parts=engine.parts)
     calls: dict[str, Callable[[], Any]] = {"draft": lambda: drafter.draft(inputs)}
-    if not engine.compiled:
+    if not engine.config.compile:
         calls["step"] = lambda: engine.step(mode)
     with engine.backend.active():
         times = timed_in_turn(calls, rounds, engine.model.device)
     alone = statistics.median(times["draft"])
-    if engine.compiled:
+    if engine.config.compile:
         return alone, None
     pairs = zip(times["draft"], times["step"], strict=True)
     return alone, min(1.0, statistics.median(draft / step for draft, step in pairs))
@@ -254,11 +253,11 @@ def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
         fact: dict[str, Any] = {"arm": arm.name, "label": arm.label, "options": shown(arm.options)}
         if isinstance(arm, EngineArm):
             engine = arm.engine
-            alone, share = everywhere(engine, draft_share)
+            alone, share = engine.together(draft_share)
             fact |= {
                 "nodes": engine.drafter.N,
                 "depth": engine.drafter.D,
-                "compiled": engine.compiled,
+                "compiled": engine.config.compile,
                 "draft_seconds": alone,
                 "draft_share": share,
                 "memory_bytes": memory_of(engine),

@@ -28,7 +28,8 @@ from bench.records import intact, sealed
 from bench.suites import ask
 from cli.prove import find_fork
 from engine import Engine
-from load import load, plan_memory
+from load import load
+from memory_plan import plan_memory
 from model_config import ModelConfig
 from options import options_from
 from runtime.results import GenerationResult

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.arms import NO_STOP, OTHER_ENGINE, Arm, Sample
 from engine import Engine
-from load import float_bytes
+from memory_plan import float_bytes
 from model import Transformer
 from options import LoadOptions
 from sampling import SamplingParams

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle_draft import EagleHead
-from engine import Engine
-from load import build_engine, open_backend, use_threads
+from engine import Engine, EngineConfig
+from load import open_backend, use_threads
 from model import Transformer
 from model_config import DTYPES, ModelConfig, RopeConfig
 from options import LoadOptions
@@ -144,4 +144,4 @@ def random_engine(name: str, **options: Any) -> Engine:
     backend = open_backend(opts, lambda note: None)
     with backend.active():
         model = random_model(config, opts.quant, target, DTYPES[opts.dtype])
-    return build_engine(model, None, None, opts, backend)
+    return Engine(model, config=EngineConfig.of(opts, backend))

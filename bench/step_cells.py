@@ -15,9 +15,10 @@ import torch
 
 from bench.random_models import SHAPES, random_head, random_model
 from bench.timing import on_gpu
+from drafting import build_drafter
 from eagle_draft import EagleHead
-from engine import Engine
-from load import build_drafter, build_engine, open_backend
+from engine import Engine, EngineConfig
+from load import open_backend
 from model import Transformer
 from options import LoadOptions
 from sampling import SamplingParams
@@ -168,8 +169,8 @@ class Builder:
             )  # fmt: skip
 
             def build() -> Engine:
-                drafter = build_drafter(model, head, options) if head else None
-                return build_engine(model, None, drafter, options, backend, head=head)
+                drafter = build_drafter(model, options, backend, head)
+                return Engine(model, None, drafter, EngineConfig.of(options, backend, head))
 
             return self._keep("engine", (replace(cell, context=0, sampling=""), mode), build)
 

@@ -22,7 +22,7 @@ from bench.measure import step_bytes
 from bench.step_cells import PUBLISHED_TAU, Cell, draft_rows
 from bench.timing import captured, describe, new_event, on_gpu, spread, times
 from engine import Engine
-from load import plan_memory
+from memory_plan import plan_memory
 from model import weight_bytes
 from sampling import SamplingMode
 from step import PHASES, draft_input

@@ -77,8 +77,7 @@ def tree_drafter(head: EagleHead, tree: StaticTree | DynamicTree, ctx: int) -> E
 def tree_engine(base: Engine, head: EagleHead, tree: StaticTree | DynamicTree | None) -> Engine:
     """An Engine with the tree on the weights of `base`; None is plain decoding."""
     drafter = tree_drafter(head, tree, base.ctx) if tree is not None else None
-    kind = {"compile_mode": base.compile_mode, "kv_dtype": base.kv_dtype}
-    return Engine(base.model, base.tokenizer, drafter, 1, base.ctx, base.compiled, base.backend, **kind)
+    return base.sibling(drafter, replace(base.config, batch_size=1, eagle_always=True))
 
 
 @torch.inference_mode()

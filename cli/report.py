@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from engine import ASKED_FOR, Engine
+from engine import Engine
 from ranks import RankedEngine
 from runtime.results import GenerationResult
+from runtime.stepping import ASKED_FOR
 from sampling import SamplingParams
 from support.cache import tally
 from support.machine import copy_bandwidth, describe_device, peak_memory, size_text, versions
@@ -141,7 +142,7 @@ class Report:
         whose = " of the process, torch included" if device.type == "cpu" else ""
         lines.append(f"memory   peak {size_text(peak)}{whose} (plan {size_text(engine.plan.total)})")
         lines.append(f"kernels  {engine.backend.report()}")
-        if engine.compiled:
+        if engine.config.compile:
             reused, fresh = compiled_graphs()
             why = " (a shape, option or source that this folder had not seen)" if fresh else ""
             took = f"in {engine.compile_seconds:.1f} s, before decoding"

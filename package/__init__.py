@@ -25,27 +25,17 @@ if not TYPE_CHECKING:  # a type checker would accept any name because of this fu
     def __getattr__(name: str) -> Any:
         """Everything is imported when it is first named: torch takes seconds, and the command `eaglet` starts here."""
         if name == "load":
-            from load import load
-
-            return load
-        if name == "Engine":
-            from engine import Engine
-
-            return Engine
-        if name == "json_grammar":
-            from runtime.grammar import json_grammar
-
-            return json_grammar
-        if name == "SamplingParams":
-            from sampling_params import SamplingParams
-
-            return SamplingParams
-        if name == "DEMO":
-            from options import DEMO
-
-            return DEMO
-        if name == "__version__":
-            from generate import VERSION
-
-            return VERSION
-        raise AttributeError(f"eaglet has no {name!r}; it has {', '.join(__all__)}.")
+            from load import load as value
+        elif name == "Engine":
+            from engine import Engine as value
+        elif name == "json_grammar":
+            from runtime.grammar import json_grammar as value
+        elif name == "SamplingParams":
+            from sampling_params import SamplingParams as value
+        elif name == "DEMO":
+            from options import DEMO as value
+        elif name == "__version__":
+            from generate import VERSION as value
+        else:
+            raise AttributeError(f"eaglet has no {name!r}; it has {', '.join(__all__)}.")
+        return value

@@ -43,7 +43,7 @@ class AsyncStream:
         self._end_with(task)
         arrived = False
         try:
-            await asyncio.wrap_future(self._stream.turn.ask(task))
+            await asyncio.wrap_future(self._stream.lease.ask(task))
             chunk = await asyncio.wrap_future(self._worker.submit(next, self._stream, None))
             arrived = True
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,24 +12,6 @@ from drafters.base import StepParts
 from eagle_draft import EagleHead
 from model import Block, Nodes, Transformer
 from step import accept_and_commit
-
-
-class CompileMode(NamedTuple):
-    """What `--compile` does in one of its modes."""
-
-    scope: str  # what goes through Inductor: "parts" of the step, the "whole" step, or "" for nothing
-    inductor: str | None  # Inductor's own mode
-    captured: bool  # whether a GPU's step is captured as one CUDA graph
-
-
-COMPILE_MODES = {
-    "graph": CompileMode("parts", None, True),
-    "max-autotune": CompileMode("parts", "max-autotune-no-cudagraphs", True),
-    "capture": CompileMode("", None, True),
-    "regions": CompileMode("parts", None, False),
-    "inductor": CompileMode("whole", None, False),
-    "reduce-overhead": CompileMode("whole", "reduce-overhead", False),
-}
 
 
 def compile_parts(on_gpu: bool, mode: str | None = None, backend: str | Callable = "inductor") -> StepParts:

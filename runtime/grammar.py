@@ -44,12 +44,12 @@ def checked_grammar(text: str) -> str:
 
     Raises ValueError in one line for a grammar with an error, and UsageError without llguidance.
     """
-    found = _llguidance()
+    package = _llguidance()
     try:
-        grammar = found.gbnf_to_lark.any_to_lark(text)
+        grammar = package.gbnf_to_lark.any_to_lark(text)
     except Exception as error:  # the converter's errors have no common class
         raise ValueError(f"the grammar has an error: {_one_line(error)}") from error
-    if problem := found.LLMatcher.validate_grammar(grammar):
+    if problem := package.LLMatcher.validate_grammar(grammar):
         raise ValueError(f"the grammar has an error: {_one_line(problem)}")
     return grammar
 
@@ -86,18 +86,18 @@ class Grammars:
             raise ValueError(
                 "a grammar needs a stop id to end the text with, and this model names none; pass stop_ids."
             )
-        found = _llguidance()
+        package = _llguidance()
         key = tuple(sorted(set(stop_ids)))
         if key not in self._tables:
-            self._tables[key] = self._table(found, key)
-        matcher = found.LLMatcher(self._tables[key], grammar, log_level=0)
+            self._tables[key] = self._table(package, key)
+        matcher = package.LLMatcher(self._tables[key], grammar, log_level=0)
         if matcher.is_error():
             raise ValueError(f"the grammar has an error: {_one_line(matcher.get_error())}")
         return Constraint(matcher, self.vocab_size, frozenset(key), self.tokenizer)
 
-    def _table(self, found: Any, stop_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
-        wrapper = found.TokenizerWrapper(_Words(self.tokenizer, self.vocab_size, stop_ids))
-        return found.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=list(stop_ids))
+    def _table(self, package: Any, stop_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
+        wrapper = package.TokenizerWrapper(_Words(self.tokenizer, self.vocab_size, stop_ids))
+        return package.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=list(stop_ids))
 
 
 class _Words:
@@ -183,8 +183,8 @@ def draft_forced(forced: Sequence[int], tokens: list[int], parent: Sequence[int]
         below = children.get(here)
         if not below:
             break
-        found = next((child for child in below if tokens[child] == token), None)
-        here = max(below, key=height.__getitem__) if found is None else found
+        same = next((child for child in below if tokens[child] == token), None)
+        here = max(below, key=height.__getitem__) if same is None else same
         changed |= tokens[here] != token
         tokens[here] = token
     return changed

@@ -84,11 +84,11 @@ def share_memory(
     memory: list[Tensor] = []
     problem = offer.unreachable(ranks)
     for attempt in (lambda: memory.append(offer.allocate(size)), lambda: offer.meet(memory[0])):
-        if found := next(filter(None, say(problem)), ""):
-            return None, found
+        if obstacle := next(filter(None, say(problem)), ""):
+            return None, obstacle
         try:
             attempt()
         except (RuntimeError, ImportError) as error:
             problem = one_line(error)
-    found = next(filter(None, say(problem)), "")
-    return (None, found) if found else (memory[0], "")
+    obstacle = next(filter(None, say(problem)), "")
+    return (None, obstacle) if obstacle else (memory[0], "")

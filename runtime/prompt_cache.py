@@ -1,6 +1,6 @@
 """The prompts that an engine has run and may need again: copies of its caches, in memory and then on disk.
 
-The caches of an engine hold one text for each row. Where two conversations take turns, each would throw out the other
+The caches of an engine hold one text for each row. Where two conversations alternate, each would throw out the other
 one. So before a request overwrites a text that is long enough, its rows are copied to the host, and a request that goes
 on from a copied text gets them back. The copies are exact, so the tokens stay the same.
 """
@@ -52,7 +52,7 @@ def cache_rows(state: DecodeState, drafter: Drafter, row: int, length: int, draf
 class PromptCache:
     """Texts that were run, the least recently used ones on disk. `Engine.prompt_cache` holds one.
 
-    All calls of `exchange` come from an engine whose turn it is, so they never run at the same time.
+    All calls of `exchange` come from the request that has the engine, so they never run at the same time.
     """
 
     def __init__(self, memory_mb: int = 0, disk_mb: int = 0, folder: Path | None = None, keep: bool = False):
@@ -121,11 +121,11 @@ class PromptCache:
         if gained < WORTHWHILE or not self._fetch(best):
             return ids, drafted
         places = list(cache_rows(state, drafter, row, len(best.ids), best.drafted))
-        if [place.shape for place in places] != [kept.shape for kept in best.rows]:  # a file of another engine
+        if [place.shape for place in places] != [part.shape for part in best.rows]:  # a file of another engine
             self._drop(best)
             return ids, drafted
-        for place, kept in zip(places, best.rows, strict=True):
-            place.copy_(kept)
+        for place, part in zip(places, best.rows, strict=True):
+            place.copy_(part)
         self.hits += 1
         self._shrink()
         return list(best.ids), best.drafted
@@ -160,8 +160,8 @@ class PromptCache:
         self.entries.remove(saved)
         if saved.file is not None:
             try:
-                found = load_file(saved.file)
-                saved.rows = [found[f"rows{i}"] for i in range(len(found) - 1)]
+                tensors = load_file(saved.file)
+                saved.rows = [tensors[f"rows{i}"] for i in range(len(tensors) - 1)]
             except (OSError, SafetensorError, KeyError):
                 saved.file.unlink(missing_ok=True)
                 return False

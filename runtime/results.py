@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from runtime.turns import Turn
+from runtime.lease import Lease
 from sampling import Logprobs, SamplingParams
 
 
@@ -140,21 +140,21 @@ class SequenceOutput:
 
     def push(self, ids: Sequence[int], logprobs: Logprobs | None = None, step: bool = True) -> Chunk:
         """Take the ids of a step and, if the request asked for them, their Logprobs [P]. Returns what counts."""
-        kept: list[int] = []
+        taken: list[int] = []
         for token in ids:
             if self.finished:
                 break
-            kept.append(token)
-            self._take(token, self.result.new_tokens + len(kept))
-        chances = _on_host(logprobs, len(kept), self.params.logprobs)
-        self.result.token_ids += kept
+            taken.append(token)
+            self._take(token, self.result.new_tokens + len(taken))
+        chances = _on_host(logprobs, len(taken), self.params.logprobs)
+        self.result.token_ids += taken
         self.result.logprobs += chances
-        if step and kept:
-            self.result.tokens_per_step.append(kept)
+        if step and taken:
+            self.result.tokens_per_step.append(taken)
         if self.finished and self.decoder is not None and self.result.stop_reason != "stop":
             self.text += self.decoder.flush()
             self._cut_at_stop_string()
-        return Chunk(0, kept, self._show(), chances)
+        return Chunk(0, taken, self._show(), chances)
 
     def _take(self, token: int, produced: int) -> None:
         if token in self.stop_ids:
@@ -168,11 +168,11 @@ class SequenceOutput:
             self.finish("length")
 
     def _cut_at_stop_string(self) -> bool:
-        found = [at for at in (self.text.find(s, max(0, self.shown)) for s in self.params.stop) if at >= 0]
-        if found:
-            self.text = self.text[: min(found)]
+        places = [at for at in (self.text.find(s, max(0, self.shown)) for s in self.params.stop) if at >= 0]
+        if places:
+            self.text = self.text[: min(places)]
             self.finish("stop")
-        return bool(found)
+        return bool(places)
 
     def finish(self, reason: str) -> None:
         self.finished = True
@@ -200,10 +200,10 @@ class Stream:
     close it, or write `with engine.generate(prompt) as stream:`, which closes it at the end of the block.
     """
 
-    def __init__(self, chunks: Generator[Chunk], results: list[GenerationResult], turn: Turn):
+    def __init__(self, chunks: Generator[Chunk], results: list[GenerationResult], lease: Lease):
         self._chunks = chunks
         self.results = results
-        self.turn = turn
+        self.lease = lease
         self._stepping = threading.RLock()
 
     @property
@@ -216,7 +216,7 @@ class Stream:
 
     def __next__(self) -> Chunk:
         with self._stepping:
-            if self.turn.ending:
+            if self.lease.ending:
                 self.close()
             return next(self._chunks)
 
@@ -225,7 +225,7 @@ class Stream:
 
         The thread that reads the stream finds its end after the step, or the part of the prompt, that runs now.
         """
-        self.turn.leave()
+        self.lease.leave()
 
     def close(self) -> None:
         """Stop here, and let the next request run. Sequences that had not finished are marked as interrupted.
@@ -233,10 +233,10 @@ class Stream:
         What was decoded so far stays in the caches, so a request that goes on from there starts fast. Any thread may
         call this: a step that runs in another thread ends first. Closing twice does nothing.
         """
-        self.turn.leave()
+        self.lease.leave()
         with self._stepping:
             self._chunks.close()
-            self.turn.end()
+            self.lease.end()
             mark_interrupted(self.results)
 
     def __enter__(self) -> Stream:

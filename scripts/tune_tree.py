@@ -28,12 +28,13 @@ from pathlib import Path
 
 from bench.tree_costs import LEVEL_DEPTH
 from bench.tree_tuning import TUNED_FOR, report, tune
-from options import LoadOptions, add_options, options_from, tuned_tree_path
+from options import LoadOptions, add_options, options_from
 from support.errors import UsageError, command_parser, run_command
 from support.files import write_json
 from support.machine import default_device
 from support.progress import Progress
 from tree import MAX_DEPTH
+from tree_choice import tuned_tree_path
 from weights.heads import read_eagle
 
 LIMITS = {  # smallest and largest value of the numeric flags

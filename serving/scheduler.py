@@ -292,7 +292,7 @@ class Scheduler:
                 begun = time.monotonic()
                 job.queue_seconds = begun - asked
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self.engine.turns.worker(), job.run)
+                await loop.run_in_executor(self.engine.queue.worker(), job.run)
                 self._seconds += 0.2 * (time.monotonic() - begun - self._seconds)
         except (torch.AcceleratorError, RankLost):  # no kernel runs any more in this process, or another one is gone
             self.broken = self.draining = True

@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import load
 import model
 import tree
+import tree_choice
 from bench import step_cells
 from tree import TreeTables
 
@@ -250,7 +250,7 @@ def fake_gpu_cells(monkeypatch):
 
     monkeypatch.setattr(model.RotaryTable, "build", build)
     ready = tree.tree_tables([tree.PAPER25])
-    monkeypatch.setattr(load, "tree_tables", lambda which, device: on_fake_gpu(ready))
+    monkeypatch.setattr(tree_choice, "tree_tables", lambda which, device: on_fake_gpu(ready))
     with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
         yield step_cells.Builder(torch.device("cuda"))
 

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import torch
 
-from engine import Engine
-from load import build_drafter, build_head, draft_vocabulary
+from drafting import build_drafter, build_head, read_drafter
+from engine import Engine, EngineConfig
+from kernels import KernelBackend
 from model import Transformer
 from options import LoadOptions
 from ranks import join
 from sampling_params import SamplingParams
+from tree_choice import resolve
 from weights.checkpoint import Checkpoint
-from weights.heads import read_eagle
 from weights.quantized import QuantSpec
 from weights.shards import Shard
 
@@ -29,12 +30,11 @@ PROMPTS = [[1, 5, 9, 22, 7, 3] * 3, [8, 2, 61], [30, 31, 30, 31, 30]]
 
 def decode(model: Transformer, checkpoint: Checkpoint, options: LoadOptions, params: SamplingParams) -> tuple:
     """The texts of one request, and its tau."""
-    head = None
-    if options.eagle:
-        ids = draft_vocabulary(options, checkpoint.config, None)
-        head = build_head(read_eagle(options.eagle, checkpoint.config, {}), model, ids)
-    drafter = build_drafter(model, head, options) if options.drafter_kind else None
-    engine = Engine(model, None, drafter, options.batch_size, options.ctx)
+    files, head = read_drafter(options, checkpoint.config, None), None
+    if files.head:
+        head = build_head(files.head, model, options)
+    drafter = build_drafter(model, options, KernelBackend("reference", "cpu"), head, files.model)
+    engine = Engine(model, None, drafter, EngineConfig(batch_size=options.batch_size, ctx=options.ctx))
     results = engine.generate_batch(PROMPTS[: options.batch_size], params).run()
     return [result.token_ids for result in results], results[0].tau
 
@@ -53,7 +53,7 @@ def main(rank: int, size: int, meeting_point: str, folder: Path) -> None:
         if case.get("rounded"):
             checkpoint = replace(checkpoint, spec=QuantSpec(case["rounded"], group_size=32))
         options = LoadOptions(**options, ctx=120, dtype="float64", device="cpu", kernels="reference")
-        options = options.resolve(checkpoint)
+        options = resolve(options, checkpoint)
         with torch.inference_mode(False):  # as in `load`
             part = checkpoint.sharded(Shard(rank, size, case.get("split", False))).load("cpu", torch.float64)
             whole = checkpoint.load("cpu", torch.float64)

@@ -1,9 +1,9 @@
 """What a program does with an engine of two processes, for tests/test_ranks.py: it prints a JSON line of what it saw.
 
-    python ranks_session.py requests | kill
+    python ranks_session.py requests | kill CHECKPOINT
 
 `requests` sends one engine whole, abandoned, overtaken and stopped requests, and a second engine without processes the
-same whole ones. `kill` ends the second process between two steps.
+same whole ones. `kill` ends the second of four processes between two steps.
 """
 
 import json
@@ -58,7 +58,7 @@ def requests() -> dict:
 
 
 def kill() -> dict:
-    engine = load(DEMO, tp=2, **OPTIONS)
+    engine = load(sys.argv[2], tp=4, **OPTIONS | {"ctx": 160})
     stream = engine.generate(PROMPT, SamplingParams(max_new_tokens=100))
     next(stream)
     os.kill(engine.ranks.children[0].pid, signal.SIGKILL)

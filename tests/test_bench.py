@@ -27,14 +27,15 @@ from bench import session as bench_session
 from bench import summary as bench_summary
 from drafters.medusa import MedusaHeads, save_medusa
 from drafters.ngram import WithNGrams
-from engine import Engine
+from engine import Engine, EngineConfig
 from load import load
-from options import DRAFTERS, tuned_tree_path
+from options import DRAFTERS
 from sampling import SamplingParams
 from scripts import bench, widths
 from support.errors import UserError
 from support.texts import HELD_OUT
 from tokenizer import load_tokenizer
+from tree_choice import tuned_tree_path
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
 from weights.hf import hf_views, save_hf
@@ -455,7 +456,7 @@ def test_every_run_starts_from_empty_caches():
     arm = bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, engine)
     a, b = arm.run(prompt, params), arm.run(prompt, params)
     assert a.cached_tokens == b.cached_tokens == 0 and a.token_ids == b.token_ids
-    pair = Engine(model, batch_size=2)
+    pair = Engine(model, config=EngineConfig(batch_size=2))
     for _ in range(2):
         both, first, rest = bench_arms.timed_request(pair, [prompt, prompt[:9]], params)
         assert both[0].token_ids == a.token_ids and first > 0 and rest > 0
@@ -1203,7 +1204,7 @@ def test_harness_adapter_answers_all_three_kinds():
     """The adapter drifts from lm-evaluation-harness' interface, or scores the context too."""
     model = tiny_model()
     tokenizer = Letters()
-    engine = Engine(model, tokenizer, ctx=64)
+    engine = Engine(model, tokenizer, config=EngineConfig(ctx=64))
     lm = evaluate.harness_class(Base)(engine)
     assert isinstance(lm, Base) and lm.started
     ((score, greedy),) = lm.loglikelihood([ask("def f(", "x):")])

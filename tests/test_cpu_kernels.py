@@ -21,7 +21,7 @@ import sampling
 import tree as trees
 from drafters.base import Draft, PlainDrafter
 from eagle_draft import EagleHead
-from engine import Engine
+from engine import Engine, EngineConfig
 from generate import main as generate
 from kernels import cpu
 from kernels.packing import dequantize
@@ -376,7 +376,7 @@ def test_speculative_tokens_equal_plain_ones_without_any_tie(mode, tree, p_min):
     model = quantized_model(mode)
     more = {"p_min": p_min, "ngram_nodes": 12 if p_min else 0}
     drafter = eagle_drafter(packed_head(model), trees.parse_tree(tree), **more)
-    engines = [Engine(model, None, d, backend=backend(), eagle_always=True) for d in (None, drafter)]
+    engines = [Engine(model, None, d, EngineConfig(backend=backend(), eagle_always=True)) for d in (None, drafter)]
     for temperature in (0.0, 1.0):
         for seed in range(3):
             params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=100)
@@ -555,7 +555,7 @@ def test_repeated_text_takes_fewer_steps():
     steps = []
     for ngram_nodes in (0, 12):
         drafter = eagle_drafter(head, trees.parse_tree("paper25"), p_min=0.1, ngram_nodes=ngram_nodes)
-        engine = Engine(model, None, drafter, backend=backend())
+        engine = Engine(model, None, drafter, EngineConfig(backend=backend()))
         result = engine.generate([1, 5, 9], SamplingParams(max_new_tokens=100)).run()[0]
         steps.append(result.steps)
     assert steps[1] < 0.5 * steps[0]
@@ -573,7 +573,7 @@ def test_nodes_are_pruned_by_their_measured_price(monkeypatch):
     monkeypatch.setattr(Engine, "_time_steps", measure)
     for unpriced, p_min in ((True, 0.13), (False, 0.1)):
         drafter = eagle_drafter(packed_head(model), trees.PAPER25, p_min=0.1, unpriced=unpriced)
-        engine = Engine(model, None, drafter, backend=backend(), eagle_always=False)
+        engine = Engine(model, None, drafter, EngineConfig(backend=backend(), eagle_always=False))
         for seed in range(2):
             engine.generate([1, 2, 3], SamplingParams(max_new_tokens=3, seed=seed)).run()
         assert drafter.p_min == pytest.approx(p_min)
@@ -589,10 +589,10 @@ def test_pruned_trees_of_a_batch_keep_what_one_of_them_needs():
     model = quantized_model("int4")
     head = packed_head(model, 3)
     shapes = [trees.parse_tree("paper25"), trees.chain(4)]
-    engines = [Engine(model, None, backend=backend(), batch_size=2)]
+    engines = [Engine(model, None, config=EngineConfig(backend=backend(), batch_size=2))]
     for tree in (shapes, shapes[:1] * 2):
         drafter = eagle_drafter(head, tree, 2, p_min=0.02, ngram_nodes=8)
-        engines.append(Engine(model, None, drafter, 2, backend=backend(), eagle_always=False))
+        engines.append(Engine(model, None, drafter, EngineConfig(batch_size=2, backend=backend(), eagle_always=False)))
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, max_new_tokens=60)
         plain, *drafted = ([r.token_ids for r in e.generate_batch([[1, 5, 9], [4, 2]], params).run()] for e in engines)
@@ -624,7 +624,7 @@ def test_a_layer_that_the_kernels_lack_runs_in_parts():
     """Catches a fused call on experts or on an int8 cache, and a head that is drafted with stale weights."""
     model = quantized_model("int8", num_local_experts=2, num_experts_per_tok=1)
     for kv_dtype in (None, torch.int8):
-        engine = Engine(model, backend=backend(), kv_dtype=kv_dtype)
+        engine = Engine(model, config=EngineConfig(backend=backend(), kv_dtype=kv_dtype))
         assert len(engine.generate([1, 2, 3], SamplingParams(max_new_tokens=4)).run()[0].token_ids) == 4
 
 

@@ -23,12 +23,13 @@ from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
 from drafters.ngram import NGramDrafter, WithNGrams, graft, lookup
 from eagle_draft import EagleDrafter
-from engine import Engine
+from engine import Engine, EngineConfig
 from load import load
 from options import LoadOptions
 from sampling import SamplingParams
 from step import DecodeState, decode_step
 from support.errors import USAGE, BadFileError, UsageError
+from tree_choice import tree_shape
 from weights.checkpoint import load_model
 from weights.hf import save_hf
 
@@ -128,7 +129,7 @@ def test_same_tokens_as_plain_decoding(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_tokens_in_a_batch(kind):
     """Rows that leak into each other: other lengths, seeds, stops, and a row without a prompt."""
-    engine = Engine(MODEL, drafter=KINDS[kind](MODEL, 3), batch_size=3)
+    engine = Engine(MODEL, drafter=KINDS[kind](MODEL, 3), config=EngineConfig(batch_size=3))
     for index, rows in ((0, 2), (2, 3)):
         stop = plain(settings(index), 1)[4]
         results = engine.generate_batch(PROMPTS[:rows], settings(index, stop_ids=(stop,))).run()
@@ -510,7 +511,9 @@ def test_the_target_itself_as_draft_is_accepted_whole(tree, index):
 def test_the_target_itself_in_a_batch():
     """The same with rows of other lengths and trees."""
     drafter = draft_model(MODEL, MODEL, 3, [trees.chain(4), TREES["medusa"], trees.chain(2)])
-    results = Engine(MODEL, drafter=drafter, batch_size=3).generate_batch(PROMPTS, settings(1)).run()
+    results = (
+        Engine(MODEL, drafter=drafter, config=EngineConfig(batch_size=3)).generate_batch(PROMPTS, settings(1)).run()
+    )
     for result, most in zip(results, (5, 5, 3), strict=True):
         assert all(len(step) == most for step in result.tokens_per_step[:-1])
 
@@ -714,7 +717,7 @@ def test_every_drafter_loads_and_decodes_the_same(tmp_path):
         engine = load(target, dtype="float64", **options)
         assert engine.generate(PROMPT, params).run()[0].token_ids == expected
         assert engine.options.drafter_kind == kind
-        assert engine.options.tree_shape() == (engine.drafter.N, engine.drafter.D)
+        assert tree_shape(engine.options) == (engine.drafter.N, engine.drafter.D)
         assert (engine.plan.head > 0) == (kind in ("draft", "medusa"))
     with pytest.raises(BadFileError, match="98 tokens"):
         load(target, draft_checkpoint=str(tmp_path / "other"))

@@ -16,9 +16,10 @@ import tree as trees
 from bench.suites import held_out_prompts
 from drafters import tree_drafter
 from drafters.base import take_rows
+from drafting import draft_vocabulary
 from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine
-from load import draft_vocabulary, load
+from load import load
 from options import DEMO
 from sampling import SamplingParams
 from tokenizer import load_tokenizer

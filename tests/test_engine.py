@@ -33,7 +33,6 @@ from tiny import (
     tiny_model,
 )
 
-import engine as engine_module
 import kernels
 import sampling
 import step as step_module
@@ -42,8 +41,9 @@ import tree_building
 from bench import acceptance
 from drafters.base import Draft, Drafter, PlainDrafter
 from eagle_draft import EagleDrafter
-from engine import Engine
+from engine import Engine, EngineConfig
 from model import Transformer
+from runtime import stepping
 from runtime.compiled import compile_parts
 from runtime.prefill import Prefill
 from runtime.results import Chunk, SequenceOutput
@@ -125,7 +125,9 @@ def test_prompts_of_a_batch_have_settings_of_their_own(kind):
     """Catches settings that reach another prompt of the batch: temperature, filters, penalties, seed, length, stop ids.
     A greedy prompt stands beside sampled ones, and every prompt must get the text that it gets alone."""
     for tree in (MEDUSA, TREES["dynamic"]) if kind else (None,):
-        engine = eagle_engine(HEADS[kind], tree, batch_size=3) if kind else Engine(MODEL, batch_size=3)
+        engine = (
+            eagle_engine(HEADS[kind], tree, batch_size=3) if kind else Engine(MODEL, config=EngineConfig(batch_size=3))
+        )
         for indices in ((0, 4, 7), (6, 3, 0), (5, 0, 1)):
             rows = [settings(i, seed=40 + 7 * i, max_new_tokens=12 + 5 * b) for b, i in enumerate(indices)]
             stop = Engine(MODEL).generate(PROMPTS[2], rows[2]).run()[0].token_ids[6]
@@ -143,7 +145,11 @@ def test_prompts_of_a_batch_have_settings_of_their_own(kind):
 def test_logprobs_are_those_of_the_model(kind):
     """Catches log-probabilities of the wrong node, position, prompt or step, after temperature and penalties, or of
     tokens behind the end. They are compared with a forward over the whole text without a cache."""
-    engine = Engine(MODEL, batch_size=3, lag=2) if kind is None else eagle_engine(HEADS[kind], MEDUSA, 3, lag=2)
+    engine = (
+        Engine(MODEL, config=EngineConfig(batch_size=3, lag=2))
+        if kind is None
+        else eagle_engine(HEADS[kind], MEDUSA, 3, lag=2)
+    )
     rows = [settings(7, logprobs=3), settings(0, logprobs=0, stop_ids=(plain(settings(0), 1)[5],)), settings(1)]
     stream = engine.generate_batch(PROMPTS, rows)
     chunks = list(stream)
@@ -167,7 +173,7 @@ def test_logprobs_are_those_of_the_model(kind):
 def test_plain_batch_rows_equal_single_runs():
     """Catches a row b that does not draw with seed + b, or that sees another row's prompt, penalties or length."""
     for index in (2, 7):
-        results = Engine(MODEL, batch_size=3).generate_batch(PROMPTS, settings(index)).run()
+        results = Engine(MODEL, config=EngineConfig(batch_size=3)).generate_batch(PROMPTS, settings(index)).run()
         assert [tuple(r.token_ids) for r in results] == [plain(settings(index), b) for b in range(3)]
         assert [r.seed for r in results] == [3, 4, 5]
 
@@ -177,9 +183,9 @@ def test_int8_cache_keeps_the_promise(tree):
     """Catches keys and values that are quantized by more than their own row, and rows that are moved without their
     scales. Speculative tokens would then differ from plain ones. The test decodes a batch, and a second turn that
     reuses the cache of the first."""
-    make = functools.partial(Engine, MODEL, None, batch_size=2, kv_dtype=torch.int8)
+    config = EngineConfig(batch_size=2, kv_dtype=torch.int8)
     drafters = [None] + [eagle_drafter(HEADS[kind], TREES[tree], 2) for kind in ("eagle1", "eagle3")]
-    engines, turn = [make(drafter) for drafter in drafters], PROMPTS[:2]
+    engines, turn = [Engine(MODEL, None, drafter, config) for drafter in drafters], PROMPTS[:2]
     assert engines[0].state.kv.dtype == torch.int8 and not engines[0].state.kv.any()
     for index in (0, 2):
         results = [engine.generate_batch(turn, settings(index)).run() for engine in engines]
@@ -277,7 +283,9 @@ def test_a_drafter_is_told_the_target_s_choice_after_every_row():
     """Catches choices that reach `observe` in another order than the nodes, for some rows only, or not in every step."""
     truth = [PROMPTS[b] + list(plain(settings(2, max_new_tokens=44), b)) for b in range(2)]
     drafter = Told(MEDUSA, truth)
-    results = Engine(MODEL, drafter=drafter, batch_size=2).generate_batch(PROMPTS[:2], settings(2)).run()
+    results = (
+        Engine(MODEL, drafter=drafter, config=EngineConfig(batch_size=2)).generate_batch(PROMPTS[:2], settings(2)).run()
+    )
     assert len(drafter.told) == max(result.steps for result in results) > 2
     tree = drafter.tree
     right = ~(tree.ancestors & (tree.rank > 0)[:, None]).any(-1)  # nodes whose whole path is of rank 0
@@ -315,12 +323,12 @@ class RandomShapes(ScriptedDrafter):
         return parent, depth, ancestors, torch.ones_like(parent, dtype=torch.bool), rank
 
 
-def scripted(tree, params, rows=1, shift=0, **options):
+def scripted(tree, params, rows=1, shift=0, tokenizer=None, lag=None):
     """An engine whose drafter knows the plain continuation of every row, or with shift=1 avoids it."""
     longer = SamplingParams(**{**vars(params), "max_new_tokens": params.max_new_tokens + 20, "stop_ids": ()})
     truth = [PROMPTS[b] + list(plain(longer, b)) for b in range(rows)]
     drafter = RandomShapes(truth, shift) if tree == "random" else ScriptedDrafter(TREES[tree], truth, shift)
-    return Engine(MODEL, drafter=drafter, batch_size=rows, **options)
+    return Engine(MODEL, tokenizer, drafter, EngineConfig(batch_size=rows, lag=lag))
 
 
 @pytest.mark.parametrize("rows", (1, 3))
@@ -597,7 +605,11 @@ def test_a_stream_that_was_closed_leaves_its_prefix(head, lag):
     stream that is closed after another request has taken its place."""
 
     def make() -> Engine:
-        return Engine(MODEL, lag=lag) if head is None else eagle_engine(HEADS[head], TREES["paper25"], lag=lag)
+        return (
+            Engine(MODEL, config=EngineConfig(lag=lag))
+            if head is None
+            else eagle_engine(HEADS[head], TREES["paper25"], lag=lag)
+        )
 
     engine, params = make(), settings(2, max_new_tokens=30)
     stream = engine.generate(PROMPT, params)
@@ -726,7 +738,9 @@ def test_an_overtaken_stream_says_so():
 def test_the_backend_does_not_leak_to_the_consumer():
     """Catches the kernels of one engine that run in the consumer's code between chunks, or in another engine's."""
     before = kernels.active_backend()
-    for _ in Engine(MODEL, backend=kernels.KernelBackend("reference")).generate(PROMPT, settings(0)):
+    for _ in Engine(MODEL, config=EngineConfig(backend=kernels.KernelBackend("reference"))).generate(
+        PROMPT, settings(0)
+    ):
         assert kernels.active_backend() is before
         assert not torch.is_inference_mode_enabled()
 
@@ -846,7 +860,7 @@ def test_a_batch_row_with_nan_leaves_the_others_right():
     model = poisoned_model(stop, math.nan)  # row 0 stops at this token, but its forwards go on
     truth = [p + list(plain(settings(2, max_new_tokens=44), b)) for b, p in enumerate(PROMPTS)]
     for drafter in (None, ScriptedDrafter(MEDUSA, truth)):
-        engine = Engine(model, drafter=drafter, batch_size=3)
+        engine = Engine(model, drafter=drafter, config=EngineConfig(batch_size=3))
         results = engine.generate_batch(PROMPTS, settings(2, stop_ids=(stop,))).run()
         assert tuple(results[0].token_ids) == tokens[: k + 1]
         assert [tuple(r.token_ids) for r in results[1:]] == others
@@ -888,7 +902,7 @@ def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
     """SPAN tokens after the first one of every row, from prefill and the engine's own step. int64 [rows, SPAN]."""
     built = tables(tree, rows)
     drafter = EagleDrafter(small_head(), built, rows, ctx + built.N + 1, shared_noise, multi_round)
-    engine = Engine(small_model(), drafter=drafter, batch_size=rows, ctx=ctx)
+    engine = Engine(small_model(), drafter=drafter, config=EngineConfig(batch_size=rows, ctx=ctx))
     state, prompt = engine.state, [1, 3, 0, 2]
     out, filled = (torch.zeros(rows, SPAN + built.D + 1, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
     with torch.inference_mode():
@@ -1070,7 +1084,7 @@ def tiny_engine(mode: str, **options) -> tuple[Engine, dict]:
     tree, sampled, rule = MODES[mode]
     model = tiny_model(torch.float32, layers=1)
     if tree is None:
-        return Engine(model, **options), sampled
+        return Engine(model, config=EngineConfig(**options)), sampled
     head = tiny_head(model, 3, DRAFT_VOCAB, taps=(0, 1)) if "dynamic" in mode else tiny_head(model)
     return eagle_engine(head, tree, multi_round=rule, **options), sampled
 
@@ -1199,7 +1213,7 @@ def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, everyt
         compiled.append(graph)
         return lambda *arguments: ran.append(graph) or graph.forward(*arguments)
 
-    monkeypatch.setattr(engine_module, "compile_parts", lambda on_gpu, how: compile_parts(everything, how, backend))
+    monkeypatch.setattr(stepping, "compile_parts", lambda on_gpu, how: compile_parts(everything, how, backend))
     tree = {"plain": None, "dynamic": trees.DynamicTree(6, 2, 2)}.get(mode, trees.chain(2))
     rule = {"multi_round": "without"} if mode == "multi-round" else {}
     model = tiny_model(torch.float32, layers=3)
@@ -1207,7 +1221,7 @@ def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, everyt
 
     def make(compile: bool) -> Engine:
         if tree is None:
-            return Engine(model, compile=compile)
+            return Engine(model, config=EngineConfig(compile=compile))
         return eagle_engine(head, tree, compile=compile, **rule)
 
     def uncompiled(prompt, params):
@@ -1248,7 +1262,7 @@ def test_a_step_compiled_whole_decodes_the_same(mode, monkeypatch):
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(Engine, "_measure", lambda self, mode: (1.0, 99.0))  # plain steps take over after 16
     drafter = eagle_drafter(HEADS["eagle1"], TREES["chain4"])
-    engine = Engine(MODEL, drafter=drafter, compile=True, compile_mode=mode, eagle_always=False)
+    engine = Engine(MODEL, drafter=drafter, config=EngineConfig(compile=True, compile_mode=mode, eagle_always=False))
     assert all(how["fullgraph"] and not how["dynamic"] for how in calls)
     inductor = None if mode == "inductor" else mode
     assert [how.get("mode") for how in calls] == [None, inductor, inductor], "prefill, step, plain step"
@@ -1267,7 +1281,7 @@ def test_a_step_compiled_whole_decodes_the_same(mode, monkeypatch):
 def test_unknown_compile_mode_is_named():
     """Catches a mode that silently falls back to another one."""
     with pytest.raises(ValueError, match="compile_mode is 'fast'; allowed: graph, max-autotune, capture, regions"):
-        Engine(tiny_model(), compile_mode="fast")
+        Engine(tiny_model(), config=EngineConfig(compile_mode="fast"))
 
 
 def test_a_first_request_does_not_decode_on_the_compiler_s_time(monkeypatch):
@@ -1275,7 +1289,9 @@ def test_a_first_request_does_not_decode_on_the_compiler_s_time(monkeypatch):
     the second one would not."""
     clock = fake_clock(monkeypatch)
     drafter = eagle_drafter(HEADS["eagle1"], TREES["chain4"])
-    engine = Engine(MODEL, drafter=drafter, compile=True, compile_mode="capture")  # compiles nothing on a CPU
+    engine = Engine(
+        MODEL, drafter=drafter, config=EngineConfig(compile=True, compile_mode="capture")
+    )  # compiles nothing on a CPU
     step, compiled = engine._step, []
 
     def compiling(*arguments, **named):

@@ -26,8 +26,9 @@ from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
 from bench.compare import compare
 from bench.suites import read_suite
 from bench.tree_search import read_statistics
+from drafting import build_head
 from kernels.tuned import read_tuned
-from load import build_head, load
+from load import load
 from quantize import quantize_head
 from sampling_params import with_suggestions
 from serving.fields import ApiError, parse_object

@@ -20,7 +20,8 @@ from bench.acceptance import summarise
 from bench.suites import held_out_prompts
 from cli import prove
 from generate import load, main
-from load import plan_memory, use_threads
+from load import use_threads
+from memory_plan import plan_memory
 from options import DEMO, LoadOptions
 from sampling import SamplingParams
 from support import machine

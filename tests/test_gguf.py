@@ -24,7 +24,8 @@ from tiny import held
 
 from generate import main as generate
 from kernels import cpu
-from load import load, model_bytes
+from load import load
+from memory_plan import model_bytes
 from model_config import ModelConfig, RopeConfig
 from options import DEMO, LoadOptions
 from sampling import SamplingParams
@@ -32,6 +33,7 @@ from scripts import convert
 from support import real_model
 from support.errors import UsageError
 from tokenizer import load_tokenizer
+from tree_choice import resolve
 from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
 from weights.gguf_metadata import SPLITS
@@ -565,7 +567,7 @@ def test_peak_memory_is_less_than_twice_the_weights():
 
     options = LoadOptions(str(SMOLLM2), device="cpu")
     checkpoint = options.open_checkpoint()
-    weights = model_bytes(checkpoint, options.resolve(checkpoint, None))
+    weights = model_bytes(checkpoint, resolve(options, checkpoint, None))
     run = peak("--checkpoint", str(SMOLLM2), "-p", "Why is the sky blue? Because", "--max-new-tokens", "64")
     assert weights < 100e6 and run < peak() + 2 * weights
 

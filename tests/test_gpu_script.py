@@ -20,9 +20,8 @@ import tree as trees
 from bench import gpu_report, kernel_timing, random_models, step_cells, step_run, step_time, timing
 from bench.environment import environment
 from bench.measure import step_bytes
-from engine import Engine
-from options import LoadOptions
-from runtime.compiled import COMPILE_MODES
+from engine import Engine, EngineConfig
+from options import COMPILE_MODES, LoadOptions
 from sampling import SamplingParams
 from scripts import bench_kernels, gpu
 from scripts import step_time as command
@@ -413,7 +412,7 @@ def test_the_engines_own_graph_is_timed_where_it_has_one(monkeypatch):
 def test_every_way_to_run_is_one_that_the_engine_has(mode, compiled, captures):
     """An option that this Engine does not have, or one whose meaning has changed."""
     given = step_cells.engine_options(mode)
-    inspect.signature(Engine).bind_partial(**given)
+    inspect.signature(EngineConfig).bind_partial(**given)
     how = LoadOptions(eagle="head", **given)
     how.check()
     assert how.compile == compiled and how.eagle_always

@@ -12,7 +12,7 @@ from test_runner import with_graphs
 from tiny import TREES, PieceTokenizer, ScriptedDrafter, eagle_engine
 
 import sampling
-from engine import Engine
+from engine import Engine, EngineConfig
 from generate import load, main
 from runtime.grammar import Grammars, draft_forced, json_grammar
 from sampling import SamplingParams
@@ -44,7 +44,7 @@ WORDS = ('start: (/[A-F]{2,7}/ "-")+ "STOP"', 'start: /[0-9]{3,12}/ "ABCDEFG" /[
 
 def words_engine(tree=None, kind="eagle1", batch_size=1) -> Engine:
     if tree is None:
-        return Engine(MODEL, LETTERS, batch_size=batch_size)
+        return Engine(MODEL, LETTERS, config=EngineConfig(batch_size=batch_size))
     return eagle_engine(HEADS[kind], tree, batch_size=batch_size, tokenizer=LETTERS)
 
 

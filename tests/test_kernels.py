@@ -1157,7 +1157,9 @@ def test_interpreted_heads_are_turned_in_the_projection_of_an_engine(monkeypatch
 
     def run():
         drafts.clear()
-        one = engine.Engine(model, None, EagleDrafter(head, tree, 1, CTX + tree.N + 1), ctx=CTX, backend=TRITON)
+        one = engine.Engine(
+            model, None, EagleDrafter(head, tree, 1, CTX + tree.N + 1), engine.EngineConfig(ctx=CTX, backend=TRITON)
+        )
         result = one.generate(PROMPT[:5], params).run()[0]
         return result.tokens_per_step, result.logprobs, [(d.tokens.tolist(), d.scores.tolist()) for d in drafts]
 
@@ -1193,7 +1195,7 @@ def test_interpreted_engine_gives_the_reference_tokens(mode, kv, monkeypatch):
             weights_quantized.pack_(model, model.dtype)
             weights_quantized.pack_(head, model.dtype)
         for make in drafters:
-            one = engine.Engine(model, None, make(), ctx=CTX, backend=backend, kv_dtype=kv)
+            one = engine.Engine(model, None, make(), engine.EngineConfig(ctx=CTX, backend=backend, kv_dtype=kv))
             results.append(one.generate(PROMPT[:5], params).run()[0].tokens_per_step)
         return results
 

@@ -27,7 +27,7 @@ import verify
 from bench import prediction as predict
 from bench import step_cells, step_time
 from eagle_draft import EagleDrafter
-from engine import Engine
+from engine import Engine, EngineConfig
 from kernels import KernelBackend, choice, draft
 from sampling import SamplingMode, SamplingParams, SamplingState
 from tree import parse_tree
@@ -362,7 +362,7 @@ def test_interpreted_engine_gives_the_plain_tokens(ours, name, monkeypatch):
 
     def run(backend, compiled=False):
         drafter = EagleDrafter(head, built, 2, CTX + built.N + 1)
-        engine = Engine(small, drafter=drafter, batch_size=2, ctx=CTX, backend=backend)
+        engine = Engine(small, drafter=drafter, config=EngineConfig(batch_size=2, ctx=CTX, backend=backend))
         if compiled:
             engine._step = torch.compile(step.decode_step, fullgraph=True, backend="eager", dynamic=False)
         results = engine.generate_batch([PROMPT, PROMPT[:4]], params).run()

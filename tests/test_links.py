@@ -15,10 +15,11 @@ import torch.distributed as dist
 from test_ranks import config_of
 from torch import Tensor
 
-from load import link_ranks_
 from model import Transformer
 from options import LoadOptions
+from ranks import link_ranks_
 from runtime.links import NCCL, ONE_SHOT, SharedMemory, share_memory
+from tree_choice import tree_shape
 from weights import shards
 from weights.shards import Exchange, Shard, connect_, exchanged
 
@@ -157,6 +158,6 @@ def test_the_chosen_way_and_its_cost_are_said(problem, monkeypatch):
     link = NCCL if problem else ONE_SHOT
     assert told.by == link.name and told.predicted_ms == pytest.approx(link.cost(sizes) * 1e3, abs=0.01)
     assert "predicted, not measured" in str(told) and (problem in str(told))
-    rows = max(64, options.tree_shape()[0])
+    rows = max(64, tree_shape(options)[0])
     for memory in memories:
         assert memory is None if problem else max(rows * 128, rows * 96) <= memory.nbytes < rows * 128 + 256

@@ -17,21 +17,17 @@ from options import (
     LoadOptions,
     add_options,
     add_sampling,
-    default_tree,
-    find_tuned_tree,
     options_from,
     parse_ids,
     read_option,
     sampling_from,
     settings_given,
-    tuned_tree_path,
-    with_tree,
 )
-from runtime.compiled import COMPILE_MODES
 from sampling import SamplingParams
 from sampling_params import SUGGESTED, with_suggestions
 from support.errors import UsageError
 from tree import NAMES, parse_tree
+from tree_choice import BY_PRICE, default_tree, find_tuned_tree, resolve, tree_shape, tuned_tree_path, with_tree
 from weights.checkpoint import Checkpoint
 from weights.heads import EagleConfig, read_eagle
 from weights.quantized import MODES
@@ -242,10 +238,10 @@ def test_shapes_of_what_is_drafted():
         (5, 4): dict(eagle="e", batch_size=2, tree=("chain:4", "chain:2")),
     }
     for shape, changes in shapes.items():
-        assert LoadOptions(**changes).tree_shape() == shape, changes
+        assert tree_shape(LoadOptions(**changes)) == shape, changes
     for changes in (dict(), dict(eagle="e"), dict(drafter="lookahead")):
         with pytest.raises(ValueError, match="'bogus' is not one of"):
-            LoadOptions(tree="bogus", **changes).tree_shape()
+            tree_shape(LoadOptions(tree="bogus", **changes))
 
 
 def test_defaults_depend_on_the_model_and_the_machine(monkeypatch):
@@ -263,10 +259,10 @@ def test_defaults_depend_on_the_model_and_the_machine(monkeypatch):
 def test_resolving_decides_everything_and_refuses_what_the_model_cannot_do():
     """A context longer than the model's positions."""
     checkpoint = Checkpoint.open(DEMO)
-    found = LoadOptions(tree="chain:2", eagle="e").resolve(checkpoint)
+    found = resolve(LoadOptions(tree="chain:2", eagle="e"), checkpoint)
     assert (found.tree, found.ctx) == ("chain:2", 2048) and None not in (found.device, found.dtype)
     with pytest.raises(UsageError, match=r"--ctx is 2,049; this model's limit is 2,048"):
-        LoadOptions(ctx=2049).resolve(checkpoint)
+        resolve(LoadOptions(ctx=2049), checkpoint)
 
 
 def test_the_tuned_tree_is_found_or_the_command_that_makes_it(tmp_path, monkeypatch):
@@ -276,21 +272,21 @@ def test_the_tuned_tree_is_found_or_the_command_that_makes_it(tmp_path, monkeypa
     head = read_eagle(DEMO / "eagle1", checkpoint.config)
     asked = LoadOptions(eagle=str(DEMO / "eagle1"), tree="auto", device="cpu")
     with pytest.raises(UsageError, match="needs --eagle HEAD"):
-        asked.resolve(checkpoint, None)
+        resolve(asked, checkpoint, None)
     with pytest.raises(UsageError) as error:
-        asked.resolve(checkpoint, head)
+        resolve(asked, checkpoint, head)
     assert str(error.value).endswith(f"scripts.tune_tree --checkpoint {DEMO} --eagle {DEMO / 'eagle1'}")
     more = replace(asked, draft_vocab=64, draft_vocab_text="t", dtype="bfloat16", compile=True)
     with pytest.raises(UsageError, match="--draft-vocab 64 --draft-vocab-text t --dtype bfloat16 --compile$"):
         find_tuned_tree(more, checkpoint, head)
     rounded = replace(asked, quant="int4", threads=2)
     with pytest.raises(UsageError, match="--quant int4 --threads 2$"):
-        rounded.resolve(rounded.open_checkpoint(), head)
+        resolve(rounded, rounded.open_checkpoint(), head)
     path = tuned_tree_path(asked, checkpoint, head)
     assert path.is_relative_to(tmp_path) and path != tuned_tree_path(more, checkpoint, head)
     path.parent.mkdir(parents=True)
     path.write_text("[[0]]")
-    assert asked.resolve(checkpoint, head).tree == str(path)
+    assert resolve(asked, checkpoint, head).tree == str(path)
 
 
 # ------------------------------------------------------------------ settings of a request
@@ -385,7 +381,7 @@ def test_a_setting_of_the_model_that_is_wrong_names_its_file(wrong):
 def test_choices_are_those_of_the_rooms_they_are_from():
     """A choice that a room has learned and no command line offers, or one that is offered and refused later."""
     rooms = {"kernels": kernels.MODES, "activations": kernels.ACTIVATIONS, "dtype": DTYPES, "quant": MODES}
-    for name, choices in (rooms | {"compile_mode": COMPILE_MODES}).items():
+    for name, choices in rooms.items():
         assert next(f for f in fields(LoadOptions) if f.name == name).metadata["choices"] == tuple(choices), name
     assert options.TREES == NAMES
 
@@ -425,7 +421,7 @@ def test_a_tree_is_pruned_by_itself_only_where_that_works_and_no_tree_is_named(m
         found = with_tree(replace(on_cpu, **changes), None, None)
         return found.prune, found.ngram_nodes
 
-    assert decided() == (options.BY_PRICE, options.NGRAM_NODES) and decided(ngram_nodes=3) == (options.BY_PRICE, 3)
+    assert decided() == (BY_PRICE, options.NGRAM_NODES) and decided(ngram_nodes=3) == (BY_PRICE, 3)
     assert decided(tree="paper25") == decided(prune=0) == (0, 0)
     assert decided(tree="chain:9", prune=30) == (30, 0)
     unable = dict(compile=True), dict(kernels="reference"), dict(verify="multi-round")
@@ -436,15 +432,3 @@ def test_a_tree_is_pruned_by_itself_only_where_that_works_and_no_tree_is_named(m
     replace(on_cpu, prune=5).check()
     with pytest.raises(UsageError, match="--prune is 100; allowed: 0 to 99"):
         replace(on_cpu, prune=100).check()
-
-
-def test_the_default_tree_agrees_with_the_prediction():
-    """Data-sheet arithmetic that a second computation, from counted bytes and instructions, does not confirm."""
-    from bench import prediction as predict
-
-    report = predict.read_report(predict.REPORT)
-    model = predict.target("llama-3-8b")
-    one, default, larger = (
-        predict.linear_seconds([(model, rows)], report, predict.Gpu())["seconds"] for rows in (1, 32, 60)
-    )
-    assert default < 1.15 * one and larger > 1.5 * one

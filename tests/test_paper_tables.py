@@ -12,8 +12,9 @@ import torch
 from tiny import tiny_head, tiny_model
 
 from bench import paper_cells, paper_page
-from drafters.medusa import MedusaHeads, save_medusa
-from load import load, plan_memory
+from drafters.medusa import MedusaHeads
+from load import load
+from memory_plan import plan_memory
 from scripts import paper_tables
 from support.files import read_json_lines
 from tree import PAPER25

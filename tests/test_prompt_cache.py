@@ -1,4 +1,4 @@
-"""runtime/prompt_cache.py: texts that take turns on one engine, in memory and on disk."""
+"""runtime/prompt_cache.py: texts that alternate on one engine, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from tiny import CTX, TREES, V, eagle_engine, tables, tiny_head, tiny_model
 
 from drafters.ngram import NGramDrafter
-from engine import Engine
+from engine import Engine, EngineConfig
 from runtime.prompt_cache import PromptCache
 from sampling import SamplingParams
 
@@ -122,7 +122,7 @@ def test_the_limits_hold(tmp_path):
 def test_a_batch_restores_every_row():
     """Rows of a batch that get each other's text."""
     alone = [Engine(MODEL).generate([*chat, 1, 2], PARAMS).run()[0].token_ids for chat in CHATS[:1]]
-    shared = Engine(MODEL, batch_size=2)
+    shared = Engine(MODEL, config=EngineConfig(batch_size=2))
     shared.keep_prompts(PromptCache(8))
     shared.generate_batch([CHATS[1], CHATS[0]], PARAMS).run()
     shared.generate_batch([CHATS[2], CHATS[2][::-1]], PARAMS).run()

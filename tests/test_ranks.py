@@ -22,6 +22,7 @@ import kernels
 import load
 from drafters.base import PlainDrafter
 from drafters.medusa import save_medusa
+from drafting import DraftFiles
 from model import Transformer
 from model_config import ModelConfig
 from options import DEMO, LoadOptions
@@ -29,6 +30,7 @@ from ranks import OtherRank
 from sampling import SamplingMode
 from step import DecodeState, decode_step
 from support.errors import NotEnoughMemory, UsageError
+from tree_choice import resolve
 from weights import shards
 from weights.checkpoint import Checkpoint
 from weights.files import Entry
@@ -164,11 +166,41 @@ def test_requests_that_end_early_leave_the_processes_in_step():
     assert not any(map(alive, seen["pids"]))
 
 
-def test_a_killed_process_ends_the_others_with_one_line():
-    """A process that died, for which the others wait for ever."""
-    done = run(ROOT / "tests/ranks_session.py", "kill")
+def test_a_killed_process_ends_the_others_with_one_line(folder):
+    """Of four processes one is killed between two steps: rank 0 names it, and no other rank prints a traceback."""
+    done = run(ROOT / "tests/ranks_session.py", "kill", folder / "llama")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "a process of --tp 2 has ended (rank 1 with status -9)" in json.loads(done.stdout)["error"]
+    assert "a process of --tp 4 has ended (rank 1 with status -9)" in json.loads(done.stdout)["error"]
+    assert "Traceback" not in done.stderr and "Error" not in done.stderr, done.stderr
+
+
+def test_a_process_that_never_comes_is_one_line(tmp_path, monkeypatch):
+    """A rank that sleeps, one that ends at once, or Ctrl-C while rank 0 waits: the wait ends, and so do the others."""
+    (tmp_path / "sleeping.py").write_text("import time\n\ndef follow_leader():\n    time.sleep(1000)\n")
+    (tmp_path / "ending.py").write_text("def follow_leader():\n    raise SystemExit(7)\n")
+    program = """
+import datetime, os, signal, sys, threading
+import ranks
+ranks.MEETING = datetime.timedelta(seconds=1.5)
+if sys.argv[2:]:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+children = []
+begin = ranks.subprocess.Popen
+ranks.subprocess.Popen = lambda *words, **more: children.append(begin(*words, **more)) or children[-1]
+try:
+    ranks.meet(3, "cpu", {}, sys.argv[1])
+except (ranks.RankLost, KeyboardInterrupt) as error:
+    print(type(error).__name__, error)
+print([child.wait(5) != None for child in children])
+"""
+    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    for words, line in (
+        (["sleeping"], "RankLost --tp 3: rank 1, 2 did not come within 2 s; start again."),
+        (["ending"], "RankLost a process of --tp 3 ended before all had met (rank "),
+        (["sleeping", "interrupt"], "KeyboardInterrupt"),
+    ):
+        done = run("-c", program, *words, env=path)
+        assert done.stdout.startswith(line) and done.stdout.endswith("[True, True]\n"), done.stderr
 
 
 def test_ctrl_c_ends_all_processes_with_one_line():
@@ -292,17 +324,17 @@ def test_the_embedding_is_split_only_where_a_rank_could_not_hold_it_whole(folder
 
     def planned(free: int, other: bool):
         monkeypatch.setattr(load, "free_memory", lambda device: 2 * free)  # of a CPU that two processes share
-        files, said = load._Files(asked, Shard(0, 2)), []
-        options = asked.resolve(files.checkpoint)
-        plan = load.check_plan(files, options, Others(("", other)), said.append)
+        checkpoint, said = asked.open_checkpoint().sharded(Shard(0, 2)), []
+        options = resolve(asked, checkpoint)
+        checkpoint, plan = load.check_plan(checkpoint, DraftFiles(), options, Others(("", other)), said.append)
         with kernels.KernelBackend(mode, "cpu").active():
-            part = files.checkpoint.load("cpu", dtype)
+            part = checkpoint.load("cpu", dtype)
             ids = torch.tensor([0, 3, 40])
             rows = part.embed_tokens(ids)
             pack_(part, dtype)
             assert torch.equal(part.embed_tokens(ids), rows)
         assert plan.weights == held(part) - held(part.rotary)
-        return plan.total, files.checkpoint.shard.embedding, said
+        return plan.total, checkpoint.shard.embedding, said
 
     monkeypatch.setattr(shards, "rank_sum", lambda x, ranks, shared: x)
     plenty, whole, said = planned(1 << 30, False)
@@ -314,7 +346,7 @@ def test_the_embedding_is_split_only_where_a_rank_could_not_hold_it_whole(folder
         planned(plenty - saved - 1, False)
     with pytest.raises(OtherRank, match="rank 1: no such file"):
         load.check_plan(
-            load._Files(asked, Shard(0, 2)), asked.resolve(Checkpoint.open(folder / name)),
+            asked.open_checkpoint().sharded(Shard(0, 2)), DraftFiles(), resolve(asked, Checkpoint.open(folder / name)),
             Others(("no such file", None)), print,
         )  # fmt: skip
 

@@ -11,18 +11,20 @@ from test_engine import HEADS, MODEL, PROMPTS, letters, plain, scripted, setting
 from tiny import CTX, PROMPT, TREES, ScriptedDrafter, eagle_drafter, fake_clock, tables, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine as engine_module
 from cli.steps import Gauge
 from drafters.base import Drafter
 from drafters.draft_model import DraftModelDrafter
 from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import NGramDrafter, WithNGrams
-from engine import LAG, Engine, _Request
+from engine import Engine, EngineConfig
 from runtime import runner as runner_module
+from runtime import stepping
 from runtime.compiled import compile_parts
+from runtime.lease import Lease
 from runtime.prefill import Prefill
+from runtime.request import Request
 from runtime.runner import WARM_UP, Pacer, Runner, capture_graph
-from runtime.turns import Turn
+from runtime.stepping import LAG
 from step import HISTORY, RING, Observer, decode_step
 
 ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
@@ -31,7 +33,7 @@ ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
 def make(kind: str, tree: str, lag: int, batch_size: int = 1) -> Engine:
     """A tiny engine that runs `lag` steps ahead of the host. It decodes plainly if `kind` is empty."""
     drafter = eagle_drafter(HEADS[kind], TREES[tree], batch_size) if kind else None
-    return Engine(MODEL, letters(), drafter, batch_size, lag=lag)
+    return Engine(MODEL, letters(), drafter, EngineConfig(batch_size=batch_size, lag=lag))
 
 
 def outcome(results):
@@ -86,13 +88,13 @@ def test_a_late_stop_leaves_rows_that_the_cache_disowns():
     shows that the steps of the tests above really run ahead."""
 
     class Late(Engine):
-        def _finish(self, row):
-            super()._finish(row)
+        def finish(self, row):
+            super().finish(row)
             self.reached = int(self.state.n[row])
 
     params = settings(2, stop=(letters().decode(plain(settings(2)))[9:12],))
     for lag in (0, 2):
-        engine = Late(MODEL, letters(), lag=lag)
+        engine = Late(MODEL, letters(), config=EngineConfig(lag=lag))
         held = len(PROMPT) + engine.generate(PROMPT, params).run()[0].new_tokens - 1
         assert engine.reached == held + lag
         assert len(engine._cached[0]) == held
@@ -134,8 +136,8 @@ def test_observers_attach_and_detach():
             engine.remove_observer(watcher)
     assert len(one.emitted) == len(two.emitted) == 2 * found[0].steps
     assert one.emitted == two.emitted
-    ahead, real = [], engine._read
-    engine._read = lambda: ahead.append(engine.runner.issued - engine.runner.taken) or real()
+    ahead, real = [], engine.read
+    engine.read = lambda: ahead.append(engine.runner.issued - engine.runner.taken) or real()
     assert outcome(engine.generate(PROMPT, settings(2)).run()) == expected
     assert set(ahead) == {1 + 2}
     assert len(one.emitted) == len(two.emitted) == 2 * found[0].steps
@@ -177,7 +179,7 @@ def test_the_ring_refuses_to_overwrite_unread_rows():
         runner.launch("", lambda: None)
     assert [runner.read()[0][0] for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match=f"lag is {RING}; allowed: 0 to {RING - 1}"):
-        Engine(MODEL, lag=RING)
+        Engine(MODEL, config=EngineConfig(lag=RING))
 
 
 # ------------------------------------------------------------------ CUDA graphs, on a stand-in
@@ -211,7 +213,7 @@ def test_graphs_replay_what_eager_steps_compute(kind, tree):
 @pytest.mark.parametrize("kind", ("eagle1-grams", "draft", "ngram", "lookahead"))
 def test_every_drafter_replays_what_it_drafts_eagerly(kind):
     """Catches a drafter whose draft or `observe` rebinds a buffer or fixes a number of the host in the graph."""
-    engine, eager = (Engine(MODEL, letters(), drafter_of(kind, 2), 2, lag=2) for _ in range(2))
+    engine, eager = (Engine(MODEL, letters(), drafter_of(kind, 2), EngineConfig(batch_size=2, lag=2)) for _ in range(2))
     with_graphs(engine)
     for number, index in enumerate((2, 0, 7, 2)):
         params = settings(index, seed=number, max_new_tokens=5 + 4 * number)
@@ -357,7 +359,7 @@ def test_buffers_name_all_that_a_step_writes(kind):
     """Catches a tensor that a step writes and `buffers` leaves out. --compile-mode reduce-overhead would capture no
     step then, because its graphs must know the addresses of all that they write. Catches a name too many as well."""
     drafter = drafter_of(kind, 2) if kind else None
-    engine = Engine(MODEL, drafter=drafter, batch_size=2, eagle_always=kind == "lookahead")
+    engine = Engine(MODEL, drafter=drafter, config=EngineConfig(batch_size=2, eagle_always=kind == "lookahead"))
     engine._measure = lambda mode: (1.0, 1.0)
     params = settings(7, max_new_tokens=5)
     engine.generate_batch(PROMPTS[:2], params).run()
@@ -472,15 +474,14 @@ INJECTION_POINTS = [
     (Engine, "_measure"),
     (Prefill, "first_token"),
     (Prefill, "logits"),
-    (Turn, "check"),
-    (Engine, "_launch"),
-    (Engine, "_read"),
-    (Engine, "_observe"),
-    (Engine, "_finish"),
+    (Lease, "check"),
+    (Engine, "launch"),
+    (Engine, "read"),
+    (Engine, "finish"),
     (Prefill, "catch_up"),
-    (_Request, "prefill"),
-    (_Request, "_launch_steps"),
-    (_Request, "cached"),
+    (Request, "prefill"),
+    (Request, "_launch_steps"),
+    (Request, "cached"),
     (Runner, "begin"),
     (Runner, "launch"),
     (Runner, "read"),
@@ -490,7 +491,9 @@ INJECTION_POINTS = [
 
 def accident_engine(graphs: bool) -> Engine:
     """It gives up speculation after two steps and takes it up again after four tokens."""
-    engine = Engine(MODEL, letters(), drafter_of("eagle1-chain", 2), 2, lag=2, eagle_always=False)
+    engine = Engine(
+        MODEL, letters(), drafter_of("eagle1-chain", 2), EngineConfig(batch_size=2, lag=2, eagle_always=False)
+    )
     engine._measure = lambda mode: (1.0, 50.0)
     return with_graphs(engine) if graphs else engine
 
@@ -517,7 +520,7 @@ def test_the_engine_survives_every_injection_point(owner, point, after, monkeypa
     for name, value in (("WINDOW", 2), ("PLAIN", 4), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)
     monkeypatch.setattr(runner_module, "capture_graph", functools.partial(capture_graph, warm_up=1))
-    params, real, graphs = (accident_params(), getattr(owner, point), point in ("_capture", "_launch", "launch"))
+    params, real, graphs = (accident_params(), getattr(owner, point), point in ("_capture", "launch"))
     engine = accident_engine(graphs)
     for error in ERRORS:
 
@@ -657,7 +660,7 @@ def test_plain_steps_while_speculation_does_not_pay(shifts, lag):
     truth = PROMPT + list(plain(settings(2, max_new_tokens=140)))
     drafter = Turning(TREES["chain4"], [truth])
     drafter.shifts = shifts
-    engine = Engine(MODEL, drafter=drafter, lag=lag, eagle_always=False)
+    engine = Engine(MODEL, drafter=drafter, config=EngineConfig(lag=lag, eagle_always=False))
     engine._measure = lambda mode: (1.0, 2.0)
     result = engine.generate(PROMPT, params).run()[0]
     assert engine.break_even_tau == 2.0
@@ -695,8 +698,8 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
     for name, value in (("WINDOW", 3), ("PLAIN", 37), ("PROBE", 3)):  # 37: more than one chunk of catching up
         monkeypatch.setattr(Pacer, name, value)
     params = settings(2, max_new_tokens=90)
-    always = Engine(MODEL, drafter=drafter_of(kind, 2), batch_size=2)
-    engine = Engine(MODEL, drafter=drafter_of(kind, 2), batch_size=2, lag=lag, eagle_always=False)
+    always = Engine(MODEL, drafter=drafter_of(kind, 2), config=EngineConfig(batch_size=2))
+    engine = Engine(MODEL, drafter=drafter_of(kind, 2), config=EngineConfig(batch_size=2, lag=lag, eagle_always=False))
     engine._measure = lambda mode: (1.0, 99.0)
     prompts = [PROMPT, PROMPT[:5]]
     caught, real = [], engine.prefill.catch_up
@@ -732,7 +735,7 @@ def test_features_kept_wrongly_are_caught(monkeypatch):
 def test_the_first_request_measures_both_steps(monkeypatch):
     """Catches a break-even that is guessed, measured again in every request, or measured on steps that leave traces."""
     clock = fake_clock(monkeypatch)
-    engine = Engine(MODEL, drafter=drafter_of("eagle1", 1), eagle_always=False)
+    engine = Engine(MODEL, drafter=drafter_of("eagle1", 1), config=EngineConfig(eagle_always=False))
     assert engine.step_seconds is None and engine.break_even_tau == 0
     params = settings(2, max_new_tokens=12)
     with clock:
@@ -754,7 +757,7 @@ def test_captures_and_first_runs_do_not_count_as_steps(lag, monkeypatch):
     for slow in (0, 300):
         drafter = drafter_of("eagle1-chain", 1)
         options = dict(compile=True, compile_mode="capture", lag=lag, eagle_always=False)
-        engine = with_graphs(Engine(MODEL, drafter=drafter, **options))
+        engine = with_graphs(Engine(MODEL, drafter=drafter, config=EngineConfig(**options)))
         real = engine.runner.capture
 
         def capture(key, step, real=real, slow=slow):
@@ -777,11 +780,11 @@ def test_what_cannot_catch_up_says_so():
         (WithNGrams(LookaheadDrafter(MODEL, 1), 4), "window"),
         (eagle_drafter(HEADS["eagle1"], TREES["chain4"], multi_round="without"), "multi-round"),
     ):
-        engine = Engine(MODEL, drafter=drafter, eagle_always=False)
+        engine = Engine(MODEL, drafter=drafter, config=EngineConfig(eagle_always=False))
         assert why in engine.always_on and engine.fallback is None
         engine.generate(PROMPT, settings(2, max_new_tokens=4)).run()
         assert engine.step_seconds is None
-    assert not Engine(MODEL, drafter=drafter_of("ngram", 1), eagle_always=False).always_on
+    assert not Engine(MODEL, drafter=drafter_of("ngram", 1), config=EngineConfig(eagle_always=False)).always_on
 
 
 @pytest.mark.parametrize("scope", ("whole", "parts"))
@@ -791,9 +794,11 @@ def test_plain_steps_and_catching_up_do_not_recompile(scope, monkeypatch):
     for name, value in (("WINDOW", 2), ("PLAIN", 5), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)
     monkeypatch.setattr(Engine, "_measure", lambda self, mode: (1.0, 99.0))
-    monkeypatch.setattr(engine_module, "compile_parts", lambda on_gpu, how: compile_parts(True, how, "eager"))
+    monkeypatch.setattr(stepping, "compile_parts", lambda on_gpu, how: compile_parts(True, how, "eager"))
     compiled = dict(compile=True) if scope == "parts" else {}
-    engine = Engine(MODEL, drafter=drafter_of("eagle1-chain", 1), lag=2, eagle_always=False, **compiled)
+    engine = Engine(
+        MODEL, drafter=drafter_of("eagle1-chain", 1), config=EngineConfig(lag=2, eagle_always=False, **compiled)
+    )
     if scope == "whole":
         compile = functools.partial(torch.compile, fullgraph=True, backend="eager", dynamic=False)
         engine._step = compile(engine._step)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import drafting
 import load
 from model import Transformer
 from model_config import ModelConfig
@@ -208,7 +209,7 @@ def test_an_eagle1_head_may_bring_a_draft_vocabulary(files, tmp_path):
     card = json.loads((out / "CARD.json").read_text())
     target = load_model(files / "target", dtype=torch.float32)
     found = read_eagle(out, target.config)
-    head = load.build_head(found, target)
+    head = drafting.build_head(found, target)
     assert head.vocab_size == card["draft_vocab"] == 48 and head.lm_head.weight.shape == (48, 32)
     assert torch.equal(head.lm_head.weight, target.lm_head.weight[found.tensors["draft_ids"]])
     assert tau_of(out, files, target) == {k: card[f"{k}_greedy"] for k in ("tau", "accepted_by_depth")}

@@ -19,7 +19,7 @@ from cli.page import page_data, write_page
 from cli.steps import Gauge, Node, Step, StepRecorder, StepView
 from cli.tree_text import TreeWriter, clipped, columns, shown, tree_lines, wants_colour
 from drafters.ngram import WithNGrams
-from engine import Engine
+from engine import Engine, EngineConfig
 from load import load
 from options import DEMO
 from runtime.results import GenerationResult
@@ -133,7 +133,7 @@ def test_flag_adds_line_and_field(capsys):
     assert generate.main([*command, "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["gauge_ms"]) == {*PHASES, "host", "step"}
     assert generate.main([*command, "--chat"]) == errors.USAGE
-    whole = Engine(tiny_model(), compile=True, compile_mode="reduce-overhead")
+    whole = Engine(tiny_model(), config=EngineConfig(compile=True, compile_mode="reduce-overhead"))
     with pytest.raises(ValueError, match="--compile-mode regions"):
         Gauge(whole)
     assert not whole.observers

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tree as trees
 from drafters.base import Draft, Drafter, DraftInput
 from eagle_draft import EagleDrafter, EagleHead
-from engine import Engine
+from engine import Engine, EngineConfig
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from weights.heads import EagleConfig
@@ -103,7 +103,7 @@ def eagle_engine(
     head: EagleHead, tree, batch_size: int = 1, tokenizer=None, compile=False, lag=None, **options
 ) -> Engine:
     drafter = eagle_drafter(head, tree, batch_size, **options)
-    return Engine(head.target, tokenizer, drafter, batch_size, compile=compile, lag=lag)
+    return Engine(head.target, tokenizer, drafter, EngineConfig(batch_size=batch_size, compile=compile, lag=lag))
 
 
 class ScriptedDrafter(Drafter):
@@ -156,6 +156,8 @@ def fake_clock(monkeypatch) -> Clock:
     clock = Clock()
     for name in ("engine.time", "cli.steps.time"):
         monkeypatch.setattr(name, clock)
+    for module in ("stepping", "request"):
+        monkeypatch.setattr(f"runtime.{module}.time", clock)
     return clock
 
 

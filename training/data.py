@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine import Engine
+from engine import Engine, EngineConfig
 from model import Transformer
 from sampling import SamplingParams
 from support.errors import UsageError
@@ -340,7 +340,8 @@ def load_data(
     cache = source if source.suffix == ".npz" else Path(args.work) / f"data-{fingerprint(args)}.npz"
     if not cache.exists():
         ctx = min(target.rotary.length, args.length + args.regenerate_tokens)
-        engine = Engine(target, batch_size=8, ctx=ctx, backend=kernels.active_backend()) if args.regenerate else None
+        config = EngineConfig(batch_size=8, ctx=ctx, backend=kernels.active_backend())
+        engine = Engine(target, config=config) if args.regenerate else None
         _read_data(args.data, "--data", tokenizer, args, engine).save(cache)
     data = TokenData.load(cache)
     if len(data.ids) == 0 or not 0 <= data.ids.min() <= data.ids.max() < target.config.vocab_size:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 import kernels
 from drafters.base import Drafter
-from engine import Engine
+from engine import Engine, EngineConfig
 from model import Transformer
 from model_config import DTYPES
 from options import LoadOptions
@@ -86,7 +86,7 @@ class Evaluation:
 
     def _generate(self, drafter: Drafter | None, temperature: float) -> list:
         backend = kernels.active_backend()
-        engine = Engine(self.target, None, drafter, len(self.prompts), self.ctx, backend=backend)
+        engine = Engine(self.target, None, drafter, EngineConfig(len(self.prompts), self.ctx, backend=backend))
         return engine.generate_batch(self.prompts, replace(self.params, temperature=temperature)).run()
 
     def tau(self, drafter: Drafter, temperature: float = 0.0) -> dict[str, Any]:

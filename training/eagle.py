@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.base import take_rows
+from drafting import build_head
 from eagle_draft import EagleDrafter, EagleHead, eagle_drafter
-from load import build_head
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from support.errors import UsageError, bad_files

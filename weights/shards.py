@@ -170,12 +170,30 @@ class Shard(NamedTuple):
         return (columns,), cut
 
 
+class ExchangeFailed(RuntimeError):
+    """Values could not be exchanged, most likely because another rank has ended."""
+
+
+@contextlib.contextmanager
+def exchanging() -> Iterator[None]:
+    """Turn what torch raises for an exchange that fails into ExchangeFailed. Memory that runs out keeps its own error."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ExchangeFailed(str(error)) from error
+
+
 @contextlib.contextmanager
 def _gathered(x: Tensor, ranks: int, shared: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
     if shared is None or x.nbytes > shared.nbytes:
         # the operator below dist.all_gather_into_tensor, which newer versions of torch call by another name
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1), ranks, dist.group.WORLD.group_name)
-        yield torch.ops._c10d_functional.wait_tensor(gathered).view(ranks, *x.shape).unbind()
+        group = dist.group.WORLD.group_name
+        with exchanging():
+            gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1), ranks, group)
+            gathered = torch.ops._c10d_functional.wait_tensor(gathered)
+        yield gathered.view(ranks, *x.shape).unbind()
         return
     from torch.distributed import _symmetric_memory as symm_mem
 

@@ -1,8 +1,8 @@
-"""Whose turn it is on an engine: requests of many threads and asyncio tasks run one after another, in order.
+"""Who has an engine: requests of many threads and asyncio tasks run one after another, in order.
 
-A caller is an asyncio task, or else a thread. A request asks for its turn at its first step, and callers wait in the
+A caller is an asyncio task, or else a thread. A request asks for its lease at its first step, and callers wait in the
 order in which they asked. A caller who asks again while its own last request is unfinished does not wait for itself:
-the new request takes the turn over, and the old one can do no further step. So no caller can lock itself out.
+the new request takes the engine over, and the old one can do no further step. So no caller can lock itself out.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Left(Exception):
     """Ends the work on a prompt that nobody waits for any more."""
 
 
-class Turns:
-    """The queue of an engine: one request has the turn, and the others wait in order."""
+class LeaseQueue:
+    """The queue of an engine: one request has the lease, and the others wait in order."""
 
     def __init__(self) -> None:
         # Reentrant, because collecting garbage may end an abandoned stream at any line, also while the lock is held.
         self._lock = threading.RLock()
-        self._waiting: deque[Turn] = deque()
-        self._current: Turn | None = None
+        self._waiting: deque[Lease] = deque()
+        self._current: Lease | None = None
         self._worker: ThreadPoolExecutor | None = None
 
     def worker(self) -> ThreadPoolExecutor:
@@ -59,17 +59,17 @@ class Turns:
 
     def _advance(self) -> None:
         while self._current is None and self._waiting:
-            turn = self._waiting.popleft()
-            if turn.granted.set_running_or_notify_cancel():  # False: its caller gave up
-                self._current = turn
-                turn.granted.set_result(None)
+            lease = self._waiting.popleft()
+            if lease.granted.set_running_or_notify_cancel():  # False: its caller gave up
+                self._current = lease
+                lease.granted.set_result(None)
 
 
-class Turn:
-    """One request's place in the queue. `with turn:` waits for it and gives it back."""
+class Lease:
+    """One request's right to use the engine, or its place in the queue. `with lease:` waits for it and gives it back."""
 
-    def __init__(self, turns: Turns):
-        self._turns = turns
+    def __init__(self, queue: LeaseQueue):
+        self._queue = queue
         self.granted: Future[None] = Future()
         self.ending = False  # whether the request shall end soon
         self._asked = False
@@ -79,34 +79,34 @@ class Turn:
 
     @property
     def held(self) -> bool:
-        """Whether this request has the turn now."""
-        return self._turns._current is self
+        """Whether this request has the lease now."""
+        return self._queue._current is self
 
     def ask(self, task: Any = None) -> Future[None]:
-        """Queue up, if that has not happened yet. The future is done when the turn has come.
+        """Queue up, if that has not happened yet. the future is done when this request has the engine.
 
         Args:
             task: the asyncio task that asks; default: the caller is found out.
         """
-        turns, caller = self._turns, task or _this_caller()
-        with turns._lock:
+        queue, caller = self._queue, task or _this_caller()
+        with queue._lock:
             self._task = task is not None
-            current, again, self._caller = turns._current, self._asked, weakref.ref(caller)
+            current, again, self._caller = queue._current, self._asked, weakref.ref(caller)
             if again:
                 return self.granted
             self._asked = True
             # A step of a cancelled task may still run in the worker, and only what runs there, too, comes after it.
             own = current is not None and current._caller() is caller and (self._task or not current._task)
             if not own:
-                turns._waiting.append(self)
-                turns._advance()
+                queue._waiting.append(self)
+                queue._advance()
             elif self.granted.set_running_or_notify_cancel():
-                turns._current = self
+                queue._current = self
                 self.granted.set_result(None)
             return self.granted
 
     def wait(self) -> bool:
-        """Wait for the turn. False if the request was closed meanwhile.
+        """Wait for the lease. False if the request was closed meanwhile.
 
         Raises RuntimeError where waiting would stop the event loop of this thread.
         """
@@ -121,8 +121,8 @@ class Turn:
         return True
 
     def check(self) -> None:
-        """Say that the caller of this line runs the next step. Raises RuntimeError if another request has the turn."""
-        with self._turns._lock:
+        """Say that the caller of this line runs the next step. Raises RuntimeError if another request has the lease."""
+        with self._queue._lock:
             if not self.held:
                 raise RuntimeError(OVERTAKEN)
             if not self._task:
@@ -131,7 +131,7 @@ class Turn:
     def leave(self) -> None:
         """Say, in any thread, that the request shall end after the step or the part of a prompt that runs."""
         self.ending = True
-        self.granted.cancel()  # wakes a thread that waits for this turn
+        self.granted.cancel()  # wakes a thread that waits for this lease
 
     def go_on(self) -> None:
         """Raise Left if the request shall end."""
@@ -139,22 +139,22 @@ class Turn:
             raise Left
 
     def end(self, last: Callable[[], None] | None = None) -> None:
-        """Give the turn back, or give up waiting for it.
+        """Give the lease back, or give up waiting for it.
 
         Args:
-            last: what is done first if this request still has the turn. No other request gets it meanwhile.
+            last: what is done first if this request still has the lease. No other request gets it meanwhile.
         """
         release_threads()  # the next request may run in another thread
-        with self._turns._lock:
+        with self._queue._lock:
             if self.held:
                 if last is not None:
                     last()
-                self._turns._current = None
+                self._queue._current = None
             else:
                 self.granted.cancel()
-            self._turns._advance()
+            self._queue._advance()
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> Lease:
         try:
             self.wait()
         except BaseException:  # Ctrl-C while it waited

@@ -1,4 +1,4 @@
-"""turns.py, prompts.py and async_stream.py: many threads and tasks on one engine, and every kind of prompt."""
+"""lease.py, async_stream.py and prompts: many threads and tasks on one engine, and every kind of prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from tiny import PROMPT, TREES, PieceTokenizer, V, eagle_engine, tiny_head, tiny_model
 
 from engine import Engine
-from runtime.turns import Turn, Turns
+from runtime.lease import Lease, LeaseQueue
 from sampling import SamplingParams
 from step import Observer
 from support.machine import release_threads
@@ -94,7 +94,7 @@ def test_requests_are_served_in_the_order_in_which_they_asked():
                 order.append(i)
 
         in_thread(request)
-        until(lambda i=i: len(shared.turns._waiting) == i + 1)
+        until(lambda i=i: len(shared.queue._waiting) == i + 1)
     assert order == []
     first.close()
     until(lambda: len(order) == 5)
@@ -109,7 +109,7 @@ def test_a_stream_that_is_left_lets_the_next_thread_run(leave):
     next(stream)
     done: list[int] = []
     thread = in_thread(lambda: done.extend(shared.generate(PROMPTS[1], PARAMS[1]).run()[0].token_ids))
-    until(lambda: shared.turns._waiting)
+    until(lambda: shared.queue._waiting)
     assert not done
     if leave == "end":
         stream.run()
@@ -141,7 +141,7 @@ def test_a_thread_does_not_wait_for_its_own_stream():
     old = shared.generate(PROMPT, PARAMS[0])
     next(old)
     thread = in_thread(lambda: (shared.generate(PROMPTS[2], PARAMS[2]).run(), order.append("other")))
-    until(lambda: shared.turns._waiting)
+    until(lambda: shared.queue._waiting)
     new = shared.generate(PROMPTS[1], PARAMS[1])
     next(new)
     order.append("own")
@@ -160,7 +160,7 @@ def test_a_stream_can_be_closed_from_another_thread():
     until(lambda: stream.result.new_tokens > 2)
     waiting = shared.generate(PROMPTS[1], PARAMS[1])
     waiter = in_thread(lambda: waiting.run())
-    until(lambda: shared.turns._waiting)
+    until(lambda: shared.queue._waiting)
     waiting.close()
     waiter.join(20)
     stream.close()
@@ -288,8 +288,8 @@ def test_a_blocking_request_does_not_overtake_the_step_of_a_worker_thread():
 
 def test_a_stream_that_is_closed_elsewhere_does_not_touch_the_next_request():
     """A server that closes a stream while its thread starts another request, whose caches get the old one's record."""
-    turns = Turns()
-    first, second = Turn(turns), Turn(turns)
+    queue = LeaseQueue()
+    first, second = Lease(queue), Lease(queue)
     assert first.wait()
     order: list[str] = []
     asked = threading.Event()

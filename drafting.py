@@ -1,0 +1,191 @@
+"""From options to a drafter: an EAGLE head with its vocabulary and its rounding, and every other kind of drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+from drafters.base import Drafter
+from drafters.draft_model import DraftModelDrafter, check_vocabulary
+from drafters.lookahead import LookaheadDrafter
+from drafters.medusa import MedusaDrafter, load_medusa
+from drafters.ngram import NGramDrafter, WithNGrams
+from eagle_draft import EagleHead, eagle_drafter
+from model import Transformer
+from model_config import ModelConfig
+from options import LoadOptions
+from support.errors import bad_files
+from support.machine import shapes_only
+from tokenizer import Tokenizer, load_tokenizer
+from tree import check_width
+from tree_choice import BY_PRICE, PRUNE, build_trees, tree_shape
+from weights.checkpoint import Checkpoint
+from weights.heads import EagleFile, read_eagle
+from weights.quantized import QuantSpec, adopt_, pack_, replace_module
+from weights.rounding import quantize_
+
+
+class DraftFiles(NamedTuple):
+    """The files that the options name for drafting, as far as they are read before memory is planned."""
+
+    head: EagleFile | None = None
+    model: Checkpoint | None = None  # a draft LLM's
+
+
+def read_drafter(options: LoadOptions, config: ModelConfig, tokenizer: Tokenizer | None) -> DraftFiles:
+    """Open what the options name for drafting. config, tokenizer: the target's.
+
+    Raises ValueError for a head that does not fit the target, and for a draft LLM with another vocabulary.
+    """
+    head = draft = None
+    if options.eagle:
+        overrides = dict(item.split("=", 1) for item in options.eagle_config)
+        head = read_eagle(options.eagle, config, overrides)
+    if options.draft_checkpoint:
+        draft = options.open_draft()
+        theirs = load_tokenizer(draft.tokenizer_source, draft.config.vocab_size)
+        check_vocabulary(config, draft.config, (tokenizer, theirs))
+    return DraftFiles(head, draft)
+
+
+def draft_vocabulary(options: LoadOptions, config: ModelConfig, tokenizer: Tokenizer | None) -> Tensor | None:
+    """Sorted ids of the K tokens that a trimmed head may draft (FR-Spec), or None without --draft-vocab.
+
+    Tokens are ranked by how often a text has them. Tokens that the text does not hold, and all tokens without a text,
+    follow in an order that the tokenizer alone gives: stop ids (a draft must be able to end), single characters (at most
+    K / 4 here), longer pieces by merge rank (which follows frequency), then the characters left over, control tokens and
+    fallback bytes. By id alone a sentencepiece model would lose `,` and `(`, because it numbers its characters last.
+    Without a tokenizer the stop ids come first and then the first ids.
+    """
+    K, V = options.draft_vocab, config.vocab_size
+    if not K:
+        return None
+    if not 1 <= K <= V:
+        raise ValueError(f"--draft-vocab is {K}; allowed: 1 to {V}.")
+    if tokenizer is None:
+        if options.draft_vocab_text is not None:
+            raise ValueError("--draft-vocab-text needs a tokenizer, and this checkpoint has none.")
+        return torch.tensor(list(dict.fromkeys((*config.eos_token_ids, *range(V))))[:K]).sort().values
+    order = _vocabulary_order(tokenizer, K, V)
+    counts = torch.zeros(V, dtype=torch.int64)
+    if options.draft_vocab_text is not None:
+        try:
+            text = Path(options.draft_vocab_text).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--draft-vocab-text {options.draft_vocab_text}: {error}") from error
+        counts = torch.bincount(torch.tensor(tokenizer.encode(text), dtype=torch.int64), minlength=V)
+        counts[list(tokenizer.eos_ids)] = counts.max() + 1
+    return order[counts[order].sort(descending=True, stable=True).indices[:K]].sort().values
+
+
+def _vocabulary_order(tokenizer: Tokenizer, K: int, V: int) -> Tensor:
+    """All ids in the order in which `draft_vocabulary` prefers them without a text."""
+    texts = [tokenizer.decode([i], skip_special=False, continuation=True) for i in range(V)]
+    # A fallback byte spells what a character spells too, or half of one (U+FFFD). The character is the one to draft.
+    used = {text: i for i, text in enumerate(texts)}
+    seen = [t.isprintable() and t != "\ufffd" or t in "\n\t" for t in texts]
+    singles = [i for i, t in enumerate(texts) if len(t) == 1 and seen[i] and used[t] == i]
+    merged = [i for i, t in enumerate(texts) if len(t) > 1 and i not in tokenizer.special_ids]
+    order = [*tokenizer.eos_ids, *singles[: K // 4], *merged, *singles, *range(V)]
+    return torch.tensor(list(dict.fromkeys(order)))
+
+
+def build_head(
+    file: EagleFile, model: Transformer, options: LoadOptions | None = None, tokenizer: Tokenizer | None = None
+) -> EagleHead:
+    """An EagleHead on the model's device and in its dtype, its tensors loaded strictly.
+
+    options, tokenizer: of a head whose draft vocabulary may be trimmed (`draft_vocabulary`). Raises ValueError where that
+    is asked of an EAGLE-3 head, and where tensors are missing or too many.
+    """
+    ids = draft_vocabulary(options, model.config, tokenizer) if options else None
+    if ids is not None and file.config.version != 1:
+        raise ValueError("--draft-vocab trims EAGLE-1/2 heads; an EAGLE-3 head brings its own draft vocabulary.")
+    ids = file.tensors.get("draft_ids") if ids is None else ids
+    with shapes_only():
+        head = EagleHead(file.config, model, ids).eval().requires_grad_(False)
+    head.to(dtype=model.dtype).to_empty(device=model.device)
+    tensors = {name: t.to(model.device) for name, t in file.tensors.items()}
+    if ids is not None:
+        tensors["draft_ids"] = ids.to(model.device, torch.int64)
+        head.draft_ids = head.draft_ids.to(torch.int64)
+    # a quantized head stores codes and scales where a plain one stores a weight
+    stored = {name.replace(".qweight", ".weight") for name in tensors}
+    stored -= {name for name in stored if name.endswith((".scales", ".zeros", ".perm"))}
+    wrong = stored ^ set(head.state_dict())
+    if wrong:
+        raise ValueError(f"the head's tensors do not match its config: {', '.join(sorted(wrong)[:3])}.")
+    if stored == set(tensors):
+        head.load_state_dict(tensors, strict=True)
+    else:
+        adopt_(head, tensors, model.device, model.dtype)
+    head.rotary.build(model.device, model.rotary.length)
+    head.trim()
+    return head
+
+
+def round_head_(head: EagleHead, backend: kernels.KernelBackend, model: Transformer) -> None:
+    """Round the float linears of a quantized model's head to int8, if the C++ kernels can multiply with all of them.
+
+    A drafter cannot change a token, so its rounding costs nothing but, rarely, a draft. Of a head that is quantized
+    already it is the LM head, where that is a copy of the target's rows or was left in half precision.
+    """
+    linears = {name: child for name, child in head.named_modules() if isinstance(child, nn.Linear)}
+    fits = backend.mode == "cpu" and bool(model.quant)
+    if fits and all(kernels.cpu_fits(*linear.weight.shape, 0) for linear in linears.values()):
+        for name, linear in linears.items():
+            holder = nn.ModuleDict({"linear": linear})
+            quantize_(holder, QuantSpec("int8"))
+            replace_module(head, name, holder["linear"])
+
+
+def build_drafter(
+    model: Transformer, options: LoadOptions, backend: kernels.KernelBackend,
+    head: EagleHead | None = None, draft: Checkpoint | None = None,
+) -> Drafter | None:  # fmt: skip
+    """The drafter that the options ask for, or None. Its weights are packed for the backend.
+
+    head is for an EAGLE drafter, draft is a draft LLM's checkpoint; Medusa heads are read here. A batch may have one
+    static tree per sequence. The tree of an n-gram drafter is as large and deep as --tree says.
+    """
+    if not options.drafter_kind:
+        return None
+    if head is not None:
+        round_head_(head, backend, model)
+    with backend.active():
+        if head is not None:
+            pack_(head, model.dtype)
+        return _new_drafter(model, options, head, draft)
+
+
+def _new_drafter(model: Transformer, options: LoadOptions, head: EagleHead | None, draft: Checkpoint | None) -> Drafter:
+    B = options.batch_size
+    kind = options.drafter_kind
+    tree = build_trees(options, model.device)
+    rule = {"match": "", "multi-round": "without", "multi-round-replacement": "with"}[options.verify]
+    how = (tree, B, options.ctx + tree_shape(options)[0] + 1, options.draft_noise, rule)
+    drafter: Drafter
+    if kind == "ngram":
+        drafter = NGramDrafter(model, tree.N, tree.D)
+    elif kind == "lookahead":
+        drafter = LookaheadDrafter(model, B)
+    elif kind == "medusa":
+        with bad_files():
+            heads = load_medusa(options.medusa, model)
+        drafter = MedusaDrafter(heads, tree, options.draft_noise)
+    elif kind == "draft":
+        with bad_files():
+            small = draft.load(model.device, model.dtype, None, options.ctx)
+        pack_(small, small.dtype)
+        check_width(tree, small.config.vocab_size)
+        drafter = DraftModelDrafter(model, small, *how)
+    else:
+        unpriced = options.prune == BY_PRICE
+        p_min = (PRUNE if unpriced else options.prune or 0) / 100
+        ngram_nodes = options.ngram_nodes if p_min else 0
+        drafter = eagle_drafter(head, *how, p_min=p_min, unpriced=unpriced, ngram_nodes=ngram_nodes)
+    return WithNGrams(drafter, options.ngram_nodes) if options.ngram_nodes and not options.prune else drafter

@@ -1,0 +1,159 @@
+"""The memory plan: the bytes that an engine will hold, computed before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+import kernels
+from drafting import DraftFiles
+from model import Transformer
+from model_config import DTYPES, ModelConfig
+from options import COMPILE_MODES, LoadOptions
+from step import HISTORY, RING
+from support.errors import NotEnoughMemory
+from support.machine import size_text
+from tree_choice import tree_shape
+from weights.checkpoint import Checkpoint
+from weights.heads import EagleFile
+from weights.hf import build_model
+from weights.quantized import held_bytes
+from weights.shards import Shard, exchanged
+
+SHARED_ROWS = 64  # nodes of a step for which GPUs share memory at least: a benchmark's arms have wider trees
+LIVE_ROWS = 6  # fp32 rows per node that are alive at once while a captured step runs
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that the engine will hold, computed before anything is loaded."""
+
+    weights: int
+    head: int
+    kv: int
+    buffers: int
+    graphs: int = 0  # an estimate of what a captured step keeps for its intermediate results
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def __str__(self) -> str:
+        parts = [f"{name} {size_text(count)}" for name, count in asdict(self).items() if count]
+        return f"{size_text(self.total)}: " + "  ".join(parts)
+
+
+def model_bytes(checkpoint: Checkpoint, options: LoadOptions) -> int:
+    """Bytes that a model's weights take after loading and packing."""
+    dtype = DTYPES[options.dtype]
+    if checkpoint.quantization:
+        return held_bytes(checkpoint.kept_entries, dtype, options.device, options.kernels)
+    return float_bytes(checkpoint.config, options, checkpoint.empty(), checkpoint.shard)
+
+
+def float_bytes(
+    config: ModelConfig, options: LoadOptions, model: Transformer | None = None, shard: Shard | None = None
+) -> int:
+    """Bytes of the weights of a model that is not quantized. model: the part of it that `shard` names, without memory."""
+    dtype, tied = DTYPES[options.dtype], config.tie_word_embeddings
+    stored = dict((model or build_model(config)).to(DTYPES[config.dtype]).state_dict())
+    if tied and shard and not shard.embedding:
+        tied = False
+        rows = stored["embed_tokens.weight"][: config.vocab_size // shard.ranks]
+        if options.device == "cpu" and dtype == torch.float32:  # the LM head's part gets a layout of its own
+            stored["lm_head.weight"] = rows
+    return held_bytes(stored, dtype, options.device, options.kernels, tied)
+
+
+def plan_memory(
+    config: ModelConfig,
+    options: LoadOptions,
+    head: EagleFile | None = None,
+    weights: int = 0,
+    draft: ModelConfig | None = None,
+    draft_weights: int = 0,
+    quantized: bool = False,
+) -> MemoryPlan:
+    """What `load` will allocate.
+
+    Args:
+        head: the EAGLE head, as read.
+        weights: bytes of the target's weights (`model_bytes`); 0: those of a model that is not quantized.
+        draft, draft_weights: config of a draft LLM, and bytes of its weights in the same way.
+        quantized: whether the target is.
+    """
+    options = options.with_defaults(config)
+    dtype = DTYPES[options.dtype]
+    element = dtype.itemsize
+    B, ctx = options.batch_size, options.ctx
+    N, D = tree_shape(options)
+    slots = ctx + N + 1
+
+    def cache_bytes(geometry: ModelConfig, layers: int, slots: int, int8: bool = False) -> int:
+        row = geometry.head_dim + kernels.KV_SCALE if int8 else geometry.head_dim * element
+        return B * slots * 2 * geometry.num_key_value_heads * row * layers
+
+    kv = cache_bytes(config, config.num_hidden_layers, slots, options.kv == "int8")
+    rotary = 4 * ctx * config.head_dim
+    buffers = B * slots * 8 + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
+    drafter = 0
+    if head is not None:
+        kv += cache_bytes(head.config.layer, 1, slots + 128)
+        rounded = options.kernels == "cpu" and quantized
+        drafter = held_bytes(head.tensors, dtype, options.device, options.kernels, rounded=rounded)
+        # a trimmed vocabulary copies rows of the target's LM head and holds their ids, which a head's own file has
+        own = len(head.tensors.get("draft_ids", ())) if head.config.version == 1 else 0
+        row = config.hidden_size + 4 if rounded else config.hidden_size * element
+        drafter += options.draft_vocab * (row + 8) or own * row
+        kept = D + 1 + (0 if options.eagle_always else HISTORY + 1)
+        buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
+        buffers += 4 * ctx * head.config.layer.head_dim
+    if draft is not None:
+        kv += cache_bytes(draft, draft.num_hidden_layers, slots + 128)
+        drafter = draft_weights or float_bytes(draft, options)
+    if options.medusa:
+        path = Path(options.medusa)
+        drafter = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*")))
+    if options.drafter == "lookahead":
+        buffers += B * config.vocab_size * (N - 1) // 2 * 4
+    captured = options.compile and options.device == "cuda" and COMPILE_MODES[options.compile_mode].captured
+    widest = max(config.hidden_size, config.intermediate_size, config.vocab_size)
+    graphs = LIVE_ROWS * 4 * B * N * widest if captured else 0
+    return MemoryPlan(weights or float_bytes(config, options), drafter, kv, buffers, graphs)
+
+
+def plan_files(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions) -> MemoryPlan:
+    """The plan for files that were opened. What the ranks of an engine share is among its buffers."""
+    draft = files.model.config if files.model else None
+    draft_weights = model_bytes(files.model, options) if files.model else 0
+    weights, quantized = model_bytes(checkpoint, options), bool(checkpoint.quantization)
+    plan = plan_memory(checkpoint.config, options, files.head, weights, draft, draft_weights, quantized)
+    shared = shared_bytes(checkpoint, options) if checkpoint.shard and options.device == "cuda" else 0
+    return replace(plan, buffers=plan.buffers + shared)
+
+
+def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
+    """Raise NotEnoughMemory with the smallest change that would fit, before anything is allocated."""
+    if plan.total <= free:
+        return
+    per_token = plan.kv / options.ctx
+    fits = int(options.ctx - (plan.total - free) / per_token) if per_token else 0
+    hint = "Use a quantized model (--quant int4, quantize.py) or a larger device."
+    if options.kv != "int8" and plan.total - free < 0.4 * plan.kv:
+        hint = "Try --kv int8."
+    elif fits >= 256:
+        hint = f"Try --ctx {fits // 64 * 64}."
+    elif options.batch_size > 1:
+        per_sequence = (plan.kv + plan.buffers + plan.graphs) / options.batch_size
+        most = int((free - plan.weights - plan.head) / per_sequence)
+        hint = f"Try --batch-size {most}." if most > 0 else hint
+    raise NotEnoughMemory(f"not enough memory: plan {size_text(plan.total)}, free {size_text(free)}. {hint}")
+
+
+def shared_bytes(checkpoint: Checkpoint, options: LoadOptions) -> int:
+    """Bytes that the exchanges of one step of a part need on each GPU: those of the largest. Wider prompts use NCCL."""
+    rows = max(SHARED_ROWS, options.batch_size * tree_shape(options)[0])
+    itemsize = DTYPES[options.dtype].itemsize
+    return -(-max(exchanged(checkpoint.whole, checkpoint.shard, rows, itemsize)) // 256) * 256

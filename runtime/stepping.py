@@ -1,0 +1,262 @@
+"""Running steps: compiled, captured as a graph, a few ahead of the host, timed, and shown to those who watch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import kernels
+from drafters.base import UNCOMPILED, Drafter, PlainDrafter
+from eagle_draft import EagleHead
+from memory_plan import MemoryPlan
+from model import Transformer
+from options import COMPILE_MODES, CompileMode, LoadOptions
+from runtime.compiled import compile_parts
+from runtime.constrained import ConstrainedSteps
+from runtime.fused import fused_parts
+from runtime.grammar import Constraint
+from runtime.prefill import Prefill
+from runtime.runner import Runner
+from sampling import SamplingMode
+from step import RING, DecodeState, Observer, StepOutput, decode_step
+
+LAG = 2  # steps that run ahead of the host on a GPU
+ASKED_FOR = "asked for"  # why speculation stays on: the user wants it
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine runs, and what `load.load` knows of it.
+
+    Args:
+        batch_size: sequences that are decoded together.
+        ctx: tokens of prompt and output that fit; default: all positions of the model.
+        compile, compile_mode: one of options.COMPILE_MODES.
+        backend: the kernels; default: Triton on a GPU, the reference on a CPU.
+        lag: steps that may run ahead of the host; default: 2 on a GPU, 0 on a CPU. Observers see every step, so with one
+            attached nothing runs ahead.
+        eagle_always: False: measure at the first request whether speculation pays, and decode plainly while it does not.
+            The tokens are the same up to the rounding of forwards of other widths.
+        kv_dtype: of the target's cache: None for the model's, or torch.int8.
+        options, plan, head, generation: what `load.load` decided, planned and read (generation is the model's
+            generation_config.json). The engine only keeps them, for reports and command lines.
+    """
+
+    batch_size: int = 1
+    ctx: int | None = None
+    compile: bool = False
+    compile_mode: str = "graph"
+    backend: kernels.KernelBackend | None = None
+    lag: int | None = None
+    eagle_always: bool = True
+    kv_dtype: torch.dtype | None = None
+    options: LoadOptions | None = None
+    plan: MemoryPlan | None = None
+    head: EagleHead | None = None
+    generation: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: LoadOptions, backend: kernels.KernelBackend, head: EagleHead | None = None) -> EngineConfig:
+        """The configuration that resolved options ask for."""
+        return cls(
+            options.batch_size, options.ctx, options.compile, options.compile_mode, backend,
+            eagle_always=options.eagle_always, kv_dtype=torch.int8 if options.kv == "int8" else None,
+            options=options, head=head,
+        )  # fmt: skip
+
+
+class Stepper:
+    """The lower half of an engine: runs steps on its buffers, compiled or captured, and times and shows them."""
+
+    def __init__(self, model: Transformer, drafter: Drafter, config: EngineConfig):
+        """Allocate the buffers. Raises ValueError in one line for values that are out of range."""
+        self.model = model
+        self.drafter = drafter
+        self.config = config
+        on_gpu = model.device.type == "cuda"
+        self.batch_size = config.batch_size
+        self.ctx = config.ctx or model.config.max_positions
+        self.backend = config.backend or kernels.KernelBackend("auto", model.device.type)
+        self.lag = (LAG if on_gpu else 0) if config.lag is None else config.lag
+        self._check_config()
+        self.always_on = self._why_always_on()
+        stand_in = PlainDrafter(model, features_of=drafter)
+        self.fallback: Drafter | None = None if self.always_on else stand_in
+        self.state = self._allocate()
+        self.compile_mode = COMPILE_MODES[config.compile_mode] if config.compile else CompileMode("", None, False)
+        captured = self.compile_mode.captured and on_gpu
+        self.runner = Runner(self.state.ring, self.state.step, torch.cuda if on_gpu else None, captured)
+        self._compile(self.compile_mode, on_gpu)
+        self.constrained = ConstrainedSteps(model, self.state, self.runner, self.parts)
+        self.timings: dict[SamplingMode, tuple[float, float]] = {}  # seconds of a plain and of a speculative step
+        self.step_seconds: tuple[float, float] | None = None  # those of the present request
+        self.warm: set[tuple] = set()  # kinds of step that have run compiled
+        self.compile_seconds = 0.0  # time spent on their first runs
+        self.observers: list[Observer] = []
+
+    def _check_config(self) -> None:
+        longest = self.model.config.max_positions
+        if not 2 <= self.ctx <= longest:
+            raise ValueError(f"ctx is {self.ctx}; allowed: 2 to {longest} (the model's max_position_embeddings).")
+        mode = self.config.compile_mode
+        if mode not in COMPILE_MODES:
+            raise ValueError(f"compile_mode is {mode!r:.40}; allowed: {', '.join(COMPILE_MODES)}.")
+        if not 0 <= self.lag < RING:
+            raise ValueError(f"lag is {self.lag}; allowed: 0 to {RING - 1} steps ahead of the host.")
+
+    def _why_always_on(self) -> str:
+        """Why speculation is never given up; "" if plain steps replace it while it does not pay."""
+        if self.drafter.multi_round:
+            return "with multi-round verification the tokens depend on the drafter"
+        return ASKED_FOR if self.config.eagle_always or self.drafter.D == 0 else self.drafter.always_on
+
+    def _allocate(self) -> DecodeState:
+        history = self.fallback is not None
+        return DecodeState(self.model, self.drafter, self.batch_size, self.ctx, history, self.config.kv_dtype)
+
+    def _compile(self, mode: CompileMode, on_gpu: bool) -> None:
+        """Set up the functions that steps and prefill run. Nothing is compiled before their first call."""
+        self.parts = compile_parts(on_gpu, mode.inductor) if mode.scope == "parts" else UNCOMPILED
+        self._step: Callable[..., StepOutput] = decode_step
+        self._plain_step: Callable[..., StepOutput] = decode_step
+        layers = None
+        if self.backend.mode == "cpu":
+            self.parts = fused_parts()
+            layers = self.parts.layers
+        self.prefill = Prefill(self.model, self.drafter, self.state, layers, mode.scope == "whole")
+        if mode.scope != "whole":
+            return
+        if mode.inductor:  # Inductor captures no step that writes a buffer whose address may change
+            for buffer in self.state.buffers() + self.drafter.buffers():
+                torch._dynamo.mark_static_address(buffer)
+        # torch limits recompilations per code object, so the plain step gets a code object of its own
+        plain_step = lambda *args, **named: decode_step(*args, **named)  # noqa: E731
+        self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=mode.inductor)
+        self._plain_step = torch.compile(plain_step, fullgraph=True, dynamic=False, mode=mode.inductor)
+
+    @property
+    def break_even_tau(self) -> float:
+        """Tokens per step above which speculation pays. 0 where it was not measured; then it is never given up."""
+        return self.step_seconds[1] / self.step_seconds[0] if self.step_seconds else 0.0
+
+    def add_observer(self, observer: Observer) -> None:
+        """Let `observer` watch all further steps.
+
+        Steps no longer run ahead of the host. Raises ValueError for an observer of phases if the step is compiled in one
+        piece, or is captured already, because a graph holds only the marks of its capture.
+        """
+        if self.compile_mode.scope == "whole" and observer.marks:
+            raise ValueError("a step compiled in one piece has no phases to time; use --compile-mode regions.")
+        if self.runner.graphs and observer.marks:
+            raise ValueError("the step is captured without marks; add an observer of phases before the first request.")
+        self.observers.append(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Stop showing steps to `observer`."""
+        self.observers.remove(observer)
+
+    def step(self, mode: SamplingMode, mark: Callable[[str], None] | None = None) -> StepOutput:
+        """Run one speculative step now, on the state as it is and without its graph. For measurements."""
+        marks = {} if mark is None else {"mark": mark}
+        return self._step(self.model, self.drafter, self.state, mode, parts=self.parts, **marks)
+
+    def graph(self, mode: SamplingMode) -> Any:
+        """The CUDA graph that replays such a step, or None."""
+        return self.runner.graphs.get(self._step_call(self.drafter, mode)[0], (None,))[0]
+
+    def _first_runs(self, mode: SamplingMode) -> None:
+        """Capture, compile and time what the first request of a kind needs.
+
+        All sequences are finished, so the steps that run here change nothing.
+        """
+        for drafter in (d for d in (self.drafter, self.fallback) if d is not None):
+            started = time.perf_counter()
+            key = self._step_call(drafter, mode)[0]
+            self._capture(drafter, mode)
+            if self.config.compile and key not in self.warm:  # the first run compiles, which is no time of decoding
+                self.runner.begin()
+                self.launch(drafter, mode)
+                self.read()
+                self.warm.add(key)
+                self.compile_seconds += time.perf_counter() - started
+        if self.drafter.unpriced:
+            self.drafter.price(self._measure_price(mode))
+        paced = self.fallback is not None and not self.drafter.prunes(mode)
+        if paced and mode not in self.timings:
+            self.timings[mode] = self._measure(mode)
+        self.step_seconds = self.timings[mode] if paced else None
+
+    def _measure_price(self, mode: SamplingMode, nodes: int = 4) -> float:
+        """What a node adds to the time of a plain step, as a share of it."""
+        steps = (PlainDrafter(self.model, width, features_of=self.drafter) for width in (1, 1 + nodes))
+        plain, wide = self._time_steps(mode, *steps)
+        return max(0.0, wide / plain - 1) / nodes
+
+    def _measure(self, mode: SamplingMode) -> tuple[float, float]:
+        """Seconds of a plain and of a speculative step."""
+        return self._time_steps(mode, self.fallback, self.drafter)
+
+    def _time_steps(self, mode: SamplingMode, *drafters: Drafter) -> tuple[float, float]:
+        """Seconds of a step with each of two drafters, timed alternately with as many under way as in decoding."""
+        self.runner.begin()
+        times: list[list[float]] = [[], []]
+        for _ in range(4):
+            for drafter, seconds in zip(drafters, times, strict=True):
+                started = time.perf_counter()
+                for _ in range(1 + self.lag):
+                    self.launch(drafter, mode)
+                for _ in range(1 + self.lag):
+                    self.read()
+                seconds.append((time.perf_counter() - started) / (1 + self.lag))
+        return statistics.median(times[0][1:]), statistics.median(times[1][1:])
+
+    def _capture(self, drafter: Drafter, mode: SamplingMode) -> None:
+        with self.backend.active():
+            if mode.grammar:
+                return self.constrained.capture(drafter, mode, self._marker())
+            self.runner.capture(*self._step_call(drafter, mode))
+
+    def _marker(self) -> Callable[[str], None] | None:
+        """Tells the observers of phases where a step is. None if there are no such observers."""
+        marking = [observer for observer in self.observers if observer.marks]
+
+        def mark(phase: str) -> None:
+            for observer in marking:
+                observer.mark(phase)
+
+        return mark if marking else None
+
+    def _step_call(self, drafter: Drafter, mode: SamplingMode) -> tuple[tuple, Callable[[], StepOutput]]:
+        """The key of a step's graph, and the step as a function without arguments."""
+        step = self._plain_step if drafter is self.fallback else self._step
+        named = {"parts": self.parts}
+        mark = self._marker()
+        if mark is not None:
+            named["mark"] = mark
+
+        def call() -> StepOutput:
+            if mark is not None:
+                mark("start")
+            return step(self.model, drafter, self.state, mode, **named)
+
+        return (drafter.N, drafter.D, mode), call
+
+    def launch(self, drafter: Drafter, mode: SamplingMode, constraints: Sequence[Constraint | None] = ()) -> StepOutput:
+        """Launch a step of this drafter. constraints: of the rows, for a mode with grammars."""
+        with self.backend.active():
+            if mode.grammar:
+                return self.constrained.launch(drafter, mode, constraints, self._marker())
+            return self.runner.launch(*self._step_call(drafter, mode))
+
+    def read(self) -> list[list[int]]:
+        """Wait for the oldest step under way: its row of the ring, one list for each sequence."""
+        return self.runner.read()
+
+    def finish(self, row: int) -> None:
+        """End a row that the host has finished. The steps under way still add to it, and nobody reads what they add."""
+        self.state.done.select(0, row).fill_(True)

@@ -17,7 +17,7 @@ ORDER = (
     "training scripts package"
 ).split()
 APART = {"bench": {"training", "generate", "quantize"}, "training": {"bench", "generate", "quantize"}}
-NOT_OURS = {"tests", "benchmarks", "demo", "docs", ".venv"}
+NOT_OURS = {"tests", "results", "demo", "docs", ".venv"}
 FILES = sorted(p for p in ROOT.rglob("*.py") if not NOT_OURS & set(p.relative_to(ROOT).parts))
 # What we write ourselves whatever libraries exist: the path from a prompt to its tokens with an EAGLE head.
 HEART = (

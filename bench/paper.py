@@ -62,7 +62,8 @@ def _by_suite(rows: Rows, published: dict[str, Any]) -> str:
             main = published[f"figure{1 if T == 0 else 2}"]["EAGLE"][i], published["table2"][f"{T:g}"][model][0]
             known = {"mt_bench": main} | {task: theirs[2 * k : 2 * k + 2] for k, task in enumerate(TASKS)}
             cells = [known.get(suite) for suite in rows.suites]
-            body.append([f"{T:g}", model, *(f"{c[0]:.2f}x, {c[1]:.2f}" if c else "" for c in cells)])
+            if any(cells):
+                body.append([f"{T:g}", model, *(f"{c[0]:.2f}x, {c[1]:.2f}" if c else "" for c in cells)])
         for arm in rows.heads("paper25"):
             found = [rows.at.get((arm, suite, T)) for suite in rows.suites]
             if all(found):

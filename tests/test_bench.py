@@ -20,7 +20,7 @@ from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
 import tree
 from bench import arms as bench_arms
 from bench import environment as bench_environment
-from bench import evaluate, measure, peers, records, report, suites
+from bench import evaluate, measure, paper, peers, records, report, suites
 from drafters.medusa import MedusaHeads
 from drafters.ngram import WithNGrams
 from engine import Engine
@@ -749,6 +749,29 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
         and facts["eagle1 paper25"]["memory_bytes"] > facts["plain"]["memory_bytes"]
     )
     assert 0 < facts["eagle1 paper25"]["draft_share"] < 1 and facts["plain"]["draft_share"] == 0
+
+
+def test_the_suites_measure_every_head_and_their_tables_are_the_rows(tiny_directory, tmp_path, capsys):
+    """The arms of both suites, tables that hold the tau of the rows, and a broken promise instead of a speed."""
+    out = tmp_path / "out.jsonl"
+    flags = f"--checkpoint {tiny_directory} --dtype float64 --max-new-tokens 6 --reps 1 -q --limit 1".split()
+    flags += ["--warmup-runs", "1", "--kernels", "reference", "--temperature", "1", "--json", str(out)]
+    trees = {"paper": ["paper25", "chain:5"], "acceptance": ["chain:5", "paper25", "dynamic:60,7,10"]}
+    for suite, some in trees.items():
+        assert bench.main([*flags, "--suite", suite, "--head", str(tiny_directory / "eagle1")]) == 0
+        summary, page = records.read_lines(out)[1], capsys.readouterr().out
+        rows = {row["arm"]: row for row in summary["rows"]}
+        assert {f"eagle1 {tree}" for tree in some} | {"eagle1 paper25 multi-round"} <= set(rows)
+        assert not [arm for arm in rows if arm.startswith("eagle1 dynamic") and "multi-round" in arm]
+        assert rows["eagle1 paper25 multi-round"]["label"] == bench_arms.SAME_DISTRIBUTION
+        text = paper.SUITE_TABLES[suite](summary)
+        assert text in page and f"{rows['eagle1 paper25']['tau']:.2f}" in text
+        assert ("lookahead" in rows) == (suite == "paper") and ("multi-round" in text.splitlines()[0]) == (
+            suite != "paper"
+        )
+    bad = [row | {"speedup": None, "blocked": "DIFFERS 1/1"} for row in summary["rows"]]
+    assert "DIFFERS 1/1, " in paper.paper_tables(summary | {"rows": bad})
+    assert bench.main(["--head", "x"]) == 2 and "--head belongs to --suite" in capsys.readouterr().err
 
 
 def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):

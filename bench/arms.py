@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -42,6 +43,12 @@ PATHS = ("eagle", "draft_checkpoint", "medusa")
 DYNAMIC = "dynamic:16,4,4"  # the default dynamic tree on a CPU, where no row is free
 CHAIN = "chain:3"  # the default chain there
 DYNAMIC_GPU = "dynamic:32,6,8"
+MULTI_ROUND = {"verify": "multi-round"}
+RULES = {"": {}, "top-k drafts": {"draft_noise": "off"}, "multi-round": MULTI_ROUND}
+SUITES = {  # what every head is measured with: its trees, and the ways to draft and verify
+    "paper": (("paper25", "chain:5", DYNAMIC), {"": {}, "multi-round": MULTI_ROUND}),
+    "acceptance": (("chain:5", "paper25", "dynamic:26,5,8", "dynamic:60,7,10"), RULES),
+}
 
 
 # ---- what runs --------------------------------------------------------------------------------------------
@@ -183,6 +190,26 @@ def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple
     return heads + others
 
 
+def suite_arms(
+    suite: str, heads: Sequence[str], found: Sequence[tuple[str, dict[str, str]]]
+) -> list[tuple[str, dict[str, str]]]:
+    """Plain decoding, then the arms of a suite of `SUITES` for these heads.
+
+    found: the arms of what lies in the checkpoint's folders. Their heads are taken if none are given, and the suite
+    `paper` has their other drafters, too. Multi-round verification needs a static tree.
+    """
+    trees, rules = SUITES[suite]
+    heads = heads or list(dict.fromkeys(given["eagle"] for _, given in found if "eagle" in given))
+    arms: list[tuple[str, dict[str, str]]] = [("plain", {})]
+    for head, tree, (rule, more) in itertools.product(heads, trees, rules.items()):
+        if more is not MULTI_ROUND or not tree.startswith("dynamic"):
+            arms.append((f"{Path(head).name} {tree} {rule}".strip(), {"eagle": head, "tree": tree, **more}))
+    if suite == "paper":
+        arms += [(name, given) for name, given in found if given and "eagle" not in given]
+        arms.append(("lookahead", {"drafter": "lookahead"}))
+    return arms
+
+
 def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     """An Engine for an arm's options on the weights, tokenizer and backend of `base`, so nothing is loaded twice.
 
@@ -209,7 +236,8 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
 def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     """Plain decoding, then the arms that were asked for or found.
 
-    `args` holds --checkpoint, --shape, --arm and --only. Raises UsageError for unknown or repeated names.
+    `args` holds --checkpoint, --shape, --arm, --suite, --head and --only. Raises
+    UsageError for unknown or repeated names.
     """
     directory = None if args.shape else Path(args.checkpoint)
     cuda = base.model.device.type == "cuda"
@@ -219,6 +247,8 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         specs = [("plain", {}), *map(parse_arm, args.arm)]
     elif directory:
         specs = default_arms(directory, base.model.config, cuda)
+        if args.suite:
+            specs = suite_arms(args.suite, args.head, specs)
     if args.only:
         wanted = {name.strip() for name in args.only.split(",")}
         if unknown := wanted - {name for name, _ in specs}:

@@ -1,6 +1,6 @@
 """Measuring arms in turn: warm-up, interleaved runs, what counts of their tokens, and the cost of a step.
 
-benchmarks/README.md is the contract that the numbers keep, and it says what every field of a run line means.
+results/README.md is the contract that the numbers keep, and it says what every field of a line means.
 """
 
 from __future__ import annotations
@@ -8,24 +8,29 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.arms import NO_STOP, Arm, EngineArm, Sample, shown
-from bench.environment import memory_of
+from bench.environment import gpu_state, memory_of
+from bench.records import RESAMPLES, Line, Row, Settings, remarks, summarise
 from bench.suites import Prompts, Question
-from cli.prove import find_fork, is_bitwise, is_rounding_tie
+from cli.prove import find_fork, is_bitwise
 from engine import Engine
 from sampling import SamplingParams
 from step import draft_input
+from support.errors import UsageError
 from support.machine import peak_memory, resident_memory, synchronize
+from weights.heads import read_card
 
-Line = dict[str, Any]  # a run line of the JSON
+CARD = ("inputs", "regenerated", "data", "loss", "parameters", "steps")  # what is kept of a head's CARD.json
 UNJUDGED: Line = dict.fromkeys(("same", "fork", "margin", "margin_ulps"))  # of the baseline, which is not compared
 
 
@@ -42,40 +47,6 @@ def counted(ids: list[int], steps: list[int] | None, stop_ids: Iterable[int]) ->
 def digest(ids: Sequence[int]) -> str:
     """A short hash of token ids."""
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
-
-
-@dataclass
-class Settings:
-    """What one measurement is made of. Every field ends up in the JSON."""
-
-    temperatures: tuple[float, ...] = (0.0,)
-    max_new_tokens: int = 64
-    reps: int = 2
-    seed: int = 0
-    top_k: int = 0
-    top_p: float = 1.0
-    ignore_eos: bool = False
-    warmup_runs: int = 4
-    max_seconds: float = 0.0  # past it no repetition starts, nor a question of the first one; 0: no limit
-    tie_margin: float | None = None  # distance of sampling keys under which a fork is a near-tie
-    allow_diff: bool = False
-    synthetic_tau: float = 0.0
-    random_weights: bool = False
-
-    def params(self, temperature: float, rep: int, stop_ids: tuple[int, ...]) -> SamplingParams:
-        """Repetition r draws with seed + r, so that sampling sees several texts; greedy repeats the same one."""
-        return SamplingParams(
-            temperature=temperature,
-            top_k=self.top_k if temperature else 0,
-            top_p=self.top_p if temperature else 1.0,
-            seed=self.seed + rep,
-            max_new_tokens=self.max_new_tokens,
-            stop_ids=NO_STOP if self.ignore_eos else stop_ids,
-        )
-
-    def is_tie(self, margin: float, ulps: float) -> bool:
-        """Whether a fork is rounding: by the rule of `--prove`, unless a `tie_margin` is set."""
-        return is_rounding_tie(margin, ulps) if self.tie_margin is None else margin < self.tie_margin
 
 
 def agree(rates: Sequence[float]) -> bool:
@@ -251,6 +222,9 @@ def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
     facts = []
     for arm in arms:
         fact: dict[str, Any] = {"arm": arm.name, "label": arm.label, "options": shown(arm.options)}
+        head = str(arm.options.get("eagle", ""))
+        if Path(head).is_dir() and (card := read_card(head)):
+            fact["card"] = {name: card[name] for name in CARD if name in card}
         if isinstance(arm, EngineArm):
             engine = arm.engine
             alone, share = engine.together(draft_share)
@@ -264,3 +238,122 @@ def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
             }
         facts.append(fact)
     return facts
+
+
+def add_bandwidth_share(rows: Sequence[Row], arms: Sequence[Arm], bandwidth: float) -> None:
+    """Set every row's `bandwidth_share`: the bytes of a step over its time and the bandwidth of a copy."""
+    engines = {arm.name: arm.engine for arm in arms if isinstance(arm, EngineArm)}
+    for row in rows:
+        engine = engines.get(row["arm"])
+        context = int(row["prompt_tokens"] + row["new_tokens"] / row["runs"] / 2)
+        known = engine and row["step_ms"]
+        row["bandwidth_share"] = step_bytes(engine, context) / row["step_ms"] * 1e3 / bandwidth if known else None
+
+
+# ---- a whole session ---------------------------------------------------------------------------------------
+
+
+def run_session(
+    bench: Bench, tests: Sequence[str], compare: bool, model: Line, bandwidth: float, emit: Callable[[Line], None]
+) -> Line:
+    """Measure the arms in turn (if `compare`), then the rows of llama-bench called `tests` on the first arm.
+
+    Returns the last line of the JSON, with everything that the report prints. Every run goes to `emit` at once. Ctrl-C
+    ends it early. `model` says what is measured. `bandwidth` is that of a copy, in bytes per second.
+    """
+    started = time.perf_counter()
+    settings = bench.settings
+    runs: list[Line] = []
+    done: Line = {"warm_up": [], "arms": [], "llama_bench": [], "interrupted": False}
+    try:
+        if compare:
+            done["warm_up"] = bench.warm_up()
+            done["arms"] = arm_facts(bench.arms)
+            for line in bench.measure():
+                runs.append(line)
+                emit(line)
+        text = itertools.cycle(token for question in bench.questions for token in bench.prompts.first(question))
+        ids = list(itertools.islice(text, max(map(row_context, tests), default=0)))
+        for test in tests:
+            bench.progress(0.0, test)
+            done["llama_bench"].append(bench_row(bench.arms[0], test, ids, settings.reps, bandwidth))
+            emit(done["llama_bench"][-1])
+    except KeyboardInterrupt:
+        done["interrupted"] = True
+    rows = summarise(runs, settings) if any(r["baseline"] for r in runs) else []
+    add_bandwidth_share(rows, bench.arms, bandwidth)
+    return {
+        "type": "summary",
+        "model": model,
+        "settings": vars(settings),
+        "environment": bench.environment,
+        "gpu_after": gpu_state(bench.arms[0].engine.model.device),
+        "copy_bandwidth": bandwidth,
+        "bootstrap": {"seed": settings.seed, "resamples": RESAMPLES},
+        **done,
+        "rows": rows,
+        "notes": remarks(rows, runs, done["arms"]) + _notes(bench, done),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _notes(bench: Bench, done: Line) -> list[str]:
+    """Whose weights differ, and what was left out, cut short or unsteady."""
+    kept = {fact["arm"]: fact["options"].get("weights") for fact in done["arms"]}
+    notes = [f"{arm}: its weights are {what}" for arm, what in kept.items() if what]
+    notes += [f"skipped (too long for ctx {bench.ctx}): {skipped}" for skipped in dict.fromkeys(bench.skipped)]
+    notes += [bench.cut] if bench.cut else []
+    unsteady = [f"{w['arm']} (T = {w['temperature']:g})" for w in done["warm_up"] if not w["agreed"]]
+    if unsteady:
+        notes.append(f"no two warm-up runs in a row within 1 %: {', '.join(unsteady)}")
+    if done["interrupted"]:
+        notes.append("interrupted: the numbers are of the runs that were done")
+    return notes
+
+
+# ---- rows in the terms of llama-bench, so that its numbers and ours can stand side by side --------------------
+
+
+def parse_row(text: str) -> tuple[str, int, int]:
+    """pp512, tg128 or tg128@d4096 as (kind, tokens, depth). Raises UsageError for anything else."""
+    found = re.fullmatch(r"(pp|tg)0*([1-9]\d*)(?:@d(\d+))?", text.replace(" ", ""))
+    if not found:
+        raise UsageError(f"--rows {text!r:.40}: expected pp512, tg128 or tg128@d4096.")
+    kind, count, depth = found.groups()
+    return kind, int(count), int(depth or 0)
+
+
+def row_context(text: str) -> int:
+    """The context that a row needs."""
+    kind, count, depth = parse_row(text)
+    return depth + count + (1 if kind == "pp" else 2)
+
+
+def bench_row(plain: EngineArm, text: str, ids: list[int], reps: int, bandwidth: float) -> Line:
+    """Measure one row on the prompt `ids`: tokens/s with mean and standard deviation over `reps` runs.
+
+    pp is the processing of N prompt tokens after a depth of cached ones (their share of the whole prompt's time), and tg
+    the generation of N tokens one after another.
+    """
+    kind, count, depth = parse_row(text)
+    params = SamplingParams(max_new_tokens=count + 1 if kind == "tg" else 1, stop_ids=NO_STOP)
+
+    def seconds() -> float:
+        if kind == "tg":
+            return plain.run(ids[: max(1, depth)], params).decode_seconds
+        whole = plain.run(ids[: depth + count], params).ttft_seconds
+        return whole - plain.run(ids[:depth], params).ttft_seconds if depth else whole
+
+    rates = [count / max(seconds(), 1e-9) for _ in range(reps + 1)][1:]  # the first run warms up
+    share = None
+    if kind == "tg":  # every step gives one token
+        share = step_bytes(plain.engine, depth + count // 2) * statistics.median(rates) / bandwidth
+    return {
+        "type": "row",
+        "arm": plain.name,
+        "test": f"{kind}{count}" + (f" @ d{depth}" if depth else ""),
+        "tokens_per_second": statistics.mean(rates),
+        "sd": statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        "all": rates,
+        "bandwidth_share": share,
+    }

@@ -1,23 +1,72 @@
-"""The files a benchmark writes while it runs, how they are read again, and the checksums of their lines."""
+"""Records of a benchmark: the JSON-lines file, and the rows of the summary that follow from its run lines.
+
+The rows are recomputed from the run lines alone, so a committed file can be checked against its own table.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
+import math
 import os
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from cli.prove import is_rounding_tie
+
+from bench.arms import NO_STOP, OTHER_ENGINE, SAME_TOKENS
+from runtime.results import acceptance, n_alpha
+from sampling import SamplingParams
 from support.errors import UsageError
 from support.files import read_json_lines
 from support.reader import check
 
+Line = dict[str, Any]  # a run line of the JSON
+Row = dict[str, Any]  # a row of the summary
 # What is read again of the lines of a file, as shapes of `support.reader.check`.
 PLACE = {"suite": str, "temperature": float, "arm": str}
 RUN = PLACE | {"question": (str, int), "turn": int, "rep": int, "prompt_sha256": str, "ids_sha256": str}
 RATES = {"tokens_per_second": (float, None), "tau": (float, None), "speedup": ({"median": (float, None)}, None)}
 SUMMARY = dict.fromkeys(("environment", "settings", "model"), dict)
 SUMMARY |= {"rows": [PLACE | RATES], "arms": [{"arm": str, "options": dict}]}
+
+
+@dataclass
+class Settings:
+    """What one measurement is made of. Every field ends up in the JSON."""
+
+    temperatures: tuple[float, ...] = (0.0,)
+    max_new_tokens: int = 64
+    reps: int = 2
+    seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    ignore_eos: bool = False
+    warmup_runs: int = 4
+    max_seconds: float = 0.0  # past it no repetition starts, nor a question of the first one; 0: no limit
+    tie_margin: float | None = None  # distance of sampling keys under which a fork is a near-tie
+    allow_diff: bool = False
+    synthetic_tau: float = 0.0
+    random_weights: bool = False
+
+    def params(self, temperature: float, rep: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+        """Repetition r draws with seed + r, so that sampling sees several texts; greedy repeats the same one."""
+        return SamplingParams(
+            temperature=temperature,
+            top_k=self.top_k if temperature else 0,
+            top_p=self.top_p if temperature else 1.0,
+            seed=self.seed + rep,
+            max_new_tokens=self.max_new_tokens,
+            stop_ids=NO_STOP if self.ignore_eos else stop_ids,
+        )
+
+    def is_tie(self, margin: float, ulps: float) -> bool:
+        """Whether a fork is rounding: by the rule of `--prove`, unless a `tie_margin` is set."""
+        return is_rounding_tie(margin, ulps) if self.tie_margin is None else margin < self.tie_margin
 
 
 class Lines:
@@ -50,21 +99,6 @@ class Lines:
         return self.path
 
 
-def sealed(line: dict[str, Any]) -> dict[str, Any]:
-    """The line with a checksum of its content, for lines that later runs go on from."""
-    return line | {"checksum": _checksum(json.loads(json.dumps(line)))}  # as it will be read
-
-
-def intact(line: dict[str, Any]) -> bool:
-    """Whether a line is what was written. Lines from before there were checksums have none, and count."""
-    kept = {name: value for name, value in line.items() if name != "checksum"}
-    return line.get("checksum") in (None, _checksum(kept))
-
-
-def _checksum(line: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(run lines, summary line) of a file written by --json. Raises ValueError if it is not one."""
     lines = read_json_lines(path)
@@ -73,3 +107,179 @@ def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     if not summaries:
         raise UsageError(f"{path}: not a file of scripts.bench --json (no summary line).")
     return runs, summaries[-1]
+
+
+# ---- from run lines to rows ----------------------------------------------------------------------------------
+
+RESAMPLES = 2000
+POSITIONS = 16  # output positions that `tau_by_position` puts together
+
+
+def total_rate(lines: Sequence[Line], whole: bool = False) -> float | None:
+    """Tokens per second of decoding, or (whole) of the requests with their prompts; None without tokens or time.
+
+    Decoding counts the ids after the first and the time after the first.
+    """
+    tokens = sum(r["new_tokens"] - (0 if whole else 1) for r in lines)
+    seconds = sum(r["decode_seconds"] + (r["ttft_seconds"] if whole else 0.0) for r in lines)
+    return tokens / seconds if tokens and seconds else None
+
+
+def bootstrap(ratios: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
+    """95 % interval of the median: the 2.5 and 97.5 percentiles of medians of `random.Random(seed).choices`."""
+    rng = random.Random(seed)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(resamples))
+    return medians[int(0.025 * resamples)], medians[math.ceil(0.975 * resamples) - 1]
+
+
+def tau_by_position(lines: Sequence[Line]) -> list[float | None]:
+    """Mean tokens per step of the steps that begin at output positions [16 k, 16 k + 16); None where none begins."""
+    groups: dict[int, list[int]] = {}
+    for steps in (line["tokens_per_step"] or () for line in lines):
+        for at, count in zip(itertools.accumulate(steps, initial=1), steps, strict=False):
+            groups.setdefault(at // POSITIONS, []).append(count)
+    return [statistics.mean(groups[k]) if k in groups else None for k in range(max(groups, default=-1) + 1)]
+
+
+def question_of(line: Line) -> tuple:
+    """What was asked: suite, question, turn."""
+    return line["suite"], line["question"], line["turn"]
+
+
+def pair_of(line: Line) -> tuple:
+    """What the runs of one round through the arms have in common."""
+    return *question_of(line), line["rep"], line["temperature"]
+
+
+def runs_of(runs: Sequence[Line], suite: str, temperature: float) -> list[Line]:
+    """The runs at one temperature over one suite, or over all of them (`all`)."""
+    return [r for r in runs if r["temperature"] == temperature and suite in ("all", r["suite"])]
+
+
+def summarise(runs: Sequence[Line], settings: Settings, resamples: int = RESAMPLES) -> list[Row]:
+    """One row per (suite, temperature, arm), the baseline first; with several suites also a suite "all"."""
+    suites = list(dict.fromkeys(r["suite"] for r in runs))
+    suites += ["all"] if len(suites) > 1 else []
+    temperatures = dict.fromkeys(r["temperature"] for r in runs)
+    arms = dict.fromkeys(r["arm"] for r in sorted(runs, key=lambda r: not r["baseline"]))
+    rows = []
+    for suite, T, arm in itertools.product(suites, temperatures, arms):
+        here = runs_of(runs, suite, T)
+        if lines := [r for r in here if r["arm"] == arm]:
+            plain = [r for r in here if r["baseline"]]
+            row = {"suite": suite, "temperature": T} | _measured(lines, plain, settings.synthetic_tau)
+            rows.append(row | _compared(row, lines, plain, settings, resamples))
+    return rows
+
+
+def _measured(lines: Sequence[Line], plain: Sequence[Line], synthetic_tau: float) -> dict[str, Any]:
+    """What an arm's lines say: speed, acceptance, and the time of a step beside that of plain decoding."""
+    baseline = lines[0]["baseline"]
+    known = all(r["tokens_per_step"] is not None for r in lines)
+    steps = [n for r in lines for n in r["tokens_per_step"] or ()]
+    tau, by_depth = acceptance(steps)
+    step, plain_step = _step_seconds(lines), _step_seconds(plain)
+    break_even = step / plain_step if step and plain_step and known else None
+    per_rep = [total_rate([r for r in lines if r["rep"] == rep]) for rep in sorted({r["rep"] for r in lines})]
+    per_rep = [rate for rate in per_rep if rate]
+    verdicts = [r["same"] for r in lines]
+    synthetic = None
+    if synthetic_tau and break_even:  # the speed at a given tau, from the measured time of a step alone
+        given = 1.0 if baseline else synthetic_tau
+        synthetic = {"given_tau": given, "tokens_per_second": given / step, "speedup": given / break_even}
+    row = {name: lines[0][name] for name in ("arm", "label", "baseline")}
+    row |= {"prompts": len({question_of(r) for r in lines}), "runs": len(lines)}
+    row["prompt_tokens"] = statistics.mean(r["prompt_tokens"] for r in lines)
+    row["new_tokens"] = sum(r["new_tokens"] for r in lines)
+    row |= {"tokens_per_second": total_rate(lines), "request_tokens_per_second": total_rate(lines, whole=True)}
+    row["tokens_per_second_sd"] = statistics.stdev(per_rep) if len(per_rep) > 1 else None
+    row["ttft_ms"] = 1e3 * statistics.median(r["ttft_seconds"] for r in lines)
+    whole = [n for r in lines for n in (r["tokens_per_step"] or ())[:-1]]  # the last step may have been cut short
+    told = {"steps": len(steps), "tau": tau, "accepted_by_depth": by_depth, "tau_by_position": tau_by_position(lines)}
+    told["n_alpha"] = n_alpha(whole, min(lines[0].get("depth") or 0, 5))
+    row |= told if known else dict.fromkeys(told)
+    row |= {"step_ms": 1e3 * step if step else None, "break_even_tau": break_even, "synthetic": synthetic}
+    row["same"] = None if baseline else {k: verdicts.count(k) for k in ("same", "tie", "differs")}
+    return row
+
+
+def _step_seconds(lines: Sequence[Line]) -> float | None:
+    """Seconds per step. An engine that does not tell its steps emits one token in each."""
+    steps = sum(r["new_tokens"] - 1 if r["tokens_per_step"] is None else len(r["tokens_per_step"]) for r in lines)
+    return sum(r["decode_seconds"] for r in lines) / steps if steps else None
+
+
+def _compared(
+    row: Row, lines: Sequence[Line], plain: Sequence[Line], settings: Settings, resamples: int
+) -> dict[str, Any]:
+    """An arm's speedup over plain decoding, or in `blocked` why there is none. The baseline has neither."""
+    if row["baseline"]:
+        return {"speedup": None, "blocked": None}
+    base = {pair_of(r): r for r in plain}
+    pairs = [(r, base[pair_of(r)]) for r in lines if pair_of(r) in base]
+    ratios: dict[tuple, list[float]] = {}
+    for ours, theirs in pairs:
+        rates = total_rate([ours]), total_rate([theirs])
+        if all(rates):
+            ratios.setdefault(question_of(ours), []).append(rates[0] / rates[1])
+    blocked = _blocked(row, lines[0], settings) or (None if ratios else "no run decoded more than one token")
+    if blocked:
+        return {"speedup": None, "blocked": blocked}
+    per_prompt = [statistics.median(values) for values in ratios.values()]
+    mine, theirs = zip(*pairs, strict=True)
+    low, high = bootstrap(per_prompt, settings.seed, resamples)
+    speedup = {
+        "median": statistics.median(per_prompt),
+        "low": low,
+        "high": high,
+        "per_prompt": per_prompt,
+        "total": total_rate(mine) / total_rate(theirs),
+        "request": total_rate(mine, True) / total_rate(theirs, True),
+        "ttft": statistics.median(m["ttft_seconds"] / t["ttft_seconds"] for m, t in pairs),
+    }
+    return {"speedup": speedup, "blocked": None}
+
+
+def _blocked(row: Row, line: Line, settings: Settings) -> str | None:
+    """Why an arm's ratio would mislead, or None; `line` is one of its runs."""
+    depth = line.get("depth")
+    if line["random_weights"] and depth != 0 and row["label"] != OTHER_ENGINE:
+        return "random weights: acceptance means nothing"
+    if row["label"] == SAME_TOKENS and row["same"]["differs"] and not settings.allow_diff:
+        return f"DIFFERS {row['same']['differs']}/{row['runs']}"
+    if depth and row["tau"] == 1:
+        cost = f"{1 / row['break_even_tau']:.2f}x" if row["break_even_tau"] else "unknown"
+        return f"ACCEPTED NOTHING: the drafter is broken or lost here; plain decoding's speed times {cost}"
+    return None
+
+
+def broken(row: Row) -> bool:
+    """Whether an arm promised the tokens of plain decoding and gave others."""
+    return row["label"] == SAME_TOKENS and bool(row["same"]) and row["same"]["differs"] > 0
+
+
+def remarks(rows: Sequence[Row], runs: Sequence[Line], facts: Sequence[dict]) -> list[str]:
+    """What a reader should not overlook: broken promises, drafters that accept nothing or cost time, unsteady steps."""
+    drafting = {f["arm"] for f in facts if f.get("depth")}
+    if runs and runs[0]["random_weights"]:
+        drafting = set()
+    notes, slow = [], []
+    for row in rows:
+        where = f"{row['arm']} on {row['suite']}, T = {row['temperature']:g}"
+        if broken(row):
+            notes.append(f"{where}: {row['same']['differs']} of {row['runs']} runs DIFFER from plain decoding")
+        if row["same"] and row["same"]["tie"]:
+            notes.append(f"{where}: {row['same']['tie']} of {row['runs']} runs fork at a near-tie (rounding)")
+        if row["arm"] in drafting and row["steps"] and not row["accepted_by_depth"]:
+            notes.append(f"{where}: accepted nothing (tau 1.00): a broken drafter, or one of another model")
+        elif row["arm"] in drafting and row["break_even_tau"] and row["tau"] < row["break_even_tau"]:
+            slow.append(f"{where} (tau {row['tau']:.2f} < {row['break_even_tau']:.2f})")
+    if slow:
+        notes.append(f"tau below break-even, speculation costs time: {'; '.join(slow)}")
+    seen: dict[tuple, list] = {}
+    for r in runs:
+        key = (r["arm"], r["prompt_sha256"], r["temperature"], r["seed"])
+        if seen.setdefault(key, r["tokens_per_step"]) != r["tokens_per_step"]:
+            notes.append(f"{r['arm']}: a repeated request took other steps (is state carried between requests?)")
+            break
+    return notes

@@ -16,9 +16,9 @@ from typing import Any
 
 from bench.arms import DYNAMIC, DYNAMIC_GPU, SAME_TOKENS, EngineArm
 from bench.environment import environment, fingerprint
+from bench.records import bootstrap
+from bench.report import number, table
 from bench.suites import held_out_prompts, prompts_of, read_suite
-from bench.summary import bootstrap
-from bench.tables import number, table
 from bench.tree_costs import Costs, measure_costs, tree_engine
 from bench.tree_search import Acceptance, Tree, best_static, collect, finalists, mean_rate, read_statistics
 from engine import Engine

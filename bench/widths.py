@@ -9,7 +9,7 @@ import torch
 
 from bench.measure import timed_in_turn
 from bench.peers import need_library
-from bench.tables import number, table
+from bench.report import number, table
 from bench.timing import spread
 from engine import Engine
 from model import chain_ancestors

@@ -3,7 +3,8 @@
     python -m scripts.bench                                             # the demo model, every drafter found beside it
     python -m scripts.bench --checkpoint DIR --questions FILE.jsonl --template vicuna --temperature 0 1 --json out.jsonl
     python -m scripts.bench --arm "wide=eagle=eagle3;tree=dynamic:60,7,10" --arm "deep=eagle=eagle3;tree=chain:7"
-    python -m scripts.bench --baseline hf --csv out.csv --plot out.png
+    python -m scripts.bench --baseline hf --plot out.png
+    python -m scripts.bench --suite paper --checkpoint DIR --head HEAD --questions mt_bench/question.jsonl
     python -m scripts.bench --checkpoint FILE.gguf --kernels cpu --only plain --baseline hf --baseline llama.cpp
     python -m scripts.bench --shape llama-3-8b --quant int4 --synthetic-tau 3.5
     python -m scripts.bench --rows pp512,tg128,tg128@d1024
@@ -12,7 +13,7 @@
 An arm is NAME=OPTIONS: `key=value` pairs of `load.LoadOptions` separated by `;`. The first arm is plain decoding, and
 every ratio refers to it. Arms run interleaved, each run from empty caches. Token ids are counted up to the first stop.
 An arm that promises the `same tokens` and breaks the promise gets no speedup (exit code 1). Arms with the `same
-distribution` or of an `other engine` get a ratio with that label. benchmarks/README.md says what every field means.
+distribution` or of an `other engine` get a ratio with that label. results/README.md says what every field means.
 """
 
 from __future__ import annotations
@@ -24,17 +25,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from bench.arms import NO_STOP, arms_of
-from bench.compare import compare
+from bench.arms import NO_STOP, SUITES, arms_of
 from bench.environment import environment, fingerprint
-from bench.measure import Bench, Settings
+from bench.measure import Bench, row_context, run_session
+from bench.paper import SUITE_TABLES
 from bench.peers import LIBRARIES, check_peers, is_gguf, peers_of
 from bench.random_models import SHAPES, random_engine
-from bench.records import Lines
-from bench.session import measure, row_context
+from bench.records import Lines, Settings, broken
+from bench.report import check_outputs, compare, report, write_plot
 from bench.suites import ask
-from bench.summary import broken
-from bench.tables import check_outputs, report, write_csv, write_plot
 from cli.report import ranks_json
 from load import load
 from options import add_options, add_sampling, options_from
@@ -54,6 +53,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_options(parser, *SHARED)
     add = parser.add_argument_group("arms").add_argument
     add("--arm", **many, metavar="NAME=OPTIONS", help="an arm beside plain decoding (repeatable)")
+    add("--suite", choices=tuple(SUITES), help="every head with the trees of the EAGLE paper, or by tree and rule")
+    add(
+        "--head", **many, metavar="DIR", help="with --suite: an EAGLE head (default: those in the checkpoint's folders)"
+    )
     add("--only", default="", metavar="A,B", help="of the default arms only these (plain is always in)")
     what = "hf: transformers generate with dynamic and static cache; llama.cpp: on the same GGUF file (repeatable)"
     add("--baseline", **many, choices=tuple(LIBRARIES), help=what)
@@ -79,7 +82,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--rows", default="", metavar="pp512,tg128@d4096", help="llama-bench rows of plain decoding")
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="JSON lines: every run, then the summary; -: the summary on stdout")
-    add("--csv", metavar="FILE", help="the summary's rows")
     add("--plot", metavar="PNG", help="speed, acceptance by depth, tau by position (needs matplotlib)")
     add("--compare", nargs=2, metavar=("A", "B"), help="compare two --json files and exit")
     add("-q", "--quiet", action="store_true", help="no progress line")
@@ -93,6 +95,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
             raise UsageError(f"--{name.replace('_', '-')} is too small; allowed: {least} or more.")
     if args.shape and not args.synthetic_tau:
         raise UsageError("--shape has random weights; add --synthetic-tau X (tokens per step to assume).")
+    if args.suite and (args.shape or args.arm):
+        raise UsageError("--suite has arms of its own; leave --shape and --arm out.")
+    if args.head and not args.suite:
+        raise UsageError("--head belongs to --suite; another arm is --arm NAME=eagle=HEAD.")
     if (args.tp or 1) > 1 and (args.shape or args.baseline):
         raise UsageError("--tp splits a checkpoint among our own engines; leave --shape and --baseline out.")
     if args.synthetic_tau and args.synthetic_tau < 1:
@@ -139,13 +145,13 @@ def run(args: argparse.Namespace) -> int:
     bench, model = prepare(args, rows, progress)
     bandwidth = copy_bandwidth(bench.arms[0].engine.model.device)
     compared = bool(not rows or args.arm or args.questions)
-    summary = measure(bench, rows, compared, model, bandwidth, lines.write)
+    summary = run_session(bench, rows, compared, model, bandwidth, lines.write)
     progress.close()
     lines.write(summary)
     written = lines.close(summary["interrupted"])
     report(summary)
-    if args.csv:
-        write_csv(args.csv, summary["rows"])
+    if args.suite and (tables := SUITE_TABLES[args.suite](summary)):
+        print(f"\n{tables}")
     if args.plot and summary["rows"]:
         write_plot(args.plot, summary)
     if args.json == "-":

@@ -47,7 +47,7 @@ from support.errors import UsageError, command_parser, run_command
 from support.files import append_json_lines, read_json, read_json_lines, replace_block, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "results"
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "EAGLET_CACHE", "CUDA_CACHE_PATH")
 OURS = ("int4", "int4-gated", "int8", "int4-dequant", "half")  # kernels, most important first
 RESUMED = ("bandwidth", "tilings", "steps", "kernels", "peers")  # parts that look up by themselves what is done

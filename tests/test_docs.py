@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 import runpy
 import shlex
@@ -19,20 +18,13 @@ from test_layering import ORDER
 
 import generate
 import tree as trees
-from bench import acceptance
 from cli.steps import Step
 from scripts import measured, serve, tree_picture
 from serving.metrics import ABOUT
 from support import real_model
 
 ROOT = Path(__file__).resolve().parent.parent
-ACCEPTANCE = (  # page, block, file
-    ("docs/results.md", "acceptance", "demo_acceptance.json"),
-    ("docs/smollm2.md", "acceptance", "smollm2_acceptance.json"),
-    ("docs/smollm2.md", "formats", "smollm2_head_formats.json"),
-    ("docs/smollm2.md", "float32", "smollm2_float32_acceptance.json"),
-)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "README.md"]
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -69,15 +61,13 @@ def test_every_flag_in_the_documents_exists():
     pytest.importorskip("triton", reason="scripts.kernel_report needs triton")
     asked: dict[str, set[str]] = {}
     for page in PAGES:
-        if page.name.startswith("paper_tables"):  # it names the commands of the past that its figures come from
-            continue
         for words in commands(page):
             module = words[1] if words[0] == "-m" else words[0].removesuffix(".py")
             if module in ("pytest", "pip"):
                 continue
             flags = {w.split("=")[0] for w in words if w.startswith("-") and w not in ("-m", "-")}
             asked.setdefault(module, set()).update(flags)
-    assert {"generate", "quantize", "scripts.bench", "scripts.paper_tables", "scripts.train_eagle"} <= set(asked)
+    assert {"generate", "quantize", "scripts.bench", "scripts.train_eagle"} <= set(asked)
     for module, flags in asked.items():
         known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", help_of(module)))
         assert flags <= known, f"{module}: {sorted(flags - known)} in the documents, not in its --help"
@@ -140,77 +130,6 @@ def test_the_committed_picture_is_a_real_step():
     assert len(text) < 20_000 and re.search(r"one step of \S+ with \S*eagle\d, \S+: \d+ nodes in one forward", text)
 
 
-def test_measured_table_says_what_the_files_say(tmp_path):
-    """A README figure that no committed file has, a CPU file passed off as a GPU's, a broken promise left out."""
-    row = {
-        "suite": "s",
-        "temperature": 0.0,
-        "baseline": True,
-        "arm": "plain",
-        "tokens_per_second": 123.4,
-        "tau": 1.0,
-        "label": "same tokens",
-    }
-    fast = row | {"baseline": False, "arm": "fast", "tau": 3.21, "label": "same tokens", "blocked": None}
-    fast["speedup"] = {"median": 1.75, "low": 1.5, "high": 2.0}
-    bad = fast | {"arm": "bad", "speedup": None, "blocked": "DIFFERS 2/8"}
-    other = fast | {"arm": "mr", "label": "same distribution"}
-    summary = {"type": "summary", "environment": {"device": "AMD EPYC, 1 threads"}, "rows": [row, fast, bad, other]}
-    summary |= {"llama_bench": [], "model": {"checkpoint": "demo", "dtype": "float32", "quant": "none"}}
-    (tmp_path / "demo.jsonl").write_text(json.dumps({"type": "run"}) + "\n" + json.dumps(summary) + "\n")
-    text = measured.table(tmp_path)
-    assert "**demo, float32** on AMD EPYC, 1 threads (`benchmarks/results/demo.jsonl`)" in text
-    assert "| arm | T = 0 | tau |" in text and "| plain | 123 tok/s |  |\n| fast | 1.75x (1.50-2.00) | 3.21 |" in text
-    assert "| bad | DIFFERS 2/8 | 3.21 |\n| mr, same distribution | 1.75x (1.50-2.00) | 3.21 |" in text
-    sampled = [r | {"temperature": 1.0} for r in (row, fast | {"tau": 2.5})]
-    (tmp_path / "demo.jsonl").write_text(json.dumps(summary | {"rows": [row, fast, bad, *sampled]}) + "\n")
-    text = measured.table(tmp_path)
-    assert "| fast | 1.75x (1.50-2.00) | 3.21 | 1.75x (1.50-2.00) | 2.50 |" in text
-    assert "| bad | DIFFERS 2/8 | 3.21 |  |  |" in text
-    rows = [r | {"suite": suite} for suite in ("s", "t", "all") for r in (row, fast)]
-    (tmp_path / "demo.jsonl").write_text(json.dumps(summary | {"rows": rows}) + "\n")
-    assert measured.table(tmp_path).count("| fast | 1.75x") == 1  # all suites together, once
-    assert "No file here comes from a GPU" in text
-    tuned = {"verdict": "the tuned tree won: 1.1 x", "compile": True, "model": "demo", "head": "eagle1"}
-    (tmp_path / "t.json").write_text(json.dumps(tuned | {"environment": {"device": "AMD EPYC, 1 threads"}}))
-    assert "tree tuned for demo with eagle1, compiled: the tuned tree won: 1.1 x" in measured.table(tmp_path)
-    (tmp_path / "x.json").write_text(json.dumps({"environment": {"device": "NVIDIA GeForce RTX 3090"}, "parts": []}))
-    text = measured.table(tmp_path)
-    assert "No file here" not in text and "RTX 3090" in text and "`make gpu`" in text
-    (tmp_path / "y.json").write_text("{")
-    with pytest.raises(ValueError, match="y.json"):
-        measured.table(tmp_path)
-    assert "Nothing has been measured" in measured.table(tmp_path / "none")
-    page = tmp_path / "page.md"
-    page.write_text("a\n<!-- headline -->\nold\n<!-- /headline -->\nb\n<!-- measured -->\nold\n<!-- /measured -->\nc\n")
-    assert measured.main(["--results", str(tmp_path / "none"), "--readme", str(page)]) == 0
-    text = page.read_text()
-    assert "old" not in text and text.count("Nothing has been measured") == 2
-    assert "<!-- /headline -->\nb\n" in text and text.endswith("<!-- /measured -->\nc\n")
-    page.write_text("no markers\n")
-    assert measured.main(["--results", str(tmp_path / "none"), "--readme", str(page)]) == 2
-
-
-def test_headline_has_the_figures_of_its_files(tmp_path):
-    """A README row that is not its file's figure: another arm's or temperature's, a broken promise left out."""
-    assert measured.headline(tmp_path) == "Nothing has been measured and committed yet."
-    rows = [
-        {"arm": arm, "temperature": T, "baseline": False, "tau": 3.0 + T, "blocked": "DIFFERS 1/9: why"}
-        | {"speedup": {"median": 1.5 + T, "low": 1.25, "high": 2.75} if arm != "eagle3" or T else None}
-        for arm in ("eagle1", "eagle3")
-        for T in (0.0, 1.0)
-    ]
-    summary = {"type": "summary", "environment": {"device": "AMD EPYC, 1 threads"}, "rows": rows}
-    (tmp_path / "smollm2_int4_256_avx512.jsonl").write_text(json.dumps(summary) + "\n")
-    text = measured.headline(tmp_path)
-    where = "AMD EPYC, 1 threads | [smollm2_int4_256_avx512.jsonl](benchmarks/results/smollm2_int4_256_avx512.jsonl) |"
-    assert f"temperature 0 | DIFFERS 1/9, tau 3.00 | {where}" in text
-    assert f"temperature 1 | 2.50x (1.25-2.75), tau 4.00 | {where}" in text
-    assert len(text.splitlines()) == 6 and "No file here comes from a GPU" in text
-    (tmp_path / "gpu.json").write_text(json.dumps({"environment": {"device": "NVIDIA GeForce RTX 3090"}}))
-    assert len(measured.headline(tmp_path).splitlines()) == 4
-
-
 def block(page: str, name: str) -> list[str]:
     """The lines between a page's markers."""
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -218,19 +137,14 @@ def block(page: str, name: str) -> list[str]:
     return text.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- /{name} -->")[0].splitlines()
 
 
-def test_tables_are_the_committed_files():
-    """A row edited by hand, or not written again after its file changed."""
-    committed = {"README.md": {"headline": measured.headline()}}
-    committed["docs/results.md"] = {"measured": measured.table(), "quantization": measured.quantization()}
-    for page, blocks in committed.items():
-        for name, text in blocks.items():
-            rows = {line for line in block(page, name) if line.startswith(("|", "**"))}
-            hint = "run: python -m scripts.measured --readme README.md docs/results.md"
-            assert len(rows) > 2 and rows <= set(text.splitlines()), hint
-    for page, name, file in ACCEPTANCE:
-        report = json.loads((measured.RESULTS / file).read_text())
-        hint = f"run: python -m scripts.acceptance --readme {page} --block {name} --json benchmarks/results/{file}"
-        assert block(page, name) == acceptance.tables(report).splitlines(), hint
+def test_tables_are_the_committed_records():
+    """Every block of README.md and docs/results.md is what its record gives, and the records are all on a page."""
+    texts = {page: page.read_text(encoding="utf-8") for page in measured.PAGES}
+    for page, text in texts.items():
+        assert measured.filled(text) == text, f"{page.name}: run python -m scripts.measured"
+    shown = "".join(texts.values())
+    assert "<!-- headline -->" in shown
+    assert not [path.name for path in measured.RESULTS.glob("*.jsonl") if path.name not in shown]
 
 
 def test_the_readme_is_short():

@@ -23,7 +23,7 @@ from test_checkpoint import write_meta
 from test_quantize import UNTIED, published, saved, tiny, tiny_head
 from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
 
-from bench.compare import compare
+from bench.report import compare
 from bench.suites import read_suite
 from bench.tree_search import read_statistics
 from drafting import build_head

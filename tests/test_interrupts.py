@@ -52,10 +52,7 @@ COMMANDS = {
     "bench_kernels": "-m scripts.bench_kernels --device cpu --quick --dtype float32 --models llama-3-8b",
     "tune_tree": "-m scripts.tune_tree --prompts 4 --max-new-tokens 12 --rounds 1 --reps 1 --max-nodes 8 "
     "--max-depth 4 --out {m}/tree.json",
-    "acceptance": "-m scripts.acceptance --prompts 1 --max-new-tokens 12 --trees chain:3 --json {m}/acceptance.json",
     "evaluate": "-m scripts.evaluate --max-tokens 2048",
-    "paper_tables": "-m scripts.paper_tables --limit 1 --max-new-tokens 4 --reps 1 --batches 1 --cells {m}/c.jsonl "
-    "--page {m}/page.md",
     "serve": "-m scripts.serve --kernels reference --port 0",
     "demo": "-m scripts.demo",
     "predict": "-m scripts.predict --write {m}/predicted.md",

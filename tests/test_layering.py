@@ -15,7 +15,7 @@ ORDER = (
     "serving generate quantize bench training scripts package"
 ).split()
 APART = {"bench": {"training", "generate", "quantize"}, "training": {"bench", "generate", "quantize"}}
-NOT_OURS = {"tests", "benchmarks", "demo", "docs", ".venv"}
+NOT_OURS = {"tests", "results", "demo", "docs", ".venv"}
 FILES = sorted(p for p in ROOT.rglob("*.py") if not NOT_OURS & set(p.relative_to(ROOT).parts))
 
 

@@ -1,21 +1,19 @@
-"""The report of a benchmark: tables on stdout, CSV and a plot."""
+"""The report of a benchmark: tables on stdout, a plot, and two result files side by side."""
 
 from __future__ import annotations
 
 import argparse
-import csv
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.arms import SAME_TOKENS
-from bench.summary import POSITIONS, broken
+from bench.records import POSITIONS, Line, Row, broken, pair_of, read_lines, runs_of
 from support.errors import UsageError
 from support.files import check_folder, written_whole
 from support.machine import size_text
 
-NESTED = ("speedup", "same", "synthetic")  # fields of a row that are dictionaries
 STYLES = ("-", "--", ":", "-.")  # of a plot's lines, by suite and temperature
 
 
@@ -66,6 +64,29 @@ def result_table(rows: Sequence[dict[str, Any]]) -> str:
             cells += [f"{same['same']} / {row['runs']}{ties}", row["label"] + differs]
         body.append(cells if same else [*cells, "", "baseline"])
     return table(head, body)
+
+
+def arms_table(summary: dict[str, Any]) -> str:
+    """For a page: what ran where, and one row per arm with its speed and tau at every temperature.
+
+    The speed is tokens/s of plain decoding and the median speedup of the other arms, with its interval.
+    """
+    suites = dict.fromkeys(row["suite"] for row in summary["rows"])
+    whole = "all" if "all" in suites else next(iter(suites), "")
+    rows = [row for row in summary["rows"] if row["suite"] == whole]
+    cells: dict[str, dict[float, list[str]]] = {}  # speed and tau by arm and temperature
+    for row in rows:
+        name = row["arm"] + ("" if row["label"] == SAME_TOKENS else f", {row['label']}")
+        gain, rate = row["speedup"], row["tokens_per_second"]
+        speed = gain_text(row) + (f" ({gain['low']:.2f} .. {gain['high']:.2f})" if gain else "")
+        tau = number(row["tau"]) if row["tau"] and not row["baseline"] else ""
+        cells.setdefault(name, {})[row["temperature"]] = [f"{rate:.0f} tok/s" if row["baseline"] else speed, tau]
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    body = [[arm, *(cell for T in temperatures for cell in by_T.get(T, ["", ""]))] for arm, by_T in cells.items()]
+    model, machine = summary["model"], summary["environment"]
+    what = ", ".join(text for text in (model["checkpoint"], model["dtype"], model["quant"]) if text != "none")
+    title = f"**{what}** on {machine['device']}, {machine['time_utc'][:10]}, {', '.join(suites)}:"
+    return f"{title}\n\n{table(['arm', *(x for T in temperatures for x in (f'T = {T:g}', 'tau'))], body)}"
 
 
 def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], bandwidth: float) -> str:
@@ -134,27 +155,11 @@ def _header(summary: dict[str, Any]) -> str:
 
 def check_outputs(args: argparse.Namespace) -> None:
     """Raise UsageError for results that could not be written, before anything is measured."""
-    for flag in ("json", "csv", "plot"):
+    for flag in ("json", "plot"):
         if vars(args)[flag] != "-":
             check_folder(f"--{flag}", vars(args)[flag])
     if args.plot:
         pyplot()
-
-
-def write_csv(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
-    """The summary rows as CSV, nested values flattened."""
-    flat = []
-    for row in rows:
-        out = {k: v for k, v in row.items() if k not in (*NESTED, "tau_by_position", "accepted_by_depth")}
-        for name in NESTED:
-            out |= {f"{name}_{k}": v for k, v in (row[name] or {}).items() if not isinstance(v, list)}
-        out["accepted_by_depth"] = " ".join(f"{v:.6f}" for v in row["accepted_by_depth"] or ())
-        flat.append(out)
-    names = list(dict.fromkeys(name for row in flat for name in row))
-    with written_whole(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(flat)
 
 
 def pyplot() -> Any:
@@ -212,3 +217,70 @@ def write_plot(path: str | Path, summary: dict[str, Any]) -> None:
     with written_whole(path) as part:
         figure.savefig(part, format="png", dpi=110)
     plt.close(figure)
+
+
+# ---- two result files --------------------------------------------------------------------------------------
+
+# What differs between any two runs on the same machine.
+GPU = "temperature.gpu utilization.gpu clocks.sm memory.used".split()
+PASSING = ("time_utc", "load_average", *(f"gpu.{name}" for name in GPU))
+
+
+def differences(a: Any, b: Any, name: str = "") -> list[str]:
+    """Leaves in which two nested dictionaries differ, as `name: a -> b`."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = dict.fromkeys([*a, *b])
+        return [d for k in keys for d in differences(a.get(k), b.get(k), f"{name}.{k}" if name else k)]
+    return [] if a == b else [f"{name}: {a} -> {b}"]
+
+
+def compare(a: str | Path, b: str | Path) -> str:
+    """Two result files side by side: what differs in the machines, the rates, and whether the work was the same."""
+    (runs_a, summary_a), (runs_b, summary_b) = read_lines(a), read_lines(b)
+    rows_a, rows_b = ({_place(row): row for row in summary["rows"]} for summary in (summary_a, summary_b))
+    shared = [place for place in rows_a if place in rows_b]
+    body = [_cells(rows_a[place], rows_b[place], runs_a, runs_b) for place in shared]
+    missing = [f"{place} only in {a if place in rows_a else b}" for place in [*rows_a, *rows_b] if place not in shared]
+    head = "suite|T|arm|A tok/s|B tok/s|B / A|A speedup|B speedup|A tau|B tau|same tokens".split("|")
+    changed, indent = _changes(summary_a, summary_b), "\n" + " " * 10
+    parts = [table(head, body) if body else "nothing in common"]
+    parts.append(f"differs   {indent.join(changed)}" if changed else "same environment, settings, model and arms")
+    if missing:
+        parts.append(f"missing   {indent.join(missing)}")
+    return "\n\n".join(parts)
+
+
+def _place(row: Row) -> tuple:
+    return row["suite"], row["temperature"], row["arm"]
+
+
+def _changes(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """What differs in the environments, settings, models, and options of the arms that both have."""
+    changed = differences(a["environment"], b["environment"])
+    changed = [line for line in changed if line.split(":")[0] not in PASSING]
+    changed += differences(a["settings"], b["settings"], "settings")
+    changed += differences(a["model"], b["model"], "model")
+    arms = [{fact["arm"]: fact["options"] for fact in summary["arms"]} for summary in (a, b)]
+    for name in (name for name in arms[0] if name in arms[1]):
+        changed += differences(arms[0][name], arms[1][name], f"arm {name}")
+    return changed
+
+
+def _cells(row: Row, other: Row, runs_a: list[Line], runs_b: list[Line]) -> list[str]:
+    """The cells of an arm that both files have, whose runs are among `runs_a` and `runs_b`.
+
+    Rates of other prompts are not set against each other.
+    """
+    suite, T, arm = _place(row)
+    mine = [[r for r in runs_of(runs, suite, T) if r["arm"] == arm] for runs in (runs_a, runs_b)]
+    asked = [{r["prompt_sha256"] for r in runs} for runs in mine]
+    ids = [{(*pair_of(r), r["prompt_sha256"]): r["ids_sha256"] for r in runs} for runs in mine]
+    shared = ids[0].keys() & ids[1].keys()
+    equal = sum(ids[0][k] == ids[1][k] for k in shared)
+    rates = row["tokens_per_second"], other["tokens_per_second"]
+    ratio = f"{rates[1] / rates[0]:.3f}x" if asked[0] == asked[1] and all(rates) else "other prompts"
+    if asked[0] == asked[1] and equal < len(shared):
+        ratio += " (other tokens)"
+    cells = [suite, f"{T:g}", arm, *(number(rate, 1) for rate in rates), ratio]
+    cells += [f"{number(r['speedup']['median'])}x" if r["speedup"] else "-" for r in (row, other)]
+    return [*cells, number(row["tau"]), number(other["tau"]), f"{equal} / {len(shared)}"]

@@ -1,0 +1,141 @@
+"""The tables of the suites `paper` and `acceptance` of scripts.bench, computed from the summary line of a record.
+
+The paper is EAGLE-1 (arXiv:2401.15077v3). Its published numbers stand beside ours. Its speedups refer to Hugging Face
+decoding in fp16 and ours to our own plain decoding, so tau and n-alpha compare and speedups do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.records import Row
+from bench.report import gain_text, number, table
+from support.files import read_json
+
+PUBLISHED = Path(__file__).resolve().parent.parent / "results" / "paper_eagle1.json"
+ALPHAS = [f"{k}-alpha" for k in range(5)]
+TASKS = ("humaneval", "gsm8k", "alpaca")  # the columns of the paper's Table 1
+RULES = ("shared noise", "multi-round", "top-k drafts")
+
+
+def published_numbers() -> dict[str, Any]:
+    """The paper's numbers, {} where the file is not there (an installed package)."""
+    return read_json(PUBLISHED) if PUBLISHED.exists() else {}
+
+
+class Rows:
+    """The rows of a summary that draft, looked up by arm, suite and temperature."""
+
+    def __init__(self, summary: dict[str, Any]):
+        rows = [row for row in summary["rows"] if row["suite"] != "all" and not row["baseline"]]
+        self.at: dict[tuple[str, str, float], Row] = {(r["arm"], r["suite"], r["temperature"]): r for r in rows}
+        suites = dict.fromkeys(row["suite"] for row in rows)
+        self.suites = sorted(suites, key=lambda suite: suite != "mt_bench")  # the paper's main one comes first
+        self.temperatures = sorted({row["temperature"] for row in rows})
+        self.facts = {fact["arm"]: fact for fact in summary["arms"] if fact["options"].get("eagle")}
+
+    def heads(self, tree: str, verify: str | None = None) -> list[str]:
+        """The arms of batch 1 that draft this tree with a head, verified like this (None: in any way)."""
+        out = []
+        for arm, fact in self.facts.items():
+            options = fact["options"]
+            if options.get("tree") == tree and options.get("batch_size", 1) == 1:
+                if verify is None or options.get("verify", "match") == verify:
+                    out.append(arm)
+        return out
+
+
+def paper_tables(summary: dict[str, Any]) -> str:
+    """Markdown: speed and tau by data set, n-alpha of a chain beside the tree, and how the heads were trained."""
+    rows, published = Rows(summary), published_numbers()
+    parts = [_by_suite(rows, published), _chains(rows, published)]
+    return "\n\n".join(part for part in [*parts, _training(rows)] if part)
+
+
+def _by_suite(rows: Rows, published: dict[str, Any]) -> str:
+    """Tables 1 and 2 and Figures 1 and 2: the tree of 26 nodes on every data set."""
+    body = []
+    for T in rows.temperatures:
+        for i, (model, theirs) in enumerate(published.get("table1", {}).get(f"{T:g}", {}).items()):
+            main = published[f"figure{1 if T == 0 else 2}"]["EAGLE"][i], published["table2"][f"{T:g}"][model][0]
+            known = {"mt_bench": main} | {task: theirs[2 * k : 2 * k + 2] for k, task in enumerate(TASKS)}
+            cells = [known.get(suite) for suite in rows.suites]
+            if any(cells):
+                body.append([f"{T:g}", model, *(f"{c[0]:.2f}x, {c[1]:.2f}" if c else "" for c in cells)])
+        for arm in rows.heads("paper25"):
+            found = [rows.at.get((arm, suite, T)) for suite in rows.suites]
+            if all(found):
+                body.append([f"{T:g}", f"**{arm}**", *(f"{gain_text(r)}, {number(r['tau'])}" for r in found)])
+    title = "Speedup and tau by data set, with the paper's tree of 26 nodes (bold is ours):"
+    return f"{title}\n\n{table(['T', 'model', *rows.suites], body)}" if body else ""
+
+
+def _alphas(values: Sequence[float] | None) -> list[str]:
+    return [number(value) for value in (*(values or ()), *[None] * 5)[:5]]
+
+
+def _chains(rows: Rows, published: dict[str, Any]) -> str:
+    """Tables 2 and 5: tau of the tree and of a chain of 5, and n-alpha of that chain, on the main data set."""
+    body = []
+    for T in rows.temperatures:
+        for model, (tree, *alphas) in published.get("table2", {}).get(f"{T:g}", {}).items():
+            chain = published["table5"][model][0] if T == 0 else None
+            body.append([f"{T:g}", model, number(chain), number(tree), *map(number, alphas)])
+        for arm in rows.heads("chain:5"):
+            line, tree = (rows.at.get((a, rows.suites[0], T)) for a in (arm, arm.replace("chain:5", "paper25")))
+            if line and len(rows.suites) > 1 and not rows.at.get((arm, rows.suites[1], T)):
+                continue  # a head that is there for the table of the training alone
+            if line:
+                taus = [number(row["tau"] if row else None) for row in (line, tree)]
+                name = arm.replace(" chain:5", "")
+                body.append([f"{T:g}", f"**{name}**", *taus, *_alphas(line["n_alpha"])])
+    title = f"tau of a chain of 5 and of the tree, and n-alpha of the chain, on {rows.suites[0]}:"
+    return f"{title}\n\n{table(['T', 'model', 'chain', 'tree', *ALPHAS], body)}" if body else ""
+
+
+def _training(rows: Rows) -> str:
+    """Table 6 and Figure 8: heads by their inputs and training text, from the CARD.json beside each."""
+    body = []
+    for arm in rows.heads("paper25", "match"):
+        card = rows.facts[arm].get("card", {})
+        text = f"{card.get('data', '')}{', answered by the model' if card.get('regenerated') else ''}"
+        cells = [arm.replace(" paper25", ""), card.get("inputs", ""), text, str(card.get("steps", ""))]
+        for T in rows.temperatures:
+            found = [rows.at.get((a, rows.suites[0], T)) for a in (arm.replace("paper25", "chain:5"), arm)]
+            cells += [number(row["tau"] if row else None) for row in found]
+        if card:
+            body.append(cells)
+    columns = [f"{tree}, T = {T:g}" for T in rows.temperatures for tree in ("chain", "tree")]
+    title = f"tau by what the head sees and learnt from, on {rows.suites[0]}:" if body else ""
+    return f"{title}\n\n{table(['head', 'inputs', 'text', 'steps', *columns], body)}" if body else ""
+
+
+def acceptance_table(summary: dict[str, Any]) -> str:
+    """Markdown: tau of every head, temperature and tree by the way to draft and verify, and n-alpha of the chains."""
+    rows = Rows(summary)
+    taus: dict[tuple[str, float, str], dict[str, Row]] = {}
+    for arm, fact in rows.facts.items():
+        options = fact["options"]
+        rule = (
+            "multi-round" if options.get("verify") else "shared noise" if options.get("draft_noise", True) else RULES[2]
+        )
+        for suite in rows.suites:
+            for T in rows.temperatures:
+                if (arm, suite, T) in rows.at:
+                    taus.setdefault((options["eagle"], T, options["tree"]), {})[rule] = rows.at[arm, suite, T]
+    body, alphas = [], []
+    for (head, T, tree), by_rule in sorted(taus.items(), key=lambda item: item[0][:2]):
+        shared = by_rule.get("shared noise")
+        same = f"{shared['same']['same']}/{shared['runs']}" if shared else "-"
+        cells = [number(by_rule[rule]["tau"]) if rule in by_rule else "-" for rule in RULES]
+        body.append([head, f"{T:g}", tree, *cells, same])
+        if tree == "chain:5" and shared:
+            alphas.append([f"{head}, T = {T:g}", *_alphas(shared["n_alpha"])])
+    parts = [table(["head", "T", "tree", *RULES, "same tokens"], body)] if body else []
+    parts += [table(["chain of 5, shared noise", *ALPHAS], alphas)] if alphas else []
+    return "\n\n".join(parts)
+
+
+SUITE_TABLES = {"paper": paper_tables, "acceptance": acceptance_table}

@@ -46,21 +46,20 @@ REQUESTS = [
 
 @pytest.mark.parametrize("tree", TREES)
 def test_graph_equals_eager(tree):
-    """Catches a replay that repeats the request in which it was captured. The same kernels, captured, must give the
-    same ids in the same steps, request after request, and a new temperature, seed, prompt or stop string must not
-    capture again."""
+    """A captured step gives the ids and step lengths of the eager step, request after request. Only a new kind of
+    sampling captures another graph; a new temperature, seed, prompt or stop string does not."""
     graph, eager = build(tree, "capture"), build(tree, None)
     for number, params in enumerate(REQUESTS):
         assert decode(graph, **params) == decode(eager, **params), params
         assert len(graph.runner.graphs) == (1, 2, 2, 3, 3)[number]
-    turn = prompt_of(graph) * 2
-    assert graph.generate(turn).run()[0].token_ids == eager.generate(turn).run()[0].token_ids
+    longer = prompt_of(graph) * 2
+    assert graph.generate(longer).run()[0].token_ids == eager.generate(longer).run()[0].token_ids
 
 
 @pytest.mark.parametrize("mode", ("graph", "reduce-overhead"))
 def test_compiled_modes_agree_to_rounding(mode):
-    """Catches compiled steps that decode something else. Inductor's kernels round differently, so a fork is allowed,
-    but only where two tokens are nearly tied."""
+    """Compiled steps give the tokens of eager plain decoding, except where two tokens are nearly tied, because
+    Inductor's kernels round differently."""
     compiled, eager = build("paper25", mode), build(None, None)
     for params in REQUESTS[:2]:
         (ours, *_), (theirs, *_) = decode(compiled, **params), decode(eager, **params)
@@ -75,8 +74,8 @@ def test_compiled_modes_agree_to_rounding(mode):
 @pytest.mark.parametrize("fallback", (False, True))
 @pytest.mark.parametrize("tree", TREES[1:])
 def test_nothing_in_the_loop_waits_for_the_device(tree, fallback):
-    """Catches a hidden synchronisation (an .item(), a copy to pageable memory), which makes the GPU idle in every
-    step, also while plain steps take over and the drafter catches up."""
+    """After the first token, no step synchronises with the host (torch's sync debug mode raises no error), also while
+    plain steps take over and the drafter catches up."""
     engine = build(tree, "capture", eagle_always=not fallback)
     decode(engine)  # captures, and measures where plain steps may take over
     if fallback:
@@ -95,7 +94,7 @@ def test_nothing_in_the_loop_waits_for_the_device(tree, fallback):
 
 
 def test_one_launch_per_step():
-    """Catches kernels that are launched beside the graph, and several graphs per step."""
+    """Each step launches one CUDA graph, and a request at most two kernels beside the graphs."""
     engine = build("paper25", "capture")
     decode(engine)
     stream = engine.generate(prompt_of(engine), SamplingParams(max_new_tokens=120))
@@ -113,26 +112,26 @@ def test_one_launch_per_step():
 
 
 def test_a_batch_in_one_graph():
-    """Catches rows of a captured batch that disturb each other. The sequences end at different times."""
+    """A captured batch gives the tokens and stop reasons of the eager batch. The sequences end at different times."""
     prompts = [prompt_of(build(None, None))[:k] for k in (12, 7, 20)]
     params = SamplingParams(max_new_tokens=60, temperature=0.8, seed=4, stop=("\n\n",))
-    found = [
+    outputs = [
         [(r.token_ids, r.stop_reason) for r in engine.generate_batch(prompts, params).run()]
         for engine in (build("paper25", "capture", batch_size=3), build("paper25", None, batch_size=3))
     ]
-    assert found[0] == found[1]
+    assert outputs[0] == outputs[1]
 
 
 def test_the_first_request_measures_and_reports():
-    """Catches a break-even of zero or less, and captures that are counted into it."""
+    """The first request measures a plausible break-even, and its step times do not include the captures."""
     engine = build("paper25", "capture", eagle_always=False)
     decode(engine)
     assert 0.5 < engine.break_even_tau < 50 and max(engine.step_seconds) < 0.1
 
 
 def test_zz_a_step_that_cannot_be_captured_leaves_a_usable_engine():
-    """Catches an operator that needs the host and leaves a broken engine. The error is one clear line, and then come
-    the right tokens, eagerly. It is the last test because it provokes a CUDA error."""
+    """A step that needs the host is a one-line error, and the engine then gives the right tokens. It is the last test,
+    because it provokes a CUDA error."""
     engine, eager = build("paper25", "capture"), build("paper25", None)
     real = engine._step
 

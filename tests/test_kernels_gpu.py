@@ -45,8 +45,7 @@ def error(got, want):
     (8, torch.float16, 0, False), (8, torch.bfloat16, 0, False), (16, torch.bfloat16, 0, False),
 ])  # fmt: skip
 def test_linear_on_device(n, k, bits, dtype, group, zeros):
-    """Catches an operand order of the inline PTX, a hand-over by atomics or an address that is wrong on real
-    hardware."""
+    """The packed linear, plain and gated, equals the float64 product for 1 to 300 rows, and leaves its counters at 0."""
     if bits == 4 and k % group:
         group = 32
     packed, matrix = quantized(bits, n, k, dtype, group, zeros)
@@ -67,8 +66,7 @@ def test_linear_on_device(n, k, bits, dtype, group, zeros):
 @pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (4, torch.bfloat16), (8, torch.float16), (8, torch.bfloat16),
                                         (16, torch.float16), (16, torch.bfloat16)])  # fmt: skip
 def test_linear_rows_are_bitwise_independent(n, k, bits, dtype):
-    """Verification (M = N) and plain decoding (M = 1) must round alike: the promise of identical tokens rests
-    on this."""
+    """A row has the same bits alone, in a forward of up to 104 rows and beside NaN rows. Identical tokens need this."""
     group = 128 if k % 128 == 0 else 32
     packed, _ = quantized(bits, n, k, dtype, group)
     x = torch.randn(104, k, device="cuda").to(dtype)
@@ -85,8 +83,7 @@ def test_linear_rows_are_bitwise_independent(n, k, bits, dtype):
 
 @pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (8, torch.float16), (16, torch.bfloat16)])
 def test_experts_on_device(bits, dtype):
-    """The grouped product equals its dense definition, and its rows do not depend on each other in any
-    bit."""
+    """The grouped product equals its dense definition, and a row alone has the same bits."""
     (up, up_matrix), (down, down_matrix) = (
         quantized(bits, n, k, dtype, experts=(8,)) for n, k in ((2048, 1024), (1024, 1024))
     )
@@ -112,8 +109,7 @@ def test_experts_on_device(bits, dtype):
     "heads,dim,start", [((32, 8), 128, 700), ((32, 32), 128, 37), ((8, 2), 64, 2000), ((4, 4), 80, 129)]
 )
 def test_attention_on_device(dtype, window, heads, dim, start):
-    """Triton attention agrees with float64. Plain decoding of a committed path must equal verification in
-    every bit."""
+    """Tree attention agrees with float64, and decoding a committed path plainly gives the bits of the tree's rows."""
     slots, T = 2100, 26
     parent = torch.tensor([max(0, (i - 1) // 3) for i in range(T)])
     tree, depth = torch.eye(T, dtype=torch.bool), torch.zeros(T, dtype=torch.int64)
@@ -146,7 +142,7 @@ def test_attention_on_device(dtype, window, heads, dim, start):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norm_and_rope_on_device(dtype):
-    """Norm and rope agree with their references, and their rows do not depend on each other in any bit."""
+    """Norm and rope agree with their references, and a normed row alone has the same bits."""
     x, w = torch.randn(26, 4096, device="cuda").to(dtype), torch.randn(4096, device="cuda").to(dtype)
     got = kernels.rms_norm(x, w, 1e-5)
     assert error(got, kernels.rms_norm_reference(x.double(), w.double(), 1e-5)) < TOLERANCE[dtype]
@@ -162,7 +158,7 @@ def test_norm_and_rope_on_device(dtype):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("normed,int8", [(False, False), (True, False), (False, True)])
 def test_heads_turned_behind_their_projection_on_device(normed, int8, overlap):
-    """A head that is turned before its columns are stored, with bits of a launch of its own; a race of early launches."""
+    """The projection with rope built in gives the bits of a linear and a rope launch, three times in a row."""
     if overlap and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("launches early on GPUs since Hopper")
     packed, _ = quantized(4, 6144, 4096, torch.float16)
@@ -183,7 +179,7 @@ def test_heads_turned_behind_their_projection_on_device(normed, int8, overlap):
 
 
 def test_linear_in_a_cuda_graph():
-    """Catches a counter or a partial sum that one replay leaves over and that spoils the next."""
+    """Five replays of a captured linear, each with another input, equal the float64 product."""
     packed, matrix = quantized(4, 4096, 4096, torch.float16)
     x = torch.randn(16, 4096, device="cuda").half()
     packed_linear(x, packed)
@@ -201,15 +197,14 @@ def test_linear_in_a_cuda_graph():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits,group,zeros", [(4, 128, False), (4, 32, True), (8, 0, False)])
 def test_fused_dequantization_on_device(bits, group, zeros, dtype):
-    """The matrix for cuBLAS must be, bit for bit, the one that the weights stand for."""
+    """The fused dequantization gives the bits of the plain one."""
     packed, _ = quantized(bits, 1000, 1120 if group == 32 else 1152, dtype, group, zeros)
     assert torch.equal(kernels.dequantize(packed, dtype, fused=True), kernels.dequantize(packed, dtype))
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_fp16_accumulation_on_device(gated):
-    """Catches sums in fp16 that are not added up in float32 once per group, or that make rows depend on each
-    other."""
+    """With fp16 accumulation the linear is within 1 % of float64, and a row alone has the same bits."""
     config = kernels.linear_config(4096, 4096, 4)._replace(accumulate="float16")
     packed, matrix = quantized(4, 4096, 4096, torch.float16, config=config)
     x = torch.randn(60, 4096, device="cuda").half()
@@ -225,8 +220,7 @@ def test_fp16_accumulation_on_device(gated):
 @pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (8, torch.bfloat16), (16, torch.float16)])
 @pytest.mark.parametrize("rows", [1, 10, 60, 300])
 def test_topk_on_device(bits, dtype, rows):
-    """Catches a candidate that is lost in a tile or in the merge, and scores that are not those of the
-    logits."""
+    """The fused top-k has the ids and values of a top-k of the logits, and their log of the sum."""
     packed, _ = quantized(bits, 32000, 1024, dtype)
     x = torch.randn(rows, 1024, device="cuda").to(dtype)
     want = kernels.topk_reference(packed_linear(x, packed), 10)
@@ -237,8 +231,7 @@ def test_topk_on_device(bits, dtype, rows):
 
 
 def attention_inputs(batch, T, start, slots, heads=(8, 2), dim=128, dtype=torch.float16):
-    """q, the cache and the rest of `tree_attention`, for causal rows at a different start in every
-    sequence."""
+    """The arguments of `tree_attention` for causal rows. Every sequence starts at another position."""
     q = torch.randn(batch, heads[0], T, dim, device="cuda").to(dtype)
     kv = torch.randn(2, batch, heads[1], slots, dim, device="cuda").to(dtype)
     n = torch.tensor([start - 100 * b for b in range(batch)], device="cuda")
@@ -256,8 +249,7 @@ def attention_wanted(q, kv, *rest):
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("start,slots", [(300, 400), (1500, 9000)])
 def test_attention_rows_do_not_depend_on_the_tree(dim, int8, start, slots):
-    """T = 1, 26 and 60 must use the same matrix instructions, tiles and splits. Otherwise verification would
-    differ from plain decoding."""
+    """Attention rows have the same bits in forwards of 1, 26 and 60 rows, and agree with float64."""
     q, kv, n, visible, positions = attention_inputs(2, 60, start, slots, dim=dim)
     kv = kernels.quantize_rows(kv) if int8 else kv
     outs = {}
@@ -273,7 +265,7 @@ def test_attention_rows_do_not_depend_on_the_tree(dim, int8, start, slots):
 @pytest.mark.parametrize("dim,int8", [(128, False), (128, True), (256, False), (256, True)])
 @pytest.mark.parametrize("window", [0, 200])
 def test_prefill_attention_on_device(dim, int8, window):
-    """Catches a wrong mask in the variant for more than 64 rows, or more shared memory than there is."""
+    """Attention of 256 rows, with and without a window, agrees with float64."""
     q, kv, n, visible, positions = attention_inputs(1, 256, 700, 1100, dim=dim, dtype=torch.bfloat16)
     if window:
         age = positions[0][:, None] - positions[0]
@@ -286,8 +278,7 @@ def test_prefill_attention_on_device(dim, int8, window):
 
 
 def test_int8_cache_on_device():
-    """Catches rows that rope quantizes in another way than the reference, in the codes or in the address of
-    their scales."""
+    """Rope writes an int8 cache that equals the reference's up to one level of rounding."""
     qkv, angle = torch.randn(2, 26, 48, 128, device="cuda").half(), torch.randn(2, 26, 64, device="cuda")
     slots = torch.stack([torch.arange(30, 56), torch.arange(3, 29)]).cuda()
     caches = [torch.zeros(2, 2, 8, 64, 132, device="cuda", dtype=torch.int8) for _ in range(2)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# A room is a file at the top or a folder. It may import the rooms before it. docs/house.md says what each one owns.
+# A room is a file at the top or a folder. It may import the rooms before it. docs/extending.md says what each one owns.
 ORDER = (
     "support kernels tree_building tree sampling_params sampling verify chat_template tokenizer model_config model "
     "weights drafters eagle_draft step options tree_choice drafting memory_plan runtime engine ranks load cli "
@@ -82,7 +82,7 @@ SOURCES = {module_of(path): path.read_text(encoding="utf-8") for path in FILES}
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_file_imports_only_rooms_above_it(name):
     """A layer that reaches up: the model that knows the loop, the loop that knows HTTP, also inside a function."""
-    assert room(name) in ORDER, f"{name} has no place in the order of docs/house.md"
+    assert room(name) in ORDER, f"{name} has no place in the order of docs/extending.md"
     assert not upward(name, SOURCES[name])
 
 

@@ -452,7 +452,8 @@ def commit(
     ring, history = buffers.ring, buffers.history
     count, finite, source, target = commit_shapes(path)
     commit_kernel[B,](
-        path, accepted.count.contiguous(), accepted.bonus.contiguous(), accepted.emitted.contiguous(), usable.contiguous(),
+        path, accepted.count.contiguous(), accepted.bonus.contiguous(), accepted.emitted.contiguous(),
+        usable.contiguous(),
         buffers.tokens, buffers.n, buffers.root, buffers.count, buffers.produced, buffers.limit, buffers.done,
         buffers.stop_ids, ring, buffers.step, count, finite, source, target, N, P, buffers.tokens.shape[1], ring.shape[0],
         ring.shape[2], B, STOPS=buffers.stop_ids.shape[1], PP=triton.next_power_of_2(P), num_warps=1,

@@ -28,7 +28,7 @@ from bench import prediction as predict
 from bench import step_cells, step_time
 from eagle_draft import EagleDrafter
 from engine import Engine
-from kernels import KernelBackend, choice, draft
+from kernels import KernelBackend, choice, draft, records
 from sampling import SamplingMode, SamplingParams, SamplingState
 from tree import parse_tree
 
@@ -304,19 +304,20 @@ def settle(choice_of_nodes, accepted):
     """Commit an accepted path by kernels and by plain code, where a row has stopped and one is at its limit."""
     B, N, P = *choice_of_nodes.shape, accepted.path.shape[1]
     usable, features, S = torch.rand(B, N) > 0.2, torch.randn(B, N, 40), 60
-    ints = dict(n=[5, 17, S - 3 - P], root=[1, 2, 3], valid_rows=[1, 2, 1], produced=[3, 4, 5], limit=[5, 100, 6])
+    ints = dict(n=[5, 17, S - 3 - P], root=[1, 2, 3], count=[1, 2, 1], produced=[3, 4, 5], limit=[5, 100, 6])
     state = dict(tokens=torch.randint(0, 9, (B, S))) | {name: torch.tensor(values) for name, values in ints.items()}
     state |= dict(done=torch.tensor([False, True, False]), stop_ids=torch.tensor([[-1, 3], [2, -1], [-1, -1]]))
-    state |= dict(ring=torch.zeros(8, B, 2 + 2 * P + 4, dtype=torch.int64), kept=torch.zeros(B, P, 40))
+    state |= dict(ring=torch.zeros(8, B, 2 + 2 * P + 4, dtype=torch.int64), features=torch.zeros(B, P, 40))
     state |= dict(history=torch.zeros(B, step.HISTORY + 1, 40), step=torch.tensor([9]))
-    plain = {name: tensor.clone() for name, tensor in state.items()}
-    got, launches = launched(lambda: torch.ops.eaglet.commit(*accepted, usable, features, *state.values()))
+    state = records.StepBuffers(**state)
+    plain = records.StepBuffers(*(tensor.clone() for tensor in state))
+    got, launches = launched(lambda: torch.ops.eaglet.commit(accepted, usable, features, state))
     assert launches == KERNELS["eaglet::commit"]
-    same(got, step._write(*accepted, usable, features, *plain.values()))
-    for name in state:
-        last = 1 if name in ("tokens", "history") else 0  # their last rows hold nothing
-        same([state[name][:, : -1 if last else None]] if last else [state[name]],
-             [plain[name][:, : -1 if last else None]] if last else [plain[name]])  # fmt: skip
+    same(got, step._write(accepted, usable, features, plain))
+    for name, *pair in zip(state._fields, state, plain, strict=True):
+        if name in ("tokens", "history"):  # their last rows hold nothing
+            pair = [tensor[:, :-1] for tensor in pair]
+        same(pair[:1], pair[1:])
     for dtype in (torch.float32, torch.int8):
         kv = (torch.randn(2, 2, B, 3, S, 12) * 9).to(dtype)
         moved = kv.clone()

@@ -246,11 +246,11 @@ def test_interpreted_merge_takes_the_best_of_all_tiles(tiles, K):
 def test_interpreted_rows_are_placed(ours):
     """A fed row at the position of another sequence, a slot past the cache, and a table that is read past its end."""
     n, count = torch.tensor([7, 12, 30]), torch.tensor([1, 3, 2])
-    cos, sin, tokens = torch.randn(25, 6), torch.randn(25, 6), torch.randint(0, 99, (3, 34))
+    rotary, tokens = records.Rotary(torch.randn(25, 6), torch.randn(25, 6)), torch.randint(0, 99, (3, 34))
     for lead in (0, 1):
-        given = (n, torch.tensor([[0, 0, 1, 1, 2]]), cos, sin, 34, 3, count, tokens, lead)
+        given = (n, torch.tensor([[0, 0, 1, 1, 2]]), rotary, 34, 3, count, tokens, lead)
         same(kernels.place_rows(*given), draft._place_rows(*given))
-    target = (n, torch.randint(0, 3, (3, 5)), cos, sin, 34, 0, None, None, 0)
+    target = (n, torch.randint(0, 3, (3, 5)), rotary, 34, 0, None, None, 0)
     same(kernels.place_rows(*target), draft._place_rows(*target))
 
 

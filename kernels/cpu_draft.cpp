@@ -23,7 +23,7 @@ struct TreeDraft {
   static constexpr int64_t MARK = 0x6561676C65547265;
   static constexpr char NAME[] = "a head and its tree";
   const int64_t mark = mark_of(this);
-  std::vector<Tensor> memory[3];  // the tensors of head, tree and levels, which the pointers point into
+  std::vector<std::vector<Tensor>> memory;  // the tensors of head, tree and levels, which the pointers point into
   const Layer layer;
   const Linear fc, lm_head;
   std::optional<Linear> embedding;  // a packed one; else `table` [V,H]
@@ -59,9 +59,7 @@ Tensor tree_draft(std::vector<Tensor> head, std::vector<Tensor> tree, std::vecto
     draft->levels.push_back({t.node.size(1), integers(t.source), integers(t.place), booleans(t.visible), integers(t.node),
                              booleans(t.valid)});
   }
-  draft->memory[0] = std::move(head);
-  draft->memory[1] = std::move(tree);
-  draft->memory[2] = std::move(levels);
+  draft->memory = {std::move(head), std::move(tree), std::move(levels)};
   return keep(std::move(draft));
 }
 

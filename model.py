@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -19,22 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from kernels.records import Nodes, Rotary
 
 # DTYPES and ConfigReader are here for the files that import them from `model`.
 from model_config import DTYPES, ConfigReader, ModelConfig, RopeConfig  # noqa: F401
 from support.machine import zeros
-
-
-class Nodes(NamedTuple):
-    """What all layers of one forward share. `Transformer.nodes` builds it once per forward."""
-
-    cos: Tensor  # [B, T, hd / 2] float32
-    sin: Tensor  # [B, T, hd / 2] float32
-    positions: Tensor  # [B, T] int64
-    slots: Tensor  # [B, T] int64: the cache slots that the rows' keys and values are written to
-    start: Tensor  # [B] int64: the first slot of the region, the cache rows after the visible history
-    visible: Tensor  # [B, T, R] bool: whether row t may see region row r
-    visible_window: Tensor  # the same within the sliding window (without a window the same tensor)
 
 
 class SelfCounting(nn.Module):
@@ -305,7 +293,7 @@ class Transformer(nn.Module):
 
         depth [B, T] int64; ancestors [B, T, T] bool, each node its own ancestor; slots: rows of the cache.
         """
-        where = kernels.place_rows(n, depth, self.rotary.cos, self.rotary.sin, slots)
+        where = kernels.place_rows(n, depth, Rotary(self.rotary.cos, self.rotary.sin), slots)
         return nodes_at(where, n, ancestors, max(self.config.windows))
 
     def forward(

@@ -18,9 +18,10 @@ from torch import Tensor
 import kernels
 import sampling
 from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts
+from kernels.records import Accepted, StepBuffers
 from model import Transformer
 from sampling import Logprobs, SamplingMode, SamplingState
-from verify import Accepted, accept, multi_round
+from verify import accept, multi_round
 
 PHASES = ("draft", "verify", "accept")  # accept is choosing, walking and committing
 MAX_STOP_IDS = 32
@@ -58,7 +59,7 @@ class DecodeState:
             self.count = torch.ones(B, dtype=torch.int64)  # valid rows of features
             self.features = torch.zeros(B, D + 1, F, dtype=model.dtype)
             # the feature of position p lies in row p mod HISTORY; one more row takes what nobody reads
-            self.history = torch.zeros(B, HISTORY + 1, F, dtype=model.dtype) if history else None
+            self.history = torch.zeros(B, HISTORY + 1 if history else 0, F, dtype=model.dtype)
             self.done = torch.ones(B, dtype=torch.bool)
             self.produced = torch.zeros(B, dtype=torch.int64)
             self.limit = torch.zeros(B, dtype=torch.int64)
@@ -71,6 +72,13 @@ class DecodeState:
             # bits of the tokens that a grammar allows after each node (`sampling.restrict`)
             self.allowed = torch.full((B, drafter.N, -(-V // 32)), -1, dtype=torch.int32)
         self.sampling = SamplingState(B, model.device)
+
+    def step_buffers(self) -> StepBuffers:
+        """What a commit reads and writes, under the names that the kernels use."""
+        return StepBuffers(
+            self.tokens, self.n, self.root, self.count, self.produced, self.limit, self.done, self.stop_ids, self.ring,
+            self.features, self.history, self.step,
+        )  # fmt: skip
 
     def buffers(self) -> list[Tensor]:
         """Every tensor of the state."""
@@ -228,10 +236,7 @@ def _commit(
     write = _write if kernels.skip_operator(state.n, None) else torch.ops.eaglet.commit
     if kernels.use_cpu("commit", features):
         write = torch.ops.eaglet_cpu.commit.default
-    count, finite, source, target = write(
-        *accepted, usable, features.contiguous(), state.tokens, state.n, state.root, state.count, state.produced,
-        state.limit, state.done, state.stop_ids, state.ring, state.features, state.history, state.step,
-    )  # fmt: skip
+    count, finite, source, target = write(accepted, usable, features.contiguous(), state.step_buffers())
     if accepted.path.shape[1] > 1:
         kernels.commit_kv(state.kv, source, target)
     if mode.penalties:
@@ -242,55 +247,51 @@ def _commit(
 
 
 def _write(
-    path: Tensor, accepted: Tensor, bonus: Tensor, emitted: Tensor, usable: Tensor, features: Tensor, tokens: Tensor,
-    n: Tensor, root: Tensor, valid_rows: Tensor, produced: Tensor, limit: Tensor, done: Tensor, stop_ids: Tensor,
-    ring: Tensor, kept: Tensor, history: Tensor | None, step: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    accepted: Accepted, usable: Tensor, features: Tensor, buffers: StepBuffers
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Write everything but the KV cache. Returns the new tokens' count [B], whether their logits were usable, and the
-    cache slots that their rows move from and to, each [B, P]."""
+    cache slots that their rows move from and to, each [B, P].
+
+    usable bool [B, N] and features [B, N, F] belong to the nodes of the tree.
+    """
+    path, emitted = accepted.path, accepted.emitted
+    tokens, n, done = buffers.tokens, buffers.n, buffers.done
     trash = tokens.shape[1] - 1
     level = torch.arange(path.shape[1], device=n.device)
     live = ~done
-    count = accepted * live
+    count = accepted.count * live
     new = level < count[:, None]
     source = (n[:, None] + path).clamp(max=trash)
     target = torch.where(new, n[:, None] + level, trash)
     tokens.scatter_(1, torch.where(new, n[:, None] + 1 + level, trash), emitted)
     rows = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
-    kept.copy_(torch.where(live[:, None, None], rows, kept))
-    if history is not None:
+    buffers.features.copy_(torch.where(live[:, None, None], rows, buffers.features))
+    if buffers.history.shape[1]:
         row = torch.where(new, (n[:, None] + level) % HISTORY, HISTORY)
-        history.scatter_(1, row[..., None].expand_as(rows), rows)
-    root.copy_(torch.where(live, bonus, root))
+        buffers.history.scatter_(1, row[..., None].expand_as(rows), rows)
+    buffers.root.copy_(torch.where(live, accepted.bonus, buffers.root))
     n.add_(count)  # before the count, so that n >= count wherever an interrupt falls
-    valid_rows.copy_(torch.where(live, count, valid_rows))
-    produced.add_(count)
-    stopped = ((emitted[..., None] == stop_ids[:, None]).any(-1) & new).any(-1)
-    done.copy_(done | stopped | (produced >= limit))
+    buffers.count.copy_(torch.where(live, count, buffers.count))
+    buffers.produced.add_(count)
+    stopped = ((emitted[..., None] == buffers.stop_ids[:, None]).any(-1) & new).any(-1)
+    done.copy_(done | stopped | (buffers.produced >= buffers.limit))
     finite = usable.gather(1, path) | ~new
     pairs = torch.stack((emitted, finite.long()), -1).flatten(1)
     row = torch.cat((count[:, None], done[:, None].long(), pairs), 1)
-    ring.narrow(2, 0, row.shape[1]).index_copy_(0, step % RING, row[None])
-    step.add_(1)
+    buffers.ring.narrow(2, 0, row.shape[1]).index_copy_(0, buffers.step % RING, row[None])
+    buffers.step.add_(1)
     return count, finite, source, target
 
 
-@torch.library.custom_op(
-    "eaglet::commit",
-    mutates_args=("tokens", "n", "root", "valid_rows", "produced", "done", "ring", "kept", "history", "step"),
-)
+@torch.library.custom_op("eaglet::commit", mutates_args=("buffers",))
 def _commit_operator(
-    path: Tensor, accepted: Tensor, bonus: Tensor, emitted: Tensor, usable: Tensor, features: Tensor, tokens: Tensor,
-    n: Tensor, root: Tensor, valid_rows: Tensor, produced: Tensor, limit: Tensor, done: Tensor, stop_ids: Tensor,
-    ring: Tensor, kept: Tensor, history: Tensor | None, step: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rest = tokens, n, root, valid_rows, produced, limit, done, stop_ids, ring
-    if not kernels.use_triton("commit", features):
-        return _write(path, accepted, bonus, emitted, usable, features, *rest, kept, history, step)
-    walked = path, accepted, bonus, emitted
-    return kernels.draft.commit(walked, usable, features, rest, kept, history, step)
+    accepted: list[Tensor], usable: Tensor, features: Tensor, buffers: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_write` for the lists of an `Accepted` and of `StepBuffers`."""
+    write = kernels.draft.commit if kernels.use_triton("commit", features) else _write
+    return write(Accepted(*accepted), usable, features, StepBuffers(*buffers))
 
 
 @_commit_operator.register_fake
-def _(path, *rest):
-    return kernels.draft.commit_shapes(path)
+def _(accepted, usable, features, buffers):
+    return kernels.draft.commit_shapes(Accepted(*accepted).path)

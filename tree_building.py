@@ -81,7 +81,7 @@ def first_level(tokens: Tensor, scores: Tensor, ids: Tensor | None = None) -> Po
     """
     if kernels.skip_operator(tokens, None):
         return _first_level(tokens, scores, ids)
-    return Pool(*torch.ops.eaglet.expand(tokens, scores, tokens, tokens, tokens, tokens, scores, ids, True))
+    return Pool(*torch.ops.eaglet.expand([], tokens, scores, ids))
 
 
 def _first_level(tokens: Tensor, scores: Tensor, ids: Tensor | None = None) -> Pool:
@@ -103,7 +103,7 @@ def expand(pool: Pool, tokens: Tensor, scores: Tensor, ids: Tensor | None = None
     if kernels.skip_operator(tokens, None):
         return _expand(pool, tokens, scores, ids)
     before = pool.tokens, pool.scores, pool.parent, pool.frontier, pool.visible
-    return Pool(*torch.ops.eaglet.expand(*before, tokens, scores, ids, False))
+    return Pool(*torch.ops.eaglet.expand(before, tokens, scores, ids))
 
 
 def _expand(pool: Pool, tokens: Tensor, scores: Tensor, ids: Tensor | None = None) -> Pool:
@@ -129,24 +129,24 @@ def _expand(pool: Pool, tokens: Tensor, scores: Tensor, ids: Tensor | None = Non
 
 @torch.library.custom_op("eaglet::expand", mutates_args=())
 def _expand_operator(
-    pool_tokens: Tensor, pool_scores: Tensor, parent: Tensor, frontier: Tensor, visible: Tensor, tokens: Tensor,
-    scores: Tensor, ids: Tensor | None, first: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    fields = pool_tokens, pool_scores, parent, frontier, visible
+    before: list[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`expand` of the tokens, scores, parents, frontier and visible rows of a pool, or `first_level` of none."""
     if kernels.use_triton("draft_tree", scores):
-        return kernels.draft.expand(fields, tokens, scores, ids, first)
-    if first:
+        return kernels.draft.expand(before, tokens, scores, ids)
+    if not before:
         pool = _first_level(tokens, scores, ids)
     else:
-        pool = Pool(*fields[:4], frontier_tokens=frontier, source=frontier, visible=visible)
+        *fields, frontier, visible = before
+        pool = Pool(*fields, frontier, frontier_tokens=frontier, source=frontier, visible=visible)
         pool = _expand(pool, tokens, scores, ids)
     return tuple(field.clone() for field in pool)  # An operator may not return views.
 
 
 @_expand_operator.register_fake
-def _(pool_tokens, pool_scores, parent, frontier, visible, tokens, scores, ids, first):
+def _(before, tokens, scores, ids):
     wide = scores.new_empty(scores.shape, dtype=torch.promote_types(scores.dtype, torch.float32))
-    P, R = (0, 0) if first else (pool_tokens.shape[1], visible.shape[2])
+    P, R = (before[0].shape[1], before[-1].shape[2]) if before else (0, 0)
     return kernels.draft.expand_shapes(tokens, wide, P, R)
 
 

@@ -6,23 +6,13 @@ back to the host. Shape letters: B batch, N nodes, D depth, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 import kernels
+from kernels.records import Accepted
 from tree import TreeTables
-
-
-class Accepted(NamedTuple):
-    """What a step emits: the accepted drafted tokens and then the bonus, the target's own next token."""
-
-    path: Tensor  # [B, D + 1] node ids from the root, padded with the last accepted node
-    count: Tensor  # [B] emitted tokens, 1 to D + 1
-    bonus: Tensor  # [B] the next root
-    emitted: Tensor  # [B, D + 1] accepted tokens, then the bonus, which also pads
 
 
 def accept(

@@ -10,6 +10,7 @@ from torch import Tensor
 import kernels
 import sampling
 from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, take_rows
+from kernels.records import Rotary
 from model import Nodes, chain_ancestors, nodes_at
 from tree import DynamicTree, TreeTables
 from tree_building import expand, first_level, select
@@ -116,8 +117,8 @@ class TreeDrafter(Drafter):
 
     def _place(self, inputs: DraftInput, depth: Tensor, fed: int = 0) -> tuple[Tensor, ...]:
         """Where rows of the draft cache go (`kernels.place_rows`)."""
-        tables = self.rotary.cos, self.rotary.sin, self.slots
-        return kernels.place_rows(inputs.n, depth, *tables, fed, inputs.count, inputs.tokens, self.lead)
+        rotary = Rotary(self.rotary.cos, self.rotary.sin)
+        return kernels.place_rows(inputs.n, depth, rotary, self.slots, fed, inputs.count, inputs.tokens, self.lead)
 
     def _forward(
         self,
@@ -149,8 +150,8 @@ class TreeDrafter(Drafter):
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
         tokens = tokens[:, 1 - self.lead : tokens.shape[1] - self.lead]
         T = tokens.shape[1]
-        tables = self.rotary.cos, self.rotary.sin, self.slots
-        where = kernels.place_rows(start, torch.arange(T, device=tokens.device)[None], *tables)
+        rotary = Rotary(self.rotary.cos, self.rotary.sin)
+        where = kernels.place_rows(start, torch.arange(T, device=tokens.device)[None], rotary, self.slots)
         nodes = nodes_at(where, start, chain_ancestors(1, T, tokens.device), self.window)
         self._forward(tokens, self.fuse(features), nodes, self.cache.narrow(-4, row, 1), UNCOMPILED)
 

@@ -406,7 +406,7 @@ Linear::Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, co
              mins ? mins->data_ptr() : nullptr, mins && is_half(*mins), codes.size(1), scales ? scales->size(1) : 0},
       bias(bias), kind(kind_of(codes)), n(codes.size(0) * TILE), k(codes.size(1) * (scales ? BLOCK : 1)) {}
 
-Linear::Linear(const Tensor* t) : Linear(t[0], given(t[1]), given(t[2]), values_or_null(t[3])) {}
+Linear::Linear(const tensors::LinearWeights& t) : Linear(t.codes, given(t.scales), given(t.mins), values_or_null(t.bias)) {}
 
 void Linear::operator()(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const {
   const Epilogue end{bias, residual, out, gated ? n / 2 : n, gated, M};
@@ -775,9 +775,9 @@ Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, co
 
 namespace eaglet {
 
-Layer::Layer(const Tensor* t)
-    : input_norm(values_or_null(t[0])), post_norm(values_or_null(t[1])), q_norm(values_or_null(t[2])),
-      k_norm(values_or_null(t[3])), qkv(t + 4), o(t + 8), gate_up(t + 12), down(t + 16) {}
+Layer::Layer(const tensors::LayerWeights& t)
+    : input_norm(values_or_null(t.input_norm)), post_norm(values_or_null(t.post_norm)), q_norm(values_or_null(t.q_norm)),
+      k_norm(values_or_null(t.k_norm)), qkv(t.qkv), o(t.o), gate_up(t.gate_up), down(t.down) {}
 
 void Layer::operator()(const Nodes& n, const float* x, const float* residual, float scale, bool round, float* const buffer[3],
                        float* out) const {
@@ -828,27 +828,27 @@ Tensor stack_layers(std::vector<Tensor> weights, std::optional<Tensor> norm, std
   stack->windows = std::move(windows);
   stack->eps = (float)eps;
   stack->scale = (float)scale;
-  STD_TORCH_CHECK(stack->weights.size() == stack->windows.size() * Layer::TENSORS, "a layer has ", Layer::TENSORS, " tensors");
+  constexpr size_t TENSORS = tensors::LayerWeights::TENSORS;
+  STD_TORCH_CHECK(stack->weights.size() == stack->windows.size() * TENSORS, "a layer has ", TENSORS, " tensors");
   for (size_t i = 0; i < stack->windows.size(); ++i) {
-    stack->layers.emplace_back(&stack->weights[i * Layer::TENSORS]);
+    stack->layers.emplace_back(tensors::LayerWeights(&stack->weights[i * TENSORS]));
     stack->widest = std::max(stack->widest, stack->layers[i].widest());
   }
   return keep(std::move(stack));
 }
 
-// x [B,T,in] -> ([B,T,H], the inputs of the layers `taps` side by side [B,T,taps H]). kv [L,2,B,Hkv,S,hd]; `visible` is for
-// layers without a window, `narrow` for those with one. residual: as for `Layer`, of a single one.
+// x [B,T,in] -> ([B,T,H], the inputs of the layers `taps` side by side [B,T,taps H]). kv [L,2,B,Hkv,S,hd]. nodes: what the
+// layers share, as `tensors::Nodes`. residual: as for `Layer`, of a single one.
 std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& stacked,
-                                  const Tensor& cos, const Tensor& sin, Tensor kv, const Tensor& slots, const Tensor& start,
-                                  const Tensor& positions, const Tensor& visible, const Tensor& narrow, bool round,
-                                  std::vector<int64_t> taps) {
-  const Stack& stack = kept<Stack>(stacked);
+                                  std::vector<Tensor> nodes, Tensor kv, bool round, std::vector<int64_t> taps) {
+  const Stack& stack = object_of<Stack>(stacked);
+  const auto shared = record<tensors::Nodes>(nodes);
   const std::vector<Layer>& all = stack.layers;
   const int64_t L = all.size(), B = x.size(0), T = x.size(1), M = B * T, hd = kv.size(5), kv_heads = kv.size(3);
   const int64_t widest = stack.widest;
   const int64_t H = all[0].o.n, W = taps.size();
   Nodes n{B, T, all[0].qkv.n / hd - 2 * kv_heads, kv_heads, hd, kv.size(4), 0, 0, kv.stride(1), nullptr, nullptr, nullptr};
-  place(n, cos, sin, slots, stack.eps);
+  place(n, shared.cos, shared.sin, shared.slots, stack.eps);
   Tensor out = torch::stable::new_empty(x, {B, T, H}), tapped = torch::stable::new_empty(x, {B, T, W * H});
   const std::unique_ptr<float[]> memory(new float[M * (3 * widest + H)]);
   float* const buffer[3] = {memory.get(), memory.get() + M * widest, memory.get() + 2 * M * widest};
@@ -859,7 +859,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
       if (taps[k] == i)
         for (int64_t m = 0; m < M; ++m) std::copy_n(rows + m * H, H, floats(tapped) + (m * W + k) * H);
     if (i == L) break;
-    show(n, start, stack.windows[i] ? narrow : visible, positions, stack.windows[i]);
+    show(n, shared.start, stack.windows[i] ? shared.visible_window : shared.visible, shared.positions, stack.windows[i]);
     n.cache = floats(kv) + i * kv.stride(0);
     float* to = outputs[(L - 1 - i) % 2];
     all[i](n, rows, floats(residual), stack.scale, round, buffer, to);
@@ -881,8 +881,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
   m.def("tree_attention(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale) "
         "-> Tensor");
   m.def("stack_layers(Tensor[] weights, Tensor? norm, int[] windows, float eps, float scale) -> Tensor");
-  m.def("layers(Tensor x, Tensor? residual, Tensor stacked, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, "
-        "Tensor start, Tensor positions, Tensor visible, Tensor narrow, bool round, int[] taps) -> (Tensor, Tensor)");
+  m.def("layers(Tensor x, Tensor? residual, Tensor stacked, Tensor[] nodes, Tensor(a!) kv, bool round, int[] taps) "
+        "-> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {

@@ -15,6 +15,8 @@
 #include <tuple>
 #include <vector>
 
+#include "records.h"
+
 namespace eaglet {
 
 using torch::stable::Tensor;
@@ -71,6 +73,13 @@ inline bool* booleans(const Tensor& t) { return values_of<bool, torch::headeronl
 inline bool is_half(const Tensor& t) { return t.scalar_type() == torch::headeronly::ScalarType::Half; }
 inline const float* values_or_null(const Tensor& t) { return t.numel() ? floats(t) : nullptr; }
 
+// The named tensors of a list that `flat` in kernels/records.py made.
+template <class Record>
+Record record(const std::vector<Tensor>& list) {
+  STD_TORCH_CHECK(list.size() == Record::TENSORS, "the C++ kernels got ", list.size(), " tensors instead of ", Record::TENSORS);
+  return Record(list.data());
+}
+
 // ---- objects that Python keeps ---------------------------------------------------------------------------------------
 
 // Looking at the 600 tensors of a model takes longer than some of its layers do. So it is done once, and Python keeps the
@@ -89,7 +98,7 @@ Tensor keep(std::unique_ptr<T> object) {
 }
 
 template <class T>
-const T& kept(const Tensor& tensor) {
+const T& object_of(const Tensor& tensor) {
   const int64_t* mark = integers(tensor);
   STD_TORCH_CHECK(tensor.numel() == 1 && *mark == mark_of((const T*)mark), "this tensor does not hold ", T::NAME);
   return *(const T*)mark;
@@ -119,7 +128,7 @@ struct Linear {
   int64_t n, k;
 
   Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, const float* bias);
-  explicit Linear(const Tensor* t);  // codes, scales, mins and bias, of which each is empty where the layer has none
+  explicit Linear(const tensors::LinearWeights& t);
 
   // x [M, k] -> out [M, n], or [M, n / 2] if gated. round: the activations of int4 and int8 weights.
   void operator()(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const;
@@ -138,13 +147,12 @@ struct Nodes {
   float eps;
 };
 
-// The weights of a decoder layer, of which each is empty where the layer has none.
+// The weights of a decoder layer. Norms are null where the layer has none.
 struct Layer {
   const float *input_norm, *post_norm, *q_norm, *k_norm;
   Linear qkv, o, gate_up, down;
 
-  static constexpr int TENSORS = 20;  // in the order of `layer_weights` in runtime/fused.py
-  explicit Layer(const Tensor* t);
+  explicit Layer(const tensors::LayerWeights& t);
   int64_t widest() const { return std::max({qkv.k, qkv.n, o.n, gate_up.n / 2}); }
 
   // Attention behind a norm, then a gated MLP behind a norm, x [M,in] -> out [M,H], through three buffers of [M,widest].

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.records import header
 from support import native
 
 SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_draft.cpp", "cpu_step.cpp", "cpu.h")]
@@ -27,7 +28,7 @@ NEEDED = ("avx2", "fma", "f16c")
 def problem() -> str:
     """Why the kernels cannot run in this process, or "". The first call loads them and builds them where needed."""
     try:
-        torch.ops.load_library(str(native.build(SOURCES, NEEDED)))
+        torch.ops.load_library(str(native.build(SOURCES, NEEDED, header())))
     except (ValueError, OSError) as error:
         return " ".join(str(error).split())[:300]
     return ""

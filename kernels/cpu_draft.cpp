@@ -23,7 +23,7 @@ struct TreeDraft {
   static constexpr int64_t MARK = 0x6561676C65547265;
   static constexpr char NAME[] = "a head and its tree";
   const int64_t mark = mark_of(this);
-  const std::vector<Tensor> head, tree;  // in the order of `static_draft` in runtime/fused.py
+  std::vector<std::vector<Tensor>> memory;  // the tensors of head, tree and levels, which the pointers point into
   const Layer layer;
   const Linear fc, lm_head;
   std::optional<Linear> embedding;  // a packed one; else `table` [V,H]
@@ -36,25 +36,31 @@ struct TreeDraft {
   const bool* valid;                             // [B,N]
   std::vector<Level> levels;
 
-  TreeDraft(std::vector<Tensor> of_head, std::vector<Tensor> of_tree, int64_t children, double eps, double scale, bool keep_normed, bool noisy)
-      : head(std::move(of_head)), tree(std::move(of_tree)), layer(&head[0]), fc(&head[20]), lm_head(&head[24]),
-        token_norm(values_or_null(head[32])), feature_norm(values_or_null(head[33])), output_norm(values_or_null(head[34])),
-        cos(floats(head[35])), sin(floats(head[36])), draft_ids(head[37].numel() ? integers(head[37]) : nullptr),
-        hashes(integers(head[38])), H(layer.o.n), half(head[35].size(1)), positions(head[35].size(0)),
-        children(children), eps((float)eps), scale((float)scale),
-        keep_normed(keep_normed), noisy(noisy), N(tree[0].size(1)), candidate(integers(tree[0])),
-        parent(integers(tree[1])), depth(integers(tree[2])), valid(booleans(tree[3])) {
-    if (head[28].dim() == 2) table = floats(head[28]);
-    else embedding.emplace(&head[28]);
-    for (const Tensor* t = tree.data() + 4; t < tree.data() + tree.size(); t += 5)
-      levels.push_back({t->size(1), integers(t[0]), integers(t[1]), booleans(t[2]), integers(t[3]), booleans(t[4])});
+  TreeDraft(const tensors::HeadWeights& head, const tensors::TreeNodes& tree, int64_t children, double eps, double scale,
+            bool keep_normed, bool noisy)
+      : layer(head.layer), fc(head.fc), lm_head(head.lm_head), token_norm(values_or_null(head.token_norm)),
+        feature_norm(values_or_null(head.feature_norm)), output_norm(values_or_null(head.output_norm)), cos(floats(head.rotary.cos)),
+        sin(floats(head.rotary.sin)), draft_ids(head.draft_ids.numel() ? integers(head.draft_ids) : nullptr),
+        hashes(integers(head.hashes)), H(layer.o.n), half(head.rotary.cos.size(1)), positions(head.rotary.cos.size(0)), children(children),
+        eps((float)eps), scale((float)scale), keep_normed(keep_normed), noisy(noisy), N(tree.parent.size(1)),
+        candidate(integers(tree.candidate)), parent(integers(tree.parent)), depth(integers(tree.depth)),
+        valid(booleans(tree.valid)) {
+    if (head.embedding.codes.dim() == 2) table = floats(head.embedding.codes);
+    else embedding.emplace(head.embedding);
   }
 };
 
-Tensor tree_draft(std::vector<Tensor> head, std::vector<Tensor> tree, int64_t children, double eps, double scale,
-                  bool keep_normed, bool noisy) {
-  STD_TORCH_CHECK(head.size() == 39 && tree.size() % 5 == 4, "a draft has 39 tensors of its head, 4 of its tree and 5 of each level");
-  return keep(std::make_unique<TreeDraft>(std::move(head), std::move(tree), children, eps, scale, keep_normed, noisy));
+Tensor tree_draft(std::vector<Tensor> head, std::vector<Tensor> tree, std::vector<Tensor> levels, int64_t children, double eps,
+                  double scale, bool keep_normed, bool noisy) {
+  auto draft = std::make_unique<TreeDraft>(record<tensors::HeadWeights>(head), record<tensors::TreeNodes>(tree), children, eps,
+                                           scale, keep_normed, noisy);
+  for (size_t at = 0; at < levels.size(); at += tensors::LevelRows::TENSORS) {
+    const tensors::LevelRows t(&levels[at]);
+    draft->levels.push_back({t.node.size(1), integers(t.source), integers(t.place), booleans(t.visible), integers(t.node),
+                             booleans(t.valid)});
+  }
+  draft->memory = {std::move(head), std::move(tree), std::move(levels)};
+  return keep(std::move(draft));
 }
 
 // The rows of a draft forward, [B,width].
@@ -212,14 +218,14 @@ constexpr float FORWARD = 2.5f;
 // If p_min is not 0, the tree is pruned: what is less likely than p_min in every sequence is left out, and nothing is drafted
 // below what is less likely than FORWARD p_min.
 // Where the sequences repeat themselves, a pruned tree gives way to a run of at most `ngram_nodes` tokens.
-Draft::Fields draft_tree(
-    const Tensor& drafts, const Tensor& tokens, const Tensor& n, const Tensor& root, const Tensor& features, const Tensor& count,
-    bool shared_noise, const Tensor& seed, const Tensor& temperature, Tensor kv, bool round, double p_min, int64_t ngram_nodes) {
-  const TreeDraft& d = kept<TreeDraft>(drafts);
-  const int64_t B = n.size(0), S = tokens.size(1), slots = kv.size(3), H = d.H, F = features.size(2), N = d.N, K = d.children;
+Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool shared_noise, Tensor kv, bool round, double p_min,
+                         int64_t ngram_nodes) {
+  const TreeDraft& d = object_of<TreeDraft>(drafts);
+  const auto text = record<tensors::DraftText>(list);
+  const int64_t B = text.n.size(0), S = text.tokens.size(1), slots = kv.size(3), H = d.H, F = text.features.size(2), N = d.N, K = d.children;
   const bool prune = p_min > 0;
   const float least = std::log((float)p_min);
-  const int64_t fed = *std::max_element(integers(count), integers(count) + B);
+  const int64_t fed = *std::max_element(integers(text.count), integers(text.count) + B);
   int64_t widest = 1, run_rows = 1;
   for (const Level& level : d.levels) {
     widest = std::max(widest, level.width);
@@ -234,26 +240,26 @@ Draft::Fields draft_tree(
   std::vector<int64_t> start(B), children(B);
   const std::unique_ptr<bool[]> known(new bool[B * fed]);  // what the root's row sees
   for (int64_t b = 0; b < B; ++b) {
-    start[b] = integers(n)[b] - integers(count)[b];
-    std::copy_n(floats(features) + b * features.size(1) * F, fed * F, &given[b * fed * F]);
+    start[b] = integers(text.n)[b] - integers(text.count)[b];
+    std::copy_n(floats(text.features) + b * text.features.size(1) * F, fed * F, &given[b * fed * F]);
     for (int64_t r = 0; r < fed; ++r) {
       const int64_t row = b * fed + r;
-      rows.tokens[row] = integers(tokens)[b * S + std::min(start[b] + 1 + r, S - 1)];
+      rows.tokens[row] = integers(text.tokens)[b * S + std::min(start[b] + 1 + r, S - 1)];
       rows.positions[row] = start[b] + r;
       rows.slots[row] = std::min(start[b] + r, slots - 1);
       rows.features[row] = d.token_norm ? &fused[row * H] : &given[row * F];
-      known[row] = r < integers(count)[b];
+      known[row] = r < integers(text.count)[b];
     }
   }
   if (d.token_norm) d.fc(given.data(), B * fed, nullptr, false, round, fused.data());
   Nodes roots = drafting.write(rows, fed, start.data(), known.get(), fed);
   if (prune && ngram_nodes) {
-    const std::optional<Draft> found = draft_runs(tokens, n, root, temperature, ngram_nodes, least);
+    const std::optional<Draft> found = draft_runs(text.tokens, text.n, text.root, text.temperature, ngram_nodes, least);
     if (found) return found->fields();
   }
   const int64_t wide = roots.heads * roots.hd;
   for (int64_t b = 0; b < B; ++b) {  // only the roots' rows are needed further
-    const int64_t row = b * fed + integers(count)[b] - 1;
+    const int64_t row = b * fed + integers(text.count)[b] - 1;
     std::copy_n(drafting.buffer[2] + row * wide, wide, drafting.buffer[2] + b * wide);
     std::copy_n(&drafting.residual[row * H], H, &drafting.residual[b * H]);
     rows.positions[b] = rows.positions[row];
@@ -269,8 +275,8 @@ Draft::Fields draft_tree(
   auto total = [&](int64_t b, int64_t candidate) { return totals[b * run_rows * K + candidate]; };
   for (int64_t i = 0, begin = 0;; ++i) {  // begin: the first run row of the level above
     const int64_t width = live.size();
-    for (int64_t b = 0; b < B; ++b) children[b] = integers(n)[b] + 1 + i;
-    drafting.propose(above.data(), width, integers(seed), children.data(), floats(temperature), places.data(), scores.data());
+    for (int64_t b = 0; b < B; ++b) children[b] = integers(text.n)[b] + 1 + i;
+    drafting.propose(above.data(), width, integers(text.seed), children.data(), floats(text.temperature), places.data(), scores.data());
     for (int64_t row = 0; row < B * width; ++row)
       for (int64_t c = 0; c < K; ++c) {
         const int64_t from = row * K + c, to = (row / width * run_rows + begin + live[row % width]) * K + c;
@@ -300,12 +306,12 @@ Draft::Fields draft_tree(
       const int64_t b = row / W, w = b * level.width + next[row % W], at = (b * run_rows + begin) * K + level.place[w];
       rows.tokens[row] = found[at];
       base[row] = totals[at];
-      rows.positions[row] = integers(n)[b] + i;
-      rows.slots[row] = std::min(integers(n)[b] + first + row % W, slots - 1);
+      rows.positions[row] = integers(text.n)[b] + i;
+      rows.slots[row] = std::min(integers(text.n)[b] + first + row % W, slots - 1);
       rows.features[row] = &above[(b * width + position[level.source[w]]) * H];
       for (int64_t r = 0; r < R; ++r) visible[row * R + r] = level.visible[w * (below - 1 + level.width) + ran[r]];
     }
-    drafting.finish(drafting.write(rows, W, integers(n), visible.get(), R), output.data());
+    drafting.finish(drafting.write(rows, W, integers(text.n), visible.get(), R), output.data());
     std::swap(output, above);
     std::swap(live, next);
     begin = below;
@@ -317,10 +323,10 @@ Draft::Fields draft_tree(
       place[i] = nodes.size();
       nodes.push_back(i);
     }
-  Draft draft(root, temperature, nodes.size());
+  Draft draft(text.root, text.temperature, nodes.size());
   for (int64_t row = 0; row < B * draft.Z; ++row) {
     const int64_t b = row / draft.Z, i = row % draft.Z, at = b * N + nodes[i], up = place[d.parent[at]];
-    const int64_t from = b * run_rows * K + d.candidate[at], id = i ? found[from] : integers(root)[b];
+    const int64_t from = b * run_rows * K + d.candidate[at], id = i ? found[from] : integers(text.root)[b];
     draft.set(b, i, d.valid[at] && up >= 0, id, up, d.depth[at], i ? totals[from] : 0.f);
   }
   return draft.fields();
@@ -329,11 +335,10 @@ Draft::Fields draft_tree(
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
-  m.def("tree_draft(Tensor[] head, Tensor[] tree, int children, float eps, float scale, bool keep_normed, "
-        "bool noisy) -> Tensor");
-  m.def("draft_tree(Tensor drafts, Tensor tokens, Tensor n, Tensor root, Tensor features, Tensor count, "
-        "bool shared_noise, Tensor seed, Tensor temperature, Tensor(a!) kv, bool round, float p_min, int ngram_nodes) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("tree_draft(Tensor[] head, Tensor[] tree, Tensor[] levels, int children, float eps, float scale, "
+        "bool keep_normed, bool noisy) -> Tensor");
+  m.def("draft_tree(Tensor drafts, Tensor[] text, bool shared_noise, Tensor(a!) kv, bool round, float p_min, "
+        "int ngram_nodes) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {

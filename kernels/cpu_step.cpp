@@ -245,8 +245,9 @@ std::tuple<Tensor, Tensor> draft_topk(const Tensor& logits, const std::optional<
 
 // Positions, slots, cos, sin and the tokens of `fed` rows that are fed again and of those at `depth` [B or 1,T].
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> place_rows(
-    const Tensor& n, const Tensor& depth, const Tensor& cos, const Tensor& sin, int64_t slots, int64_t fed,
+    const Tensor& n, const Tensor& depth, std::vector<Tensor> tables, int64_t slots, int64_t fed,
     const std::optional<Tensor>& count, const std::optional<Tensor>& tokens, int64_t lead) {
+  const auto [cos, sin] = record<tensors::Rotary>(tables);
   const int64_t B = n.size(0), T = depth.size(1), R = fed + T, half = cos.size(1), S = tokens ? tokens->size(1) : 0;
   Tensor positions = new_empty(n, {B, R}), places = new_empty(n, {B, R}), again = new_empty(n, {B, fed});
   Tensor cosines = new_empty(cos, {B, R, half}), sines = new_empty(cos, {B, R, half});
@@ -309,21 +310,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> accept(const Tensor& tokens, const Te
 }
 
 // `step._write`: everything but the KV cache. (count [B], finite [B,P], source [B,P], target [B,P]).
-std::tuple<Tensor, Tensor, Tensor, Tensor> commit(
-    const Tensor& path, const Tensor& accepted, const Tensor& bonus, const Tensor& emitted, const Tensor& usable,
-    const Tensor& features, Tensor tokens, Tensor n, Tensor root, Tensor valid_rows, Tensor produced, const Tensor& limit,
-    Tensor done, const Tensor& stop_ids, Tensor ring, Tensor kept, std::optional<Tensor> history, Tensor step) {
-  const int64_t B = path.size(0), P = path.size(1), N = features.size(1), F = features.size(2), S = tokens.size(1);
-  const int64_t stops = stop_ids.size(1), width = ring.size(2), turn = integers(step)[0] % ring.size(0);
+std::tuple<Tensor, Tensor, Tensor, Tensor> commit(std::vector<Tensor> walk, const Tensor& usable, const Tensor& features,
+                                                  std::vector<Tensor> state) {
+  const auto accepted = record<tensors::Accepted>(walk);
+  const auto buffers = record<tensors::StepBuffers>(state);
+  const Tensor& path = accepted.path;
+  const int64_t B = path.size(0), P = path.size(1), N = features.size(1), F = features.size(2), S = buffers.tokens.size(1);
+  const int64_t stops = buffers.stop_ids.size(1), width = buffers.ring.size(2), history = buffers.history.size(1) - 1;
+  const int64_t step = integers(buffers.step)[0]++ % buffers.ring.size(0);
   Tensor count = new_empty(path, {B}), finite = new_empty(path, {B, P}, ScalarType::Bool);
   Tensor source = new_empty(path, {B, P}), target = new_empty(path, {B, P});
   for (int64_t b = 0; b < B; ++b) {
-    bool& finished = booleans(done)[b];
+    bool& finished = booleans(buffers.done)[b];
     const bool live = !finished;
-    const int64_t start = integers(n)[b], many = live ? integers(accepted)[b] : 0;
-    int64_t* row = integers(ring) + (turn * B + b) * width;
+    const int64_t start = integers(buffers.n)[b], many = live ? integers(accepted.count)[b] : 0;
+    int64_t* row = integers(buffers.ring) + (step * B + b) * width;
     for (int64_t level = 0; level < P; ++level) {
-      const int64_t at = b * P + level, node = integers(path)[at], token = integers(emitted)[at];
+      const int64_t at = b * P + level, node = integers(path)[at], token = integers(accepted.emitted)[at];
       const bool is_new = level < many, good = booleans(usable)[b * N + node] || !is_new;
       const float* feature = floats(features) + (b * N + node) * F;
       integers(source)[at] = std::min(start + node, S - 1);
@@ -331,27 +334,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> commit(
       booleans(finite)[at] = good;
       row[2 + 2 * level] = token;
       row[3 + 2 * level] = good;
-      if (live) std::copy_n(feature, F, floats(kept) + (b * kept.size(1) + level) * F);
+      if (live) std::copy_n(feature, F, floats(buffers.features) + (b * buffers.features.size(1) + level) * F);
       if (!is_new) continue;
-      integers(tokens)[b * S + start + 1 + level] = token;
-      const int64_t* stop = integers(stop_ids) + b * stops;
+      integers(buffers.tokens)[b * S + start + 1 + level] = token;
+      const int64_t* stop = integers(buffers.stop_ids) + b * stops;
       finished |= std::find(stop, stop + stops, token) != stop + stops;
-      if (history) {
-        const int64_t rows = history->size(1) - 1;  // one more takes what nobody reads
-        std::copy_n(feature, F, floats(*history) + (b * (rows + 1) + (start + level) % rows) * F);
-      }
+      if (history > 0)  // one more row takes what nobody reads
+        std::copy_n(feature, F, floats(buffers.history) + (b * (history + 1) + (start + level) % history) * F);
     }
-    integers(n)[b] += many;
-    integers(produced)[b] += many;
+    integers(buffers.n)[b] += many;
+    integers(buffers.produced)[b] += many;
     if (live) {
-      integers(root)[b] = integers(bonus)[b];
-      integers(valid_rows)[b] = many;
+      integers(buffers.root)[b] = integers(accepted.bonus)[b];
+      integers(buffers.count)[b] = many;
     }
-    finished |= integers(produced)[b] >= integers(limit)[b];
+    finished |= integers(buffers.produced)[b] >= integers(buffers.limit)[b];
     integers(count)[b] = row[0] = many;
     row[1] = finished;
   }
-  integers(step)[0] += 1;
   return {count, finite, source, target};
 }
 
@@ -382,16 +382,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
   m.def("noise(Tensor seed, Tensor n, int rows, Tensor hashes) -> Tensor");
   m.def("choose(Tensor logits, Tensor? noise, Tensor? depth, Tensor temperature) -> (Tensor, Tensor)");
   m.def("draft_topk(Tensor logits, Tensor? noise, Tensor? ids, Tensor temperature, bool noisy, int count) -> (Tensor, Tensor)");
-  m.def("place_rows(Tensor n, Tensor depth, Tensor cos, Tensor sin, int slots, int fed, Tensor? count, Tensor? tokens, "
+  m.def("place_rows(Tensor n, Tensor depth, Tensor[] rotary, int slots, int fed, Tensor? count, Tensor? tokens, "
         "int lead) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("join_rows(Tensor embedding, Tensor features, Tensor? source, Tensor? table_norm, Tensor? feature_norm, float eps, "
         "bool keep_normed) -> (Tensor, Tensor)");
   m.def("accept(Tensor tokens, Tensor parent, Tensor depth, Tensor ancestors, Tensor valid, Tensor choice, int D) "
         "-> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("commit(Tensor path, Tensor accepted, Tensor bonus, Tensor emitted, Tensor usable, Tensor features, "
-        "Tensor(a!) tokens, Tensor(b!) n, Tensor(c!) root, Tensor(d!) valid_rows, Tensor(e!) produced, Tensor limit, "
-        "Tensor(f!) done, Tensor stop_ids, Tensor(g!) ring, Tensor(h!) kept, Tensor(i!)? history, Tensor(j!) step) "
-        "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("commit(Tensor[] walk, Tensor usable, Tensor features, Tensor(a!)[] state) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("commit_kv(Tensor(a!) kv, Tensor source, Tensor target) -> ()");
 }
 

@@ -6,11 +6,14 @@ for bit. One program owns one sequence, or one row of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kernels.backend import jit, skip_operator, tl, triton, use_cpu, use_triton
 from kernels.choice import largest_groups, rank_of
+from kernels.records import Accepted, Rotary, StepBuffers
 
 
 @jit
@@ -40,7 +43,7 @@ def place_kernel(
 
 
 def place_rows(
-    n: Tensor, depth: Tensor, cos: Tensor, sin: Tensor, slots: int, fed: int = 0, count: Tensor | None = None,
+    n: Tensor, depth: Tensor, rotary: Rotary, slots: int, fed: int = 0, count: Tensor | None = None,
     tokens: Tensor | None = None, lead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(positions, slots, cos, sin, tokens) of `fed` rows that are fed again, and then of T others. No host sync.
@@ -48,18 +51,18 @@ def place_rows(
     Of the others, row t stands at position n + lead + depth[b, t], and in slot n + lead + t. Fed row r stands at position
     and slot n + lead - count + r, and its token is the one at n - count + 1 + r.
 
-    n, count int64 [B]; depth int64 [B or 1,T]; tokens int64 [B,S]; cos, sin fp32 [L,hd/2], whose last row serves all
-    later positions; slots: of the cache, whose last one takes all rows past the end.
+    n, count int64 [B]; depth int64 [B or 1,T]; tokens int64 [B,S]; slots: of the cache, whose last one takes all
+    rows past the end.
     Returns int64 [B,fed+T], int64 [B,fed+T], [B,fed+T,hd/2] twice, and int64 [B,fed].
     """
-    if use_cpu("draft_tree", cos):
-        return torch.ops.eaglet_cpu.place_rows.default(n, depth.contiguous(), cos, sin, slots, fed, count, tokens, lead)
+    if use_cpu("draft_tree", rotary.cos):
+        return torch.ops.eaglet_cpu.place_rows.default(n, depth.contiguous(), rotary, slots, fed, count, tokens, lead)
     run = _place_rows if skip_operator(n, None) else torch.ops.eaglet.place_rows
-    return run(n, depth, cos, sin, slots, fed, count, tokens, lead)
+    return run(n, depth, rotary, slots, fed, count, tokens, lead)
 
 
 def _place_rows(
-    n: Tensor, depth: Tensor, cos: Tensor, sin: Tensor, slots: int, fed: int, count: Tensor | None,
+    n: Tensor, depth: Tensor, rotary: Rotary, slots: int, fed: int, count: Tensor | None,
     tokens: Tensor | None, lead: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     T = depth.shape[1]
@@ -71,17 +74,18 @@ def _place_rows(
         first = n[:, None] - count[:, None] + torch.arange(fed, device=n.device)
         again = tokens.gather(1, (first + 1).clamp(max=tokens.shape[1] - 1))
         place, positions = (torch.cat((first + lead, rest), 1) if T else first + lead for rest in (place, positions))
-    flat = positions.clamp(max=cos.shape[0] - 1)
-    return positions, place.clamp(max=slots - 1), cos[flat], sin[flat], again
+    flat = positions.clamp(max=rotary.cos.shape[0] - 1)
+    return positions, place.clamp(max=slots - 1), rotary.cos[flat], rotary.sin[flat], again
 
 
 @torch.library.custom_op("eaglet::place_rows", mutates_args=())
 def _place_operator(
-    n: Tensor, depth: Tensor, cos: Tensor, sin: Tensor, slots: int, fed: int, count: Tensor | None,
+    n: Tensor, depth: Tensor, rotary: list[Tensor], slots: int, fed: int, count: Tensor | None,
     tokens: Tensor | None, lead: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    cos, sin = tables = Rotary(*rotary)
     if not use_triton("draft_tree", cos):
-        return _place_rows(n, depth, cos, sin, slots, fed, count, tokens, lead)
+        return _place_rows(n, depth, tables, slots, fed, count, tokens, lead)
     B, T, half = n.shape[0], depth.shape[1], cos.shape[1]
     R = fed + T
     depth = depth.contiguous()
@@ -101,7 +105,8 @@ def _place_operator(
 
 
 @_place_operator.register_fake
-def _(n, depth, cos, sin, slots, fed, count, tokens, lead):
+def _(n, depth, rotary, slots, fed, count, tokens, lead):
+    cos = Rotary(*rotary).cos
     B, R, half = n.shape[0], fed + depth.shape[1], cos.shape[1]
     rotary = cos.new_empty(B, R, half), cos.new_empty(B, R, half)
     return n.new_empty(B, R), n.new_empty(B, R), *rotary, n.new_empty(B, fed)
@@ -217,20 +222,20 @@ def expand_kernel(
     tl.store(out_visible + at, tl.where(r < R, inherited, own), mask=(k < K)[:, None] & (r < R + K))
 
 
-def expand(
-    pool: tuple[Tensor, ...], tokens: Tensor, scores: Tensor, ids: Tensor | None, first: bool
-) -> tuple[Tensor, ...]:
+def expand(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor | None) -> tuple[Tensor, ...]:
     """The fields of the next `tree_building.Pool` from (tokens, scores, parent, frontier, visible) of the last one.
 
-    tokens, scores [B,K,K], or if first [B,K] and nothing of the pool is read. The tokens are places in `ids` if given.
+    tokens, scores [B,K,K], or of the first level [B,K] and an empty pool. The tokens are places in `ids` if given.
     """
     B, K = tokens.shape[0], tokens.shape[-1]
-    pool_tokens, pool_scores, pool_parent, frontier, visible = pool
+    first = not pool
+    pool_tokens, pool_scores, pool_parent, frontier, visible = (tokens, scores, *[tokens] * 3) if first else pool
     P, R = (0, 0) if first else (pool_tokens.shape[1], visible.shape[2])
     count = K if first else K * K
+    before = pool_tokens, pool_scores, pool_parent, frontier, visible
     out = expand_shapes(tokens, scores, P, R)
     expand_kernel[B,](
-        *(t.contiguous() for t in (*pool, tokens, scores)), tokens if ids is None else ids, *out, P, R, K,
+        *(t.contiguous() for t in (*before, tokens, scores)), tokens if ids is None else ids, *out, P, R, K,
         KP=triton.next_power_of_2(K), CP=triton.next_power_of_2(count), RP=triton.next_power_of_2(R + K), BLOCK=512,
         FIRST=first, TRIMMED=ids is not None,
     )  # fmt: skip
@@ -414,8 +419,9 @@ def commit_kernel(
 
 @jit
 def keep_kernel(
-    features, path, count, target, kept, history, step, N, P, ROWS, F, HISTORY, KEEP: tl.constexpr, BLOCK: tl.constexpr
-):
+    features, path, count, target, buffer, history, step, N, P, ROWS, F, HISTORY, KEEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Keep the features of one accepted node, and count the step. Grid (B P, blocks of F)."""
     row = tl.program_id(0)
     b = row // P
@@ -426,36 +432,39 @@ def keep_kernel(
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     node = tl.load(path + row)
     value = tl.load(features + (b * N + node) * F + d, mask=d < F)
-    tl.store(kept + (b * ROWS + level) * F + d, value, mask=d < tl.where(many > 0, F, 0))
+    tl.store(buffer + (b * ROWS + level) * F + d, value, mask=d < tl.where(many > 0, F, 0))
     if KEEP:
         place = tl.load(target + row) % HISTORY
         tl.store(history + (b * (HISTORY + 1) + place) * F + d, value, mask=d < tl.where(level < many, F, 0))
 
 
 def commit(
-    accepted: tuple[Tensor, Tensor, Tensor, Tensor], usable: Tensor, features: Tensor, state: tuple[Tensor, ...],
-    kept: Tensor, history: Tensor | None, step: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Two launches. (count [B], finite [B,P], source [B,P], target [B,P]) of `step.commit`; its buffers are written.
+    accepted: Accepted, usable: Tensor, features: Tensor, buffers: StepBuffers
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two launches. (count [B], finite [B,P], source [B,P], target [B,P]) of `step.commit`; the buffers are written.
 
-    accepted: the fields of `verify.Accepted`. state: tokens, n, root, count, produced, limit, done, stop_ids and ring.
-    What `tokens` and `history` hold in their last rows, which nobody reads, stays as it is.
+    usable bool [B,N] and features [B,N,F] belong to the nodes of the tree. What `tokens` and `history` hold in their last
+    rows, which nobody reads, stays as it is.
     """
-    path = accepted[0].contiguous()
+    path = accepted.path.contiguous()
     B, P = path.shape
     N, F = features.shape[1:]
-    tokens, stop_ids, ring = state[0], state[7], state[8]
-    out = commit_shapes(path)
+    ring, history = buffers.ring, buffers.history
+    count, finite, source, target = commit_shapes(path)
     commit_kernel[B,](
-        path, *(t.contiguous() for t in accepted[1:]), usable.contiguous(), *state, step, *out, N, P, tokens.shape[1],
-        ring.shape[0], ring.shape[2], B, STOPS=stop_ids.shape[1], PP=triton.next_power_of_2(P), num_warps=1,
+        path, accepted.count.contiguous(), accepted.bonus.contiguous(), accepted.emitted.contiguous(),
+        usable.contiguous(),
+        buffers.tokens, buffers.n, buffers.root, buffers.count, buffers.produced, buffers.limit, buffers.done,
+        buffers.stop_ids, ring, buffers.step, count, finite, source, target, N, P, buffers.tokens.shape[1], ring.shape[0],
+        ring.shape[2], B, STOPS=buffers.stop_ids.shape[1], PP=triton.next_power_of_2(P), num_warps=1,
     )  # fmt: skip
     block = min(1024, triton.next_power_of_2(F))
+    keep = history.shape[1] > 0
     keep_kernel[B * P, triton.cdiv(F, block)](
-        features.contiguous(), path, out[0], out[3], kept, kept if history is None else history, step, N, P,
-        kept.shape[1], F, 1 if history is None else history.shape[1] - 1, KEEP=history is not None, BLOCK=block,
+        features.contiguous(), path, count, target, buffers.features, history if keep else buffers.features, buffers.step,
+        N, P, buffers.features.shape[1], F, history.shape[1] - 1 if keep else 1, KEEP=keep, BLOCK=block,
     )  # fmt: skip
-    return out
+    return count, finite, source, target
 
 
 def commit_shapes(path: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

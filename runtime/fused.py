@@ -18,7 +18,18 @@ import sampling
 from drafters.base import Draft, DraftInput, StepParts
 from drafters.tree_drafter import TreeDrafter
 from eagle_draft import EagleDrafter, EagleHead
-from model import MLP, Block, Nodes, RMSNorm, Transformer
+from kernels.records import (
+    DraftText,
+    HeadWeights,
+    LayerWeights,
+    LevelRows,
+    LinearWeights,
+    Nodes,
+    Rotary,
+    TreeNodes,
+    flat,
+)
+from model import MLP, Block, RMSNorm, Transformer
 from weights.quantized import QuantLinear, TiedEmbedding
 
 
@@ -63,11 +74,17 @@ def fused_parts() -> StepParts:
         able = kernels.use_cpu("draft_tree", inputs.features, problem=problem)
         if found is None or mode.penalties or mode.filters or not able:
             return None
-        text = inputs.tokens, inputs.n, inputs.root, inputs.features.contiguous(), inputs.count
-        noise = drafter.shared_noise and mode.sample, inputs.sampling.seed, inputs.sampling.temperature
+        state = inputs.tokens, inputs.n, inputs.root, inputs.features.contiguous(), inputs.count
+        text = DraftText(*state, inputs.sampling.seed, inputs.sampling.temperature)
         p_min = drafter.p_min if drafter.prunes(mode) else 0.0
-        how = drafter.cache, kernels.round_activations(), p_min, drafter.ngram_nodes
-        return Draft(*torch.ops.eaglet_cpu.draft_tree.default(found, *text, *noise, *how))
+        how = (
+            drafter.shared_noise and mode.sample,
+            drafter.cache,
+            kernels.round_activations(),
+            p_min,
+            drafter.ngram_nodes,
+        )
+        return Draft(*torch.ops.eaglet_cpu.draft_tree.default(found, text, *how))
 
     return StepParts(layers, draft_layer, draft_tree=draft_tree)
 
@@ -80,12 +97,11 @@ def _run(
     Where the first norm is lacking, x is normed already, and `residual` is what the attention adds to.
     kv [L, 2, B, Hkv, S, hd] has the keys and values of each layer side by side.
     """
-    sight = (visible.expand(len(x), -1, -1) for visible in (nodes.visible, nodes.visible_window))
-    shared = (nodes.cos, nodes.sin, nodes.slots, nodes.start, nodes.positions, *sight)
-    cos, sin, *where = (t.contiguous() for t in shared)
+    visible, windowed = (seen.expand(len(x), -1, -1) for seen in (nodes.visible, nodes.visible_window))
+    shared = [t.contiguous() for t in nodes._replace(visible=visible, visible_window=windowed)]
     residual = None if residual is None else residual.contiguous()
     run = torch.ops.eaglet_cpu.layers.default
-    return run(x.contiguous(), residual, stacked, cos, sin, kv, *where, kernels.round_activations(), taps)
+    return run(x.contiguous(), residual, stacked, shared, kv, kernels.round_activations(), taps)
 
 
 def stack(layers: Sequence[nn.Module], norm: Tensor | None = None, input_norm: bool = True) -> Tensor | None:
@@ -93,74 +109,69 @@ def stack(layers: Sequence[nn.Module], norm: Tensor | None = None, input_norm: b
 
     norm: of the last layer's output, with the eps of the others. input_norm: whether a layer norms its input itself.
     """
-    weights = [layer_weights(layer, input_norm) for layer in layers]
-    if any(found is None for found in weights):
+    weights = tuple(layer_weights(layer, input_norm) for layer in layers)
+    if None in weights:
         return None
     attention, eps = layers[0].attention, layers[0].post_norm.eps
     windows = [layer.attention.window for layer in layers]
-    flat = [t for found in weights for t in found]
     scale = 1 / math.sqrt(attention.head_dim)
-    return torch.ops.eaglet_cpu.stack_layers.default(flat, norm, windows, eps, scale)
+    return torch.ops.eaglet_cpu.stack_layers.default(flat(weights), norm, windows, eps, scale)
 
 
-def layer_weights(layer: nn.Module, input_norm: bool) -> list[Tensor] | None:
-    """The weights of a layer, or None if the C++ kernels do not have all of it.
-
-    They are the norms before attention and MLP and those of q and k, then the weights of qkv, o, gate_up and down.
-    """
+def layer_weights(layer: nn.Module, input_norm: bool) -> LayerWeights | None:
+    """The weights of a layer, or None if the C++ kernels do not have all of it."""
     attention, mlp = layer.attention, layer.mlp
     if not isinstance(mlp, MLP) or attention.head_dim % 16:
         return None
-    norms = layer.input_norm if input_norm else None, layer.post_norm, attention.q_norm, attention.k_norm
     linears = [linear_weights(linear) for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
     if None in linears or mlp.gate_up.packed.n % (2 * kernels.CPU_TILE):  # a tile would hold rows of both halves
         return None
-    return [*given(*norms), *(t for linear in linears for t in linear)]
+    norms = layer.input_norm if input_norm else None, layer.post_norm, attention.q_norm, attention.k_norm
+    return LayerWeights(*(norm and norm.weight for norm in norms), *linears)
 
 
-def linear_weights(linear: nn.Module) -> list[Tensor] | None:
-    """Codes, scales, mins and bias of a linear layer, or None if the C++ kernels do not have it."""
+def linear_weights(linear: nn.Module) -> LinearWeights | None:
+    """A linear layer, or None if the C++ kernels do not have it."""
     packed = linear.packed if isinstance(linear, QuantLinear) else None
     if packed is None or packed.layout != "tiles" or packed.perm is not None:
         return None
-    return given(packed.weight, packed.scales, packed.mins, linear.bias)
+    return LinearWeights(packed.weight, packed.scales, packed.mins, linear.bias)
 
 
-def given(*values: RMSNorm | Tensor | None) -> list[Tensor]:
-    """Tensors, or the weights of norms, for the C++ kernels. What is None is an empty tensor."""
-    weights = (value.weight if isinstance(value, RMSNorm) else value for value in values)
-    return [torch.empty(0) if t is None else t for t in weights]
-
-
-def static_draft(drafter: TreeDrafter) -> Tensor | None:
-    """What `eaglet_cpu.draft_tree` drafts with, or None if it does not draft with such a head or such a tree.
-
-    It holds the weights of the head's layer, fc, LM head and embedding, the norms of embedding, feature and output, the
-    rotary tables and the draft vocabulary; of the tree its nodes and its levels.
-    """
-    if type(drafter) is not EagleDrafter or drafter.dynamic or drafter.multi_round:
+def head_weights(head: EagleHead) -> HeadWeights | None:
+    """The weights of a head, or None if the C++ kernels do not have such a head."""
+    config, layer, target = head.config, head.layer, head.target
+    if config.fc_norm or config.norm_before_fc or config.norm_output or config.layer.hidden_size % 8:
         return None
-    head, tables = drafter.head, drafter.tree
-    config, layer = head.config, head.layer
-    target = head.target
     embedding = head.embed_tokens or target.embed_tokens
     table = linear_weights(embedding.head[0]) if isinstance(embedding, TiedEmbedding) else None
     if isinstance(embedding, nn.Embedding) and embedding.weight.dtype == torch.float32:
-        table = given(embedding.weight, None, None, None)
+        table = LinearWeights(embedding.weight, None, None, None)
     lm_head = head.lm_head or target.lm_head
-    linears = layer_weights(layer, False), linear_weights(head.fc), lm_head and linear_weights(lm_head), table
-    odd = config.fc_norm or config.norm_before_fc or config.norm_output or config.layer.hidden_size % 8
-    if odd or None in linears:
+    weights = layer_weights(layer, False), linear_weights(head.fc), lm_head and linear_weights(lm_head), table
+    if None in weights:
         return None
     norms = (layer.input_norm, layer.hidden_norm) if config.version == 3 else (None, None)
     ids = torch.arange(target.config.vocab_size) if head.draft_ids is None else head.draft_ids
-    others = given(*norms, head.norm, head.rotary.cos, head.rotary.sin, head.draft_ids, sampling.hash_ids(ids))
+    rotary = Rotary(head.rotary.cos, head.rotary.sin)
+    norms = (norm and norm.weight for norm in (*norms, head.norm))
+    return HeadWeights(*weights, *norms, rotary, head.draft_ids, sampling.hash_ids(ids))
+
+
+def static_draft(drafter: TreeDrafter) -> Tensor | None:
+    """What `eaglet_cpu.draft_tree` drafts with, or None if it does not draft with such a head or such a tree."""
+    if type(drafter) is not EagleDrafter or drafter.dynamic or drafter.multi_round:
+        return None
+    head, tables = drafter.head, drafter.tree
+    weights = head_weights(head)
+    if weights is None:
+        return None
     children = max(tables.max_children, 1)
-    tree = [tables.source_row * children + tables.rank, tables.parent, tables.depth, tables.valid]
-    for level, picks in zip(tables.levels, drafter.picks, strict=True):
-        tree += [*picks, level.visible, level.node, level.valid]
-    tree = [t.contiguous() for t in tree]
-    scale = 1 / math.sqrt(layer.attention.head_dim)
-    numbers = children, layer.post_norm.eps, scale, config.norm_before_residual, drafter.scoring == "noisy"
-    weights = [t for found in linears for t in found]
-    return torch.ops.eaglet_cpu.tree_draft.default([*weights, *others], tree, *numbers)
+    nodes = TreeNodes(tables.source_row * children + tables.rank, tables.parent, tables.depth, tables.valid)
+    levels: list[Tensor] = []
+    for level, (source, place) in zip(tables.levels, drafter.picks, strict=True):
+        levels += flat(LevelRows(source, place, level.visible, level.node, level.valid))
+    tree, levels = ([t.contiguous() for t in tensors] for tensors in (flat(nodes), levels))
+    scale = 1 / math.sqrt(head.layer.attention.head_dim)
+    numbers = children, head.layer.post_norm.eps, scale, head.config.norm_before_residual, drafter.scoring == "noisy"
+    return torch.ops.eaglet_cpu.tree_draft.default(flat(weights), tree, levels, *numbers)

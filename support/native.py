@@ -20,7 +20,7 @@ from support.machine import cpu_flags
 BUILD_SECONDS = 120
 
 
-def build(sources: Sequence[Path], needed: Sequence[str]) -> Path:
+def build(sources: Sequence[Path], needed: Sequence[str], records: str = "") -> Path:
     """The library of C++ files for `torch.ops.load_library`. It is compiled unless the cache folder holds it.
 
     Several processes may build at once. Where nothing can be kept, the library lies in a folder of this process.
@@ -28,6 +28,7 @@ def build(sources: Sequence[Path], needed: Sequence[str]) -> Path:
     Args:
         sources: files that use libtorch's stable interface (torch/csrc/stable), which compiles in seconds, and headers.
         needed: what the processor must be able to do, in the words of /proc/cpuinfo.
+        records: the text of records.h, a header that the sources may include.
 
     Raises:
         ValueError: one line that says why there is no library.
@@ -36,7 +37,7 @@ def build(sources: Sequence[Path], needed: Sequence[str]) -> Path:
     if missing := [name for name in needed if name not in flags]:
         raise ValueError(f"this processor ({platform.machine()}) has no {missing[0]}")
     identity = b"".join(source.read_bytes() for source in sources)
-    identity += torch.__version__.encode() + " ".join(sorted(flags)).encode()
+    identity += records.encode() + torch.__version__.encode() + " ".join(sorted(flags)).encode()
     name = f"{sources[0].stem}-{hashlib.sha256(identity).hexdigest()[:16]}.so"
     library = cache.folder() / "kernels" / name
     if library.is_file():
@@ -44,15 +45,15 @@ def build(sources: Sequence[Path], needed: Sequence[str]) -> Path:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(library) as part:
-            compile_library(sources, part)
+            compile_library(sources, part, records)
     except OSError:
         library = Path(tempfile.mkdtemp(prefix="eaglet-")) / name
-        compile_library(sources, library)
+        compile_library(sources, library, records)
     return library
 
 
-def compile_library(sources: Sequence[Path], target: Path, processor: str = "native") -> None:
-    """Compile for this processor, or for another one that -march names.
+def compile_library(sources: Sequence[Path], target: Path, records: str, processor: str = "native") -> None:
+    """Compile for this processor, or for another one that -march names. records: the text of records.h.
 
     Raises ValueError in one line if there is no compiler or if it fails.
     """
@@ -63,12 +64,15 @@ def compile_library(sources: Sequence[Path], target: Path, processor: str = "nat
     files = [str(source) for source in sources if source.suffix == ".cpp"]
     command = [compiler, "-O3", f"-march={processor}", "-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}"]
     command += [*files, "-o", str(target), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(f"{compiler} took more than {BUILD_SECONDS} seconds") from error
-    except OSError as error:
-        raise ValueError(f"the compiler {compiler} does not start ({error.strerror})") from error
+    with tempfile.TemporaryDirectory(prefix="eaglet-") as folder:
+        Path(folder, "records.h").write_text(records, encoding="utf-8")
+        command.append(f"-I{folder}")
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(f"{compiler} took more than {BUILD_SECONDS} seconds") from error
+        except OSError as error:
+            raise ValueError(f"the compiler {compiler} does not start ({error.strerror})") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
         raise ValueError(f"{compiler} failed: {lines[0]}")

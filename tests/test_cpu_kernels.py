@@ -23,7 +23,7 @@ from drafters.base import Draft, PlainDrafter
 from eagle_draft import EagleHead
 from engine import Engine, EngineConfig
 from generate import main as generate
-from kernels import cpu
+from kernels import cpu, records
 from kernels.packing import dequantize
 from model import Transformer
 from model_config import ModelConfig
@@ -196,7 +196,7 @@ def test_a_processor_without_vnni_gets_the_same_bits(tmp_path):
         x = torch.randn(9, 100)
         wanted.append(str(kernels.packed_linear(x, packed).view(torch.int32).tolist()))
         calls.append((x, packed.weight, None, None, None, None, False, True))
-    native.compile_library(cpu.SOURCES, tmp_path / "haswell.so", "haswell")
+    native.compile_library(cpu.SOURCES, tmp_path / "haswell.so", records.header(), "haswell")
     torch.save(calls, tmp_path / "calls.pt")
     command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "haswell.so"), str(tmp_path / "calls.pt")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -698,4 +698,4 @@ def test_another_processor_is_named(monkeypatch):
     """Catches an illegal instruction on a machine without AVX2."""
     monkeypatch.setattr(native, "cpu_flags", lambda: {"sse2"})
     with pytest.raises(ValueError, match="has no avx2"):
-        native.build(cpu.SOURCES, cpu.NEEDED)
+        native.build(cpu.SOURCES, cpu.NEEDED, records.header())

@@ -15,7 +15,7 @@ import kernels
 import sampling
 import step
 import verify
-from kernels import cpu
+from kernels import cpu, records
 from kernels.choice import Settings
 from sampling import SamplingMode
 from support import native
@@ -135,7 +135,7 @@ def test_rows_are_placed_as_the_plain_code_places_them(fed, batched):
     tokens, n, count = torch.randint(0, 99, (2, 24), generator=g), torch.tensor([4, 21]), torch.tensor([2, 3])
     for lead in (0, 1):
         for part in (depth, depth[:, :0]):
-            given = (n, part, cos, sin, 24, fed, count, tokens, lead)
+            given = (n, part, records.Rotary(cos, sin), 24, fed, count, tokens, lead)
             with backend().active():
                 ours = kernels.place_rows(*given)
             assert all(torch.equal(a, b) for a, b in zip(ours, kernels.place_rows(*given), strict=True))
@@ -180,7 +180,7 @@ def test_acceptance_is_that_of_the_plain_code():
     assert len(lengths) > 4
 
 
-def commit_case(seed: int, history: bool) -> tuple[tuple, dict[str, torch.Tensor]]:
+def commit_case(seed: int, history: bool) -> tuple[tuple, records.StepBuffers]:
     """What `step._write` gets: the accepted path and the state of two sequences in their middle or at an end."""
     g = torch.Generator().manual_seed(seed)
 
@@ -188,17 +188,17 @@ def commit_case(seed: int, history: bool) -> tuple[tuple, dict[str, torch.Tensor
         return torch.randint(low, high, shape, generator=g)
 
     P, N, F, S = 4, 6, 16, 40
-    given = numbers(0, N, 2, P), numbers(1, P + 1, 2), numbers(0, 9, 2), numbers(0, 9, 2, P)
-    given += numbers(0, 4, 2, N) > 0, torch.randn(2, N, F, generator=g)
+    accepted = records.Accepted(numbers(0, N, 2, P), numbers(1, P + 1, 2), numbers(0, 9, 2), numbers(0, 9, 2, P))
+    given = accepted, numbers(0, 4, 2, N) > 0, torch.randn(2, N, F, generator=g)
     state = {
         "tokens": numbers(0, 9, 2, S), "n": numbers(1, 30, 2), "root": numbers(0, 9, 2), "count": numbers(1, 3, 2),
         "produced": numbers(0, 9, 2), "limit": numbers(8, 14, 2), "done": numbers(0, 3, 2) == 0,
         "stop_ids": numbers(5, 30, 2, 3), "ring": numbers(0, 9, step.RING, 2, 2 + 2 * P),
-        "kept": torch.randn(2, P, F, generator=g),
-        "history": torch.randn(2, step.HISTORY + 1, F, generator=g) if history else None,
+        "features": torch.randn(2, P, F, generator=g),
+        "history": torch.randn(2, step.HISTORY + 1 if history else 0, F, generator=g),
         "step": torch.tensor([seed]),
     }  # fmt: skip
-    return given, state
+    return given, records.StepBuffers(**state)
 
 
 @pytest.mark.parametrize("history", [False, True])
@@ -207,16 +207,15 @@ def test_a_commit_writes_what_the_plain_code_writes(history):
     ended = []
     for seed in range(40):
         given, state = commit_case(seed, history)
-        mine = {name: None if t is None else t.clone() for name, t in state.items()}
-        want = step._write(*given, *state.values())
-        ours = torch.ops.eaglet_cpu.commit.default(*given, *mine.values())
+        mine = records.StepBuffers(*(t.clone() for t in state))
+        want = step._write(*given, state)
+        ours = torch.ops.eaglet_cpu.commit.default(*given, mine)
         assert all(torch.equal(a, b) for a, b in zip(ours, want, strict=True))
-        for name, tensor in state.items():
-            if tensor is not None:  # nobody reads the last row of the text and of the history
-                rows = slice(None, -1) if name in ("tokens", "history") else slice(None)
-                pair = [t[:, rows] if t.dim() > 1 else t for t in (mine[name], tensor)]
-                assert torch.equal(*pair), name
-        ended += state["done"].tolist()
+        for name, *pair in zip(state._fields, mine, state, strict=True):
+            if name in ("tokens", "history"):  # nobody reads their last row
+                pair = [t[:, :-1] for t in pair]
+            assert torch.equal(*pair), name
+        ended += state.done.tolist()
     assert 10 < sum(ended) < 75
 
 
@@ -253,7 +252,7 @@ def test_older_processors_compute_the_same_bits(tmp_path):
     for name, arguments in calls:
         found = getattr(op, name).default(*arguments)
         wanted.append(f"{name} {[t.contiguous().view(torch.uint8).tolist() for t in found]}")
-    native.compile_library(cpu.SOURCES, tmp_path / "haswell.so", "haswell")
+    native.compile_library(cpu.SOURCES, tmp_path / "haswell.so", records.header(), "haswell")
     torch.save(calls, tmp_path / "calls.pt")
     command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "haswell.so"), str(tmp_path / "calls.pt")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -264,10 +263,10 @@ def test_layers_cannot_be_read_from_another_tensor():
     """A tensor of numbers that is taken for the memory of layers: a crash instead of an error."""
     x, nothing = torch.zeros(1, 1, 64), torch.zeros(1, 1, dtype=torch.int64)
     visible = nothing[None].bool()
-    nodes = nothing, nothing[0], nothing, visible, visible
     rotary, kv = [torch.zeros(1, 1, 8)] * 2, torch.zeros(1, 2, 1, 1, 4, 16)
+    nodes = records.Nodes(*rotary, nothing, nothing, nothing[0], visible, visible)
     with backend().active():
         copied = torch.ops.eaglet_cpu.stack_layers.default([], torch.ones(64), [], 1e-5, 1.0).clone()
     for other in (torch.tensor([1]), copied):
         with pytest.raises(RuntimeError, match="does not hold layers"):
-            torch.ops.eaglet_cpu.layers.default(x, None, other, *rotary, kv, *nodes, True, ())
+            torch.ops.eaglet_cpu.layers.default(x, None, other, nodes, kv, True, ())

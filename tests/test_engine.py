@@ -1136,7 +1136,7 @@ def fake_step(mode: str, spoil=lambda inputs: None) -> int:
         drafter.draft = draft
         with OneDevice(), torch.inference_mode():
             out = decode_step(model, drafter, state, SamplingParams(**sampled).mode)
-            if state.history is not None:  # a plain step may take over, and then the drafter catches up
+            if state.history.numel():  # a plain step may take over, and then the drafter catches up
                 plainly = decode_step(model, fallback, state, SamplingParams(**sampled).mode)
                 assert plainly.emitted.shape == (2, 1)
                 with kernels.KernelBackend("auto", "cuda").active():

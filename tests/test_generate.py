@@ -274,7 +274,7 @@ def test_plan_matches_what_the_engine_allocates(kv):
         kept = held(engine.model) + engine.state.nbytes()
         kept += held(engine.head) + engine.drafter.cache.nbytes if options else 0
         assert abs(engine.plan.total / kept - 1) < 0.05
-        assert (engine.state.history is not None) == (options.get("eagle_always") is False)
+        assert (engine.state.history.numel() > 0) == (options.get("eagle_always") is False)
     assert engine.plan.buffers > engine.state.history.nbytes + engine.state.ring.nbytes
 
 

@@ -28,7 +28,7 @@ from bench import prediction as predict
 from bench import step_cells, step_time
 from eagle_draft import EagleDrafter
 from engine import Engine, EngineConfig
-from kernels import KernelBackend, choice, draft
+from kernels import KernelBackend, choice, draft, records
 from sampling import SamplingMode, SamplingParams, SamplingState
 from tree import parse_tree
 
@@ -246,11 +246,11 @@ def test_interpreted_merge_takes_the_best_of_all_tiles(tiles, K):
 def test_interpreted_rows_are_placed(ours):
     """A fed row at the position of another sequence, a slot past the cache, and a table that is read past its end."""
     n, count = torch.tensor([7, 12, 30]), torch.tensor([1, 3, 2])
-    cos, sin, tokens = torch.randn(25, 6), torch.randn(25, 6), torch.randint(0, 99, (3, 34))
+    rotary, tokens = records.Rotary(torch.randn(25, 6), torch.randn(25, 6)), torch.randint(0, 99, (3, 34))
     for lead in (0, 1):
-        given = (n, torch.tensor([[0, 0, 1, 1, 2]]), cos, sin, 34, 3, count, tokens, lead)
+        given = (n, torch.tensor([[0, 0, 1, 1, 2]]), rotary, 34, 3, count, tokens, lead)
         same(kernels.place_rows(*given), draft._place_rows(*given))
-    target = (n, torch.randint(0, 3, (3, 5)), cos, sin, 34, 0, None, None, 0)
+    target = (n, torch.randint(0, 3, (3, 5)), rotary, 34, 0, None, None, 0)
     same(kernels.place_rows(*target), draft._place_rows(*target))
 
 
@@ -304,19 +304,20 @@ def settle(choice_of_nodes, accepted):
     """Commit an accepted path by kernels and by plain code, where a row has stopped and one is at its limit."""
     B, N, P = *choice_of_nodes.shape, accepted.path.shape[1]
     usable, features, S = torch.rand(B, N) > 0.2, torch.randn(B, N, 40), 60
-    ints = dict(n=[5, 17, S - 3 - P], root=[1, 2, 3], valid_rows=[1, 2, 1], produced=[3, 4, 5], limit=[5, 100, 6])
+    ints = dict(n=[5, 17, S - 3 - P], root=[1, 2, 3], count=[1, 2, 1], produced=[3, 4, 5], limit=[5, 100, 6])
     state = dict(tokens=torch.randint(0, 9, (B, S))) | {name: torch.tensor(values) for name, values in ints.items()}
     state |= dict(done=torch.tensor([False, True, False]), stop_ids=torch.tensor([[-1, 3], [2, -1], [-1, -1]]))
-    state |= dict(ring=torch.zeros(8, B, 2 + 2 * P + 4, dtype=torch.int64), kept=torch.zeros(B, P, 40))
+    state |= dict(ring=torch.zeros(8, B, 2 + 2 * P + 4, dtype=torch.int64), features=torch.zeros(B, P, 40))
     state |= dict(history=torch.zeros(B, step.HISTORY + 1, 40), step=torch.tensor([9]))
-    plain = {name: tensor.clone() for name, tensor in state.items()}
-    got, launches = launched(lambda: torch.ops.eaglet.commit(*accepted, usable, features, *state.values()))
+    state = records.StepBuffers(**state)
+    plain = records.StepBuffers(*(tensor.clone() for tensor in state))
+    got, launches = launched(lambda: torch.ops.eaglet.commit(accepted, usable, features, state))
     assert launches == KERNELS["eaglet::commit"]
-    same(got, step._write(*accepted, usable, features, *plain.values()))
-    for name in state:
-        last = 1 if name in ("tokens", "history") else 0  # their last rows hold nothing
-        same([state[name][:, : -1 if last else None]] if last else [state[name]],
-             [plain[name][:, : -1 if last else None]] if last else [plain[name]])  # fmt: skip
+    same(got, step._write(accepted, usable, features, plain))
+    for name, *pair in zip(state._fields, state, plain, strict=True):
+        if name in ("tokens", "history"):  # their last rows hold nothing
+            pair = [tensor[:, :-1] for tensor in pair]
+        same(pair[:1], pair[1:])
     for dtype in (torch.float32, torch.int8):
         kv = (torch.randn(2, 2, B, 3, S, 12) * 9).to(dtype)
         moved = kv.clone()

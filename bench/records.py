@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from cli.prove import is_rounding_tie
-
 from bench.arms import NO_STOP, OTHER_ENGINE, SAME_TOKENS
+from cli.prove import is_rounding_tie
 from runtime.results import acceptance, n_alpha
 from sampling import SamplingParams
 from support.errors import UsageError

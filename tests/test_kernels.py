@@ -633,109 +633,6 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
 
 
 @needs_triton
-@pytest.mark.parametrize("arch", ["86", "89", "90", "120"])
-def test_kernel_report_gates_hold(arch):
-    """Catches a kernel that spills, stores decoded weights to shared memory or asks for more of it than the
-    GPU has, wgmma without a fence, and a main int4 loop of more than 2.7 instructions per weight at 16 rows."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "scripts.kernel_report", "--quick", "--arch", arch]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"sm_{arch}" in done.stdout and "HMMA.16816.F32" in done.stdout
-
-
-@needs_triton
-def test_the_committed_kernel_reports_hold_the_gates_and_are_of_today_s_kernels():
-    """Figures in docs/ of kernels that have changed, or of a compiler that failed a gate and was committed anyway."""
-    from bench import kernel_page, kernel_variants
-    from scripts import kernel_report
-
-    paths = sorted((ROOT / "docs").glob("kernel_report_triton*.json"))
-    reports = [json.loads(path.read_text()) for path in paths]
-    assert [report["triton"][:3] for report in reports] == ["3.6", "3.9"]
-    for report in reports:
-        rows = {(row["kernel"], row["arch"]): row for row in report["rows"]}
-        assert not any(row["failures"] for row in rows.values())
-        for arch in kernel_variants.ARCHITECTURES:
-            known = {variant.name for variant in kernel_variants.variants(arch=arch)}
-            held = {kernel for kernel, where in rows if where == f"sm_{arch}"}
-            assert held == known
-            forms = "", "gate-up", "fp16-acc", "narrow", "norm", "qkv", "experts", "experts gate-up"
-            limits = [kernel_variants.linear(4, "fp16", 16, form, arch) for form in forms]
-            for variant in limits:
-                assert rows[variant.name, f"sm_{arch}"]["instructions_per_weight"] <= variant.limit == 2.7
-        linears = [row for row in rows.values() if row["kernel"].startswith(("linear", "experts"))]
-        assert not any("HGMMA" in op for row in linears for op in row["matrix"])
-        if report["triton"] == kernels.triton.__version__ and not kernels.INTERPRETED:
-            today = kernel_report.inspect(kernel_variants.linear(4, "fp16", 16, "gate-up", 90), 90)
-            assert rows[today["kernel"], "sm_90"] == today
-    assert (ROOT / "docs" / "kernel_report.md").read_text() == kernel_page.page(paths)
-
-
-def sums(compiled):
-    """Where Triton puts the operands of every matrix product and of every reduction of floats, in program
-    order. Two kernels with the same list add the same numbers in the same order."""
-    code = compiled.asm["ttgir"]
-    layouts = sorted(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE), reverse=True)
-    found = re.findall(r"(?:\}\) : \(|(?:tt\.dot|warp_group_dot)\b.*? : )(tensor<[^)\n]*xf(?:16|32), .*)", code)
-    for i, text in enumerate(found):
-        for name, layout in layouts:
-            text = re.sub(rf"{name}\b", lambda _, layout=layout: layout, text)
-        found[i] = text.split(" loc(")[0]
-    return found
-
-
-@needs_triton
-@pytest.mark.parametrize("arch", [86, 90])
-def test_attention_adds_up_alike_for_one_node_and_for_many(arch):
-    """Verification and plain decoding must use the same matrix instructions, and their threads must add in
-    the same order. No interpreter would show a difference."""
-    from bench import kernel_variants
-    from scripts import kernel_report
-
-    if kernels.INTERPRETED:
-        pytest.skip("compiles for a GPU")
-    seen = []
-    for nodes in (1, 26, 128):
-        fixed = dict(T=1, R=1) if nodes == 1 else {}  # what Triton makes of arguments equal to 1
-        width = 1 << (nodes - 1).bit_length()
-        variant = kernel_variants.attention("fp16", nodes=width)
-        variant = variant._replace(constants=variant.constants | fixed)
-        seen.append(sums(kernel_report.compile_variant(variant, arch)))
-    assert len(seen[0]) >= 8 and seen[0] == seen[1] == seen[2]
-
-
-@needs_triton
-@pytest.mark.parametrize("arch", [86, 90])
-def test_a_norm_adds_up_alike_wherever_it_is_computed(arch):
-    """A linear that also norms must not add its products in another order, and must not spill."""
-    from bench import kernel_variants
-    from scripts import kernel_report
-
-    if kernels.INTERPRETED:
-        pytest.skip("compiles for a GPU")
-    alone, both = (kernel_variants.linear(4, "fp16", 16, form, arch) for form in ("", "norm"))
-    products, all_sums = (sums(kernel_report.compile_variant(variant, arch)) for variant in (alone, both))
-    assert products and all_sums[: len(products)] == products and len(all_sums) > len(products)
-    assert not kernel_report.inspect(both, arch)["failures"]
-
-
-@needs_triton
-def test_a_kernel_that_is_launched_early_touches_no_memory_before_its_wait():
-    """A race with the kernel before, which no test on values would show; or a check that finds every kernel good."""
-    from bench import kernel_variants
-    from scripts import kernel_report
-
-    if kernels.INTERPRETED:
-        pytest.skip("compiles for a GPU")
-    early = kernel_variants.linear(4, "fp16", 16, "overlap", 90)
-    assert not kernel_report.inspect(early, 90)["failures"]
-    usual = early._replace(constants=early.constants | {"OVERLAP": False})
-    sass, _ = kernel_report.disassemble(kernel_report.compile_variant(usual, 90).asm["cubin"])
-    assert kernel_report.before_the_wait(sass).startswith("LDG")
-
-
-@needs_triton
 def test_kernels_are_launched_early_only_where_that_is_asked_for(monkeypatch):
     """An option that does nothing, or that a GPU before Hopper is given."""
     names = "get_device_name get_device_capability".split()
@@ -1358,17 +1255,6 @@ def test_interpreted_attention_poison_in_history_and_prefill(window, T):
         assert sees.any() and not sees.all()
         assert torch.equal(out[:, ~sees], clean[:, ~sees])
         assert not torch.isfinite(out[:, sees]).all(-1).any()
-
-
-def test_sums_in_fp16_lose_nothing_and_have_room():
-    """Catches a default of GeForce cards that costs quality, and a spike of one activation that overflows a sum."""
-    from scripts import fp16_sums
-    from weights.checkpoint import Checkpoint
-
-    model = Checkpoint.open(ROOT / "demo").load(torch.device("cpu"), torch.float32, None, 64)
-    found = fp16_sums.compare(model, torch.randint(3, model.config.vocab_size, (1, 25)), 128)
-    assert found["mean_kl"] < 1e-4 and abs(found["perplexity_after"] / found["perplexity_before"] - 1) < 2e-3
-    assert found["largest_sum"] < found["limit"] / 16
 
 
 @interpreted

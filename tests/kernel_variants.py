@@ -1,4 +1,4 @@
-"""Which kernels the kernel report compiles: with which constants, pointers and compiler options, as our operators do."""
+"""Which kernels the compile gate compiles: with which constants, pointers and compiler options, as our operators do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels.tuned import linear_config
 ARCHITECTURES = (86, 89, 90, 120)
 LIMITS = {16: 2.7, 32: 3.5}  # rows -> thread instructions per int4 weight, in these forms of fp16 layers:
 MAIN = ("", "narrow", "gate-up", "top-10", "experts", "experts gate-up", "fp16-acc", "norm", "qkv")
-# The linear layers of the report: (bits, dtype, numbers of tokens, forms). A form is as `linear` takes it.
+# The linear layers: (bits, dtype, numbers of tokens, forms). A form is as `linear` takes it.
 LINEARS = (
     (4, "fp16", (16, 32, 64), ("", "gate-up", "zeros")),
     (4, "bf16", (16, 32, 64), ("",)),
@@ -168,7 +168,7 @@ def norm_and_rope() -> list[Variant]:
 
 
 def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
-    """All kernel variants of the report. quick: the main int4 loop and one of each kind that has been too large."""
+    """All kernel variants. quick: the main int4 loop and one of each kind that has been too large."""
     rows = QUICK if quick else LINEARS + (EARLY if arch >= 90 else ())
     found = [
         linear(bits, dtype, m, form, arch) for bits, dtype, tokens, forms in rows for form in forms for m in tokens

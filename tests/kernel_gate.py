@@ -1,42 +1,29 @@
-"""Compile every Triton kernel ahead of time, without a GPU, and read the machine code.
+"""Compile a Triton kernel ahead of time, without a GPU, and read its machine code.
 
-    python -m scripts.kernel_report [--json FILE] [--arch 86 89 90 120] [--only WORD ...] [--quick]
-    python -m scripts.kernel_report --page docs/kernel_report.md docs/kernel_report_triton*.json
-
-The first prints, per kernel variant and GPU architecture: registers, spills, shared memory, instructions per weight in
-the main loop, and the kind of matrix instruction. The exit status is 1 if a kernel spills, if the loop of fp16 symmetric
-g128 int4 needs more than 2.7 instructions per weight up to 16 rows or more than 3.5 up to 32, if a quantized loop stores
-decoded weights to shared memory or copies nothing asynchronously, if wgmma reads shared memory without a proxy fence, or
-if a kernel that is launched early accesses memory before its wait.
-The second writes a page from such files, one of each Triton version.
+`inspect` counts registers, spills, shared memory and instructions, and names the gates that a kernel fails: it spills; the
+loop of fp16 symmetric g128 int4 needs more than 2.7 instructions per weight up to 16 rows or more than 3.5 up to 32; a
+quantized loop stores decoded weights to shared memory or copies nothing asynchronously; wgmma reads shared memory without
+a proxy fence; a kernel that is launched early accesses memory before its wait.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 import math
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
+from kernel_variants import Variant
 from triton.compiler import ASTSource, CompiledKernel
 
-from bench.kernel_page import page
-from bench.kernel_variants import ARCHITECTURES, Variant, variants
-from support.errors import command_parser, run_command
-from support.files import check_folder, write_text
 
 # Arguments that need not be multiples of 16.
 INDIVISIBLE = set("scale eps M T R ROWS PARTS DIV arrivals".split())
 MATRIX = ("HMMA", "HGMMA", "IMMA", "WGMMA", "UTCHMMA")
-
-LINE = "{:48} {:7} {:>4} {:>6} {:>7} {:>7}  {}"
 
 
 def compile_variant(variant: Variant, arch: int) -> CompiledKernel:
@@ -132,60 +119,3 @@ def before_the_wait(sass: str) -> str:
         if found and found[1].startswith(MEMORY):
             return found[1]
     return "no wait at all"
-
-
-def compiler() -> str:
-    """The versions that made the machine code."""
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    version = re.search(r"release ([\d.]+)", subprocess.check_output([ptxas, "--version"], text=True))[1]
-    return f"Triton {triton.__version__}, ptxas {version}"
-
-
-def write_rows(path: Path, rows: list[dict]) -> None:
-    """Put the rows into a report of this compiler, in the place of those of the same kernel and architecture."""
-    known = json.loads(path.read_text()) if path.exists() else {}
-    kept = known.get("rows", []) if known.get("compiler") == compiler() else []
-    found = {(row["kernel"], row["arch"]): row for row in [*kept, *rows]}
-    lines = ",\n".join(json.dumps(found[key]) for key in sorted(found))
-    head = json.dumps({"triton": triton.__version__, "compiler": compiler()})
-    write_text(path, f'{head[:-1]}, "rows": [\n{lines}\n]}}\n')
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print the table; 0 when every gate holds."""
-    parser = command_parser("scripts.kernel_report", __doc__)
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="kernels whose names begin with one of these")
-    parser.add_argument("--page", type=Path, nargs="+", metavar="FILE", help="write the first from the others")
-    parser.add_argument("--quick", action="store_true", help="one variant of each kind that is at risk")
-    args = parser.parse_args(argv)
-    return run_command(lambda: run(args), args.debug)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Compile the variants, and print what became of each."""
-    check_folder("--json", args.json)
-    if args.page:
-        write_text(args.page[0], page(args.page[1:]))
-        return 0
-    rows = []
-    print(LINE.format("kernel", "arch", "regs", "spills", "smem", "instr/w", "matrix instruction"))
-    cases = [(arch, variant) for arch in args.arch for variant in variants(args.quick, arch)]
-    for arch, variant in cases:
-        if args.only and not variant.name.startswith(tuple(args.only)):
-            continue
-        row = inspect(variant, arch)
-        rows.append(row)
-        cells = [row[name] for name in ("kernel", "arch", "registers", "spills", "shared_bytes")]
-        cells += [row["instructions_per_weight"] or "", " ".join(row["matrix"]) or "-"]
-        print(LINE.format(*cells) + "".join(f"  FAIL: {text}" for text in row["failures"]), flush=True)
-    if args.json:
-        write_rows(args.json, rows)
-    failed = sum(bool(row["failures"]) for row in rows)
-    print(f"{len(rows)} kernels compiled, {failed} failed a gate")
-    return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The machine code of the Triton kernels, compiled ahead of time for four GPU architectures without a GPU."""
+
+import re
+
+import pytest
+
+import kernels
+
+if kernels.triton is None or kernels.INTERPRETED:
+    pytest.skip("compiles Triton kernels for a GPU", allow_module_level=True)
+
+import kernel_gate
+import kernel_variants
+
+
+def assert_gates_hold(arch: int, quick: bool) -> None:
+    """No kernel variant fails a gate on sm_`arch`, and no linear uses wgmma."""
+    rows = [kernel_gate.inspect(variant, arch) for variant in kernel_variants.variants(quick, arch)]
+    assert not {row["kernel"]: row["failures"] for row in rows if row["failures"]}
+    linears = [row for row in rows if row["kernel"].startswith(("linear", "experts"))]
+    assert all("HMMA.16816.F32" in row["matrix"] for row in linears if "fp16-acc" not in row["kernel"])
+    assert not any("HGMMA" in op for row in linears for op in row["matrix"])
+
+
+@pytest.mark.parametrize("arch", kernel_variants.ARCHITECTURES)
+def test_the_kernels_at_risk_pass_the_gates(arch):
+    """No spill, no decoded weight through shared memory, no wgmma, and at most 2.7 instructions per int4 weight at 16 rows
+    in the kernels that have been too large before."""
+    assert_gates_hold(arch, quick=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", kernel_variants.ARCHITECTURES)
+def test_all_kernels_pass_the_gates(arch):
+    """The same for every kernel variant; run it with --slow after a change of a kernel or of Triton."""
+    assert_gates_hold(arch, quick=False)
+
+
+def sums(compiled):
+    """Where Triton puts the operands of every matrix product and of every reduction of floats, in program
+    order. Two kernels with the same list add the same numbers in the same order."""
+    code = compiled.asm["ttgir"]
+    layouts = sorted(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE), reverse=True)
+    found = re.findall(r"(?:\}\) : \(|(?:tt\.dot|warp_group_dot)\b.*? : )(tensor<[^)\n]*xf(?:16|32), .*)", code)
+    for i, text in enumerate(found):
+        for name, layout in layouts:
+            text = re.sub(rf"{name}\b", lambda _, layout=layout: layout, text)
+        found[i] = text.split(" loc(")[0]
+    return found
+
+
+@pytest.mark.parametrize("arch", [86, 90])
+def test_attention_adds_up_alike_for_one_node_and_for_many(arch):
+    """Verification and plain decoding must use the same matrix instructions, and their threads must add in
+    the same order. No interpreter would show a difference."""
+    seen = []
+    for nodes in (1, 26, 128):
+        fixed = dict(T=1, R=1) if nodes == 1 else {}  # what Triton makes of arguments equal to 1
+        width = 1 << (nodes - 1).bit_length()
+        variant = kernel_variants.attention("fp16", nodes=width)
+        variant = variant._replace(constants=variant.constants | fixed)
+        seen.append(sums(kernel_gate.compile_variant(variant, arch)))
+    assert len(seen[0]) >= 8 and seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("arch", [86, 90])
+def test_a_norm_adds_up_alike_wherever_it_is_computed(arch):
+    """A linear that also norms must not add its products in another order, and must not spill."""
+    alone, both = (kernel_variants.linear(4, "fp16", 16, form, arch) for form in ("", "norm"))
+    products, all_sums = (sums(kernel_gate.compile_variant(variant, arch)) for variant in (alone, both))
+    assert products and all_sums[: len(products)] == products and len(all_sums) > len(products)
+    assert not kernel_gate.inspect(both, arch)["failures"]
+
+
+def test_a_kernel_that_is_launched_early_touches_no_memory_before_its_wait():
+    """A race with the kernel before, which no test on values would show; or a check that finds every kernel good."""
+    early = kernel_variants.linear(4, "fp16", 16, "overlap", 90)
+    assert not kernel_gate.inspect(early, 90)["failures"]
+    usual = early._replace(constants=early.constants | {"OVERLAP": False})
+    sass, _ = kernel_gate.disassemble(kernel_gate.compile_variant(usual, 90).asm["cubin"])
+    assert kernel_gate.before_the_wait(sass).startswith("LDG")

@@ -25,7 +25,6 @@ from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
 
 from bench.report import compare
 from bench.suites import read_suite
-from bench.tree_search import read_statistics
 from drafting import build_head
 from kernels.tuned import read_tuned
 from load import load
@@ -186,9 +185,6 @@ FORMATS = {
     ),
     "bench": Format(
         ("b.jsonl",), one_file("b.jsonl", lines(RUN, SUMMARY)), lambda f: compare(f / "b.jsonl", f / "b.jsonl")
-    ),
-    "statistics": Format(
-        ("s.json",), one_file("s.json", {"statistics": [COUNTS]}), lambda f: read_statistics(f / "s.json")
     ),
     "body": Format(("b.json",), one_file("b.json", CHAT), lambda f: parse_object((f / "b.json").read_bytes())),
 }

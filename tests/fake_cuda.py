@@ -263,7 +263,7 @@ TREES = {16: "dynamic:16,7,8", 24: "dynamic:24,7,8", 26: "paper25", 60: "dynamic
 
 
 def step_engine(shape, quant, version, nodes):
-    """An engine of random weights on the fake GPU. nodes: of its tree, 1 for plain decoding; version: of its EAGLE head."""
+    """An engine of random weights on the fake GPU. nodes: of its tree, 1 for plain decoding; version: of its head."""
     config, device = SHAPES[shape], torch.device("cuda")
     drafting = {"eagle": "random", "tree": TREES[nodes]} if nodes > 1 else {}
     dtype = "float16" if quant else "bfloat16"  # the quantized kernels are fastest in fp16

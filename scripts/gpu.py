@@ -5,8 +5,8 @@
     python -m scripts.gpu --device cpu --tiny      # tries the machinery on small shapes; measures nothing
 
 Every part is a process of its own with a time limit. What a part measured is kept whatever happens to it or after it:
-each writes as it goes into the folder --out. A part that takes too long is interrupted as by Ctrl-C, and killed 10 seconds
-later. NAME is the GPU's.
+each writes as it goes into the folder --out. A part that takes too long is interrupted as by Ctrl-C, and killed 10
+seconds later. NAME is the GPU's.
 
     NAME-steps-*.jsonl   step times of real shapes with random weights    (scripts.bench --steps)
     NAME-demo.jsonl      the demo model's decoders against each other     (scripts.bench)

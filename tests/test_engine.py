@@ -40,6 +40,7 @@ import tree as trees
 import tree_building
 from bench import acceptance
 from drafters.base import Draft, Drafter, PlainDrafter
+from drafters.tree_drafter import DraftRule
 from eagle_draft import EagleDrafter
 from engine import Engine, EngineConfig
 from model import Transformer
@@ -901,7 +902,7 @@ def small_head(seed=5):
 def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
     """SPAN tokens after the first one of every row, from prefill and the engine's own step. int64 [rows, SPAN]."""
     built = tables(tree, rows)
-    drafter = EagleDrafter(small_head(), built, rows, ctx + built.N + 1, shared_noise, multi_round)
+    drafter = EagleDrafter(small_head(), built, rows, ctx + built.N + 1, DraftRule(shared_noise, multi_round))
     engine = Engine(small_model(), drafter=drafter, config=EngineConfig(batch_size=rows, ctx=ctx))
     state, prompt = engine.state, [1, 3, 0, 2]
     out, filled = (torch.zeros(rows, SPAN + built.D + 1, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
@@ -1002,7 +1003,7 @@ def test_multi_round_beats_chance_and_is_refused_with_dynamic_trees(dense):
     _, tau, _ = draws(BUSH, params, "without")
     assert tau > 1.4
     with pytest.raises(ValueError, match="static tree"):
-        EagleDrafter(small_head(), trees.DynamicTree(8, 2, 2), 1, 40, multi_round="without")
+        EagleDrafter(small_head(), trees.DynamicTree(8, 2, 2), 1, 40, DraftRule(multi_round="without"))
 
 
 def same_stream(monkeypatch):
@@ -1125,7 +1126,9 @@ def fake_step(mode: str, spoil=lambda inputs: None) -> int:
         on_fake_gpu(model)
         drafter = PlainDrafter(model)
         if tree is not None:
-            drafter = EagleDrafter(on_fake_gpu(head), on_fake_gpu(built), 2, CTX + built.N + 1, multi_round=rule)
+            drafter = EagleDrafter(
+                on_fake_gpu(head), on_fake_gpu(built), 2, CTX + built.N + 1, DraftRule(multi_round=rule)
+            )
         state = DecodeState(model, drafter, 2, CTX, history=drafter.D > 0)
         fallback, real = PlainDrafter(model, features_of=drafter), drafter.draft
 

@@ -38,7 +38,6 @@ import sampling
 import step as step_module
 import tree as trees
 import tree_building
-from bench import acceptance
 from drafters.base import Draft, Drafter, PlainDrafter
 from drafters.tree_drafter import DraftRule
 from eagle_draft import EagleDrafter
@@ -1320,13 +1319,10 @@ def test_children_beyond_the_survivors_keep_the_distribution(dense):
 
 
 def test_a_truncated_last_step_is_no_rejection():
-    """Catches a last step, cut by the length limit, that counts as a rejection in the acceptance table. The n-alpha
-    of an oracle that is never wrong came out below 1."""
+    """The last step, cut by the length limit, does not count as a rejection: an oracle that is never wrong has n-alpha 1."""
     continuation = plain(settings(0, max_new_tokens=60))
     engine = Engine(MODEL, drafter=ScriptedDrafter(TREES["chain4"], [[*PROMPT, *continuation]]))
     result = engine.generate(PROMPT, settings(0, max_new_tokens=20)).run()[0]
     assert [len(ids) for ids in result.tokens_per_step] == [5, 5, 5, 4]
-    row = acceptance.summarise([result, result], [result, result], engine.drafter.D)
-    assert row["n_alpha"] == [1.0] * 4, "a chain of 4 has no fifth draft"
-    assert row["tau"] == 4.75 and row["accepted_by_depth"] == [1.0, 1.0, 1.0, 0.75]
-    assert (row["tokens"], row["steps"], row["same"], row["prompts"]) == (40, 8, 2, 2)
+    assert result.n_alpha == [1.0] * 4, "a chain of 4 has no fifth draft"
+    assert result.tau == 4.75 and result.accepted_by_depth == [1.0, 1.0, 1.0, 0.75]

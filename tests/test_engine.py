@@ -1319,7 +1319,7 @@ def test_children_beyond_the_survivors_keep_the_distribution(dense):
 
 
 def test_a_truncated_last_step_is_no_rejection():
-    """The last step, cut by the length limit, does not count as a rejection: an oracle that is never wrong has n-alpha 1."""
+    """The last step, cut by the length limit, is no rejection: an oracle that is never wrong has n-alpha 1."""
     continuation = plain(settings(0, max_new_tokens=60))
     engine = Engine(MODEL, drafter=ScriptedDrafter(TREES["chain4"], [[*PROMPT, *continuation]]))
     result = engine.generate(PROMPT, settings(0, max_new_tokens=20)).run()[0]

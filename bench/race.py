@@ -47,7 +47,7 @@ def tune(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     engines |= {name: tree_engine(base, name) for name in dict.fromkeys(names)}
     rows, differ = race(engines, prompts, params, args.reps, progress)
     winner, verdict = decide(rows)
-    tree = parse_tree(winner if winner not in (PLAIN, DEFAULT) else names[0])
+    tree = parse_tree(max(names, key=lambda name: rows[name]["tokens_per_second"]))
     shape = [tree.N, tree.depth, tree.topk] if isinstance(tree, DynamicTree) else [list(path) for path in tree.paths]
     return {
         "dynamic" if isinstance(tree, DynamicTree) else "paths": shape,

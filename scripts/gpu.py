@@ -64,7 +64,7 @@ def parts(out: Path, name: str, tiny: bool) -> list[Part]:
             file = ["--json", str(out / f"{name}-{kind}.jsonl")]
             run.append(Part(kind, [*steps, *(["--quant", quant] if quant else []), *file], 150))
     run.sort(key=lambda part: part.name.endswith("half"))
-    tests = ["-q", "-n", "0", "-p", "no:cacheprovider", "tests/test_kernels_gpu.py", "tests/test_engine_gpu.py"]
+    tests = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/test_kernels_gpu.py", "tests/test_engine_gpu.py"]
     run.append(Part("tests", [*python, "pytest", *tests, *["--collect-only"] * tiny], 300))
     short = ["--limit", "1", "--max-new-tokens", "8", "--reps", "1", "--temperature", "0", "--only", "plain"]
     demo = [*bench, *(short if tiny else ["--max-seconds", "60"]), "--json", str(out / f"{name}-demo.jsonl")]
@@ -115,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
     if not chosen:
         names = ", ".join(part.name for part in parts(args.out, name, args.tiny))
         raise UsageError(f"--only {' '.join(args.only)}: the parts are {names}.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs is ended, too
     summary: dict[str, Any] = {"environment": environment(device), "parts": []}
     for part in chosen:
         try:

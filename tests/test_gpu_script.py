@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import time
 from dataclasses import replace
 from unittest import mock
 
@@ -21,6 +23,14 @@ from step import decode_step
 from support.files import read_json_lines
 
 TINY = ["--device", "cpu", "--tiny"]
+
+
+@pytest.fixture(autouse=True)
+def usual_sigterm():
+    """Puts the handler of SIGTERM back that `gpu.main` replaces."""
+    usual = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, usual)
 
 
 # ---- make gpu ----------------------------------------------------------------------------------------------
@@ -64,6 +74,21 @@ def test_an_interrupt_keeps_the_summary(tmp_path, monkeypatch):
     results = mock.Mock(side_effect=[{"part": "one", "ended": 0}, KeyboardInterrupt])
     monkeypatch.setattr(gpu, "run_part", results)
     assert gpu.main([*TINY, "--out", str(tmp_path)]) == 128 + signal.SIGINT
+    assert [p["part"] for p in json.loads((tmp_path / "cpu-tiny-summary.json").read_text())["parts"]] == ["one"]
+
+
+def test_a_run_that_is_terminated_ends_its_part(tmp_path, monkeypatch):
+    """SIGTERM ends the part that runs, so that nothing is left on the GPU, and the summary has the parts before it."""
+    alive = tmp_path / "alive"
+    code = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(2); open({str(alive)!r}, 'w')"
+    commands = {"one": "", "two": code}
+    monkeypatch.setattr(
+        gpu, "parts", lambda *_: [gpu.Part(n, [sys.executable, "-c", c], 9) for n, c in commands.items()]
+    )
+    with pytest.raises(SystemExit, match="143"):
+        gpu.main([*TINY, "--out", str(tmp_path)])
+    time.sleep(2.2)
+    assert not alive.exists()
     assert [p["part"] for p in json.loads((tmp_path / "cpu-tiny-summary.json").read_text())["parts"]] == ["one"]
 
 

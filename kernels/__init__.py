@@ -8,14 +8,16 @@ the active `KernelBackend` when it runs. The layout of a weight is chosen when t
 
 import kernels.choice as choice
 import kernels.draft as draft
-from kernels.attention import tree_attention, tree_attention_reference
+from kernels.attention import tree_attention
 from kernels.backend import (
     ACTIVATIONS,
     INTERPRETED,
     MODES,
     OPERATIONS,
     KernelBackend,
+    Operation,
     active_backend,
+    operation,
     round_activations,
     skip_operator,
     triton,
@@ -31,7 +33,7 @@ from kernels.draft import place_rows
 from kernels.experts import packed_experts
 from kernels.kv import KV_SCALE, commit_kv, dequantize_rows, quantize_rows, write_kv
 from kernels.linear import TopK, epilogue, packed_linear, packed_linear_norm, packed_topk, topk_reference
-from kernels.norm_rope import rms_norm, rms_norm_reference, rope_reference, rope_write_kv
+from kernels.norm_rope import rms_norm, rope_write_kv
 from kernels.overlap import can_overlap
 from kernels.packing import PackedWeight, dequantize, pack_float, pack_half, pack_int4, pack_int8, packed_rows
 from kernels.projection import packed_linear_rope

@@ -19,10 +19,8 @@ from kernels.backend import (
     active_backend,
     operation,
     round_activations,
-    skip_operator,
     triton,
     use_cpu,
-    use_triton,
 )
 from kernels.choice import Settings
 from kernels.cpu import BLOCK as CPU_BLOCK

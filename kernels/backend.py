@@ -211,9 +211,9 @@ class Operation:
         functools.update_wrapper(self, self.reference)
         signature = inspect.signature(self.inside or self.reference, eval_str=True)
         kinds = [p.annotation for p in signature.parameters.values()]
-        self.records = {i: kind for i, kind in enumerate(kinds) if hasattr(kind, "_fields")}
+        self.records = {i: kind for i, kind in enumerate(kinds) if _is_record(kind)}
         result = signature.return_annotation
-        self.result = result if hasattr(result, "_fields") else None
+        self.result = result if _is_record(result) else None
         self.defaults = [p.default for p in inspect.signature(self.reference).parameters.values()]
         self.operator = self._register(signature)
 
@@ -292,16 +292,14 @@ def operation(name: str, key: str, triton: Callable, shapes: Callable, **more) -
     return lambda reference: Operation(reference, name, key, triton, shapes, **more)
 
 
+def _is_record(kind: object) -> bool:
+    """Whether an annotation is a named tuple of tensors."""
+    return isinstance(kind, type) and issubclass(kind, tuple)
+
+
 def _without_operator(tensors: Sequence[Tensor]) -> bool:
     trained = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
     return trained or not (tensors[0].is_cuda or INTERPRETED)
-
-
-def skip_operator(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether plain code is called instead of an operator: on a CPU, where torch.compile fuses plain code,
-    and where gradients are needed, because operators have no backward."""
-    trained = x.requires_grad or (weight is not None and weight.requires_grad)
-    return (trained and torch.is_grad_enabled()) or not (x.is_cuda or INTERPRETED)
 
 
 def native(dtype: torch.dtype) -> bool:

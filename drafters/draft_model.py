@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from drafters.base import StepParts
-from drafters.tree_drafter import TreeDrafter
+from drafters.tree_drafter import DEFAULT_RULE, DraftRule, TreeDrafter
 from model import Nodes, Transformer
 from model_config import ModelConfig
 from tokenizer import Tokenizer
+from tree import DynamicTree, TreeTables
 
 
 class DraftModelDrafter(TreeDrafter):
@@ -18,10 +17,13 @@ class DraftModelDrafter(TreeDrafter):
 
     lead = 1
 
-    def __init__(self, target: Transformer, model: Transformer, *how: Any, **more: Any):
-        """The other arguments are those of TreeDrafter from `tree` on."""
+    def __init__(
+        self, target: Transformer, model: Transformer, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
+        rule: DraftRule = DEFAULT_RULE,
+    ):  # fmt: skip
+        """The other arguments are those of TreeDrafter."""
         check_vocabulary(target.config, model.config)
-        super().__init__(model, target.config.hidden_size, (), *how, **more)
+        super().__init__(model, target.config.hidden_size, (), tree, batch_size, slots, rule)
         self.model = model
         self.window = max(model.config.windows)
         if any(0 < window <= self.D for window in model.config.windows):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -16,6 +18,21 @@ from tree import DynamicTree, TreeTables
 from tree_building import expand, first_level, select
 
 SLIVER = 1e-9  # share of the draft's probability for tokens that the filters removed (multi-round)
+
+
+class DraftRule(NamedTuple):
+    """How a tree is drafted and verified."""
+
+    shared_noise: bool = True  # whether drafts know the target's noise
+    multi_round: str = ""  # "" for choice-and-walk, "without" or "with" replacement (static trees only)
+    # Nodes of a static tree that are probably accepted more rarely than that are left out, by the C++ kernels of CPUs.
+    p_min: float = 0.0
+    unpriced: bool = False  # p_min holds until the price of a node is known (`TreeDrafter.price`)
+    # Where the text repeats itself, up to so many tokens of its earlier continuation take the place of a pruned tree.
+    ngram_nodes: int = 0
+
+
+DEFAULT_RULE = DraftRule()
 
 
 class TreeDrafter(Drafter):
@@ -41,40 +58,26 @@ class TreeDrafter(Drafter):
         tree: DynamicTree | TreeTables,
         batch_size: int,
         slots: int,
-        shared_noise: bool = True,
-        multi_round: str = "",
-        p_min: float = 0.0,
-        unpriced: bool = False,
-        ngram_nodes: int = 0,
+        rule: DraftRule = DEFAULT_RULE,
     ):
         """A drafter for B sequences.
 
         Args:
             model: has `rotary` and `new_cache`.
             slots: of the target's cache.
-            multi_round: "" for choice-and-walk, "without" or "with" replacement (static trees only).
-            p_min: nodes of a static tree that are probably accepted more rarely than that are left out, by the C++
-                kernels of CPUs.
-            unpriced: p_min holds until the price of a node is known (`price`).
-            ngram_nodes: where the text repeats itself, up to so many tokens of its earlier continuation are drafted in
-                place of a pruned tree.
         """
-        super().__init__(tree.N + ngram_nodes, max(tree.D, ngram_nodes), feature_size, taps)
+        super().__init__(tree.N + rule.ngram_nodes, max(tree.D, rule.ngram_nodes), feature_size, taps)
         self.tree = tree
         self.rotary = model.rotary
-        self.shared_noise = shared_noise
-        self.multi_round = multi_round
+        self.shared_noise, self.multi_round, self.p_min, self.unpriced, self.ngram_nodes = rule
         self.dynamic = isinstance(tree, DynamicTree)
-        self.scoring = "noisy" if (self.dynamic or p_min) and shared_noise else "probability"
-        self.p_min = p_min
-        self.unpriced = unpriced
-        self.ngram_nodes = ngram_nodes
-        if multi_round and self.dynamic:
+        self.scoring = "noisy" if (self.dynamic or rule.p_min) and rule.shared_noise else "probability"
+        if rule.multi_round and self.dynamic:
             raise ValueError(
                 "--verify multi-round needs a static tree or a chain: re-ranking sampled children breaks its proof. "
                 "Use --tree paper25 or chain:K."
             )
-        if p_min and self.dynamic:
+        if rule.p_min and self.dynamic:
             raise ValueError("--prune needs a static tree, like paper25; a dynamic one chooses its nodes itself.")
         scratch = tree.depth * tree.topk if self.dynamic else tree.run_rows  # cache rows of a tree
         self.slots = slots + self.lead + scratch

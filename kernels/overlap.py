@@ -13,7 +13,7 @@ def wait_for_the_kernel_before(OVERLAP: tl.constexpr):
     dependent launch, sm_90 and later).
 
     It lets the next kernel do the same, and then waits until the kernel before has ended and its memory can be seen. That
-    kernel waited in its turn, so all that was launched earlier has ended, too. `scripts.kernel_report` checks in the
+    kernel waited in its turn, so all that was launched earlier has ended, too. `tests/kernel_gate.py` checks in the
     machine code that no memory is accessed before the wait.
     """
     if OVERLAP:

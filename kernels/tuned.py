@@ -50,7 +50,7 @@ def linear_config(
     """The default tiling of a weight [n, k], from its shape and the GPU alone.
 
     A GeForce card since Ampere adds fp16 products in fp16, whatever the number of rows is, because all rows must be
-    added up alike (`docs/kernel_report.md` says what it costs).
+    added up alike.
 
     It takes the tiling that lets the busiest multiprocessor end first, with at least four blocks of 128 k values
     for each program. A warp has 32 output columns.

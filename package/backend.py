@@ -22,7 +22,7 @@ RENAMED = {"load": "loading"}  # `eaglet.load` is the function
 NOT_SHIPPED = {"tests", "package"}  # of package/, SHIPPED_HERE goes into the package itself
 SHIPPED_HERE = ("__init__.py", "command.py")
 DATA = ("demo", "heads")  # folders without code
-IN_THE_REPOSITORY = {"demo", "gpu", "measured", "predict", "train_demo"}  # scripts that write into it
+IN_THE_REPOSITORY = {"demo", "gpu", "measured", "train_demo"}  # scripts that write into it
 LEFT_OUT = {".pyc", ".tmp", ".partial"}
 # What the texts of the program call things -> what they are called after installing.
 CALLED = {

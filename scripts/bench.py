@@ -7,6 +7,7 @@
     python -m scripts.bench --suite paper --checkpoint DIR --head HEAD --questions mt_bench/question.jsonl
     python -m scripts.bench --checkpoint FILE.gguf --kernels cpu --only plain --baseline hf --baseline llama.cpp
     python -m scripts.bench --shape llama-3-8b --quant int4 --synthetic-tau 3.5
+    python -m scripts.bench --shape llama-3-8b --quant int4 --steps 128,2048 --widths 16,60 --arm "e3=eagle=random:3"
     python -m scripts.bench --rows pp512,tg128,tg128@d1024
     python -m scripts.bench --compare A.jsonl B.jsonl
 
@@ -33,6 +34,7 @@ from bench.peers import LIBRARIES, check_peers, is_gguf, peers_of
 from bench.random_models import SHAPES, random_engine
 from bench.records import Lines, Settings, broken
 from bench.report import check_outputs, compare, report, write_plot
+from bench.steps import SLACK, numbers, step_lines
 from bench.suites import ask
 from cli.report import ranks_json
 from load import load
@@ -78,8 +80,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--allow-diff", action="store_true", help="print ratios of arms that differ, labelled")
     add = parser.add_argument_group("engine alone").add_argument
     add("--synthetic-tau", type=float, default=0.0, metavar="X", help="also: X / measured step time")
-    add("--shape", choices=tuple(SHAPES), help="random weights of this shape; needs --synthetic-tau")
+    add("--shape", choices=tuple(SHAPES), help="random weights of this shape; needs --synthetic-tau or --steps")
     add("--rows", default="", metavar="pp512,tg128@d4096", help="llama-bench rows of plain decoding")
+    add("--steps", default="", metavar="128,2048", help="the time of a step of every arm behind so many tokens")
+    add("--widths", default="", metavar="8,60", help="with --steps: also plain steps of so many nodes")
+    add("--batches", default="1", metavar="1,4", help="with --steps: with so many sequences")
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="JSON lines: every run, then the summary; -: the summary on stdout")
     add("--plot", metavar="PNG", help="speed, acceptance by depth, tau by position (needs matplotlib)")
@@ -93,8 +98,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     for name, least in (("reps", 1), ("max_new_tokens", 2), ("warmup_runs", 1)):
         if vars(args)[name] < least:
             raise UsageError(f"--{name.replace('_', '-')} is too small; allowed: {least} or more.")
-    if args.shape and not args.synthetic_tau:
-        raise UsageError("--shape has random weights; add --synthetic-tau X (tokens per step to assume).")
+    if args.shape and not (args.synthetic_tau or args.steps):
+        raise UsageError("--shape has random weights; add --synthetic-tau X (tokens per step to assume) or --steps.")
     if args.suite and (args.shape or args.arm):
         raise UsageError("--suite has arms of its own; leave --shape and --arm out.")
     if args.head and not args.suite:
@@ -107,17 +112,22 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(tuple(dict.fromkeys(args.temperature)), random_weights=bool(args.shape), **given)
 
 
-def prepare(args: argparse.Namespace, rows: list[str], progress: Progress) -> tuple[Bench, dict[str, Any]]:
-    """The arms and questions that the flags ask for, and what the JSON says of the model."""
+def prepare(
+    args: argparse.Namespace, rows: list[str], contexts: list[int], progress: Progress
+) -> tuple[Bench, dict[str, Any]]:
+    """The arms and questions that the flags ask for, and what the JSON says of the model.
+
+    rows, contexts: of --rows and --steps, which the context must hold.
+    """
     settings = settings_of(args)
     if args.shape:
         base = random_engine(args.shape, **options_from(args, *SHARED[1:]))
     else:
         base = load(**options_from(args, *SHARED))
-    least = max(map(row_context, rows), default=0)
+    least = max([*map(row_context, rows), *(context + SLACK for context in contexts)], default=0)
     questions, prompts, ctx = ask(args, base, 128, args.ctx, least)
     if least > ctx:
-        raise UsageError(f"--rows {args.rows} needs {least} of {ctx} tokens of context.")
+        raise UsageError(f"--rows or --steps needs {least} of {ctx} tokens of context.")
     model = {
         "checkpoint": args.shape or Path(args.checkpoint).resolve().name,
         "weights_sha256": fingerprint(base.model),
@@ -141,11 +151,15 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(args)
     check_peers(args.baseline, not args.shape and is_gguf(args.checkpoint), args.device)
     rows = [text.strip() for text in args.rows.split(",") if text.strip()]
+    contexts = numbers("--steps", args.steps) if args.steps else []
+    widths = numbers("--widths", args.widths) if args.widths else []
+    batches = numbers("--batches", args.batches)
     lines, progress = Lines(args.json), Progress(args.quiet)
-    bench, model = prepare(args, rows, progress)
+    bench, model = prepare(args, rows, contexts, progress)
     bandwidth = copy_bandwidth(bench.arms[0].engine.model.device)
-    compared = bool(not rows or args.arm or args.questions)
-    summary = run_session(bench, rows, compared, model, bandwidth, lines.write)
+    compared = bool(args.questions or not (rows or contexts) or (rows and args.arm))
+    steps = step_lines(bench.arms, contexts, widths, batches, bandwidth) if contexts else ()
+    summary = run_session(bench, rows, steps, compared, model, bandwidth, lines.write)
     progress.close()
     lines.write(summary)
     written = lines.close(summary["interrupted"])

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from bench.kernel_timing import KERNELS, MODELS, PEERS, TOKENS, dram_bytes, finished, layers, time_kernel, tune_device
+from bench.kernels import KERNELS, MODELS, PEERS, TOKENS, layers, time_kernel, tune_device
 from kernels.tuned import tuned_file
 from support.errors import command_parser, run_command
 from support.files import append_json_lines
@@ -40,11 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
         "activations in the thousands may overflow"
     ))  # fmt: skip
     add("--seconds", type=float, default=float("inf"), help="with --tune: begin no shape later than this")
-    add("--dram", action="store_true", help="count the DRAM bytes of the first model's gate-up with Nsight Compute")
-    add("--tuned", type=Path, default=tuned_file(), help="file that --tune writes")
+    add("--tuned", type=Path, default=tuned_file(), help="file that --tune adds to")
     add("--json", type=Path, help="append the lines to this file")
-    add("--resume", action="store_true", help="skip what --json holds for this device and torch, or what --tuned holds")
-    add("--done", type=Path, nargs="*", default=[], help="with --resume: and these files")
     return parser
 
 
@@ -62,42 +59,34 @@ def start(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error("--device cuda: no CUDA device here; use --device cpu --quick to try the script")
     if min(args.m) < 1 or args.repeats < 1:
         parser.error("--m and --repeats must be at least 1")
-    if args.dram:
-        for line in dram_bytes(args.models[0], args.m, dtype, device):
-            print(json.dumps(line), flush=True)
-            if args.json:
-                append_json_lines(args.json, line)
-        return 0
     if not args.tune:
         return run(args, device, dtype)
     if device.type != "cuda":
         parser.error("--tune measures a GPU; there is nothing to tune on a CPU")
-    how = args.repeats, args.tuned, args.fp16_sums, args.seconds, args.resume
-    tune_device(args.models, dtype, device, *how)
+    tune_device(args.models, dtype, device, args.repeats, args.tuned, args.fp16_sums, args.seconds)
     return 0
 
 
 def run(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> int:
-    """Time every kernel on every layer that has no line yet."""
+    """Time every kernel on every layer."""
     divide, tokens, repeats = (16, args.m[:2], 1) if args.quick else (1, args.m, args.repeats)
     bandwidth = copy_bandwidth(device, (1 << 24) if args.quick else None)
     where = "cpu (reference; not a GPU measurement)"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     common = dict(device=where, torch=torch.__version__, dtype=args.dtype, copy_gbs=round(bandwidth / 1e9, 1))
-    done = finished([args.json, *args.done], common) if args.resume and args.json else set()
-    measured = len(done)
+    measured = 0
     shapes = [(model, layer, *shape) for model in args.models for layer, shape in layers(model).items()]
     for (model, layer, n, k), kernel in itertools.product(shapes, args.kernels):
         n, k = n // divide, max(128, k // divide // 128 * 128)
-        if all((n, k, kernel, m) in done for m in tokens) or (kernel.endswith("gated") and layer != "gate_up"):
+        if kernel.endswith("gated") and layer != "gate_up":
             continue
         row = common | dict(model=model, layer=layer, n=n, k=k, kernel=kernel)
-        for found in time_kernel(kernel, n, k, tokens, dtype, device, repeats, bandwidth):
-            measured += "us" in found
-            print(json.dumps(row | found), flush=True)
+        for line in time_kernel(kernel, n, k, tokens, dtype, device, repeats, bandwidth):
+            measured += "us" in line
+            print(json.dumps(row | line), flush=True)
             if args.json:
-                append_json_lines(args.json, row | found)
+                append_json_lines(args.json, row | line)
     return 0 if measured or set(args.kernels) <= set(PEERS) else 1
 
 

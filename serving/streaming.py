@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -59,13 +59,24 @@ class Reply:
         await response(scope, receive, send)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send what becomes certain, all that is known at one moment together.
+
+        Nothing is sent before the first news of the job, so that an error until then has a status of its own.
+        """
         begun = False
         try:
-            async for data in self._lines():
+            async for event in self.job.events():
+                messages: list[Message] = []
                 if not begun:
                     begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                await self._body(send, data)
+                    messages += self.writer.start()
+                if event is not None:
+                    messages += self.writer.part(self.job.answers[event.index].take(event))
+                if messages or event is None:
+                    await self._body(send, _encoded(messages) or PING)
+            if len(self.job.results) == len(self.job.answers):
+                await self._body(send, _encoded(self.writer.end()))
         except TimeoutError:
             raise
         except Exception as failure:
@@ -73,26 +84,8 @@ class Reply:
             if not begun:
                 await error_response(error)(scope, receive, send)
                 return
-            await self._body(send, Message(error.body()).encode())
+            await self._body(send, _encoded([Message(error.body())]))
         await self._body(send, b"", more=False)
-
-    async def _lines(self) -> AsyncIterator[bytes]:
-        """The messages of a stream, encoded. All that is known at one moment comes together.
-
-        Nothing comes before the first news of the job, so that an error until then has a status of its own.
-        """
-        begun = False
-        async for event in self.job.events():
-            messages: list[Message] = []
-            if not begun:
-                begun = True
-                messages += self.writer.start()
-            if event is not None:
-                messages += self.writer.part(self.job.answers[event.index].take(event))
-            if messages or event is None:
-                yield _encoded(messages) or PING
-        if len(self.job.results) == len(self.job.answers):
-            yield _encoded(self.writer.end())
 
     async def _body(self, send: Send, data: bytes, more: bool = True) -> None:
         async with asyncio.timeout(self.send_seconds):

@@ -24,7 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 import model
 import tree
 import tree_choice
-from bench import step_cells
+from bench.random_models import SHAPES, random_head, random_model
+from drafting import build_drafter
+from engine import Engine, EngineConfig
+from load import open_backend
+from model_config import DTYPES
+from options import LoadOptions
 from tree import TreeTables
 
 
@@ -236,12 +241,11 @@ class Indexing(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def fake_gpu_cells(monkeypatch):
-    """A `step_cells.Builder` for fake CUDA tensors: what would be copied from the host is made in place there."""
+def fake_gpu(monkeypatch):
+    """Tensors on "cuda" are fake ones inside: what would be copied from the host is made in place there."""
     properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20, major=9, minor=0, name="fake")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "fake")
-    monkeypatch.setattr(step_cells, "free", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", mock.Mock())
 
     def build(self, device, length=None):
@@ -252,7 +256,24 @@ def fake_gpu_cells(monkeypatch):
     ready = tree.tree_tables([tree.PAPER25])
     monkeypatch.setattr(tree_choice, "tree_tables", lambda which, device: on_fake_gpu(ready))
     with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
-        yield step_cells.Builder(torch.device("cuda"))
+        yield
+
+
+TREES = {16: "dynamic:16,7,8", 24: "dynamic:24,7,8", 26: "paper25", 60: "dynamic:60,7,10"}
+
+
+def step_engine(shape, quant, version, nodes):
+    """An engine of random weights on the fake GPU. nodes: of its tree, 1 for plain decoding; version: of its head."""
+    config, device = SHAPES[shape], torch.device("cuda")
+    drafting = {"eagle": "random", "tree": TREES[nodes]} if nodes > 1 else {}
+    dtype = "float16" if quant else "bfloat16"  # the quantized kernels are fastest in fp16
+    options = LoadOptions(shape, ctx=256, dtype=dtype, device="cuda", eagle_always=True, **drafting)
+    backend = open_backend(LoadOptions(device="cuda"), lambda note: None)
+    with torch.no_grad(), backend.active():
+        target = random_model(config, quant, device, DTYPES[dtype])
+        head = random_head(target, version, quant or "int8") if nodes > 1 else None
+        drafter = build_drafter(target, options, backend, head)
+        return Engine(target, None, drafter, EngineConfig.of(options, backend, head))
 
 
 def on_fake_gpu(thing):

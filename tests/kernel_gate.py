@@ -1,9 +1,12 @@
 """Compile a Triton kernel ahead of time, without a GPU, and read its machine code.
 
-`inspect` counts registers, spills, shared memory and instructions, and names the gates that a kernel fails: it spills; the
-loop of fp16 symmetric g128 int4 needs more than 2.7 instructions per weight up to 16 rows or more than 3.5 up to 32; a
-quantized loop stores decoded weights to shared memory or copies nothing asynchronously; wgmma reads shared memory without
-a proxy fence; a kernel that is launched early accesses memory before its wait.
+`inspect` counts registers, spills, shared memory and instructions, and names the gates that a kernel fails:
+
+- it spills;
+- the loop of fp16 symmetric g128 int4 needs more than 2.7 instructions per weight up to 16 rows, or 3.5 up to 32;
+- a quantized loop stores decoded weights to shared memory, or copies nothing asynchronously;
+- wgmma reads shared memory without a proxy fence;
+- a kernel that is launched early accesses memory before its wait.
 """
 
 from __future__ import annotations
@@ -16,10 +19,9 @@ import tempfile
 from pathlib import Path
 
 import triton
-from triton.backends.compiler import GPUTarget
 from kernel_variants import Variant
+from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
-
 
 # Arguments that need not be multiples of 16.
 INDIVISIBLE = set("scale eps M T R ROWS PARTS DIV arrivals".split())

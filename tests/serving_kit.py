@@ -8,13 +8,14 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from engine import Engine
 from options import DEMO
-from runtime.results import Chunk, GenerationResult
+from runtime.results import Chunk, GenerationResult, TokenLogprob
+from sampling_params import SamplingParams
 from serving.app import Api
 from serving.scheduler import ServeSettings
 from serving.server import Server, bind
@@ -94,7 +95,15 @@ class ScriptedStream:
     gate: is called before every token after the first one, so that a test can hold the answer there.
     """
 
-    def __init__(self, engine: Engine, prompt: list[int], params: Any, text: str, logprob: Any = None, gate=None):
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: list[int],
+        params: SamplingParams,
+        text: str,
+        logprob: Callable[[int], TokenLogprob] | None = None,
+        gate: Callable[[], object] | None = None,
+    ):
         self.ids = engine.tokenizer.encode(text, add_bos=False)
         self.decoder = engine.tokenizer.stream(continuation=True)
         self.params = params

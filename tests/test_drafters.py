@@ -22,6 +22,7 @@ from drafters.draft_model import DraftModelDrafter, check_vocabulary
 from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
 from drafters.ngram import NGramDrafter, WithNGrams, graft, lookup
+from drafters.tree_drafter import DraftRule
 from eagle_draft import EagleDrafter
 from engine import Engine, EngineConfig
 from load import load
@@ -55,7 +56,7 @@ def medusa_heads(target=MODEL, count=4, own=False, seed=9) -> MedusaHeads:
 
 def draft_model(model=MODEL, small=SMALL, B=1, tree=SHALLOW, **options):
     built = tables(tree, B)
-    return DraftModelDrafter(model, small, built, B, CTX + built.N + 1, **options)
+    return DraftModelDrafter(model, small, built, B, CTX + built.N + 1, DraftRule(**options))
 
 
 def eagle(model=MODEL, B=1, tree=SHALLOW, K=6):

@@ -25,7 +25,6 @@ from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
 
 from bench.report import compare
 from bench.suites import read_suite
-from bench.tree_search import read_statistics
 from drafting import build_head
 from kernels.tuned import read_tuned
 from load import load
@@ -145,8 +144,6 @@ ROW = {"suite": "s", "temperature": 0.0, "arm": "a", "tokens_per_second": 3.0, "
 SUMMARY = {"type": "summary", "environment": {"x": {"y": 1}}, "settings": {}, "model": {}, "rows": [ROW]}
 SUMMARY |= {"arms": [{"arm": "a", "options": {}}]}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-COUNTS = {"temperature": 0.0, "trials": [[3, 2], [1, 1]], "hits": [[2, 1], [1, 0]]}
-COUNTS |= {"dynamic": [{"dynamic": [8, 3, 4], "tau": 1.5}]}
 M = "model.safetensors"
 FORMATS = {
     "hf": Format(("config.json", M), lambda f: save_hf(tiny(UNTIED), f), logits),
@@ -186,9 +183,6 @@ FORMATS = {
     ),
     "bench": Format(
         ("b.jsonl",), one_file("b.jsonl", lines(RUN, SUMMARY)), lambda f: compare(f / "b.jsonl", f / "b.jsonl")
-    ),
-    "statistics": Format(
-        ("s.json",), one_file("s.json", {"statistics": [COUNTS]}), lambda f: read_statistics(f / "s.json")
     ),
     "body": Format(("b.json",), one_file("b.json", CHAT), lambda f: parse_object((f / "b.json").read_bytes())),
 }
@@ -461,7 +455,7 @@ def test_a_group_size_of_compressed_tensors_is_read(tmp_path):
 
 DEEP = "[" * 100_000 + "]" * 100_000
 FILES = {"tree": "t.json", "tuned": "t.json", "questions": "q.jsonl", "texts": "t.jsonl", "training": "t.jsonl"}
-FILES |= {"bench": "b.jsonl", "statistics": "s.json", "body": "b.json", "generation": "generation_config.json"}
+FILES |= {"bench": "b.jsonl", "body": "b.json", "generation": "generation_config.json"}
 
 
 @pytest.mark.parametrize("form", FILES)

@@ -50,15 +50,11 @@ COMMANDS = {
     "download": "-m scripts.download no-such-owner/no-such-model --out {new}",
     "bench": f"-m scripts.bench --only n-gram {BRIEF}",
     "bench_kernels": "-m scripts.bench_kernels --device cpu --quick --dtype float32 --models llama-3-8b",
-    "tune_tree": "-m scripts.tune_tree --prompts 4 --max-new-tokens 12 --rounds 1 --reps 1 --max-nodes 8 "
-    "--max-depth 4 --out {m}/tree.json",
+    "tune_tree": "-m scripts.tune_tree --prompts 4 --max-new-tokens 12 --reps 1 --trees chain:1 --out {m}/tree.json",
     "evaluate": "-m scripts.evaluate --max-tokens 2048",
     "serve": "-m scripts.serve --kernels reference --port 0",
     "demo": "-m scripts.demo",
-    "predict": "-m scripts.predict --write {m}/predicted.md",
-    "widths": "-m scripts.widths --nodes 1 2 --repeats 2 --json {m}/widths.json",
-    "gpu": "-m scripts.gpu --device cpu --tiny --out {m}/gpu --only bandwidth",
-    "step_time": "-m scripts.step_time --device cpu --tiny --json {m}/steps.jsonl --no-launches --repeats 2 --steps 2",
+    "gpu": "-m scripts.gpu --device cpu --tiny --out {m}/gpu --only demo",
     "eaglet": "-m package.command bench --help",
 }
 

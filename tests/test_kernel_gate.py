@@ -24,8 +24,8 @@ def assert_gates_hold(arch: int, quick: bool) -> None:
 
 @pytest.mark.parametrize("arch", kernel_variants.ARCHITECTURES)
 def test_the_kernels_at_risk_pass_the_gates(arch):
-    """No spill, no decoded weight through shared memory, no wgmma, and at most 2.7 instructions per int4 weight at 16 rows
-    in the kernels that have been too large before."""
+    """No spill, no decoded weight through shared memory, no wgmma, and at most 2.7 instructions per int4 weight at 16
+    rows in the kernels that have been too large before."""
     assert_gates_hold(arch, quick=True)
 
 

@@ -22,7 +22,7 @@ import generate
 import kernels
 import sampling
 import tree as trees
-from bench.kernel_timing import layers
+from bench.kernels import layers
 from bench.random_models import SHAPES
 from drafters.base import DraftInput
 from eagle_draft import EagleDrafter, EagleHead
@@ -575,7 +575,7 @@ def test_triton_interpreter(group):
 def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path, capsys):
     """Catches a measured tiling that is lost, taken from another GPU or never used, a slower one that wins,
     and a bad file that stops the program."""
-    from bench import kernel_timing
+    from bench import kernels as kernel_timing
     from scripts import bench_kernels
 
     path, shapes = tmp_path / "cache" / "kernels.json", [(4096, 4096, 4), (4096, 4096, 8), (64, 128, 4)]

@@ -7,13 +7,12 @@ a process of its own.
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from fake_cuda import KERNELS, Launches, OneDevice, fake_gpu_cells
+from fake_cuda import KERNELS, Launches, OneDevice, fake_gpu, step_engine
 from tiny import CTX, DRAFT_VOCAB, PROMPT, tables, tiny_head, tiny_model
 
 import eagle_draft
@@ -24,13 +23,11 @@ import step
 import tree as trees
 import tree_building
 import verify
-from bench import prediction as predict
-from bench import step_cells, step_time
+from bench.steps import pin
 from eagle_draft import EagleDrafter
 from engine import Engine, EngineConfig
 from kernels import KernelBackend, choice, draft, records
 from sampling import SamplingMode, SamplingParams, SamplingState
-from tree import parse_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("noise", "choose", "draft_topk", "draft_tree", "commit")
@@ -42,10 +39,9 @@ TOP_P = dict(temperature=1.0, top_p=0.9)
 # ---- counts ------------------------------------------------------------------------------------------------
 
 
-def counted(builder, cell, settings):
+def counted(engine, settings):
     """The launches of one step by (part, operator). The parts are target layers, draft layers, draft, and the rest."""
-    engine = builder.engine(cell, "eager")
-    step_time.pin(engine, cell.context)
+    pin(engine, 128)
     count = Launches()
 
     def in_part(owner, name, part):
@@ -66,7 +62,7 @@ def counted(builder, cell, settings):
         torch.no_grad(), engine.backend.active(), OneDevice(), count,
     ):  # fmt: skip
         step.decode_step(engine.model, engine.drafter, engine.state, SamplingParams(**settings).mode)
-    return count.counts, len(engine.drafter.level_widths()) + 1 if cell.head else 0
+    return count.counts, len(engine.drafter.level_widths()) + 1 if engine.drafter.D else 0
 
 
 @needs_triton
@@ -88,26 +84,14 @@ def test_a_step_launches_few_kernels(
     layers and draft forwards. layer: of a layer of the target; norms of few rows are not launches of their own. whole:
     of the step.
     """
-    cell = replace(step_cells.grid(shape, quant, head, [nodes], (128,))[0])
-    with fake_gpu_cells(monkeypatch) as builder:
-        counts, forwards = counted(builder, cell, settings)
+    with fake_gpu(monkeypatch):
+        counts, forwards = counted(step_engine(shape, quant, head, nodes), settings)
     outside = {key: count for key, count in counts.items() if "layer" not in key[0]}
     assert sum(outside.values()) <= forwards * draft_each + rest, outside
     assert sum(count for (part, _), count in outside.items() if part == "settle") <= 5
     layers = sum(count for (part, _), count in counts.items() if part == "layer")
     print(f"{sum(counts.values())} launches, {layers} in layers")
     assert layers <= layer * 32 + 1 and sum(counts.values()) <= whole, counts
-
-
-@needs_triton
-@pytest.mark.parametrize("setup", predict.SETUPS, ids=lambda setup: f"{setup.shape} {setup.tree or 'plain'}")
-def test_the_prediction_counts_the_launches_of_today_s_step(monkeypatch, setup):
-    """Gaps between kernels on docs/rtx3090_prediction.md that belong to an older step."""
-    nodes = parse_tree(setup.tree).N if setup.tree else 1
-    cell = replace(step_cells.grid(setup.shape, "int4", setup.head or 1, [nodes], (128,))[0], tree=setup.tree)
-    with fake_gpu_cells(monkeypatch) as builder:
-        counts, _ = counted(builder, cell, {})
-    assert sum(counts.values()) == setup.launches
 
 
 # ---- the kernels against plain code ------------------------------------------------------------------------

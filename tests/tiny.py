@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tree as trees
 from drafters.base import Draft, Drafter, DraftInput
+from drafters.tree_drafter import DraftRule
 from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine, EngineConfig
 from model import Transformer
@@ -96,7 +97,7 @@ def tables(tree, batch_size: int = 1):
 def eagle_drafter(head: EagleHead, tree, batch_size: int = 1, **options) -> EagleDrafter:
     """`tree`: as in `tables`."""
     built = tables(tree, batch_size)
-    return EagleDrafter(head, built, batch_size, CTX + built.N + 1, **options)
+    return EagleDrafter(head, built, batch_size, CTX + built.N + 1, DraftRule(**options))
 
 
 def eagle_engine(

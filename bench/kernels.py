@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import glob
-import io
 import json
 import math
-import os
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,9 +18,8 @@ from torch import Tensor
 
 import kernels
 from bench.random_models import SHAPES
-from bench.timing import captured, describe, times
+from bench.steps import captured, milliseconds
 from kernels.tuned import read_tuned, write_tuned
-from support.files import read_json_lines
 from support.machine import synchronize
 
 MODELS = ("llama-2-13b", "llama-2-70b", "llama-2-7b", "llama-3-8b", "mixtral-8x7b")
@@ -70,7 +63,7 @@ def measure(calls: list[Callable[[], Tensor]], device: torch.device, repeats: in
 
     replay = captured(run, device)
     replay()  # the first replay uploads the graph
-    samples = times(replay, device, repeats, partial(synchronize, device))
+    samples = [milliseconds(replay, partial(synchronize, device), device) for _ in range(repeats)]
     return statistics.median(samples) / 1e3 / len(calls)
 
 
@@ -163,7 +156,7 @@ def time_kernel(
     bandwidth: of a copy, in bytes per second.
     """
     size = weight_bytes(name, n, k, dtype)
-    found: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     first = None
     try:
         functions, takes = make_kernel(name, n, k, dtype, device, rotating(size, device))
@@ -171,20 +164,13 @@ def time_kernel(
             x = torch.randn(m, k, device=device, dtype=takes)
             s = measure([partial(f, x) for f in functions], device, repeats)
             first = first or s
-            found.append({
+            lines.append({
                 "m": m, "us": round(s * 1e6, 2), "gbs": round(size / s / 1e9, 1),
                 "share_of_copy": round(size / s / bandwidth, 3), "over_first_m": round(s / first, 3),
             })  # fmt: skip
     except Exception as problem:  # whatever a peer raises is its result
-        found.append({"skipped": describe(problem)})
-    return found
-
-
-def finished(paths: Sequence[Path], common: dict[str, Any]) -> set[tuple[int, int, str, int]]:
-    """(n, k, kernel, rows) of earlier lines with the same device, torch and dtype as `common`."""
-    same = {key: common[key] for key in ("device", "torch", "dtype")}
-    lines = [line for path in paths for line in read_json_lines(path) if same.items() <= line.items()]
-    return {(line["n"], line["k"], line["kernel"], line["m"]) for line in lines if "us" in line}
+        lines.append({"skipped": f"{type(problem).__name__}: {problem}"[:300]})
+    return lines
 
 
 def candidates(n: int, k: int, bits: int, multiprocessors: int, half: bool = False) -> list[kernels.LinearConfig]:
@@ -194,11 +180,11 @@ def candidates(n: int, k: int, bits: int, multiprocessors: int, half: bool = Fal
     """
     base = kernels.linear_config(n, k, bits, multiprocessors)
     splits = {1, max(1, base.split_k // 2), base.split_k, min(2 * base.split_k, max(1, k // 256))}
-    found = [base._replace(split_k=split, block_n=block) for split in sorted(splits) for block in (64, 128)]
-    found += [base._replace(warps=warps) for warps in (2, 4, 8) if warps != base.warps]
-    found += [base._replace(stages=base.stages + change) for change in (-1, 1)]
-    found += [c._replace(accumulate="float16") for c in [base, *found] if half and bits == 4]
-    return list(dict.fromkeys([base, *found]))
+    near = [base._replace(split_k=split, block_n=block) for split in sorted(splits) for block in (64, 128)]
+    near += [base._replace(warps=warps) for warps in (2, 4, 8) if warps != base.warps]
+    near += [base._replace(stages=base.stages + change) for change in (-1, 1)]
+    near += [c._replace(accumulate="float16") for c in [base, *near] if half and bits == 4]
+    return list(dict.fromkeys([base, *near]))
 
 
 def tune(
@@ -230,12 +216,12 @@ def tune(
 
 def tune_device(
     models: Sequence[str], dtype: torch.dtype, device: torch.device, repeats: int, path: Path, half: bool,
-    seconds: float = math.inf, resume: bool = False,
+    seconds: float = math.inf,
 ) -> None:  # fmt: skip
     """Time the tilings of every layer of `models` on this GPU, print the best and keep them in the file `path`.
 
-    Each shape is written as soon as it is known, the largest first. None is begun after `seconds`, and with `resume`
-    those in the file are skipped.
+    Each shape is written as soon as it is known, the largest first. Shapes that the file holds are skipped, and none is
+    begun after `seconds`.
     """
     began = time.monotonic()
     properties = torch.cuda.get_device_properties(device)
@@ -250,7 +236,7 @@ def tune_device(
         return measure(calls, device, repeats)
 
     shapes = {(n, k, bits) for m in models for n, k in layers(m).values() for bits in (4, 8)}
-    known = read_tuned(properties.name, path)[0] if resume else {}
+    known = read_tuned(properties.name, path)[0]
     # Those of an int4 model come first: int4 layers and an int8 LM head.
     shapes = sorted(shapes, key=lambda s: ((s[2] == 4) == (s[0] < 30000), s[0] * s[1]), reverse=True)
     shapes = [shape for shape in shapes if kernels.shape_key(*shape) not in known]
@@ -267,63 +253,3 @@ def tune_device(
         write_tuned(properties.name, best, path)
         count += 1
     print(f"{count} tilings of {properties.name} written to {path}", file=sys.stderr)
-
-
-def dram_bytes(model: str, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
-    """Bytes that the int4 gate-up of a model moves to and from DRAM, counted by Nsight Compute, by number of rows.
-
-    The profiler runs this file's `profiled`. Where it is absent or may not count, the line says so.
-    """
-    n, k = layers(model)["gate_up"]
-    row = {"model": model, "layer": "gate_up", "n": n, "k": k, "kernel": "int4-gated", "tool": "ncu"}
-    profiler = shutil.which(
-        "ncu", path=os.pathsep.join([os.environ.get("PATH", ""), *glob.glob("/usr/local/cuda*/bin")])
-    )
-    if profiler is None:
-        return [row | {"skipped": "Nsight Compute (ncu) is not installed"}]
-    lines = []
-    for m in tokens:
-        code = f"from bench.kernel_timing import profiled; profiled({n}, {k}, {m}, {str(dtype)!r}, {str(device)!r})"
-        command = [profiler, "--csv", "--metrics", ",".join(DRAM), "--kernel-name", "linear_kernel"]
-        command += ["--launch-skip", "1", "--launch-count", "1", sys.executable, "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parent.parent)
-        found = read_counters(done.stdout)
-        if found.keys() != set(DRAM):
-            problem = [
-                line for line in done.stdout.splitlines() + done.stderr.splitlines() if "ERR" in line or "==" in line
-            ]
-            return [
-                *lines,
-                row | {"m": m, "skipped": " ".join(problem[-2:])[:300] or f"ncu ended with {done.returncode}"},
-            ]
-        read, written = (round(found[name]) for name in DRAM)
-        weights = weight_bytes("int4", n, k, dtype)
-        lines.append(row | {"m": m, "dram_read": read, "dram_written": written, "weight_bytes": weights})
-    return lines
-
-
-DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-
-
-def read_counters(text: str) -> dict[str, float]:
-    """Bytes by metric from the CSV that ncu prints between its own messages."""
-    start = text.find('"ID"')
-    if start < 0:
-        return {}
-    scale = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
-    rows = csv.DictReader(io.StringIO(text[start:]))
-    return {
-        r["Metric Name"]: float(r["Metric Value"].replace(",", "")) * scale[r["Metric Unit"]]
-        for r in rows
-        if r.get("Metric Name") in DRAM
-    }
-
-
-@torch.no_grad()
-def profiled(n: int, k: int, m: int, dtype: str, device: str) -> None:
-    """Two calls of a gated linear on different weights, of which the profiler counts the second."""
-    kind, where = getattr(torch, dtype.removeprefix("torch.")), torch.device(device)
-    x = torch.randn(m, k, device=where, dtype=kind)
-    for _ in range(2):
-        kernels.packed_linear(x, random_weight("int4", n, k, kind, where), gated=True)
-    synchronize(where)

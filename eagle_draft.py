@@ -240,7 +240,7 @@ class EagleHead(nn.Module):
 
 
 def _join_cpu(
-    table: Tensor, tokens: Tensor | None, feature: Tensor, source: Tensor | None, *how: Any
+    table: Tensor, tokens: Tensor | None, feature: Tensor, source: Tensor | None, *norms: Tensor | float | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     embedding = table if tokens is None else F.embedding(tokens, table)
     source = None if source is None else source.contiguous()

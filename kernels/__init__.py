@@ -1,9 +1,8 @@
 # ruff: noqa: F401
 """Every operation that has a hand-written Triton kernel, next to its plain-PyTorch reference.
 
-The reference has the same signature and is also what runs on a CPU. Where the backend makes a difference, the
-operation is a torch operator (`torch.ops.eaglet.*`) that torch.compile does not look into. The operator asks
-the active `KernelBackend` when it runs. The layout of a weight is chosen when the weight is packed.
+An `Operation` decides which of them, or of the C++ kernels, does a call. Linear layers follow the layout that was chosen
+when their weight was packed.
 """
 
 import kernels.choice as choice

@@ -244,7 +244,7 @@ def _join_cpu(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     embedding = table if tokens is None else F.embedding(tokens, table)
     source = None if source is None else source.contiguous()
-    return torch.ops.eaglet_cpu.join_rows.default(embedding.contiguous(), feature.contiguous(), source, *how)
+    return torch.ops.eaglet_cpu.join_rows.default(embedding.contiguous(), feature.contiguous(), source, *norms)
 
 
 @kernels.operation(

@@ -119,13 +119,9 @@ class EagleHead(nn.Module):
         if self.config.version == 3:
             norms = self.layer.input_norm.weight, self.layer.hidden_norm.weight, self.layer.input_norm.eps
         keep_normed = self.config.norm_before_residual
-        if feature.shape[-1] % 8 == 0 and kernels.use_cpu("draft_tree", feature):
-            embedding = embed(tokens).contiguous()
-            source = None if source is None else source.contiguous()
-            return torch.ops.eaglet_cpu.join_rows.default(embedding, feature.contiguous(), source, *norms, keep_normed)
-        if kernels.skip_operator(feature, None) or not isinstance(embed, nn.Embedding):  # a quantized one is a module
-            return self.joined_train(tokens, feature if source is None else take_rows(feature, source))
-        return torch.ops.eaglet.join_rows(embed.weight, tokens, feature, source, *norms, keep_normed)
+        if isinstance(embed, nn.Embedding):
+            return join_rows(embed.weight, tokens, feature, source, *norms, keep_normed)
+        return join_rows.outside(embed(tokens), None, feature, source, *norms, keep_normed)  # a quantized one
 
     def joined_train(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """`joined` with gradients."""
@@ -243,26 +239,30 @@ class EagleHead(nn.Module):
         return attention.o(out.transpose(1, 2).flatten(2))
 
 
-@torch.library.custom_op("eaglet::join_rows", mutates_args=())
-def _join_operator(
-    table: Tensor, tokens: Tensor, feature: Tensor, source: Tensor | None, table_norm: Tensor | None,
+def _join_cpu(
+    table: Tensor, tokens: Tensor | None, feature: Tensor, source: Tensor | None, *norms: Tensor | float | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    embedding = table if tokens is None else F.embedding(tokens, table)
+    source = None if source is None else source.contiguous()
+    return torch.ops.eaglet_cpu.join_rows.default(embedding.contiguous(), feature.contiguous(), source, *norms)
+
+
+@kernels.operation(
+    "join_rows", "draft_tree", kernels.draft.join_rows, kernels.draft.join_shapes, cpu=_join_cpu,
+    cpu_problem=lambda table, tokens, feature, *rest: None if feature.shape[-1] % 8 else "", at=(2,), copies=True,
+)  # fmt: skip
+def join_rows(
+    table: Tensor, tokens: Tensor | None, feature: Tensor, source: Tensor | None, table_norm: Tensor | None,
     feature_norm: Tensor | None, eps: float, keep_normed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    norms = None if table_norm is None else (table_norm, feature_norm)
-    if kernels.use_triton("draft_tree", feature):
-        return kernels.draft.join_rows(table, tokens, feature, source, norms, eps, keep_normed)
-    embedding = F.embedding(tokens, table)
+    """`kernels.draft.join_rows`. Without tokens, which only plain code and C++ can do, table is the embeddings."""
+    embedding = table if tokens is None else F.embedding(tokens, table)
     feature = feature if source is None else take_rows(feature, source)
-    if norms is None:
-        return feature[:, :0].clone(), torch.cat((embedding, feature), -1)
-    normed = kernels.rms_norm_reference(feature, feature_norm, eps)
-    joined = torch.cat((kernels.rms_norm_reference(embedding, table_norm, eps), normed), -1)
-    return normed if keep_normed else feature.clone(), joined
-
-
-@_join_operator.register_fake
-def _(table, tokens, feature, source, table_norm, feature_norm, eps, keep_normed):
-    return kernels.draft.join_shapes(feature, tokens.shape[1], table_norm is not None)
+    if table_norm is None:
+        return feature[:, :0], torch.cat((embedding, feature), -1)
+    normed = kernels.rms_norm(feature, feature_norm, eps)
+    joined = torch.cat((kernels.rms_norm(embedding, table_norm, eps), normed), -1)
+    return normed if keep_normed else feature, joined
 
 
 class EagleDrafter(TreeDrafter):
@@ -281,7 +281,7 @@ class EagleDrafter(TreeDrafter):
         return self.head.draft_ids
 
     def predict(self, output: Tensor) -> Tensor:
-        return self.head.predict(output) if kernels.skip_operator(output, None) else self.head.narrow_logits(output)
+        return self.head.narrow_logits(output)
 
     def top(self, output: Tensor, count: int) -> kernels.TopK | None:
         return self.head.top(output, count)

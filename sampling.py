@@ -144,30 +144,16 @@ def gumbel_noise(seed: Tensor, positions: Tensor, token_ids: Tensor, hashed: boo
     return v.neg_().log1p_().neg_().log_().neg_()
 
 
+@kernels.operation(
+    "noise_ahead", "noise", kernels.choice.noise, kernels.choice.noise_shape,
+    cpu=lambda *args: torch.ops.eaglet_cpu.noise.default(*args),
+)  # fmt: skip
 def noise_ahead(seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> Tensor:
     """`gumbel_noise` of the positions n + 1 to n + rows, [B,rows,V]. seed and n [B]; hashes [V] from `hash_ids`.
 
     Kernels make floats that may differ from those of `gumbel_noise` in the last bits.
     """
-    if kernels.use_cpu("noise"):
-        return torch.ops.eaglet_cpu.noise.default(seed, n, rows, hashes)
-    operator = _noise_ahead if kernels.skip_operator(n, None) else torch.ops.eaglet.noise_ahead
-    return operator(seed, n, rows, hashes)
-
-
-def _noise_ahead(seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> Tensor:
     return gumbel_noise(seed, n[:, None] + 1 + torch.arange(rows, device=n.device), hashes, hashed=True)
-
-
-@torch.library.custom_op("eaglet::noise_ahead", mutates_args=())
-def _noise_operator(seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> Tensor:
-    run = kernels.choice.noise if kernels.use_triton("noise", n) else _noise_ahead
-    return run(seed, n, rows, hashes)
-
-
-@_noise_operator.register_fake
-def _(seed, n, rows, hashes):
-    return n.new_empty(n.shape[0], rows, hashes.shape[0], dtype=torch.float32)
 
 
 def uniform_noise(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
@@ -362,10 +348,7 @@ def choose(
     logits [B,N,V] are penalised and not yet divided by the temperature. noise [B,P,V] has a row for every node, or with
     depth [B,N] a row for every depth. Without noise, or if mode.sample is False, the choice is greedy.
     """
-    noise = noise if mode.sample else None
-    if kernels.skip_operator(logits, None) and not _on_cpu(logits, mode):
-        return _choose(logits, noise, depth, _settings(state), mode.filters)
-    return choose_and_check(logits, noise, state, mode, depth)[0]
+    return _choose(logits, noise if mode.sample else None, depth, _settings(state), mode.filters)[0]
 
 
 def choose_and_check(
@@ -373,48 +356,41 @@ def choose_and_check(
 ) -> tuple[Tensor, Tensor]:
     """(`choose`, `finite`) of the same logits. Kernels do both in one call."""
     noise = noise if mode.sample else None
-    if _on_cpu(logits, mode):
-        noise, depth = (None if t is None else t.contiguous() for t in (noise, depth))
-        return torch.ops.eaglet_cpu.choose.default(logits.contiguous(), noise, depth, state.temperature)
-    if kernels.skip_operator(logits, None):
-        return choose(logits, noise, state, mode, depth), finite(logits)
-    return torch.ops.eaglet.choose(logits, noise, depth, *_settings(state), mode.filters)
-
-
-def _on_cpu(logits: Tensor, mode: SamplingMode) -> bool:
-    """Whether the C++ kernels can look at these logits. They have no filters."""
-    return not mode.filters and kernels.use_cpu("choose", logits)
+    choice, usable = _choose(logits, noise, depth, _settings(state), mode.filters)
+    return choice, finite(logits) if usable is None else usable
 
 
 def _settings(state: SamplingState) -> kernels.Settings:
     return kernels.Settings(state.temperature, state.top_k, state.top_p, state.min_p)
 
 
+def _check_too(
+    logits: Tensor, noise: Tensor | None, depth: Tensor | None, settings: kernels.Settings, filters: bool
+) -> tuple[Tensor, Tensor]:
+    return _choose.reference(logits, noise, depth, settings, filters)[0], finite(logits)
+
+
+def _choose_cpu(
+    logits: Tensor, noise: Tensor | None, depth: Tensor | None, settings: kernels.Settings, _filters: bool
+) -> tuple[Tensor, Tensor]:
+    noise, depth = (None if t is None else t.contiguous() for t in (noise, depth))
+    return torch.ops.eaglet_cpu.choose.default(logits.contiguous(), noise, depth, settings.temperature)
+
+
+@kernels.operation(
+    "choose", "choose", kernels.choice.choose, kernels.choice.choose_shapes, inside=_check_too, cpu=_choose_cpu,
+    cpu_problem=lambda logits, noise, depth, settings, filters: None if filters else "",
+)  # fmt: skip
 def _choose(
     logits: Tensor, noise: Tensor | None, depth: Tensor | None, settings: kernels.Settings, filters: bool
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
+    """(`choose`, `finite`). Only kernels find both in one call; plain code returns None for what nobody may want."""
     if noise is None:
-        return _argmax(logits)
+        return _argmax(logits), None
     if depth is not None and depth.shape[1] > 1:
         noise = noise.gather(1, depth[..., None].expand(-1, -1, logits.shape[-1]))
     keys = logits + settings.temperature * noise
-    return _argmax(torch.where(survivors(logits, settings), keys, -math.inf) if filters else keys)
-
-
-@torch.library.custom_op("eaglet::choose", mutates_args=())
-def _choose_operator(
-    logits: Tensor, noise: Tensor | None, depth: Tensor | None, temperature: Tensor, top_k: Tensor, top_p: Tensor,
-    min_p: Tensor, filters: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    settings = kernels.Settings(temperature, top_k, top_p, min_p)
-    if kernels.use_triton("choose", logits):
-        return kernels.choice.choose(logits, noise, depth, settings, filters)
-    return _choose(logits, noise, depth, settings, filters), finite(logits)
-
-
-@_choose_operator.register_fake
-def _(logits, noise, depth, temperature, top_k, top_p, min_p, filters):
-    return logits.new_empty(logits.shape[:2], dtype=torch.int64), logits.new_empty(logits.shape[:2], dtype=torch.bool)
+    return _argmax(torch.where(survivors(logits, settings), keys, -math.inf) if filters else keys), None
 
 
 def draft_keys(
@@ -457,14 +433,23 @@ def draft_topk(
     noise [B,1 or W,V of the target]; ids [K] of the target that the draft vocabulary stands for, None for all.
     """
     noise = noise if mode.sample else None
-    if _on_cpu(draft_logits, mode):
-        rows = draft_logits.contiguous(), None if noise is None else noise.contiguous()
-        return torch.ops.eaglet_cpu.draft_topk.default(*rows, ids, state.temperature, noisy_scores, count)
-    if kernels.skip_operator(draft_logits, None):
-        return _draft_topk(draft_logits, noise, ids, _settings(state), mode.filters, noisy_scores, count)
-    return torch.ops.eaglet.draft_topk(draft_logits, noise, ids, *_settings(state), mode.filters, noisy_scores, count)
+    if not draft_logits.is_cuda:  # only Triton reads 16-bit logits
+        draft_logits = draft_logits.to(torch.promote_types(draft_logits.dtype, torch.float32))
+    return _draft_topk(draft_logits, noise, ids, _settings(state), mode.filters, noisy_scores, count)
 
 
+def _draft_topk_cpu(
+    logits: Tensor, noise: Tensor | None, ids: Tensor | None, settings: kernels.Settings, _filters: bool,
+    noisy_scores: bool, count: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows = logits.contiguous(), None if noise is None else noise.contiguous()
+    return torch.ops.eaglet_cpu.draft_topk.default(*rows, ids, settings.temperature, noisy_scores, count)
+
+
+@kernels.operation(
+    "draft_topk", "draft_topk", kernels.choice.draft_topk, kernels.choice.draft_topk_shapes, cpu=_draft_topk_cpu,
+    cpu_problem=lambda logits, noise, ids, settings, filters, *rest: None if filters else "",
+)  # fmt: skip
 def _draft_topk(
     draft_logits: Tensor, noise: Tensor | None, ids: Tensor | None, settings: kernels.Settings, filters: bool,
     noisy_scores: bool, count: int,
@@ -474,23 +459,6 @@ def _draft_topk(
     keys, scores = draft_keys(draft_logits, noise, settings, mode, noisy_scores)
     best = keys.topk(count, -1).indices
     return best, scores.gather(-1, best)
-
-
-@torch.library.custom_op("eaglet::draft_topk", mutates_args=())
-def _draft_topk_operator(
-    logits: Tensor, noise: Tensor | None, ids: Tensor | None, temperature: Tensor, top_k: Tensor, top_p: Tensor,
-    min_p: Tensor, filters: bool, noisy: bool, count: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    settings = kernels.Settings(temperature, top_k, top_p, min_p)
-    run = kernels.choice.draft_topk if kernels.use_triton("draft_topk", logits) else _draft_topk
-    return run(logits, noise, ids, settings, filters, noisy, count)
-
-
-@_draft_topk_operator.register_fake
-def _(logits, noise, ids, temperature, top_k, top_p, min_p, filters, noisy, count):
-    shape = (*logits.shape[:2], count)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=wide)
 
 
 def _behind(x: Tensor, alive: Tensor, raw: Tensor) -> Tensor:

@@ -233,10 +233,7 @@ def _commit(
     draft: Draft, accepted: Accepted, features: Tensor, usable: Tensor, state: DecodeState, mode: SamplingMode
 ) -> StepOutput:
     """Move the accepted path's cache rows, append its tokens, apply stop ids and the limit, and fill a ring row."""
-    write = _write if kernels.skip_operator(state.n, None) else torch.ops.eaglet.commit
-    if kernels.use_cpu("commit", features):
-        write = torch.ops.eaglet_cpu.commit.default
-    count, finite, source, target = write(accepted, usable, features.contiguous(), state.step_buffers())
+    count, finite, source, target = _write(accepted, usable, features.contiguous(), state.step_buffers())
     if accepted.path.shape[1] > 1:
         kernels.commit_kv(state.kv, source, target)
     if mode.penalties:
@@ -246,6 +243,10 @@ def _commit(
     return StepOutput(accepted.emitted, count, finite, accepted.path, draft)
 
 
+@kernels.operation(
+    "commit", "commit", kernels.draft.commit, kernels.draft.commit_shapes, mutates=("buffers",), at=(2,),
+    cpu=lambda *args: torch.ops.eaglet_cpu.commit.default(*args),
+)  # fmt: skip
 def _write(
     accepted: Accepted, usable: Tensor, features: Tensor, buffers: StepBuffers
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -281,17 +282,3 @@ def _write(
     buffers.ring.narrow(2, 0, row.shape[1]).index_copy_(0, buffers.step % RING, row[None])
     buffers.step.add_(1)
     return count, finite, source, target
-
-
-@torch.library.custom_op("eaglet::commit", mutates_args=("buffers",))
-def _commit_operator(
-    accepted: list[Tensor], usable: Tensor, features: Tensor, buffers: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_write` for the lists of an `Accepted` and of `StepBuffers`."""
-    write = kernels.draft.commit if kernels.use_triton("commit", features) else _write
-    return write(Accepted(*accepted), usable, features, StepBuffers(*buffers))
-
-
-@_commit_operator.register_fake
-def _(accepted, usable, features, buffers):
-    return kernels.draft.commit_shapes(Accepted(*accepted).path)

@@ -79,13 +79,10 @@ def first_level(tokens: Tensor, scores: Tensor, ids: Tensor | None = None) -> Po
 
     ids [Vd]: the target's ids of the tokens, None if these are the target's already.
     """
-    if kernels.skip_operator(tokens, None):
-        return _first_level(tokens, scores, ids)
-    return Pool(*torch.ops.eaglet.expand([], tokens, scores, ids))
+    return _grow([], tokens, scores, ids)
 
 
-def _first_level(tokens: Tensor, scores: Tensor, ids: Tensor | None = None) -> Pool:
-    tokens = tokens if ids is None else ids[tokens]
+def _first_level(tokens: Tensor, scores: Tensor) -> Pool:
     B, K = tokens.shape
     ids = torch.arange(K, device=tokens.device).expand(B, K)
     visible = torch.eye(K, dtype=torch.bool, device=tokens.device).expand(B, K, K)
@@ -100,54 +97,33 @@ def expand(pool: Pool, tokens: Tensor, scores: Tensor, ids: Tensor | None = None
     the candidates, because with shared noise they are selected by other keys than they are scored by. ids as in
     `first_level`.
     """
-    if kernels.skip_operator(tokens, None):
-        return _expand(pool, tokens, scores, ids)
-    before = pool.tokens, pool.scores, pool.parent, pool.frontier, pool.visible
-    return Pool(*torch.ops.eaglet.expand(before, tokens, scores, ids))
+    return _grow([pool.tokens, pool.scores, pool.parent, pool.frontier, pool.visible], tokens, scores, ids)
 
 
-def _expand(pool: Pool, tokens: Tensor, scores: Tensor, ids: Tensor | None = None) -> Pool:
+@kernels.operation("expand", "draft_tree", kernels.draft.expand, kernels.draft.expand_shapes, at=(2,), copies=True)
+def _grow(before: list[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor | None) -> Pool:
+    """`expand` of the tokens, scores, parents, frontier and visible rows of a pool, or `first_level` of none."""
     tokens = tokens if ids is None else ids[tokens]
-    B, K = pool.frontier.shape
-    base = pool.scores.gather(1, pool.frontier)[..., None]
+    if not before:
+        return _first_level(tokens, scores)
+    pool_tokens, pool_scores, parent, frontier, visible = before
+    B, K = frontier.shape
+    base = pool_scores.gather(1, frontier)[..., None]
     # A child scores no higher than its parent and has a higher flat id, so `select` never keeps it without its parent.
     total = torch.minimum(_usable(_usable(scores) + base), base).flatten(1)
     best = _best(total, K)
     flat = tokens.flatten(1)
-    inherited = pool.visible.gather(1, (best // K)[..., None].expand(-1, -1, pool.visible.shape[2]))
+    inherited = visible.gather(1, (best // K)[..., None].expand(-1, -1, visible.shape[2]))
     own = torch.eye(K, dtype=torch.bool, device=tokens.device).expand(B, K, K)
     return Pool(
-        tokens=torch.cat([pool.tokens, flat], 1),
-        scores=torch.cat([pool.scores, total], 1),
-        parent=torch.cat([pool.parent, pool.frontier.repeat_interleave(K, 1)], 1),
-        frontier=pool.tokens.shape[1] + best,
+        tokens=torch.cat([pool_tokens, flat], 1),
+        scores=torch.cat([pool_scores, total], 1),
+        parent=torch.cat([parent, frontier.repeat_interleave(K, 1)], 1),
+        frontier=pool_tokens.shape[1] + best,
         frontier_tokens=flat.gather(1, best),
         source=best // K,
         visible=torch.cat([inherited, own], 2),
     )
-
-
-@torch.library.custom_op("eaglet::expand", mutates_args=())
-def _expand_operator(
-    before: list[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`expand` of the tokens, scores, parents, frontier and visible rows of a pool, or `first_level` of none."""
-    if kernels.use_triton("draft_tree", scores):
-        return kernels.draft.expand(before, tokens, scores, ids)
-    if not before:
-        pool = _first_level(tokens, scores, ids)
-    else:
-        *fields, frontier, visible = before
-        pool = Pool(*fields, frontier, frontier_tokens=frontier, source=frontier, visible=visible)
-        pool = _expand(pool, tokens, scores, ids)
-    return tuple(field.clone() for field in pool)  # An operator may not return views.
-
-
-@_expand_operator.register_fake
-def _(before, tokens, scores, ids):
-    wide = scores.new_empty(scores.shape, dtype=torch.promote_types(scores.dtype, torch.float32))
-    P, R = (before[0].shape[1], before[-1].shape[2]) if before else (0, 0)
-    return kernels.draft.expand_shapes(tokens, wide, P, R)
 
 
 def select(
@@ -162,38 +138,32 @@ def select(
     P = pool.tokens.shape[1]
     if not 1 <= N <= P + 1:
         raise ValueError(f"dynamic tree: N is {N}, allowed 1 to {P + 1} for a pool of {P} candidates")
-    if live is not None or N == 1 or kernels.skip_operator(root, None):
-        return _select(pool, root, ids, N, D, live)
-    return DraftTree(*torch.ops.eaglet.select(pool.tokens, pool.scores, pool.parent, root, ids, N, D))
+    grow = _select.reference if live is not None or N == 1 else _select
+    return grow(pool.tokens, pool.scores, pool.parent, root, ids, N, D, live)
 
 
-def _select(pool: Pool, root: Tensor, ids: Tensor | None, N: int, D: int, live: Tensor | None) -> DraftTree:
-    P = pool.tokens.shape[1]
-    flat = _best(pool.scores, N - 1)
+def _pool_problem(tokens: Tensor, *_rest) -> str:
+    return f"the pool has more than {LARGEST_POOL} candidates" if tokens.shape[1] > LARGEST_POOL else ""
+
+
+@kernels.operation(
+    "select", "draft_tree", kernels.draft.select, kernels.draft.select_shapes, problem=_pool_problem, at=(1,),
+    copies=True,
+)  # fmt: skip
+def _select(
+    tokens: Tensor, scores: Tensor, parent: Tensor, root: Tensor, ids: Tensor | None, N: int, D: int,
+    live: Tensor | None,
+) -> DraftTree:  # fmt: skip
+    P = tokens.shape[1]
+    flat = _best(scores, N - 1)
     if live is not None:
         flat = flat.where(torch.arange(1, N, device=root.device) < live[:, None], P)
     flat = flat.sort(dim=-1).values
     valid = pad(flat < P, (1, 0), value=True)
     flat = flat.clamp(max=P - 1)
-    above = pool.parent.gather(1, flat)
+    above = parent.gather(1, flat)
     parent = pad(torch.where((above < 0) | ~valid[:, 1:], 0, torch.searchsorted(flat, above) + 1), (1, 0))
     ancestors, depth = ancestors_from_parents(parent, D, valid)
-    tokens = pool.tokens.gather(1, flat)
+    tokens = tokens.gather(1, flat)
     tokens = torch.cat([root[:, None], tokens if ids is None else ids[tokens]], 1)
-    return DraftTree(tokens, parent, depth, ancestors, valid, pad(pool.scores.gather(1, flat), (1, 0)))
-
-
-@torch.library.custom_op("eaglet::select", mutates_args=())
-def _select_operator(
-    tokens: Tensor, scores: Tensor, parent: Tensor, root: Tensor, ids: Tensor | None, N: int, D: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    problem = f"the pool has more than {LARGEST_POOL} candidates" if tokens.shape[1] > LARGEST_POOL else ""
-    if kernels.use_triton("draft_tree", scores, problem):
-        return kernels.draft.select(tokens, scores, parent, root, ids, N, D)
-    pool = Pool(tokens, scores, parent, parent, parent, parent, parent)
-    return tuple(field.clone() for field in _select(pool, root, ids, N, D, None))
-
-
-@_select_operator.register_fake
-def _(tokens, scores, parent, root, ids, N, D):
-    return kernels.draft.select_shapes(tokens, scores, N)
+    return DraftTree(tokens, parent, depth, ancestors, valid, pad(scores.gather(1, flat), (1, 0)))

@@ -15,6 +15,10 @@ from kernels.records import Accepted
 from tree import TreeTables
 
 
+@kernels.operation(
+    "accept", "commit", kernels.draft.accept, kernels.draft.accept_shapes,
+    cpu=lambda *args: torch.ops.eaglet_cpu.accept.default(*(t.contiguous() for t in args[:-1]), args[-1]),
+)  # fmt: skip
 def accept(
     tokens: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, valid: Tensor, choice: Tensor, D: int
 ) -> Accepted:
@@ -25,16 +29,6 @@ def accept(
     Siblings may repeat a token only if the choice depends on a node's token path alone, as position-keyed noise does;
     otherwise the search for the deepest copy would bias the output.
     """
-    tables = tokens, parent, depth, ancestors, valid, choice
-    if kernels.use_cpu("commit"):
-        return Accepted(*torch.ops.eaglet_cpu.accept.default(*(t.contiguous() for t in tables), D))
-    run = _accept if kernels.skip_operator(tokens, None) else torch.ops.eaglet.accept
-    return Accepted(*run(*tables, D))
-
-
-def _accept(
-    tokens: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, valid: Tensor, choice: Tensor, D: int
-) -> Accepted:
     N = tokens.shape[1]
     node = torch.arange(N, device=tokens.device)
     match = (valid & (tokens == choice.gather(1, parent))) | (node == 0)
@@ -46,19 +40,6 @@ def _accept(
     path = ((depth[:, None] == level[:, None]) & on_path).mul(node).sum(-1).where(level <= length, last)
     emitted = choice.gather(1, path)
     return Accepted(path, length.squeeze(1) + 1, choice.gather(1, last).squeeze(1), emitted)
-
-
-@torch.library.custom_op("eaglet::accept", mutates_args=())
-def _accept_operator(
-    tokens: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, valid: Tensor, choice: Tensor, D: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    run = kernels.draft.accept if kernels.use_triton("commit", tokens) else _accept
-    return tuple(run(tokens, parent, depth, ancestors, valid, choice, D))
-
-
-@_accept_operator.register_fake
-def _(tokens, parent, depth, ancestors, valid, choice, D):
-    return kernels.draft.accept_shapes(tokens, D)
 
 
 def multi_round(

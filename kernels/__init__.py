@@ -1,26 +1,25 @@
 # ruff: noqa: F401
 """Every operation that has a hand-written Triton kernel, next to its plain-PyTorch reference.
 
-The reference has the same signature and is also what runs on a CPU. Where the backend makes a difference, the
-operation is a torch operator (`torch.ops.eaglet.*`) that torch.compile does not look into. The operator asks
-the active `KernelBackend` when it runs. The layout of a weight is chosen when the weight is packed.
+An `Operation` decides which of them, or of the C++ kernels, does a call. Linear layers follow the layout that was chosen
+when their weight was packed.
 """
 
 import kernels.choice as choice
 import kernels.draft as draft
-from kernels.attention import tree_attention, tree_attention_reference
+from kernels.attention import tree_attention
 from kernels.backend import (
     ACTIVATIONS,
     INTERPRETED,
     MODES,
     OPERATIONS,
     KernelBackend,
+    Operation,
     active_backend,
+    operation,
     round_activations,
-    skip_operator,
     triton,
     use_cpu,
-    use_triton,
 )
 from kernels.choice import Settings
 from kernels.cpu import BLOCK as CPU_BLOCK
@@ -31,7 +30,7 @@ from kernels.draft import place_rows
 from kernels.experts import packed_experts
 from kernels.kv import KV_SCALE, commit_kv, dequantize_rows, quantize_rows, write_kv
 from kernels.linear import TopK, epilogue, packed_linear, packed_linear_norm, packed_topk, topk_reference
-from kernels.norm_rope import rms_norm, rms_norm_reference, rope_reference, rope_write_kv
+from kernels.norm_rope import rms_norm, rope_write_kv
 from kernels.overlap import can_overlap
 from kernels.packing import PackedWeight, dequantize, pack_float, pack_half, pack_int4, pack_int8, packed_rows
 from kernels.projection import packed_linear_rope

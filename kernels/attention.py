@@ -8,50 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import dot, jit, native, tl, triton, use_cpu, use_triton
-from kernels.kv import cache_problem, dequantize_rows, load_rows, scales_of
+from kernels.backend import dot, jit, native, operation, tl, triton
+from kernels.kv import cache_problem, cpu_problem, dequantize_rows, load_rows, scales_of
 from kernels.overlap import overlapping, wait_for_the_kernel_before
-
-
-def tree_attention(
-    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
-    arrived: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of T rows over a static cache -> [B,T,Hq,hd] in q's dtype. There is no backward.
-
-    q [B,Hq,T,hd].
-    kv [2,B,Hkv,S,hd] or int8 [2,B,Hkv,S,hd+4]: one layer, which already holds the rows of this forward.
-    start [B] int64: the first slot of the region. Row r of the region lies in slot min(start + r, S-1).
-    visible [B,T,R] bool: whether query t may see row r of the region, with the window already applied.
-    positions [B,T] int64: the position of each query.
-    window: of the slots j < start, which are history, a query sees all if window <= 0, else those with
-    j > position - window.
-    arrived: counters at zero, as `rope_write_kv` returns them. They are zero again afterwards. Without them the
-    operator makes its own, which is one launch more.
-
-    A row that a query may not see never influences it, even if it holds NaN. On a CPU `start` is read on the
-    host.
-    """
-    problem = "a head is not a multiple of 16 values" if q.shape[-1] % 16 else cache_problem(kv)
-    if use_cpu("tree_attention", q, kv, problem=problem):
-        visible = visible.expand(q.shape[0], -1, -1).contiguous()
-        rows = q.transpose(1, 2).contiguous(), kv, start, visible, positions.contiguous()
-        return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale)
-    return torch.ops.eaglet.tree_attention(q, kv, start, visible, positions, window, scale, arrived)
-
-
-def tree_attention_reference(
-    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float
-) -> Tensor:
-    """Plain-PyTorch `tree_attention`. It reads `start` on the host, so its cost follows the live length."""
-    starts = start.tolist()
-    if len(starts) == 1:
-        return _attend_one(q, kv, visible[0], positions[0], starts[0], window, scale).transpose(1, 2).contiguous()
-    rows = [
-        _attend_one(q[b : b + 1], kv[:, b : b + 1], visible[b], positions[b], n, window, scale)
-        for b, n in enumerate(starts)
-    ]
-    return torch.cat(rows).transpose(1, 2).contiguous()
 
 
 def _attend_one(
@@ -373,22 +332,47 @@ def _tree_attention_triton(
     return out
 
 
-def _tree_attention(q, kv, start, visible, positions, window, scale, arrived):
-    problem = cache_problem(kv) if kv.dtype in (q.dtype, torch.int8) else "queries and cache differ in dtype"
-    if use_triton("tree_attention", q, problem):
-        return _tree_attention_triton(q, kv, start, visible, positions, window, scale, arrived)
-    return tree_attention_reference(q, kv, start, visible, positions, window, scale)
+def _attention_problem(q: Tensor, kv: Tensor, *_rest) -> str:
+    return cache_problem(kv) if kv.dtype in (q.dtype, torch.int8) else "queries and cache differ in dtype"
 
 
-def _register() -> torch.library.Library:
-    """Register the operator by hand. `custom_op` would add 20 us to every call on a CPU."""
-    library = torch.library.Library("eaglet", "FRAGMENT")
-    arguments = "Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale"
-    library.define(f"tree_attention({arguments}, Tensor? arrived) -> Tensor")
-    library.impl("tree_attention", _tree_attention, "CompositeExplicitAutograd")
-    fake = lambda q, *rest: q.new_empty(q.transpose(1, 2).shape)  # noqa: E731
-    torch.library.register_fake("eaglet::tree_attention", fake, lib=library)
-    return library
+def _attention_cpu(
+    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float, _arrived: None
+) -> Tensor:
+    visible = visible.expand(q.shape[0], -1, -1).contiguous()
+    rows = q.transpose(1, 2).contiguous(), kv, start, visible, positions.contiguous()
+    return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale)
 
 
-_LIBRARY = _register()  # The registration lives as long as this object.
+@operation(
+    "tree_attention", "tree_attention", _tree_attention_triton, lambda q, *rest: q.new_empty(q.transpose(1, 2).shape),
+    problem=_attention_problem, cpu=_attention_cpu, cpu_problem=lambda q, kv, *rest: cpu_problem(q, kv), plain=False,
+    by_hand=True,
+)  # fmt: skip
+def tree_attention(
+    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
+    arrived: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of T rows over a static cache -> [B,T,Hq,hd] in q's dtype. There is no backward.
+
+    q [B,Hq,T,hd].
+    kv [2,B,Hkv,S,hd] or int8 [2,B,Hkv,S,hd+4]: one layer, which already holds the rows of this forward.
+    start [B] int64: the first slot of the region. Row r of the region lies in slot min(start + r, S-1).
+    visible [B,T,R] bool: whether query t may see row r of the region, with the window already applied.
+    positions [B,T] int64: the position of each query.
+    window: of the slots j < start, which are history, a query sees all if window <= 0, else those with
+    j > position - window.
+    arrived: counters at zero, as `rope_write_kv` returns them. They are zero again afterwards. Without them the
+    operator makes its own, which is one launch more.
+
+    A row that a query may not see never influences it, even if it holds NaN. Plain code reads `start` on the host, so
+    its cost follows the live length.
+    """
+    starts = start.tolist()
+    if len(starts) == 1:
+        return _attend_one(q, kv, visible[0], positions[0], starts[0], window, scale).transpose(1, 2).contiguous()
+    rows = [
+        _attend_one(q[b : b + 1], kv[:, b : b + 1], visible[b], positions[b], n, window, scale)
+        for b, n in enumerate(starts)
+    ]
+    return torch.cat(rows).transpose(1, 2).contiguous()

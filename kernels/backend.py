@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -148,19 +150,27 @@ def use_triton(operation: str, x: Tensor, problem: str = "") -> bool:
     return not problem
 
 
-def use_cpu(operation: str, *tensors: Tensor, problem: str = "") -> bool:
-    """Whether `operation` runs its C++ kernel on these tensors, which must be float32 and need no gradient.
+def use_cpu(operation: str, *tensors: Tensor, problem: str | None = "") -> bool:
+    """Whether `operation` runs its C++ kernel on these tensors. They must need no gradient and be float32 or integers.
 
-    problem: why the kernel cannot do this call, or "". It is noted in `KernelBackend.declined`.
+    problem: why the kernel cannot do this call, or "". It is noted in `KernelBackend.declined`. None: it cannot, which is
+    not noted.
     """
+    backend = _cpu_backend(operation)
+    return backend is not None and _takes(backend, operation, tensors, problem)
+
+
+def _cpu_backend(operation: str) -> KernelBackend | None:
     backend = None if torch.compiler.is_compiling() else active_backend()  # a compiled step never has this backend
-    if backend is None or backend.table[operation][0] != "cpu":
-        return False
-    if any(t.dtype != torch.float32 for t in tensors):
+    return None if backend is None or backend.table[operation][0] != "cpu" else backend
+
+
+def _takes(backend: KernelBackend, operation: str, tensors: Sequence[Tensor], problem: str | None) -> bool:
+    if problem is not None and any([t.dtype != torch.float32 and t.is_floating_point() for t in tensors]):
         problem = "the dtype is not float32"
     if problem:
         backend.declined[operation] = problem
-    return not problem and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    return problem == "" and not (torch.is_grad_enabled() and any([t.requires_grad for t in tensors]))
 
 
 def round_activations() -> bool:
@@ -169,11 +179,127 @@ def round_activations() -> bool:
     return backend is None or backend.activations == "int8"
 
 
-def skip_operator(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether plain code is called instead of an operator: on a CPU, where torch.compile fuses plain code,
-    and where gradients are needed, because operators have no backward."""
-    trained = x.requires_grad or (weight is not None and weight.requires_grad)
-    return (trained and torch.is_grad_enabled()) or not (x.is_cuda or INTERPRETED)
+@dataclass(eq=False)
+class Operation:
+    """What the backend makes a difference for: the one place that decides which implementation does a call.
+
+    A call runs the C++ kernel if the active backend wants it. Otherwise plain code runs on a CPU, where torch.compile
+    fuses it, and where gradients are needed, because operators have no backward. Everywhere else the call is one of
+    the torch operator `torch.ops.eaglet.NAME`, into which torch.compile does not look. When this runs or is captured,
+    it runs the Triton kernel, or the reference if the backend or the kernel does not want the call.
+
+    All functions below take the arguments of the reference, which are positional. Arguments that are named tuples of
+    tensors are lists of tensors in the operator, and so is a result.
+    """
+
+    reference: Callable  # plain PyTorch
+    name: str  # of the operator
+    key: str  # in `KernelBackend.table`; operations may share one
+    triton: Callable
+    shapes: Callable  # empty outputs
+    cpu: Callable | None = None  # calls the C++ kernel
+    cpu_problem: Callable[..., str | None] | None = None  # as `use_cpu` takes it
+    problem: Callable[..., str] | None = None  # why Triton cannot do a call, or ""
+    mutates: Sequence[str] = ()  # the arguments that are written
+    at: tuple[int, ...] = (0,)  # the arguments whose dtypes, device and gradients decide
+    plain: Callable[..., bool] | bool = True  # whether the reference may take the place of the operator
+    inside: Callable | None = None  # what the operator runs instead of the reference
+    copies: bool = False  # whether the reference returns views, which an operator may not
+    by_hand: bool = False  # register the operator without `custom_op`, which adds 20 us to every call on a CPU
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.reference)
+        signature = inspect.signature(self.inside or self.reference, eval_str=True)
+        kinds = [p.annotation for p in signature.parameters.values()]
+        self.records = {i: kind for i, kind in enumerate(kinds) if _is_record(kind)}
+        result = signature.return_annotation
+        self.result = result if _is_record(result) else None
+        self.defaults = [p.default for p in inspect.signature(self.reference).parameters.values()]
+        self.operator = self._register(signature)
+
+    def __call__(self, *args):
+        if len(args) < len(self.defaults):
+            args = (*args, *self.defaults[len(args) :])
+        tensors = [args[i] for i in self.at]
+        if self.cpu is not None and self._in_cpp(args, tensors):
+            out = self.cpu(*args)
+        elif _without_operator(tensors) and (self.plain if isinstance(self.plain, bool) else self.plain(*args)):
+            return self.reference(*args)
+        else:
+            out = self.operator(*args)
+        return out if self.result is None else self.result(*out)
+
+    def outside(self, *args):
+        """A call that only C++ and plain code can do."""
+        tensors = [args[i] for i in self.at]
+        return self.cpu(*args) if self._in_cpp(args, tensors) else self.reference(*args)
+
+    def _in_cpp(self, args: Sequence, tensors: Sequence[Tensor]) -> bool:
+        backend = _cpu_backend(self.key)
+        if backend is None:
+            return False
+        return _takes(backend, self.key, tensors, "" if self.cpu_problem is None else self.cpu_problem(*args))
+
+    def _run(self, *args):
+        """What the operator does."""
+        args = self._named(args)
+        problem = "" if self.problem is None else self.problem(*args)
+        if use_triton(self.key, args[self.at[0]], problem):
+            out = self.triton(*args)
+        else:
+            out = (self.inside or self.reference)(*args)
+            if self.copies:
+                out = [tensor.clone() for tensor in out]
+        return out if out is None or isinstance(out, Tensor) else tuple(out)
+
+    def _named(self, args: Sequence) -> list:
+        return [self.records[i](*value) if i in self.records else value for i, value in enumerate(args)]
+
+    def _register(self, signature: inspect.Signature) -> Callable:
+        """Define the operator. It has no defaults, because it would not hand on arguments that equal them."""
+
+        def declared():
+            pass
+
+        parameters = [
+            p.replace(default=p.empty, annotation=list[Tensor] if i in self.records else p.annotation)
+            for i, p in enumerate(signature.parameters.values())
+        ]
+        declared.__signature__ = signature.replace(parameters=parameters)
+        if self.result is not None:
+            returns = tuple[(Tensor,) * len(self.result._fields)]
+            declared.__signature__ = declared.__signature__.replace(return_annotation=returns)
+        schema = torch.library.infer_schema(declared, mutates_args=self.mutates)
+        full = f"eaglet::{self.name}"
+
+        def fake(*args):
+            return self.shapes(*self._named(args))
+
+        if self.by_hand:
+            _LIBRARY.define(self.name + schema)
+            _LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
+            torch.library.register_fake(full, fake, lib=_LIBRARY)
+        else:
+            torch.library.custom_op(full, self._run, mutates_args=self.mutates, schema=schema).register_fake(fake)
+        return getattr(torch.ops.eaglet, self.name).default
+
+
+_LIBRARY = torch.library.Library("eaglet", "FRAGMENT")  # its registrations live as long as this object
+
+
+def operation(name: str, key: str, triton: Callable, shapes: Callable, **more) -> Callable[[Callable], Operation]:
+    """A decorator: the function is the reference of an `Operation`, whose other fields are the arguments."""
+    return lambda reference: Operation(reference, name, key, triton, shapes, **more)
+
+
+def _is_record(kind: object) -> bool:
+    """Whether an annotation is a named tuple of tensors."""
+    return isinstance(kind, type) and issubclass(kind, tuple)
+
+
+def _without_operator(tensors: Sequence[Tensor]) -> bool:
+    trained = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+    return trained or not (tensors[0].is_cuda or INTERPRETED)
 
 
 def native(dtype: torch.dtype) -> bool:

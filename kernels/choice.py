@@ -350,13 +350,23 @@ def _block(size: int, at_least: int = 1) -> tuple[int, int]:
     return block, max(1, min(16, block // 256))
 
 
+def noise_shape(seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> Tensor:
+    """Empty output of `noise`."""
+    return seed.new_empty(seed.shape[0], rows, hashes.shape[0], dtype=torch.float32)
+
+
 def noise(seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> Tensor:
     """Gumbel noise, fp32 [B, rows, V], of the positions n + 1 to n + rows. seed, n [B]; hashes [V] of the token ids."""
     B, V = seed.shape[0], hashes.shape[0]
-    out = torch.empty(B, rows, V, dtype=torch.float32, device=seed.device)
+    out = noise_shape(seed, n, rows, hashes)
     block = min(1024, triton.next_power_of_2(V))
     noise_kernel[B * rows, triton.cdiv(V, block)](seed, n.contiguous(), hashes, out, rows, V, BLOCK=block)
     return out
+
+
+def choose_shapes(logits: Tensor, *_rest) -> tuple[Tensor, Tensor]:
+    """Empty outputs of `choose`."""
+    return logits.new_empty(logits.shape[:2], dtype=torch.int64), logits.new_empty(logits.shape[:2], dtype=torch.bool)
 
 
 def choose(
@@ -368,8 +378,7 @@ def choose(
     """
     logits = logits.contiguous()
     B, N, V = logits.shape
-    choice = torch.empty(B, N, dtype=torch.int64, device=logits.device)
-    usable = torch.empty(B, N, dtype=torch.bool, device=logits.device)
+    choice, usable = choose_shapes(logits)
     block, warps = _block(V)
     table = logits if noise is None else noise.contiguous()
     choose_kernel[B * N,](
@@ -377,6 +386,12 @@ def choose(
         BLOCK=block, SAMPLE=noise is not None, FILTERS=filters, BY_DEPTH=depth is not None, num_warps=warps,
     )  # fmt: skip
     return choice, usable
+
+
+def draft_topk_shapes(logits: Tensor, *rest) -> tuple[Tensor, Tensor]:
+    """Empty outputs of `draft_topk`."""
+    shape, wide = (*logits.shape[:2], rest[-1]), torch.promote_types(logits.dtype, torch.float32)
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=wide)
 
 
 def draft_topk(

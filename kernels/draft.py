@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.backend import jit, skip_operator, tl, triton, use_cpu, use_triton
+from kernels.backend import jit, operation, tl, triton
 from kernels.choice import largest_groups, rank_of
 from kernels.records import Accepted, Rotary, StepBuffers
 
@@ -42,6 +42,35 @@ def place_kernel(
     tl.store(sin + pid * HALF + d, tl.load(sin_table + at, mask=d < HALF), mask=d < HALF)
 
 
+def place_shapes(
+    n: Tensor, depth: Tensor, rotary: Rotary, _slots: int, fed: int, *_rest
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Empty outputs of `place_rows`."""
+    B, R, half = n.shape[0], fed + depth.shape[1], rotary.cos.shape[1]
+    cos, sin = rotary.cos.new_empty(B, R, half), rotary.cos.new_empty(B, R, half)
+    return n.new_empty(B, R), n.new_empty(B, R), cos, sin, n.new_empty(B, fed)
+
+
+def _place_triton(
+    n: Tensor, depth: Tensor, rotary: Rotary, slots: int, fed: int, count: Tensor | None, tokens: Tensor | None,
+    lead: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    out = place_shapes(n, depth, rotary, slots, fed)
+    (B, R), T, (length, half) = out[0].shape, depth.shape[1], rotary.cos.shape
+    known = n if tokens is None else tokens
+    place_kernel[B * R,](
+        n, n if count is None else count, depth.contiguous(), known, *rotary, *out, R, fed, known.shape[-1], slots - 1,
+        length, lead, T * (depth.shape[0] > 1), HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@operation(
+    "place_rows", "draft_tree", _place_triton, place_shapes,
+    cpu=lambda n, depth, *rest: torch.ops.eaglet_cpu.place_rows.default(n, depth.contiguous(), *rest),
+    cpu_problem=lambda n, depth, rotary, *rest: "" if rotary.cos.dtype == torch.float32 else "the dtype is not float32",
+    problem=lambda n, depth, rotary, *rest: "the dtype is float64" if rotary.cos.dtype == torch.float64 else "",
+)  # fmt: skip
 def place_rows(
     n: Tensor, depth: Tensor, rotary: Rotary, slots: int, fed: int = 0, count: Tensor | None = None,
     tokens: Tensor | None = None, lead: int = 0,
@@ -55,16 +84,6 @@ def place_rows(
     rows past the end.
     Returns int64 [B,fed+T], int64 [B,fed+T], [B,fed+T,hd/2] twice, and int64 [B,fed].
     """
-    if use_cpu("draft_tree", rotary.cos):
-        return torch.ops.eaglet_cpu.place_rows.default(n, depth.contiguous(), rotary, slots, fed, count, tokens, lead)
-    run = _place_rows if skip_operator(n, None) else torch.ops.eaglet.place_rows
-    return run(n, depth, rotary, slots, fed, count, tokens, lead)
-
-
-def _place_rows(
-    n: Tensor, depth: Tensor, rotary: Rotary, slots: int, fed: int, count: Tensor | None,
-    tokens: Tensor | None, lead: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     T = depth.shape[1]
     start = n[:, None] + lead
     place = start + torch.arange(T, device=n.device)
@@ -76,40 +95,6 @@ def _place_rows(
         place, positions = (torch.cat((first + lead, rest), 1) if T else first + lead for rest in (place, positions))
     flat = positions.clamp(max=rotary.cos.shape[0] - 1)
     return positions, place.clamp(max=slots - 1), rotary.cos[flat], rotary.sin[flat], again
-
-
-@torch.library.custom_op("eaglet::place_rows", mutates_args=())
-def _place_operator(
-    n: Tensor, depth: Tensor, rotary: list[Tensor], slots: int, fed: int, count: Tensor | None,
-    tokens: Tensor | None, lead: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    cos, sin = tables = Rotary(*rotary)
-    if not use_triton("draft_tree", cos):
-        return _place_rows(n, depth, tables, slots, fed, count, tokens, lead)
-    B, T, half = n.shape[0], depth.shape[1], cos.shape[1]
-    R = fed + T
-    depth = depth.contiguous()
-    out = (
-        n.new_empty(B, R),
-        n.new_empty(B, R),
-        cos.new_empty(B, R, half),
-        cos.new_empty(B, R, half),
-        n.new_empty(B, fed),
-    )
-    known = n if tokens is None else tokens
-    place_kernel[B * R,](
-        n, n if count is None else count, depth, known, cos, sin, *out, R, fed, known.shape[-1], slots - 1, cos.shape[0],
-        lead, T * (depth.shape[0] > 1), HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
-    )  # fmt: skip
-    return out
-
-
-@_place_operator.register_fake
-def _(n, depth, rotary, slots, fed, count, tokens, lead):
-    cos = Rotary(*rotary).cos
-    B, R, half = n.shape[0], fed + depth.shape[1], cos.shape[1]
-    rotary = cos.new_empty(B, R, half), cos.new_empty(B, R, half)
-    return n.new_empty(B, R), n.new_empty(B, R), *rotary, n.new_empty(B, fed)
 
 
 @jit
@@ -142,33 +127,36 @@ def join_kernel(
 
 
 def join_rows(
-    table: Tensor, tokens: Tensor, features: Tensor, source: Tensor | None, norms: tuple[Tensor, Tensor] | None,
-    eps: float, keep_normed: bool,
+    table: Tensor, tokens: Tensor, features: Tensor, source: Tensor | None, table_norm: Tensor | None,
+    feature_norm: Tensor | None, eps: float, keep_normed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(residual [B,W,H], joined [B,W,2H]): the embeddings of tokens [B,W] from table [V,H] beside rows of features
     [B,R,H], those with the numbers source [B,W] if given. In one launch.
 
-    norms: weights [H] of RMS norms of embeddings and features. The residual is the feature, if keep_normed after its
-    norm. Without norms nobody reads the residual, which is then empty.
+    table_norm, feature_norm: weights [H] of RMS norms of embeddings and features. The residual is the feature, if
+    keep_normed after its norm. Without norms nobody reads the residual, which is then empty.
     """
     B, W = tokens.shape
     H = table.shape[1]
     features = features.contiguous()
-    residual, joined = join_shapes(features, W, norms is not None)
-    weights = (table, table) if norms is None else norms
+    residual, joined = join_shapes(table, tokens, features, source, table_norm)
+    norm = table_norm is not None
     block = triton.next_power_of_2(H)
     join_kernel[B * W,](
-        table, tokens.contiguous(), features, tokens if source is None else source.contiguous(), *weights, joined,
-        residual, W, features.shape[1], H, eps, BLOCK=block, PICK=source is not None, NORM=norms is not None,
-        KEEP_NORMED=keep_normed, num_warps=min(16, max(1, block // 512)),
+        table, tokens.contiguous(), features, tokens if source is None else source.contiguous(),
+        table_norm if norm else table, feature_norm if norm else table, joined, residual, W, features.shape[1], H, eps,
+        BLOCK=block, PICK=source is not None, NORM=norm, KEEP_NORMED=keep_normed,
+        num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return residual, joined
 
 
-def join_shapes(features: Tensor, W: int, normed: bool) -> tuple[Tensor, Tensor]:
+def join_shapes(
+    _table: Tensor, tokens: Tensor, features: Tensor, _source: Tensor | None, table_norm: Tensor | None, *_rest
+) -> tuple[Tensor, Tensor]:
     """Empty outputs of `join_rows`."""
-    B, _, H = features.shape
-    return features.new_empty(B, W if normed else 0, H), features.new_empty(B, W, 2 * H)
+    (B, W), H = tokens.shape, features.shape[2]
+    return features.new_empty(B, 0 if table_norm is None else W, H), features.new_empty(B, W, 2 * H)
 
 
 # ---- growing a tree ----------------------------------------------------------------------------------------
@@ -233,7 +221,7 @@ def expand(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor |
     P, R = (0, 0) if first else (pool_tokens.shape[1], visible.shape[2])
     count = K if first else K * K
     before = pool_tokens, pool_scores, pool_parent, frontier, visible
-    out = expand_shapes(tokens, scores, P, R)
+    out = expand_shapes(pool, tokens, scores)
     expand_kernel[B,](
         *(t.contiguous() for t in (*before, tokens, scores)), tokens if ids is None else ids, *out, P, R, K,
         KP=triton.next_power_of_2(K), CP=triton.next_power_of_2(count), RP=triton.next_power_of_2(R + K), BLOCK=512,
@@ -242,8 +230,10 @@ def expand(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor |
     return out
 
 
-def expand_shapes(tokens: Tensor, scores: Tensor, P: int, R: int) -> tuple[Tensor, ...]:
-    """Empty fields of a `tree_building.Pool` after `expand` of a pool of P candidates with R visible rows."""
+def expand_shapes(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, *_rest) -> tuple[Tensor, ...]:
+    """Empty fields of a `tree_building.Pool` after `expand`."""
+    P, R = (pool[0].shape[1], pool[-1].shape[2]) if pool else (0, 0)
+    scores = scores.new_empty(0, dtype=torch.promote_types(scores.dtype, torch.float32))
     B, K = tokens.shape[0], tokens.shape[-1]
     size = P + tokens.shape[1:].numel()
     rows = [tokens.new_empty(B, K) for _ in range(3)]
@@ -297,11 +287,11 @@ def select_kernel(
 
 
 def select(
-    tokens: Tensor, scores: Tensor, parent: Tensor, root: Tensor, ids: Tensor | None, N: int, D: int
+    tokens: Tensor, scores: Tensor, parent: Tensor, root: Tensor, ids: Tensor | None, N: int, D: int, _live: None
 ) -> tuple[Tensor, ...]:
     """The fields of a `tree_building.DraftTree` from those of a pool [B,P], whose tokens are places in `ids` if given."""
     B, P = tokens.shape
-    out = select_shapes(tokens, scores, N)
+    out = select_shapes(tokens, scores, parent, root, ids, N)
     scratch = tokens.new_empty(B, P, dtype=torch.int32)
     wide = triton.next_power_of_2(P)
     select_kernel[B,](
@@ -312,7 +302,9 @@ def select(
     return out
 
 
-def select_shapes(tokens: Tensor, scores: Tensor, N: int) -> tuple[Tensor, ...]:
+def select_shapes(
+    tokens: Tensor, scores: Tensor, _parent: Tensor, _root: Tensor, _ids: Tensor | None, N: int, *_rest
+) -> tuple[Tensor, ...]:
     """Empty fields of a `tree_building.DraftTree` of N nodes."""
     B = tokens.shape[0]
     rows = [tokens.new_empty(B, N) for _ in range(3)]
@@ -372,10 +364,10 @@ def accept(
     return out
 
 
-def accept_shapes(tokens: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def accept_shapes(tokens: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty fields of `verify.Accepted`."""
-    B = tokens.shape[0]
-    return tokens.new_empty(B, D + 1), tokens.new_empty(B), tokens.new_empty(B), tokens.new_empty(B, D + 1)
+    shape = tokens.shape[0], rest[-1] + 1
+    return tokens.new_empty(shape), tokens.new_empty(shape[:1]), tokens.new_empty(shape[:1]), tokens.new_empty(shape)
 
 
 @jit
@@ -450,7 +442,7 @@ def commit(
     B, P = path.shape
     N, F = features.shape[1:]
     ring, history = buffers.ring, buffers.history
-    count, finite, source, target = commit_shapes(path)
+    count, finite, source, target = commit_shapes(accepted)
     commit_kernel[B,](
         path, accepted.count.contiguous(), accepted.bonus.contiguous(), accepted.emitted.contiguous(),
         usable.contiguous(),
@@ -467,6 +459,8 @@ def commit(
     return count, finite, source, target
 
 
-def commit_shapes(path: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def commit_shapes(accepted: Accepted, *_rest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty outputs of `commit`."""
-    return path.new_empty(path.shape[0]), torch.empty_like(path, dtype=torch.bool), *map(torch.empty_like, (path, path))
+    path = accepted.path
+    source, target = path.new_empty(path.shape), path.new_empty(path.shape)
+    return path.new_empty(path.shape[0]), path.new_empty(path.shape, dtype=torch.bool), source, target

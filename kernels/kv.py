@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.backend import jit, skip_operator, tl, triton, use_cpu, use_triton
+from kernels.backend import jit, operation, tl, triton
 
 # Bytes of the float32 scale behind the hd codes of an int8 row. Moving a row moves its scale as well.
 KV_SCALE = 4
@@ -67,6 +67,13 @@ def cache_problem(kv: Tensor) -> str:
     return "" if list(kv.stride()[1:]) == expected else "the cache of one layer is not contiguous"
 
 
+def cpu_problem(heads: Tensor, kv: Tensor) -> str:
+    """Why C++ cannot use heads [..., hd] with the cache kv of one layer, or ""."""
+    if kv.dtype != torch.float32:
+        return "the dtype is not float32"
+    return "a head is not a multiple of 16 values" if heads.shape[-1] % 16 else cache_problem(kv)
+
+
 def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write the rows of one forward into the cache of one layer, in place.
 
@@ -99,33 +106,7 @@ def move_kernel(kv, source, target, BH, H, S, P, ROW, PP: tl.constexpr, BLOCK: t
     tl.store(kv + after[:, None] * ROW + d, rows, mask=mask & (after != before)[:, None])
 
 
-def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
-    """Move the rows of the accepted path to their final slots in all layers, in place.
-
-    All rows are gathered before any is written, so source and target may overlap. kv [L,2,B,Hkv,S,hd];
-    source, target [B,P] int64 slots, with a fixed P (= D+1). A row past the accepted count should have the
-    same slot in both, or the trash row as its target. No host sync.
-    """
-    if use_cpu("commit") and kv.dtype in (torch.float32, torch.int8) and kv.is_contiguous():
-        torch.ops.eaglet_cpu.commit_kv.default(kv, source, target)
-        return
-    (_commit_kv if skip_operator(kv, None) else torch.ops.eaglet.commit_kv)(kv, source, target)
-
-
-def _commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
-    layers, _, batch, heads, _, dim = kv.shape
-    if batch == 1:
-        kv.index_copy_(4, target[0], kv.index_select(4, source[0]))
-        return
-    shape = (layers, 2, batch, heads, source.shape[1], dim)
-    rows = kv.gather(4, source[None, None, :, None, :, None].expand(shape))
-    kv.scatter_(4, target[None, None, :, None, :, None].expand(shape), rows)
-
-
-@torch.library.custom_op("eaglet::commit_kv", mutates_args=("kv",))
-def _commit_operator(kv: Tensor, source: Tensor, target: Tensor) -> None:
-    if not use_triton("commit", kv, "" if kv.is_contiguous() else "the cache is not contiguous"):
-        return _commit_kv(kv, source, target)
+def _move_triton(kv: Tensor, source: Tensor, target: Tensor) -> None:
     layers, _, batch, heads, slots, row = kv.shape
     count = source.shape[1]
     wide = triton.next_power_of_2(count)
@@ -135,6 +116,26 @@ def _commit_operator(kv: Tensor, source: Tensor, target: Tensor) -> None:
     )  # fmt: skip
 
 
-@_commit_operator.register_fake
-def _(kv, source, target):
-    return None
+def _move_cpu_problem(kv: Tensor, _source: Tensor, _target: Tensor) -> str | None:
+    return "" if kv.dtype in (torch.float32, torch.int8) and kv.is_contiguous() else None
+
+
+@operation(
+    "commit_kv", "commit", _move_triton, lambda kv, source, target: None, mutates=("kv",),
+    problem=lambda kv, source, target: "" if kv.is_contiguous() else "the cache is not contiguous",
+    cpu=lambda *args: torch.ops.eaglet_cpu.commit_kv.default(*args), cpu_problem=_move_cpu_problem,
+)  # fmt: skip
+def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
+    """Move the rows of the accepted path to their final slots in all layers, in place.
+
+    All rows are gathered before any is written, so source and target may overlap. kv [L,2,B,Hkv,S,hd];
+    source, target [B,P] int64 slots, with a fixed P (= D+1). A row past the accepted count should have the
+    same slot in both, or the trash row as its target. No host sync.
+    """
+    layers, _, batch, heads, _, dim = kv.shape
+    if batch == 1:
+        kv.index_copy_(4, target[0], kv.index_select(4, source[0]))
+        return
+    shape = (layers, 2, batch, heads, source.shape[1], dim)
+    rows = kv.gather(4, source[None, None, :, None, :, None].expand(shape))
+    kv.scatter_(4, target[None, None, :, None, :, None].expand(shape), rows)

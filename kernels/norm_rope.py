@@ -6,30 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import jit, skip_operator, tl, use_cpu, use_triton
-from kernels.kv import cache_problem, scales_of, store_rows, write_kv
+from kernels.backend import jit, operation, tl
+from kernels.kv import cache_problem, cpu_problem, scales_of, store_rows, write_kv
 from kernels.overlap import overlapping, wait_for_the_kernel_before
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last axis of x [..., H], with weight [H].
-
-    The variance is computed in float32 or wider, and x is rounded before the weight, as LLaMA does it. A row
-    does not depend on other rows. With gradients, plain code always runs.
-    """
-    problem = "a row is not a multiple of 8 values" if x.shape[-1] % 8 else ""
-    if use_cpu("rms_norm", x, weight, problem=problem):
-        return torch.ops.eaglet_cpu.rms_norm.default(x.contiguous(), weight, eps)
-    operator = rms_norm_reference if skip_operator(x, weight) else torch.ops.eaglet.rms_norm
-    return operator(x, weight, eps)
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Plain-PyTorch `rms_norm`."""
-    if x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
-        return F.rms_norm(x, weight.shape, weight, eps)  # Nothing is rounded in between.
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
 @jit
@@ -74,10 +53,7 @@ def _row_options(size: int) -> dict[str, int]:
     return dict(LEVELS=levels, num_warps=min(16, max(4, 2**levels // 1024)))
 
 
-@torch.library.custom_op("eaglet::rms_norm", mutates_args=())
-def _rms_norm_operator(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if not use_triton("rms_norm", x, "" if weight.dtype == x.dtype else "the weight has another dtype"):
-        return rms_norm_reference(x, weight, eps)
+def _norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     size = x.shape[-1]
@@ -85,55 +61,22 @@ def _rms_norm_operator(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-@_rms_norm_operator.register_fake
-def _(x, weight, eps):
-    return x.new_empty(x.shape)
+@operation(
+    "rms_norm", "rms_norm", _norm_triton, lambda x, weight, eps: x.new_empty(x.shape), at=(0, 1),
+    cpu=lambda x, weight, eps: torch.ops.eaglet_cpu.rms_norm.default(x.contiguous(), weight, eps),
+    cpu_problem=lambda x, weight, eps: "a row is not a multiple of 8 values" if x.shape[-1] % 8 else "",
+    problem=lambda x, weight, eps: "" if weight.dtype == x.dtype else "the weight has another dtype",
+)  # fmt: skip
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last axis of x [..., H], with weight [H].
 
-
-def rope_write_kv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None, eps: float = 0.0,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Rotate q and k, write k and v into the cache in place, and return q [B,Hq,T,hd] and the counters at zero
-    that `tree_attention` needs, None outside of operators. No host sync.
-
-    qkv [B,T,Hq+2Hkv,hd].
-    cos, sin [B,T,hd/2] float32: dimension i is paired with i + hd/2.
-    kv [2,B,Hkv,S,hd] or int8 [2,B,Hkv,S,hd+4] (`quantize_rows`): keys and values must each be contiguous.
-    slots [B,T] int64: where the cache takes the rows.
-    q_weight, k_weight [hd]: weights of an RMS norm of each head of q and k before they are rotated.
+    The variance is computed in float32 or wider, and x is rounded before the weight, as LLaMA does it. A row
+    does not depend on other rows. With gradients, plain code always runs.
     """
-    problem = "a head is not a multiple of 16 values" if qkv.shape[-1] % 16 else cache_problem(kv)
-    if use_cpu("rope_write_kv", qkv, kv, problem=problem):
-        rows = qkv.contiguous(), cos.contiguous(), sin.contiguous(), kv, slots.contiguous()
-        return torch.ops.eaglet_cpu.rope_write_kv.default(*rows, q_weight, k_weight, eps).transpose(1, 2), None
-    # Inductor cannot fuse the bytes of the scales of an int8 cache.
-    if skip_operator(qkv, q_weight) and kv.dtype != torch.int8:
-        return rope_reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps), None
-    return torch.ops.eaglet.rope_write_kv(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)
-
-
-def rope_reference(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None,
-    k_weight: Tensor | None, eps: float,
-) -> Tensor:  # fmt: skip
-    """Plain-PyTorch `rope_write_kv`, without the counters."""
-    kv_heads = kv.shape[2]
-    q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), 2)
-    if q_weight is not None:
-        q = rms_norm_reference(q, q_weight, eps)
-        k = rms_norm_reference(k, k_weight, eps)
-    # q and k turn together: first x cos, then each half gets the share of the other half in place. The usual
-    # form, which rotates the halves into a new tensor, takes three times as many calls.
-    x = torch.cat((q, k), 2) if q_weight is not None else qkv.narrow(2, 0, q.shape[2] + kv_heads)
-    low, high = x.chunk(2, -1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    turned = x.unflatten(-1, (2, -1)) * cos[:, :, :, None]
-    turned.select(3, 0).addcmul_(high, -sin)
-    turned.select(3, 1).addcmul_(low, sin)
-    q, k = turned.flatten(3).to(x.dtype).transpose(1, 2).split((q.shape[2], kv_heads), 1)
-    write_kv(kv, k, v.transpose(1, 2), slots)
-    return q
+    if x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x, weight.shape, weight, eps)  # Nothing is rounded in between.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
 @jit
@@ -199,25 +142,6 @@ def rope_kernel(
               HQ, HKV, HD, LEVELS, QK_NORM, INT8)  # fmt: skip
 
 
-@torch.library.custom_op("eaglet::rope_write_kv", mutates_args=("kv",))
-def _rope_operator(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None,
-    k_weight: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, arrived = rope_outputs(qkv, kv)
-    if not use_triton("rope_write_kv", qkv, cache_problem(kv)):
-        return rope_reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps).contiguous(), arrived.zero_()
-    B, T, heads, _ = qkv.shape
-    qkv = qkv.contiguous()
-    norm = q_weight is not None
-    rope_kernel[B * T, heads](
-        qkv, cos.contiguous(), sin.contiguous(), kv, scales_of(kv), slots.contiguous(),
-        q_weight if norm else qkv, k_weight if norm else qkv, out, arrived, arrived.numel(), kv.stride(0), T,
-        kv.shape[3], eps, num_warps=1, **rope_constants(qkv, kv, norm), **overlapping(),
-    )  # fmt: skip
-    return out, arrived
-
-
 def rope_constants(qkv: Tensor, kv: Tensor, norm: bool) -> dict:
     """The constants of `turn_rows` for qkv [B,T,Hq+2Hkv,hd] and the cache kv."""
     heads, dim, kv_heads = *qkv.shape[2:], kv.shape[2]
@@ -234,6 +158,70 @@ def rope_outputs(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
     return qkv.new_empty(B, query_heads, T, dim), qkv.new_empty(tiles, dtype=torch.int32)
 
 
-@_rope_operator.register_fake
-def _(qkv, cos, sin, kv, slots, q_weight, k_weight, eps):
-    return rope_outputs(qkv, kv)
+def _rope_triton(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, arrived = rope_outputs(qkv, kv)
+    B, T, heads, _ = qkv.shape
+    qkv = qkv.contiguous()
+    norm = q_weight is not None
+    rope_kernel[B * T, heads](
+        qkv, cos.contiguous(), sin.contiguous(), kv, scales_of(kv), slots.contiguous(),
+        q_weight if norm else qkv, k_weight if norm else qkv, out, arrived, arrived.numel(), kv.stride(0), T,
+        kv.shape[3], eps, num_warps=1, **rope_constants(qkv, kv, norm), **overlapping(),
+    )  # fmt: skip
+    return out, arrived
+
+
+def _rope_inside(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, _ = rope_write_kv.reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)
+    return q.contiguous(), rope_outputs(qkv, kv)[1].zero_()
+
+
+def _rope_cpu(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, *norm: Tensor | float | None
+) -> tuple[Tensor, None]:
+    rows = qkv.contiguous(), cos.contiguous(), sin.contiguous(), kv, slots.contiguous()
+    return torch.ops.eaglet_cpu.rope_write_kv.default(*rows, *norm).transpose(1, 2), None
+
+
+@operation(
+    "rope_write_kv", "rope_write_kv", _rope_triton, lambda qkv, cos, sin, kv, *rest: rope_outputs(qkv, kv),
+    cpu=_rope_cpu, cpu_problem=lambda qkv, cos, sin, kv, *rest: cpu_problem(qkv, kv),
+    problem=lambda qkv, cos, sin, kv, *rest: cache_problem(kv), mutates=("kv",), inside=_rope_inside,
+    # Inductor cannot fuse the bytes of the scales of an int8 cache.
+    plain=lambda qkv, cos, sin, kv, *rest: kv.dtype != torch.int8,
+)  # fmt: skip
+def rope_write_kv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None, eps: float = 0.0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Rotate q and k, write k and v into the cache in place, and return q [B,Hq,T,hd] and the counters at zero
+    that `tree_attention` needs, None outside of operators. No host sync.
+
+    qkv [B,T,Hq+2Hkv,hd].
+    cos, sin [B,T,hd/2] float32: dimension i is paired with i + hd/2.
+    kv [2,B,Hkv,S,hd] or int8 [2,B,Hkv,S,hd+4] (`quantize_rows`): keys and values must each be contiguous.
+    slots [B,T] int64: where the cache takes the rows.
+    q_weight, k_weight [hd]: weights of an RMS norm of each head of q and k before they are rotated.
+    """
+    kv_heads = kv.shape[2]
+    q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), 2)
+    if q_weight is not None:
+        q = rms_norm.reference(q, q_weight, eps)
+        k = rms_norm.reference(k, k_weight, eps)
+    # q and k turn together: first x cos, then each half gets the share of the other half in place. The usual
+    # form, which rotates the halves into a new tensor, takes three times as many calls.
+    x = torch.cat((q, k), 2) if q_weight is not None else qkv.narrow(2, 0, q.shape[2] + kv_heads)
+    low, high = x.chunk(2, -1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    turned = x.unflatten(-1, (2, -1)) * cos[:, :, :, None]
+    turned.select(3, 0).addcmul_(high, -sin)
+    turned.select(3, 1).addcmul_(low, sin)
+    q, k = turned.flatten(3).to(x.dtype).transpose(1, 2).split((q.shape[2], kv_heads), 1)
+    write_kv(kv, k, v.transpose(1, 2), slots)
+    return q, None

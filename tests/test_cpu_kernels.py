@@ -251,7 +251,7 @@ def test_norm_and_rope_equal_the_references():
     x, w = torch.randn(7, 96), torch.randn(96)
     with backend().active():
         got = kernels.rms_norm(x, w, 1e-5)
-        assert torch.allclose(got, kernels.rms_norm_reference(x, w, 1e-5), rtol=2e-6, atol=1e-6)
+        assert torch.allclose(got, kernels.rms_norm.reference(x, w, 1e-5), rtol=2e-6, atol=1e-6)
         assert torch.equal(torch.cat([kernels.rms_norm(row[None], w, 1e-5) for row in x]), got)
     qkv, angles = torch.randn(2, 5, 8, 32), torch.randn(2, 5, 16)
     slots = torch.tensor([[3, 4, 5, 6, 11], [0, 1, 2, 3, 4]])
@@ -259,7 +259,8 @@ def test_norm_and_rope_equal_the_references():
         caches = torch.zeros(2, 2, 2, 2, 12, 32).unbind(0)
         with backend().active() as active:
             q, _ = kernels.rope_write_kv(qkv, angles.cos(), angles.sin(), caches[0], slots, *norms)
-        want = kernels.rope_reference(qkv, angles.cos(), angles.sin(), caches[1], slots, *(norms or (None, None, 0.0)))
+        rotary = angles.cos(), angles.sin()
+        want, _ = kernels.rope_write_kv.reference(qkv, *rotary, caches[1], slots, *(norms or (None, None, 0.0)))
         assert not active.declined
         assert torch.allclose(q, want, atol=1e-5) and torch.allclose(*caches, atol=1e-5)
 
@@ -282,7 +283,7 @@ def test_attention_equals_the_reference(window, slots, dim):
     with backend().active() as active:
         got = kernels.tree_attention(q, kv, *arguments)
     assert not active.declined
-    assert torch.allclose(got, kernels.tree_attention_reference(q, kv, *arguments), atol=1e-5)
+    assert torch.allclose(got, kernels.tree_attention.reference(q, kv, *arguments), atol=1e-5)
 
 
 @needs_kernels

@@ -330,9 +330,9 @@ class OracleHead(EagleHead):
     def fuse(self, features):
         return features
 
-    def predict(self, output):
+    def narrow_logits(self, output):
         if self.config.version == 1:
-            return super().predict(output)
+            return super().narrow_logits(output)
         logits = self.target.logits(self.target.norm(output))
         return logits if self.draft_ids is None else logits[..., self.draft_ids]
 

@@ -812,15 +812,15 @@ def test_a_nan_draft_changes_nothing(kind, tree):
     unused = next(t for t in range(V) if t not in truth)
     model = poisoned_model(unused, math.nan)
     head = heads(model)[kind]
-    real, calls = head.predict, []
+    real, calls = head.narrow_logits, []
 
-    def predict(output):  # the poisoned token is always the second best
+    def narrow_logits(output):  # the poisoned token is always the second best
         logits = real(output)
         calls.append(bool(logits.isnan().any()))
         logits[..., unused] = logits.amax(-1) - 1e-9
         return logits
 
-    head.predict = predict
+    head.narrow_logits = narrow_logits
     clean = eagle_engine(HEADS[kind], TREES[tree]).generate(PROMPT, params).run()[0]
     result = eagle_engine(head, TREES[tree], shared_noise=False).generate(PROMPT, params).run()[0]
     assert any(calls) and tuple(result.token_ids) == plain(params) == tuple(clean.token_ids)

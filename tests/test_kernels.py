@@ -679,11 +679,12 @@ def test_bench_script_runs_on_cpu():
 
 # Where references are called, and by which names.
 REFERENCES = {
-    kernels: ("tree_attention_reference", "rms_norm_reference", "rope_reference", "dequantize", "epilogue"),
-    kernels.attention: ("tree_attention_reference",),
+    kernels: ("dequantize", "epilogue"),
+    kernels.tree_attention: ("reference",),
+    kernels.rms_norm: ("reference",),
+    kernels.rope_write_kv: ("reference",),
     kernels.experts: ("dequantize", "epilogue"),
     kernels.linear: ("dequantize", "epilogue"),
-    kernels.norm_rope: ("rms_norm_reference", "rope_reference"),
     kernels.packing: ("dequantize",),
 }
 TRITON = KernelBackend("triton", "cpu") if kernels.INTERPRETED else None
@@ -880,7 +881,7 @@ def test_interpreted_attention_poison_and_prefill():
         visible = (age >= 0) & (age < (window or T))
         case = (q, kv, start, visible[None], 20 + torch.arange(T)[None])
         wide = [c.double() if c.is_floating_point() else c for c in case]
-        want = kernels.tree_attention_reference(*wide, window, 0.3)
+        want = kernels.tree_attention.reference(*wide, window, 0.3)
         assert error(triton_attention(*case, window, 0.3), want) < 1e-5
 
 
@@ -935,7 +936,7 @@ def test_interpreted_norm_and_rope(dtype):
     """Catches rows, heads or halves that are mixed up, and keys or values that are written to the wrong
     slot."""
     x, w = torch.randn(2, 2, 100).to(dtype), torch.randn(100).to(dtype)
-    want = kernels.rms_norm_reference(x, w, 1e-5)
+    want = kernels.rms_norm.reference(x, w, 1e-5)
     with TRITON.active():
         assert error(kernels.rms_norm(x, w, 1e-5), want.double()) < TOLERANCE[dtype]
     qkv, angle = torch.randn(2, 2, 4, 24).to(dtype), torch.randn(2, 2, 12)
@@ -943,13 +944,13 @@ def test_interpreted_norm_and_rope(dtype):
     for weight in (None, torch.randn(24).to(dtype)):
         caches = [torch.zeros(2, 2, 1, 11, 24, dtype=dtype) for _ in range(2)]
         args = (angle.cos(), angle.sin())
-        want = kernels.rope_reference(qkv, *args, caches[0], slots, weight, weight, 1e-5)
+        want, _ = kernels.rope_write_kv.reference(qkv, *args, caches[0], slots, weight, weight, 1e-5)
         with TRITON.active():
             got, arrived = kernels.rope_write_kv(qkv, *args, caches[1], slots, weight, weight, 1e-5)
         assert arrived.numel() == 2 and not arrived.any()
         assert error(got, want.double()) < TOLERANCE[dtype] and error(caches[1], caches[0].double()) < TOLERANCE[dtype]
         rows = [torch.zeros(2, 2, 1, 11, 28, dtype=torch.int8) for _ in range(2)]
-        kernels.rope_reference(qkv, *args, rows[0], slots, weight, weight, 1e-5)
+        kernels.rope_write_kv.reference(qkv, *args, rows[0], slots, weight, weight, 1e-5)
         with TRITON.active():
             kernels.rope_write_kv(qkv, *args, rows[1], slots, weight, weight, 1e-5)
         got, want = (kernels.dequantize_rows(r, torch.float64) for r in rows)

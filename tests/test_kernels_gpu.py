@@ -121,7 +121,7 @@ def test_attention_on_device(dtype, window, heads, dim, start):
     n, scale = torch.tensor([start], device="cuda"), dim**-0.5
     case = (n, tree[None].cuda(), (start + depth)[None].cuda(), window, scale)
     got = kernels.tree_attention(q, kv, *case)
-    want = kernels.tree_attention_reference(
+    want = kernels.tree_attention.reference(
         q.double().cpu(), kv.double().cpu(), *(c.cpu() if hasattr(c, "cpu") else c for c in case)
     )
     assert error(got.cpu(), want) < TOLERANCE[dtype]
@@ -145,13 +145,13 @@ def test_norm_and_rope_on_device(dtype):
     """Norm and rope agree with their references, and a normed row alone has the same bits."""
     x, w = torch.randn(26, 4096, device="cuda").to(dtype), torch.randn(4096, device="cuda").to(dtype)
     got = kernels.rms_norm(x, w, 1e-5)
-    assert error(got, kernels.rms_norm_reference(x.double(), w.double(), 1e-5)) < TOLERANCE[dtype]
+    assert error(got, kernels.rms_norm.reference(x.double(), w.double(), 1e-5)) < TOLERANCE[dtype]
     assert torch.equal(kernels.rms_norm(x[3:4], w, 1e-5), got[3:4])
     qkv, angle = torch.randn(1, 26, 48, 128, device="cuda").to(dtype), torch.randn(1, 26, 64, device="cuda")
     slots = torch.arange(30, 56, device="cuda")[None]
     caches = [torch.zeros(2, 1, 8, 64, 128, device="cuda", dtype=dtype) for _ in range(2)]
     out, _ = kernels.rope_write_kv(qkv, angle.cos(), angle.sin(), caches[0], slots)
-    want = kernels.rope_reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
+    want, _ = kernels.rope_write_kv.reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
     assert error(out, want.double()) < TOLERANCE[dtype] and error(caches[0], caches[1].double()) < TOLERANCE[dtype]
 
 
@@ -242,7 +242,7 @@ def attention_inputs(batch, T, start, slots, heads=(8, 2), dim=128, dtype=torch.
 def attention_wanted(q, kv, *rest):
     """The reference in float64 on the CPU."""
     case = [c.cpu() if hasattr(c, "cpu") else c for c in rest]
-    return kernels.tree_attention_reference(q.double().cpu(), kv.double().cpu(), *case)
+    return kernels.tree_attention.reference(q.double().cpu(), kv.double().cpu(), *case)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -283,6 +283,6 @@ def test_int8_cache_on_device():
     slots = torch.stack([torch.arange(30, 56), torch.arange(3, 29)]).cuda()
     caches = [torch.zeros(2, 2, 8, 64, 132, device="cuda", dtype=torch.int8) for _ in range(2)]
     kernels.rope_write_kv(qkv, angle.cos(), angle.sin(), caches[0], slots)
-    kernels.rope_reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
+    kernels.rope_write_kv.reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
     got, want = (kernels.dequantize_rows(c, torch.float64) for c in caches)
     assert (got - want).abs().max() <= 1.01 * want.abs().max() / 127 and error(got, want) < 1e-2

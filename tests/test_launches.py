@@ -183,7 +183,8 @@ def test_interpreted_choice_is_the_plain_one(ours):
     usable = sampling.finite(logits)
     for mode in (SamplingMode(sample=True), SamplingMode(sample=True, filters=True), SamplingMode()):
         got, checked = sampling.choose_and_check(logits, noise, state, mode, depth)
-        want = sampling._choose(logits, noise if mode.sample else None, depth, sampling._settings(state), mode.filters)
+        given = noise if mode.sample else None, depth, sampling._settings(state), mode.filters
+        want, _ = sampling._choose.reference(logits, *given)
         assert torch.equal(got[usable], want[usable]) and torch.equal(checked, usable)
     rows = sampling.choose(logits[:, 1:], noise, state, SamplingMode(True, True), depth[:, 1:])
     assert torch.equal(rows[:2], sampling.choose(logits, noise, state, SamplingMode(True, True), depth)[:2, 1:])
@@ -233,9 +234,9 @@ def test_interpreted_rows_are_placed(ours):
     rotary, tokens = records.Rotary(torch.randn(25, 6), torch.randn(25, 6)), torch.randint(0, 99, (3, 34))
     for lead in (0, 1):
         given = (n, torch.tensor([[0, 0, 1, 1, 2]]), rotary, 34, 3, count, tokens, lead)
-        same(kernels.place_rows(*given), draft._place_rows(*given))
+        same(kernels.place_rows(*given), draft.place_rows.reference(*given))
     target = (n, torch.randint(0, 3, (3, 5)), rotary, 34, 0, None, None, 0)
-    same(kernels.place_rows(*target), draft._place_rows(*target))
+    same(kernels.place_rows(*target), draft.place_rows.reference(*target))
 
 
 @interpreted
@@ -249,22 +250,26 @@ def test_interpreted_trees_grow_as_in_plain_code(ours, K, levels, N):
         values.view(3, -1)[1, 0] = float("nan")
         return values
 
+    def grow(pool, tokens, scores):
+        before = [pool.tokens, pool.scores, pool.parent, pool.frontier, pool.visible]
+        return tree_building._grow.reference(before, tokens, scores, ids)
+
     first = torch.randint(0, 50, (3, K)), scores(K)
-    pool, plain = tree_building.first_level(*first, ids), tree_building._first_level(*first, ids)
+    pool, plain = tree_building.first_level(*first, ids), tree_building._grow.reference([], *first, ids)
     same(pool, plain)
     for _ in range(levels):
         more = torch.randint(0, 50, (3, K, K)), scores(K, K)
-        pool, plain = tree_building.expand(pool, *more, ids), tree_building._expand(plain, *more, ids)
+        pool, plain = tree_building.expand(pool, *more, ids), grow(plain, *more)
         same(pool, plain)
     root = torch.randint(0, 50, (3,))
     tree, launches = launched(lambda: tree_building.select(pool, root, N, levels + 1))
     assert launches == 1
-    same(tree, tree_building._select(plain, root, None, N, levels + 1, None))
+    same(tree, tree_building._select.reference(*plain[:3], root, None, N, levels + 1, None))
     pool = pool._replace(tokens=pool.tokens // 2)
     same(tree_building.select(pool, root, N, levels + 1, ids=ids), tree)
     for offered in (tree.tokens, tree.tokens % 3):
         walk = offered, tree.parent, tree.depth, tree.ancestors, tree.valid, offered.roll(-1, 1), levels + 2
-        same(verify.accept(*walk), verify._accept(*walk))
+        same(verify.accept(*walk), verify.accept.reference(*walk))
         settle(offered.roll(-1, 1), verify.accept(*walk))
     wide = tree_building.Pool(*(t.expand(-1, 9000) if t.dim() == 2 else t for t in (pool.tokens[:, :1],) * 7))
     wide = wide._replace(scores=torch.zeros(3, 9000), parent=torch.full((3, 9000), -1))
@@ -297,7 +302,7 @@ def settle(choice_of_nodes, accepted):
     plain = records.StepBuffers(*(tensor.clone() for tensor in state))
     got, launches = launched(lambda: torch.ops.eaglet.commit(accepted, usable, features, state))
     assert launches == KERNELS["eaglet::commit"]
-    same(got, step._write(accepted, usable, features, plain))
+    same(got, step._write.reference(accepted, usable, features, plain))
     for name, *pair in zip(state._fields, state, plain, strict=True):
         if name in ("tokens", "history"):  # their last rows hold nothing
             pair = [tensor[:, :-1] for tensor in pair]
@@ -306,7 +311,7 @@ def settle(choice_of_nodes, accepted):
         kv = (torch.randn(2, 2, B, 3, S, 12) * 9).to(dtype)
         moved = kv.clone()
         kernels.commit_kv(kv, got[2], got[3])
-        kernels.kv._commit_kv(moved, got[2], got[3])
+        kernels.commit_kv.reference(moved, got[2], got[3])
         same([kv[..., :-1, :]], [moved[..., :-1, :]])
 
 

@@ -953,7 +953,7 @@ MUTANTS = {
     "dynamic: feature of the wrong row": (
         check_dynamic, "source=best // K,", "source=best % K,"),
     "dynamic: mask of the wrong row": (
-        check_dynamic, "pool.visible.gather(1, (best // K)", "pool.visible.gather(1, (best % K)"),
+        check_dynamic, "visible.gather(1, (best // K)", "visible.gather(1, (best % K)"),
     "dynamic: a child may outscore its parent": (
         check_parents_survive, "torch.minimum(_usable(_usable(scores) + base), base)",
         "_usable(_usable(scores) + base)"),

@@ -85,7 +85,7 @@ class EagleHead(nn.Module):
 
     @property
     def feature_size(self) -> int:
-        """Width of what the target hands over per token: H, or taps x H."""
+        """The size of the target's features per token: H, or taps x H."""
         return self.config.target_hidden_size * max(1, len(self.config.taps))
 
     def new_cache(self, batch_size: int, slots: int) -> Tensor:

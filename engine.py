@@ -1,7 +1,7 @@
 """The engine: one request at a time, from prompt ids to a stream of tokens.
 
 It prefills the prompt (reusing the prefix that its caches still hold), launches steps ahead of the host, applies the stop
-rules, and falls back to plain decoding while drafting does not pay. It speaks token ids; text only passes through.
+rules, and falls back to plain decoding while drafting does not pay. It works on token ids and only passes text through.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Engine(Stepper):
         self.queue = LeaseQueue()  # requests run one after another
 
     def keep_prompts(self, cache: PromptCache) -> None:
-        """From now on keep the caches of earlier prompts there. Call it between requests."""
+        """Keep the caches of earlier prompts in this prompt cache from now on. Call it between requests."""
         self.prompt_cache = cache
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class Engine(Stepper):
 
     @torch.inference_mode()
     def warm_up(self, params: SamplingParams | None = None) -> float:
-        """Compile, capture and time now what requests with these settings need; otherwise their first one does.
+        """Compile, capture and time the steps for these settings now. Otherwise the first such request does it.
 
         Waits for the engine, as a request does. Returns the seconds that the work took.
         """
@@ -211,7 +211,7 @@ class Engine(Stepper):
     def margin(
         self, row: int, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int
     ) -> tuple[float, float]:
-        """How far apart tokens a and b are as successors of `text`, whose first `prompt` ids are the prompt.
+        """The margin between tokens a and b after `text`, whose first `prompt` ids are the prompt.
 
         Returns the difference of their sampling keys z + T g, and the same in units of the last place of the larger logit
         in the model's dtype. It tells a rounding tie from a bug.

@@ -1,4 +1,4 @@
-"""From options to an engine: plan the memory, read the model and its drafter, put everything together.
+"""Builds an engine from options: plans the memory, reads the model and the drafter, and combines them.
 
 from load import load
 engine = load("demo", eagle="demo/eagle1")
@@ -91,7 +91,7 @@ def load(
 
 
 def follow_leader() -> None:
-    """What a process does that rank 0 started: load its part, and follow."""
+    """Entry point of a process that rank 0 started: load its part of the model, and follow rank 0."""
     told = json.loads(sys.stdin.readline())
     threading.Thread(target=end_with_the_leader, daemon=True).start()
     options = told.pop("options")
@@ -164,7 +164,7 @@ def _load(
 
 
 def use_threads(options: LoadOptions, ranks: int = 1) -> None:
-    """Give torch the CPU threads that the options name, if they name a CPU, or this process's share of them.
+    """Set torch's CPU threads from the options, or to this process's share of them, if the device is a CPU.
 
     torch has one number for the whole process, so models that are loaded already run with the new one, too.
     """

@@ -370,7 +370,7 @@ class Transformer(nn.Module):
 
 
 def nodes_at(where: tuple[Tensor, ...], start: Tensor, visible: Tensor, window: int = 0) -> Nodes:
-    """Nodes of T rows at the places of `kernels.place_rows` that see the region from slot `start` [B].
+    """Nodes for T rows, placed by `kernels.place_rows`, that can see the cache region from slot `start` [B] on.
 
     visible [B, T, R] bool. With a window the region rows must be the T queries themselves. The target keeps to that, and
     drafters have no window in their trees.
@@ -383,7 +383,7 @@ def nodes_at(where: tuple[Tensor, ...], start: Tensor, visible: Tensor, window: 
 
 
 def chain_ancestors(batch_size: int, length: int, device: torch.device | str) -> Tensor:
-    """Who sees whom in a chain of known tokens: lower triangle, bool [B, T, T]."""
+    """The causal mask of T known tokens: a lower triangle, bool [B, T, T]."""
     lower = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return lower.expand(batch_size, -1, -1)
 

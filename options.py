@@ -1,4 +1,4 @@
-"""What `load` builds, as options: one declaration of each serves the command lines, the benchmark and the Python API.
+"""The options of `load`. Each is declared once, for the command lines, the benchmark and the Python API.
 
 Importing this file imports no torch, so that `generate.py --help` answers at once. The functions that need torch import
 it themselves. For the same reason some choices are listed here and in their rooms, and a test compares the two.
@@ -107,7 +107,7 @@ class LoadOptions:
     compile: bool = option(False, "compile the step (and on a GPU capture it as one CUDA graph)")
     compile_mode: str = option(
         "graph",
-        "graph: one block for all layers is compiled, and a GPU captures the whole step; max-autotune: the same with "
+        "graph: compile one block for all layers, and on a GPU capture the whole step; max-autotune: the same with "
         "measured tilings; capture: captured, not compiled; regions: compiled, not captured; for comparison the whole "
         "step in one piece: inductor, reduce-overhead",
         COMPILE_MODES,
@@ -122,8 +122,7 @@ class LoadOptions:
         KERNELS,
     )
     overlap: bool = option(
-        False,
-        "GPUs since Hopper: a kernel of a layer is launched before the one before it has ended (not measured yet)",
+        False, "Hopper and later GPUs: start each kernel before the previous one has ended (not measured yet)"
     )
     kv: str = option(
         "model", "int8: halve (fp32: quarter) the target's cache; a drafter's keeps its dtype", ("model", "int8")
@@ -139,7 +138,7 @@ class LoadOptions:
     )
     drafter: str = option(
         "",
-        "default: what --eagle, --draft-checkpoint or --medusa names; n-grams need no file",
+        "default: the one that --eagle, --draft-checkpoint or --medusa selects; ngram and lookahead need no file",
         DRAFTERS,
         group=DRAFTING,
     )
@@ -151,7 +150,7 @@ class LoadOptions:
     )
     ngram_nodes: int | None = option(
         None,
-        "add K nodes found by n-gram lookup to the tree; a pruned tree gives way to them where the text repeats itself "
+        "add up to K n-gram nodes to the tree; with a pruned tree, they replace the tree when the text repeats itself "
         f"(default: {NGRAM_NODES} where --prune has its default, else 0)",
         metavar="K",
         least=0,
@@ -163,8 +162,8 @@ class LoadOptions:
     )
     prune: int | None = option(
         None,
-        "leave out nodes of an EAGLE tree that are probably accepted in less than PERCENT of the steps; only the C++ "
-        "kernels of CPUs can (default: there, where --tree is not given, by the measured price of a node; else 0)",
+        "skip nodes of an EAGLE tree whose acceptance probability is below PERCENT; needs the C++ "
+        "CPU kernels (default: from the measured cost of a node if --tree is not given; otherwise 0)",
         metavar="PERCENT",
         least=0,
         most=99,
@@ -182,7 +181,7 @@ class LoadOptions:
     verify: str = option("match", "which drafted tokens are accepted (default: match)", VERIFY, group=DRAFTING)
     eagle_always: bool = option(
         False,
-        "go on drafting where plain decoding would be faster (default: the request falls back and probes)",
+        "keep drafting even if plain decoding would be faster (default: fall back to plain steps, and try again later)",
         group=DRAFTING,
     )
 
@@ -223,7 +222,7 @@ class LoadOptions:
         return ("paper25",) if self.tree is None else (self.tree,) if isinstance(self.tree, str) else tuple(self.tree)
 
     def check(self) -> None:
-        """Raise UsageError for an option that is wrong or would be ignored. Nothing is read for that."""
+        """Raise UsageError for an option that is wrong or would be ignored, without reading any file."""
         import torch
 
         from support.machine import default_device
@@ -431,10 +430,10 @@ SETTINGS = {  # field of SamplingParams -> what --help says
     "temperature": "0 always takes the likeliest token, 1 samples from the model's own distribution",
     "top_k": "sample from the K likeliest tokens; 0: off",
     "top_p": "sample from the likeliest tokens that hold this share of the probability; 1: off",
-    "min_p": "sample from tokens that are at least this fraction as likely as the likeliest; 0: off",
+    "min_p": "sample from tokens with at least this fraction of the highest probability; 0: off",
     "repetition_penalty": "above 1: tokens of the prompt and of the text become less likely; 1: off",
     "presence_penalty": "subtracted from the logit of every token that the text has already; 0: off",
-    "frequency_penalty": "the same, times how often the text has the token; 0: off",
+    "frequency_penalty": "subtracted once for each time the token occurs in the text; 0: off",
     "seed": "the same seed gives the same text",
     "max_new_tokens": "the most tokens to generate",
     "stop_ids": "stop ids instead of the model's own",

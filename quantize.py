@@ -1,4 +1,4 @@
-"""Quantize a model to int8 or int4, with a receipt of what it cost in quality.
+"""Quantize a model to int8 or int4, and report the loss of quality.
 
     python quantize.py                                       # demo/ -> demo-int4/
     python quantize.py --checkpoint DIR --mode int4 --algorithm gptq

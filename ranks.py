@@ -64,7 +64,7 @@ class OtherRank(UserError):
 
 
 class Ranks:
-    """The processes of one engine, as one of them sees the others. Make it in all of them at the same time."""
+    """One process's view of all processes of an engine. Create it in all of them at the same time."""
 
     def __init__(
         self, rank: int, size: int, device: str, meeting_point: str, children: Sequence[subprocess.Popen] = ()
@@ -153,7 +153,7 @@ class Ranks:
         close()
 
     def end(self) -> None:
-        """Rank 0 lets the others go. It is called when the program ends; calling it twice does nothing."""
+        """Rank 0 tells the other processes to exit. It runs when the program ends; a second call does nothing."""
         atexit.unregister(self.end)
         with contextlib.suppress(RankLost):
             self.tell(0, "end")

@@ -1,4 +1,4 @@
-"""Processed logits, position-keyed Gumbel noise, and the choice of a token.
+"""How a token is chosen: processed logits plus Gumbel noise that depends on the position.
 
 The token after a node is `argmax over survivors of z + T g`. Here z are the penalised logits, T is the temperature, and g
 is Gumbel noise that depends on (seed, absolute position, token id) alone. By the Gumbel-max trick this samples
@@ -56,7 +56,7 @@ class SamplingState:
 
     @staticmethod
     def _value(params: SamplingParams, name: str) -> float:
-        """What the buffer `name` holds for these settings."""
+        """The value of the buffer `name` for these settings."""
         value = vars(params)[name]
         if name == "seed":
             return (value + 2**63) % 2**64 - 2**63
@@ -77,7 +77,7 @@ class SamplingState:
 
 
 def _mix(x: Tensor, key: Tensor | int = 0) -> Tensor:
-    """Overwrites x, 32-bit values in int64, by their image under a bijection that `key` selects."""
+    """Hash x (32-bit values in int64) in place, with a bijection that `key` selects."""
     x.bitwise_xor_(x >> 16).mul_(MIX_A).bitwise_and_(MASK)
     x.bitwise_xor_(x >> 15).bitwise_xor_(key).mul_(MIX_B).bitwise_and_(MASK)
     return x.bitwise_xor_(x >> 16)
@@ -487,7 +487,7 @@ class Logprobs(NamedTuple):
     top_ids: Tensor  # [B,P,K]
 
     def row(self, b: int) -> "Logprobs":
-        """Those of sequence b, without the first axis."""
+        """The log-probabilities of sequence b, without the batch axis."""
         return Logprobs(*(column[b] for column in self))
 
 

@@ -1,4 +1,4 @@
-"""The step, which is the whole idea: draft, forward, accept, commit.
+"""One decoding step: draft, forward, accept, commit.
 
 It works on static buffers with fixed shapes and never waits for the host, so it can be compiled and captured as one CUDA
 graph. Plain decoding is the same step with a one-node tree. The emitted tokens are a function of the prompt and the seed;
@@ -90,7 +90,7 @@ class DecodeState:
 
 
 class StepOutput(NamedTuple):
-    """What a step emitted, as tensors on the device."""
+    """The tokens that a step emitted, as tensors on the device."""
 
     emitted: Tensor  # [B, D + 1] ids
     count: Tensor  # [B] how many of them; 0 for a sequence that had finished

@@ -1,4 +1,4 @@
-"""What a draft tree is: topology, names, files, and the tables of a batch. All of it runs on the host.
+"""Draft trees: their shapes, names, files, and the tables for a batch. All of this runs on the host.
 
 A tree has N nodes. Node 0 is the root (the last committed token), and every other node has a parent with a lower number.
 D is the greatest depth below the root, so a step emits 1 to D + 1 tokens. Plain decoding is the tree with one node.
@@ -71,7 +71,7 @@ class StaticTree:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """An EAGLE-2 tree, which is chosen anew in every step. The numbers are those of SafeAILab/EAGLE.
+    """An EAGLE-2 tree, which is rebuilt in every step. The parameters are those of SafeAILab/EAGLE.
 
     N counts the root, `depth` is the number of expansion forwards, and `topk` is both the number of candidates per row
     and the width of the frontier. `pool` candidates are drafted and N - 1 of them are kept. Raises ValueError for numbers
@@ -155,7 +155,7 @@ NAMES = f"paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, {', '.join(MEDUSA_T
 
 
 def parse_tree(spec: str) -> StaticTree | DynamicTree:
-    """The tree that `spec` names: one of NAMES. Raises a one-line ValueError for anything else.
+    """The tree with this name (see NAMES). Raises a one-line ValueError for an unknown name.
 
     In `dynamic:N,DEPTH,TOPK` N counts the root and DEPTH the expansions. FILE.json holds a list of paths, or an object
     with either "paths" or "dynamic": [N, DEPTH, TOPK], whose other keys are ignored.

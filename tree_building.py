@@ -21,7 +21,7 @@ LARGEST_POOL = 8192  # candidates that one program of the kernel can hold
 
 
 def ancestors_from_parents(parent: Tensor, D: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Who sees whom in trees given by parent [B, N], none of them deeper than D.
+    """Ancestor masks and depths of the trees given by parent [B, N], of depth at most D.
 
     Returns ancestors [B, N, N] bool (every node sees itself) and depth [B, N]. Nodes that are not valid [B, N] get depth
     0 and see only themselves, because a softmax needs one key. Pointer doubling takes ceil(log2(D + 1)) rounds.

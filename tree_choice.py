@@ -83,7 +83,7 @@ def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
 
 
 def default_tree(options: LoadOptions, quantization: str | None, head: EagleConfig | None) -> str:
-    """The tree where none is named: on a GPU the largest of three whose verification takes about as long as one token.
+    """The default tree: on a GPU, the largest of three trees that is verified in about the time of one token.
 
     Reading a weight takes the time of PRODUCTS[GPU] products per byte. Rows that need more of them are not free.
     quantization: of the target, as `Checkpoint.quantization` names it.

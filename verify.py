@@ -1,4 +1,4 @@
-"""Which drafted tokens a step accepts: choice-and-walk, and the paper's multi-round rule.
+"""Which drafted tokens a step accepts: by following the model's own choices, or by the paper's multi-round rule.
 
 Both are pure functions of tensors with fixed shapes. They take their randomness as arguments and never read a value
 back to the host. Shape letters: B batch, N nodes, D depth, V vocabulary.
@@ -22,7 +22,7 @@ from tree import TreeTables
 def accept(
     tokens: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, valid: Tensor, choice: Tensor, D: int
 ) -> Accepted:
-    """Choice-and-walk: follow the target's own choices for as long as the tree holds them.
+    """Follow the target's own choices from the root, as long as they are in the tree.
 
     ok[i] = valid[i] and tokens[i] == choice[parent[i]] and ok[parent[i]]. The deepest ok node wins, the lowest of equals.
     tokens, parent, depth and choice are [B, N], valid is [B, N] bool, ancestors is [B, N, N] bool, and D >= depth.

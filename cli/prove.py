@@ -107,5 +107,5 @@ def verdict(proof: Proof, dtype: str) -> str:
 
 
 def holds(proof: Proof) -> bool:
-    """Whether the promise holds: no fork, or a rounding tie where there may be one."""
+    """Whether the tokens are the same, or differ only where rounding may swap two nearly tied tokens."""
     return proof.fork is None or (not proof.bitwise and is_rounding_tie(proof.fork.margin, proof.fork.ulps))

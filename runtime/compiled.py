@@ -1,4 +1,4 @@
-"""What `--compile` compiles: the repeated parts of a step, once for each width."""
+"""Compiles the repeated parts of a step, once for each number of rows (`--compile`)."""
 
 from __future__ import annotations
 

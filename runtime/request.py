@@ -18,7 +18,7 @@ from step import StepOutput
 
 
 class Request:
-    """The host's side of one request: what it knows of every row, and the steps under way."""
+    """The host's state of one request: the progress of every row, and the steps that are running."""
 
     def __init__(
         self,

@@ -118,7 +118,7 @@ class Runner:
 
 
 class Pacer:
-    """Decides within one request whether steps speculate: not while tau stays under break-even.
+    """Decides in each request whether to draft: not while tau is below break-even.
 
     It looks at the last WINDOW steps. While decoding is plain it lets PLAIN tokens pass, and then PROBE speculative steps
     decide whether drafting comes back.

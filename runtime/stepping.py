@@ -110,7 +110,7 @@ class Stepper:
             raise ValueError(f"lag is {self.lag}; allowed: 0 to {RING - 1} steps ahead of the host.")
 
     def _why_always_on(self) -> str:
-        """Why speculation is never given up; "" if plain steps replace it while it does not pay."""
+        """Why speculation always stays on; "" if plain steps replace it while it does not pay."""
         if self.drafter.multi_round:
             return "with multi-round verification the tokens depend on the drafter"
         return ASKED_FOR if self.config.eagle_always or self.drafter.D == 0 else self.drafter.always_on
@@ -141,7 +141,7 @@ class Stepper:
 
     @property
     def break_even_tau(self) -> float:
-        """Tokens per step above which speculation pays. 0 where it was not measured; then it is never given up."""
+        """The break-even tau: speculation pays above it. 0 if it was not measured; then speculation always stays on."""
         return self.step_seconds[1] / self.step_seconds[0] if self.step_seconds else 0.0
 
     def add_observer(self, observer: Observer) -> None:
@@ -192,7 +192,7 @@ class Stepper:
         self.step_seconds = self.timings[mode] if paced else None
 
     def _measure_price(self, mode: SamplingMode, nodes: int = 4) -> float:
-        """What a node adds to the time of a plain step, as a share of it."""
+        """The extra time of one node, as a share of the time of a plain step."""
         steps = (PlainDrafter(self.model, width, features_of=self.drafter) for width in (1, 1 + nodes))
         plain, wide = self._time_steps(mode, *steps)
         return max(0.0, wide / plain - 1) / nodes

@@ -92,7 +92,7 @@ SLOW = {  # part of a step -> the phase that its time belongs to
     "draft": ("draft", "drafter", "draft"),
     "forward": ("verify", "model", "forward"),
     "logits": ("verify", "model", "logits"),
-    "choice": ("accept", sampling, "choose"),
+    "choice": ("accept", sampling, "choose_and_check"),
     "walk": ("accept", step_module, "accept"),
     "commit": ("accept", kernels, "commit_kv"),
     "reading": ("host", "runner", "read"),

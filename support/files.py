@@ -248,13 +248,3 @@ def read_text(path: str | Path) -> str:
         raise refusal(path, f"cannot be read ({error.strerror}).") from error
     except UnicodeDecodeError as error:
         raise refusal(path, f"not UTF-8 text ({error}).") from error
-
-
-def replace_block(path: Path, name: str, text: str) -> None:
-    """Put `text` between the markers `<!-- NAME -->` and `<!-- /NAME -->`. Raises ValueError if they are missing."""
-    old = path.read_text(encoding="utf-8")
-    before, begin, rest = old.partition(f"<!-- {name} -->\n")
-    _, end, after = rest.partition(f"<!-- /{name} -->")
-    if not begin or not end:
-        raise ValueError(f"{path}: the markers <!-- {name} --> and <!-- /{name} --> are missing.")
-    write_text(path, f"{before}{begin}{text}\n{end}{after}")

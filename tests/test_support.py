@@ -35,7 +35,6 @@ from support.files import (
     directory_written_whole,
     read_json,
     read_json_lines,
-    replace_block,
     write_json,
     write_text,
     written_whole,
@@ -410,35 +409,6 @@ def test_json_is_read_strictly(bad, tmp_path):
     assert "\n" not in str(error.value) and len(str(error.value)) < 300 + len(str(path))
     with pytest.raises(ValueError, match="none.json: cannot be read"):
         read_json(tmp_path / "none.json")
-
-
-# ------------------------------------------------------------------ blocks of a page
-
-PAGE = "a\n<!-- one -->\nold 1\nold 2\n<!-- /one -->\nb\n<!-- two -->\n<!-- /two -->\nc"
-
-
-def test_a_block_is_replaced_and_nothing_else(tmp_path):
-    """Only the text between the markers changes, also at the second time."""
-    path = tmp_path / "page.md"
-    path.write_text(PAGE, encoding="utf-8")
-    for text in ("new é", "| x |\n| \\1 |", ""):
-        replace_block(path, "one", text)
-        replace_block(path, "two", "2")
-        expected = PAGE.replace("old 1\nold 2", text).replace("<!-- two -->\n", "<!-- two -->\n2\n")
-        assert path.read_text(encoding="utf-8") == expected
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize(
-    "page", ("", "a\n<!-- /one -->\n", "<!-- one -->\na", "<!-- one --><!-- /one -->", "<!-- /one -->\n<!-- one -->\n")
-)
-def test_a_page_without_the_block_is_left_alone(page, tmp_path):
-    """Missing markers are a ValueError, and the page stays as it was."""
-    path = tmp_path / "page.md"
-    path.write_text(page)
-    with pytest.raises(ValueError, match=r"page.md: the markers <!-- one --> and <!-- /one --> are missing") as error:
-        replace_block(path, "one", "new")
-    assert path.read_text() == page and "\n" not in str(error.value)
 
 
 # ------------------------------------------------------------------ facts about the machine

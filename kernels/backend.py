@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_type_hints
 
 import torch
 from torch import Tensor
@@ -262,7 +263,7 @@ class Operation:
             pass
 
         parameters = [
-            p.replace(default=p.empty, annotation=list[Tensor] if i in self.records else p.annotation)
+            p.replace(default=p.empty, annotation=_list_type(self.records[i]) if i in self.records else p.annotation)
             for i, p in enumerate(signature.parameters.values())
         ]
         declared.__signature__ = signature.replace(parameters=parameters)
@@ -295,6 +296,12 @@ def operation(name: str, key: str, triton: Callable, shapes: Callable, **more) -
 def _is_record(kind: object) -> bool:
     """Whether an annotation is a named tuple of tensors."""
     return isinstance(kind, type) and issubclass(kind, tuple)
+
+
+def _list_type(record: type) -> type:
+    """The type of a list of a record's tensors."""
+    optional = any(kind is not Tensor for kind in get_type_hints(record).values())
+    return list[Tensor | None] if optional else list[Tensor]
 
 
 def _without_operator(tensors: Sequence[Tensor]) -> bool:

@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.backend import jit, operation, tl, triton
+from kernels.backend import jit, operation, tl, triton, wait_for_the_kernel_before
 from kernels.linear import epilogue, finish, launch_arguments, main_loop
-from kernels.overlap import wait_for_the_kernel_before
 from kernels.packing import PackedTensors, PackedWeight, dequantize, from_parts, kernel_views, panel_words
 from kernels.tuned import unsplit
 

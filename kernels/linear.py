@@ -15,10 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.cpu as cpu
-from kernels.backend import dot, jit, native, operation, round_activations, tl, triton, use_triton
+from kernels.backend import (
+    dot,
+    jit,
+    native,
+    operation,
+    overlapping,
+    round_activations,
+    tl,
+    triton,
+    use_triton,
+    wait_for_the_kernel_before,
+)
 from kernels.choice import merge_topk
 from kernels.norm_rope import norm_row, rms_norm, turn_rows
-from kernels.overlap import overlapping, wait_for_the_kernel_before
 from kernels.packing import PackedTensors, PackedWeight, decode, dequantize, from_parts, kernel_views, panel_words
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
 

@@ -642,10 +642,10 @@ def test_kernels_are_launched_early_only_where_that_is_asked_for(monkeypatch):
         notes = []
         backend = open_backend(LoadOptions(device="cuda", kernels="auto", overlap=True), notes.append)
         assert backend.overlap == overlap and bool(notes) != overlap
-        monkeypatch.setattr(kernels.overlap, "INTERPRETED", False)
+        monkeypatch.setattr(kernels.backend, "INTERPRETED", False)
         with backend.active():
-            assert kernels.overlap.overlapping().get("launch_pdl", False) == overlap
-    assert kernels.overlap.overlapping() == {"OVERLAP": False}
+            assert kernels.backend.overlapping().get("launch_pdl", False) == overlap
+    assert kernels.backend.overlapping() == {"OVERLAP": False}
 
 
 def test_bench_script_runs_on_cpu():

@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     content = race(args)
     gains, winner = content["speedups"], content["winner"]
     print(
-        f"\n{winner} is fastest: {gains[winner]:.2f} times as fast as plain decoding; {DEFAULT}: {gains[DEFAULT]:.2f}."
+        f"\n{winner} is fastest. Speed over that of plain decoding: {gains[winner]:.2f}; {DEFAULT}: {gains[DEFAULT]:.2f}"
     )
     won = winner not in (PLAIN, DEFAULT)
     if not won and not args.out:

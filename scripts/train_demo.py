@@ -10,11 +10,212 @@ interpreter's standard library: every .py file except tests, generated tables an
 
 from __future__ import annotations
 
+import argparse
+import functools
+import hashlib
+import math
+import platform
+import shutil
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
-from support.errors import at_least
-from training import demo_model
+import numpy as np
+import sentencepiece
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Transformer
+from model_config import ModelConfig
+from support.errors import BadFileError, at_least
+from support.files import directory_written_whole, write_json, write_text, written_whole
+from support.texts import HELD_OUT, LEFT_OUT, read_source, stdlib_files
 from training.command import run, run_parser
+from training.loop import Recipe, Run, World, init_weights, optimizers, update
+from weights.hf import save_hf
+
+VOCAB_SIZE = 4096
+LENGTHS = (512, 1024)  # of the training windows: in the first 60 % of the steps, and after
+SAVE_EVERY = 200  # steps
+RECIPE = Recipe(side_lr=4e-3)
+CONFIG = ModelConfig(
+    model_type="llama",
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=VOCAB_SIZE,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+    bos_token_id=1,
+    eos_token_ids=(2,),
+)
+TOKENIZER = {
+    "tokenizer_class": "LlamaTokenizer",
+    "model_max_length": 2048,
+    **{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    **{"add_bos_token": True, "add_eos_token": False, "legacy": False, "add_prefix_space": False},
+}
+CARD = """# The demo model
+
+A LLaMA-architecture model of {parameters:.2f} M parameters (8 layers, hidden 256, 4 query
+and 2 key-value heads, tied embeddings, 4096-piece BPE with byte fallback), made by `python -m scripts.train_demo`.
+
+| | |
+|---|---|
+| data | standard library of CPython {version}: {corpus} |
+| left out | tests, generated tables ({left_out}) |
+| held out | {held_out} |
+| training | {steps} steps of {batch_tokens} tokens, seed {seed}, {where} |
+| last training loss | {loss:.3f} nats per token |
+| bits per byte | {seen:.3f} on the first training windows, {held:.3f} on the held-out modules (bf16 weights) |
+
+The sources are under the PSF licence; the weights are a small statistical summary of them and write Python-like
+text, not correct programs.
+"""
+
+
+class Text(NamedTuple):
+    """Files as one stream of tokens (BOS + file + EOS, one after another), and their size in UTF-8 bytes."""
+
+    ids: np.ndarray  # int32
+    size: int
+    files: int
+
+    def __str__(self) -> str:
+        return f"{self.files} files, {self.size / 1e6:.1f} MB, {len(self.ids) / 1e6:.2f} M tokens"
+
+
+def train_tokenizer(files: list[Path], out: Path) -> None:
+    """Write a sentencepiece BPE model with byte fallback that keeps every space of the source."""
+    with written_whole(out) as temporary, open(temporary, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for path in files for line in read_source(path).split("\n")),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=VOCAB_SIZE,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            add_dummy_prefix=False,
+            split_digits=True,
+            max_sentence_length=16384,
+            input_sentence_size=400_000,
+            minloglevel=2,
+        )
+
+
+def load_corpus(tokenizer: Path) -> tuple[Text, Text]:
+    """(training text, held-out text): the standard library in `tokenizer`, a file that is made first if it is missing.
+
+    Raises BadFileError in one line for a tokenizer that this command did not make.
+    """
+    splits = stdlib_files()
+    if not tokenizer.exists():
+        print("training the tokenizer ...", file=sys.stderr)
+        train_tokenizer(splits[0], tokenizer)
+    advice = "Delete it or give another --work."
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    except (RuntimeError, OSError) as error:
+        raise BadFileError(f"{tokenizer}: not a sentencepiece model. {advice}") from error
+    if (size := processor.vocab_size()) != VOCAB_SIZE:
+        raise BadFileError(f"{tokenizer} has {size} pieces, expected {VOCAB_SIZE}. {advice}")
+
+    def encode(files: list[Path]) -> Text:
+        texts = list(map(read_source, files))
+        ids = [i for text in processor.encode(texts, add_bos=True, add_eos=True) for i in text]
+        return Text(np.array(ids, dtype=np.int32), sum(len(text.encode()) for text in texts), len(files))
+
+    training, held_out = map(encode, splits)
+    return training, held_out
+
+
+def batch(stream: np.ndarray, rng: np.random.Generator, count: int, length: int) -> Tensor:
+    """`count` windows of `length` + 1 tokens at random places, int64 [count, length + 1]."""
+    starts = rng.integers(0, len(stream) - length - 1, count)
+    return torch.from_numpy(stream[starts[:, None] + np.arange(length + 1)].astype(np.int64))
+
+
+def loss_of(model: Transformer, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of each next token of tokens [B, T + 1]."""
+    hidden_states, _ = model.forward_train(tokens[:, :-1])
+    return F.cross_entropy(model.logits(hidden_states).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@torch.no_grad()
+def bits_per_byte(model: Transformer, text: Text, length: int = 1024, most: int = 64) -> float:
+    """Bits per UTF-8 byte over up to `most` consecutive windows of the text."""
+    count = min(most, (len(text.ids) - 1) // length)
+    windows = torch.from_numpy(text.ids[: count * length + 1].astype(np.int64)).unfold(0, length + 1, length)
+    total = sum(float(loss_of(model, rows)) * len(rows) for rows in windows.split(4))
+    return total / count / math.log(2) * (len(text.ids) / text.size)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train in args.work, going on from what lies there, then write args.out.
+
+    Raises BadFileError in one line for a work directory of another run, and KeyboardInterrupt after Ctrl-C.
+    """
+    work = Path(args.work)
+    work.mkdir(parents=True, exist_ok=True)
+    corpus, held_out = load_corpus(work / "tokenizer.model")
+    print(f"corpus  {corpus}", file=sys.stderr)
+    torch.manual_seed(args.seed)
+    model = Transformer(CONFIG)
+    init_weights(model, torch.Generator().manual_seed(args.seed))
+    model.rotary.build("cpu")
+    optims = optimizers(model, RECIPE)
+    loss_fn = torch.compile(loss_of) if args.compile else loss_of
+
+    def train_step(step: int) -> tuple[float, list[float], int]:
+        rng = np.random.default_rng((args.seed, step))
+        length = LENGTHS[step >= 0.6 * args.steps]
+        tokens = batch(corpus.ids, rng, args.batch_tokens // length, length)
+        loss = loss_fn(model, tokens)
+        loss.backward()
+        update(optims, RECIPE.factor(step, args.steps))
+        return float(loss.detach()), [], args.batch_tokens
+
+    identity = {"--steps": args.steps, "--seed": args.seed, "--batch-tokens": args.batch_tokens, "model": repr(CONFIG)}
+    identity["corpus"] = hashlib.sha256(corpus.ids.tobytes()).hexdigest()  # another Python has another library
+    run = Run(model, optims, identity, work / "train_state.pt", World(0, 1, torch.device("cpu")))
+    run.fit(train_step, args.steps, SAVE_EVERY)
+    export(model, corpus, held_out, run, args)
+
+
+def export(model: Transformer, corpus: Text, held_out: Text, run: Run, args: argparse.Namespace) -> None:
+    """Write the Hugging Face directory (bf16), and CARD.md with what was measured on the rounded weights."""
+    out = Path(args.out)
+    model.eval().to(torch.bfloat16).float()
+    held = bits_per_byte(model, held_out)
+    seen = bits_per_byte(model, corpus)
+    minutes = f"{run.seconds / 60:.0f} minutes on a CPU ({torch.get_num_threads()} threads)"
+    card = CARD.format(
+        **vars(args),
+        parameters=sum(p.numel() for p in model.parameters()) / 1e6,
+        version=platform.python_version(),
+        corpus=corpus,
+        left_out=", ".join(LEFT_OUT),
+        held_out=", ".join(HELD_OUT),
+        where=f"{minutes}, torch {torch.__version__}",
+        loss=functools.reduce(lambda loss, newer: 0.98 * loss + 0.02 * newer, run.curve),
+        seen=seen,
+        held=held,
+    )
+    with directory_written_whole(out, keep=True) as unfinished:
+        save_hf(model.to(torch.bfloat16), unfinished)
+        shutil.copyfile(Path(args.work) / "tokenizer.model", unfinished / "tokenizer.model")
+        write_json(unfinished / "tokenizer_config.json", TOKENIZER)
+        write_json(unfinished / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
+        write_text(unfinished / "CARD.md", card)
+    print(f"held-out {held:.3f} bits per byte, training {seen:.3f}; wrote {out}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,9 +223,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = run_parser(__doc__, steps=1250)
     parser.add_argument("--out", default="demo")
     parser.add_argument("--work", default="runs/train_demo", help="tokenizer, training state")
-    parser.add_argument("--batch-tokens", type=at_least(max(demo_model.LENGTHS)), default=4096)
+    parser.add_argument("--batch-tokens", type=at_least(max(LENGTHS)), default=4096)
     parser.add_argument("--compile", action="store_true", help="compile the loss (faster after a minute)")
-    return run(parser.parse_args(argv), demo_model.train)
+    return run(parser.parse_args(argv), train)
 
 
 if __name__ == "__main__":

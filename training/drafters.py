@@ -11,7 +11,6 @@ import contextlib
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from weights.quantized import pack_
 FREE = """out work eval_every eval_prompts eval_tokens prompt_length tree save_every pause_at device dtype threads debug
     force compile autocast max_positions average""".split()
 CARD_OPTIONS = "steps length seed tree eval_prompts eval_tokens".split()
-LABELS = {"held_out_accuracy": "accuracy", "chain_tau": "chain tau", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
+LABELS = {"held_out_accuracy": "accuracy", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
 TEMPERATURES = {"greedy": 0.0, "t1": 1.0}  # that tau is measured at
 
 
@@ -77,12 +76,6 @@ class Evaluation:
         if not prompts:
             raise ValueError("no held-out conversation has a prompt that fits; give --held-out.")
         return prompts[:count]
-
-    @cached_property
-    def texts(self) -> list[list[int]]:
-        """Every prompt with the target's own greedy text behind it."""
-        results = self._generate(None, 0.0)
-        return [prompt + r.token_ids for prompt, r in zip(self.prompts, results, strict=True)]
 
     def _generate(self, drafter: Drafter | None, temperature: float) -> list:
         backend = kernels.active_backend()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from model_config import ModelConfig, RopeConfig
 from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData, fingerprint
 from training.drafters import DrafterTraining, Evaluation
-from training.features import KeptFeatures, TargetRows
 from training.loop import Recipe
-from training.losses import FEATURE_NOISE, loss_eagle1, loss_eagle3
+from training.losses import FEATURE_NOISE, KeptFeatures, TargetRows, loss_eagle1, loss_eagle3
 from weights.heads import EagleConfig, EagleFile, default_taps, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest
@@ -250,49 +248,6 @@ def held_out_accuracy(head: TrainHead, evaluation: Evaluation, windows: int = 8)
     return (hits / count).tolist() if count else []
 
 
-@torch.no_grad()
-def chain_numbers(head: TrainHead, evaluation: Evaluation, K: int = 5) -> dict:
-    """tau and n-alpha of a greedy chain of K on the target's own greedy texts: without the engine, for any --inputs."""
-    emitted: list[int] = []
-    judged: list[int] = []
-    for prompt, text in zip(evaluation.prompts, evaluation.texts, strict=True):
-        runs = chain_runs(head, torch.tensor([text], device=head.target.device), K)
-        last = len(text) - 1
-        # Rows from which all K drafts can be judged.
-        judged += runs[len(prompt) - 1 : max(len(prompt) - 1, last - K)]
-        position = len(prompt)
-        while position < last:
-            emitted.append(min(runs[position - 1] + 1, last - position))
-            position += emitted[-1]
-    reached = [sum(run >= k for run in judged) for k in range(K + 1)]
-    alphas = [b / a if a else 0.0 for a, b in pairwise(reached)]
-    return {"chain_tau": sum(emitted) / max(1, len(emitted)), "n_alpha": alphas}
-
-
-def chain_runs(head: TrainHead, tokens: Tensor, K: int) -> list[int]:
-    """For each row i of tokens [1, T]: how many of K greedily drafted tokens equal tokens i + 2, i + 3, ...
-
-    Row i sees true features up to i only, and after that its own drafts: the attention of the training-time test.
-    """
-    feature = head.fuse(head.run_on(tokens).features[:, :-1])
-    memory: list = []
-    unshifted = head.inputs == "feature+unshifted-token"
-    newest = tokens[:, 1:]
-    shown = tokens[:, :-1] if unshifted else newest
-    alive = torch.ones_like(newest, dtype=torch.bool)
-    runs = torch.zeros_like(newest)
-    for s in range(K):
-        feature = head.forward_train(shown, feature, s, memory)
-        drafted = head.predict(feature).argmax(-1)
-        drafted = drafted if head.draft_ids is None else head.draft_ids[drafted]
-        truth = tokens[:, 2 + s :]
-        alive &= drafted == F.pad(truth, (0, newest.shape[1] - truth.shape[1]), value=-1)
-        runs += alive
-        shown = newest if unshifted else drafted
-        newest = drafted
-    return runs[0].tolist()
-
-
 def recipe_for(args: argparse.Namespace) -> Recipe:
     """The named recipe with the options' overrides: `paper` as in the EAGLE papers, or `small` for small targets."""
     if args.recipe == "small":
@@ -400,12 +355,12 @@ class EagleTraining(DrafterTraining):
         return eagle_drafter(module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
 
     def numbers(self, module: TrainHead, evaluation: Evaluation) -> dict[str, Any]:
-        """Accuracy and a chain's tau of the head as it is written, also of heads that no engine drafts with."""
+        """The accuracy of the head as it is written, also of heads that no engine drafts with."""
         rounded = TrainHead(self.config, self.target, module.draft_ids, module.inputs)
         rounded.load_state_dict(self.exported(module))
         rounded.to(self.target.device, self.target.dtype).requires_grad_(False)
         rounded.rotary.build(self.target.device, self.target.rotary.length)
-        return {"held_out_accuracy": held_out_accuracy(rounded, evaluation)} | chain_numbers(rounded, evaluation)
+        return {"held_out_accuracy": held_out_accuracy(rounded, evaluation)}
 
     def identity(self) -> dict[str, Any]:
         return {"weights of --start": digest(self.start.tensors)} if self.start else {}

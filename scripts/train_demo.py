@@ -31,8 +31,7 @@ from model_config import ModelConfig
 from support.errors import BadFileError, at_least
 from support.files import directory_written_whole, write_json, write_text, written_whole
 from support.texts import HELD_OUT, LEFT_OUT, read_source, stdlib_files
-from training.command import run, run_parser
-from training.loop import Recipe, Run, World, init_weights, optimizers, update
+from training.loop import Recipe, Run, World, init_weights, optimizers, run, run_parser, update
 from weights.hf import save_hf
 
 VOCAB_SIZE = 4096

@@ -21,9 +21,9 @@ import sys
 from functools import partial
 
 from support.errors import at_least
-from training.command import drafter_parser, parsed, run
-from training.drafters import train
+from training.drafters import drafter_parser, parsed, train
 from training.eagle import INPUTS, EagleTraining
+from training.loop import run
 from training.losses import FEATURE_NOISE
 
 # Options of one generation of heads: which one, and their defaults.

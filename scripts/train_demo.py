@@ -13,12 +13,10 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
-import math
 import platform
 import shutil
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -62,32 +60,14 @@ TOKENIZER = {
 }
 CARD = """# The demo model
 
-A LLaMA-architecture model of {parameters:.2f} M parameters (8 layers, hidden 256, 4 query
-and 2 key-value heads, tied embeddings, 4096-piece BPE with byte fallback), made by `python -m scripts.train_demo`.
+A LLaMA-architecture model of {parameters:.2f} M parameters, made by `python -m scripts.train_demo` from the standard
+library of CPython {version}: {steps} steps of {batch_tokens} tokens, seed {seed}, {minutes:.0f} minutes on a CPU, torch
+{torch}. The last training loss was {loss:.3f} nats per token. Left out were {left_out}. Held out for measurements, as by
+`python -m scripts.evaluate`, were {held_out}.
 
-| | |
-|---|---|
-| data | standard library of CPython {version}: {corpus} |
-| left out | tests, generated tables ({left_out}) |
-| held out | {held_out} |
-| training | {steps} steps of {batch_tokens} tokens, seed {seed}, {where} |
-| last training loss | {loss:.3f} nats per token |
-| bits per byte | {seen:.3f} on the first training windows, {held:.3f} on the held-out modules (bf16 weights) |
-
-The sources are under the PSF licence; the weights are a small statistical summary of them and write Python-like
-text, not correct programs.
+The sources are under the PSF licence. The weights are a small statistical summary of them. The model writes text that
+looks like Python, not correct programs.
 """
-
-
-class Text(NamedTuple):
-    """Files as one stream of tokens (BOS + file + EOS, one after another), and their size in UTF-8 bytes."""
-
-    ids: np.ndarray  # int32
-    size: int
-    files: int
-
-    def __str__(self) -> str:
-        return f"{self.files} files, {self.size / 1e6:.1f} MB, {len(self.ids) / 1e6:.2f} M tokens"
 
 
 def train_tokenizer(files: list[Path], out: Path) -> None:
@@ -110,15 +90,16 @@ def train_tokenizer(files: list[Path], out: Path) -> None:
         )
 
 
-def load_corpus(tokenizer: Path) -> tuple[Text, Text]:
-    """(training text, held-out text): the standard library in `tokenizer`, a file that is made first if it is missing.
+def load_corpus(tokenizer: Path) -> np.ndarray:
+    """The training files as one stream of tokens, int32: BOS + file + EOS, one after another.
 
-    Raises BadFileError in one line for a tokenizer that this command did not make.
+    `tokenizer` is a file that is made first if it is missing. Raises BadFileError in one line for one that this command
+    did not make.
     """
-    splits = stdlib_files()
+    files = stdlib_files()[0]
     if not tokenizer.exists():
         print("training the tokenizer ...", file=sys.stderr)
-        train_tokenizer(splits[0], tokenizer)
+        train_tokenizer(files, tokenizer)
     advice = "Delete it or give another --work."
     try:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
@@ -126,14 +107,8 @@ def load_corpus(tokenizer: Path) -> tuple[Text, Text]:
         raise BadFileError(f"{tokenizer}: not a sentencepiece model. {advice}") from error
     if (size := processor.vocab_size()) != VOCAB_SIZE:
         raise BadFileError(f"{tokenizer} has {size} pieces, expected {VOCAB_SIZE}. {advice}")
-
-    def encode(files: list[Path]) -> Text:
-        texts = list(map(read_source, files))
-        ids = [i for text in processor.encode(texts, add_bos=True, add_eos=True) for i in text]
-        return Text(np.array(ids, dtype=np.int32), sum(len(text.encode()) for text in texts), len(files))
-
-    training, held_out = map(encode, splits)
-    return training, held_out
+    texts = processor.encode(list(map(read_source, files)), add_bos=True, add_eos=True)
+    return np.array([i for text in texts for i in text], dtype=np.int32)
 
 
 def batch(stream: np.ndarray, rng: np.random.Generator, count: int, length: int) -> Tensor:
@@ -148,15 +123,6 @@ def loss_of(model: Transformer, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model.logits(hidden_states).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-@torch.no_grad()
-def bits_per_byte(model: Transformer, text: Text, length: int = 1024, most: int = 64) -> float:
-    """Bits per UTF-8 byte over up to `most` consecutive windows of the text."""
-    count = min(most, (len(text.ids) - 1) // length)
-    windows = torch.from_numpy(text.ids[: count * length + 1].astype(np.int64)).unfold(0, length + 1, length)
-    total = sum(float(loss_of(model, rows)) * len(rows) for rows in windows.split(4))
-    return total / count / math.log(2) * (len(text.ids) / text.size)
-
-
 def train(args: argparse.Namespace) -> None:
     """Train in args.work, going on from what lies there, then write args.out.
 
@@ -164,8 +130,8 @@ def train(args: argparse.Namespace) -> None:
     """
     work = Path(args.work)
     work.mkdir(parents=True, exist_ok=True)
-    corpus, held_out = load_corpus(work / "tokenizer.model")
-    print(f"corpus  {corpus}", file=sys.stderr)
+    corpus = load_corpus(work / "tokenizer.model")
+    print(f"corpus  {len(corpus) / 1e6:.2f} M tokens", file=sys.stderr)
     torch.manual_seed(args.seed)
     model = Transformer(CONFIG)
     init_weights(model, torch.Generator().manual_seed(args.seed))
@@ -176,45 +142,39 @@ def train(args: argparse.Namespace) -> None:
     def train_step(step: int) -> tuple[float, list[float], int]:
         rng = np.random.default_rng((args.seed, step))
         length = LENGTHS[step >= 0.6 * args.steps]
-        tokens = batch(corpus.ids, rng, args.batch_tokens // length, length)
+        tokens = batch(corpus, rng, args.batch_tokens // length, length)
         loss = loss_fn(model, tokens)
         loss.backward()
         update(optims, RECIPE.factor(step, args.steps))
         return float(loss.detach()), [], args.batch_tokens
 
     identity = {"--steps": args.steps, "--seed": args.seed, "--batch-tokens": args.batch_tokens, "model": repr(CONFIG)}
-    identity["corpus"] = hashlib.sha256(corpus.ids.tobytes()).hexdigest()  # another Python has another library
+    identity["corpus"] = hashlib.sha256(corpus.tobytes()).hexdigest()  # another Python has another library
     run = Run(model, optims, identity, work / "train_state.pt", World(0, 1, torch.device("cpu")))
     run.fit(train_step, args.steps, SAVE_EVERY)
-    export(model, corpus, held_out, run, args)
+    export(model, run, args)
 
 
-def export(model: Transformer, corpus: Text, held_out: Text, run: Run, args: argparse.Namespace) -> None:
-    """Write the Hugging Face directory (bf16), and CARD.md with what was measured on the rounded weights."""
+def export(model: Transformer, run: Run, args: argparse.Namespace) -> None:
+    """Write the Hugging Face directory in bfloat16, and CARD.md."""
     out = Path(args.out)
-    model.eval().to(torch.bfloat16).float()
-    held = bits_per_byte(model, held_out)
-    seen = bits_per_byte(model, corpus)
-    minutes = f"{run.seconds / 60:.0f} minutes on a CPU ({torch.get_num_threads()} threads)"
     card = CARD.format(
         **vars(args),
         parameters=sum(p.numel() for p in model.parameters()) / 1e6,
         version=platform.python_version(),
-        corpus=corpus,
         left_out=", ".join(LEFT_OUT),
         held_out=", ".join(HELD_OUT),
-        where=f"{minutes}, torch {torch.__version__}",
+        minutes=run.seconds / 60,
+        torch=torch.__version__,
         loss=functools.reduce(lambda loss, newer: 0.98 * loss + 0.02 * newer, run.curve),
-        seen=seen,
-        held=held,
     )
     with directory_written_whole(out, keep=True) as unfinished:
-        save_hf(model.to(torch.bfloat16), unfinished)
+        save_hf(model.eval().to(torch.bfloat16), unfinished)
         shutil.copyfile(Path(args.work) / "tokenizer.model", unfinished / "tokenizer.model")
         write_json(unfinished / "tokenizer_config.json", TOKENIZER)
         write_json(unfinished / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
         write_text(unfinished / "CARD.md", card)
-    print(f"held-out {held:.3f} bits per byte, training {seen:.3f}; wrote {out}", file=sys.stderr)
+    print(f"wrote {out}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -67,7 +67,7 @@ def test_a_seed_names_a_model(run, tmp_path):
     """The same seed gives the same weights, another seed gives others."""
     assert run("a") == run("b") == run("c", "--seed", "1") == 0
     assert weights(tmp_path / "a") == weights(tmp_path / "b") != weights(tmp_path / "c")
-    assert f"{STEPS} steps of 64 tokens, seed 1" in (tmp_path / "c" / "out" / "CARD.md").read_text()
+    assert f"{STEPS} steps of 64 tokens, seed 1," in (tmp_path / "c" / "out" / "CARD.md").read_text()
 
 
 @pytest.mark.parametrize("step", [0, 3, STEPS - 1])

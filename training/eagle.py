@@ -279,6 +279,11 @@ class EagleTraining(DrafterTraining):
             raise UsageError("--average is the share of --start in the head that is written; add --start HEAD.")
         with bad_files():
             self.start = read_eagle(args.start, target.config) if args.start else None
+        self.known_ids = (
+            self.start.tensors.get("draft_ids") if self.start else None
+        )  # what --start can draft, if not all
+        held = target.config.vocab_size if self.known_ids is None else len(self.known_ids)
+        self.draft_vocab = args.draft_vocab or held  # how many tokens the head can draft
         self.config = head_config(target.config, args) if self.start is None else start_config(self.start, args)
         self.recipe = recipe_for(args)
         # As the authors of the two generations do it.
@@ -315,17 +320,6 @@ class EagleTraining(DrafterTraining):
         rows = self.kept.of(batch, module.run_on, self.target.logits) if self.kept else module.run_on(batch.tokens)
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
             return head_loss(module, batch, rows, count, noise, args)
-
-    @property
-    def draft_vocab(self) -> int:
-        """How many tokens the head can draft."""
-        ids = self.known_ids
-        return self.args.draft_vocab or (self.target.config.vocab_size if ids is None else len(ids))
-
-    @property
-    def known_ids(self) -> Tensor | None:
-        """The tokens that the head of --start can draft, if it cannot draft all."""
-        return self.start.tensors.get("draft_ids") if self.start else None
 
     def exported(self, module: TrainHead) -> dict[str, Tensor]:
         """The head's tensors as they are written: bfloat16 on the CPU, averaged with those of --start by --average.

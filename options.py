@@ -30,7 +30,7 @@ KERNELS = ("auto", "triton", "cpu", "reference")
 ACTIVATIONS = ("int8", "float")
 TREES = "paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, medusa:vicuna_7b_stage2, medusa:mc_sim_7b_63"
 NGRAM_NODES = 16  # the deepest tree that is allowed
-MODEL, DRAFTING = "model", "speculative decoding"  # groups of --help
+FIRST_OF_DRAFTING = "eagle"  # with this field the second group of --help begins
 
 
 class CompileMode(NamedTuple):
@@ -58,19 +58,17 @@ def option(
     metavar: str | None = None,
     least: int | None = None,
     most: int | None = None,
-    group: str = MODEL,
 ) -> Any:
     """A field of LoadOptions. least: the smallest number that is allowed; it makes the option a number."""
-    metadata = {"help": help, "choices": tuple(choices), "metavar": metavar, "group": group}
-    metadata |= {"least": least, "most": most}
-    return field(default=default, metadata=metadata)
+    about = {"help": help, "choices": tuple(choices), "metavar": metavar, "least": least, "most": most}
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)
 class LoadOptions:
     """What `load` builds. Everything about one request is in SamplingParams instead.
 
-    None stands for a default that depends on the model and the machine; `tree_choice.resolve` decides it.
+    None stands for a default that depends on the model and the machine; `drafting.resolve` decides it.
     """
 
     checkpoint: str = option(
@@ -131,34 +129,27 @@ class LoadOptions:
         None,
         "EAGLE-1/2/3 head: folder, .safetensors, .bin, .pth, or org/name in the Hugging Face cache",
         metavar="HEAD",
-        group=DRAFTING,
     )
     eagle_config: tuple[str, ...] = option(
-        (), "config value for a head without a config.json (repeatable)", metavar="KEY=VALUE", group=DRAFTING
+        (), "config value for a head without a config.json (repeatable)", metavar="KEY=VALUE"
     )
     drafter: str = option(
         "",
         "default: the one that --eagle, --draft-checkpoint or --medusa selects; ngram and lookahead need no file",
         DRAFTERS,
-        group=DRAFTING,
     )
-    draft_checkpoint: str | None = option(
-        None, "draft with a small LLM of the same vocabulary", metavar="DIR", group=DRAFTING
-    )
-    medusa: str | None = option(
-        None, "Medusa heads: medusa_lm_head.pt, .safetensors, or their folder", metavar="FILE", group=DRAFTING
-    )
+    draft_checkpoint: str | None = option(None, "draft with a small LLM of the same vocabulary", metavar="DIR")
+    medusa: str | None = option(None, "Medusa heads: medusa_lm_head.pt, .safetensors, or their folder", metavar="FILE")
     ngram_nodes: int | None = option(
         None,
         "add up to K n-gram nodes to the tree; with a pruned tree, they replace the tree when the text repeats itself "
         f"(default: {NGRAM_NODES} where --prune has its default, else 0)",
         metavar="K",
         least=0,
-        group=DRAFTING,
     )
     # from Python also a tuple: one static tree for each sequence of the batch
     tree: str | tuple[str, ...] | None = option(
-        None, f"auto (tuned by scripts.tune_tree), {TREES} (default: paper25; on a GPU by its speed)", group=DRAFTING
+        None, f"auto (tuned by scripts.tune_tree), {TREES} (default: paper25; on a GPU by its speed)"
     )
     prune: int | None = option(
         None,
@@ -167,22 +158,16 @@ class LoadOptions:
         metavar="PERCENT",
         least=0,
         most=99,
-        group=DRAFTING,
     )
-    draft_vocab: int = option(
-        0, "EAGLE-1/2: draft only the K most frequent tokens", metavar="K", least=0, group=DRAFTING
-    )
+    draft_vocab: int = option(0, "EAGLE-1/2: draft only the K most frequent tokens", metavar="K", least=0)
     draft_vocab_text: str | None = option(
-        None, "rank tokens by how often this text has them, not by the tokenizer alone", metavar="FILE", group=DRAFTING
+        None, "rank tokens by how often this text has them, not by the tokenizer alone", metavar="FILE"
     )
-    draft_noise: bool = option(
-        True, "off: draft without the target's noise (default: on)", ("on", "off"), group=DRAFTING
-    )
-    verify: str = option("match", "which drafted tokens are accepted (default: match)", VERIFY, group=DRAFTING)
+    draft_noise: bool = option(True, "off: draft without the target's noise (default: on)", ("on", "off"))
+    verify: str = option("match", "which drafted tokens are accepted (default: match)", VERIFY)
     eagle_always: bool = option(
         False,
         "keep drafting even if plain decoding would be faster (default: fall back to plain steps, and try again later)",
-        group=DRAFTING,
     )
 
     @property
@@ -265,18 +250,13 @@ class LoadOptions:
         ctx = self.ctx or min(config.max_positions, 8192)
         return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=self.kernel_mode)
 
-    def open_checkpoint(self) -> Checkpoint:
-        """The checkpoint, with what the options say about reading its weights."""
+    def open_checkpoint(self, draft: bool = False) -> Checkpoint:
+        """The checkpoint, or the draft LLM's, with what the options say about reading its weights."""
         from weights.checkpoint import Checkpoint
 
-        checkpoint = Checkpoint.open(self.checkpoint, int8_groups=self.kernel_mode == "cpu")
-        return checkpoint.rounded(self.quant) if self.quant else checkpoint
-
-    def open_draft(self) -> Checkpoint:
-        """The draft LLM's checkpoint, read as the target's."""
-        from weights.checkpoint import Checkpoint
-
-        return Checkpoint.open(self.draft_checkpoint, int8_groups=self.kernel_mode == "cpu")
+        place = self.draft_checkpoint if draft else self.checkpoint
+        checkpoint = Checkpoint.open(place, int8_groups=self.kernel_mode == "cpu")
+        return checkpoint.rounded(self.quant) if self.quant and not draft else checkpoint
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -373,9 +353,11 @@ def _number(least: int) -> Callable[[str], int]:
 
 def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
     """Add the arguments of these options (default: all) to a command line. `options_from` reads them."""
+    known = [f.name for f in fields(LoadOptions)]
+    second = known[known.index(FIRST_OF_DRAFTING) :]
     groups: dict[str, Any] = {}
     for f in (f for f in fields(LoadOptions) if not names or f.name in names):
-        title = f.metadata["group"]
+        title = "speculative decoding" if f.name in second else "model"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         default, least = defaults.get(f.name, f.default), f.metadata["least"]

@@ -14,7 +14,7 @@ from bench.environment import environment
 from bench.records import bootstrap
 from bench.report import number, table
 from bench.suites import held_out_prompts, prompts_of, read_suite
-from drafting import build_drafter
+from drafting import build_drafter, with_tree
 from engine import Engine, EngineConfig
 from load import load
 from options import LoadOptions, options_from
@@ -22,7 +22,6 @@ from sampling import SamplingParams
 from support.errors import BadFileError, UsageError
 from support.progress import Progress
 from tree import DynamicTree, parse_tree
-from tree_choice import with_tree
 
 # options of `load` that a tree is tuned for
 TUNED_FOR = """checkpoint eagle eagle_config draft_vocab draft_vocab_text device dtype quant threads compile kernels

@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 
 from bench.race import DEFAULT, PLAIN, TUNED_FOR, report, tune
+from drafting import tuned_tree_path
 from options import LoadOptions, add_options, options_from
 from support.errors import UsageError, command_parser, run_command
 from support.files import write_json
 from support.progress import Progress
-from tree_choice import tuned_tree_path
 from weights.heads import read_eagle
 
 

@@ -22,6 +22,7 @@ from conftest import BASE, build_hf
 from test_model import run
 from tiny import held
 
+from drafting import resolve
 from generate import main as generate
 from kernels import cpu
 from load import load
@@ -33,7 +34,6 @@ from scripts import convert
 from support import real_model
 from support.errors import UsageError
 from tokenizer import load_tokenizer
-from tree_choice import resolve
 from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
 from weights.gguf_metadata import SPLITS

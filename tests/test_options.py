@@ -11,6 +11,7 @@ import torch
 
 import kernels
 import options
+from drafting import BY_PRICE, default_tree, find_tuned_tree, resolve, tree_shape, tuned_tree_path, with_tree
 from model_config import DTYPES
 from options import (
     DEMO,
@@ -27,7 +28,6 @@ from sampling import SamplingParams
 from sampling_params import SUGGESTED, with_suggestions
 from support.errors import UsageError
 from tree import NAMES, parse_tree
-from tree_choice import BY_PRICE, default_tree, find_tuned_tree, resolve, tree_shape, tuned_tree_path, with_tree
 from weights.checkpoint import Checkpoint
 from weights.heads import EagleConfig, read_eagle
 from weights.quantized import MODES

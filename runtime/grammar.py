@@ -3,8 +3,8 @@
 A `Constraint` follows one sequence on the host. For every node of a draft tree it tells which tokens may follow there.
 
 The drafter does not know the grammar. Between drafting and verification its tokens come down to the host, which writes
-the tokens that the grammar forces into the tree, and sends up one bit per node and token. The choice of the target is then
-made among the allowed tokens, so the text is the same with every drafter.
+the tokens that the grammar forces into the tree, and sends up one bit per node and token. The target then chooses among
+the allowed tokens, so the text is the same with every drafter.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from weights.rounding import quantize_
 # H100 (without wgmma, which our kernels do not use) and RTX 5090.
 PRODUCTS = {(8, 0): 77, (8, 6): 38, (8, 9): 82, (9, 0): 92, (12, 0): 58}
 SLOWEST = 38
+GRAPHICS = ((8, 6), (8, 9), (12, 0))  # of those, the chips of graphics cards
 PRUNE = 10  # percent, until the price of a node was measured
 BY_PRICE = -1  # `prune` where it is not given: the engine measures the price of a node
 
@@ -105,9 +106,10 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
     if head is None or head.unshifted or options.device != "cuda" or not matches:
         return "paper25"
     weight_bytes = {"int4": 0.5, "int8": 1.0}.get((quantization or "float")[:4], 2.0)
-    rows = weight_bytes * PRODUCTS.get(torch.cuda.get_device_capability(), SLOWEST)
-    if weight_bytes < 1 and "GeForce" in torch.cuda.get_device_name():
-        rows *= 2  # int4 adds in fp16 there, which is twice as fast
+    capability = torch.cuda.get_device_capability()
+    rows = weight_bytes * PRODUCTS.get(capability, SLOWEST)
+    if weight_bytes < 1 and capability in GRAPHICS:
+        rows *= 2  # int4 may add in fp16 there, which is twice as fast
     nodes, topk = (60, 10) if rows >= 60 else (32 if rows >= 32 else 16, 8)
     return f"dynamic:{nodes},{7 if head.version == 3 else 5},{topk}"
 

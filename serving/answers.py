@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from runtime.results import Chunk, GenerationResult, acceptance
+from runtime.results import Chunk, GenerationResult, TokenLogprob, acceptance
 from tokenizer import Tokenizer
 
 
@@ -182,12 +182,7 @@ class Event:
             self.seen |= later.seen | {"steps": steps}
 
 
-class TokenInfo(NamedTuple):
-    """A token of the answer with its log-probability, and the most likely tokens in its place."""
-
-    token: int
-    logprob: float
-    top: Sequence[tuple[int, float]]
+TokenInfo = tuple[int, TokenLogprob]  # a token of the answer, and how likely it and others were
 
 
 class Part(NamedTuple):
@@ -240,7 +235,7 @@ class Answer:
             calls += complete
             if self._logprobs:
                 pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
-                tokens += [TokenInfo(t, p.logprob, p.top) for t, p in pairs if t not in self._stop_ids]
+                tokens += [(token, chances) for token, chances in pairs if token not in self._stop_ids]
         if event.result is not None and self._parser:
             more, complete = self._parser.finish()
             text += more

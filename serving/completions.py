@@ -73,8 +73,8 @@ class Writer:
     def logprobs(self, tokens: Sequence[TokenInfo]) -> list[dict[str, Any]]:
         """Tokens with their alternatives, as /v1/chat/completions and /v1/responses write them."""
         return [
-            self._token(info.token, info.logprob) | {"top_logprobs": [self._token(t, p) for t, p in info.top]}
-            for info in tokens
+            self._token(token, chances.logprob) | {"top_logprobs": [self._token(t, p) for t, p in chances.top]}
+            for token, chances in tokens
         ]
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
@@ -190,11 +190,11 @@ class CompletionWriter(ChunkWriter):
     def _columns(self, index: int, tokens: Sequence[TokenInfo]) -> dict[str, list]:
         """Log-probabilities as this endpoint writes them: one list for each kind of figure."""
         columns: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for info in tokens:
-            text = self.piece(info.token)[0]
+        for token, chances in tokens:
+            text = self.piece(token)[0]
             columns["tokens"].append(text)
-            columns["token_logprobs"].append(finite(info.logprob))
-            columns["top_logprobs"].append({self.piece(t)[0]: finite(p) for t, p in info.top})
+            columns["token_logprobs"].append(finite(chances.logprob))
+            columns["top_logprobs"].append({self.piece(t)[0]: finite(p) for t, p in chances.top})
             columns["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(text)
         return columns

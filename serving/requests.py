@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from runtime.grammar import checked_grammar, json_grammar
 from sampling_params import MAX_LOGPROBS
@@ -28,8 +28,6 @@ SETTINGS = {
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TEXT_PARTS = ("text", "input_text", "output_text")
 TOOL_NAME = 64  # characters
-
-Value = TypeVar("Value")
 
 
 @dataclass
@@ -159,7 +157,7 @@ def _read_format(ask: Ask, fields: Fields, name: str) -> None:
     ask.given["grammar"] = _grammar(fields.name(name), json_grammar, schema)
 
 
-def _grammar(name: str, make: Callable[[Value], str], value: Value) -> str:
+def _grammar(name: str, make: Callable[..., str], value: object) -> str:
     """A grammar that is made of a field's value."""
     try:
         return make(value)

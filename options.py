@@ -335,7 +335,8 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         about, default = f.metadata, defaults.get(f.name, f.default)
-        words = {"help": _with_default(about["help"], default), "default": default}
+        says = "default" in about["help"] or isinstance(default, bool | tuple) or default in (None, "")
+        words = {"help": about["help"] if says else f"{about['help']} (default: {default})", "default": default}
         if f.default is False:
             words |= {"action": "store_true"}
         elif f.default is True:
@@ -349,12 +350,6 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
         else:
             words |= {"metavar": about["metavar"]}
         groups[title].add_argument(flag(f.name), **words)
-
-
-def _with_default(text: str, default: Any) -> str:
-    """A help text that names the default, unless it does so itself or the default is that nothing was given."""
-    says = "default" in text or isinstance(default, bool | tuple) or default in (None, "")
-    return text if says else f"{text} (default: {default})"
 
 
 def options_from(args: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from runtime.grammar import checked_grammar, json_grammar
 from sampling_params import MAX_LOGPROBS
 from serving.fields import Fields, unsupported, wrong
 from support.errors import UsageError, one_line
+from support.reader import parse_json
 
 MAX_CHOICES = 16  # answers that one request may ask for
 COMPLETION_TOKENS = 16  # what OpenAI's API gives where max_tokens is left out
@@ -216,18 +217,14 @@ def _content(fields: Fields) -> str:
 
 
 def _call(function: Fields, call_id: str) -> dict[str, Any]:
-    """A tool call that the model made earlier."""
-    called = {"name": function.required("name", str), "arguments": _arguments(function.values.get("arguments"))}
+    """A tool call that the model made earlier. Its arguments are the object that a JSON text holds, or else the text."""
+    value = arguments = function.values.get("arguments")
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            arguments = parse_json(value, "the arguments")
+    called = {"name": function.required("name", str)}
+    called["arguments"] = arguments if isinstance(arguments, dict) else value or {}
     return {"id": call_id, "type": "function", "function": called}
-
-
-def _arguments(value: Any) -> Any:
-    """The arguments of a call: the object that a JSON text holds, or the text if it holds none."""
-    try:
-        arguments = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return value
-    return arguments if isinstance(arguments, dict) else value or {}
 
 
 def _read_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:

@@ -20,7 +20,7 @@ from typing import Unpack
 import torch
 
 import kernels
-from drafting import DraftFiles, build_drafter, build_head, read_drafter
+from drafting import DraftFiles, build_drafter, build_head, read_drafter, resolve
 from engine import Engine, EngineConfig
 from kernels import tuned
 from memory_plan import MemoryPlan, check_memory, plan_files
@@ -51,7 +51,6 @@ from support.machine import (
     size_text,
 )
 from tokenizer import load_tokenizer
-from tree_choice import resolve
 from weights.checkpoint import Checkpoint
 from weights.files import Progress, check_sha256, local_path
 from weights.quantized import pack_

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from bench.random_models import random_head
 from drafters.medusa import MEDUSA_FILES
-from drafting import DraftFiles, build_drafter, build_head, read_drafter
+from drafting import DraftFiles, build_drafter, build_head, read_drafter, resolve, with_tree
 from engine import Engine, EngineConfig
 from model_config import ModelConfig
 from options import LoadOptions, read_option
@@ -26,7 +26,6 @@ from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import UsageError
 from support.machine import synchronize
-from tree_choice import resolve, with_tree
 from weights.checkpoint import load_config
 from weights.files import local_path, read_entries
 from weights.heads import read_eagle

@@ -22,6 +22,7 @@ from bench.measure import Bench
 from bench.records import Settings, summarise
 from bench.report import result_table
 from bench.suites import ask
+from drafting import tuned_tree_path
 from load import load
 from options import LoadOptions, add_options, options_from
 from sampling import SamplingParams
@@ -29,7 +30,6 @@ from support.errors import UsageError, at_least, command_parser, run_command
 from support.files import write_json
 from support.progress import Progress
 from tree import DynamicTree, parse_tree
-from tree_choice import tuned_tree_path
 from weights.heads import read_eagle
 
 # options of `load` that a tree is tuned for

@@ -23,6 +23,7 @@ from bench import environment as bench_environment
 from bench import measure, paper, peers, records, report, suites
 from drafters.medusa import MedusaHeads, save_medusa
 from drafters.ngram import WithNGrams
+from drafting import tuned_tree_path
 from engine import Engine, EngineConfig
 from load import load
 from options import DRAFTERS
@@ -30,7 +31,6 @@ from sampling import SamplingParams
 from scripts import bench, evaluate
 from support.errors import UserError
 from support.texts import HELD_OUT
-from tree_choice import tuned_tree_path
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
 from weights.hf import hf_views, save_hf

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from test_ranks import config_of
 from torch import Tensor
 
+from drafting import tree_shape
 from model import Transformer
 from options import LoadOptions
 from ranks import link_ranks_
 from runtime.links import NCCL, ONE_SHOT, SharedMemory, share_memory
-from tree_choice import tree_shape
 from weights import shards
 from weights.shards import Exchange, Shard, connect_, exchanged
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from tiny import eagle_engine, tiny_head, tiny_model
 
+import drafting
 import generate
 import load
 import options
 import tree as trees
-import tree_choice
 from bench.arms import build_engine
 from bench.records import summarise
 from drafters.tree_drafter import TreeDrafter
@@ -123,24 +123,24 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
     opened = Checkpoint.open(checkpoint)
     one, two = (read_eagle(checkpoint / f"eagle{i}", opened.config) for i in (1, 2))
     opts = options.LoadOptions(str(checkpoint), device="cpu")
-    path = tree_choice.tuned_tree_path(opts, opened, one)
-    assert path == tree_choice.tuned_tree_path(opts, opened, one)
+    path = drafting.tuned_tree_path(opts, opened, one)
+    assert path == drafting.tuned_tree_path(opts, opened, one)
     quantized = tmp_path / "int4"
     quantized.mkdir()
     raw = json.loads((checkpoint / "config.json").read_text()) | {"eaglet_quant": {"mode": "int4"}}
     (quantized / "config.json").write_text(json.dumps(raw))
     others = [
-        tree_choice.tuned_tree_path(opts, opened, two),
-        tree_choice.tuned_tree_path(opts, Checkpoint.open(quantized), one),
-        tree_choice.tuned_tree_path(opts, replace(opened, spec=QuantSpec("int4")), one),
-        tree_choice.tuned_tree_path(opts, replace(opened, config=replace(opened.config, rms_norm_eps=1e-3)), one),
+        drafting.tuned_tree_path(opts, opened, two),
+        drafting.tuned_tree_path(opts, Checkpoint.open(quantized), one),
+        drafting.tuned_tree_path(opts, replace(opened, spec=QuantSpec("int4")), one),
+        drafting.tuned_tree_path(opts, replace(opened, config=replace(opened.config, rms_norm_eps=1e-3)), one),
         *(
-            tree_choice.tuned_tree_path(replace(opts, **more), opened, one)
+            drafting.tuned_tree_path(replace(opts, **more), opened, one)
             for more in ({"dtype": "bfloat16"}, {"compile": True}, {"draft_vocab": 9}, {"kv": "int8"})
         ),
     ]
-    monkeypatch.setattr("tree_choice.describe_device", lambda device: "NVIDIA GeForce RTX 3090")
-    others.append(tree_choice.tuned_tree_path(opts, opened, one))
+    monkeypatch.setattr("drafting.describe_device", lambda device: "NVIDIA GeForce RTX 3090")
+    others.append(drafting.tuned_tree_path(opts, opened, one))
     assert "NVIDIA-GeForce-RTX-3090" in others[-1].name
     assert len({path, *others}) == 10
 

@@ -32,7 +32,7 @@ TREES = {
     "chain4": trees.chain(4),
     "medusa": MEDUSA,
     "dynamic": trees.DynamicTree(16, 4, 4),
-    "root": trees.root_only(),
+    "root": trees.StaticTree(()),
 }
 PROMPT = [1, 5, 9, 22, 7, 3] * 3
 DRAFT_VOCAB = torch.tensor(sorted({(i * 37 + 11) % V for i in range(60)}))  # 60 of 97 ids, unevenly spaced

@@ -312,21 +312,14 @@ def test_rotary_buffers_of_old_exporters_are_ignored(llama):
 # ---- damaged and hostile target files --------------------------------------------------------------------------
 
 
-def test_truncated_file_is_named_with_sizes(llama):
+def test_truncated_file_is_named(llama):
     """A cut download that loads as zeros or dies inside a library."""
     file = llama / "model.safetensors"
     size = file.stat().st_size
     os.truncate(file, size - 1000)
-    one_line(
-        lambda: load_model(llama),
-        "model.safetensors is cut short",
-        f"{size:,}",
-        f"{size - 1000:,}",
-        "Download it again",
-    )
-    for keep in (0, 4, 8, 100):
+    for keep in (size - 1000, 100, 8, 4, 0):
         os.truncate(file, keep)
-        one_line(lambda: load_model(llama), "model.safetensors", "Download it again")
+        one_line(lambda: load_model(llama), "model.safetensors: cut short", "Download it again")
 
 
 def test_tensors_that_do_not_belong(llama):

@@ -26,24 +26,14 @@ from weights.quantized import QuantExperts, QuantLinear, TiedEmbedding, set_tens
 
 
 def read_config(raw: dict[str, Any], directory: Path) -> ModelConfig:
-    """The geometry that a config.json describes. Token ids and partial rotation are checked more strictly here.
+    """The geometry that a config.json describes. Token ids are checked more strictly here.
 
     Raises ValueError in one line for a key that is missing, mistyped, out of range or not implemented.
     """
     where = str(directory / "config.json")
-    refuse_partial_rotation(raw, where)
     config = ModelConfig.from_hf(raw, where)
     bos, eos = (token_ids(raw, f"{x}_token_id", where, config.vocab_size, directory) for x in ("bos", "eos"))
     return replace(config, bos_token_id=bos[0] if bos else None, eos_token_ids=eos)
-
-
-def refuse_partial_rotation(raw: Mapping[str, Any], where: str) -> None:
-    """Refuse a partial_rotary_factor beside the RoPE base, where transformers 5 writes it. ModelConfig reads the top."""
-    for key in ("rope_parameters", "rope_scaling"):
-        nested = raw.get(key)
-        share = nested.get("partial_rotary_factor") if isinstance(nested, dict) else None
-        if share not in (None, 1.0) or isinstance(share, bool):
-            raise ValueError(f"{where}: partial_rotary_factor = {share!r:.60} in {key} is not implemented (only 1.0).")
 
 
 def token_ids(raw: Mapping[str, Any], key: str, where: str, vocab: int, directory: Path) -> tuple[int, ...]:

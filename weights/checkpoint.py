@@ -20,7 +20,15 @@ from support.errors import UsageError
 from support.files import read_json
 from support.reader import check
 from weights.files import Destination, Entry, Progress, local_path, read_entries, tensor_files
-from weights.gguf import GGUFFile, fill_gguf, float_note, kept_entries, packed_parameters, quantization_name
+from weights.gguf import (
+    FLOAT_TYPES,
+    GGUFFile,
+    fill_gguf,
+    float_note,
+    kept_entries,
+    packed_parameters,
+    quantization_name,
+)
 from weights.hf import build_model, fill_hf, read_config, token_ids
 from weights.meta import is_meta, read_meta_config, read_meta_entries
 from weights.quantized import QuantSpec, apply_spec_
@@ -162,7 +170,7 @@ class Checkpoint:
         Raises UsageError if it is quantized already, or if its sizes do not fit.
         """
         flag, spec = f"--quant {mode}", QuantSpec(mode)
-        stored = {t.tensor_type.name for t in self.gguf.tensors.values()} - {"F32", "F16", "BF16"} if self.gguf else ()
+        stored = {t.kind for t in self.gguf.tensors.values()} - FLOAT_TYPES.keys() if self.gguf else ()
         if kind := QUANTIZED.get(self.kind) or ", ".join(sorted(stored)):
             raise UsageError(f"{flag} rounds float weights, and {self.directory} is quantized ({kind}); leave it out.")
         try:

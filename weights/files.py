@@ -108,7 +108,9 @@ def read_entries(files: Iterable[Path], share: tuple[int, int] = (0, 1)) -> dict
 
 def _safetensors_entries(path: Path) -> dict[str, Entry]:
     try:
-        handle = safe_open(path, framework="pt", device="cpu")  # the library checks that sizes, offsets and shapes agree
+        handle = safe_open(
+            path, framework="pt", device="cpu"
+        )  # the library checks that sizes, offsets and shapes agree
         tensors = {name: handle.get_slice(name) for name in handle.keys()}
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error}).") from error

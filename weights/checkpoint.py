@@ -29,8 +29,7 @@ from weights.gguf import (
     packed_parameters,
     quantization_name,
 )
-from weights.hf import build_model, fill_hf, read_config, token_ids
-from weights.meta import is_meta, read_meta_config, read_meta_entries
+from weights.hf import build_model, fill_hf, is_meta, read_config, read_meta_config, read_meta_entries, token_ids
 from weights.quantized import QuantSpec, apply_spec_
 from weights.rounding import fill_rounded, half_of
 from weights.shards import Shard, connect_, narrow_

@@ -192,11 +192,6 @@ class Checkpoint:
         config = replace(whole, tie_word_embeddings=whole.tie_word_embeddings and not self.spec)
         return replace(self, gguf=gguf, shard=shard, whole=whole, config=shard.local(config))
 
-    def reopened(self) -> Checkpoint:
-        """The same checkpoint with newly mapped files. Pages that were read before stop counting as our memory."""
-        gguf = self.gguf and GGUFFile.open(self.directory, self.gguf.int8_groups)
-        return replace(self, gguf=gguf and replace(gguf, shard=self.shard, whole=self.whole))
-
     def load(
         self,
         device: torch.device | str = "cpu",

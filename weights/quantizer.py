@@ -16,7 +16,7 @@ import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,7 +126,7 @@ class _Source:
 
     def open(self) -> None:
         """Map the files, anew if they are mapped already. Pages that were read then stop counting as our memory."""
-        self.checkpoint = self.checkpoint.reopened()
+        self.checkpoint = replace(self.checkpoint)  # a copy without entries
         self.entries = dict(self.checkpoint.entries)
         if self.tied:
             self.entries.pop("lm_head.weight", None)

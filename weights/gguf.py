@@ -291,6 +291,46 @@ class GGUFFile:
             return kinds == {"Q4_0"}
         return kinds <= {"Q4_0", "Q4_1"} or (self.int8_groups and kinds == {"Q8_0"})
 
+    def packed_parameters(self, model: Transformer) -> dict[str, list[str]]:
+        """Our parameters that stay quantized -> the Hugging Face tensors that each one is made of.
+
+        An embedding of its own becomes floats, because its rows are looked up. A tied LM head can have its codes.
+        """
+        sources = parameter_sources(model, hf_views(model))
+        embedding = sources.pop("embed_tokens.weight")
+        if model.lm_head is None and self.int8_groups and not self.shard:
+            sources["lm_head.weight"] = embedding
+        return {ours: names for ours, names in sources.items() if self.packs(names)}
+
+    def kept_entries(self, entries: Entries, packed: Mapping[str, list[str]]) -> dict[str, Entry]:
+        """The tensors that loading keeps: the parameters in `packed` in our layout, the others as `entries` have them."""
+        entries = dict(entries)
+        for names in packed.values():
+            for name in names:
+                stored = self.stored_entries(name, self.has_minima(names))
+                if name == "model.embed_tokens.weight":  # a tied LM head, which the embedding reads
+                    stored = {f"lm_head.{key.rpartition('.')[2]}": entry for key, entry in stored.items()}
+                del entries[name]
+                entries |= stored
+        return entries
+
+    def quantization_name(self, packed: Mapping[str, list[str]]) -> str | None:
+        """What reports call the quantization of a model with these packed parameters, None if there are none."""
+        kinds = {self.sources[name][0].kind for names in packed.values() for name in names}
+        bits = {"Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8"}
+        return " ".join(f"{bits[kind]} ({kind})" for kind in sorted(kinds)) or None
+
+    def float_note(self, packed: Mapping[str, list[str]]) -> str:
+        """A line on quantized tensors that do not stay quantized, or ''."""
+        used = {self.sources[name][0].name for names in packed.values() for name in names}
+        kinds = [tensor.kind for name, tensor in self.tensors.items() if name not in used]
+        counts = {kind: kinds.count(kind) for kind in BLOCKS if kind in kinds and kind not in FLOAT_TYPES}
+        if not counts:
+            return ""
+        text = ", ".join(f"{count} {kind} tensor{'s' * (count > 1)}" for kind, count in counts.items())
+        exact = "Q4_0, Q4_1 and Q8_0" if self.int8_groups else "Q4_0 and Q4_1"
+        return f"{text} of {self.path.name} became floats; only matrices in {exact} stay quantized."
+
     def has_minima(self, names: list[str]) -> bool:
         """Whether a weight that is made of these Q4 tensors needs mins."""
         return any(self.sources[name][0].kind == "Q4_1" for name in names)
@@ -357,50 +397,6 @@ def _hf_names(name: str, experts: int) -> Iterator[tuple[str, int | None]]:
             yield f"{at}.block_sparse_moe.experts.{e}.{EXPERT[role[1]]}.{kind}", e if role[2] else None
     else:
         yield (f"{at}.{LAYER[match[2]]}.{kind}" if match[2] in LAYER else name), None
-
-
-def packed_parameters(model: Transformer, file: GGUFFile) -> dict[str, list[str]]:
-    """Our parameters that stay quantized -> the Hugging Face tensors that each one is made of.
-
-    An embedding of its own becomes floats, because its rows are looked up. A tied LM head can have its codes.
-    """
-    sources = parameter_sources(model, hf_views(model))
-    embedding = sources.pop("embed_tokens.weight")
-    if model.lm_head is None and file.int8_groups and not file.shard:
-        sources["lm_head.weight"] = embedding
-    return {ours: names for ours, names in sources.items() if file.packs(names)}
-
-
-def kept_entries(file: GGUFFile, entries: Entries, packed: Mapping[str, list[str]]) -> dict[str, Entry]:
-    """The tensors that loading keeps, by name: the parameters in `packed` in our layout, the others as `entries` are."""
-    entries = dict(entries)
-    for names in packed.values():
-        for name in names:
-            stored = file.stored_entries(name, file.has_minima(names))
-            if name == "model.embed_tokens.weight":  # a tied LM head, which the embedding reads
-                stored = {f"lm_head.{key.rpartition('.')[2]}": entry for key, entry in stored.items()}
-            del entries[name]
-            entries |= stored
-    return entries
-
-
-def quantization_name(file: GGUFFile, packed: Mapping[str, list[str]]) -> str | None:
-    """What reports call the quantization of a model with these packed parameters, None if there are none."""
-    kinds = {file.sources[name][0].kind for names in packed.values() for name in names}
-    bits = {"Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8"}
-    return " ".join(f"{bits[kind]} ({kind})" for kind in sorted(kinds)) or None
-
-
-def float_note(file: GGUFFile, packed: Mapping[str, list[str]]) -> str:
-    """A line on quantized tensors that do not stay quantized, or ''."""
-    used = {file.sources[name][0].name for names in packed.values() for name in names}
-    kinds = [tensor.kind for name, tensor in file.tensors.items() if name not in used]
-    counts = {kind: kinds.count(kind) for kind in BLOCKS if kind in kinds and kind not in FLOAT_TYPES}
-    if not counts:
-        return ""
-    text = ", ".join(f"{count} {kind} tensor{'s' * (count > 1)}" for kind, count in counts.items())
-    exact = "Q4_0, Q4_1 and Q8_0" if file.int8_groups else "Q4_0 and Q4_1"
-    return f"{text} of {file.path.name} became floats; only matrices in {exact} stay quantized."
 
 
 def fill_gguf(

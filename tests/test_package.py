@@ -56,7 +56,7 @@ def test_the_wheel_has_one_package(wheel):
     assert {name.split("/")[0] for name in names} == {"eaglet", f"eaglet-{generate.VERSION}.dist-info"}
     assert wheel.name == f"eaglet-{generate.VERSION}-py3-none-any.whl"
     needed = "__init__.py command.py py.typed loading.py model.py demo/config.json "
-    needed += "kernels/cpu.cpp kernels/cpu_draft.cpp kernels/cpu_step.cpp kernels/cpu.h "
+    needed += "kernels/cpu.cpp kernels/cpu_draft.cpp kernels/cpu_step.cpp kernels/cpu.h kernels/team.h "
     needed += "cli/page.html cli/drawings.js cli/drawings.css "
     needed += "serving/page.html serving/page.css serving/page.js"
     assert {f"eaglet/{name}" for name in needed.split()} <= set(names)

@@ -118,7 +118,7 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
     per_token = plan.kv / options.ctx
     fits = int(options.ctx - (plan.total - free) / per_token) if per_token else 0
     hint = "Use a quantized model (--quant int4, quantize.py) or a larger device."
-    if options.kv != "int8" and plan.total - free < 0.4 * plan.kv:
+    if options.kv != "int8" and not options.drafter_kind and plan.total - free < 0.4 * plan.kv:
         hint = "Try --kv int8."
     elif fits >= 256:
         hint = f"Try --ctx {fits // 64 * 64}."

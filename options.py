@@ -124,9 +124,7 @@ class LoadOptions:
     overlap: bool = option(
         False, "Hopper and later GPUs: start each kernel before the previous one has ended (not measured yet)"
     )
-    kv: str = option(
-        "model", "int8: halve (fp32: quarter) the target's cache; a drafter's keeps its dtype", ("model", "int8")
-    )
+    kv: str = option("model", "int8: halve (fp32: quarter) the cache; not with a drafter", ("model", "int8"))
     eagle: str | None = option(
         None,
         "EAGLE-1/2/3 head: folder, .safetensors, .bin, .pth, or org/name in the Hugging Face cache",
@@ -240,6 +238,11 @@ class LoadOptions:
         }
         for words in (words for words, ignored in about_heads.items() if ignored):
             raise UsageError(f"{words} is about a draft head, and none was given (--eagle HEAD).")
+        if kind and self.kv == "int8":
+            problem = (
+                "--kv int8 rounds the cache of a step over many tokens differently, so drafts could change the text"
+            )
+            raise UsageError(f"{problem}. Leave out --kv int8, or the drafter ({kind}).")
         if any("=" not in item for item in self.eagle_config):
             raise UsageError("--eagle-config takes KEY=VALUE, like rope_theta=500000.")
         if self.prune and not self.can_prune:

@@ -182,7 +182,7 @@ import eaglet
 
 
 def main() -> None:
-    engine: eaglet.Engine = eaglet.load("demo", eagle="demo/eagle1", tree=("chain:3", "paper25"), kv="int8")
+    engine: eaglet.Engine = eaglet.load("demo", eagle="demo/eagle1", tree=("chain:3", "paper25"), quant="int8")
     params = eaglet.SamplingParams(temperature=1.0, seed=7, stop=("end",))
     with engine.generate("text", params) as stream:
         for chunk in stream:
@@ -203,7 +203,7 @@ asyncio.run(later(eaglet.load()))
 """
 WRONG = (
     ('eagle="demo', 'eagel="demo', 'Unexpected keyword argument "eagel" for "load"'),
-    ('kv="int8"', 'ctx="2048"', 'Argument "ctx" to "load" has incompatible type "str"'),
+    ('quant="int8"', 'ctx="2048"', 'Argument "ctx" to "load" has incompatible type "str"'),
     ("temperature=", "temprature=", 'Unexpected keyword argument "temprature"'),
     ("eaglet.load()", "eaglet.laod()", 'Module has no attribute "laod"'),
     ("chunk.token_ids", "chunk.tokens", '"Chunk" has no attribute "tokens"'),

@@ -496,6 +496,16 @@ def test_a_type_and_a_shape_that_are_not_supported_are_told_apart(as_gguf, tmp_p
             Checkpoint.open(path)
 
 
+def test_a_folder_that_holds_a_gguf_file_names_it(as_gguf, tmp_path, capsys):
+    """The error names the file to pass, and not a config.json that is missing."""
+    (tmp_path / "b.gguf").write_bytes(as_gguf("llama").read_bytes())
+    assert generate(["--checkpoint", str(tmp_path), "-p", "x"]) == 3
+    assert f"has no config.json, but b.gguf. Pass the file: {tmp_path / 'b.gguf'}" in capsys.readouterr().err
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(ValueError, match="but a.gguf and 1 more. Pass the file"):
+        Checkpoint.open(tmp_path)
+
+
 def test_the_note_says_why_types_that_could_stay_became_floats(as_gguf, tmp_path):
     """Of a file with q in Q8_0 and k and v in Q4_0 the note does not say that all Q8_0 stays quantized."""
     source = Checkpoint.open(as_gguf("llama"))

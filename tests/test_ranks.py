@@ -22,7 +22,7 @@ import kernels
 import load
 from drafters.base import PlainDrafter
 from drafters.medusa import save_medusa
-from drafting import DraftFiles
+from drafting import DraftFiles, resolve
 from model import Transformer
 from model_config import ModelConfig
 from options import DEMO, LoadOptions
@@ -30,7 +30,6 @@ from ranks import OtherRank
 from sampling import SamplingMode
 from step import DecodeState, decode_step
 from support.errors import NotEnoughMemory, UsageError
-from tree_choice import resolve
 from weights import shards
 from weights.checkpoint import Checkpoint
 from weights.files import Entry

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
@@ -16,6 +15,7 @@ from step import HISTORY, RING
 from support.errors import NotEnoughMemory
 from support.machine import size_text
 from weights.checkpoint import Checkpoint
+from weights.files import local_path
 from weights.hf import build_model
 from weights.quantized import held_bytes
 from weights.shards import Shard, exchanged
@@ -98,7 +98,7 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
         kv += cache_bytes(draft.config, draft.config.num_hidden_layers, slots + 128)
         drafter = model_bytes(draft, options)
     if options.medusa:
-        path = Path(options.medusa)
+        path = local_path(options.medusa)
         drafter = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*")))
     if options.drafter == "lookahead":
         buffers += B * config.vocab_size * (N - 1) // 2 * 4

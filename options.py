@@ -239,7 +239,7 @@ class LoadOptions:
 class LoadKeywords(TypedDict, total=False):
     """The keyword arguments of `load`, for type checkers and editors: the fields of LoadOptions but `checkpoint`.
 
-    LoadOptions says what each of them does. A test compares the two.
+    LoadOptions says what each of them does. A test compares the two. Here a file may also be a Path.
     """
 
     sha256: str | None
@@ -256,16 +256,16 @@ class LoadKeywords(TypedDict, total=False):
     kernels: str
     overlap: bool
     kv: str
-    eagle: str | None
+    eagle: str | Path | None
     eagle_config: tuple[str, ...]
     drafter: str
-    draft_checkpoint: str | None
-    medusa: str | None
+    draft_checkpoint: str | Path | None
+    medusa: str | Path | None
     ngram_nodes: int | None
     tree: str | tuple[str, ...] | None
     prune: int | None
     draft_vocab: int
-    draft_vocab_text: str | None
+    draft_vocab_text: str | Path | None
     draft_noise: bool
     verify: str
     eagle_always: bool

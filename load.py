@@ -78,13 +78,14 @@ def load(
     """
     say = report or (lambda line: None)
     check_names(keywords)
-    asked = LoadOptions(checkpoint=str(checkpoint), **keywords)
+    options = {name: str(given) if isinstance(given, Path) else given for name, given in keywords.items()}
+    options["checkpoint"] = str(checkpoint)
+    asked = LoadOptions(**options)
     asked.check()
     size = asked.tp or int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return _load(asked, progress, say)
-    options = keywords | {"checkpoint": str(checkpoint), "tp": size}
-    ranks = meet(size, asked.device or default_device(), options, follower=__name__)
+    ranks = meet(size, asked.device or default_device(), options | {"tp": size}, follower=__name__)
     return _load_part(asked, ranks, progress, say)
 
 

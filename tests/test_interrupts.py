@@ -54,7 +54,7 @@ COMMANDS = {
     "serve": "-m scripts.serve --kernels reference --port 0",
     "demo": "-m scripts.demo",
     "gpu": "-m scripts.gpu --device cpu --tiny --out {m}/gpu --only demo",
-    "eaglet": "-m package.command bench --help",
+    "eaglet": "-m package bench --help",
 }
 
 

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from support import cache
-from support.files import read_json, write_text
-from support.reader import check, refusal
+from support.reader import refusal
 
 # The most rows of x that one program multiplies.
 TILE_M = 64
@@ -39,9 +37,6 @@ class LinearConfig(NamedTuple):
 
 # The most programs that share one sum by default.
 MOST_SPLITS = 4
-
-# Values that each field of a `LinearConfig` may have in the file.
-ALLOWED = ((16, 32, 64, 128, 256), range(1, 65), (1, 2, 4, 8), range(1, 9), ("float32", "float16"))
 
 
 def linear_config(
@@ -105,43 +100,34 @@ def shape_key(n: int, k: int, bits: int) -> str:
 
 def tuned_file() -> Path:
     """The file of measured tilings in the cache folder. It need not exist."""
-    return cache.folder() / "kernels.json"
+    return cache.folder() / "tilings"
 
 
 def read_tuned(gpu: str, path: Path | None = None) -> tuple[dict[str, LinearConfig], str]:
-    """The tilings measured on `gpu`, by `shape_key`, and a note. If the file is malformed, there are no
+    """The tilings measured on `gpu`, by `shape_key`, and a note. If the file is damaged, there are no
     tilings and the note says why. Otherwise the note is empty."""
-    path = path or tuned_file()
     try:
-        return {key: _tiling(key, row) for key, row in _stored(path).get(gpu, {}).items()}, ""
+        gpus = _stored(path or tuned_file())
     except ValueError as error:
         return {}, f"{error} It is ignored. Run python -m scripts.bench_kernels --tune again."
+    return {key: LinearConfig(*row) for key, row in gpus.get(gpu, {}).items()}, ""
 
 
 def write_tuned(gpu: str, configs: Mapping[str, LinearConfig], path: Path | None = None) -> None:
-    """Add the tilings of one GPU to the file. Other GPUs and other shapes keep theirs. A malformed file is
+    """Add the tilings of one GPU to the file. Other GPUs and other shapes keep theirs. A damaged file is
     replaced. The file is written whole or not at all."""
     path = path or tuned_file()
     known, note = read_tuned(gpu, path)
     gpus = {} if note else _stored(path)
     gpus[gpu] = {key: list(config) for key, config in (known | dict(configs)).items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps({"version": 1, "gpus": gpus}, indent=1) + "\n")
+    cache.store(path, b"", {"fields": LinearConfig._fields, "gpus": gpus})
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    """GPU -> `shape_key` -> the fields of a tiling, not checked. Empty if there is no file. ValueError if it
-    is not ours."""
+    """GPU -> `shape_key` -> the fields of a tiling. Empty if there is no file. ValueError if it is damaged."""
     if not path.exists():
         return {}
-    read = check(read_json(path), {"version": int, "gpus": {"*": {"*": list}}}, path, "the file of tilings")
-    if read["version"] != 1:
-        raise refusal(path, "it is not a version 1 file of tilings.")
-    return read["gpus"]
-
-
-def _tiling(key: str, row: list[Any]) -> LinearConfig:
-    fits = len(row) == len(ALLOWED) and all(x in allowed for x, allowed in zip(row, ALLOWED, strict=True))
-    if not fits or any(isinstance(x, bool | float) for x in row):
-        raise refusal(key, f"{row!r:.80} is not a tiling.")
-    return LinearConfig(*row)
+    about = cache.read(path).about
+    if about.get("fields") != list(LinearConfig._fields):
+        raise refusal(path, "it is not a file of tilings of this version.")
+    return about["gpus"]

@@ -3,21 +3,31 @@
 Compiling a block takes seconds to minutes and gives the same code every time. The caches of Inductor and Triton
 therefore lie in $EAGLET_CACHE/compiled (default: ~/.cache/eaglet/compiled), in one subfolder for each combination of
 torch, triton, device and our own sources. Inductor keys everything else by its own hash.
+
+What we keep ourselves is written by `store` and read by `fetch`, which compares it with the digest in the file. So what a
+full disk, a killed process or a failing disk left is made again, and is never taken for what was stored.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from support.files import written_whole
+from support.reader import refusal
 
 MARKER = ".eaglet-artefacts"  # `clear` deletes only in a folder that holds this file
+MAGIC = b"eaglet entry 1\n"
+LARGEST_ABOUT = 64 << 20  # bytes
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 SOURCES = Path(__file__).resolve().parent.parent
 # Folders whose code is never traced, and so never changes what was compiled.
@@ -35,6 +45,61 @@ class Entry(NamedTuple):
 def folder() -> Path:
     """The folder of everything that is kept (compiled code, tilings, tuned trees): $EAGLET_CACHE or ~/.cache/eaglet."""
     return Path(os.environ.get("EAGLET_CACHE") or Path.home() / ".cache" / "eaglet")
+
+
+class Kept(NamedTuple):
+    """What `store` kept: a payload, and a few JSON values about it."""
+
+    about: dict[str, Any]
+    payload: bytes
+
+
+def store(path: Path, payload: bytes | memoryview, about: Mapping[str, Any] | None = None, mode: int = 0o644) -> None:
+    """Keep a payload and a few JSON values about it in a file, which is written whole or not at all.
+
+    The file begins with MAGIC, the SHA-256 of what follows up to the payload (the length of `about` in 8 bytes, its JSON,
+    and the SHA-256 of the payload), and that part itself. mode: the file's permissions. Raises OSError where it cannot be
+    written.
+    """
+    text = json.dumps(about or {}).encode()
+    head = len(text).to_bytes(8, "little") + text + hashlib.sha256(payload).digest()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path) as part:
+        part.touch(mode)
+        with open(part, "wb") as file:
+            file.write(MAGIC + hashlib.sha256(head).digest() + head)
+            file.write(payload)
+
+
+def read(path: Path, payload: bool = True) -> Kept:
+    """What `store` kept in a file; without `payload` only what is about it, and an empty payload.
+
+    Raises BadFileError in one line for a file that is damaged, or no such file, and OSError where it cannot be read.
+    """
+    with open(path, "rb") as file:
+        start = file.read(len(MAGIC) + 40)
+        size = int.from_bytes(start[-8:], "little")
+        head = start[-8:] + (file.read(size + 32) if size <= LARGEST_ABOUT else b"")
+        if not start.startswith(MAGIC) or hashlib.sha256(head).digest() != start[len(MAGIC) : -8]:
+            raise refusal(path, "damaged, or not written by this version.", "Delete it.")
+        data = file.read() if payload else b""
+    if payload and hashlib.sha256(data).digest() != head[-32:]:
+        raise refusal(path, "damaged: its bytes are not those that were written.", "Delete it.")
+    return Kept(json.loads(head[8:-32]), data)
+
+
+def fetch(path: Path, payload: bool = True) -> Kept | None:
+    """`read`, but None where there is no such file. A file that is damaged is deleted and counts as none."""
+    try:
+        return read(path, payload)
+    except FileNotFoundError:
+        return None
+    except OSError:  # it cannot be read now, and may be whole
+        return None
+    except ValueError:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
 
 
 def root() -> Path:

@@ -15,6 +15,7 @@ import generate
 from generate import load
 from sampling import SamplingParams
 from support import cache
+from support.errors import BadFileError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -130,3 +131,43 @@ def test_second_process_reuses_what_the_first_compiled():
     assert first["graphs_compiled"] > 0 and first["graphs_reused"] == 0
     assert second["graphs_reused"] == first["graphs_compiled"] and second["graphs_compiled"] == 0
     assert second["token_ids"] == first["token_ids"]
+
+
+# ---- what is kept and checked
+
+
+def test_an_entry_is_kept_whole_and_read_back(tmp_path):
+    """Payload and values come back as they were, the values also without the payload, and nothing else is left behind."""
+    path = tmp_path / "cache" / "entry"
+    assert cache.fetch(path) is None
+    for payload, about in (
+        (b"", {"a": [1, "é"]}),
+        (bytes(range(256)) * 100, None),
+        (memoryview(b"abc"), {"ids": [1, 2]}),
+    ):
+        cache.store(path, payload, about, 0o600)
+        assert cache.fetch(path) == cache.read(path) == (about or {}, bytes(payload))
+        assert cache.fetch(path, payload=False) == (about or {}, b"")
+    assert [entry.name for entry in path.parent.iterdir()] == ["entry"] and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_damaged_entry_is_refused_and_dropped(tmp_path):
+    """Every changed byte and every cut is noticed. `read` says so in one line, and `fetch` deletes the file."""
+    path = tmp_path / "entry"
+    cache.store(path, b"payload " * 9, {"ids": [1, 2, 3]})
+    good = path.read_bytes()
+    bad = [good[:i] + bytes([good[i] ^ 1]) + good[i + 1 :] for i in range(len(good))]
+    bad += [good[:i] for i in range(len(good))] + [good + b"x", b"{}", os.urandom(300)]
+    for data in bad:
+        path.write_bytes(data)
+        with pytest.raises(BadFileError, match="^[^\n]*entry: damaged[^\n]*Delete it.$"):
+            cache.read(path)
+        assert cache.fetch(path) is None and not path.exists()
+    cache.store(path, b"again")
+    assert cache.read(path).payload == b"again"
+
+
+def test_an_entry_that_cannot_be_opened_stays(tmp_path):
+    """What cannot be read is not what is damaged: nothing is deleted."""
+    (tmp_path / "entry").mkdir()
+    assert cache.fetch(tmp_path / "entry") is None and (tmp_path / "entry").is_dir()

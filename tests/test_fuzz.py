@@ -26,7 +26,7 @@ from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
 from bench.report import compare
 from bench.suites import read_suite
 from drafting import build_head
-from kernels.tuned import read_tuned
+from kernels.tuned import LinearConfig, read_tuned, write_tuned
 from load import load
 from quantize import quantize_head
 from sampling_params import with_suggestions
@@ -120,7 +120,7 @@ def lines(*values: Any) -> str:
 
 
 def tuned(folder: Path) -> Any:
-    found, note = read_tuned("gpu", folder / "t.json")
+    found, note = read_tuned("gpu", folder / "t")
     if note:
         raise ValueError(note)
     return found
@@ -163,7 +163,7 @@ FORMATS = {
     ),
     "tree": Format(("t.json",), one_file("t.json", {"paths": [[0], [1], [0, 0]]}), lambda f: parse_tree(f"{f}/t.json")),
     "tuned": Format(
-        ("t.json",), one_file("t.json", {"version": 1, "gpus": {"gpu": {"8x8 w4": [64, 1, 4, 3, "float32"]}}}), tuned
+        ("t",), lambda folder: write_tuned("gpu", {"8x8 w4": LinearConfig(64, 1, 4, 3)}, folder / "t"), tuned
     ),
     "questions": Format(
         ("q.jsonl",),
@@ -454,7 +454,7 @@ def test_a_group_size_of_compressed_tensors_is_read(tmp_path):
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
-FILES = {"tree": "t.json", "tuned": "t.json", "questions": "q.jsonl", "texts": "t.jsonl", "training": "t.jsonl"}
+FILES = {"tree": "t.json", "questions": "q.jsonl", "texts": "t.jsonl", "training": "t.jsonl"}
 FILES |= {"bench": "b.jsonl", "body": "b.json", "generation": "generation_config.json"}
 
 

@@ -31,7 +31,7 @@ from scripts import serve  # noqa: E402
 from serving import scheduler  # noqa: E402
 from serving.requests import Ask  # noqa: E402
 from serving.scheduler import Job  # noqa: E402
-from serving.server import is_loopback, prompt_folder  # noqa: E402
+from serving.server import _weights, is_loopback, prompt_folder  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = "/v1/completions"
@@ -373,9 +373,10 @@ def test_the_folder_of_prompts_is_that_of_the_model(engine, tmp_path, monkeypatc
     assert {path.name for path in own.parent.iterdir()} == {f"process-{os.getppid()}", "abc"}
     kept = prompt_folder(engine, keep=True)
     assert kept == prompt_folder(engine, keep=True)
-    weight = next(engine.model.parameters())
-    before = weight.flatten()[0].item()
-    weight.view(-1)[0] += 1
-    assert prompt_folder(engine, keep=True) != kept
-    weight.view(-1)[0] = before
+    stored = [tensor for _, tensor in _weights(engine.model)]
+    for weight in (stored[0], stored[-1], max(stored, key=torch.Tensor.numel)):
+        bits = weight.view(-1).view(torch.uint8)  # one bit anywhere is another model
+        bits[-1] ^= 1
+        assert prompt_folder(engine, keep=True) != kept
+        bits[-1] ^= 1
     assert prompt_folder(engine, keep=True) == kept

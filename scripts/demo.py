@@ -115,11 +115,6 @@ def embedded() -> None:
     print("try: python generate.py --eagle demo/eagle3 --show-tree")
 
 
-def heads_of_the_model() -> list[Path]:
-    """The draft heads of the real model."""
-    return [head for head in (HEADS / "smollm2-eagle1", HEADS / "smollm2-eagle3") if head.is_dir()]
-
-
 def real(file: Path, heads: Sequence[Path]) -> None:
     """The real model answers a question."""
     base = load(file, ctx=1024)
@@ -127,15 +122,6 @@ def real(file: Path, heads: Sequence[Path]) -> None:
     prompt = base.tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
     compare(base, prompt, [(head, None) for head in heads])
     print("try: make chat\n")
-
-
-def chat(file: Path) -> int:
-    """`generate.py --chat` with the real model and the newest of its heads."""
-    heads = heads_of_the_model()
-    drafting = ["--eagle", str(heads[-1])] if heads else []
-    command = ["--chat", "--checkpoint", str(file), *drafting]
-    print("python generate.py", *command, "\nAsk something. /help lists the commands, /exit leaves.\n", flush=True)
-    return generate.main(command)
 
 
 def demo(args: argparse.Namespace) -> int:
@@ -152,14 +138,14 @@ def demo(args: argparse.Namespace) -> int:
         embedded()
         return 0
     print(f"{NAME}  {size_text(file.stat().st_size)}  {LICENCE}  {file}\n", flush=True)
-    if args.chat:
-        return chat(file)
-    heads = heads_of_the_model()
+    heads = [head for head in (HEADS / "smollm2-eagle1", HEADS / "smollm2-eagle3") if head.is_dir()]
+    if args.chat:  # with the newest head
+        command = ["--chat", "--checkpoint", str(file), *(["--eagle", str(heads[-1])] if heads else [])]
+        print("python generate.py", *command, "\nAsk something. /help lists the commands, /exit leaves.\n", flush=True)
+        return generate.main(command)
     real(file, heads)
     if not heads:
-        print(
-            "note    no draft head of this model makes it faster on this device. The embedded model shows drafting:\n"
-        )
+        print("note    no draft head of this model makes it faster here. The embedded model shows drafting:\n")
         embedded()
     return 0
 

@@ -44,7 +44,7 @@ from eagle_draft import EagleDrafter
 from engine import Engine, EngineConfig
 from model import Transformer
 from runtime import stepping
-from runtime.compiled import compile_parts
+from runtime.fused import compile_parts
 from runtime.prefill import Prefill
 from runtime.results import Chunk, SequenceOutput
 from sampling import SamplingParams

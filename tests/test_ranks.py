@@ -35,10 +35,10 @@ from weights.checkpoint import Checkpoint
 from weights.files import Entry
 from weights.heads import save_eagle
 from weights.hf import config_to_hf, save_hf, write_directory
-from weights.quantized import QuantSpec, pack_
+from weights.quantized import QuantSpec, pack_, spec_to_json
 from weights.rounding import quantize_
 from weights.shards import Shard, common_rows, share_
-from weights.stored import Layout, _read_linear, spec_to_json
+from weights.stored import Layout, _read_linear
 
 ROOT = Path(__file__).resolve().parent.parent
 V = 96

@@ -16,6 +16,7 @@ import torch
 from cli.steps import StepRecorder
 from engine import Engine
 from ranks import RankLost
+from runtime.grammar import GrammarError
 from runtime.results import GenerationResult, Stream
 from sampling_params import SamplingParams, SettingError, with_suggestions
 from serving.answers import Answer, Event
@@ -307,6 +308,8 @@ def engine_error(error: BaseException) -> ApiError:
     """What a client is told when decoding failed."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, GrammarError):
+        return ApiError(400, one_line(error), None, "invalid_grammar")
     if isinstance(error, torch.AcceleratorError):
         return ApiError(503, "the GPU failed, and the server ends", None, "device_lost", SERVER)
     if isinstance(error, RankLost):

@@ -183,6 +183,9 @@ def test_pages_of_other_sites_cannot_use_a_local_server(engine, small):
     refused(get(origin="https://evil.example"), 403, "wrong_origin")
     refused(get(origin="null"), 403, "wrong_origin")
     refused(get(host="evil.example:8000"), 403, "wrong_host")
+    refused(get(origin="http://["), 403, "wrong_origin")
+    refused(get(host="["), 400, "wrong_host")
+    refused(get(host="[::1"), 400, "wrong_host")
     assert get(origin=small.address).status_code == get(host="localhost").status_code == 200
     names = ("localhost", "127.0.0.1", "127.1.2.3", "::1", "0.0.0.0", "192.168.1.5", "::", "example.org")
     assert [is_loopback(name) for name in names] == [True] * 4 + [False] * 4

@@ -127,7 +127,7 @@ print(eaglet.__version__, result.token_ids)
 def test_the_installed_command_decodes_and_explains_itself(installed, tmp_path):
     """A command that needs the repository, or seconds for its help."""
     eaglet = str(installed / "bin" / "eaglet")
-    done = python(installed, tmp_path, eaglet, "generate", "--max-new-tokens", "8", "--device", "cpu", "-q")
+    done = python(installed, tmp_path, eaglet, "generate", "-p", "x", "--max-new-tokens", "8", "--device", "cpu", "-q")
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
     program = "import sys; from eaglet.command import main; main(['--help']); assert 'torch' not in sys.modules"
     done = python(installed, tmp_path, "-c", program)

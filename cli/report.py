@@ -192,9 +192,9 @@ def _acceptance(engine: Engine, result: GenerationResult) -> Iterator[str]:
         plain, speculative = (seconds * 1e3 for seconds in engine.step_seconds)
         went = f"   {result.plain_tokens} tokens decoded plainly" if result.plain_tokens else ""
         times = f"(plain {plain:.1f} ms, speculative {speculative:.1f} ms)"
-        yield f"pays at  break-even tau {engine.break_even_tau:.2f} {times}{went}"
+        yield f"drafting pays above break-even tau {engine.break_even_tau:.2f} {times}{went}"
     elif drafts and engine.always_on != ASKED_FOR:
-        pruned = f"pruning  skips nodes below {engine.drafter.p_min:.0%} acceptance"
+        pruned = f"drafting skips nodes below {engine.drafter.p_min:.0%} acceptance"
         yield f"drafting always on: {engine.always_on}" if engine.always_on else pruned
 
 

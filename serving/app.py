@@ -230,7 +230,7 @@ async def _error(request: Request, error: Exception) -> Response:
         what = f"{request.method} {request.scope['path']!r:.80}: {error.detail}"
         error = ApiError(error.status_code, what, None, code)
     elif not isinstance(error, ApiError):
-        error = ApiError(500, one_line(error), None, "internal_error", SERVER)
+        error = ApiError(500, one_line(error, notes=False), None, "internal_error", SERVER)
     return error_response(error)
 
 

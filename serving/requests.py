@@ -163,7 +163,7 @@ def _grammar(name: str, make: Callable[..., str], value: object) -> str:
     try:
         return make(value)
     except GrammarError as error:
-        raise wrong(name, f"cannot be used: {one_line(error)}") from None
+        raise wrong(name, f"cannot be used: {one_line(error, notes=False)}") from None
     except UsageError:
         raise unsupported(name, "this server has no package for grammars.") from None
 

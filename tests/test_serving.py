@@ -22,6 +22,7 @@ from tiny import definitions, rules  # noqa: E402
 from generate import load  # noqa: E402
 from runtime.prompt_cache import PromptCache  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
+from support.errors import UsageError, advised  # noqa: E402
 
 ASK = [{"role": "user", "content": "def f(x):"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -410,6 +411,39 @@ def test_bad_requests_of_the_other_endpoints(client, path):
         with pytest.raises(openai.BadRequestError) as caught:
             client.post(f"/{path}", body=body, cast_to=object)
         assert caught.value.body["param"], (body, param)
+
+
+def test_no_answer_has_advice_about_flags_or_files(client, engine, monkeypatch):
+    """What the user of a command may do, a client cannot: no message names a flag, a file or a download."""
+    chat = json.dumps({"messages": ASK}).encode()
+    said = []
+
+    def ask(data: bytes) -> None:
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.post("/chat/completions", content=data, cast_to=object)
+        said.append(caught.value.body["message"])
+
+    for data in (b"{", b"[" * 200 + b"]" * 200, json.dumps({"messages": ASK, "n": 99}).encode()):
+        ask(data)
+    with monkeypatch.context() as patch:
+        patch.setattr("serving.requests.checked_grammar", partial(missing, "pip install llguidance"))
+        ask(json.dumps({"messages": ASK, "grammar": "x"}).encode())
+        script(patch, engine, "some more text", gate=partial(missing, "--dtype bfloat16"))
+        ask(chat)
+        patch.setattr(engine, "generation", {"do_sample": True, "top_p": 7})
+        ask(chat)
+        patch.setattr(engine.tokenizer, "encode_chat", partial(missing, "--prompt-ids"))
+        ask(chat)
+        patch.setattr(engine.tokenizer, "chat_template_source", "")
+        ask(chat)
+    assert len(said) == 8
+    for words in ("--", "pip ", "Download", "right file", "the command line"):
+        assert not [message for message in said if words in message], words
+
+
+def missing(advice: str, *_rest: object, **_more: object) -> None:
+    """Fail with advice for the user of a command."""
+    raise advised(UsageError("it is not there."), advice)
 
 
 def test_unknown_fields_and_null_are_left_out(client):

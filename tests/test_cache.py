@@ -128,6 +128,8 @@ def test_second_process_reuses_what_the_first_compiled():
         "--kernels",
         "reference",
         "--json",
+        "-p",
+        "x",
         "--max-new-tokens",
         "3",
         "--device",

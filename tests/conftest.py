@@ -12,7 +12,11 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on tiny matrices more threads only wait for each other
 
+import interpreting  # noqa: E402
 import torch  # noqa: E402
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreting.speed_up()
 
 BASE = {
     "vocab_size": 128,

@@ -392,7 +392,7 @@ def test_speculative_tokens_equal_plain_ones_without_any_tie(mode, tree, p_min):
     drafter = eagle_drafter(packed_head(model), trees.parse_tree(tree), **more)
     engines = [Engine(model, None, d, EngineConfig(backend=backend(), eagle_always=True)) for d in (None, drafter)]
     for temperature in (0.0, 1.0):
-        for seed in range(3):
+        for seed in range(2):
             params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=100)
             plain, drafted = (engine.generate([1, 5, 9 + seed], params).run()[0] for engine in engines)
             assert drafted.token_ids == plain.token_ids and len(plain.token_ids) == 100

@@ -17,13 +17,12 @@ import torch
 
 from drafters.base import Drafter, PlainDrafter
 from model import Transformer
-from runtime.async_stream import AsyncStream
 from runtime.grammar import Grammars
 from runtime.lease import Lease, LeaseQueue, Left
 from runtime.prefill import Prompt, prompts_ids
 from runtime.prompt_cache import PromptCache
 from runtime.request import Request
-from runtime.results import Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
+from runtime.results import AsyncStream, Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
 from runtime.stepping import EngineConfig, Stepper
 from sampling import SamplingParams
 from sampling_params import per_row

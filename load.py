@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -20,10 +20,10 @@ from typing import Unpack
 import torch
 
 import kernels
-from drafting import DraftFiles, build_drafter, build_head, read_drafter
+from drafting import DraftFiles, build_drafter, build_head, read_drafter, resolve
 from engine import Engine, EngineConfig
 from kernels import tuned
-from memory_plan import MemoryPlan, check_memory, plan_files
+from memory_plan import MemoryPlan, check_memory, plan_memory
 from model_config import DTYPES
 from options import DEMO, LoadKeywords, LoadOptions, check_names
 from ranks import (
@@ -40,7 +40,7 @@ from ranks import (
     same_model,
 )  # fmt: skip
 from support import cache
-from support.errors import NotEnoughMemory, bad_files, one_line
+from support.errors import bad_files, one_line
 from support.machine import (
     default_device,
     default_threads,
@@ -48,10 +48,8 @@ from support.machine import (
     free_memory,
     freed_memory_returns,
     release_threads,
-    size_text,
 )
 from tokenizer import load_tokenizer
-from tree_choice import resolve
 from weights.checkpoint import Checkpoint
 from weights.files import Progress, check_sha256, local_path
 from weights.quantized import pack_
@@ -140,7 +138,7 @@ def _load(
     checkpoint, plan = check_plan(checkpoint, files, options, ranks, say)
     for note in (*checkpoint.notes, *(files.head.notes if files.head else ())):
         say(f"note    {note}")
-    with bad_files(), _memory_errors(plan), freed_memory_returns():
+    with bad_files(), freed_memory_returns():
         model = checkpoint.load(torch.device(options.device), DTYPES[options.dtype], progress, options.ctx)
         if ranks:
             ranks.exchanges = link_ranks_(model, checkpoint, options, ranks)
@@ -180,24 +178,15 @@ def check_plan(
     Raises NotEnoughMemory where it still does not fit. All ranks call it, and all split the embedding or none.
     """
     device = torch.device(options.device)
-    plan, free = plan_files(checkpoint, files, options), free_memory(device)
+    plan, free = plan_memory(checkpoint, files, options), free_memory(device)
     if ranks:
         free = free if device.type == "cuda" else free // ranks.size  # processes on one CPU share its memory
         if any(heard(ranks, "", plan.total > free)):
             checkpoint = checkpoint.sharded(checkpoint.shard._replace(embedding=True))
-            plan = plan_files(checkpoint, files, options)
+            plan = plan_memory(checkpoint, files, options)
             say("note    the embedding is split to save memory: one more exchange per forward and level of drafting.")
     check_memory(plan, free, options)
     return checkpoint, plan
-
-
-@contextlib.contextmanager
-def _memory_errors(plan: MemoryPlan) -> Iterator[None]:
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        planned = size_text(plan.total)
-        raise NotEnoughMemory(f"out of memory while loading ({planned} planned): {error}") from error
 
 
 def open_backend(options: LoadOptions, report: Callable[[str], None]) -> kernels.KernelBackend:

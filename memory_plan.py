@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 import kernels
-from drafting import DraftFiles
+from drafting import DraftFiles, tree_shape
 from model import Transformer
 from model_config import DTYPES, ModelConfig
 from options import COMPILE_MODES, LoadOptions
 from step import HISTORY, RING
 from support.errors import NotEnoughMemory
 from support.machine import size_text
-from tree_choice import tree_shape
 from weights.checkpoint import Checkpoint
-from weights.heads import EagleFile
 from weights.hf import build_model
 from weights.quantized import held_bytes
 from weights.shards import Shard, exchanged
@@ -67,23 +65,9 @@ def float_bytes(
     return held_bytes(stored, dtype, options.device, options.kernels, tied)
 
 
-def plan_memory(
-    config: ModelConfig,
-    options: LoadOptions,
-    head: EagleFile | None = None,
-    weights: int = 0,
-    draft: ModelConfig | None = None,
-    draft_weights: int = 0,
-    quantized: bool = False,
-) -> MemoryPlan:
-    """What `load` will allocate.
-
-    Args:
-        head: the EAGLE head, as read.
-        weights: bytes of the target's weights (`model_bytes`); 0: those of a model that is not quantized.
-        draft, draft_weights: config of a draft LLM, and bytes of its weights in the same way.
-        quantized: whether the target is.
-    """
+def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions) -> MemoryPlan:
+    """What `load` will allocate for files that were opened. What the ranks of an engine share is among its buffers."""
+    config, head, draft = checkpoint.config, files.head, files.model
     options = options.with_defaults(config)
     dtype = DTYPES[options.dtype]
     element = dtype.itemsize
@@ -101,7 +85,7 @@ def plan_memory(
     drafter = 0
     if head is not None:
         kv += cache_bytes(head.config.layer, 1, slots + 128)
-        rounded = options.kernels == "cpu" and quantized
+        rounded = options.kernels == "cpu" and bool(checkpoint.quantization)
         drafter = held_bytes(head.tensors, dtype, options.device, options.kernels, rounded=rounded)
         # a trimmed vocabulary copies rows of the target's LM head and holds their ids, which a head's own file has
         own = len(head.tensors.get("draft_ids", ())) if head.config.version == 1 else 0
@@ -111,8 +95,8 @@ def plan_memory(
         buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * head.config.layer.head_dim
     if draft is not None:
-        kv += cache_bytes(draft, draft.num_hidden_layers, slots + 128)
-        drafter = draft_weights or float_bytes(draft, options)
+        kv += cache_bytes(draft.config, draft.config.num_hidden_layers, slots + 128)
+        drafter = model_bytes(draft, options)
     if options.medusa:
         path = Path(options.medusa)
         drafter = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*")))
@@ -121,17 +105,9 @@ def plan_memory(
     captured = options.compile and options.device == "cuda" and COMPILE_MODES[options.compile_mode].captured
     widest = max(config.hidden_size, config.intermediate_size, config.vocab_size)
     graphs = LIVE_ROWS * 4 * B * N * widest if captured else 0
-    return MemoryPlan(weights or float_bytes(config, options), drafter, kv, buffers, graphs)
-
-
-def plan_files(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions) -> MemoryPlan:
-    """The plan for files that were opened. What the ranks of an engine share is among its buffers."""
-    draft = files.model.config if files.model else None
-    draft_weights = model_bytes(files.model, options) if files.model else 0
-    weights, quantized = model_bytes(checkpoint, options), bool(checkpoint.quantization)
-    plan = plan_memory(checkpoint.config, options, files.head, weights, draft, draft_weights, quantized)
-    shared = shared_bytes(checkpoint, options) if checkpoint.shard and options.device == "cuda" else 0
-    return replace(plan, buffers=plan.buffers + shared)
+    if checkpoint.shard and options.device == "cuda":
+        buffers += shared_bytes(checkpoint, options)
+    return MemoryPlan(model_bytes(checkpoint, options), drafter, kv, buffers, graphs)
 
 
 def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:

@@ -186,9 +186,10 @@ def _refuse_unknown_architecture(read: ConfigReader) -> None:
     if not isinstance(architectures, list) or not any(str(a).endswith("ForCausalLM") for a in architectures):
         raise read.error(f"architectures = {architectures!r:.80} holds no *ForCausalLM model.")
     read.text("hidden_act", "silu", ("silu", "swish"))
-    for key, neutral in (("partial_rotary_factor", 1.0), ("pretraining_tp", 1)):
-        if read.config.get(key, neutral) not in (neutral, None):
-            raise read.error(f"{key} = {read.config[key]!r} is not implemented, expected {neutral}.")
+    read.number("pretraining_tp", 1, 1, 1)
+    for place in (read.config, read.config.get("rope_parameters"), read.config.get("rope_scaling")):
+        if isinstance(place, dict):
+            ConfigReader(place, read.where).number("partial_rotary_factor", 1.0, 1.0, 1.0)
 
 
 def _read_rope(outer: ConfigReader, default_theta: float, max_positions: int) -> RopeConfig:

@@ -30,7 +30,7 @@ KERNELS = ("auto", "triton", "cpu", "reference")
 ACTIVATIONS = ("int8", "float")
 TREES = "paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, medusa:vicuna_7b_stage2, medusa:mc_sim_7b_63"
 NGRAM_NODES = 16  # the deepest tree that is allowed
-MODEL, DRAFTING = "model", "speculative decoding"  # groups of --help
+FIRST_OF_DRAFTING = "eagle"  # with this field the second group of --help begins
 
 
 class CompileMode(NamedTuple):
@@ -51,138 +51,97 @@ COMPILE_MODES = {
 }
 
 
-def option(
-    default: Any,
-    help: str,
-    choices: Iterable[str] = (),
-    metavar: str | None = None,
-    least: int | None = None,
-    most: int | None = None,
-    group: str = MODEL,
-) -> Any:
-    """A field of LoadOptions. least: the smallest number that is allowed; it makes the option a number."""
-    metadata = {"help": help, "choices": tuple(choices), "metavar": metavar, "group": group}
-    metadata |= {"least": least, "most": most}
-    return field(default=default, metadata=metadata)
+def option(help: str, default: Any = None, choices: Iterable[str] = (), **more: str | int) -> Any:
+    """A field of LoadOptions.
+
+    more: `metavar`; `least`, the smallest number that is allowed, which makes the option a number; `most`.
+    """
+    about = {"help": help, "choices": tuple(choices), "metavar": None, "least": None, "most": None}
+    return field(default=default, metadata=about | more)
 
 
 @dataclass(frozen=True)
 class LoadOptions:
     """What `load` builds. Everything about one request is in SamplingParams instead.
 
-    None stands for a default that depends on the model and the machine; `tree_choice.resolve` decides it.
+    None stands for a default that depends on the model and the machine; `drafting.resolve` decides it.
     """
 
     checkpoint: str = option(
-        str(DEMO),
         "model directory, .gguf file, or org/name in the Hugging Face cache (default: the embedded demo)",
-        metavar="DIR",
-    )
+        str(DEMO), metavar="DIR",
+    )  # fmt: skip
     sha256: str | None = option(
-        None,
         "first compare the model's files with SHA256SUMS in its folder (stored), or its one weights file with a digest",
         metavar="stored|HEX",
     )
-    batch_size: int = option(1, "sequences that are decoded together, with seeds seed, seed + 1, ...", least=1)
-    ctx: int | None = option(None, "context to allocate (default: the model's, at most 8192)", least=2)
-    device: str | None = option(None, "default: the GPU if there is one", ("cuda", "cpu"))
-    dtype: str | None = option(None, "default: the checkpoint's; float32 on a CPU", DTYPES)
+    batch_size: int = option("sequences that are decoded together, with seeds seed, seed + 1, ...", 1, least=1)
+    ctx: int | None = option("context to allocate (default: the model's, at most 8192)", least=2)
+    device: str | None = option("default: the GPU if there is one", choices=("cuda", "cpu"))
+    dtype: str | None = option("default: the checkpoint's; float32 on a CPU", choices=DTYPES)
     quant: str | None = option(
-        None, "round float weights while they load, as quantize.py does without options; a drafter's stay", QUANTS
+        "round float weights while they load, as quantize.py does without options; a drafter's stay", choices=QUANTS
     )
-    threads: int | None = option(
-        None,
-        "CPU threads (default: OMP_NUM_THREADS, or else one for each physical core)",
-        metavar="N",
-        least=1,
-        most=4096,  # far more would end the process where OpenMP starts them
+    threads: int | None = option(  # far more would end the process where OpenMP starts them
+        "CPU threads (default: OMP_NUM_THREADS, or else one for each physical core)", least=1, most=4096
     )
     tp: int | None = option(
-        None,
         "tensor parallel: split the model among N processes, each with a GPU (or a share of the CPU) of its own "
-        "(default: as many as torchrun started, or 1)",
-        metavar="N",
-        least=1,
-    )
-    compile: bool = option(False, "compile the step (and on a GPU capture it as one CUDA graph)")
+        "(default: as many as torchrun started, or 1)", least=1,
+    )  # fmt: skip
+    compile: bool = option("compile the step (and on a GPU capture it as one CUDA graph)", False)
     compile_mode: str = option(
-        "graph",
         "graph: compile one block for all layers, and on a GPU capture the whole step; max-autotune: the same with "
         "measured tilings; capture: captured, not compiled; regions: compiled, not captured; for comparison the whole "
-        "step in one piece: inductor, reduce-overhead",
-        COMPILE_MODES,
-    )
+        "step in one piece: inductor, reduce-overhead", "graph", COMPILE_MODES,
+    )  # fmt: skip
     activations: str = option(
-        "int8", "float: the CPU kernels do not round the activations of int4 and int8 layers; slower", ACTIVATIONS
+        "float: the CPU kernels do not round the activations of int4 and int8 layers; slower", "int8", ACTIVATIONS
     )
     kernels: str = option(
-        "auto",
         "implementation of the operations (default: auto, which is triton on a GPU and cpu on a CPU); cpu: C++ kernels, "
-        "which round the activations of int4 and int8 layers to int8",
-        KERNELS,
-    )
+        "which round the activations of int4 and int8 layers to int8", "auto", KERNELS,
+    )  # fmt: skip
     overlap: bool = option(
-        False, "Hopper and later GPUs: start each kernel before the previous one has ended (not measured yet)"
+        "Hopper and later GPUs: start each kernel before the previous one has ended (not measured yet)", False
     )
     kv: str = option(
-        "model", "int8: halve (fp32: quarter) the target's cache; a drafter's keeps its dtype", ("model", "int8")
+        "int8: halve (fp32: quarter) the target's cache; a drafter's keeps its dtype", "model", ("model", "int8")
     )
     eagle: str | None = option(
-        None,
-        "EAGLE-1/2/3 head: folder, .safetensors, .bin, .pth, or org/name in the Hugging Face cache",
-        metavar="HEAD",
-        group=DRAFTING,
+        "EAGLE-1/2/3 head: folder, .safetensors, .bin, .pth, or org/name in the Hugging Face cache", metavar="HEAD"
     )
     eagle_config: tuple[str, ...] = option(
-        (), "config value for a head without a config.json (repeatable)", metavar="KEY=VALUE", group=DRAFTING
+        "config value for a head without a config.json (repeatable)", (), metavar="KEY=VALUE"
     )
     drafter: str = option(
-        "",
         "default: the one that --eagle, --draft-checkpoint or --medusa selects; ngram and lookahead need no file",
-        DRAFTERS,
-        group=DRAFTING,
-    )
-    draft_checkpoint: str | None = option(
-        None, "draft with a small LLM of the same vocabulary", metavar="DIR", group=DRAFTING
-    )
-    medusa: str | None = option(
-        None, "Medusa heads: medusa_lm_head.pt, .safetensors, or their folder", metavar="FILE", group=DRAFTING
-    )
+        "", DRAFTERS,
+    )  # fmt: skip
+    draft_checkpoint: str | None = option("draft with a small LLM of the same vocabulary", metavar="DIR")
+    medusa: str | None = option("Medusa heads: medusa_lm_head.pt, .safetensors, or their folder", metavar="FILE")
     ngram_nodes: int | None = option(
-        None,
         "add up to K n-gram nodes to the tree; with a pruned tree, they replace the tree when the text repeats itself "
-        f"(default: {NGRAM_NODES} where --prune has its default, else 0)",
-        metavar="K",
-        least=0,
-        group=DRAFTING,
-    )
+        f"(default: {NGRAM_NODES} where --prune has its default, else 0)", metavar="K", least=0,
+    )  # fmt: skip
     # from Python also a tuple: one static tree for each sequence of the batch
     tree: str | tuple[str, ...] | None = option(
-        None, f"auto (tuned by scripts.tune_tree), {TREES} (default: paper25; on a GPU by its speed)", group=DRAFTING
+        f"auto (tuned by scripts.tune_tree), {TREES} (default: paper25; on a GPU by its speed)"
     )
     prune: int | None = option(
-        None,
-        "skip nodes of an EAGLE tree whose acceptance probability is below PERCENT; needs the C++ "
-        "CPU kernels (default: from the measured cost of a node if --tree is not given; otherwise 0)",
-        metavar="PERCENT",
-        least=0,
-        most=99,
-        group=DRAFTING,
-    )
-    draft_vocab: int = option(
-        0, "EAGLE-1/2: draft only the K most frequent tokens", metavar="K", least=0, group=DRAFTING
-    )
+        "skip nodes of an EAGLE tree whose acceptance probability is below PERCENT; needs the C++ CPU kernels "
+        "(default: from the measured cost of a node if --tree is not given; otherwise 0)",
+        metavar="PERCENT", least=0, most=99,
+    )  # fmt: skip
+    draft_vocab: int = option("EAGLE-1/2: draft only the K most frequent tokens", 0, metavar="K", least=0)
     draft_vocab_text: str | None = option(
-        None, "rank tokens by how often this text has them, not by the tokenizer alone", metavar="FILE", group=DRAFTING
+        "rank tokens by how often this text has them, not by the tokenizer alone", metavar="FILE"
     )
-    draft_noise: bool = option(
-        True, "off: draft without the target's noise (default: on)", ("on", "off"), group=DRAFTING
-    )
-    verify: str = option("match", "which drafted tokens are accepted (default: match)", VERIFY, group=DRAFTING)
+    draft_noise: bool = option("off: draft without the target's noise (default: on)", True, ("on", "off"))
+    verify: str = option("which drafted tokens are accepted (default: match)", "match", VERIFY)
     eagle_always: bool = option(
-        False,
         "keep drafting even if plain decoding would be faster (default: fall back to plain steps, and try again later)",
-        group=DRAFTING,
+        False,
     )
 
     @property
@@ -265,18 +224,13 @@ class LoadOptions:
         ctx = self.ctx or min(config.max_positions, 8192)
         return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=self.kernel_mode)
 
-    def open_checkpoint(self) -> Checkpoint:
-        """The checkpoint, with what the options say about reading its weights."""
+    def open_checkpoint(self, draft: bool = False) -> Checkpoint:
+        """The checkpoint, or the draft LLM's, with what the options say about reading its weights."""
         from weights.checkpoint import Checkpoint
 
-        checkpoint = Checkpoint.open(self.checkpoint, int8_groups=self.kernel_mode == "cpu")
-        return checkpoint.rounded(self.quant) if self.quant else checkpoint
-
-    def open_draft(self) -> Checkpoint:
-        """The draft LLM's checkpoint, read as the target's."""
-        from weights.checkpoint import Checkpoint
-
-        return Checkpoint.open(self.draft_checkpoint, int8_groups=self.kernel_mode == "cpu")
+        place = self.draft_checkpoint if draft else self.checkpoint
+        checkpoint = Checkpoint.open(place, int8_groups=self.kernel_mode == "cpu")
+        return checkpoint.rounded(self.quant) if self.quant and not draft else checkpoint
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -373,32 +327,29 @@ def _number(least: int) -> Callable[[str], int]:
 
 def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
     """Add the arguments of these options (default: all) to a command line. `options_from` reads them."""
+    known = [f.name for f in fields(LoadOptions)]
+    second = known[known.index(FIRST_OF_DRAFTING) :]
     groups: dict[str, Any] = {}
     for f in (f for f in fields(LoadOptions) if not names or f.name in names):
-        title = f.metadata["group"]
+        title = "speculative decoding" if f.name in second else "model"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        default, least = defaults.get(f.name, f.default), f.metadata["least"]
-        words = {"help": _with_default(f.metadata["help"], default), "default": default}
+        about, default = f.metadata, defaults.get(f.name, f.default)
+        says = "default" in about["help"] or isinstance(default, bool | tuple) or default in (None, "")
+        words = {"help": about["help"] if says else f"{about['help']} (default: {default})", "default": default}
         if f.default is False:
             words |= {"action": "store_true"}
         elif f.default is True:
-            words |= {"choices": f.metadata["choices"], "default": "on" if default else "off"}
+            words |= {"choices": about["choices"], "default": "on" if default else "off"}
         elif isinstance(f.default, tuple):
-            words |= {"action": "append", "metavar": f.metadata["metavar"], "default": list(default)}
-        elif f.metadata["choices"]:
-            words |= {"choices": f.metadata["choices"]}
-        elif least is not None:
-            words |= {"type": _number(least), "metavar": f.metadata["metavar"] or "N"}
+            words |= {"action": "append", "metavar": about["metavar"], "default": list(default)}
+        elif about["choices"]:
+            words |= {"choices": about["choices"]}
+        elif about["least"] is not None:
+            words |= {"type": _number(about["least"]), "metavar": about["metavar"] or "N"}
         else:
-            words |= {"metavar": f.metadata["metavar"]}
+            words |= {"metavar": about["metavar"]}
         groups[title].add_argument(flag(f.name), **words)
-
-
-def _with_default(text: str, default: Any) -> str:
-    """A help text that names the default, unless it does so itself or the default is that nothing was given."""
-    says = "default" in text or isinstance(default, bool | tuple) or default in (None, "")
-    return text if says else f"{text} (default: {default})"
 
 
 def options_from(args: argparse.Namespace, *names: str) -> dict[str, Any]:

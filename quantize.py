@@ -17,10 +17,11 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -51,10 +52,11 @@ from weights.files import Entry, local_path
 from weights.heads import EagleConfig, read_card, read_eagle, save_quantized_eagle
 from weights.hf import build_model
 from weights.quantized import ALGORITHMS, GROUPS, HEADS, MODES, QuantSpec, apply_spec_, set_tensor
-from weights.quantizer import Windows, quantize_checkpoint, quantize_gptq_
+from weights.quantizer import Windows, quantize_checkpoint
 from weights.rounding import quantize_
 from weights.shards import Shard
 
+T = TypeVar("T")
 WINDOW = 512  # tokens of a sequence
 CALIBRATION_WINDOWS = 128
 EVALUATION_WINDOWS = 16
@@ -117,7 +119,7 @@ def _gptq_head(head: EagleHead, spec: QuantSpec, calibration: Calibration) -> di
                     if head.lm_head is not None:  # the largest matrix, with few inputs: some of the rows are enough
                         head.predict(feature[:, ::LM_HEAD_STRIDE])
 
-    return quantize_gptq_(head, spec, draft)
+    return quantize_(head, spec, draft)
 
 
 def measure_tau(directory: Path, head: str | Path, prompts: list[list[int]], device: str) -> float:
@@ -130,23 +132,18 @@ def measure_tau(directory: Path, head: str | Path, prompts: list[list[int]], dev
     return sum(steps) / max(1, len(steps))
 
 
-def measure_taus(
-    pairs: dict[str, tuple[Path, str | Path]], prompts: list[list[int]], device: str
-) -> tuple[dict[str, float | None], list[str]]:
-    """(tau of pairs of a model and a head by name, notes).
+def if_it_fits(work: Callable[[], T], notes: list[str], otherwise: str) -> T | None:
+    """What `work` returns. Where memory runs out it is None, and the notes say what this means.
 
-    A model is quantized because it is large. If it does not fit in memory, it has no tau, and a note says why.
+    A model is quantized because it is large, so it need not fit in memory.
     """
-    taus: dict[str, float | None] = dict.fromkeys(pairs)
-    notes = []
-    for key, (directory, head) in pairs.items():
-        try:
-            taus[key] = measure_tau(directory, head, prompts, device)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            notes.append(f"{key} was not measured, the model does not fit in memory: {one_line(error)}")
-    return taus, notes
+    try:
+        return work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        notes.append(f"{otherwise}, the model does not fit in memory: {one_line(error)}")
+        return None
 
 
 def show(receipt: dict[str, Any]) -> str:
@@ -207,16 +204,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code (2 usage, 3 bad file or refused, 4 memory, 5 internal, 130 Ctrl-C)."""
     args = build_parser().parse_args(argv)
     interrupted = "interrupted; the same command goes on from the layers already finished"
-    return run_command(lambda: run(args), args.debug, interrupted)
+
+    def body() -> None:
+        with bad_files():  # what is refused on the way is a bad file, unless it is an option
+            print(run(args))
+
+    return run_command(body, args.debug, interrupted)
 
 
-def run(args: argparse.Namespace) -> None:
-    """Quantize, and print the receipt. What is refused on the way is a bad file, unless it is an option."""
-    with bad_files():
-        print(_main(args))
-
-
-def _main(args: argparse.Namespace) -> str:
+def run(args: argparse.Namespace) -> str:
     """Do what the arguments ask for. Returns the receipt for people."""
     spec = QuantSpec(args.mode, args.group_size, args.algorithm, args.act_order, args.lm_head)
     head_spec = replace(spec, mode=args.eagle_mode or spec.mode)
@@ -239,19 +235,19 @@ def _main(args: argparse.Namespace) -> str:
             return {}
         rounded, used, notes = head, nearest, []
         if head_spec.algorithm == "gptq":
-            try:
-                rounded, used = _gptq_head_of(args, unfinished, config, head_spec, windows.calibration), head_spec
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                notes = [f"the head was rounded to nearest: for GPTQ the model must fit in memory ({one_line(error)})"]
+            gptq = partial(_gptq_head_of, args, unfinished, config, head_spec, windows.calibration)
+            if made := if_it_fits(gptq, notes, "the head was rounded to nearest"):
+                rounded, used = made, head_spec
         head_config, tensors, receipt = rounded
         save_quantized_eagle(head_config, tensors, used, unfinished / "eagle")
         texts = windows.evaluation[:TAU_PROMPTS]
         prompts = [row[: min(64, texts.shape[1] // 2)].tolist() for row in texts]
+        additions: dict[str, Any] = {"head": receipt}
         pairs = {"tau_before": (directory, args.eagle), "tau_after": (unfinished, unfinished / "eagle")}
-        taus, unmeasured = measure_taus(pairs, prompts, args.device)
-        return {"head": receipt, **taus, "notes": notes + unmeasured}
+        for key, (model, its_head) in pairs.items():
+            tau = partial(measure_tau, model, its_head, prompts, args.device)
+            additions[key] = if_it_fits(tau, notes, f"{key} was not measured")
+        return additions | {"notes": notes}
 
     progress = Progress()
 

@@ -251,14 +251,13 @@ def link_ranks_(
     model: Transformer, checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks, offer: SharedMemory | None = None
 ) -> Exchanges:
     """Let a loaded part exchange in the fastest way that all ranks have. All call it, before a graph is captured."""
-    sizes = exchanged(checkpoint.whole, checkpoint.shard, 1, DTYPES[options.dtype].itemsize)
+    count = len(exchanged(checkpoint.whole, checkpoint.shard, 1, DTYPES[options.dtype].itemsize))
     if options.device != "cuda":
-        return Exchanges("gloo", len(sizes), None)
+        return Exchanges("gloo", count)
     size = shared_bytes(checkpoint, options)
     memory, why = share_memory(ranks.size, size, partial(heard, ranks, ""), offer or SharedMemory())
     share_(model, memory)
-    link = NCCL if memory is None else ONE_SHOT
-    return Exchanges(link.name, len(sizes), round(link.cost(sizes) * 1e3, 2), why)
+    return Exchanges(NCCL if memory is None else ONE_SHOT, count, why)
 
 
 class _AgreedLease:

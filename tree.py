@@ -126,11 +126,6 @@ def chain(K: int) -> StaticTree:
     return StaticTree(tuple((0,) * n for n in range(1, K + 1)))
 
 
-def root_only() -> StaticTree:
-    """The tree of plain decoding: N = 1 and D = 0."""
-    return StaticTree(())
-
-
 def medusa_tree(children: str) -> StaticTree:
     """A tree from words `PATH:COUNT`, the number of children of each node. `-` is the root."""
     paths = []

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from bench.random_models import random_head
 from drafters.medusa import MEDUSA_FILES
-from drafting import DraftFiles, build_drafter, build_head, read_drafter
+from drafting import DraftFiles, build_drafter, build_head, read_drafter, resolve, with_tree
 from engine import Engine, EngineConfig
 from model_config import ModelConfig
 from options import LoadOptions, read_option
@@ -26,7 +26,6 @@ from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import UsageError
 from support.machine import synchronize
-from tree_choice import resolve, with_tree
 from weights.checkpoint import load_config
 from weights.files import local_path, read_entries
 from weights.heads import read_eagle
@@ -213,15 +212,18 @@ def suite_arms(
 def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     """An Engine for an arm's options on the weights, tokenizer and backend of `base`, so nothing is loaded twice.
 
-    Where the options name no tree, it is the one that `generate.py` takes by itself.
+    A head that `base` has is used as it is. Where the options name no tree, it is the one that `generate.py` takes by
+    itself.
     """
     # tau is measured, so speculation goes on where it does not pay, unless an arm is about falling back
     opts = replace(
         base.options, **{"ctx": ctx, "eagle_always": True, "tree": None, "prune": None, "ngram_nodes": None, **options}
     )
     model = base.model
-    if opts.drafter_kind == "eagle" and opts.eagle.startswith("random:"):
-        files = DraftFiles()
+    files = DraftFiles()
+    if base.head is not None and opts.drafter_kind == "eagle":
+        head = base.head
+    elif opts.drafter_kind == "eagle" and opts.eagle.startswith("random:"):
         head = random_head(model, int(opts.eagle.removeprefix("random:")), model.quant)
     else:
         files = read_drafter(opts, model.config, base.tokenizer)

@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,8 @@ from bench.suites import Prompts, Question
 from cli.prove import find_fork, is_bitwise
 from engine import Engine
 from sampling import SamplingParams
-from step import draft_input
 from support.errors import UsageError
-from support.machine import peak_memory, resident_memory, synchronize
+from support.machine import peak_memory, resident_memory
 from weights.heads import read_card
 
 CARD = ("inputs", "regenerated", "data", "loss", "parameters", "steps")  # what is kept of a head's CARD.json
@@ -171,46 +170,6 @@ def run_with_peak(arm: Arm, prompt: list[int], params: SamplingParams) -> tuple[
     return sample, peak_memory(device) - before
 
 
-# ---- the cost of a step -----------------------------------------------------------------------------------
-
-
-def timed_in_turn(calls: Mapping[Any, Callable[[], Any]], rounds: int, device: torch.device) -> dict[Any, list[float]]:
-    """Seconds of every call, `rounds` times in turn, after two rounds that warm up."""
-    times: dict[Any, list[float]] = {name: [] for name in calls}
-    for i, (name, call) in itertools.product(range(rounds + 2), calls.items()):
-        synchronize(device)
-        started = time.perf_counter()
-        call()
-        synchronize(device)
-        if i > 1:
-            times[name].append(time.perf_counter() - started)
-    return times
-
-
-@torch.inference_mode()
-def draft_share(engine: Engine, rounds: int = 9) -> tuple[float, float | None]:
-    """(median seconds of `drafter.draft` alone, its share of a whole step timed in turn with it).
-
-    Runs on the state that the last request left. That request has finished, so the steps change nothing. Of a compiled
-    engine only the draft is timed, with its parts compiled too, and the share is None.
-    """
-    drafter = engine.drafter
-    if drafter.D == 0:
-        return 0.0, 0.0
-    mode = SamplingParams().mode
-    inputs = draft_input(engine.state, mode, parts=engine.parts)
-    calls: dict[str, Callable[[], Any]] = {"draft": lambda: drafter.draft(inputs)}
-    if not engine.config.compile:
-        calls["step"] = lambda: engine.step(mode)
-    with engine.backend.active():
-        times = timed_in_turn(calls, rounds, engine.model.device)
-    alone = statistics.median(times["draft"])
-    if engine.config.compile:
-        return alone, None
-    pairs = zip(times["draft"], times["step"], strict=True)
-    return alone, min(1.0, statistics.median(draft / step for draft, step in pairs))
-
-
 def step_bytes(engine: Engine, context: int) -> float:
     """Bytes that a step has to read: weights, keys and values at `context`, and what the draft reads."""
     model, drafter, B = engine.model, engine.drafter, engine.batch_size
@@ -218,7 +177,7 @@ def step_bytes(engine: Engine, context: int) -> float:
 
 
 def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
-    """Options, tree size, draft time and memory of every arm. Call it after the warm-up."""
+    """Options, tree size and memory of every arm."""
     facts = []
     for arm in arms:
         fact: dict[str, Any] = {"arm": arm.name, "label": arm.label, "options": shown(arm.options)}
@@ -227,13 +186,10 @@ def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
             fact["card"] = {name: card[name] for name in CARD if name in card}
         if isinstance(arm, EngineArm):
             engine = arm.engine
-            alone, share = engine.together(draft_share)
             fact |= {
                 "nodes": engine.drafter.N,
                 "depth": engine.drafter.D,
                 "compiled": engine.config.compile,
-                "draft_seconds": alone,
-                "draft_share": share,
                 "memory_bytes": memory_of(engine),
             }
         facts.append(fact)

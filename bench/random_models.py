@@ -44,15 +44,6 @@ SHAPES: dict[str, ModelConfig] = {
 }
 
 
-def empty_model(config: ModelConfig, quant: str | None) -> Transformer:
-    """A target on the meta device, as `quantize.py` would make it for `quant` (int8, int4, or nothing)."""
-    model = build_model(config)
-    if quant:
-        apply_spec_(model, _spec(config, quant))
-        model.set_quantization(quant)
-    return model
-
-
 def _spec(config: ModelConfig, quant: str) -> QuantSpec:
     """The largest group size that divides the inputs of every linear."""
     inputs = math.gcd(config.hidden_size, config.intermediate_size)
@@ -61,13 +52,11 @@ def _spec(config: ModelConfig, quant: str) -> QuantSpec:
 
 def head_config(target: ModelConfig, version: int) -> EagleConfig:
     """The geometry of a published EAGLE head (generation 1 or 3) for `target`."""
-    layers = target.num_hidden_layers
-    taps: tuple[int, ...] = ()
-    vocab = target.vocab_size
+    taps, vocab = (), target.vocab_size
     if version == 3:
         # Published heads read layers 2, L // 2 and L - 3. They draft 32,000 of LLaMA-3's 128,256 tokens, and all tokens
         # of a target with a vocabulary of 32,000, which then needs no table of draft ids.
-        taps = default_taps(layers)
+        taps = default_taps(target.num_hidden_layers)
         vocab = min(vocab, 32000)
     # A head's layer is a plain LLaMA layer of the target's sizes. It has no experts, no window, and no norms on queries
     # and keys, also where the target has them.
@@ -76,13 +65,6 @@ def head_config(target: ModelConfig, version: int) -> EagleConfig:
         num_experts_per_tok=0, qk_norm=False,
     )  # fmt: skip
     return EagleConfig(version, layer, target.hidden_size, taps, fc_bias=version == 1, has_lm_head=version == 3)
-
-
-def empty_head(model: Transformer, version: int, quant: str | None) -> EagleHead:
-    """An EAGLE head on the meta device with the geometry of `head_config`."""
-    with shapes_only():
-        head = EagleHead(head_config(model.config, version), model).eval().requires_grad_(False)
-    return apply_spec_(head, _spec(model.config, quant)) if quant else head
 
 
 def _random(owner: nn.Module, name: str, like: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -113,7 +95,10 @@ def fill_random_(module: nn.Module, device: torch.device, dtype: torch.dtype) ->
 def random_model(config: ModelConfig, quant: str | None, device: torch.device, dtype: torch.dtype) -> Transformer:
     """A target of `config`'s shapes, packed for the kernel backend that is active."""
     torch.manual_seed(0)
-    model = empty_model(config, quant)
+    model = build_model(config)
+    if quant:
+        apply_spec_(model, _spec(config, quant))
+        model.set_quantization(quant)
     for part in (*model.layers, model):  # so that the unpacked codes of one layer at a time take memory
         fill_random_(part, device, dtype)
         pack_(part, dtype)
@@ -124,7 +109,10 @@ def random_model(config: ModelConfig, quant: str | None, device: torch.device, d
 def random_head(model: Transformer, version: int, quant: str | None = None) -> EagleHead:
     """An EAGLE head (generation 1 or 3) for `model`, on its device and in its dtype, not packed yet."""
     torch.manual_seed(version)
-    head = empty_head(model, version, quant)
+    with shapes_only():
+        head = EagleHead(head_config(model.config, version), model).eval().requires_grad_(False)
+    if quant:
+        apply_spec_(head, _spec(model.config, quant))
     if head.draft_ids is not None:
         drafted = head.vocab_size
         head.draft_ids = torch.arange(drafted, device=model.device) * model.config.vocab_size // drafted

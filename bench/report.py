@@ -90,18 +90,15 @@ def arms_table(summary: dict[str, Any]) -> str:
 
 
 def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], bandwidth: float) -> str:
-    """Where a step's time goes: draft, the rest (verify, accept, commit, host), break-even, bandwidth, memory."""
+    """What a step costs: its time, the tau at which it breaks even, its share of the memory's bandwidth, its memory."""
     known = {f["arm"]: f for f in facts if "nodes" in f}
     body = []
     for row in (r for r in rows if r["arm"] in known and r["step_ms"] and r["steps"]):
-        fact, step = known[row["arm"]], row["step_ms"]
-        alone = min(1.0, 1e3 * fact["draft_seconds"] / step)
-        part = alone if fact["draft_share"] is None else fact["draft_share"]
-        cells = [row["suite"], f"{row['temperature']:g}", row["arm"], str(fact["nodes"]), number(step)]
-        cells += [number(part * step or None), number(step - part * step), percent(part or None)]
+        fact = known[row["arm"]]
+        cells = [row["suite"], f"{row['temperature']:g}", row["arm"], str(fact["nodes"]), number(row["step_ms"])]
         cells += ["-" if row["baseline"] else number(row["break_even_tau"]), number(row["tau"])]
         body.append([*cells, percent(row["bandwidth_share"]), size_text(fact["memory_bytes"])])
-    head = "suite|T|arm|nodes|step ms|draft ms|rest ms|draft share|break-even tau|tau".split("|")
+    head = "suite|T|arm|nodes|step ms|break-even tau|tau".split("|")
     return table([*head, f"of {bandwidth / 1e9:.0f} GB/s copy", "memory"], body) if body else ""
 
 
@@ -109,15 +106,8 @@ def step_table(lines: Sequence[Line]) -> str:
     """The table of --steps: the time of a step by arm, batch and context."""
     body = []
     for line in lines:
-        spread = f"{line['p10']:.3f} to {line['p90']:.3f}"
-        cells = [
-            line["arm"],
-            str(line["nodes"]),
-            str(line["batch"]),
-            str(line["context"]),
-            number(line["ms"], 3),
-            spread,
-        ]
+        cells = [line["arm"], *(str(line[name]) for name in ("nodes", "batch", "context")), number(line["ms"], 3)]
+        cells.append(f"{line['p10']:.3f} to {line['p90']:.3f}")
         body.append([*cells, percent(line["share_of_copy"]), f"{line['of_plain']:.2f}x"])
     return table("arm|nodes|batch|context|step ms|p10 to p90|of copy bandwidth|of plain".split("|"), body)
 

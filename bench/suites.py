@@ -165,18 +165,3 @@ def ask(
     questions = find_questions(args.questions, args.limit, engine.tokenizer, config.vocab_size, length)
     fitting, ctx = fit_context(questions, prompts, args.max_new_tokens, limit, ctx, least)
     return fitting, prompts, ctx
-
-
-def held_out_prompts(tokenizer, count: int, length: int, text: str | None = None) -> list[list[int]]:
-    """`count` windows of `length` tokens, spread evenly over `text` or over the held-out modules.
-
-    Raises ValueError for a text that is too short.
-    """
-    if text is None:
-        text = "\n".join(read_source(path) for path in stdlib_files()[1])
-    ids = tokenizer.encode(text, add_bos=False)
-    start = tokenizer.encode("")
-    stride = (len(ids) - length) // count
-    if stride < 1:
-        raise ValueError(f"the text has {len(ids)} tokens; {count} prompts of {length} need more.")
-    return [start + ids[i * stride : i * stride + length] for i in range(count)]

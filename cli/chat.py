@@ -173,7 +173,10 @@ class Conversation:
         most = min(room, self.given.get("max_new_tokens", room))
         params, suggested = with_suggestions(self.engine.generation, self.given | {"max_new_tokens": most})
         stream = self.engine.generate(prompt, params)
-        self._print(stream)
+        with ctrl_c_ends(stream) as chunks:
+            for reply in texts_of(chunks):
+                print(reply, end="", flush=True)
+        print(flush=True)
         result = stream.result
         self.last = (prompt, params, suggested, result)
         reply = result.text.strip()
@@ -183,12 +186,6 @@ class Conversation:
             # a stop string was cut off the text, but not off the ids
             self.ids = [] if result.stop_reason == "stop" else prompt + written
         self.report.line(self._status(result, room))
-
-    def _print(self, stream: Stream) -> None:
-        with ctrl_c_ends(stream) as chunks:
-            for text in texts_of(chunks):
-                print(text, end="", flush=True)
-        print(flush=True)
 
     def _status(self, result: GenerationResult, room: int) -> str:
         """One line about an answer."""

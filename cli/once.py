@@ -14,10 +14,9 @@ import torch
 
 from cli import prove
 from cli.chat import chat, texts_of
-from cli.page import write_page
 from cli.prompt import Prompt
 from cli.report import Report, result_json
-from cli.steps import Gauge, StepRecorder
+from cli.steps import Gauge, StepRecorder, write_page
 from cli.tree_text import TreeWriter
 from engine import Engine
 from load import load

@@ -16,6 +16,7 @@ from kernels.backend import (
     KernelBackend,
     Operation,
     active_backend,
+    can_overlap,
     operation,
     round_activations,
     triton,
@@ -31,7 +32,6 @@ from kernels.experts import packed_experts
 from kernels.kv import KV_SCALE, commit_kv, dequantize_rows, quantize_rows, write_kv
 from kernels.linear import TopK, epilogue, packed_linear, packed_linear_norm, packed_topk, topk_reference
 from kernels.norm_rope import rms_norm, rope_write_kv
-from kernels.overlap import can_overlap
 from kernels.packing import PackedWeight, dequantize, pack_float, pack_half, pack_int4, pack_int8, packed_rows
 from kernels.projection import packed_linear_rope
 from kernels.tuned import SMALL_M, LinearConfig, linear_config, read_tuned, shape_key, tuned_file, write_tuned

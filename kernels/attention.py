@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import dot, jit, native, operation, tl, triton
+from kernels.backend import dot, jit, native, operation, overlapping, tl, triton, wait_for_the_kernel_before
 from kernels.kv import cache_problem, cpu_problem, dequantize_rows, load_rows, scales_of
-from kernels.overlap import overlapping, wait_for_the_kernel_before
 
 
 def _attend_one(

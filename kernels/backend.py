@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_type_hints
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class KernelBackend:
     mode: str = "auto"
     device_type: str = "cpu"
     activations: str = "int8"  # 'float': the C++ kernels do not round those of int4 and int8 weights
-    # Whether the kernels of layers are launched before the kernel before them has ended (`kernels.overlap`).
+    # Whether the kernels of layers are launched before the kernel before them has ended (`overlapping`).
     overlap: bool = False
     # Measured tilings by `shape_key`. Packing uses them.
     configs: Mapping[str, LinearConfig] = field(compare=False, default_factory=dict)
@@ -262,7 +263,7 @@ class Operation:
             pass
 
         parameters = [
-            p.replace(default=p.empty, annotation=list[Tensor] if i in self.records else p.annotation)
+            p.replace(default=p.empty, annotation=_list_type(self.records[i]) if i in self.records else p.annotation)
             for i, p in enumerate(signature.parameters.values())
         ]
         declared.__signature__ = signature.replace(parameters=parameters)
@@ -297,6 +298,12 @@ def _is_record(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple)
 
 
+def _list_type(record: type) -> type:
+    """The type of a list of a record's tensors."""
+    optional = any(kind is not Tensor for kind in get_type_hints(record).values())
+    return list[Tensor | None] if optional else list[Tensor]
+
+
 def _without_operator(tensors: Sequence[Tensor]) -> bool:
     trained = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
     return trained or not (tensors[0].is_cuda or INTERPRETED)
@@ -316,3 +323,29 @@ def dot(a, b, acc, NATIVE: tl.constexpr):
     else:
         wide = tl.dot(a.to(tl.float32), b.to(tl.float32), acc.to(tl.float32), input_precision="ieee")
         return wide.to(acc.dtype)
+
+
+@jit
+def wait_for_the_kernel_before(OVERLAP: tl.constexpr):
+    """The first statement of a kernel whose programs may be placed while the kernel before it still runs (programmatic
+    dependent launch, sm_90 and later).
+
+    It lets the next kernel do the same, and then waits until the kernel before has ended and its memory can be seen. That
+    kernel waited in its turn, so all that was launched earlier has ended, too. `tests/kernel_gate.py` checks in the
+    machine code that no memory is accessed before the wait.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels can be launched early on a device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlapping() -> dict[str, bool]:
+    """The constant and the compiler option of a launch that may begin before the kernel before it has ended."""
+    backend = active_backend()
+    overlap = backend is not None and backend.overlap and not INTERPRETED
+    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}

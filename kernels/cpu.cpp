@@ -779,12 +779,6 @@ Layer::Layer(const tensors::LayerWeights& t)
     : input_norm(values_or_null(t.input_norm)), post_norm(values_or_null(t.post_norm)), q_norm(values_or_null(t.q_norm)),
       k_norm(values_or_null(t.k_norm)), qkv(t.qkv), o(t.o), gate_up(t.gate_up), down(t.down) {}
 
-void Layer::operator()(const Nodes& n, const float* x, const float* residual, float scale, bool round, float* const buffer[3],
-                       float* out) const {
-  write(n, x, round, buffer);
-  finish(n, residual ? residual : x, scale, round, buffer, out);
-}
-
 void Layer::write(const Nodes& n, const float* x, bool round, float* const buffer[3]) const {
   const int64_t M = n.B * n.T;
   const float* const norms[3] = {q_norm, k_norm, nullptr};
@@ -862,7 +856,8 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
     show(n, shared.start, stack.windows[i] ? shared.visible_window : shared.visible, shared.positions, stack.windows[i]);
     n.cache = floats(kv) + i * kv.stride(0);
     float* to = outputs[(L - 1 - i) % 2];
-    all[i](n, rows, floats(residual), stack.scale, round, buffer, to);
+    all[i].write(n, rows, round, buffer);
+    all[i].finish(n, residual ? floats(residual) : rows, stack.scale, round, buffer, to);
     rows = to;
   }
   if (stack.norm) norm_rows(rows, floats(*stack.norm), M, H, stack.eps, floats(out));

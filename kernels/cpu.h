@@ -155,13 +155,9 @@ struct Layer {
   explicit Layer(const tensors::LayerWeights& t);
   int64_t widest() const { return std::max({qkv.k, qkv.n, o.n, gate_up.n / 2}); }
 
-  // Attention behind a norm, then a gated MLP behind a norm, x [M,in] -> out [M,H], through three buffers of [M,widest].
-  // Without an input norm, x is normed already and `residual` is what the attention adds to.
-  void operator()(const Nodes& n, const float* x, const float* residual, float scale, bool round, float* const buffer[3],
-                  float* out) const;
-
-  // The two halves of it: the rows' keys and values go to the cache and their queries to the last buffer, from where the
-  // second half reads them.
+  // Attention behind a norm, then a gated MLP behind a norm, x [M,in] -> out [M,H], through three buffers of [M,widest], in
+  // two halves. The first writes the rows' keys and values into the cache, and their queries into the last buffer, from where
+  // the second reads them. Without an input norm x is normed already. The attention adds to `residual`.
   void write(const Nodes& n, const float* x, bool round, float* const buffer[3]) const;
   void finish(const Nodes& n, const float* residual, float scale, bool round, float* const buffer[3], float* out) const;
 };

@@ -210,13 +210,11 @@ void best_drafts(const DraftRow& row, int64_t count, int64_t* best, float* score
 
 void join_row(const float* embedding, const float* feature, int64_t H, const float* token_norm, const float* feature_norm,
               float eps, bool keep_normed, float* residual, float* joined) {
-  if (token_norm) {
-    norm_row(embedding, token_norm, H, eps, joined);
-    norm_row(feature, feature_norm, H, eps, joined + H);
-  } else {
-    std::copy_n(embedding, H, joined);
-    std::copy_n(feature, H, joined + H);
-  }
+  auto put = [&](const float* from, const float* norm, float* to) {
+    norm ? norm_row(from, norm, H, eps, to) : (void)std::copy_n(from, H, to);
+  };
+  put(embedding, token_norm, joined);
+  put(feature, feature_norm, joined + H);
   std::copy_n(keep_normed ? joined + H : feature, H, residual);
 }
 

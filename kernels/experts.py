@@ -7,11 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.backend import jit, tl, triton, use_triton
+from kernels.backend import jit, operation, tl, triton, wait_for_the_kernel_before
 from kernels.linear import epilogue, finish, launch_arguments, main_loop
-from kernels.overlap import wait_for_the_kernel_before
-from kernels.packing import PackedWeight, dequantize, kernel_views, panel_words
-from kernels.tuned import LinearConfig, unsplit
+from kernels.packing import PackedTensors, PackedWeight, dequantize, from_parts, kernel_views, panel_words
+from kernels.tuned import unsplit
 
 
 @jit
@@ -68,47 +67,50 @@ def packed_experts(
 
 def _experts(x: Tensor, expert_ids: Tensor, weight: PackedWeight, gated: bool) -> Tensor:
     apart = gated and weight.has_zeros  # as in `packed_linear`
-    y = torch.ops.eaglet.expert_linear(
-        weight.reorder(x), expert_ids, weight.weight, weight.scales, weight.zeros, weight.layout, weight.bits,
-        weight.group_size, weight.n, gated and not apart, weight.config[:4], weight.config.accumulate,
-    )  # fmt: skip
+    y = expert_linear(weight.reorder(x), expert_ids, *weight.parts(), gated and not apart)
     return epilogue(y, None, None, True) if apart else y
 
 
-@torch.library.custom_op("eaglet::expert_linear", mutates_args=())
-def _expert_linear(
-    x: Tensor, expert_ids: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None, layout: str,
-    bits: int, group: int, n: int, gated: bool, config: list[int], accumulate: str,
-) -> Tensor:  # fmt: skip
-    """x [T,K] or [T,k,K] -> [T,k,N]: row (t, j) is expert expert_ids[t, j] applied to x[t] or x[t, j]."""
-    tokens, slots = expert_ids.shape
-    k = x.shape[-1]
-    n_out = n // 2 if gated else n
-    rows = x.reshape(-1, k).contiguous()
-    div = slots if x.dim() == 2 else 1  # Pair p = (t, j) reads row p // div.
-    out = x.new_empty(tokens, slots, n_out)
-    experts = expert_ids.flatten()
+def _expert_rows(x: Tensor, slots: int) -> tuple[Tensor, int]:
+    """x as rows [rows, K], and how many (token, slot) pairs read one row."""
+    return x.reshape(-1, x.shape[-1]).contiguous(), slots if x.dim() == 2 else 1
+
+
+def _triton_experts(x, expert_ids, tensors, numbers, gated) -> Tensor:
+    weight = from_parts(tensors, numbers)
     # Neither the tile nor the split depends on the number of tokens.
-    tiling = unsplit(LinearConfig(*config, accumulate))
-    packed = PackedWeight(layout, bits, group, n, k, weight, scales, zeros, config=tiling)
-    problem = "" if layout == "planes" else f"weights are packed as '{layout}', for another backend"
-    if not use_triton("packed_experts", x, problem):
-        for e in experts.unique().tolist():
-            own = [None if t is None else t[e] for t in (weight, scales, zeros)]
-            matrix = dequantize(replace(packed, weight=own[0], scales=own[1], zeros=own[2]), x.dtype)
-            pairs = (experts == e).nonzero().squeeze(1)
-            out.view(-1, n_out)[pairs] = epilogue(rows[pairs // div] @ matrix.mT, None, None, gated)
-        return out
+    weight = replace(weight, config=unsplit(weight.config))
+    experts, out = expert_ids.flatten(), _expert_shapes(x, expert_ids, tensors, numbers, gated)
+    rows, shared = _expert_rows(x, expert_ids.shape[1])
     pairs = experts.argsort(stable=True).to(torch.int32)
-    bounds = torch.arange(weight.shape[0] + 1, device=x.device)
+    bounds = torch.arange(weight.weight.shape[0] + 1, device=x.device)
     offsets = (experts[None, :] < bounds[:, None]).sum(1, dtype=torch.int32)
-    grid, _, constants = launch_arguments(rows, packed, gated, 16)
-    expert_kernel[triton.cdiv(tokens, constants["BT"]), grid[1], weight.shape[0]](
-        rows, *kernel_views(weight, scales, bits), out, pairs, offsets, n, k, n_out, div, **constants
+    grid, _, constants = launch_arguments(rows, weight, gated, 16)
+    expert_kernel[triton.cdiv(len(x), constants["BT"]), grid[1], weight.weight.shape[0]](
+        rows, *kernel_views(weight), out, pairs, offsets, weight.n, weight.k, out.shape[-1], shared, **constants
     )
     return out
 
 
-@_expert_linear.register_fake
-def _(x, expert_ids, weight, scales, zeros, layout, bits, group, n, gated, config, accumulate):
+def _experts_problem(x, expert_ids, tensors, numbers, gated) -> str:
+    layout = from_parts(tensors, numbers).layout
+    return "" if layout == "planes" else f"weights are packed as '{layout}', for another backend"
+
+
+def _expert_shapes(x, expert_ids, tensors, numbers, gated) -> Tensor:
+    n = from_parts(tensors, numbers).n
     return x.new_empty(*expert_ids.shape, n // 2 if gated else n)
+
+
+@operation("expert_linear", "packed_experts", _triton_experts, _expert_shapes, problem=_experts_problem, plain=False)
+def expert_linear(x: Tensor, expert_ids: Tensor, tensors: PackedTensors, numbers: list[int], gated: bool) -> Tensor:
+    """x [T,K] or [T,k,K] -> [T,k,N]: row (t, j) is expert expert_ids[t, j] applied to x[t] or x[t, j]."""
+    weight, out = from_parts(tensors, numbers), _expert_shapes(x, expert_ids, tensors, numbers, gated)
+    rows, shared = _expert_rows(x, expert_ids.shape[1])
+    experts = expert_ids.flatten()
+    for e in experts.unique().tolist():
+        own = [None if t is None else t[e] for t in (weight.weight, weight.scales, weight.zeros)]
+        matrix = dequantize(replace(weight, weight=own[0], scales=own[1], zeros=own[2]), x.dtype)
+        pairs = (experts == e).nonzero().squeeze(1)
+        out.view(-1, out.shape[-1])[pairs] = epilogue(rows[pairs // shared] @ matrix.mT, None, None, gated)
+    return out

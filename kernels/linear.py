@@ -15,11 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.cpu as cpu
-from kernels.backend import dot, jit, native, round_activations, tl, triton, use_triton
+from kernels.backend import (
+    dot,
+    jit,
+    native,
+    operation,
+    overlapping,
+    round_activations,
+    tl,
+    triton,
+    use_triton,
+    wait_for_the_kernel_before,
+)
 from kernels.choice import merge_topk
 from kernels.norm_rope import norm_row, rms_norm, turn_rows
-from kernels.overlap import overlapping, wait_for_the_kernel_before
-from kernels.packing import PackedWeight, decode, dequantize, kernel_views, panel_words
+from kernels.packing import PackedTensors, PackedWeight, decode, dequantize, from_parts, kernel_views, panel_words
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
 
 NO_HEADS = dict(HQ=0, HKV=0, HD=0, LEVELS=0, QK_NORM=False, INT8=False)  # of a linear that turns no heads
@@ -404,11 +414,8 @@ def packed_linear(
     if weight.layout == "planes":
         # In one program two tiles and their zero points would spill registers.
         apart = gated and weight.has_zeros
-        y = torch.ops.eaglet.planes_linear(
-            x, weight.weight, weight.scales, weight.counters, bias, None if apart else residual, weight.bits,
-            weight.group_size, weight.n, gated and not apart, wide and not apart, weight.config[:4],
-            weight.config.accumulate,
-        )  # fmt: skip
+        own = None if apart else residual
+        y = planes_linear(x, *weight.parts(), bias, own, gated and not apart, wide and not apart)
         return _widened(epilogue(y, None, residual, True), wide) if apart else y
     if weight.layout == "tiles":
         if gated and weight.n % (2 * cpu.TILE):  # a tile holds rows of both halves
@@ -451,73 +458,74 @@ def packed_linear_norm(
     if not few or weight.layout != "planes" or weight.correction is not None:
         y = packed_linear(x, weight, bias, residual)
         return y, rms_norm(y, norm_weight, eps)
-    return torch.ops.eaglet.planes_linear_norm(
-        weight.reorder(x), weight.weight, weight.scales, weight.counters, bias, residual, norm_weight, eps, weight.bits,
-        weight.group_size, weight.n, weight.config[:4], weight.config.accumulate,
-    )  # fmt: skip
+    return planes_linear_norm(weight.reorder(x), *weight.parts(), bias, residual, norm_weight, eps)
 
 
-@torch.library.custom_op("eaglet::planes_linear", mutates_args=())
-def _planes_linear(
-    x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bias: Tensor | None, residual: Tensor | None,
-    bits: int, group: int, n: int, gated: bool, wide: bool, config: list[int], accumulate: str,
-) -> Tensor:  # fmt: skip
-    """`packed_linear` for layout 'planes'. `counters` is zero before and after, so it counts as unchanged."""
-    return _planes(x, words, scales, counters, bias, residual, bits, group, n, gated, wide, config, accumulate)[0]
-
-
-@torch.library.custom_op("eaglet::planes_linear_norm", mutates_args=())
-def _planes_linear_norm(
-    x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bias: Tensor | None, residual: Tensor | None,
-    norm_weight: Tensor, eps: float, bits: int, group: int, n: int, config: list[int], accumulate: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`packed_linear_norm` of few rows for layout 'planes'."""
-    how = bits, group, n, False, False, config, accumulate, norm_weight, eps
-    return _planes(x, words, scales, counters, bias, residual, *how)
-
-
-def _planes(
-    x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bias: Tensor | None, residual: Tensor | None,
-    bits: int, group: int, n: int, gated: bool, wide: bool, config: list[int], accumulate: str,
+def _launch_linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, wide: bool,
     norm_weight: Tensor | None = None, eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output, and its norm if there is a norm_weight. float32 activations are normed apart, because their squares
-    are rounded, and a compiler may round them in different ways."""
-    k = x.shape[-1]
-    rows = x.reshape(-1, k).contiguous()
-    tiling = LinearConfig(*config, accumulate)
-    weight = PackedWeight("planes", bits, group, n, k, words, scales, config=tiling)
-    ours = use_triton("packed_linear", x)
-    inside = norm_weight is not None and ours and x.dtype == norm_weight.dtype != torch.float32
-    if not ours or len(rows) > SMALL_M:
-        y = rows @ dequantize(weight, x.dtype, fused=ours).mT
-        out = _widened(epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated), wide)
-    else:
-        n_out = n // 2 if gated else n
-        out = x.new_empty((*x.shape[:-1], n_out), dtype=torch.float32 if wide else x.dtype)
-        normed = torch.empty_like(out) if inside else out
-        grid, partial, constants = launch_arguments(rows, weight, gated, len(rows))
-        linear_kernel[grid](
-            rows, *kernel_views(words, scales, bits), rows if bias is None else bias,
-            rows if residual is None else residual.contiguous(), norm_weight if inside else rows, out, normed, out,
-            partial, counters, M=len(rows), N=n, K=k, N_OUT=n_out, eps=eps, BIAS=bias is not None,
-            RESIDUAL=residual is not None, NORM=(n_out - 1).bit_length() if inside else 0, TOPK=0, SPLIT=grid[2],
-            **constants, **no_rope(rows),
-        )  # fmt: skip
-    if inside:
-        return out, normed
-    return out, out if norm_weight is None else rms_norm(out, norm_weight, eps)
+    """The output of `planes_linear`, and its norm if there is a norm_weight, by our kernel for up to SMALL_M rows."""
+    rows = x.reshape(-1, weight.k).contiguous()
+    if len(rows) > SMALL_M:
+        y = (rows @ dequantize(weight, x.dtype, fused=True).mT).unflatten(0, x.shape[:-1])
+        y = _widened(epilogue(y, bias, residual, gated), wide)
+        return y, y
+    n_out = weight.n // 2 if gated else weight.n
+    out = x.new_empty((*x.shape[:-1], n_out), dtype=torch.float32 if wide else x.dtype)
+    normed = out if norm_weight is None else torch.empty_like(out)
+    grid, partial, constants = launch_arguments(rows, weight, gated, len(rows))
+    linear_kernel[grid](
+        rows, *kernel_views(weight), rows if bias is None else bias, rows if residual is None else residual.contiguous(),
+        rows if norm_weight is None else norm_weight, out, normed, out, partial, weight.counters, M=len(rows), N=weight.n,
+        K=weight.k, N_OUT=n_out, eps=eps, BIAS=bias is not None, RESIDUAL=residual is not None,
+        NORM=0 if norm_weight is None else (n_out - 1).bit_length(), TOPK=0, SPLIT=grid[2], **constants,
+        **no_rope(rows),
+    )  # fmt: skip
+    return out, normed
 
 
-@_planes_linear.register_fake
-def _(x, words, scales, counters, bias, residual, bits, group, n, gated, wide, config, accumulate):
-    dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
+def _triton_linear(x, tensors, numbers, *epilogue_arguments) -> Tensor:
+    return _launch_linear(x, from_parts(tensors, numbers), *epilogue_arguments)[0]
+
+
+def _linear_shapes(x, tensors, numbers, bias, residual, gated, wide) -> Tensor:
+    n, dtype = from_parts(tensors, numbers).n, torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
     return x.new_empty((*x.shape[:-1], n // 2 if gated else n), dtype=dtype)
 
 
-@_planes_linear_norm.register_fake
-def _(x, words, scales, counters, bias, residual, norm_weight, eps, bits, group, n, config, accumulate):
-    return x.new_empty((*x.shape[:-1], n)), x.new_empty((*x.shape[:-1], n))
+@operation("planes_linear", "packed_linear", _triton_linear, _linear_shapes)
+def planes_linear(
+    x: Tensor, tensors: PackedTensors, numbers: list[int], bias: Tensor | None, residual: Tensor | None, gated: bool,
+    wide: bool,
+) -> Tensor:  # fmt: skip
+    """`packed_linear` for layout 'planes'. The counters are zero before and after, so they count as unchanged."""
+    weight = from_parts(tensors, numbers)
+    y = x.reshape(-1, weight.k) @ dequantize(weight, x.dtype).mT
+    return _widened(epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated), wide)
+
+
+def _triton_linear_norm(x, tensors, numbers, bias, residual, norm_weight, eps) -> tuple[Tensor, Tensor]:
+    # float32 activations are normed apart, because their squares are rounded, and a compiler may round them in
+    # different ways.
+    weight, inside = from_parts(tensors, numbers), x.dtype == norm_weight.dtype != torch.float32
+    out, normed = _launch_linear(x, weight, bias, residual, False, False, norm_weight if inside else None, eps)
+    return out, normed if normed is not out else rms_norm(out, norm_weight, eps)
+
+
+def _linear_norm_shapes(x, tensors, numbers, bias, residual, norm_weight, eps) -> tuple[Tensor, Tensor]:
+    out = _linear_shapes(x, tensors, numbers, bias, residual, False, False)
+    return out, torch.empty_like(out)
+
+
+@operation("planes_linear_norm", "packed_linear", _triton_linear_norm, _linear_norm_shapes)
+def planes_linear_norm(
+    x: Tensor, tensors: PackedTensors, numbers: list[int], bias: Tensor | None, residual: Tensor | None,
+    norm_weight: Tensor, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`packed_linear_norm` of few rows for layout 'planes'."""
+    y = planes_linear.reference(x, tensors, numbers, bias, residual, False, False)
+    return y, rms_norm(y, norm_weight, eps)
 
 
 class TopK(NamedTuple):
@@ -552,41 +560,38 @@ def packed_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
     """
     if weight.layout != "planes" or weight.correction is not None:
         return topk_reference(packed_linear(x, weight), count)
-    top = torch.ops.eaglet.planes_topk(
-        weight.reorder(x).reshape(-1, weight.k), weight.weight, weight.scales, weight.counters, weight.bits,
-        weight.group_size, weight.n, count, weight.config[:4], weight.config.accumulate,
-    )  # fmt: skip
+    top = planes_topk(weight.reorder(x).reshape(-1, weight.k), *weight.parts(), count)
     return TopK(*(t.unflatten(0, x.shape[:-1]) for t in top))
 
 
-@torch.library.custom_op("eaglet::planes_topk", mutates_args=())
-def _planes_topk(
-    x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bits: int, group: int, n: int, topk: int,
-    config: list[int], accumulate: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`packed_topk` for layout 'planes' and rows x [M, K]."""
-    x = x.contiguous()
-    tokens, k = x.shape
-    tiling = LinearConfig(*config, accumulate)
-    weight = PackedWeight("planes", bits, group, n, k, words, scales, config=tiling)
-    rows = weight.config.block_n
-    problem = f"{topk} candidates exceed a tile of {rows} rows" if topk > rows else ""
-    ours = use_triton("packed_topk", x, problem)
-    if not ours or tokens > SMALL_M:
-        top = topk_reference(x @ dequantize(weight, x.dtype, fused=ours).mT, topk)
-        return tuple(t.clone() for t in top)  # An operator may not return views.
+def _triton_topk(x, tensors, numbers, count) -> TopK:
+    x, tokens, weight = x.contiguous(), len(x), from_parts(tensors, numbers)
+    if tokens > SMALL_M:
+        top = topk_reference(x @ dequantize(weight, x.dtype, fused=True).mT, count)
+        return TopK(*(t.clone() for t in top))  # an operator may not return views
     grid, partial, constants = launch_arguments(x, weight, False, min(32, tokens))
-    out = x.new_empty(grid[1], tokens, topk + 2, dtype=torch.float32)
-    ids = x.new_empty(grid[1], tokens, topk, dtype=torch.int32)
+    out = x.new_empty(grid[1], tokens, count + 2, dtype=torch.float32)
+    ids = x.new_empty(grid[1], tokens, count, dtype=torch.int32)
     linear_kernel[grid](
-        x, *kernel_views(words, scales, bits), x, x, x, out, out, ids, partial, counters, M=tokens, N=n, K=k, N_OUT=n,
-        eps=0.0, BIAS=False, RESIDUAL=False, NORM=0, TOPK=topk, SPLIT=grid[2], **constants, **no_rope(x),
+        x, *kernel_views(weight), x, x, x, out, out, ids, partial, weight.counters, M=tokens, N=weight.n, K=weight.k,
+        N_OUT=weight.n, eps=0.0, BIAS=False, RESIDUAL=False, NORM=0, TOPK=count, SPLIT=grid[2], **constants,
+        **no_rope(x),
     )  # fmt: skip
-    return merge_topk(out, ids)
+    return TopK(*merge_topk(out, ids))
 
 
-@_planes_topk.register_fake
-def _(x, words, scales, counters, bits, group, n, topk, config, accumulate):
-    rows, dtype = x.shape[0], torch.promote_types(x.dtype, torch.float32)
-    values, total = x.new_empty(rows, topk, dtype=dtype), x.new_empty(rows, dtype=dtype)
-    return values, x.new_empty(rows, topk, dtype=torch.int64), total, torch.empty_like(values)
+def _topk_problem(x, tensors, numbers, count) -> str:
+    rows = from_parts(tensors, numbers).config.block_n
+    return f"{count} candidates exceed a tile of {rows} rows" if count > rows else ""
+
+
+def _topk_shapes(x, tensors, numbers, count) -> TopK:
+    rows, dtype = len(x), torch.promote_types(x.dtype, torch.float32)
+    values, total = x.new_empty(rows, count, dtype=dtype), x.new_empty(rows, dtype=dtype)
+    return TopK(values, x.new_empty(rows, count, dtype=torch.int64), total, torch.empty_like(values))
+
+
+@operation("planes_topk", "packed_topk", _triton_topk, _topk_shapes, problem=_topk_problem, copies=True)
+def planes_topk(x: Tensor, tensors: PackedTensors, numbers: list[int], count: int) -> TopK:
+    """`packed_topk` for layout 'planes' and rows x [M, K]."""
+    return topk_reference(x @ dequantize(from_parts(tensors, numbers), x.dtype).mT, count)

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import jit, operation, tl
+from kernels.backend import jit, operation, overlapping, tl, wait_for_the_kernel_before
 from kernels.kv import cache_problem, cpu_problem, scales_of, store_rows, write_kv
-from kernels.overlap import overlapping, wait_for_the_kernel_before
 
 
 @jit

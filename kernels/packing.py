@@ -11,6 +11,7 @@ so that what a program reads in one turn is contiguous: [..., N / 128, K / 128, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -135,6 +136,18 @@ def dequantize_kernel(
         tl.store(out + rn[:, None] * K + (k + kp)[None, :], value.to(DT), mask=ok & (k + kp < K)[None, :])
 
 
+LAYOUTS = ("planes", "tiles", "plain", "dense", "cpu")
+
+
+class PackedTensors(NamedTuple):
+    """The tensors of a `PackedWeight` as the operators of linear layers take them."""
+
+    weight: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    counters: Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
     """A weight in the layout that its backend reads, made by `pack_int4`, `pack_int8` or `pack_half`.
@@ -166,9 +179,22 @@ class PackedWeight:
         inside = self.layout == "planes" and self.bits == 4
         return self.weight.shape[-1] == 4 * panel_words(4, self.group_size, True) if inside else self.zeros is not None
 
+    def parts(self) -> tuple[PackedTensors, list[int]]:
+        """This weight for an operator, which `from_parts` turns back: without mins, perm and correction."""
+        numbers = [LAYOUTS.index(self.layout), self.bits, self.group_size, self.n, self.k]
+        tiling = [*self.config[:4], int(self.config.accumulate == "float16")]
+        return PackedTensors(self.weight, self.scales, self.zeros, self.counters), numbers + tiling
+
     def reorder(self, x: Tensor) -> Tensor:
         """The columns of x [..., K] in the order in which the weight stores them."""
         return x if self.perm is None else x.index_select(-1, self.perm)
+
+
+def from_parts(tensors: PackedTensors, numbers: list[int]) -> PackedWeight:
+    """The weight of `PackedWeight.parts`."""
+    layout, bits, group_size, n, k, *tiling, half = numbers
+    config = LinearConfig(*tiling, "float16" if half else "float32")
+    return PackedWeight(LAYOUTS[layout], bits, group_size, n, k, **tensors._asdict(), config=config)
 
 
 def _unpack_nibbles(qweight: Tensor) -> Tensor:
@@ -237,9 +263,8 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
         return weight.weight.to(dtype)
     if fused:
         out = weight.weight.new_empty(weight.n, weight.k, dtype=dtype)
-        words, scales, zeros = kernel_views(weight.weight, weight.scales, weight.bits)
         dequantize_kernel[triton.cdiv(weight.n, 32), triton.cdiv(weight.k, 128)](
-            words, scales, zeros, out, weight.n, weight.k, BITS=weight.bits, GROUP=weight.group_size,
+            *kernel_views(weight), out, weight.n, weight.k, BITS=weight.bits, GROUP=weight.group_size,
             ZEROS=weight.has_zeros, NATIVE=native(dtype), num_warps=4,
         )  # fmt: skip
         return out
@@ -343,11 +368,12 @@ def _tiling(plain: PackedWeight) -> LinearConfig:
     return without_wgmma(measured, capability)
 
 
-def kernel_views(weight: Tensor, scales: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def kernel_views(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     """(words, scales, zeros) as the kernels take a weight in layout 'planes'. What it lacks is a placeholder."""
-    if bits == 4:
-        return weight, weight.view(torch.float16), weight.view(torch.uint8)
-    return weight, weight if scales is None else scales, weight
+    words = packed.weight
+    if packed.bits == 4:
+        return words, words.view(torch.float16), words.view(torch.uint8)
+    return words, words if packed.scales is None else packed.scales, words
 
 
 def _to_tiles(plain: PackedWeight, reuse: bool) -> PackedWeight:

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.backend import use_triton
+from kernels.backend import operation, use_triton
 from kernels.kv import cache_problem, scales_of
-from kernels.linear import launch_arguments, linear_kernel, packed_linear
+from kernels.linear import launch_arguments, linear_kernel, packed_linear, planes_linear
 from kernels.norm_rope import rope_constants, rope_outputs, rope_write_kv
-from kernels.packing import PackedWeight, kernel_views
-from kernels.tuned import TILE_M, LinearConfig
+from kernels.packing import PackedTensors, PackedWeight, from_parts, kernel_views
+from kernels.tuned import TILE_M
 
 
 def packed_linear_rope(
@@ -27,42 +27,39 @@ def packed_linear_rope(
     turn = cos, sin, kv, slots, q_weight, k_weight, eps
     if weight.layout != "planes" or weight.correction is not None or math.prod(x.shape[:-1]) > TILE_M:
         return rope_write_kv(packed_linear(x, weight, bias).unflatten(-1, (-1, head_dim)), *turn)
-    return torch.ops.eaglet.planes_linear_rope(
-        weight.reorder(x), weight.weight, weight.scales, weight.counters, bias, weight.bits, weight.group_size, weight.n,
-        weight.config[:4], weight.config.accumulate, head_dim, *turn,
-    )  # fmt: skip
+    return planes_linear_rope(weight.reorder(x), *weight.parts(), bias, head_dim, *turn)
 
 
-@torch.library.custom_op("eaglet::planes_linear_rope", mutates_args=("kv",))
-def _planes_linear_rope(
-    x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bias: Tensor | None, bits: int, group: int, n: int,
-    config: list[int], accumulate: str, head_dim: int, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor,
-    q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`packed_linear_rope` of few rows for layout 'planes'. float32 activations are turned in a launch of their own,
-    because a compiler may round the squares of a norm in different ways."""
-    B, T, k = x.shape
-    tiling = LinearConfig(*config, accumulate)
-    weight = PackedWeight("planes", bits, group, n, k, words, scales, counters=counters, config=tiling)
-    ours = use_triton("packed_linear", x) and use_triton("rope_write_kv", x, cache_problem(kv))
-    if not ours or x.dtype == torch.float32:
-        qkv = packed_linear(x, weight, bias).unflatten(-1, (-1, head_dim))
-        return torch.ops.eaglet.rope_write_kv(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)
-    rows = x.reshape(-1, k).contiguous()
-    qkv = x.new_empty(B, T, n // head_dim, head_dim)
+def _triton_linear_rope(x, tensors, numbers, bias, head_dim, *turn) -> tuple[Tensor, Tensor]:
+    cos, sin, kv, slots, q_weight, k_weight, eps = turn
+    # float32 activations are turned in a launch of their own, because a compiler may round the squares of a norm in
+    # different ways.
+    if x.dtype == torch.float32 or not use_triton("rope_write_kv", x, cache_problem(kv)):
+        return planes_linear_rope.reference(x, tensors, numbers, bias, head_dim, *turn)
+    weight, tokens, norm = from_parts(tensors, numbers), x.shape[1], q_weight is not None
+    rows = x.reshape(-1, weight.k).contiguous()
+    qkv = x.new_empty(*x.shape[:2], weight.n // head_dim, head_dim)
     q, arrived = rope_outputs(qkv, kv)
-    norm = q_weight is not None
     grid, partial, constants = launch_arguments(rows, weight, False, len(rows))
     linear_kernel[grid](
-        rows, *kernel_views(words, scales, bits), rows if bias is None else bias, rows, rows, qkv, q, qkv, partial,
-        counters, cos.contiguous(), sin.contiguous(), kv, scales_of(kv), slots.contiguous(), q_weight if norm else rows,
-        k_weight if norm else rows, arrived, len(rows), n, k, n, T, kv.shape[3], kv.stride(0), arrived.numel(), eps,
-        BIAS=bias is not None, RESIDUAL=False, NORM=0, TOPK=0, SPLIT=grid[2], **constants,
+        rows, *kernel_views(weight), rows if bias is None else bias, rows, rows, qkv, q, qkv, partial, weight.counters,
+        cos.contiguous(), sin.contiguous(), kv, scales_of(kv), slots.contiguous(), q_weight if norm else rows,
+        k_weight if norm else rows, arrived, len(rows), weight.n, weight.k, weight.n, tokens, kv.shape[3], kv.stride(0),
+        arrived.numel(), eps, BIAS=bias is not None, RESIDUAL=False, NORM=0, TOPK=0, SPLIT=grid[2], **constants,
         **rope_constants(qkv, kv, norm),
     )  # fmt: skip
     return q, arrived
 
 
-@_planes_linear_rope.register_fake
-def _(x, words, scales, counters, bias, bits, group, n, config, accumulate, head_dim, cos, sin, kv, *turn):
-    return rope_outputs(x.new_empty(*x.shape[:2], n // head_dim, head_dim), kv)
+def _linear_rope_shapes(x, tensors, numbers, bias, head_dim, cos, sin, kv, *turn) -> tuple[Tensor, Tensor]:
+    return rope_outputs(x.new_empty(*x.shape[:2], from_parts(tensors, numbers).n // head_dim, head_dim), kv)
+
+
+@operation("planes_linear_rope", "packed_linear", _triton_linear_rope, _linear_rope_shapes, mutates=("kv",))
+def planes_linear_rope(
+    x: Tensor, tensors: PackedTensors, numbers: list[int], bias: Tensor | None, head_dim: int, cos: Tensor, sin: Tensor,
+    kv: Tensor, slots: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`packed_linear_rope` of few rows for layout 'planes'."""
+    qkv = planes_linear(x, tensors, numbers, bias, None, False, False).unflatten(-1, (-1, head_dim))
+    return torch.ops.eaglet.rope_write_kv(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)

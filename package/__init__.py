@@ -8,6 +8,7 @@ for chunk in engine.generate("def main():\\n", eaglet.SamplingParams(max_new_tok
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,22 +21,19 @@ if TYPE_CHECKING:
 
 __all__ = ["DEMO", "Engine", "SamplingParams", "__version__", "json_grammar", "load"]
 
+HOMES = {  # name -> its module in the package, and its name there
+    "DEMO": ("options", "DEMO"),
+    "Engine": ("engine", "Engine"),
+    "SamplingParams": ("sampling_params", "SamplingParams"),
+    "__version__": ("generate", "VERSION"),
+    "json_grammar": ("runtime.grammar", "json_grammar"),
+    "load": ("loading", "load"),
+}
 if not TYPE_CHECKING:  # a type checker would accept any name because of this function
 
     def __getattr__(name: str) -> Any:
         """Everything is imported when it is first named: torch takes seconds, and the command `eaglet` starts here."""
-        if name == "load":
-            from load import load as value
-        elif name == "Engine":
-            from engine import Engine as value
-        elif name == "json_grammar":
-            from runtime.grammar import json_grammar as value
-        elif name == "SamplingParams":
-            from sampling_params import SamplingParams as value
-        elif name == "DEMO":
-            from options import DEMO as value
-        elif name == "__version__":
-            from generate import VERSION as value
-        else:
-            raise AttributeError(f"eaglet has no {name!r}; it has {', '.join(__all__)}.")
-        return value
+        if name not in HOMES:
+            raise AttributeError(f"eaglet has no {name!r}; it has {', '.join(HOMES)}.")
+        module, attribute = HOMES[name]
+        return vars(importlib.import_module(f"{__name__}.{module}"))[attribute]

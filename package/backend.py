@@ -9,8 +9,7 @@ from __future__ import annotations
 import ast
 import base64
 import hashlib
-import io
-import tokenize
+import re
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -44,57 +43,17 @@ def rooms() -> set[str]:
     return folders | {path.stem for path in ROOT.glob("*.py")}
 
 
-def _inside(name: str) -> str:
-    """The name of a module in the package."""
-    room, dot, rest = name.partition(".")
-    return f"{PACKAGE}.{RENAMED.get(room, room)}{dot}{rest}"
-
-
-def _import_line(node: ast.Import, names: set[str]) -> str:
-    """An import statement that binds the same names to the modules of the package."""
-    parts = []
-    for alias in node.names:
-        room = alias.name.partition(".")[0]
-        if room not in names:
-            parts.append(f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else ""))
-            continue
-        if alias.asname is None and alias.name != room:  # `import a.b` loads a.b and binds a
-            parts.append(f"import {_inside(alias.name)}")
-        bound = alias.name if alias.asname else room
-        parts.append(f"import {_inside(bound)} as {alias.asname or room}")
-    return "; ".join(parts)
-
-
 def rewritten(source: str, names: set[str]) -> str:
-    """A source whose imports of `names` go into the package, and whose texts call commands by their installed names."""
-    lines = source.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
+    """A source whose imports of `names` go into the package, and whose texts call commands by their installed names.
 
-    def at(line: int, column: int) -> int:
-        """The place of a node, whose column counts bytes."""
-        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
-
-    edits: list[tuple[int, int, str]] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import) and any(alias.name.partition(".")[0] in names for alias in node.names):
-            place = at(node.lineno, node.col_offset), at(node.end_lineno or 0, node.end_col_offset or 0)
-            edits.append((*place, _import_line(node, names)))
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in names:
-            start = source.index(node.module, at(node.lineno, node.col_offset) + len("from"))
-            edits.append((start, start + len(node.module), _inside(node.module)))
-    texts = {tokenize.STRING, *(kind for kind, name in tokenize.tok_name.items() if name == "FSTRING_MIDDLE")}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in texts:
-            start = starts[token.start[0] - 1] + token.start[1]
-            end = starts[token.end[0] - 1] + token.end[1]
-            new = source[start:end]
-            for old, called in CALLED.items():
-                new = new.replace(old, called)
-            edits.append((start, end, new))
-    for start, end, new in sorted(edits, reverse=True):
-        source = source[:start] + new + source[end:]
+    An import of a room stands on a line of its own: `import a`, `import a.b as c`, `from a.b import c`.
+    """
+    room = f"({'|'.join(sorted(names))})"
+    source = re.sub(rf"^( *import ){room}$", r"\1\2 as \2", source, flags=re.MULTILINE)
+    imports = re.compile(rf"^( *(?:from|import) ){room}(?=(?:\.\w+)* (?:as|import) )", re.MULTILINE)
+    source = imports.sub(lambda found: f"{found[1]}{PACKAGE}.{RENAMED.get(found[2], found[2])}", source)
+    for text, called in CALLED.items():
+        source = source.replace(text, called)
     return source
 
 

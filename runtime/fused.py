@@ -1,4 +1,5 @@
-"""What runs all layers, or drafts a tree, in one call on a CPU, where calling small operators takes longer than they do.
+"""The parts of a step that something faster replaces: functions that torch.compile made, or on a CPU one C++ call for all
+layers or for a whole draft, because calling small operators takes longer there than they do.
 
 What the C++ kernels make of weights (`stack`, `static_draft`) are tensors that only these kernels can read. They keep the
 weights alive.
@@ -7,7 +8,8 @@ weights alive.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +32,35 @@ from kernels.records import (
     flat,
 )
 from model import MLP, Block, RMSNorm, Transformer
+from step import accept_and_commit
 from weights.quantized import QuantLinear, TiedEmbedding
+
+
+def compile_parts(on_gpu: bool, mode: str | None = None, backend: str | Callable = "inductor") -> StepParts:
+    """The parts of a step, compiled: one block for all layers, one draft layer for all levels of a width, and the tail.
+
+    This takes seconds. The whole step in one piece takes minutes, and on a CPU it is slower than no compilation. On a CPU
+    only the block repays its compilation, while a captured graph wants few kernels everywhere. mode and backend are
+    those of torch.compile.
+    """
+    # every width of every engine is a variant of the same few functions
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    block, layer, tail = (
+        torch.compile(function, fullgraph=True, dynamic=False, mode=mode, backend=backend)
+        for function in (Block.forward, EagleHead.layer_forward, accept_and_commit)
+    )
+
+    def run_block(layer: Block, x: Tensor, normed: Tensor | None, *rest) -> tuple[Tensor, Tensor]:
+        # The first layer must not be a variant of its own.
+        return block(layer, x, layer.input_norm(x) if normed is None else normed, *rest)
+
+    def draft_layer(head: EagleHead, residual: Tensor, joined: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+        # Levels of one width differ in the number of rows that they may see, which only the attention looks at.
+        torch._dynamo.maybe_mark_dynamic(nodes.visible, 2)
+        return layer(head, residual, joined, nodes, kv)
+
+    layers = partial(Transformer.run_layers, block=run_block)
+    return StepParts(layers, draft_layer, tail) if on_gpu else StepParts(layers)
 
 
 def fused_parts() -> StepParts:

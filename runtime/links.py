@@ -1,13 +1,12 @@
-"""How the GPUs of several ranks exchange values, decided once while the model loads, and what that should cost.
+"""How the GPUs of several ranks exchange values, decided once while the model loads.
 
 Where every GPU can read the memory of all others (NVLink, or peer-to-peer access over PCIe) and torch can share memory
 between the processes, an exchange is one-shot: everyone writes its part and reads all others'. Otherwise it is NCCL's.
-The costs are published ones of other programs, because eaglet has not been measured on two GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
@@ -17,22 +16,8 @@ from torch import Tensor
 
 from support.errors import one_line
 
-
-class Link(NamedTuple):
-    """How two cards exchange: seconds of a short exchange, bytes per second of long ones, as published for others."""
-
-    name: str
-    seconds: float
-    rate: float
-    launches: int  # kernels of an exchange before what it brought is added
-
-    def cost(self, sizes: Iterable[int]) -> float:
-        """Predicted seconds of exchanges to each of which a rank gives this many bytes."""
-        return sum(self.seconds + size / self.rate for size in sizes)
-
-
-NCCL = Link("NCCL through host memory", 39e-6, 10e9, 1)
-ONE_SHOT = Link("one-shot over peer-to-peer memory", 5.76e-6, 20e9, 3)  # write, wait, and wait again after reading
+NCCL = "NCCL through host memory"
+ONE_SHOT = "one-shot over peer-to-peer memory"
 
 
 class Exchanges(NamedTuple):
@@ -40,13 +25,10 @@ class Exchanges(NamedTuple):
 
     by: str
     count: int
-    predicted_ms: float | None  # None where nothing was published, as for CPUs
     why: str = ""  # why it is not one-shot
 
     def __str__(self) -> str:
-        by = f"{self.by} ({self.why})" if self.why else self.by
-        cost = "" if self.predicted_ms is None else f"; predicted, not measured: {self.predicted_ms:.1f} ms per token"
-        return f"{self.count} exchanges per token by {by}{cost}"
+        return f"{self.count} exchanges per token by {self.by}" + (f" ({self.why})" if self.why else "")
 
 
 class SharedMemory:

@@ -16,10 +16,8 @@ from eagle_draft import EagleHead
 from memory_plan import MemoryPlan
 from model import Transformer
 from options import COMPILE_MODES, CompileMode, LoadOptions
-from runtime.compiled import compile_parts
-from runtime.constrained import ConstrainedSteps
-from runtime.fused import fused_parts
-from runtime.grammar import Constraint
+from runtime.fused import compile_parts, fused_parts
+from runtime.grammar import ConstrainedSteps, Constraint
 from runtime.prefill import Prefill
 from runtime.runner import Runner
 from sampling import SamplingMode

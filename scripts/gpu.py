@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -49,30 +50,25 @@ class Part(NamedTuple):
 def parts(out: Path, name: str, tiny: bool) -> list[Part]:
     """What to run, most important first."""
     python = [sys.executable, "-m"]
-    bench = [*python, "scripts.bench", "-q", *["--device", "cpu"] * tiny, *["--compile"] * (not tiny)]
-    shapes = {"l2-7b": ("llama-2-7b", 1), "l3-8b": ("llama-3-8b", 3)}
-    if tiny:
-        shapes = {"tiny": ("tiny", 3)}
+    bench = [*python, "scripts.bench", "-q", *(["--device", "cpu"] if tiny else ["--compile"])]
+    shapes = {"tiny": ("tiny", 3)} if tiny else {"l2-7b": ("llama-2-7b", 1), "l3-8b": ("llama-3-8b", 3)}
+    trees = ("dynamic:16,5,8", "dynamic:24,6,8", "dynamic:60,7,10")[: 1 if tiny else 3]
     run = []
-    for short, (shape, version) in shapes.items():
-        trees = ("dynamic:16,5,8", "dynamic:24,6,8", "dynamic:60,7,10")[: 1 if tiny else 3]
+    for quant, (short, (shape, version)) in itertools.product(("int4",) if tiny else ("int4", ""), shapes.items()):
+        kind = f"steps-{short}-{quant or 'half'}"
         arms = [word for tree in trees for word in ("--arm", f"{tree}=eagle=random:{version};tree={tree}")]
-        contexts = "32" if tiny else "128,2048"
-        steps = [*bench, "--shape", shape, "--steps", contexts, *arms, "--ctx", "128" if tiny else "4096"]
-        for quant in ("int4", "")[: 1 if tiny else 2]:
-            kind = f"steps-{short}-{quant or 'half'}"
-            file = ["--json", str(out / f"{name}-{kind}.jsonl")]
-            run.append(Part(kind, [*steps, *(["--quant", quant] if quant else []), *file], 150))
-    run.sort(key=lambda part: part.name.endswith("half"))
+        steps = ["--shape", shape, *arms, "--steps", "32" if tiny else "128,2048", "--ctx", "128" if tiny else "4096"]
+        steps += ["--json", str(out / f"{name}-{kind}.jsonl"), *(["--quant", quant] if quant else [])]
+        run.append(Part(kind, [*bench, *steps], 150))
     tests = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/test_kernels_gpu.py", "tests/test_engine_gpu.py"]
     run.append(Part("tests", [*python, "pytest", *tests, *["--collect-only"] * tiny], 300))
-    short = ["--limit", "1", "--max-new-tokens", "8", "--reps", "1", "--temperature", "0", "--only", "plain"]
-    demo = [*bench, *(short if tiny else ["--max-seconds", "60"]), "--json", str(out / f"{name}-demo.jsonl")]
-    run.append(Part("demo", demo, 150))
+    short = "--limit 1 --max-new-tokens 8 --reps 1 --temperature 0 --only plain" if tiny else "--max-seconds 60"
+    run.append(Part("demo", [*bench, *short.split(), "--json", str(out / f"{name}-demo.jsonl")], 150))
     tilings = ["--tune", "--models", "llama-2-7b", "llama-3-8b", "--seconds", "200"]
     tilings += ["--tuned", str(out / f"{name}-tilings.json")]
-    quick = ["--device", "cpu", "--quick", "--dtype", "float32", "--models", "llama-2-7b", "--kernels", "int4"]
-    run.append(Part("tilings", [*python, "scripts.bench_kernels", *(quick if tiny else tilings)], 240))
+    if tiny:
+        tilings = "--device cpu --quick --dtype float32 --models llama-2-7b --kernels int4".split()
+    run.append(Part("tilings", [*python, "scripts.bench_kernels", *tilings], 240))
     return run
 
 
@@ -82,11 +78,10 @@ def run_part(part: Part, log: Path) -> dict[str, Any]:
     began, at = time.monotonic(), log.stat().st_size if log.exists() else 0
     with log.open("a", encoding="utf-8") as out:
         process = subprocess.Popen(part.command, stdout=out, stderr=out, cwd=ROOT, start_new_session=True)
-        ended: int | str
+        ended: int | str = f"stopped after {part.seconds:.0f} s"
         try:
-            ended = process.wait(part.seconds)
-        except subprocess.TimeoutExpired:
-            ended = f"stopped after {part.seconds:.0f} s"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                ended = process.wait(part.seconds)
         finally:
             end(process)
     print(log.read_bytes()[at:].decode(errors="replace")[-4000:], flush=True)

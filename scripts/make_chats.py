@@ -3,24 +3,128 @@
     python -m scripts.make_chats --checkpoint DIR --out chats.jsonl --count 4000
     python -m scripts.train_eagle --checkpoint DIR --data chats.jsonl --out head
 
-The questions are sampled from the opening of the chat template's user turn. Half of them begin with words that are given,
-such as "Write a Python function that", so that all kinds of tasks occur. Half of the answers are the most likely ones
-and half are sampled at T = 1. What is empty, repeats itself, or (a question) does not end is left out. After an
-interruption the same command goes on where it was.
+An instruct model that is given only the opening of a user turn continues it with a question, as it has seen many. So no
+data set is needed, and the text is what the model itself is likely to read and write. Half of the questions begin with
+words that are given, such as "Write a Python function that", so that all kinds of tasks occur. Half of the answers are
+the most likely ones and half are sampled at T = 1. What is empty, repeats itself, or (a question) does not end is left
+out. After an interruption the same command goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from os.path import commonprefix  # it takes lists, too
 from pathlib import Path
 
+from engine import Engine
 from load import load
 from options import add_options, options_from
+from sampling import SamplingParams
 from support.errors import UsageError, at_least, command_parser, run_command
-from training.chats import write_answers, write_questions
+from support.files import append_json_lines, read_json_lines
+from tokenizer import Tokenizer
+from training.data import groups
 
 LOADED = ("checkpoint", "batch_size", "ctx", "device", "dtype", "kernels", "compile")
+# What every second question begins with. Without them a small model asks the same few kinds of questions.
+_OPENINGS = """
+Write a Python function that|Write a program in C++ which|What does this code print?|Fix the bug in this function:
+Write a SQL query that|Explain the difference between|Implement an algorithm to|Write an HTML page with
+Complete the following Python function:|How does a computer|Write unit tests for|What is the time complexity of
+Solve this problem step by step:|A train leaves|A shop sells|If x +|What is the probability that|How many|Calculate the
+There are three friends:|Which of these statements is true?|Is the following argument valid?|What is the next number in
+Imagine that you are|Pretend to be a famous|You are a doctor.|Act as a teacher and|Answer as if you were
+Write a short story about|Write a poem about|Write an email to|Write a blog post about|Draft a letter that
+Describe a scene in which|Edit the following paragraph:|Rewrite this sentence in a formal style:|Write a headline for
+Summarize the following text:|Extract the names and dates from this text:|Translate the following sentence:
+List the main points of this article:|Classify these reviews as positive or negative:|Return the following data as JSON:
+Explain the theory of|What causes|How do plants|Why do chemical reactions|What is the function of|Describe the process of
+What happened in the year|Who was|Compare the economies of|What were the consequences of|Discuss the role of art in
+What are the ethical implications of|How did the invention of|Give me five ideas for|Plan a trip to|Suggest a recipe with
+How can I improve my|What should I consider when|I feel|Compare the advantages and disadvantages of|Tell me about
+"""
+OPENINGS = _OPENINGS.strip().replace("\n", "|").split("|")
+MESSAGE = {"role": str, "content": str}  # of a line that was written earlier
+NGRAM = 4
+LEAST_DISTINCT = 0.5  # of the 4-grams of a text that is kept
+
+
+def user_turn(tokenizer: Tokenizer) -> tuple[list[int], tuple[int, ...], tuple[str, ...]]:
+    """The ids that open a user's turn, and what ends one: stop ids and stop strings.
+
+    All of it is read off the chat template by rendering two different questions. Raises ValueError for a template whose
+    user turns have no beginning, or no end that can be recognised.
+    """
+    rendered = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in ("apple", "river bank")]
+    opening = commonprefix(rendered)
+    if not opening:
+        raise ValueError("the chat template writes nothing before a question; train on --data of your own instead.")
+    behind = commonprefix([ids[::-1] for ids in rendered])[::-1]
+    if behind and behind[0] in tokenizer.special_ids:
+        return opening, (behind[0], *tokenizer.eos_ids), ()
+    words = tokenizer.decode(behind).split()
+    if not words:
+        raise ValueError("the chat template marks no end of a user's turn; train on --data of your own instead.")
+    return opening, tuple(tokenizer.eos_ids), (words[0],)
+
+
+def repeats_itself(ids: list[int]) -> bool:
+    """Whether less than half of the 4-grams of a text are distinct."""
+    grams = [tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
+    return len(set(grams)) < LEAST_DISTINCT * len(grams)
+
+
+def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argparse.Namespace) -> list[str]:
+    """Questions that the model asks, sampled at T = 1: those that `path` has already, and new ones up to args.count.
+
+    Questions 1, 3, 5, ... begin with the OPENINGS in turn. Every question that was tried is one line of the file; a bad
+    one is null there. A question is bad if it is empty, did not end by itself, repeats itself, or was asked before.
+    """
+    opening, stop_ids, stop = user_turn(tokenizer)
+    params = SamplingParams(1.0, max_new_tokens=args.question_tokens, stop_ids=stop_ids, stop=stop)
+    tried = [record["question"] for record in read_json_lines(path, {"question": (str, None)})]
+    seen = set(tried)
+    for numbers in groups(args.count, engine.batch_size, "questions", len(tried)):
+        request = replace(params, seed=args.seed + numbers.start)
+        begun = [OPENINGS[n // 2 % len(OPENINGS)] if n % 2 else "" for n in numbers]
+        prompts = [opening + tokenizer.encode(words, add_bos=False) for words in begun]
+        for words, result in zip(begun, engine.generate_batch(prompts, request).run(), strict=True):
+            text = (words + result.text).strip()
+            bad = text == words or result.stop_reason == "length" or repeats_itself(result.token_ids) or text in seen
+            seen.add(text)
+            tried.append(None if bad else text)
+        append_json_lines(path, *({"question": text} for text in tried[numbers.start :]))
+    return [question for question in tried if question is not None]
+
+
+def write_answers(
+    engine: Engine, tokenizer: Tokenizer, questions: list[str], path: Path, args: argparse.Namespace
+) -> int:
+    """Append a conversation to `path` for every question that it does not have yet. Returns how many there are then.
+
+    The groups of questions are answered in turn by the model's most likely answer and by one sampled at T = 1. An answer
+    that is empty or repeats itself is left out.
+    """
+    done = {m["content"] for record in read_json_lines(path, {"messages": [MESSAGE]}) for m in record["messages"][:1]}
+    size = engine.batch_size
+    reached = max((i // size + 1 for i, question in enumerate(questions) if question in done), default=0) * size
+    for numbers in groups(len(questions), size, "answers", reached):
+        asked = [[{"role": "user", "content": questions[i]}] for i in numbers]
+        greedy = numbers.start // size % 2 == 0
+        params = SamplingParams(
+            0.0 if greedy else 1.0, max_new_tokens=args.answer_tokens, seed=args.seed + numbers.start
+        )
+        results = engine.generate_batch([tokenizer.encode_chat(messages) for messages in asked], params).run()
+        records = []
+        for messages, result in zip(asked, results, strict=True):
+            if result.text.strip() and not repeats_itself(result.token_ids):
+                messages.append({"role": "assistant", "content": result.text.strip()})
+                records.append({"messages": messages, "temperature": params.temperature})
+        append_json_lines(path, *records)
+        done.update(record["messages"][0]["content"] for record in records)
+    return len(done)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import Any
 
 from bench.paper import acceptance_table, paper_tables
-from bench.records import Row, read_lines
+from bench.records import read_lines
 from bench.report import arms_table, table
 from support.errors import command_parser, run_command
 from support.files import write_text
@@ -29,43 +28,34 @@ TAU, ACCEPTANCE = "smollm2_mt_bench.jsonl", "smollm2_acceptance.jsonl"
 BLOCK = re.compile(r"(<!-- (arms|acceptance|paper|headline) ?(\S*) -->\n).*?(<!-- /\2 -->)", re.S)
 
 
-def row_of(summary: dict[str, Any], arm: str, temperature: float) -> Row:
-    """The row of an arm at a temperature. Raises KeyError if there is none."""
-    rows = {(row["arm"], row["temperature"]): row for row in summary["rows"]}
-    return rows[arm, temperature]
-
-
 def headline(results: Path = RESULTS) -> str:
     """The few rows for the README about the real model. Speeds are the span of the runs in `RUNS`, by total time."""
     summaries = {name: read_lines(results / name)[1] for name in (*RUNS, TAU, ACCEPTANCE)}
+    rows = {(name, r["arm"], r["temperature"]): r for name, summary in summaries.items() for r in summary["rows"]}
 
     def span(arm: str, names: tuple[str, ...], temperature: float = 0.0) -> str:
-        gains = sorted(row_of(summaries[name], arm, temperature)["speedup"]["total"] for name in names)
+        gains = sorted(rows[name, arm, temperature]["speedup"]["total"] for name in names)
         return f"{gains[0]:.1f} to {gains[-1]:.1f}x" if len(gains) > 1 else f"{gains[0]:.2f}x"
 
-    rates = []
-    for name in RUNS:
-        pair = (row_of(summaries[name], arm, 0.0)["tokens_per_second"] for arm in ("plain", "eagle3"))
-        rates.append(" to ".join(f"{rate:.0f}" for rate in pair))
-    taus = [f"{row_of(summaries[TAU], arm, 0.0)['tau']:.2f} with {arm}" for arm in ("eagle3", "eagle1")]
+    rates = [
+        " to ".join(f"{rows[name, arm, 0.0]['tokens_per_second']:.0f}" for arm in ("plain", "eagle3")) for name in RUNS
+    ]
+    taus = [f"{rows[TAU, arm, 0.0]['tau']:.2f} with {arm}" for arm in ("eagle3", "eagle1")]
     shared = [row for row in summaries[ACCEPTANCE]["rows"] if row["label"] == "same tokens"]
     drafted = [row for row in shared if " top-k" not in row["arm"]]
     same = f"{sum(row['same']['same'] for row in drafted)} of {sum(row['runs'] for row in drafted)}"
     seconds = f"EAGLE-3, temperature 0, two runs hours apart (tokens/s: {' and '.join(rates)})"
-    rows = [
+    without = "the same without drafts from repeated text, the later run"
+    lines = [
         (seconds, span("eagle3", RUNS), RUNS),
-        (
-            "the same without drafts from repeated text, the later run",
-            span("eagle3 without n-grams", RUNS[:1]),
-            RUNS[:1],
-        ),
+        (without, span("eagle3 without n-grams", RUNS[:1]), RUNS[:1]),
         ("EAGLE-3, temperature 1, the later run", span("eagle3", RUNS[:1], 1.0), RUNS[:1]),
         ("llama.cpp on the same file, without drafts", span("llama.cpp", RUNS[:1]), RUNS[:1]),
         ("tau on MT-bench, a tree of 26 nodes, temperature 0", ", ".join(taus), (TAU,)),
         ("EAGLE runs that gave the tokens of plain decoding", same, (ACCEPTANCE,)),
     ]
-    links = [", ".join(f"[{Path(name).stem}](results/{name})" for name in names) for _, _, names in rows]
-    body = [[what, result, link] for (what, result, _), link in zip(rows, links, strict=True)]
+    links = [", ".join(f"[{Path(name).stem}](results/{name})" for name in names) for _, _, names in lines]
+    body = [[what, result, link] for (what, result, _), link in zip(lines, links, strict=True)]
     machine = summaries[RUNS[0]]["environment"]
     device = f"SmolLM2-135M in 4 bits on {machine['device']}; speeds are relative to our own plain decoding."
     gpu = "" if machine["gpu"] else " No GPU has been measured yet."

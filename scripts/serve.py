@@ -42,13 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--template", metavar="NAME", help="chat template: vicuna, llama-2-chat, mixtral, or one of the model's")
     add("-q", "--quiet", action="store_true", help="no line for each request")
     add = parser.add_argument_group("limits").add_argument
-    add(
-        "--max-queue",
-        type=at_least(0),
-        default=8,
-        metavar="N",
-        help="requests that may wait; more get 429 (default: 8)",
-    )
+    add("--max-queue", type=at_least(0), default=8, metavar="N", help="requests that wait; more get 429 (default: 8)")
     add("--max-body-mb", type=at_least(1), default=2, metavar="N", help="size of a request in MB (default: 2)")
     add("--max-tokens", type=at_least(1), metavar="N", help="tokens of one answer (default: what the context holds)")
     add("--max-seconds", type=at_least(1), default=600, metavar="N", help="decoding time of a request (default: 600)")

@@ -21,9 +21,9 @@ import sys
 from functools import partial
 
 from support.errors import at_least
-from training.command import drafter_parser, parsed, run
-from training.drafters import train
+from training.drafters import drafter_parser, parsed, train
 from training.eagle import INPUTS, EagleTraining
+from training.loop import run
 from training.losses import FEATURE_NOISE
 
 # Options of one generation of heads: which one, and their defaults.
@@ -65,9 +65,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--token-weight", type=float, help="version 1: weight of soft cross-entropy (default: 0.1)")
     add("--noise-share", type=float, help="version 3: weight of the loss with shared noise (default: 0, as published)")
     add("--row-share", type=float, help="version 3: share of the rows that are judged, at random (default: 1)")
-    add(
-        "--ttt-steps", type=at_least(1), help="steps on the head's own outputs (default: 7; version 1: 1, as published)"
-    )
+    add("--ttt-steps", type=at_least(1), help="steps on the head's own outputs (default: 7, and 1 for version 1)")
 
     add = p.add_argument_group("head").add_argument
     add("--draft-vocab", type=int, help="draft only the N most frequent tokens of the data (default: all)", metavar="N")

@@ -15,9 +15,9 @@ import sys
 from functools import partial
 
 from support.errors import at_least
-from training.command import distillation_parser, parsed, run
-from training.distillation import MedusaTraining
-from training.drafters import train
+from training.distillation import MedusaTraining, distillation_parser
+from training.drafters import parsed, train
+from training.loop import run
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -3,8 +3,9 @@
     python -m scripts.tune_tree --checkpoint DIR --eagle HEAD          # then: python generate.py ... --tree auto
     python -m scripts.tune_tree --questions FILE.jsonl --trees chain:2 chain:4 dynamic:16,4,4
 
-About ten trees, the default one and plain decoding run in turn on the same prompts. The fastest tree is written if it is
-faster than the default and than plain decoding. Its file is kept in the cache folder, by model, head, device and options.
+About ten trees, the default one and plain decoding are measured in turn, as scripts.bench does it. The tree with the best
+median speedup is written if it beats the default and plain decoding. Its file is kept in the cache folder, by model,
+head, device and options.
 """
 
 from __future__ import annotations
@@ -12,56 +13,101 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-from bench.race import DEFAULT, PLAIN, TUNED_FOR, report, tune
+from bench.arms import NO_STOP, SAME_TOKENS, EngineArm, build_engine
+from bench.environment import environment
+from bench.measure import Bench
+from bench.records import Settings, summarise
+from bench.report import result_table
+from bench.suites import ask
+from drafting import tuned_tree_path
+from load import load
 from options import LoadOptions, add_options, options_from
-from support.errors import UsageError, command_parser, run_command
+from sampling import SamplingParams
+from support.errors import UsageError, at_least, command_parser, run_command
 from support.files import write_json
 from support.progress import Progress
-from tree_choice import tuned_tree_path
+from tree import DynamicTree, parse_tree
 from weights.heads import read_eagle
+
+# options of `load` that a tree is tuned for
+TUNED_FOR = """checkpoint eagle eagle_config draft_vocab draft_vocab_text device dtype quant threads compile kernels
+    ctx""".split()
+CPU_TREES = "chain:1 chain:2 chain:3 chain:5 dynamic:6,2,3 dynamic:8,3,4 dynamic:12,4,4 dynamic:16,4,4 paper25".split()
+GPU_TREES = """chain:3 chain:5 paper25 dynamic:16,5,8 dynamic:16,7,8 dynamic:24,6,8 dynamic:32,6,8 dynamic:32,7,8
+    dynamic:48,7,8 dynamic:60,7,10""".split()
+DEFAULT = "the default"  # what is drafted where --tree is not given; on a CPU it is pruned
+PLAIN = "plain decoding"
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("scripts.tune_tree", __doc__)
     add = parser.add_argument
     add_options(parser, *TUNED_FOR, ctx=512)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--questions", metavar="FILE.jsonl", help="questions in MT-bench layout (their first turns)")
-    source.add_argument("--text", metavar="FILE", help="cut the prompts from this text")
+    add("--questions", action="append", default=[], metavar="FILE.jsonl", help="questions in MT-bench layout")
     add("--format", default="auto", choices=("auto", "chat", "text"), help="how questions are rendered")
     add("--template", metavar="NAME", help="chat template: vicuna, llama-2-chat, mixtral, ...")
     add("--system", help="system message; `paper`: LLaMA-2-chat's")
     add("--trees", nargs="+", metavar="TREE", help="race these trees instead of the ten that are built in")
     add("--out", metavar="FILE", help="write here, whatever won, instead of where --tree auto looks")
-    add("--prompts", type=int, default=8)
-    add("--prompt-tokens", type=int, default=96)
-    add("--max-new-tokens", type=int, default=64)
+    add("--prompts", type=at_least(1), default=8, dest="limit", help="questions, or parts of the standard library")
+    add("--max-new-tokens", type=at_least(2), default=64)
     add("--temperature", nargs="+", type=float, default=[0.0, 1.0])
     add("--seed", type=int, default=1)
-    add("--reps", type=int, default=3, help="repetitions, of which the median counts")
+    add("--reps", type=at_least(1), default=3)
     add("-q", "--quiet", action="store_true", help="no progress on stderr")
     return parser
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Fill in the head. Raises UsageError for numbers that make no sense."""
+def race(args: argparse.Namespace) -> dict[str, Any]:
+    """Race the trees, and print how fast each one is. Returns the content of the file.
+
+    Raises UsageError for a tree or a question that does not fit.
+    """
+    base = load(**options_from(args, *TUNED_FOR))
+    questions, prompts, ctx = ask(args, base, 96, args.ctx)
+    names = list(dict.fromkeys(args.trees or (GPU_TREES if base.model.device.type == "cuda" else CPU_TREES)))
+    options = {PLAIN: {"eagle": None}, DEFAULT: {}} | {name: {"tree": name} for name in names}
+    arms = [EngineArm(name, SAME_TOKENS, how, build_engine(base, how, ctx)) for name, how in options.items()]
+    temperatures = tuple(dict.fromkeys(args.temperature))
+    settings = Settings(temperatures, args.max_new_tokens, args.reps, args.seed, warmup_runs=1)
+    stops = base.stop_ids(SamplingParams()) or NO_STOP
+    progress = Progress(args.quiet)
+    bench = Bench(arms, questions, prompts, settings, stops, ctx, progress)
+    bench.warm_up()
+    rows = summarise(list(bench.measure()), settings)
+    progress.close()
+    print(result_table(rows))
+    gains = {PLAIN: 1.0}
+    for name in (DEFAULT, *names):  # one that is slower than plain decoding everywhere may have no speedup at all
+        of_arm = [row["speedup"] for row in rows if row["arm"] == name and row["suite"] == rows[-1]["suite"]]
+        gains[name] = fmean(gain["median"] if gain else 0.0 for gain in of_arm)
+    tree = parse_tree(max(names, key=gains.get))
+    shape = [tree.N, tree.depth, tree.topk] if isinstance(tree, DynamicTree) else [list(path) for path in tree.paths]
+    return {
+        "dynamic" if isinstance(tree, DynamicTree) else "paths": shape,
+        "winner": max(gains, key=gains.get), "speedups": gains, "rows": rows,
+        "model": Path(args.checkpoint).resolve().name, "head": Path(args.eagle).name,
+        "quantization": base.model.quant or "none", "dtype": base.options.dtype, "compile": args.compile,
+        "environment": environment(base.model.device),
+    }  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Race, write the tree and say which one won. Returns 1 where no tree is worth writing."""
     if args.eagle is None:  # the checkpoint's first head
         heads = sorted(p for p in Path(args.checkpoint).glob("eagle*") if p.is_dir())
         if not heads:
             raise UsageError(f"no eagle* folder in {args.checkpoint}; give --eagle HEAD.")
         args.eagle = str(heads[0])
-    for name, least in (("prompts", 1), ("prompt_tokens", 1), ("max_new_tokens", 2), ("reps", 1)):
-        if vars(args)[name] < least:
-            raise UsageError(f"--{name.replace('_', '-')} is {vars(args)[name]}; allowed: {least} or more.")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Race, write the tree and print the report. Returns 1 where no tree is worth writing."""
-    check_arguments(args)
-    content = tune(args, Progress(args.quiet))
-    print(report(content))
-    won = content["winner"] not in (PLAIN, DEFAULT)
+    content = race(args)
+    gains, winner = content["speedups"], content["winner"]
+    print(
+        f"\n{winner} is fastest. Speed over that of plain decoding: {gains[winner]:.2f}; {DEFAULT}: {gains[DEFAULT]:.2f}"
+    )
+    won = winner not in (PLAIN, DEFAULT)
     if not won and not args.out:
         print("nothing was written, because leaving --tree out is at least as fast.")
         return 1

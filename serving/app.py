@@ -1,33 +1,100 @@
-"""The endpoints, and who may use them: reading a request, running it on the engine, writing the answer."""
+"""The endpoints, and who may use them: reading a request, running it, writing the answer; the page and the figures."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
+import hashlib
 import hmac
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cli.steps import with_drawings
 from engine import Engine
+from runtime.prompt_cache import PromptCache
+from runtime.results import GenerationResult
 from serving.completions import ChatWriter, CompletionWriter, Writer
 from serving.fields import FORBIDDEN, SERVER, ApiError
-from serving.metrics import Metrics
-from serving.page import chat_page
 from serving.requests import Parse, chat_ask, completion_ask, response_ask
 from serving.responses import ResponseWriter
 from serving.scheduler import Scheduler, ServeSettings, prepare
 from serving.streaming import Reply, error_response
 from support.errors import one_line
+
+ABOUT = {
+    "requests_total": "counter: requests answered, by path and status",
+    "cancelled_total": "counter: requests whose client went away before the end",
+    "slow_clients_total": "counter: streams given up because their client took nothing for too long",
+    "prompt_tokens_total": "counter: tokens of prompts",
+    "cached_tokens_total": "counter: those of them that the caches held",
+    "generated_tokens_total": "counter: tokens generated",
+    "steps_total": "counter: forwards of the model while decoding",
+    "draft_steps_total": "counter: those of them that checked a draft",
+    "draft_step_tokens_total": "counter: tokens that these gave; divided by draft_steps_total this is tau",
+    "prefill_seconds_total": "counter: time spent reading prompts",
+    "decode_seconds_total": "counter: time spent decoding",
+    "requests_running": "gauge: requests that decode now, 0 or 1",
+    "requests_waiting": "gauge: requests that wait",
+    "prompt_cache_entries": "gauge: texts whose caches are kept",
+    "prompt_cache_bytes": "gauge: bytes that they take in memory",
+    "prompt_cache_disk_bytes": "gauge: bytes that they take on disk",
+    "prompt_cache_hits_total": "counter: requests that went on from one of them",
+}
+PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses")
+
+
+class Metrics:
+    """What was counted since the start. Only the event loop's thread changes it."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.counts: Counter[str] = Counter()
+
+    def answered(self, path: str, status: int) -> None:
+        """Count an answer. Paths that do not exist share one name, because clients could invent any number."""
+        self.requests[path if path in PATHS else "other", status] += 1
+
+    def decoded(self, results: Iterable[GenerationResult]) -> None:
+        """Count what a request made."""
+        for result in results:
+            self.counts["prompt_tokens_total"] += result.prompt_tokens
+            self.counts["cached_tokens_total"] += result.cached_tokens
+            self.counts["generated_tokens_total"] += result.new_tokens
+            self.counts["steps_total"] += result.steps
+            self.counts["draft_steps_total"] += len(result.drafted)
+            self.counts["draft_step_tokens_total"] += sum(result.drafted)
+            self.counts["prefill_seconds_total"] += result.prefill_seconds
+            self.counts["decode_seconds_total"] += result.decode_seconds
+
+    def text(self, scheduler: Scheduler, cache: PromptCache) -> str:
+        """All figures in Prometheus' text format."""
+        now = dict(self.counts) | {"requests_running": scheduler.running, "requests_waiting": scheduler.waiting}
+        now |= {"prompt_cache_entries": len(cache.entries), "prompt_cache_hits_total": cache.hits}
+        now |= {"prompt_cache_bytes": cache.held_bytes, "prompt_cache_disk_bytes": cache.disk_bytes}
+        lines: list[str] = []
+        for name, about in ABOUT.items():
+            kind, _, words = about.partition(": ")
+            lines += [f"# HELP eaglet_{name} {words}", f"# TYPE eaglet_{name} {kind}"]
+            if name == "requests_total":
+                counts = sorted(self.requests.items())
+                lines += [f'eaglet_{name}{{path="{path}",status="{status}"}} {n}' for (path, status), n in counts]
+            else:
+                lines.append(f"eaglet_{name} {now.get(name, 0)}")
+        return "\n".join(lines) + "\n"
+
 
 BODY_SECONDS = 30  # for a request's body to arrive
 READ_ON = 16  # a body so many times as large as allowed is still read, so that its sender gets the answer
@@ -210,3 +277,29 @@ class Guard:
         if kind.lower() != "bearer" or not known:
             why = "the API key is wrong" if given else "an API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, why, None, "invalid_api_key")
+
+
+HERE = Path(__file__).parent
+# The page may run its own script and style, which it names by their hashes, and talk to its own server. That is all.
+POLICY = (
+    "default-src 'none'; connect-src 'self'; script-src '{script}'; style-src '{style}'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def chat_page() -> HTMLResponse:
+    """The page with its headers. The same answer serves every request."""
+    style, script = (with_drawings((HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
+    page = (HERE / "page.html").read_text(encoding="utf-8").replace("%page.css%", style).replace("%page.js%", script)
+    headers = {
+        "Content-Security-Policy": POLICY.format(script=_hash(script), style=_hash(style)),
+        "Cache-Control": "no-cache",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return HTMLResponse(page, headers=headers)
+
+
+def _hash(text: str) -> str:
+    """How a Content-Security-Policy names a script or a style that stands in the page."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

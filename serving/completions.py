@@ -8,9 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from serving.answers import Part, TokenInfo, timings, usage_counts
+from serving.answers import Part, TokenInfo, ToolCall, timings, usage_counts
 from serving.scheduler import Job
-from serving.tool_calls import ToolCall
 from tokenizer import Tokenizer
 
 
@@ -74,8 +73,8 @@ class Writer:
     def logprobs(self, tokens: Sequence[TokenInfo]) -> list[dict[str, Any]]:
         """Tokens with their alternatives, as /v1/chat/completions and /v1/responses write them."""
         return [
-            self._token(info.token, info.logprob) | {"top_logprobs": [self._token(t, p) for t, p in info.top]}
-            for info in tokens
+            self._token(token, chances.logprob) | {"top_logprobs": [self._token(t, p) for t, p in chances.top]}
+            for token, chances in tokens
         ]
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
@@ -191,11 +190,11 @@ class CompletionWriter(ChunkWriter):
     def _columns(self, index: int, tokens: Sequence[TokenInfo]) -> dict[str, list]:
         """Log-probabilities as this endpoint writes them: one list for each kind of figure."""
         columns: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for info in tokens:
-            text = self.piece(info.token)[0]
+        for token, chances in tokens:
+            text = self.piece(token)[0]
             columns["tokens"].append(text)
-            columns["token_logprobs"].append(finite(info.logprob))
-            columns["top_logprobs"].append({self.piece(t)[0]: finite(p) for t, p in info.top})
+            columns["token_logprobs"].append(finite(chances.logprob))
+            columns["top_logprobs"].append({self.piece(t)[0]: finite(p) for t, p in chances.top})
             columns["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(text)
         return columns

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from runtime.grammar import checked_grammar, json_grammar
 from sampling_params import MAX_LOGPROBS
 from serving.fields import Fields, unsupported, wrong
 from support.errors import UsageError, one_line
+from support.reader import parse_json
 
 MAX_CHOICES = 16  # answers that one request may ask for
 COMPLETION_TOKENS = 16  # what OpenAI's API gives where max_tokens is left out
@@ -28,8 +29,6 @@ SETTINGS = {
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TEXT_PARTS = ("text", "input_text", "output_text")
 TOOL_NAME = 64  # characters
-
-Value = TypeVar("Value")
 
 
 @dataclass
@@ -159,7 +158,7 @@ def _read_format(ask: Ask, fields: Fields, name: str) -> None:
     ask.given["grammar"] = _grammar(fields.name(name), json_grammar, schema)
 
 
-def _grammar(name: str, make: Callable[[Value], str], value: Value) -> str:
+def _grammar(name: str, make: Callable[..., str], value: object) -> str:
     """A grammar that is made of a field's value."""
     try:
         return make(value)
@@ -218,18 +217,14 @@ def _content(fields: Fields) -> str:
 
 
 def _call(function: Fields, call_id: str) -> dict[str, Any]:
-    """A tool call that the model made earlier."""
-    called = {"name": function.required("name", str), "arguments": _arguments(function.values.get("arguments"))}
+    """A tool call that the model made earlier. Its arguments are the object that a JSON text holds, or else the text."""
+    value = arguments = function.values.get("arguments")
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            arguments = parse_json(value, "the arguments")
+    called = {"name": function.required("name", str)}
+    called["arguments"] = arguments if isinstance(arguments, dict) else value or {}
     return {"id": call_id, "type": "function", "function": called}
-
-
-def _arguments(value: Any) -> Any:
-    """The arguments of a call: the object that a JSON text holds, or the text if it holds none."""
-    try:
-        arguments = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return value
-    return arguments if isinstance(arguments, dict) else value or {}
 
 
 def _read_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -19,6 +18,7 @@ from engine import Engine
 from serving.scheduler import Scheduler, ServeSettings
 from support import cache
 from support.errors import INTERNAL, UsageError
+from support.files import runs
 
 CONNECTIONS = 256  # open at the same time; more get 503
 KEEP_ALIVE = 75  # seconds that a connection without a request stays open
@@ -100,21 +100,9 @@ def prompt_folder(engine: Engine, keep: bool) -> Path:
     if keep:
         return place / _fingerprint(engine)
     for old in place.glob("process-*"):
-        if re.fullmatch(r"process-\d+", old.name) and not _runs(int(old.name.removeprefix("process-"))):
+        if re.fullmatch(r"process-\d+", old.name) and not runs(int(old.name.removeprefix("process-"))):
             shutil.rmtree(old, ignore_errors=True)
     return place / f"process-{os.getpid()}"
-
-
-def _runs(process: int) -> bool:
-    """Whether a process of this number runs. On Windows this cannot be asked without harm, so it counts as running."""
-    if os.name == "nt":
-        return True
-    with contextlib.suppress(PermissionError):
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return False
-    return True
 
 
 def _fingerprint(engine: Engine) -> str:

@@ -81,15 +81,19 @@ def clean_up(path: Path) -> None:
 def _is_leftover(name: str, written: str) -> bool:
     """Whether a process that is no more gave this temporary name to `written`."""
     match = re.fullmatch(re.escape(written) + r"\.(\d{1,9})\.(part|tmp|old)", name)
-    if not match or int(match[1]) == os.getpid() or os.name != "posix":  # elsewhere os.kill does not ask, it kills
-        return False
+    return match is not None and not runs(int(match[1]))
+
+
+def runs(process: int) -> bool:
+    """Whether a process of this number runs. Outside of POSIX os.kill does not ask, it kills, so it counts as running."""
     try:
-        os.kill(int(match[1]), 0)
+        if os.name == "posix":
+            os.kill(process, 0)
     except ProcessLookupError:
-        return True
-    except OSError:  # it lives, and belongs to another user
         return False
-    return False
+    except OSError:  # it lives, and belongs to another user
+        return True
+    return True
 
 
 def _to_disk(path: Path) -> None:

@@ -82,10 +82,7 @@ def describe_device(device: torch.device) -> str:
 
 def cpu_flags() -> set[str]:
     """What the processor can do, as Linux lists it. Empty elsewhere."""
-    try:
-        lines = _lines_of("/proc/cpuinfo")
-    except OSError:
-        return set()
+    lines = _lines_of("/proc/cpuinfo")
     return set(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
 
 
@@ -98,10 +95,8 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on the device. On a CPU the page cache counts as free."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    for line in _lines_of("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = _bytes_of("/proc/meminfo", "MemAvailable")
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if available is None else available
 
 
 def peak_memory(device: torch.device) -> int | None:
@@ -109,7 +104,7 @@ def peak_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # getrusage would also count what the program that started this one held.
-    highest = _status("VmHWM")
+    highest = _bytes_of("/proc/self/status", "VmHWM")
     if highest is not None or resource is None:
         return highest
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -118,15 +113,13 @@ def peak_memory(device: torch.device) -> int | None:
 
 def resident_memory() -> int | None:
     """Bytes of this process that are in memory now. None where the system does not tell."""
-    return _status("VmRSS")
+    return _bytes_of("/proc/self/status", "VmRSS")
 
 
-def _status(name: str) -> int | None:
-    """A number of bytes that Linux tells about this process."""
-    for line in _lines_of("/proc/self/status"):
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return None
+def _bytes_of(file: str, name: str) -> int | None:
+    """A number of bytes that a file of Linux tells. None where it does not."""
+    line = next((line for line in _lines_of(file) if line.startswith(f"{name}:")), None)
+    return None if line is None else int(line.split()[1]) * 1024
 
 
 def synchronize(device: torch.device) -> None:

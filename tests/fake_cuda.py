@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+import drafting
 import model
 import tree
-import tree_choice
 from bench.random_models import SHAPES, random_head, random_model
 from drafting import build_drafter
 from engine import Engine, EngineConfig
@@ -254,7 +254,7 @@ def fake_gpu(monkeypatch):
 
     monkeypatch.setattr(model.RotaryTable, "build", build)
     ready = tree.tree_tables([tree.PAPER25])
-    monkeypatch.setattr(tree_choice, "tree_tables", lambda which, device: on_fake_gpu(ready))
+    monkeypatch.setattr(drafting, "tree_tables", lambda which, device: on_fake_gpu(ready))
     with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
         yield
 

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import torch
 
-from drafting import build_drafter, build_head, read_drafter
+from drafting import build_drafter, build_head, read_drafter, resolve
 from engine import Engine, EngineConfig
 from kernels import KernelBackend
 from model import Transformer
 from options import LoadOptions
 from ranks import join
 from sampling_params import SamplingParams
-from tree_choice import resolve
 from weights.checkpoint import Checkpoint
 from weights.quantized import QuantSpec
 from weights.shards import Shard

@@ -20,17 +20,17 @@ from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
 import tree
 from bench import arms as bench_arms
 from bench import environment as bench_environment
-from bench import evaluate, measure, paper, peers, records, report, suites
+from bench import measure, paper, peers, records, report, suites
 from drafters.medusa import MedusaHeads, save_medusa
 from drafters.ngram import WithNGrams
+from drafting import tuned_tree_path
 from engine import Engine, EngineConfig
 from load import load
 from options import DRAFTERS
 from sampling import SamplingParams
-from scripts import bench
+from scripts import bench, evaluate
 from support.errors import UserError
 from support.texts import HELD_OUT
-from tree_choice import tuned_tree_path
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
 from weights.hf import hf_views, save_hf
@@ -748,7 +748,6 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
         facts["eagle1 paper25"]["nodes"] == 26
         and facts["eagle1 paper25"]["memory_bytes"] > facts["plain"]["memory_bytes"]
     )
-    assert 0 < facts["eagle1 paper25"]["draft_share"] < 1 and facts["plain"]["draft_share"] == 0
 
 
 def test_the_suites_measure_every_head_and_their_tables_are_the_rows(tiny_directory, tmp_path, capsys):
@@ -1162,7 +1161,7 @@ def test_harness_adapter_answers_all_three_kinds():
     model = tiny_model()
     tokenizer = Letters()
     engine = Engine(model, tokenizer, config=EngineConfig(ctx=64))
-    lm = evaluate.harness_class(Base)(engine)
+    lm = type("LM", (evaluate.Answers, Base), {})(engine)
     assert isinstance(lm, Base) and lm.started
     ((score, greedy),) = lm.loglikelihood([ask("def f(", "x):")])
     ids = tokenizer.encode("def f(x):")
@@ -1190,6 +1189,5 @@ def test_draft_head_does_not_change_the_harness():
     fast = eagle_engine(tiny_head(model), tree.chain(3), tokenizer=tokenizer)
     request = [ask("while True:", {"max_gen_toks": 10})]
     plain = Engine(model, tokenizer)
-    assert evaluate.harness_class(Base)(fast).generate_until(request) == evaluate.harness_class(Base)(
-        plain
-    ).generate_until(request)
+    of_plain = evaluate.Answers(plain).generate_until(request)
+    assert evaluate.Answers(fast).generate_until(request) == of_plain

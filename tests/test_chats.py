@@ -8,9 +8,9 @@ import pytest
 
 from options import DEMO
 from runtime.results import GenerationResult
+from scripts import make_chats as chats
 from support.files import read_json_lines
 from tokenizer import load_tokenizer
-from training import chats
 from training.data import read_records
 
 

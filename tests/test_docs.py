@@ -17,7 +17,7 @@ from test_layering import ORDER
 
 import generate
 from scripts import measured, serve
-from serving.metrics import ABOUT
+from serving.app import ABOUT
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "README.md"]

@@ -23,6 +23,7 @@ from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
 from drafters.ngram import NGramDrafter, WithNGrams, graft, lookup
 from drafters.tree_drafter import DraftRule
+from drafting import tree_shape
 from eagle_draft import EagleDrafter
 from engine import Engine, EngineConfig
 from load import load
@@ -30,7 +31,6 @@ from options import LoadOptions
 from sampling import SamplingParams
 from step import DecodeState, decode_step
 from support.errors import USAGE, BadFileError, UsageError
-from tree_choice import tree_shape
 from weights.checkpoint import load_model
 from weights.hf import save_hf
 

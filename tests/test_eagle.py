@@ -9,11 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import CTX, DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, randomise, tiny_head, tiny_model
+from tiny import CTX, DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, held_out_prompts, randomise, tiny_head, tiny_model
 
 import sampling
 import tree as trees
-from bench.suites import held_out_prompts
 from drafters import tree_drafter
 from drafters.base import take_rows
 from drafting import draft_vocabulary

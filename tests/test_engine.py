@@ -44,7 +44,7 @@ from eagle_draft import EagleDrafter
 from engine import Engine, EngineConfig
 from model import Transformer
 from runtime import stepping
-from runtime.compiled import compile_parts
+from runtime.fused import compile_parts
 from runtime.prefill import Prefill
 from runtime.results import Chunk, SequenceOutput
 from sampling import SamplingParams
@@ -108,7 +108,7 @@ def test_same_tokens_as_plain_decoding(kind, tree):
 def test_same_tokens_in_a_batch(kind):
     """Catches rows of a batch that leak into each other: rows of other lengths, trees, seeds and penalties, which
     finish at other times."""
-    mixed = [trees.chain(4), MEDUSA, trees.root_only()]
+    mixed = [trees.chain(4), MEDUSA, trees.StaticTree(())]
     for index, tree in ((2, mixed), (7, mixed), (3, TREES["dynamic"]), (6, TREES["dynamic"])):
         index += list(HEADS).index(kind)
         engine = eagle_engine(HEADS[kind], tree, batch_size=3)

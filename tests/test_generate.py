@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import held, needs_triton
+from tiny import held, held_out_prompts, needs_triton
 
 import generate
-from bench.suites import held_out_prompts
 from cli import prove
+from drafting import DraftFiles
 from generate import load, main
 from load import use_threads
 from memory_plan import plan_memory
@@ -25,7 +25,7 @@ from options import DEMO, LoadOptions
 from runtime.results import acceptance
 from sampling import SamplingParams
 from support import machine
-from weights.checkpoint import load_config
+from weights.checkpoint import Checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = sorted(p.name for p in DEMO.glob("eagle*") if p.is_dir())
@@ -512,12 +512,12 @@ def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeyp
 
 def test_plan_counts_the_graphs_where_there_are_any():
     """The plan has memory for graphs only with --compile on a GPU, and as many times more as the step has rows."""
-    config = load_config(DEMO)
+    checkpoint = Checkpoint.open(DEMO)
 
     def graphs(**options) -> int:
-        return plan_memory(config, LoadOptions(ctx=256, **options)).graphs
+        return plan_memory(checkpoint, DraftFiles(), LoadOptions(ctx=256, **options)).graphs
 
     assert graphs(compile=True, device="cpu") == graphs(device="cuda") == 0
     assert graphs(compile=True, device="cuda", compile_mode="inductor") == 0
     one, many = graphs(compile=True, device="cuda"), graphs(compile=True, device="cuda", drafter="ngram")
-    assert one >= 4 * config.vocab_size and many == 26 * one  # paper25: as many rows of logits
+    assert one >= 4 * checkpoint.config.vocab_size and many == 26 * one  # paper25: as many rows of logits

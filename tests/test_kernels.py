@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,6 @@ import generate
 import kernels
 import sampling
 import tree as trees
-from bench.kernels import layers
 from bench.random_models import SHAPES
 from drafters.base import DraftInput
 from eagle_draft import EagleDrafter, EagleHead
@@ -34,6 +34,7 @@ from model import Experts
 from options import LoadOptions
 from runtime import prefill
 from sampling import SamplingParams
+from scripts import bench_kernels
 from weights import hf, quantizer, rounding
 from weights import quantized as weights_quantized
 
@@ -327,7 +328,7 @@ def test_linear_config_is_a_function_of_shape_alone():
 def test_partial_sums_are_a_small_share_of_the_weights(model, gpu):
     """Catches a tiling that fills the GPU at any price: a linear split 8 ways moved half its weight bytes again."""
     total, partial = 0, {16: 0, 32: 0}
-    for name, (n, k) in layers(model).items():
+    for name, (n, k) in bench_kernels.layers(model).items():
         bits, count = (8, 1) if name == "lm_head" else (4, SHAPES[model].num_hidden_layers)
         config = kernels.linear_config(n, k, bits, *gpu)
         if "expert" in name:
@@ -565,9 +566,6 @@ def test_triton_interpreter(group):
 def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path, capsys):
     """Catches a measured tiling that is lost, taken from another GPU or never used, a slower one that wins,
     and a bad file that stops the program."""
-    from bench import kernels as kernel_timing
-    from scripts import bench_kernels
-
     path, shapes = tmp_path / "cache" / "kernels.json", [(4096, 4096, 4), (4096, 4096, 8), (64, 128, 4)]
 
     def timer(n, k, bits, config):
@@ -584,10 +582,12 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
 
     if kernels.triton is not None:
         errors = kernels.triton.runtime.errors
-        small, eight = kernel_timing.tune(shapes[:2], large, half=True).values()
+        geforce = partial(kernels.linear_config, geforce=True)
+        small, eight = bench_kernels.tune(shapes[:2], large, geforce).values()
         assert (small.block_n, small.accumulate, eight.accumulate) == (64, "float16", "float32")
-        assert all(c.accumulate == "float32" for c in kernel_timing.candidates(*shapes[0], 82))
-    best = kernel_timing.tune(shapes, timer)
+        plain = bench_kernels.candidates(kernels.linear_config(*shapes[0]), 4096)
+        assert all(c.accumulate == "float32" for c in plain)
+    best = bench_kernels.tune(shapes, timer)
     four, eight = best["4096x4096 w4"], best["4096x4096 w8"]
     assert four[:2] == (64, 1) and eight == kernels.linear_config(4096, 4096, 8) and len(best) == 3
     assert kernels.read_tuned("A", path) == ({}, "")
@@ -632,10 +632,10 @@ def test_kernels_are_launched_early_only_where_that_is_asked_for(monkeypatch):
         notes = []
         backend = open_backend(LoadOptions(device="cuda", kernels="auto", overlap=True), notes.append)
         assert backend.overlap == overlap and bool(notes) != overlap
-        monkeypatch.setattr(kernels.overlap, "INTERPRETED", False)
+        monkeypatch.setattr(kernels.backend, "INTERPRETED", False)
         with backend.active():
-            assert kernels.overlap.overlapping().get("launch_pdl", False) == overlap
-    assert kernels.overlap.overlapping() == {"OVERLAP": False}
+            assert kernels.backend.overlapping().get("launch_pdl", False) == overlap
+    assert kernels.backend.overlapping() == {"OVERLAP": False}
 
 
 def test_bench_script_runs_on_cpu():

@@ -1,4 +1,4 @@
-"""lease.py, async_stream.py and prompts: many threads and tasks on one engine, and every kind of prompt."""
+"""lease.py, the streams of results.py and prompts: many threads and tasks on one engine, and every kind of prompt."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ import kernels
 import load
 from drafters.base import PlainDrafter
 from drafters.medusa import save_medusa
-from drafting import DraftFiles
+from drafting import DraftFiles, resolve
 from model import Transformer
 from model_config import ModelConfig
 from options import DEMO, LoadOptions
@@ -31,16 +31,15 @@ from ranks import OtherRank
 from sampling import SamplingMode
 from step import DecodeState, decode_step
 from support.errors import NotEnoughMemory, UsageError
-from tree_choice import resolve
 from weights import shards
 from weights.checkpoint import Checkpoint
 from weights.files import Entry
 from weights.heads import save_eagle
 from weights.hf import config_to_hf, save_hf, write_directory
-from weights.quantized import QuantSpec, pack_
+from weights.quantized import QuantSpec, pack_, spec_to_json
 from weights.rounding import quantize_
 from weights.shards import Shard, common_rows, share_
-from weights.stored import Layout, _read_linear, spec_to_json
+from weights.stored import Layout, _read_linear
 
 ROOT = Path(__file__).resolve().parent.parent
 V = 96

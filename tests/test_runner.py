@@ -19,7 +19,7 @@ from drafters.ngram import NGramDrafter, WithNGrams
 from engine import Engine, EngineConfig
 from runtime import runner as runner_module
 from runtime import stepping
-from runtime.compiled import compile_parts
+from runtime.fused import compile_parts
 from runtime.lease import Lease
 from runtime.prefill import Prefill
 from runtime.request import Request

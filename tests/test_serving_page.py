@@ -18,8 +18,7 @@ httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirement
 
 from serving_kit import Running, instruct_folder, running, until  # noqa: E402
 
-from cli.page import page_data  # noqa: E402
-from cli.steps import StepRecorder  # noqa: E402
+from cli.steps import StepRecorder, page_data  # noqa: E402
 from generate import load  # noqa: E402
 from options import DEMO  # noqa: E402
 from sampling import SamplingParams  # noqa: E402

@@ -10,11 +10,11 @@ import pytest
 from load import load
 from runtime.results import acceptance
 from sampling import SamplingParams
-from support import real_model
+from scripts import demo
 
 HEADS = Path(__file__).resolve().parent.parent / "heads"
 FLOORS = json.loads((HEADS / "floors.json").read_text())
-SMOLLM2 = real_model.find()
+SMOLLM2 = demo.find_model()
 QUESTIONS = (
     "How do bees make honey?",
     "Write a short poem about the sea.",

@@ -23,7 +23,7 @@ import tree
 import tree_building
 import verify
 from drafters.tree_drafter import tree_tokens
-from tree import PAPER25, DynamicTree, StaticTree, TreeTables, chain, parse_tree, root_only, tree_tables
+from tree import PAPER25, DynamicTree, StaticTree, TreeTables, chain, parse_tree, tree_tables
 
 FILES = (tree_building, tree, verify)  # in import order
 SOURCES = {module.__name__: Path(module.__file__).read_text() for module in FILES}
@@ -134,7 +134,7 @@ def test_chain_and_root_only():
     c = chain(5)
     assert (c.N, c.D, c.parent, c.depth) == (6, 5, (0, 0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5))
     assert c.levels == ((1,), (2,), (3,), (4,))
-    r = root_only()
+    r = StaticTree(())
     assert (r.N, r.D, r.parent, r.levels, r.max_children) == (1, 0, (0,), (), 0)
     t = tree_tables([r, r])
     assert t.levels == () and t.run_rows == 1
@@ -273,7 +273,7 @@ def test_tables_of_random_batches(batch):
 
 def test_tables_of_known_trees():
     """Padding of small trees beside big ones: a one-node tree with the paper's tree and a chain."""
-    trees = [PAPER25, root_only(), chain(3), StaticTree(medusa(STAGE2)), chain(1)]
+    trees = [PAPER25, StaticTree(()), chain(3), StaticTree(medusa(STAGE2)), chain(1)]
     check_tables(real, trees)
     for t in trees:
         check_tables(real, [t, t])
@@ -542,7 +542,7 @@ def test_accept_prefers_the_deeper_copy():
 
 def test_root_only_accepts_nothing_and_emits_the_choice():
     """Plain decoding is the tree with one node: one token per step, the target's choice."""
-    t = tree_tables([root_only()])
+    t = tree_tables([StaticTree(())])
     got = run_accept(real, t, torch.tensor([[3]]), torch.tensor([[8]]))
     assert [x.tolist() for x in got] == [[[0]], [1], [8], [[8]]]
 
@@ -977,7 +977,7 @@ def test_mutants_are_caught(name):
     elif check == "accept distribution":
         check = functools.partial(check_accept_distribution, drafted=4)
     elif check == "tables":
-        trees = [PAPER25, chain(3), root_only()]
+        trees = [PAPER25, chain(3), StaticTree(())]
         check = functools.partial(check_tables, trees=trees)
     with pytest.raises(AssertionError):
         check(broken)

@@ -15,8 +15,7 @@ import generate
 import kernels
 import sampling
 import step as step_module
-from cli.page import page_data, write_page
-from cli.steps import Gauge, Node, Step, StepRecorder, StepView
+from cli.steps import Gauge, Node, Step, StepRecorder, StepView, page_data, write_page
 from cli.tree_text import TreeWriter, clipped, columns, shown, tree_lines, wants_colour
 from drafters.ngram import WithNGrams
 from engine import Engine, EngineConfig

@@ -17,6 +17,7 @@ from eagle_draft import EagleDrafter, EagleHead
 from engine import Engine, EngineConfig
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
+from support.texts import read_source, stdlib_files
 from weights.heads import EagleConfig
 from weights.quantized import QuantLinear
 
@@ -31,7 +32,7 @@ TREES = {
     "chain4": trees.chain(4),
     "medusa": MEDUSA,
     "dynamic": trees.DynamicTree(16, 4, 4),
-    "root": trees.root_only(),
+    "root": trees.StaticTree(()),
 }
 PROMPT = [1, 5, 9, 22, 7, 3] * 3
 DRAFT_VOCAB = torch.tensor(sorted({(i * 37 + 11) % V for i in range(60)}))  # 60 of 97 ids, unevenly spaced
@@ -193,3 +194,10 @@ def held(*modules: nn.Module) -> int:
         if isinstance(child, QuantLinear) and child.packed is not None:
             found += [t for t in vars(child.packed).values() if isinstance(t, torch.Tensor)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values())
+
+
+def held_out_prompts(tokenizer, count: int, length: int) -> list[list[int]]:
+    """`count` windows of `length` tokens, spread evenly over the modules that the demo model was not trained on."""
+    ids = tokenizer.encode("\n".join(read_source(path) for path in stdlib_files()[1]), add_bos=False)
+    stride = (len(ids) - length) // count
+    return [tokenizer.encode("") + ids[i * stride : i * stride + length] for i in range(count)]

@@ -16,13 +16,21 @@ from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
 from model import Transformer
 from model_config import ModelConfig
 from training.data import Batch, TokenData
-from training.drafters import DrafterTraining, Evaluation
+from training.drafters import DrafterTraining, Evaluation, drafter_parser
 from training.loop import Recipe, init_weights
 from weights.checkpoint import Checkpoint, load_model
 from weights.hf import save_hf
 from weights.quantized import lm_head_rows
 
 MEDUSA_DECAY = 0.8  # of the loss, from one head to the next
+
+
+def distillation_parser(doc: str) -> argparse.ArgumentParser:
+    """The options of the commands that distil a draft LLM or Medusa heads."""
+    p = drafter_parser(doc, steps=600, length=256, eval_every=0)
+    p.add_argument("--lr", type=float, default=1.0, help="factor on the learning rates")
+    p.add_argument("--loss", choices=("kl", "ce"), default="kl", help="the target's distribution, or text")
+    return p
 
 
 class DistillationTraining(DrafterTraining):

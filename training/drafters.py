@@ -11,7 +11,6 @@ import contextlib
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,12 @@ from model import Transformer
 from model_config import DTYPES
 from options import LoadOptions
 from sampling import SamplingParams
-from support.errors import UserError, bad_files
+from support.errors import UserError, at_least, bad_files
 from support.files import clean_up, directory_written_whole, write_json
 from support.machine import describe_device
 from tokenizer import Tokenizer, load_tokenizer
 from training.data import Batch, TokenData, load_data, step_batches, written_by_models
-from training.loop import Recipe, Run, World, optimizers, update
+from training.loop import Recipe, Run, World, optimizers, run_parser, update
 from tree import DynamicTree, parse_tree, tree_tables
 from weights.quantized import pack_
 
@@ -40,7 +39,7 @@ from weights.quantized import pack_
 FREE = """out work eval_every eval_prompts eval_tokens prompt_length tree save_every pause_at device dtype threads debug
     force compile autocast max_positions average""".split()
 CARD_OPTIONS = "steps length seed tree eval_prompts eval_tokens".split()
-LABELS = {"held_out_accuracy": "accuracy", "chain_tau": "chain tau", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
+LABELS = {"held_out_accuracy": "accuracy", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
 TEMPERATURES = {"greedy": 0.0, "t1": 1.0}  # that tau is measured at
 
 
@@ -77,12 +76,6 @@ class Evaluation:
         if not prompts:
             raise ValueError("no held-out conversation has a prompt that fits; give --held-out.")
         return prompts[:count]
-
-    @cached_property
-    def texts(self) -> list[list[int]]:
-        """Every prompt with the target's own greedy text behind it."""
-        results = self._generate(None, 0.0)
-        return [prompt + r.token_ids for prompt, r in zip(self.prompts, results, strict=True)]
 
     def _generate(self, drafter: Drafter | None, temperature: float) -> list:
         backend = kernels.active_backend()
@@ -329,3 +322,42 @@ def describe(
         "format": training.format,
         **training.card(),
     }
+
+
+# ---- the command line -------------------------------------------------------------------------------------
+
+
+def drafter_parser(doc: str, steps: int, length: int, eval_every: int) -> argparse.ArgumentParser:
+    """The options of every command that trains a drafter. The numbers are defaults."""
+    p = run_parser(doc, steps)
+    add = p.add_argument
+    add("--checkpoint", required=True, help="the target: anything that generate.py takes")
+    add("--data", required=True, help="JSON/JSONL, text file, directory, `stdlib`, `docstrings`, or tokenised .npz")
+    add("--held-out", help="the same kinds (default: 5 %% of --data; of stdlib, the modules held out)")
+    add("--out", required=True, help="folder to write")
+    add("--work", help="tokenised data and training state (default: in runs/, by the name of --out)")
+    add("--batch", type=at_least(1), default=8, help="sequences of a micro-batch, per process")
+    add("--accumulate", type=at_least(1), default=1, help="micro-batches per optimizer step")
+    add("--length", type=at_least(8), default=length, help="tokens of a training window")
+    add("--regenerate", type=at_least(0), default=0, metavar="N", help="train on N dialogues or texts of the target")
+    add("--regenerate-tokens", type=at_least(1), default=256, help="most tokens of an answer")
+    add("--regenerate-temperature", type=float, default=1.0)
+    add("--chat-template", help="a built-in template, or a named one of the model")
+    add("--eval-every", type=at_least(0), default=eval_every, help="steps between measurements (0: at the end only)")
+    add("--eval-prompts", type=at_least(1), default=8)
+    add("--eval-tokens", type=at_least(2), default=96, help="new tokens per prompt")
+    add("--prompt-length", type=at_least(2), default=64, help="tokens of a plain-text prompt")
+    add("--tree", default="paper25", help="of the measurements")
+    add("--save-every", type=at_least(1), default=100)
+    add("--pause-at", type=at_least(1), help="stop after this step; the same command goes on from there")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of the target")
+    add("--force", action="store_true", help="replace what is at --out, better or not")
+    return p
+
+
+def parsed(p: argparse.ArgumentParser, argv: list[str] | None, runs: str = "runs") -> argparse.Namespace:
+    """The options of a command that trains a drafter; --work is by default a folder in `runs`."""
+    args = p.parse_args(argv)
+    args.work = args.work or f"{runs}/{Path(args.out).name}"
+    return args

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from model_config import ModelConfig, RopeConfig
 from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData, fingerprint
 from training.drafters import DrafterTraining, Evaluation
-from training.features import KeptFeatures, TargetRows
 from training.loop import Recipe
-from training.losses import FEATURE_NOISE, loss_eagle1, loss_eagle3
+from training.losses import FEATURE_NOISE, KeptFeatures, TargetRows, loss_eagle1, loss_eagle3
 from weights.heads import EagleConfig, EagleFile, default_taps, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest
@@ -250,49 +248,6 @@ def held_out_accuracy(head: TrainHead, evaluation: Evaluation, windows: int = 8)
     return (hits / count).tolist() if count else []
 
 
-@torch.no_grad()
-def chain_numbers(head: TrainHead, evaluation: Evaluation, K: int = 5) -> dict:
-    """tau and n-alpha of a greedy chain of K on the target's own greedy texts: without the engine, for any --inputs."""
-    emitted: list[int] = []
-    judged: list[int] = []
-    for prompt, text in zip(evaluation.prompts, evaluation.texts, strict=True):
-        runs = chain_runs(head, torch.tensor([text], device=head.target.device), K)
-        last = len(text) - 1
-        # Rows from which all K drafts can be judged.
-        judged += runs[len(prompt) - 1 : max(len(prompt) - 1, last - K)]
-        position = len(prompt)
-        while position < last:
-            emitted.append(min(runs[position - 1] + 1, last - position))
-            position += emitted[-1]
-    reached = [sum(run >= k for run in judged) for k in range(K + 1)]
-    alphas = [b / a if a else 0.0 for a, b in pairwise(reached)]
-    return {"chain_tau": sum(emitted) / max(1, len(emitted)), "n_alpha": alphas}
-
-
-def chain_runs(head: TrainHead, tokens: Tensor, K: int) -> list[int]:
-    """For each row i of tokens [1, T]: how many of K greedily drafted tokens equal tokens i + 2, i + 3, ...
-
-    Row i sees true features up to i only, and after that its own drafts: the attention of the training-time test.
-    """
-    feature = head.fuse(head.run_on(tokens).features[:, :-1])
-    memory: list = []
-    unshifted = head.inputs == "feature+unshifted-token"
-    newest = tokens[:, 1:]
-    shown = tokens[:, :-1] if unshifted else newest
-    alive = torch.ones_like(newest, dtype=torch.bool)
-    runs = torch.zeros_like(newest)
-    for s in range(K):
-        feature = head.forward_train(shown, feature, s, memory)
-        drafted = head.predict(feature).argmax(-1)
-        drafted = drafted if head.draft_ids is None else head.draft_ids[drafted]
-        truth = tokens[:, 2 + s :]
-        alive &= drafted == F.pad(truth, (0, newest.shape[1] - truth.shape[1]), value=-1)
-        runs += alive
-        shown = newest if unshifted else drafted
-        newest = drafted
-    return runs[0].tolist()
-
-
 def recipe_for(args: argparse.Namespace) -> Recipe:
     """The named recipe with the options' overrides: `paper` as in the EAGLE papers, or `small` for small targets."""
     if args.recipe == "small":
@@ -324,6 +279,11 @@ class EagleTraining(DrafterTraining):
             raise UsageError("--average is the share of --start in the head that is written; add --start HEAD.")
         with bad_files():
             self.start = read_eagle(args.start, target.config) if args.start else None
+        self.known_ids = (
+            self.start.tensors.get("draft_ids") if self.start else None
+        )  # what --start can draft, if not all
+        held = target.config.vocab_size if self.known_ids is None else len(self.known_ids)
+        self.draft_vocab = args.draft_vocab or held  # how many tokens the head can draft
         self.config = head_config(target.config, args) if self.start is None else start_config(self.start, args)
         self.recipe = recipe_for(args)
         # As the authors of the two generations do it.
@@ -361,17 +321,6 @@ class EagleTraining(DrafterTraining):
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
             return head_loss(module, batch, rows, count, noise, args)
 
-    @property
-    def draft_vocab(self) -> int:
-        """How many tokens the head can draft."""
-        ids = self.known_ids
-        return self.args.draft_vocab or (self.target.config.vocab_size if ids is None else len(ids))
-
-    @property
-    def known_ids(self) -> Tensor | None:
-        """The tokens that the head of --start can draft, if it cannot draft all."""
-        return self.start.tensors.get("draft_ids") if self.start else None
-
     def exported(self, module: TrainHead) -> dict[str, Tensor]:
         """The head's tensors as they are written: bfloat16 on the CPU, averaged with those of --start by --average.
 
@@ -400,12 +349,12 @@ class EagleTraining(DrafterTraining):
         return eagle_drafter(module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
 
     def numbers(self, module: TrainHead, evaluation: Evaluation) -> dict[str, Any]:
-        """Accuracy and a chain's tau of the head as it is written, also of heads that no engine drafts with."""
+        """The accuracy of the head as it is written, also of heads that no engine drafts with."""
         rounded = TrainHead(self.config, self.target, module.draft_ids, module.inputs)
         rounded.load_state_dict(self.exported(module))
         rounded.to(self.target.device, self.target.dtype).requires_grad_(False)
         rounded.rotary.build(self.target.device, self.target.rotary.length)
-        return {"held_out_accuracy": held_out_accuracy(rounded, evaluation)} | chain_numbers(rounded, evaluation)
+        return {"held_out_accuracy": held_out_accuracy(rounded, evaluation)}
 
     def identity(self) -> dict[str, Any]:
         return {"weights of --start": digest(self.start.tensors)} if self.start else {}

@@ -1,4 +1,4 @@
-"""The training loop that all commands share: optimizers, processes, progress, saved states, Ctrl-C.
+"""The training loop that all commands share: processes, progress, saved states, Ctrl-C, optimizers, and their options.
 
 A run is deterministic: every step depends on the saved state and on its own number alone. A run that was interrupted and
 resumed therefore ends in the same weights as one that was not.
@@ -6,10 +6,12 @@ resumed therefore ends in the same weights as one that was not.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
 import os
 import signal
+import sys
 import time
 import zipfile
 from collections import deque
@@ -24,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.errors import BadFileError, UsageError
+from support.errors import BadFileError, Parser, UsageError, at_least, run_command
 from support.files import written_whole
 from support.machine import default_device
 from support.progress import Progress, say
@@ -307,3 +309,34 @@ def update(optims: Iterable[torch.optim.Optimizer], factor: float) -> None:
             group["lr"] = group["peak"] * factor
         optim.step()
         optim.zero_grad(set_to_none=True)
+
+
+# ---- the command line -------------------------------------------------------------------------------------
+
+
+def run_parser(doc: str, steps: int) -> argparse.ArgumentParser:
+    """The options of every training command. `steps` is the default of --steps."""
+    p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--steps", type=at_least(1), default=steps)
+    p.add_argument("--seed", type=at_least(0), default=0)
+    p.add_argument("--threads", type=at_least(0), default=0, help="CPU threads (0 = torch's default)")
+    p.add_argument("--debug", action="store_true", help="tracebacks")
+    return p
+
+
+def run(args: argparse.Namespace, train: Callable[[argparse.Namespace], object]) -> int:
+    """Call `train(args)`. Returns the exit code: 1 a better drafter stays, 2 usage, 3 bad file, 130 Ctrl-C."""
+
+    def body() -> None:
+        train(args)
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    code = run_command(body, args.debug, "interrupted; the same command goes on from the last saved state")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # A thread of gloo may still hold a tensor, and a tensor that is freed while Python shuts down aborts the process
+        # (pytorch issue 190489). So one of several processes leaves without shutting Python down.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

@@ -20,13 +20,12 @@ from support.errors import UsageError
 from support.files import read_json
 from support.reader import check
 from weights.files import Destination, Entry, Progress, local_path, read_entries, tensor_files
-from weights.gguf import GGUFFile, fill_gguf, float_note, kept_entries, packed_parameters, quantization_name
-from weights.hf import build_model, fill_hf, read_config, token_ids
-from weights.meta import is_meta, read_meta_config, read_meta_entries
-from weights.quantized import QuantSpec, apply_spec_
+from weights.gguf import FLOAT_TYPES, GGUFFile, fill_gguf
+from weights.hf import build_model, fill_hf, is_meta, read_config, read_meta_config, read_meta_entries, token_ids
+from weights.quantized import QuantSpec, apply_spec_, read_spec
 from weights.rounding import fill_rounded, half_of
 from weights.shards import Shard, connect_, narrow_
-from weights.stored import fill_published, fill_stored, published_layout, read_spec
+from weights.stored import fill_published, fill_stored, published_layout
 
 EMBEDDING = "model.embed_tokens.weight"
 QUANTIZED = {"eaglet": "eaglet_quant", "published": "quantization_config"}  # kind -> its key in config.json
@@ -95,7 +94,7 @@ class Checkpoint:
         if self.spec:
             return f"{self.spec.mode} (rounded at load)"
         if self.gguf:
-            return quantization_name(self.gguf, self._packed)
+            return self.gguf.quantization_name(self._packed)
         if self.kind not in QUANTIZED:
             return None
         section = self.raw[QUANTIZED[self.kind]]
@@ -107,13 +106,13 @@ class Checkpoint:
     @property
     def notes(self) -> list[str]:
         """What a user should know about how the weights are read, one line each."""
-        note = float_note(self.gguf, self._packed) if self.gguf and not self.spec else ""
+        note = self.gguf.float_note(self._packed) if self.gguf and not self.spec else ""
         return [note] if note else []
 
     @cached_property
     def _packed(self) -> dict[str, list[str]]:
         """The parameters that stay quantized in a GGUF file, and the tensors that they are made of."""
-        return packed_parameters(build_model(self.config), self.gguf)
+        return self.gguf.packed_parameters(build_model(self.config))
 
     @property
     def tokenizer_source(self) -> Path | Mapping[str, bytes]:
@@ -154,7 +153,7 @@ class Checkpoint:
         if self.spec:
             slots = apply_spec_(self.empty(), self.spec).state_dict()
             return {name: Entry(tuple(t.shape), t.dtype, "", t.detach) for name, t in slots.items()}
-        return kept_entries(self.gguf, self.entries, self._packed) if self.gguf else self.entries
+        return self.gguf.kept_entries(self.entries, self._packed) if self.gguf else self.entries
 
     def rounded(self, mode: str) -> Checkpoint:
         """The same checkpoint, to be rounded to 'int8' or 'int4' while it is read, as quantize.py rounds by default.
@@ -162,7 +161,7 @@ class Checkpoint:
         Raises UsageError if it is quantized already, or if its sizes do not fit.
         """
         flag, spec = f"--quant {mode}", QuantSpec(mode)
-        stored = {t.tensor_type.name for t in self.gguf.tensors.values()} - {"F32", "F16", "BF16"} if self.gguf else ()
+        stored = {t.kind for t in self.gguf.tensors.values()} - FLOAT_TYPES.keys() if self.gguf else ()
         if kind := QUANTIZED.get(self.kind) or ", ".join(sorted(stored)):
             raise UsageError(f"{flag} rounds float weights, and {self.directory} is quantized ({kind}); leave it out.")
         try:
@@ -184,11 +183,6 @@ class Checkpoint:
         gguf = self.gguf and replace(self.gguf, shard=shard, whole=whole)
         config = replace(whole, tie_word_embeddings=whole.tie_word_embeddings and not self.spec)
         return replace(self, gguf=gguf, shard=shard, whole=whole, config=shard.local(config))
-
-    def reopened(self) -> Checkpoint:
-        """The same checkpoint with newly mapped files. Pages that were read before stop counting as our memory."""
-        gguf = self.gguf and GGUFFile.open(self.directory, self.gguf.int8_groups)
-        return replace(self, gguf=gguf and replace(gguf, shard=self.shard, whole=self.whole))
 
     def load(
         self,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from support.errors import BadFileError
 from support.files import read_json, read_text, written_whole
-from support.reader import INDEX_LIMIT, check, parse_json, refusal
+from support.reader import INDEX_LIMIT, check, refusal
 
 Progress = Callable[[int, int, str], None]  # called with (done, total, name of the tensor or layer)
 Shapes = Mapping[str, tuple[int, ...]]
@@ -33,7 +33,6 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 # The dtypes of a safetensors header.
 KINDS = dict(zip("F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL".split(), FLOATS + INTEGERS, strict=True))
-HEADER = {"dtype": str, "shape": [int], "data_offsets": [int]}  # of one tensor
 LARGEST = 2.0**20  # of a weight. Trained ones stay far below it, and a damaged exponent goes beyond it.
 # Old exporters stored these buffers. They follow from the config, so they are the only tensors that may stay unused.
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|rope\.freqs")
@@ -109,41 +108,21 @@ def read_entries(files: Iterable[Path], share: tuple[int, int] = (0, 1)) -> dict
 
 def _safetensors_entries(path: Path) -> dict[str, Entry]:
     try:
-        header = _safetensors_header(path)
-        handle = safe_open(path, framework="pt", device="cpu")
+        handle = safe_open(
+            path, framework="pt", device="cpu"
+        )  # the library checks that sizes, offsets and shapes agree
+        tensors = {name: handle.get_slice(name) for name in handle.keys()}
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error}).") from error
     except SafetensorError as error:
-        raise refusal(path, f"not a readable safetensors file ({error}).", "Download it again.") from error
-    return {
-        name: Entry(
-            tuple(info["shape"]), KINDS.get(info["dtype"], info["dtype"]), path.name, partial(handle.get_tensor, name)
-        )
-        for name, info in header.items()
-    }
-
-
-def _safetensors_header(path: Path) -> dict[str, Any]:
-    """The header. It is read here to name what is wrong with it. The library checks that offsets and shapes agree."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if length <= min(size, INDEX_LIMIT) else b""
-    claimed = 8 + length
-    if claimed <= size:
-        header = parse_json(text, f"{path}: broken safetensors header") if length <= INDEX_LIMIT else None
-        if header is None:
-            problem = f"a safetensors header of {length:,} bytes, at most {INDEX_LIMIT:,} are read."
-            raise refusal(path, problem, "Download it again.")
-        check(header, {"__metadata__?": {"*": str}, "*": HEADER}, f"{path}: broken safetensors header", "the header")
-        header.pop("__metadata__", None)
-        if bad := [name for name, info in header.items() if len(info["data_offsets"]) != 2]:
-            raise refusal(path, f"broken safetensors header: {few_names(bad)} has no beginning and end.")
-        claimed += max((info["data_offsets"][1] for info in header.values()), default=0)
-    if claimed > size:
-        sizes = f"header claims {claimed:,} bytes, file has {size:,}"
-        raise ValueError(f"{path} is cut short: {sizes}. Download it again.")
-    return header
+        problem = f"cut short or not a safetensors file ({error})."
+        raise refusal(path, problem, "Download it again.") from error
+    entries = {}
+    for name, tensor in tensors.items():
+        kind = tensor.get_dtype()
+        read = partial(handle.get_tensor, name)
+        entries[name] = Entry(tuple(tensor.get_shape()), KINDS.get(kind, kind), path.name, read)
+    return entries
 
 
 def pickle_entries(path: Path, share: tuple[int, int] | None = (0, 1)) -> dict[str, Entry]:

@@ -1,6 +1,6 @@
 """GGUF files (llama.cpp's format): metadata and tensors in, under the names of a Hugging Face directory.
 
-The `gguf` package parses the file and dequantizes its tensors. Matrices in Q4_0 and Q4_1 are taken over exactly as our
+The `gguf` package dequantizes the tensors. Matrices in Q4_0 and Q4_1 are taken over exactly as our
 int4 with groups of 32, and for the CPU kernels those in Q8_0 as int8. Everything that a file claims is checked before
 memory is allocated for it.
 """
@@ -8,14 +8,15 @@ memory is allocated for it.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from model import Transformer
 from model_config import ModelConfig
-from support.errors import UsageError, UserError
+from support.errors import UserError
+from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
 from weights.gguf_metadata import TOKEN_LISTS, hf_config, tokenizer_files
 from weights.hf import hf_views, parameter_sources, read_parameter
@@ -31,9 +33,16 @@ from weights.quantized import TiedEmbedding, set_tensor
 from weights.shards import Shard
 from weights.stored import install
 
-TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
+NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))  # kinds of values, as `struct` calls them
+TEXT, ARRAY = 8, 9  # the other kinds
+# The supported types by their numbers: name, values of a block, and its bytes.
+TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20)}
+TYPES |= {6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110)}
+TYPES |= {12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210)}
+BLOCKS = {name: values for name, values, _ in TYPES.values()}
+FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 32  # values of a row that share a scale in Q4_0, Q4_1 and Q8_0
-# More than any real model has. The parser makes Python objects of every element, so a false count could fill the memory.
+# More than any real model has. Every element becomes a Python object, so a false count could fill the memory.
 MOST_ELEMENTS, MOST_TENSORS = 2_000_000, 100_000
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
@@ -53,57 +62,90 @@ LAYER = {
 EXPERT = {"gate": "w1", "down": "w2", "up": "w3"}
 
 
-def _package() -> ModuleType:
-    try:
-        import gguf
-    except ImportError as error:
-        raise UsageError("GGUF files need the package gguf: pip install gguf") from error
-    return gguf
+class GGUFTensor(NamedTuple):
+    """One tensor in a mapped file."""
+
+    name: str
+    kind: str  # a name of TYPES
+    shape: tuple[int, ...]  # the columns come first
+    data: np.ndarray  # [..., bytes of a row] uint8, or [..., columns] unsigned integers of a float's width
 
 
-def _parse(path: Path) -> Any:
-    """The file as `gguf.GGUFReader` reads it. A damaged file may raise anything (`_one_line_errors`)."""
-    gguf = _package()
+class _Parser:
+    """A mapped file, read from its beginning. What it claims is compared with its size before memory is allocated."""
 
-    class BoundedReader(gguf.GGUFReader):
-        """The library's parser. It reads past the end of a file as if nothing were there, and believes every count."""
+    def __init__(self, path: Path):
+        with open(path, "rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ValueError(f"{path} is not a GGUF file. Pass a folder with config.json, or a .gguf file.")
+            self.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.at = 4  # the next byte
+        self.elements = 0  # of all arrays
+        if (version := self.numbers("I")[0]) not in (2, 3):
+            raise ValueError(f"its version is {version}; 2 and 3, for machines of this byte order, are supported")
+        tensors, keys = self.numbers("Q", 2)
+        if max(tensors, keys) > MOST_TENSORS:
+            raise ValueError(f"it claims {tensors:,} tensors and {keys:,} keys, more than {MOST_TENSORS:,}")
+        self.metadata = {self.text(): self.value(self.numbers("I")[0]) for _ in range(keys)}
+        self.tensors = self._data([self._place() for _ in range(tensors)])
 
-        elements = 0
+    def bytes(self, count: int) -> bytes:
+        """The next bytes."""
+        start, self.at = self.at, self.at + count
+        if self.at > len(self.mapped):
+            raise ValueError(f"it ends before byte {self.at:,}")
+        return self.mapped[start : self.at]
 
-        def _get(self, offset, dtype, count=1, override_order=None):
-            self.data = self.data.view(np.ndarray)  # slices of a plain array take half the time of a memory map's
-            values = super()._get(offset, dtype, count, override_order)
-            if len(values) != int(count):
-                raise ValueError(f"it ends before byte {offset + int(count) * values.itemsize:,}")
-            return values
+    def numbers(self, kind: str, count: int = 1) -> tuple[Any, ...]:
+        """The next numbers of a kind of `struct`."""
+        return struct.unpack(f"<{count}{kind}", self.bytes(count * struct.calcsize(f"<{kind}")))
 
-        def _get_field_parts(self, orig_offs, raw_type):
-            if raw_type != gguf.GGUFValueType.ARRAY:
-                return super()._get_field_parts(orig_offs, raw_type)
-            kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-            self.elements += int(count[0])
-            if self.elements > MOST_ELEMENTS:
-                raise ValueError(f"its metadata claims {self.elements:,} elements, more than {MOST_ELEMENTS:,}")
-            item = gguf.GGUFValueType(int(kind[0]))
-            if item not in self.gguf_scalar_to_np:
-                return super()._get_field_parts(orig_offs, raw_type)
-            # One array for all numbers: the library makes an array of every one.
-            values = self._get(orig_offs + 12, self.gguf_scalar_to_np[item], int(count[0]))
-            return 12 + values.nbytes, [kind, count, values], [2], [raw_type, item]
+    def text(self) -> str:
+        """The next text."""
+        return self.bytes(self.numbers("Q")[0]).decode()
 
-        def _build_fields(self, offs, count):
-            tensors = int(self.fields["GGUF.tensor_count"].contents())
-            if max(tensors, int(count)) > MOST_TENSORS:
-                raise ValueError(f"it claims {tensors:,} tensors and {int(count):,} keys, more than {MOST_TENSORS:,}")
-            return super()._build_fields(offs, count)
+    def value(self, kind: int) -> Any:
+        """The next value of the metadata. kind: its number in the format."""
+        if kind == TEXT:
+            return self.text()
+        if kind in NUMBERS:
+            return self.numbers(NUMBERS[kind])[0]
+        item, count = self.numbers("IQ")
+        if kind != ARRAY or item not in (TEXT, *NUMBERS):
+            raise ValueError(f"its metadata holds a value of the unknown kind {item if kind == ARRAY else kind}")
+        self.elements += count
+        if self.elements > MOST_ELEMENTS:
+            raise ValueError(f"its metadata claims {self.elements:,} elements, more than {MOST_ELEMENTS:,}")
+        return [self.text() for _ in range(count)] if item == TEXT else list(self.numbers(NUMBERS[item], count))
 
-    with open(path, "rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ValueError(f"{path} is not a GGUF file. Pass a folder with config.json, or a .gguf file.")
-    reader = BoundedReader(path)
-    if reader.byte_order == "S":
-        raise ValueError("it was written for machines of the other byte order")
-    return reader
+    def _place(self) -> tuple[int, str, str, tuple[int, ...], int]:
+        """The next tensor's first byte after the header, name, type, shape, and bytes of a row."""
+        name, dimensions = self.text(), self.numbers("I")[0]
+        shape, (number, offset) = self.numbers("Q", dimensions), self.numbers("IQ")
+        if number not in TYPES:
+            known = ", ".join(BLOCKS)
+            raise ValueError(f"tensor {name!r:.80} has the type number {number}; the supported types are {known}")
+        kind, values, size = TYPES[number]
+        if not 1 <= dimensions <= 3 or 0 in shape or shape[0] % values:
+            raise ValueError(f"tensor {name!r:.80} cannot have the shape {list(shape)!s:.60} in {kind}")
+        return offset, name, kind, shape, shape[0] // values * size
+
+    def _data(self, places: list[tuple[int, str, str, tuple[int, ...], int]]) -> list[GGUFTensor]:
+        """The tensors at these places, which may neither overlap nor pass the end of the file."""
+        alignment = self.metadata.get("general.alignment", 32)
+        if not is_a(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r:.40}")
+        first, end, before, tensors = -(-self.at // alignment) * alignment, 0, "", []
+        for offset, name, kind, shape, row in sorted(places):
+            if offset < end:
+                raise ValueError(f"the tensors {before!r:.80} and {name!r:.80} overlap")
+            before, end = name, offset + math.prod(shape[1:]) * row
+            if first + end > len(self.mapped):
+                raise ValueError(f"it has {len(self.mapped):,} bytes, and {name!r:.80} ends at byte {first + end:,}")
+            width = 1 if BLOCKS[kind] > 1 else row // shape[0]
+            data = np.frombuffer(self.mapped, f"<u{width}", (end - offset) // width, first + offset)
+            tensors.append(GGUFTensor(name, kind, shape, data.reshape(*shape[:0:-1], -1)))
+        return tensors
 
 
 @contextlib.contextmanager
@@ -137,7 +179,8 @@ class GGUFFile:
 
     path: Path
     metadata: dict[str, Any]
-    tensors: Mapping[str, Any]  # gguf.ReaderTensor by name
+    tensors: Mapping[str, GGUFTensor]  # by name
+    mapped: list[mmap.mmap]  # the files
     int8_groups: bool = False  # whether Q8_0 stays int8 with groups of 32, which only the CPU kernels read
     shard: Shard | None = None  # the part that this process holds, and the config of the whole model
     whole: ModelConfig | None = None
@@ -146,23 +189,15 @@ class GGUFFile:
     def open(cls, path: Path, int8_groups: bool = False) -> GGUFFile:
         """Parse a file and the other parts of a split one. Raises ValueError in one line if it cannot be used."""
         with _one_line_errors(path):
-            readers = [_parse(path)]
-            count = readers[0].fields.get("split.count")
-            if count is not None:
-                readers = [_parse(shard) for shard in _shards(path, int(count.contents()))]
-            tensors: dict[str, Any] = {}
-            for tensor in (tensor for reader in readers for tensor in reader.tensors):
+            parts = [_Parser(path)]
+            if (count := parts[0].metadata.get("split.count")) is not None:
+                parts = [_Parser(part) for part in _shards(path, count)]
+            tensors: dict[str, GGUFTensor] = {}
+            for tensor in (tensor for part in parts for tensor in part.tensors):
                 if tensor.name in tensors:
-                    raise ValueError(f"{path}: tensor {tensor.name!r:.80} is in two of its files.")
-                kind, dimensions = tensor.tensor_type.name, len(tensor.shape)
-                if kind not in TYPES or not 1 <= dimensions <= 3:
-                    raise ValueError(
-                        f"{path}: tensor {tensor.name!r:.80} is {kind} with {dimensions} dimensions; supported are 1 to "
-                        f"3, and the types {', '.join(TYPES)}."
-                    )
+                    raise ValueError(f"tensor {tensor.name!r:.80} is there twice")
                 tensors[tensor.name] = tensor
-            metadata = {key: field.contents() for key, field in readers[0].fields.items()}
-        return cls(path, metadata, tensors, int8_groups)
+        return cls(path, parts[0].metadata, tensors, [part.mapped for part in parts], int8_groups)
 
     @cached_property
     def tokenizer_files(self) -> Mapping[str, bytes]:
@@ -184,22 +219,21 @@ class GGUFFile:
             return hf_config(self.metadata, self.tensors, rotation, str(self.path))
 
     @cached_property
-    def sources(self) -> dict[str, tuple[Any, int | None]]:
+    def sources(self) -> dict[str, tuple[GGUFTensor, int | None]]:
         """Hugging Face tensor name -> the tensor here, and the expert in it if it holds all experts of a layer."""
         return {
             hf: (tensor, expert)
             for name, tensor in self.tensors.items()
-            for hf, expert in _hf_names(name, int(tensor.shape[-1]))
+            for hf, expert in _hf_names(name, tensor.shape[-1])
         }
 
     @property
     def entries(self) -> dict[str, Entry]:
         """All tensors as floats, under their Hugging Face names. What is quantized is dequantized when it is read."""
-        kinds = {"F16": torch.float16, "BF16": torch.bfloat16}
         entries = {}
         for name, (tensor, expert) in self.sources.items():
-            shape = tuple(map(int, reversed(tensor.shape)))[0 if expert is None else 1 :]
-            dtype = kinds.get(tensor.tensor_type.name, torch.float32)
+            shape = tensor.shape[::-1][0 if expert is None else 1 :]
+            dtype = FLOAT_TYPES.get(tensor.kind, torch.float32)
             read = partial(self._read, tensor, expert)
             entries[name] = Entry(shape, dtype, self.path.name, read, read)
         return entries
@@ -207,29 +241,17 @@ class GGUFFile:
     def forget(self) -> None:
         """Let the system drop the pages that were read. They are read again where they are needed."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            for mapped in self._maps:
+            for mapped in self.mapped:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
-    @cached_property
-    def _maps(self) -> set[mmap.mmap]:
-        """The mapped files."""
-        maps = set()
-        for tensor in self.tensors.values():
-            data = tensor.data
-            while isinstance(data, np.ndarray):
-                data = data.base
-            if isinstance(data, mmap.mmap):
-                maps.add(data)
-        return maps
-
-    def _rows(self, tensor: Any, expert: int | None, spans: Spans | None = None) -> np.ndarray:
+    def _rows(self, tensor: GGUFTensor, expert: int | None, spans: Spans | None = None) -> np.ndarray:
         """The stored rows of a tensor, or of a part of it, in the order of Hugging Face.
 
         llama.cpp rotates neighbouring rows of Q and K, Hugging Face rotates row i with row i + head_dim / 2. A part of
         them has whole heads, and a part of the columns must have whole blocks.
         """
         rows = tensor.data if expert is None else tensor.data[expert]
-        share, width = 1, int(tensor.shape[0])
+        share, width = 1, tensor.shape[0]
         if spans and spans.axis:
             pieces = [slice(*(i * rows.shape[1] // width for i in piece)) for piece in spans.pieces]
             rows = np.concatenate([rows[:, piece] for piece in pieces], 1) if len(pieces) > 1 else rows[:, pieces[0]]
@@ -244,16 +266,17 @@ class GGUFFile:
             rows = rows.reshape(heads, len(rows) // heads // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
         return rows
 
-    def _read(self, tensor: Any, expert: int | None = None, spans: Spans | None = None) -> Tensor:
-        block = _package().GGML_QUANT_SIZES[tensor.tensor_type][0]
+    def _read(self, tensor: GGUFTensor, expert: int | None = None, spans: Spans | None = None) -> Tensor:
+        block = BLOCKS[tensor.kind]
         if spans and spans.axis and any(i % block for piece in spans.pieces for i in piece):
             return spans(self._read(tensor, expert))  # blocks of 256 columns that belong to two processes
-        rows, kind = np.array(self._rows(tensor, expert, spans)), tensor.tensor_type.name
-        if kind in ("F32", "F16"):
-            return torch.from_numpy(rows)
-        if kind == "BF16":
-            return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(_package().quants.dequantize(rows, tensor.tensor_type))
+        rows = np.array(self._rows(tensor, expert, spans))
+        if tensor.kind in FLOAT_TYPES:
+            return torch.from_numpy(rows).view(FLOAT_TYPES[tensor.kind])
+        import gguf  # it takes a while
+
+        with np.errstate(all="ignore"):  # what is not finite is refused afterwards
+            return torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind]))
 
     def packs(self, names: list[str]) -> bool:
         """Whether one of our matrices, made of these Hugging Face tensors, stays quantized.
@@ -261,22 +284,62 @@ class GGUFFile:
         Experts with minima (Q4_1) do not, because the experts' kernel has no minima.
         """
         tensors = [self.sources[name][0] for name in names if name in self.sources]
-        kinds = {tensor.tensor_type.name for tensor in tensors}
+        kinds = {tensor.kind for tensor in tensors}
         if len(tensors) < len(names) or any(len(tensor.shape) < 2 for tensor in tensors):
             return False  # an error, which loading reports
         if any(".experts." in name for name in names):
             return kinds == {"Q4_0"}
         return kinds <= {"Q4_0", "Q4_1"} or (self.int8_groups and kinds == {"Q8_0"})
 
+    def packed_parameters(self, model: Transformer) -> dict[str, list[str]]:
+        """Our parameters that stay quantized -> the Hugging Face tensors that each one is made of.
+
+        An embedding of its own becomes floats, because its rows are looked up. A tied LM head can have its codes.
+        """
+        sources = parameter_sources(model, hf_views(model))
+        embedding = sources.pop("embed_tokens.weight")
+        if model.lm_head is None and self.int8_groups and not self.shard:
+            sources["lm_head.weight"] = embedding
+        return {ours: names for ours, names in sources.items() if self.packs(names)}
+
+    def kept_entries(self, entries: Entries, packed: Mapping[str, list[str]]) -> dict[str, Entry]:
+        """The tensors that loading keeps: the parameters in `packed` in our layout, the others as `entries` have them."""
+        entries = dict(entries)
+        for names in packed.values():
+            for name in names:
+                stored = self.stored_entries(name, self.has_minima(names))
+                if name == "model.embed_tokens.weight":  # a tied LM head, which the embedding reads
+                    stored = {f"lm_head.{key.rpartition('.')[2]}": entry for key, entry in stored.items()}
+                del entries[name]
+                entries |= stored
+        return entries
+
+    def quantization_name(self, packed: Mapping[str, list[str]]) -> str | None:
+        """What reports call the quantization of a model with these packed parameters, None if there are none."""
+        kinds = {self.sources[name][0].kind for names in packed.values() for name in names}
+        bits = {"Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8"}
+        return " ".join(f"{bits[kind]} ({kind})" for kind in sorted(kinds)) or None
+
+    def float_note(self, packed: Mapping[str, list[str]]) -> str:
+        """A line on quantized tensors that do not stay quantized, or ''."""
+        used = {self.sources[name][0].name for names in packed.values() for name in names}
+        kinds = [tensor.kind for name, tensor in self.tensors.items() if name not in used]
+        counts = {kind: kinds.count(kind) for kind in BLOCKS if kind in kinds and kind not in FLOAT_TYPES}
+        if not counts:
+            return ""
+        text = ", ".join(f"{count} {kind} tensor{'s' * (count > 1)}" for kind, count in counts.items())
+        exact = "Q4_0, Q4_1 and Q8_0" if self.int8_groups else "Q4_0 and Q4_1"
+        return f"{text} of {self.path.name} became floats; only matrices in {exact} stay quantized."
+
     def has_minima(self, names: list[str]) -> bool:
         """Whether a weight that is made of these Q4 tensors needs mins."""
-        return any(self.sources[name][0].tensor_type.name == "Q4_1" for name in names)
+        return any(self.sources[name][0].kind == "Q4_1" for name in names)
 
     def stored_entries(self, name: str, minima: bool) -> dict[str, Entry]:
         """The shapes of one quantized matrix in our layout (`stored`). `minima`: with mins also for Q4_0."""
         tensor = self.sources[name][0]
-        N, K = map(int, (tensor.shape[1], tensor.shape[0]))
-        int8 = tensor.tensor_type.name == "Q8_0"
+        K, N = tensor.shape[:2]
+        int8 = tensor.kind == "Q8_0"
         layout = {"qweight": ((N, K), torch.int8) if int8 else ((N, K // 2), torch.uint8)}
         layout |= dict.fromkeys(["scales", "mins"][: 1 + minima], ((K // BLOCK, N), torch.float16))
         entries = {}
@@ -288,7 +351,7 @@ class GGUFFile:
     def stored(self, name: str) -> dict[str, Tensor]:
         """A Q4_0, Q4_1 or Q8_0 matrix exactly in our layout (`weights.quantized`)."""
         tensor, expert = self.sources[name]
-        shape, kind, spans = (int(tensor.shape[1]), int(tensor.shape[0])), tensor.tensor_type.name, None
+        shape, kind, spans = (tensor.shape[1], tensor.shape[0]), tensor.kind, None
         if self.shard:
             spans = self.shard.matrix(name, shape, BLOCK, self.whole, str(self.path))
         rows = self._rows(tensor, expert, spans)
@@ -334,50 +397,6 @@ def _hf_names(name: str, experts: int) -> Iterator[tuple[str, int | None]]:
             yield f"{at}.block_sparse_moe.experts.{e}.{EXPERT[role[1]]}.{kind}", e if role[2] else None
     else:
         yield (f"{at}.{LAYER[match[2]]}.{kind}" if match[2] in LAYER else name), None
-
-
-def packed_parameters(model: Transformer, file: GGUFFile) -> dict[str, list[str]]:
-    """Our parameters that stay quantized -> the Hugging Face tensors that each one is made of.
-
-    An embedding of its own becomes floats, because its rows are looked up. A tied LM head can have its codes.
-    """
-    sources = parameter_sources(model, hf_views(model))
-    embedding = sources.pop("embed_tokens.weight")
-    if model.lm_head is None and file.int8_groups and not file.shard:
-        sources["lm_head.weight"] = embedding
-    return {ours: names for ours, names in sources.items() if file.packs(names)}
-
-
-def kept_entries(file: GGUFFile, entries: Entries, packed: Mapping[str, list[str]]) -> dict[str, Entry]:
-    """The tensors that loading keeps, by name: the parameters in `packed` in our layout, the others as `entries` are."""
-    entries = dict(entries)
-    for names in packed.values():
-        for name in names:
-            stored = file.stored_entries(name, file.has_minima(names))
-            if name == "model.embed_tokens.weight":  # a tied LM head, which the embedding reads
-                stored = {f"lm_head.{key.rpartition('.')[2]}": entry for key, entry in stored.items()}
-            del entries[name]
-            entries |= stored
-    return entries
-
-
-def quantization_name(file: GGUFFile, packed: Mapping[str, list[str]]) -> str | None:
-    """What reports call the quantization of a model with these packed parameters, None if there are none."""
-    kinds = {file.sources[name][0].tensor_type.name for names in packed.values() for name in names}
-    bits = {"Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8"}
-    return " ".join(f"{bits[kind]} ({kind})" for kind in sorted(kinds)) or None
-
-
-def float_note(file: GGUFFile, packed: Mapping[str, list[str]]) -> str:
-    """A line on quantized tensors that do not stay quantized, or ''."""
-    used = {file.sources[name][0].name for names in packed.values() for name in names}
-    kinds = [tensor.tensor_type.name for name, tensor in file.tensors.items() if name not in used]
-    counts = {kind: kinds.count(kind) for kind in TYPES if kind in kinds and kind not in ("F32", "F16", "BF16")}
-    if not counts:
-        return ""
-    text = ", ".join(f"{count} {kind} tensor{'s' * (count > 1)}" for kind, count in counts.items())
-    exact = "Q4_0, Q4_1 and Q8_0" if file.int8_groups else "Q4_0 and Q4_1"
-    return f"{text} of {file.path.name} became floats; only matrices in {exact} stay quantized."
 
 
 def fill_gguf(

@@ -50,7 +50,7 @@ def hf_config(
     """The geometry of a model as a Hugging Face config.json.
 
     Args:
-        tensors: `gguf.ReaderTensor` by name; only shapes and types are read.
+        tensors: `weights.gguf.GGUFTensor` by name; only shapes and types are read.
         divisors: of the RoPE frequencies, in which Llama 3's scaling is stored; None if the file has none.
 
     Raises:
@@ -85,7 +85,7 @@ def hf_config(
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "vocab_size": int(embedding.shape[-1]),
+        "vocab_size": embedding.shape[-1],
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base", 10000.0),
@@ -108,7 +108,7 @@ def _commonest_type(tensors: Mapping[str, Any]) -> str:
     """The type that holds most of the model's values."""
     sizes: dict[str, int] = {}
     for tensor in tensors.values():
-        sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+        sizes[tensor.kind] = sizes.get(tensor.kind, 0) + math.prod(tensor.shape)
     return max(sizes, key=sizes.__getitem__)
 
 

@@ -22,9 +22,9 @@ from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader, check, is_a, parse_json, refusal
 from weights.files import Entry, check_entries, local_path, read_entries, tensor_files
-from weights.hf import config_to_hf, read_rows, refuse_partial_rotation, write_directory
-from weights.quantized import TENSORS, QuantLinear, QuantSpec, empty_tensors
-from weights.stored import read_spec, read_stored, spec_to_json
+from weights.hf import config_to_hf, read_rows, write_directory
+from weights.quantized import TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
+from weights.stored import read_stored
 
 PREFIXES = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
 ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
@@ -496,7 +496,6 @@ class _HeadReader:
         }
         if self.bare:
             self._note_assumptions(head_dim, taps)
-        refuse_partial_rotation(hf, str(self.path))
         switches = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
         held = {key: ATTENTION + name in self.entries for key, name in switches.items()}
         return replace(ModelConfig.from_hf(hf, str(self.path)), **held)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from torch import Tensor
 
 import kernels
 from model import Experts, RMSNorm, SelfCounting, Transformer
-from support.errors import UsageError
+from support.errors import BadFileError, UsageError
+from support.reader import check
 from weights.shards import RankConcat, RankEmbedding
 
 MODES = ("int8", "int4")
@@ -71,6 +72,27 @@ class QuantSpec:
             problem = f"group size {self.group_size} does not divide its {in_features} inputs"
             raise UsageError(f"{name}: {problem}; {advice}.")
         return {"fp16": 16, "int8": 8, "int4": 4}[kind]
+
+
+SPEC = {"mode": str, "group_size": int, "algorithm": str, "act_order?": bool, "lm_head": str}
+VERSION = 1
+
+
+def spec_to_json(spec: QuantSpec) -> dict[str, Any]:
+    """The `eaglet_quant` object of a config.json."""
+    return {"version": VERSION, **asdict(spec)}
+
+
+def read_spec(value: Any, where: str) -> QuantSpec:
+    """The QuantSpec of an `eaglet_quant` object. Raises ValueError for another version or for unknown values."""
+    if (version := check(value, {"version": int}, where, "eaglet_quant")["version"]) != VERSION:
+        versions = f"eaglet_quant version {version!r:.40}, this program reads version {VERSION}"
+        raise ValueError(f"{where}: {versions}. Quantize the original checkpoint again.")
+    check(value, SPEC, where, "eaglet_quant")
+    try:
+        return QuantSpec(**{name: value[name] for name in vars(QuantSpec()) if name in value})
+    except UsageError as error:
+        raise BadFileError(f"{where}: {error}") from error
 
 
 def empty_tensors(shape: tuple[int, ...], bits: int, group_size: int, extra: Collection[str] = ()) -> Stored:

@@ -16,27 +16,24 @@ import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from model import Experts
 from support.errors import UsageError
 from support.files import directory_written_whole, write_json, writing_errors
 from support.machine import peak_memory
 from weights.checkpoint import QUANTIZED, Checkpoint
 from weights.files import Progress, check_finite, read_entries, write_safetensors
 from weights.hf import build_model, checked_views, config_to_hf, parameter_sources, read_parameter
-from weights.quantized import QuantLinear, QuantSpec, Stored, apply_spec_, quantizable, set_tensor
-from weights.rounding import Tally, half_of, quantize_gptq, quantize_rtn, relative_error
-from weights.stored import spec_to_json
+from weights.quantized import QuantLinear, QuantSpec, apply_spec_, quantizable, set_tensor, spec_to_json
+from weights.rounding import Tally, half_of, relative_error, round_weight
 
 ABSURD_KL = 2.0  # nats per token; past this the result is broken, not merely bad, and is never written
 Forward = Callable[[Tensor], Tensor]  # hidden states [W, T, H] -> hidden states
@@ -126,7 +123,7 @@ class _Source:
 
     def open(self) -> None:
         """Map the files, anew if they are mapped already. Pages that were read then stop counting as our memory."""
-        self.checkpoint = self.checkpoint.reopened()
+        self.checkpoint = replace(self.checkpoint)  # a copy without entries
         self.entries = dict(self.checkpoint.entries)
         if self.tied:
             self.entries.pop("lm_head.weight", None)
@@ -225,7 +222,8 @@ class _Run:
                 if f"{key}.qweight" in known:
                     out = {leaf: known[f"{key}.{leaf}"] for leaf in ("qweight", "scales")}
                 else:
-                    out = self._round(child, full, weight, bits, forward)
+                    feed = partial(self._through, forward, self.inputs, keep=False)
+                    out = round_weight(child, full, weight, bits, self.spec, feed)
                     known |= {f"{key}.{leaf}": tensor.cpu() for leaf, tensor in out.items()}
                 restored = QuantLinear(out).dequantize().to(weight.device)
                 self.errors[key] = relative_error(weight, restored)
@@ -256,12 +254,6 @@ class _Run:
                 path.unlink()
         return {}
 
-    def _round(self, child: nn.Module, name: str, weight: Tensor, bits: int, forward: Forward) -> Stored:
-        """The stored tensors of one weight of `child`."""
-        if self.spec.algorithm == "rtn":
-            return quantize_rtn(weight, bits, self.spec.group_size)
-        return _gptq(child, name, weight, bits, self.spec, partial(self._through, forward, self.inputs, keep=False))
-
     def _through(self, forward: Forward, states: Tensor, keep: bool = True) -> None:
         """Replace states [W, T, H] on the host by forward(states), a batch at a time. Without `keep` only run it."""
         for i in range(0, len(states), BATCH):
@@ -291,61 +283,6 @@ class _Run:
         write_safetensors(directory / "model.safetensors", self.stored)
         write_json(directory / "config.json", raw | {"eaglet_quant": spec_to_json(self.spec)})
         self.source.checkpoint.copy_texts(directory)
-
-
-@torch.no_grad()
-def quantize_gptq_(module: nn.Module, spec: QuantSpec, feed: Callable[[], None]) -> dict[str, float]:
-    """Round every linear of a float32 module in memory by GPTQ, in place. Returns the relative weight errors by name.
-
-    feed: runs the module over calibration data. Each linear sees what its rounded predecessors produce.
-    """
-    errors, rounded = {}, {}
-    for name, child, weights, bits in quantizable(module, spec):
-        for weight in weights.values():
-            rounded[name] = _gptq(child, name, weight, bits, spec, feed)
-            restored = QuantLinear(rounded[name]).dequantize().to(weight.device)
-            errors[name] = relative_error(weight, restored)
-            weight.copy_(restored)
-    apply_spec_(module, spec)
-    for name, stored in rounded.items():
-        for leaf, tensor in stored.items():
-            set_tensor(module.get_submodule(name), leaf, tensor)
-    return errors
-
-
-def _gptq(
-    child: nn.Module, name: str, weight: Tensor, bits: int, spec: QuantSpec, feed: Callable[[], None]
-) -> Stored:  # fmt: skip
-    """The stored tensors of a weight of `child`, rounded by GPTQ while `feed` runs calibration data through it."""
-    hessians = _hessians(child, name.endswith(".down"), weight, feed)
-    matrices = weight if weight.dim() == 3 else weight[None]
-    options = (bits, spec.group_size, spec.act_order)
-    parts = [quantize_gptq(w, h, *options) for w, h in zip(matrices, hessians, strict=True)]
-    stacked = {leaf: torch.stack([part[leaf] for part in parts]) for leaf in parts[0]}
-    return stacked if weight.dim() == 3 else parts[0]
-
-
-def _hessians(child: nn.Module, down: bool, weight: Tensor, feed: Callable[[], None]) -> list[Tensor]:
-    """Sum of x x^T over the calibration inputs of a linear, or of each expert's `gate_up` or `down`."""
-    K, experts = weight.shape[-1], weight.shape[0] if weight.dim() == 3 else 1
-    sums = [torch.zeros(K, K, device=weight.device) for _ in range(experts)]
-
-    def add(_, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
-        index = child.route(x)[1] if isinstance(child, Experts) else None
-        for e, total in enumerate(sums):
-            rows = x if index is None else x[(index == e).any(-1)]
-            if index is not None and down:
-                gate, up = (rows @ child.gate_up[e].T).chunk(2, -1)
-                rows = F.silu(gate) * up
-            total.addmm_(rows.T, rows)
-
-    handle = child.register_forward_pre_hook(add)
-    try:
-        feed()
-    finally:
-        handle.remove()
-    return sums
 
 
 @contextlib.contextmanager

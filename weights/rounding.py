@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Transformer
+from model import Experts, Transformer
 from weights.files import Destination, Entries, check_finite
 from weights.hf import check_tied, checked_views, parameter_sources, read_parameter
-from weights.quantized import QuantLinear, QuantSpec, apply_spec_, set_tensor
+from weights.quantized import QuantLinear, QuantSpec, Stored, apply_spec_, quantizable, set_tensor
 
 # Clip ratios that are tried for each group. The first one clips nothing, and 7/8 uses the code -8 for the peak.
 CLIPS = [1 - i / 40 for i in range(17)]
@@ -137,18 +138,62 @@ def relative_error(weight: Tensor, restored: Tensor) -> float:
     return float((restored.float() - weight.float()).norm() / weight.float().norm().clamp(min=1e-30))
 
 
-def quantize_(module: nn.Module, spec: QuantSpec) -> dict[str, float]:
-    """Round every linear of a module in memory, in place and to nearest. Returns the relative weight errors by name."""
-    floats = dict(module.named_parameters())
-    errors = {}
-    if isinstance(module, Transformer) and module.lm_head is None:
-        floats["lm_head.weight"] = module.embed_tokens.weight
-    for name, child in apply_spec_(module, spec).named_modules():
-        if isinstance(child, QuantLinear):
-            weight = floats[name if child.experts else f"{name}.weight"].detach()
-            for key, value in quantize_rtn(weight, child.bits, spec.group_size).items():
-                set_tensor(child, key, value)
-            errors[name] = relative_error(weight, child.dequantize())
+def round_weight(
+    child: nn.Module, name: str, weight: Tensor, bits: int, spec: QuantSpec, feed: Callable[[], None] | None
+) -> Stored:
+    """The stored tensors of the weight `name` of `child`: to nearest, or by GPTQ while `feed` runs calibration data."""
+    if spec.algorithm == "rtn" or feed is None:
+        return quantize_rtn(weight, bits, spec.group_size)
+    hessians = _hessians(child, name.endswith(".down"), weight, feed)
+    options = (bits, spec.group_size, spec.act_order)
+    parts = [quantize_gptq(w, h, *options) for w, h in zip(weight.view(-1, *weight.shape[-2:]), hessians, strict=True)]
+    return {leaf: torch.stack([p[leaf] for p in parts]) for leaf in parts[0]} if weight.dim() == 3 else parts[0]
+
+
+def _hessians(child: nn.Module, down: bool, weight: Tensor, feed: Callable[[], None]) -> list[Tensor]:
+    """Sum of x x^T over the calibration inputs of a linear, or of each expert's `gate_up` or `down`."""
+    K, experts = weight.shape[-1], weight.shape[0] if weight.dim() == 3 else 1
+    sums = [torch.zeros(K, K, device=weight.device) for _ in range(experts)]
+
+    def add(_, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
+        index = child.route(x)[1] if isinstance(child, Experts) else None
+        for e, total in enumerate(sums):
+            rows = x if index is None else x[(index == e).any(-1)]
+            if index is not None and down:
+                gate, up = (rows @ child.gate_up[e].T).chunk(2, -1)
+                rows = F.silu(gate) * up
+            total.addmm_(rows.T, rows)
+
+    handle = child.register_forward_pre_hook(add)
+    try:
+        feed()
+    finally:
+        handle.remove()
+    return sums
+
+
+@torch.no_grad()
+def quantize_(module: nn.Module, spec: QuantSpec, feed: Callable[[], None] | None = None) -> dict[str, float]:
+    """Round every linear of a module in memory, in place. Returns the relative weight errors by name.
+
+    feed: runs the module, in float32, over calibration data for GPTQ. Each linear sees what its rounded predecessors
+    produce. Without it all are rounded to nearest.
+    """
+    errors, rounded = {}, {}
+    tied = isinstance(module, Transformer) and module.lm_head is None
+    for _, child, weights, bits in quantizable(module, spec):
+        for full, weight in weights.items():
+            rounded[full] = round_weight(child, full, weight, bits, spec, feed)
+            restored = QuantLinear(rounded[full]).dequantize()
+            errors[full] = relative_error(weight, restored)
+            if feed:
+                weight.copy_(restored)
+    if apply_spec_(module, spec) and tied and module.lm_head is not None:
+        rounded["lm_head"] = quantize_rtn(module.embed_tokens.weight, module.lm_head.bits, spec.group_size)
+    for full, stored in rounded.items():
+        for leaf, tensor in stored.items():
+            set_tensor(module.get_submodule(full), leaf, tensor)
     return errors
 
 

@@ -11,7 +11,6 @@ not quantize is read as floats.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -19,49 +18,13 @@ import torch.nn as nn
 from torch import Tensor
 
 from model import Experts, Transformer
-from support.errors import BadFileError, UsageError
-from support.reader import ConfigReader, check, is_a, refusal
+from support.reader import check, refusal
 from weights.files import FLOATS, IGNORED, INTEGERS, Destination, Entries, check_entries, check_finite, few_names
 from weights.hf import parameter_sources, read_parameter, views_for
-from weights.quantized import (
-    ALGORITHMS,
-    GROUPS,
-    HEADS,
-    MODES,
-    QuantExperts,
-    QuantLinear,
-    QuantSpec,
-    apply_spec_,
-    replace_module,
-    set_tensor,
-)
+from weights.quantized import GROUPS, QuantExperts, QuantLinear, QuantSpec, apply_spec_, replace_module, set_tensor
 
 Part = dict[str, Tensor | None]  # one published linear, as `_read_linear` returns it
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where columns 0 to 7 lie in a word of AWQ
-
-
-VERSION = 1
-
-
-def spec_to_json(spec: QuantSpec) -> dict[str, Any]:
-    """The `eaglet_quant` object of a config.json."""
-    return {"version": VERSION, **asdict(spec)}
-
-
-def read_spec(value: Any, where: str) -> QuantSpec:
-    """The QuantSpec of an `eaglet_quant` object. Raises ValueError for another version or for unknown values."""
-    version = value.get("version") if isinstance(value, dict) else None
-    if not is_a(version, int) or version != VERSION:
-        versions = f"eaglet_quant version {version!r:.40}, this program reads version {VERSION}"
-        raise ValueError(f"{where}: {versions}. Quantize the original checkpoint again.")
-    read = ConfigReader(value, f"{where} (eaglet_quant)")
-    allowed = {"mode": MODES, "algorithm": ALGORITHMS, "lm_head": HEADS}
-    texts = {key: read.text(key, None, values) for key, values in allowed.items()}
-    group_size, act_order = read.integer("group_size"), read.boolean("act_order", False)
-    try:
-        return QuantSpec(group_size=group_size, act_order=act_order, **texts)
-    except UsageError as error:
-        raise BadFileError(f"{where}: {error}") from error
 
 
 def read_stored(entries: Entries, name: str, where: str) -> Tensor:

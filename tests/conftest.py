@@ -15,6 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on tiny matrices 
 import interpreting  # noqa: E402
 import torch  # noqa: E402
 
+from support import cache  # noqa: E402
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreting.speed_up()
 
@@ -63,6 +65,23 @@ FAMILIES = {
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
 }
+
+
+def empty_cache_in(folder: Path) -> Path:
+    """An empty cache folder in `folder`, but for the C++ kernels, whose build takes 20 seconds."""
+    built, made = cache.folder() / "kernels", folder / "cache"
+    built.mkdir(parents=True, exist_ok=True)
+    made.mkdir()
+    (made / "kernels").symlink_to(built)
+    return made
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache folder of this test alone."""
+    made = empty_cache_in(tmp_path)
+    monkeypatch.setenv("EAGLET_CACHE", str(made))
+    return made
 
 
 @pytest.fixture(autouse=True)

@@ -869,7 +869,7 @@ def test_a_batch_row_with_nan_leaves_the_others_right():
 # ------------------------------------------------------------------ multi-round: the distribution of the emitted tokens
 
 SMALL = 5  # vocabulary
-ROWS, SPAN = 8192, 3  # draws, and tokens per draw: 125 outcomes
+ROWS, SPAN = 4096, 3  # draws, and tokens per draw: 125 outcomes
 MUTANT_ROWS = 1024  # a mutant lands 11 deviations away or more, and the limit is 8
 BUSH = trees.StaticTree(tuple(tuple(map(int, w)) for w in "0 1 2 00 01 10 000".split()))
 
@@ -994,9 +994,9 @@ def test_emitted_tokens_follow_the_target(tree, rule, name, dense):
     Asserted: the chi-square of the drawn continuations lies below 4.5 deviations, which chance exceeds in 3 of a million
     runs.
 
-    Power: with n draws the expectation of the statistic grows by n sum (p - q)^2 / q. A shift of 5 % of the mass between
-    equally likely halves adds 8192 * 4 * 0.05^2 = 82 to a mean of at most 124 with deviation 16, and is found. The
-    mutants below are found with an eighth of the draws.
+    Power: with n draws the expectation of the statistic grows by n sum (p - q)^2 / q. A shift of 7 % of the mass between
+    equally likely halves adds 4096 * 4 * 0.07^2 = 80 to a mean of at most 124 with deviation 16, and is found. The
+    mutants below are found with a quarter of the draws.
     """
     params = SAMPLINGS[name]
     drawn, _, start = draws(SMALL_TREES[tree], params, rule)

@@ -8,8 +8,6 @@ import pickle
 import random
 import shutil
 import struct
-import sys
-import types
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from model import chain_ancestors
 from model_config import ModelConfig
-from scripts import convert, download
+from scripts import convert
 from support.files import read_json
 from weights import checkpoint
 from weights.checkpoint import Checkpoint, load_config, load_model
@@ -1076,7 +1074,7 @@ def test_the_cache_lies_where_the_hub_s_client_puts_it(hub, monkeypatch):
 
 def test_what_the_cache_does_not_have_is_one_line(hub, tiny_checkpoint):
     """A traceback, or no way out, for a model that is missing or half there; a commit that leads out of the cache."""
-    get = "python -m scripts.download org/name"
+    get = "hf download org/name"
     one_line(lambda: Checkpoint.open("org/name"), "org/name is no path here", str(hub), get)
     snapshot = cached(hub, "org/name", tiny_checkpoint("llama"))
     main = hub / "models--org--name" / "refs" / "main"
@@ -1097,7 +1095,7 @@ def test_other_names_are_paths_and_never_looked_up(name, hub):
     one_line(lambda: Checkpoint.open(name), "is not a directory")
 
 
-# ---- scripts.convert and scripts.download ----------------------------------------------------------------------
+# ---- scripts.convert -----------------------------------------------------------------------------------------
 
 
 def test_convert_writes_our_format_from_every_source(tiny_checkpoint, tmp_path, capsys):
@@ -1140,29 +1138,3 @@ def test_convert_eagle(tiny_checkpoint, tmp_path, capsys):
     read = read_eagle(tmp_path / "out", load_config(target))
     assert read.config.layer.rope.theta == 5e5 and read.notes == []
     assert convert.main([*args[:4], str(tmp_path / "two"), "--eagle-config", "rope_theta"]) == 2
-
-
-def test_download_takes_only_what_we_read(tmp_path, monkeypatch, capsys):
-    """Pickles fetched unasked, weights fetched twice, a moving branch used without naming its commit."""
-    files = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.model"]
-    noise = ["consolidated.safetensors", "pytorch_model.bin", "original/consolidated.00.pth", "x.gguf", "run.py"]
-    assert download.select(files + noise, False) == sorted(files)
-    assert download.select(["config.json", "pytorch_model.bin", "t.bin"], True) == ["config.json", "pytorch_model.bin"]
-    calls = {}
-
-    class Api:
-        def model_info(self, repo, revision):
-            siblings = [types.SimpleNamespace(rfilename=name) for name in calls.get("files", files + noise)]
-            return types.SimpleNamespace(sha="c0ffee", siblings=siblings)
-
-    fake = types.ModuleType("huggingface_hub")
-    fake.HfApi, fake.snapshot_download = Api, lambda repo, **options: calls.update(options, repo=repo)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
-    assert download.main(["a/b", "--out", str(tmp_path / "m")]) == 0
-    assert calls == {"repo": "a/b", "revision": "c0ffee", "allow_patterns": sorted(files), "local_dir": tmp_path / "m"}
-    assert "c0ffee" in capsys.readouterr().err
-    calls["files"] = ["config.json", "pytorch_model.bin"]
-    assert download.main(["a/b"]) == 3 and "--allow-pickle" in capsys.readouterr().err
-    assert download.main(["../b"]) == 2 and "OWNER/NAME" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert download.main(["a/b"]) == 3 and "pip install huggingface_hub" in capsys.readouterr().err

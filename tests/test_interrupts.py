@@ -48,7 +48,6 @@ COMMANDS = {
     "train_demo": "-m scripts.train_demo --steps 4 --batch-tokens 1024 --out {m}/demo --work {m}/demo-work",
     "make_chats": "-m scripts.make_chats --checkpoint {m}/chat --out {new} --count 64 --answer-tokens 8",
     "convert": "-m scripts.convert demo {new}",
-    "download": "-m scripts.download no-such-owner/no-such-model --out {new}",
     "bench": f"-m scripts.bench --only n-gram {BRIEF}",
     "tune_tree": "-m scripts.tune_tree --prompts 4 --max-new-tokens 12 --reps 1 --trees chain:1 --out {m}/tree.json",
     "evaluate": "-m scripts.evaluate --max-tokens 2048",

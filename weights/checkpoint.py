@@ -63,9 +63,7 @@ class Checkpoint:
             raw = file.config()
             return cls(directory, "gguf", raw, read_config(raw, directory), file)
         if not directory.is_dir():
-            hint = (
-                "Pass a .gguf file, or a folder with config.json and weights (python -m scripts.download fetches one)."
-            )
+            hint = "Pass a .gguf file, or a folder with config.json and weights (hf download fetches one)."
             raise ValueError(f"{directory} is not a directory. {hint}")
         if is_meta(directory):
             kind, raw, config = "meta", {}, read_meta_config(directory)

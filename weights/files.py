@@ -264,7 +264,7 @@ def local_path(name: str | Path) -> Path:
             raise BadFileError(f"{text} is no path here, and not in {PACKAGE} (in Python: eaglet.DEMO.parent).")
     if not REPO.fullmatch(text) or "--" in text or path.exists():  # the cache writes a slash as --
         return path
-    download = f"Run python -m scripts.download {text} and pass the folder that it prints."
+    download = f"hf download {text} fetches it (pip install huggingface_hub)."
     cache = cache_folder()
     folder = cache / f"models--{text.replace('/', '--')}"
     if not folder.is_dir():

@@ -38,7 +38,7 @@ GPTQ = "--checkpoint {m}/small --algorithm gptq --group-size 32 --out {m}/int4 -
 GPTQ += "--calibration {m}/text.txt --eval-text {m}/text.txt"
 BRIEF = "--limit 1 --max-new-tokens 8 --reps 1 --json {m}/bench.jsonl"
 COMMANDS = {
-    "generate": "generate.py --eagle demo/eagle1 --max-new-tokens 200 --html {m}/page.html",
+    "generate": "generate.py -p x --eagle demo/eagle1 --max-new-tokens 200 --html {m}/page.html",
     "chat": "generate.py --kernels reference --chat --template vicuna",
     "quantize": f"quantize.py {GPTQ}",
     "train_eagle": f"-m scripts.train_eagle --version 1 {DRAFTER}".replace("{out}", "eagle"),
@@ -49,7 +49,6 @@ COMMANDS = {
     "convert": "-m scripts.convert demo {new}",
     "download": "-m scripts.download no-such-owner/no-such-model --out {new}",
     "bench": f"-m scripts.bench --only n-gram {BRIEF}",
-    "bench_kernels": "-m scripts.bench_kernels --device cpu --quick --dtype float32 --models llama-3-8b",
     "tune_tree": "-m scripts.tune_tree --prompts 4 --max-new-tokens 12 --reps 1 --trees chain:1 --out {m}/tree.json",
     "evaluate": "-m scripts.evaluate --max-tokens 2048",
     "serve": "-m scripts.serve --kernels reference --port 0",

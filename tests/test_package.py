@@ -57,7 +57,7 @@ def test_the_wheel_has_one_package(wheel):
     assert {name.split("/")[0] for name in names} == {"eaglet", f"eaglet_decoder-{generate.VERSION}.dist-info"}
     assert wheel.name == f"eaglet_decoder-{generate.VERSION}-py3-none-any.whl"
     needed = "__init__.py __main__.py py.typed loading.py model.py demo/config.json "
-    needed += "kernels/cpu.cpp kernels/cpu_draft.cpp kernels/cpu_step.cpp kernels/cpu.h "
+    needed += "kernels/cpu.cpp kernels/cpu_draft.cpp kernels/cpu_step.cpp kernels/cpu.h kernels/team.h "
     needed += "cli/page.html cli/drawings.js cli/drawings.css "
     needed += "serving/page.html serving/page.css serving/page.js"
     assert {f"eaglet/{name}" for name in needed.split()} <= set(names)
@@ -177,7 +177,7 @@ def test_the_wheel_says_what_it_needs(wheel):
 def test_the_installed_command_decodes_and_explains_itself(installed, tmp_path):
     """A command that needs the repository, or seconds for its help."""
     eaglet = str(installed / "bin" / "eaglet")
-    done = python(installed, tmp_path, eaglet, "generate", "--max-new-tokens", "8", "--device", "cpu", "-q")
+    done = python(installed, tmp_path, eaglet, "generate", "-p", "x", "--max-new-tokens", "8", "--device", "cpu", "-q")
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
     program = "import sys; from eaglet.__main__ import main; main(['--help']); assert 'torch' not in sys.modules"
     done = python(installed, tmp_path, "-c", program)

@@ -214,6 +214,26 @@ def test_ctrl_c_ends_all_processes_with_one_line():
         os.killpg(process.pid, 0)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_ctrl_c_ends_the_wait_for_a_process_that_hangs():
+    """Rank 0 hears Ctrl-C while it waits in torch for a stopped process: it ends in one line, and so does the other."""
+    words = [sys.executable, ROOT / "generate.py", "--tp", "2", "-p", "def f(", "--max-new-tokens", "1500", "-q"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    assert process.stdout.read(1)  # the text has begun
+    (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    os.kill(child, signal.SIGSTOP)
+    time.sleep(1)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    try:
+        _, errors = process.communicate(timeout=30)
+    finally:
+        os.kill(child, signal.SIGKILL) if alive(child) else None
+        process.kill()
+    assert process.returncode == 130 and errors.decode().count("\n") <= 1 and b"Traceback" not in errors, errors
+    assert time.monotonic() - began < 10 and not alive(child)  # a second, on a machine that is idle
+
+
 def test_the_others_end_with_a_killed_leader():
     """A process that nobody knows of, which waits for its leader for ever: the leader was killed while both loaded."""
     words = [sys.executable, ROOT / "generate.py", "--tp", "2", "-p", "def f(", "-q"]

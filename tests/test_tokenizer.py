@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import chat_template
 import tokenizer as tk
 
 pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
@@ -436,6 +437,30 @@ def test_streaming_cost_is_linear(spm_dir):
 # ---- chat --------------------------------------------------------------------------------------------------
 
 
+def test_ctrl_c_while_a_template_renders_leaves_no_answer_for_the_next_prompt(monkeypatch):
+    """After Ctrl-C between request and answer, the next prompt is its own and not the one that was given up."""
+    worker = chat_template.TemplateWorker()
+    words = {"template": "{{ messages[0].content }}", "variables": {}}
+
+    def prompt(text: str) -> list[str]:
+        return worker.render(variants=[[{"role": "user", "content": text}]], **words)
+
+    assert prompt("first") == ["first"]
+    sent, exchange = [], chat_template._exchange
+
+    def interrupted(child, line, seconds):
+        sent.append(child)
+        child.stdin.write(line + b"\n")
+        child.stdin.flush()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat_template, "_exchange", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prompt("given up")
+    monkeypatch.setattr(chat_template, "_exchange", exchange)
+    assert prompt("next") == ["next"] and len(sent) == 1
+
+
 @pytest.mark.parametrize("template", [LLAMA3, CHATML, INST], ids=["llama3", "chatml", "inst"])
 @pytest.mark.parametrize("messages", [TALK, TALK[1:]], ids=["system", "turns"])
 @pytest.mark.parametrize("kind", ["json", "spm", "legacy"])
@@ -583,7 +608,7 @@ def test_hostile_templates(json_dir, edit, name):
     ours = tk.load_tokenizer(edit(json_dir, chat_template=HOSTILE[name]))
     with pytest.raises(ValueError, match=r"failed for roles \[user\]") as error:
         ours.render_chat(HI)
-    assert "tokenizer_config.json" in one_line(error) and "vicuna" in str(error.value)
+    assert "tokenizer_config.json" in one_line(error) and "vicuna" in error.value.__notes__[0]
 
 
 def test_a_template_is_rendered_by_one_child_that_is_replaced_after_a_failure(json_dir, edit, monkeypatch):

@@ -1040,12 +1040,7 @@ def test_weights_that_cannot_be_rounded_at_load_are_refused(tmp_path, capsys):
     cases = [
         (2, "is quantized (quantization_config); leave it out", tmp_path / "awq", "int4"),
         (2, "is quantized (eaglet_quant); leave it out", out, "int8"),
-        (
-            2,
-            "its 288 inputs; use --group-size 32. Give that to quantize.py, or use --quant int8",
-            odd,
-            "int4",
-        ),
+        (2, "its 288 inputs; use --group-size 32. Give that to quantize.py, or use --quant int8", odd, "int4"),
         (3, "lm_head.weight differs from the embedding", tmp_path / "m", "int8"),
     ]
     capsys.readouterr()

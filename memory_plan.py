@@ -46,7 +46,7 @@ def model_bytes(checkpoint: Checkpoint, options: LoadOptions) -> int:
     """Bytes that a model's weights take after loading and packing."""
     dtype = DTYPES[options.dtype]
     if checkpoint.quantization:
-        return held_bytes(checkpoint.kept_entries, dtype, options.device, options.kernels)
+        return held_bytes(checkpoint.kept, dtype, options.device, options.kernels)
     return float_bytes(checkpoint.config, options, checkpoint.empty(), checkpoint.shard)
 
 

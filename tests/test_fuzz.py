@@ -149,7 +149,7 @@ def gguf(folder: Path) -> None:
 def read_gguf(folder: Path) -> Any:
     checkpoint = Checkpoint.open(folder / "m.gguf")
     tokenizer = load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
-    assert checkpoint.kept_entries and checkpoint.notes is not None
+    assert checkpoint.kept and checkpoint.notes is not None
     return logits(folder / "m.gguf"), tokenizer and tokenizer.encode("ab c")
 
 

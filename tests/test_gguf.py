@@ -384,7 +384,7 @@ def test_sentencepiece_ids_equal_the_original_tokenizer(tmp_path, space):
         ({"tokenizer.ggml.model": "t5"}, "tokenizer 't5' is not supported"),
         ({"tokenizer.ggml.eos_token_id": 99999}, "eos_token_id = 99999"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "do not belong together"),
-        ({"tokenizer.ggml.merges": ["zzzz qqqq"]}, "cannot use tokenizer.json"),
+        ({"tokenizer.ggml.merges": ["zzzz qqqq"]}, "cannot use the tokenizer.json in the GGUF file"),
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0]}, "scores has 1 values"),
     ],
 )
@@ -544,7 +544,7 @@ def test_flipped_bytes_never_cause_another_error(as_gguf, tmp_path):
         try:
             checkpoint = Checkpoint.open(path)
             load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
-            assert checkpoint.kept_entries and checkpoint.load()
+            assert checkpoint.kept and checkpoint.load()
         except ValueError as error:
             assert "\n" not in str(error)
             refused += 1

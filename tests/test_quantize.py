@@ -984,7 +984,7 @@ def test_rounding_at_load_gives_the_model_that_the_tool_writes(tmp_path, config,
     for dtype in (None, torch.float32):
         ours = opened.load(dtype=dtype, progress=lambda done, total, name: seen.append((done, total))).state_dict()
         theirs = checkpoint.load_model(out, dtype=dtype).state_dict()
-        assert ours.keys() == theirs.keys() == opened.kept_entries.keys() and seen[-1][0] == seen[-1][1] > 0
+        assert ours.keys() == theirs.keys() == opened.kept.keys() and seen[-1][0] == seen[-1][1] > 0
         assert all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours)
     emitted = []
     for directory, quant in ((source, mode), (out, None)):
@@ -1040,7 +1040,7 @@ def test_weights_that_cannot_be_rounded_at_load_are_refused(tmp_path, capsys):
     cases = [
         (2, "is quantized (quantization_config); leave it out", tmp_path / "awq", "int4"),
         (2, "is quantized (eaglet_quant); leave it out", out, "int8"),
-        (2, "group size 128 does not divide its 288 inputs; use --quant int8, or", odd, "int4"),
+        (2, "its 288 inputs; use --group-size 32. Give that to quantize.py, or use --quant int8", odd, "int4"),
         (3, "lm_head.weight differs from the embedding", tmp_path / "m", "int8"),
     ]
     capsys.readouterr()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from model import Transformer
 from model_config import DTYPES, ModelConfig
@@ -149,12 +150,11 @@ class Checkpoint:
         return model
 
     @property
-    def kept_entries(self) -> dict[str, Entry]:
-        """The tensors that a loaded model holds: those of `entries`, or quantized ones in place of floats or GGUF's."""
+    def kept(self) -> Mapping[str, Entry | Tensor]:
+        """What a loaded model holds, without values: `entries`, or quantized tensors in place of floats or GGUF's."""
         if self.spec:
-            slots = apply_spec_(self.empty(), self.spec).state_dict()
-            return {name: Entry(tuple(t.shape), t.dtype, "", t.detach) for name, t in slots.items()}
-        return self.gguf.kept_entries(self.entries, self._packed) if self.gguf else self.entries
+            return apply_spec_(self.empty(), self.spec).state_dict()
+        return self.gguf.kept(self.entries, self._packed) if self.gguf else self.entries
 
     def rounded(self, mode: str) -> Checkpoint:
         """The same checkpoint, to be rounded to 'int8' or 'int4' while it is read, as quantize.py rounds by default.
@@ -168,8 +168,7 @@ class Checkpoint:
         try:
             apply_spec_(build_model(self.config), spec)
         except UsageError as error:
-            problem = str(error).partition(";")[0]
-            raise UsageError(f"{flag}: {problem}; use --quant int8, or quantize.py with its --group-size.") from error
+            raise UsageError(f"{flag}: {error} Give that to quantize.py, or use --quant int8.") from error
         embedding = self.entries.get(EMBEDDING)
         dtype = half_of(embedding.dtype if embedding else None)
         return replace(self, spec=spec, config=replace(self.config, dtype=str(dtype).removeprefix("torch.")))

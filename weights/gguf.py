@@ -302,17 +302,20 @@ class GGUFFile:
             sources["lm_head.weight"] = embedding
         return {ours: names for ours, names in sources.items() if self.packs(names)}
 
-    def kept_entries(self, entries: Entries, packed: Mapping[str, list[str]]) -> dict[str, Entry]:
-        """The tensors that loading keeps: the parameters in `packed` in our layout, the others as `entries` have them."""
-        entries = dict(entries)
-        for names in packed.values():
+    def kept(self, entries: Entries, packed: Mapping[str, list[str]]) -> dict[str, Entry | Tensor]:
+        """What loading keeps, without values: the parameters in `packed` in our layout, the others as given."""
+        kept: dict[str, Entry | Tensor] = dict(entries)
+        for ours, names in packed.items():
             for name in names:
-                stored = self.stored_entries(name, self.has_minima(names))
-                if name == "model.embed_tokens.weight":  # a tied LM head, which the embedding reads
-                    stored = {f"lm_head.{key.rpartition('.')[2]}": entry for key, entry in stored.items()}
-                del entries[name]
-                entries |= stored
-        return entries
+                (N, K), int8 = entries[name].shape, self.sources[name][0].kind == "Q8_0"
+                layout = {"qweight": ((N, K), torch.int8) if int8 else ((N, K // 2), torch.uint8)}
+                layout |= dict.fromkeys(
+                    ["scales", "mins"][: 1 + self.has_minima(names)], ((K // BLOCK, N), torch.float16)
+                )
+                base = (ours if ours == "lm_head.weight" else name).removesuffix("weight")
+                del kept[name]
+                kept |= {base + leaf: torch.empty(s, dtype=d, device="meta") for leaf, (s, d) in layout.items()}
+        return kept
 
     def quantization_name(self, packed: Mapping[str, list[str]]) -> str | None:
         """What reports call the quantization of a model with these packed parameters, None if there are none."""
@@ -337,19 +340,6 @@ class GGUFFile:
     def has_minima(self, names: list[str]) -> bool:
         """Whether a weight that is made of these Q4 tensors needs mins."""
         return any(self.sources[name][0].kind == "Q4_1" for name in names)
-
-    def stored_entries(self, name: str, minima: bool) -> dict[str, Entry]:
-        """The shapes of one quantized matrix in our layout (`stored`). `minima`: with mins also for Q4_0."""
-        tensor = self.sources[name][0]
-        K, N = tensor.shape[:2]
-        int8 = tensor.kind == "Q8_0"
-        layout = {"qweight": ((N, K), torch.int8) if int8 else ((N, K // 2), torch.uint8)}
-        layout |= dict.fromkeys(["scales", "mins"][: 1 + minima], ((K // BLOCK, N), torch.float16))
-        entries = {}
-        for leaf, (shape, dtype) in layout.items():
-            empty = torch.empty(shape, dtype=dtype, device="meta")
-            entries[name.removesuffix("weight") + leaf] = Entry(shape, dtype, self.path.name, empty.detach)
-        return self.shard.entries(entries, self.whole, str(self.path)) if self.shard else entries
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """A Q4_0, Q4_1 or Q8_0 matrix exactly in our layout (`weights.quantized`)."""

@@ -6,6 +6,7 @@ the stop tokens are those of llama.cpp, which is the reference for the ids.
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import struct
@@ -106,10 +107,10 @@ def hf_config(
 
 def _commonest_type(tensors: Mapping[str, Any]) -> str:
     """The type that holds most of the model's values."""
-    sizes: dict[str, int] = {}
+    sizes: collections.Counter[str] = collections.Counter()
     for tensor in tensors.values():
-        sizes[tensor.kind] = sizes.get(tensor.kind, 0) + math.prod(tensor.shape)
-    return max(sizes, key=sizes.__getitem__)
+        sizes[tensor.kind] += math.prod(tensor.shape)
+    return sizes.most_common(1)[0][0]
 
 
 def _rope_scaling(get: Callable[..., Any], divisors: Tensor | None, head_dim: int, where: str) -> dict[str, Any] | None:

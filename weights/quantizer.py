@@ -26,6 +26,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import kernels
+from support import cache
 from support.errors import UsageError
 from support.files import directory_written_whole, write_json, writing_errors
 from support.machine import peak_memory
@@ -214,8 +215,9 @@ class _Run:
         Its linears are rounded one after the other, and each sees what its rounded predecessors produce. The module is
         left with the weights that the stored tensors stand for.
         """
-        known = self._stored_before(unit)
-        finished = bool(known)
+        path = self.work / f"{unit}.safetensors"
+        finished = cache.sealed(path)  # a file that no longer is what was written is made again
+        known = _tensors_in(path) if finished else {}
         for _, child, weights, bits in quantizable(module, self.spec):
             for full, weight in weights.items():
                 key = prefix + full
@@ -234,25 +236,11 @@ class _Run:
         for name, tensor in known.items():
             if tensor.is_floating_point():
                 check_finite(tensor, name, "result")
-        path = self.work / f"{unit}.{digest(known)[:16]}.safetensors"
         if not finished:
             with writing_errors(path):
                 write_safetensors(path, known)
+                cache.seal(path)
         self.stored |= _tensors_in(path)
-
-    def _stored_before(self, unit: str) -> dict[str, Tensor]:
-        """The tensors of a finished unit, {} if there are none. Its file's name ends with their checksum.
-
-        A file that no longer is what was written is deleted, and the unit is quantized again.
-        """
-        for path in self.work.glob(f"{unit}.*.safetensors"):
-            with contextlib.suppress(ValueError):
-                known = _tensors_in(path)
-                if path.name == f"{unit}.{digest(known)[:16]}.safetensors":
-                    return known
-            with writing_errors(path):
-                path.unlink()
-        return {}
 
     def _through(self, forward: Forward, states: Tensor, keep: bool = True) -> None:
         """Replace states [W, T, H] on the host by forward(states), a batch at a time. Without `keep` only run it."""

@@ -89,7 +89,7 @@ def load_tokenizer(source: str | Path | Mapping[str, bytes], vocab_size: int | N
     name, data = next(((name, data) for name in names if (data := read(name)) is not None), (None, b""))
     if name is None:
         return None
-    where = name if isinstance(source, Mapping) else Path(source).absolute() / name
+    where = f"the {name} in the GGUF file" if isinstance(source, Mapping) else Path(source).absolute() / name
     with _one_line_errors(f"cannot use {where}", "Download the tokenizer files again, or pass --prompt-ids."):
         config = _named_tokens(read, "special_tokens_map.json")
         config |= _named_tokens(read, "tokenizer_config.json")

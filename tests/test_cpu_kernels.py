@@ -174,6 +174,49 @@ def test_bits_of_a_row_do_not_depend_on_other_rows_or_threads(form):
         torch.set_num_threads(threads)
 
 
+TEAM = """
+import os, sys, threading, torch
+import kernels
+x, weight = torch.randn(512, 256), torch.rand(256)
+with kernels.KernelBackend("cpu").active(), torch.inference_mode():
+    torch.set_num_threads(1)
+    want = kernels.rms_norm(x, weight, 1e-5)
+    torch.set_num_threads(3)
+
+def same(calls):
+    with kernels.KernelBackend("cpu").active(), torch.inference_mode():
+        return all(torch.equal(kernels.rms_norm(x, weight, 1e-5), want) for _ in range(calls))
+
+if sys.argv[1] == "callers":
+    done = []
+    callers = [threading.Thread(target=lambda: done.append(same(300))) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert done == [True] * 4, done
+    child = os.fork()
+    if not child:
+        os._exit(0 if same(50) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+else:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    assert any(same(500) and kernels.seconds_alone() > 0 for _ in range(200))
+print("right")
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize("what", ["callers", "one processor"])
+def test_a_team_of_threads_does_every_row_once(what):
+    """Four Python threads that call at once, and a forked child, get the bits of one thread: a chunk that two threads do
+    or none, and a child that waits for threads that only its parent has. And where three threads share one processor, the
+    caller soon works alone: beside other programs, every step waited for a thread that was not running."""
+    command = [sys.executable, "-c", TEAM, what]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "right\n", done.stderr[-2000:]
+
+
 ELSEWHERE = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])

@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import socket
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from test_gguf import metadata_of, tensors_of, write
 from test_quantize import UNTIED, published, saved, tiny, tiny_head
 from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
 
-from bench.report import compare
+from bench.records import read_lines
 from bench.suites import read_suite
 from drafting import build_head
 from kernels.tuned import LinearConfig, read_tuned, write_tuned
@@ -129,10 +130,31 @@ def lines(*values: Any) -> str:
 
 
 def tuned(folder: Path) -> Any:
-    found, note = read_tuned("gpu", folder / "t")
+    found, note = read_tuned("gpu", folder / "t.bin")
     if note:
         raise ValueError(note)
     return found
+
+
+def gguf(folder: Path) -> None:
+    save_hf(tiny(UNTIED), folder / "source")
+    source = Checkpoint.open(folder / "source")
+    tokens = ["ab", *(chr(33 + i) if i < 90 else f"t{i}" for i in range(source.config.vocab_size - 1))]
+    extra = {"model": "gpt2", "pre": "llama-bpe", "tokens": tokens, "merges": ["a b"], "eos_token_id": 150}
+    extra |= {"token_type": [1] * 150 + [3] * (len(tokens) - 150)}
+    extra = {f"tokenizer.ggml.{key}": value for key, value in extra.items()}
+    write(folder / "m.gguf", "llama", metadata_of(source.config), tensors_of(source), "Q4_1", extra)
+
+
+def read_gguf(folder: Path) -> Any:
+    checkpoint = Checkpoint.open(folder / "m.gguf")
+    tokenizer = load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
+    assert checkpoint.kept_entries and checkpoint.notes is not None
+    return logits(folder / "m.gguf"), tokenizer and tokenizer.encode("ab c")
+
+
+def entry(folder: Path) -> Any:
+    return cache.read(folder / "e.bin")
 
 
 def published_of(kind: str) -> Callable[[Path], None]:
@@ -163,13 +185,6 @@ def resumed(folder: Path) -> Any:
     return run.curve, run.seconds, run.module.weight.tolist(), run.optims[0].state_dict()
 
 
-def as_gguf(folder: Path) -> None:
-    save_hf(tiny(UNTIED), folder / "hf")
-    source = Checkpoint.open(folder / "hf")
-    write(folder / "m.gguf", "llama", metadata_of(source.config), tensors_of(source), "Q8_0")
-    shutil.rmtree(folder / "hf")
-
-
 RUN = {"type": "run", "suite": "s", "temperature": 0.0, "arm": "a", "question": "q", "turn": 1, "rep": 0}
 RUN |= {"prompt_sha256": "1", "ids_sha256": "2"}
 ROW = {"suite": "s", "temperature": 0.0, "arm": "a", "tokens_per_second": 3.0, "tau": 1.5, "speedup": {"median": 1.0}}
@@ -194,8 +209,10 @@ FORMATS = {
         suggested,
     ),
     "tree": Format(("t.json",), one_file("t.json", {"paths": [[0], [1], [0, 0]]}), lambda f: parse_tree(f"{f}/t.json")),
+    "gguf": Format(("m.gguf",), gguf, read_gguf),
+    "entry": Format(("e.bin",), lambda folder: cache.store(folder / "e.bin", b"payload" * 9, {"ids": [1, 2]}), entry),
     "tuned": Format(
-        ("t",), lambda folder: write_tuned("gpu", {"8x8 w4": LinearConfig(64, 1, 4, 3)}, folder / "t"), tuned
+        ("t.bin",), lambda folder: write_tuned("gpu", {"8x8 w4": LinearConfig(64, 1, 4, 3)}, folder / "t.bin"), tuned
     ),
     "questions": Format(
         ("q.jsonl",),
@@ -213,14 +230,8 @@ FORMATS = {
         lambda f: TokenData.from_stream([1, 2, 3]).save(f / "d.npz"),
         lambda f: str(TokenData.load(f / "d.npz")),
     ),
-    "bench": Format(
-        ("b.jsonl",), one_file("b.jsonl", lines(RUN, SUMMARY)), lambda f: compare(f / "b.jsonl", f / "b.jsonl")
-    ),
     "training state": Format(("s.pt",), lambda f: state_of(f).save(), resumed),
-    "kept": Format(
-        ("k",), lambda f: cache.store(f / "k", b"payload" * 9, {"ids": [1, 2]}), lambda f: cache.read(f / "k")
-    ),
-    "gguf": Format(("m.gguf",), as_gguf, lambda f: logits(f / "m.gguf")),
+    "bench": Format(("b.jsonl",), one_file("b.jsonl", lines(RUN, SUMMARY)), lambda f: read_lines(f / "b.jsonl")),
     "body": Format(("b.json",), one_file("b.json", CHAT), lambda f: parse_object((f / "b.json").read_bytes())),
 }
 
@@ -235,6 +246,14 @@ def damaged(data: bytes, name: str, rng: random.Random) -> bytes:
             text = altered_json(data[8:end], rng)
             return len(text).to_bytes(8, "little") + text + data[end:]
         return flipped(data, rng, end)
+    if name.endswith(".gguf") and rng.random() < 0.8:
+        end = data.rindex(b".weight") + 40
+        at, extreme = rng.randrange(end), rng.choice([0, 1, 31, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 32, 2**64 - 1])
+        return (
+            flipped(data, rng, end)
+            if rng.random() < 0.5
+            else data[:at] + extreme.to_bytes(8, "little") + data[at + 8 :]
+        )
     return data[: rng.randrange(len(data))] if rng.random() < 0.3 else flipped(data, rng, len(data))
 
 
@@ -288,7 +307,9 @@ def try_cases(form: Format, folder: Path, count: int, seed: str) -> dict[str, in
         file.write_bytes(bad)
         what = f"{seed} {case}: {file.name}"
         try:
-            found = form.read(folder)
+            with warnings.catch_warnings(record=True) as warned:  # they would stand before the line
+                warnings.simplefilter("always")
+                found = form.read(folder)
         except (ValueError, ApiError) as error:
             text = str(error).replace(str(folder), "")
             assert "\n" not in text and 10 < len(text) < 300, f"{what}: {len(text)} characters: {text[:400]}"
@@ -297,12 +318,13 @@ def try_cases(form: Format, folder: Path, count: int, seed: str) -> dict[str, in
             raise AssertionError(f"{what}: {type(error).__name__}: {str(error)[:200]}") from error
         else:
             same = repr(found) == repr(wanted)
-            assert same or file.suffix not in (".pth", ".bin", ".npz", ".pt", ""), (
+            assert same or file.suffix not in (".pth", ".bin", ".npz", ".pt"), (
                 f"{what}: reads differently in spite of checksums"
             )
             if not same and (file.parent / SUMS).is_file():
                 with pytest.raises(ValueError, match="sha256"):
                     check_sha256(file.parent, "stored")
+        assert not warned, f"{what}: {warned[0].message}"
         kind = "refused" if found is None else "same" if same else "different"
         seen[kind] += 1
         file.write_bytes(good)
@@ -657,7 +679,7 @@ def test_every_reader_is_strict(form, text, tmp_path):
     "change", [{"rows": 3}, {"rows": [{}]}, {"arms": [3]}, {"arms": [{"arm": "a"}]}, {"model": None}]
 )
 def test_records_of_another_structure_are_refused(change, tmp_path):
-    """KeyError and TypeError in --compare."""
+    """KeyError and TypeError when a record is read again."""
     (tmp_path / "b.jsonl").write_text(lines(RUN, SUMMARY | change))
     refused("bench", tmp_path, "b.jsonl", "the summary")
     (tmp_path / "b.jsonl").write_text(lines(RUN | {"turn": []}, SUMMARY))

@@ -177,6 +177,9 @@ class Engine(Stepper):
             self._keep_caches(request)
         except Left:
             return
+        except Exception:
+            self.prompt_cache.distrust()
+            raise
         except GeneratorExit:  # the reader left between two chunks, and what it was given is in the caches
             lease.end(partial(self._keep_caches, request))
             raise

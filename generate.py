@@ -21,13 +21,14 @@ if __name__ == "__main__":  # before the imports below
     leave_at_once()
 
 import argparse
+import functools
 import io
 import platform
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from cli.prompt import DEMO_PROMPT, Prompt, read_prompt, stdin_is_fed
 from options import DEMO, LoadKeywords, add_options, add_sampling, sampling_from
@@ -56,14 +57,39 @@ def load(
     return build(checkpoint, progress=progress, report=report, **keywords)
 
 
+class Once(argparse.Action):
+    """An option that is an error where it is given twice, because only one value could count."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *given: Any) -> None:
+        """given: the value, and the option as it was written."""
+        value, flag = given
+        if vars(namespace)[self.dest] is not None:
+            parser.error(f"{flag} is given twice; give one prompt")
+        setattr(namespace, self.dest, value)
+
+
 def build_parser() -> argparse.ArgumentParser:
     style = argparse.RawDescriptionHelpFormatter
     usage = "python generate.py [-p TEXT | -f FILE | --chat] [--checkpoint DIR] [--eagle HEAD] [options]"
     parser = Parser(prog="generate.py", usage=usage, description=__doc__, formatter_class=style)
-    add = parser.add_argument_group("request").add_argument
-    add("-p", "--prompt", metavar="TEXT", help="a message to an instruct model, or text for another model to continue")
-    add("-f", "--prompt-file", metavar="FILE", help="the same from a file; - is stdin, and a pipe is read without it")
+    request = parser.add_argument_group("request")
+    add = functools.partial(request.add_argument, action=Once)
+    add(
+        "-p",
+        "--prompt",
+        action=Once,
+        metavar="TEXT",
+        help="a message to an instruct model, or text for another model to continue",
+    )
+    add(
+        "-f",
+        "--prompt-file",
+        action=Once,
+        metavar="FILE",
+        help="the same from a file; - is stdin, and a pipe is read without it",
+    )
     add("--prompt-ids", metavar="5,17,9", help="token ids to continue; needs no tokenizer")
+    add = request.add_argument
     add("--raw", action="store_true", help="continue the prompt as plain text, whatever the model is")
     add("--chat", action="store_true", help="interactive chat; keeps history and the cache between turns")
     add("--system", metavar="TEXT", help="system message, before the prompt or of the chat")

@@ -60,6 +60,8 @@ class SamplingState:
         value = vars(params)[name]
         if name == "seed":
             return (value + 2**63) % 2**64 - 2**63
+        if name != "top_k":
+            value = float(value)  # torch takes no integer beyond 64 bits, and no fraction
         if params.temperature == 0:  # a greedy row beside others that sample: neither noise nor filters
             return {"top_k": 0, "top_p": 1.0, "min_p": 0.0}.get(name, value)
         # In fp32 a tiny temperature must not become 0, because logits are divided by it. A huge one must not let T g

@@ -11,6 +11,8 @@ from dataclasses import astuple, dataclass, replace
 from numbers import Real
 from typing import Any
 
+from support.errors import advised
+
 FP32_MAX = (2 - 2.0**-23) * 2.0**127
 FP32_TINY = 2.0**-126
 MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for at each position
@@ -151,4 +153,5 @@ def with_suggestions(suggestions: Mapping[str, Any], given: Mapping[str, Any]) -
     try:
         return SamplingParams(**{**given, **found}), list(found)
     except ValueError as error:
-        raise ValueError(f"generation_config.json: {error} Correct the file, or set it on the command line.") from error
+        problem = ValueError(f"generation_config.json: {error}")
+        raise advised(problem, "Correct the file, or set it on the command line.") from error

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_template import TEMPLATE_CHARACTERS, TemplateWorker
+from support.errors import advised
 from support.reader import LONGEST, check, is_a, parse_json
 
 VICUNA_SYSTEM = (
@@ -343,10 +344,10 @@ class Tokenizer:
         find = self._control_pattern.findall
         expected = [token for text in pieces[::2] for token in find(text)]
         if any(map(find, bodies)) or find(real) != expected:
-            raise ValueError(
-                f"the chat template ({self.chat_template_source}) edits messages that hold the text of control "
-                "tokens. Remove that text, or pass --prompt."
+            what = (
+                f"the chat template ({self.chat_template_source}) edits messages that hold the text of control tokens."
             )
+            raise advised(ValueError(what), "Remove that text, or pass --prompt.")
         return [real], []
 
     def _text_ids(self, text: str, first: bool) -> list[int]:
@@ -376,7 +377,8 @@ class Tokenizer:
         if name in BUILTIN_SYSTEM:
             return [builtin_prompt(name, messages, add_generation_prompt) for messages in variants]
         if name not in self.chat_templates:
-            raise ValueError(f"this model has no chat template. Use --prompt or a built-in one: {builtins}.")
+            why = "this model has no chat template."
+            raise advised(ValueError(why), f"Use --prompt or a built-in one: {builtins}.")
         roles = ", ".join(m["role"] for m in variants[0])
         where = f"chat template ({self.chat_template_source}) failed for roles [{roles:.60}]"
         with _one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):
@@ -539,7 +541,7 @@ def _one_line_errors(what: str, fix: str) -> Iterator[None]:
         raise
     except BaseException as error:
         detail = " ".join(str(error).split())[:LONGEST].rstrip(".") or type(error).__name__
-        raise ValueError(f"{what}: {detail}. {fix}") from error
+        raise advised(ValueError(f"{what}: {detail}."), fix) from error
 
 
 def _check_messages(messages: list[dict]) -> None:

@@ -30,7 +30,10 @@ class Prompt:
 
 
 def read_prompt(args: argparse.Namespace) -> Prompt:
-    """The prompt that the arguments name, or what a pipe holds, or else the built-in text."""
+    """The prompt that the arguments name, or what stdin holds, or at a terminal the built-in text.
+
+    Raises UsageError for a file, pipe or /dev/null that holds nothing.
+    """
     if args.prompt_ids is not None:
         return Prompt("", ids=list(parse_ids(args.prompt_ids, "--prompt-ids")))
     if args.prompt is not None:
@@ -42,20 +45,19 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
         text = read_stdin() if name in (None, "-") else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadFileError(f"--prompt-file {name or '-'}: {one_line(error)}") from error
-    if name is None and not text:
-        return Prompt(DEMO_PROMPT, echo=True)
     if not text:
-        raise UsageError(f"--prompt-file {name}: it is empty; give a prompt.")
+        where = "standard input" if name is None else f"--prompt-file {name}"
+        raise UsageError(f"{where}: it is empty; give a prompt{', like -p TEXT' * (name is None)}.")
     return Prompt(text, message=not args.raw)
 
 
 def stdin_is_fed() -> bool:
-    """Whether stdin is a pipe or a file. A terminal and /dev/null are neither."""
+    """Whether stdin is anything but a terminal, such as a pipe, a file or /dev/null."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode if sys.stdin else 0
     except (OSError, ValueError):  # closed, or an object of a program that runs this one
         return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or (stat.S_ISCHR(mode) and not sys.stdin.isatty())
 
 
 def read_stdin() -> str:

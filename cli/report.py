@@ -143,7 +143,7 @@ class Report:
         lines += [*_acceptance(engine, results[0]), *_speed(engine, results[0], self.bandwidth)]
         whose = " of the process, torch included" if device.type == "cpu" else ""
         lines.append(f"memory   peak {size_text(peak)}{whose} (plan {size_text(engine.plan.total)})")
-        lines.append(f"kernels  {engine.backend.report()}")
+        lines.append(f"kernels  {engine.backend.report(bool(engine.model.config.num_local_experts))}")
         if engine.backend.mode == "cpu" and (alone := kernels.seconds_alone()) > self.alone:
             what = f"one of {torch.get_num_threads()} worked alone for {alone - self.alone:.1f} s, which was faster"
             lines.append(f"threads  {what}: other programs keep the processors busy")
@@ -198,10 +198,10 @@ def _acceptance(engine: Engine, result: GenerationResult) -> Iterator[str]:
         plain, speculative = (seconds * 1e3 for seconds in engine.step_seconds)
         went = f"   {result.plain_tokens} tokens decoded plainly" if result.plain_tokens else ""
         times = f"(plain {plain:.1f} ms, speculative {speculative:.1f} ms)"
-        yield f"pays at  break-even tau {engine.break_even_tau:.2f} {times}{went}"
+        yield f"drafting pays above break-even tau {engine.break_even_tau:.2f} {times}{went}"
     elif drafts and engine.always_on != ASKED_FOR:
-        pruned = f"nodes that are accepted in less than {100 * engine.drafter.p_min:.0f} % are left out"
-        yield f"pays at  not measured, speculation stays on: {engine.always_on or pruned}"
+        pruned = f"drafting skips nodes below {engine.drafter.p_min:.0%} acceptance"
+        yield f"drafting always on: {engine.always_on}" if engine.always_on else pruned
 
 
 def _speed(engine: Engine, result: GenerationResult, bandwidth: float) -> Iterator[str]:

@@ -109,11 +109,15 @@ class KernelBackend:
             lines[name] += f", reference where {why}"
         return lines
 
-    def report(self) -> str:
-        """`describe` in one line: what most operations use, and what the others use instead."""
+    def report(self, experts: bool = True) -> str:
+        """`describe` in one line: what most operations use, and what the others use instead.
+
+        experts: whether the model has any, and so the operation that multiplies with them.
+        """
         operations: dict[str, list[str]] = {}
         for name, text in self.describe().items():
-            operations.setdefault(text, []).append(name)
+            if experts or name != "packed_experts":
+                operations.setdefault(text, []).append(name)
         most = max(operations, key=lambda text: len(operations[text]))
         others = [f"{', '.join(names)}: {text}" for text, names in operations.items() if text != most]
         return "; ".join([most, *others])

@@ -9,10 +9,14 @@ the allowed tokens, so the text is the same with every drafter.
 
 from __future__ import annotations
 
+import functools
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,44 +33,66 @@ if TYPE_CHECKING:
     import llguidance
 
 MISSING = "grammars need the package llguidance: pip install llguidance"
+LONGEST = 1 << 20  # characters of a grammar or schema
+CHECK_SECONDS = 20  # for a child process that reads a grammar; it also has limits of its own
+CHILD = Path(__file__).with_name("grammar_child.py")
+
+
+class GrammarError(UsageError):
+    """A grammar that is wrong, or that is too much for llguidance, in one line."""
 
 
 def json_grammar(schema: Mapping[str, Any] | str | None = None) -> str:
     """The grammar of JSON texts that follow a JSON schema, for `SamplingParams.grammar`. None: of any JSON object.
 
     The texts are compact: there is no white space between their parts. Otherwise a model that likes it could go on with
-    white space for ever. Raises ValueError in one line for a schema that is no JSON object or that llguidance does not
-    know, and UsageError without llguidance.
+    white space for ever. Raises GrammarError for a schema that is no JSON object or that llguidance does not know or
+    cannot read within its limits, and UsageError without llguidance.
     """
-    matcher = _llguidance().LLMatcher
-    text = json.dumps(schema or {"type": "object"}) if not isinstance(schema, str) else schema
     try:
-        grammar = matcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
-    except ValueError as error:
-        raise ValueError(f"the JSON schema cannot be read: {_one_line(error)}") from error
-    if problem := matcher.validate_grammar(grammar):
-        raise ValueError(f"the JSON schema is not supported: {_one_line(problem)}")
-    return grammar
+        text = json.dumps(schema or {"type": "object"}) if not isinstance(schema, str) else schema
+    except RecursionError:
+        raise GrammarError("the JSON schema is nested too deeply.") from None
+    return _checked("schema", text, "the JSON schema is not supported")
 
 
 def checked_grammar(text: str) -> str:
     """A grammar in Lark syntax, from one in that syntax or in GBNF, the syntax of llama.cpp.
 
-    Raises ValueError in one line for a grammar with an error, and UsageError without llguidance.
+    Raises GrammarError for a grammar with an error or that llguidance cannot read within its limits, and UsageError
+    without llguidance.
     """
-    package = _llguidance()
+    return _checked("any", text, "the grammar has an error")
+
+
+class _Ready(str):
+    """A grammar that a child process has read."""
+
+
+@functools.lru_cache(32)
+def _checked(kind: str, text: str, words: str) -> _Ready:
+    """The grammar as a matcher takes it, read by a child process first, because llguidance may end its process.
+
+    kind: as `grammar_child.answer` takes it. words: what an error begins with.
+    """
+    _llguidance()
+    if len(text) > LONGEST:
+        raise GrammarError(f"{words}: it has {len(text):,} characters; allowed: {LONGEST:,}.")
+    child = [sys.executable, "-P", str(CHILD)]
+    request = json.dumps({"kind": kind, "text": text})
     try:
-        grammar = package.gbnf_to_lark.any_to_lark(text)
-    except Exception as error:  # the converter's errors have no common class
-        raise ValueError(f"the grammar has an error: {_one_line(error)}") from error
-    if problem := package.LLMatcher.validate_grammar(grammar):
-        raise ValueError(f"the grammar has an error: {_one_line(problem)}")
-    return grammar
+        done = subprocess.run(child, input=request, capture_output=True, text=True, timeout=CHECK_SECONDS)
+        answer = json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):  # it was ended, or it ended itself
+        raise GrammarError(f"{words}: it is too large, or nested too deeply, to be read.") from None
+    if "error" in answer:
+        raise GrammarError(f"{words}: {_one_line(answer['error'])}")
+    return _Ready(answer["grammar"])
 
 
 def _llguidance() -> Any:
     try:
-        import llguidance.gbnf_to_lark
+        import llguidance
     except ImportError as error:
         raise UsageError(MISSING) from error
     return llguidance
@@ -88,7 +114,7 @@ class Grammars:
     def constraint(self, grammar: str, stop_ids: Sequence[int]) -> Constraint:
         """A constraint at the beginning of a text.
 
-        Raises ValueError in one line for a grammar with an error, and where the model has no tokenizer or no stop id.
+        Raises GrammarError for a grammar with an error, and ValueError where the model has no tokenizer or no stop id.
         """
         if self.tokenizer is None:
             raise ValueError("a grammar needs a tokenizer, and this checkpoint has none.")
@@ -100,9 +126,11 @@ class Grammars:
         key = tuple(sorted(set(stop_ids)))
         if key not in self._tables:
             self._tables[key] = self._table(package, key)
+        if not isinstance(grammar, _Ready):
+            grammar = _checked("ready", grammar, "the grammar has an error")
         matcher = package.LLMatcher(self._tables[key], grammar, log_level=0)
         if matcher.is_error():
-            raise ValueError(f"the grammar has an error: {_one_line(matcher.get_error())}")
+            raise GrammarError(f"the grammar has an error: {_one_line(matcher.get_error())}")
         return Constraint(matcher, self.vocab_size, frozenset(key), self.tokenizer)
 
     def _table(self, package: Any, stop_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
@@ -136,18 +164,26 @@ class Constraint:
         self.stop_ids = stop_ids
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Go on behind emitted tokens. A stop id ends the text, so what comes behind it does not count."""
+        """Go on behind emitted tokens. A stop id ends the text, so what comes behind it does not count.
+
+        Raises GrammarError where the grammar needs more room or time than llguidance allows.
+        """
         for token in token_ids:
             if token in self.stop_ids:
                 return
             if not self.matcher.consume_token(token):
-                raise RuntimeError(f"the grammar stopped at token {token}: {_one_line(self.matcher.get_error())}")
+                self._refuse()
 
     def allowed(self) -> Tensor:
         """Which tokens may come next, int32 [W]: bit i mod 32 of word i div 32 belongs to token i."""
         bits = torch.zeros(self.words, dtype=torch.int32)
         self.matcher.unsafe_compute_mask_ptr(bits.data_ptr(), bits.nbytes)
+        if self.matcher.is_error():
+            self._refuse()
         return bits
+
+    def _refuse(self) -> NoReturn:
+        raise GrammarError(f"the grammar cannot be followed further: {_one_line(self.matcher.get_error())}")
 
     def forced(self) -> list[int]:
         """The tokens of the text that must come next, because the grammar leaves no choice.

@@ -16,6 +16,7 @@ from drafters.base import Drafter
 from model import Transformer, chain_ancestors
 from sampling import Logprobs, SamplingMode
 from step import HISTORY, DecodeState
+from support.errors import advised
 from tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
@@ -191,4 +192,4 @@ def _run_chunk(
 def not_finite(dtype: torch.dtype, position: int) -> ArithmeticError:
     """The error for logits that are not finite at a position."""
     hint = "fp16 overflow? Try --dtype bfloat16 or float32." if dtype == torch.float16 else "Are the weights damaged?"
-    return ArithmeticError(f"logits became non-finite at token {position}. {hint}")
+    return advised(ArithmeticError(f"logits became non-finite at token {position}."), hint)

@@ -7,23 +7,23 @@ on from a copied text gets them back. The copies are exact, so the tokens stay t
 
 from __future__ import annotations
 
-import os
+import secrets
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from drafters.base import Drafter
 from step import DecodeState
-from support.files import written_whole
+from support import cache
 
 WORTHWHILE = 32  # tokens; fewer are run again sooner than they are copied
 MB = 1 << 20
+ENDING = ".rows"  # of the files
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
@@ -31,7 +31,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-@dataclass
+@dataclass(eq=False)
 class Saved:
     """A text and what the caches held of it. Its tensors are on the host, or else in a file."""
 
@@ -45,8 +45,8 @@ class Saved:
 def cache_rows(state: DecodeState, drafter: Drafter, row: int, length: int, drafted: int) -> Iterator[Tensor]:
     """The live part of every cache of a row, [..., tokens, width]: the target's first, then the drafter's."""
     yield state.kv.narrow(-4, row, 1).narrow(-2, 0, length)
-    for cache in drafter.caches:
-        yield cache.narrow(-4, row, 1).narrow(-2, 0, drafted)
+    for drafts in drafter.caches:
+        yield drafts.narrow(-4, row, 1).narrow(-2, 0, drafted)
 
 
 class PromptCache:
@@ -61,7 +61,8 @@ class PromptCache:
         Args:
             memory_mb, disk_mb: how much the copies may take in memory and on disk.
             folder: holds the files. It must belong to this model, this head and these number formats alone.
-            keep: leave the files when the cache is closed, and use those that are there.
+            keep: leave the files when the cache is closed, and use those that are there. Other processes may use the
+                folder at the same time: a file that one of them took away is a text that is run again.
         """
         self.limit = memory_mb * MB
         self.disk_limit = disk_mb * MB if folder is not None else 0
@@ -69,12 +70,11 @@ class PromptCache:
         self.keep = keep
         self.entries: list[Saved] = []  # the most recently used one comes last
         self.hits = 0
-        self.number = 0  # of the last file
+        self._restored: list[Saved] = []  # by the request that has the engine
         if self.disk_limit and folder is not None:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if keep:
-                self.entries = [saved for file in sorted(folder.glob("*.safetensors")) if (saved := _described(file))]
-                self.number = max((int(s.file.stem) for s in self.entries if s.file), default=0)
+            files = sorted(folder.glob(f"*{ENDING}")) if keep else ()
+            self.entries = [saved for file in files if (saved := _described(file))]
 
     @property
     def held_bytes(self) -> int:
@@ -102,6 +102,7 @@ class PromptCache:
         Returns both for each row as they are afterwards.
         """
         rows = list(zip(held, drafted, strict=True))
+        self._restored = []
         if self.limit or self.disk_limit:
             for b, prompt in enumerate(prompts):
                 rows[b] = self._exchange_row(state, drafter, b, *rows[b], prompt)
@@ -127,8 +128,14 @@ class PromptCache:
         for place, part in zip(places, best.rows, strict=True):
             place.copy_(part)
         self.hits += 1
+        self._restored.append(best)
         self._shrink()
         return list(best.ids), best.drafted
+
+    def distrust(self) -> None:
+        """Drop the texts that the request got back, because it failed: what it went on from may be wrong."""
+        for saved in [saved for saved in self._restored if saved in self.entries]:
+            self._drop(saved)
 
     def close(self) -> None:
         """Forget everything in memory. Files stay only if the cache was made with `keep`, with all that fits."""
@@ -156,17 +163,17 @@ class PromptCache:
         self._shrink()
 
     def _fetch(self, saved: Saved) -> bool:
-        """Bring a text into memory and count it as the last used one. False if its file cannot be read."""
-        self.entries.remove(saved)
+        """Bring a text into memory and count it as the last used one. False if its file is damaged or gone."""
         if saved.file is not None:
-            try:
-                tensors = load_file(saved.file)
-                saved.rows = [tensors[f"rows{i}"] for i in range(len(tensors) - 1)]
-            except (OSError, SafetensorError, KeyError):
-                saved.file.unlink(missing_ok=True)
+            kept = cache.fetch(saved.file)
+            if kept is None or (kept.about["ids"], kept.about["drafted"]) != (saved.ids, saved.drafted):
+                self._drop(saved)
                 return False
+            tensors = load(kept.payload)
+            saved.rows = [tensors[f"rows{i}"] for i in range(len(tensors))]
             saved.file.unlink(missing_ok=True)
             saved.file = None
+        self.entries.remove(saved)
         self.entries.append(saved)
         return True
 
@@ -182,14 +189,12 @@ class PromptCache:
             return
         while self.disk_bytes + saved.nbytes > self.disk_limit:
             self._drop(next(other for other in self.entries if other.file is not None))
-        self.number += 1
-        file = self.folder / f"{self.number:08}.safetensors"
-        tensors = {f"rows{i}": part for i, part in enumerate(saved.rows)} | {"ids": torch.tensor(saved.ids)}
+        # in the order of writing, and unlike the name that any other process gives at the same time
+        file = self.folder / f"{time.time_ns():020}-{secrets.token_hex(8)}{ENDING}"
+        rows = save({f"rows{i}": part for i, part in enumerate(saved.rows)})
         try:
-            with written_whole(file) as temporary:
-                temporary.touch(0o600)  # it is made of what somebody wrote
-                save_file(tensors, temporary, {"drafted": str(saved.drafted)})
-        except (OSError, SafetensorError):
+            cache.store(file, rows, {"ids": saved.ids, "drafted": saved.drafted}, 0o600)  # somebody's own words
+        except OSError:
             self._drop(saved)
             return
         saved.file, saved.rows = file, []
@@ -208,12 +213,5 @@ def _usable(ids: list[int], drafted: int, prompt: list[int], drafter: Drafter) -
 
 def _described(file: Path) -> Saved | None:
     """What a file holds, without its rows. None for a file that cannot be used."""
-    from safetensors import safe_open
-
-    try:
-        with safe_open(file, "pt") as opened:
-            drafted = int((opened.metadata() or {})["drafted"])
-            ids = opened.get_tensor("ids").tolist()
-        return Saved(ids, drafted, os.path.getsize(file), file=file) if file.stem.isdecimal() else None
-    except (OSError, SafetensorError, KeyError, ValueError):
-        return None
+    kept = cache.fetch(file, payload=False)
+    return kept and Saved(kept.about["ids"], kept.about["drafted"], file.stat().st_size, file=file)

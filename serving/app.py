@@ -150,7 +150,7 @@ class Api:
         job = await loop.run_in_executor(self._preparing, prepare, loop, self.engine, self.settings, parse, body)
         writer = writer_class(job, self.settings.model, self.engine.tokenizer)
         self.scheduler.admit(job)
-        return Reply(writer, self.settings.send_seconds, functools.partial(self._ended, request.url.path, writer))
+        return Reply(writer, self.settings.send_seconds, functools.partial(self._ended, request.scope["path"], writer))
 
     def _ended(self, path: str, writer: Writer, how: str) -> None:
         """Count a request that has ended, and say a line about it. how: "", "cancelled" or "slow"."""
@@ -227,10 +227,10 @@ async def _error(request: Request, error: Exception) -> Response:
     """The answer for an error of an endpoint, for an unknown path, or for a method that a path does not have."""
     if isinstance(error, HTTPException):
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-        what = f"{request.method} {request.url.path!r:.80}: {error.detail}"
+        what = f"{request.method} {request.scope['path']!r:.80}: {error.detail}"
         error = ApiError(error.status_code, what, None, code)
     elif not isinstance(error, ApiError):
-        error = ApiError(500, one_line(error), None, "internal_error", SERVER)
+        error = ApiError(500, one_line(error, notes=False), None, "internal_error", SERVER)
     return error_response(error)
 
 
@@ -261,12 +261,15 @@ class Guard:
         """Raise ApiError unless this client may make this request."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get(b"host", "")
-        origin = headers.get(b"origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        try:
+            hostname = urlsplit(f"//{host}").hostname
+        except ValueError:
+            raise ApiError(400, "the Host header is no name or address", None, "wrong_host") from None
+        if headers.get(b"origin", f"http://{host}").partition("://")[2] != host:
             raise ApiError(403, "pages of other sites may not use this server", None, "wrong_origin", FORBIDDEN)
         if self.settings.api_key is None:
             # Without a key, a page could reach the server through a name of its own that leads to this machine.
-            if self.settings.loopback and host and urlsplit(f"//{host}").hostname not in LOCAL_NAMES:
+            if self.settings.loopback and host and hostname not in LOCAL_NAMES:
                 why = "without an API key this server answers under the names localhost and 127.0.0.1 only"
                 raise ApiError(403, why, None, "wrong_host", FORBIDDEN)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -56,13 +57,19 @@ def unsupported(param: str, why: str) -> ApiError:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object of a request body. Raises ApiError for anything else."""
+    """The JSON object of a request body. Raises ApiError for anything else, and for texts that no answer could repeat."""
     try:
-        value = parse_json(data, "the body")
+        value = parse_json(data, "the body", advice=False)
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, not {_kind(value)}", code="invalid_json")
+    for name, part in value.items():
+        try:
+            json.dumps([name, part], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            known = name.encode("ascii", "backslashreplace").decode()
+            raise wrong(known, "cannot be used: it has half of a surrogate pair, which is no character") from None
     return value
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.grammar import checked_grammar, json_grammar
+from runtime.grammar import GrammarError, checked_grammar, json_grammar
 from sampling_params import MAX_LOGPROBS
 from serving.fields import Fields, unsupported, wrong
 from support.errors import UsageError, one_line
@@ -162,10 +162,10 @@ def _grammar(name: str, make: Callable[..., str], value: object) -> str:
     """A grammar that is made of a field's value."""
     try:
         return make(value)
-    except UsageError as error:
-        raise unsupported(name, one_line(error)) from None
-    except ValueError as error:
-        raise wrong(name, f"cannot be used: {one_line(error)}") from None
+    except GrammarError as error:
+        raise wrong(name, f"cannot be used: {one_line(error, notes=False)}") from None
+    except UsageError:
+        raise unsupported(name, "this server has no package for grammars.") from None
 
 
 def _prompts(value: Any) -> list[str | list[int]]:

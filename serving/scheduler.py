@@ -16,6 +16,7 @@ import torch
 from cli.steps import StepRecorder
 from engine import Engine
 from ranks import RankLost
+from runtime.grammar import GrammarError
 from runtime.results import GenerationResult, Stream
 from sampling_params import SamplingParams, SettingError, with_suggestions
 from serving.answers import Answer, Event
@@ -124,7 +125,7 @@ class Job:
         try:
             return StepRecorder(self._engine)
         except ValueError as error:
-            raise unsupported("eaglet.steps", one_line(error)) from None
+            raise unsupported("eaglet.steps", one_line(error, notes=False)) from None
 
     def end(self) -> None:
         """Say that nothing more will come."""
@@ -212,13 +213,13 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
             params, _ = with_suggestions(engine.generation, given | {"max_new_tokens": most})
         except ValueError as error:
             name = error.setting if isinstance(error, SettingError) else None
-            raise ApiError(400, one_line(error), RENAMED.get(name, name), "invalid_value") from None
+            raise ApiError(400, one_line(error, notes=False), RENAMED.get(name, name), "invalid_value") from None
         for i in range(ask.n):
             seed = (params.seed + i) % 2**63 if i else params.seed
             try:
                 streams.append(engine.generate(ids, replace(params, seed=seed)))
             except ValueError as error:
-                raise wrong(ask.source, f"cannot be used: {one_line(error)}") from None
+                raise wrong(ask.source, f"cannot be used: {one_line(error, notes=False)}") from None
     return Job(loop, engine, ask, params, streams, settings.max_seconds)
 
 
@@ -236,10 +237,10 @@ def _prompts(engine: Engine, ask: Ask) -> list[Sequence[int]]:
         if not ask.messages:
             return [tokenizer.encode(p) if isinstance(p, str) else p for p in ask.prompts]
         if not tokenizer.chat_template_source:
-            raise wrong(ask.source, "needs a chat template, and this model has none; start the server with --template")
+            raise wrong(ask.source, "needs a chat template, and this model has none")
         return [tokenizer.encode_chat(ask.messages, tools=ask.tools or None)]
     except ValueError as error:
-        raise wrong(ask.source, f"cannot be used: {one_line(error)}") from None
+        raise wrong(ask.source, f"cannot be used: {one_line(error, notes=False)}") from None
 
 
 def _too_long(ask: Ask, message: str) -> ApiError:
@@ -307,8 +308,10 @@ def engine_error(error: BaseException) -> ApiError:
     """What a client is told when decoding failed."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, GrammarError):
+        return ApiError(400, one_line(error, notes=False), None, "invalid_grammar")
     if isinstance(error, torch.AcceleratorError):
         return ApiError(503, "the GPU failed, and the server ends", None, "device_lost", SERVER)
     if isinstance(error, RankLost):
         return ApiError(503, "a process of the model has ended, and the server ends", None, "rank_lost", SERVER)
-    return ApiError(500, f"decoding failed: {one_line(error)}", None, "engine_error", SERVER)
+    return ApiError(500, f"decoding failed: {one_line(error, notes=False)}", None, "engine_error", SERVER)

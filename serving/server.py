@@ -7,14 +7,17 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import torch
 import uvicorn
 from starlette.types import ASGIApp
+from torch import Tensor, nn
 
 from engine import Engine
+from kernels import PackedWeight
 from serving.scheduler import Scheduler, ServeSettings
 from support import cache
 from support.errors import INTERNAL, UsageError
@@ -23,7 +26,6 @@ from support.files import runs
 CONNECTIONS = 256  # open at the same time; more get 503
 KEEP_ALIVE = 75  # seconds that a connection without a request stays open
 HEADER_BYTES = 16 << 10
-SAMPLE = 64  # values of every weight that tell models apart
 
 
 def bind(host: str, port: int, settings: ServeSettings) -> socket.socket:
@@ -106,13 +108,25 @@ def prompt_folder(engine: Engine, keep: bool) -> Path:
 
 
 def _fingerprint(engine: Engine) -> str:
-    """A name for everything that the rows of the caches depend on."""
+    """A name for everything that the rows of the caches depend on. It reads all weights once."""
     options = engine.options
     how = (engine.model.config, engine.backend.mode, options and (options.quant, options.kv, options.activations))
     digest = hashlib.sha256(repr(how).encode())
-    for module in (engine.model, *engine.drafter.cached_models):
-        for name, tensor in sorted(module.state_dict().items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.flatten()[:SAMPLE].tolist()}".encode())
+    for model in (engine.model, *engine.drafter.cached_models):
+        for name, tensor in _weights(model):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            digest.update(tensor.detach().flatten().view(torch.uint8).cpu().numpy())
     shapes = [(tuple(t.shape), str(t.dtype)) for t in (engine.state.kv, *engine.drafter.caches)]
     digest.update(repr(shapes).encode())
     return digest.hexdigest()[:24]
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model under its name, those that are packed for the kernels included."""
+    yield from sorted(model.state_dict().items())
+    for place, module in model.named_modules():
+        packed = [value for value in vars(module).values() if isinstance(value, PackedWeight)]
+        packed += [weight.correction for weight in packed if weight.correction]
+        for weight in packed:
+            parts = {"weight": weight.weight, "scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
+            yield from ((f"{place}.{name}", part) for name, part in parts.items() if part is not None)

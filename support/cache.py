@@ -102,6 +102,22 @@ def fetch(path: Path, payload: bool = True) -> Kept | None:
         return None
 
 
+def seal(path: Path) -> None:
+    """Keep the digest of a file that another program reads by its name, such as a library, in an entry beside it."""
+    store(path.with_name(f"{path.name}.seal"), b"", {"sha256": _digest(path)})
+
+
+def sealed(path: Path) -> bool:
+    """Whether a file is there and is what it was when it was sealed."""
+    kept = fetch(path.with_name(f"{path.name}.seal"))
+    return kept is not None and path.is_file() and kept.about == {"sha256": _digest(path)}
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def root() -> Path:
     """The folder of all compiled code. It need not exist."""
     return folder() / "compiled"

@@ -8,10 +8,11 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from support.interrupts import INTERRUPTED, as_exceptions, finish
 
+Failure = TypeVar("Failure", bound=BaseException)
 # Exit codes of every command. INTERRUPTED, which is 130, is the fifth.
 USAGE, BAD_FILE, MEMORY, INTERNAL = 2, 3, 4, 5
 
@@ -68,12 +69,18 @@ def exit_code(error: Exception) -> int:
     return BAD_FILE if isinstance(error, OSError) else INTERNAL
 
 
-def one_line(error: BaseException) -> str:
+def advised(error: Failure, advice: str) -> Failure:
+    """The error with what the user of a command may do about it, as a note, which a client of a server does not see."""
+    error.add_note(advice)
+    return error
+
+
+def one_line(error: BaseException, notes: bool = True) -> str:
     """The error's message and notes on one line. Errors that no user can cause are named by their type."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{error.filename}: {error.strerror}"
-    text = " ".join(" ".join([text, *getattr(error, "__notes__", [])]).split())
+    text = " ".join(" ".join([text, *(getattr(error, "__notes__", []) if notes else [])]).split())
     expected = isinstance(error, ValueError | ArithmeticError | OSError) or is_out_of_memory(error)
     return text if expected and text else f"{type(error).__name__}: {text}"
 

@@ -40,12 +40,13 @@ def build(sources: Sequence[Path], needed: Sequence[str], records: str = "") -> 
     identity += records.encode() + torch.__version__.encode() + " ".join(sorted(flags)).encode()
     name = f"{sources[0].stem}-{hashlib.sha256(identity).hexdigest()[:16]}.so"
     library = cache.folder() / "kernels" / name
-    if library.is_file():
+    if cache.sealed(library):  # a library that the disk has damaged would end the process
         return library
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(library) as part:
             compile_library(sources, part, records)
+        cache.seal(library)
     except OSError:
         library = Path(tempfile.mkdtemp(prefix="eaglet-")) / name
         compile_library(sources, library, records)

@@ -28,14 +28,15 @@ def refusal(where: object, problem: str, advice: str = "") -> BadFileError:
     return BadFileError(f"{where}: {text}{' ' * bool(advice)}{advice}")
 
 
-def parse_json(data: bytes | str, where: object, limit: int = INDEX_LIMIT) -> Any:
-    """The value of a JSON text of at most `limit` bytes.
+def parse_json(data: bytes | str, where: object, limit: int = INDEX_LIMIT, advice: bool = True) -> Any:
+    """The value of a JSON text of at most `limit` bytes. advice: errors say what to do with the file.
 
     Raises BadFileError for text that is malformed, repeats a key in an object, nests deeper than DEPTH, or has a number
     that is not finite or an integer of more than DIGITS digits.
     """
+    which = "Is it the right file?"
     if len(data) > limit:
-        raise refusal(where, f"more than {limit:,} bytes, which is the most that is read.", "Is it the right file?")
+        raise refusal(where, f"more than {limit:,} bytes, which is the most that is read.", which * advice)
     numbers = {"parse_constant": _no_number, "parse_float": _finite, "parse_int": _integer}
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
@@ -46,9 +47,9 @@ def parse_json(data: bytes | str, where: object, limit: int = INDEX_LIMIT) -> An
     except RecursionError:
         level = [None]
     except ValueError as error:
-        raise refusal(where, f"not valid JSON ({error}).", "Download it again, or correct it.") from error
+        raise refusal(where, f"not valid JSON ({error}).", "Download it again, or correct it." * advice) from error
     if level:
-        raise refusal(where, f"nested deeper than {DEPTH} levels.", "Is it the right file?")
+        raise refusal(where, f"nested deeper than {DEPTH} levels.", which * advice)
     return value
 
 

@@ -14,7 +14,7 @@ from test_tree import files_run
 import generate
 from generate import load
 from sampling import SamplingParams
-from support import cache
+from support import cache, native
 from support.errors import BadFileError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,6 +128,8 @@ def test_second_process_reuses_what_the_first_compiled():
         "--kernels",
         "reference",
         "--json",
+        "-p",
+        "x",
         "--max-new-tokens",
         "3",
         "--device",
@@ -182,3 +184,24 @@ def test_an_entry_that_cannot_be_opened_stays(tmp_path):
     """What cannot be read is not what is damaged: nothing is deleted."""
     (tmp_path / "entry").mkdir()
     assert cache.fetch(tmp_path / "entry") is None and (tmp_path / "entry").is_dir()
+
+
+def test_a_damaged_library_is_compiled_again(tmp_path, monkeypatch):
+    """A library in the cache is used only if it has the bytes that the compiler wrote."""
+    compiled = []
+
+    def compile_library(sources, target, *rest):
+        compiled.append(target)
+        target.write_bytes(b"machine code")
+
+    monkeypatch.setattr(native, "compile_library", compile_library)
+    source = tmp_path / "a.cpp"
+    source.write_text("int a;")
+    library = native.build([source], [])
+    assert native.build([source], []) == library and len(compiled) == 1
+    for damage in (b"machine cod", b"machine cope", b""):
+        library.write_bytes(damage)
+        assert native.build([source], []).read_bytes() == b"machine code"
+    library.with_name(f"{library.name}.seal").write_bytes(b"")
+    native.build([source], [])
+    assert len(compiled) == 5

@@ -123,18 +123,20 @@ def test_the_model_s_own_settings_apply_and_are_reported(instruct, capsys):
     assert code == 2 and "error  generation_config.json: temperature is -1" in err
 
 
-def piped(text: str, *flags: str) -> subprocess.CompletedProcess:
-    """generate.py with a pipe as its stdin."""
+def piped(text: str | None, *flags: str) -> subprocess.CompletedProcess:
+    """generate.py with a pipe as its stdin, or with /dev/null."""
     command = [sys.executable, "generate.py", "--max-new-tokens", "4", *flags]
-    return subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, timeout=100)
+    stdin = {"stdin": subprocess.DEVNULL} if text is None else {"input": text}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, **stdin)
 
 
 def test_a_prompt_may_come_from_a_pipe():
-    """A pipe is the prompt, with and without `-f -`; an empty one means the built-in prompt, or an error with `-f
-    -`."""
+    """A pipe is the prompt, with and without `-f -`; an empty one, and /dev/null, are errors."""
     echoed = piped("def f(x):\n", "--json").stdout
     assert '"prompt_tokens": 7' in echoed and '"prompt_tokens": 7' in piped("def f(x):\n", "--json", "-f", "-").stdout
-    assert piped("", "-q").stdout.startswith("def read_file")
+    for empty in (piped("", "-q"), piped(None, "-q")):
+        assert empty.returncode == 2 and empty.stdout == ""
+        assert empty.stderr == "error  standard input: it is empty; give a prompt, like -p TEXT.\n"
     refused = piped("", "-f", "-")
     assert refused.returncode == 2 and refused.stderr == "error  --prompt-file -: it is empty; give a prompt.\n"
 
@@ -149,7 +151,7 @@ def test_help_and_version_need_no_torch():
 
 def test_ctrl_c_while_torch_is_imported_is_one_line():
     """Ctrl-C during the imports prints "interrupted" alone and exits with 130."""
-    command = [sys.executable, "-X", "importtime", "generate.py"]
+    command = [sys.executable, "-X", "importtime", "generate.py", "-p", "x"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     next(line for line in process.stderr if "| " in line and "torch." in line)
     process.send_signal(signal.SIGINT)
@@ -236,6 +238,15 @@ def test_a_number_that_is_none_is_one_line(capsys):
     assert stop.value.code == 2 and error.count("\n") == 1 and "--threads: 'two'; allowed: 1 or more." in error
 
 
+@pytest.mark.parametrize("flags", [["-p", "a", "-p", "b"], ["--prompt", "", "-p=b"], ["-f", "x", "--prompt-file", "-"]])
+def test_a_second_prompt_is_one_line(flags, capsys):
+    """Two prompts of one kind are an error of one line that names the option."""
+    with pytest.raises(SystemExit) as stop:
+        main(flags)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and "is given twice; give one prompt" in error
+
+
 def test_threads_hold_for_a_cpu_and_are_reported(capsys, monkeypatch):
     """--threads sets torch's threads for this run, the report names them, and a run on a GPU leaves them alone."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -300,6 +311,7 @@ def test_stop_string_ends_the_text_before_it(capsys):
 def test_ctrl_c_prints_the_report_and_exits_130(tmp_path):
     """Ctrl-C while decoding keeps the text, prints the report and exits with 130."""
     command = [sys.executable, "generate.py", "--max-new-tokens", "1800", "--ctx", "2048", "--stop-ids", "4095"]
+    command += ["-p", "def read_file("]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     first = process.stdout.read(len("def read_file") + 150)
     process.send_signal(signal.SIGINT)
@@ -379,7 +391,7 @@ def test_memory_that_the_page_cache_would_give_back_is_free():
 
 def test_a_closed_pipe_is_not_an_error():
     """A reader that closes the pipe causes no traceback."""
-    shell = f"{sys.executable} generate.py --max-new-tokens 64 -q | head -c 5"
+    shell = f"{sys.executable} generate.py -p x --max-new-tokens 64 -q | head -c 5"
     done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr
 
@@ -509,7 +521,7 @@ def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeyp
     monkeypatch.setattr("engine.Engine._measure", lambda self, mode: (5e-3, 45e-3))
     flags = ["--eagle", str(DEMO / head), "--max-new-tokens", "140", "--dtype", "float64"]
     code, _, err = run(capsys, *flags)
-    line = next(line for line in err.splitlines() if line.startswith("pays at"))
+    line = next(line for line in err.splitlines() if line.startswith("drafting pays above"))
     assert code == 0 and "break-even tau 9.00 (plain 5.0 ms, speculative 45.0 ms)" in line
     output = json.loads(run(capsys, *flags, "--json")[1])
     assert f"{output['plain_tokens']} tokens decoded plainly" in line and 0 < output["plain_tokens"] < 100
@@ -519,7 +531,7 @@ def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeyp
     assert output["tau"] == pytest.approx((139 - output["plain_tokens"]) / drafted) and output["tau"] > 2
     for extra in ("--eagle-always", "--prove"):
         code, _, err = run(capsys, *flags, extra)
-        assert code == 0 and "pays at" not in err
+        assert code == 0 and "drafting" not in err
     always = json.loads(run(capsys, *flags, "--json", "--eagle-always")[1])
     assert always["token_ids"] == output["token_ids"] and always["plain_tokens"] == 0
     assert always["break_even_tau"] is None

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
 from test_engine import HEADS, MEDUSA, MODEL, PROMPTS
 from test_runner import with_graphs
-from tiny import TREES, PieceTokenizer, ScriptedDrafter, eagle_engine
+from tiny import TREES, PieceTokenizer, ScriptedDrafter, definitions, eagle_engine, rules
 
 import sampling
 from engine import Engine, EngineConfig
 from generate import load, main
-from runtime.grammar import Grammars, draft_forced, json_grammar
+from runtime.grammar import GrammarError, Grammars, checked_grammar, draft_forced, json_grammar
 from sampling import SamplingParams
 from scripts.demo import DEMO
-from support.errors import UsageError
+from support.errors import UsageError, exit_code
 from tree import chain
 
 pytest.importorskip("llguidance")
@@ -161,6 +162,36 @@ def test_two_graphs_hold_a_step():
             want = words_engine().generate(PROMPTS[0], params).run()[0].token_ids
             assert engine.generate(PROMPTS[0], params).run()[0].token_ids == want
         assert {key[-1] for key in engine.runner.graphs} == {"draft", "verify"} and len(engine.runner.graphs) == 2
+
+
+def test_what_would_end_the_process_is_an_error():
+    """A schema of 1,000 definitions in a chain and a grammar of 3,000 rules are one-line errors, as text and in a
+    request; a tenth of that is followed."""
+    grammars = Grammars(LETTERS, len(LETTERS.pieces))
+    for make, value in ((json_grammar, definitions(1000)), (checked_grammar, rules(3000))):
+        with pytest.raises(GrammarError, match="too large, or nested too deeply") as error:
+            make(value)
+        assert "\n" not in str(error.value) and exit_code(error.value) == 2
+    with pytest.raises(GrammarError, match="too large, or nested too deeply"):
+        grammars.constraint(rules(3000), (STOP,))
+    with pytest.raises(GrammarError, match="1,048,5"):
+        checked_grammar('start: "A"' + " " * (1 << 20))
+    assert json_grammar(definitions(100)) and grammars.constraint(checked_grammar(rules(300)), (STOP,)).forced()
+
+
+def test_a_grammar_beyond_the_limits_while_decoding_is_a_wrong_grammar(monkeypatch):
+    """The error is one of usage in one line, and the next request is right."""
+    import llguidance
+
+    engine = words_engine()
+    before = engine.generate(PROMPTS[0], request(WORDS[0])).run()[0].token_ids
+    small = partial(llguidance.LLMatcher, limits=llguidance.LLParserLimits(max_items_in_row=20))
+    with monkeypatch.context() as patch:
+        patch.setattr(llguidance, "LLMatcher", small)
+        with pytest.raises(GrammarError, match="cannot be followed further: Parser Error") as error:
+            engine.generate(PROMPTS[0], request("start:" + " x" * 5 + '\nx: "A"* "A"* "A"*')).run()
+    assert "\n" not in str(error.value) and exit_code(error.value) == 2
+    assert engine.generate(PROMPTS[0], request(WORDS[0])).run()[0].token_ids == before
 
 
 def test_errors_are_one_line_and_come_before_decoding(monkeypatch):

@@ -38,7 +38,7 @@ GPTQ = "--checkpoint {m}/small --algorithm gptq --group-size 32 --out {m}/int4 -
 GPTQ += "--calibration {m}/text.txt --eval-text {m}/text.txt"
 BRIEF = "--limit 1 --max-new-tokens 8 --reps 1 --json {m}/bench.jsonl"
 COMMANDS = {
-    "generate": "generate.py --eagle demo/eagle1 --max-new-tokens 200 --html {m}/page.html",
+    "generate": "generate.py -p x --eagle demo/eagle1 --max-new-tokens 200 --html {m}/page.html",
     "chat": "generate.py --kernels reference --chat --template vicuna",
     "quantize": f"quantize.py {GPTQ}",
     "train_eagle": f"-m scripts.train_eagle --version 1 {DRAFTER}".replace("{out}", "eagle"),

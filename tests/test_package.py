@@ -177,7 +177,7 @@ def test_the_wheel_says_what_it_needs(wheel):
 def test_the_installed_command_decodes_and_explains_itself(installed, tmp_path):
     """A command that needs the repository, or seconds for its help."""
     eaglet = str(installed / "bin" / "eaglet")
-    done = python(installed, tmp_path, eaglet, "generate", "--max-new-tokens", "8", "--device", "cpu", "-q")
+    done = python(installed, tmp_path, eaglet, "generate", "-p", "x", "--max-new-tokens", "8", "--device", "cpu", "-q")
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
     program = "import sys; from eaglet.__main__ import main; main(['--help']); assert 'torch' not in sys.modules"
     done = python(installed, tmp_path, "-c", program)

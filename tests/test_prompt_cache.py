@@ -89,9 +89,9 @@ def test_texts_of_an_earlier_run_are_found_and_bad_files_are_not_used(tmp_path):
     shared = engine("eagle", cache)
     texts = [turn(shared, chat)[0] for chat in CHATS]
     cache.close()
-    files = sorted(tmp_path.glob("*.safetensors"))
+    files = sorted(tmp_path.glob("*.rows"))
     assert len(files) == 2
-    (tmp_path / "00000009.safetensors").write_bytes(files[0].read_bytes()[:100])
+    (tmp_path / "00000009.rows").write_bytes(files[0].read_bytes()[:100])
     fresh = engine("eagle", PromptCache(8, 64, tmp_path, keep=True))
     again, cached = turn(fresh, [*texts[0], 4])
     assert cached > 60 and again == turn(engine("eagle"), [*texts[0], 4])[0]
@@ -128,3 +128,59 @@ def test_a_batch_restores_every_row():
     shared.generate_batch([CHATS[2], CHATS[2][::-1]], PARAMS).run()
     results = shared.generate_batch([[*CHATS[0], 1, 2], [*CHATS[1], 1, 2]], PARAMS).run()
     assert results[0].token_ids == alone[0] and all(result.cached_tokens >= 58 for result in results)
+
+
+def test_two_processes_of_one_model_never_get_each_others_rows(tmp_path):
+    """Two caches that keep their files in one folder at the same time: every text is that of an engine alone, and no
+    file replaces another one."""
+    caches = [PromptCache(0, 64, tmp_path, keep=True) for _ in range(2)]
+    both = [engine("eagle", cache) for cache in caches]
+    for chat in CHATS:  # each writes the texts in another order
+        turn(both[0], chat)
+        turn(both[1], CHATS[2 - CHATS.index(chat)])
+    assert len(list(tmp_path.glob("*.rows"))) == 4
+    for chat in CHATS:
+        expected = turn(engine("eagle"), [*chat, 9])[0]
+        assert [turn(one, [*chat, 9])[0] for one in both] == [expected, expected]
+    late = engine("eagle", PromptCache(0, 64, tmp_path, keep=True))
+    listed = [saved.ids for saved in late.prompt_cache.entries]
+    for file in tmp_path.glob("*.rows"):  # another process took them
+        file.unlink()
+    assert listed
+    for ids in listed:
+        assert turn(late, ids[:60])[0] == turn(engine("eagle"), ids[:60])[0]
+
+
+@pytest.mark.parametrize("damage", ["one bit", "zeros", "NaN", "cut", "other ids", "empty"])
+def test_a_damaged_file_is_dropped_and_its_text_is_run_again(tmp_path, damage):
+    """Rows of a file that are not those that were written: the file goes, and the text is that of an engine alone."""
+    first = engine("plain", PromptCache(0, 64, tmp_path, keep=True))
+    turn(first, CHATS[0])
+    turn(first, CHATS[1])
+    (file,) = tmp_path.glob("*.rows")
+    whole = bytearray(file.read_bytes())
+    if damage == "one bit":
+        whole[-1000] ^= 64
+    elif damage == "zeros":
+        whole[-4096:] = bytes(4096)
+    elif damage == "NaN":
+        whole[-4096:] = b"\xff" * 4096
+    elif damage == "other ids":
+        whole = whole.replace(b"[0, ", b"[1, ", 1) if b"[0, " in whole else whole.replace(b"5, 10", b"5, 11", 1)
+    file.write_bytes({"cut": bytes(whole[:-10]), "empty": b""}.get(damage, bytes(whole)))
+    for fresh in (first, engine("plain", PromptCache(0, 64, tmp_path, keep=True))):
+        again, cached = turn(fresh, [*CHATS[0], 4])
+        assert cached == 0 and again == turn(engine("plain"), [*CHATS[0], 4])[0]
+    assert not file.exists()
+
+
+def test_what_a_failed_request_went_on_from_is_dropped():
+    """Rows that are not finite fail one request; the next one with the same text runs it again."""
+    shared = engine("plain", PromptCache(8))
+    turn(shared, CHATS[0])
+    turn(shared, CHATS[1])
+    (saved,) = shared.prompt_cache.entries
+    saved.rows = [torch.full_like(part, float("nan")) for part in saved.rows]
+    with pytest.raises(ArithmeticError):
+        turn(shared, [*CHATS[0], 4])
+    assert turn(shared, [*CHATS[0], 4])[0] == turn(engine("plain"), [*CHATS[0], 4])[0]

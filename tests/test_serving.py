@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -16,10 +17,12 @@ openai = pytest.importorskip("openai", reason="the client needs openai (requirem
 
 import pydantic  # noqa: E402  # the client needs it
 from serving_kit import instruct_folder, running, script, until  # noqa: E402
+from tiny import definitions, rules  # noqa: E402
 
 from generate import load  # noqa: E402
 from runtime.prompt_cache import PromptCache  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
+from support.errors import UsageError, advised  # noqa: E402
 
 ASK = [{"role": "user", "content": "def f(x):"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -330,6 +333,8 @@ def test_calls_of_a_response(engine, client, monkeypatch):
         ({"messages": [{"role": "user", "content": "x " * 3000}]}, "messages", "the context holds 2,048"),
         ({"messages": [{"role": "user", "content": "x" * 40000}]}, "messages", "40,000 characters"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "cannot be used"),
+        ({"messages": ASK, "metadata": {"a": "\ud800"}}, "metadata", "cannot be used"),
+        ({"messages": ASK, "a\udfff": 1}, "a\\udfff", "cannot be used"),
     ],
 )
 def test_a_bad_request_names_the_field_and_does_not_touch_the_engine(server, client, body, param, said):
@@ -340,6 +345,30 @@ def test_a_bad_request_names_the_field_and_does_not_touch_the_engine(server, cli
     error = caught.value.body
     assert error["type"] == "invalid_request_error" and error["param"] == param and said in error["message"]
     assert "\n" not in error["message"] and server.api.scheduler.jobs == set()
+
+
+def test_numbers_without_a_fraction_are_numbers(client):
+    """A setting may be an integer beyond 64 bits where its limit allows that."""
+    for name in ("temperature", "repetition_penalty"):
+        asked = dict(model="demo", messages=ASK, max_tokens=2, extra_body={name: 10**30})
+        assert client.chat.completions.create(**asked).usage.completion_tokens == 2
+
+
+def test_a_grammar_that_is_too_much_is_a_400(client, engine, monkeypatch):
+    """A schema or grammar that would end the process, and one that is too much while decoding; the server goes on."""
+    llguidance = pytest.importorskip("llguidance")
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": definitions(1000)}}
+    for more, param in (({"response_format": schema}, "response_format"), ({"grammar": rules(3000)}, "grammar")):
+        with pytest.raises(openai.BadRequestError, match="too large, or nested too deeply") as caught:
+            client.post("/chat/completions", body={"messages": ASK} | more, cast_to=object)
+        assert caught.value.body["param"] == param
+    small = partial(llguidance.LLMatcher, limits=llguidance.LLParserLimits(max_items_in_row=20))
+    asked = {"prompt": "x", "grammar": "start:" + " x" * 5 + '\nx: "a"* "a"* "a"*'}
+    with monkeypatch.context() as patch:
+        patch.setattr(llguidance, "LLMatcher", small)
+        with pytest.raises(openai.BadRequestError, match="cannot be followed further"):
+            client.post("/completions", body=asked, cast_to=object)
+    assert client.completions.create(model="demo", prompt="x", max_tokens=2).usage.completion_tokens == 2
 
 
 class Person(pydantic.BaseModel):
@@ -382,6 +411,39 @@ def test_bad_requests_of_the_other_endpoints(client, path):
         with pytest.raises(openai.BadRequestError) as caught:
             client.post(f"/{path}", body=body, cast_to=object)
         assert caught.value.body["param"], (body, param)
+
+
+def test_no_answer_has_advice_about_flags_or_files(client, engine, monkeypatch):
+    """What the user of a command may do, a client cannot: no message names a flag, a file or a download."""
+    chat = json.dumps({"messages": ASK}).encode()
+    said = []
+
+    def ask(data: bytes) -> None:
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.post("/chat/completions", content=data, cast_to=object)
+        said.append(caught.value.body["message"])
+
+    for data in (b"{", b"[" * 200 + b"]" * 200, json.dumps({"messages": ASK, "n": 99}).encode()):
+        ask(data)
+    with monkeypatch.context() as patch:
+        patch.setattr("serving.requests.checked_grammar", partial(missing, "pip install llguidance"))
+        ask(json.dumps({"messages": ASK, "grammar": "x"}).encode())
+        script(patch, engine, "some more text", gate=partial(missing, "--dtype bfloat16"))
+        ask(chat)
+        patch.setattr(engine, "generation", {"do_sample": True, "top_p": 7})
+        ask(chat)
+        patch.setattr(engine.tokenizer, "encode_chat", partial(missing, "--prompt-ids"))
+        ask(chat)
+        patch.setattr(engine.tokenizer, "chat_template_source", "")
+        ask(chat)
+    assert len(said) == 8
+    for words in ("--", "pip ", "Download", "right file", "the command line"):
+        assert not [message for message in said if words in message], words
+
+
+def missing(advice: str, *_rest: object, **_more: object) -> None:
+    """Fail with advice for the user of a command."""
+    raise advised(UsageError("it is not there."), advice)
 
 
 def test_unknown_fields_and_null_are_left_out(client):

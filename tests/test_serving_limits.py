@@ -31,7 +31,7 @@ from scripts import serve  # noqa: E402
 from serving import scheduler  # noqa: E402
 from serving.requests import Ask  # noqa: E402
 from serving.scheduler import Job  # noqa: E402
-from serving.server import is_loopback, prompt_folder  # noqa: E402
+from serving.server import _weights, is_loopback, prompt_folder  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = "/v1/completions"
@@ -183,6 +183,9 @@ def test_pages_of_other_sites_cannot_use_a_local_server(engine, small):
     refused(get(origin="https://evil.example"), 403, "wrong_origin")
     refused(get(origin="null"), 403, "wrong_origin")
     refused(get(host="evil.example:8000"), 403, "wrong_host")
+    refused(get(origin="http://["), 403, "wrong_origin")
+    refused(get(host="["), 400, "wrong_host")
+    refused(get(host="[::1"), 400, "wrong_host")
     assert get(origin=small.address).status_code == get(host="localhost").status_code == 200
     names = ("localhost", "127.0.0.1", "127.1.2.3", "::1", "0.0.0.0", "192.168.1.5", "::", "example.org")
     assert [is_loopback(name) for name in names] == [True] * 4 + [False] * 4
@@ -373,9 +376,10 @@ def test_the_folder_of_prompts_is_that_of_the_model(engine, tmp_path, monkeypatc
     assert {path.name for path in own.parent.iterdir()} == {f"process-{os.getppid()}", "abc"}
     kept = prompt_folder(engine, keep=True)
     assert kept == prompt_folder(engine, keep=True)
-    weight = next(engine.model.parameters())
-    before = weight.flatten()[0].item()
-    weight.view(-1)[0] += 1
-    assert prompt_folder(engine, keep=True) != kept
-    weight.view(-1)[0] = before
+    stored = [tensor for _, tensor in _weights(engine.model)]
+    for weight in (stored[0], stored[-1], max(stored, key=torch.Tensor.numel)):
+        bits = weight.view(-1).view(torch.uint8)  # one bit anywhere is another model
+        bits[-1] ^= 1
+        assert prompt_folder(engine, keep=True) != kept
+        bits[-1] ^= 1
     assert prompt_folder(engine, keep=True) == kept

@@ -201,3 +201,16 @@ def held_out_prompts(tokenizer, count: int, length: int) -> list[list[int]]:
     ids = tokenizer.encode("\n".join(read_source(path) for path in stdlib_files()[1]), add_bos=False)
     stride = (len(ids) - length) // count
     return [tokenizer.encode("") + ids[i * stride : i * stride + length] for i in range(count)]
+
+
+def definitions(count: int) -> dict:
+    """A schema of objects that each hold the next one."""
+    names = [f"d{i}" for i in range(count)]
+    defs = {a: {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{b}"}}, "required": ["a"]}
+            for a, b in zip(names, names[1:], strict=False)}  # fmt: skip
+    return {"$ref": "#/$defs/d0", "$defs": defs | {names[-1]: {"type": "object"}}}
+
+
+def rules(count: int) -> str:
+    """A grammar of rules that each name the next one."""
+    return "start: r0\n" + "".join(f'r{i}: "A" r{i + 1}\n' for i in range(count)) + f'r{count}: "B"\n'

@@ -472,10 +472,9 @@ def test_draft_vocabulary_can_be_trimmed_and_counted(head, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [{}, pytest.param({"eagle": str(DEMO / "eagle1")}, marks=pytest.mark.slow)])
-def test_the_compile_flag_itself_compiles_once(flags, tmp_path, monkeypatch):
+def test_the_compile_flag_itself_compiles_once(flags, empty_cache):
     """Other prompts, lengths, seeds and settings do not recompile after --compile, and the tokens equal those of eager
     decoding."""
-    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
     options = {"ctx": 256, "tree": "chain:2", "eagle_always": True, "device": "cpu", "kernels": "reference"} | flags
     compiled, eager = (load(DEMO, compile=compile, **options) for compile in (True, False))
     prompts = [compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)]

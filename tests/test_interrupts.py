@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import empty_cache_in
 
 import quantize
 from model import Transformer
@@ -62,6 +63,7 @@ COMMANDS = {
 def made(tmp_path_factory) -> Path:
     """A folder with a tiny model and tokenised data."""
     folder = tmp_path_factory.mktemp("interrupts")
+    empty_cache_in(folder)
     torch.manual_seed(0)
     (folder / "text.txt").write_text(TEXT)
     save_hf(Transformer(ModelConfig("llama", 32, 64, 7, 2, 1, 16, 64, 256)), folder / "target")

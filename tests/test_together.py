@@ -1,7 +1,7 @@
 """Two servers, a trainer and `generate.py` on one cache folder: every text is the right one.
 
-`EAGLET_TOGETHER=600 pytest -s tests/test_together.py` sends random requests for so many seconds, and prints how many texts
-were compared.
+`EAGLET_TOGETHER=600 pytest -s tests/test_together.py` sends random requests for so many seconds, and prints how many
+texts were compared.
 """
 
 from __future__ import annotations

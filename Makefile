@@ -41,7 +41,7 @@ PEERS = --baseline hf $(if $(call folder,llama_cpp),--baseline llama.cpp)
 
 bench: $(VENV)/dev
 	$(PYTHON) -m scripts.bench --baseline hf --only plain $(BENCH_ARGS)
-	$(PYTHON) -m scripts.bench --baseline hf --only plain --shape llama-100m --synthetic-tau 1 --temperature 0 $(BENCH_ARGS)
+	$(PYTHON) -m scripts.bench --baseline hf --only plain --shape llama-100m --temperature 0 $(BENCH_ARGS)
 	$(if $(REAL_FILE),$(PYTHON) -m scripts.bench --checkpoint $(REAL_FILE) --device cpu $(PEERS) --only plain $(BENCH_ARGS))
 
 # Use $(PYTHON) as it is and install nothing: for a machine with a GPU, torch and pytest.

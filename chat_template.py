@@ -50,12 +50,13 @@ class TemplateWorker:
         """The reply to a request of one line."""
         if self._child is None:
             self._child = self._start()
-        answer = _exchange(self._child, request, RENDER_SECONDS)
         try:
-            return json.loads(answer)
-        except ValueError:
+            return json.loads(_exchange(self._child, request, RENDER_SECONDS))
+        except BaseException as error:  # after Ctrl-C the child's answer would be taken for that to the next request
             _end(self._child)
             self._child = None
+            if not isinstance(error, ValueError):
+                raise
             limits = f"{RENDER_CPU_SECONDS} s of CPU, {RENDER_SECONDS} s, {RENDER_MEMORY >> 20} MB"
             raise ValueError(f"the template ran over a limit ({limits})") from None
 

@@ -29,6 +29,7 @@ from support.machine import describe_device, shapes_only
 from tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
 from weights.checkpoint import Checkpoint
+from weights.files import local_path
 from weights.heads import EagleConfig, EagleFile, read_eagle
 from weights.quantized import QuantSpec, adopt_, pack_, replace_module
 from weights.rounding import quantize_
@@ -292,7 +293,7 @@ def _new_drafter(model: Transformer, options: LoadOptions, head: EagleHead | Non
         drafter = LookaheadDrafter(model, B)
     elif kind == "medusa":
         with bad_files():
-            heads = load_medusa(options.medusa, model)
+            heads = load_medusa(local_path(options.medusa), model)
         drafter = MedusaDrafter(heads, tree, options.draft_noise)
     elif kind == "draft":
         with bad_files():

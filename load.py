@@ -78,13 +78,14 @@ def load(
     """
     say = report or (lambda line: None)
     check_names(keywords)
-    asked = LoadOptions(checkpoint=str(checkpoint), **keywords)
+    options = {name: str(given) if isinstance(given, Path) else given for name, given in keywords.items()}
+    options["checkpoint"] = str(checkpoint)
+    asked = LoadOptions(**options)
     asked.check()
     size = asked.tp or int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return _load(asked, progress, say)
-    options = keywords | {"checkpoint": str(checkpoint), "tp": size}
-    ranks = meet(size, asked.device or default_device(), options, follower=__name__)
+    ranks = meet(size, asked.device or default_device(), options | {"tp": size}, follower=__name__)
     return _load_part(asked, ranks, progress, say)
 
 
@@ -134,6 +135,8 @@ def _load(
         tokenizer = load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
         files = read_drafter(asked, checkpoint.config, tokenizer)
     options = resolve(asked, checkpoint, files.head)
+    if asked.compile and not options.compile:
+        say("note    nothing to compile: the C++ kernels run (--kernels reference --compile compiles the reference)")
     backend = open_backend(options, say)
     checkpoint, plan = check_plan(checkpoint, files, options, ranks, say)
     for note in (*checkpoint.notes, *(files.head.notes if files.head else ())):
@@ -192,7 +195,7 @@ def check_plan(
 def open_backend(options: LoadOptions, report: Callable[[str], None]) -> kernels.KernelBackend:
     """The kernel backend that the options name, with the tilings that were tuned for this GPU."""
     if options.device != "cuda":
-        if options.kernels == "auto" and not options.compile and (problem := kernels.cpu_problem()):
+        if options.kernels == "auto" and (problem := kernels.cpu_problem()):
             report(f"note    no C++ kernels, because {problem}: slower, and quantized weights become float matrices")
         return kernels.KernelBackend(options.kernels, options.device, options.activations)
     tilings, note = tuned.read_tuned(torch.cuda.get_device_name())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
@@ -16,6 +15,7 @@ from step import HISTORY, RING
 from support.errors import NotEnoughMemory
 from support.machine import size_text
 from weights.checkpoint import Checkpoint
+from weights.files import local_path
 from weights.hf import build_model
 from weights.quantized import held_bytes
 from weights.shards import Shard, exchanged
@@ -98,7 +98,7 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
         kv += cache_bytes(draft.config, draft.config.num_hidden_layers, slots + 128)
         drafter = model_bytes(draft, options)
     if options.medusa:
-        path = Path(options.medusa)
+        path = local_path(options.medusa)
         drafter = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*")))
     if options.drafter == "lookahead":
         buffers += B * config.vocab_size * (N - 1) // 2 * 4
@@ -117,7 +117,7 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
     per_token = plan.kv / options.ctx
     fits = int(options.ctx - (plan.total - free) / per_token) if per_token else 0
     hint = "Use a quantized model (--quant int4, quantize.py) or a larger device."
-    if options.kv != "int8" and plan.total - free < 0.4 * plan.kv:
+    if options.kv != "int8" and not options.drafter_kind and plan.total - free < 0.4 * plan.kv:
         hint = "Try --kv int8."
     elif fits >= 256:
         hint = f"Try --ctx {fits // 64 * 64}."

@@ -89,7 +89,10 @@ class LoadOptions:
         "tensor parallel: split the model among N processes, each with a GPU (or a share of the CPU) of its own "
         "(default: as many as torchrun started, or 1)", least=1,
     )  # fmt: skip
-    compile: bool = option("compile the step (and on a GPU capture it as one CUDA graph)", False)
+    compile: bool = option(
+        "compile the step, and on a GPU capture it as one CUDA graph (the C++ kernels of CPUs are compiled already)",
+        False,
+    )
     compile_mode: str = option(
         "graph: compile one block for all layers, and on a GPU capture the whole step; max-autotune: the same with "
         "measured tilings; capture: captured, not compiled; regions: compiled, not captured; for comparison the whole "
@@ -105,9 +108,7 @@ class LoadOptions:
     overlap: bool = option(
         "Hopper and later GPUs: start each kernel before the previous one has ended (not measured yet)", False
     )
-    kv: str = option(
-        "int8: halve (fp32: quarter) the target's cache; a drafter's keeps its dtype", "model", ("model", "int8")
-    )
+    kv: str = option("int8: halve (fp32: quarter) the cache; not with a drafter", "model", ("model", "int8"))
     eagle: str | None = option(
         "EAGLE-1/2/3 head: folder, .safetensors, .bin, .pth, or org/name in the Hugging Face cache", metavar="HEAD"
     )
@@ -163,11 +164,15 @@ class LoadOptions:
 
     @property
     def kernel_mode(self) -> str:
-        """`kernels`, where auto means cpu if the C++ kernels can run. They are not compiled and know float32 alone."""
+        """`kernels`, where auto means cpu if the C++ kernels can run: they know float32 alone.
+
+        They are compiled already, so `compile` alone does not ask for others. A `compile_mode` of its own does.
+        """
         import kernels
         from support.machine import default_device
 
-        on_cpu = (self.device or default_device()) == "cpu" and self.dtype in (None, "float32") and not self.compile
+        on_cpu = (self.device or default_device()) == "cpu" and self.dtype in (None, "float32")
+        on_cpu = on_cpu and not (self.compile and self.compile_mode != "graph")
         return "cpu" if self.kernels == "auto" and on_cpu and not kernels.cpu_problem() else self.kernels
 
     @property
@@ -199,14 +204,19 @@ class LoadOptions:
         }
         for words in (words for words, ignored in about_heads.items() if ignored):
             raise UsageError(f"{words} is about a draft head, and none was given (--eagle HEAD).")
+        if kind and self.kv == "int8":
+            problem = (
+                "--kv int8 rounds the cache of a step over many tokens differently, so drafts could change the text"
+            )
+            raise UsageError(f"{problem}. Leave out --kv int8, or the drafter ({kind}).")
         if any("=" not in item for item in self.eagle_config):
             raise UsageError("--eagle-config takes KEY=VALUE, like rope_theta=500000.")
         if self.prune and not self.can_prune:
             raise UsageError("--prune needs --eagle, --verify match and the C++ kernels of CPUs; leave it out.")
         if self.draft_vocab_text and not self.draft_vocab:
             raise UsageError("--draft-vocab-text needs --draft-vocab K, the number of tokens to keep.")
-        if self.kernels == "cpu" and self.compile:
-            raise UsageError("--kernels cpu runs C++ kernels that --compile cannot look into; leave one of them out.")
+        if self.kernels == "cpu" and self.compile and self.compile_mode != "graph":
+            raise UsageError("--kernels cpu runs C++ kernels, which are not compiled; leave --compile-mode out.")
         if self.activations != "int8" and self.kernel_mode != "cpu":
             raise UsageError("--activations float is about the CPU kernels, and others run here. Leave it out.")
         if self.threads and (self.device or default_device()) != "cpu":
@@ -215,14 +225,15 @@ class LoadOptions:
             raise UsageError("--device cuda, but this torch sees no CUDA device. Use --device cpu.")
 
     def with_defaults(self, config: ModelConfig) -> LoadOptions:
-        """The options with device, dtype and ctx decided for a model."""
+        """The options with device, dtype, ctx, kernels and whether anything is compiled decided for a model."""
         from support.machine import default_device
 
         device = self.device or default_device()
         # half precision is slow on CPUs without native support for it
         dtype = self.dtype or ("float32" if device == "cpu" else config.dtype)
         ctx = self.ctx or min(config.max_positions, 8192)
-        return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=self.kernel_mode)
+        mode = self.kernel_mode
+        return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=mode, compile=self.compile and mode != "cpu")
 
     def open_checkpoint(self, draft: bool = False) -> Checkpoint:
         """The checkpoint, or the draft LLM's, with what the options say about reading its weights."""
@@ -236,7 +247,7 @@ class LoadOptions:
 class LoadKeywords(TypedDict, total=False):
     """The keyword arguments of `load`, for type checkers and editors: the fields of LoadOptions but `checkpoint`.
 
-    LoadOptions says what each of them does. A test compares the two.
+    LoadOptions says what each of them does. A test compares the two. Here a file may also be a Path.
     """
 
     sha256: str | None
@@ -253,16 +264,16 @@ class LoadKeywords(TypedDict, total=False):
     kernels: str
     overlap: bool
     kv: str
-    eagle: str | None
+    eagle: str | Path | None
     eagle_config: tuple[str, ...]
     drafter: str
-    draft_checkpoint: str | None
-    medusa: str | None
+    draft_checkpoint: str | Path | None
+    medusa: str | Path | None
     ngram_nodes: int | None
     tree: str | tuple[str, ...] | None
     prune: int | None
     draft_vocab: int
-    draft_vocab_text: str | None
+    draft_vocab_text: str | Path | None
     draft_noise: bool
     verify: str
     eagle_always: bool

@@ -51,6 +51,10 @@ CHECK_EVERY = 16  # steps between two comparisons of what the ranks have decoded
 # How long a rank waits for the next request. A rank that dies ends the wait at once.
 IDLE = datetime.timedelta(days=365)
 MEETING = datetime.timedelta(seconds=60)  # how long the ranks wait for each other while they start
+# How long rank 0 waits for the others after that. One may read its part of a model, or compile, for some minutes.
+TOGETHER = datetime.timedelta(minutes=10)
+ENDING = datetime.timedelta(seconds=5)  # how long it waits for them to end
+PATIENCE = 0.7  # seconds that an exchange may still take after Ctrl-C
 
 
 class RankLost(UserError):
@@ -75,6 +79,7 @@ class Ranks:
         self.children = children
         self.engines = 0  # that were made for these processes
         self.exchanges: Exchanges | None = None  # what they exchange, known when the model is loaded
+        self.alarm = Alarm(children, device) if children else None
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens on another interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         backend = "nccl" if device == "cuda" else "gloo"
@@ -87,7 +92,7 @@ class Ranks:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=MEETING)
             self.control = dist.new_group(backend="gloo", timeout=MEETING)
         for group in (dist.group.WORLD, self.control):
-            _set_pg_timeout(IDLE, group)
+            _set_pg_timeout(IDLE if rank else TOGETHER, group)
         atexit.register(self.end if rank == 0 else close)
 
     def _wait_for_all(self, store: dist.Store) -> None:
@@ -138,13 +143,15 @@ class Ranks:
     def lost(self) -> Iterator[None]:
         """Turn the failure of an exchange into RankLost, which names the processes that have ended."""
         try:
-            yield
+            with self.alarm.set() if self.alarm else contextlib.nullcontext():
+                yield
         except (ExchangeFailed, dist.DistError) as error:
             deadline = time.monotonic() + 1.0  # a process closes its connections shortly before its status can be seen
             while not (ended := self._ended()) and self.children and time.monotonic() < deadline:
                 time.sleep(0.01)
             what = ended or "rank 0, or one of the others"
-            raise RankLost(f"a process of --tp {self.size} has ended ({what}); start again.") from error
+            how = f"has ended ({what})" if ended or not self.children else "does not answer"
+            raise RankLost(f"a process of --tp {self.size} {how}; start again.") from error
 
     def leave(self) -> None:
         """Close the connections, when all ranks are done."""
@@ -155,16 +162,58 @@ class Ranks:
     def end(self) -> None:
         """Rank 0 tells the other processes to exit. It runs when the program ends; a second call does nothing."""
         atexit.unregister(self.end)
+        deadline = time.monotonic() + ENDING.total_seconds()
         with contextlib.suppress(RankLost):
+            _set_pg_timeout(ENDING, self.control)
             self.tell(0, "end")
             self.leave()
         close()
         for child in self.children:
             try:
-                child.wait(5)
+                child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
         self.children = ()
+
+
+class Alarm:
+    """Lets rank 0 hear Ctrl-C while it waits for a process that does not answer: the others are killed, so the wait ends.
+
+    Python acts on a signal between two of its instructions, and an exchange is a single one. A thread sees it before.
+    """
+
+    def __init__(self, children: Sequence[subprocess.Popen], device: str):
+        self.children = children
+        self.computes = device == "cpu"  # who uses the CPU computes; who waits for a GPU uses it, too
+        self.waits = 0  # that have begun or ended: an odd number within one
+        self.heard, self.told = os.pipe()
+        os.set_blocking(self.told, False)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator[None]:
+        """Watch over the block. Signals reach the main thread alone, and a block within another one is part of it."""
+        if self.waits % 2 or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        usual = signal.set_wakeup_fd(self.told, warn_on_full_buffer=False)
+        self.waits += 1
+        try:
+            yield
+        finally:
+            self.waits += 1
+            signal.set_wakeup_fd(usual)
+
+    def _watch(self) -> None:
+        while number := os.read(self.heard, 1):
+            wait = self.waits
+            while number[0] == signal.SIGINT and wait % 2 and wait == self.waits:
+                spent = time.process_time()
+                time.sleep(PATIENCE)
+                if wait == self.waits and not (self.computes and time.process_time() - spent > PATIENCE / 2):
+                    for child in self.children:
+                        child.kill()
+                    break
 
 
 def close() -> None:
@@ -360,6 +409,9 @@ def interrupts_wait() -> Iterator[None]:
     usual = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
         yield
+    except RankLost:
+        if not came:  # else the alarm has ended the others
+            raise
     finally:
         signal.signal(signal.SIGINT, usual)
     if came:

@@ -90,7 +90,7 @@ def load_tokenizer(source: str | Path | Mapping[str, bytes], vocab_size: int | N
     name, data = next(((name, data) for name in names if (data := read(name)) is not None), (None, b""))
     if name is None:
         return None
-    where = name if isinstance(source, Mapping) else Path(source).absolute() / name
+    where = f"the {name} in the GGUF file" if isinstance(source, Mapping) else Path(source).absolute() / name
     with _one_line_errors(f"cannot use {where}", "Download the tokenizer files again, or pass --prompt-ids."):
         config = _named_tokens(read, "special_tokens_map.json")
         config |= _named_tokens(read, "tokenizer_config.json")
@@ -344,7 +344,9 @@ class Tokenizer:
         find = self._control_pattern.findall
         expected = [token for text in pieces[::2] for token in find(text)]
         if any(map(find, bodies)) or find(real) != expected:
-            what = f"the chat template ({self.chat_template_source}) edits messages that hold the text of control tokens."
+            what = (
+                f"the chat template ({self.chat_template_source}) edits messages that hold the text of control tokens."
+            )
             raise advised(ValueError(what), "Remove that text, or pass --prompt.")
         return [real], []
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import re
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,14 +16,13 @@ from typing import Any
 
 import torch
 
-from bench.arms import NO_STOP, Arm, EngineArm, Sample, shown
+from bench.arms import Arm, EngineArm, Sample, shown
 from bench.environment import gpu_state, memory_of
 from bench.records import RESAMPLES, Line, Row, Settings, remarks, summarise
 from bench.suites import Prompts, Question
 from cli.prove import find_fork, is_bitwise
 from engine import Engine
 from sampling import SamplingParams
-from support.errors import UsageError
 from support.machine import peak_memory, resident_memory
 from weights.heads import read_card
 
@@ -210,10 +207,10 @@ def add_bandwidth_share(rows: Sequence[Row], arms: Sequence[Arm], bandwidth: flo
 
 
 def run_session(
-    bench: Bench, tests: Sequence[str], steps: Iterable[Line], compare: bool, model: Line, bandwidth: float,
+    bench: Bench, steps: Iterable[Line], compare: bool, model: Line, bandwidth: float,
     emit: Callable[[Line], None],
 ) -> Line:  # fmt: skip
-    """Measure the arms in turn (if `compare`), the rows of llama-bench called `tests` on the first arm, and `steps`.
+    """Measure the arms in turn (if `compare`), and `steps`.
 
     Returns the last line of the JSON, with everything that the report prints. Every run goes to `emit` at once. Ctrl-C
     ends it early. `model` says what is measured. `bandwidth` is that of a copy, in bytes per second.
@@ -221,7 +218,7 @@ def run_session(
     started = time.perf_counter()
     settings = bench.settings
     runs: list[Line] = []
-    done: Line = {"warm_up": [], "arms": [], "llama_bench": [], "steps": [], "interrupted": False}
+    done: Line = {"warm_up": [], "arms": [], "steps": [], "interrupted": False}
     try:
         if compare:
             done["warm_up"] = bench.warm_up()
@@ -229,12 +226,6 @@ def run_session(
             for line in bench.measure():
                 runs.append(line)
                 emit(line)
-        text = itertools.cycle(token for question in bench.questions for token in bench.prompts.first(question))
-        ids = list(itertools.islice(text, max(map(row_context, tests), default=0)))
-        for test in tests:
-            bench.progress(0.0, test)
-            done["llama_bench"].append(bench_row(bench.arms[0], test, ids, settings.reps, bandwidth))
-            emit(done["llama_bench"][-1])
         for line in steps:  # measured as they are taken
             bench.progress(0.0, f"steps: {line['arm']}, context {line['context']}")
             done["steps"].append(line)
@@ -270,51 +261,3 @@ def _notes(bench: Bench, done: Line) -> list[str]:
     if done["interrupted"]:
         notes.append("interrupted: the numbers are of the runs that were done")
     return notes
-
-
-# ---- rows in the terms of llama-bench, so that its numbers and ours can stand side by side --------------------
-
-
-def parse_row(text: str) -> tuple[str, int, int]:
-    """pp512, tg128 or tg128@d4096 as (kind, tokens, depth). Raises UsageError for anything else."""
-    found = re.fullmatch(r"(pp|tg)0*([1-9]\d*)(?:@d(\d+))?", text.replace(" ", ""))
-    if not found:
-        raise UsageError(f"--rows {text!r:.40}: expected pp512, tg128 or tg128@d4096.")
-    kind, count, depth = found.groups()
-    return kind, int(count), int(depth or 0)
-
-
-def row_context(text: str) -> int:
-    """The context that a row needs."""
-    kind, count, depth = parse_row(text)
-    return depth + count + (1 if kind == "pp" else 2)
-
-
-def bench_row(plain: EngineArm, text: str, ids: list[int], reps: int, bandwidth: float) -> Line:
-    """Measure one row on the prompt `ids`: tokens/s with mean and standard deviation over `reps` runs.
-
-    pp is the processing of N prompt tokens after a depth of cached ones (their share of the whole prompt's time), and tg
-    the generation of N tokens one after another.
-    """
-    kind, count, depth = parse_row(text)
-    params = SamplingParams(max_new_tokens=count + 1 if kind == "tg" else 1, stop_ids=NO_STOP)
-
-    def seconds() -> float:
-        if kind == "tg":
-            return plain.run(ids[: max(1, depth)], params).decode_seconds
-        whole = plain.run(ids[: depth + count], params).ttft_seconds
-        return whole - plain.run(ids[:depth], params).ttft_seconds if depth else whole
-
-    rates = [count / max(seconds(), 1e-9) for _ in range(reps + 1)][1:]  # the first run warms up
-    share = None
-    if kind == "tg":  # every step gives one token
-        share = step_bytes(plain.engine, depth + count // 2) * statistics.median(rates) / bandwidth
-    return {
-        "type": "row",
-        "arm": plain.name,
-        "test": f"{kind}{count}" + (f" @ d{depth}" if depth else ""),
-        "tokens_per_second": statistics.mean(rates),
-        "sd": statistics.stdev(rates) if len(rates) > 1 else 0.0,
-        "all": rates,
-        "bandwidth_share": share,
-    }

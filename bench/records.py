@@ -49,7 +49,6 @@ class Settings:
     max_seconds: float = 0.0  # past it no repetition starts, nor a question of the first one; 0: no limit
     tie_margin: float | None = None  # distance of sampling keys under which a fork is a near-tie
     allow_diff: bool = False
-    synthetic_tau: float = 0.0
     random_weights: bool = False
 
     def params(self, temperature: float, rep: int, stop_ids: tuple[int, ...]) -> SamplingParams:
@@ -111,7 +110,6 @@ def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 # ---- from run lines to rows ----------------------------------------------------------------------------------
 
 RESAMPLES = 2000
-POSITIONS = 16  # output positions that `tau_by_position` puts together
 
 
 def total_rate(lines: Sequence[Line], whole: bool = False) -> float | None:
@@ -129,15 +127,6 @@ def bootstrap(ratios: Sequence[float], seed: int = 0, resamples: int = RESAMPLES
     rng = random.Random(seed)
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(resamples))
     return medians[int(0.025 * resamples)], medians[math.ceil(0.975 * resamples) - 1]
-
-
-def tau_by_position(lines: Sequence[Line]) -> list[float | None]:
-    """Mean tokens per step of the steps that begin at output positions [16 k, 16 k + 16); None where none begins."""
-    groups: dict[int, list[int]] = {}
-    for steps in (line["tokens_per_step"] or () for line in lines):
-        for at, count in zip(itertools.accumulate(steps, initial=1), steps, strict=False):
-            groups.setdefault(at // POSITIONS, []).append(count)
-    return [statistics.mean(groups[k]) if k in groups else None for k in range(max(groups, default=-1) + 1)]
 
 
 def question_of(line: Line) -> tuple:
@@ -166,12 +155,12 @@ def summarise(runs: Sequence[Line], settings: Settings, resamples: int = RESAMPL
         here = runs_of(runs, suite, T)
         if lines := [r for r in here if r["arm"] == arm]:
             plain = [r for r in here if r["baseline"]]
-            row = {"suite": suite, "temperature": T} | _measured(lines, plain, settings.synthetic_tau)
+            row = {"suite": suite, "temperature": T} | _measured(lines, plain)
             rows.append(row | _compared(row, lines, plain, settings, resamples))
     return rows
 
 
-def _measured(lines: Sequence[Line], plain: Sequence[Line], synthetic_tau: float) -> dict[str, Any]:
+def _measured(lines: Sequence[Line], plain: Sequence[Line]) -> dict[str, Any]:
     """What an arm's lines say: speed, acceptance, and the time of a step beside that of plain decoding."""
     baseline = lines[0]["baseline"]
     known = all(r["tokens_per_step"] is not None for r in lines)
@@ -182,10 +171,6 @@ def _measured(lines: Sequence[Line], plain: Sequence[Line], synthetic_tau: float
     per_rep = [total_rate([r for r in lines if r["rep"] == rep]) for rep in sorted({r["rep"] for r in lines})]
     per_rep = [rate for rate in per_rep if rate]
     verdicts = [r["same"] for r in lines]
-    synthetic = None
-    if synthetic_tau and break_even:  # the speed at a given tau, from the measured time of a step alone
-        given = 1.0 if baseline else synthetic_tau
-        synthetic = {"given_tau": given, "tokens_per_second": given / step, "speedup": given / break_even}
     row = {name: lines[0][name] for name in ("arm", "label", "baseline")}
     row |= {"prompts": len({question_of(r) for r in lines}), "runs": len(lines)}
     row["prompt_tokens"] = statistics.mean(r["prompt_tokens"] for r in lines)
@@ -194,10 +179,10 @@ def _measured(lines: Sequence[Line], plain: Sequence[Line], synthetic_tau: float
     row["tokens_per_second_sd"] = statistics.stdev(per_rep) if len(per_rep) > 1 else None
     row["ttft_ms"] = 1e3 * statistics.median(r["ttft_seconds"] for r in lines)
     whole = [n for r in lines for n in (r["tokens_per_step"] or ())[:-1]]  # the last step may have been cut short
-    told = {"steps": len(steps), "tau": tau, "accepted_by_depth": by_depth, "tau_by_position": tau_by_position(lines)}
+    told = {"steps": len(steps), "tau": tau, "accepted_by_depth": by_depth}
     told["n_alpha"] = n_alpha(whole, min(lines[0].get("depth") or 0, 5))
     row |= told if known else dict.fromkeys(told)
-    row |= {"step_ms": 1e3 * step if step else None, "break_even_tau": break_even, "synthetic": synthetic}
+    row |= {"step_ms": 1e3 * step if step else None, "break_even_tau": break_even}
     row["same"] = None if baseline else {k: verdicts.count(k) for k in ("same", "tie", "differs")}
     return row
 

@@ -1,4 +1,4 @@
-"""The report of a benchmark: tables on stdout, a plot, and two result files side by side."""
+"""The report of a benchmark: tables on stdout, and a plot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.arms import SAME_TOKENS
-from bench.records import POSITIONS, Line, Row, broken, pair_of, read_lines, runs_of
+from bench.records import Line, broken
 from support.errors import UsageError
 from support.files import check_folder, written_whole
 from support.machine import size_text
@@ -44,20 +44,17 @@ def gain_text(row: dict[str, Any]) -> str:
 
 def result_table(rows: Sequence[dict[str, Any]]) -> str:
     """The table of arms: speed, speedup with its interval, tau, TTFT, and whether the tokens were the same."""
-    synthetic = any(row["synthetic"] for row in rows)
     head = "suite|T|arm|prompts|tok/s|speedup|95 % CI|total|tau|by depth|TTFT ms".split("|")
-    head += ["given tau", "tok/s at it"] * synthetic + ["tokens as plain", "label"]
+    head += ["tokens as plain", "label"]
     body = []
     for row in rows:
-        gain, same, given = row["speedup"], row["same"], row["synthetic"]
+        gain, same = row["speedup"], row["same"]
         deviation = f" ± {row['tokens_per_second_sd']:.1f}" if row["tokens_per_second_sd"] is not None else ""
         cells = [row["suite"], f"{row['temperature']:g}", row["arm"], str(row["prompts"])]
         cells += [number(row["tokens_per_second"], 1) + deviation, gain_text(row)]
         cells += [f"{gain['low']:.2f} .. {gain['high']:.2f}", f"{gain['total']:.2f}x"] if gain else ["", ""]
         depth = " ".join(f"{share:.2f}".lstrip("0") for share in row["accepted_by_depth"] or ())
         cells += [number(row["tau"]), depth, f"{row['ttft_ms']:.1f}"]
-        if synthetic:
-            cells += [f"{given['given_tau']:g}", f"{given['tokens_per_second']:.1f}"] if given else ["-", "-"]
         if same:
             ties = f", {same['tie']} near-tie" if same["tie"] else ""
             differs = ", DIFFERS" if gain and broken(row) else ""
@@ -124,17 +121,8 @@ def report(summary: dict[str, Any]) -> None:
             f"decode and TTFT apart\n\n{result_table(rows)}\n\n"
             "speedup: median of the per-prompt ratios of decode tokens/s; total: ratio of total tokens / total time."
         )
-        if any(r["synthetic"] for r in rows):
-            given = f"given tau {settings['synthetic_tau']:g} / measured step time"
-            print(f"tok/s at it: {given}; no acceptance was measured for it.")
         if cost := cost_table(rows, summary["arms"], bandwidth):
             print(f"\n{cost}")
-    body = []
-    for r in summary["llama_bench"]:
-        rate = f"{r['tokens_per_second']:.2f} ± {r['sd']:.2f}"
-        body.append([r["arm"], r["test"], rate, percent(r["bandwidth_share"])])
-    if body:
-        print("\n" + table(["arm", "test", "t/s", "of copy bandwidth"], body))
     if summary["steps"]:
         print(f"\n{step_table(summary['steps'])}")
     for note in summary["notes"]:
@@ -184,7 +172,7 @@ def pyplot() -> Any:
 
 
 def write_plot(path: str | Path, summary: dict[str, Any]) -> None:
-    """Speed by suite, acceptance by depth and tau by position as one picture."""
+    """Speed by suite and acceptance by depth as one picture."""
     plt = pyplot()
     rows = [r for r in summary["rows"] if r["suite"] != "all"]
     groups = list(dict.fromkeys((r["suite"], r["temperature"]) for r in rows))
@@ -192,7 +180,7 @@ def write_plot(path: str | Path, summary: dict[str, Any]) -> None:
     arms = list(labels)
     # the map's own grey is left out, because grey is plain decoding
     colours = ["0.6"] + [c for i, c in enumerate(plt.get_cmap("tab10").colors) if i != 7] * len(arms)
-    figure, (speed, depth, position) = plt.subplots(1, 3, figsize=(17, 5.8), constrained_layout=True)
+    figure, (speed, depth) = plt.subplots(1, 2, figsize=(13, 5.8), constrained_layout=True)
     thick = 0.84 / len(arms)
     for row in rows:
         group = groups.index((row["suite"], row["temperature"]))
@@ -207,15 +195,12 @@ def write_plot(path: str | Path, summary: dict[str, Any]) -> None:
             speed.text(at, top + error, f" {gain_text(row)}", ha="center", va="bottom", rotation=90, size=8)
         shares = row["accepted_by_depth"] or ()
         depth.plot(range(1, len(shares) + 1), shares, ms=4, **style)
-        taus = {POSITIONS * k + POSITIONS // 2: tau for k, tau in enumerate(row["tau_by_position"] or ()) if tau}
-        position.plot(taus.keys(), taus.values(), ms=3, **style)
     speed.set_xticks(range(len(groups)), [f"{suite}\nT = {T:g}" for suite, T in groups])
     speed.set(ylabel="decode tokens/s", title="speed by suite (ratio to plain: median over prompts)")
     speed.set_ylim(0, 1.18 * max((r["tokens_per_second"] or 0) for r in rows) or 1)
     depth.set(xlabel="depth d", ylabel="share of steps that accepted d tokens", title="acceptance by depth")
     depth.set_ylim(0, 1)
     depth.xaxis.get_major_locator().set_params(integer=True)
-    position.set(xlabel="position in the output (tokens)", ylabel="tau", title="tau by position")
     lines = [plt.Line2D([], [], color="0.3", ls=STYLES[i % 4]) for i in range(len(groups))]
     depth.legend(lines, [f"{suite}, T = {T:g}" for suite, T in groups], fontsize=8)
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours[: len(arms)]]
@@ -226,70 +211,3 @@ def write_plot(path: str | Path, summary: dict[str, Any]) -> None:
     with written_whole(path) as part:
         figure.savefig(part, format="png", dpi=110)
     plt.close(figure)
-
-
-# ---- two result files --------------------------------------------------------------------------------------
-
-# What differs between any two runs on the same machine.
-GPU = "temperature.gpu utilization.gpu clocks.sm memory.used".split()
-PASSING = ("time_utc", "load_average", *(f"gpu.{name}" for name in GPU))
-
-
-def differences(a: Any, b: Any, name: str = "") -> list[str]:
-    """Leaves in which two nested dictionaries differ, as `name: a -> b`."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        keys = dict.fromkeys([*a, *b])
-        return [d for k in keys for d in differences(a.get(k), b.get(k), f"{name}.{k}" if name else k)]
-    return [] if a == b else [f"{name}: {a} -> {b}"]
-
-
-def compare(a: str | Path, b: str | Path) -> str:
-    """Two result files side by side: what differs in the machines, the rates, and whether the work was the same."""
-    (runs_a, summary_a), (runs_b, summary_b) = read_lines(a), read_lines(b)
-    rows_a, rows_b = ({_place(row): row for row in summary["rows"]} for summary in (summary_a, summary_b))
-    shared = [place for place in rows_a if place in rows_b]
-    body = [_cells(rows_a[place], rows_b[place], runs_a, runs_b) for place in shared]
-    missing = [f"{place} only in {a if place in rows_a else b}" for place in [*rows_a, *rows_b] if place not in shared]
-    head = "suite|T|arm|A tok/s|B tok/s|B / A|A speedup|B speedup|A tau|B tau|same tokens".split("|")
-    changed, indent = _changes(summary_a, summary_b), "\n" + " " * 10
-    parts = [table(head, body) if body else "nothing in common"]
-    parts.append(f"differs   {indent.join(changed)}" if changed else "same environment, settings, model and arms")
-    if missing:
-        parts.append(f"missing   {indent.join(missing)}")
-    return "\n\n".join(parts)
-
-
-def _place(row: Row) -> tuple:
-    return row["suite"], row["temperature"], row["arm"]
-
-
-def _changes(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """What differs in the environments, settings, models, and options of the arms that both have."""
-    changed = differences(a["environment"], b["environment"])
-    changed = [line for line in changed if line.split(":")[0] not in PASSING]
-    changed += differences(a["settings"], b["settings"], "settings")
-    changed += differences(a["model"], b["model"], "model")
-    arms = [{fact["arm"]: fact["options"] for fact in summary["arms"]} for summary in (a, b)]
-    for name in (name for name in arms[0] if name in arms[1]):
-        changed += differences(arms[0][name], arms[1][name], f"arm {name}")
-    return changed
-
-
-def _cells(row: Row, other: Row, runs_a: list[Line], runs_b: list[Line]) -> list[str]:
-    """The cells of an arm that both files have, whose runs are among `runs_a` and `runs_b`.
-
-    Rates of other prompts are not set against each other.
-    """
-    suite, T, arm = _place(row)
-    mine = [[r for r in runs_of(runs, suite, T) if r["arm"] == arm] for runs in (runs_a, runs_b)]
-    asked = [{r["prompt_sha256"] for r in runs} for runs in mine]
-    ids = [{(*pair_of(r), r["prompt_sha256"]): r["ids_sha256"] for r in runs} for runs in mine]
-    shared = ids[0].keys() & ids[1].keys()
-    equal = sum(ids[0][k] == ids[1][k] for k in shared)
-    rates = row["tokens_per_second"], other["tokens_per_second"]
-    ratio = f"{rates[1] / rates[0]:.3f}x" if asked[0] == asked[1] and all(rates) else "other prompts"
-    if asked[0] == asked[1] and equal < len(shared):
-        ratio += " (other tokens)"
-    cells = [suite, f"{T:g}", arm, *(number(rate, 1) for rate in rates), ratio]
-    cells += [f"{number(r['speedup']['median'])}x" if r["speedup"] else "-" for r in (row, other)]
-    return [*cells, number(row["tau"]), number(other["tau"]), f"{equal} / {len(shared)}"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import kernels
 from engine import Engine
 from ranks import RankedEngine
 from runtime.results import GenerationResult
@@ -85,6 +86,7 @@ class Report:
         self.quiet = quiet
         self.loading = Progress(quiet)
         self.bandwidth = 0.0  # bytes per second
+        self.alone = 0.0  # of `kernels.seconds_alone`, what was reported already
 
     def measure(self, device: torch.device) -> None:
         """Measure the bandwidth that reports compare with, unless it is known or nothing is reported.
@@ -142,6 +144,10 @@ class Report:
         whose = " of the process, torch included" if device.type == "cpu" else ""
         lines.append(f"memory   peak {size_text(peak)}{whose} (plan {size_text(engine.plan.total)})")
         lines.append(f"kernels  {engine.backend.report(bool(engine.model.config.num_local_experts))}")
+        if engine.backend.mode == "cpu" and (alone := kernels.seconds_alone()) > self.alone:
+            what = f"one of {torch.get_num_threads()} worked alone for {alone - self.alone:.1f} s, which was faster"
+            lines.append(f"threads  {what}: other programs keep the processors busy")
+            self.alone = alone
         if engine.config.compile:
             reused, fresh = compiled_graphs()
             why = " (a shape, option or source that this folder had not seen)" if fresh else ""

@@ -27,6 +27,7 @@ from kernels.cpu import BLOCK as CPU_BLOCK
 from kernels.cpu import TILE as CPU_TILE
 from kernels.cpu import fits as cpu_fits
 from kernels.cpu import problem as cpu_problem
+from kernels.cpu import seconds_alone
 from kernels.draft import place_rows
 from kernels.experts import packed_experts
 from kernels.kv import KV_SCALE, commit_kv, dequantize_rows, quantize_rows, write_kv

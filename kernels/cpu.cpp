@@ -49,7 +49,7 @@ struct Rows {
 
   Rows(const float* x, int64_t M, int64_t K)
       : codes(new int8_t[M * K]), scale(new float[M * K / BLOCK]), sum(new float[M * K / BLOCK]), total(new int32_t[M * K / BLOCK]) {
-    torch::stable::parallel_for(0, M * K / BLOCK, 2048, [&](int64_t first, int64_t last) {
+    parallel_for(0, M * K / BLOCK, 2048, [&](int64_t first, int64_t last) {
       for (int64_t b = first; b < last; b += 8) round(x, b, std::min<int64_t>(8, last - b));
     });
   }
@@ -329,7 +329,7 @@ template <int ROWS, class Multiply>
 void run_pairs(int64_t K, const Epilogue& end, Multiply multiply) {
   const int64_t tiles = end.n / TILE, pairs = end.gated ? tiles : (tiles + 1) / 2, all = end.gated ? 2 * tiles : tiles, work = 2 * K * TILE * end.M;
   const int64_t passes = (end.M + ROWS - 1) / ROWS, most = (end.M + passes - 1) / passes;  // passes of about equal size
-  torch::stable::parallel_for(0, pairs, std::max<int64_t>(1, 100000 / work), [&](int64_t first, int64_t last) {
+  parallel_for(0, pairs, std::max<int64_t>(1, 100000 / work), [&](int64_t first, int64_t last) {
     for (int64_t pair = first; pair < last; ++pair) {
       const int64_t a = pair, b = pair + pairs < all ? pair + pairs : a, both[2] = {a, b};
       for (int64_t row = 0; row < end.M; row += most) {
@@ -434,7 +434,7 @@ void Linear::row(int64_t id, float* out) const {
 }
 
 void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, float eps, float* out) {
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, 65536 / size), [&](int64_t a, int64_t b) {
+  parallel_for(0, rows, std::max<int64_t>(1, 65536 / size), [&](int64_t a, int64_t b) {
     for (int64_t row = a; row < b; ++row) norm_row(x + row * size, weight, size, eps, out + row * size);
   });
 }
@@ -469,7 +469,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
 // qkv [B,T,heads,hd] -> rotated q [B,T,Hq,hd]. Rotated keys and plain values go to their slots. norms: of q, k and (none) v.
 void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms[3], float* q) {
   const int64_t half = n.hd / 2, all = n.heads + 2 * n.kv_heads, rows = n.B * n.T;
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, 32768 / (all * n.hd)), [&](int64_t first, int64_t last) {
+  parallel_for(0, rows, std::max<int64_t>(1, 32768 / (all * n.hd)), [&](int64_t first, int64_t last) {
     std::vector<float> normed(n.hd);
     for (int64_t row = first; row < last; ++row) {
       for (int64_t h = 0; h < all; ++h) {
@@ -709,7 +709,7 @@ struct Attention {
     const int64_t work = CHUNK * n.hd * group * std::min(n.T, TOKENS);  // of a chunk
     auto grain = [](int64_t cost) { return std::max<int64_t>(1, 40000 / cost); };
     if (n.T > TOKENS || pieces * size > MOST)
-      return torch::stable::parallel_for(0, pieces, grain(2 * work * chunks), [&](int64_t first, int64_t last) {
+      return parallel_for(0, pieces, grain(2 * work * chunks), [&](int64_t first, int64_t last) {
         const std::unique_ptr<float[]> memory(new float[size]);
         for (int64_t i = first; i < last; ++i) {
           const Piece p = piece(i, memory.get());
@@ -718,11 +718,11 @@ struct Attention {
         }
       });
     const std::unique_ptr<float[]> memory(new float[pieces * size]);
-    torch::stable::parallel_for(0, pieces * chunks, grain(work), [&](int64_t first, int64_t last) {
+    parallel_for(0, pieces * chunks, grain(work), [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) weigh(piece(i / chunks, memory.get() + i / chunks * size), i % chunks);
     });
     const int64_t slices = (n.hd + COLUMNS - 1) / COLUMNS;
-    torch::stable::parallel_for(0, pieces * slices, grain(work * chunks / slices), [&](int64_t first, int64_t last) {
+    parallel_for(0, pieces * slices, grain(work * chunks / slices), [&](int64_t first, int64_t last) {
       for (int64_t i = first, next; i < last; i = next) {  // neighbouring slices of a piece at once
         next = std::min(last, (i / slices + 1) * slices);
         const int64_t begin = i % slices * COLUMNS, end = std::min(n.hd, begin + (next - i) * COLUMNS);
@@ -864,6 +864,8 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
   return {out, tapped};
 }
 
+double seconds_alone() { return Team::of_process().seconds_alone(); }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
@@ -878,7 +880,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
   m.def("stack_layers(Tensor[] weights, Tensor? norm, int[] windows, float eps, float scale) -> Tensor");
   m.def("layers(Tensor x, Tensor? residual, Tensor stacked, Tensor[] nodes, Tensor(a!) kv, bool round, int[] taps) "
         "-> (Tensor, Tensor)");
+  m.def("seconds_alone() -> float");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CompositeExplicitAutograd, m) { m.impl("seconds_alone", TORCH_BOX(&seconds_alone)); }
 
 STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "records.h"
+#include "team.h"
 
 namespace eaglet {
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.records import header
 from support import native
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_draft.cpp", "cpu_step.cpp", "cpu.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_draft.cpp", "cpu_step.cpp", "cpu.h", "team.h")]
 BLOCK, TILE = 32, 8  # columns that share a scale of the activations; output rows of a tile. As in cpu.cpp
 NEEDED = ("avx2", "fma", "f16c")
 
@@ -32,6 +32,11 @@ def problem() -> str:
     except (ValueError, OSError) as error:
         return " ".join(str(error).split())[:300]
     return ""
+
+
+def seconds_alone() -> float:
+    """For how long threads have worked alone so far, because others only held them up (kernels/team.h)."""
+    return 0.0 if problem() else torch.ops.eaglet_cpu.seconds_alone.default()
 
 
 def fits(n: int, k: int, group_size: int) -> bool:

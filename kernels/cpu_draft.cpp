@@ -120,13 +120,13 @@ struct Drafting {
     if (d.output_norm) norm_rows(output, d.output_norm, M, d.H, d.eps, normed.data());
     d.lm_head(d.output_norm ? normed.data() : output, M, nullptr, false, round, logits.get());
     const int64_t PART = 2048, parts = (size + PART - 1) / PART;  // of a row of noise
-    torch::stable::parallel_for(0, shared_noise ? B * parts : 0, 2, [&](int64_t first, int64_t last) {
+    parallel_for(0, shared_noise ? B * parts : 0, 2, [&](int64_t first, int64_t last) {
       for (int64_t part = first; part < last; ++part) {
         const int64_t b = part / parts, begin = part % parts * PART;
         noise_row(seed[b], positions[b], d.hashes + begin, std::min(PART, size - begin), &noise[b * size + begin]);
       }
     });
-    torch::stable::parallel_for(0, M, std::max<int64_t>(1, 16384 / size), [&](int64_t first, int64_t last) {
+    parallel_for(0, M, std::max<int64_t>(1, 16384 / size), [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         const float* g = shared_noise ? &noise[row / width * size] : nullptr;
         const DraftRow drafts{&logits[row * size], size, g, nullptr, temperature[row / width], d.noisy};

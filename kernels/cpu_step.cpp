@@ -13,7 +13,6 @@ namespace {
 using namespace eaglet;
 using torch::headeronly::ScalarType;
 using torch::stable::new_empty;
-using torch::stable::parallel_for;
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 // ---- noise -----------------------------------------------------------------------------------------------------------

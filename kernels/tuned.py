@@ -1,6 +1,6 @@
 """How a linear layer is cut into tiles: the default rule, and tilings measured on a GPU and kept in a file.
 
-`python -m scripts.bench_kernels --tune` measures and writes the file.
+`python -m scripts.tune_kernels` measures and writes the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TILE_M = 64
 # written out in 16 bits and multiplied by cuBLAS. The number is an estimate for an RTX 3090. Writing out an
 # int4 weight moves 2.5 bytes, which takes 3.1 ps. The product then takes 2 M / 71e12 s per weight, over the
 # share of the matrix rate that is reached: perhaps 60 % in our kernel and 85 % in cuBLAS. Both ways take the
-# same time near M = 220. On an H100 our kernel is ahead for longer. scripts.bench_kernels times both ways.
+# same time near M = 220. On an H100 our kernel is ahead for longer.
 SMALL_M = 256
 
 
@@ -109,7 +109,7 @@ def read_tuned(gpu: str, path: Path | None = None) -> tuple[dict[str, LinearConf
     try:
         gpus = _stored(path or tuned_file())
     except ValueError as error:
-        return {}, f"{error} It is ignored. Run python -m scripts.bench_kernels --tune again."
+        return {}, f"{error} It is ignored. Run python -m scripts.tune_kernels again."
     return {key: LinearConfig(*row) for key, row in gpus.get(gpu, {}).items()}, ""
 
 

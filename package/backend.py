@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "eaglet"
 RENAMED = {"load": "loading"}  # `eaglet.load` is the function
 NOT_SHIPPED = {"tests", "package"}  # of package/, SHIPPED_HERE goes into the package itself
-SHIPPED_HERE = ("__init__.py", "command.py")
+SHIPPED_HERE = ("__init__.py", "__main__.py")
 DATA = ("demo", "heads")  # folders without code
 IN_THE_REPOSITORY = {"demo", "gpu", "measured", "train_demo"}  # scripts that write into it
 LEFT_OUT = {".pyc", ".tmp", ".partial"}
@@ -86,13 +86,6 @@ def version() -> str:
     raise ValueError("generate.py has no line VERSION = ...; add one.")
 
 
-def _extras(extras: dict[str, list[str]]) -> Iterator[str]:
-    """The lines about what only some commands need: `pip install "eaglet[serve]"`."""
-    for name, requirements in extras.items():
-        yield f"Provides-Extra: {name}"
-        yield from (f"Requires-Dist: {requirement}; extra == '{name}'" for requirement in requirements)
-
-
 def _about(project: dict) -> dict[str, bytes]:
     """The files of the wheel's dist-info folder, except RECORD."""
     metadata = [
@@ -104,7 +97,6 @@ def _about(project: dict) -> dict[str, bytes]:
         "License-File: LICENSE",
         f"Requires-Python: {project['requires-python']}",
         *(f"Requires-Dist: {requirement}" for requirement in project["dependencies"]),
-        *_extras(project["optional-dependencies"]),
         "Description-Content-Type: text/markdown",
         "",
         (ROOT / project["readme"]).read_text(encoding="utf-8"),
@@ -121,7 +113,7 @@ def build_wheel(
 ) -> str:
     """Write the wheel into a folder and return its name. pip calls this."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    stem = f"{PACKAGE}-{version()}"
+    stem = f"{project['name'].replace('-', '_')}-{version()}"
     files = dict(contents()) | {f"{stem}.dist-info/{name}": data for name, data in _about(project).items()}
     record = ""
     with zipfile.ZipFile(Path(wheel_directory) / f"{stem}-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:

@@ -6,10 +6,7 @@
     python -m scripts.bench --baseline hf --plot out.png
     python -m scripts.bench --suite paper --checkpoint DIR --head HEAD --questions mt_bench/question.jsonl
     python -m scripts.bench --checkpoint FILE.gguf --kernels cpu --only plain --baseline hf --baseline llama.cpp
-    python -m scripts.bench --shape llama-3-8b --quant int4 --synthetic-tau 3.5
     python -m scripts.bench --shape llama-3-8b --quant int4 --steps 128,2048 --widths 16,60 --arm "e3=eagle=random:3"
-    python -m scripts.bench --rows pp512,tg128,tg128@d1024
-    python -m scripts.bench --compare A.jsonl B.jsonl
 
 An arm is NAME=OPTIONS: `key=value` pairs of `load.LoadOptions` separated by `;`. The first arm is plain decoding, and
 every ratio refers to it. Arms run interleaved, each run from empty caches. Token ids are counted up to the first stop.
@@ -28,12 +25,12 @@ from typing import Any
 
 from bench.arms import NO_STOP, SUITES, arms_of
 from bench.environment import environment, fingerprint
-from bench.measure import Bench, row_context, run_session
+from bench.measure import Bench, run_session
 from bench.paper import SUITE_TABLES
 from bench.peers import LIBRARIES, check_peers, is_gguf, peers_of
 from bench.random_models import SHAPES, random_engine
 from bench.records import Lines, Settings, broken
-from bench.report import check_outputs, compare, report, write_plot
+from bench.report import check_outputs, report, write_plot
 from bench.steps import SLACK, numbers, step_lines
 from bench.suites import ask
 from cli.report import ranks_json
@@ -77,16 +74,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tie-margin", type=float, help="logit margin of a near-tie (default: the rule of --prove)")
     add("--allow-diff", action="store_true", help="print ratios of arms that differ, labelled")
     add = parser.add_argument_group("engine alone").add_argument
-    add("--synthetic-tau", type=float, default=0.0, metavar="X", help="also: X / measured step time")
-    add("--shape", choices=tuple(SHAPES), help="random weights of this shape; needs --synthetic-tau or --steps")
-    add("--rows", default="", metavar="pp512,tg128@d4096", help="llama-bench rows of plain decoding")
+    add("--shape", choices=tuple(SHAPES), help="random weights of this shape, for --steps and peers")
     add("--steps", default="", metavar="128,2048", help="the time of a step of every arm behind so many tokens")
     add("--widths", default="", metavar="8,60", help="with --steps: also plain steps of so many nodes")
     add("--batches", default="1", metavar="1,4", help="with --steps: with so many sequences")
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="JSON lines: every run, then the summary; -: the summary on stdout")
-    add("--plot", metavar="PNG", help="speed, acceptance by depth, tau by position (needs matplotlib)")
-    add("--compare", nargs=2, metavar=("A", "B"), help="compare two --json files and exit")
+    add("--plot", metavar="PNG", help="speed and acceptance by depth (needs matplotlib)")
     add("-q", "--quiet", action="store_true", help="no progress line")
     return parser
 
@@ -96,36 +90,30 @@ def settings_of(args: argparse.Namespace) -> Settings:
     for name, least in (("reps", 1), ("max_new_tokens", 2), ("warmup_runs", 1)):
         if vars(args)[name] < least:
             raise UsageError(f"--{name.replace('_', '-')} is too small; allowed: {least} or more.")
-    if args.shape and not (args.synthetic_tau or args.steps):
-        raise UsageError("--shape has random weights; add --synthetic-tau X (tokens per step to assume) or --steps.")
     if args.suite and (args.shape or args.arm):
         raise UsageError("--suite has arms of its own; leave --shape and --arm out.")
     if args.head and not args.suite:
         raise UsageError("--head belongs to --suite; another arm is --arm NAME=eagle=HEAD.")
     if (args.tp or 1) > 1 and (args.shape or args.baseline):
         raise UsageError("--tp splits a checkpoint among our own engines; leave --shape and --baseline out.")
-    if args.synthetic_tau and args.synthetic_tau < 1:
-        raise UsageError("--synthetic-tau counts the target's own token; allowed: 1 or more.")
     given = {f.name: vars(args)[f.name] for f in fields(Settings) if f.name in vars(args)}
     return Settings(tuple(dict.fromkeys(args.temperature)), random_weights=bool(args.shape), **given)
 
 
-def prepare(
-    args: argparse.Namespace, rows: list[str], contexts: list[int], progress: Progress
-) -> tuple[Bench, dict[str, Any]]:
+def prepare(args: argparse.Namespace, contexts: list[int], progress: Progress) -> tuple[Bench, dict[str, Any]]:
     """The arms and questions that the flags ask for, and what the JSON says of the model.
 
-    rows, contexts: of --rows and --steps, which the context must hold.
+    contexts: of --steps, which the context must hold.
     """
     settings = settings_of(args)
     if args.shape:
         base = random_engine(args.shape, **options_from(args, *SHARED[1:]))
     else:
         base = load(**options_from(args, *SHARED))
-    least = max([*map(row_context, rows), *(context + SLACK for context in contexts)], default=0)
+    least = max((context + SLACK for context in contexts), default=0)
     questions, prompts, ctx = ask(args, base, 128, args.ctx, least)
     if least > ctx:
-        raise UsageError(f"--rows or --steps needs {least} of {ctx} tokens of context.")
+        raise UsageError(f"--steps needs {least} of {ctx} tokens of context.")
     model = {
         "checkpoint": args.shape or Path(args.checkpoint).resolve().name,
         "weights_sha256": fingerprint(base.model),
@@ -143,21 +131,17 @@ def prepare(
 
 def run(args: argparse.Namespace) -> int:
     """Measure what the flags ask for, write the files and print the report. Returns the exit code."""
-    if args.compare:
-        print(compare(*args.compare))
-        return 0
     check_outputs(args)
     check_peers(args.baseline, not args.shape and is_gguf(args.checkpoint), args.device)
-    rows = [text.strip() for text in args.rows.split(",") if text.strip()]
     contexts = numbers("--steps", args.steps) if args.steps else []
     widths = numbers("--widths", args.widths) if args.widths else []
     batches = numbers("--batches", args.batches)
     lines, progress = Lines(args.json), Progress(args.quiet)
-    bench, model = prepare(args, rows, contexts, progress)
+    bench, model = prepare(args, contexts, progress)
     bandwidth = copy_bandwidth(bench.arms[0].engine.model.device)
-    compared = bool(args.questions or not (rows or contexts) or (rows and args.arm))
+    compared = bool(args.questions or not contexts)
     steps = step_lines(bench.arms, contexts, widths, batches, bandwidth) if contexts else ()
-    summary = run_session(bench, rows, steps, compared, model, bandwidth, lines.write)
+    summary = run_session(bench, steps, compared, model, bandwidth, lines.write)
     progress.close()
     lines.write(summary)
     written = lines.close(summary["interrupted"])

@@ -2,10 +2,9 @@
 
     python -m scripts.evaluate --checkpoint DIR                          # held-out standard library modules
     python -m scripts.evaluate --checkpoint INT4_DIR --against DIR --text FILE
-    python -m scripts.evaluate --checkpoint DIR --eagle DIR/eagle3 --lm-eval gsm8k,arc_easy --limit 100
 
-Every token is scored once, with at least `--window - --stride` tokens of context where the text has them. The adapter to
-lm-evaluation-harness (`pip install lm-eval`) generates through the engine: a draft head makes it faster, not different.
+Every token is scored once, with at least `--window - --stride` tokens of context where the text has them. Tasks
+such as gsm8k are asked by lm-evaluation-harness, which knows how to talk to a server (docs/server.md).
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from engine import Engine
 from load import load
 from model import Transformer
 from options import add_options, options_from
-from sampling import SamplingParams
 from support.errors import UsageError, command_parser, run_command
 from support.progress import Progress
 from support.texts import read_texts, stdlib_texts
 from weights.rounding import Tally
 
-OPTIONS = ("checkpoint", "device", "dtype", "eagle")
+OPTIONS = ("checkpoint", "device", "dtype")
 HELD_OUT = "held-out standard library modules"
 
 
@@ -133,90 +131,6 @@ def evaluate(
     return out
 
 
-# ---- lm-evaluation-harness --------------------------------------------------------------------------------
-
-
-class Answers:
-    """Answers the three kinds of requests of the harness with an Engine. Requests are objects with `.args`."""
-
-    def __init__(self, engine: Engine, max_new_tokens: int = 256):
-        super().__init__()
-        if engine.tokenizer is None:
-            raise UsageError("lm-evaluation-harness asks with text; this checkpoint has no tokenizer.")
-        self.engine, self.max_new_tokens = engine, max_new_tokens
-
-    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(context, continuation) -> (log-probability of the continuation, whether it is the greedy one)."""
-        return [self._continuation(*request.args) for request in requests]
-
-    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """(text,) -> log-probability of the whole text, in windows of the model's context without overlap."""
-        out, ctx = [], self.engine.ctx
-        for request in requests:
-            ids, before = with_bos(self.engine.tokenizer, request.args[0])
-            if not before:  # the harness's convention: the end token is the context of the first one
-                ids = [*self._end(), *ids]
-            spans = windows(len(ids), 1, ctx, max(1, ctx - 1))
-            out.append(sum(self._score(ids[start:first], ids[first:end])[0] for start, end, first in spans))
-        return out
-
-    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """(context, {"until": [...], "max_gen_toks": n, "temperature": t}) -> text, without the stop string."""
-        out = []
-        for request in requests:
-            context, options = request.args
-            until = options.get("until") or []
-            until = [until] if isinstance(until, str) else until
-            limit = min(int(options.get("max_gen_toks") or self.max_new_tokens), self.engine.ctx // 2)
-            sampled = options.get("do_sample", bool(options.get("temperature")))
-            params = SamplingParams(
-                temperature=float(options.get("temperature") or 1.0) if sampled else 0.0,
-                top_p=float(options.get("top_p") or 1.0),
-                max_new_tokens=limit,
-                stop=tuple(text for text in until if text)[:16],
-            )
-            prompt = self._context(context)[-(self.engine.ctx - limit) :]
-            out.append(self.engine.generate(prompt, params).run()[0].text)
-        return out
-
-    def _end(self) -> list[int]:
-        return list(self.engine.stop_ids(SamplingParams())[:1])
-
-    def _context(self, text: str) -> list[int]:
-        return with_bos(self.engine.tokenizer, text)[0] or self._end()
-
-    def _continuation(self, context: str, continuation: str) -> tuple[float, bool]:
-        """Score a continuation. The context's trailing spaces belong to it, and a long context is cut on the left."""
-        spaces = len(context) - len(context.rstrip())
-        if spaces:
-            context, continuation = context[:-spaces], context[-spaces:] + continuation
-        head, whole = self._context(context), self._context(context + continuation)
-        target = whole[min(len(head), len(whole) - 1) :]
-        room = max(1, self.engine.ctx - len(target))
-        return self._score(head[-room:], target)
-
-    def _score(self, context: list[int], target: list[int]) -> tuple[float, bool]:
-        with self.engine.backend.active():
-            logits = logits_of(self.engine.model, [*context, *target][:-1])[len(context) - 1 :]
-        ids = torch.tensor(target)
-        scores = logits.double().log_softmax(-1).gather(1, ids[:, None])
-        return float(scores.sum()), bool((logits.argmax(-1) == ids).all())
-
-
-def run_harness(engine: Engine, tasks: Sequence[str], shots: int | None, limit: int | None) -> dict[str, Any]:
-    """Run tasks of lm-evaluation-harness. Raises UsageError with the command that installs it when it is missing."""
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.api.model import LM
-    except ImportError as error:
-        raise UsageError("--lm-eval needs lm-evaluation-harness: pip install lm-eval") from error
-    model = type("EagletLM", (Answers, LM), {})(engine)
-    return simple_evaluate(model=model, tasks=list(tasks), num_fewshot=shots, limit=limit)["results"]
-
-
-# ---- the command ------------------------------------------------------------------------------------------
-
-
 def score(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     """Score the text with the engine's model, and with the reference if there is one. Raises UsageError."""
     if engine.tokenizer is None:
@@ -254,10 +168,6 @@ def score(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> None:
     """Run the tasks, or score the text and print the result."""
     engine = load(**options_from(args, *OPTIONS))
-    if args.lm_eval:
-        tasks = [task.strip() for task in args.lm_eval.split(",") if task.strip()]
-        print(json.dumps(run_harness(engine, tasks, args.shots, args.limit), default=str))
-        return
     result = score(args, engine)
     if args.json:
         print(json.dumps(result))
@@ -281,9 +191,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--max-tokens", type=int, default=16384)
     add("--window", type=int, default=1024, help="tokens per forward")
     add("--stride", type=int, default=512, help="tokens scored per forward after the first")
-    add("--lm-eval", default="", metavar="TASKS", help="comma-separated tasks of lm-evaluation-harness instead")
-    add("--shots", type=int, help="with --lm-eval: few-shot examples")
-    add("--limit", type=int, help="with --lm-eval: examples per task")
     add("--json", action="store_true", help="one JSON object on stdout")
     args = parser.parse_args(argv)
     return run_command(lambda: run(args), args.debug)

@@ -10,7 +10,7 @@ seconds later. NAME is the GPU's.
 
     NAME-steps-*.jsonl   step times of real shapes with random weights    (scripts.bench --steps)
     NAME-demo.jsonl      the demo model's decoders against each other     (scripts.bench)
-    NAME-tilings.json    the fastest tiling of every layer shape          (scripts.bench_kernels --tune)
+    NAME-tilings         the fastest tiling of every layer shape          (scripts.tune_kernels)
     NAME-summary.json    the machine, the parts, how they ended and how long they took
     NAME.log             everything that the parts printed
 """
@@ -64,11 +64,8 @@ def parts(out: Path, name: str, tiny: bool) -> list[Part]:
     run.append(Part("tests", [*python, "pytest", *tests, *["--collect-only"] * tiny], 300))
     short = "--limit 1 --max-new-tokens 8 --reps 1 --temperature 0 --only plain" if tiny else "--max-seconds 60"
     run.append(Part("demo", [*bench, *short.split(), "--json", str(out / f"{name}-demo.jsonl")], 150))
-    tilings = ["--tune", "--models", "llama-2-7b", "llama-3-8b", "--seconds", "200"]
-    tilings += ["--tuned", str(out / f"{name}-tilings.json")]
-    if tiny:
-        tilings = "--device cpu --quick --dtype float32 --models llama-2-7b --kernels int4".split()
-    run.append(Part("tilings", [*python, "scripts.bench_kernels", *tilings], 240))
+    tilings = ["--models", "llama-2-7b", "llama-3-8b", "--seconds", "200", "--tuned", str(out / f"{name}-tilings")]
+    run.append(Part("tilings", [*python, "scripts.tune_kernels", *(["--help"] if tiny else tilings)], 240))
     return run
 
 

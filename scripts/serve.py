@@ -6,8 +6,7 @@
 
 http://127.0.0.1:8000/ is a chat in the browser. Endpoints: /v1/chat/completions, /v1/completions, /v1/responses,
 /v1/models, /health, /metrics. docs/server.md describes them, every limit and every error. Requests run one after
-another on one engine. SIGTERM and Ctrl-C let the requests under way end. The server needs starlette and uvicorn: pip
-install "eaglet[serve]".
+another on one engine. SIGTERM and Ctrl-C let the requests under way end.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Load the model and serve it until a signal comes."""
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f'the server needs {" and ".join(missing)}: pip install "eaglet[serve]", or pip install them.')
+        raise UsageError(f"the server needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     if args.batch_size > 1:
         raise UsageError("the server decodes one request at a time; leave --batch-size out.")
     sampling_from(args)  # refuses settings that are out of range

@@ -39,8 +39,9 @@ def default_device() -> str:
 def default_threads() -> int:
     """CPU threads for torch: OMP_NUM_THREADS if it is set, else the physical cores that this process may use.
 
-    Two threads of one core share its arithmetic units, so more threads than cores make products slower. Where the system
-    does not tell (outside Linux), it is the number that torch has now.
+    Two threads of one core share its arithmetic units, so more threads than cores make products slower. More threads than
+    a container's quota pays for are stopped in the middle of their work. Where the system does not tell (outside Linux),
+    it is the number that torch has now.
     """
     # a list has a number for each nesting level
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -50,7 +51,21 @@ def default_threads() -> int:
         return torch.get_num_threads()
     topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     cores = {tuple(_lines_of(topology.format(cpu))) for cpu in os.sched_getaffinity(0)}
-    return torch.get_num_threads() if () in cores else len(cores)
+    count = torch.get_num_threads() if () in cores else len(cores)
+    return max(1, min(count, int(cpu_quota(count))))
+
+
+def cpu_quota(most: float) -> float:
+    """How many CPUs' worth of time the control groups of this process let it have, at most `most`."""
+    root = Path("/sys/fs/cgroup")
+    group = next((line[4:] for line in _lines_of("/proc/self/cgroup") if line.startswith("0::/")), "")
+    folders = [folder for folder in (root / group, *(root / group).parents) if folder.is_relative_to(root)]
+    limits = [
+        line.split() for folder in folders for line in _lines_of(f"{folder}/cpu.max")
+    ]  # "200000 100000" or "max ..."
+    version_1 = [_lines_of(f"{root}/cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    limits += [[quota, period] for quota, period in zip(*version_1, strict=False) if quota != "-1"]
+    return min([most, *(int(quota) / int(period) for quota, period in limits if quota != "max")])
 
 
 def release_threads() -> None:

@@ -12,7 +12,13 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on tiny matrices more threads only wait for each other
 
+import interpreting  # noqa: E402
 import torch  # noqa: E402
+
+from support import cache  # noqa: E402
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreting.speed_up()
 
 BASE = {
     "vocab_size": 128,
@@ -61,6 +67,23 @@ FAMILIES = {
 }
 
 
+def empty_cache_in(folder: Path) -> Path:
+    """An empty cache folder in `folder`, but for the C++ kernels, whose build takes 20 seconds."""
+    built, made = cache.folder() / "kernels", folder / "cache"
+    built.mkdir(parents=True, exist_ok=True)
+    made.mkdir()
+    (made / "kernels").symlink_to(built)
+    return made
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache folder of this test alone."""
+    made = empty_cache_in(tmp_path)
+    monkeypatch.setenv("EAGLET_CACHE", str(made))
+    return made
+
+
 @pytest.fixture(autouse=True)
 def ctrl_c_as_it_was():
     """Undo what a command does to Ctrl-C in its own process, where a test runs it in this one.
@@ -78,7 +101,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
 
 
+# The files that take longest, in seconds of one core. A worker takes whole files, so the short ones come last.
+LONGEST = """
+test_kernels test_ranks test_engine test_generate test_train_eagle test_runner test_gguf test_cpu_kernels
+test_rank_commands test_bench test_quantize test_gpu_script test_eagle test_package test_drafters test_launches
+test_interrupts test_serving_limits test_tokenizer test_rank_files test_lease test_sampling test_tree test_shipped_heads
+""".split()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have xdist hand out the files in the order below. By itself it begins with those that have the most tests."""
+    if "loadscopereorder" in vars(config.option):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     wanted = config.getoption("-m") or ""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

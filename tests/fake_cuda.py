@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -262,9 +263,11 @@ def fake_gpu(monkeypatch):
 TREES = {16: "dynamic:16,7,8", 24: "dynamic:24,7,8", 26: "paper25", 60: "dynamic:60,7,10"}
 
 
-def step_engine(shape, quant, version, nodes):
-    """An engine of random weights on the fake GPU. nodes: of its tree, 1 for plain decoding; version: of its head."""
+def step_engine(shape, quant, version, nodes, layers):
+    """An engine of random weights on the fake GPU: the shape's first layers. nodes: of its tree, 1 for plain decoding;
+    version: of its head."""
     config, device = SHAPES[shape], torch.device("cuda")
+    config = replace(config, num_hidden_layers=layers, windows=config.windows[:layers])
     drafting = {"eagle": "random", "tree": TREES[nodes]} if nodes > 1 else {}
     dtype = "float16" if quant else "bfloat16"  # the quantized kernels are fastest in fp16
     options = LoadOptions(shape, ctx=256, dtype=dtype, device="cuda", eagle_always=True, **drafting)

@@ -3,7 +3,8 @@
     python ranks_cases.py RANK SIZE MEETING_POINT FOLDER
 
 FOLDER holds checkpoints and cases.json, which test_ranks.py wrote. Every process runs every case and prints a JSON line
-for each. All processes do the same, so their parts of the models meet in every sum.
+for each. All processes do the same, so their parts of the models meet in every sum. The whole model of a case runs in
+one of the processes alone.
 """
 
 import json
@@ -41,7 +42,7 @@ def decode(model: Transformer, checkpoint: Checkpoint, options: LoadOptions, par
 def main(rank: int, size: int, meeting_point: str, folder: Path) -> None:
     torch.set_num_threads(1)
     ranks = join(rank, size, "cpu", meeting_point)
-    for case in json.loads((folder / "cases.json").read_text()):
+    for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
         paths = {
             key: str(folder / case[key]) for key in ("checkpoint", "eagle", "draft_checkpoint", "medusa") if key in case
         }
@@ -55,11 +56,11 @@ def main(rank: int, size: int, meeting_point: str, folder: Path) -> None:
         options = resolve(options, checkpoint)
         with torch.inference_mode(False):  # as in `load`
             part = checkpoint.sharded(Shard(rank, size, case.get("split", False))).load("cpu", torch.float64)
-            whole = checkpoint.load("cpu", torch.float64)
+            whole = checkpoint.load("cpu", torch.float64) if number % size == rank else None
         params = SamplingParams(temperature=temperature, max_new_tokens=12, stop_ids=(95,), seed=3)
-        texts = [decode(model, checkpoint, options, params) for model in (whole, part)]
-        cache = [model.new_cache(1, 8).numel() for model in (whole, part)]
-        print(json.dumps({"case": case, "texts": texts, "cache": cache}), flush=True)
+        for model in (whole, part) if whole else (part,):
+            texts, cache = decode(model, checkpoint, options, params), model.new_cache(1, 8).numel()
+            print(json.dumps({"case": case, "whole": model is whole, "texts": texts, "cache": cache}), flush=True)
     ranks.leave()
 
 

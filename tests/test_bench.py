@@ -313,13 +313,6 @@ def test_median_of_ratios_and_ratio_of_totals_are_both_there():
     assert gain["total"] == pytest.approx(102.0 / 100.9)
 
 
-def test_tau_by_position_follows_the_output():
-    """Acceptance that decays along the text was hidden in one mean; position 0 is the prompt's own token."""
-    runs = [line(new=33, steps=[5, 5, 5] + [1] * 17)]
-    assert records.tau_by_position(runs) == [5.0, 1.0, 1.0]  # steps begin at 1, 6, 11 | 16 .. 31 | 32
-    assert records.tau_by_position([]) == []
-
-
 # ---- promises ---------------------------------------------------------------------------------------------
 
 
@@ -630,39 +623,13 @@ def test_outputs_that_cannot_be_written_are_found_first(tiny_directory, tmp_path
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_compare_shows_rates_and_what_changed(measured, tmp_path):
-    """Two result files of other prompts, settings or machines set side by side as if they were comparable."""
-    runs, _, _ = measured
-    summary = summary_of(measured)
-    a = write_lines(tmp_path / "a.jsonl", runs, summary)
-    page = report.compare(a, a)
-    assert "1.000x" in page and "same environment, settings, model and arms" in page and "6 / 6" in page
-    other = json.loads(json.dumps(summary))
-    other["settings"]["max_new_tokens"] = 99
-    other["environment"]["versions"]["torch"] = "9.9"
-    for row in other["rows"]:
-        row["tokens_per_second"] *= 2
-    moved = [r | {"prompt_sha256": "x"} if r["suite"] == "two" else r for r in runs]
-    page = report.compare(a, write_lines(tmp_path / "b.jsonl", moved, other))
-    assert "2.000x" in page and "other prompts" in page
-    assert "settings.max_new_tokens: 9 -> 99" in page and "versions.torch" in page
-    other = json.loads(json.dumps(summary))
-    other["arms"][1]["options"]["tree"] = "chain:9"
-    changed = [r | {"ids_sha256": "x"} if r["arm"] == other["arms"][1]["arm"] else r for r in runs]
-    page = report.compare(a, write_lines(tmp_path / "d.jsonl", changed, other))
-    assert "tree" in page and "chain:9" in page and "(other tokens)" in page and "same environment" not in page
-    (tmp_path / "c.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match="not a file of scripts.bench"):
-        report.compare(a, tmp_path / "c.jsonl")
-
-
 def test_plot_is_written(measured, tmp_path):
     """A plot that fails on blocked arms or on arms without steps, after an hour of measuring."""
     pytest.importorskip("matplotlib")
     summary = summary_of(measured)
     rows = summary["rows"]
     blocked = [r | {"speedup": None, "blocked": "DIFFERS 1/6"} if r["arm"] == "eagle" else r for r in rows]
-    unknown = [r | {"accepted_by_depth": None, "tau_by_position": None} if r["arm"] == "multi" else r for r in blocked]
+    unknown = [r | {"accepted_by_depth": None} if r["arm"] == "multi" else r for r in blocked]
     report.write_plot(tmp_path / "out.png", summary | {"rows": unknown})
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG") and not list(tmp_path.glob("*.part"))
 
@@ -803,19 +770,6 @@ def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
     assert bench_arms.build_engine(base, auto, 64).drafter.N == 4
 
 
-def test_command_rows(tiny_directory, capsys):
-    """llama-bench rows: wrong names accepted, warm-up in the mean, depth ignored."""
-    flags = f"--checkpoint {tiny_directory} -q --reps 2 --rows pp8,tg4,tg4@d8 --json -".split()
-    assert bench.main(flags) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["llama_bench"]
-    assert [r["test"] for r in rows] == ["pp8", "tg4", "tg4 @ d8"]
-    for row in rows:
-        assert len(row["all"]) == 2 and row["tokens_per_second"] == pytest.approx(statistics.mean(row["all"]))
-    for bad in ("xx5", "pp", "tg0", "tg4@dx"):
-        with pytest.raises(UserError, match="expected pp512"):
-            measure.parse_row(bad)
-
-
 def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
     """A script that greps for speed never noticed that the tokens were others."""
 
@@ -836,11 +790,9 @@ def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["--shape", "tiny"], "add --synthetic-tau"),
-        (["--shape", "tiny", "--synthetic-tau", "0.5"], "target's own token"),
-        (["--shape", "tiny", "--synthetic-tau", "2", "--reps", "0"], "--reps is too small"),
-        (["--shape", "tiny", "--synthetic-tau", "2", "--only", "nothing"], "--only nothing"),
-        (["--shape", "tiny", "--synthetic-tau", "2", "--arm", "plain=tree=chain:2"], "names must differ"),
+        (["--shape", "tiny", "--reps", "0"], "--reps is too small"),
+        (["--shape", "tiny", "--only", "nothing"], "--only nothing"),
+        (["--shape", "tiny", "--arm", "plain=tree=chain:2"], "names must differ"),
         (["--questions", "/nonexistent.jsonl", "--checkpoint", "/nonexistent"], "nonexistent"),
     ],
 )
@@ -858,20 +810,6 @@ def test_all_arms_share_the_rounded_weights(capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["model"]["quant"] == "int8 (rounded at load)"
     assert bench.main([*flags, "--arm", "x=quant=int4"]) == 2
     assert "option quant is the same for all arms" in capsys.readouterr().err
-
-
-def test_synthetic_tau_is_labelled_and_never_a_speedup(capsys):
-    """Random weights accept nothing or everything by accident; only the step time may be used, and it must say so."""
-    flags = "--shape tiny --synthetic-tau 3 --quant int8 --max-new-tokens 5 --reps 1 -q".split()
-    assert bench.main([*flags, "--temperature", "0", "--limit", "2", "--warmup-runs", "1", "--json", "-"]) == 0
-    page = capsys.readouterr().out
-    assert "given tau 3 / measured step time" in page
-    rows = json.loads(page.splitlines()[-1])["rows"]
-    plain, fast = rows[0], rows[1]
-    assert fast["speedup"] is None and "random weights" in fast["blocked"]
-    assert fast["synthetic"]["tokens_per_second"] == pytest.approx(3e3 / fast["step_ms"])
-    assert fast["synthetic"]["speedup"] == pytest.approx(3 * plain["step_ms"] / fast["step_ms"])
-    assert plain["synthetic"]["given_tau"] == 1
 
 
 def test_on_random_weights_only_plain_decoding_is_compared():
@@ -1044,8 +982,8 @@ def test_no_drafter_is_looked_for_beside_a_gguf_file(tmp_path):
     ("flags", "why"),
     [
         ("--baseline llama.cpp", "add --checkpoint FILE.gguf"),
-        ("--baseline llama.cpp --shape tiny --synthetic-tau 2", "add --checkpoint FILE.gguf"),
-        ("--baseline hf --shape tiny --synthetic-tau 2 --quant int8", "this model has quantized weights only"),
+        ("--baseline llama.cpp --shape tiny", "add --checkpoint FILE.gguf"),
+        ("--baseline hf --shape tiny --quant int8", "this model has quantized weights only"),
     ],
 )
 def test_baselines_that_cannot_run_are_one_line(flags, why, capsys, monkeypatch):
@@ -1143,51 +1081,3 @@ def test_long_text_is_cut_to_the_token_limit():
     """Bytes of the whole text over the tokens of its beginning: bits per byte far too low."""
     (text,) = evaluate.encode(["x" * 500], Letters(), 101)
     assert len(text.ids) <= 102 and text.size == len(text.ids) - 1
-
-
-class Base:
-    """Stands for lm_eval.api.model.LM."""
-
-    def __init__(self):
-        self.started = True
-
-
-def ask(*args):
-    return SimpleNamespace(args=args)
-
-
-def test_harness_adapter_answers_all_three_kinds():
-    """The adapter drifts from lm-evaluation-harness' interface, or scores the context too."""
-    model = tiny_model()
-    tokenizer = Letters()
-    engine = Engine(model, tokenizer, config=EngineConfig(ctx=64))
-    lm = type("LM", (evaluate.Answers, Base), {})(engine)
-    assert isinstance(lm, Base) and lm.started
-    ((score, greedy),) = lm.loglikelihood([ask("def f(", "x):")])
-    ids = tokenizer.encode("def f(x):")
-    assert score == pytest.approx(-slow_nll(model, ids, 7)) and isinstance(greedy, bool)
-    spaced = lm.loglikelihood([ask("def ", "f")])[0][0]
-    assert spaced == pytest.approx(-slow_nll(model, tokenizer.encode("def f"), 4))  # the space belongs to the answer
-    best = engine.generate(tokenizer.encode("def f("), SamplingParams(max_new_tokens=3)).run()[0]
-    if 96 not in best.token_ids and 0 not in best.token_ids and not best.text[:1].isspace():
-        assert lm.loglikelihood([ask("def f(", best.text)])[0][1]
-    (rolling,) = lm.loglikelihood_rolling([ask("import os")])
-    assert rolling == pytest.approx(-slow_nll(model, tokenizer.encode("import os"), 1))
-    long = "abcdefghij" * 15  # several windows: every token once
-    assert lm.loglikelihood_rolling([ask(long)])[0] < rolling
-    plain = lm.generate_until([ask("def f(", {"max_gen_toks": 12})])[0]
-    assert plain == engine.generate(tokenizer.encode("def f("), SamplingParams(max_new_tokens=12)).run()[0].text
-    stop = plain[4:6]
-    cut = lm.generate_until([ask("def f(", {"until": [stop], "max_gen_toks": 12, "do_sample": False})])[0]
-    assert cut == plain[: plain.index(stop)]
-    assert lm.loglikelihood([ask("x" * 300, "y")])[0][0] < 0  # longer than the context: cut on the left
-
-
-def test_draft_head_does_not_change_the_harness():
-    """Evaluating through a draft head must give the plain engine's answers."""
-    model, tokenizer = tiny_model(), Letters()
-    fast = eagle_engine(tiny_head(model), tree.chain(3), tokenizer=tokenizer)
-    request = [ask("while True:", {"max_gen_toks": 10})]
-    plain = Engine(model, tokenizer)
-    of_plain = evaluate.Answers(plain).generate_until(request)
-    assert evaluate.Answers(fast).generate_until(request) == of_plain

@@ -21,8 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path / "cache"))
+def own_cache(empty_cache, monkeypatch):
     for name in cache.VARIABLES:
         monkeypatch.setenv(name, "restored after the test")
         os.environ.pop(name)
@@ -125,6 +124,8 @@ def test_second_process_reuses_what_the_first_compiled():
         sys.executable,
         "generate.py",
         "--compile",
+        "--kernels",
+        "reference",
         "--json",
         "-p",
         "x",

@@ -1,9 +1,6 @@
-"""The C++ kernels of a step's small work: what plain PyTorch computes, for any shape, and also on plain AVX2."""
+"""The C++ kernels of a step's small work: what plain PyTorch computes, for any shape."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,10 +12,9 @@ import kernels
 import sampling
 import step
 import verify
-from kernels import cpu, records
+from kernels import records
 from kernels.choice import Settings
 from sampling import SamplingMode
-from support import native
 
 SIZES = (5, 8, 4099)  # of a vocabulary: less than a register, one, and several with a rest
 
@@ -229,34 +225,6 @@ def test_rows_of_the_cache_move_as_in_the_plain_code(dtype):
     with backend().active():
         kernels.commit_kv(mine, source, target)
     assert torch.equal(mine[..., :-1, :], kv[..., :-1, :])
-
-
-ELSEWHERE = """
-import sys, torch
-torch.ops.load_library(sys.argv[1])
-op = torch.ops.eaglet_cpu
-for name, arguments in torch.load(sys.argv[2]):
-    print(name, [t.contiguous().view(torch.uint8).tolist() for t in getattr(op, name).default(*arguments)])
-"""
-
-
-def test_older_processors_compute_the_same_bits(tmp_path):
-    """Another choice, draft or noise on a machine without AVX-512, where the compiler rounds at other places."""
-    op, heat = torch.ops.eaglet_cpu, torch.tensor([0.7, 1.0]).view(2, 1, 1)
-    seed, n, hashes = torch.tensor([1, 2]), torch.tensor([5, 6]), sampling.hash_ids(torch.arange(99))
-    noise = op.noise.default(seed, n, 3, hashes)
-    z = torch.randn(2, 3, 99)
-    calls = [("noise", (seed, n, 3, hashes)), ("choose", (z, noise, None, heat))]
-    calls += [("draft_topk", (z, noise, None, heat, noisy, 7)) for noisy in (False, True)]
-    wanted = []
-    for name, arguments in calls:
-        found = getattr(op, name).default(*arguments)
-        wanted.append(f"{name} {[t.contiguous().view(torch.uint8).tolist() for t in found]}")
-    native.compile_library(cpu.SOURCES, tmp_path / "haswell.so", records.header(), "haswell")
-    torch.save(calls, tmp_path / "calls.pt")
-    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "haswell.so"), str(tmp_path / "calls.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == wanted
 
 
 def test_layers_cannot_be_read_from_another_tensor():

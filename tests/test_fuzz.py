@@ -7,10 +7,14 @@ own, which a failure names.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import os
 import random
 import shutil
+import socket
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,21 +23,27 @@ import pytest
 import torch
 from conftest import BASE
 from safetensors.torch import load_file, save_file
+from serving_kit import Running, instruct_folder, running
 from test_checkpoint import write_meta
+from test_gguf import metadata_of, tensors_of, write
 from test_quantize import UNTIED, published, saved, tiny, tiny_head
 from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
 
-from bench.report import compare
+from bench.records import read_lines
 from bench.suites import read_suite
 from drafting import build_head
 from kernels.tuned import LinearConfig, read_tuned, write_tuned
 from load import load
+from options import DEMO
 from quantize import quantize_head
+from runtime.grammar import Grammars, checked_grammar, json_grammar
 from sampling_params import with_suggestions
 from serving.fields import ApiError, parse_object
+from support import cache
 from support.texts import read_texts
 from tokenizer import load_tokenizer
 from training.data import TokenData, read_records
+from training.loop import Recipe, Run, World, optimizers
 from tree import parse_tree
 from weights import files
 from weights.checkpoint import Checkpoint
@@ -120,10 +130,31 @@ def lines(*values: Any) -> str:
 
 
 def tuned(folder: Path) -> Any:
-    found, note = read_tuned("gpu", folder / "t")
+    found, note = read_tuned("gpu", folder / "t.bin")
     if note:
         raise ValueError(note)
     return found
+
+
+def gguf(folder: Path) -> None:
+    save_hf(tiny(UNTIED), folder / "source")
+    source = Checkpoint.open(folder / "source")
+    tokens = ["ab", *(chr(33 + i) if i < 90 else f"t{i}" for i in range(source.config.vocab_size - 1))]
+    extra = {"model": "gpt2", "pre": "llama-bpe", "tokens": tokens, "merges": ["a b"], "eos_token_id": 150}
+    extra |= {"token_type": [1] * 150 + [3] * (len(tokens) - 150)}
+    extra = {f"tokenizer.ggml.{key}": value for key, value in extra.items()}
+    write(folder / "m.gguf", "llama", metadata_of(source.config), tensors_of(source), "Q4_1", extra)
+
+
+def read_gguf(folder: Path) -> Any:
+    checkpoint = Checkpoint.open(folder / "m.gguf")
+    tokenizer = load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
+    assert checkpoint.kept_entries and checkpoint.notes is not None
+    return logits(folder / "m.gguf"), tokenizer and tokenizer.encode("ab c")
+
+
+def entry(folder: Path) -> Any:
+    return cache.read(folder / "e.bin")
 
 
 def published_of(kind: str) -> Callable[[Path], None]:
@@ -136,6 +167,22 @@ def published_of(kind: str) -> Callable[[Path], None]:
 def suggested(folder: Path) -> Any:
     save = Checkpoint.open(folder)
     return save.config.eos_token_ids, with_suggestions(save.generation, {})
+
+
+def state_of(folder: Path) -> Run:
+    """A short run of training, which may be saved and resumed."""
+    module = torch.nn.Linear(4, 4, bias=False)
+    torch.nn.init.constant_(module.weight, 0.5)
+    optims = optimizers(module, Recipe("adamw"))
+    return Run(module, optims, {"--seed": 0}, folder / "s.pt", World(0, 1, torch.device("cpu")), [2.5, 1.5], 3.0)
+
+
+def resumed(folder: Path) -> Any:
+    run = state_of(folder)
+    torch.nn.init.zeros_(run.module.weight)
+    run.curve = []
+    run.resume()
+    return run.curve, run.seconds, run.module.weight.tolist(), run.optims[0].state_dict()
 
 
 RUN = {"type": "run", "suite": "s", "temperature": 0.0, "arm": "a", "question": "q", "turn": 1, "rep": 0}
@@ -162,8 +209,10 @@ FORMATS = {
         suggested,
     ),
     "tree": Format(("t.json",), one_file("t.json", {"paths": [[0], [1], [0, 0]]}), lambda f: parse_tree(f"{f}/t.json")),
+    "gguf": Format(("m.gguf",), gguf, read_gguf),
+    "entry": Format(("e.bin",), lambda folder: cache.store(folder / "e.bin", b"payload" * 9, {"ids": [1, 2]}), entry),
     "tuned": Format(
-        ("t",), lambda folder: write_tuned("gpu", {"8x8 w4": LinearConfig(64, 1, 4, 3)}, folder / "t"), tuned
+        ("t.bin",), lambda folder: write_tuned("gpu", {"8x8 w4": LinearConfig(64, 1, 4, 3)}, folder / "t.bin"), tuned
     ),
     "questions": Format(
         ("q.jsonl",),
@@ -181,9 +230,8 @@ FORMATS = {
         lambda f: TokenData.from_stream([1, 2, 3]).save(f / "d.npz"),
         lambda f: str(TokenData.load(f / "d.npz")),
     ),
-    "bench": Format(
-        ("b.jsonl",), one_file("b.jsonl", lines(RUN, SUMMARY)), lambda f: compare(f / "b.jsonl", f / "b.jsonl")
-    ),
+    "bench": Format(("b.jsonl",), one_file("b.jsonl", lines(RUN, SUMMARY)), lambda f: read_lines(f / "b.jsonl")),
+    "training state": Format(("s.pt",), lambda f: state_of(f).save(), resumed),
     "body": Format(("b.json",), one_file("b.json", CHAT), lambda f: parse_object((f / "b.json").read_bytes())),
 }
 
@@ -198,6 +246,14 @@ def damaged(data: bytes, name: str, rng: random.Random) -> bytes:
             text = altered_json(data[8:end], rng)
             return len(text).to_bytes(8, "little") + text + data[end:]
         return flipped(data, rng, end)
+    if name.endswith(".gguf") and rng.random() < 0.8:
+        end = data.rindex(b".weight") + 40
+        at, extreme = rng.randrange(end), rng.choice([0, 1, 31, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 32, 2**64 - 1])
+        return (
+            flipped(data, rng, end)
+            if rng.random() < 0.5
+            else data[:at] + extreme.to_bytes(8, "little") + data[at + 8 :]
+        )
     return data[: rng.randrange(len(data))] if rng.random() < 0.3 else flipped(data, rng, len(data))
 
 
@@ -251,7 +307,9 @@ def try_cases(form: Format, folder: Path, count: int, seed: str) -> dict[str, in
         file.write_bytes(bad)
         what = f"{seed} {case}: {file.name}"
         try:
-            found = form.read(folder)
+            with warnings.catch_warnings(record=True) as warned:  # they would stand before the line
+                warnings.simplefilter("always")
+                found = form.read(folder)
         except (ValueError, ApiError) as error:
             text = str(error).replace(str(folder), "")
             assert "\n" not in text and 10 < len(text) < 300, f"{what}: {len(text)} characters: {text[:400]}"
@@ -260,12 +318,13 @@ def try_cases(form: Format, folder: Path, count: int, seed: str) -> dict[str, in
             raise AssertionError(f"{what}: {type(error).__name__}: {str(error)[:200]}") from error
         else:
             same = repr(found) == repr(wanted)
-            assert same or file.suffix not in (".pth", ".bin", ".npz"), (
+            assert same or file.suffix not in (".pth", ".bin", ".npz", ".pt", ""), (
                 f"{what}: reads differently in spite of checksums"
             )
             if not same and (file.parent / SUMS).is_file():
                 with pytest.raises(ValueError, match="sha256"):
                     check_sha256(file.parent, "stored")
+        assert not warned, f"{what}: {warned[0].message}"
         kind = "refused" if found is None else "same" if same else "different"
         seen[kind] += 1
         file.write_bytes(good)
@@ -299,6 +358,155 @@ def test_damaged_tokenizers_read_as_before_or_are_refused(kind, request, tmp_pat
         return ids, tokenizer.decode(ids), tokenizer.eos_ids
 
     assert try_cases(Format(tuple(found), lambda f: None, read), folder, CASES // 20, kind)["refused"] > 0
+
+
+# ---- requests, schemas and grammars --------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object", "required": ["a", "b"], "additionalProperties": False, "$defs": {"n": {"type": "integer"}},
+    "properties": {
+        "a": {"type": "string", "maxLength": 5, "pattern": "^[a-z]+$"},
+        "b": {"type": "array", "items": {"$ref": "#/$defs/n"}},
+        "c": {"anyOf": [{"const": 1}, {"enum": ["x", None]}]}, "d": {"type": "number", "minimum": 0},
+    },
+}  # fmt: skip
+GRAMMAR = """start: "a" | word ("," word)* tail?
+word: /[a-z]{2,5}/
+tail: NUMBER "!" | start
+%import common.NUMBER
+"""
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA, "strict": True}}
+SETTINGS = {
+    "model": "demo", "temperature": 0.7, "top_p": 0.9, "seed": 1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
+    "stream": False, "metadata": {"a": "b"}, "user": "u", "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1,
+}  # fmt: skip
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TALK = [
+    {"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "1", "content": "2"},
+]  # fmt: skip
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+BODIES = {
+    "/v1/chat/completions": [
+        {**SETTINGS, "messages": TALK, "max_tokens": 2, "stop": ["x"], "n": 1, "tools": [TOOL], "tool_choice": "auto"},
+        {**SETTINGS, "messages": TALK[:2], "max_completion_tokens": 2, "logprobs": True, "top_logprobs": 2},
+        {**SETTINGS, "messages": TALK[:2], "max_tokens": 2, "response_format": FORMAT},
+    ],
+    "/v1/completions": [{**SETTINGS, "prompt": "a", "max_tokens": 2, "stop": "x", "logprobs": 1, "echo": False}],
+    "/v1/responses": [
+        {"model": "demo", "input": "a", "max_output_tokens": 16, "instructions": "i", "temperature": 0.1, "tools": []},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}], "max_output_tokens": 16},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server of the demo model with a chat template."""
+    pytest.importorskip("uvicorn")
+    folder = instruct_folder(tmp_path_factory.mktemp("instruct"))
+    with running(load(folder, ctx=512, device="cpu", threads=1), max_seconds=20) as server:
+        yield server
+
+
+def answer_of(server: Running, sent: bytes, seconds: float) -> tuple[int, bytes]:
+    """(status, body) of the answer to a request as it is sent; status 0 where none comes in time, or ever."""
+    with socket.create_connection(server.socket.getsockname()[:2], timeout=60) as link:
+        link.sendall(sent)
+        link.settimeout(seconds)
+        with http.client.HTTPResponse(link) as answer:
+            try:
+                answer.begin()
+                return answer.status, answer.read()
+            except (OSError, http.client.HTTPException):
+                return 0, b""
+
+
+def altered_headers(head: bytes, rng: random.Random) -> bytes:
+    """A request's head in which one line is damaged, doubled, left out or another."""
+    lines = head.split(b"\r\n")
+    at = rng.randrange(len(lines) - 2)
+    names = b"Host Origin Content-Type Content-Length Authorization Connection Transfer-Encoding Expect".split()
+    values = [
+        b"",
+        b"[",
+        b"http://[",
+        b"a:b:c",
+        b"chunked",
+        b"-1",
+        b"9" * 30,
+        b"\xff\xfe",
+        b"x" * 9000,
+        b"Bearer \xc3",
+        b"::1",
+    ]
+    kind = rng.randrange(5)
+    if kind == 0:
+        lines[at] = flipped(lines[at] or b"x", rng, max(1, len(lines[at])))
+    elif kind == 1:
+        lines.insert(at + 1, lines[at])
+    elif kind == 2:
+        del lines[at]
+    elif kind == 3:
+        lines.insert(at + 1, rng.choice(names) + b": " + rng.choice(values))
+    else:
+        lines[at] = lines[at].partition(b":")[0] + b": " + rng.choice(values)
+    return b"\r\n".join(lines)
+
+
+def test_damaged_requests_get_an_answer(server):
+    """A request with a damaged body or head that gets 500, or no answer at all, or a traceback in the server's lines."""
+    statuses: Counter[int] = Counter()
+    for case in range(CASES // 5):
+        rng = random.Random(f"http {case}")
+        path = rng.choice(list(BODIES))
+        body = json.dumps(rng.choice(BODIES[path])).encode()
+        in_head = rng.random() < 0.3
+        if not in_head:
+            body = altered_json(body, rng) if rng.random() < 0.9 else flipped(body, rng, len(body))
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head = f"{head}Content-Length: {len(body)}\r\n\r\n".encode()
+        # Where the head is damaged, the server may have to wait for more of the body.
+        sent = (altered_headers(head, rng) if in_head else head) + body
+        status, rest = answer_of(server, sent, 1 if in_head else 60)
+        statuses[status] += 1
+        assert status < 500 or status in (501, 503), f"http {case}: {status} {rest[:300]!r} to {sent[:900]!r}"
+        assert status or in_head, f"http {case}: no answer to {body[:600]!r}"
+    assert statuses[200] and statuses[400], statuses
+    assert not [line for line in server.lines if "Traceback" in line]
+
+
+@pytest.mark.parametrize("kind", ["schema", "grammar"])
+def test_damaged_grammars_are_followed_or_refused(kind):
+    """A damaged schema or grammar that raises anything but one line, or that allows nothing after it was accepted."""
+    pytest.importorskip("llguidance")
+    tokenizer = load_tokenizer(DEMO)
+    makers = Grammars(tokenizer, 4096)
+    refused = 0
+    for case in range(CASES // 5):
+        rng = random.Random(f"{kind} {case}")
+        try:
+            if kind == "schema":
+                grammar = json_grammar(altered_json(json.dumps(SCHEMA).encode(), rng).decode())
+            else:
+                at, other, size = (rng.randrange(len(GRAMMAR)) for _ in range(3))
+                piece = rng.choice(["", GRAMMAR[other : other + size % 9], rng.choice('|*+?(){}[]/"\\%:.~\n\0é')])
+                grammar = checked_grammar(GRAMMAR[:at] + piece + GRAMMAR[at + rng.choice([0, 1, size % 5]) :])
+            constraint = makers.constraint(grammar, tokenizer.eos_ids)
+            for _ in range(12):
+                words = [word & 0xFFFFFFFF for word in constraint.allowed().tolist()]
+                tokens = [32 * i + bit for i, word in enumerate(words) if word for bit in range(32) if word >> bit & 1]
+                assert tokens, f"{kind} {case}: nothing may follow"
+                token = rng.choice(tokens)
+                constraint.take([token])
+                if token in tokenizer.eos_ids:
+                    break
+        except ValueError as error:
+            refused += 1
+            assert "\n" not in str(error) and len(str(error)) < 400, f"{kind} {case}: {error}"
+        except Exception as error:
+            raise AssertionError(f"{kind} {case}: {type(error).__name__}: {str(error)[:300]}") from error
+    assert refused
 
 
 # ---- what once got through -----------------------------------------------------------------------------------------
@@ -471,7 +679,7 @@ def test_every_reader_is_strict(form, text, tmp_path):
     "change", [{"rows": 3}, {"rows": [{}]}, {"arms": [3]}, {"arms": [{"arm": "a"}]}, {"model": None}]
 )
 def test_records_of_another_structure_are_refused(change, tmp_path):
-    """KeyError and TypeError in --compare."""
+    """KeyError and TypeError when a record is read again."""
     (tmp_path / "b.jsonl").write_text(lines(RUN, SUMMARY | change))
     refused("bench", tmp_path, "b.jsonl", "the summary")
     (tmp_path / "b.jsonl").write_text(lines(RUN | {"turn": []}, SUMMARY))

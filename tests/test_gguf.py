@@ -456,6 +456,74 @@ def test_damaged_files_are_one_line_and_take_no_memory(as_gguf, tmp_path, capsys
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_tensors_that_overlap_or_pass_the_end_are_refused(as_gguf, tmp_path):
+    """One line names the tensors, before anything is read: an offset inside another tensor, past the end of the file, or
+    so large that it wraps past 64 bits."""
+    data = as_gguf("llama", "Q8_0").read_bytes()
+
+    def place(name: bytes) -> int:
+        return data.index(name) + len(name) + 4 + 2 * 8 + 4
+
+    key, value = place(b"blk.0.attn_k.weight"), place(b"blk.0.attn_v.weight")
+    other = int.from_bytes(data[value : value + 8], "little")
+    cases = [
+        (offset, r"the tensors 'blk.0.attn_[kv].weight' and 'blk.0.attn_[kv].weight' overlap") for offset in (0, 32)
+    ]
+    cases = [(other + offset, words) for offset, words in cases]
+    cases += [(offset, r"bytes, and 'blk.0.attn_k.weight' ends at byte") for offset in (2**64 - 32, 2**63, len(data))]
+    for offset, words in cases:
+        path = tmp_path / "bad.gguf"
+        path.write_bytes(data[:key] + offset.to_bytes(8, "little") + data[key + 8 :])
+        with pytest.raises(ValueError, match=words) as error:
+            Checkpoint.open(path)
+        assert "\n" not in str(error.value) and "bad.gguf" in str(error.value)
+
+
+def test_a_type_and_a_shape_that_are_not_supported_are_told_apart(as_gguf, tmp_path):
+    """The line names the type, or else the shape, and never both."""
+    data = as_gguf("llama", "F32").read_bytes()
+    at = data.index(b"output_norm.weight") + 18
+    cases = [
+        (64, 16, "has the type number 16; the supported types are F32"),
+        (63, 2, "cannot have the shape [63] in Q4_0"),
+    ]
+    for columns, number, words in cases:
+        path = tmp_path / "bad.gguf"
+        changed = columns.to_bytes(8, "little") + number.to_bytes(4, "little")
+        path.write_bytes(data[: at + 4] + changed + data[at + 16 :])
+        with pytest.raises(ValueError, match=re.escape(words)):
+            Checkpoint.open(path)
+
+
+def test_a_folder_that_holds_a_gguf_file_names_it(as_gguf, tmp_path, capsys):
+    """The error names the file to pass, and not a config.json that is missing."""
+    (tmp_path / "b.gguf").write_bytes(as_gguf("llama").read_bytes())
+    assert generate(["--checkpoint", str(tmp_path), "-p", "x"]) == 3
+    assert f"has no config.json, but b.gguf. Pass the file: {tmp_path / 'b.gguf'}" in capsys.readouterr().err
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(ValueError, match="but a.gguf and 1 more. Pass the file"):
+        Checkpoint.open(tmp_path)
+
+
+def test_the_note_says_why_types_that_could_stay_became_floats(as_gguf, tmp_path):
+    """Of a file with q in Q8_0 and k and v in Q4_0 the note does not say that all Q8_0 stays quantized."""
+    source = Checkpoint.open(as_gguf("llama"))
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    for key, value in metadata_of(source.config).items():
+        put(writer, f"llama.{key}", value)
+    for name, value in tensors_of(source).items():
+        mixed = name.endswith(("attn_k.weight", "attn_v.weight"))
+        add(writer, name, value, "F32" if value.ndim == 1 else "Q4_0" if mixed else "Q8_0")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (note,) = Checkpoint.open(tmp_path / "m.gguf", int8_groups=True).notes
+    assert note.endswith(", and no fused matrices (q, k and v; gate and up; experts) whose types differ.")
+    (note,) = Checkpoint.open(as_gguf("llama", "Q5_0"), int8_groups=True).notes
+    assert note.endswith("became floats: only matrices in Q4_0, Q4_1, Q8_0 stay quantized.")
+
+
 def test_flipped_bytes_never_cause_another_error(as_gguf, tmp_path):
     """Whatever byte of the header is changed: the file loads, or there is a ValueError of one line."""
     extra = {
@@ -560,7 +628,7 @@ def test_peak_memory_is_less_than_twice_the_weights():
     options = LoadOptions(str(SMOLLM2), device="cpu")
     checkpoint = options.open_checkpoint()
     weights = model_bytes(checkpoint, resolve(options, checkpoint, None))
-    run = peak("--checkpoint", str(SMOLLM2), "-p", "Why is the sky blue? Because", "--max-new-tokens", "64")
+    run = peak("--checkpoint", str(SMOLLM2), "-p", "Why is the sky blue? Because", "--max-new-tokens", "16")
     assert weights < 100e6 and run < peak() + 2 * weights
 
 

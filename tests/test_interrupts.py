@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import empty_cache_in
 
 import quantize
 from model import Transformer
@@ -49,13 +50,12 @@ COMMANDS = {
     "convert": "-m scripts.convert demo {new}",
     "download": "-m scripts.download no-such-owner/no-such-model --out {new}",
     "bench": f"-m scripts.bench --only n-gram {BRIEF}",
-    "bench_kernels": "-m scripts.bench_kernels --device cpu --quick --dtype float32 --models llama-3-8b",
     "tune_tree": "-m scripts.tune_tree --prompts 4 --max-new-tokens 12 --reps 1 --trees chain:1 --out {m}/tree.json",
     "evaluate": "-m scripts.evaluate --max-tokens 2048",
     "serve": "-m scripts.serve --kernels reference --port 0",
     "demo": "-m scripts.demo",
     "gpu": "-m scripts.gpu --device cpu --tiny --out {m}/gpu --only demo",
-    "eaglet": "-m package.command bench --help",
+    "eaglet": "-m package bench --help",
 }
 
 
@@ -63,6 +63,7 @@ COMMANDS = {
 def made(tmp_path_factory) -> Path:
     """A folder with a tiny model and tokenised data."""
     folder = tmp_path_factory.mktemp("interrupts")
+    empty_cache_in(folder)
     torch.manual_seed(0)
     (folder / "text.txt").write_text(TEXT)
     save_hf(Transformer(ModelConfig("llama", 32, 64, 7, 2, 1, 16, 64, 256)), folder / "target")

@@ -188,10 +188,13 @@ IGNORED = [
     (dict(verify="multi-round", medusa="m"), "medusa has none"),
     (dict(draft_noise=False), "--draft-noise off is about a draft head"),
     (dict(ngram_nodes=4), "another drafter"),
-    (dict(kernels="cpu", compile=True), "--kernels cpu runs C"),
+    (dict(kernels="cpu", compile=True, compile_mode="regions"), "leave --compile-mode out"),
     (dict(device="cuda", threads=2), "--threads is about a CPU.*add --device cpu"),
     (dict(eagle="e", draft_checkpoint="d"), "--draft-checkpoint DIR does not go with the drafter eagle"),
     (dict(drafter="draft"), "--drafter draft needs --draft-checkpoint DIR"),
+    (dict(kv="int8", eagle="e"), r"Leave out --kv int8, or the drafter \(eagle\)"),
+    (dict(kv="int8", draft_checkpoint="d"), r"Leave out --kv int8, or the drafter \(draft\)"),
+    (dict(kv="int8", drafter="ngram"), r"Leave out --kv int8, or the drafter \(ngram\)"),
 ]
 
 
@@ -209,6 +212,7 @@ def test_options_that_go_together_are_accepted():
         dict(),
         dict(eagle="e", eagle_config=("a=1",), draft_vocab=5, draft_vocab_text="t", draft_noise=False, ngram_nodes=2),
         dict(draft_checkpoint="d", verify="multi-round"),
+        dict(kv="int8"),
         dict(medusa="m", draft_noise=False, tree="medusa:mc_sim_7b_63"),
         dict(drafter="lookahead", ngram_nodes=4),
         dict(eagle="e", batch_size=2, tree=("paper25", "chain:2")),
@@ -421,7 +425,7 @@ def test_a_tree_is_pruned_by_itself_only_where_that_works_and_no_tree_is_named(m
     assert decided() == (BY_PRICE, options.NGRAM_NODES) and decided(ngram_nodes=3) == (BY_PRICE, 3)
     assert decided(tree="paper25") == decided(prune=0) == (0, 0)
     assert decided(tree="chain:9", prune=30) == (30, 0)
-    unable = dict(compile=True), dict(kernels="reference"), dict(verify="multi-round")
+    unable = dict(compile=True, compile_mode="regions"), dict(kernels="reference"), dict(verify="multi-round")
     for changes in (*unable, dict(dtype="bfloat16"), dict(eagle=None, drafter="ngram")):
         assert decided(**changes) == (0, 0)
         with pytest.raises(UsageError, match="--prune needs --eagle, --verify match and the C.. kernels of CPUs"):

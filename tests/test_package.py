@@ -16,7 +16,8 @@ import pytest
 
 import generate
 from options import DEMO, LoadKeywords, LoadOptions
-from package import backend, command
+from package import __main__ as command
+from package import backend
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = {"model", "kernels", "load", "generate"}
@@ -53,10 +54,10 @@ def test_the_wheel_has_one_package(wheel):
     """A module called `model` or `generate` in everybody's site-packages, and a file of the engine that is left out."""
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
-    assert {name.split("/")[0] for name in names} == {"eaglet", f"eaglet-{generate.VERSION}.dist-info"}
-    assert wheel.name == f"eaglet-{generate.VERSION}-py3-none-any.whl"
-    needed = "__init__.py command.py py.typed loading.py model.py demo/config.json "
-    needed += "kernels/cpu.cpp kernels/cpu_draft.cpp kernels/cpu_step.cpp kernels/cpu.h "
+    assert {name.split("/")[0] for name in names} == {"eaglet", f"eaglet_decoder-{generate.VERSION}.dist-info"}
+    assert wheel.name == f"eaglet_decoder-{generate.VERSION}-py3-none-any.whl"
+    needed = "__init__.py __main__.py py.typed loading.py model.py demo/config.json "
+    needed += "kernels/cpu.cpp kernels/cpu_draft.cpp kernels/cpu_step.cpp kernels/cpu.h kernels/team.h "
     needed += "cli/page.html cli/drawings.js cli/drawings.css "
     needed += "serving/page.html serving/page.css serving/page.js"
     assert {f"eaglet/{name}" for name in needed.split()} <= set(names)
@@ -124,12 +125,61 @@ print(eaglet.__version__, result.token_ids)
     assert done.stdout.startswith("eaglet has no 'laod'; it has DEMO, Engine") and generate.VERSION in done.stdout
 
 
+def test_paths_of_the_readme_work_in_another_folder(installed, tmp_path):
+    """`demo/eagle3` and `heads/...` that are found in the repository only, a Path that is refused, and an error that does
+    not say where the files are. A folder of the user's own comes first."""
+    program = """
+from pathlib import Path
+import eaglet
+engine = eaglet.load("demo", eagle=Path("demo/eagle3"), device="cpu")
+assert engine.head.config.version == 3
+for wrong in ("demo/eagle9", Path("heads/none")):
+    try:
+        eaglet.load(eagle=wrong, device="cpu")
+    except ValueError as error:
+        print(error)
+Path("demo").mkdir()
+try:
+    eaglet.load("demo")
+except ValueError as error:
+    print(error)
+"""
+    done = python(installed, tmp_path, "-c", program)
+    assert done.returncode == 0, done.stderr
+    one, two, own = done.stdout.splitlines()
+    assert one.startswith("demo/eagle9 is no path here, and not in ") and "eaglet.DEMO" in one
+    assert two.startswith("heads/none is no path here") and own.startswith("demo/config.json")
+
+
+def test_python_m_eaglet_is_the_command(installed, tmp_path):
+    """`python -m eaglet`, for who has no folder of commands on the path."""
+    done = python(installed, tmp_path, "-m", "eaglet", "--help")
+    assert done.returncode == 0 and "    eaglet generate -p" in done.stdout, done.stderr
+    done = python(installed, tmp_path, "-m", "eaglet", "generate", "--max-new-tokens", "8", "--device", "cpu", "-q")
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_the_wheel_says_what_it_needs(wheel):
+    """A distribution with the name of somebody else's, torch pinned to one release, and a server without its packages."""
+    with zipfile.ZipFile(wheel) as file:
+        about = file.read(f"eaglet_decoder-{generate.VERSION}.dist-info/METADATA").decode()
+    assert "\nName: eaglet-decoder\n" in about and "\nRequires-Dist: torch>=2.11,<3\n" in about
+    for name in ("gguf", "llguidance", "starlette", "uvicorn", "jinja2", "tokenizers", "sentencepiece"):
+        assert f"\nRequires-Dist: {name}>=" in about, name
+    for page in [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(p for r in backend.rooms() for p in ROOT.glob(f"{r}/*.py")),
+    ]:
+        assert not re.search(r"pip install \W?eaglet", page.read_text(encoding="utf-8")), page
+
+
 def test_the_installed_command_decodes_and_explains_itself(installed, tmp_path):
     """A command that needs the repository, or seconds for its help."""
     eaglet = str(installed / "bin" / "eaglet")
     done = python(installed, tmp_path, eaglet, "generate", "-p", "x", "--max-new-tokens", "8", "--device", "cpu", "-q")
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
-    program = "import sys; from eaglet.command import main; main(['--help']); assert 'torch' not in sys.modules"
+    program = "import sys; from eaglet.__main__ import main; main(['--help']); assert 'torch' not in sys.modules"
     done = python(installed, tmp_path, "-c", program)
     assert done.returncode == 0 and all(f"eaglet {name} " in done.stdout for name in command.COMMANDS)
     done = python(installed, tmp_path, eaglet, "serve", "--help")
@@ -163,12 +213,12 @@ def test_commands_run_what_they_name(monkeypatch):
 
 
 def test_the_package_needs_what_the_repository_needs():
-    """A dependency in requirements.txt that `pip install .` does not bring."""
+    """A dependency in requirements.txt that `pip install .` does not bring, or one version of torch in the package."""
     lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    development = (ROOT / "requirements-dev.txt").read_text()
-    assert all(requirement in development for requirement in project["optional-dependencies"]["serve"])
-    assert project["dependencies"] == [line for line in lines if line and not line.startswith("pytest")]
+    needed = [line for line in lines if line and not line.startswith("pytest")]
+    assert project["dependencies"][1:] == needed[1:] and project["dependencies"][0] == "torch>=2.11,<3"
+    assert needed[0].startswith("torch==2.")
     assert backend.version() == generate.VERSION and DEMO.is_dir() and LoadOptions().checkpoint == str(DEMO)
     assert re.fullmatch(r"\d+\.\d+\.\d+", generate.VERSION)
 
@@ -182,7 +232,7 @@ import eaglet
 
 
 def main() -> None:
-    engine: eaglet.Engine = eaglet.load("demo", eagle="demo/eagle1", tree=("chain:3", "paper25"), kv="int8")
+    engine: eaglet.Engine = eaglet.load("demo", eagle="demo/eagle1", tree=("chain:3", "paper25"), quant="int8")
     params = eaglet.SamplingParams(temperature=1.0, seed=7, stop=("end",))
     with engine.generate("text", params) as stream:
         for chunk in stream:
@@ -203,7 +253,7 @@ asyncio.run(later(eaglet.load()))
 """
 WRONG = (
     ('eagle="demo', 'eagel="demo', 'Unexpected keyword argument "eagel" for "load"'),
-    ('kv="int8"', 'ctx="2048"', 'Argument "ctx" to "load" has incompatible type "str"'),
+    ('quant="int8"', 'ctx="2048"', 'Argument "ctx" to "load" has incompatible type "str"'),
     ("temperature=", "temprature=", 'Unexpected keyword argument "temprature"'),
     ("eaglet.load()", "eaglet.laod()", 'Module has no attribute "laod"'),
     ("chunk.token_ids", "chunk.tokens", '"Chunk" has no attribute "tokens"'),
@@ -233,7 +283,9 @@ def test_a_type_checker_knows_the_public_names(installed, tmp_path):
 def test_the_keywords_of_load_are_its_options():
     """An option that the command line has and a type checker refuses, or one whose type differs."""
     described = {f.name: f.type for f in fields(LoadOptions) if f.name != "checkpoint"}
-    assert {name: hint.__forward_arg__ for name, hint in LoadKeywords.__annotations__.items()} == described
+    assert {name: hint.__forward_arg__ for name, hint in LoadKeywords.__annotations__.items()} == described | {
+        name: "str | Path | None" for name in ("eagle", "draft_checkpoint", "medusa", "draft_vocab_text")
+    }
 
 
 def test_a_misspelt_option_is_one_line():

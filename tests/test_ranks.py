@@ -18,6 +18,7 @@ from fake_cuda import Indexing, OneDevice, on_fake_gpu
 from tiny import held, randomise, tiny_head
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import generate
 import kernels
 import load
 from drafters.base import PlainDrafter
@@ -80,7 +81,7 @@ def cases(size: int) -> list[dict]:
     found = [{"checkpoint": name, "temperature": float(size == 4)} for name in FAMILIES]
     drafters = DRAFTERS if size == 2 else DRAFTERS[3:4]
     found += [{"checkpoint": "llama", "temperature": 1.0, "batch_size": 3, **drafter} for drafter in drafters]
-    found += [{"checkpoint": name, **DRAFTERS[3]} for name in ("int4", "int8", "mixtral-int4")]
+    found += [{"checkpoint": name, **DRAFTERS[3]} for name in ("int4", "int8", "mixtral-int4")[: 3 if size == 2 else 1]]
     found += [{"checkpoint": name, "split": True, **DRAFTERS[3]} for name in ("llama", "int4")]
     return found + [{"checkpoint": "tied", "split": True}, {"checkpoint": "tied", "rounded": "int4"}]
 
@@ -117,7 +118,10 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_decode_what_the_whole_model_decodes(folder, size):
-    """A head, group, expert or row of the vocabulary in the wrong part; a bias added twice; a sum that is left out."""
+    """Every process emits the tokens that the whole model emits in one, as many a step, with its part of the cache.
+
+    Catches a head, group, expert or row of the vocabulary in the wrong part, a bias added twice, a sum that is left out.
+    """
     (folder / "cases.json").write_text(json.dumps(cases(size)))
     processes = []
     for rank in range(size):
@@ -128,13 +132,15 @@ def test_parts_decode_what_the_whole_model_decodes(folder, size):
         )
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0] * size, outputs[0][1][-2000:]
-    for out, _ in outputs:
-        lines = [json.loads(line) for line in out.splitlines()]
-        assert [line["case"] for line in lines] == cases(size)
-        for line in lines:
-            whole, part = line["texts"]
-            assert whole == part, line["case"]  # the texts, and tau: the drafts are the same, too
-            assert line["cache"][1] * size == line["cache"][0]
+    lines = [[json.loads(line) for line in out.splitlines()] for out, _ in outputs]
+    parts = [[line for line in of_rank if not line["whole"]] for of_rank in lines]
+    assert all([line["case"] for line in of_rank] == cases(size) for of_rank in parts)
+    wholes = {cases(size).index(line["case"]): line for line in sum(lines, []) if line["whole"]}
+    assert len(wholes) == len(cases(size))
+    for number, whole in wholes.items():
+        for of_rank in parts:
+            assert of_rank[number]["texts"] == whole["texts"], whole["case"]  # and tau: the drafts are the same, too
+            assert of_rank[number]["cache"] * size == whole["cache"]
 
 
 def run(*words, env=None, **more) -> subprocess.CompletedProcess:
@@ -214,6 +220,26 @@ def test_ctrl_c_ends_all_processes_with_one_line():
         os.killpg(process.pid, 0)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_ctrl_c_ends_the_wait_for_a_process_that_hangs():
+    """Rank 0 hears Ctrl-C while it waits in torch for a stopped process: it ends in one line, and so does the other."""
+    words = [sys.executable, ROOT / "generate.py", "--tp", "2", "-p", "def f(", "--max-new-tokens", "1500", "-q"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    assert process.stdout.read(1)  # the text has begun
+    (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    os.kill(child, signal.SIGSTOP)
+    time.sleep(1)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    try:
+        _, errors = process.communicate(timeout=30)
+    finally:
+        os.kill(child, signal.SIGKILL) if alive(child) else None
+        process.kill()
+    assert process.returncode == 130 and errors.decode().count("\n") <= 1 and b"Traceback" not in errors, errors
+    assert time.monotonic() - began < 10 and not alive(child)  # a second, on a machine that is idle
+
+
 def test_the_others_end_with_a_killed_leader():
     """A process that nobody knows of, which waits for its leader for ever: the leader was killed while both loaded."""
     words = [sys.executable, ROOT / "generate.py", "--tp", "2", "-p", "def f(", "-q"]
@@ -248,10 +274,16 @@ def test_ranks_with_other_checkpoints_are_refused(folder, other, message):
     (["--tp", "3"], {}, "4 attention heads cannot be divided among 3. This model can be split among 2."),
     (["--tp", "0"], {}, "allowed: 1 or more"),
 ])  # fmt: skip
-def test_numbers_of_processes_that_do_not_fit_are_refused(words, env, message):
-    """A wrong number that shows only as a hang, or as an error of a tensor's shape."""
-    done = run(ROOT / "generate.py", "-p", "x", *words, env=env)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+def test_numbers_of_processes_that_do_not_fit_are_refused(words, env, message, monkeypatch, capsys):
+    """A number of processes that does not fit is one line and exit code 2.
+
+    Catches one that shows only as a hang, or as an error of a tensor's shape.
+    """
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert generate.main(["-p", "x", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 def test_what_cannot_be_split_is_refused_by_name(folder):

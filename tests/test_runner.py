@@ -515,14 +515,17 @@ def fresh_outcome(rows: int):
 @pytest.mark.parametrize("after", (False, True), ids=("before", "after"))
 @pytest.mark.parametrize("owner, point", INJECTION_POINTS, ids=[f"{o.__name__}.{p}" for o, p in INJECTION_POINTS])
 def test_the_engine_survives_every_injection_point(owner, point, after, monkeypatch):
-    """Catches what Ctrl-C, a bug or a lack of memory leaves behind for later requests, at every place where a request
-    can be cut short. A point that no request reaches fails here, because its error is not raised."""
+    """After an error at any place where a request can be cut short, later requests have the texts of a fresh engine.
+
+    Catches what Ctrl-C, a bug or a lack of memory leaves behind. A point that no request reaches fails here, because its
+    error is not raised. After the work of a place only Ctrl-C is tried.
+    """
     for name, value in (("WINDOW", 2), ("PLAIN", 4), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)
     monkeypatch.setattr(runner_module, "capture_graph", functools.partial(capture_graph, warm_up=1))
     params, real, graphs = (accident_params(), getattr(owner, point), point in ("_capture", "launch"))
     engine = accident_engine(graphs)
-    for error in ERRORS:
+    for error in ERRORS[:1] if after else ERRORS:
 
         def failing(self, *args, error=error, **kwargs):
             if after:

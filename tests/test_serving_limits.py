@@ -332,7 +332,7 @@ def test_the_command_says_what_is_wrong_in_one_line(capsys, monkeypatch):
             error = capsys.readouterr().err
             assert said in error and error.count("\n") == 1
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert serve.main([]) == 2 and 'pip install "eaglet[serve]"' in capsys.readouterr().err
+    assert serve.main([]) == 2 and "pip install starlette uvicorn" in capsys.readouterr().err
 
 
 def test_a_server_that_others_reach_has_a_key(monkeypatch):

@@ -513,6 +513,28 @@ def test_threads_are_the_cores_of_this_process(given, cpus, siblings, count, mon
     assert machine.default_threads() == (count if given in ("3", "6,2") else 5)
 
 
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({"/proc/self/cgroup": ["0::/a/b"], "/sys/fs/cgroup/a/cpu.max": ["150000 100000"]}, 1),
+        ({"/proc/self/cgroup": ["0::/"], "/sys/fs/cgroup/cpu.max": ["200000 100000"]}, 2),
+        ({"/proc/self/cgroup": ["0::/"], "/sys/fs/cgroup/cpu.max": ["max 100000"]}, 4),
+        ({"/sys/fs/cgroup/cpu/cpu.cfs_quota_us": ["300000"], "/sys/fs/cgroup/cpu/cpu.cfs_period_us": ["100000"]}, 3),
+        ({"/sys/fs/cgroup/cpu/cpu.cfs_quota_us": ["-1"], "/sys/fs/cgroup/cpu/cpu.cfs_period_us": ["100000"]}, 4),
+        ({"/proc/self/cgroup": ["0::/"], "/sys/fs/cgroup/cpu.max": ["50000 100000"]}, 1),
+    ],
+)
+def test_threads_are_no_more_than_a_quota_pays_for(files, count, monkeypatch):
+    """With 4 cores and a quota of control groups (of either version, of a parent group too) the threads are the quota's
+    whole CPUs, at least 1. A container with half of a machine had a thread per core, and they were stopped in turn."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(machine.sys, "platform", "linux")
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    cores = {f"/sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": [str(i)] for i in range(4)}
+    monkeypatch.setattr(machine, "_lines_of", lambda file: (files | cores).get(file, []))
+    assert machine.default_threads() == count
+
+
 # ------------------------------------------------------------------ progress
 
 

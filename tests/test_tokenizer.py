@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import chat_template
 import tokenizer as tk
 
 pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
@@ -434,6 +435,30 @@ def test_streaming_cost_is_linear(spm_dir):
 
 
 # ---- chat --------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_while_a_template_renders_leaves_no_answer_for_the_next_prompt(monkeypatch):
+    """After Ctrl-C between request and answer, the next prompt is its own and not the one that was given up."""
+    worker = chat_template.TemplateWorker()
+    words = {"template": "{{ messages[0].content }}", "variables": {}}
+
+    def prompt(text: str) -> list[str]:
+        return worker.render(variants=[[{"role": "user", "content": text}]], **words)
+
+    assert prompt("first") == ["first"]
+    sent, exchange = [], chat_template._exchange
+
+    def interrupted(child, line, seconds):
+        sent.append(child)
+        child.stdin.write(line + b"\n")
+        child.stdin.flush()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat_template, "_exchange", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prompt("given up")
+    monkeypatch.setattr(chat_template, "_exchange", exchange)
+    assert prompt("next") == ["next"] and len(sent) == 1
 
 
 @pytest.mark.parametrize("template", [LLAMA3, CHATML, INST], ids=["llama3", "chatml", "inst"])

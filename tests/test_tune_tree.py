@@ -26,6 +26,8 @@ from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
 from weights.quantized import QuantSpec
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
@@ -40,7 +42,6 @@ def checkpoint(tmp_path_factory):
 
 
 def run_main(checkpoint, monkeypatch, tmp_path, *flags: str) -> int:
-    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path / "cache"))
     common = "--device cpu --ctx 128 --max-new-tokens 12 --reps 1 -q --trees chain:1 dynamic:6,2,3".split()
     return tune_tree.main(["--checkpoint", str(checkpoint), *common, *flags])
 
@@ -85,7 +86,6 @@ def test_a_winning_tree_is_written_and_found_by_auto(checkpoint, monkeypatch, tm
     head = str(checkpoint / "eagle1")
     flags = ["--checkpoint", str(checkpoint), "--prompt-ids", "1,5,9", "--max-new-tokens", "4", "--ctx", "64"]
     flags += ["--device", "cpu"]
-    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path / "cache"))
     assert generate.main([*flags, "--eagle", head, "--tree", "auto"]) == errors.USAGE
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "python -m scripts.tune_tree --checkpoint" in error and head in error

@@ -69,6 +69,9 @@ class Checkpoint:
             raise ValueError(f"{directory} is not a directory. {hint}")
         if is_meta(directory):
             kind, raw, config = "meta", {}, read_meta_config(directory)
+        elif not (directory / "config.json").exists() and (files := sorted(directory.glob("*.gguf"))):
+            others = f" and {len(files) - 1} more" if len(files) > 1 else ""
+            raise ValueError(f"{directory} has no config.json, but {files[0].name}{others}. Pass the file: {files[0]}")
         else:
             raw = read_json(directory / "config.json")
             kind = next((kind for kind, key in QUANTIZED.items() if raw.get(key)), "hf")

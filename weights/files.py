@@ -241,6 +241,10 @@ REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # one sla
 COMMIT = re.compile(r"[0-9a-f]{8,64}")
 
 
+SHIPPED = (("demo",), ("heads",))  # folders that come with the code, in the repository and in the installed package
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
 def cache_folder() -> Path:
     """The folder in which the hub's own client keeps what it downloads."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
@@ -248,11 +252,16 @@ def cache_folder() -> Path:
 
 
 def local_path(name: str | Path) -> Path:
-    """`name` as a path. Where nothing is there and it reads like `org/name`, the snapshot that the cache has of `main`.
+    """`name` as a path. Where nothing is there, it may begin with one of SHIPPED, which are in the package, too.
 
-    Raises BadFileError in one line if the cache does not have it.
+    If it reads like `org/name`, it is the snapshot that the cache has of `main`. Raises BadFileError in one line for what
+    is in none of these places.
     """
     path, text = Path(name), os.fspath(name)
+    if path.parts[:1] in SHIPPED and not path.exists():
+        path = PACKAGE / path
+        if not path.exists():
+            raise BadFileError(f"{text} is no path here, and not in {PACKAGE} (in Python: eaglet.DEMO.parent).")
     if not REPO.fullmatch(text) or "--" in text or path.exists():  # the cache writes a slash as --
         return path
     download = f"Run python -m scripts.download {text} and pass the folder that it prints."

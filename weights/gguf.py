@@ -328,8 +328,11 @@ class GGUFFile:
         if not counts:
             return ""
         text = ", ".join(f"{count} {kind} tensor{'s' * (count > 1)}" for kind, count in counts.items())
-        exact = "Q4_0, Q4_1 and Q8_0" if self.int8_groups else "Q4_0 and Q4_1"
-        return f"{text} of {self.path.name} became floats; only matrices in {exact} stay quantized."
+        exact = ["Q4_0", "Q4_1"] + ["Q8_0"] * self.int8_groups
+        why = f"only matrices in {', '.join(exact)} stay quantized"
+        if not counts.keys().isdisjoint(exact):
+            why += ", but no embedding, and no fused matrices (q, k and v; gate and up; experts) whose types differ"
+        return f"{text} of {self.path.name} became floats: {why}."
 
     def has_minima(self, names: list[str]) -> bool:
         """Whether a weight that is made of these Q4 tensors needs mins."""

@@ -1,11 +1,11 @@
-"""The command `eaglet`, which `pip install .` makes.
+"""The command `eaglet`, which `pip install .` makes; `python -m eaglet` is the same.
 
     eaglet generate -p "Why is the sky blue?" --checkpoint DIR    decode one request
     eaglet chat --checkpoint DIR                                  talk to an instruct model
     eaglet quantize --checkpoint DIR --mode int4                  write a model with int8 or int4 weights
     eaglet bench --checkpoint DIR                                 measure, in pairs with plain decoding
     eaglet train --checkpoint DIR --data FILE --out HEAD          train an EAGLE head
-    eaglet serve --checkpoint DIR                                 serve OpenAI's API (pip install "eaglet[serve]")
+    eaglet serve --checkpoint DIR                                 serve OpenAI's API
 
 `eaglet COMMAND --help` lists the options of a command.
 """

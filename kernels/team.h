@@ -1,0 +1,179 @@
+// The threads that share the work of the C++ kernels. `parallel_for` takes the place of torch's (OpenMP's).
+//
+// OpenMP gives each thread a fixed part and lets all wait for the last one. On a machine where other programs run, a thread
+// that is not scheduled then holds up every product of a layer. Here a range is cut into chunks. Each thread first takes the
+// chunks of its own part, and then helps with the others. So the caller does all the work where nobody else comes. Threads
+// without work wait busily for a moment, and then sleep.
+
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace eaglet {
+
+using Body = void (*)(const void* context, int64_t first, int64_t last);
+
+class Team {
+ public:
+  // The team of this process. A child process that was forked has none of its parent's threads, so it makes its own.
+  static Team& of_process() {
+    static std::mutex making;
+    static Team* team = nullptr;
+    std::lock_guard<std::mutex> lock(making);
+    if (!team || team->process_ != getpid()) team = new Team;  // it lives until the process ends, as its threads do
+    return *team;
+  }
+
+  // body(first, last) on chunks that together are [begin, end). False if another caller has the team at the moment.
+  bool run(int64_t begin, int64_t end, int64_t grain, int threads, Body body, const void* context) {
+    std::unique_lock<std::mutex> caller(callers_, std::try_to_lock);
+    if (!caller.owns_lock()) return false;
+    const auto started = Clock::now();
+    if (started < alone_until_) return false;
+    while ((int)workers_ + 1 < std::min(threads, MOST)) start_worker();
+    threads = std::min(threads, MOST);
+    const int64_t count = end - begin, wanted = std::min<int64_t>(threads * PARTS, (count + grain - 1) / grain);
+    job_ = {body, context, begin, end, (count + wanted - 1) / wanted};
+    threads_.store(threads, std::memory_order_relaxed);
+    const int64_t chunks = (count + job_.size - 1) / job_.size;
+    left_.store(chunks, std::memory_order_relaxed);
+    const uint64_t generation = (generation_.load(std::memory_order_relaxed) + 1) & 0xffffff;
+    for (int i = 0; i < threads; ++i) {
+      const uint64_t from = chunks * i / threads, to = chunks * (i + 1) / threads;
+      ranges_[i].word.store(generation << 40 | from << 20 | to, std::memory_order_release);
+    }
+    generation_.store((uint32_t)generation, std::memory_order_seq_cst);
+    if (sleeping_.load(std::memory_order_seq_cst)) generation_.notify_all();
+    const int64_t own = work(generation, 0, threads);
+    const auto worked = Clock::now();
+    wait(left_, [](int64_t left) { return left == 0; });
+    judge(started, worked, Clock::now(), chunks, own);
+    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+    return true;
+  }
+
+  // How long the callers have been told to work alone so far, in seconds.
+  double seconds_alone() const { return seconds_alone_.load(std::memory_order_relaxed); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr int MOST = 256;      // threads
+  static constexpr int64_t PARTS = 4;   // chunks of a thread
+  static constexpr int SPINS = 2000;    // some 50 microseconds
+
+  struct Job {
+    Body body;
+    const void* context;
+    int64_t begin, end, size;
+  };
+  // A part of the chunks: the job's generation, the next chunk and the end of the part in one word. Whoever moves it from one
+  // value to the next has got a chunk of a job that goes on at least until this chunk is done.
+  struct alignas(64) Range {
+    std::atomic<uint64_t> word{0};
+  };
+
+  // Wait until ready(value): busily for a moment, then asleep.
+  template <class T, class Ready>
+  void wait(std::atomic<T>& value, Ready ready) {
+    for (int i = 0; i < SPINS; ++i) {
+      if (ready(value.load(std::memory_order_acquire))) return;
+      __builtin_ia32_pause();
+    }
+    sleeping_.fetch_add(1, std::memory_order_seq_cst);
+    for (T seen; !ready(seen = value.load(std::memory_order_seq_cst));) value.wait(seen, std::memory_order_seq_cst);
+    sleeping_.fetch_sub(1, std::memory_order_seq_cst);
+  }
+
+  // Do chunks of a job, those of part `first` before others. Returns how many.
+  int64_t work(uint64_t generation, int first, int threads) {
+    int64_t done = 0;
+    for (int i = 0; i < threads; ++i) {
+      std::atomic<uint64_t>& word = ranges_[(first + i) % threads].word;
+      for (uint64_t now = word.load(std::memory_order_acquire);;) {
+        if (now >> 40 != generation) return done;
+        const int64_t chunk = now >> 20 & 0xfffff;
+        if (chunk >= (int64_t)(now & 0xfffff)) break;
+        if (!word.compare_exchange_weak(now, now + (1 << 20), std::memory_order_acq_rel)) continue;
+        const int64_t from = job_.begin + chunk * job_.size;
+        try {
+          job_.body(job_.context, from, std::min(job_.end, from + job_.size));
+        } catch (...) {
+          std::lock_guard<std::mutex> lock(failing_);
+          error_ = std::current_exception();
+        }
+        ++done;
+        if (left_.fetch_sub(1, std::memory_order_seq_cst) == 1 && first && sleeping_.load()) left_.notify_all();
+        now = word.load(std::memory_order_acquire);
+      }
+    }
+    return done;
+  }
+
+  void start_worker() {
+    const int number = ++workers_;
+    std::thread([this, number] {
+      for (uint32_t seen = 0;;) {
+        wait(generation_, [seen](uint32_t now) { return now != seen; });
+        seen = generation_.load(std::memory_order_acquire);
+        const int threads = threads_.load(std::memory_order_relaxed);  // of this job, or of one that came since
+        if (number < threads) work(seen, number, threads);
+      }
+    }).detach();
+  }
+
+  // Other programs may keep the processors busy. Where the caller alone would have been faster, it works alone for a while.
+  void judge(Clock::time_point started, Clock::time_point worked, Clock::time_point ended, int64_t chunks, int64_t own) {
+    const double mine = std::chrono::duration<double>(worked - started).count();
+    together_ += std::chrono::duration<double>(ended - started).count();
+    alone_ += mine * chunks / std::max<int64_t>(1, own);
+    if (together_ < WINDOW) return;
+    if (alone_ < together_) {
+      pause_ = std::min(2 * pause_, LONGEST);
+      seconds_alone_.store(seconds_alone() + pause_, std::memory_order_relaxed);
+      alone_until_ = ended + std::chrono::microseconds((int64_t)(pause_ * 1e6));
+    } else {
+      pause_ = SHORTEST;
+    }
+    together_ = alone_ = 0;
+  }
+  static constexpr double WINDOW = 0.03, SHORTEST = 0.1, LONGEST = 4;  // seconds
+
+  const pid_t process_ = getpid();
+  std::mutex callers_, failing_;
+  Job job_{};
+  std::atomic<int> threads_{0};
+  Range ranges_[MOST];
+  std::atomic<uint32_t> generation_{0};
+  std::atomic<int64_t> left_{0};
+  std::atomic<int> sleeping_{0};
+  std::atomic<int> workers_{0};
+  std::exception_ptr error_;
+  Clock::time_point alone_until_{};
+  double together_ = 0, alone_ = 0, pause_ = SHORTEST;
+  std::atomic<double> seconds_alone_{0};
+};
+
+// body(first, last) on parts of [begin, end) by as many threads as torch has. A part has at least `grain` elements, but the
+// last one may have fewer.
+template <class F>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& body) {
+  const int64_t pieces = (end - begin + grain - 1) / grain;
+  if (pieces <= 0) return;
+  const int threads = pieces > 1 ? (int)std::min<int64_t>(torch::stable::get_num_threads(), pieces) : 1;
+  const Body call = [](const void* context, int64_t first, int64_t last) { (*(const F*)context)(first, last); };
+  if (threads == 1 || !Team::of_process().run(begin, end, grain, threads, call, &body)) body(begin, end);
+}
+
+}  // namespace eaglet

@@ -1,0 +1,184 @@
+"""Times the tilings of the quantized linears of a model family on this GPU, and keeps the fastest for generate.py.
+
+`python -m scripts.tune_kernels [--models NAME ...] [--seconds S]` times every layer shape at 1, 16 and 32 rows. Weights
+rotate through buffers larger than the last-level cache, so every call reads DRAM. Calls are timed inside a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import kernels
+from bench.random_models import SHAPES
+from bench.steps import captured, milliseconds
+from kernels.tuned import LinearConfig, linear_config, read_tuned, tuned_file, write_tuned
+from support.errors import UsageError, at_least, command_parser, run_command
+from support.machine import synchronize
+
+MODELS = ("llama-2-13b", "llama-2-70b", "llama-2-7b", "llama-3-8b", "mixtral-8x7b")
+GROUP = 128
+
+
+def layers(model: str) -> dict[str, tuple[int, int]]:
+    """(out features, in features) of every linear of a model, its LM head included; of one expert where there are
+    several."""
+    c = SHAPES[model]
+    queries, values = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    up, down = ("expert_up", "expert_down") if c.num_local_experts else ("gate_up", "down")
+    return {
+        "qkv": (queries + 2 * values, c.hidden_size),
+        "o": (c.hidden_size, queries),
+        up: (2 * c.intermediate_size, c.hidden_size),
+        down: (c.hidden_size, c.intermediate_size),
+        "lm_head": (c.vocab_size, c.hidden_size),
+    }
+
+
+@torch.no_grad()
+def measure(calls: list[Callable[[], Tensor]], device: torch.device, repeats: int) -> float:
+    """Median seconds per call. The list holds the same call on different weight buffers.
+
+    All calls are one graph. Raises RuntimeError for a call that cannot be captured.
+    """
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    replay = captured(run, device)
+    replay()  # the first replay uploads the graph
+    samples = [milliseconds(replay, partial(synchronize, device), device) for _ in range(repeats)]
+    return statistics.median(samples) / 1e3 / len(calls)
+
+
+def random_weight(
+    bits: int, n: int, k: int, dtype: torch.dtype, device: torch.device, config: LinearConfig
+) -> kernels.PackedWeight:
+    """A weight [n, k] of random values in layout 'planes', with this tiling."""
+    if bits == 8:
+        codes = torch.randint(-128, 128, (n, k), dtype=torch.int8, device=device)
+        return kernels.pack_int8(codes, torch.rand(n, device=device), dtype, "planes", config)
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+    scales = torch.rand(k // GROUP, n, device=device).half()
+    return kernels.pack_int4(codes, scales, dtype=dtype, layout="planes", config=config)
+
+
+def rotating(size: int, device: torch.device) -> int:
+    """How many buffers of `size` bytes are larger than the last-level cache, so that every call reads DRAM."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(64, max(2, 4 * cache // size + 1))
+
+
+def candidates(base: LinearConfig, k: int) -> list[LinearConfig]:
+    """The default tiling first, then its neighbours: split-K, rows per tile, warps and stages."""
+    splits = {1, max(1, base.split_k // 2), base.split_k, min(2 * base.split_k, max(1, k // 256))}
+    near = [base._replace(split_k=split, block_n=block) for split in sorted(splits) for block in (64, 128)]
+    near += [base._replace(warps=warps) for warps in (2, 4, 8) if warps != base.warps]
+    near += [base._replace(stages=base.stages + change) for change in (-1, 1)]
+    return list(dict.fromkeys([base, *near]))
+
+
+def tune(
+    shapes: list[tuple[int, int, int]],
+    time_of: Callable[[int, int, int, LinearConfig], float],
+    default_of: Callable[[int, int, int], LinearConfig] = linear_config,
+) -> dict[str, LinearConfig]:
+    """The fastest tiling of every (n, k, bits). The default stays unless another is 2 % faster.
+
+    time_of raises RuntimeError or a Triton error for a tiling that the device cannot run.
+    """
+    best: dict[str, LinearConfig] = {}
+    refused: tuple[type[Exception], ...] = (RuntimeError,)
+    if kernels.triton is not None:  # its OutOfResources is not a RuntimeError
+        refused += (kernels.triton.runtime.errors.TritonError,)
+    for n, k, bits in shapes:
+        default, *others = candidates(default_of(n, k, bits), k)
+        seconds = {}
+        for config in (default, *others):
+            with contextlib.suppress(*refused):
+                seconds[config] = time_of(n, k, bits, config)
+        if seconds:
+            fastest = min(seconds, key=seconds.get)
+            keep = seconds.get(default, math.inf) <= 1.02 * seconds[fastest]
+            best[kernels.shape_key(n, k, bits)] = default if keep else fastest
+    return best
+
+
+def tune_device(
+    models: Sequence[str], dtype: torch.dtype, device: torch.device, repeats: int, path: Path, seconds: float
+) -> None:
+    """Time the tilings of every layer of `models` on this GPU, print the best and keep them in the file `path`.
+
+    Each shape is written as soon as it is known, the largest first. Shapes that the file holds are skipped, and none is
+    begun after `seconds`.
+    """
+    began = time.monotonic()
+    properties = torch.cuda.get_device_properties(device)
+    gated = {layers(m)["gate_up"] for m in models if "gate_up" in layers(m)}
+
+    def time_of(n: int, k: int, bits: int, config: LinearConfig) -> float:
+        buffers, calls = rotating(n * k * bits // 8, device), []
+        for x in (torch.randn(m, k, device=device, dtype=dtype) for m in (1, 16, 32)):
+            for _ in range(buffers):
+                packed = random_weight(bits, n, k, dtype, device, config)
+                calls.append(partial(kernels.packed_linear, x, packed, gated=(n, k) in gated))
+        return measure(calls, device, repeats)
+
+    shapes = {(n, k, bits) for m in models for n, k in layers(m).values() for bits in (4, 8)}
+    known = read_tuned(properties.name, path)[0]
+    # Those of an int4 model come first: int4 layers and an int8 LM head.
+    shapes = sorted(shapes, key=lambda s: ((s[2] == 4) == (s[0] < 30000), s[0] * s[1]), reverse=True)
+    shapes = [shape for shape in shapes if kernels.shape_key(*shape) not in known]
+    gpu = properties.multi_processor_count, (properties.major, properties.minor), "GeForce" in properties.name
+    count = 0
+    for shape in shapes:
+        if time.monotonic() - began > seconds:
+            print(f"out of time: {len(shapes) - count} shapes keep their default tilings", flush=True)
+            break
+        best = tune([shape], time_of, lambda n, k, bits: linear_config(n, k, bits, *gpu))
+        for key, config in best.items():
+            print(json.dumps({"shape": key} | config._asdict()), flush=True)
+        write_tuned(properties.name, best, path)
+        count += 1
+    print(f"{count} tilings of {properties.name} written to {path}", file=sys.stderr)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = command_parser("scripts.tune_kernels", __doc__)
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    add("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
+    add("--repeats", type=at_least(1), default=25)
+    add("--seconds", type=float, default=float("inf"), help="begin no shape later than this")
+    add("--tuned", type=Path, default=tuned_file(), help="file that the tilings are added to")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line."""
+    args = build_parser().parse_args(argv)
+    return run_command(lambda: start(args), args.debug)
+
+
+def start(args: argparse.Namespace) -> None:
+    """Tune the first GPU. Raises UsageError where there is none."""
+    if not torch.cuda.is_available():
+        raise UsageError("tilings are measured on a GPU, and there is no CUDA device here.")
+    dtype = getattr(torch, args.dtype)
+    tune_device(args.models, dtype, torch.device("cuda"), args.repeats, args.tuned, args.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

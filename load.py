@@ -35,7 +35,6 @@ from ranks import (
     follow,
     heard,
     join,
-    link_ranks_,
     meet,
     same_model,
 )  # fmt: skip
@@ -118,7 +117,7 @@ def _load_part(asked: LoadOptions, ranks: Ranks, progress: Progress | None, say:
     if ranks.rank:
         follow(engine, ranks)
         raise SystemExit(0)
-    say(f"ranks   {ranks.size} processes; {ranks.exchanges}")
+    say(f"ranks   {ranks.size} processes, which exchange with {ranks.by}")
     return engine
 
 
@@ -143,8 +142,6 @@ def _load(
         say(f"note    {note}")
     with bad_files(), freed_memory_returns():
         model = checkpoint.load(torch.device(options.device), DTYPES[options.dtype], progress, options.ctx)
-        if ranks:
-            ranks.exchanges = link_ranks_(model, checkpoint, options, ranks)
         head = build_head(files.head, model, options, tokenizer) if files.head else None
     with freed_memory_returns():
         with backend.active():  # linears are packed for one backend, and before anything is traced

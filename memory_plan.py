@@ -18,9 +18,8 @@ from weights.checkpoint import Checkpoint
 from weights.files import local_path
 from weights.hf import build_model
 from weights.quantized import held_bytes
-from weights.shards import Shard, exchanged
+from weights.shards import Shard
 
-SHARED_ROWS = 64  # nodes of a step for which GPUs share memory at least: a benchmark's arms have wider trees
 LIVE_ROWS = 6  # fp32 rows per node that are alive at once while a captured step runs
 
 
@@ -105,8 +104,6 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     captured = options.compile and options.device == "cuda" and COMPILE_MODES[options.compile_mode].captured
     widest = max(config.hidden_size, config.intermediate_size, config.vocab_size)
     graphs = LIVE_ROWS * 4 * B * N * widest if captured else 0
-    if checkpoint.shard and options.device == "cuda":
-        buffers += shared_bytes(checkpoint, options)
     return MemoryPlan(model_bytes(checkpoint, options), drafter, kv, buffers, graphs)
 
 
@@ -126,10 +123,3 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
         most = int((free - plan.weights - plan.head) / per_sequence)
         hint = f"Try --batch-size {most}." if most > 0 else hint
     raise NotEnoughMemory(f"not enough memory: plan {size_text(plan.total)}, free {size_text(free)}. {hint}")
-
-
-def shared_bytes(checkpoint: Checkpoint, options: LoadOptions) -> int:
-    """Bytes that the exchanges of one step of a part need on each GPU: those of the largest. Wider prompts use NCCL."""
-    rows = max(SHARED_ROWS, options.batch_size * tree_shape(options)[0])
-    itemsize = DTYPES[options.dtype].itemsize
-    return -(-max(exchanged(checkpoint.whole, checkpoint.shard, rows, itemsize)) // 256) * 256

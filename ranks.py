@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +30,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from drafters.base import Drafter
 from engine import Engine, Result
-from memory_plan import shared_bytes
 from model import Transformer
-from model_config import DTYPES
-from options import LoadOptions
 from runtime.lease import Lease, Left
-from runtime.links import NCCL, ONE_SHOT, Exchanges, SharedMemory, share_memory
 from runtime.prompt_cache import PromptCache
 from runtime.request import Request
 from runtime.results import Chunk, GenerationResult, Stream
@@ -44,8 +39,7 @@ from runtime.stepping import EngineConfig
 from sampling import SamplingParams
 from support.errors import INTERNAL, UsageError, UserError, one_line
 from tokenizer import Tokenizer
-from weights.checkpoint import Checkpoint
-from weights.shards import ExchangeFailed, exchanged, exchanging, share_
+from weights.shards import ExchangeFailed, exchanging
 
 CHECK_EVERY = 16  # steps between two comparisons of what the ranks have decoded
 # How long a rank waits for the next request. A rank that dies ends the wait at once.
@@ -78,7 +72,7 @@ class Ranks:
         self.size = size
         self.children = children
         self.engines = 0  # that were made for these processes
-        self.exchanges: Exchanges | None = None  # what they exchange, known when the model is loaded
+        self.by = "nccl" if device == "cuda" else "gloo"  # what they exchange with
         self.alarm = Alarm(children, device) if children else None
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens on another interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -294,19 +288,6 @@ def same_model(ranks: Ranks, described: Any) -> None:
     for rank, theirs in enumerate(told):
         if theirs != told[0]:
             raise OtherRank(f"rank {rank} has another checkpoint, or other options, than rank 0. Give all the same.")
-
-
-def link_ranks_(
-    model: Transformer, checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks, offer: SharedMemory | None = None
-) -> Exchanges:
-    """Let a loaded part exchange in the fastest way that all ranks have. All call it, before a graph is captured."""
-    count = len(exchanged(checkpoint.whole, checkpoint.shard, 1, DTYPES[options.dtype].itemsize))
-    if options.device != "cuda":
-        return Exchanges("gloo", count)
-    size = shared_bytes(checkpoint, options)
-    memory, why = share_memory(ranks.size, size, partial(heard, ranks, ""), offer or SharedMemory())
-    share_(model, memory)
-    return Exchanges(NCCL if memory is None else ONE_SHOT, count, why)
 
 
 class _AgreedLease:

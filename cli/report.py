@@ -65,12 +65,12 @@ def result_json(
 
 
 def ranks_json(engine: Engine) -> dict[str, Any]:
-    """How many processes share the model, the memory that each of them planned, and what they exchange."""
+    """How many processes share the model, the memory that each of them planned, and what they exchange with."""
     ranks = engine.ranks if isinstance(engine, RankedEngine) else None
     return {
         "ranks": ranks.size if ranks else 1,
         "plan_bytes_per_rank": asdict(engine.plan) | {"total": engine.plan.total} if engine.plan else None,
-        "exchanges": ranks.exchanges._asdict() if ranks and ranks.exchanges else None,
+        "exchanges": ranks.by if ranks else None,
     }
 
 

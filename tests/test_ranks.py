@@ -38,7 +38,7 @@ from weights.heads import save_eagle
 from weights.hf import config_to_hf, save_hf, write_directory
 from weights.quantized import QuantSpec, pack_, spec_to_json
 from weights.rounding import quantize_
-from weights.shards import Shard, common_rows, share_
+from weights.shards import Shard, common_rows
 from weights.stored import Layout, _read_linear
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -386,16 +386,16 @@ def test_rows_of_a_split_matrix_keep_their_bits(monkeypatch):
     """-0.0 that becomes 0.0 because another rank adds nothing to it, or a row that two ranks give."""
     table = torch.tensor([[-0.0, 1.5], [2.0, -0.0], [0.0, -3.0], [-0.0, -0.0]], dtype=torch.float16)
     ids, parts = torch.tensor([[3, 0, 1], [2, 3, 0]]), []
-    monkeypatch.setattr(shards, "rank_sum", lambda x, ranks, shared: parts.append(x) or x)
+    monkeypatch.setattr(shards, "rank_sum", lambda x, ranks: parts.append(x) or x)
     for rank in (0, 1):
         common_rows(ids, 2, table[2 * rank : 2 * rank + 2].__getitem__, Shard(rank, 2))
     both = parts[0] + parts[1]
     assert torch.equal(both.view(torch.int16), table[ids].view(torch.int16))
 
 
-@pytest.mark.parametrize("split, one_shot", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "int4"])
-def test_a_step_exchanges_two_sums_per_layer_and_the_logits(folder, name, split, one_shot, monkeypatch):
+def test_a_step_exchanges_two_sums_per_layer_and_the_logits(folder, name, split, monkeypatch):
     """A value that a part reads on the host, or an exchange more than a step needs."""
     properties = SimpleNamespace(multi_processor_count=82, L2_cache_size=6 << 20, major=8, minor=6, name="fake")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -403,7 +403,6 @@ def test_a_step_exchanges_two_sums_per_layer_and_the_logits(folder, name, split,
     layers = part.config.num_hidden_layers
     with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
         on_fake_gpu(part)
-        share_(part, torch.empty(4096, dtype=torch.uint8, device="cuda") if one_shot else None)
         drafter = PlainDrafter(part)
         state = DecodeState(part, drafter, 1, 120)
         with Counted() as counted, OneDevice(), torch.inference_mode():

@@ -185,61 +185,44 @@ def exchanging() -> Iterator[None]:
         raise ExchangeFailed(str(error)) from error
 
 
-@contextlib.contextmanager
-def _gathered(x: Tensor, ranks: int, shared: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
-    if shared is None or x.nbytes > shared.nbytes:
-        # the operator below dist.all_gather_into_tensor, which newer versions of torch call by another name
-        group = dist.group.WORLD.group_name
-        with exchanging():
-            gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1), ranks, group)
-            gathered = torch.ops._c10d_functional.wait_tensor(gathered)
-        yield gathered.view(ranks, *x.shape).unbind()
-        return
-    from torch.distributed import _symmetric_memory as symm_mem
-
-    memory = symm_mem.rendezvous(shared, dist.group.WORLD)  # a look-up, as all have met over it before
-    memory.get_buffer(memory.rank, x.shape, x.dtype).copy_(x)
-    memory.barrier()  # everyone has written
-    yield tuple(memory.get_buffer(rank, x.shape, x.dtype) for rank in range(ranks))
-    memory.barrier()  # everyone has read
+def _gathered(x: Tensor, ranks: int) -> tuple[Tensor, ...]:
+    # the operator below dist.all_gather_into_tensor, which newer versions of torch call by another name
+    group = dist.group.WORLD.group_name
+    with exchanging():
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1), ranks, group)
+        gathered = torch.ops._c10d_functional.wait_tensor(gathered)
+    return gathered.view(ranks, *x.shape).unbind()
 
 
 @torch.library.custom_op("eaglet::rank_sum", mutates_args=())
-def rank_sum(x: Tensor, ranks: int, shared: Tensor | None = None) -> Tensor:
+def rank_sum(x: Tensor, ranks: int) -> Tensor:
     """The sum of every rank's x, in the order of the ranks, added in float32 or wider and rounded once."""
-    with _gathered(x, ranks, shared) as parts:
-        if ranks == 2:
-            return parts[0] + parts[1]  # torch adds as below, in one kernel
-        total = parts[0].to(torch.promote_types(x.dtype, torch.float32), copy=True)
-        for part in parts[1:]:
-            total += part
-        return total.to(x.dtype)
+    parts = _gathered(x, ranks)
+    if ranks == 2:
+        return parts[0] + parts[1]  # torch adds as below, in one kernel
+    total = parts[0].to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(x.dtype)
 
 
 @rank_sum.register_fake
-def _(x, ranks, shared=None):
+def _(x, ranks):
     return x.new_empty(x.shape)
 
 
 @torch.library.custom_op("eaglet::rank_concat", mutates_args=())
-def rank_concat(x: Tensor, ranks: int, shared: Tensor | None = None) -> Tensor:
+def rank_concat(x: Tensor, ranks: int) -> Tensor:
     """Every rank's x [..., N] side by side in the order of the ranks, [..., ranks N]."""
-    with _gathered(x, ranks, shared) as parts:
-        return torch.cat(parts, -1)
+    return torch.cat(_gathered(x, ranks), -1)
 
 
 @rank_concat.register_fake
-def _(x, ranks, shared=None):
+def _(x, ranks):
     return x.new_empty(*x.shape[:-1], ranks * x.shape[-1])
 
 
-class Exchange(nn.Module):
-    """A module whose ranks exchange something. `shared`: memory that all their GPUs can read."""
-
-    shared: Tensor | None = None
-
-
-class RankSum(Exchange):
+class RankSum(nn.Module):
     """A layer of which every rank computes one summand. The residual is added to the sum."""
 
     def __init__(self, inner: nn.Module, ranks: int):
@@ -251,11 +234,11 @@ class RankSum(Exchange):
         self, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm: RMSNorm | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         own = linear(self.inner, x) if isinstance(self.inner, nn.Linear) else self.inner(x)
-        y = kernels.epilogue(rank_sum(own, self.ranks, self.shared), None, residual, gated)
+        y = kernels.epilogue(rank_sum(own, self.ranks), None, residual, gated)
         return y if norm is None else (y, norm(y))
 
 
-class RankConcat(Exchange):
+class RankConcat(nn.Module):
     """An LM head of which every rank has a part of the rows. All ranks get all logits."""
 
     def __init__(self, inner: nn.Module, shard: Shard):
@@ -264,7 +247,7 @@ class RankConcat(Exchange):
         self.shard = shard
 
     def forward(self, x: Tensor) -> Tensor:
-        return rank_concat(self.inner(x), self.shard.ranks, self.shared)
+        return rank_concat(self.inner(x), self.shard.ranks)
 
     def logits(self, x: Tensor) -> Tensor:
         """`forward` in float32 or wider."""
@@ -273,10 +256,10 @@ class RankConcat(Exchange):
 
     def rows(self, ids: Tensor, own_rows: Callable[[Tensor], Tensor]) -> Tensor:
         """The rows ids [M] of the whole matrix, [M, H]. own_rows gives those of this part by their number in it."""
-        return common_rows(ids, self.inner.out_features, own_rows, self.shard, self.shared)
+        return common_rows(ids, self.inner.out_features, own_rows, self.shard)
 
 
-class RankEmbedding(Exchange):
+class RankEmbedding(nn.Module):
     """An embedding of which every rank has a part of the rows. All ranks get the rows of all tokens."""
 
     def __init__(self, inner: nn.Embedding, shard: Shard):
@@ -286,12 +269,10 @@ class RankEmbedding(Exchange):
         self.shard = shard
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return common_rows(tokens, self.count, self.inner, self.shard, self.shared)
+        return common_rows(tokens, self.count, self.inner, self.shard)
 
 
-def common_rows(
-    ids: Tensor, count: int, own_rows: Callable[[Tensor], Tensor], shard: Shard, shared: Tensor | None = None
-) -> Tensor:
+def common_rows(ids: Tensor, count: int, own_rows: Callable[[Tensor], Tensor], shard: Shard) -> Tensor:
     """The rows ids [...] of a matrix of which every rank has `count` rows, [..., H]. Their bits are unchanged.
 
     own_rows gives rows of this part by their number in it. The other ranks add -0.0, which changes no number: 0.0 would
@@ -300,7 +281,7 @@ def common_rows(
     places = ids - shard.rank * count
     foreign = (places < 0) | (places >= count)
     rows = own_rows(places.clamp(0, count - 1)).masked_fill(foreign[..., None], -0.0)
-    return rank_sum(rows, shard.ranks, shared)
+    return rank_sum(rows, shard.ranks)
 
 
 def connect_(model: Transformer, shard: Shard) -> None:
@@ -323,19 +304,6 @@ def connect_(model: Transformer, shard: Shard) -> None:
     model.lm_head = RankConcat(model.lm_head, shard)
     if shard.embedding:
         model.embed_tokens = RankEmbedding(model.embed_tokens, shard)
-
-
-def share_(model: Transformer, shared: Tensor | None) -> None:
-    """Let all exchanges of a loaded part use the memory that the GPUs share."""
-    for module in model.modules():
-        if isinstance(module, Exchange):
-            module.shared = shared
-
-
-def exchanged(config: ModelConfig, shard: Shard, rows: int, itemsize: int) -> list[int]:
-    """The bytes that a rank gives to each exchange of a forward of `rows` rows, in order. config: of the whole model."""
-    hidden, logits = rows * config.hidden_size * itemsize, rows * config.vocab_size // shard.ranks * itemsize
-    return [hidden] * (2 * config.num_hidden_layers + shard.embedding) + [logits]
 
 
 def narrow_(model: Transformer, shard: Shard, own_head: bool) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from drafters.base import Drafter
 from step import DecodeState
 from support import cache
+from support.files import clean_up
 
 WORTHWHILE = 32  # tokens; fewer are run again sooner than they are copied
 MB = 1 << 20
@@ -73,6 +74,8 @@ class PromptCache:
         self._restored: list[Saved] = []  # by the request that has the engine
         if self.disk_limit and folder is not None:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for part in folder.glob(f"*{ENDING}.*"):  # of a process that was killed while it wrote
+                clean_up(folder / f"{part.name.partition(ENDING)[0]}{ENDING}")
             files = sorted(folder.glob(f"*{ENDING}")) if keep else ()
             self.entries = [saved for file in files if (saved := _described(file))]
 

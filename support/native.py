@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,7 +59,7 @@ def build(sources: Sequence[Path], needed: Sequence[str], records: str = "") -> 
 def compile_library(sources: Sequence[Path], target: Path, records: str, processor: str = "native") -> None:
     """Compile for this processor, or for another one that -march names. records: the text of records.h.
 
-    Raises ValueError in one line if there is no compiler or if it fails.
+    Says on stderr what it waits for. Raises ValueError in one line if there is no compiler or if it fails.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
@@ -68,12 +71,26 @@ def compile_library(sources: Sequence[Path], target: Path, records: str, process
     with tempfile.TemporaryDirectory(prefix="eaglet-") as folder:
         Path(folder, "records.h").write_text(records, encoding="utf-8")
         command.append(f"-I{folder}")
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            raise ValueError(f"{compiler} took more than {BUILD_SECONDS} seconds") from error
-        except OSError as error:
-            raise ValueError(f"the compiler {compiler} does not start ({error.strerror})") from error
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+        code, errors = _run(command)
+    if code:
+        lines = [line for line in errors.splitlines() if "error" in line] or ["no message"]
         raise ValueError(f"{compiler} failed: {lines[0]}")
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """The compiler's exit code and what it wrote on stderr. After a second, a line on ours says what is waited for."""
+    said, started = "", time.monotonic()
+    try:
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as compiler:
+            while time.monotonic() - started < BUILD_SECONDS:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    errors = compiler.communicate(timeout=1)[1]
+                    return compiler.returncode, errors
+                said = "." if said else "note    building the C++ kernels, once for this machine: about 10 to 50 s ."
+                print(said, end="", file=sys.stderr, flush=True)
+            compiler.kill()
+    except OSError as error:
+        raise ValueError(f"the compiler {command[0]} does not start ({error.strerror})") from error
+    finally:
+        print(f" {time.monotonic() - started:.0f} s\n" if said else "", end="", file=sys.stderr, flush=True)
+    raise ValueError(f"{command[0]} took more than {BUILD_SECONDS} seconds")

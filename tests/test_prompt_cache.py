@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from tiny import CTX, TREES, V, eagle_engine, tables, tiny_head, tiny_model
@@ -30,6 +34,13 @@ def engine(kind: str, cache: PromptCache | None = None) -> Engine:
         made = Engine(MODEL, drafter=NGramDrafter(MODEL, 5, 4) if kind == "ngram" else None)
     made.keep_prompts(cache or PromptCache())
     return made
+
+
+def ended_process() -> int:
+    """The number of a process that is no more."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
 
 
 def turn(on: Engine, text: list[int]) -> tuple[list[int], int]:
@@ -92,7 +103,11 @@ def test_texts_of_an_earlier_run_are_found_and_bad_files_are_not_used(tmp_path):
     files = sorted(tmp_path.glob("*.rows"))
     assert len(files) == 2
     (tmp_path / "00000009.rows").write_bytes(files[0].read_bytes()[:100])
+    half = [tmp_path / f"00000007.rows.{pid}.part" for pid in (ended_process(), os.getppid())]
+    for part in half:
+        part.touch()
     fresh = engine("eagle", PromptCache(8, 64, tmp_path, keep=True))
+    assert [part.exists() for part in half] == [False, True]  # one process ended while it wrote, the other one lives
     again, cached = turn(fresh, [*texts[0], 4])
     assert cached > 60 and again == turn(engine("eagle"), [*texts[0], 4])[0]
     other = engine("plain", PromptCache(8, 64, tmp_path, keep=True))

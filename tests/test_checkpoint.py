@@ -104,7 +104,10 @@ def test_a_checkpoint_is_read_once(tiny_checkpoint, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip_through_our_own_writer(tiny_checkpoint, tmp_path, family):
-    """save_hf that loses a switch (bias, window, tie, head_dim, RoPE scaling) or swaps fused slices."""
+    """A model that save_hf wrote is read back with every tensor and setting.
+
+    Catches: save_hf that loses a switch (bias, window, tie, head_dim, RoPE scaling) or swaps fused slices.
+    """
     transformers = pytest.importorskip("transformers")
     model = load_model(tiny_checkpoint(family))
     save_hf(model, tmp_path)

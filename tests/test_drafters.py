@@ -118,8 +118,11 @@ def predicting(model, table) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_tokens_as_plain_decoding(kind):
-    """A drafter that changes the output; also through a second request on the same engine (state left behind by the
-    first) and after reuse of the cached prefix."""
+    """Every drafter emits the tokens of plain decoding.
+
+    Catches: a drafter that changes the output; also through a second request on the same engine (state left behind by
+    the first) and after reuse of the cached prefix.
+    """
     engine = Engine(MODEL, drafter=KINDS[kind](MODEL, 1))
     for index in range(len(SETTINGS)):
         result = engine.generate(PROMPT, settings(index)).run()[0]
@@ -129,7 +132,10 @@ def test_same_tokens_as_plain_decoding(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_tokens_in_a_batch(kind):
-    """Rows that leak into each other: other lengths, seeds, stops, and a row without a prompt."""
+    """Every row of a batch emits the tokens of its prompt alone.
+
+    Catches: rows that leak into each other: other lengths, seeds, stops, and a row without a prompt.
+    """
     engine = Engine(MODEL, drafter=KINDS[kind](MODEL, 3), config=EngineConfig(batch_size=3))
     for index, rows in ((0, 2), (2, 3)):
         stop = plain(settings(index), 1)[4]
@@ -151,7 +157,10 @@ def wrong(draft: Draft, truth: torch.Tensor, n: torch.Tensor) -> Draft:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hostile_drafts_change_nothing(kind):
-    """Accepted tokens that are not the target's: with every draft made wrong, each step emits one token, the same."""
+    """With every draft made wrong, each step emits one token, that of plain decoding.
+
+    Catches: accepted tokens that are not the target's.
+    """
     params = settings(1)
     longer = settings(1, max_new_tokens=50)
     truth = torch.tensor([PROMPT + list(plain(longer))])
@@ -176,7 +185,10 @@ GRAPHS = {
 
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_step_is_one_graph_and_never_recompiles(kind):
-    """A host read, a graph break, or a guard on a prompt, position, seed or temperature in a drafter."""
+    """A step of every drafter is traced as one graph, and other prompts and settings do not recompile it.
+
+    Catches: a host read, a graph break, or a guard on a prompt, position, seed or temperature in a drafter.
+    """
     torch._dynamo.reset()
     name, sampled = GRAPHS[kind]
     model = tiny_model(torch.float32, layers=1)

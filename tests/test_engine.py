@@ -523,6 +523,30 @@ def test_stop_strings_across_tokens_and_steps():
         assert shown == result.text and consistent(result)
 
 
+def test_nothing_follows_a_stop_string_in_its_own_token():
+    """A token that holds a stop string and the beginning of a character ends the text before the stop string.
+
+    Catches: the unfinished character, which is flushed as a replacement character behind the text.
+    """
+    tokens = plain(settings(2))
+    pieces = [b"a"] * V
+    pieces[tokens[3]] = b"bc\xc3"
+    stop_at = tokens.index(tokens[3])
+    engine = Engine(MODEL, PieceTokenizer(pieces))
+    result = engine.generate(PROMPT, settings(2, stop=("c",))).run()[0]
+    assert (result.text, result.stop_reason) == ("a" * stop_at + "b", "stop")
+
+
+def test_the_device_counts_the_token_that_prefill_gives():
+    """After a request that ended at its limit, the device has counted as many tokens as were asked for.
+
+    Catches: a device that ends its rows one step after the host, so that a batch computes a step for nothing.
+    """
+    for engine in (Engine(MODEL), scripted("chain4", settings(2))):
+        engine.generate(PROMPT, settings(2, max_new_tokens=6)).run()
+        assert int(engine.state.produced[0]) >= 6
+
+
 def test_text_streams_as_soon_as_it_may():
     """Catches text that is held back although no stop string can match any more. A user would see a frozen stream."""
     params = settings(2, stop=("zzz",))

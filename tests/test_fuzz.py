@@ -334,7 +334,11 @@ def try_cases(form: Format, folder: Path, count: int, seed: str) -> dict[str, in
 @pytest.mark.parametrize("name", FORMATS)
 @torch.no_grad()
 def test_damaged_files_read_as_before_or_are_refused(name, tmp_path):
-    """A traceback, a refusal that fills the screen, or a damaged file that is used although a checksum could tell."""
+    """A damaged file gives the tensors of the whole one, or an error of one short line.
+
+    Catches: a traceback, a refusal that fills the screen, or a damaged file that is used although a checksum could
+    tell.
+    """
     form = FORMATS[name]
     form.make(tmp_path)
     if form.read in (logits, drafts) or (tmp_path / "m").is_dir():
@@ -345,7 +349,10 @@ def test_damaged_files_read_as_before_or_are_refused(name, tmp_path):
 
 @pytest.mark.parametrize("kind", ["json_dir", "spm_dir"])
 def test_damaged_tokenizers_read_as_before_or_are_refused(kind, request, tmp_path):
-    """The same for a tokenizer: another text for the same ids, or a Rust panic on the screen."""
+    """A damaged tokenizer gives the ids of the whole one, or an error of one short line.
+
+    Catches: another text for the same ids, or a Rust panic on the screen.
+    """
     folder = tmp_path / "t"
     shutil.copytree(request.getfixturevalue(kind), folder)
     found = [

@@ -127,6 +127,17 @@ def test_same_tokens_with_every_head_and_tree(grammar, kind):
             assert result.token_ids == plain.token_ids and result.text == plain.text
 
 
+def test_multi_round_drafts_stay_as_they_were_drawn(monkeypatch):
+    """With multi-round verification no forced token is written into the draft, and the grammar takes the text.
+
+    Catches: a drafted token that did not come from the draft's own distribution, which biases what is accepted.
+    """
+    monkeypatch.setattr("runtime.grammar.draft_forced", lambda *args: pytest.fail("a draft was changed"))
+    engine = eagle_engine(HEADS["eagle1"], MEDUSA, tokenizer=LETTERS, multi_round="with")
+    result = engine.generate(PROMPTS[0], request(WORDS[0], max_new_tokens=12)).run()[0]
+    assert matches(WORDS[0], [i for i in result.token_ids if i != STOP]) and len(result.token_ids) > 2
+
+
 def test_forced_spans_are_free_drafts():
     """With a drafter that is always wrong the tokens stay, and forced text gives a tau above 3."""
     grammar = 'start: /[XYZ]/ "ABCDEFGHIJKLMNOPQRSTUVW" /[XYZ]/'

@@ -1003,8 +1003,8 @@ def quantized(module, mode):
 def test_interpreted_heads_are_turned_in_the_projection_of_an_engine(monkeypatch):
     """Heads that are turned well alone, and not for target or drafter of an engine: keys in wrong slots, positions
     of another row. A wrong draft changes no token, so the drafted trees and their scores are compared, bit for bit."""
-    model = quantized(tiny_model(torch.float16, **WIDE, qk_norm=True), "int4")
-    head = quantized(tiny_head(model, 3, DRAFT_VOCAB, **WIDE).half(), "int4")
+    model = quantized(tiny_model(torch.float16, layers=1, **WIDE, qk_norm=True), "int4")
+    head = quantized(tiny_head(model, 3, DRAFT_VOCAB, taps=(0, 1), **WIDE).half(), "int4")
     tree = tables(trees.DynamicTree(4, 1, 2))
     drafts, draft = [], EagleDrafter.draft
     monkeypatch.setattr(EagleDrafter, "draft", lambda *args: drafts.append(draft(*args)) or drafts[-1])
@@ -1034,7 +1034,7 @@ def test_interpreted_heads_are_turned_in_the_projection_of_an_engine(monkeypatch
 def test_interpreted_engine_gives_the_reference_tokens(mode, kv, monkeypatch):
     """Catches a kernel that is right alone and wrong in the engine, and an engine that never calls the
     kernel."""
-    more = dict(qk_norm=True, windows=(0, 8)) if mode == "int4" else dict(qkv_bias=True)
+    more = dict(qk_norm=True, windows=(0, 8)) if mode == "int4" else dict(qkv_bias=True, layers=1)
     model = quantized(tiny_model(torch.float32, **WIDE, **more), mode)
     head = quantized(
         tiny_head(model, 3 if mode == "int4" else 1, DRAFT_VOCAB if mode == "int4" else None, **WIDE), mode

@@ -106,7 +106,10 @@ def correlated(n: int, k: int, rows: int = 2048):
 
 @pytest.mark.parametrize("bits, group", [(8, 128), (4, 32), (4, 64), (4, 128)])
 def test_stored_codes_mean_what_the_format_says(bits, group):
-    """Prevents swapped nibbles, transposed scales or an off-by-one zero: decoded by hand, byte by byte."""
+    """Codes, scales and zeros that are decoded by hand, byte by byte, are the matrix that is loaded.
+
+    Catches: swapped nibbles, transposed scales or an off-by-one zero.
+    """
     weight = torch.randn(6, 256)
     stored = quantize_rtn(weight, bits, group)
     restored = QuantLinear(stored).dequantize()
@@ -168,7 +171,10 @@ def test_zero_and_too_large_weights():
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("bits, group", [(4, 128), (4, 32), (8, 0)])
 def test_gptq_beats_rtn_where_inputs_are_correlated(bits, group, act_order):
-    """Prevents a GPTQ whose error feedback has the wrong sign, order or factor: it would be worse than rounding."""
+    """With correlated inputs GPTQ has a smaller error of the outputs than rounding has.
+
+    Catches: a GPTQ whose error feedback has the wrong sign, order or factor: it would be worse than rounding.
+    """
     weight, x = correlated(48, 256)
     held_out = x[1024:]
     hessian = x[:1024].T @ x[:1024]
@@ -185,7 +191,10 @@ def test_gptq_beats_rtn_where_inputs_are_correlated(bits, group, act_order):
 
 
 def test_gptq_without_correlation_is_rtn():
-    """Prevents GPTQ from touching columns that nothing correlates with (also: an expert no token was routed to)."""
+    """Without correlation GPTQ has the codes of rounding.
+
+    Catches: GPTQ that changes columns that nothing correlates with (also: an expert no token was routed to).
+    """
     weight = torch.randn(8, 256)
     plain = quantize_rtn(weight, 4, 64)
     for hessian in (torch.eye(256) * 3, torch.zeros(256, 256)):

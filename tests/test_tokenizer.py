@@ -171,7 +171,10 @@ def one_line(error) -> str:
 
 
 def test_sentencepiece_equals_transformers(spm_dir):
-    """Bug: wrong dummy prefix, missing BOS or lossy decoding changes every prompt of a LLaMA model."""
+    """Ids and texts of a sentencepiece model are those of transformers.
+
+    Catches: a wrong dummy prefix, a missing BOS or lossy decoding, each of which changes every prompt of LLaMA.
+    """
     ours, oracle = tk.load_tokenizer(spm_dir, 700), llama_oracle(spm_dir, add_bos_token=True)
     assert ours.bos_id == 1 and ours.eos_ids == (2,) and ours.vocab_size == 700
     assert ours.pieces[ours._files.vocab["▁the"]] == b" the" and len(ours.pieces) == 700
@@ -186,7 +189,10 @@ def test_sentencepiece_equals_transformers(spm_dir):
 
 
 def test_byte_level_equals_transformers(json_dir):
-    """Bug: truncation stored in the file, a lost BOS or a wrong byte alphabet corrupts Llama-3 prompts."""
+    """Ids and texts of a byte-level tokenizer.json are those of transformers.
+
+    Catches: truncation stored in the file, a lost BOS or a wrong byte alphabet, which spoil Llama-3 prompts.
+    """
     transformers = pytest.importorskip("transformers", reason="transformers is the oracle")
     ours, oracle = tk.load_tokenizer(json_dir), transformers.AutoTokenizer.from_pretrained(json_dir)
     for text in TEXTS:
@@ -244,7 +250,10 @@ def test_bos_and_eos_flags(spm_dir, json_dir, edit):
 
 
 def test_stop_ids(spm_dir, json_dir, edit):
-    """Bug: a Llama-3 chat never stops because <|eot|>, listed in generation_config.json, is ignored."""
+    """The stop ids are those that generation_config.json and the tokenizer name.
+
+    Catches: a Llama-3 chat that never stops because <|eot|>, listed in generation_config.json, is ignored.
+    """
     assert tk.load_tokenizer(spm_dir).eos_ids == (2,)
     ours = tk.load_tokenizer(json_dir)
     assert ours.eos_ids == (ours._files.vocab["<|end|>"], ours._files.vocab["<|eot|>"])

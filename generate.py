@@ -74,20 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="generate.py", usage=usage, description=__doc__, formatter_class=style)
     request = parser.add_argument_group("request")
     add = functools.partial(request.add_argument, action=Once)
-    add(
-        "-p",
-        "--prompt",
-        action=Once,
-        metavar="TEXT",
-        help="a message to an instruct model, or text for another model to continue",
-    )
-    add(
-        "-f",
-        "--prompt-file",
-        action=Once,
-        metavar="FILE",
-        help="the same from a file; - is stdin, and a pipe is read without it",
-    )
+    add("-p", "--prompt", metavar="TEXT", help="a message to an instruct model, or text for another model to continue")
+    add("-f", "--prompt-file", metavar="FILE", help="the same from a file; - is stdin, and a pipe is read without it")
     add("--prompt-ids", metavar="5,17,9", help="token ids to continue; needs no tokenizer")
     add = request.add_argument
     add("--raw", action="store_true", help="continue the prompt as plain text, whatever the model is")
@@ -158,19 +146,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UsageError("--prove replays without the drafter; it needs one, like --eagle HEAD.")
     if len(given) > 1 or (args.chat and given):
         raise UsageError("give one of --prompt, --prompt-file, --prompt-ids, --chat.")
-    for_one_request = {
-        "--raw": args.raw,
-        "--gauge": args.gauge,
-        "--prove": args.prove,
-        "--show-tree": args.show_tree,
-        "--html": args.html,
-        "--json": args.json,
-        "--json-schema": args.json_schema,
-        "--grammar": "grammar" in args,
-        "--batch-size": args.batch_size > 1,
-    }
-    for flag in (flag for flag, is_given in for_one_request.items() if args.chat and is_given):
-        raise UsageError(f"{flag} is for one request; it does not go with --chat.")
+    names = "raw gauge prove show_tree html json json_schema".split()
+    for_one_request = [f"--{name.replace('_', '-')}" for name in names if vars(args)[name]]
+    for_one_request += ["--grammar"] * ("grammar" in args) + ["--batch-size"] * (args.batch_size > 1)
+    if args.chat and for_one_request:
+        raise UsageError(f"{for_one_request[0]} is for one request; it does not go with --chat.")
     message = args.chat or (given and args.prompt_ids is None) or (not given and stdin_is_fed())
     if (args.template or args.system) and (args.raw or not message):
         raise UsageError("--template and --system shape a message: give -p TEXT without --raw, or add --chat.")

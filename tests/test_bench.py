@@ -1034,50 +1034,31 @@ def slow_nll(model, ids, first):
     return total
 
 
-@pytest.mark.parametrize("bos", [True, False])
-def test_perplexity_equals_token_by_token(bos):
-    """Off by one between logits and targets, BOS scored, bytes of unscored tokens counted."""
-    model, tokenizer = tiny_model(), Letters(bos)
-    texts = evaluate.encode(["def f(x):", "return x + 1"], tokenizer, 1000)
-    out = evaluate.evaluate(model, texts, 64, 32)
-    total = sum(slow_nll(model, t.ids, t.first) for t in texts)
-    scored = 21 if bos else 19
-    assert out["tokens"] == out["bytes"] == scored
-    assert out["nats_per_token"] == pytest.approx(total / scored)
-    assert out["perplexity"] == pytest.approx(math.exp(total / scored))
-    assert out["bits_per_byte"] == pytest.approx(total / math.log(2) / scored)
-
-
-@pytest.mark.parametrize(
-    ("length", "first", "window", "stride"), [(50, 1, 16, 8), (17, 1, 16, 15), (9, 2, 16, 4), (2, 1, 2, 1)]
-)
-def test_every_token_is_scored_once_with_context(length, first, window, stride):
-    """Windows that overlap score tokens twice, or lose those at the borders."""
-    seen = []
-    for start, end, scored in evaluate.windows(length, first, window, stride):
-        assert end - start <= window and start < scored < end
-        assert scored == first or scored - start >= window - stride
-        seen += range(scored, end)
-    assert seen == list(range(first, length))
+def test_perplexity_equals_token_by_token():
+    """Every token but the first of a window is scored once, with all before it in the window as context: off by one
+    between logits and targets, or a first token that is scored without context."""
+    model = tiny_model()
+    windows = torch.randint(1, 90, (3, 13), generator=torch.Generator().manual_seed(1))
+    out = evaluate.evaluate([model], windows)
+    total = sum(slow_nll(model, ids.tolist(), 1) for ids in windows)
+    assert out == {"tokens": 36, "perplexity": pytest.approx(math.exp(total / 36))}
 
 
 def test_kl_of_a_model_with_itself_is_zero_and_with_another_is_not():
-    """KL over other rows than the perplexity, or in the wrong direction."""
+    """KL(reference || model) over the rows of the perplexity: other rows, or the wrong direction."""
     a, b = tiny_model(), tiny_model(seed=5)
-    texts = evaluate.encode(["for i in range(10): print(i)"], Letters(), 100)
-    same = evaluate.evaluate(a, texts, 16, 8, a)
+    windows = torch.randint(1, 90, (2, 16), generator=torch.Generator().manual_seed(2))
+    same = evaluate.evaluate([a, a], windows)
     assert same["mean_kl"] == pytest.approx(0, abs=1e-12) and same["top1_agreement"] == 1
     assert same["against_perplexity"] == pytest.approx(same["perplexity"])
-    other = evaluate.evaluate(a, texts, 16, 8, b)
+    other = evaluate.evaluate([b, a], windows)
     assert other["mean_kl"] > 0.01 and other["perplexity"] == pytest.approx(same["perplexity"])
-    logits = [evaluate.logits_of(m, texts[0].ids[:16])[:15].log_softmax(-1) for m in (b, a)]
-    kl = (logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean()
-    assert evaluate.evaluate(a, [evaluate.Scored(texts[0].ids[:16], 1, 15)], 16, 8, b)["mean_kl"] == pytest.approx(
-        float(kl)
-    )
+    p, q = (m.logits(m.forward_train(windows[:, :-1])[0]).double().log_softmax(-1) for m in (b, a))
+    assert other["mean_kl"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()))
 
 
-def test_long_text_is_cut_to_the_token_limit():
-    """Bytes of the whole text over the tokens of its beginning: bits per byte far too low."""
-    (text,) = evaluate.encode(["x" * 500], Letters(), 101)
-    assert len(text.ids) <= 102 and text.size == len(text.ids) - 1
+def test_evaluate_prints_one_object(capsys):
+    """The command on the demo model: JSON with both perplexities, and equal models agree everywhere."""
+    assert evaluate.main(["--max-tokens", "256", "--window", "128", "--against", "demo", "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert (out["tokens"], out["mean_kl"], out["top1_agreement"]) == (256, 0, 1) and 5 < out["perplexity"] < 200

@@ -155,7 +155,9 @@ def test_python_m_eaglet_is_the_command(installed, tmp_path):
     """`python -m eaglet`, for who has no folder of commands on the path."""
     done = python(installed, tmp_path, "-m", "eaglet", "--help")
     assert done.returncode == 0 and "    eaglet generate -p" in done.stdout, done.stderr
-    done = python(installed, tmp_path, "-m", "eaglet", "generate", "--max-new-tokens", "8", "--device", "cpu", "-q")
+    done = python(
+        installed, tmp_path, "-m", "eaglet", "generate", "-p", "x = 1", "--max-new-tokens", "8", "--device", "cpu", "-q"
+    )
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 

@@ -194,6 +194,7 @@ def test_a_damaged_library_is_compiled_again(tmp_path, monkeypatch):
         target.write_bytes(b"machine code")
 
     monkeypatch.setattr(native, "compile_library", compile_library)
+    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path / "own"))
     source = tmp_path / "a.cpp"
     source.write_text("int a;")
     library = native.build([source], [])

@@ -537,6 +537,25 @@ def test_nothing_follows_a_stop_string_in_its_own_token():
     assert (result.text, result.stop_reason) == ("a" * stop_at + "b", "stop")
 
 
+def test_penalties_count_every_generated_token():
+    """Greedy tokens with penalties are those of a loop that counts them itself, from the first generated token on.
+
+    Catches: a token of prefill that is not counted. Plain and speculative decoding would agree on the wrong tokens.
+    """
+    params = SamplingParams(max_new_tokens=16, repetition_penalty=1.1, presence_penalty=0.4, frequency_penalty=1.5)
+    for start in range(4):
+        prompt, wanted = PROMPT[start:], []
+        for _ in range(16):
+            ids = torch.tensor([prompt + wanted])
+            z = MODEL.logits(MODEL.forward_train(ids)[0][:, -1])[0]
+            for token in {*prompt, *wanted}:
+                z[token] = z[token] / 1.1 if z[token] > 0 else z[token] * 1.1
+            for token in set(wanted):
+                z[token] -= 0.4 + 1.5 * wanted.count(token)
+            wanted.append(int(z.argmax()))
+        assert Engine(MODEL).generate(prompt, params).run()[0].token_ids == wanted
+
+
 def test_the_device_counts_the_token_that_prefill_gives():
     """After a request that ended at its limit, the device has counted as many tokens as were asked for.
 

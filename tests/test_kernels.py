@@ -917,11 +917,12 @@ def test_interpreted_norm_and_rope(dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("rows,config", [
-    (1, LinearConfig(16, 2)), (5, LinearConfig(32, 3)), (17, LinearConfig(64, 1)),
-    (40, LinearConfig(64, 2, warps=2)),  # two token tiles
+@pytest.mark.parametrize("rows,config,normed,int8", [
+    (1, LinearConfig(16, 2), False, False), (1, LinearConfig(16, 2), True, False),
+    (5, LinearConfig(32, 3), False, True), (5, LinearConfig(32, 3), True, False),
+    (17, LinearConfig(64, 1), False, False), (17, LinearConfig(64, 1), False, True),
+    (40, LinearConfig(64, 2, warps=2), True, False),  # two token tiles
 ])  # fmt: skip
-@pytest.mark.parametrize("normed,int8", [(False, False), (True, False), (False, True)])
 def test_interpreted_turned_heads_behind_their_projection(rows, config, normed, int8, monkeypatch):
     """Heads that are turned before all of their columns are there, rows of another token tile, a head that is turned
     twice or never, counters that are left over, and bits that differ from those of a launch of its own. Tiles hold a part

@@ -547,7 +547,7 @@ def test_the_engine_survives_every_injection_point(owner, point, after, monkeypa
             engine.remove_observer(observer)
         if point == "_allocate":
             engine = accident_engine(graphs)
-        for rows in (1, 2):
+        for rows in (2,) if after else (1, 2):
             assert texts(engine.generate_batch(PROMPTS[:rows], params).run()) == fresh_outcome(rows)
 
 
@@ -692,8 +692,9 @@ def drafter_of(kind: str, batch_size: int) -> Drafter:
     return WithNGrams(eagle, 4) if "grams" in kind else eagle
 
 
-@pytest.mark.parametrize("lag", (0, 2))
-@pytest.mark.parametrize("kind", ("eagle1", "eagle3-dynamic", "eagle1-grams", "draft", "ngram"))
+@pytest.mark.parametrize("kind, lag", [
+    ("eagle1", 0), ("eagle1", 2), ("eagle3-dynamic", 2), ("eagle1-grams", 0), ("draft", 2), ("ngram", 0), ("ngram", 2),
+])  # fmt: skip
 def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
     """Catches draft rows of plainly decoded tokens that are missing, shifted by one or made from other features.
     Acceptance would be lost silently. Tokens and all later draft rows must be those of an engine that never stopped,

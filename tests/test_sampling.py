@@ -311,6 +311,17 @@ def test_sequences_with_settings_of_their_own_are_decided_as_alone():
         assert torch.equal(mask[b], both_ways(one, own)[0]) if mode.filters else mask[b].all()
 
 
+def test_top_p_keeps_no_token_beyond_its_mass():
+    """Of probabilities 1/2, 1/4 and 1/4 top-p = 0.5 keeps the first alone, on the CPU and in the search for GPUs.
+
+    Catches: a sum that has to exceed the mass, not to reach it.
+    """
+    z = torch.tensor([0.0, -math.log(2), -math.log(2)]).view(1, 1, 3)
+    given = torch.ones(1, 1, 1), torch.zeros(1, 1, 1, dtype=torch.int64), torch.full((1, 1, 1), 0.5)
+    for find in (sampling._cutoff, sampling._cutoff_search):
+        assert (z >= find(z, *given)).flatten().tolist() == [True, False, False]
+
+
 # ---------------------------------------------------------------- choice
 
 

@@ -55,7 +55,7 @@ class QuantSpec:
         for name, values in allowed.items():
             if (value := vars(self)[name]) not in values:
                 listed = ", ".join(map(str, values))
-                raise UsageError(f"quantization {name} = {value!r}; allowed: {listed}.")
+                raise UsageError(f"quantization {name} = {value!r:.80}; allowed: {listed}.")
         if self.act_order and self.algorithm != "gptq":
             raise UsageError("--act-order orders GPTQ's column updates; add --algorithm gptq.")
 

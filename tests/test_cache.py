@@ -150,7 +150,7 @@ def test_second_process_reuses_what_the_first_compiled():
 
 def test_an_entry_is_kept_whole_and_read_back(tmp_path):
     """Payload and values come back as they were, the values also without the payload, and nothing else is left behind."""
-    path = tmp_path / "cache" / "entry"
+    path = tmp_path / "folder" / "entry"
     assert cache.fetch(path) is None
     for payload, about in (
         (b"", {"a": [1, "é"]}),

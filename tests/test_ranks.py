@@ -367,7 +367,7 @@ def test_the_embedding_is_split_only_where_a_rank_could_not_hold_it_whole(folder
         assert plan.weights == held(part) - held(part.rotary)
         return plan.total, checkpoint.shard.embedding, said
 
-    monkeypatch.setattr(shards, "rank_sum", lambda x, ranks, shared: x)
+    monkeypatch.setattr(shards, "rank_sum", lambda x, ranks: x)
     plenty, whole, said = planned(1 << 30, False)
     assert not whole and not said
     saved = dtype.itemsize * V * 64 // 2  # half of the table,

@@ -1,9 +1,8 @@
-"""What moves the numbers besides the code: the machine, the GPU's state, the model's weights, the memory of an engine."""
+"""What moves the numbers besides the code: the machine, its software, and the state of its GPU."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -14,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from engine import Engine
-from model import Transformer
 from support.machine import describe_device
 
 GPU_FIELDS = (
@@ -77,33 +73,3 @@ def environment(device: torch.device) -> dict[str, Any]:
         "git": {"commit": commit or None, "dirty": bool(dirty)},
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def fingerprint(model: Transformer) -> str:
-    """A short hash of the weights: names, shapes and a sample of every tensor's values."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().flatten()
-        some = flat[:: max(1, flat.numel() // 64)][:64].cpu()
-        digest.update(f"{name}{tuple(tensor.shape)}{some.double().tolist()}".encode())
-    return digest.hexdigest()[:16]
-
-
-def memory_of(engine: Engine) -> int:
-    """Bytes of every tensor that an engine needs (weights, head, caches, buffers), with each storage counted once."""
-    storages: dict[int, int] = {}
-    seen: dict[int, Any] = {}  # holds what was visited, because a freed object's id may come back
-    left: list[Any] = [engine.model, engine.drafter, engine.state]
-    while left:
-        value = left.pop()
-        if isinstance(value, Tensor) and not value.is_meta:
-            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        elif id(value) not in seen:
-            seen[id(value)] = value
-            if isinstance(value, dict):
-                left += value.values()
-            elif isinstance(value, list | tuple):
-                left += value
-            elif isinstance(value, nn.Module) or hasattr(value, "__dict__") and not callable(value):
-                left += vars(value).values()
-    return sum(storages.values())

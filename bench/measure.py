@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from bench.arms import Arm, EngineArm, Sample, shown
-from bench.environment import gpu_state, memory_of
+from bench.environment import gpu_state
 from bench.records import RESAMPLES, Line, Row, Settings, remarks, summarise
 from bench.suites import Prompts, Question
-from cli.prove import find_fork, is_bitwise
+from cli.prove import find_fork, is_bitwise, is_rounding_tie
 from engine import Engine
 from sampling import SamplingParams
 from support.machine import peak_memory, resident_memory
@@ -151,7 +151,7 @@ class Bench:
         _, index, margin, ulps = find_fork(self.arms[0].engine, 0, prompt, params, plain, ids)
         if math.isinf(margin):
             return UNJUDGED | {"same": "differs", "fork": index}
-        excused = self.settings.is_tie(margin, ulps) and not (isinstance(arm, EngineArm) and is_bitwise(arm.engine))
+        excused = is_rounding_tie(margin, ulps) and not (isinstance(arm, EngineArm) and is_bitwise(arm.engine))
         same = "tie" if excused else "differs"
         return {"same": same, "fork": index, "margin": margin, "margin_ulps": ulps}
 
@@ -174,7 +174,7 @@ def step_bytes(engine: Engine, context: int) -> float:
 
 
 def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
-    """Options, tree size and memory of every arm."""
+    """Options and tree size of every arm."""
     facts = []
     for arm in arms:
         fact: dict[str, Any] = {"arm": arm.name, "label": arm.label, "options": shown(arm.options)}
@@ -183,12 +183,7 @@ def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
             fact["card"] = {name: card[name] for name in CARD if name in card}
         if isinstance(arm, EngineArm):
             engine = arm.engine
-            fact |= {
-                "nodes": engine.drafter.N,
-                "depth": engine.drafter.D,
-                "compiled": engine.config.compile,
-                "memory_bytes": memory_of(engine),
-            }
+            fact |= {"nodes": engine.drafter.N, "depth": engine.drafter.D, "compiled": engine.config.compile}
         facts.append(fact)
     return facts
 

@@ -58,13 +58,12 @@ def is_gguf(checkpoint: str) -> bool:
 
 
 def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
-    """The arms that --baseline and --hf-compile ask for. Raises UserError for a model that they cannot run."""
+    """The arms that --baseline asks for. Raises UserError for a model that they cannot run."""
     arms: list[Arm] = []
     if "hf" in args.baseline:
         model = floats_of(base, None if args.shape else args.checkpoint)
         twin, copied = hf_model(model), bool(base.model.quant)
-        kinds = ["hf", "hf-static"] + ["hf-compiled"] * args.hf_compile
-        arms += [HFArm(kind, twin, base.tokenizer, copied) for kind in kinds]
+        arms += [HFArm(kind, twin, base.tokenizer, copied) for kind in ("hf", "hf-static")]
     if "llama.cpp" in args.baseline:
         arms.append(LlamaCppArm(args.checkpoint, ctx))
     return arms
@@ -76,7 +75,7 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
 class HFArm:
     """`transformers` generate.
 
-    kind: hf (dynamic cache), hf-static or hf-compiled. model: a `hf_model`, whose weights the arms share. copied:
+    kind: hf (dynamic cache) or hf-static. model: a `hf_model`, whose weights the arms share. copied:
     whether they are the copy in bfloat16 that `floats_of` makes, which the name then says.
     """
 
@@ -84,12 +83,10 @@ class HFArm:
 
     def __init__(self, kind: str, model: Any, tokenizer, copied: bool = False):
         self.name, self.kind, self.tokenizer = f"{kind} bf16" if copied else kind, kind, tokenizer
-        self.model = copy.copy(model)  # generate keeps a static cache in it, and a compiled forward is an attribute
+        self.model = copy.copy(model)  # generate keeps a static cache in it
         self.options = {"transformers": importlib.metadata.version("transformers")}
         if copied:
             self.options["weights"] = "a copy of the file's in bfloat16, not rounded any further"
-        if kind == "hf-compiled":
-            self.model.forward = torch.compile(self.model.forward, dynamic=False)
 
     @torch.inference_mode()
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:

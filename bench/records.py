@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from bench.arms import NO_STOP, OTHER_ENGINE, SAME_TOKENS
-from cli.prove import is_rounding_tie
 from runtime.results import acceptance, n_alpha
 from sampling import SamplingParams
 from support.errors import UsageError
@@ -47,8 +46,6 @@ class Settings:
     ignore_eos: bool = False
     warmup_runs: int = 4
     max_seconds: float = 0.0  # past it no repetition starts, nor a question of the first one; 0: no limit
-    tie_margin: float | None = None  # distance of sampling keys under which a fork is a near-tie
-    allow_diff: bool = False
     random_weights: bool = False
 
     def params(self, temperature: float, rep: int, stop_ids: tuple[int, ...]) -> SamplingParams:
@@ -61,10 +58,6 @@ class Settings:
             max_new_tokens=self.max_new_tokens,
             stop_ids=NO_STOP if self.ignore_eos else stop_ids,
         )
-
-    def is_tie(self, margin: float, ulps: float) -> bool:
-        """Whether a fork is rounding: by the rule of `--prove`, unless a `tie_margin` is set."""
-        return is_rounding_tie(margin, ulps) if self.tie_margin is None else margin < self.tie_margin
 
 
 class Lines:
@@ -229,7 +222,7 @@ def _blocked(row: Row, line: Line, settings: Settings) -> str | None:
     depth = line.get("depth")
     if line["random_weights"] and depth != 0 and row["label"] != OTHER_ENGINE:
         return "random weights: acceptance means nothing"
-    if row["label"] == SAME_TOKENS and row["same"]["differs"] and not settings.allow_diff:
+    if row["label"] == SAME_TOKENS and row["same"]["differs"]:
         return f"DIFFERS {row['same']['differs']}/{row['runs']}"
     if depth and row["tau"] == 1:
         cost = f"{1 / row['break_even_tau']:.2f}x" if row["break_even_tau"] else "unknown"
@@ -260,10 +253,4 @@ def remarks(rows: Sequence[Row], runs: Sequence[Line], facts: Sequence[dict]) ->
             slow.append(f"{where} (tau {row['tau']:.2f} < {row['break_even_tau']:.2f})")
     if slow:
         notes.append(f"tau below break-even, speculation costs time: {'; '.join(slow)}")
-    seen: dict[tuple, list] = {}
-    for r in runs:
-        key = (r["arm"], r["prompt_sha256"], r["temperature"], r["seed"])
-        if seen.setdefault(key, r["tokens_per_step"]) != r["tokens_per_step"]:
-            notes.append(f"{r['arm']}: a repeated request took other steps (is state carried between requests?)")
-            break
     return notes

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.arms import SAME_TOKENS
-from bench.records import Line, broken
+from bench.records import Line
 from support.errors import UsageError
 from support.files import check_folder, written_whole
-from support.machine import size_text
 
 STYLES = ("-", "--", ":", "-.")  # of a plot's lines, by suite and temperature
 
@@ -57,8 +56,7 @@ def result_table(rows: Sequence[dict[str, Any]]) -> str:
         cells += [number(row["tau"]), depth, f"{row['ttft_ms']:.1f}"]
         if same:
             ties = f", {same['tie']} near-tie" if same["tie"] else ""
-            differs = ", DIFFERS" if gain and broken(row) else ""
-            cells += [f"{same['same']} / {row['runs']}{ties}", row["label"] + differs]
+            cells += [f"{same['same']} / {row['runs']}{ties}", row["label"]]
         body.append(cells if same else [*cells, "", "baseline"])
     return table(head, body)
 
@@ -87,16 +85,16 @@ def arms_table(summary: dict[str, Any]) -> str:
 
 
 def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], bandwidth: float) -> str:
-    """What a step costs: its time, the tau at which it breaks even, its share of the memory's bandwidth, its memory."""
+    """What a step costs: its time, the tau at which it breaks even, and its share of the memory's bandwidth."""
     known = {f["arm"]: f for f in facts if "nodes" in f}
     body = []
     for row in (r for r in rows if r["arm"] in known and r["step_ms"] and r["steps"]):
         fact = known[row["arm"]]
         cells = [row["suite"], f"{row['temperature']:g}", row["arm"], str(fact["nodes"]), number(row["step_ms"])]
         cells += ["-" if row["baseline"] else number(row["break_even_tau"]), number(row["tau"])]
-        body.append([*cells, percent(row["bandwidth_share"]), size_text(fact["memory_bytes"])])
+        body.append([*cells, percent(row["bandwidth_share"])])
     head = "suite|T|arm|nodes|step ms|break-even tau|tau".split("|")
-    return table([*head, f"of {bandwidth / 1e9:.0f} GB/s copy", "memory"], body) if body else ""
+    return table([*head, f"of {bandwidth / 1e9:.0f} GB/s copy"], body) if body else ""
 
 
 def step_table(lines: Sequence[Line]) -> str:

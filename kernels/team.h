@@ -3,12 +3,14 @@
 // OpenMP gives each thread a fixed part and lets all wait for the last one. On a machine where other programs run, a thread
 // that is not scheduled then holds up every product of a layer. Here a range is cut into chunks. Each thread first takes the
 // chunks of its own part, and then helps with the others. So the caller does all the work where nobody else comes. Threads
-// without work wait busily for a moment, and then sleep.
+// without work wait busily for a moment, and then sleep. And from time to time the caller works alone for a moment: where that
+// is faster, because other programs keep the processors busy, it goes on so.
 
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
 
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,6 +21,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace eaglet {
@@ -40,8 +43,13 @@ class Team {
   bool run(int64_t begin, int64_t end, int64_t grain, int threads, Body body, const void* context) {
     std::unique_lock<std::mutex> caller(callers_, std::try_to_lock);
     if (!caller.owns_lock()) return false;
+    const double work = (double)(end - begin) / grain;
     const auto started = Clock::now();
-    if (started < alone_until_) return false;
+    if (alone()) {
+      body(context, begin, end);
+      measure(work, started);
+      return true;
+    }
     while ((int)workers_ + 1 < std::min(threads, MOST)) start_worker();
     threads = std::min(threads, MOST);
     const int64_t count = end - begin, wanted = std::min<int64_t>(threads * PARTS, (count + grain - 1) / grain);
@@ -56,15 +64,14 @@ class Team {
     }
     generation_.store((uint32_t)generation, std::memory_order_seq_cst);
     if (sleeping_.load(std::memory_order_seq_cst)) generation_.notify_all();
-    const int64_t own = work(generation, 0, threads);
-    const auto worked = Clock::now();
+    this->work(generation, 0, threads);
     wait(left_, [](int64_t left) { return left == 0; });
-    judge(started, worked, Clock::now(), chunks, own);
+    measure(work, started);
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
     return true;
   }
 
-  // How long the callers have been told to work alone so far, in seconds.
+  // How long callers have worked alone so far, because that was faster, in seconds.
   double seconds_alone() const { return seconds_alone_.load(std::memory_order_relaxed); }
 
  private:
@@ -96,13 +103,13 @@ class Team {
     sleeping_.fetch_sub(1, std::memory_order_seq_cst);
   }
 
-  // Do chunks of a job, those of part `first` before others. Returns how many.
-  int64_t work(uint64_t generation, int first, int threads) {
+  // Do chunks of a job, those of part `first` before others.
+  void work(uint64_t generation, int first, int threads) {
     int64_t done = 0;
     for (int i = 0; i < threads; ++i) {
       std::atomic<uint64_t>& word = ranges_[(first + i) % threads].word;
       for (uint64_t now = word.load(std::memory_order_acquire);;) {
-        if (now >> 40 != generation) return done;
+        if (now >> 40 != generation) break;
         const int64_t chunk = now >> 20 & 0xfffff;
         if (chunk >= (int64_t)(now & 0xfffff)) break;
         if (!word.compare_exchange_weak(now, now + (1 << 20), std::memory_order_acq_rel)) continue;
@@ -114,11 +121,11 @@ class Team {
           error_ = std::current_exception();
         }
         ++done;
-        if (left_.fetch_sub(1, std::memory_order_seq_cst) == 1 && first && sleeping_.load()) left_.notify_all();
         now = word.load(std::memory_order_acquire);
       }
     }
-    return done;
+    // A job ends when its last chunk is counted here. So whoever has done a chunk sees no part of a later job above.
+    if (done && left_.fetch_sub(done, std::memory_order_seq_cst) == done && first && sleeping_.load()) left_.notify_all();
   }
 
   void start_worker() {
@@ -133,22 +140,43 @@ class Team {
     }).detach();
   }
 
-  // Other programs may keep the processors busy. Where the caller alone would have been faster, it works alone for a while.
-  void judge(Clock::time_point started, Clock::time_point worked, Clock::time_point ended, int64_t chunks, int64_t own) {
-    const double mine = std::chrono::duration<double>(worked - started).count();
-    together_ += std::chrono::duration<double>(ended - started).count();
-    alone_ += mine * chunks / std::max<int64_t>(1, own);
-    if (together_ < WINDOW) return;
-    if (alone_ < together_) {
-      pause_ = std::min(2 * pause_, LONGEST);
-      seconds_alone_.store(seconds_alone() + pause_, std::memory_order_relaxed);
-      alone_until_ = ended + std::chrono::microseconds((int64_t)(pause_ * 1e6));
+  // Callers compare working together with working alone: two short trials of each in turn, and then a long window of what was
+  // faster. The windows of an unchanged winner grow longer. On a busy machine a trial together looks better than it is, because
+  // the system favours threads that have slept. The caller sees that the machine is busy by the time that it had no processor.
+  bool alone() const { return trial_ < TRIALS ? trial_ % 2 == 1 : faster_alone_; }
+
+  // Count a job, which is as large as so many grains, and end the window where its time is over.
+  void measure(double work, Clock::time_point started) {
+    const auto now = Clock::now();
+    const double between = std::chrono::duration<double>(started - last_).count();
+    const double passed = std::chrono::duration<double>(now - started).count() + (between < PAUSE ? between : 0);
+    seconds_ += passed;  // without the time in which nobody asked for work
+    cycle_ += passed;
+    last_ = now;
+    work_ += work;
+    if (seconds_ < (trial_ < TRIALS ? TRIAL : window_)) return;
+    if (trial_ < TRIALS) {
+      rates_[trial_ % 2] += work_ / seconds_;
+      if (++trial_ == TRIALS) {
+        timespec time;
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+        const double processor = time.tv_sec + 1e-9 * time.tv_nsec;
+        const bool busy = processor - processor_ < BUSY * cycle_, faster_alone = rates_[1] > (busy ? 0.7 : 1.05) * rates_[0];
+        processor_ = processor;
+        cycle_ = 0;
+        window_ = faster_alone == faster_alone_ ? std::min(2 * window_, LONGEST) : SHORTEST;
+        faster_alone_ = faster_alone;
+      }
     } else {
-      pause_ = SHORTEST;
+      if (faster_alone_) seconds_alone_.store(seconds_alone() + seconds_, std::memory_order_relaxed);
+      trial_ = 0;
+      rates_[0] = rates_[1] = 0;
     }
-    together_ = alone_ = 0;
+    seconds_ = work_ = 0;
   }
-  static constexpr double WINDOW = 0.03, SHORTEST = 0.1, LONGEST = 4;  // seconds
+  static constexpr int TRIALS = 4;
+  static constexpr double TRIAL = 0.015, SHORTEST = 0.2, LONGEST = 1, PAUSE = 0.02;  // seconds
+  static constexpr double BUSY = 0.9;  // the share of a processor below which the machine is busy
 
   const pid_t process_ = getpid();
   std::mutex callers_, failing_;
@@ -160,8 +188,11 @@ class Team {
   std::atomic<int> sleeping_{0};
   std::atomic<int> workers_{0};
   std::exception_ptr error_;
-  Clock::time_point alone_until_{};
-  double together_ = 0, alone_ = 0, pause_ = SHORTEST;
+  Clock::time_point last_{};
+  int trial_ = 0;  // the trials that are done since the last long window
+  bool faster_alone_ = false;
+  double seconds_ = 0, work_ = 0, rates_[2] = {}, window_ = SHORTEST;  // of the window that goes on
+  double cycle_ = 0, processor_ = 0;  // seconds since the last comparison, and the caller's time on a processor until then
   std::atomic<double> seconds_alone_{0};
 };
 

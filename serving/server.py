@@ -7,21 +7,19 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-import torch
 import uvicorn
 from starlette.types import ASGIApp
-from torch import Tensor, nn
 
 from engine import Engine
-from kernels import PackedWeight
 from serving.scheduler import Scheduler, ServeSettings
 from support import cache
 from support.errors import INTERNAL, UsageError
 from support.files import runs
+from weights.quantized import weights_digest
 
 CONNECTIONS = 256  # open at the same time; more get 503
 KEEP_ALIVE = 75  # seconds that a connection without a request stays open
@@ -113,20 +111,7 @@ def _fingerprint(engine: Engine) -> str:
     how = (engine.model.config, engine.backend.mode, options and (options.quant, options.kv, options.activations))
     digest = hashlib.sha256(repr(how).encode())
     for model in (engine.model, *engine.drafter.cached_models):
-        for name, tensor in _weights(model):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            digest.update(tensor.detach().flatten().view(torch.uint8).cpu().numpy())
+        digest.update(weights_digest(model).encode())
     shapes = [(tuple(t.shape), str(t.dtype)) for t in (engine.state.kv, *engine.drafter.caches)]
     digest.update(repr(shapes).encode())
     return digest.hexdigest()[:24]
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model under its name, those that are packed for the kernels included."""
-    yield from sorted(model.state_dict().items())
-    for place, module in model.named_modules():
-        packed = [value for value in vars(module).values() if isinstance(value, PackedWeight)]
-        packed += [weight.correction for weight in packed if weight.correction]
-        for weight in packed:
-            parts = {"weight": weight.weight, "scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
-            yield from ((f"{place}.{name}", part) for name, part in parts.items() if part is not None)

@@ -22,7 +22,6 @@ from bench import arms as bench_arms
 from bench import environment as bench_environment
 from bench import measure, paper, peers, records, report, suites
 from drafters.medusa import MedusaHeads, save_medusa
-from drafters.ngram import WithNGrams
 from drafting import tuned_tree_path
 from engine import Engine, EngineConfig
 from load import load
@@ -219,7 +218,7 @@ def test_committed_results_recount(path):
         differs = sum(
             r["same"] == "differs" for r in runs if (r["suite"], r["temperature"], r["arm"]) == (*key, row["arm"])
         )
-        if row["label"] == bench_arms.SAME_TOKENS and differs and not summary["settings"]["allow_diff"]:
+        if row["label"] == bench_arms.SAME_TOKENS and differs:
             assert row["speedup"] is None and "DIFFERS" in row["blocked"]
         elif row["speedup"]:
             prompts = defaultdict(list)
@@ -328,8 +327,6 @@ def test_differing_tokens_never_give_a_speedup():
     page = report.result_table([row])
     assert "DIFFERS 3/3" in page and "x |" not in page
     assert any("DIFFER from plain" in n for n in records.remarks([row], runs, []))
-    allowed = records.summarise(runs, replace(settings, allow_diff=True))[-1]
-    assert allowed["speedup"]["median"] > 0 and "same tokens, DIFFERS" in report.result_table([allowed])
     forks = [r["fork"] for r in runs if not r["baseline"]]
     assert all(f is not None for f in forks)
 
@@ -361,8 +358,6 @@ def test_a_near_tie_is_counted_apart(monkeypatch):
         assert row["same"][kind] == 3 and (row["speedup"] is None) == (kind == "differs")
         assert ("3 near-tie" in report.result_table([row])) == (kind == "tie")
         assert {(r["margin"], r["margin_ulps"]) for r in runs if not r["baseline"]} == {(margin, ulps)}
-        strict = list(bench_of(arms, settings=replace(settings, tie_margin=1e-5)).measure())
-        assert {r["same"] for r in strict if not r["baseline"]} == {"differs"}
 
 
 def test_a_prefix_is_no_near_tie():
@@ -656,18 +651,6 @@ def test_an_interrupted_run_does_not_replace_a_whole_one(tmp_path):
         assert file.read_text() == f'{{"a": {kept}}}\n'
 
 
-def test_memory_counts_every_cache_once():
-    """The cache of a drafter inside another one was not counted, or shared weights were counted twice."""
-    model = tiny_model()
-    plain, eagle = Engine(model), eagle_engine(tiny_head(model), tree.chain(4))
-    grafted = Engine(model, None, WithNGrams(eagle.drafter, 3))
-    own = eagle.drafter.cache.nbytes
-    sizes = [bench_environment.memory_of(engine) for engine in (plain, eagle, grafted)]
-    weights = sum(p.nbytes for p in model.parameters())
-    assert sizes[0] >= weights + plain.state.kv.nbytes
-    assert sizes[0] + own < sizes[1] < sizes[0] + own + weights and sizes[2] > sizes[0] + own
-
-
 # ---- the command ------------------------------------------------------------------------------------------
 
 
@@ -711,10 +694,7 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
     for a, b in zip(again, summary["rows"], strict=True):
         assert a["speedup"] == b["speedup"] and a["tau"] == b["tau"] and b["bandwidth_share"] > 0
     facts = {f["arm"]: f for f in summary["arms"]}
-    assert (
-        facts["eagle1 paper25"]["nodes"] == 26
-        and facts["eagle1 paper25"]["memory_bytes"] > facts["plain"]["memory_bytes"]
-    )
+    assert facts["eagle1 paper25"]["nodes"] == 26
 
 
 def test_the_suites_measure_every_head_and_their_tables_are_the_rows(tiny_directory, tmp_path, capsys):
@@ -922,7 +902,7 @@ def test_llama_cpp_decodes_every_prompt_from_an_empty_cache(real_file, real_engi
 def test_transformers_runs_a_quantized_file_in_bfloat16_and_says_so(real_file, real_engine, monkeypatch):
     """A row called hf whose weights are not ours without a word; two copies of them; one that fills the memory."""
     pytest.importorskip("transformers")
-    args = SimpleNamespace(baseline=["hf"], hf_compile=False, shape=None, checkpoint=str(real_file))
+    args = SimpleNamespace(baseline=["hf"], shape=None, checkpoint=str(real_file))
     arms = peers.peers_of(args, real_engine, 256)
     assert [arm.name for arm in arms] == ["hf bf16", "hf-static bf16"]
     assert "a copy of the file's in bfloat16" in arms[0].options["weights"]
@@ -942,7 +922,7 @@ def test_transformers_runs_the_weights_of_the_folder_beside_an_engine_that_round
     pytest.importorskip("transformers")
     folder, model = str(tmp_path / "model"), tiny_model(torch.bfloat16)
     save_hf(model, folder)
-    args = SimpleNamespace(baseline=["hf"], hf_compile=False, shape=None, checkpoint=folder)
+    args = SimpleNamespace(baseline=["hf"], shape=None, checkpoint=folder)
     rounded = load(folder, quant="int8", device="cpu")
     arms = peers.peers_of(args, rounded, 64)
     name = "model.layers.0.mlp.up_proj.weight"

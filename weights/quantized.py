@@ -13,6 +13,7 @@ Mixtral's experts add a leading axis. After loading, `pack_` gives every module 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -352,6 +353,22 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
                 w.data = w.data.t().contiguous().t()
         if isinstance(child, QuantLinear):
             child.repack(dtype)
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A hash of every tensor of a model, those that are packed for the kernels included. It reads all of them once."""
+    tensors = sorted(model.state_dict().items())
+    for place, module in model.named_modules():
+        packed = [value for value in vars(module).values() if isinstance(value, kernels.PackedWeight)]
+        packed += [weight.correction for weight in packed if weight.correction]
+        for weight in packed:
+            parts = {"weight": weight.weight, "scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
+            tensors += ((f"{place}.{name}", part) for name, part in parts.items() if part is not None)
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.detach().flatten().view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
 
 
 def held_bytes(

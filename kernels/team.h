@@ -161,7 +161,7 @@ class Team {
         timespec time;
         clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
         const double processor = time.tv_sec + 1e-9 * time.tv_nsec;
-        const bool busy = processor - processor_ < BUSY * cycle_, faster_alone = rates_[1] > (busy ? 0.7 : 1.05) * rates_[0];
+        const bool busy = processor - processor_ < BUSY * cycle_, faster_alone = rates_[1] > (busy ? 0.7 : 1.4) * rates_[0];
         processor_ = processor;
         cycle_ = 0;
         window_ = faster_alone == faster_alone_ ? std::min(2 * window_, LONGEST) : SHORTEST;

@@ -1,4 +1,4 @@
-"""The target model: one Transformer for LLaMA 1/2/3.x, Vicuna, CodeLlama, Mistral, Mixtral, Qwen2/2.5 and Qwen3.
+"""The target model: one Transformer for LLaMA 1/2/3.x, Vicuna, CodeLlama, Mistral, Mixtral, Qwen2/2.5 and Qwen3 (MoE too).
 
 It computes a *forward on nodes*. It gets tokens, their positions (the depth below the root), and who may see whom. A
 prompt chunk is a chain of nodes, plain decoding is a single node, and a draft tree is a tree of nodes. The model does
@@ -136,7 +136,7 @@ class MLP(nn.Module):
 
 
 class Experts(SelfCounting):
-    """Mixtral's sparse feed-forward: a softmax router in float32, the top-k experts, their weights renormalised."""
+    """A sparse feed-forward: a softmax router in float32, and the top-k experts with their weights."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -145,11 +145,12 @@ class Experts(SelfCounting):
         self.gate_up = nn.Parameter(torch.empty(E, 2 * I, H))
         self.down = nn.Parameter(torch.empty(E, H, I))
         self.per_token = config.num_experts_per_tok
+        self.normalised = config.norm_topk_prob
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, H] -> expert weights [M, k] in x.dtype, expert ids [M, k]."""
         weight, index = self.router(x).softmax(-1, dtype=torch.float32).topk(self.per_token, -1)
-        return (weight / weight.sum(-1, keepdim=True)).to(x.dtype), index
+        return (weight / weight.sum(-1, keepdim=True) if self.normalised else weight).to(x.dtype), index
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None

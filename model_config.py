@@ -18,7 +18,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4},
 }
+# Families with experts: how many there are, and how many each token uses, where config.json leaves them out.
+EXPERTS = {"mixtral": (8, 2), "qwen3_moe": (128, 8)}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -102,8 +105,9 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int, ...] = ()
-    num_local_experts: int = 0
+    num_local_experts: int = 0  # each is intermediate_size wide
     num_experts_per_tok: int = 0
+    norm_topk_prob: bool = True  # whether the weights of a token's experts are scaled to a sum of 1
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -147,17 +151,20 @@ class ModelConfig:
         if defaults.get("head_dim") is None and hidden % heads and config.get("head_dim") is None:
             raise read.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
         positions = read.integer("max_position_embeddings", 2048, high=2**24)
-        experts = read.integer("num_local_experts", 8) if family == "mixtral" else 0
-        per_token = read.integer("num_experts_per_tok", 2) if family == "mixtral" else 0
+        experts, per_token = EXPERTS.get(family, (0, 0))
+        if experts:
+            experts = read.integer("num_experts" if "num_experts" in config else "num_local_experts", experts)
+            per_token = read.integer("num_experts_per_tok", per_token)
         if per_token > experts:
             raise read.error(f"num_experts_per_tok {per_token} exceeds num_local_experts {experts}.")
-        bias = read.boolean("attention_bias", False) if family in ("llama", "qwen3") else family == "qwen2"
+        qwen3 = family in ("qwen3", "qwen3_moe")
+        bias = read.boolean("attention_bias", False) if qwen3 or family == "llama" else family == "qwen2"
         bos = config.get("bos_token_id")
         eos = config.get("eos_token_id")
         return cls(
             model_type=family,
             hidden_size=hidden,
-            intermediate_size=read.integer("intermediate_size"),
+            intermediate_size=read.integer("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=read.integer("num_key_value_heads", kv_heads),
@@ -168,12 +175,13 @@ class ModelConfig:
             rope=_read_rope(read, defaults.get("rope_theta", 10000.0), positions),
             tie_word_embeddings=read.boolean("tie_word_embeddings", False),
             qkv_bias=bias,
-            o_bias=bias and family in ("llama", "qwen3"),
+            o_bias=bias and family != "qwen2",
             mlp_bias=read.boolean("mlp_bias", False) if family == "llama" else False,
-            qk_norm=family == "qwen3",
+            qk_norm=qwen3,
             windows=_read_windows(read, family, layers),
             num_local_experts=experts,
             num_experts_per_tok=per_token,
+            norm_topk_prob=read.boolean("norm_topk_prob", False) if family == "qwen3_moe" else True,
             dtype=read.text("dtype" if "dtype" in config else "torch_dtype", "float32", tuple(DTYPES)),
             bos_token_id=bos if isinstance(bos, int) else None,
             eos_token_ids=tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)),
@@ -187,6 +195,9 @@ def _refuse_unknown_architecture(read: ConfigReader) -> None:
         raise read.error(f"architectures = {architectures!r:.80} holds no *ForCausalLM model.")
     read.text("hidden_act", "silu", ("silu", "swish"))
     read.number("pretraining_tp", 1, 1, 1)
+    read.integer("decoder_sparse_step", 1, 1, 1)
+    if read.config.get("mlp_only_layers"):
+        raise read.error("mlp_only_layers names layers without experts, which are not implemented.")
     for place in (read.config, read.config.get("rope_parameters"), read.config.get("rope_scaling")):
         if isinstance(place, dict):
             ConfigReader(place, read.where).number("partial_rotary_factor", 1.0, 1.0, 1.0)

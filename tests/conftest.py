@@ -64,6 +64,10 @@ FAMILIES = {
         {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "tie_word_embeddings": True},
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False},
+    ),
 }
 
 
@@ -144,7 +148,7 @@ def build_hf(family: str, **changes):
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-    if "mixtral" in family:
+    if "mixtral" in family or "moe" in family:
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     return model.eval().requires_grad_(False)
 

@@ -35,6 +35,12 @@ from weights.files import (
 )
 from weights.quantized import QuantExperts, QuantLinear, TiedEmbedding, set_tensor
 
+# Where the experts of a layer are, and what an expert's matrices are called: gate, up, down.
+EXPERT_NAMES = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+
 
 def read_config(raw: dict[str, Any], directory: Path) -> ModelConfig:
     """The geometry that a config.json describes. Token ids are checked more strictly here.
@@ -132,7 +138,7 @@ def check_tied(stored: Tensor, embedding: Tensor, where: str) -> None:
 
 
 def views_for(model: Transformer, entries: Entries) -> dict[str, Tensor]:
-    """`hf_views` under the names that the entries use. Mixtral's experts have two layouts."""
+    """`hf_views` under the names that the entries use. Experts have two layouts."""
     return hf_views(model, any(name.endswith(".experts.gate_up_proj") for name in entries))
 
 
@@ -175,7 +181,7 @@ def parameter_sources(model: Transformer, views: Mapping[str, Tensor]) -> dict[s
 def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tensor]:
     """Hugging Face tensor name -> the view of our parameter that holds this tensor.
 
-    With `fused_experts` Mixtral gets the names of transformers 5, where one tensor holds all experts.
+    With `fused_experts` experts get the names of transformers 5, where one tensor holds all of them.
     """
     c = model.config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -200,15 +206,15 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
             put(f"{at}.mlp", "gate_proj up_proj", block.mlp.gate_up, [c.intermediate_size] * 2)
             put(f"{at}.mlp", "down_proj", block.mlp.down)
             continue
-        put(f"{at}.mlp" if fused_experts else f"{at}.block_sparse_moe", "gate", block.mlp.router)
+        place, names = EXPERT_NAMES[c.model_type]
+        put(f"{at}.{'mlp' if fused_experts else place}", "gate", block.mlp.router)
         if fused_experts:
             views[f"{at}.mlp.experts.gate_up_proj"] = block.mlp.gate_up
             views[f"{at}.mlp.experts.down_proj"] = block.mlp.down
             continue
         for e in range(c.num_local_experts):
-            expert = f"{at}.block_sparse_moe.experts.{e}"
-            views[f"{expert}.w1.weight"], views[f"{expert}.w3.weight"] = block.mlp.gate_up[e].chunk(2)
-            views[f"{expert}.w2.weight"] = block.mlp.down[e]
+            matrices = *block.mlp.gate_up[e].chunk(2), block.mlp.down[e]
+            views |= {f"{at}.{place}.experts.{e}.{name}.weight": m for name, m in zip(names, matrices, strict=True)}
     put("model", "norm", model.norm)
     if model.lm_head is not None:
         views["lm_head.weight"] = model.lm_head.weight
@@ -235,17 +241,19 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         vocab_size max_position_embeddings rms_norm_eps tie_word_embeddings bos_token_id"""
     family, eos = config.model_type, config.eos_token_ids
     out = {key: getattr(config, key) for key in same.split()}
-    out |= {"architectures": [f"{family.capitalize()}ForCausalLM"], "hidden_act": "silu"}
+    out |= {"architectures": [f"{''.join(map(str.capitalize, family.split('_')))}ForCausalLM"], "hidden_act": "silu"}
     out |= {"torch_dtype": config.dtype, "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None}
     out |= {"rope_theta": config.rope.theta, "rope_scaling": _scaling_to_hf(config.rope)}
-    if family in ("llama", "qwen3"):
+    if family in ("llama", "qwen3", "qwen3_moe"):
         out["attention_bias"] = config.qkv_bias
     if family == "llama":
         out["mlp_bias"] = config.mlp_bias
     else:
         out["sliding_window"] = max(config.windows) or None
-    if family == "mixtral":
-        out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok")}
+    if config.num_local_experts:
+        out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok", "norm_topk_prob")}
+    if family == "qwen3_moe":
+        out |= {"num_experts": config.num_local_experts, "moe_intermediate_size": config.intermediate_size}
     if family.startswith("qwen"):
         kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
         full = len(kinds) - kinds[::-1].index("full_attention") if "full_attention" in kinds else 0

@@ -299,12 +299,11 @@ class QuantExperts(nn.Module):
 
     route, forward = Experts.route, Experts.forward
 
-    def __init__(self, router: nn.Linear, gate_up: nn.Module, down: nn.Module, per_token: int):
+    def __init__(self, experts: Experts, gate_up: nn.Module, down: nn.Module):
         super().__init__()
-        self.router = router
+        self.router, self.per_token, self.normalised = experts.router, experts.per_token, experts.normalised
         self.gate_up = gate_up
         self.down = down
-        self.per_token = per_token
 
     def mixture(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H], the weighted sum of each row's experts."""
@@ -336,7 +335,7 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
             replace_module(module, name, FloatLinear(packed, child.bias))
         elif isinstance(child, Experts) and (packed := kernels.pack_float(child.gate_up)):
             both = [FloatLinear(p, None, child.per_token) for p in (packed, kernels.pack_float(child.down))]
-            replace_module(module, name, QuantExperts(child.router, *both, child.per_token))
+            replace_module(module, name, QuantExperts(child, *both))
     if isinstance(module, Transformer) and module.lm_head is None:
         packed = kernels.pack_float(module.embed_tokens.weight)
         if packed is not None:
@@ -464,7 +463,7 @@ def apply_spec_(module: nn.Module, spec: QuantSpec, names: Collection[str] = ())
             extra = [leaf for leaf in ("zeros", "perm") if f"{full}.{leaf}" in names]
             empty = empty_tensors(weight.shape, bits, spec.group_size, extra)
             new.append(QuantLinear(empty, bias, per_token))
-        replace_module(module, name, QuantExperts(child.router, *new, per_token) if experts else new[0])
+        replace_module(module, name, QuantExperts(child, *new) if experts else new[0])
     return module
 
 

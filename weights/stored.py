@@ -247,7 +247,7 @@ def install(model: Transformer, parameter: str, stored: dict[str, Tensor], slot:
         name, block = parameter, parameter.rpartition(".")[0]
         experts = model.get_submodule(block)
         if isinstance(experts, Experts):
-            experts = QuantExperts(experts.router, nn.Module(), nn.Module(), experts.per_token)
+            experts = QuantExperts(experts, nn.Module(), nn.Module())
             replace_module(model, block, experts)
         linear = QuantLinear(stored, None, experts.per_token)
     else:

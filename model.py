@@ -1,4 +1,4 @@
-"""The target model: one Transformer for LLaMA 1/2/3.x, Vicuna, CodeLlama, Mistral, Mixtral, Qwen2/2.5 and Qwen3 (MoE too).
+"""The target model: one Transformer for LLaMA, Mistral, Mixtral, Qwen, Phi-3 and others (`model_config.FAMILIES`).
 
 It computes a *forward on nodes*. It gets tokens, their positions (the depth below the root), and who may see whom. A
 prompt chunk is a chain of nodes, plain decoding is a single node, and a draft tree is a tree of nodes. The model does
@@ -53,13 +53,17 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def linear(
-    layer: nn.Module, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm: RMSNorm | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
-    """y = layer(x), then if `gated` SiLU(first half) * second half, then + residual. With a norm: (y, norm(y)).
+    layer: nn.Module, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm: RMSNorm | None = None,
+    multiplier: float = 1.0,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """y = layer(x), if `gated` SiLU(first half) * second half, times multiplier, + residual. With a norm: (y, norm(y)).
 
     Quantized linears do all of it in the epilogue of their kernel. cuBLAS has no such epilogue, so after an nn.Linear
     it is plain code, which Inductor fuses into one kernel.
     """
+    if multiplier != 1:
+        y = residual + multiplier * linear(layer, x, None, gated)
+        return y if norm is None else (y, norm(y))
     if not isinstance(layer, nn.Linear):
         return layer(x, residual, gated) if norm is None else layer(x, residual, gated, norm)
     y = kernels.epilogue(layer(x), None, residual, gated)
@@ -69,8 +73,11 @@ def linear(
 class Attention(nn.Module):
     """Grouped-query attention with fused QKV over a static cache. `in_size` differs from hidden_size in EAGLE-3."""
 
-    def __init__(self, config: ModelConfig, window: int = 0, in_size: int | None = None):
+    def __init__(self, config: ModelConfig, window: int = 0, in_size: int | None = None, rotated: bool = True):
         super().__init__()
+        self.rotated = rotated
+        self.scale = config.attention_multiplier or 1 / math.sqrt(config.head_dim)
+        self.multiplier = config.residual_multiplier
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.head_dim = hd = config.head_dim
@@ -88,7 +95,8 @@ class Attention(nn.Module):
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 2)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if self.rotated:
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(self, x: Tensor, nodes: Nodes, kv: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
@@ -98,15 +106,16 @@ class Attention(nn.Module):
         """
         B, T, _ = x.shape
         norms = () if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        turn = nodes.cos, nodes.sin, kv, nodes.slots, *norms
+        cos, sin = (nodes.cos, nodes.sin) if self.rotated else (torch.ones_like(nodes.cos), torch.zeros_like(nodes.sin))
+        turn = cos, sin, kv, nodes.slots, *norms
         if isinstance(self.qkv, nn.Linear):
             q, arrived = kernels.rope_write_kv(self.qkv(x).view(B, T, -1, self.head_dim), *turn)
         else:
             q, arrived = self.qkv.heads(x, self.head_dim, *turn)
         visible = nodes.visible_window if self.window else nodes.visible
         seen = nodes.start, visible, nodes.positions, self.window
-        out = kernels.tree_attention(q, kv, *seen, 1 / math.sqrt(self.head_dim), arrived)
-        return linear(self.o, out.reshape(B, T, -1), residual, norm=norm)
+        out = kernels.tree_attention(q, kv, *seen, self.scale, arrived)
+        return linear(self.o, out.reshape(B, T, -1), residual, norm=norm, multiplier=self.multiplier)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The same attention over a whole sequence x [B, T, in], with gradients and without a cache."""
@@ -116,15 +125,17 @@ class Attention(nn.Module):
         if self.window:
             i = torch.arange(T, device=x.device)
             mask = (i[:, None] >= i) & (i > i[:, None] - self.window)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        how = {"attn_mask": mask, "is_causal": mask is None, "scale": self.scale, "enable_gqa": True}
+        out = F.scaled_dot_product_attention(q, k, v, **how)
         return self.o(out.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
     """SwiGLU feed-forward with fused gate and up projections (gate rows first)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, multiplier: float = 1.0):
         super().__init__()
+        self.multiplier = multiplier
         self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
@@ -132,7 +143,7 @@ class MLP(nn.Module):
         self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x [..., H] -> y [..., H] (+ residual). With a norm: (y, norm(y))."""
-        return linear(self.down, linear(self.gate_up, x, gated=True), residual, norm=norm)
+        return linear(self.down, linear(self.gate_up, x, gated=True), residual, norm=norm, multiplier=self.multiplier)
 
 
 class Experts(SelfCounting):
@@ -189,15 +200,15 @@ class Experts(SelfCounting):
 class Block(nn.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, window: int = 0):
+    def __init__(self, config: ModelConfig, window: int = 0, rotated: bool = True):
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config, window)
+        self.attention = Attention(config, window, rotated=rotated)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.num_local_experts:
             self.mlp = Experts(config)
         else:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.residual_multiplier)
 
     def forward(
         self, x: Tensor, normed: Tensor | None, nodes: Nodes, kv: Tensor, after: RMSNorm
@@ -213,7 +224,7 @@ class Block(nn.Module):
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The same layer over a whole sequence, with gradients and without a cache."""
-        x = x + self.attention.forward_train(self.input_norm(x), cos, sin)
+        x = x + self.attention.multiplier * self.attention.forward_train(self.input_norm(x), cos, sin)
         return self.mlp(self.post_norm(x), x)
 
 
@@ -255,7 +266,7 @@ class Transformer(nn.Module):
         # How the weights are quantized, a text for reports such as "int4". None means float weights.
         self.quant: str | None = None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, window) for window in config.windows)
+        self.layers = nn.ModuleList(Block(config, w, i not in config.unrotated) for i, w in enumerate(config.windows))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
         if not config.tie_word_embeddings:
@@ -313,7 +324,12 @@ class Transformer(nn.Module):
             hidden_states [B, T, H] after the final norm, which the LM head and EAGLE-1 read, and the tapped states
             [B, T, len(taps) * H] or None.
         """
-        return (layers or Transformer.run_layers)(self, self.embed_tokens(tokens), nodes, kv_cache, taps)
+        return (layers or Transformer.run_layers)(self, self.embed(tokens), nodes, kv_cache, taps)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens [B, T] -> what the first layer reads, [B, T, H]."""
+        x = self.embed_tokens(tokens)
+        return x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
 
     def run_layers(
         self, x: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...], block: Callable | None = None
@@ -338,18 +354,21 @@ class Transformer(nn.Module):
         if self.lm_head is None or isinstance(self.lm_head, nn.Linear):
             out = self.narrow_logits(hidden_states)
             return out if out.dtype == torch.float64 else out.float()
-        return self.lm_head.logits(hidden_states)  # a quantized one stores them so at once
+        return self._scaled(self.lm_head.logits(hidden_states))  # a quantized one stores them so at once
 
     def narrow_logits(self, hidden_states: Tensor) -> Tensor:
         """`logits` in the dtype that the LM head computes in."""
         if self.lm_head is None:
-            return F.linear(hidden_states, self.embed_tokens.weight)
-        return self.lm_head(hidden_states)
+            return self._scaled(F.linear(hidden_states, self.embed_tokens.weight))
+        return self._scaled(self.lm_head(hidden_states))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        return logits if self.config.logits_multiplier == 1 else logits * self.config.logits_multiplier
 
     def forward_train(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """tokens [B, T] -> hidden_states and tapped states as in `forward`, with gradients and without a cache."""
         cos, sin = self.rotary(torch.arange(tokens.shape[1], device=tokens.device)[None])
-        x = self.embed_tokens(tokens)
+        x = self.embed(tokens)
         tapped = []
         for i, block in enumerate(self.layers):
             tapped += [x] * taps.count(i)

@@ -13,14 +13,19 @@ from support.reader import ConfigReader
 
 # Supported values of `model_type`, each with the family's defaults for keys that config.json leaves out.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "granite": {},
     "llama": {},
     "mistral": {"num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "phi3": {"rms_norm_eps": 1e-5},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "qwen3_moe": {"num_key_value_heads": 4},
+    "seed_oss": {"num_key_value_heads": 8, "head_dim": 128},
+    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6},
 }
 # Families with experts: how many there are, and how many each token uses, where config.json leaves them out.
+MLP_BIAS = ("granite", "llama", "seed_oss", "smollm3")  # families whose config.json may ask for one
 EXPERTS = {"mixtral": (8, 2), "qwen3_moe": (128, 8)}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -105,6 +110,11 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int, ...] = ()
+    unrotated: tuple[int, ...] = ()  # the layers without rotary positions
+    attention_multiplier: float = 0.0  # of the products of queries and keys; 0: 1 / sqrt(head_dim)
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what a block adds to its input
+    logits_multiplier: float = 1.0
     num_local_experts: int = 0  # each is intermediate_size wide
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True  # whether the weights of a token's experts are scaled to a sum of 1
@@ -157,8 +167,13 @@ class ModelConfig:
             per_token = read.integer("num_experts_per_tok", per_token)
         if per_token > experts:
             raise read.error(f"num_experts_per_tok {per_token} exceeds num_local_experts {experts}.")
-        qwen3 = family in ("qwen3", "qwen3_moe")
-        bias = read.boolean("attention_bias", False) if qwen3 or family == "llama" else family == "qwen2"
+        known_bias = {"qwen2": True, "mistral": False, "mixtral": False, "phi3": False}.get(family)
+        bias = read.boolean("attention_bias", family == "seed_oss") if known_bias is None else known_bias
+        multiplied = {}
+        if family == "granite":
+            names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
+            multiplied = {name: read.number(name, 1.0, 1e-6, 1e6) for name in names}
+            multiplied["logits_multiplier"] = 1 / read.number("logits_scaling", 1.0, 1e-6, 1e6)
         bos = config.get("bos_token_id")
         eos = config.get("eos_token_id")
         return cls(
@@ -175,10 +190,12 @@ class ModelConfig:
             rope=_read_rope(read, defaults.get("rope_theta", 10000.0), positions),
             tie_word_embeddings=read.boolean("tie_word_embeddings", False),
             qkv_bias=bias,
-            o_bias=bias and family != "qwen2",
-            mlp_bias=read.boolean("mlp_bias", False) if family == "llama" else False,
-            qk_norm=qwen3,
+            o_bias=read.boolean("attention_out_bias", False) if family == "seed_oss" else bias and family != "qwen2",
+            mlp_bias=family in MLP_BIAS and read.boolean("mlp_bias", False),
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             windows=_read_windows(read, family, layers),
+            unrotated=_read_unrotated(read, layers) if family == "smollm3" else (),
+            **multiplied,
             num_local_experts=experts,
             num_experts_per_tok=per_token,
             norm_topk_prob=read.boolean("norm_topk_prob", False) if family == "qwen3_moe" else True,
@@ -238,12 +255,23 @@ def _read_rope(outer: ConfigReader, default_theta: float, max_positions: int) ->
     return rope
 
 
+def _read_unrotated(read: ConfigReader, layers: int) -> tuple[int, ...]:
+    """The layers without rotary positions: those with a 0 in `no_rope_layers`, or else every fourth one."""
+    marks = read.config.get("no_rope_layers")
+    if marks is None:
+        every = read.integer("no_rope_layer_interval", 4)
+        marks = [int((i + 1) % every != 0) for i in range(layers)]
+    if not isinstance(marks, list) or len(marks) != layers or any(mark not in (0, 1) for mark in marks):
+        raise read.error("no_rope_layers must hold 1 (with rotary positions) or 0 for each layer.")
+    return tuple(i for i, mark in enumerate(marks) if not mark)
+
+
 def _read_windows(read: ConfigReader, family: str, layers: int) -> tuple[int, ...]:
     """Attention window per layer. Qwen ships a window size with a flag that switches the window off."""
-    if read.config.get("sliding_window") is None or family == "llama":
+    if read.config.get("sliding_window") is None or family in ("granite", "llama", "seed_oss"):
         return (0,) * layers
     window = read.integer("sliding_window")
-    if family in ("mistral", "mixtral"):
+    if family in ("mistral", "mixtral", "phi3"):
         return (window,) * layers
     if not read.boolean("use_sliding_window", False):
         return (0,) * layers

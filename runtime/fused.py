@@ -144,14 +144,14 @@ def stack(layers: Sequence[nn.Module], norm: Tensor | None = None, input_norm: b
         return None
     attention, eps = layers[0].attention, layers[0].post_norm.eps
     windows = [layer.attention.window for layer in layers]
-    scale = 1 / math.sqrt(attention.head_dim)
+    scale = attention.scale
     return torch.ops.eaglet_cpu.stack_layers.default(flat(weights), norm, windows, eps, scale)
 
 
 def layer_weights(layer: nn.Module, input_norm: bool) -> LayerWeights | None:
     """The weights of a layer, or None if the C++ kernels do not have all of it."""
     attention, mlp = layer.attention, layer.mlp
-    if not isinstance(mlp, MLP) or attention.head_dim % 16:
+    if not isinstance(mlp, MLP) or attention.head_dim % 16 or not attention.rotated or attention.multiplier != 1:
         return None
     linears = [linear_weights(linear) for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
     if None in linears or mlp.gate_up.packed.n % (2 * kernels.CPU_TILE):  # a tile would hold rows of both halves
@@ -172,6 +172,8 @@ def head_weights(head: EagleHead) -> HeadWeights | None:
     """The weights of a head, or None if the C++ kernels do not have such a head."""
     config, layer, target = head.config, head.layer, head.target
     if config.fc_norm or config.norm_before_fc or config.norm_output or config.layer.hidden_size % 8:
+        return None
+    if target.config.logits_multiplier != 1 and head.lm_head is None:
         return None
     embedding = head.embed_tokens or target.embed_tokens
     table = linear_weights(embedding.head[0]) if isinstance(embedding, TiedEmbedding) else None

@@ -64,6 +64,13 @@ FAMILIES = {
         {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "tie_word_embeddings": True},
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "phi3": ("Phi3Config", {"sliding_window": 8}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+    "seed_oss": ("SeedOssConfig", {"attention_bias": True, "head_dim": 32}),
+    "granite": (
+        "GraniteConfig",
+        {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False},

@@ -17,8 +17,12 @@ import torch
 from conftest import BASE, FAMILIES, build_hf
 from safetensors.torch import load_file, save_file
 
+import kernels
+from bench.arms import build_engine
+from load import load
 from model import chain_ancestors
 from model_config import ModelConfig
+from sampling_params import SamplingParams
 from scripts import convert
 from support.files import read_json
 from weights import checkpoint
@@ -1141,3 +1145,29 @@ def test_convert_eagle(tiny_checkpoint, tmp_path, capsys):
     read = read_eagle(tmp_path / "out", load_config(target))
     assert read.config.layer.rope.theta == 5e5 and read.notes == []
     assert convert.main([*args[:4], str(tmp_path / "two"), "--eagle-config", "rope_theta"]) == 2
+
+
+@pytest.mark.parametrize("family", ["granite", "phi3", "qwen3_moe", "seed_oss", "smollm3"])
+@pytest.mark.parametrize("how", ["cpu", "reference", "cpu int8"])
+def test_a_family_decodes_with_every_kernel_and_draft(tiny_checkpoint, family, how):
+    """Catches a fact of a family that the eager code knows and a faster path forgets: a layer without rotary positions,
+    a multiplier, experts of another width. Floats give the tokens of transformers, and drafts change no token."""
+    kernel, *quant = how.split()
+    if kernel == "cpu" and kernels.cpu_problem():
+        pytest.skip(kernels.cpu_problem())
+    folder = tiny_checkpoint(family)
+    engine = load(folder, ctx=128, dtype="float32", device="cpu", kernels=kernel, quant=quant[0] if quant else None)
+    drafters = [{"eagle": f"random:{version}", "tree": "dynamic:8,3,4"} for version in (1, 3)]
+    if quant:  # a random head would be quantized by the same name
+        drafters = [{"drafter": "ngram", "tree": "chain:4"}, {"drafter": "lookahead"}]
+    engines = [engine, *(build_engine(engine, options, 128) for options in drafters)]
+    hf = build_hf(family)
+    for seed in range(3):
+        prompt = torch.randint(3, 120, (9,), generator=torch.Generator().manual_seed(seed)).tolist()
+        for temperature in (0.0, 1.0)[: 2 - seed // 2]:
+            params = SamplingParams(temperature, max_new_tokens=40, seed=seed, stop_ids=(2**31 - 1,))
+            texts = [one.generate(prompt, params).run()[0].token_ids for one in engines]
+            assert texts[0] == texts[1] == texts[2]
+            if not quant and not temperature:
+                want = hf.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None)
+                assert texts[0] == want[0, 9:].tolist()

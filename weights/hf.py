@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from model_config import ModelConfig, RopeConfig
+from model_config import MLP_BIAS, ModelConfig, RopeConfig
 from support.files import read_json, write_json
 from support.machine import shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
@@ -35,6 +35,7 @@ from weights.files import (
 )
 from weights.quantized import QuantExperts, QuantLinear, TiedEmbedding, set_tensor
 
+FUSED = ("phi3",)  # families whose files hold q, k and v, and gate and up, in one tensor each
 # Where the experts of a layer are, and what an expert's matrices are called: gate, up, down.
 EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
@@ -196,14 +197,21 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
     for i, block in enumerate(model.layers):
         at = f"model.layers.{i}"
         put(at, "input_layernorm", block.input_norm)
-        put(f"{at}.self_attn", "q_proj k_proj v_proj", block.attention.qkv, [q, kv, kv])
+        fused = c.model_type in FUSED
+        if fused:
+            put(f"{at}.self_attn", "qkv_proj", block.attention.qkv)
+        else:
+            put(f"{at}.self_attn", "q_proj k_proj v_proj", block.attention.qkv, [q, kv, kv])
         put(f"{at}.self_attn", "o_proj", block.attention.o)
         if c.qk_norm:
             put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
             put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
         put(at, "post_attention_layernorm", block.post_norm)
         if not c.num_local_experts:
-            put(f"{at}.mlp", "gate_proj up_proj", block.mlp.gate_up, [c.intermediate_size] * 2)
+            if fused:
+                put(f"{at}.mlp", "gate_up_proj", block.mlp.gate_up)
+            else:
+                put(f"{at}.mlp", "gate_proj up_proj", block.mlp.gate_up, [c.intermediate_size] * 2)
             put(f"{at}.mlp", "down_proj", block.mlp.down)
             continue
         place, names = EXPERT_NAMES[c.model_type]
@@ -241,20 +249,28 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         vocab_size max_position_embeddings rms_norm_eps tie_word_embeddings bos_token_id"""
     family, eos = config.model_type, config.eos_token_ids
     out = {key: getattr(config, key) for key in same.split()}
-    out |= {"architectures": [f"{''.join(map(str.capitalize, family.split('_')))}ForCausalLM"], "hidden_act": "silu"}
+    out |= {
+        "architectures": [f"{''.join(map(str.capitalize, family.split('_')))}ForCausalLM"],
+        "hidden_act": "silu",
+        "pad_token_id": None,
+    }
     out |= {"torch_dtype": config.dtype, "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None}
     out |= {"rope_theta": config.rope.theta, "rope_scaling": _scaling_to_hf(config.rope)}
-    if family in ("llama", "qwen3", "qwen3_moe"):
-        out["attention_bias"] = config.qkv_bias
-    if family == "llama":
+    out |= {"attention_bias": config.qkv_bias, "sliding_window": max(config.windows) or None}
+    if family in MLP_BIAS:
         out["mlp_bias"] = config.mlp_bias
-    else:
-        out["sliding_window"] = max(config.windows) or None
+    if family == "seed_oss":
+        out["attention_out_bias"] = config.o_bias
+    if family == "smollm3":
+        out["no_rope_layers"] = [int(i not in config.unrotated) for i in range(config.num_hidden_layers)]
+    if family == "granite":
+        names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
+        out |= {name: getattr(config, name) for name in names} | {"logits_scaling": 1 / config.logits_multiplier}
     if config.num_local_experts:
         out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok", "norm_topk_prob")}
     if family == "qwen3_moe":
         out |= {"num_experts": config.num_local_experts, "moe_intermediate_size": config.intermediate_size}
-    if family.startswith("qwen"):
+    if family.startswith(("qwen", "smollm3")):
         kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
         full = len(kinds) - kinds[::-1].index("full_attention") if "full_attention" in kinds else 0
         out |= {"use_sliding_window": any(config.windows), "layer_types": kinds, "max_window_layers": full}

@@ -62,7 +62,7 @@ def head_config(target: ModelConfig, version: int) -> EagleConfig:
     # and keys, also where the target has them.
     layer = replace(
         target, model_type="llama", num_hidden_layers=1, vocab_size=vocab, windows=(), num_local_experts=0,
-        num_experts_per_tok=0, qk_norm=False,
+        num_experts_per_tok=0, qk_norm=False, unrotated=(), residual_multiplier=1.0, attention_multiplier=0.0,
     )  # fmt: skip
     return EagleConfig(version, layer, target.hidden_size, taps, fc_bias=version == 1, has_lm_head=version == 3)
 

@@ -52,6 +52,13 @@ FAMILIES = {
     "tied": {"tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "qk_norm": True},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"model_type": "phi3"},
+    "granite": {
+        "model_type": "granite",
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_multiplier": 0.5,
+    },
 }
 DRAFTERS = [
     {},

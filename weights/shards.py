@@ -32,7 +32,7 @@ from support.errors import UsageError
 from weights.files import Entries, Entry, Spans
 
 # The modules that are split by outputs and by inputs, under Hugging Face's names and under ours.
-BY_OUTPUTS = set("q_proj k_proj v_proj gate_proj up_proj w1 w3 gate_up_proj qkv gate_up lm_head".split())
+BY_OUTPUTS = set("q_proj k_proj v_proj gate_proj up_proj w1 w3 gate_up_proj qkv_proj qkv gate_up lm_head".split())
 BY_INPUTS = set("o_proj down_proj w2 o down".split())
 FIRST = set("weight weight_packed weight_scale weight_zero_point".split())  # outputs are the axis before the last
 PUBLISHED = set("qzeros g_idx weight_packed weight_shape".split())  # leaves that GPTQ, AWQ and compressed-tensors have
@@ -137,8 +137,10 @@ class Shard(NamedTuple):
         self, name: str, shape: tuple[int, ...], axis: int, module: str, config: ModelConfig, where: str
     ) -> tuple[tuple[int, ...], Spans]:
         """The part along one axis. Fused modules are split inside each of the matrices that they consist of."""
-        weights = {"qkv": (config.num_attention_heads, *[config.num_key_value_heads] * 2)}
-        shares = weights.get(module, (1, 1) if module in ("gate_up", "gate_up_proj") else (1,))
+        heads = config.num_attention_heads, *[config.num_key_value_heads] * 2
+        shares = {"qkv": heads, "qkv_proj": heads}.get(
+            module, (1, 1) if module in ("gate_up", "gate_up_proj") else (1,)
+        )
         size = shape[axis]
         lengths = [size * share // sum(shares) for share in shares]
         if any(length % self.ranks for length in lengths):

@@ -5,7 +5,6 @@ a process of its own, so that the rest of the suite keeps the compiler.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys

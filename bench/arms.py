@@ -61,7 +61,6 @@ class Sample:
     ttft_seconds: float
     decode_seconds: float
     tokens_per_step: list[int] | None = None  # ids per target forward after the prompt's; None: unknown
-    cached_tokens: int = 0
     text: str = ""
 
 
@@ -101,7 +100,7 @@ class EngineArm:
         """One request from empty caches."""
         (result,), ttft, seconds = timed_request(self.engine, [prompt], params)
         steps = [len(ids) for ids in result.tokens_per_step]
-        return Sample(result.token_ids, ttft, seconds, steps, result.cached_tokens, result.text)
+        return Sample(result.token_ids, ttft, seconds, steps, result.text)
 
 
 class Arm(Protocol):

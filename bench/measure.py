@@ -139,7 +139,7 @@ class Bench:
             line |= {"new_tokens": len(ids), "ids_sha256": digest(ids)}
             line["stopped"] = bool(ids) and ids[-1] in params.stop_ids
             line |= {"ttft_seconds": sample.ttft_seconds, "decode_seconds": sample.decode_seconds}
-            line |= {"tokens_per_step": steps, "cached_tokens": sample.cached_tokens}
+            line["tokens_per_step"] = steps
             line |= self._judge(arm, prompt, plain, ids, params) if i else UNJUDGED
             line |= {"working_bytes": peak, "resident_bytes": resident_memory()}
             yield line | {"random_weights": s.random_weights, "environment": self.environment}

@@ -41,9 +41,9 @@ class Rows:
         out = []
         for arm, fact in self.facts.items():
             options = fact["options"]
-            if options.get("tree") == tree and options.get("batch_size", 1) == 1:
-                if verify is None or options.get("verify", "match") == verify:
-                    out.append(arm)
+            alike = verify is None or options.get("verify", "match") == verify
+            if alike and options.get("tree") == tree and options.get("batch_size", 1) == 1:
+                out.append(arm)
         return out
 
 

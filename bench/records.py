@@ -199,7 +199,7 @@ def _compared(
         rates = total_rate([ours]), total_rate([theirs])
         if all(rates):
             ratios.setdefault(question_of(ours), []).append(rates[0] / rates[1])
-    blocked = _blocked(row, lines[0], settings) or (None if ratios else "no run decoded more than one token")
+    blocked = _blocked(row, lines[0]) or (None if ratios else "no run decoded more than one token")
     if blocked:
         return {"speedup": None, "blocked": blocked}
     per_prompt = [statistics.median(values) for values in ratios.values()]
@@ -217,7 +217,7 @@ def _compared(
     return {"speedup": speedup, "blocked": None}
 
 
-def _blocked(row: Row, line: Line, settings: Settings) -> str | None:
+def _blocked(row: Row, line: Line) -> str | None:
     """Why an arm's ratio would mislead, or None; `line` is one of its runs."""
     depth = line.get("depth")
     if line["random_weights"] and depth != 0 and row["label"] != OTHER_ENGINE:

@@ -8,7 +8,6 @@ A block stands between `<!-- KIND FILE -->` and `<!-- /KIND -->`. KIND is `arms`
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from support.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-PAGES = (ROOT / "docs" / "results.md",)
+PAGE = ROOT / "docs" / "results.md"
 TABLES = {"arms": arms_table, "acceptance": acceptance_table, "paper": paper_tables}
 BLOCK = re.compile(r"(<!-- (arms|acceptance|paper) (\S*) -->\n).*?(<!-- /\2 -->)", re.S)
 
@@ -36,18 +35,11 @@ def filled(page: str, results: Path = RESULTS) -> str:
     return BLOCK.sub(block, page)
 
 
-def run(args: argparse.Namespace) -> None:
-    """Write the blocks of the pages."""
-    for page in args.pages:
-        write_text(page, filled(page.read_text(encoding="utf-8")))
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
     parser = command_parser("scripts.measured", __doc__)
-    parser.add_argument("pages", type=Path, nargs="*", default=PAGES, metavar="PAGE", help="default: docs/results.md")
     args = parser.parse_args(argv)
-    return run_command(lambda: run(args), args.debug)
+    return run_command(lambda: write_text(PAGE, filled(PAGE.read_text(encoding="utf-8"))), args.debug)
 
 
 if __name__ == "__main__":

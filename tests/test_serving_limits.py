@@ -24,6 +24,7 @@ httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirement
 from serving_kit import Running, instruct_folder, running, script, until  # noqa: E402
 
 from generate import load  # noqa: E402
+from kernels import PackedWeight  # noqa: E402
 from options import DEMO  # noqa: E402
 from runtime.prompt_cache import PromptCache  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
@@ -31,7 +32,7 @@ from scripts import serve  # noqa: E402
 from serving import scheduler  # noqa: E402
 from serving.requests import Ask  # noqa: E402
 from serving.scheduler import Job  # noqa: E402
-from serving.server import _weights, is_loopback, prompt_folder  # noqa: E402
+from serving.server import is_loopback, prompt_folder  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = "/v1/completions"
@@ -376,7 +377,8 @@ def test_the_folder_of_prompts_is_that_of_the_model(engine, tmp_path, monkeypatc
     assert {path.name for path in own.parent.iterdir()} == {f"process-{os.getppid()}", "abc"}
     kept = prompt_folder(engine, keep=True)
     assert kept == prompt_folder(engine, keep=True)
-    stored = [tensor for _, tensor in _weights(engine.model)]
+    values = [value for module in engine.model.modules() for value in vars(module).values()]
+    stored = [*engine.model.state_dict().values(), *(v.weight for v in values if isinstance(v, PackedWeight))]
     for weight in (stored[0], stored[-1], max(stored, key=torch.Tensor.numel)):
         bits = weight.view(-1).view(torch.uint8)  # one bit anywhere is another model
         bits[-1] ^= 1

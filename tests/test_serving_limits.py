@@ -70,7 +70,7 @@ def refused(answer, status: int, code: str) -> dict:
 # ------------------------------------------------------------------ load
 
 
-def test_120_requests_of_16_clients_of_which_a_third_are_cut_off(engine):
+def test_200_requests_of_16_clients_of_which_a_third_are_cut_off(engine):
     """Every client that stays gets the text of its own request, no job stays in memory, and memory does not grow."""
     prompts = [f"def f{i}(x):\n" for i in range(8)]
     params = [dict(temperature=i % 3 / 2, seed=i, max_tokens=6) for i in range(8)]
@@ -105,9 +105,9 @@ def test_120_requests_of_16_clients_of_which_a_third_are_cut_off(engine):
         return sum(type(item) is Job for item in gc.get_objects())
 
     with running(engine, max_queue=16) as server, ThreadPoolExecutor(16) as clients:
-        answers = list(clients.map(ask, range(48)))
+        answers = list(clients.map(ask, range(80)))
         before = resident()
-        answers += clients.map(ask, range(48, 120))
+        answers += clients.map(ask, range(80, 200))
         server.idle()
         assert resident() - before < 24 << 20
         until(lambda: left() == 0)

@@ -20,25 +20,46 @@ from pathlib import Path
 
 import triton
 from kernel_variants import Variant
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import ASTSource, CompiledKernel, make_backend
 
 # Arguments that need not be multiples of 16.
 INDIVISIBLE = set("scale eps M T R ROWS PARTS DIV arrivals".split())
 MATRIX = ("HMMA", "HGMMA", "IMMA", "WGMMA", "UTCHMMA")
 
 
-def compile_variant(variant: Variant, arch: int) -> CompiledKernel:
-    """The variant compiled for the GPU architecture sm_`arch`, as a launch on a GPU would compile it."""
+def as_launched(variant: Variant) -> ASTSource:
+    """The source of the variant with its types, constants and divisible arguments, as a launch on a GPU would have it."""
     names = variant.kernel.arg_names
     kinds = {name: "fp32" if name in ("scale", "eps") else "i32" for name in names} | variant.pointers
     kinds |= dict.fromkeys(variant.constants, "constexpr")
     signature = {name: kinds[name] for name in names}
     places = [(i,) for i, name in enumerate(names) if name not in variant.constants.keys() | INDIVISIBLE]
     attributes = dict.fromkeys(places, [["tt.divisibility", 16]])
-    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attributes)
+    return ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attributes)
+
+
+def compile_variant(variant: Variant, arch: int) -> CompiledKernel:
+    """The variant compiled for the GPU architecture sm_`arch`, as a launch on a GPU would compile it."""
     options = {key: value for key, value in variant.options.items() if value is not None}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return triton.compile(as_launched(variant), target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def lower(variant: Variant, arch: int) -> str:
+    """The variant in Triton's GPU dialect for sm_`arch`: the layouts are decided, and nothing is assembled."""
+    source, target = as_launched(variant), GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    options = backend.parse_options({key: value for key, value in variant.options.items() if value is not None})
+    context, stages, metadata = ir.context(), {}, {}
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    backend.add_stages(stages, options, source.language)
+    functions = backend.get_codegen_implementation(options)
+    module = source.make_ir(target, options, functions, backend.get_module_map(), context)
+    for stage in ("ttir", "ttgir"):
+        module = stages[stage](module, metadata)
+    return str(module)
 
 
 def disassemble(cubin: bytes) -> tuple[str, str]:

@@ -49,12 +49,14 @@ LINEARS = (
     (16, "fp16", (16,), ("experts", "experts gate-up")),
     *((bits, dtype, (32,), ("top-10",)) for bits in (4, 8) for dtype in ("fp16", "bf16")),
 )
-QUICK = (  # the main int4 loop, and those that have been too large
-    (4, "fp16", (16,), ("",)),
-    (4, "fp16", (32,), ("gate-up",)),
-    (4, "fp16", (64,), ("zeros",)),
-    (4, "bf16", (32,), ("g32 zeros",)),
-    (4, "bf16", (16,), ("experts g32 gate-up",)),
+# The main int4 loop, and those that have been too large: (bits, dtype, tokens, form, architectures). Each is compiled for
+# two architectures, one with the shared memory of a server's GPU and one without where it copies most.
+QUICK = (
+    (4, "fp16", 16, "", (86, 90)),
+    (4, "fp16", 32, "gate-up", (89, 120)),
+    (4, "fp16", 64, "zeros", (90, 120)),
+    (4, "bf16", 32, "g32 zeros", (86, 89)),
+    (4, "bf16", 16, "experts g32 gate-up", (89, 120)),
 )
 
 
@@ -168,13 +170,14 @@ def norm_and_rope() -> list[Variant]:
 
 
 def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
-    """All kernel variants. quick: the main int4 loop and one of each kind that has been too large."""
-    rows = QUICK if quick else LINEARS + (EARLY if arch >= 90 else ())
+    """All kernel variants. quick: of the main int4 loop and one of each kind that has been too large, those of `arch`."""
+    if quick:
+        found = [linear(bits, dtype, m, form, arch) for bits, dtype, m, form, archs in QUICK if arch in archs]
+        return found + ([attention("fp16", dim=256)] if arch in (86, 90) else [])
+    rows = LINEARS + (EARLY if arch >= 90 else ())
     found = [
         linear(bits, dtype, m, form, arch) for bits, dtype, tokens, forms in rows for form in forms for m in tokens
     ]
-    if quick:
-        return [*found, attention("fp16", dim=256)]
     found += [dequantization(4, "fp16"), dequantization(4, "bf16", 32, True), dequantization(8, "fp16")]
     for int8, dim in itertools.product((False, True), (64, 128, 256)):
         found += [attention("bf16", int8=int8, dim=dim), attention("fp16", window=4096, int8=int8, dim=dim)]

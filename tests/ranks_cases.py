@@ -1,13 +1,14 @@
 """What one process of tests/test_ranks.py does: decode with its part of tiny models, and compare with the whole ones.
 
-    python ranks_cases.py RANK SIZE MEETING_POINT FOLDER
+    python ranks_cases.py SIZE FOLDER
 
-FOLDER holds checkpoints and cases.json, which test_ranks.py wrote. Every process runs every case and prints a JSON line
-for each. All processes do the same, so their parts of the models meet in every sum. The whole model of a case runs in
-one of the processes alone.
+FOLDER holds checkpoints and cases.json, which test_ranks.py wrote. One process imports what all need and becomes SIZE of
+them. Every process RANK runs every case and writes a JSON line for each to the file SIZE-RANK in FOLDER. All processes do
+the same, so their parts of the models meet in every sum. The whole model of a case runs in one of the processes alone.
 """
 
 import json
+import multiprocessing
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -39,9 +40,10 @@ def decode(model: Transformer, checkpoint: Checkpoint, options: LoadOptions, par
     return [result.token_ids for result in results], results[0].tau
 
 
-def main(rank: int, size: int, meeting_point: str, folder: Path) -> None:
+def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    ranks = join(rank, size, "cpu", meeting_point)
+    ranks = join(rank, size, "cpu", f"file://{folder}/{size}")
+    lines = []
     for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
         paths = {
             key: str(folder / case[key]) for key in ("checkpoint", "eagle", "draft_checkpoint", "medusa") if key in case
@@ -57,13 +59,21 @@ def main(rank: int, size: int, meeting_point: str, folder: Path) -> None:
         with torch.inference_mode(False):  # as in `load`
             part = checkpoint.sharded(Shard(rank, size, case.get("split", False))).load("cpu", torch.float64)
             whole = checkpoint.load("cpu", torch.float64) if number % size == rank else None
-        params = SamplingParams(temperature=temperature, max_new_tokens=12, stop_ids=(95,), seed=3)
+        params = SamplingParams(temperature=temperature, max_new_tokens=8, stop_ids=(95,), seed=3)
         for model in (whole, part) if whole else (part,):
             texts, cache = decode(model, checkpoint, options, params), model.new_cache(1, 8).numel()
-            print(json.dumps({"case": case, "whole": model is whole, "texts": texts, "cache": cache}), flush=True)
+            lines.append(json.dumps({"case": case, "whole": model is whole, "texts": texts, "cache": cache}))
+    (folder / f"{size}-{rank}").write_text("\n".join(lines))
     ranks.leave()
 
 
 if __name__ == "__main__":
+    size, folder = int(sys.argv[1]), Path(sys.argv[2])
     with torch.inference_mode():
-        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+        context = multiprocessing.get_context("fork")
+        processes = [context.Process(target=main, args=(rank, size, folder)) for rank in range(size)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    raise SystemExit(any(process.exitcode for process in processes))

@@ -31,13 +31,13 @@ def listening(pid: int) -> list[str]:
 def requests() -> dict:
     several = load(DEMO, tp=2, eagle=str(DEMO / "eagle1"), **OPTIONS)
     alone = load(DEMO, eagle=str(DEMO / "eagle1"), eagle_always=True, **OPTIONS)
-    sampled = SamplingParams(temperature=1.0, seed=4, max_new_tokens=40)
+    sampled = SamplingParams(temperature=1.0, seed=4, max_new_tokens=24)
     texts = [[engine.generate(PROMPT, sampled).run()[0].token_ids for engine in (several, alone)]]
     with several.generate(PROMPT[::-1]) as stream:  # abandoned after its first step
         next(stream)
     old = several.generate(PROMPT)
     next(old)
-    greedy = SamplingParams(max_new_tokens=30)
+    greedy = SamplingParams(max_new_tokens=16)
     texts += [[engine.generate(PROMPT[::-1], greedy).run()[0].token_ids for engine in (several, alone)]]
     overtaken = ""
     try:

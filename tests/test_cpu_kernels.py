@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
 import math
 import operator
@@ -33,7 +34,8 @@ from runtime.fused import fused_parts, static_draft
 from sampling import SamplingMode
 from sampling_params import SamplingParams
 from step import DecodeState, draft_input
-from support import native
+from support import cache, native
+from support.files import written_whole
 from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
 
@@ -229,6 +231,19 @@ for name, arguments in torch.load(sys.argv[2]):
 """
 
 
+def haswell() -> Path:
+    """The kernels built for plain AVX2. The build takes half a minute, so the cache folder keeps it for these sources."""
+    identity = b"".join(source.read_bytes() for source in cpu.SOURCES) + records.header().encode()
+    identity += torch.__version__.encode() + Path(native.__file__).read_bytes()
+    library = cache.folder() / "kernels" / f"haswell-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    if not cache.sealed(library):
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(library) as part:
+            native.compile_library(cpu.SOURCES, part, records.header(), "haswell")
+        cache.seal(library)
+    return library
+
+
 @needs_kernels
 def test_an_older_processor_computes_the_same_bits(tmp_path):
     """Every product, the noise, the choice and the drafted tokens of a build for plain AVX2 have the bits of the build
@@ -252,9 +267,9 @@ def test_an_older_processor_computes_the_same_bits(tmp_path):
         results = getattr(torch.ops.eaglet_cpu, name).default(*arguments)
         results = [results] if isinstance(results, torch.Tensor) else results
         wanted.append(f"{name} {[t.contiguous().view(torch.uint8).tolist() for t in results]}")
-    native.compile_library(cpu.SOURCES, tmp_path / "haswell.so", records.header(), "haswell")
+    library = haswell()
     torch.save(calls, tmp_path / "calls.pt")
-    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "haswell.so"), str(tmp_path / "calls.pt")]
+    command = [sys.executable, "-c", ELSEWHERE, str(library), str(tmp_path / "calls.pt")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == wanted
 

@@ -628,13 +628,13 @@ def test_peak_memory_is_less_than_twice_the_weights():
     options = LoadOptions(str(SMOLLM2), device="cpu")
     checkpoint = options.open_checkpoint()
     weights = model_bytes(checkpoint, resolve(options, checkpoint, None))
-    run = peak("--checkpoint", str(SMOLLM2), "-p", "Why is the sky blue? Because", "--max-new-tokens", "16")
+    run = peak("--checkpoint", str(SMOLLM2), "-p", "Why is the sky blue? Because", "--max-new-tokens", "4")
     assert weights < 100e6 and run < peak() + 2 * weights
 
 
 @smollm2
 def test_real_greedy_tokens_equal_transformers(real):
-    """16 greedy tokens of the real model equal those of transformers."""
+    """8 greedy tokens of the real model equal those of transformers, which reads them all in one forward."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     path = real.directory
@@ -642,8 +642,7 @@ def test_real_greedy_tokens_equal_transformers(real):
     engine = load(path, dtype="float32", ctx=256, kernels="reference")
     assert engine.model.quant == "int4 (Q4_1)"
     ids = engine.tokenizer.encode_chat([{"role": "user", "content": "def add(a, b):"}])
-    prompt = torch.tensor([ids])
-    seen = torch.ones_like(prompt)  # otherwise <|im_end|>, which is the padding token too, would be masked
-    options = dict(attention_mask=seen, max_new_tokens=16, do_sample=False, eos_token_id=None)
-    want = hf.generate(prompt, **options)[0, len(ids) :].tolist()
-    assert engine.generate(ids, SamplingParams(max_new_tokens=16)).run()[0].token_ids == want
+    got = engine.generate(ids, SamplingParams(max_new_tokens=8)).run()[0].token_ids
+    with torch.inference_mode():
+        logits = hf(torch.tensor([ids + got[:-1]])).logits[0]
+    assert logits[len(ids) - 1 :].argmax(-1).tolist() == got and len(got) == 8

@@ -1,11 +1,10 @@
 """The kernels: references against definitions, Triton kernels against references, PTX by emulation.
 
-Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. `test_triton_interpreter`
-runs them in a process of its own, so that the rest of the suite keeps the compiler.
+Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter.py runs them in
+a process of its own, so that the rest of the suite keeps the compiler.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -50,7 +49,7 @@ def same_numbers_every_time():
     torch.manual_seed(0)
 
 
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_triton_interpreter")
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter.py")
 
 
 def error(got, want):
@@ -546,24 +545,6 @@ def test_triton_that_is_asked_for_but_not_there_is_one_line(monkeypatch, capsys)
     assert out == "" and err.count("\n") == 1 and "triton is not installed" in err
 
 
-# What one process interprets: each takes about as long, and no test is left out (the last group is the rest).
-GROUPS = ("reference_tokens or command", "turned or topk")
-
-
-@needs_triton
-@pytest.mark.parametrize("group", [*GROUPS, "not (" + " or ".join(GROUPS) + ")"])
-def test_triton_interpreter(group):
-    """Runs the test_interpreted_* tests below with TRITON_INTERPRET=1, and so catches what they catch."""
-    if kernels.INTERPRETED:
-        pytest.skip("already interpreting")
-    options = ["-q", "-x", "-rs", "-p", "no:cacheprovider", "-k", f"test_interpreted and ({group})"]
-    command = [sys.executable, "-m", "pytest", *options, __file__]
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "SKIPPED" not in done.stdout
-
-
 def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path, capsys):
     """Catches a measured tiling that is lost, taken from another GPU or never used, a slower one that wins,
     and a bad file that stops the program."""
@@ -1035,28 +1016,30 @@ def test_interpreted_heads_are_turned_in_the_projection_of_an_engine(monkeypatch
 def test_interpreted_engine_gives_the_reference_tokens(mode, kv, monkeypatch):
     """Catches a kernel that is right alone and wrong in the engine, and an engine that never calls the
     kernel."""
-    more = dict(qk_norm=True, windows=(0, 8)) if mode == "int4" else dict(qkv_bias=True, layers=1)
+    more = dict(qk_norm=True, windows=(0, 8), layers=2) if mode == "int4" else dict(qkv_bias=True, layers=1)
     model = quantized(tiny_model(torch.float32, **WIDE, **more), mode)
     head = quantized(
         tiny_head(model, 3 if mode == "int4" else 1, DRAFT_VOCAB if mode == "int4" else None, **WIDE), mode
     )
     tree = tables(trees.chain(1) if mode == "int4" else trees.DynamicTree(4, 1, 2))
-    drafters = [lambda: None, lambda: EagleDrafter(head, tree, 1, CTX + tree.N + 1)]
-    monkeypatch.setattr(prefill, "CHUNKS", (8,))  # the interpreter is slow
-    new = 3 if mode == "int4" else 4
-    params = SamplingParams(max_new_tokens=new, temperature=0.0 if mode == "int4" else 1.0)
 
-    def run(backend):
+    def drafter():
+        return EagleDrafter(head, tree, 1, CTX + tree.N + 1)
+
+    monkeypatch.setattr(prefill, "CHUNKS", (8,))  # the interpreter is slow
+    params = SamplingParams(max_new_tokens=3, temperature=0.0 if mode == "int4" else 1.0)
+
+    def run(backend, *drafters):
         results = []
         with backend.active():
             weights_quantized.pack_(model, model.dtype)
             weights_quantized.pack_(head, model.dtype)
-        for make in drafters:
-            one = engine.Engine(model, None, make(), engine.EngineConfig(ctx=CTX, backend=backend, kv_dtype=kv))
+        for one in drafters:
+            one = engine.Engine(model, None, one, engine.EngineConfig(ctx=CTX, backend=backend, kv_dtype=kv))
             results.append(one.generate(PROMPT[:5], params).run()[0].tokens_per_step)
         return results
 
-    plain, drafted = run(REFERENCE)
+    plain, drafted = run(REFERENCE, None, drafter())
     assert sum(drafted, []) == sum(plain, [])
     assert model.layers[0].mlp.down.packed.layout == "dense"
 
@@ -1066,7 +1049,7 @@ def test_interpreted_engine_gives_the_reference_tokens(mode, kv, monkeypatch):
     for module, names in REFERENCES.items():
         for name in names:
             monkeypatch.setattr(module, name, never)
-    assert run(TRITON) == [plain, drafted] and not TRITON.declined
+    assert run(TRITON, drafter()) == [drafted] and not TRITON.declined  # plain decoding has the same kernels
     assert model.layers[0].mlp.down.packed.layout == head.layer.mlp.down.packed.layout == "planes"
 
 
@@ -1097,7 +1080,7 @@ def test_interpreted_linear_runs_the_float_layers_of_a_model(more, monkeypatch):
 def test_interpreted_command_line_names_every_backend(tmp_path, capsys, monkeypatch):
     """Catches --kernels that does not reach the packing, a report that names no backend, and a float64 run
     that falls back."""
-    hf.save_hf(tiny_model(torch.float32, **WIDE), tmp_path / "plain")
+    hf.save_hf(tiny_model(torch.float32, layers=1, **WIDE), tmp_path / "plain")
     texts = torch.randint(3, 90, (2, 17))
     quantizer.quantize_checkpoint(
         tmp_path / "plain",
@@ -1170,7 +1153,7 @@ def test_topk_reference_ties_and_log_probabilities():
 
 
 @interpreted
-@pytest.mark.parametrize("version,tree", [(1, trees.DynamicTree(8, 2, 3)), (3, trees.chain(2))])
+@pytest.mark.parametrize("version,tree", [(1, trees.DynamicTree(6, 2, 2)), (3, trees.chain(2))])
 def test_interpreted_topk_drafts_the_same_tree(version, tree, monkeypatch):
     """Drafting without stored logits must propose the same tokens and scores as drafting with them."""
     model = quantized(tiny_model(torch.float32, **WIDE), "int8")

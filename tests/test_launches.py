@@ -1,13 +1,8 @@
 """How many kernels a step launches on a GPU, and the kernels of its small work against plain PyTorch.
 
-Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. `test_triton_interpreter` runs them in
-a process of its own.
+Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter.py runs them.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -29,9 +24,8 @@ from engine import Engine, EngineConfig
 from kernels import KernelBackend, choice, draft, records
 from sampling import SamplingMode, SamplingParams, SamplingState
 
-ROOT = Path(__file__).resolve().parent.parent
 OURS = ("noise", "choose", "draft_topk", "draft_tree", "commit")
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by test_triton_interpreter")
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter.py")
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
 LAYERS = 8
 TOP_P = dict(temperature=1.0, top_p=0.9)
@@ -95,30 +89,6 @@ def test_a_step_launches_few_kernels(
 
 
 # ---- the kernels against plain code ------------------------------------------------------------------------
-
-
-def test_triton_interpreter():
-    """Runs the test_interpreted_* tests below with TRITON_INTERPRET=1, and so catches what they catch."""
-    if kernels.INTERPRETED:
-        pytest.skip("already interpreting")
-    pytest.importorskip("triton")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "interpreted",
-        __file__,
-    ]
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +161,7 @@ def test_interpreted_choice_is_the_plain_one(ours):
 
 
 @interpreted
-@pytest.mark.parametrize("V,filters,noisy", [(97, True, True), (5000, True, False), (9000, False, True)])
+@pytest.mark.parametrize("V,filters,noisy", [(97, True, True), (4500, True, False), (9000, False, True)])
 def test_interpreted_draft_topk_is_the_plain_one(ours, V, filters, noisy):
     """A child that is lost between blocks of the vocabulary, removed tokens in front of survivors, noise looked up by
     draft ids, and scores of other tokens or of another sum."""
@@ -343,7 +313,7 @@ SETTINGS = {
 def test_interpreted_engine_gives_the_plain_tokens(ours, name, monkeypatch):
     """Kernels that are right alone and wrong together, in a batch, or with penalties; a step that cannot be traced; and
     an operator that launches more kernels than are counted for it."""
-    params = SamplingParams(max_new_tokens=6, **SETTINGS[name])
+    params = SamplingParams(max_new_tokens=4, **SETTINGS[name])
     small = tiny_model(torch.float32)
     if name == "penalties":
         built, head = tables(trees.StaticTree(((0,), (1,), (0, 0))), 2), tiny_head(small)

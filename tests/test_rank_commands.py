@@ -12,17 +12,19 @@ from pathlib import Path
 import pytest
 from test_ranks import ROOT, config_of, run
 
-from quantize import check_split
+import generate
+import quantize
+from scripts import bench
 from support.errors import UsageError
 from weights.quantized import QuantSpec
 
 
-def test_json_and_the_benchmark_know_the_number_of_processes(tmp_path):
+def test_json_and_the_benchmark_know_the_number_of_processes(tmp_path, capsys):
     """Arms that rank 0 builds and runs alone, for which it waits for ever; a record that hides the number of ranks."""
     words = ["--tp", "2", "--threads", "1", "--device", "cpu"]
     done = run(ROOT / "generate.py", *words, "-p", "def f(", "--max-new-tokens", "3", "--json")
-    whole = run(ROOT / "generate.py", *words[2:], "-p", "def f(", "--max-new-tokens", "3", "--json")
-    ours, alone = json.loads(done.stdout), json.loads(whole.stdout)
+    assert generate.main([*words[2:], "-p", "def f(", "--max-new-tokens", "3", "--json"]) == 0
+    ours, alone = json.loads(done.stdout), json.loads(capsys.readouterr().out)
     assert (ours["ranks"], alone["ranks"], alone["exchanges"]) == (2, 1, None)
     assert ours["exchanges"] == "gloo"
     plans = [result["plan_bytes_per_rank"] for result in (alone, ours)]
@@ -37,20 +39,22 @@ def test_json_and_the_benchmark_know_the_number_of_processes(tmp_path):
 
 
 @pytest.mark.parametrize("words, message", [
-    (["scripts.bench", "--tp", "2", "--baseline", "hf"], "leave --shape and --baseline out"),
-    (["quantize", "--tp", "4"], "2 key and value heads cannot be divided among 4"),
+    ([bench, "--tp", "2", "--baseline", "hf"], "leave --shape and --baseline out"),
+    ([quantize, "--tp", "4"], "2 key and value heads cannot be divided among 4"),
 ])  # fmt: skip
-def test_what_does_not_go_with_several_processes_is_refused_at_once(words, message):
+def test_what_does_not_go_with_several_processes_is_refused_at_once(words, message, capsys):
     """Hours of quantizing before a --tp that cannot split the result, or a benchmark whose ranks wait for ever."""
-    done = run("-m", *words, cwd=ROOT)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    command, *flags = words
+    assert command.main(flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 def test_groups_that_would_be_split_are_named_before_quantizing():
     """A model that is quantized for hours and then cannot be split."""
-    check_split(config_of(), QuantSpec("int4", group_size=32), 4)
+    quantize.check_split(config_of(), QuantSpec("int4", group_size=32), 4)
     with pytest.raises(UsageError, match=r"layers.0.attention.o.scales has 2 rows, .* among 4 .* --group-size"):
-        check_split(config_of(), QuantSpec("int4", group_size=64), 4)
+        quantize.check_split(config_of(), QuantSpec("int4", group_size=64), 4)
 
 
 def test_a_server_of_several_processes_says_what_it_keeps_and_ends_with_them():

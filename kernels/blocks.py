@@ -1,11 +1,11 @@
 """Weights as a file has quantized them, in tiles for the CPU kernels: codes of 2 to 8 bits below scales of scales.
 
-A value is scale * sub_scale * (code - offset) + min * sub_min, or with a table scale * sub_scale * (table[code] - offset).
-A scale and a min belong to a unit of columns of one row, the small factors below them to groups of 16 or 32 columns.
+A value is scale * sub_scale * (code - offset) + min * sub_min, where a table may turn codes into other numbers. A scale
+and a min belong to a unit of columns of one row, the small factors below them to groups of 16 or 32 columns.
 
 A weight has one or more parts, which lie one behind the other: rows that share a format. In each part the codes of all
 tiles come first. A block of 32 columns of 8 rows has runs of 32 bytes, whose byte (r, c) belongs to row r and column
-4 j + c. The first `low` runs hold the low bits of the columns, as many j as fit into a byte, the first in the lowest bits.
+4 j + c. The first `low` runs hold the low bits of codes: as many j as fit into a byte, the first in the lowest bits.
 `high` more runs hold the bits above them. Behind the codes lie the factors of every unit of 8 rows: scales, mins, and for
 each group its small factors of 8 rows.
 """
@@ -149,7 +149,9 @@ def _factors(piece: Blocks, form: Format) -> Tensor:
     def units(values: Tensor) -> Tensor:  # [N, units * x] -> [N / 8, units, x, 8]
         return values.view(len(values) // 8, 8, piece.scales.shape[1], -1).permute(0, 2, 3, 1)
 
-    large = [units(values).contiguous().view(torch.uint8) for values in (piece.scales, piece.mins) if values is not None]
+    large = [
+        units(values).contiguous().view(torch.uint8) for values in (piece.scales, piece.mins) if values is not None
+    ]
     parts = [part.flatten(2) for part in large]
     if piece.sub_scales is not None:
         small = [units(piece.sub_scales.view(torch.uint8))]

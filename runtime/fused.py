@@ -174,7 +174,7 @@ def head_weights(head: EagleHead) -> HeadWeights | None:
     if config.fc_norm or config.norm_before_fc or config.norm_output or config.layer.hidden_size % 8:
         return None
     embedding = head.embed_tokens or target.embed_tokens
-    table = linear_weights(embedding.head[0]) if isinstance(embedding, TiedEmbedding) else None
+    table = linear_weights(embedding.head[0] if isinstance(embedding, TiedEmbedding) else embedding)
     if isinstance(embedding, nn.Embedding) and embedding.weight.dtype == torch.float32:
         table = LinearWeights(embedding.weight, None, None, None)
     lm_head = head.lm_head or target.lm_head

@@ -127,6 +127,24 @@ def add(writer, name: str, value: np.ndarray, kind: str) -> None:
         writer.add_tensor(name, np.ascontiguousarray(value, {"F32": np.float32, "F16": np.float16}[kind]))
 
 
+def mixed_file(path: Path, source: Checkpoint, kinds: dict[str, str], other: str = "Q8_0") -> Path:
+    """A model as a GGUF file. kinds: the types of matrices by llama.cpp's names; the others have `other`."""
+    tensors = {}
+    for name, value in tensors_of(source).items():
+        kind = kinds.get(name.split(".")[-2], other)
+        tensors[name] = value, "F32" if value.ndim == 1 else kind
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in metadata_of(source.config).items():
+        put(writer, f"llama.{key}", value)
+    for name, (value, kind) in tensors.items():
+        add(writer, name, value, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 @pytest.fixture(scope="session")
 def as_gguf(tiny_checkpoint, tmp_path_factory):
     """as_gguf(family, kind) is a transformers model of the family as a GGUF file with matrices of that type."""
@@ -506,22 +524,14 @@ def test_a_folder_that_holds_a_gguf_file_names_it(as_gguf, tmp_path, capsys):
 
 
 def test_the_note_says_why_types_that_could_stay_became_floats(as_gguf, tmp_path):
-    """Of a file with q in Q8_0 and k and v in Q4_0 the note does not say that all Q8_0 stays quantized."""
-    source = Checkpoint.open(as_gguf("llama"))
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    for key, value in metadata_of(source.config).items():
-        put(writer, f"llama.{key}", value)
-    for name, value in tensors_of(source).items():
-        mixed = name.endswith(("attn_k.weight", "attn_v.weight"))
-        add(writer, name, value, "F32" if value.ndim == 1 else "Q4_0" if mixed else "Q8_0")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    (note,) = Checkpoint.open(tmp_path / "m.gguf", int8_groups=True).notes
+    """Of a file with q in Q8_0 and k and v in Q4_0 the note does not say that all Q4_0 stays quantized. The CPU
+    kernels keep both."""
+    path = mixed_file(tmp_path / "m.gguf", Checkpoint.open(as_gguf("llama")), {"attn_k": "Q4_0", "attn_v": "Q4_0"})
+    (note,) = Checkpoint.open(path).notes
     assert note.endswith(", and no fused matrices (q, k and v; gate and up; experts) whose types differ.")
-    (note,) = Checkpoint.open(as_gguf("llama", "Q5_0"), int8_groups=True).notes
-    assert note.endswith("became floats: only matrices in Q4_0, Q4_1, Q8_0 stay quantized.")
+    (note,) = Checkpoint.open(as_gguf("llama", "Q5_0")).notes
+    assert note.endswith(" MB in float32): only matrices in Q4_0, Q4_1 stay quantized.")
+    assert not any(Checkpoint.open(p, tiles=True).notes for p in (path, as_gguf("llama", "Q5_0")))
 
 
 def test_flipped_bytes_never_cause_another_error(as_gguf, tmp_path):

@@ -48,8 +48,7 @@ FORMATS = {kind.name: kind.form for kind in TYPES.values() if kind.form}
 
 
 def _bits(data: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Codes of `bits` bits in bytes [..., B] -> [..., 8 B / bits]. The lowest bits of a run of bytes come first, then those
-    above them."""
+    """Codes of `bits` bits in bytes [..., B] -> [..., 8 B / bits]: the lowest of a run of bytes, then higher ones."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     codes = data.reshape(*data.shape[:-1], -1, 1, run) >> shifts & np.uint8(2**bits - 1)
     return codes.reshape(*data.shape[:-1], -1)

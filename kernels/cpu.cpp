@@ -46,11 +46,11 @@ struct Rows {
   std::unique_ptr<int8_t[]> codes;         // [M, K]
   std::unique_ptr<float[]> scale, sum;     // [M, blocks]; scale * sum of codes
   std::unique_ptr<int32_t[]> total;        // [M, blocks], sum of codes
-  std::unique_ptr<int32_t[]> halves;       // [M, blocks, 2], sums of 16 codes, if they are wanted
+  std::unique_ptr<float[]> halves;         // [M, blocks, 2], scale * sum of 16 codes, if it is wanted
 
   Rows(const float* x, int64_t M, int64_t K, bool with_halves = false)
       : codes(new int8_t[M * K]), scale(new float[M * K / BLOCK]), sum(new float[M * K / BLOCK]), total(new int32_t[M * K / BLOCK]),
-        halves(with_halves ? new int32_t[M * K / BLOCK * 2] : nullptr) {
+        halves(with_halves ? new float[M * K / BLOCK * 2] : nullptr) {
     parallel_for(0, M * K / BLOCK, 2048, [&](int64_t first, int64_t last) {
       for (int64_t b = first; b < last; b += 8) round(x, b, std::min<int64_t>(8, last - b));
     });
@@ -83,12 +83,7 @@ struct Rows {
       packed = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
       _mm256_storeu_si256((__m256i*)(codes.get() + (first + b) * BLOCK), packed);
       const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), packed);
-      const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-      sums[b] = _mm256_cvtepi32_ps(fours);
-      if (!halves) continue;
-      alignas(32) int32_t four[8];
-      _mm256_store_si256((__m256i*)four, fours);
-      for (int h = 0; h < 2; ++h) halves[2 * (first + b) + h] = four[4 * h] + four[4 * h + 1] + four[4 * h + 2] + four[4 * h + 3];
+      sums[b] = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
     for (int b = count; b < 8; ++b) sums[b] = none;
     const __m256 scales = _mm256_div_ps(most, _mm256_set1_ps(127.f));
@@ -101,6 +96,11 @@ struct Rows {
     std::copy_n(found[0], count, scale.get() + first);
     std::copy_n(found[1], count, sum.get() + first);
     std::copy_n(whole, count, total.get() + first);
+    for (int b = 0; halves && b < count; ++b) {
+      alignas(32) float four[8];
+      _mm256_store_ps(four, sums[b]);
+      for (int h = 0; h < 2; ++h) halves[2 * (first + b) + h] = found[0][b] * (four[4 * h] + four[4 * h + 1] + four[4 * h + 2] + four[4 * h + 3]);
+    }
   }
 };
 
@@ -316,59 +316,80 @@ inline void unpack(const uint8_t* const codes[], int64_t at, Ints table, Ints co
     for (int j = 0; j < 8; ++j) columns[j] = look_up(table, columns[j]);
 }
 
-// What one code, and what the min of a tile's rows stands for in one group of a block. block: of a row.
-template <class C>
-inline void factors_of(const Part& part, int64_t tile, int64_t block, int group, __m256& scale, __m256& min) {
-  const int64_t per_unit = part.unit / BLOCK;
-  const uint8_t* at = part.factors + tile * part.tile_factors() + block / per_unit * part.unit_bytes();
-  const uint8_t* small = at + 16 * (1 + part.minima) + (block % per_unit * C::GROUPS + group) * part.small_bytes();
-  scale = load_eight(at, true, 0);
-  if (part.minima) min = load_eight(at, true, 8);
-  if (!part.nested) return;
-  const auto wide = [](__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); };
-  const __m128i eight = _mm_loadl_epi64((const __m128i*)small), low = _mm_set1_epi8(15);
-  if (C::LOW + C::HIGH == 2) {
-    scale = _mm256_mul_ps(scale, wide(_mm_and_si128(eight, low)));
-    min = _mm256_mul_ps(min, wide(_mm_and_si128(_mm_srli_epi16(eight, 4), low)));
-    return;
-  }
-  scale = _mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)));
-  if (part.minima) min = _mm256_mul_ps(min, wide(_mm_loadl_epi64((const __m128i*)(small + 8))));
-}
+// What one code of a tile's rows stands for, and what code 0 does, in the groups of a unit of columns.
+struct Factors {
+  const Part& part;
+  const uint8_t* at;
+  __m256 scale, min;
 
-// R activation rows from `row` on times LANES tiles of a part -> out[LANES][R][8]. left: as in `multiply`.
+  Factors(const Part& part, int64_t tile, int64_t unit)
+      : part(part), at(part.factors + tile * part.tile_factors + unit * part.unit_bytes), scale(load_eight(at, true, 0)),
+        min(part.minima ? load_eight(at, true, 8) : _mm256_setzero_ps()) {}
+
+  template <class C>
+  void of_group(int64_t group, __m256& group_scale, __m256& group_min) const {
+    group_scale = scale;
+    group_min = min;
+    if (!part.nested) return;
+    const uint8_t* small = at + 16 * (1 + part.minima) + group * part.small_bytes;
+    const auto wide = [](__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); };
+    const __m128i eight = _mm_loadl_epi64((const __m128i*)small), low = _mm_set1_epi8(15);
+    if (C::BITS == 2) {
+      group_scale = _mm256_mul_ps(scale, wide(_mm_and_si128(eight, low)));
+      group_min = _mm256_mul_ps(min, wide(_mm_and_si128(_mm_srli_epi16(eight, 4), low)));
+      return;
+    }
+    group_scale = _mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)));
+    if (part.minima) group_min = _mm256_mul_ps(min, wide(_mm_loadl_epi64((const __m128i*)(small + 8))));
+  }
+};
+
+// R activation rows from `row` on times LANES tiles of a part -> out[LANES][R][8]. left: as in `multiply`. A min, and what code 0
+// stands for, multiply the sums of the activations. Bytes lose their offset in the sum instead, as those of int8 do.
 template <class C, int R>
 void multiply_part(const Part& part, const Rows& x, int64_t row, const int64_t tiles[], int64_t left, float (*out)[CODE_ROWS][TILE]) {
   constexpr bool FAR = R <= 4;
   constexpr int64_t AHEAD = FAR ? 8192 : 4096;
-  const int64_t K = part.k, blocks = part.blocks(), end = left * part.tile_codes();
-  const int32_t lift = C::BITS == 8 && !VNNI ? 0 : part.offset;  // `dot` makes bytes signed there
+  constexpr int LIFT = C::BITS == 8 && VNNI ? 128 : 0;
+  const int64_t K = part.k, blocks = K / BLOCK, per_unit = part.unit / BLOCK, end = left * part.tile_codes;
+  const bool middle = part.minima || C::BITS < 8;  // whether the sums of the activations count
+  const __m256 offset = _mm256_set1_ps(C::BITS == 8 ? 0 : part.offset);
   const Ints table = four_times(_mm_loadu_si128((const __m128i*)part.table));
+  const float* const x_sums = C::GROUPS == 1 ? x.sum.get() : x.halves.get();
   const uint8_t* codes[LANES];
-  for (int l = 0; l < LANES; ++l) codes[l] = part.codes + tiles[l] * part.tile_codes();
+  for (int l = 0; l < LANES; ++l) codes[l] = part.codes + tiles[l] * part.tile_codes;
   Floats acc[R];
   for (int r = 0; r < R; ++r) acc[r] = every(0.f);
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t at = b * C::BYTES;
-    for (int64_t i = 0; i < C::BYTES; i += 64)
-      if (!FAR || at + i + AHEAD < end)
-        for (int l = 0; l < LANES; ++l) _mm_prefetch((const char*)codes[l] + at + i + AHEAD, FAR ? _MM_HINT_T1 : _MM_HINT_T0);
-    Ints columns[8];
-    unpack<C>(codes, at, table, columns);
-    for (int g = 0; g < C::GROUPS; ++g) {
-      __m256 scale[LANES], min[LANES];
-      for (int l = 0; l < LANES; ++l) factors_of<C>(part, tiles[l], b, g, scale[l], min[l]);
-      const Floats scales = side_by_side(scale), mins = part.minima ? side_by_side(min) : every(0.f);
+  for (int64_t unit = 0; unit < blocks / per_unit; ++unit) {
+    const Factors factors[2] = {Factors(part, tiles[0], unit), Factors(part, tiles[LANES - 1], unit)};
+    for (int64_t i = 0; i < per_unit; ++i) {
+      const int64_t b = unit * per_unit + i, at = b * C::BYTES;
+      for (int64_t line = 0; line < C::BYTES; line += 64)
+        if (!FAR || at + line + AHEAD < end)
+          for (int l = 0; l < LANES; ++l) _mm_prefetch((const char*)codes[l] + at + line + AHEAD, FAR ? _MM_HINT_T1 : _MM_HINT_T0);
+      Ints columns[8];
+      unpack<C>(codes, at, table, columns);
+#pragma GCC unroll 2
+      for (int g = 0; g < C::GROUPS; ++g) {
+        __m256 scale[LANES], min[LANES];
+        for (int l = 0; l < LANES; ++l) {
+          factors[l].of_group<C>(i * C::GROUPS + g, scale[l], min[l]);
+          min[l] = _mm256_fnmadd_ps(offset, scale[l], min[l]);
+        }
+        const Floats scales = side_by_side(scale), mins = side_by_side(min);
+        Ints sums[R];
+        for (int r = 0; r < R; ++r) sums[r] = begin_sum<C::BITS>(LIFT ? -LIFT * x.total[(row + r) * blocks + b] : 0);
+        const int8_t* from = x.codes.get() + row * K + b * BLOCK + g * C::GROUP;
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const int64_t place = (row + r) * blocks + b;
-        const int32_t total = C::GROUPS == 1 ? x.total[place] : x.halves[2 * place + g];
-        const int8_t* from = x.codes.get() + (row + r) * K + b * BLOCK + g * C::GROUP;
-        Ints sum = begin_sum<C::BITS>(-lift * total);
+        for (int j = 0; j < C::GROUP / 4; ++j)
 #pragma GCC unroll 8
-        for (int j = 0; j < C::GROUP / 4; ++j) sum = dot<C::BITS>(sum, columns[g * C::GROUP / 4 + j], four_columns(from + 4 * j));
-        acc[r] = times_plus(to_floats(end_sum<C::BITS>(sum, -lift * total)), times(scales, every(x.scale[place])), acc[r]);
-        if (part.minima) acc[r] = times_plus(mins, every(x.scale[place] * total), acc[r]);
+          for (int r = 0; r < R; ++r) sums[r] = dot<C::BITS>(sums[r], columns[g * C::GROUP / 4 + j], four_columns(from + r * K + 4 * j));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const int64_t place = (row + r) * blocks + b;
+          acc[r] = times_plus(to_floats(end_sum<C::BITS>(sums[r], 0)), times(scales, every(x.scale[place])), acc[r]);
+          if (middle) acc[r] = times_plus(mins, every(x_sums[C::GROUPS * place + g]), acc[r]);
+        }
       }
     }
   }
@@ -379,16 +400,18 @@ void multiply_part(const Part& part, const Rows& x, int64_t row, const int64_t t
 // The values of one block of a tile -> out[column][row]. Products are exact, so a value is rounded once, with its min.
 template <class C>
 void decode_block(const Part& part, int64_t tile, int64_t block, float (*out)[TILE]) {
+  const int64_t per_unit = part.unit / BLOCK;
+  const Factors factors(part, tile, block / per_unit);
   const uint8_t* codes[LANES];
-  for (int l = 0; l < LANES; ++l) codes[l] = part.codes + tile * part.tile_codes();
+  for (int l = 0; l < LANES; ++l) codes[l] = part.codes + tile * part.tile_codes;
   Ints columns[8];
   unpack<C>(codes, block * C::BYTES, four_times(_mm_loadu_si128((const __m128i*)part.table)), columns);
   const __m256 offset = _mm256_set1_ps(part.offset);
   for (int j = 0; j < 8; ++j) {
-    alignas(32) uint8_t lanes[LANES * 32];
+    alignas(64) uint8_t lanes[LANES * 32];
     __m256 scale, min;
     store(lanes, columns[j]);
-    factors_of<C>(part, tile, block, j * 4 / C::GROUP, scale, min);
+    factors.of_group<C>(block % per_unit * C::GROUPS + j * 4 / C::GROUP, scale, min);
     const __m256i four = _mm256_load_si256((const __m256i*)lanes);
     for (int c = 0; c < 4; ++c) {
       const __m256i code = _mm256_and_si256(_mm256_srli_epi32(four, 8 * c), _mm256_set1_epi32(255));
@@ -403,7 +426,7 @@ template <int R>
 void multiply_part_exact(const Part& part, const float* x, int64_t tile, float (*out)[TILE]) {
   __m256 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
-  for (int64_t b = 0; b < part.blocks(); ++b) {
+  for (int64_t b = 0; b < part.k / BLOCK; ++b) {
     float values[BLOCK][TILE];
     with_codes(part, [&](auto codes) { decode_block<decltype(codes)>(part, tile, b, values); });
     for (int64_t k = 0; k < BLOCK; ++k)
@@ -562,13 +585,8 @@ std::vector<Part> parts_of(const Tensor& codes, const Tensor& table) {
   const uint8_t* at = (const uint8_t*)codes.data_ptr();
   const uint8_t* const end = at + codes.numel();
   for (int64_t i = 0; i < table.size(0); ++i) {
-    const int64_t* number = integers(table) + i * table.size(1);
-    Part part{number[0], number[1], number[2], number[3], number[4], number[5], number[6], number[7], number[8]};
-    std::copy_n((const uint8_t*)(number + 9), 16, part.table);
-    part.codes = at;
-    part.factors = at + part.n / TILE * part.tile_codes();
-    at = part.factors + part.n / TILE * part.tile_factors();
-    parts.push_back(part);
+    parts.emplace_back(integers(table) + i * table.size(1), at);
+    at = parts.back().end();
   }
   STD_TORCH_CHECK(at == end, "the parts of a weight do not fill its bytes");
   return parts;
@@ -615,6 +633,16 @@ const Tensor* given(const Tensor& t) { return t.numel() ? &t : nullptr; }
 }  // namespace
 
 namespace eaglet {
+
+Part::Part(const int64_t* number, const uint8_t* bytes)
+    : n(number[0]), k(number[1]), low(number[2]), high(number[3]), group(number[4]), unit(number[5]), offset(number[6]),
+      nested(number[7]), minima(number[8]), codes(bytes), tile_codes(k * (low + high)) {
+  std::copy_n((const uint8_t*)(number + 9), 16, table);
+  factors = codes + n / TILE * tile_codes;
+  small_bytes = !nested ? 0 : minima && low + high > 2 ? 2 * TILE : TILE;
+  unit_bytes = 2 * TILE * (1 + minima) + small_bytes * unit / group;
+  tile_factors = k / unit * unit_bytes;
+}
 
 Linear::Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, const float* bias) : bias(bias), kind(kind_of(codes)) {
   if (kind == PARTS) {
@@ -678,7 +706,7 @@ void Linear::row(int64_t id, float* out) const {
     }
     return with_codes(part, [&](auto codes) {
       float values[BLOCK][TILE];
-      for (int64_t b = 0; b < part.blocks(); ++b) {
+      for (int64_t b = 0; b < part.k / BLOCK; ++b) {
         decode_block<decltype(codes)>(part, id / TILE, b, values);
         for (int64_t i = 0; i < BLOCK; ++i) out[b * BLOCK + i] = values[i][id % TILE];
       }

@@ -123,16 +123,14 @@ struct Weight {
 
 // Rows of a weight as a file has quantized them, in one format (kernels/blocks.py).
 struct Part {
-  int64_t n, k, low, high, group, unit, offset, nested, minima;
+  int64_t n, k, low, high, group, unit, offset;
+  bool nested, minima;
   uint8_t table[16];       // all zeros: none
   const uint8_t *codes, *factors;
+  int64_t tile_codes, tile_factors, unit_bytes, small_bytes;  // of a tile, of a unit of 8 rows, of a group of 8 rows
 
-  int64_t blocks() const { return k / 32; }
-  int64_t tile_codes() const { return k * (low + high); }  // bytes
-  bool nibbles() const { return low + high == 2; }
-  int64_t small_bytes() const { return nested ? (minima && !nibbles() ? 16 : 8) : 0; }  // of a group of 8 rows
-  int64_t unit_bytes() const { return 16 * (1 + minima) + small_bytes() * unit / group; }
-  int64_t tile_factors() const { return k / unit * unit_bytes(); }
+  Part(const int64_t* number, const uint8_t* bytes);
+  const uint8_t* end() const { return factors + n / 8 * tile_factors; }
 };
 
 // A linear layer. Floats have no scales.

@@ -23,6 +23,8 @@ from torch import Tensor
 import kernels.cpu as cpu
 from kernels.packing import PackedWeight
 
+NUMBERS_OF_PART = 11  # that say how its rows lie, in a table of 64-bit numbers
+
 
 class Format(NamedTuple):
     """How a weight is quantized. low, high: bits of a code in the two kinds of runs. Only 2 bits have nibbles for small

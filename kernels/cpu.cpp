@@ -399,7 +399,7 @@ void multiply_part(const Part& part, const Rows& x, int64_t row, const int64_t t
 
 // The values of one block of a tile -> out[column][row]. Products are exact, so a value is rounded once, with its min.
 template <class C>
-void decode_block(const Part& part, int64_t tile, int64_t block, float (*out)[TILE]) {
+[[gnu::noinline]] void decode_block(const Part& part, int64_t tile, int64_t block, float (*out)[TILE]) {
   const int64_t per_unit = part.unit / BLOCK;
   const Factors factors(part, tile, block / per_unit);
   const uint8_t* codes[LANES];
@@ -423,7 +423,7 @@ void decode_block(const Part& part, int64_t tile, int64_t block, float (*out)[TI
 
 // R activation rows x [R][K], which are not rounded, times one tile of a part -> out[R][8].
 template <int R>
-void multiply_part_exact(const Part& part, const float* x, int64_t tile, float (*out)[TILE]) {
+[[gnu::noinline]] void multiply_part_exact(const Part& part, const float* x, int64_t tile, float (*out)[TILE]) {
   __m256 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
   for (int64_t b = 0; b < part.k / BLOCK; ++b) {

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels import PackedWeight
-from kernels.blocks import Blocks, Part, fits_blocks, pack_blocks, stack_blocks
+from kernels.blocks import NUMBERS_OF_PART, Blocks, Part, fits_blocks, pack_blocks, stack_blocks
 from model import Transformer
 from model_config import ModelConfig
 from support.errors import UsageError, UserError
@@ -357,7 +357,10 @@ class GGUFFile:
                     ["scales", "mins"][: 1 + self.has_minima(names)], ((K // BLOCK, N), torch.float16)
                 )
                 if self.in_blocks(names):
-                    layout = {"blocks": ((FORMATS[kind].bytes(N, K),), torch.uint8)}
+                    layout = {
+                        "blocks": ((FORMATS[kind].bytes(N, K),), torch.uint8),
+                        "formats": ((NUMBERS_OF_PART,), torch.int64),
+                    }
                 base = (ours if ours == "lm_head.weight" else name).removesuffix("weight")
                 del kept[name]
                 kept |= {base + leaf: torch.empty(s, dtype=d, device="meta") for leaf, (s, d) in layout.items()}

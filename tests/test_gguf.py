@@ -261,8 +261,8 @@ def test_every_type_is_read_as_the_package_reads_it(tmp_path, kind):
 @pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")
 @pytest.mark.parametrize("family", ["llama", "tied", "mixtral"])
 def test_mixed_types_stay_and_are_planned(as_gguf, tmp_path, family):
-    """A file whose fused matrices mix types, as files of K types do. Catches floats in their place, which take eight times
-    the memory, a plan that counts something else, rows of another part, and experts or embeddings that were left out."""
+    """A file whose fused matrices mix types, as files of K types do. Catches floats in their place, which take far
+    more memory, a plan that counts something else, rows of another part, and experts or embeddings that were left out."""
     kinds = {"attn_k": "Q4_0", "attn_v": "Q5_1", "ffn_gate": "Q4_1", "ffn_gate_exps": "Q5_0", "token_embd": "Q5_0"}
     path = mixed_file(tmp_path / "m.gguf", Checkpoint.open(as_gguf(family)), kinds)
     engine = load(path, kernels="cpu", dtype="float32", ctx=128, activations="float")

@@ -240,7 +240,7 @@ class LoadOptions:
         from weights.checkpoint import Checkpoint
 
         place = self.draft_checkpoint if draft else self.checkpoint
-        checkpoint = Checkpoint.open(place, int8_groups=self.kernel_mode == "cpu")
+        checkpoint = Checkpoint.open(place, tiles=self.kernel_mode == "cpu")
         return checkpoint.rounded(self.quant) if self.quant and not draft else checkpoint
 
 

@@ -46,9 +46,11 @@ struct Rows {
   std::unique_ptr<int8_t[]> codes;         // [M, K]
   std::unique_ptr<float[]> scale, sum;     // [M, blocks]; scale * sum of codes
   std::unique_ptr<int32_t[]> total;        // [M, blocks], sum of codes
+  std::unique_ptr<float[]> halves;         // [M, blocks, 2], scale * sum of 16 codes, if it is wanted
 
-  Rows(const float* x, int64_t M, int64_t K)
-      : codes(new int8_t[M * K]), scale(new float[M * K / BLOCK]), sum(new float[M * K / BLOCK]), total(new int32_t[M * K / BLOCK]) {
+  Rows(const float* x, int64_t M, int64_t K, bool with_halves = false)
+      : codes(new int8_t[M * K]), scale(new float[M * K / BLOCK]), sum(new float[M * K / BLOCK]), total(new int32_t[M * K / BLOCK]),
+        halves(with_halves ? new float[M * K / BLOCK * 2] : nullptr) {
     parallel_for(0, M * K / BLOCK, 2048, [&](int64_t first, int64_t last) {
       for (int64_t b = first; b < last; b += 8) round(x, b, std::min<int64_t>(8, last - b));
     });
@@ -94,6 +96,11 @@ struct Rows {
     std::copy_n(found[0], count, scale.get() + first);
     std::copy_n(found[1], count, sum.get() + first);
     std::copy_n(whole, count, total.get() + first);
+    for (int b = 0; halves && b < count; ++b) {
+      alignas(32) float four[8];
+      _mm256_store_ps(four, sums[b]);
+      for (int h = 0; h < 2; ++h) halves[2 * (first + b) + h] = found[0][b] * (four[4 * h] + four[4 * h + 1] + four[4 * h + 2] + four[4 * h + 3]);
+    }
   }
 };
 
@@ -116,6 +123,16 @@ inline Ints every(int32_t x) { return _mm512_set1_epi32(x); }
 inline Floats every(float x) { return _mm512_set1_ps(x); }
 inline Ints low_halves(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 inline Ints high_halves(Ints v) { return low_halves(_mm512_srli_epi16(v, 4)); }
+inline Ints both(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+inline Ints look_up(Ints table, Ints v) { return _mm512_shuffle_epi8(table, v); }
+inline Ints four_times(__m128i v) { return _mm512_broadcast_i32x4(v); }
+// Bits BY higher (lower if negative) in every byte, and of them those of `mask`.
+template <int BY>
+inline Ints moved(Ints v, int mask) {
+  const Ints at = BY > 0 ? _mm512_slli_epi16(v, BY > 0 ? BY : 0) : BY < 0 ? _mm512_srli_epi16(v, BY < 0 ? -BY : 0) : v;
+  return _mm512_and_si512(at, _mm512_set1_epi8((char)mask));
+}
+inline void store(uint8_t* at, Ints v) { _mm512_storeu_si512(at, v); }
 inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
 inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats plus(Floats a, Floats b) { return _mm512_add_ps(a, b); }
@@ -148,6 +165,16 @@ inline Ints every(int32_t x) { return _mm256_set1_epi32(x); }
 inline Floats every(float x) { return _mm256_set1_ps(x); }
 inline Ints low_halves(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline Ints high_halves(Ints v) { return low_halves(_mm256_srli_epi16(v, 4)); }
+inline Ints both(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+inline Ints look_up(Ints table, Ints v) { return _mm256_shuffle_epi8(table, v); }
+inline Ints four_times(__m128i v) { return _mm256_broadcastsi128_si256(v); }
+// Bits BY higher (lower if negative) in every byte, and of them those of `mask`.
+template <int BY>
+inline Ints moved(Ints v, int mask) {
+  const Ints at = BY > 0 ? _mm256_slli_epi16(v, BY > 0 ? BY : 0) : BY < 0 ? _mm256_srli_epi16(v, BY < 0 ? -BY : 0) : v;
+  return _mm256_and_si256(at, _mm256_set1_epi8((char)mask));
+}
+inline void store(uint8_t* at, Ints v) { _mm256_storeu_si256((__m256i*)at, v); }
 inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
 inline Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats plus(Floats a, Floats b) { return _mm256_add_ps(a, b); }
@@ -157,22 +184,25 @@ inline void store(float* at, Floats v) { _mm256_storeu_ps(at, v); }
 inline __m256 lane(Floats v, int) { return v; }
 
 // The sum of a block: it begins, takes the products of 4 unsigned codes and 4 signed activations in every 32 bits, and ends as
-// `offset` and their sum. Of int4 all products fit into 16 bits: 16 * 15 * 127 is less than 2^15. The codes of int8 are made
-// signed here, so that their offset of 128 is gone (`OFFSET` in `multiply`): pairs of unsigned products would overflow.
+// `offset` and their sum. Of up to 4 bits all products fit into 16 bits: 16 * 15 * 127 is less than 2^15. Of 5 and 6 bits those of
+// a pair do. The codes of int8 are made signed here, so that their offset of 128 is gone (`OFFSET` in `multiply`): pairs of
+// unsigned products would overflow.
 template <int BITS>
 inline Ints begin_sum(int32_t) {
   return _mm256_setzero_si256();
 }
 template <int BITS>
 inline Ints dot(Ints acc, Ints w, Ints x) {
-  if (BITS == 4) return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, x));
+  if (BITS <= 4) return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, x));
+  if (BITS < 8) return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
   const __m256i s = _mm256_xor_si256(w, _mm256_set1_epi8((char)128));
   const __m256i products = _mm256_maddubs_epi16(_mm256_abs_epi8(s), _mm256_sign_epi8(x, s));
   return _mm256_add_epi32(acc, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
 }
 template <int BITS>
 inline Ints end_sum(Ints acc, int32_t offset) {
-  return BITS == 4 ? _mm256_add_epi32(every(offset), _mm256_madd_epi16(acc, _mm256_set1_epi16(1))) : acc;
+  if (BITS == 8) return acc;
+  return _mm256_add_epi32(every(offset), BITS <= 4 ? _mm256_madd_epi16(acc, _mm256_set1_epi16(1)) : acc);
 }
 #endif
 
@@ -234,6 +264,176 @@ void multiply(const Weight& w, const Rows& x, int64_t row, const int64_t tiles[]
   }
   for (int l = 0; l < LANES; ++l)
     for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[l][r], lane(acc[r], l));
+}
+
+// The codes of a part: LOW bits of every column in the first runs of a block, HIGH more in the runs behind them, as numbers or as
+// places in a table of bytes. GROUP columns share their factors.
+template <int LOW_, int HIGH_, int GROUP_, bool TABLE_>
+struct Codes {
+  static constexpr int LOW = LOW_, HIGH = HIGH_, GROUP = GROUP_, GROUPS = BLOCK / GROUP_, BITS = TABLE_ ? 8 : LOW_ + HIGH_;
+  static constexpr int64_t BYTES = 32 * (LOW_ + HIGH_);  // of a block of a tile
+  static constexpr bool TABLE = TABLE_;
+};
+
+// Calls call(the Codes of a part).
+template <class Call>
+void with_codes(const Part& part, Call call) {
+  if (part.table[0]) return call(Codes<4, 0, 32, true>());
+  if (part.low == 8) return call(Codes<8, 0, 32, false>());
+  if (part.low == 2 && part.high == 0) return call(Codes<2, 0, 16, false>());
+  if (part.low == 2) return call(Codes<2, 1, 16, false>());
+  if (part.high == 2) return call(Codes<4, 2, 16, false>());
+  if (part.high == 1) return call(Codes<4, 1, 32, false>());
+  return call(Codes<4, 0, 32, false>());
+}
+
+// Calls call(std::integral_constant<int, i>()) for i from 0 to COUNT - 1.
+template <int COUNT, class Call>
+inline void for_each(Call call) {
+  if constexpr (COUNT > 0) {
+    for_each<COUNT - 1>(call);
+    call(std::integral_constant<int, COUNT - 1>());
+  }
+}
+
+// Columns 4 j to 4 j + 3 of a block of LANES tiles, for j from 0 to 7.
+template <class C>
+inline void unpack(const uint8_t* const codes[], int64_t at, Ints table, Ints columns[8]) {
+  constexpr int PER = 8 / C::LOW;
+  for_each<C::LOW>([&](auto run) {
+    const Ints v = load_codes(codes, at + 32 * run);
+    for_each<PER>([&](auto i) { columns[run * PER + i] = PER == 1 ? v : moved<-i * C::LOW>(v, (1 << C::LOW) - 1); });
+  });
+  for_each<C::HIGH>([&](auto run) {
+    constexpr int ABOVE = 8 / (C::HIGH ? C::HIGH : 1);
+    const Ints v = load_codes(codes, at + 32 * (C::LOW + run));
+    for_each<ABOVE>([&](auto i) {
+      Ints& column = columns[run * ABOVE + i];
+      column = both(column, moved<C::LOW - i * C::HIGH>(v, ((1 << C::HIGH) - 1) << C::LOW));
+    });
+  });
+  if (C::TABLE)
+    for (int j = 0; j < 8; ++j) columns[j] = look_up(table, columns[j]);
+}
+
+// What one code of a tile's rows stands for, and what code 0 does, in the groups of a unit of columns.
+struct Factors {
+  const Part& part;
+  const uint8_t* at;
+  __m256 scale, min;
+
+  Factors(const Part& part, int64_t tile, int64_t unit)
+      : part(part), at(part.factors + tile * part.tile_factors + unit * part.unit_bytes), scale(load_eight(at, true, 0)),
+        min(part.minima ? load_eight(at, true, 8) : _mm256_setzero_ps()) {}
+
+  template <class C>
+  void of_group(int64_t group, __m256& group_scale, __m256& group_min) const {
+    group_scale = scale;
+    group_min = min;
+    if (!part.nested) return;
+    const uint8_t* small = at + 16 * (1 + part.minima) + group * part.small_bytes;
+    const auto wide = [](__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); };
+    const __m128i eight = _mm_loadl_epi64((const __m128i*)small), low = _mm_set1_epi8(15);
+    if (C::BITS == 2) {
+      group_scale = _mm256_mul_ps(scale, wide(_mm_and_si128(eight, low)));
+      group_min = _mm256_mul_ps(min, wide(_mm_and_si128(_mm_srli_epi16(eight, 4), low)));
+      return;
+    }
+    group_scale = _mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)));
+    if (part.minima) group_min = _mm256_mul_ps(min, wide(_mm_loadl_epi64((const __m128i*)(small + 8))));
+  }
+};
+
+// R activation rows from `row` on times LANES tiles of a part -> out[LANES][R][8]. left: as in `multiply`. A min, and what code 0
+// stands for, multiply the sums of the activations. Bytes lose their offset in the sum instead, as those of int8 do.
+template <class C, int R>
+void multiply_part(const Part& part, const Rows& x, int64_t row, const int64_t tiles[], int64_t left, float (*out)[CODE_ROWS][TILE]) {
+  constexpr bool FAR = R <= 4;
+  constexpr int64_t AHEAD = FAR ? 8192 : 4096;
+  constexpr int LIFT = C::BITS == 8 && VNNI ? 128 : 0;
+  const int64_t K = part.k, blocks = K / BLOCK, per_unit = part.unit / BLOCK, end = left * part.tile_codes;
+  const bool middle = part.minima || C::BITS < 8;  // whether the sums of the activations count
+  const __m256 offset = _mm256_set1_ps(C::BITS == 8 ? 0 : part.offset);
+  const Ints table = four_times(_mm_loadu_si128((const __m128i*)part.table));
+  const float* const x_sums = C::GROUPS == 1 ? x.sum.get() : x.halves.get();
+  const uint8_t* codes[LANES];
+  for (int l = 0; l < LANES; ++l) codes[l] = part.codes + tiles[l] * part.tile_codes;
+  Floats acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = every(0.f);
+  for (int64_t unit = 0; unit < blocks / per_unit; ++unit) {
+    const Factors factors[2] = {Factors(part, tiles[0], unit), Factors(part, tiles[LANES - 1], unit)};
+    for (int64_t i = 0; i < per_unit; ++i) {
+      const int64_t b = unit * per_unit + i, at = b * C::BYTES;
+      for (int64_t line = 0; line < C::BYTES; line += 64)
+        if (!FAR || at + line + AHEAD < end)
+          for (int l = 0; l < LANES; ++l) _mm_prefetch((const char*)codes[l] + at + line + AHEAD, FAR ? _MM_HINT_T1 : _MM_HINT_T0);
+      Ints columns[8];
+      unpack<C>(codes, at, table, columns);
+#pragma GCC unroll 2
+      for (int g = 0; g < C::GROUPS; ++g) {
+        __m256 scale[LANES], min[LANES];
+        for (int l = 0; l < LANES; ++l) {
+          factors[l].of_group<C>(i * C::GROUPS + g, scale[l], min[l]);
+          min[l] = _mm256_fnmadd_ps(offset, scale[l], min[l]);
+        }
+        const Floats scales = side_by_side(scale), mins = side_by_side(min);
+        Ints sums[R];
+        for (int r = 0; r < R; ++r) sums[r] = begin_sum<C::BITS>(LIFT ? -LIFT * x.total[(row + r) * blocks + b] : 0);
+        const int8_t* from = x.codes.get() + row * K + b * BLOCK + g * C::GROUP;
+#pragma GCC unroll 8
+        for (int j = 0; j < C::GROUP / 4; ++j)
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) sums[r] = dot<C::BITS>(sums[r], columns[g * C::GROUP / 4 + j], four_columns(from + r * K + 4 * j));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const int64_t place = (row + r) * blocks + b;
+          acc[r] = times_plus(to_floats(end_sum<C::BITS>(sums[r], 0)), times(scales, every(x.scale[place])), acc[r]);
+          if (middle) acc[r] = times_plus(mins, every(x_sums[C::GROUPS * place + g]), acc[r]);
+        }
+      }
+    }
+  }
+  for (int l = 0; l < LANES; ++l)
+    for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[l][r], lane(acc[r], l));
+}
+
+// The values of one block of a tile -> out[column][row]. Products are exact, so a value is rounded once, with its min.
+template <class C>
+[[gnu::noinline]] void decode_block(const Part& part, int64_t tile, int64_t block, float (*out)[TILE]) {
+  const int64_t per_unit = part.unit / BLOCK;
+  const Factors factors(part, tile, block / per_unit);
+  const uint8_t* codes[LANES];
+  for (int l = 0; l < LANES; ++l) codes[l] = part.codes + tile * part.tile_codes;
+  Ints columns[8];
+  unpack<C>(codes, block * C::BYTES, four_times(_mm_loadu_si128((const __m128i*)part.table)), columns);
+  const __m256 offset = _mm256_set1_ps(part.offset);
+  for (int j = 0; j < 8; ++j) {
+    alignas(64) uint8_t lanes[LANES * 32];
+    __m256 scale, min;
+    store(lanes, columns[j]);
+    factors.of_group<C>(block % per_unit * C::GROUPS + j * 4 / C::GROUP, scale, min);
+    const __m256i four = _mm256_load_si256((const __m256i*)lanes);
+    for (int c = 0; c < 4; ++c) {
+      const __m256i code = _mm256_and_si256(_mm256_srli_epi32(four, 8 * c), _mm256_set1_epi32(255));
+      const __m256 level = _mm256_sub_ps(_mm256_cvtepi32_ps(code), offset);
+      _mm256_storeu_ps(out[4 * j + c], part.minima ? _mm256_fmadd_ps(level, scale, min) : _mm256_mul_ps(level, scale));
+    }
+  }
+}
+
+// R activation rows x [R][K], which are not rounded, times one tile of a part -> out[R][8].
+template <int R>
+[[gnu::noinline]] void multiply_part_exact(const Part& part, const float* x, int64_t tile, float (*out)[TILE]) {
+  __m256 acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
+  for (int64_t b = 0; b < part.k / BLOCK; ++b) {
+    float values[BLOCK][TILE];
+    with_codes(part, [&](auto codes) { decode_block<decltype(codes)>(part, tile, b, values); });
+    for (int64_t k = 0; k < BLOCK; ++k)
+      for (int r = 0; r < R; ++r)
+        acc[r] = _mm256_fmadd_ps(_mm256_loadu_ps(values[k]), _mm256_set1_ps(x[r * part.k + b * BLOCK + k]), acc[r]);
+  }
+  for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[r], acc[r]);
 }
 
 template <Kind KIND>
@@ -305,6 +505,7 @@ struct Epilogue {
   int64_t n;  // columns of out
   bool gated;
   int64_t M;
+  int64_t tiles = n / TILE;  // that are multiplied; fewer than there are columns where `out` is one part of the outputs
 
   // Finishes 8 columns of one row, from column `first` on. up: the second half of a gated product.
   void finish(int64_t row, int64_t first, const float* y, const float* up) const {
@@ -327,7 +528,7 @@ struct Epilogue {
 // on, at most ROWS. The two tiles stay in the first cache level until all rows are done.
 template <int ROWS, class Multiply>
 void run_pairs(int64_t K, const Epilogue& end, Multiply multiply) {
-  const int64_t tiles = end.n / TILE, pairs = end.gated ? tiles : (tiles + 1) / 2, all = end.gated ? 2 * tiles : tiles, work = 2 * K * TILE * end.M;
+  const int64_t tiles = end.tiles, pairs = end.gated ? tiles : (tiles + 1) / 2, all = end.gated ? 2 * tiles : tiles, work = 2 * K * TILE * end.M;
   const int64_t passes = (end.M + ROWS - 1) / ROWS, most = (end.M + passes - 1) / passes;  // passes of about equal size
   parallel_for(0, pairs, std::max<int64_t>(1, 100000 / work), [&](int64_t first, int64_t last) {
     for (int64_t pair = first; pair < last; ++pair) {
@@ -366,9 +567,41 @@ void run_codes(const Weight& w, const Rows* rounded, const float* x, const Epilo
   });
 }
 
+void run_part(const Part& part, const Rows* rounded, const float* x, const Epilogue& end) {
+  with_codes(part, [&](auto codes) {
+    run_pairs<CODE_ROWS>(part.k, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t left, auto y) {
+      constexpr int R = decltype(rows)::value;
+      for (int l = 0; l < 2; ++l) {
+        if (!rounded) multiply_part_exact<R>(part, x + row * part.k, tiles[l], y[l]);
+        if (rounded && l % LANES == 0) multiply_part<decltype(codes), R>(part, *rounded, row, tiles + l, left, y + l);
+      }
+    });
+  });
+}
+
+// The parts of a weight that kernels/blocks.py packed, from their bytes and their table.
+std::vector<Part> parts_of(const Tensor& codes, const Tensor& table) {
+  std::vector<Part> parts;
+  const uint8_t* at = (const uint8_t*)codes.data_ptr();
+  const uint8_t* const end = at + codes.numel();
+  for (int64_t i = 0; i < table.size(0); ++i) {
+    parts.emplace_back(integers(table) + i * table.size(1), at);
+    at = parts.back().end();
+  }
+  STD_TORCH_CHECK(at == end, "the parts of a weight do not fill its bytes");
+  return parts;
+}
+
+int64_t rows_of(const std::vector<Part>& parts) {
+  int64_t rows = 0;
+  for (const Part& part : parts) rows += part.n;
+  return rows;
+}
+
 Kind kind_of(const Tensor& codes) {
   using torch::headeronly::ScalarType;
   const ScalarType type = codes.scalar_type();
+  if (codes.dim() == 1) return PARTS;
   if (type == ScalarType::Byte) return codes.size(2) == BLOCK * TILE / 2 ? INT4 : INT8;
   return type == ScalarType::Half ? FP16 : type == ScalarType::BFloat16 ? BF16 : FP32;
 }
@@ -401,14 +634,34 @@ const Tensor* given(const Tensor& t) { return t.numel() ? &t : nullptr; }
 
 namespace eaglet {
 
-Linear::Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, const float* bias)
-    : weight{(const uint8_t*)codes.data_ptr(), scales ? scales->data_ptr() : nullptr, scales && is_half(*scales),
-             mins ? mins->data_ptr() : nullptr, mins && is_half(*mins), codes.size(1), scales ? scales->size(1) : 0},
-      bias(bias), kind(kind_of(codes)), n(codes.size(0) * TILE), k(codes.size(1) * (scales ? BLOCK : 1)) {}
+Part::Part(const int64_t* number, const uint8_t* bytes)
+    : n(number[0]), k(number[1]), low(number[2]), high(number[3]), group(number[4]), unit(number[5]), offset(number[6]),
+      nested(number[7]), minima(number[8]), codes(bytes), tile_codes(k * (low + high)) {
+  std::copy_n((const uint8_t*)(number + 9), 16, table);
+  factors = codes + n / TILE * tile_codes;
+  small_bytes = !nested ? 0 : minima && low + high > 2 ? 2 * TILE : TILE;
+  unit_bytes = 2 * TILE * (1 + minima) + small_bytes * unit / group;
+  tile_factors = k / unit * unit_bytes;
+}
+
+Linear::Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, const float* bias) : bias(bias), kind(kind_of(codes)) {
+  if (kind == PARTS) {
+    STD_TORCH_CHECK(scales && scales->size(1) == 11, "parts of a weight need their table");
+    parts = parts_of(codes, *scales);
+    n = rows_of(parts);
+    k = parts[0].k;
+    return;
+  }
+  weight = {(const uint8_t*)codes.data_ptr(), scales ? scales->data_ptr() : nullptr, scales && is_half(*scales),
+            mins ? mins->data_ptr() : nullptr, mins && is_half(*mins), codes.size(1), scales ? scales->size(1) : 0};
+  n = codes.size(0) * TILE;
+  k = codes.size(1) * (scales ? BLOCK : 1);
+}
 
 Linear::Linear(const tensors::LinearWeights& t) : Linear(t.codes, given(t.scales), given(t.mins), values_or_null(t.bias)) {}
 
 void Linear::operator()(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const {
+  if (kind == PARTS) return multiply_parts(x, M, residual, gated, round, out);
   const Epilogue end{bias, residual, out, gated ? n / 2 : n, gated, M};
   if (kind == FP32) return run_floats<FP32>(weight.codes, x, k, end);
   if (kind == BF16) return run_floats<BF16>(weight.codes, x, k, end);
@@ -420,8 +673,45 @@ void Linear::operator()(const float* x, int64_t M, const float* residual, bool g
   return weight.mins ? run_codes<4, true>(weight, rows, x, end) : run_codes<4, false>(weight, rows, x, end);
 }
 
+// One product for every part, which writes its own columns. Only where all rows share a format is the gate in the product.
+void Linear::multiply_parts(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const {
+  std::optional<Rows> rounded;
+  if (round) rounded.emplace(x, M, k, std::any_of(parts.begin(), parts.end(), [](const Part& part) { return part.group == 16; }));
+  const Rows* rows = round ? &*rounded : nullptr;
+  const bool apart = gated && parts.size() > 1;
+  const Epilogue whole{bias, residual, out, gated ? n / 2 : n, gated, M};
+  if (parts.size() == 1) return run_part(parts[0], rows, x, whole);
+  const std::unique_ptr<float[]> memory(apart ? new float[M * n] : nullptr);
+  int64_t first = 0;
+  for (const Part& part : parts) {
+    Epilogue end{bias && !apart ? bias + first : nullptr, residual && !apart ? residual + first : nullptr,
+                 (apart ? memory.get() : out) + first, n, false, M};
+    end.tiles = part.n / TILE;
+    run_part(part, rows, x, end);
+    first += part.n;
+  }
+  if (!apart) return;
+  parallel_for(0, M, std::max<int64_t>(1, 16384 / n), [&](int64_t a, int64_t b) {
+    for (int64_t row = a; row < b; ++row)
+      for (int64_t at = 0; at < n / 2; at += TILE) whole.finish(row, at, &memory[row * n + at], &memory[row * n + n / 2 + at]);
+  });
+}
+
 void Linear::row(int64_t id, float* out) const {
   STD_TORCH_CHECK(0 <= id && id < n, "row ", id, " of a weight with ", n);
+  for (const Part& part : parts) {
+    if (id >= part.n) {
+      id -= part.n;
+      continue;
+    }
+    return with_codes(part, [&](auto codes) {
+      float values[BLOCK][TILE];
+      for (int64_t b = 0; b < part.k / BLOCK; ++b) {
+        decode_block<decltype(codes)>(part, id / TILE, b, values);
+        for (int64_t i = 0; i < BLOCK; ++i) out[b * BLOCK + i] = values[i][id % TILE];
+      }
+    });
+  }
   if (kind == INT4) return weight.mins ? decode_row<4, true>(weight, id, out) : decode_row<4, false>(weight, id, out);
   if (kind == INT8) return decode_row<8, false>(weight, id, out);
   const int64_t first = id / TILE * k * TILE + id % TILE;  // floats lie column by column

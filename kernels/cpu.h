@@ -110,7 +110,7 @@ const T& object_of(const Tensor& tensor) {
 constexpr int64_t BLOCK = 32;  // columns that share a scale of the activations
 constexpr int64_t TILE = 8;    // output rows of a tile
 
-enum Kind { INT4, INT8, BF16, FP16, FP32 };
+enum Kind { INT4, INT8, BF16, FP16, FP32, PARTS };
 
 struct Weight {
   const uint8_t* codes;   // [tiles, blocks, 128 or 256]; of floats [tiles, columns, 8]
@@ -121,9 +121,22 @@ struct Weight {
   int64_t blocks, groups;
 };
 
+// Rows of a weight as a file has quantized them, in one format (kernels/blocks.py).
+struct Part {
+  int64_t n, k, low, high, group, unit, offset;
+  bool nested, minima;
+  uint8_t table[16];       // all zeros: none
+  const uint8_t *codes, *factors;
+  int64_t tile_codes, tile_factors, unit_bytes, small_bytes;  // of a tile, of a unit of 8 rows, of a group of 8 rows
+
+  Part(const int64_t* number, const uint8_t* bytes);
+  const uint8_t* end() const { return factors + n / 8 * tile_factors; }
+};
+
 // A linear layer. Floats have no scales.
 struct Linear {
   Weight weight;
+  std::vector<Part> parts;  // instead of `weight`: codes and factors one behind the other, and a table of their formats
   const float* bias;
   Kind kind;
   int64_t n, k;
@@ -134,6 +147,9 @@ struct Linear {
   // x [M, k] -> out [M, n], or [M, n / 2] if gated. round: the activations of int4 and int8 weights.
   void operator()(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const;
   void row(int64_t id, float* out) const;  // one row of the weight as floats [k]
+
+ private:
+  void multiply_parts(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const;
 };
 
 void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, float eps, float* out);

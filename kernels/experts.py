@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import jit, operation, tl, triton, wait_for_the_kernel_before
-from kernels.linear import epilogue, finish, launch_arguments, main_loop
+from kernels.linear import epilogue, finish, launch_arguments, main_loop, packed_linear
 from kernels.packing import PackedTensors, PackedWeight, dequantize, from_parts, kernel_views, panel_words
 from kernels.tuned import unsplit
 
@@ -110,7 +110,11 @@ def expert_linear(x: Tensor, expert_ids: Tensor, tensors: PackedTensors, numbers
     experts = expert_ids.flatten()
     for e in experts.unique().tolist():
         own = [None if t is None else t[e] for t in (weight.weight, weight.scales, weight.zeros)]
-        matrix = dequantize(replace(weight, weight=own[0], scales=own[1], zeros=own[2]), x.dtype)
         pairs = (experts == e).nonzero().squeeze(1)
-        out.view(-1, out.shape[-1])[pairs] = epilogue(rows[pairs // shared] @ matrix.mT, None, None, gated)
+        one = replace(weight, weight=own[0], scales=own[1], zeros=own[2])
+        if weight.layout == "tiles":
+            y = packed_linear(rows[pairs // shared], one, gated=gated)
+        else:
+            y = epilogue(rows[pairs // shared] @ dequantize(one, x.dtype).mT, None, None, gated)
+        out.view(-1, out.shape[-1])[pairs] = y
     return out

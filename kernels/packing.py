@@ -257,6 +257,8 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
     Columns keep the stored order if `perm` is set. Not for layout 'cpu'. fused: let one Triton kernel compute
     the same bits, for layout 'planes' without experts.
     """
+    if weight.layout == "tiles" and weight.weight.dim() == 1:  # as a file has quantized it
+        return packed_rows(weight, torch.arange(weight.n)).to(dtype)
     if weight.layout == "tiles" and weight.bits >= 16:
         return weight.weight.transpose(1, 2).reshape(weight.n, weight.k).to(dtype)
     if weight.layout == "dense" or weight.bits == 16:

@@ -176,7 +176,7 @@ def head_weights(head: EagleHead) -> HeadWeights | None:
     if target.config.logits_multiplier != 1 and head.lm_head is None:
         return None
     embedding = head.embed_tokens or target.embed_tokens
-    table = linear_weights(embedding.head[0]) if isinstance(embedding, TiedEmbedding) else None
+    table = linear_weights(embedding.head[0] if isinstance(embedding, TiedEmbedding) else embedding)
     if isinstance(embedding, nn.Embedding) and embedding.weight.dtype == torch.float32:
         table = LinearWeights(embedding.weight, None, None, None)
     lm_head = head.lm_head or target.lm_head

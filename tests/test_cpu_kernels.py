@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_model import feed, random_tree
-from tiny import CTX, eagle_drafter, randomise, tiny_head
+from tiny import CTX, eagle_drafter, random_blocks, randomise, tiny_head
 
 import kernels
 import sampling
@@ -27,6 +27,7 @@ from eagle_draft import EagleHead
 from engine import Engine, EngineConfig
 from generate import main as generate
 from kernels import cpu, records
+from kernels.blocks import Part, pack_blocks
 from kernels.packing import dequantize
 from model import Transformer
 from model_config import ModelConfig
@@ -36,6 +37,7 @@ from sampling_params import SamplingParams
 from step import DecodeState, draft_input
 from support import cache, native
 from support.files import written_whole
+from weights.gguf_types import FORMATS, read_blocks
 from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
 
@@ -46,6 +48,8 @@ FORMS = {
     "int4": (4, 128, ""), "int4 zeros": (4, 64, "zeros"), "int4 mins": (4, 32, "mins"), "int8": (8, 0, ""),
     "int8 groups": (8, 32, "groups"),
 }  # fmt: skip
+# The types of GGUF files, and two weights of parts with different types.
+STORED = [(kind,) for kind in FORMATS] + [("Q4_K", "Q6_K"), ("Q5_0", "Q3_K", "IQ4_XS")]
 
 
 def backend() -> kernels.KernelBackend:
@@ -74,6 +78,15 @@ def tiles(plain: kernels.PackedWeight) -> kernels.PackedWeight:
             return kernels.pack_int8(plain.weight, plain.scales, torch.float32)
         more = (plain.scales, plain.zeros, plain.group_size, None, torch.float32)
         return kernels.pack_int4(plain.weight, *more, mins=plain.mins)
+
+
+def stored_weight(kinds: tuple[str, ...], n: int = 96, k: int = 256) -> kernels.PackedWeight:
+    """A weight [n, k] of random blocks of these types, in parts of different heights where they are several."""
+    heights = [n] if len(kinds) == 1 else [16 + 8 * i for i in range(len(kinds) - 1)]
+    heights += [n - sum(heights)] if len(kinds) > 1 else []
+    raw = [random_blocks(kind, rows, k, seed) for seed, (kind, rows) in enumerate(zip(kinds, heights, strict=True))]
+    pieces = [[read_blocks(kind, rows)] for kind, rows in zip(kinds, raw, strict=True)]
+    return pack_blocks([Part(FORMATS[kind], len(rows), k, p) for kind, rows, p in zip(kinds, raw, pieces, strict=True)])
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -119,6 +132,27 @@ def test_float_products_are_exact_and_row_by_row_the_same(dtype, n, k):
         assert torch.allclose(got.double(), want, atol=1e-5 * k, rtol=1e-5)
         for width in range(1, 13):
             assert torch.equal(kernels.packed_linear(x[:width], packed, gated=gated), got[:width]), width
+
+
+@needs_kernels
+@pytest.mark.parametrize("kinds", STORED, ids=" ".join)
+@pytest.mark.parametrize("activations", ["int8", "float"])
+def test_products_with_the_types_of_files_equal_their_definition(kinds, activations):
+    """Catches a code, scale or min of a file's type that meets another column or row, a missing offset, parts that write
+    over each other, a gate across parts, and bits of a row that depend on the number of rows."""
+    packed, x = stored_weight(kinds), torch.randn(60, 256, generator=torch.Generator().manual_seed(0))
+    matrix, bias = kernels.dequantize(packed, torch.float64), torch.randn(96)
+    with kernels.KernelBackend("cpu", "cpu", activations).active():
+        got = kernels.packed_linear(x, packed, bias)
+        want = (rounded(x) if activations == "int8" else x.double()) @ matrix.T + bias
+        assert (got - want).abs().max() <= 2e-6 * want.abs().max()
+        residual = torch.randn(60, 96)
+        assert torch.equal(kernels.packed_linear(x, packed, bias, residual), got + residual)
+        gated = kernels.packed_linear(x, packed, bias, gated=True)
+        assert torch.allclose(gated, kernels.epilogue(got, None, None, True), rtol=1e-5, atol=1e-5)
+        for width in WIDTHS:
+            assert torch.equal(kernels.packed_linear(x[:width], packed, bias), got[:width]), width
+            assert torch.equal(kernels.packed_linear(x[:width], packed, bias, gated=True), gated[:width]), width
 
 
 @needs_kernels
@@ -253,6 +287,10 @@ def test_an_older_processor_computes_the_same_bits(tmp_path):
     for form in FORMS:
         packed, x = tiles(weight(form, 96, 256)), torch.randn(5, 256)
         calls.append(("linear", (x, packed.weight, packed.scales, packed.mins, None, None, False, True)))
+    for kinds in STORED:
+        packed = stored_weight(kinds)
+        calls.append(("linear", (torch.randn(5, 256), packed.weight, packed.scales, None, None, None, False, True)))
+        calls.append(("rows", (torch.arange(0, 96, 13), packed.weight, packed.scales, None)))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         with backend().active():
             packed = kernels.pack_float(torch.randn(96, 100).to(dtype).float())

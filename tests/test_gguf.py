@@ -20,7 +20,7 @@ import pytest
 import torch
 from conftest import BASE, build_hf
 from test_model import run
-from tiny import held
+from tiny import held, random_blocks
 
 from drafting import resolve
 from generate import main as generate
@@ -36,8 +36,8 @@ from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
 from weights.gguf_metadata import SPLITS
-from weights.hf import hf_views
-from weights.quantized import QuantLinear
+from weights.hf import hf_views, unpacked
+from weights.quantized import FloatLinear, QuantLinear, pack_
 
 gguf = pytest.importorskip("gguf")
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +48,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm", "block_sparse_moe.gate": "ffn_gate_inp",
 }  # fmt: skip
-K_TYPES = "Q2_K Q3_K Q4_K Q5_K Q6_K".split()
+READ_TYPES = "Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()  # the package can only read them
 OTHER_TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1".split()
 
 
@@ -127,6 +127,24 @@ def add(writer, name: str, value: np.ndarray, kind: str) -> None:
         writer.add_tensor(name, np.ascontiguousarray(value, {"F32": np.float32, "F16": np.float16}[kind]))
 
 
+def mixed_file(path: Path, source: Checkpoint, kinds: dict[str, str], other: str = "Q8_0") -> Path:
+    """A model as a GGUF file. kinds: the types of matrices by llama.cpp's names; the others have `other`."""
+    tensors = {}
+    for name, value in tensors_of(source).items():
+        kind = kinds.get(name.split(".")[-2], other)
+        tensors[name] = value, "F32" if value.ndim == 1 else kind
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in metadata_of(source.config).items():
+        put(writer, f"llama.{key}", value)
+    for name, (value, kind) in tensors.items():
+        add(writer, name, value, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 @pytest.fixture(scope="session")
 def as_gguf(tiny_checkpoint, tmp_path_factory):
     """as_gguf(family, kind) is a transformers model of the family as a GGUF file with matrices of that type."""
@@ -189,17 +207,7 @@ def test_llama3_scaling_is_recovered_from_its_tensor(tmp_path, head_dim, factor,
             Checkpoint.open(write(tmp_path / "m.gguf", "llama", metadata_of(config), tensors))
 
 
-def raw_matrix(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
-    """Random blocks of a K type, which the package can only read. Their fp16 scales are made finite and small."""
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    raw = np.random.default_rng(seed).integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
-    where = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
-    for at in where:
-        raw[..., at : at + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-    return raw.reshape(rows, -1)
-
-
-@pytest.mark.parametrize("kind", [*OTHER_TYPES, *K_TYPES])
+@pytest.mark.parametrize("kind", [*OTHER_TYPES, *READ_TYPES])
 def test_every_type_is_read_as_the_package_reads_it(tmp_path, kind):
     """The values of every type equal those that the package dequantizes, in Hugging Face's order of rows."""
     config = ModelConfig.from_hf(
@@ -211,8 +219,8 @@ def test_every_type_is_read_as_the_package_reads_it(tmp_path, kind):
     for seed, (name, rows) in enumerate(shapes.items()):
         full = f"{name}.weight" if "_e" in name or name == "output" else f"blk.0.{name}.weight"
         value = np.random.default_rng(seed).normal(0, 0.1, (rows, 256)).astype(np.float32)
-        if kind in K_TYPES:
-            value = raw_matrix(kind, rows, 256, seed)
+        if kind in READ_TYPES:
+            value = random_blocks(kind, rows, 256, seed)
         elif kind not in ("F32", "F16"):
             value = gguf.quants.quantize(value, code)
         tensors[full] = value
@@ -238,6 +246,36 @@ def test_every_type_is_read_as_the_package_reads_it(tmp_path, kind):
         assert all(torch.equal(m.dequantize(), dense[f"{name}.weight"]) for name, m in packed.items())
     elif kind not in ("F32", "F16", "BF16"):
         assert checkpoint.quantization is None and f"9 {kind} tensors" in checkpoint.notes[0]
+    if kind in ("F32", "F16", "BF16") or cpu.problem():
+        return
+    kept = Checkpoint.open(tmp_path / "m.gguf", tiles=True)
+    model = kept.load(dtype=torch.float32)
+    pack_(model, torch.float32)
+    assert not kept.notes and all(isinstance(m, QuantLinear) for m in (model.embed_tokens, model.lm_head))
+    ours, dense = unpacked(model).state_dict(), checkpoint.load(dtype=torch.float32, floats=True).state_dict()
+    assert len(ours) == len(dense) and all(torch.equal(ours[name], value) for name, value in dense.items())
+    size = sum(tensor.data.nbytes for tensor in kept.gguf.tensors.values() if tensor.kind == kind)
+    assert sum(m.packed.weight.nbytes for m in model.modules() if isinstance(m, FloatLinear)) <= 1.04 * size
+
+
+@pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")
+@pytest.mark.parametrize("family", ["llama", "tied", "mixtral"])
+def test_mixed_types_stay_and_are_planned(as_gguf, tmp_path, family):
+    """A file whose fused matrices mix types, as files of K types do. Catches floats in their place, which take far
+    more memory, a plan that counts something else, rows of another part, and experts or embeddings that were left out."""
+    kinds = {"attn_k": "Q4_0", "attn_v": "Q5_1", "ffn_gate": "Q4_1", "ffn_gate_exps": "Q5_0", "token_embd": "Q5_0"}
+    path = mixed_file(tmp_path / "m.gguf", Checkpoint.open(as_gguf(family)), kinds)
+    engine = load(path, kernels="cpu", dtype="float32", ctx=128, activations="float")
+    layer = engine.model.layers[0]
+    fused = [layer.attention.qkv, layer.mlp.gate_up]
+    assert all(m.packed.layout == "tiles" and len(m.packed.scales.flatten(0, -2)) > 1 for m in fused)
+    assert Checkpoint.open(path, tiles=True).notes == []
+    assert engine.plan.weights == pytest.approx(held(engine.model) - held(engine.model.rotary), rel=0.01)
+    tokens = torch.randint(3, 128, (1, 20), generator=torch.Generator().manual_seed(0))
+    with engine.backend.active():
+        got = run(engine.model, tokens, 20)
+    want = run(Checkpoint.open(path).load(dtype=torch.float32, floats=True), tokens, 20)
+    assert (want - got).abs().max() < 1e-4 * want.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -506,22 +544,14 @@ def test_a_folder_that_holds_a_gguf_file_names_it(as_gguf, tmp_path, capsys):
 
 
 def test_the_note_says_why_types_that_could_stay_became_floats(as_gguf, tmp_path):
-    """Of a file with q in Q8_0 and k and v in Q4_0 the note does not say that all Q8_0 stays quantized."""
-    source = Checkpoint.open(as_gguf("llama"))
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    for key, value in metadata_of(source.config).items():
-        put(writer, f"llama.{key}", value)
-    for name, value in tensors_of(source).items():
-        mixed = name.endswith(("attn_k.weight", "attn_v.weight"))
-        add(writer, name, value, "F32" if value.ndim == 1 else "Q4_0" if mixed else "Q8_0")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    (note,) = Checkpoint.open(tmp_path / "m.gguf", int8_groups=True).notes
+    """Of a file with q in Q8_0 and k and v in Q4_0 the note does not say that all Q4_0 stays quantized. The CPU
+    kernels keep both."""
+    path = mixed_file(tmp_path / "m.gguf", Checkpoint.open(as_gguf("llama")), {"attn_k": "Q4_0", "attn_v": "Q4_0"})
+    (note,) = Checkpoint.open(path).notes
     assert note.endswith(", and no fused matrices (q, k and v; gate and up; experts) whose types differ.")
-    (note,) = Checkpoint.open(as_gguf("llama", "Q5_0"), int8_groups=True).notes
-    assert note.endswith("became floats: only matrices in Q4_0, Q4_1, Q8_0 stay quantized.")
+    (note,) = Checkpoint.open(as_gguf("llama", "Q5_0")).notes
+    assert note.endswith(" MB in float32): only matrices in Q4_0, Q4_1 stay quantized.")
+    assert not any(Checkpoint.open(p, tiles=True).notes for p in (path, as_gguf("llama", "Q5_0")))
 
 
 def test_flipped_bytes_never_cause_another_error(as_gguf, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import importlib.util
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from engine import Engine, EngineConfig
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from support.texts import read_source, stdlib_files
+from weights.gguf_types import BY_NAME
 from weights.heads import EagleConfig
 from weights.quantized import QuantLinear
 
@@ -185,6 +187,18 @@ class PieceStream:
 
     def flush(self) -> str:
         return self.decoder.decode(b"", True)
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
+    """Random blocks of a GGUF type [rows, bytes of a row] uint8. Their fp16 scales are small, and of both signs."""
+    _, block, size, form = BY_NAME[kind]
+    random = np.random.default_rng(seed)
+    raw = random.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    first = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(kind, 0)
+    for at in (first, first + 2)[: 1 + form.minima]:
+        scales = random.normal(0, 0.01, raw.shape[:2]).astype(np.float16)
+        raw[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return raw.reshape(rows, -1)
 
 
 def held(*modules: nn.Module) -> int:

@@ -21,7 +21,8 @@ from support.errors import UsageError
 from support.files import read_json
 from support.reader import check
 from weights.files import Destination, Entry, Progress, local_path, read_entries, tensor_files
-from weights.gguf import FLOAT_TYPES, GGUFFile, fill_gguf
+from weights.gguf import GGUFFile, fill_gguf
+from weights.gguf_types import FLOAT_TYPES
 from weights.hf import build_model, fill_hf, is_meta, read_config, read_meta_config, read_meta_entries, token_ids
 from weights.quantized import QuantSpec, apply_spec_, read_spec
 from weights.rounding import fill_rounded, half_of
@@ -51,16 +52,16 @@ class Checkpoint:
     generation: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, directory: str | Path, int8_groups: bool = False) -> Checkpoint:
+    def open(cls, directory: str | Path, tiles: bool = False) -> Checkpoint:
         """Read the config of a model directory, a GGUF file, or `org/name` in the Hugging Face cache (`local_path`).
 
         Raises ValueError in one line if it is unusable.
 
-        int8_groups: keep GGUF's Q8_0 matrices in int8, for the CPU kernels (`weights.gguf`).
+        tiles: keep every type of a GGUF file as it is, for the CPU kernels (`weights.gguf`).
         """
         directory = local_path(directory)
         if directory.is_file():
-            file = GGUFFile.open(directory, int8_groups)
+            file = GGUFFile.open(directory, tiles)
             raw = file.config()
             return cls(directory, "gguf", raw, read_config(raw, directory), file)
         if not directory.is_dir():

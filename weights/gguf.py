@@ -1,13 +1,14 @@
 """GGUF files (llama.cpp's format): metadata and tensors in, under the names of a Hugging Face directory.
 
-The `gguf` package dequantizes the tensors. Matrices in Q4_0 and Q4_1 are taken over exactly as our
-int4 with groups of 32, and for the CPU kernels those in Q8_0 as int8. Everything that a file claims is checked before
-memory is allocated for it.
+Matrices in Q4_0 and Q4_1 are taken over exactly as our int4 with groups of 32. For the CPU kernels those in Q8_0 become
+int8, and every other matrix keeps its types, mixed ones too (`weights.gguf_types`). What is left becomes floats.
+Everything that a file claims is checked before memory is allocated for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import mmap
 import re
@@ -22,25 +23,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels import PackedWeight
+from kernels.blocks import NUMBERS_OF_PART, Blocks, Part, fits_blocks, pack_blocks, stack_blocks
 from model import Transformer
 from model_config import ModelConfig
-from support.errors import UserError
+from support.errors import UsageError, UserError
+from support.machine import size_text
 from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
 from weights.gguf_metadata import TOKEN_LISTS, hf_config, tokenizer_files
+from weights.gguf_types import BY_NAME, FLOAT_TYPES, FORMATS, TYPES, read_blocks
 from weights.hf import hf_views, parameter_sources, read_parameter
-from weights.quantized import TiedEmbedding, set_tensor
+from weights.quantized import QuantEmbedding, TiedEmbedding, set_tensor
 from weights.shards import Shard
 from weights.stored import install
 
 NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))  # kinds of values, as `struct` calls them
 TEXT, ARRAY = 8, 9  # the other kinds
-# The supported types by their numbers: name, values of a block, and its bytes.
-TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20)}
-TYPES |= {6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110)}
-TYPES |= {12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210)}
-BLOCKS = {name: values for name, values, _ in TYPES.values()}
-FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 32  # values of a row that share a scale in Q4_0, Q4_1 and Q8_0
 # More than any real model has. Every element becomes a Python object, so a false count could fill the memory.
 MOST_ELEMENTS, MOST_TENSORS = 2_000_000, 100_000
@@ -123,9 +122,9 @@ class _Parser:
         name, dimensions = self.text(), self.numbers("I")[0]
         shape, (number, offset) = self.numbers("Q", dimensions), self.numbers("IQ")
         if number not in TYPES:
-            known = ", ".join(BLOCKS)
+            known = ", ".join(BY_NAME)
             raise ValueError(f"tensor {name!r:.80} has the type number {number}; the supported types are {known}")
-        kind, values, size = TYPES[number]
+        kind, values, size, _ = TYPES[number]
         if not 1 <= dimensions <= 3 or 0 in shape or shape[0] % values:
             raise ValueError(f"tensor {name!r:.80} cannot have the shape {list(shape)!s:.60} in {kind}")
         return offset, name, kind, shape, shape[0] // values * size
@@ -142,7 +141,7 @@ class _Parser:
             before, end = name, offset + math.prod(shape[1:]) * row
             if first + end > len(self.mapped):
                 raise ValueError(f"it has {len(self.mapped):,} bytes, and {name!r:.80} ends at byte {first + end:,}")
-            width = 1 if BLOCKS[kind] > 1 else row // shape[0]
+            width = row // shape[0] if kind in FLOAT_TYPES else 1
             data = np.frombuffer(self.mapped, f"<u{width}", (end - offset) // width, first + offset)
             tensors.append(GGUFTensor(name, kind, shape, data.reshape(*shape[:0:-1], -1)))
         return tensors
@@ -181,12 +180,12 @@ class GGUFFile:
     metadata: dict[str, Any]
     tensors: Mapping[str, GGUFTensor]  # by name
     mapped: list[mmap.mmap]  # the files
-    int8_groups: bool = False  # whether Q8_0 stays int8 with groups of 32, which only the CPU kernels read
+    tiles: bool = False  # whether every type stays as it is, which only the CPU kernels read
     shard: Shard | None = None  # the part that this process holds, and the config of the whole model
     whole: ModelConfig | None = None
 
     @classmethod
-    def open(cls, path: Path, int8_groups: bool = False) -> GGUFFile:
+    def open(cls, path: Path, tiles: bool = False) -> GGUFFile:
         """Parse a file and the other parts of a split one. Raises ValueError in one line if it cannot be used."""
         with _one_line_errors(path):
             parts = [_Parser(path)]
@@ -197,7 +196,7 @@ class GGUFFile:
                 if tensor.name in tensors:
                     raise ValueError(f"tensor {tensor.name!r:.80} is there twice")
                 tensors[tensor.name] = tensor
-        return cls(path, parts[0].metadata, tensors, [part.mapped for part in parts], int8_groups)
+        return cls(path, parts[0].metadata, tensors, [part.mapped for part in parts], tiles)
 
     @cached_property
     def tokenizer_files(self) -> Mapping[str, bytes]:
@@ -267,39 +266,84 @@ class GGUFFile:
         return rows
 
     def _read(self, tensor: GGUFTensor, expert: int | None = None, spans: Spans | None = None) -> Tensor:
-        block = BLOCKS[tensor.kind]
+        block = BY_NAME[tensor.kind].values
         if spans and spans.axis and any(i % block for piece in spans.pieces for i in piece):
             return spans(self._read(tensor, expert))  # blocks of 256 columns that belong to two processes
-        rows = np.array(self._rows(tensor, expert, spans))
+        rows = self._rows(tensor, expert, spans)
         if tensor.kind in FLOAT_TYPES:
-            return torch.from_numpy(rows).view(FLOAT_TYPES[tensor.kind])
-        import gguf  # it takes a while
-
-        with np.errstate(all="ignore"):  # what is not finite is refused afterwards
-            return torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind]))
+            return torch.from_numpy(np.array(rows)).view(FLOAT_TYPES[tensor.kind])
+        values = torch.empty(len(rows), rows.shape[1] // BY_NAME[tensor.kind].size * block)
+        for first in range(0, len(rows), 4096):  # codes take memory too
+            piece = slice(first, first + 4096)
+            values[piece] = read_blocks(tensor.kind, rows[piece]).floats(FORMATS[tensor.kind])
+        return values
 
     def packs(self, names: list[str]) -> bool:
-        """Whether one of our matrices, made of these Hugging Face tensors, stays quantized.
+        """Whether one of our matrices, made of these Hugging Face tensors, stays quantized."""
+        return self.in_int4(names) or self.in_blocks(names)
 
-        Experts with minima (Q4_1) do not, because the experts' kernel has no minima.
-        """
+    def _kinds(self, names: list[str]) -> list[str]:
+        """The types of these tensors. Empty for vectors, and if one is missing, which loading reports."""
         tensors = [self.sources[name][0] for name in names if name in self.sources]
-        kinds = {tensor.kind for tensor in tensors}
-        if len(tensors) < len(names) or any(len(tensor.shape) < 2 for tensor in tensors):
-            return False  # an error, which loading reports
+        known = len(tensors) == len(names) and all(len(tensor.shape) > 1 for tensor in tensors)
+        return [tensor.kind for tensor in tensors] if known else []
+
+    def in_int4(self, names: list[str]) -> bool:
+        """Whether a matrix becomes our int4 or int8.
+
+        Experts with minima (Q4_1) do not, because the experts' kernel has none. Neither does an embedding of its own,
+        because its rows are looked up.
+        """
+        kinds = set(self._kinds(names))
         if any(".experts." in name for name in names):
-            return kinds == {"Q4_0"}
-        return kinds <= {"Q4_0", "Q4_1"} or (self.int8_groups and kinds == {"Q8_0"})
+            return kinds == {"Q4_0"} and not self.tiles
+        if not kinds or names == ["model.embed_tokens.weight"] and not self.tied_tiles:
+            return False
+        return kinds <= {"Q4_0", "Q4_1"} or (self.tiles and kinds == {"Q8_0"})
+
+    def in_blocks(self, names: list[str]) -> bool:
+        """Whether a matrix keeps the types of its tensors for the CPU kernels: in whole tiles, and experts alike."""
+        kinds = self._kinds(names)
+        if not self.tiles or not kinds or not FORMATS.keys() >= set(kinds) or self.in_int4(names):
+            return False
+        each = len({name.rpartition(".experts.")[2].partition(".")[2] for name in names})  # tensors of an expert
+        if any(".experts." in name for name in names) and kinds != kinds[:each] * (len(kinds) // each):
+            return False
+        if self.shard and names == ["model.embed_tokens.weight"]:
+            return False
+        try:
+            return all(
+                fits_blocks(*self._place(name)[0], FORMATS[kind]) for name, kind in zip(names, kinds, strict=True)
+            )
+        except UsageError:  # a block of columns belongs to two processes
+            return False
+
+    def _place(self, name: str) -> tuple[tuple[int, int], Spans | None]:
+        """The shape of this process's part of a matrix, and which part it is; None for all of it."""
+        tensor, _ = self.sources[name]
+        shape = tensor.shape[1], tensor.shape[0]
+        block = BY_NAME[tensor.kind].values
+        spans = self.shard.matrix(name, shape, block, self.whole, str(self.path)) if self.shard else None
+        if spans:
+            part = sum(end - first for first, end in spans.pieces)
+            shape = (shape[0], part) if spans.axis else (part, shape[1])
+        return shape, spans
+
+    @property
+    def tied_tiles(self) -> bool:
+        """Whether a tied embedding reads its rows off the codes of the LM head."""
+        return self.tiles and not self.shard and "output.weight" not in self.tensors
 
     def packed_parameters(self, model: Transformer) -> dict[str, list[str]]:
         """Our parameters that stay quantized -> the Hugging Face tensors that each one is made of.
 
-        An embedding of its own becomes floats, because its rows are looked up. A tied LM head can have its codes.
+        A tied embedding is called as the LM head, whose codes it reads.
         """
         sources = parameter_sources(model, hf_views(model))
-        embedding = sources.pop("embed_tokens.weight")
-        if model.lm_head is None and self.int8_groups and not self.shard:
-            sources["lm_head.weight"] = embedding
+        if model.lm_head is None and self.tied_tiles:
+            sources["lm_head.weight"] = sources.pop("embed_tokens.weight")
+        elif model.lm_head is None:
+            del sources["embed_tokens.weight"]
         return {ours: names for ours, names in sources.items() if self.packs(names)}
 
     def kept(self, entries: Entries, packed: Mapping[str, list[str]]) -> dict[str, Entry | Tensor]:
@@ -307,11 +351,16 @@ class GGUFFile:
         kept: dict[str, Entry | Tensor] = dict(entries)
         for ours, names in packed.items():
             for name in names:
-                (N, K), int8 = entries[name].shape, self.sources[name][0].kind == "Q8_0"
-                layout = {"qweight": ((N, K), torch.int8) if int8 else ((N, K // 2), torch.uint8)}
+                (N, K), kind = entries[name].shape, self.sources[name][0].kind
+                layout = {"qweight": ((N, K), torch.int8) if kind == "Q8_0" else ((N, K // 2), torch.uint8)}
                 layout |= dict.fromkeys(
                     ["scales", "mins"][: 1 + self.has_minima(names)], ((K // BLOCK, N), torch.float16)
                 )
+                if self.in_blocks(names):
+                    layout = {
+                        "blocks": ((FORMATS[kind].bytes(N, K),), torch.uint8),
+                        "formats": ((NUMBERS_OF_PART,), torch.int64),
+                    }
                 base = (ours if ours == "lm_head.weight" else name).removesuffix("weight")
                 del kept[name]
                 kept |= {base + leaf: torch.empty(s, dtype=d, device="meta") for leaf, (s, d) in layout.items()}
@@ -320,22 +369,26 @@ class GGUFFile:
     def quantization_name(self, packed: Mapping[str, list[str]]) -> str | None:
         """What reports call the quantization of a model with these packed parameters, None if there are none."""
         kinds = {self.sources[name][0].kind for names in packed.values() for name in names}
-        bits = {"Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8"}
-        return " ".join(f"{bits[kind]} ({kind})" for kind in sorted(kinds)) or None
+        return " ".join(f"int{FORMATS[kind].low + FORMATS[kind].high} ({kind})" for kind in sorted(kinds)) or None
 
     def float_note(self, packed: Mapping[str, list[str]]) -> str:
         """A line on quantized tensors that do not stay quantized, or ''."""
         used = {self.sources[name][0].name for names in packed.values() for name in names}
-        kinds = [tensor.kind for name, tensor in self.tensors.items() if name not in used]
-        counts = {kind: kinds.count(kind) for kind in BLOCKS if kind in kinds and kind not in FLOAT_TYPES}
-        if not counts:
+        left = [tensor for name, tensor in self.tensors.items() if name not in used and tensor.kind in FORMATS]
+        if not left:
             return ""
+        kinds = [tensor.kind for tensor in left]
+        counts = {kind: kinds.count(kind) for kind in FORMATS if kind in kinds}
         text = ", ".join(f"{count} {kind} tensor{'s' * (count > 1)}" for kind, count in counts.items())
-        exact = ["Q4_0", "Q4_1"] + ["Q8_0"] * self.int8_groups
-        why = f"only matrices in {', '.join(exact)} stay quantized"
-        if not counts.keys().isdisjoint(exact):
+        size = size_text(4 * sum(math.prod(tensor.shape) for tensor in left))
+        why = "only matrices in Q4_0, Q4_1 stay quantized"
+        if not counts.keys().isdisjoint(("Q4_0", "Q4_1")):
             why += ", but no embedding, and no fused matrices (q, k and v; gate and up; experts) whose types differ"
-        return f"{text} of {self.path.name} became floats: {why}."
+        if self.tiles:
+            why = (
+                "no embedding of several processes stays quantized, and no matrix that does not divide into whole tiles"
+            )
+        return f"{text} of {self.path.name} became floats ({size} in float32): {why}."
 
     def has_minima(self, names: list[str]) -> bool:
         """Whether a weight that is made of these Q4 tensors needs mins."""
@@ -344,10 +397,7 @@ class GGUFFile:
     def stored(self, name: str) -> dict[str, Tensor]:
         """A Q4_0, Q4_1 or Q8_0 matrix exactly in our layout (`weights.quantized`)."""
         tensor, expert = self.sources[name]
-        shape, kind, spans = (tensor.shape[1], tensor.shape[0]), tensor.kind, None
-        if self.shard:
-            spans = self.shard.matrix(name, shape, BLOCK, self.whole, str(self.path))
-        rows = self._rows(tensor, expert, spans)
+        rows, kind = self._rows(tensor, expert, self._place(name)[1]), tensor.kind
         stored: dict[str, Tensor] = {}
         for first in range(0, len(rows), 4096):  # so that an LM head takes little more than its place
             for leaf, part in self._stored_rows(rows[first : first + 4096], kind, tensor.name).items():
@@ -356,6 +406,28 @@ class GGUFFile:
                 whole.narrow(axis, first, part.shape[axis]).copy_(part)
             self.forget()
         return stored
+
+    def parts(self, names: list[str]) -> list[Part]:
+        """A weight whose rows are these tensors, exactly in their types. Neighbours of one type are one part."""
+        parts = []
+        for kind, group in itertools.groupby(names, lambda name: self.sources[name][0].kind):
+            members = list(group)
+            shapes = [self._place(name)[0] for name in members]
+            pieces = itertools.chain.from_iterable(map(self._pieces, members))
+            parts.append(Part(FORMATS[kind], sum(n for n, _ in shapes), shapes[0][1], pieces))
+        return parts
+
+    def _pieces(self, name: str) -> Iterator[Blocks]:
+        """The codes and factors of a matrix, some thousand rows at a time."""
+        tensor, expert = self.sources[name]
+        rows = self._rows(tensor, expert, self._place(name)[1])
+        for first in range(0, len(rows), 4096):
+            piece = read_blocks(tensor.kind, rows[first : first + 4096])
+            for part in (piece.scales, piece.mins):
+                if part is not None:
+                    check_finite(part, tensor.name, self.path.name)
+            yield piece
+            self.forget()
 
     def _stored_rows(self, rows: np.ndarray, kind: str, name: str) -> dict[str, Tensor]:
         """Some rows of a matrix. weight = code * scale + min; in Q4_0 the min is -8 * scale, and Q8_0 has none."""
@@ -413,8 +485,15 @@ def fill_gguf(
     for done, (ours, names) in enumerate(sources.items()):
         slot = slots[ours]
         if ours in packed:
-            stored = _stored_weight(file, names, model.config.num_local_experts if slot.dim() == 3 else 0)
-            install(model, ours, {k: v.to(to.device) for k, v in stored.items()}, slot, f"{where}: {ours}")
+            experts = model.config.num_local_experts if slot.dim() == 3 else 0
+            if file.in_blocks(names):
+                weight = _weight_in_blocks(file, names, experts)
+            else:
+                weight = {k: v.to(to.device) for k, v in _stored_weight(file, names, experts).items()}
+            if ours == "embed_tokens.weight":
+                model.embed_tokens = QuantEmbedding(weight)
+            else:
+                install(model, ours, weight, slot, f"{where}: {ours}")
         else:
             tensor = read_parameter(entries, names, slot.shape, where)
             set_tensor(model, ours, tensor.to(to.device, to.dtype))
@@ -422,6 +501,13 @@ def fill_gguf(
         to.progress(done + 1, len(sources), ours)
     if tied:
         model.embed_tokens = TiedEmbedding(model.lm_head)
+
+
+def _weight_in_blocks(file: GGUFFile, names: list[str], experts: int) -> PackedWeight:
+    """The weight of the CPU kernels whose rows are these tensors, with a leading axis for experts."""
+    each = len(names) // max(experts, 1)
+    packed = [pack_blocks(file.parts(names[first : first + each])) for first in range(0, len(names), each)]
+    return stack_blocks(packed) if experts else packed[0]
 
 
 def _stored_weight(file: GGUFFile, names: list[str], experts: int) -> dict[str, Tensor]:

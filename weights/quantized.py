@@ -243,7 +243,7 @@ class QuantLinear(SelfCounting):
 
 
 class FloatLinear(QuantLinear):
-    """A float linear, or one matrix kind of all experts, in the layout of the kernels. Its values are unchanged."""
+    """A linear, or one matrix kind of all experts, kept in the layout of the kernels: floats, or a file's types."""
 
     def __init__(self, packed: kernels.PackedWeight, bias: nn.Parameter | None = None, per_token: int = 0):
         SelfCounting.__init__(self)
@@ -267,6 +267,16 @@ class FloatLinear(QuantLinear):
 
     def _apply(self, fn, recurse: bool = True):
         return nn.Module._apply(self, fn, recurse)
+
+
+class QuantEmbedding(FloatLinear):
+    """An embedding of its own that is packed. It gives float32 rows."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return kernels.packed_rows(self.packed, tokens)
+
+    def weight_bytes_read(self, nodes: int) -> float:
+        return 0.0  # as of every embedding
 
 
 class TiedEmbedding(SelfCounting):

@@ -17,11 +17,21 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from kernels import PackedWeight
 from model import Experts, Transformer
 from support.reader import check, refusal
 from weights.files import FLOATS, IGNORED, INTEGERS, Destination, Entries, check_entries, check_finite, few_names
 from weights.hf import parameter_sources, read_parameter, views_for
-from weights.quantized import GROUPS, QuantExperts, QuantLinear, QuantSpec, apply_spec_, replace_module, set_tensor
+from weights.quantized import (
+    GROUPS,
+    FloatLinear,
+    QuantExperts,
+    QuantLinear,
+    QuantSpec,
+    apply_spec_,
+    replace_module,
+    set_tensor,
+)
 
 Part = dict[str, Tensor | None]  # one published linear, as `_read_linear` returns it
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where columns 0 to 7 lie in a word of AWQ
@@ -241,18 +251,21 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
             raise ValueError(f"{where}: unexpected {few_names([name])}; config.json describes another model.")
 
 
-def install(model: Transformer, parameter: str, stored: dict[str, Tensor], slot: Tensor, where: str) -> None:
-    """Put a QuantLinear in the place of the linear, or of the experts' matrix, that `parameter` belongs to."""
+def install(
+    model: Transformer, parameter: str, stored: dict[str, Tensor] | PackedWeight, slot: Tensor, where: str
+) -> None:
+    """Put a quantized linear in the place of the linear, or of the experts' matrix, that `parameter` belongs to."""
+    kind = FloatLinear if isinstance(stored, PackedWeight) else QuantLinear
     if slot.dim() == 3:
         name, block = parameter, parameter.rpartition(".")[0]
         experts = model.get_submodule(block)
         if isinstance(experts, Experts):
             experts = QuantExperts(experts, nn.Module(), nn.Module())
             replace_module(model, block, experts)
-        linear = QuantLinear(stored, None, experts.per_token)
+        linear = kind(stored, None, experts.per_token)
     else:
         name = parameter.removesuffix(".weight")
-        linear = QuantLinear(stored, model.get_submodule(name).bias)
+        linear = kind(stored, model.get_submodule(name).bias)
     shape, expected = [linear.out_features, linear.in_features], list(slot.shape[-2:])
     if shape != expected:
         raise ValueError(f"{where} is {shape}, expected {expected} by config.json.")

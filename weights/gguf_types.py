@@ -1,0 +1,105 @@
+"""How GGUF's types store values: the bytes of their blocks as codes and factors, exactly (`kernels.blocks`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.blocks import Blocks, Format
+
+FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What the codes of IQ4_NL and IQ4_XS stand for, with 128 added.
+LEVELS = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
+GROUPS_OF_32 = {"unit": 256, "nested": True}
+GROUPS_OF_16 = {"group": 16, "unit": 256, "nested": True}
+
+
+class Type(NamedTuple):
+    """A type of tensors: the values of a block and its bytes. form: None for floats."""
+
+    name: str
+    values: int
+    size: int
+    form: Format | None = None
+
+
+# By their numbers in a file.
+TYPES = {
+    0: Type("F32", 1, 4),
+    1: Type("F16", 1, 2),
+    30: Type("BF16", 1, 2),
+    2: Type("Q4_0", 32, 18, Format(4, offset=8)),
+    3: Type("Q4_1", 32, 20, Format(4, minima=True)),
+    6: Type("Q5_0", 32, 22, Format(4, 1, offset=16)),
+    7: Type("Q5_1", 32, 24, Format(4, 1, minima=True)),
+    8: Type("Q8_0", 32, 34, Format(8, offset=128)),
+    10: Type("Q2_K", 256, 84, Format(2, minima=True, **GROUPS_OF_16)),
+    11: Type("Q3_K", 256, 110, Format(2, 1, offset=4, **GROUPS_OF_16)),
+    12: Type("Q4_K", 256, 144, Format(4, minima=True, **GROUPS_OF_32)),
+    13: Type("Q5_K", 256, 176, Format(4, 1, minima=True, **GROUPS_OF_32)),
+    14: Type("Q6_K", 256, 210, Format(4, 2, offset=32, **GROUPS_OF_16)),
+    20: Type("IQ4_NL", 32, 18, Format(4, offset=128, table=LEVELS)),
+    23: Type("IQ4_XS", 256, 136, Format(4, offset=128, table=LEVELS, **GROUPS_OF_32)),
+}
+BY_NAME = {kind.name: kind for kind in TYPES.values()}
+FORMATS = {kind.name: kind.form for kind in TYPES.values() if kind.form}
+
+
+def _bits(data: np.ndarray, bits: int, run: int) -> np.ndarray:
+    """Codes of `bits` bits in bytes [..., B] -> [..., 8 B / bits]: the lowest of a run of bytes, then higher ones."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    codes = data.reshape(*data.shape[:-1], -1, 1, run) >> shifts & np.uint8(2**bits - 1)
+    return codes.reshape(*data.shape[:-1], -1)
+
+
+def _six_bits(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The 8 small scales and the 8 small mins in the 12 bytes of Q4_K and Q5_K."""
+    scales, mins, rest = data[..., :4], data[..., 4:8], data[..., 8:]
+    both = [(scales, rest & 15), (mins, rest >> 4)]
+    return tuple(np.concatenate((first & 63, last | (first >> 2 & 48)), -1) for first, last in both)
+
+
+def read_blocks(kind: str, rows: np.ndarray) -> Blocks:
+    """The codes and factors of rows [N, bytes of a row] uint8 in one of FORMATS."""
+    _, _, size, form = BY_NAME[kind]
+    data = rows.reshape(len(rows), -1, size)
+    at = 2 * form.minima + 2  # where the rest begins, behind a block's scale and min
+    scales, mins, small = data[..., :2], data[..., 2:at], None
+    if kind in ("Q4_0", "Q4_1", "IQ4_NL"):
+        codes = _bits(data[..., at:], 4, 16)
+    elif kind in ("Q5_0", "Q5_1"):
+        codes = _bits(data[..., at + 4 :], 4, 16) | _bits(data[..., at : at + 4], 1, 1) << 4
+    elif kind == "Q8_0":
+        codes = data[..., at:] ^ 128
+    elif kind == "Q2_K":
+        small, scales, mins = (data[..., :16] & 15, data[..., :16] >> 4), data[..., 80:82], data[..., 82:]
+        codes = _bits(data[..., 16:80], 2, 32)
+    elif kind == "Q3_K":
+        small = ((_bits(data[..., 96:104], 4, 8) | _bits(data[..., 104:108], 2, 4) << 4) - 32,)
+        scales, codes = data[..., 108:], _bits(data[..., 32:96], 2, 32) | _bits(data[..., :32], 1, 32) << 2
+    elif kind == "Q4_K":
+        small, codes = _six_bits(data[..., 4:16]), _bits(data[..., 16:], 4, 32)
+    elif kind == "Q5_K":
+        small = _six_bits(data[..., 4:16])
+        codes = _bits(data[..., 48:], 4, 32) | _bits(data[..., 16:48], 1, 32) << 4
+    elif kind == "Q6_K":
+        small, scales = (data[..., 192:208],), data[..., 208:]
+        codes = _bits(data[..., :128], 4, 64) | _bits(data[..., 128:192], 2, 32) << 4
+    else:  # IQ4_XS
+        small = ((_bits(data[..., 4:8], 4, 1) | _bits(data[..., 2:4], 2, 1) << 4) - 32,)
+        codes = _bits(data[..., 8:], 4, 16)
+
+    def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        flat = np.ascontiguousarray(values).reshape(len(rows), -1)
+        return torch.from_numpy(flat if flat.flags.writeable else flat.copy()).view(dtype)
+
+    floats = tensor(mins, torch.float16) if form.minima else None
+    found = Blocks(tensor(codes, torch.uint8), tensor(scales, torch.float16), floats)
+    if small is None:
+        return found
+    sub_mins = tensor(small[1], torch.uint8) if form.minima else None  # they are subtracted
+    return found._replace(
+        sub_scales=tensor(small[0], torch.int8), sub_mins=sub_mins, mins=None if floats is None else -floats
+    )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from kernels.attention import attend_kernel, attention_tiles
+from kernels.attention import attend_kernel, attention_tiles, lacks_fences
 from kernels.experts import expert_kernel
 from kernels.linear import NO_HEADS, launch_tile, linear_kernel
 from kernels.norm_rope import rms_norm_kernel, rope_kernel
@@ -137,15 +137,16 @@ def dequantization(bits: int, dtype: str, group: int = 128, zeros: bool = False)
 
 
 def attention(
-    dtype: str, region: bool = False, window: int = 0, int8: bool = False, dim: int = 128, nodes: int = 32
-) -> Variant:
-    """The kernel as `tree_attention` launches it."""
+    dtype: str, region: bool = False, window: int = 0, int8: bool = False, dim: int = 128, nodes: int = 32,
+    arch: int = 86,
+) -> Variant:  # fmt: skip
+    """The kernel as `tree_attention` launches it on sm_`arch`."""
     act = f"*{dtype}"
     pointers = dict(q=act, kv="*i8" if int8 else act, kv_scales="*fp32" if int8 else act, start="*i64", out=act)
     pointers |= dict(visible="*u8", positions="*i64", acc_part="*fp32", ml_part="*fp32", arrived="*i32")
     label = f"{dtype}{' prefill' if region else ''}{f' window {window}' if window else ''}"
     label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not region)
-    tiles = attention_tiles(dim, region, int8, window)
+    tiles = attention_tiles(dim, region, int8, window, not lacks_fences(divmod(arch, 10)))
     constants = dict(HKV=8, HD=dim, HDP=dim, RP=1 if region else nodes, WINDOW=window, REGION=region, INT8=int8)
     constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True, OVERLAP=False)
     options = {key: value for key, value in tiles.items() if key.islower()}
@@ -179,8 +180,8 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
     for int8, dim in itertools.product((False, True), (64, 128, 256)):
         found += [attention("bf16", int8=int8, dim=dim), attention("fp16", window=4096, int8=int8, dim=dim)]
         if dim > 64:
-            found.append(attention("fp16", region=True, int8=int8, dim=dim))
-            found.append(attention("bf16", region=True, window=4096, int8=int8, dim=dim))
+            found.append(attention("fp16", region=True, int8=int8, dim=dim, arch=arch))
+            found.append(attention("bf16", region=True, window=4096, int8=int8, dim=dim, arch=arch))
     found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128)]
     found += norm_and_rope()
     early = [attention("fp16"), attention("bf16", int8=True), *norm_and_rope()] if arch >= 90 else []

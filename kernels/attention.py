@@ -305,7 +305,9 @@ def attention_tiles(dim: int, region: bool, int8: bool, window: int, wgmma: bool
     wgmma: whether tiles may be so high that sm_90 uses it (`lacks_fences`).
     """
     tiles = dict(
-        BM=64 if region and not int8 and wgmma else 32, BK=64 >> ((region or int8) + (dim > 128)), RT=4 if dim <= 128 else 2
+        BM=64 if region and not int8 and wgmma else 32,
+        BK=64 >> ((region or int8) + (dim > 128)),
+        RT=4 if dim <= 128 else 2,
     )
     wide = dim > 128 and (window > 0 or int8)
     # Without a limit ptxas may stop at 128 or 168 registers, too few for a window or for short heads.

@@ -38,7 +38,10 @@ def test_all_kernels_pass_the_gates(arch):
 
 def test_every_group_of_wgmma_needs_a_fence_of_its_own():
     """A gate that is content with one fence somewhere: an early one said nothing about the products behind it."""
-    group, fence = "wgmma.mma_async.sync.aligned\nwgmma.commit_group.sync.aligned;\n", "fence.proxy.async.shared::cta;\n"
+    group, fence = (
+        "wgmma.mma_async.sync.aligned\nwgmma.commit_group.sync.aligned;\n",
+        "fence.proxy.async.shared::cta;\n",
+    )
     assert kernel_gate.unfenced(2 * (fence + group)) == 0
     assert kernel_gate.unfenced(fence + 2 * group) == 1 and kernel_gate.unfenced(group + fence) == 1
     code = [kernel_gate.compile_variant(kernel_variants.attention("fp16", region=True, arch=90), 90).asm["ptx"]]

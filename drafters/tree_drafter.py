@@ -189,8 +189,8 @@ class TreeDrafter(Drafter):
     ) -> Tensor:  # fmt: skip
         """Run one level's rows, nodes at `depth` [B, W], the tree's rows from number `first` on; the output [B, W, H].
 
-        rows: where all rows of the tree go (`_place_levels`). above: the output of the level above, of which the rows `source`
-        [B, W] are the parents.
+        rows: where all rows of the tree go (`_place_levels`). above: the output of the level above, of which the rows
+        `source` [B, W] are the parents.
         """
         width, by_level = tokens.shape[1], rows[0].dim() == 3
         where = tuple(c.select(0, first // width) if by_level else c.narrow(1, first, width) for c in rows[:4])

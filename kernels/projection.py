@@ -23,7 +23,7 @@ def packed_linear_rope(
     sync.
 
     Heads are turned by the programs that compute them, each of which has at most TILE_M rows to turn. The bits do not
-    depend on who turns them. More rows, a prompt's, would keep the last program of a head busy for longer than a launch takes.
+    depend on who turns them. More rows, a prompt's, would keep the last programs busy for longer than a launch takes.
     """
     turn = cos, sin, kv, slots, q_weight, k_weight, eps
     if weight.layout != "planes" or weight.correction is not None or math.prod(x.shape[:-1]) > 2 * TILE_M:

@@ -34,7 +34,9 @@ def compile_variant(variant: Variant, arch: int) -> CompiledKernel:
     kinds = {name: "fp32" if name in ("scale", "eps") else "i32" for name in names} | variant.pointers
     kinds |= dict.fromkeys(variant.constants, "constexpr")
     signature = {name: kinds[name] for name in names}
-    places = [(i,) for i, name in enumerate(names) if name not in variant.constants.keys() | INDIVISIBLE]
+    places = [
+        (i,) for i, name in enumerate(names) if name not in variant.constants.keys() | INDIVISIBLE | set(variant.uneven)
+    ]
     attributes = dict.fromkeys(places, [["tt.divisibility", 16]])
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attributes)
     options = {key: value for key, value in variant.options.items() if value is not None}

@@ -157,7 +157,7 @@ def same(got, want):
 
 def three_rows():
     """Settings of three sequences: top-p, all filters, and greedy."""
-    state = SamplingState(3)
+    state = SamplingState(3, torch.get_default_device())
     both = SamplingParams(temperature=0.6, top_k=7, top_p=0.9, min_p=0.02)
     state.set([SamplingParams(temperature=1.0, top_p=0.8), both, SamplingParams()])
     return state
@@ -227,7 +227,7 @@ def test_interpreted_draft_topk_is_the_plain_one(ours, V, filters, noisy):
 
 @interpreted
 @pytest.mark.parametrize("tiles,K", [(5, 4), (1002, 10)])
-def test_interpreted_merge_takes_the_best_of_all_tiles(tiles, K):
+def test_interpreted_merge_takes_the_best_of_all_tiles(ours, tiles, K):
     """A candidate that is lost above 4096, a tie that goes to the higher id, and a sum without one of the tiles."""
     values = (torch.randn(tiles, 3, K) * 4).round().sort(dim=-1, descending=True).values / 4  # many ties
     values[:, 2] = -float("inf")
@@ -294,13 +294,17 @@ def test_interpreted_trees_grow_as_in_plain_code(ours, K, levels, N):
 
 def launched(call):
     """(the result of a call, how many kernels it launched)"""
-    launches, real = [], kernels.triton.runtime.interpreter.GridExecutor.__call__
+    runtime = kernels.triton.runtime
+    owner, name = (
+        (runtime.interpreter.GridExecutor, "__call__") if kernels.INTERPRETED else (runtime.jit.JITFunction, "run")
+    )
+    launches, real = [], getattr(owner, name)
 
     def run(self, *args, **named):
-        launches.append(self.fn)
+        launches.append(self)
         return real(self, *args, **named)
 
-    with mock.patch.object(kernels.triton.runtime.interpreter.GridExecutor, "__call__", run):
+    with mock.patch.object(owner, name, run):
         return call(), len(launches)
 
 

@@ -44,9 +44,9 @@ bench: $(VENV)/dev
 	$(PYTHON) -m scripts.bench --baseline hf --only plain --shape llama-100m --temperature 0 $(BENCH_ARGS)
 	$(if $(REAL_FILE),$(PYTHON) -m scripts.bench --checkpoint $(REAL_FILE) --device cpu $(PEERS) --only plain $(BENCH_ARGS))
 
-# Use $(PYTHON) as it is and install nothing: for a machine with a GPU, torch and pytest.
+# Install nothing: for a machine with a GPU, torch and pytest. Without .venv it is the machine's own Python.
 gpu:
-	$(PYTHON) -m scripts.gpu $(GPU_ARGS)
+	$(if $(wildcard $(PYTHON)),$(PYTHON),$(BASE_PYTHON)) -m scripts.gpu $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

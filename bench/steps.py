@@ -1,7 +1,8 @@
 """The time of a whole step, whatever is accepted: by arm, number of nodes, batch and context (`scripts.bench --steps`).
 
 The context stays fixed: before every timed step, outside the timed part, the sequences are set back to it. On a GPU a
-step is one replay of a CUDA graph between CUDA events. On a CPU it is a call by the host's clock.
+step is one replay of a CUDA graph between CUDA events. On a CPU it is a call by the host's clock. Afterwards a profiler
+runs a few more steps and says which kernels the time went to.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from support.machine import synchronize
 
 SLACK = 8  # tokens that the request decodes which fills the caches
 ROUNDS = 15
+PROFILED = 5  # steps under the profiler
+LONGEST = 24  # of the kernels that a line names
 
 
 def numbers(flag: str, text: str) -> list[int]:
@@ -58,6 +61,23 @@ def milliseconds(call: Callable[[], Any], before: Callable[[], Any], device: tor
     started = time.perf_counter()
     call()
     return (time.perf_counter() - started) * 1e3
+
+
+def kernel_times(call: Callable[[], Any], before: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Microseconds per call by the kernel's name, or the operator's on a CPU, the longest first. `before` counts, too.
+
+    Empty where the profiler sees nothing, as where a driver forbids it.
+    """
+    cuda = device.type == "cuda"
+    kinds = [torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds) as profile:
+        for _ in range(PROFILED):
+            before()
+            call()
+        synchronize(device)
+    times = {e.key: e.self_device_time_total if cuda else e.self_cpu_time_total for e in profile.key_averages()}
+    longest = sorted(times.items(), key=lambda item: -item[1])[:LONGEST]
+    return {name[:80]: round(time_ / PROFILED, 2) for name, time_ in longest if time_ > 0}
 
 
 def pin(engine: Engine, context: int) -> None:
@@ -108,6 +128,10 @@ def step_lines(
                     took = milliseconds(steps[name], partial(pin, engine, context), device)
                 if round_:  # the first one warms up
                     samples[name].append(took)
+            kernels = {}
+            for name, engine in engines.items():
+                with engine.backend.active():
+                    kernels[name] = kernel_times(steps[name], partial(pin, engine, context), device)
             plain = statistics.median(samples[arms[0].name])
             for name, engine in engines.items():
                 ordered = sorted(samples[name])
@@ -117,5 +141,5 @@ def step_lines(
                     "context": context, "ms": round(median, 5), "p10": round(ordered[len(ordered) // 10], 5),
                     "p90": round(ordered[-1 - len(ordered) // 10], 5), "rounds": len(ordered), "bytes": round(size),
                     "share_of_copy": round(size / (median / 1e3) / bandwidth, 4), "of_plain": round(median / plain, 4),
-                    "captured": device.type == "cuda",
+                    "captured": device.type == "cuda", "microseconds": kernels[name],
                 }  # fmt: skip

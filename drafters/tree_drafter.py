@@ -88,6 +88,10 @@ class TreeDrafter(Drafter):
         device = self.cache.device
         levels = [torch.full((width,), level, device=device) for level, width in enumerate(widths)]
         self.row_depth = torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *levels])[None]  # below the first
+        if self.dynamic:  # of every level's rows in the batch, from the first row of the level on
+            first = torch.arange(0, scratch, tree.topk, device=device)
+            depth = self.row_depth.view(-1, 1, tree.topk) - first[:, None, None]
+            self.level_first, self.level_depth = first[:, None], depth.expand(-1, batch_size, -1).flatten(0, 1)
         self.chain = chain_ancestors(1, self.D + 1, device).contiguous()
         # of a static tree's levels: the row of the level above that a node grows from, and the place of its candidate
         self.picks = [] if self.dynamic else list(zip(*_picks(tree), strict=True))
@@ -115,8 +119,18 @@ class TreeDrafter(Drafter):
             ahead = sampling.noise_ahead(inputs.sampling.seed, inputs.n, self.D + 1, inputs.hashes)
             inputs = inputs._replace(noise=ahead)
         output = self._extend(inputs)
-        rows = self._place(inputs, self.row_depth)  # of all levels
+        rows = self._place_levels(inputs)
         return self._dynamic(inputs, output, rows) if self.dynamic else self._static(inputs, output, rows)
+
+    def _place_levels(self, inputs: DraftInput) -> tuple[Tensor, ...]:
+        """Where the rows of all levels go, [B, rows, ...]; of a batch's dynamic tree [levels, B, K, ...], so that the
+        rows of a level are contiguous."""
+        batch = inputs.n.shape[0]
+        if batch == 1 or not self.dynamic or not self.tree.depth:
+            return self._place(inputs, self.row_depth)
+        starts = (inputs.n + self.level_first).flatten()  # levels are placed as if they were sequences
+        rows = self._place(inputs._replace(n=starts), self.level_depth)
+        return tuple(column.unflatten(0, (-1, batch)) for column in rows[:4])
 
     def _place(self, inputs: DraftInput, depth: Tensor, fed: int = 0) -> tuple[Tensor, ...]:
         """Where rows of the draft cache go (`kernels.place_rows`)."""
@@ -175,10 +189,11 @@ class TreeDrafter(Drafter):
     ) -> Tensor:  # fmt: skip
         """Run one level's rows, nodes at `depth` [B, W], the tree's rows from number `first` on; the output [B, W, H].
 
-        rows: where all rows of the tree go (`_place`). above: the output of the level above, of which the rows `source`
-        [B, W] are the parents.
+        rows: where all rows of the tree go (`_place_levels`). above: the output of the level above, of which the rows
+        `source` [B, W] are the parents.
         """
-        where = tuple(column.narrow(1, first, tokens.shape[1]) for column in rows[:4])
+        width, by_level = tokens.shape[1], rows[0].dim() == 3
+        where = tuple(c.select(0, first // width) if by_level else c.narrow(1, first, width) for c in rows[:4])
         nodes = nodes_at(where, inputs.n + self.lead if self.lead else inputs.n, visible)
         return self._forward(tokens, above, nodes, self.cache, inputs.parts, source)
 

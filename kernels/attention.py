@@ -225,6 +225,14 @@ def attend_kernel(
     tile = tl.program_id(1)
     part = tl.program_id(2)
     b = bh // HKV
+    TAILS: tl.constexpr = BM // RT
+    if not REGION:
+        # The grid follows the size of the cache. A split behind the history ends here, after one load.
+        if (part >= TAILS) & (_split_bounds(tl.maximum(part - TAILS, 0))[0] >= tl.load(start + b)):
+            return
+        # Offsets within the partial sums of one head fit in 32 bits. Those of a large batch do not.
+        acc_part += bh.to(tl.int64) * PARTS * ROWS * HD
+        ml_part += bh.to(tl.int64) * PARTS * ROWS * 2
     d = tl.arange(0, HDP)
     m = tile * BM + tl.arange(0, BM)
     ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, R, ROWS, REGION)
@@ -235,12 +243,11 @@ def attend_kernel(
         top, total, acc = _attend_chunks(query, kv, kv_scales, visible, bh, b, 0, ok, t, n, p, limit, v_offset, S, T,
                                          R, scale, HD, HDP, WINDOW, REGION, BM, BK, INT8, NATIVE)  # fmt: skip
     else:
-        TAILS: tl.constexpr = BM // RT
         splits = _live_splits(tl.max(limit, 0))
         tails = tl.cdiv(tl.minimum(ROWS - tile * BM, BM), RT)
         if part >= tl.where(part < TAILS, tails, TAILS + splits):
             return
-        last = (bh * PARTS + PARTS - 1) * ROWS  # the tails' partial sums lie behind those of the splits
+        last = (PARTS - 1) * ROWS  # the tails' partial sums lie behind those of the splits
         if part < TAILS:
             few = tile * BM + part * RT + tl.arange(0, RT)
             ok_few, t_few, n_few, p_few, limit_few = _row_geometry(start, positions, b, few, T, R, ROWS, REGION)
@@ -256,7 +263,7 @@ def attend_kernel(
             top_s, total_s, acc_s = _attend_chunks(
                 query, kv, kv_scales, visible, bh, b, part - TAILS, ok, t, n, p, limit, v_offset, S, T, R, scale,
                 HD, HDP, WINDOW, REGION, BM, BK, INT8, NATIVE)  # fmt: skip
-            mine = (bh * PARTS + part - TAILS) * ROWS
+            mine = (part - TAILS) * ROWS
             _store_partial(acc_part, ml_part, mine, m, d, top_s, total_s, acc_s, ok, real, HD)
         tl.debug_barrier()
         before = tl.atomic_add(arrived + bh * tl.num_programs(1) + tile, 1, sem="acq_rel", scope="gpu")
@@ -268,7 +275,7 @@ def attend_kernel(
         acc = tl.zeros((BM, HDP), tl.float32)
         for i in range(splits + 1):
             live = ok & (tl.where(i < splits, _split_bounds(i)[0], -1) < limit)
-            row = tl.where(i < splits, (bh * PARTS + i) * ROWS, last) + m
+            row = tl.where(i < splits, i * ROWS, last) + m
             top_i = tl.load(ml_part + row * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
             total_i = tl.load(ml_part + row * 2 + 1, mask=live, other=0, cache_modifier=".cg")
             rows = acc_part + row[:, None] * HD + d[None, :]
@@ -284,15 +291,23 @@ def attend_kernel(
     tl.store(out + to[:, None] * HD + d[None, :], acc.to(out.dtype.element_ty), mask=real)
 
 
-def attention_tiles(dim: int, region: bool, int8: bool, window: int) -> dict:
+def lacks_fences(capability: tuple[int, int]) -> bool:
+    """Whether Triton may put no fence between copies into shared memory and the wgmma that reads them."""
+    return capability[0] == 9 and tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
+
+
+def attention_tiles(dim: int, region: bool, int8: bool, window: int, wgmma: bool = True) -> dict:
     """Constants and compiler options of the kernel.
 
     The tiles are the largest that neither spill nor need more than 99 KB of shared memory. They do not depend
     on T. A tile of another height means other matrix instructions (sm_90 uses wgmma from 64 rows) and sums in
     another order, so verification would differ from plain decoding. Prefill (region) is the same for both.
+    wgmma: whether tiles may be so high that sm_90 uses it (`lacks_fences`).
     """
     tiles = dict(
-        BM=64 if region and not int8 else 32, BK=64 >> ((region or int8) + (dim > 128)), RT=4 if dim <= 128 else 2
+        BM=64 if region and not int8 and wgmma else 32,
+        BK=64 >> ((region or int8) + (dim > 128)),
+        RT=4 if dim <= 128 else 2,
     )
     wide = dim > 128 and (window > 0 or int8)
     # Without a limit ptxas may stop at 128 or 168 registers, too few for a window or for short heads.
@@ -313,7 +328,8 @@ def _tree_attention_triton(
     int8 = kv.dtype == torch.int8
     octave = min((S // 1024 + 1).bit_length() - 1, 4)
     splits = 8 * octave + triton.cdiv(S - 1024 * (2**octave - 1), 128 << octave)
-    tiles = attention_tiles(dim, region, int8, window)
+    wgmma = not (q.is_cuda and lacks_fences(torch.cuda.get_device_capability(q.device)))
+    tiles = attention_tiles(dim, region, int8, window, wgmma)
     grid = batch * kv_heads, triton.cdiv(rows, tiles["BM"]), 1 if region else tiles["BM"] // tiles["RT"] + splits
     parts = 0 if region else splits + 1
     acc = q.new_empty(batch * kv_heads, parts, rows, dim, dtype=torch.float32)

@@ -19,13 +19,14 @@ def packed_linear_rope(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, head_dim: int, cos: Tensor, sin: Tensor, kv: Tensor,
     slots: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`rope_write_kv` of packed_linear(x [B,T,K], weight, bias), in one launch for up to TILE_M rows. No host sync.
+    """`rope_write_kv` of packed_linear(x [B,T,K], weight, bias), in one launch for up to 2 TILE_M rows. No host
+    sync.
 
-    Heads are turned by the programs that compute them, each of which has few rows to turn. The bits do not depend on who
-    turns them. More rows, a prompt's, would keep the last program of a head busy for longer than a launch takes.
+    Heads are turned by the programs that compute them, each of which has at most TILE_M rows to turn. The bits do not
+    depend on who turns them. More rows, a prompt's, would keep the last programs busy for longer than a launch takes.
     """
     turn = cos, sin, kv, slots, q_weight, k_weight, eps
-    if weight.layout != "planes" or weight.correction is not None or math.prod(x.shape[:-1]) > TILE_M:
+    if weight.layout != "planes" or weight.correction is not None or math.prod(x.shape[:-1]) > 2 * TILE_M:
         return rope_write_kv(packed_linear(x, weight, bias).unflatten(-1, (-1, head_dim)), *turn)
     return planes_linear_rope(weight.reorder(x), *weight.parts(), bias, head_dim, *turn)
 

@@ -1,4 +1,4 @@
-"""Everything that needs a CUDA device, in one command: step times, tests, decoding, tilings.
+"""Everything that needs a CUDA device, in one command: step times, tests, decoding, tilings, start.
 
     make gpu                                       # installs nothing, needs no network
     python -m scripts.gpu --only steps             # one part
@@ -8,9 +8,11 @@ Every part is a process of its own with a time limit. What a part measured is ke
 each writes as it goes into the folder --out. A part that takes too long is interrupted as by Ctrl-C, and killed 10
 seconds later. NAME is the GPU's.
 
-    NAME-steps-*.jsonl   step times of real shapes with random weights    (scripts.bench --steps)
-    NAME-demo.jsonl      the demo model's decoders against each other     (scripts.bench)
+    NAME-first.jsonl     the step time of plain decoding, after seconds   (scripts.bench --steps)
+    NAME-steps-*.jsonl   step times of real shapes with random weights, and the microseconds of every kernel
+    NAME-demo.jsonl      the demo model's decoders against each other and against transformers, if installed
     NAME-tilings         the fastest tiling of every layer shape          (scripts.tune_kernels)
+    NAME-start-*.jsonl   one short request with empty caches of compiled kernels, and with filled ones
     NAME-summary.json    the machine, the parts, how they ended and how long they took
     NAME.log             everything that the parts printed
 """
@@ -19,9 +21,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,19 +57,31 @@ def parts(out: Path, name: str, tiny: bool) -> list[Part]:
     bench = [*python, "scripts.bench", "-q", *(["--device", "cpu"] if tiny else ["--compile"])]
     shapes = {"tiny": ("tiny", 3)} if tiny else {"l2-7b": ("llama-2-7b", 1), "l3-8b": ("llama-3-8b", 3)}
     trees = ("dynamic:16,5,8", "dynamic:24,6,8", "dynamic:60,7,10")[: 1 if tiny else 3]
-    run = []
+
+    def steps(kind: str, shape: str, quant: str, arms: list[str], contexts: str, ctx: str) -> list[str]:
+        flags = ["--shape", shape, *arms, "--steps", contexts, "--ctx", ctx, *(["--quant", quant] if quant else [])]
+        return [*flags, "--json", str(out / f"{name}-{kind}.jsonl")]
+
+    # Step times are captured without --compile, which takes minutes.
+    timed = [*python, "scripts.bench", "-q", *(["--device", "cpu"] if tiny else [])]
+    near, far = (("32", "128"), ("32", "128")) if tiny else (("128", "4096"), ("128,2048", "4096"))
+    only = ["--only", "plain"]
+    run = [Part("first", [*timed, *steps("first", "tiny" if tiny else "llama-2-7b", "int4", only, *near)], 90)]
     for quant, (short, (shape, version)) in itertools.product(("int4",) if tiny else ("int4", ""), shapes.items()):
         kind = f"steps-{short}-{quant or 'half'}"
         arms = [word for tree in trees for word in ("--arm", f"{tree}=eagle=random:{version};tree={tree}")]
-        steps = ["--shape", shape, *arms, "--steps", "32" if tiny else "128,2048", "--ctx", "128" if tiny else "4096"]
-        steps += ["--json", str(out / f"{name}-{kind}.jsonl"), *(["--quant", quant] if quant else [])]
-        run.append(Part(kind, [*bench, *steps], 150))
+        run.append(Part(kind, [*timed, *steps(kind, shape, quant, arms, *far)], 150))
     tests = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/test_kernels_gpu.py", "tests/test_engine_gpu.py"]
     run.append(Part("tests", [*python, "pytest", *tests, *["--collect-only"] * tiny], 300))
-    short = "--limit 1 --max-new-tokens 8 --reps 1 --temperature 0 --only plain" if tiny else "--max-seconds 60"
-    run.append(Part("demo", [*bench, *short.split(), "--json", str(out / f"{name}-demo.jsonl")], 150))
+    one = "--limit 1 --max-new-tokens 8 --reps 1 --temperature 0 --only plain"
+    demo = one if tiny else "--max-seconds 60"
+    peers = [] if tiny or importlib.util.find_spec("transformers") is None else ["--baseline", "hf"]
+    run.append(Part("demo", [*bench, *peers, *demo.split(), "--json", str(out / f"{name}-demo.jsonl")], 150))
     tilings = ["--models", "llama-2-7b", "llama-3-8b", "--seconds", "200", "--tuned", str(out / f"{name}-tilings")]
     run.append(Part("tilings", [*python, "scripts.tune_kernels", *(["--help"] if tiny else tilings)], 240))
+    caches = [f"{key}={out / f'{name}-caches'}" for key in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")]
+    for kind in ("start-cold", "start-warm"):  # the second one finds what the first one compiled
+        run.append(Part(kind, ["env", *caches, *bench, *one.split(), "--json", str(out / f"{name}-{kind}.jsonl")], 150))
     return run
 
 
@@ -107,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
     if not chosen:
         names = ", ".join(part.name for part in parts(args.out, name, args.tiny))
         raise UsageError(f"--only {' '.join(args.only)}: the parts are {names}.")
+    shutil.rmtree(args.out / f"{name}-caches", ignore_errors=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs is ended, too
     summary: dict[str, Any] = {"environment": environment(device), "parts": []}
     for part in chosen:

@@ -23,7 +23,7 @@ from torch import Tensor
 import kernels
 from bench.random_models import SHAPES
 from bench.steps import captured, milliseconds
-from kernels.tuned import LinearConfig, linear_config, read_tuned, tuned_file, write_tuned
+from kernels.tuned import LinearConfig, linear_config, read_tuned, tuned_file, without_wgmma, write_tuned
 from support.errors import UsageError, at_least, command_parser, run_command
 from support.machine import synchronize
 
@@ -81,19 +81,23 @@ def rotating(size: int, device: torch.device) -> int:
     return min(64, max(2, 4 * cache // size + 1))
 
 
-def candidates(base: LinearConfig, k: int) -> list[LinearConfig]:
-    """The default tiling first, then its neighbours: split-K, rows per tile, warps and stages."""
+def candidates(base: LinearConfig, k: int, capability: tuple[int, int] = (8, 6)) -> list[LinearConfig]:
+    """The default tiling first, then its neighbours: split-K, rows per tile, warps and stages.
+
+    All are such as a GPU of this capability loads them, which may change a tiling (`without_wgmma`).
+    """
     splits = {1, max(1, base.split_k // 2), base.split_k, min(2 * base.split_k, max(1, k // 256))}
     near = [base._replace(split_k=split, block_n=block) for split in sorted(splits) for block in (64, 128)]
     near += [base._replace(warps=warps) for warps in (2, 4, 8) if warps != base.warps]
     near += [base._replace(stages=base.stages + change) for change in (-1, 1)]
-    return list(dict.fromkeys([base, *near]))
+    return list(dict.fromkeys(without_wgmma(config, capability) for config in (base, *near)))
 
 
 def tune(
     shapes: list[tuple[int, int, int]],
     time_of: Callable[[int, int, int, LinearConfig], float],
     default_of: Callable[[int, int, int], LinearConfig] = linear_config,
+    capability: tuple[int, int] = (8, 6),
 ) -> dict[str, LinearConfig]:
     """The fastest tiling of every (n, k, bits). The default stays unless another is 2 % faster.
 
@@ -104,7 +108,7 @@ def tune(
     if kernels.triton is not None:  # its OutOfResources is not a RuntimeError
         refused += (kernels.triton.runtime.errors.TritonError,)
     for n, k, bits in shapes:
-        default, *others = candidates(default_of(n, k, bits), k)
+        default, *others = candidates(default_of(n, k, bits), k, capability)
         seconds = {}
         for config in (default, *others):
             with contextlib.suppress(*refused):
@@ -147,7 +151,7 @@ def tune_device(
         if time.monotonic() - began > seconds:
             print(f"out of time: {len(shapes) - count} shapes keep their default tilings", flush=True)
             break
-        best = tune([shape], time_of, lambda n, k, bits: linear_config(n, k, bits, *gpu))
+        best = tune([shape], time_of, lambda n, k, bits: linear_config(n, k, bits, *gpu), gpu[1])
         for key, config in best.items():
             print(json.dumps({"shape": key} | config._asdict()), flush=True)
         write_tuned(properties.name, best, path)

@@ -12,9 +12,11 @@ and every copy to another device. `on_fake_gpu` moves modules and tree tables th
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -23,11 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import drafting
+import kernels
 import model
 import tree
 from bench.random_models import SHAPES, random_head, random_model
 from drafting import build_drafter
 from engine import Engine, EngineConfig
+from kernels.backend import Operation
 from load import open_backend
 from model_config import DTYPES
 from options import LoadOptions
@@ -167,9 +171,9 @@ class OneDevice(TorchDispatchMode):
 # How many kernels an operator launches, where it is not one.
 KERNELS = {
     "aten::sort": 3, "aten::topk": 6, "aten::logsumexp": 6, "aten::argmax": 1, "aten::cumsum": 2,
-    "eaglet::planes_topk": 2, "eaglet::commit": 2,
 }  # fmt: skip
-FREE = ("aten::empty", "aten::new_empty", "aten::lift_fresh", "aten::_unsafe_view", "prim::device", "aten::expand")
+FREE = ("aten::empty", "aten::new_empty", "aten::lift_fresh", "aten::_unsafe_view", "prim::device", "aten::expand",
+        "aten::promote_types")  # fmt: skip
 
 
 def is_view(function, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
@@ -180,17 +184,59 @@ def is_view(function, given: list[torch.Tensor], made: list[torch.Tensor]) -> bo
     return bool(made) and all(t.untyped_storage()._cdata in held for t in made)
 
 
+class Launch(NamedTuple):
+    """A launch of one of our kernels: its arguments and its compiler options by name."""
+
+    kernel: object
+    arguments: dict[str, object]
+    options: dict[str, object]
+
+
+@contextlib.contextmanager
+def recorded():
+    """The list of the Triton launches that are made inside, none of which runs."""
+    launches = []
+
+    def run(kernel, *args, grid, warmup, **named):
+        given = dict(zip(kernel.arg_names, args, strict=False)) | named
+        arguments = {name: given.pop(name) for name in kernel.arg_names}
+        launches.append(Launch(kernel, arguments, given))
+
+    with mock.patch.object(kernels.triton.runtime.jit.JITFunction, "run", run):
+        yield launches
+
+
+def our_operations():
+    """Every `Operation` by the name of its operator."""
+    modules = [m for name, m in list(sys.modules.items()) if m and name.split(".")[0] in ROOMS]
+    found = [thing for m in modules for thing in vars(m).values() if isinstance(thing, Operation)]
+    return {f"eaglet::{operation.name}": operation for operation in found}
+
+
+ROOMS = ("kernels", "model", "sampling", "step", "tree_building", "verify", "drafters", "eagle_draft", "runtime")
+
+
 class Launches(TorchDispatchMode):
     """Counts the kernels that a GPU would launch, by (part of the step, operator). Views and allocations are free.
 
-    `part` is set by those who run a part of a step.
+    Our operators run what they run on a GPU, so that the kernels and the copies in them count. `part` is set by those who
+    run a part of a step. `launches` lists our own kernels.
     """
 
     def __init__(self):
         super().__init__()
-        self.part, self.counts = "other", Counter()
+        self.part, self.counts, self.launches, self.ours = "other", Counter(), [], our_operations()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if (operation := self.ours.get(function.name().split(".")[0])) is not None:
+            given = operation._named(args)
+            assert operation.problem is None or not operation.problem(*given), operation.name
+            with recorded() as launches, self, Indexing():
+                out = operation.triton(*given)
+            self.launches += launches
+            for launch in launches:
+                self.counts[self.part, launch.kernel.__name__] += 1
+            return out if out is None or isinstance(out, torch.Tensor) else list(out)
         out = function(*args, **(kwargs or {}))
         name = function.name().split(".")[0]
         empty = tensors(out) and not any(tensor.numel() for tensor in tensors(out))
@@ -263,14 +309,14 @@ def fake_gpu(monkeypatch):
 TREES = {16: "dynamic:16,7,8", 24: "dynamic:24,7,8", 26: "paper25", 60: "dynamic:60,7,10"}
 
 
-def step_engine(shape, quant, version, nodes, layers):
+def step_engine(shape, quant, version, nodes, layers, batch=1):
     """An engine of random weights on the fake GPU: the shape's first layers. nodes: of its tree, 1 for plain decoding;
-    version: of its head."""
+    version: of its head; batch: how many sequences."""
     config, device = SHAPES[shape], torch.device("cuda")
     config = replace(config, num_hidden_layers=layers, windows=config.windows[:layers])
     drafting = {"eagle": "random", "tree": TREES[nodes]} if nodes > 1 else {}
     dtype = "float16" if quant else "bfloat16"  # the quantized kernels are fastest in fp16
-    options = LoadOptions(shape, ctx=256, dtype=dtype, device="cuda", eagle_always=True, **drafting)
+    options = LoadOptions(shape, ctx=256, batch_size=batch, dtype=dtype, device="cuda", eagle_always=True, **drafting)
     backend = open_backend(LoadOptions(device="cuda"), lambda note: None)
     with torch.no_grad(), backend.active():
         target = random_model(config, quant, device, DTYPES[dtype])

@@ -5,7 +5,7 @@
 - it spills;
 - the loop of fp16 symmetric g128 int4 needs more than 2.7 instructions per weight up to 16 rows, or 3.5 up to 32;
 - a quantized loop stores decoded weights to shared memory, or copies nothing asynchronously;
-- wgmma reads shared memory without a proxy fence;
+- a wgmma reads shared memory without a proxy fence since the one before;
 - a kernel that is launched early accesses memory before its wait.
 """
 
@@ -35,7 +35,9 @@ def as_launched(variant: Variant) -> ASTSource:
     kinds = {name: "fp32" if name in ("scale", "eps") else "i32" for name in names} | variant.pointers
     kinds |= dict.fromkeys(variant.constants, "constexpr")
     signature = {name: kinds[name] for name in names}
-    places = [(i,) for i, name in enumerate(names) if name not in variant.constants.keys() | INDIVISIBLE]
+    places = [
+        (i,) for i, name in enumerate(names) if name not in variant.constants.keys() | INDIVISIBLE | set(variant.uneven)
+    ]
     attributes = dict.fromkeys(places, [["tt.divisibility", 16]])
     return ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attributes)
 
@@ -119,14 +121,24 @@ def inspect(variant: Variant, arch: int) -> dict:
         failures.append("the loop makes no asynchronous copies")
     if variant.constants.get("OVERLAP") and (early := before_the_wait(sass)):
         failures.append(f"memory is accessed before the kernel before has ended ({early})")
-    if any(op.startswith("HGMMA") for op in everything) and "fence.proxy.async" not in compiled.asm["ptx"]:
-        failures.append("wgmma reads shared memory without a proxy fence")
+    if bare := unfenced(compiled.asm["ptx"]):
+        failures.append(f"{bare} groups of wgmma read shared memory without a proxy fence")
     return dict(
         kernel=variant.name, arch=f"sm_{arch}", registers=registers, spills=spills,
         shared_bytes=compiled.metadata.shared, instructions_per_weight=per_weight, loop_instructions=loop.total(),
         limit=None if variant.limit == math.inf else variant.limit, shared_stores=stores,
         matrix=sorted(op for op in everything if op.startswith(MATRIX)), failures=failures,
     )  # fmt: skip
+
+
+def unfenced(ptx: str) -> int:
+    """How many groups of wgmma have no proxy fence between the group before and themselves, in the order of the lines."""
+    missing, fenced = 0, False
+    for line in ptx.splitlines():
+        fenced = fenced or "fence.proxy.async" in line
+        if "wgmma.commit_group" in line:
+            missing, fenced = missing + (not fenced), False
+    return missing
 
 
 # How instructions of global memory begin, and jumps, behind which the order of the lines says nothing.

@@ -6,9 +6,12 @@ import itertools
 import math
 from typing import NamedTuple
 
+import fake_cuda
+import torch
 import triton.language as tl
 
-from kernels.attention import attend_kernel, attention_tiles
+from kernels import choice, draft, kv, records
+from kernels.attention import attend_kernel, attention_tiles, lacks_fences
 from kernels.experts import expert_kernel
 from kernels.linear import NO_HEADS, launch_tile, linear_kernel
 from kernels.norm_rope import rms_norm_kernel, rope_kernel
@@ -79,6 +82,7 @@ class Variant(NamedTuple):
     weights: float = 0.0  # how many are decoded per thread and turn of the loop; 0 if it is no matrix product
     limit: float = math.inf  # of instructions per weight
     quantized: bool = False
+    uneven: tuple[str, ...] = ()  # more arguments that need not be multiples of 16
 
 
 def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Variant:
@@ -139,15 +143,16 @@ def dequantization(bits: int, dtype: str, group: int = 128, zeros: bool = False)
 
 
 def attention(
-    dtype: str, region: bool = False, window: int = 0, int8: bool = False, dim: int = 128, nodes: int = 32
-) -> Variant:
-    """The kernel as `tree_attention` launches it."""
+    dtype: str, region: bool = False, window: int = 0, int8: bool = False, dim: int = 128, nodes: int = 32,
+    arch: int = 86,
+) -> Variant:  # fmt: skip
+    """The kernel as `tree_attention` launches it on sm_`arch`."""
     act = f"*{dtype}"
     pointers = dict(q=act, kv="*i8" if int8 else act, kv_scales="*fp32" if int8 else act, start="*i64", out=act)
     pointers |= dict(visible="*u8", positions="*i64", acc_part="*fp32", ml_part="*fp32", arrived="*i32")
     label = f"{dtype}{' prefill' if region else ''}{f' window {window}' if window else ''}"
     label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not region)
-    tiles = attention_tiles(dim, region, int8, window)
+    tiles = attention_tiles(dim, region, int8, window, not lacks_fences(divmod(arch, 10)))
     constants = dict(HKV=8, HD=dim, HDP=dim, RP=1 if region else nodes, WINDOW=window, REGION=region, INT8=int8)
     constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True, OVERLAP=False)
     options = {key: value for key, value in tiles.items() if key.islower()}
@@ -169,6 +174,84 @@ def norm_and_rope() -> list[Variant]:
     return found
 
 
+KINDS = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32",
+    torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
+
+
+def of_launch(name: str, launch: fake_cuda.Launch) -> Variant:
+    """The kernel as Triton would compile it for a recorded launch."""
+    fixed = {p.name for p in launch.kernel.params if p.is_constexpr}
+    pointers, constants, uneven = {}, {}, []
+    for key, value in launch.arguments.items():
+        if isinstance(value, torch.Tensor):
+            pointers[key] = KINDS[value.dtype]
+        elif key in fixed or value == 1:
+            constants[key] = value
+        else:
+            pointers[key] = "fp32" if isinstance(value, float) else "i32"
+            uneven += [key] * (isinstance(value, float) or value % 16 != 0)
+    return Variant(name, launch.kernel, pointers, constants, launch.options, uneven=tuple(uneven))
+
+
+def small_work() -> list[Variant]:
+    """The kernels of the small work of a step, for the largest vocabulary and trees and for a batch."""
+    found = []
+    with torch._subclasses.fake_tensor.FakeTensorMode(), fake_cuda.Indexing():
+        for B, V, K, N, half in ((1, 128256, 10, 60, torch.bfloat16), (4, 32000, 8, 24, torch.float16)):
+            with fake_cuda.recorded() as launches:
+                launch_small_work(B, V, K, N, half)
+            found += [of_launch(f"{x.kernel.__name__} {i} batch {B}", x) for i, x in enumerate(launches)]
+    return found
+
+
+def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None:
+    """Launch these kernels on empty tensors as their operators do, in every mode of sampling. V: of the vocabulary; K:
+    children of a node; N: nodes of the tree."""
+
+    def new(*shape, kind=torch.int64):
+        return torch.empty(shape, dtype=kind, device="cuda")
+
+    wide, flag, D, S, H = torch.float32, torch.bool, 9, 4096, 4096
+    settings = choice.Settings(new(B, 1, 1, kind=wide), new(B, 1, 1), *(new(B, 1, 1, kind=wide) for _ in "pm"))
+    ids, noise, drafted = new(V), new(B, D + 1, V, kind=wide), new(B, 1, V, kind=wide)
+    choice.noise(new(B), new(B), D, new(V))
+    for kind, filters in itertools.product((half, wide), (False, True)):
+        choice.choose(new(B, N, V, kind=kind), noise, new(B, N), settings, filters)
+        choice.draft_topk(new(B, K, V, kind=kind), drafted, ids, settings, filters, True, K)
+        choice.draft_topk(new(B, K, V, kind=kind), drafted, None, settings, filters, False, K)
+    choice.choose(new(B, N, V, kind=wide), None, None, settings, False)
+    choice.draft_topk(new(B, K, V, kind=wide), None, None, settings, False, False, K)
+    choice.merge_topk(new(V // 128, B * K, K + 2, kind=wide), new(V // 128, B * K, K, kind=torch.int32))
+    rotary = records.Rotary(new(S, 64, kind=wide), new(S, 64, kind=wide))
+    draft.place_rows.triton(new(B), new(1, N), rotary, S, 0, None, None, 0)
+    draft.place_rows.triton(new(B), new(1, 0), rotary, S, D, new(B), new(B, S), 1)
+    table, feature = new(V, H, kind=half), new(B, D, H, kind=half)
+    for source, norm, keep in (
+        (new(B, K), None, False),
+        (None, new(H, kind=half), False),
+        (None, new(H, kind=half), True),
+    ):
+        draft.join_rows(table, new(B, K), feature, source, norm, norm, 1e-5, keep)
+    first = new(B, K), new(B, K, kind=wide)
+    pool = draft.expand_shapes([], *first)
+    for known in (None, ids):
+        draft.expand([], *first, known)
+        draft.expand([*pool[:4], pool[6]], new(B, K, K), new(B, K, K, kind=wide), known)
+        draft.select(new(B, 710), new(B, 710, kind=wide), new(B, 710), new(B), known, N, D, None)
+    draft.accept(*(new(B, N) for _ in range(3)), new(B, N, N, kind=flag), new(B, N, kind=flag), new(B, N), D)
+    accepted = records.Accepted(new(B, D + 1), new(B), new(B), new(B, D + 1))
+    state = dict(tokens=new(B, S), ring=new(8, B, 2 + 2 * (D + 1)), stop_ids=new(B, 8), step=new(1))
+    state |= dict.fromkeys(("n", "root", "count", "produced", "limit"), new(B)) | dict(done=new(B, kind=flag))
+    state["features"] = new(B, D + 1, 3 * H, kind=half)
+    for rows in (0, 65):
+        buffers = records.StepBuffers(**state, history=new(B, rows, 3 * H, kind=half))
+        draft.commit(accepted, new(B, N, kind=flag), new(B, N, 3 * H, kind=half), buffers)
+    for row, kind in ((128, half), (132, torch.int8)):
+        kv.commit_kv.triton(new(32, 2, B, 8, S, row, kind=kind), new(B, D + 1), new(B, D + 1))
+
+
 def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
     """All kernel variants. quick: of the main int4 loop and one of each kind that has been too large, those of `arch`."""
     if quick:
@@ -182,9 +265,9 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
     for int8, dim in itertools.product((False, True), (64, 128, 256)):
         found += [attention("bf16", int8=int8, dim=dim), attention("fp16", window=4096, int8=int8, dim=dim)]
         if dim > 64:
-            found.append(attention("fp16", region=True, int8=int8, dim=dim))
-            found.append(attention("bf16", region=True, window=4096, int8=int8, dim=dim))
+            found.append(attention("fp16", region=True, int8=int8, dim=dim, arch=arch))
+            found.append(attention("bf16", region=True, window=4096, int8=int8, dim=dim, arch=arch))
     found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128)]
-    found += norm_and_rope()
+    found += norm_and_rope() + small_work()
     early = [attention("fp16"), attention("bf16", int8=True), *norm_and_rope()] if arch >= 90 else []
     return found + [v._replace(name=f"{v.name} overlap", constants=v.constants | {"OVERLAP": True}) for v in early]

@@ -37,13 +37,19 @@ def usual_sigterm():
 
 
 def test_a_tiny_run_writes_the_records_of_its_parts(tmp_path, monkeypatch):
-    """Every part of the real list runs to its end on a CPU and leaves its file, the step times first."""
-    assert gpu.main([*TINY, "--out", str(tmp_path)]) == 0
+    """A part whose command cannot run, that leaves no file, or that comes before the step times. The parts that are left
+    out differ from these in a flag."""
+    names = [part.name for part in gpu.parts(tmp_path, "cpu-tiny", True)]
+    assert names == ["first", "steps-tiny-int4", "tests", "demo", "tilings", "start-cold", "start-warm"]
+    run = [names[1], names[2], names[4], names[6]]
+    assert gpu.main([*TINY, "--out", str(tmp_path), "--only", *run]) == 0
     summary = json.loads((tmp_path / "cpu-tiny-summary.json").read_text())
-    assert [part["part"] for part in summary["parts"]] == ["steps-tiny-int4", "tests", "demo", "tilings"]
+    assert [part["part"] for part in summary["parts"]] == run
     assert all(part["ended"] == 0 for part in summary["parts"]) and summary["environment"]["versions"]["torch"]
     lines = read_json_lines(tmp_path / "cpu-tiny-steps-tiny-int4.jsonl")
-    assert {line["nodes"] for line in lines if line["type"] == "step"} == {1, 16}
+    timed = [line for line in lines if line["type"] == "step"]
+    assert {line["nodes"] for line in timed} == {1, 16}
+    assert all(line["microseconds"] and min(line["microseconds"].values()) > 0 for line in timed)
     assert "test_kernels_gpu" in (tmp_path / "cpu-tiny.log").read_text()
 
 
@@ -94,7 +100,7 @@ def test_a_run_that_is_terminated_ends_its_part(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("arguments,message", [
     (["--device", "cpu"], "needs --tiny"), (["--device", "cuda"], "sees no CUDA device"),
-    ([*TINY, "--only", "zebra"], "the parts are steps-tiny-int4"),
+    ([*TINY, "--only", "zebra"], "the parts are first, steps-tiny-int4"),
 ])  # fmt: skip
 def test_usage_errors_are_one_line(arguments, message, tmp_path, capsys):
     """A wrong device and an unknown part end with exit code 2 before anything runs."""

@@ -1,6 +1,7 @@
 """The machine code of the Triton kernels, compiled ahead of time for four GPU architectures without a GPU."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,27 @@ def test_the_kernels_at_risk_pass_the_gates(arch):
 def test_all_kernels_pass_the_gates(arch):
     """The same for every kernel variant; run it with --slow after a change of a kernel or of Triton."""
     assert_gates_hold(arch, quick=False)
+
+
+def test_the_gates_compile_every_kernel_that_is_launched():
+    """A kernel that no gate compiles, so that only a first run on a GPU would find it broken."""
+    root = Path(kernels.__file__).parent
+    files = [path for path in root.parent.rglob("*.py") if ".venv" not in path.parts and path.parts[-2] != "tests"]
+    launched = {name for path in files for name in re.findall(r"^    +(\w+_kernel)\[", path.read_text(), re.MULTILINE)}
+    compiled = {variant.kernel.__name__ for variant in kernel_variants.variants()}
+    assert len(launched) >= 18 and launched == compiled
+
+
+def test_every_group_of_wgmma_needs_a_fence_of_its_own():
+    """A gate that is content with one fence somewhere: an early one said nothing about the products behind it."""
+    group, fence = (
+        "wgmma.mma_async.sync.aligned\nwgmma.commit_group.sync.aligned;\n",
+        "fence.proxy.async.shared::cta;\n",
+    )
+    assert kernel_gate.unfenced(2 * (fence + group)) == 0
+    assert kernel_gate.unfenced(fence + 2 * group) == 1 and kernel_gate.unfenced(group + fence) == 1
+    code = [kernel_gate.compile_variant(kernel_variants.attention("fp16", region=True, arch=90), 90).asm["ptx"]]
+    assert not any(map(kernel_gate.unfenced, code))
 
 
 def sums(code):

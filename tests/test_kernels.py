@@ -348,6 +348,21 @@ def test_no_tiling_of_hopper_lets_triton_use_wgmma():
     assert without_wgmma(measured, (12, 0)) == measured
 
 
+@pytest.mark.parametrize("geforce", [False, True])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_candidate_of_the_tuner_loads_unchanged(gpu, geforce):
+    """Catches a tiling that is timed and then loaded as another one, as on Hopper, a default that is never timed, and
+    tuning that switches sums in fp16 off."""
+    for model in tune_kernels.MODELS:
+        for n, k in tune_kernels.layers(model).values():
+            for bits in (4, 8):
+                default = kernels.linear_config(n, k, bits, *gpu, geforce)
+                found = tune_kernels.candidates(default, k, gpu[1])
+                assert found[0] == default and len(found) >= 3
+                assert all(config == without_wgmma(config, gpu[1]) for config in found)
+                assert {config.accumulate for config in found} == {default.accumulate}
+
+
 # ------------------------------------------------------------------------------------------ cache
 
 

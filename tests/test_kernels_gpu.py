@@ -5,8 +5,10 @@ their neighbours.
 """
 
 import pytest
+import test_launches
 import torch
 
+import eagle_draft
 import kernels
 from kernels import packed_experts, packed_linear
 
@@ -286,3 +288,29 @@ def test_int8_cache_on_device():
     kernels.rope_write_kv.reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
     got, want = (kernels.dequantize_rows(c, torch.float64) for c in caches)
     assert (got - want).abs().max() <= 1.01 * want.abs().max() / 127 and error(got, want) < 1e-2
+
+
+@pytest.mark.parametrize("name,cases", [
+    ("noise_is_the_generators", [()]), ("choice_is_the_plain_one", [()]), ("rows_are_placed", [()]),
+    ("draft_topk_is_the_plain_one", [(97, True, True), (5000, True, False), (9000, False, True)]),
+    ("merge_takes_the_best_of_all_tiles", [(5, 4), (1002, 10)]),
+    ("trees_grow_as_in_plain_code", [(4, 3, 14), (8, 2, 24), (1, 3, 4)]),  # expand, select, accept, commit, keep, move
+])  # fmt: skip
+def test_the_small_work_of_a_step_on_device(name, cases):
+    """What the interpreter shows of these kernels on a CPU, and a device may compute in another way: a race between the
+    threads of a program, shared memory that is read too early, a shift or an integer of another width."""
+    with torch.device("cuda"), kernels.KernelBackend("auto", "cuda").active() as backend:
+        for case in cases:
+            torch.manual_seed(0)
+            getattr(test_launches, f"test_interpreted_{name}")(backend, *case)
+
+
+@pytest.mark.parametrize("norms,pick", [(False, True), (True, False), (True, True)])
+def test_joined_rows_on_device(norms, pick):
+    """A feature of another row, and a norm that is forgotten or used for the other half."""
+    table, features = torch.randn(90, 4096, device="cuda").half(), torch.randn(2, 5, 4096, device="cuda").half()
+    tokens, source = (torch.randint(0, n, (2, 5), device="cuda") for n in (90, 5))
+    weights = [torch.rand(4096, device="cuda").half() + 0.5 for _ in range(2)] if norms else [None, None]
+    case = table, tokens, features, source if pick else None, *weights, 1e-5, norms
+    for got, want in zip(eagle_draft.join_rows(*case), eagle_draft.join_rows.reference(*case), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)

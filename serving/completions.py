@@ -173,6 +173,18 @@ class CompletionWriter(ChunkWriter):
         super().__init__(job, model, tokenizer)
         self._offsets = [0] * len(job.answers)  # where the next token's text begins
 
+    def start(self) -> Iterator[Message]:
+        if self.ask.echo:
+            for answer in self.job.answers:
+                yield self.chunk(self._choice(answer.index, self._prompt(answer.index), []))
+
+    def _prompt(self, index: int) -> str:
+        """The prompt of a choice, as text."""
+        prompt = self.ask.prompts[index // self.ask.n]
+        if isinstance(prompt, str):
+            return prompt
+        return self.tokenizer.decode(prompt) if self.tokenizer else "".join(map(str, prompt))
+
     def part(self, part: Part) -> Iterator[Message]:
         if part.text or part.tokens or part.seen:
             yield self.chunk(self._choice(part.index, part.text, part.tokens), **part.seen)
@@ -181,7 +193,8 @@ class CompletionWriter(ChunkWriter):
 
     def choice(self, index: int) -> dict[str, Any]:
         answer = self.job.answers[index]
-        return self._choice(index, answer.text, answer.tokens, answer.finish)
+        text = self._prompt(index) + answer.text if self.ask.echo else answer.text
+        return self._choice(index, text, answer.tokens, answer.finish)
 
     def _choice(self, index: int, text: str, tokens: Sequence[TokenInfo], finish: str | None = None) -> dict[str, Any]:
         logprobs = None if self.ask.logprobs is None else self._columns(index, tokens)

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.grammar import GrammarError, checked_grammar, json_grammar
 from sampling_params import MAX_LOGPROBS
 from serving.fields import Fields, unsupported, wrong
-from support.errors import UsageError, one_line
+from serving.formats import read_constraint, refuse_unknown
 from support.reader import parse_json
 
 MAX_CHOICES = 16  # answers that one request may ask for
 COMPLETION_TOKENS = 16  # what OpenAI's API gives where max_tokens is left out
 # Fields of SamplingParams that a client may set under the same name -> their type.
 SETTINGS = {
+    "repeat_penalty": float,
     "temperature": float,
     "top_p": float,
     "top_k": int,
@@ -26,6 +26,8 @@ SETTINGS = {
     "repetition_penalty": float,
     "seed": int,
 }
+SAME = {"repeat_penalty": "repetition_penalty"}  # llama.cpp's names for settings
+NO_LIMIT = ("n_predict", -1)  # how llama.cpp asks for an answer of any length
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TEXT_PARTS = ("text", "input_text", "output_text")
 TOOL_NAME = 64  # characters
@@ -45,6 +47,10 @@ class Ask:
     include_usage: bool = False
     steps: bool = False  # stream every step with its tree, too
     logprobs: int | None = None  # alternatives for every token; None: no log-probabilities
+    stop_token_ids: tuple[int, ...] = ()  # ids that end the text, beside the model's own
+    ignore_eos: bool = False  # the model's own stop ids do not end the text
+    echo: bool = False  # the answer begins with the prompt
+    variables: dict[str, Any] = field(default_factory=dict)  # for the chat template
     source: str = "messages"  # the field that holds the prompt
     raw: dict[str, Any] = field(default_factory=dict)  # the request itself, for what an answer repeats
 
@@ -55,7 +61,7 @@ Parse = Callable[[dict[str, Any]], Ask]
 def chat_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/chat/completions."""
     fields = Fields(body)
-    ask = _common(fields, ("max_completion_tokens", "max_tokens"))
+    ask = _common(fields, "max_completion_tokens", "max_tokens")
     fields.required("messages", list)
     ask.messages = [_message(message) for message in fields.items("messages")]
     if not ask.messages:
@@ -64,11 +70,13 @@ def chat_ask(body: dict[str, Any]) -> Ask:
         ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
     elif fields.given("top_logprobs"):
         raise wrong("top_logprobs", "needs logprobs to be true")
-    _read_format(ask, fields, "response_format")
     fields.refuse("functions", ([],), "use tools.")
     fields.refuse("function_call", ("none", "auto"), "use tool_choice.")
     fields.refuse("modalities", (["text"],), "this server has text only.")
     fields.refuse("audio", (), "this server has text only.")
+    fields.refuse("echo", (False,), "the answer has new text only.")
+    fields.refuse("add_special_tokens", (False,), "the chat template writes them.")
+    ask.variables = fields.get("chat_template_kwargs", dict, {})
     _read_tools(ask, fields)
     return ask
 
@@ -76,7 +84,7 @@ def chat_ask(body: dict[str, Any]) -> Ask:
 def completion_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/completions."""
     fields = Fields(body)
-    ask = _common(fields, ("max_tokens",))
+    ask = _common(fields, "max_tokens")
     ask.given.setdefault("max_new_tokens", COMPLETION_TOKENS)
     ask.source = "prompt"
     ask.prompts = _prompts(body.get("prompt"))
@@ -84,23 +92,24 @@ def completion_ask(body: dict[str, Any]) -> Ask:
         raise wrong("n", f"and prompt ask for {ask.n * len(ask.prompts)} answers; allowed: at most {MAX_CHOICES}")
     if fields.given("logprobs"):
         ask.logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS, 0)
-    fields.refuse("echo", (False,), "the answer holds new text only.")
+    ask.echo = fields.get("echo", bool, False)
+    if ask.echo and ask.logprobs is not None:
+        raise wrong("echo", "does not go with logprobs, which only new tokens have")
+    fields.refuse("add_special_tokens", (True,), "send token ids to decide about them.")
     fields.refuse("suffix", ("",), "this server only continues text.")
     fields.refuse("best_of", (1, ask.n), "use n.")
-    _read_format(ask, fields, "response_format")
     return ask
 
 
 def response_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/responses."""
     fields = Fields(body)
-    ask = _common(fields, ("max_output_tokens",))
+    ask = _common(fields, "max_output_tokens", flat=True)
     ask.n = 1
     if ask.steps:
         raise unsupported("eaglet.steps", "use /v1/chat/completions or /v1/completions.")
     ask.source = "input"
     ask.messages = _input_messages(fields)
-    _read_format(ask, fields.inner("text"), "format")
     for name in ("previous_response_id", "conversation"):
         fields.refuse(name, (), "this server keeps no conversations. Send the whole input.")
     fields.refuse("prompt", (), "this server stores no prompts.")
@@ -112,20 +121,31 @@ def response_ask(body: dict[str, Any]) -> Ask:
     return ask
 
 
-def _common(fields: Fields, limits: tuple[str, ...]) -> Ask:
-    """What all endpoints share. limits: the names of the token limit, the first one that is given counts."""
+def _common(fields: Fields, *limits: str, flat: bool = False) -> Ask:
+    """What all endpoints share.
+
+    limits: the names of the token limit, the first one that is given counts. flat: as /v1/responses has its fields.
+    """
     fields.get("model", str)
-    given = {name: value for name, kind in SETTINGS.items() if (value := fields.get(name, kind)) is not None}
-    limit = next(filter(fields.given, limits), None)
+    given = {
+        SAME.get(name, name): value for name, kind in SETTINGS.items() if (value := fields.get(name, kind)) is not None
+    }
+    limit = next((n for n in (*limits, "n_predict") if fields.given(n) and (n, fields.values[n]) != NO_LIMIT), None)
     if limit is not None:
         given["max_new_tokens"] = fields.integer(limit, 1, 2**31, 1)
     if fields.given("stop"):
         stop = fields.values["stop"]
         stop = [stop] if isinstance(stop, str) else fields.get("stop", list)
         given["stop"] = tuple(text for text in stop if text != "")
-    if fields.given("grammar"):
-        given["grammar"] = _grammar("grammar", checked_grammar, fields.get("grammar", str))
-    fields.refuse("logit_bias", ({},), "leave it out.")
+    if given.get("top_k") == -1:  # how vLLM switches it off
+        given["top_k"] = 0
+    grammar = read_constraint(fields, fields.inner("text") if flat else fields, "format" if flat else "response_format")
+    if grammar is not None:
+        given["grammar"] = grammar
+    refuse_unknown(fields)
+    ignore_eos = fields.get("ignore_eos", bool, False)
+    if ignore_eos and grammar is not None:
+        raise wrong("ignore_eos", "does not go with a grammar or schema, whose text ends where it is complete")
     stream = fields.get("stream", bool, False)
     steps = fields.inner("eaglet").get("steps", bool, False)  # a field of this server only
     if steps and not stream:
@@ -136,36 +156,10 @@ def _common(fields: Fields, limits: tuple[str, ...]) -> Ask:
         stream=stream,
         include_usage=fields.inner("stream_options").get("include_usage", bool, False),
         steps=steps,
+        stop_token_ids=tuple(fields.get("stop_token_ids", list, [])),
+        ignore_eos=ignore_eos,
         raw=fields.values,
     )
-
-
-def _read_format(ask: Ask, fields: Fields, name: str) -> None:
-    """The output format: text, any JSON object, or JSON that follows a schema."""
-    if not fields.given(name):
-        return
-    form = fields.inner(name)
-    kind = form.required("type", str)
-    if kind == "text":
-        return
-    if kind not in ("json_object", "json_schema"):
-        raise wrong(form.name("type"), f"is {kind!r:.40}; allowed: text, json_object, json_schema")
-    if "grammar" in ask.given:
-        raise wrong("grammar", f"does not go with {fields.name(name)}")
-    schema = None
-    if kind == "json_schema":  # the endpoint for responses has its fields one level higher
-        schema = (form.inner(kind) if form.given(kind) else form).required("schema", dict)
-    ask.given["grammar"] = _grammar(fields.name(name), json_grammar, schema)
-
-
-def _grammar(name: str, make: Callable[..., str], value: object) -> str:
-    """A grammar that is made of a field's value."""
-    try:
-        return make(value)
-    except GrammarError as error:
-        raise wrong(name, f"cannot be used: {one_line(error, notes=False)}") from None
-    except UsageError:
-        raise unsupported(name, "this server has no package for grammars.") from None
 
 
 def _prompts(value: Any) -> list[str | list[int]]:

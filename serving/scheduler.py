@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,9 @@ from support.errors import one_line
 
 MB = 1 << 20
 CHARACTERS = 16  # for each token of the context; no tokenizer makes so few tokens of a longer text
-RENAMED = {"max_new_tokens": "max_tokens"}  # fields of SamplingParams -> their names in the API
+NO_TOKEN = 2**31 - 1  # an id that no model has
+# fields of SamplingParams -> their names in the API
+RENAMED = {"max_new_tokens": "max_tokens", "stop_ids": "stop_token_ids"}
 PING_SECONDS = 15  # a stream without news gets a comment after this time, so that no proxy ends it
 GATHER = 0.05  # seconds between two looks at what the engine has decoded
 
@@ -202,6 +204,9 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
     given = {"seed": secrets.randbits(32)} | settings.defaults | ask.given
     if ask.logprobs is not None:
         given["logprobs"] = ask.logprobs
+    if ask.ignore_eos or ask.stop_token_ids:
+        own = (NO_TOKEN,) if ask.ignore_eos else engine.stop_ids(SamplingParams())
+        given["stop_ids"] = (*own, *ask.stop_token_ids)
     streams: list[Stream] = []
     for ids in prompts:
         room = engine.ctx - len(ids)
@@ -238,9 +243,22 @@ def _prompts(engine: Engine, ask: Ask) -> list[Sequence[int]]:
             return [tokenizer.encode(p) if isinstance(p, str) else p for p in ask.prompts]
         if not tokenizer.chat_template_source:
             raise wrong(ask.source, "needs a chat template, and this model has none")
-        return [tokenizer.encode_chat(ask.messages, tools=ask.tools or None)]
+        with _blamed("chat_template_kwargs"):
+            tokenizer.check_variables(ask.variables)
+        with _blamed("tools"):
+            tokenizer.check_tools([], ask.tools)
+        return [tokenizer.encode_chat(ask.messages, tools=ask.tools or None, variables=ask.variables)]
     except ValueError as error:
         raise wrong(ask.source, f"cannot be used: {one_line(error, notes=False)}") from None
+
+
+@contextlib.contextmanager
+def _blamed(field: str) -> Iterator[None]:
+    """A ValueError becomes the error for this field of the request."""
+    try:
+        yield
+    except ValueError as error:
+        raise wrong(field, f"cannot be used: {one_line(error, notes=False)}") from None
 
 
 def _too_long(ask: Ask, message: str) -> ApiError:

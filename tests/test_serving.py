@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -22,6 +23,8 @@ from tiny import definitions, rules  # noqa: E402
 from generate import load  # noqa: E402
 from runtime.prompt_cache import PromptCache  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
+from serving.fields import Fields  # noqa: E402
+from serving.formats import NOT_HERE  # noqa: E402
 from support.errors import UsageError, advised  # noqa: E402
 
 ASK = [{"role": "user", "content": "def f(x):"}]
@@ -401,13 +404,115 @@ def test_an_answer_follows_a_schema_on_every_endpoint(client, engine):
     assert client.completions.create(**asked).choices[0].text == free
 
 
+CONSTRAINTS = {
+    "json_schema": Person.model_json_schema(),
+    "guided_json": json.dumps(Person.model_json_schema()),
+    "guided_json_object": True,
+    "guided_regex": r"a\d{2}/b",
+    "guided_choice": ["yes", "no", 'with "quotes" and \\'],
+    "guided_grammar": 'root ::= "yes"',
+    "structured_outputs": {"choice": ["yes", "no"]},
+    "response_format": {"type": "json_object", "schema": Person.model_json_schema()},
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_every_field_that_constrains_does(client, name):
+    """A constraint under llama.cpp's or vLLM's name that is ignored: the text would be any text."""
+    pytest.importorskip("llguidance")
+    asked = {"messages": ASK, "max_tokens": 60, "seed": 1, name: CONSTRAINTS[name]}
+    choice = client.post("/chat/completions", body=asked, cast_to=object)["choices"][0]
+    text, cut = choice["message"]["content"], choice["finish_reason"] == "length"
+    if "choice" in str(asked) or name == "guided_grammar":
+        assert text in ("yes", "no", 'with "quotes" and \\')
+    elif name == "guided_regex":
+        assert re.fullmatch(r"a\d{2}/b", text)
+    elif name == "guided_json_object":
+        assert text.startswith("{") and (cut or isinstance(json.loads(text), dict))
+    else:
+        assert text.startswith('{"name":"') and (cut or Person.model_validate_json(text))
+    with pytest.raises(openai.BadRequestError, match="does not go with") as caught:
+        client.post("/chat/completions", body=asked | {"grammar": "start: /a/"}, cast_to=object)
+    assert "grammar" in caught.value.body["message"]
+
+
+def test_fields_that_change_the_text_are_refused_and_hints_are_ignored(client):
+    """A field that would change the text and is ignored, and a hint that changes the text or is an error."""
+    page = (Path(__file__).resolve().parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
+    listed = {
+        kind: re.findall("`([a-z_]+)`", re.search(rf"^\| {kind} \|.*$", page, re.M)[0])
+        for kind in ("refused", "ignored")
+    }
+    assert set(NOT_HERE) <= set(listed["refused"]) and len(listed["ignored"]) > 25
+    asked = {"messages": ASK, "max_tokens": 2}
+    for name in NOT_HERE:
+        with pytest.raises(openai.BadRequestError, match="is not supported") as caught:
+            client.post("/chat/completions", body=asked | {name: 0.123}, cast_to=object)
+        assert caught.value.body["param"] == name and caught.value.body["code"] == "unsupported_parameter"
+        for nothing in NOT_HERE[name][0]:
+            Fields({name: nothing}).refuse(name, NOT_HERE[name][0], "")
+    plain = client.post("/chat/completions", body=asked, cast_to=object)
+    hinted = client.post("/chat/completions", body=asked | dict.fromkeys(listed["ignored"], 0.123), cast_to=object)
+    assert hinted["choices"] == plain["choices"]
+
+
+def test_fields_of_other_servers_that_are_honoured(client, engine):
+    """llama.cpp's and vLLM's names for settings, ids that stop, a text past its stop ids, and the echo of the prompt."""
+    ask = lambda **more: client.post("/completions", body={"prompt": "def main():\n"} | more, cast_to=object)  # noqa: E731
+    text = lambda **more: ask(**more)["choices"][0]["text"]  # noqa: E731
+    free = engine.generate("def main():\n", SamplingParams(max_new_tokens=16)).run()[0]
+    assert text(n_predict=5) == engine.tokenizer.decode(free.token_ids[:5], continuation=True)
+    assert text(repeat_penalty=1.4) == text(repetition_penalty=1.4) != free.text
+    assert text(top_k=-1, temperature=1, seed=2) == text(temperature=1, seed=2)
+    assert text(n_predict=-1) == free.text and text(echo=True) == "def main():\n" + free.text
+    ids = engine.tokenizer.encode("def main():\n")
+    assert text(echo=True, prompt=ids) == engine.tokenizer.decode(ids) + free.text
+    chunks = client.completions.create(model="demo", prompt="def main():\n", stream=True, echo=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "def main():\n" + free.text
+    stop = free.token_ids[3]
+    ended = ask(stop_token_ids=[stop])
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["usage"]["completion_tokens"] == free.token_ids.index(stop) + 1
+    before = engine.tokenizer.eos_ids
+    try:
+        engine.tokenizer.eos_ids = [stop]
+        assert ask()["choices"][0]["finish_reason"] == "stop"
+        assert text(ignore_eos=True) == free.text
+    finally:
+        engine.tokenizer.eos_ids = before
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(ignore_eos=True, guided_choice=["a"])
+    assert caught.value.body["param"] == "ignore_eos"
+
+
+def test_variables_reach_the_chat_template(engine, client):
+    """chat_template_kwargs that are ignored, or that replace what the server itself gives a template."""
+
+    def ask(**more):
+        return client.post("/chat/completions", body={"messages": ASK, "max_tokens": 1} | more, cast_to=object)
+
+    templates = engine.tokenizer.chat_templates
+    before = dict(templates)
+    try:
+        for name in templates:
+            templates[name] += "{{ 'some more words here' if thinking else '' }}"
+        grown = [ask(chat_template_kwargs={"thinking": on})["usage"]["prompt_tokens"] for on in (False, True)]
+        assert grown[1] > grown[0]
+    finally:
+        templates.update(before)
+    for variables in ({"messages": []}, {"a": "x</s>"}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(chat_template_kwargs=variables)
+        assert caught.value.body["param"] == "chat_template_kwargs"
+
+
 @pytest.mark.parametrize("path", ["completions", "responses"])
 def test_bad_requests_of_the_other_endpoints(client, path):
     """/v1/completions and /v1/responses refuse wrong fields by name, too."""
     for body, param in (({}, path), ({"prompt": [], "input": []}, None),
                         ({"prompt": [[1, True]], "input": [{"type": "image"}]}, None),
                         ({"prompt": [99999], "input": [{"role": "x"}]}, None),
-                        ({"prompt": "x", "input": "x", "echo": True, "previous_response_id": "r"}, None)):  # fmt: skip
+                        ({"prompt": "x", "input": "x", "suffix": "y", "previous_response_id": "r"}, None)):  # fmt: skip
         with pytest.raises(openai.BadRequestError) as caught:
             client.post(f"/{path}", body=body, cast_to=object)
         assert caught.value.body["param"], (body, param)
@@ -426,7 +531,7 @@ def test_no_answer_has_advice_about_flags_or_files(client, engine, monkeypatch):
     for data in (b"{", b"[" * 200 + b"]" * 200, json.dumps({"messages": ASK, "n": 99}).encode()):
         ask(data)
     with monkeypatch.context() as patch:
-        patch.setattr("serving.requests.checked_grammar", partial(missing, "pip install llguidance"))
+        patch.setattr("serving.formats.checked_grammar", partial(missing, "pip install llguidance"))
         ask(json.dumps({"messages": ASK, "grammar": "x"}).encode())
         script(patch, engine, "some more text", gate=partial(missing, "--dtype bfloat16"))
         ask(chat)

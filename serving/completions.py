@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from serving.answers import Part, TokenInfo, ToolCall, timings, usage_counts
+from serving.answers import Part, TokenInfo, timings, usage_counts
 from serving.scheduler import Job
+from serving.tools import ToolCall
 from tokenizer import Tokenizer
 
 
@@ -145,7 +146,7 @@ class ChatWriter(ChunkWriter):
         answer = self.job.answers[index]
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
-            message["content"] = answer.text.strip() or None
+            message["content"] = answer.text or None
             message["tool_calls"] = [_call(call) for call in answer.calls]
         chosen = {"index": index, "message": message, "logprobs": None, "finish_reason": answer.finish}
         return chosen | self._logprobs(answer.tokens)

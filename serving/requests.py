@@ -10,6 +10,7 @@ from typing import Any
 from sampling_params import MAX_LOGPROBS
 from serving.fields import Fields, unsupported, wrong
 from serving.formats import read_constraint, refuse_unknown
+from serving.tools import read_tools
 from support.reader import parse_json
 
 MAX_CHOICES = 16  # answers that one request may ask for
@@ -30,7 +31,6 @@ SAME = {"repeat_penalty": "repetition_penalty"}  # llama.cpp's names for setting
 NO_LIMIT = ("n_predict", -1)  # how llama.cpp asks for an answer of any length
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TEXT_PARTS = ("text", "input_text", "output_text")
-TOOL_NAME = 64  # characters
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Ask:
     prompts: list[str | list[int]] = field(default_factory=list)  # of a completion
     tools: list[dict[str, Any]] = field(default_factory=list)  # as chat templates take them
     one_call: bool = False  # return the first tool call only
+    forced: bool = False  # the answer must be a call, which the grammar describes
     n: int = 1
     stream: bool = False
     include_usage: bool = False
@@ -77,7 +78,7 @@ def chat_ask(body: dict[str, Any]) -> Ask:
     fields.refuse("echo", (False,), "the answer has new text only.")
     fields.refuse("add_special_tokens", (False,), "the chat template writes them.")
     ask.variables = fields.get("chat_template_kwargs", dict, {})
-    _read_tools(ask, fields)
+    _take_tools(ask, fields)
     return ask
 
 
@@ -117,7 +118,7 @@ def response_ask(body: dict[str, Any]) -> Ask:
     fields.refuse("truncation", ("disabled",), "shorten the input.")
     if "message.output_text.logprobs" in fields.get("include", list, []) or fields.given("top_logprobs"):
         ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
-    _read_tools(ask, fields, flat=True)
+    _take_tools(ask, fields, flat=True)
     return ask
 
 
@@ -221,32 +222,21 @@ def _call(function: Fields, call_id: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": called}
 
 
-def _read_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:
-    """The tools, unless tool_choice switches them off. flat: as in `_tool`."""
-    tools = [_tool(tool, flat) for tool in fields.items("tools")]
-    choice = fields.values.get("tool_choice") or ("auto" if tools else "none")
-    if choice not in ("none", "auto"):
-        raise unsupported("tool_choice", "it must be none or auto.")
+def _take_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:
+    """The tools that may or must be called. flat: as in `read_tools`."""
     ask.one_call = not fields.get("parallel_tool_calls", bool, True)
-    if choice == "auto":
-        ask.tools = tools
+    ask.tools, grammar = read_tools(fields, flat)
+    force_call(ask, grammar)
 
 
-def _tool(fields: Fields, flat: bool) -> dict[str, Any]:
-    """A tool: {"type": "function", "function": {name, description, parameters}}.
-
-    flat: as /v1/responses has it, where the function's fields stand in the tool itself.
-    """
-    kind = fields.required("type", str)
-    if kind != "function":
-        raise unsupported(fields.name("type"), f"{kind!r:.40}; tools must be functions.")
-    function = fields if flat else fields.inner("function")
-    name = function.required("name", str)
-    if not 1 <= len(name) <= TOOL_NAME:
-        raise wrong(function.name("name"), f"has {len(name)} characters; allowed: 1 to {TOOL_NAME}")
-    described = {"name": name, "description": function.get("description", str, "")}
-    described["parameters"] = function.get("parameters", dict, {"type": "object", "properties": {}})
-    return {"type": "function", "function": described}
+def force_call(ask: Ask, grammar: str | None) -> None:
+    """Let the answer be a call that follows this grammar; None: any answer."""
+    ask.forced = grammar is not None
+    if grammar is None:
+        return
+    if "grammar" in ask.given or ask.ignore_eos:
+        raise wrong("tool_choice", "asks for a call, which does not go with another format or ignore_eos")
+    ask.given["grammar"] = grammar
 
 
 def _input_messages(fields: Fields) -> list[dict[str, Any]]:

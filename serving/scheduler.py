@@ -22,7 +22,9 @@ from sampling_params import SamplingParams, SettingError, with_suggestions
 from serving.answers import Answer, Event
 from serving.fields import BUSY, SERVER, ApiError, parse_object, unsupported, wrong
 from serving.requests import Ask, Parse
+from serving.tools import as_text
 from support.errors import one_line
+from tokenizer import TOOL_KEYS
 
 MB = 1 << 20
 CHARACTERS = 16  # for each token of the context; no tokenizer makes so few tokens of a longer text
@@ -73,7 +75,7 @@ class Job:
         self.queue_seconds = 0.0
         self.task: asyncio.Task[None] | None = None
         tools = {tool["function"]["name"] for tool in ask.tools}
-        for_all = engine.tokenizer, engine.stop_ids(params), tools, ask.one_call, ask.logprobs is not None
+        for_all = engine.tokenizer, engine.stop_ids(params), tools, ask.one_call, ask.logprobs is not None, ask.forced
         self.answers = [Answer(i, *for_all) for i in range(len(streams))]
         self._engine = engine
         self._max_seconds = max_seconds
@@ -245,9 +247,12 @@ def _prompts(engine: Engine, ask: Ask) -> list[Sequence[int]]:
             raise wrong(ask.source, "needs a chat template, and this model has none")
         with _blamed("chat_template_kwargs"):
             tokenizer.check_variables(ask.variables)
+        messages, tools = ask.messages, ask.tools
+        if not tokenizer.takes_tools and (tools or any(message.keys() & TOOL_KEYS for message in messages)):
+            messages, tools = as_text(messages, tools), []
         with _blamed("tools"):
-            tokenizer.check_tools([], ask.tools)
-        return [tokenizer.encode_chat(ask.messages, tools=ask.tools or None, variables=ask.variables)]
+            tokenizer.check_tools([], tools)
+        return [tokenizer.encode_chat(messages, tools=tools or None, variables=ask.variables)]
     except ValueError as error:
         raise wrong(ask.source, f"cannot be used: {one_line(error, notes=False)}") from None
 

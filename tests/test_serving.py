@@ -288,6 +288,61 @@ def test_calls_of_a_response(engine, client, monkeypatch):
     assert [item.type for item in one.output] == ["message", "function_call"]
 
 
+ADDER = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}},
+         "required": ["a"], "additionalProperties": False}}  # fmt: skip
+ADDERS = [{"type": "function", "function": ADDER}, *TOOLS]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_must_come_follows_the_tools_schema(client, stream):
+    """tool_choice that only asks the model, arguments that follow no schema, and a call that is streamed as text."""
+    pytest.importorskip("llguidance")
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice in ("required", named):
+        asked = dict(model="demo", messages=ASK, tools=ADDERS[:1], tool_choice=choice, temperature=1, seed=4)
+        answer = client.chat.completions.create(**asked, stream=stream)
+        if stream:
+            chunks = [chunk.choices[0] for chunk in answer]
+            assert not any(chunk.delta.content for chunk in chunks) and chunks[-1].finish_reason == "tool_calls"
+            call = next(chunk.delta.tool_calls[0] for chunk in chunks if chunk.delta.tool_calls)
+        else:
+            assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
+            (call,) = answer.choices[0].message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert call.function.name == "add" and list(arguments) == ["a"] and arguments["a"] <= 99
+    flat = {"type": "function", "name": "add"}
+    response = client.responses.create(
+        model="demo", input="x", tools=[ADDER | {"type": "function"}], tool_choice=flat, extra_body={"seed": 1}
+    )
+    assert [item.type for item in response.output] == ["function_call"]
+
+
+def test_a_stream_with_calls_has_the_text_of_the_whole_answer(engine, client, monkeypatch):
+    """Text between or after calls that only one of the two has, and white space that one of them drops."""
+    script(monkeypatch, engine, f" Let me see.\n{CALL}\nAnd {CALL} then.")
+    asked = dict(model="demo", messages=ASK, tools=TOOLS)
+    whole = client.chat.completions.create(**asked).choices[0].message.content
+    chunks = client.chat.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    asked = dict(model="demo", input="x", tools=[{"type": "function", **TOOLS[0]["function"]}])
+    whole = client.responses.create(**asked)
+    events = list(client.responses.create(**asked, stream=True))
+    last = events[-1].response
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert whole.output_text == last.output_text == deltas and "then." in deltas
+    assert [item.type for item in whole.output] == [item.type for item in last.output]
+    assert [e.output_index for e in events if e.type == "response.output_item.added"] == [0, 1, 2]
+
+
+def test_a_template_without_a_place_for_tools_gets_them_as_text(engine, client, monkeypatch):
+    """Tools that a template drops without a word, so that the model never hears of them."""
+    monkeypatch.setattr(engine.tokenizer, "_template", "vicuna")
+    monkeypatch.setattr(engine.tokenizer, "chat_template_source", "built-in vicuna")
+    made = script(monkeypatch, engine, CALL)
+    answer = client.chat.completions.create(model="demo", messages=ASK, tools=ADDERS)
+    assert answer.choices[0].message.tool_calls[0].function.name == "add" and made
+
+
 # ------------------------------------------------------------------ errors
 
 
@@ -329,7 +384,19 @@ def test_calls_of_a_response(engine, client, monkeypatch):
             "grammar",
             "does not go with response_format",
         ),
-        ({"messages": ASK, "tools": TOOLS, "tool_choice": "required"}, "tool_choice", "none or auto"),
+        ({"messages": ASK, "tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"messages": ASK, "tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "must be an object"),
+        (
+            {"messages": ASK, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            "tool_choice.function.name",
+            "none of the tools",
+        ),
+        (
+            {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "grammar": "start: /a/"},
+            "tool_choice",
+            "does not go with",
+        ),
+        ({"messages": ASK, "tools": [{"type": "function", "function": {"name": "a</s>"}}]}, "tools", "control token"),
         ({"messages": ASK, "tools": [{"type": "web_search"}]}, "tools[0].type", "must be functions"),
         ({"messages": ASK, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"messages": ASK, "functions": [{"name": "f"}]}, "functions", "use tools"),

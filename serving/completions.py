@@ -8,9 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from serving.answers import Part, TokenInfo, timings, usage_counts
+from serving.answers import Part, TokenInfo, ToolCall, timings, usage_counts
 from serving.scheduler import Job
-from serving.tools import ToolCall
 from tokenizer import Tokenizer
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from runtime.grammar import checked_grammar
 from sampling_params import MAX_LOGPROBS
-from serving.fields import Fields, unsupported, wrong
-from serving.formats import read_constraint, refuse_unknown
-from serving.tools import read_tools
+from serving.fields import Fields, grammar_of, quoted, read_constraint, refuse_unknown, unsupported, wrong
 from support.reader import parse_json
 
 MAX_CHOICES = 16  # answers that one request may ask for
@@ -30,6 +30,8 @@ SETTINGS = {
 SAME = {"repeat_penalty": "repetition_penalty"}  # llama.cpp's names for settings
 NO_LIMIT = ("n_predict", -1)  # how llama.cpp asks for an answer of any length
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+TOOL_NAME = 64  # characters
+NO_PARAMETERS = {"type": "object", "properties": {}}
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -222,23 +224,6 @@ def _call(function: Fields, call_id: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": called}
 
 
-def _take_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:
-    """The tools that may or must be called. flat: as in `read_tools`."""
-    ask.one_call = not fields.get("parallel_tool_calls", bool, True)
-    ask.tools, grammar = read_tools(fields, flat)
-    force_call(ask, grammar)
-
-
-def force_call(ask: Ask, grammar: str | None) -> None:
-    """Let the answer be a call that follows this grammar; None: any answer."""
-    ask.forced = grammar is not None
-    if grammar is None:
-        return
-    if "grammar" in ask.given or ask.ignore_eos:
-        raise wrong("tool_choice", "asks for a call, which does not go with another format or ignore_eos")
-    ask.given["grammar"] = grammar
-
-
 def _input_messages(fields: Fields) -> list[dict[str, Any]]:
     """The messages that the instructions and the input of /v1/responses stand for."""
     instructions, given = fields.get("instructions", str), fields.values.get("input")
@@ -265,3 +250,83 @@ def _input_messages(fields: Fields) -> list[dict[str, Any]]:
     if not messages:
         raise wrong("input", "has no messages")
     return messages
+
+
+# ------------------------------------------------------------------ the tools of a request
+
+
+class Tools(NamedTuple):
+    """The tools that may be called, as chat templates take them, and the grammar of a call that must come."""
+
+    described: list[dict[str, Any]]
+    grammar: str | None
+
+
+def read_tools(fields: Fields, flat: bool = False) -> Tools:
+    """The tools that tool_choice leaves.
+
+    flat: as /v1/responses has them, where a function's fields stand in the tool itself.
+    """
+    tools = [_tool(tool, flat) for tool in fields.items("tools")]
+    names = [tool["function"]["name"] for tool in tools]
+    choice = fields.values.get("tool_choice") or ("auto" if tools else "none")
+    if choice in ("none", "auto"):
+        return Tools(tools if choice == "auto" else [], None)
+    if choice != "required":
+        named = fields.inner("tool_choice")
+        if (kind := named.required("type", str)) != "function":
+            raise unsupported(named.name("type"), f"{kind!r:.40}; allowed: function.")
+        holder = named if flat else named.inner("function")
+        name = holder.required("name", str)
+        if name not in names:
+            raise wrong(holder.name("name"), f"is {name!r:.80}, which is none of the tools")
+        tools = [tools[names.index(name)]]
+    if not tools:
+        raise wrong("tool_choice", "is required, and there are no tools")
+    return Tools(tools, call_grammar([tool["function"] for tool in tools]))
+
+
+def _tool(fields: Fields, flat: bool) -> dict[str, Any]:
+    """A tool: {"type": "function", "function": {name, description, parameters}}."""
+    kind = fields.required("type", str)
+    if kind != "function":
+        raise unsupported(fields.name("type"), f"{kind!r:.40}; tools must be functions.")
+    return tool_of(fields if flat else fields.inner("function"), "parameters")
+
+
+def tool_of(function: Fields, parameters: str) -> dict[str, Any]:
+    """A tool as chat templates take it. parameters: the name of the field with the schema of its arguments."""
+    name = function.required("name", str)
+    if not 1 <= len(name) <= TOOL_NAME:
+        raise wrong(function.name("name"), f"has {len(name)} characters; allowed: 1 to {TOOL_NAME}")
+    described = {"name": name, "description": function.get("description", str, "")}
+    described["parameters"] = function.get(parameters, dict, NO_PARAMETERS)
+    return {"type": "function", "function": described}
+
+
+def call_grammar(functions: Sequence[dict[str, Any]]) -> str:
+    """The grammar of one call of one of these functions, whose arguments follow its schema."""
+    rules = [f"start: {' | '.join(f'call{i}' for i in range(len(functions)))}"]
+    for i, function in enumerate(functions):
+        begin = f'{{"name":{quoted(function["name"])},"arguments":'
+        # compact, as everywhere: a model could otherwise write white space for ever
+        schema = json.dumps(function["parameters"] | {"x-guidance": {"whitespace_flexible": False}})
+        rules += [f'call{i}: {quoted(begin)} arguments{i} "}}"', f"arguments{i}: %json {schema}"]
+    return grammar_of("tools", checked_grammar, "\n".join(rules))
+
+
+def _take_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:
+    """The tools that may or must be called. flat: as in `read_tools`."""
+    ask.one_call = not fields.get("parallel_tool_calls", bool, True)
+    ask.tools, grammar = read_tools(fields, flat)
+    force_call(ask, grammar)
+
+
+def force_call(ask: Ask, grammar: str | None) -> None:
+    """Let the answer be a call that follows this grammar; None: any answer."""
+    ask.forced = grammar is not None
+    if grammar is None:
+        return
+    if "grammar" in ask.given or ask.ignore_eos:
+        raise wrong("tool_choice", "asks for a call, which does not go with another format or ignore_eos")
+    ask.given["grammar"] = grammar

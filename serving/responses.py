@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from serving.answers import Part, TokenInfo, usage_counts
+from serving.answers import Part, TokenInfo, ToolCall, usage_counts
 from serving.completions import Message, Writer, new_id
 from serving.scheduler import Job
-from serving.tools import ToolCall
 from tokenizer import Tokenizer
 
 REPEATED = ("instructions", "metadata", "tools", "user")  # fields of the request that the response repeats

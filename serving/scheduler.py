@@ -19,10 +19,9 @@ from ranks import RankLost
 from runtime.grammar import GrammarError
 from runtime.results import GenerationResult, Stream
 from sampling_params import SamplingParams, SettingError, with_suggestions
-from serving.answers import Answer, Event
+from serving.answers import Answer, Event, as_text
 from serving.fields import BUSY, SERVER, ApiError, parse_object, unsupported, wrong
 from serving.requests import Ask, Parse
-from serving.tools import as_text
 from support.errors import one_line
 from tokenizer import TOOL_KEYS
 

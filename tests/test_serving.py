@@ -23,8 +23,7 @@ from tiny import definitions, rules  # noqa: E402
 from generate import load  # noqa: E402
 from runtime.prompt_cache import PromptCache  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
-from serving.fields import Fields  # noqa: E402
-from serving.formats import NOT_HERE  # noqa: E402
+from serving.fields import NOT_HERE, Fields  # noqa: E402
 from support.errors import UsageError, advised  # noqa: E402
 
 ASK = [{"role": "user", "content": "def f(x):"}]
@@ -598,7 +597,7 @@ def test_no_answer_has_advice_about_flags_or_files(client, engine, monkeypatch):
     for data in (b"{", b"[" * 200 + b"]" * 200, json.dumps({"messages": ASK, "n": 99}).encode()):
         ask(data)
     with monkeypatch.context() as patch:
-        patch.setattr("serving.formats.checked_grammar", partial(missing, "pip install llguidance"))
+        patch.setattr("serving.fields.checked_grammar", partial(missing, "pip install llguidance"))
         ask(json.dumps({"messages": ASK, "grammar": "x"}).encode())
         script(patch, engine, "some more text", gate=partial(missing, "--dtype bfloat16"))
         ask(chat)

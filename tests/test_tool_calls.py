@@ -9,8 +9,7 @@ import pytest
 
 from options import DEMO
 from runtime.results import Chunk, GenerationResult
-from serving.answers import Answer, Event
-from serving.tools import HERMES, LLAMA, MISTRAL, ToolCallParser, as_text, tool_format
+from serving.answers import HERMES, LLAMA, MISTRAL, Answer, Event, ToolCallParser, as_text, tool_format
 from tokenizer import load_tokenizer
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": "x</y"}}'

@@ -311,7 +311,12 @@ class Tokenizer:
 
     def template_writes(self, text: str) -> bool:
         """Whether the model's chat template in use holds a text, such as the name of a variable or of a tag."""
-        return text in self.chat_templates.get(self._template, "")
+        return text in self.chat_template
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the template in use; "" for a built-in one or none."""
+        return self.chat_templates.get(self._template, "")
 
     @property
     def takes_tools(self) -> bool:

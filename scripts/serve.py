@@ -4,9 +4,8 @@
     python -m scripts.serve --checkpoint DIR --eagle HEAD --compile
     EAGLET_API_KEY=secret python -m scripts.serve --checkpoint DIR --host 0.0.0.0 --port 8080
 
-http://127.0.0.1:8000/ is a chat in the browser. Endpoints: /v1/chat/completions, /v1/completions, /v1/responses,
-/v1/models, /health, /metrics. docs/server.md describes them, every limit and every error. Requests run one after
-another on one engine. SIGTERM and Ctrl-C let the requests under way end.
+http://127.0.0.1:8000/ is a chat in the browser. docs/server.md describes all endpoints, every limit and every error.
+Requests run one after another on one engine. SIGTERM and Ctrl-C let the requests under way end.
 """
 
 from __future__ import annotations
@@ -36,7 +35,12 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
     add("--port", type=at_least(0), default=8000, metavar="N", help="port (default: 8000); 0: any free one")
-    add("--api-key", metavar="KEY", help=f"the key that clients must send (default: ${KEY_VARIABLE}, or else none)")
+    add("--api-key", metavar="KEY", action="append",
+        help=f"the key that clients must send; may be repeated (default: ${KEY_VARIABLE}, or else none)")  # fmt: skip
+    add("--cors-origin", metavar="ORIGIN", action="append", default=[],
+        help="a site whose pages may use this server, such as https://example.org; *: all; may be repeated")  # fmt: skip
+    add("--allowed-host", metavar="NAME", action="append", default=[],
+        help="a further name of this server where no key is set, such as a container's; may be repeated")  # fmt: skip
     add("--model-name", metavar="NAME", help="what the API calls the model (default: the name of its folder or file)")
     add("--template", metavar="NAME", help="chat template: vicuna, llama-2-chat, mixtral, or one of the model's")
     add("-q", "--quiet", action="store_true", help="no line for each request")
@@ -96,8 +100,8 @@ def run(args: argparse.Namespace) -> int:
         engine.keep_prompts(PromptCache(*limits, folder, args.keep_prompt_cache))
     engine.warm_up()
     api = Api(engine, settings, (lambda line: None) if args.quiet else report.line)
-    if settings.api_key and not (args.api_key or os.environ.get(KEY_VARIABLE)):
-        report.line(f"key     {settings.api_key}   (made for this run; --api-key or ${KEY_VARIABLE} sets one)")
+    if settings.api_keys and not (args.api_key or os.environ.get(KEY_VARIABLE)):
+        report.line(f"key     {settings.api_keys[0]}   (made for this run; --api-key or ${KEY_VARIABLE} sets one)")
     sock.listen()  # whoever reads the next line may connect at once
     host, port = sock.getsockname()[:2]
     report.line(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/v1   model {settings.model}")
@@ -113,10 +117,12 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     from serving.server import is_loopback
 
     loopback = is_loopback(args.host)
-    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    keys = args.api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
     return ServeSettings(
         model=args.model_name or Path(args.checkpoint).resolve().name,
-        api_key=key or (None if loopback else secrets.token_urlsafe(24)),
+        api_keys=tuple(keys or ([] if loopback else [secrets.token_urlsafe(24)])),
+        cors_origins=tuple(args.cors_origin),
+        allowed_hosts=tuple(args.allowed_host),
         loopback=loopback,
         max_queue=args.max_queue,
         max_body=args.max_body_mb * MB,

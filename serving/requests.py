@@ -57,6 +57,12 @@ class Ask:
     source: str = "messages"  # the field that holds the prompt
     raw: dict[str, Any] = field(default_factory=dict)  # the request itself, for what an answer repeats
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the answer goes on from a last message of the assistant."""
+        last = self.messages[-1] if self.messages else {}
+        return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
+
 
 Parse = Callable[[dict[str, Any]], Ask]
 
@@ -79,6 +85,11 @@ def chat_ask(body: dict[str, Any]) -> Ask:
     fields.refuse("audio", (), "this server has text only.")
     fields.refuse("echo", (False,), "the answer has new text only.")
     fields.refuse("add_special_tokens", (False,), "the chat template writes them.")
+    goes_on = ask.goes_on
+    fields.refuse(
+        "add_generation_prompt", (not goes_on,), "an answer begins, or a last message of the assistant goes on."
+    )
+    fields.refuse("continue_final_message", (goes_on,), "a last message of the assistant goes on, and no other one.")
     ask.variables = fields.get("chat_template_kwargs", dict, {})
     _take_tools(ask, fields)
     return ask
@@ -90,7 +101,7 @@ def completion_ask(body: dict[str, Any]) -> Ask:
     ask = _common(fields, "max_tokens")
     ask.given.setdefault("max_new_tokens", COMPLETION_TOKENS)
     ask.source = "prompt"
-    ask.prompts = _prompts(body.get("prompt"))
+    ask.prompts = text_prompts(body.get("prompt"), "prompt")
     if ask.n * len(ask.prompts) > MAX_CHOICES:
         raise wrong("n", f"and prompt ask for {ask.n * len(ask.prompts)} answers; allowed: at most {MAX_CHOICES}")
     if fields.given("logprobs"):
@@ -165,8 +176,8 @@ def _common(fields: Fields, *limits: str, flat: bool = False) -> Ask:
     )
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
-    """The prompts of a completion: a text, token ids, or a list of one of these."""
+def text_prompts(value: Any, name: str) -> list[str | list[int]]:
+    """The prompts in a field of this name: a text, token ids, or a list of one of these."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -176,7 +187,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
             return value
         if all(isinstance(item, list) and all(isinstance(i, int) for i in item) for item in value):
             return value
-    raise wrong("prompt", "must be a text, a list of token ids, or a list of texts or of such lists, and not empty")
+    raise wrong(name, "must be a text, a list of token ids, or a list of texts or of such lists, and not empty")
 
 
 # ------------------------------------------------------------------ messages and tools, as chat templates take them

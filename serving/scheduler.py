@@ -39,7 +39,9 @@ class ServeSettings:
     """Everything that `python -m scripts.serve` decides about the server, apart from the engine."""
 
     model: str = "model"  # what the API calls the model
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()  # a client must send one of these; empty: none is needed
+    cors_origins: tuple[str, ...] = ()  # pages of these sites may use the server; "*": of all sites
+    allowed_hosts: tuple[str, ...] = ()  # names under which a server without a key answers, beside the local ones
     loopback: bool = True  # whether only this machine can reach the server
     max_queue: int = 8  # requests that may wait for the one that runs
     max_body: int = 2 * MB  # bytes of a request
@@ -201,7 +203,7 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
     This takes a while, so it runs off the event loop.
     """
     ask = parse(parse_object(body))
-    prompts = _prompts(engine, ask)
+    prompts = prompts_of(engine, ask)
     given = {"seed": secrets.randbits(32)} | settings.defaults | ask.given
     if ask.logprobs is not None:
         given["logprobs"] = ask.logprobs
@@ -229,16 +231,15 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
     return Job(loop, engine, ask, params, streams, settings.max_seconds)
 
 
-def _prompts(engine: Engine, ask: Ask) -> list[Sequence[int]]:
+def prompts_of(engine: Engine, ask: Ask) -> list[Sequence[int]]:
     """The ids of every prompt."""
     tokenizer = engine.tokenizer
     texts = [m["content"] for m in ask.messages] + [text for text in ask.prompts if isinstance(text, str)]
     if tokenizer is None and texts:
         raise wrong(ask.source, "is text, and this model has no tokenizer; send token ids to /v1/completions")
     longest = max(map(len, texts), default=0)
-    if longest > CHARACTERS * engine.ctx:
-        why = f"far more than the context of {engine.ctx:,} tokens holds"
-        raise _too_long(ask, f"{ask.source} has a text of {longest:,} characters, {why}")
+    if why := why_too_long(longest, engine.ctx):
+        raise _too_long(ask, f"{ask.source} {why}")
     try:
         if not ask.messages:
             return [tokenizer.encode(p) if isinstance(p, str) else p for p in ask.prompts]
@@ -251,9 +252,18 @@ def _prompts(engine: Engine, ask: Ask) -> list[Sequence[int]]:
             messages, tools = as_text(messages, tools), []
         with _blamed("tools"):
             tokenizer.check_tools([], tools)
-        return [tokenizer.encode_chat(messages, tools=tools or None, variables=ask.variables)]
+        begun = messages[-1]["content"] if ask.goes_on else ""
+        ids = tokenizer.encode_chat(messages[: -1 if begun else None], tools=tools or None, variables=ask.variables)
+        return [ids + tokenizer.encode(begun, continuation=True) if begun else ids]
     except ValueError as error:
         raise wrong(ask.source, f"cannot be used: {one_line(error, notes=False)}") from None
+
+
+def why_too_long(characters: int, ctx: int) -> str:
+    """Why a text of so many characters is not even encoded; "" if it may fit."""
+    if characters <= CHARACTERS * ctx:
+        return ""
+    return f"has a text of {characters:,} characters, far more than the context of {ctx:,} tokens holds"
 
 
 @contextlib.contextmanager

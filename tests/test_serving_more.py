@@ -1,0 +1,149 @@
+"""The server's endpoints beside chats and completions, who may use it, and what happens when the context is full."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+import torch
+
+pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
+pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
+httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
+
+from serving_kit import instruct_folder, running  # noqa: E402
+
+from generate import load  # noqa: E402
+from sampling import SamplingParams  # noqa: E402
+from scripts import serve  # noqa: E402
+
+ASK = [{"role": "user", "content": "def f(x):"}]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return load(instruct_folder(tmp_path_factory.mktemp("instruct")), drafter="ngram", device="cpu", threads=1, ctx=512)
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with running(engine) as server:
+        yield server
+
+
+def post(server, path: str, **body):
+    """The answer to a request, and its status."""
+    answer = httpx.post(server.address + path, json=body, timeout=60)
+    return answer.json(), answer.status_code
+
+
+def refused(answer, param: str, status: int = 400) -> str:
+    """Check that an answer is an error about a field. Returns its message."""
+    body, got = answer
+    assert got == status and body["error"]["param"] == param, body
+    return body["error"]["message"]
+
+
+def test_ids_and_texts(engine, server):
+    """Ids that are not the engine's own, a control token that a user's text can write, a text that does not come back."""
+    text = "def f(x): \u00e4</s>"
+    ids = engine.tokenizer.encode(text, add_bos=False)
+    assert post(server, "/tokenize", content=text)[0] == {"tokens": ids}
+    assert post(server, "/tokenize", content=text, add_special=True)[0]["tokens"] == engine.tokenizer.encode(text)
+    pieces = post(server, "/tokenize", content=text, with_pieces=True)[0]["tokens"]
+    assert [token["id"] for token in pieces] == ids and not set(ids) & engine.tokenizer.special_ids
+    assert post(server, "/detokenize", tokens=ids)[0]["content"].strip() == text
+    refused(post(server, "/tokenize", content=text, parse_special=True), "parse_special")
+    refused(post(server, "/tokenize", content="x" * 20_000), "content")
+    refused(post(server, "/tokenize"), "content")
+    refused(post(server, "/detokenize", tokens=["a"]), "tokens")
+
+
+def test_the_prompt_of_a_chat_and_the_facts(engine, server):
+    """A prompt other than that of /v1/chat/completions, and a context that clients cannot learn."""
+    prompt = post(server, "/apply-template", messages=ASK)[0]["prompt"]
+    assert prompt.endswith("<user>def f(x):<assistant>")
+    facts = httpx.get(f"{server.address}/props").json()
+    assert facts["default_generation_settings"]["n_ctx"] == 512 and "<tool_call>" in facts["chat_template"]
+    assert facts["total_slots"] == 1
+    refused(post(server, "/apply-template", messages=[]), "messages")
+
+
+def test_a_last_message_of_the_assistant_is_continued(engine, server):
+    """An answer that begins anew behind what the client wrote for the model, or that repeats it."""
+    begun = [*ASK, {"role": "assistant", "content": "    return x"}]
+    ids = engine.tokenizer.encode_chat(ASK) + engine.tokenizer.encode("    return x", continuation=True)
+    text = engine.generate(ids, SamplingParams(max_new_tokens=8)).run()[0].text
+    answer = post(server, "/v1/chat/completions", messages=begun, max_tokens=8, continue_final_message=True)[0]
+    assert answer["choices"][0]["message"]["content"] == text and answer["usage"]["prompt_tokens"] == len(ids)
+    asked = dict(messages=begun, max_tokens=8)
+    refused(post(server, "/v1/chat/completions", **asked, continue_final_message=False), "continue_final_message")
+    refused(post(server, "/v1/chat/completions", **asked, add_generation_prompt=True), "add_generation_prompt")
+
+
+def test_embeddings_are_the_mean_of_the_last_hidden_states(engine, server):
+    """A vector that depends on the batch or on padding, whose length is not 1, or that spoils a chat's caches."""
+    texts = ["def main():\n", "import os\n" * 150]
+    before = post(server, "/v1/completions", prompt=texts[0])[0]["choices"]
+    body = post(server, "/v1/embeddings", input=texts)[0]
+    vectors = [torch.tensor(entry["embedding"]) for entry in body["data"]]
+    assert [entry["index"] for entry in body["data"]] == [0, 1] and body["usage"]["prompt_tokens"] > 256
+    for text, vector in zip(texts, vectors, strict=True):
+        ids = engine.tokenizer.encode(text)
+        with torch.inference_mode():
+            hidden = engine.model.forward_train(torch.tensor([ids]))[0][0].float().mean(0)
+        assert abs(float(vector.norm()) - 1) < 1e-5
+        assert float(torch.nn.functional.cosine_similarity(vector, hidden, dim=0)) > 0.999
+    coded = post(server, "/v1/embeddings", input=texts[0], encoding_format="base64")[0]["data"][0]["embedding"]
+    alone = torch.frombuffer(bytearray(base64.b64decode(coded)), dtype=torch.float32)
+    assert torch.equal(alone, vectors[0])
+    assert post(server, "/v1/completions", prompt=texts[0])[0]["choices"] == before
+    refused(post(server, "/v1/embeddings", input=[]), "input")
+    refused(post(server, "/v1/embeddings", input=[[99999]]), "input")
+    refused(post(server, "/v1/embeddings", input=[""] * 257), "input")
+    refused(post(server, "/v1/embeddings", input="x", dimensions=3), "dimensions")
+    refused(post(server, "/v1/embeddings", input="x", encoding_format="text"), "encoding_format")
+
+
+def test_what_does_not_exist_is_told_what_does(server):
+    """A 404 or 405 that leaves a client guessing."""
+    body = httpx.get(f"{server.address}/v1/nothing").json()["error"]
+    assert (
+        body["code"] == "unknown_url" and "/v1/chat/completions" in body["message"] and "/tokenize" in body["message"]
+    )
+    body = httpx.get(f"{server.address}/v1/completions").json()["error"]
+    assert body["code"] == "method_not_allowed" and "allowed: POST" in body["message"]
+
+
+def test_listed_sites_and_names_and_every_key_may_use_the_server(engine):
+    """A listed site whose page gets no answer, a container's name that is refused, a second key that is wrong."""
+    site = "https://app.example"
+    with running(engine, cors_origins=(site,), allowed_hosts=("box",)) as server:
+        url = f"{server.address}/v1/models"
+        answer = httpx.get(url, headers={"origin": site, "host": "box:8000"})
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == site
+        asked = httpx.options(url, headers={"origin": site, "access-control-request-method": "POST"})
+        assert asked.status_code == 204 and "Authorization" in asked.headers["access-control-allow-headers"]
+        assert httpx.get(url, headers={"origin": "https://other.example"}).status_code == 403
+        assert "access-control-allow-origin" not in httpx.get(url).headers
+        assert httpx.get(url, headers={"host": "other:8000"}).status_code == 403
+    with running(engine, api_keys=("a", "b"), cors_origins=("*",)) as server:
+        url = f"{server.address}/v1/models"
+        for headers in ({"authorization": "Bearer a"}, {"authorization": "Bearer b"}, {"x-api-key": "b"}):
+            assert httpx.get(url, headers=headers).status_code == 200
+        assert httpx.get(url, headers={"x-api-key": "c", "origin": site}).status_code == 401
+        assert httpx.options(url, headers={"origin": site}).status_code == 204
+    args = serve.build_parser().parse_args("--api-key a --api-key b --cors-origin * --allowed-host box".split())
+    made = serve.settings_of(args)
+    assert made.api_keys == ("a", "b") and made.cors_origins == ("*",) and made.allowed_hosts == ("box",)
+
+
+def test_times_are_histograms(server):
+    """Buckets that do not add up, and times of requests that made nothing."""
+    post(server, "/v1/completions", prompt="x", max_tokens=4)
+    server.idle()
+    text = httpx.get(f"{server.address}/metrics").text
+    for name in ("queue_seconds", "time_to_first_token_seconds", "time_between_tokens_seconds"):
+        times = server.api.metrics.times[name]
+        assert times.number > 0 and times.counts == sorted(times.counts) and times.counts[-1] <= times.number
+        assert f'eaglet_{name}_bucket{{le="+Inf"}} {times.number}\n' in text and f"eaglet_{name}_sum" in text

@@ -29,6 +29,7 @@ from runtime.results import GenerationResult
 from serving.completions import ChatWriter, CompletionWriter, Writer
 from serving.extras import SMALL, Deed, embeddings, properties
 from serving.fields import FORBIDDEN, SERVER, ApiError, parse_object
+from serving.messages import MessageWriter, message_ask
 from serving.requests import Parse, chat_ask, completion_ask, response_ask
 from serving.responses import ResponseWriter
 from serving.scheduler import Scheduler, ServeSettings, prepare
@@ -55,7 +56,7 @@ ABOUT = {
     "prompt_cache_hits_total": "counter: requests that went on from one of them",
 }
 READING = ("/", "/health", "/metrics", "/props", "/v1/models")
-ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 PATHS = (*READING, *ANSWERING, *SMALL)
 TIMES = {
     "queue_seconds": "time that a request waited",
@@ -181,6 +182,7 @@ class Api:
             post("/v1/chat/completions", chat_ask, ChatWriter),
             post("/v1/completions", completion_ask, CompletionWriter),
             post("/v1/responses", response_ask, ResponseWriter),
+            post("/v1/messages", message_ask, MessageWriter),
             Route("/", self.chat),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from serving.answers import Part, TokenInfo, ToolCall, timings, usage_counts
+from serving.fields import ApiError
 from serving.scheduler import Job
 from tokenizer import Tokenizer
 
@@ -58,6 +59,10 @@ class Writer:
     def whole(self) -> dict[str, Any]:
         """The answer of a request that does not stream."""
         raise NotImplementedError
+
+    def error(self, error: ApiError) -> Message:
+        """What a stream says when it cannot go on."""
+        return Message(error.body())
 
     def timings(self) -> dict[str, Any]:
         """The figures of the request."""

@@ -12,6 +12,7 @@ from engine import Engine
 from model import chain_ancestors
 from runtime.lease import Lease
 from serving.fields import ApiError, Fields, wrong
+from serving.messages import count_tokens
 from serving.requests import Ask, chat_ask, text_prompts
 from serving.scheduler import ServeSettings, prompts_of, why_too_long
 from tokenizer import Tokenizer
@@ -127,4 +128,5 @@ SMALL: dict[str, Deed] = {
     "/detokenize": detokenize,
     "/apply-template": apply_template,
     "/v1/embeddings": embeddings,
+    "/v1/messages/count_tokens": count_tokens,
 }

@@ -49,7 +49,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The error object."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"type": "error", "error": error}  # the first field is Anthropic's
 
 
 def wrong(param: str, why: str) -> ApiError:

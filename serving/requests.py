@@ -70,7 +70,7 @@ Parse = Callable[[dict[str, Any]], Ask]
 def chat_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/chat/completions."""
     fields = Fields(body)
-    ask = _common(fields, "max_completion_tokens", "max_tokens")
+    ask = common(fields, "max_completion_tokens", "max_tokens")
     fields.required("messages", list)
     ask.messages = [_message(message) for message in fields.items("messages")]
     if not ask.messages:
@@ -98,7 +98,7 @@ def chat_ask(body: dict[str, Any]) -> Ask:
 def completion_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/completions."""
     fields = Fields(body)
-    ask = _common(fields, "max_tokens")
+    ask = common(fields, "max_tokens")
     ask.given.setdefault("max_new_tokens", COMPLETION_TOKENS)
     ask.source = "prompt"
     ask.prompts = text_prompts(body.get("prompt"), "prompt")
@@ -118,7 +118,7 @@ def completion_ask(body: dict[str, Any]) -> Ask:
 def response_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/responses."""
     fields = Fields(body)
-    ask = _common(fields, "max_output_tokens", flat=True)
+    ask = common(fields, "max_output_tokens", flat=True)
     ask.n = 1
     if ask.steps:
         raise unsupported("eaglet.steps", "use /v1/chat/completions or /v1/completions.")
@@ -135,7 +135,7 @@ def response_ask(body: dict[str, Any]) -> Ask:
     return ask
 
 
-def _common(fields: Fields, *limits: str, flat: bool = False) -> Ask:
+def common(fields: Fields, *limits: str, flat: bool = False) -> Ask:
     """What all endpoints share.
 
     limits: the names of the token limit, the first one that is given counts. flat: as /v1/responses has its fields.
@@ -279,19 +279,24 @@ def read_tools(fields: Fields, flat: bool = False) -> Tools:
     flat: as /v1/responses has them, where a function's fields stand in the tool itself.
     """
     tools = [_tool(tool, flat) for tool in fields.items("tools")]
-    names = [tool["function"]["name"] for tool in tools]
-    choice = fields.values.get("tool_choice") or ("auto" if tools else "none")
-    if choice in ("none", "auto"):
-        return Tools(tools if choice == "auto" else [], None)
+    choice = fields.values.get("tool_choice") or "auto"
+    if choice in ("none", "auto", "required"):
+        return chosen_tools(tools, choice)
+    named = fields.inner("tool_choice")
+    if (kind := named.required("type", str)) != "function":
+        raise unsupported(named.name("type"), f"{kind!r:.40}; allowed: function.")
+    holder = named if flat else named.inner("function")
+    return chosen_tools(tools, "required", holder.required("name", str), holder.name("name"))
+
+
+def chosen_tools(tools: list[dict[str, Any]], choice: str, name: str | None = None, where: str = "") -> Tools:
+    """The tools that a choice (none, auto, required) leaves. name, where: of the only one left, and its field."""
     if choice != "required":
-        named = fields.inner("tool_choice")
-        if (kind := named.required("type", str)) != "function":
-            raise unsupported(named.name("type"), f"{kind!r:.40}; allowed: function.")
-        holder = named if flat else named.inner("function")
-        name = holder.required("name", str)
-        if name not in names:
-            raise wrong(holder.name("name"), f"is {name!r:.80}, which is none of the tools")
-        tools = [tools[names.index(name)]]
+        return Tools(tools if choice == "auto" else [], None)
+    if name is not None:
+        tools = [tool for tool in tools if tool["function"]["name"] == name][:1]
+        if not tools:
+            raise wrong(where, f"is {name!r:.80}, which is none of the tools")
     if not tools:
         raise wrong("tool_choice", "is required, and there are no tools")
     return Tools(tools, call_grammar([tool["function"] for tool in tools]))

@@ -11,7 +11,7 @@ pytest.importorskip("starlette", reason="the server needs starlette (requirement
 pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
 httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
 
-from serving_kit import instruct_folder, running  # noqa: E402
+from serving_kit import instruct_folder, running, script  # noqa: E402
 
 from generate import load  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
@@ -103,6 +103,83 @@ def test_embeddings_are_the_mean_of_the_last_hidden_states(engine, server):
     refused(post(server, "/v1/embeddings", input=[""] * 257), "input")
     refused(post(server, "/v1/embeddings", input="x", dimensions=3), "dimensions")
     refused(post(server, "/v1/embeddings", input="x", encoding_format="text"), "encoding_format")
+
+
+@pytest.fixture
+def claude(server):
+    anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed (pip install anthropic)")
+    with anthropic.Anthropic(base_url=server.address, api_key="none", max_retries=0) as client:
+        yield client
+
+
+TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}},
+        "required": ["a"], "additionalProperties": False}}  # fmt: skip
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def test_messages_give_the_engines_own_answer(engine, claude):
+    """Anthropic's client: another text than the engine's, in a stream or whole, a wrong reason to stop, a wrong count."""
+    system = {"role": "system", "content": "Be brief."}
+    prompt = engine.tokenizer.encode_chat([system, *ASK])
+    text = engine.generate(prompt, SamplingParams(max_new_tokens=12)).run()[0].text
+    asked = dict(model="demo", max_tokens=12, messages=ASK, system="Be brief.")
+    whole = claude.messages.create(**asked)
+    assert whole.content[0].text == text and whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 12
+    assert whole.usage.input_tokens + whole.usage.cache_read_input_tokens == len(prompt)
+    with claude.messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == text
+        final = stream.get_final_message()
+    assert final.content[0].text == text and final.stop_reason == "max_tokens" and final.usage.output_tokens == 12
+    stop = text[4:7]
+    ended = claude.messages.create(**asked, stop_sequences=["never", stop])
+    assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", stop)
+    counted = claude.messages.count_tokens(model="demo", messages=ASK, system=[{"type": "text", "text": "Be brief."}])
+    assert counted.input_tokens == len(prompt)
+
+
+def test_messages_with_tools(engine, claude, monkeypatch):
+    """Calls that are lost between blocks, results that the template never sees, and a forced call that is none."""
+    pytest.importorskip("llguidance")
+    asked = dict(model="demo", max_tokens=60, messages=ASK, tools=[TOOL])
+    for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
+        (block,) = claude.messages.create(**asked, tool_choice=choice).content
+        assert block.type == "tool_use" and list(block.input) == ["a"]
+    blocks = [{"type": "text", "text": "Well."}, {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}]
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "42"}]}
+    turns = [*ASK, {"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
+    with monkeypatch.context() as patch:
+        made = script(patch, engine, f"Let me see.\n{CALL}\n{CALL}")
+        whole = claude.messages.create(**asked | {"messages": turns})
+        with claude.messages.stream(**asked | {"messages": turns}) as stream:
+            final = stream.get_final_message()
+        assert made[0].result.prompt_tokens == made[1].result.prompt_tokens > 60
+    for answer in (whole, final):
+        assert [block.type for block in answer.content] == ["text", "tool_use", "tool_use"]
+        assert answer.content[1].input == {"a": 1} and answer.stop_reason == "tool_use"
+    assert whole.content[0].text == final.content[0].text
+
+
+def test_bad_messages_are_errors_of_anthropics_form(claude, server):
+    """An error that Anthropic's client cannot read, or that names no field."""
+    import anthropic
+
+    image = [{"type": "image", "source": {}}]
+    for more, param in (
+        ({"messages": [{"role": "user", "content": image}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "x " * 1000}]}, "messages"),
+    ):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            claude.post("/v1/messages", body={"max_tokens": 4, "messages": ASK} | more, cast_to=object)
+        body = caught.value.body
+        assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+        assert body["error"]["param"] == param, body
+    assert claude.models.list().data[0].id == "demo"
 
 
 def test_what_does_not_exist_is_told_what_does(server):

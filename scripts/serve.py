@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from options import add_options, add_sampling, options_from, sampling_from, settings_given
+from options import FULL, add_options, add_sampling, options_from, sampling_from, settings_given
 from support.errors import UsageError, at_least, command_parser, run_command
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-queue", type=at_least(0), default=8, metavar="N", help="requests that wait; more get 429 (default: 8)")
     add("--max-body-mb", type=at_least(1), default=2, metavar="N", help="size of a request in MB (default: 2)")
     add("--max-tokens", type=at_least(1), metavar="N", help="tokens of one answer (default: what the context holds)")
+    add("--when-full", choices=FULL, default=FULL[0],
+        help="what happens to a chat that does not fit into the context (default: refuse)")  # fmt: skip
     add("--max-seconds", type=at_least(1), default=600, metavar="N", help="decoding time of a request (default: 600)")
     add("--send-seconds", type=at_least(1), default=30, metavar="N",
         help="a client that takes nothing for so long is given up (default: 30)")  # fmt: skip
@@ -127,6 +129,7 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         max_queue=args.max_queue,
         max_body=args.max_body_mb * MB,
         max_tokens=args.max_tokens,
+        drop_oldest=args.when_full == "drop-oldest",
         max_seconds=args.max_seconds,
         send_seconds=args.send_seconds,
         defaults=settings_given(args),

@@ -66,7 +66,8 @@ class Writer:
 
     def timings(self) -> dict[str, Any]:
         """The figures of the request."""
-        return timings(self.job.results, self.job.queue_seconds)
+        dropped = {"dropped_messages": self.ask.dropped} if self.ask.dropped else {}
+        return timings(self.job.results, self.job.queue_seconds) | dropped
 
     def piece(self, token: int) -> tuple[str, bytes]:
         """The text and the bytes of a token. Half a character has a text of U+FFFD."""

@@ -54,6 +54,8 @@ class Ask:
     ignore_eos: bool = False  # the model's own stop ids do not end the text
     echo: bool = False  # the answer begins with the prompt
     variables: dict[str, Any] = field(default_factory=dict)  # for the chat template
+    drop_oldest: bool = False  # leave out the oldest turns of a chat that does not fit
+    dropped: int = 0  # messages that were left out
     source: str = "messages"  # the field that holds the prompt
     raw: dict[str, Any] = field(default_factory=dict)  # the request itself, for what an answer repeats
 
@@ -128,7 +130,10 @@ def response_ask(body: dict[str, Any]) -> Ask:
         fields.refuse(name, (), "this server keeps no conversations. Send the whole input.")
     fields.refuse("prompt", (), "this server stores no prompts.")
     fields.refuse("background", (False,), "the answer comes with this request.")
-    fields.refuse("truncation", ("disabled",), "shorten the input.")
+    truncation = fields.get("truncation", str, "disabled")
+    if truncation not in ("auto", "disabled"):
+        raise wrong("truncation", f"is {truncation!r:.40}; allowed: auto, disabled")
+    ask.drop_oldest = truncation == "auto"
     if "message.output_text.logprobs" in fields.get("include", list, []) or fields.given("top_logprobs"):
         ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
     _take_tools(ask, fields, flat=True)

@@ -128,7 +128,7 @@ class ResponseWriter(Writer):
             "top_p": params.top_p,
             "text": {"format": {"type": "text"}},
             "tool_choice": raw.get("tool_choice") or "auto",
-            "truncation": "disabled",
+            "truncation": "auto" if self.ask.drop_oldest else "disabled",
             "usage": self._usage() if ended else None,
         }
         repeated = {name: raw.get(name) for name in REPEATED}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from chat_template import answer_room, newest_turns
 from cli.steps import StepRecorder
 from engine import Engine
 from ranks import RankLost
@@ -46,6 +47,7 @@ class ServeSettings:
     max_queue: int = 8  # requests that may wait for the one that runs
     max_body: int = 2 * MB  # bytes of a request
     max_tokens: int | None = None  # tokens of one answer; None: what is left of the context
+    drop_oldest: bool = False  # leave out the oldest turns of a chat that does not fit, instead of refusing it
     max_seconds: float = 600  # a request that decodes for longer ends as at its token limit
     send_seconds: float = 30  # a client that takes nothing for so long is given up
     defaults: dict[str, Any] = field(default_factory=dict)  # sampling settings where a client gives none
@@ -203,6 +205,8 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
     This takes a while, so it runs off the event loop.
     """
     ask = parse(parse_object(body))
+    if ask.messages and (ask.drop_oldest or settings.drop_oldest):
+        _drop_oldest(engine, ask)
     prompts = prompts_of(engine, ask)
     given = {"seed": secrets.randbits(32)} | settings.defaults | ask.given
     if ask.logprobs is not None:
@@ -229,6 +233,23 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
             except ValueError as error:
                 raise wrong(ask.source, f"cannot be used: {one_line(error, notes=False)}") from None
     return Job(loop, engine, ask, params, streams, settings.max_seconds)
+
+
+def _drop_oldest(engine: Engine, ask: Ask) -> None:
+    """Leave out the oldest turns of a chat until there is room for an answer."""
+    room = answer_room(engine.ctx, ask.given.get("max_new_tokens"))
+    kept = newest_turns(ask.messages, lambda part: _fits(engine, replace(ask, messages=part), room))
+    ask.dropped = len(ask.messages) - len(kept)
+    ask.messages = kept
+
+
+def _fits(engine: Engine, ask: Ask, room: int) -> bool:
+    try:
+        return len(prompts_of(engine, ask)[0]) + room <= engine.ctx
+    except ApiError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        return False
 
 
 def prompts_of(engine: Engine, ask: Ask) -> list[Sequence[int]]:

@@ -224,3 +224,30 @@ def test_times_are_histograms(server):
         times = server.api.metrics.times[name]
         assert times.number > 0 and times.counts == sorted(times.counts) and times.counts[-1] <= times.number
         assert f'eaglet_{name}_bucket{{le="+Inf"}} {times.number}\n' in text and f"eaglet_{name}_sum" in text
+
+
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(engine, server):
+    """A dead end, a chat that loses its system message or its last question, and turns that vanish without a word."""
+    long = {"role": "user", "content": "word " * 60}
+    reply = {"role": "assistant", "content": "yes " * 60}
+    system = {"role": "system", "content": "Be brief."}
+    turns = [system, *[long, reply] * 6, *ASK]
+    refused(post(server, "/v1/chat/completions", messages=turns, max_tokens=8), "messages")
+    with running(engine, drop_oldest=True) as dropping:
+        answer = post(dropping, "/v1/chat/completions", messages=turns, max_tokens=8)[0]
+        dropped = answer["timings"]["dropped_messages"]
+        kept = [system, *turns[1 + dropped :]]
+        assert dropped % 2 == 0 and dropped > 0 and len(kept) > 2
+        ids = engine.tokenizer.encode_chat(kept)
+        assert answer["usage"]["prompt_tokens"] == len(ids) <= 512 - 8
+        assert len(engine.tokenizer.encode_chat([system, *turns[dropped - 1 :]])) > 512 - 8, "more would have fitted"
+        text = engine.generate(ids, SamplingParams(max_new_tokens=8)).run()[0].text
+        assert answer["choices"][0]["message"]["content"] == text
+        short = post(dropping, "/v1/chat/completions", messages=ASK, max_tokens=8)[0]
+        assert "dropped_messages" not in short["timings"]
+        refused(post(dropping, "/v1/chat/completions", messages=[{"role": "user", "content": "x " * 600}]), "messages")
+    items = [message for message in turns if message is not system]
+    answer = post(server, "/v1/responses", input=items, max_output_tokens=8, truncation="auto")[0]
+    assert answer["timings"]["dropped_messages"] == dropped and answer["truncation"] == "auto"
+    refused(post(server, "/v1/responses", input=items, max_output_tokens=8), "input")
+    refused(post(server, "/v1/responses", input="x", truncation="some"), "truncation")

@@ -4,6 +4,7 @@ A template comes with a model's files, so it is untrusted. The sandbox alone sto
 gigabyte. The child is started at the first use and kept, because starting Python takes longer than all else.
 """
 
+import bisect
 import contextlib
 import datetime
 import functools
@@ -14,12 +15,33 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 TEMPLATE_CHARACTERS = 64 * 1024
 START_SECONDS = 60
 RENDER_SECONDS = 10
 RENDER_CPU_SECONDS = 2
 RENDER_MEMORY = 512 * 2**20  # bytes of address space
+
+
+def answer_room(ctx: int, most: int | None) -> int:
+    """Tokens that an answer should find free: what it may have at most, or a quarter of the context, if that is less."""
+    return min(ctx // 4, most or ctx)
+
+
+def newest_turns(messages: list[dict], fits: Callable[[list[dict]], bool]) -> list[dict]:
+    """The messages without as many of the oldest turns as it takes to fit.
+
+    A turn begins with a message of the user. The system messages at the beginning and the newest turn always stay.
+    fits: whether a list of messages is short enough. It is asked only a few times: whatever is left of a list that fits
+        must fit, too.
+    """
+    system = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    starts = [i for i, message in enumerate(messages) if message["role"] == "user" and i > system]
+    if not starts or fits(messages):
+        return messages
+    at = bisect.bisect_left(starts[:-1], True, key=lambda start: fits(messages[:system] + messages[start:]))
+    return messages[:system] + messages[starts[at] :]
 
 
 class TemplateWorker:

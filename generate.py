@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from cli.prompt import DEMO_PROMPT, Prompt, read_prompt, stdin_is_fed
-from options import DEMO, LoadKeywords, add_options, add_sampling, sampling_from
+from options import DEMO, FULL, LoadKeywords, add_options, add_sampling, sampling_from
 from support import cache
 from support.errors import Parser, UsageError, run_command
 from support.files import check_folder
@@ -81,6 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--raw", action="store_true", help="continue the prompt as plain text, whatever the model is")
     add("--chat", action="store_true", help="interactive chat; keeps history and the cache between turns")
     add("--system", metavar="TEXT", help="system message, before the prompt or of the chat")
+    add("--when-full", choices=FULL, default=FULL[0],
+        help="--chat: what happens when the context is full (default: refuse)")  # fmt: skip
     templates = "vicuna, llama-2-chat, mixtral, or one of the model's (default: the model's)"
     add("--template", metavar="NAME", help=f"chat template: {templates}")
     add_sampling(parser, of_model=True, max_new_tokens="200, or to a message what is left of the context")
@@ -151,6 +153,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     for_one_request += ["--grammar"] * ("grammar" in args) + ["--batch-size"] * (args.batch_size > 1)
     if args.chat and for_one_request:
         raise UsageError(f"{for_one_request[0]} is for one request; it does not go with --chat.")
+    if args.when_full != FULL[0] and not args.chat:
+        raise UsageError("--when-full is for a chat; add --chat.")
     message = args.chat or (given and args.prompt_ids is None) or (not given and stdin_is_fed())
     if (args.template or args.system) and (args.raw or not message):
         raise UsageError("--template and --system shape a message: give -p TEXT without --raw, or add --chat.")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 DEMO = Path(__file__).resolve().parent / "demo"
 DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
+FULL = ("refuse", "drop-oldest")  # what happens to a chat that does not fit into the context
 VERIFY = ("match", "multi-round", "multi-round-replacement")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTS = ("int8", "int4")

@@ -253,7 +253,12 @@ class Tokenizer:
         return self._render([messages], add_generation_prompt)[0]
 
     def encode_chat(
-        self, messages: list, add_generation_prompt: bool = True, suffix: str = "", tools: list[dict] | None = None
+        self,
+        messages: list,
+        add_generation_prompt: bool = True,
+        suffix: str = "",
+        tools: list[dict] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of `render_chat(messages) + suffix`.
 
@@ -263,10 +268,13 @@ class Tokenizer:
         Args:
             tools: descriptions of functions that the model may call, which the template writes. A message may then also
                 have `tool_calls`, `tool_call_id` and `name`. The text of control tokens is refused in all of these.
+            variables: further ones for the template, as `check_variables` allows them.
         """
         _check_messages(messages)
-        self._check_tools([{k: m[k] for k in m.keys() & TOOL_KEYS} for m in messages], tools)
-        pieces, _ = self._template_and_contents(messages, add_generation_prompt, tools)
+        self.check_tools([{k: m[k] for k in m.keys() & TOOL_KEYS} for m in messages], tools)
+        more = {**(variables or {}), "tools": tools}
+        self.check_variables(more)
+        pieces, _ = self._template_and_contents(messages, add_generation_prompt, more)
         ids = self._piece_ids([*pieces[:-1], pieces[-1] + suffix])
         return self._prefix + ids if self._template in BUILTIN_SYSTEM else ids
 
@@ -303,21 +311,40 @@ class Tokenizer:
 
     def template_writes(self, text: str) -> bool:
         """Whether the model's chat template in use holds a text, such as the name of a variable or of a tag."""
-        return text in self.chat_templates.get(self._template, "")
+        return text in self.chat_template
 
-    def _check_tools(self, messages: list[dict], tools: list[dict] | None) -> None:
+    @property
+    def chat_template(self) -> str:
+        """The source of the template in use; "" for a built-in one or none."""
+        return self.chat_templates.get(self._template, "")
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template in use has a place for tools."""
+        return self.template_writes("tools")
+
+    def check_variables(self, variables: Mapping[str, Any]) -> None:
+        """Refuse variables of a template that it would be given in any case, and control tokens in them."""
+        given = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", *self._files.named}
+        if taken := given & {*variables}:
+            raise ValueError(f"{min(taken)!r} is set by the server and cannot be chosen.")
+        self._refuse_control({name: value for name, value in variables.items() if name != "tools"}, "a variable")
+
+    def check_tools(self, messages: list[dict], tools: list[dict] | None) -> None:
         """Refuse tools that no template would write, and control tokens where the template writes them unmarked."""
-        if tools and not self.template_writes("tools"):
+        if tools and not self.takes_tools:
             raise ValueError("this model's chat template takes no tools. Leave them out, or use another model.")
-        written = json.dumps([messages, tools], ensure_ascii=False)
+        self._refuse_control([messages, tools], "a tool, or a message's tool call,")
+
+    def _refuse_control(self, values: object, what: str) -> None:
+        """Refuse the text of a control token in what a template writes unmarked. what: names the values in the error."""
+        written = json.dumps(values, ensure_ascii=False)
         for control in self._forbidden.values():
             if json.dumps(control, ensure_ascii=False)[1:-1] in written:
-                raise ValueError(
-                    f"a tool, or a message's tool call, holds the text of a control token: {control!r:.60}. Remove it."
-                )
+                raise ValueError(f"{what} holds the text of a control token: {control!r:.60}. Remove it.")
 
     def _template_and_contents(
-        self, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None
+        self, messages: list[dict], add_generation_prompt: bool, more: Mapping[str, Any] | None = None
     ) -> tuple[list[str], list[int]]:
         """The rendered prompt in pieces: the template's text at even places, message contents at odd ones.
 
@@ -335,7 +362,7 @@ class Tokenizer:
             m | {"content": m["content"].replace(body, f"{mark}{i}\ue001") if body else m["content"]}
             for i, (m, body) in enumerate(zip(messages, bodies, strict=True))
         ]
-        real, opaque = self._render([messages, hidden], add_generation_prompt, tools)
+        real, opaque = self._render([messages, hidden], add_generation_prompt, more)
         pieces = re.split(f"{mark}([0-9]+)\ue001", opaque)
         numbers = [int(i) for i in pieces[1::2]]
         pieces[1::2] = [bodies[i] for i in numbers]
@@ -369,7 +396,7 @@ class Tokenizer:
         return [i for i in spelled if i is not None]
 
     def _render(
-        self, variants: list[list[dict]], add_generation_prompt: bool, tools: list[dict] | None = None
+        self, variants: list[list[dict]], add_generation_prompt: bool, more: Mapping[str, Any] | None = None
     ) -> list[str]:
         """One prompt per list of messages, all of which have the same roles."""
         name = self._template
@@ -382,7 +409,8 @@ class Tokenizer:
         roles = ", ".join(m["role"] for m in variants[0])
         where = f"chat template ({self.chat_template_source}) failed for roles [{roles:.60}]"
         with _one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):
-            variables = self._files.named | {"add_generation_prompt": add_generation_prompt, "tools": tools}
+            variables = {**self._files.named, "tools": None, **(more or {})}
+            variables["add_generation_prompt"] = add_generation_prompt
             return self._worker.render(self.chat_templates[name], variants, variables)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from chat_template import answer_room, newest_turns
 from cli.prompt import read_line
 from cli.report import Report
 from cli.steps import StepRecorder
@@ -20,12 +22,15 @@ from engine import Engine
 from runtime.results import Chunk, GenerationResult, Stream
 from sampling import SamplingParams
 from sampling_params import with_suggestions
+from support import cache
 from support.errors import BadFileError, UsageError, one_line
 from support.files import INDEX_LIMIT, read_json, write_json
 from tokenizer import BUILTIN_SYSTEM
 
 HELP = """/help           this list
 /reset          start over
+/undo           forget the last message and its answer
+/regenerate     answer the last message again, with the next seed
 /system [TEXT]  start over with this system message; without a text, with none
 /save FILE      write the conversation as JSON
 /load FILE      go on with a conversation that was saved
@@ -38,14 +43,17 @@ Ctrl-C stops an answer and keeps what is there of it; pressed twice, it waits fo
 Alt-Enter begins a new line of a message."""
 
 
-def chat(engine: Engine, given: dict[str, Any], system: str | None, report: Report) -> int:
-    """Answer what the user types until the input ends. `given` are the sampling settings that the user chose."""
+def chat(engine: Engine, given: dict[str, Any], system: str | None, report: Report, drop_oldest: bool = False) -> int:
+    """Answer what the user types until the input ends.
+
+    given: the sampling settings that the user chose. drop_oldest: as in `Conversation`.
+    """
     if engine.tokenizer is None:
         raise BadFileError(f"{engine.options.checkpoint} has no tokenizer files; --chat needs one.")
     if not engine.tokenizer.chat_template_source:
         known = ", ".join(BUILTIN_SYSTEM)
         raise UsageError(f"--chat needs a chat template, and this model has none; choose --template {known}.")
-    conversation = Conversation(engine, given, system, report)
+    conversation = Conversation(engine, given, system, report, drop_oldest)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     read = terminal_reader() if at_terminal else read_line
     if at_terminal:
@@ -70,9 +78,21 @@ def chat(engine: Engine, given: dict[str, Any], system: str | None, report: Repo
 
 
 def terminal_reader() -> Callable[[], str]:
-    """What reads a message at a terminal: with history and arrow keys, and with a paste of many lines as one message."""
+    """What reads a message at a terminal: with arrow keys, the history of all chats, and a paste as one message."""
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    def _history() -> History:
+        """What was typed in earlier chats, in a file that only this user can read; of this chat alone without a file."""
+        file = cache.folder() / "chat_history"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)):
+                file.chmod(0o600)
+        except OSError:
+            return InMemoryHistory()
+        return FileHistory(str(file))
 
     keys = KeyBindings()
 
@@ -80,7 +100,7 @@ def terminal_reader() -> Callable[[], str]:
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    session: PromptSession[str] = PromptSession(key_bindings=keys)
+    session: PromptSession[str] = PromptSession(key_bindings=keys, history=_history())
     return lambda: session.prompt("\n> ")
 
 
@@ -131,7 +151,11 @@ def ctrl_c_ends(stream: Stream) -> Iterator[Iterator[Chunk]]:
 class Conversation:
     """The messages so far, the ids that the engine has of them, and the settings of the next answer."""
 
-    def __init__(self, engine: Engine, given: dict[str, Any], system: str | None, report: Report):
+    def __init__(
+        self, engine: Engine, given: dict[str, Any], system: str | None, report: Report, drop_oldest: bool = False
+    ):
+        """drop_oldest: when the context is full, the oldest turns are dropped instead of the message refused."""
+        self.drop_oldest = drop_oldest
         self.engine = engine
         self.given = dict(given)
         self.report = report
@@ -140,6 +164,8 @@ class Conversation:
             "/help": lambda argument: say(HELP),
             "/reset": lambda argument: self.start_over(self.system),
             "/system": self.start_over,
+            "/undo": self.undo,
+            "/regenerate": self.regenerate,
             "/save": self.save,
             "/load": self.load,
             "/stats": self.stats,
@@ -164,6 +190,14 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         tokenizer = self.engine.tokenizer
         prompt = tokenizer.continue_chat(messages, self.ids) if self.ids else tokenizer.encode_chat(messages)
+        if self.drop_oldest:
+            needed = answer_room(self.engine.ctx, self.given.get("max_new_tokens"))
+            kept = messages
+            if len(prompt) + needed > self.engine.ctx:
+                kept = newest_turns(messages, lambda some: len(tokenizer.encode_chat(some)) + needed <= self.engine.ctx)
+            if len(kept) < len(messages):
+                say(f"note  the context is full, so the {len(messages) - len(kept)} oldest messages were dropped")
+                messages, prompt = kept, tokenizer.encode_chat(kept)
         room = self.engine.ctx - len(prompt)
         if room < 1:
             raise UsageError(
@@ -203,6 +237,32 @@ class Conversation:
         self.system = system
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self.ids: list[int] = []  # of all messages, the replies as the model wrote them; [] if they are not known
+
+    def _before_last(self) -> tuple[list[dict[str, str]], str]:
+        """The messages before the last one of the user, and its text."""
+        asked = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not asked:
+            raise UsageError("there is no message yet.")
+        return self.messages[: asked[-1]], self.messages[asked[-1]]["content"]
+
+    def undo(self, argument: str) -> None:
+        """Forget the last message and its answer."""
+        self.messages, text = self._before_last()
+        self.ids = []
+        say(f"forgot {text!r:.60}")
+
+    def regenerate(self, argument: str) -> None:
+        """Answer the last message again, with the next seed. An answer that fails leaves the one before."""
+        before = self.messages, self.ids, self.given
+        self.messages, text = self._before_last()
+        self.ids = []
+        self.given = self.given | {"seed": self.given.get("seed", 0) + 1}
+        kept = self.messages
+        try:
+            self.answer(text)
+        finally:
+            if self.messages is kept:
+                self.messages, self.ids, self.given = before
 
     def save(self, file: str) -> None:
         """Write the messages to a file."""

@@ -57,7 +57,7 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
         engine.tokenizer.use_template(args.template)
     report.head(engine, time.perf_counter() - started)
     if args.chat:
-        return chat(engine, settings_given(args), args.system, report)
+        return chat(engine, settings_given(args), args.system, report, args.when_full == "drop-oldest")
     return decode(engine, make_request(engine, prompt, args), prompt, args, report)
 
 

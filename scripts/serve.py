@@ -4,9 +4,8 @@
     python -m scripts.serve --checkpoint DIR --eagle HEAD --compile
     EAGLET_API_KEY=secret python -m scripts.serve --checkpoint DIR --host 0.0.0.0 --port 8080
 
-http://127.0.0.1:8000/ is a chat in the browser. Endpoints: /v1/chat/completions, /v1/completions, /v1/responses,
-/v1/models, /health, /metrics. docs/server.md describes them, every limit and every error. Requests run one after
-another on one engine. SIGTERM and Ctrl-C let the requests under way end.
+http://127.0.0.1:8000/ is a chat in the browser. docs/server.md describes all endpoints, every limit and every error.
+Requests run one after another on one engine. SIGTERM and Ctrl-C let the requests under way end.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from options import add_options, add_sampling, options_from, sampling_from, settings_given
+from options import FULL, add_options, add_sampling, options_from, sampling_from, settings_given
 from support.errors import UsageError, at_least, command_parser, run_command
 
 if TYPE_CHECKING:
@@ -36,7 +35,12 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
     add("--port", type=at_least(0), default=8000, metavar="N", help="port (default: 8000); 0: any free one")
-    add("--api-key", metavar="KEY", help=f"the key that clients must send (default: ${KEY_VARIABLE}, or else none)")
+    add("--api-key", metavar="KEY", action="append",
+        help=f"the key that clients must send; may be repeated (default: ${KEY_VARIABLE}, or else none)")  # fmt: skip
+    add("--cors-origin", metavar="ORIGIN", action="append", default=[],
+        help="a site whose pages may use this server, such as https://example.org; *: all; may be repeated")  # fmt: skip
+    add("--allowed-host", metavar="NAME", action="append", default=[],
+        help="a further name of this server where no key is set, such as a container's; may be repeated")  # fmt: skip
     add("--model-name", metavar="NAME", help="what the API calls the model (default: the name of its folder or file)")
     add("--template", metavar="NAME", help="chat template: vicuna, llama-2-chat, mixtral, or one of the model's")
     add("-q", "--quiet", action="store_true", help="no line for each request")
@@ -44,6 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-queue", type=at_least(0), default=8, metavar="N", help="requests that wait; more get 429 (default: 8)")
     add("--max-body-mb", type=at_least(1), default=2, metavar="N", help="size of a request in MB (default: 2)")
     add("--max-tokens", type=at_least(1), metavar="N", help="tokens of one answer (default: what the context holds)")
+    add("--when-full", choices=FULL, default=FULL[0],
+        help="what happens to a chat that does not fit into the context (default: refuse)")  # fmt: skip
     add("--max-seconds", type=at_least(1), default=600, metavar="N", help="decoding time of a request (default: 600)")
     add("--send-seconds", type=at_least(1), default=30, metavar="N",
         help="a client that takes nothing for so long is given up (default: 30)")  # fmt: skip
@@ -96,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
         engine.keep_prompts(PromptCache(*limits, folder, args.keep_prompt_cache))
     engine.warm_up()
     api = Api(engine, settings, (lambda line: None) if args.quiet else report.line)
-    if settings.api_key and not (args.api_key or os.environ.get(KEY_VARIABLE)):
-        report.line(f"key     {settings.api_key}   (made for this run; --api-key or ${KEY_VARIABLE} sets one)")
+    if settings.api_keys and not (args.api_key or os.environ.get(KEY_VARIABLE)):
+        report.line(f"key     {settings.api_keys[0]}   (made for this run; --api-key or ${KEY_VARIABLE} sets one)")
     sock.listen()  # whoever reads the next line may connect at once
     host, port = sock.getsockname()[:2]
     report.line(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/v1   model {settings.model}")
@@ -113,14 +119,17 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     from serving.server import is_loopback
 
     loopback = is_loopback(args.host)
-    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    keys = args.api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
     return ServeSettings(
         model=args.model_name or Path(args.checkpoint).resolve().name,
-        api_key=key or (None if loopback else secrets.token_urlsafe(24)),
+        api_keys=tuple(keys or ([] if loopback else [secrets.token_urlsafe(24)])),
+        cors_origins=tuple(args.cors_origin),
+        allowed_hosts=tuple(args.allowed_host),
         loopback=loopback,
         max_queue=args.max_queue,
         max_body=args.max_body_mb * MB,
         max_tokens=args.max_tokens,
+        drop_oldest=args.when_full == "drop-oldest",
         max_seconds=args.max_seconds,
         send_seconds=args.send_seconds,
         defaults=settings_given(args),

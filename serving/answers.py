@@ -39,6 +39,7 @@ class ToolFormat:
 HERMES = ToolFormat("<tool_call>", "</tool_call>")
 MISTRAL = ToolFormat("[TOOL_CALLS]")
 LLAMA = ToolFormat("<|python_tag|>", bare=True)
+FORCED = ToolFormat("")  # the whole answer is a call
 
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat:
@@ -66,7 +67,8 @@ class ToolCallParser:
         self.tokenizer = tokenizer
         special = tokenizer.special_ids if tokenizer else ()
         # the id of the mark that begins a call, if it is a special token, which the engine's text leaves out
-        self.mark = next((i for i in special if tokenizer.pieces.get(i) == form.begin.encode()), None)
+        begins = form.begin.encode()
+        self.mark = next((i for i in special if begins and tokenizer.pieces.get(i) == begins), None)
         self.waiting = ""  # text that may belong to a call
         self.inside = False
         self.begun = False  # whether the answer has anything but white space
@@ -163,6 +165,28 @@ def _objects(text: str, mark: str) -> list[Any]:
     return values
 
 
+def as_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with their tools, calls and results as plain text in Hermes' format, for a template without a place
+    for them. The tools stand at the beginning of the first message, because not every template has system messages."""
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        role, text = message["role"], message["content"]
+        for call in message.get("tool_calls", ()):
+            text += f"{HERMES.begin}{json.dumps(call['function'], ensure_ascii=False)}{HERMES.end}"
+        if role == "tool":
+            role, text = "user", f"<tool_response>{text}</tool_response>"
+            if written and written[-1]["role"] == "user":  # the results of several calls
+                written[-1]["content"] += f"\n{text}"
+                continue
+        written.append({"role": role, "content": text})
+    if tools:
+        functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        form = f'{HERMES.begin}{{"name": NAME, "arguments": {{...}}}}{HERMES.end}'
+        about = f"You can call these functions:\n{functions}\nTo call one, write {form} and wait for its result."
+        written[0]["content"] = f"{about}\n\n{written[0]['content']}"
+    return written
+
+
 @dataclass
 class Event:
     """What the engine says of one choice: steps, and the result when it has ended."""
@@ -207,10 +231,12 @@ class Answer:
         tools: set[str],
         one_call: bool = False,
         logprobs: bool = False,
+        forced: bool = False,
     ):
         """
         Args:
             tools: names of the tools that the model may call.
+            forced: the answer is one call and nothing else.
             one_call: later calls of the answer are left out.
             logprobs: whether the tokens are kept with their log-probabilities.
         """
@@ -223,7 +249,9 @@ class Answer:
         self._stop_ids = frozenset(stop_ids)
         self._one_call = one_call
         self._logprobs = logprobs
-        self._parser = ToolCallParser(tool_format(tokenizer), tools, tokenizer) if tools and tokenizer else None
+        self._parser = None
+        if tools and tokenizer:
+            self._parser = ToolCallParser(FORCED if forced else tool_format(tokenizer), tools, tokenizer)
 
     def take(self, event: Event) -> Part:
         """Add what the engine said of this choice."""

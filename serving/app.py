@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from engine import Engine
 from runtime.prompt_cache import PromptCache
 from runtime.results import GenerationResult
 from serving.completions import ChatWriter, CompletionWriter, Writer
-from serving.fields import FORBIDDEN, SERVER, ApiError
+from serving.extras import SMALL, Deed, embeddings, properties
+from serving.fields import FORBIDDEN, SERVER, ApiError, parse_object
+from serving.messages import MessageWriter, message_ask
 from serving.requests import Parse, chat_ask, completion_ask, response_ask
 from serving.responses import ResponseWriter
 from serving.scheduler import Scheduler, ServeSettings, prepare
@@ -53,7 +55,36 @@ ABOUT = {
     "prompt_cache_disk_bytes": "gauge: bytes that they take on disk",
     "prompt_cache_hits_total": "counter: requests that went on from one of them",
 }
-PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses")
+READING = ("/", "/health", "/metrics", "/props", "/v1/models")
+ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+PATHS = (*READING, *ANSWERING, *SMALL)
+TIMES = {
+    "queue_seconds": "time that a request waited",
+    "time_to_first_token_seconds": "time from a request to its first token",
+    "time_between_tokens_seconds": "mean time between two tokens of an answer",
+}
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
+
+
+class Histogram:
+    """How many times were at most as long as each of BUCKETS."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * len(BUCKETS)
+        self.number = 0
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a time."""
+        self.counts = [count + (seconds <= limit) for count, limit in zip(self.counts, BUCKETS, strict=True)]
+        self.number += 1
+        self.total += seconds
+
+    def lines(self, name: str) -> list[str]:
+        """The figures in Prometheus' text format."""
+        limits = zip((*BUCKETS, "+Inf"), (*self.counts, self.number), strict=True)
+        buckets = [f'{name}_bucket{{le="{limit}"}} {count}' for limit, count in limits]
+        return [*buckets, f"{name}_sum {self.total}", f"{name}_count {self.number}"]
 
 
 class Metrics:
@@ -62,14 +93,20 @@ class Metrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.counts: Counter[str] = Counter()
+        self.times = {name: Histogram() for name in TIMES}
 
     def answered(self, path: str, status: int) -> None:
         """Count an answer. Paths that do not exist share one name, because clients could invent any number."""
         self.requests[path if path in PATHS else "other", status] += 1
 
-    def decoded(self, results: Iterable[GenerationResult]) -> None:
+    def decoded(self, results: Sequence[GenerationResult], queue_seconds: float) -> None:
         """Count what a request made."""
+        if results:
+            self.times["queue_seconds"].add(queue_seconds)
+            self.times["time_to_first_token_seconds"].add(queue_seconds + results[0].prefill_seconds)
         for result in results:
+            if result.new_tokens > 1:
+                self.times["time_between_tokens_seconds"].add(result.decode_seconds / (result.new_tokens - 1))
             self.counts["prompt_tokens_total"] += result.prompt_tokens
             self.counts["cached_tokens_total"] += result.cached_tokens
             self.counts["generated_tokens_total"] += result.new_tokens
@@ -93,6 +130,9 @@ class Metrics:
                 lines += [f'eaglet_{name}{{path="{path}",status="{status}"}} {n}' for (path, status), n in counts]
             else:
                 lines.append(f"eaglet_{name} {now.get(name, 0)}")
+        for name, about in TIMES.items():
+            lines += [f"# HELP eaglet_{name} {about}", f"# TYPE eaglet_{name} histogram"]
+            lines += self.times[name].lines(f"eaglet_{name}")
         return "\n".join(lines) + "\n"
 
 
@@ -100,6 +140,11 @@ BODY_SECONDS = 30  # for a request's body to arrive
 READ_ON = 16  # a body so many times as large as allowed is still read, so that its sender gets the answer
 CLIENT_LEFT = 499  # the status of an answer that nobody reads
 OPEN_PATHS = ("/", "/health")  # need no key; the page asks its user for it
+PREFLIGHT = {
+    "Access-Control-Allow-Methods": "GET, POST",
+    "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Api-Key, Anthropic-Version",
+    "Access-Control-Max-Age": "600",
+}
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -126,15 +171,24 @@ class Api:
 
             return Route(path, endpoint, methods=["POST"])
 
+        def small(path: str, deed: Deed) -> Route:
+            async def endpoint(request: Request) -> Response:
+                return await self.small(request, deed)
+
+            return Route(path, endpoint, methods=["POST"])
+
         routes = [
+            *(small(path, deed) for path, deed in SMALL.items()),
             post("/v1/chat/completions", chat_ask, ChatWriter),
             post("/v1/completions", completion_ask, CompletionWriter),
             post("/v1/responses", response_ask, ResponseWriter),
+            post("/v1/messages", message_ask, MessageWriter),
             Route("/", self.chat),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
             Route("/metrics", self.figures),
+            Route("/props", self.properties),
         ]
         handlers = {kind: _error for kind in (ApiError, HTTPException, Exception)}
         return Guard(Starlette(routes=routes, exception_handlers=handlers), self.settings, self.metrics)
@@ -152,13 +206,28 @@ class Api:
         self.scheduler.admit(job)
         return Reply(writer, self.settings.send_seconds, functools.partial(self._ended, request.scope["path"], writer))
 
+    async def small(self, request: Request, deed: Deed) -> Response:
+        """A request that decodes nothing. One that runs the model waits for the requests before it."""
+        self.scheduler.check()
+        try:
+            body = parse_object(await read_body(request, self.settings.max_body))
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)
+        worker = self.engine.queue.worker() if deed is embeddings else self._preparing
+        done = asyncio.get_running_loop().run_in_executor(worker, deed, self.engine, self.settings, body)
+        return JSONResponse(await done)
+
+    async def properties(self, request: Request) -> Response:
+        """GET /props"""
+        return JSONResponse(properties(self.engine, self.settings))
+
     def _ended(self, path: str, writer: Writer, how: str) -> None:
         """Count a request that has ended, and say a line about it. how: "", "cancelled" or "slow"."""
         counts = self.metrics.counts
         counts["cancelled_total"] += how == "cancelled"
         counts["slow_clients_total"] += how == "slow"
         results = [stream.result for stream in writer.job.streams if stream.result.new_tokens]
-        self.metrics.decoded(results)
+        self.metrics.decoded(results, writer.job.queue_seconds)
         figures = writer.timings()
         read = f"{figures['prompt_n']:,} + {figures['cache_n']:,} cached"
         rate = f"{figures['predicted_per_second']:.1f} tok/s   tau {figures['tau']:.2f}"
@@ -228,6 +297,10 @@ async def _error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
         what = f"{request.method} {request.scope['path']!r:.80}: {error.detail}"
+        if error.status_code == 404:
+            what += f"; there are GET {', '.join(READING)} and POST {', '.join((*ANSWERING, *SMALL))}"
+        elif error.status_code == 405:
+            what += f"; allowed: {(error.headers or {}).get('Allow', 'none')}"
         error = ApiError(error.status_code, what, None, code)
     elif not isinstance(error, ApiError):
         error = ApiError(500, one_line(error, notes=False), None, "internal_error", SERVER)
@@ -241,21 +314,35 @@ class Guard:
         self.app = app
         self.settings = settings
         self.metrics = metrics
+        self.names = (*LOCAL_NAMES, *settings.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.metrics.answered(scope["path"], message["status"])
+                message["headers"] = [*message.get("headers", ()), *shared]
             await send(message)
 
         if scope["type"] != "http":
             return
         app = self.app
+        origin = dict(scope["headers"]).get(b"origin", b"")
+        listed = self._is_listed(origin.decode("latin-1"))
+        shared = [(b"access-control-allow-origin", origin), (b"vary", b"Origin")] if listed else []
         try:
-            self._check(scope)
+            if (
+                listed and scope["method"] == "OPTIONS"
+            ):  # a browser asks before it sends the request itself, without the key
+                app = Response(status_code=204, headers=PREFLIGHT)
+            else:
+                self._check(scope)
         except ApiError as error:
             app = error_response(error)
         await app(scope, receive, counted)
+
+    def _is_listed(self, origin: str) -> bool:
+        """Whether pages of this origin may use the server although it is another site."""
+        return bool(origin) and not {origin, "*"}.isdisjoint(self.settings.cors_origins)
 
     def _check(self, scope: Scope) -> None:
         """Raise ApiError unless this client may make this request."""
@@ -265,19 +352,23 @@ class Guard:
             hostname = urlsplit(f"//{host}").hostname
         except ValueError:
             raise ApiError(400, "the Host header is no name or address", None, "wrong_host") from None
-        if headers.get(b"origin", f"http://{host}").partition("://")[2] != host:
+        origin = headers.get(b"origin", f"http://{host}")
+        if origin.partition("://")[2] != host and not self._is_listed(origin):
             raise ApiError(403, "pages of other sites may not use this server", None, "wrong_origin", FORBIDDEN)
-        if self.settings.api_key is None:
+        if not self.settings.api_keys:
             # Without a key, a page could reach the server through a name of its own that leads to this machine.
-            if self.settings.loopback and host and hostname not in LOCAL_NAMES:
-                why = "without an API key this server answers under the names localhost and 127.0.0.1 only"
+            if self.settings.loopback and host and hostname not in self.names:
+                why = f"without an API key this server answers under the names {', '.join(self.names)} only"
                 raise ApiError(403, why, None, "wrong_host", FORBIDDEN)
             return
         if scope["path"] in OPEN_PATHS:
             return
         kind, _, given = headers.get(b"authorization", "").partition(" ")
-        known = hmac.compare_digest(given.strip().encode(), self.settings.api_key.encode())
-        if kind.lower() != "bearer" or not known:
+        if kind.lower() != "bearer":
+            given = headers.get(b"x-api-key", "")  # how Anthropic's clients send it
+        # all are compared, so that the time tells nothing about them
+        known = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.settings.api_keys]
+        if not any(known):
             why = "the API key is wrong" if given else "an API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, why, None, "invalid_api_key")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from serving.answers import Part, TokenInfo, ToolCall, timings, usage_counts
+from serving.fields import ApiError
 from serving.scheduler import Job
 from tokenizer import Tokenizer
 
@@ -59,9 +60,14 @@ class Writer:
         """The answer of a request that does not stream."""
         raise NotImplementedError
 
+    def error(self, error: ApiError) -> Message:
+        """What a stream says when it cannot go on."""
+        return Message(error.body())
+
     def timings(self) -> dict[str, Any]:
         """The figures of the request."""
-        return timings(self.job.results, self.job.queue_seconds)
+        dropped = {"dropped_messages": self.ask.dropped} if self.ask.dropped else {}
+        return timings(self.job.results, self.job.queue_seconds) | dropped
 
     def piece(self, token: int) -> tuple[str, bytes]:
         """The text and the bytes of a token. Half a character has a text of U+FFFD."""
@@ -145,7 +151,7 @@ class ChatWriter(ChunkWriter):
         answer = self.job.answers[index]
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
-            message["content"] = answer.text.strip() or None
+            message["content"] = answer.text or None
             message["tool_calls"] = [_call(call) for call in answer.calls]
         chosen = {"index": index, "message": message, "logprobs": None, "finish_reason": answer.finish}
         return chosen | self._logprobs(answer.tokens)
@@ -173,6 +179,18 @@ class CompletionWriter(ChunkWriter):
         super().__init__(job, model, tokenizer)
         self._offsets = [0] * len(job.answers)  # where the next token's text begins
 
+    def start(self) -> Iterator[Message]:
+        if self.ask.echo:
+            for answer in self.job.answers:
+                yield self.chunk(self._choice(answer.index, self._prompt(answer.index), []))
+
+    def _prompt(self, index: int) -> str:
+        """The prompt of a choice, as text."""
+        prompt = self.ask.prompts[index // self.ask.n]
+        if isinstance(prompt, str):
+            return prompt
+        return self.tokenizer.decode(prompt) if self.tokenizer else "".join(map(str, prompt))
+
     def part(self, part: Part) -> Iterator[Message]:
         if part.text or part.tokens or part.seen:
             yield self.chunk(self._choice(part.index, part.text, part.tokens), **part.seen)
@@ -181,7 +199,8 @@ class CompletionWriter(ChunkWriter):
 
     def choice(self, index: int) -> dict[str, Any]:
         answer = self.job.answers[index]
-        return self._choice(index, answer.text, answer.tokens, answer.finish)
+        text = self._prompt(index) + answer.text if self.ask.echo else answer.text
+        return self._choice(index, text, answer.tokens, answer.finish)
 
     def _choice(self, index: int, text: str, tokens: Sequence[TokenInfo], finish: str | None = None) -> dict[str, Any]:
         logprobs = None if self.ask.logprobs is None else self._columns(index, tokens)

@@ -1,11 +1,17 @@
-"""The JSON of a request, read strictly: what is wrong with it is an error that names the field."""
+"""The JSON of a request, read strictly: what is wrong with it is an error that names the field.
+
+Also the fields that constrain the text, under the names of OpenAI, llama.cpp and vLLM, and the fields that are refused.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
+from runtime.grammar import GrammarError, checked_grammar, json_grammar
+from support.errors import UsageError, one_line
 from support.reader import parse_json
 
 INVALID, FORBIDDEN, BUSY, SERVER = "invalid_request_error", "permission_error", "rate_limit_error", "server_error"
@@ -43,7 +49,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The error object."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"type": "error", "error": error}  # the first field is Anthropic's
 
 
 def wrong(param: str, why: str) -> ApiError:
@@ -143,3 +150,152 @@ def _finite(value: int | float) -> bool:
         return math.isfinite(value)
     except OverflowError:
         return False
+
+
+# ------------------------------------------------------------------ fields that constrain, and those that are refused
+
+# Fields that would change the text or the answer and that this server does not have -> the values that ask for nothing,
+# and what to do instead. docs/server.md lists the fields that are only hints, which are ignored.
+NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
+    # OpenAI
+    "logit_bias": (({}, []), "leave it out."),
+    "web_search_options": ((), "this server searches nothing."),
+    # llama.cpp
+    "dynatemp_range": ((0,), "use temperature."),
+    "typical_p": ((1,), "use top_p or min_p."),
+    "typ_p": ((1,), "use top_p or min_p."),
+    "top_n_sigma": ((-1, 0), "use top_p or min_p."),
+    "repeat_last_n": ((-1,), "penalties count the whole text."),
+    "dry_multiplier": ((0,), "use the other penalties."),
+    "xtc_probability": ((0,), "leave it out."),
+    "mirostat": ((0,), "use temperature and top_p."),
+    "min_keep": ((0,), "leave it out."),
+    "n_probs": ((0,), "use logprobs."),
+    "post_sampling_probs": ((False,), "log-probabilities are those of the model itself."),
+    "n_indent": ((0,), "use grammar."),
+    "n_cmpl": ((1,), "use n."),
+    "t_max_predict_ms": ((0,), "use max_tokens."),
+    "samplers": ((), "the order is fixed: penalties, temperature, top_k, top_p, min_p."),
+    "lora": (([],), "this server has one model."),
+    "grammar_lazy": ((False,), "a grammar holds from the first token."),
+    "parse_tool_calls": ((True,), "leave out the tools instead."),
+    # vLLM
+    "use_beam_search": ((False,), "use n."),
+    "length_penalty": ((1,), "it belongs to beam search."),
+    "include_stop_str_in_output": ((False,), "a stop string is never part of the text."),
+    "min_tokens": ((0,), "use ignore_eos with max_tokens."),
+    "skip_special_tokens": ((True,), "the text has no control tokens."),
+    "truncate_prompt_tokens": ((), "shorten the prompt."),
+    "prompt_logprobs": ((), "only new tokens have log-probabilities."),
+    "allowed_token_ids": ((), "use guided_choice or grammar."),
+    "bad_words": (([],), "use guided_regex or grammar."),
+    "logits_processors": (([],), "leave it out."),
+    "documents": (([],), "write them into a message."),
+    "chat_template": ((), "the server decides which template is used."),
+    "structural_tag": ((), "use grammar."),
+    "guided_whitespace_pattern": ((), "JSON has no white space between its parts."),
+    "return_tokens_as_token_ids": ((False,), "leave it out."),
+}
+
+
+def refuse_unknown(fields: Fields) -> None:
+    """Refuse the fields of NOT_HERE, unless their values ask for nothing."""
+    for name, (allowed, why) in NOT_HERE.items():
+        fields.refuse(name, allowed, why)
+
+
+def read_constraint(fields: Fields, holder: Fields, form: str) -> str | None:
+    """The grammar that a request asks for, None: none. Raises ApiError where several fields ask for one.
+
+    holder, form: the object that has the output format in the shape of OpenAI's API, and its field.
+    """
+    found: dict[str, Callable[[], str | None]] = {}
+    if holder.given(form):
+        found[holder.name(form)] = lambda: _response_format(holder, form)
+    for name, read in _READERS.items():
+        if fields.given(name):
+            found[name] = lambda name=name, read=read: read(fields, name)
+    if fields.given("structured_outputs"):
+        inner = fields.inner("structured_outputs")
+        inner.refuse("structural_tag", (), "use grammar.")
+        inner.refuse("whitespace_pattern", (), "JSON has no white space between its parts.")
+        for name in ("json", "json_object", "regex", "choice", "grammar"):
+            if inner.given(name):
+                found[inner.name(name)] = lambda name=name: _READERS[_GUIDED[name]](inner, name)
+    grammars = {name: grammar for name, make in found.items() if (grammar := make()) is not None}
+    if len(grammars) > 1:
+        first, second = list(grammars)[:2]
+        raise wrong(second, f"does not go with {first}")
+    return next(iter(grammars.values()), None)
+
+
+def _response_format(fields: Fields, name: str) -> str | None:
+    """The output format: text, any JSON object, or JSON that follows a schema."""
+    form = fields.inner(name)
+    kind = form.required("type", str)
+    if kind == "text":
+        return None
+    if kind == "json_object":  # llama.cpp's server takes a schema here, too
+        return grammar_of(fields.name(name), json_grammar, form.get("schema", dict))
+    if kind != "json_schema":
+        raise wrong(form.name("type"), f"is {kind!r:.40}; allowed: text, json_object, json_schema")
+    # the endpoint for responses has its fields one level higher
+    schema = (form.inner(kind) if form.given(kind) else form).required("schema", dict)
+    return grammar_of(fields.name(name), json_grammar, schema)
+
+
+def _grammar(fields: Fields, name: str) -> str:
+    return grammar_of(fields.name(name), checked_grammar, fields.get(name, str))
+
+
+def _schema(fields: Fields, name: str) -> str:
+    value = fields.values[name]
+    return grammar_of(fields.name(name), json_grammar, value if isinstance(value, str) else fields.get(name, dict))
+
+
+def _any_object(fields: Fields, name: str) -> str | None:
+    return grammar_of(fields.name(name), json_grammar, None) if fields.get(name, bool) else None
+
+
+def _regex(fields: Fields, name: str) -> str:
+    pattern = fields.get(name, str).replace("\n", "\\n")
+    escaped, at = "", 0
+    while at < len(pattern):  # a slash ends a pattern in Lark's syntax, unless a backslash stands before it
+        size = 2 if pattern[at] == "\\" else 1
+        escaped += "\\/" if pattern[at] == "/" else pattern[at : at + size]
+        at += size
+    return grammar_of(fields.name(name), checked_grammar, f"start: /{escaped}/")
+
+
+def _choice(fields: Fields, name: str) -> str:
+    texts = fields.get(name, list)
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise wrong(fields.name(name), "must be a list of texts, none of them empty")
+    return grammar_of(fields.name(name), checked_grammar, f"start: {' | '.join(map(quoted, texts))}")
+
+
+_READERS: dict[str, Callable[[Fields, str], str | None]] = {
+    "grammar": _grammar,
+    "json_schema": _schema,
+    "guided_json": _schema,
+    "guided_json_object": _any_object,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+}
+_GUIDED = {name: f"guided_{name}" for name in ("json", "json_object", "regex", "choice", "grammar")}
+
+
+def quoted(text: str) -> str:
+    """A text as a literal of Lark's syntax."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def grammar_of(name: str, make: Callable[..., str], value: object) -> str:
+    """A grammar that is made of a field's value."""
+    try:
+        return make(value)
+    except GrammarError as error:
+        raise wrong(name, f"cannot be used: {one_line(error, notes=False)}") from None
+    except UsageError:
+        raise unsupported(name, "this server has no package for grammars.") from None

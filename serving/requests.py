@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from runtime.grammar import GrammarError, checked_grammar, json_grammar
+from runtime.grammar import checked_grammar
 from sampling_params import MAX_LOGPROBS
-from serving.fields import Fields, unsupported, wrong
-from support.errors import UsageError, one_line
+from serving.fields import Fields, grammar_of, quoted, read_constraint, refuse_unknown, unsupported, wrong
 from support.reader import parse_json
 
 MAX_CHOICES = 16  # answers that one request may ask for
 COMPLETION_TOKENS = 16  # what OpenAI's API gives where max_tokens is left out
 # Fields of SamplingParams that a client may set under the same name -> their type.
 SETTINGS = {
+    "repeat_penalty": float,
     "temperature": float,
     "top_p": float,
     "top_k": int,
@@ -26,9 +27,12 @@ SETTINGS = {
     "repetition_penalty": float,
     "seed": int,
 }
+SAME = {"repeat_penalty": "repetition_penalty"}  # llama.cpp's names for settings
+NO_LIMIT = ("n_predict", -1)  # how llama.cpp asks for an answer of any length
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-TEXT_PARTS = ("text", "input_text", "output_text")
 TOOL_NAME = 64  # characters
+NO_PARAMETERS = {"type": "object", "properties": {}}
+TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 @dataclass
@@ -40,13 +44,26 @@ class Ask:
     prompts: list[str | list[int]] = field(default_factory=list)  # of a completion
     tools: list[dict[str, Any]] = field(default_factory=list)  # as chat templates take them
     one_call: bool = False  # return the first tool call only
+    forced: bool = False  # the answer must be a call, which the grammar describes
     n: int = 1
     stream: bool = False
     include_usage: bool = False
     steps: bool = False  # stream every step with its tree, too
     logprobs: int | None = None  # alternatives for every token; None: no log-probabilities
+    stop_token_ids: tuple[int, ...] = ()  # ids that end the text, beside the model's own
+    ignore_eos: bool = False  # the model's own stop ids do not end the text
+    echo: bool = False  # the answer begins with the prompt
+    variables: dict[str, Any] = field(default_factory=dict)  # for the chat template
+    drop_oldest: bool = False  # leave out the oldest turns of a chat that does not fit
+    dropped: int = 0  # messages that were left out
     source: str = "messages"  # the field that holds the prompt
     raw: dict[str, Any] = field(default_factory=dict)  # the request itself, for what an answer repeats
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the answer goes on from a last message of the assistant."""
+        last = self.messages[-1] if self.messages else {}
+        return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
 Parse = Callable[[dict[str, Any]], Ask]
@@ -55,7 +72,7 @@ Parse = Callable[[dict[str, Any]], Ask]
 def chat_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/chat/completions."""
     fields = Fields(body)
-    ask = _common(fields, ("max_completion_tokens", "max_tokens"))
+    ask = common(fields, "max_completion_tokens", "max_tokens")
     fields.required("messages", list)
     ask.messages = [_message(message) for message in fields.items("messages")]
     if not ask.messages:
@@ -64,68 +81,90 @@ def chat_ask(body: dict[str, Any]) -> Ask:
         ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
     elif fields.given("top_logprobs"):
         raise wrong("top_logprobs", "needs logprobs to be true")
-    _read_format(ask, fields, "response_format")
     fields.refuse("functions", ([],), "use tools.")
     fields.refuse("function_call", ("none", "auto"), "use tool_choice.")
     fields.refuse("modalities", (["text"],), "this server has text only.")
     fields.refuse("audio", (), "this server has text only.")
-    _read_tools(ask, fields)
+    fields.refuse("echo", (False,), "the answer has new text only.")
+    fields.refuse("add_special_tokens", (False,), "the chat template writes them.")
+    goes_on = ask.goes_on
+    fields.refuse(
+        "add_generation_prompt", (not goes_on,), "an answer begins, or a last message of the assistant goes on."
+    )
+    fields.refuse("continue_final_message", (goes_on,), "a last message of the assistant goes on, and no other one.")
+    ask.variables = fields.get("chat_template_kwargs", dict, {})
+    _take_tools(ask, fields)
     return ask
 
 
 def completion_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/completions."""
     fields = Fields(body)
-    ask = _common(fields, ("max_tokens",))
+    ask = common(fields, "max_tokens")
     ask.given.setdefault("max_new_tokens", COMPLETION_TOKENS)
     ask.source = "prompt"
-    ask.prompts = _prompts(body.get("prompt"))
+    ask.prompts = text_prompts(body.get("prompt"), "prompt")
     if ask.n * len(ask.prompts) > MAX_CHOICES:
         raise wrong("n", f"and prompt ask for {ask.n * len(ask.prompts)} answers; allowed: at most {MAX_CHOICES}")
     if fields.given("logprobs"):
         ask.logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS, 0)
-    fields.refuse("echo", (False,), "the answer holds new text only.")
+    ask.echo = fields.get("echo", bool, False)
+    if ask.echo and ask.logprobs is not None:
+        raise wrong("echo", "does not go with logprobs, which only new tokens have")
+    fields.refuse("add_special_tokens", (True,), "send token ids to decide about them.")
     fields.refuse("suffix", ("",), "this server only continues text.")
     fields.refuse("best_of", (1, ask.n), "use n.")
-    _read_format(ask, fields, "response_format")
     return ask
 
 
 def response_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/responses."""
     fields = Fields(body)
-    ask = _common(fields, ("max_output_tokens",))
+    ask = common(fields, "max_output_tokens", flat=True)
     ask.n = 1
     if ask.steps:
         raise unsupported("eaglet.steps", "use /v1/chat/completions or /v1/completions.")
     ask.source = "input"
     ask.messages = _input_messages(fields)
-    _read_format(ask, fields.inner("text"), "format")
     for name in ("previous_response_id", "conversation"):
         fields.refuse(name, (), "this server keeps no conversations. Send the whole input.")
     fields.refuse("prompt", (), "this server stores no prompts.")
     fields.refuse("background", (False,), "the answer comes with this request.")
-    fields.refuse("truncation", ("disabled",), "shorten the input.")
+    truncation = fields.get("truncation", str, "disabled")
+    if truncation not in ("auto", "disabled"):
+        raise wrong("truncation", f"is {truncation!r:.40}; allowed: auto, disabled")
+    ask.drop_oldest = truncation == "auto"
     if "message.output_text.logprobs" in fields.get("include", list, []) or fields.given("top_logprobs"):
         ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
-    _read_tools(ask, fields, flat=True)
+    _take_tools(ask, fields, flat=True)
     return ask
 
 
-def _common(fields: Fields, limits: tuple[str, ...]) -> Ask:
-    """What all endpoints share. limits: the names of the token limit, the first one that is given counts."""
+def common(fields: Fields, *limits: str, flat: bool = False) -> Ask:
+    """What all endpoints share.
+
+    limits: the names of the token limit, the first one that is given counts. flat: as /v1/responses has its fields.
+    """
     fields.get("model", str)
-    given = {name: value for name, kind in SETTINGS.items() if (value := fields.get(name, kind)) is not None}
-    limit = next(filter(fields.given, limits), None)
+    given = {
+        SAME.get(name, name): value for name, kind in SETTINGS.items() if (value := fields.get(name, kind)) is not None
+    }
+    limit = next((n for n in (*limits, "n_predict") if fields.given(n) and (n, fields.values[n]) != NO_LIMIT), None)
     if limit is not None:
         given["max_new_tokens"] = fields.integer(limit, 1, 2**31, 1)
     if fields.given("stop"):
         stop = fields.values["stop"]
         stop = [stop] if isinstance(stop, str) else fields.get("stop", list)
         given["stop"] = tuple(text for text in stop if text != "")
-    if fields.given("grammar"):
-        given["grammar"] = _grammar("grammar", checked_grammar, fields.get("grammar", str))
-    fields.refuse("logit_bias", ({},), "leave it out.")
+    if given.get("top_k") == -1:  # how vLLM switches it off
+        given["top_k"] = 0
+    grammar = read_constraint(fields, fields.inner("text") if flat else fields, "format" if flat else "response_format")
+    if grammar is not None:
+        given["grammar"] = grammar
+    refuse_unknown(fields)
+    ignore_eos = fields.get("ignore_eos", bool, False)
+    if ignore_eos and grammar is not None:
+        raise wrong("ignore_eos", "does not go with a grammar or schema, whose text ends where it is complete")
     stream = fields.get("stream", bool, False)
     steps = fields.inner("eaglet").get("steps", bool, False)  # a field of this server only
     if steps and not stream:
@@ -136,40 +175,14 @@ def _common(fields: Fields, limits: tuple[str, ...]) -> Ask:
         stream=stream,
         include_usage=fields.inner("stream_options").get("include_usage", bool, False),
         steps=steps,
+        stop_token_ids=tuple(fields.get("stop_token_ids", list, [])),
+        ignore_eos=ignore_eos,
         raw=fields.values,
     )
 
 
-def _read_format(ask: Ask, fields: Fields, name: str) -> None:
-    """The output format: text, any JSON object, or JSON that follows a schema."""
-    if not fields.given(name):
-        return
-    form = fields.inner(name)
-    kind = form.required("type", str)
-    if kind == "text":
-        return
-    if kind not in ("json_object", "json_schema"):
-        raise wrong(form.name("type"), f"is {kind!r:.40}; allowed: text, json_object, json_schema")
-    if "grammar" in ask.given:
-        raise wrong("grammar", f"does not go with {fields.name(name)}")
-    schema = None
-    if kind == "json_schema":  # the endpoint for responses has its fields one level higher
-        schema = (form.inner(kind) if form.given(kind) else form).required("schema", dict)
-    ask.given["grammar"] = _grammar(fields.name(name), json_grammar, schema)
-
-
-def _grammar(name: str, make: Callable[..., str], value: object) -> str:
-    """A grammar that is made of a field's value."""
-    try:
-        return make(value)
-    except GrammarError as error:
-        raise wrong(name, f"cannot be used: {one_line(error, notes=False)}") from None
-    except UsageError:
-        raise unsupported(name, "this server has no package for grammars.") from None
-
-
-def _prompts(value: Any) -> list[str | list[int]]:
-    """The prompts of a completion: a text, token ids, or a list of one of these."""
+def text_prompts(value: Any, name: str) -> list[str | list[int]]:
+    """The prompts in a field of this name: a text, token ids, or a list of one of these."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -179,7 +192,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
             return value
         if all(isinstance(item, list) and all(isinstance(i, int) for i in item) for item in value):
             return value
-    raise wrong("prompt", "must be a text, a list of token ids, or a list of texts or of such lists, and not empty")
+    raise wrong(name, "must be a text, a list of token ids, or a list of texts or of such lists, and not empty")
 
 
 # ------------------------------------------------------------------ messages and tools, as chat templates take them
@@ -227,34 +240,6 @@ def _call(function: Fields, call_id: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": called}
 
 
-def _read_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:
-    """The tools, unless tool_choice switches them off. flat: as in `_tool`."""
-    tools = [_tool(tool, flat) for tool in fields.items("tools")]
-    choice = fields.values.get("tool_choice") or ("auto" if tools else "none")
-    if choice not in ("none", "auto"):
-        raise unsupported("tool_choice", "it must be none or auto.")
-    ask.one_call = not fields.get("parallel_tool_calls", bool, True)
-    if choice == "auto":
-        ask.tools = tools
-
-
-def _tool(fields: Fields, flat: bool) -> dict[str, Any]:
-    """A tool: {"type": "function", "function": {name, description, parameters}}.
-
-    flat: as /v1/responses has it, where the function's fields stand in the tool itself.
-    """
-    kind = fields.required("type", str)
-    if kind != "function":
-        raise unsupported(fields.name("type"), f"{kind!r:.40}; tools must be functions.")
-    function = fields if flat else fields.inner("function")
-    name = function.required("name", str)
-    if not 1 <= len(name) <= TOOL_NAME:
-        raise wrong(function.name("name"), f"has {len(name)} characters; allowed: 1 to {TOOL_NAME}")
-    described = {"name": name, "description": function.get("description", str, "")}
-    described["parameters"] = function.get("parameters", dict, {"type": "object", "properties": {}})
-    return {"type": "function", "function": described}
-
-
 def _input_messages(fields: Fields) -> list[dict[str, Any]]:
     """The messages that the instructions and the input of /v1/responses stand for."""
     instructions, given = fields.get("instructions", str), fields.values.get("input")
@@ -281,3 +266,88 @@ def _input_messages(fields: Fields) -> list[dict[str, Any]]:
     if not messages:
         raise wrong("input", "has no messages")
     return messages
+
+
+# ------------------------------------------------------------------ the tools of a request
+
+
+class Tools(NamedTuple):
+    """The tools that may be called, as chat templates take them, and the grammar of a call that must come."""
+
+    described: list[dict[str, Any]]
+    grammar: str | None
+
+
+def read_tools(fields: Fields, flat: bool = False) -> Tools:
+    """The tools that tool_choice leaves.
+
+    flat: as /v1/responses has them, where a function's fields stand in the tool itself.
+    """
+    tools = [_tool(tool, flat) for tool in fields.items("tools")]
+    choice = fields.values.get("tool_choice") or "auto"
+    if choice in ("none", "auto", "required"):
+        return chosen_tools(tools, choice)
+    named = fields.inner("tool_choice")
+    if (kind := named.required("type", str)) != "function":
+        raise unsupported(named.name("type"), f"{kind!r:.40}; allowed: function.")
+    holder = named if flat else named.inner("function")
+    return chosen_tools(tools, "required", holder.required("name", str), holder.name("name"))
+
+
+def chosen_tools(tools: list[dict[str, Any]], choice: str, name: str | None = None, where: str = "") -> Tools:
+    """The tools that a choice (none, auto, required) leaves. name, where: of the only one left, and its field."""
+    if choice != "required":
+        return Tools(tools if choice == "auto" else [], None)
+    if name is not None:
+        tools = [tool for tool in tools if tool["function"]["name"] == name][:1]
+        if not tools:
+            raise wrong(where, f"is {name!r:.80}, which is none of the tools")
+    if not tools:
+        raise wrong("tool_choice", "is required, and there are no tools")
+    return Tools(tools, call_grammar([tool["function"] for tool in tools]))
+
+
+def _tool(fields: Fields, flat: bool) -> dict[str, Any]:
+    """A tool: {"type": "function", "function": {name, description, parameters}}."""
+    kind = fields.required("type", str)
+    if kind != "function":
+        raise unsupported(fields.name("type"), f"{kind!r:.40}; tools must be functions.")
+    return tool_of(fields if flat else fields.inner("function"), "parameters")
+
+
+def tool_of(function: Fields, parameters: str) -> dict[str, Any]:
+    """A tool as chat templates take it. parameters: the name of the field with the schema of its arguments."""
+    name = function.required("name", str)
+    if not 1 <= len(name) <= TOOL_NAME:
+        raise wrong(function.name("name"), f"has {len(name)} characters; allowed: 1 to {TOOL_NAME}")
+    described = {"name": name, "description": function.get("description", str, "")}
+    described["parameters"] = function.get(parameters, dict, NO_PARAMETERS)
+    return {"type": "function", "function": described}
+
+
+def call_grammar(functions: Sequence[dict[str, Any]]) -> str:
+    """The grammar of one call of one of these functions, whose arguments follow its schema."""
+    rules = [f"start: {' | '.join(f'call{i}' for i in range(len(functions)))}"]
+    for i, function in enumerate(functions):
+        begin = f'{{"name":{quoted(function["name"])},"arguments":'
+        # compact, as everywhere: a model could otherwise write white space for ever
+        schema = json.dumps(function["parameters"] | {"x-guidance": {"whitespace_flexible": False}})
+        rules += [f'call{i}: {quoted(begin)} arguments{i} "}}"', f"arguments{i}: %json {schema}"]
+    return grammar_of("tools", checked_grammar, "\n".join(rules))
+
+
+def _take_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:
+    """The tools that may or must be called. flat: as in `read_tools`."""
+    ask.one_call = not fields.get("parallel_tool_calls", bool, True)
+    ask.tools, grammar = read_tools(fields, flat)
+    force_call(ask, grammar)
+
+
+def force_call(ask: Ask, grammar: str | None) -> None:
+    """Let the answer be a call that follows this grammar; None: any answer."""
+    ask.forced = grammar is not None
+    if grammar is None:
+        return
+    if "grammar" in ask.given or ask.ignore_eos:
+        raise wrong("tool_choice", "asks for a call, which does not go with another format or ignore_eos")
+    ask.given["grammar"] = grammar

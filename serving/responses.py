@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from serving.answers import Part, ToolCall, usage_counts
+from serving.answers import Part, TokenInfo, ToolCall, usage_counts
 from serving.completions import Message, Writer, new_id
 from serving.scheduler import Job
 from tokenizer import Tokenizer
@@ -14,7 +14,7 @@ REPEATED = ("instructions", "metadata", "tools", "user")  # fields of the reques
 
 
 class ResponseWriter(Writer):
-    """/v1/responses. The text is one message item, which comes first, and every tool call is an item of its own."""
+    """/v1/responses. The text is one message item, which ends last, and every tool call is an item of its own."""
 
     prefix = "resp_"
 
@@ -23,30 +23,34 @@ class ResponseWriter(Writer):
         self.answer = job.answers[0]
         self._number = 0  # of the next event
         self._message = new_id("msg_")
-        self._items: list[dict[str, Any]] = []  # those that are complete
-        self._open = False  # whether the message item has begun and not ended
-        self._sent = 0  # characters of the message that were sent
+        self._items: list[dict[str, Any]] = []  # those that have begun
+        self._place: int | None = None  # of the message item among them, None: it has not begun
+        self._held: list[TokenInfo] = []  # tokens of white space, which alone makes no message beside a call
 
     def start(self) -> Iterator[Message]:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress", []))
 
     def part(self, part: Part) -> Iterator[Message]:
-        if part.text or part.tokens:
-            if not self._open and not self._items:
-                yield from self._begin_message()
-            if self._open:  # text after a call is in the whole answer only
-                logprobs = self.logprobs(part.tokens) if self.ask.logprobs is not None else []
-                self._sent += len(part.text)
-                yield self._in_text("response.output_text.delta", delta=part.text, logprobs=logprobs)
+        if self._place is not None:
+            if part.text or part.tokens:
+                yield self._delta(part.text, part.tokens)
+        elif self.answer.text.strip():
+            yield from self._begin_message([*self._held, *part.tokens])
+        else:
+            self._held += part.tokens
         for call in part.calls:
-            yield from self._end_message()
             yield from self._call_events(call)
 
     def end(self) -> Iterator[Message]:
-        if not self._open and not self._items:
-            yield from self._begin_message()
-        yield from self._end_message()
+        if not self._items:
+            yield from self._begin_message(self._held)
+        if self._place is not None:
+            item = self._items[self._place] = self._message_item(self.answer.text)
+            done = item["content"][0]
+            yield self._in_text("response.output_text.done", text=done["text"], logprobs=done["logprobs"])
+            yield self._in_text("response.content_part.done", part=done)
+            yield self._event("response.output_item.done", output_index=self._place, item=item)
         response = self._response(self._status(), self._items)
         yield self._event(f"response.{response['status']}", response=response)
 
@@ -64,25 +68,21 @@ class ResponseWriter(Writer):
         return Message({"type": kind, "sequence_number": self._number - 1} | data, kind)
 
     def _in_text(self, name: str, **data: Any) -> Message:
-        return self._event(name, item_id=self._message, output_index=0, content_index=0, **data)
+        return self._event(name, item_id=self._message, output_index=self._place, content_index=0, **data)
 
-    def _begin_message(self) -> Iterator[Message]:
-        self._open = True
+    def _begin_message(self, tokens: Sequence[TokenInfo]) -> Iterator[Message]:
+        """Begin the message item with all text so far. tokens: of that text."""
+        self._place = len(self._items)
         item = {"type": "message", "id": self._message, "status": "in_progress", "role": "assistant", "content": []}
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        yield self._in_text("response.content_part.added", part=self._text_part(""))
-
-    def _end_message(self) -> Iterator[Message]:
-        if not self._open:
-            return
-        self._open = False
-        text = self.answer.text[: self._sent]
-        item = self._message_item(text)
-        part = item["content"][0]
-        yield self._in_text("response.output_text.done", text=text, logprobs=part["logprobs"])
-        yield self._in_text("response.content_part.done", part=part)
-        yield self._event("response.output_item.done", output_index=0, item=item)
         self._items.append(item)
+        yield self._event("response.output_item.added", output_index=self._place, item=item)
+        yield self._in_text("response.content_part.added", part=self._text_part(""))
+        if self.answer.text or tokens:
+            yield self._delta(self.answer.text, tokens)
+
+    def _delta(self, text: str, tokens: Sequence[TokenInfo]) -> Message:
+        logprobs = self.logprobs(tokens) if self.ask.logprobs is not None else []
+        return self._in_text("response.output_text.delta", delta=text, logprobs=logprobs)
 
     def _call_events(self, call: ToolCall) -> Iterator[Message]:
         index, item = len(self._items), self._call_item(call)
@@ -128,7 +128,7 @@ class ResponseWriter(Writer):
             "top_p": params.top_p,
             "text": {"format": {"type": "text"}},
             "tool_choice": raw.get("tool_choice") or "auto",
-            "truncation": "disabled",
+            "truncation": "auto" if self.ask.drop_oldest else "disabled",
             "usage": self._usage() if ended else None,
         }
         repeated = {name: raw.get(name) for name in REPEATED}

@@ -7,26 +7,30 @@ import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from chat_template import answer_room, newest_turns
 from cli.steps import StepRecorder
 from engine import Engine
 from ranks import RankLost
 from runtime.grammar import GrammarError
 from runtime.results import GenerationResult, Stream
 from sampling_params import SamplingParams, SettingError, with_suggestions
-from serving.answers import Answer, Event
+from serving.answers import Answer, Event, as_text
 from serving.fields import BUSY, SERVER, ApiError, parse_object, unsupported, wrong
 from serving.requests import Ask, Parse
 from support.errors import one_line
+from tokenizer import TOOL_KEYS
 
 MB = 1 << 20
 CHARACTERS = 16  # for each token of the context; no tokenizer makes so few tokens of a longer text
-RENAMED = {"max_new_tokens": "max_tokens"}  # fields of SamplingParams -> their names in the API
+NO_TOKEN = 2**31 - 1  # an id that no model has
+# fields of SamplingParams -> their names in the API
+RENAMED = {"max_new_tokens": "max_tokens", "stop_ids": "stop_token_ids"}
 PING_SECONDS = 15  # a stream without news gets a comment after this time, so that no proxy ends it
 GATHER = 0.05  # seconds between two looks at what the engine has decoded
 
@@ -36,11 +40,14 @@ class ServeSettings:
     """Everything that `python -m scripts.serve` decides about the server, apart from the engine."""
 
     model: str = "model"  # what the API calls the model
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()  # a client must send one of these; empty: none is needed
+    cors_origins: tuple[str, ...] = ()  # pages of these sites may use the server; "*": of all sites
+    allowed_hosts: tuple[str, ...] = ()  # names under which a server without a key answers, beside the local ones
     loopback: bool = True  # whether only this machine can reach the server
     max_queue: int = 8  # requests that may wait for the one that runs
     max_body: int = 2 * MB  # bytes of a request
     max_tokens: int | None = None  # tokens of one answer; None: what is left of the context
+    drop_oldest: bool = False  # leave out the oldest turns of a chat that does not fit, instead of refusing it
     max_seconds: float = 600  # a request that decodes for longer ends as at its token limit
     send_seconds: float = 30  # a client that takes nothing for so long is given up
     defaults: dict[str, Any] = field(default_factory=dict)  # sampling settings where a client gives none
@@ -71,7 +78,7 @@ class Job:
         self.queue_seconds = 0.0
         self.task: asyncio.Task[None] | None = None
         tools = {tool["function"]["name"] for tool in ask.tools}
-        for_all = engine.tokenizer, engine.stop_ids(params), tools, ask.one_call, ask.logprobs is not None
+        for_all = engine.tokenizer, engine.stop_ids(params), tools, ask.one_call, ask.logprobs is not None, ask.forced
         self.answers = [Answer(i, *for_all) for i in range(len(streams))]
         self._engine = engine
         self._max_seconds = max_seconds
@@ -198,10 +205,15 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
     This takes a while, so it runs off the event loop.
     """
     ask = parse(parse_object(body))
-    prompts = _prompts(engine, ask)
+    if ask.messages and (ask.drop_oldest or settings.drop_oldest):
+        _drop_oldest(engine, ask)
+    prompts = prompts_of(engine, ask)
     given = {"seed": secrets.randbits(32)} | settings.defaults | ask.given
     if ask.logprobs is not None:
         given["logprobs"] = ask.logprobs
+    if ask.ignore_eos or ask.stop_token_ids:
+        own = (NO_TOKEN,) if ask.ignore_eos else engine.stop_ids(SamplingParams())
+        given["stop_ids"] = (*own, *ask.stop_token_ids)
     streams: list[Stream] = []
     for ids in prompts:
         room = engine.ctx - len(ids)
@@ -223,24 +235,65 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
     return Job(loop, engine, ask, params, streams, settings.max_seconds)
 
 
-def _prompts(engine: Engine, ask: Ask) -> list[Sequence[int]]:
+def _drop_oldest(engine: Engine, ask: Ask) -> None:
+    """Leave out the oldest turns of a chat until there is room for an answer."""
+    room = answer_room(engine.ctx, ask.given.get("max_new_tokens"))
+    kept = newest_turns(ask.messages, lambda part: _fits(engine, replace(ask, messages=part), room))
+    ask.dropped = len(ask.messages) - len(kept)
+    ask.messages = kept
+
+
+def _fits(engine: Engine, ask: Ask, room: int) -> bool:
+    try:
+        return len(prompts_of(engine, ask)[0]) + room <= engine.ctx
+    except ApiError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        return False
+
+
+def prompts_of(engine: Engine, ask: Ask) -> list[Sequence[int]]:
     """The ids of every prompt."""
     tokenizer = engine.tokenizer
     texts = [m["content"] for m in ask.messages] + [text for text in ask.prompts if isinstance(text, str)]
     if tokenizer is None and texts:
         raise wrong(ask.source, "is text, and this model has no tokenizer; send token ids to /v1/completions")
     longest = max(map(len, texts), default=0)
-    if longest > CHARACTERS * engine.ctx:
-        why = f"far more than the context of {engine.ctx:,} tokens holds"
-        raise _too_long(ask, f"{ask.source} has a text of {longest:,} characters, {why}")
+    if why := why_too_long(longest, engine.ctx):
+        raise _too_long(ask, f"{ask.source} {why}")
     try:
         if not ask.messages:
             return [tokenizer.encode(p) if isinstance(p, str) else p for p in ask.prompts]
         if not tokenizer.chat_template_source:
             raise wrong(ask.source, "needs a chat template, and this model has none")
-        return [tokenizer.encode_chat(ask.messages, tools=ask.tools or None)]
+        with _blamed("chat_template_kwargs"):
+            tokenizer.check_variables(ask.variables)
+        messages, tools = ask.messages, ask.tools
+        if not tokenizer.takes_tools and (tools or any(message.keys() & TOOL_KEYS for message in messages)):
+            messages, tools = as_text(messages, tools), []
+        with _blamed("tools"):
+            tokenizer.check_tools([], tools)
+        begun = messages[-1]["content"] if ask.goes_on else ""
+        ids = tokenizer.encode_chat(messages[: -1 if begun else None], tools=tools or None, variables=ask.variables)
+        return [ids + tokenizer.encode(begun, continuation=True) if begun else ids]
     except ValueError as error:
         raise wrong(ask.source, f"cannot be used: {one_line(error, notes=False)}") from None
+
+
+def why_too_long(characters: int, ctx: int) -> str:
+    """Why a text of so many characters is not even encoded; "" if it may fit."""
+    if characters <= CHARACTERS * ctx:
+        return ""
+    return f"has a text of {characters:,} characters, far more than the context of {ctx:,} tokens holds"
+
+
+@contextlib.contextmanager
+def _blamed(field: str) -> Iterator[None]:
+    """A ValueError becomes the error for this field of the request."""
+    try:
+        yield
+    except ValueError as error:
+        raise wrong(field, f"cannot be used: {one_line(error, notes=False)}") from None
 
 
 def _too_long(ask: Ask, message: str) -> ApiError:

@@ -84,7 +84,7 @@ class Reply:
             if not begun:
                 await error_response(error)(scope, receive, send)
                 return
-            await self._body(send, _encoded([Message(error.body())]))
+            await self._body(send, _encoded([self.writer.error(error)]))
         await self._body(send, b"", more=False)
 
     async def _body(self, send: Send, data: bytes, more: bool = True) -> None:

@@ -156,6 +156,43 @@ def test_the_commands_do_what_help_says(engine, tmp_path, capsys):
     assert set(re.findall(r"^/[a-z]+", capsys.readouterr().err, re.M)) == {*talk.commands, "/exit"}
 
 
+def test_undo_and_regenerate(engine, capsys):
+    """A message that stays behind, an answer that is the same again, and a failure that loses the answer before it."""
+    talk = conversation(engine, temperature=2.0, max_new_tokens=12)
+    for command in ("/undo", "/regenerate"):
+        with pytest.raises(ValueError, match="no message yet"):
+            talk.take(command)
+    talk.take("def f(x):")
+    first = list(talk.messages)
+    talk.take("and a class")
+    second = list(talk.messages)
+    talk.take("/regenerate")
+    assert talk.messages[:3] == second[:3] and talk.messages[3] != second[3] and talk.given["seed"] == 1
+    talk.take("/undo")
+    assert talk.messages == first
+    talk.take("and a class")
+    again = list(talk.messages)
+    talk.engine = None
+    with pytest.raises(AttributeError):
+        talk.take("/regenerate")
+    assert talk.messages == again and talk.given["seed"] == 1
+    capsys.readouterr()
+
+
+def test_the_oldest_turns_are_dropped_where_the_user_wants_that(engine, capsys):
+    """A chat that can only be started over, and one that forgets its system message or says nothing."""
+    talk = conversation(engine, "Be brief.", max_new_tokens=8)
+    talk.drop_oldest = True
+    for _ in range(8):
+        talk.take("word " * 60)
+    said = capsys.readouterr().err
+    assert "the 2 oldest messages were dropped" in said and talk.messages[0]["content"] == "Be brief."
+    assert [m["role"] for m in talk.messages[1:]] == ["user", "assistant"] * (len(talk.messages) // 2)
+    assert len(talk.messages) < 17
+    with pytest.raises(ValueError, match="/reset starts over"):
+        talk.take("word " * 600)
+
+
 def test_tree_shows_the_last_answer_in_colours(instruct, capsys, monkeypatch):
     """/tree prints the last answer's text, and no observer stays on the engine."""
     monkeypatch.setattr("cli.chat.wants_colour", lambda stream: True)
@@ -214,10 +251,12 @@ ANSWER = r"\x1b\[\?2004l(\x1b\[[?\d;]*[a-zA-Z]|\s)*[^\s\x1b]"
 STATUS = r"\[([\d,]+) tokens.* tok/s   ([\d,]+) of ([\d,]+) prompt tokens cached   (.*)\]"
 
 
-def test_a_chat_at_a_terminal(instruct, tmp_path):
+def test_a_chat_at_a_terminal(instruct, tmp_path, monkeypatch):
     """Arrow keys edit, a paste is one message, Ctrl-C stops an answer alone, Ctrl-D leaves with 0, and the cache is
     used."""
     flags = ["--checkpoint", str(instruct), "--chat", "--stop-ids", "4095", "--device", "cpu"]
+    flags += ["--kernels", "reference"]  # a cache folder of its own has no compiled kernels
+    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path / "cache"))
     terminal = Terminal([sys.executable, "generate.py", *flags])
 
     def ask(keys: str) -> list[int]:
@@ -256,6 +295,8 @@ def test_a_chat_at_a_terminal(instruct, tmp_path):
         os.close(terminal.fd)
     said = [m["content"] for m in json.loads((tmp_path / "talk.json").read_text())["messages"]]
     assert said[:4:2] == ["def foo():", "def foo():"] and said[4] == pasted and said[1]
+    history = tmp_path / "cache" / "chat_history"
+    assert "+def foo():" in history.read_text() and history.stat().st_mode & 0o777 == 0o600
 
 
 def typed(monkeypatch, lines: bytes) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from tiny import definitions, rules  # noqa: E402
 from generate import load  # noqa: E402
 from runtime.prompt_cache import PromptCache  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
+from serving.fields import NOT_HERE, Fields  # noqa: E402
 from support.errors import UsageError, advised  # noqa: E402
 
 ASK = [{"role": "user", "content": "def f(x):"}]
@@ -183,7 +185,8 @@ def test_models_health_and_metrics(server, client):
     assert figures['eaglet_requests_total{path="/v1/completions",status="200"}'] >= 1
     assert figures["eaglet_generated_tokens_total"] >= 2 and figures["eaglet_requests_running"] == 0
     named = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
-    assert {name.split("{")[0] for name in figures} == named
+    figures_named = {re.sub("_seconds_(bucket|sum|count)$", "_seconds", name.split("{")[0]) for name in figures}
+    assert figures_named == named
 
 
 def test_logprobs_are_those_of_the_chunks(engine, client, monkeypatch):
@@ -285,6 +288,61 @@ def test_calls_of_a_response(engine, client, monkeypatch):
     assert [item.type for item in one.output] == ["message", "function_call"]
 
 
+ADDER = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}},
+         "required": ["a"], "additionalProperties": False}}  # fmt: skip
+ADDERS = [{"type": "function", "function": ADDER}, *TOOLS]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_must_come_follows_the_tools_schema(client, stream):
+    """tool_choice that only asks the model, arguments that follow no schema, and a call that is streamed as text."""
+    pytest.importorskip("llguidance")
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice in ("required", named):
+        asked = dict(model="demo", messages=ASK, tools=ADDERS[:1], tool_choice=choice, temperature=1, seed=4)
+        answer = client.chat.completions.create(**asked, stream=stream)
+        if stream:
+            chunks = [chunk.choices[0] for chunk in answer]
+            assert not any(chunk.delta.content for chunk in chunks) and chunks[-1].finish_reason == "tool_calls"
+            call = next(chunk.delta.tool_calls[0] for chunk in chunks if chunk.delta.tool_calls)
+        else:
+            assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
+            (call,) = answer.choices[0].message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert call.function.name == "add" and list(arguments) == ["a"] and arguments["a"] <= 99
+    flat = {"type": "function", "name": "add"}
+    response = client.responses.create(
+        model="demo", input="x", tools=[ADDER | {"type": "function"}], tool_choice=flat, extra_body={"seed": 1}
+    )
+    assert [item.type for item in response.output] == ["function_call"]
+
+
+def test_a_stream_with_calls_has_the_text_of_the_whole_answer(engine, client, monkeypatch):
+    """Text between or after calls that only one of the two has, and white space that one of them drops."""
+    script(monkeypatch, engine, f" Let me see.\n{CALL}\nAnd {CALL} then.")
+    asked = dict(model="demo", messages=ASK, tools=TOOLS)
+    whole = client.chat.completions.create(**asked).choices[0].message.content
+    chunks = client.chat.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    asked = dict(model="demo", input="x", tools=[{"type": "function", **TOOLS[0]["function"]}])
+    whole = client.responses.create(**asked)
+    events = list(client.responses.create(**asked, stream=True))
+    last = events[-1].response
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert whole.output_text == last.output_text == deltas and "then." in deltas
+    assert [item.type for item in whole.output] == [item.type for item in last.output]
+    assert [e.output_index for e in events if e.type == "response.output_item.added"] == [0, 1, 2]
+
+
+def test_a_template_without_a_place_for_tools_gets_them_as_text(engine, client, monkeypatch):
+    """Tools that a template drops without a word, so that the model never hears of them."""
+    monkeypatch.setattr(engine.tokenizer, "_template", "vicuna")
+    monkeypatch.setattr(engine.tokenizer, "chat_template_source", "built-in vicuna")
+    made = script(monkeypatch, engine, CALL)
+    answer = client.chat.completions.create(model="demo", messages=ASK, tools=ADDERS)
+    assert answer.choices[0].message.tool_calls[0].function.name == "add" and made
+
+
 # ------------------------------------------------------------------ errors
 
 
@@ -326,7 +384,19 @@ def test_calls_of_a_response(engine, client, monkeypatch):
             "grammar",
             "does not go with response_format",
         ),
-        ({"messages": ASK, "tools": TOOLS, "tool_choice": "required"}, "tool_choice", "none or auto"),
+        ({"messages": ASK, "tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"messages": ASK, "tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "must be an object"),
+        (
+            {"messages": ASK, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            "tool_choice.function.name",
+            "none of the tools",
+        ),
+        (
+            {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "grammar": "start: /a/"},
+            "tool_choice",
+            "does not go with",
+        ),
+        ({"messages": ASK, "tools": [{"type": "function", "function": {"name": "a</s>"}}]}, "tools", "control token"),
         ({"messages": ASK, "tools": [{"type": "web_search"}]}, "tools[0].type", "must be functions"),
         ({"messages": ASK, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"messages": ASK, "functions": [{"name": "f"}]}, "functions", "use tools"),
@@ -401,13 +471,115 @@ def test_an_answer_follows_a_schema_on_every_endpoint(client, engine):
     assert client.completions.create(**asked).choices[0].text == free
 
 
+CONSTRAINTS = {
+    "json_schema": Person.model_json_schema(),
+    "guided_json": json.dumps(Person.model_json_schema()),
+    "guided_json_object": True,
+    "guided_regex": r"a\d{2}/b",
+    "guided_choice": ["yes", "no", 'with "quotes" and \\'],
+    "guided_grammar": 'root ::= "yes"',
+    "structured_outputs": {"choice": ["yes", "no"]},
+    "response_format": {"type": "json_object", "schema": Person.model_json_schema()},
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_every_field_that_constrains_does(client, name):
+    """A constraint under llama.cpp's or vLLM's name that is ignored: the text would be any text."""
+    pytest.importorskip("llguidance")
+    asked = {"messages": ASK, "max_tokens": 60, "seed": 1, name: CONSTRAINTS[name]}
+    choice = client.post("/chat/completions", body=asked, cast_to=object)["choices"][0]
+    text, cut = choice["message"]["content"], choice["finish_reason"] == "length"
+    if "choice" in str(asked) or name == "guided_grammar":
+        assert text in ("yes", "no", 'with "quotes" and \\')
+    elif name == "guided_regex":
+        assert re.fullmatch(r"a\d{2}/b", text)
+    elif name == "guided_json_object":
+        assert text.startswith("{") and (cut or isinstance(json.loads(text), dict))
+    else:
+        assert text.startswith('{"name":"') and (cut or Person.model_validate_json(text))
+    with pytest.raises(openai.BadRequestError, match="does not go with") as caught:
+        client.post("/chat/completions", body=asked | {"grammar": "start: /a/"}, cast_to=object)
+    assert "grammar" in caught.value.body["message"]
+
+
+def test_fields_that_change_the_text_are_refused_and_hints_are_ignored(client):
+    """A field that would change the text and is ignored, and a hint that changes the text or is an error."""
+    page = (Path(__file__).resolve().parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
+    listed = {
+        kind: re.findall("`([a-z_]+)`", re.search(rf"^\| {kind} \|.*$", page, re.M)[0])
+        for kind in ("refused", "ignored")
+    }
+    assert set(NOT_HERE) <= set(listed["refused"]) and len(listed["ignored"]) > 25
+    asked = {"messages": ASK, "max_tokens": 2}
+    for name in NOT_HERE:
+        with pytest.raises(openai.BadRequestError, match="is not supported") as caught:
+            client.post("/chat/completions", body=asked | {name: 0.123}, cast_to=object)
+        assert caught.value.body["param"] == name and caught.value.body["code"] == "unsupported_parameter"
+        for nothing in NOT_HERE[name][0]:
+            Fields({name: nothing}).refuse(name, NOT_HERE[name][0], "")
+    plain = client.post("/chat/completions", body=asked, cast_to=object)
+    hinted = client.post("/chat/completions", body=asked | dict.fromkeys(listed["ignored"], 0.123), cast_to=object)
+    assert hinted["choices"] == plain["choices"]
+
+
+def test_fields_of_other_servers_that_are_honoured(client, engine):
+    """llama.cpp's and vLLM's names for settings, ids that stop, a text past its stop ids, and the echo of the prompt."""
+    ask = lambda **more: client.post("/completions", body={"prompt": "def main():\n"} | more, cast_to=object)  # noqa: E731
+    text = lambda **more: ask(**more)["choices"][0]["text"]  # noqa: E731
+    free = engine.generate("def main():\n", SamplingParams(max_new_tokens=16)).run()[0]
+    assert text(n_predict=5) == engine.tokenizer.decode(free.token_ids[:5], continuation=True)
+    assert text(repeat_penalty=1.4) == text(repetition_penalty=1.4) != free.text
+    assert text(top_k=-1, temperature=1, seed=2) == text(temperature=1, seed=2)
+    assert text(n_predict=-1) == free.text and text(echo=True) == "def main():\n" + free.text
+    ids = engine.tokenizer.encode("def main():\n")
+    assert text(echo=True, prompt=ids) == engine.tokenizer.decode(ids) + free.text
+    chunks = client.completions.create(model="demo", prompt="def main():\n", stream=True, echo=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "def main():\n" + free.text
+    stop = free.token_ids[3]
+    ended = ask(stop_token_ids=[stop])
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["usage"]["completion_tokens"] == free.token_ids.index(stop) + 1
+    before = engine.tokenizer.eos_ids
+    try:
+        engine.tokenizer.eos_ids = [stop]
+        assert ask()["choices"][0]["finish_reason"] == "stop"
+        assert text(ignore_eos=True) == free.text
+    finally:
+        engine.tokenizer.eos_ids = before
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(ignore_eos=True, guided_choice=["a"])
+    assert caught.value.body["param"] == "ignore_eos"
+
+
+def test_variables_reach_the_chat_template(engine, client):
+    """chat_template_kwargs that are ignored, or that replace what the server itself gives a template."""
+
+    def ask(**more):
+        return client.post("/chat/completions", body={"messages": ASK, "max_tokens": 1} | more, cast_to=object)
+
+    templates = engine.tokenizer.chat_templates
+    before = dict(templates)
+    try:
+        for name in templates:
+            templates[name] += "{{ 'some more words here' if thinking else '' }}"
+        grown = [ask(chat_template_kwargs={"thinking": on})["usage"]["prompt_tokens"] for on in (False, True)]
+        assert grown[1] > grown[0]
+    finally:
+        templates.update(before)
+    for variables in ({"messages": []}, {"a": "x</s>"}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(chat_template_kwargs=variables)
+        assert caught.value.body["param"] == "chat_template_kwargs"
+
+
 @pytest.mark.parametrize("path", ["completions", "responses"])
 def test_bad_requests_of_the_other_endpoints(client, path):
     """/v1/completions and /v1/responses refuse wrong fields by name, too."""
     for body, param in (({}, path), ({"prompt": [], "input": []}, None),
                         ({"prompt": [[1, True]], "input": [{"type": "image"}]}, None),
                         ({"prompt": [99999], "input": [{"role": "x"}]}, None),
-                        ({"prompt": "x", "input": "x", "echo": True, "previous_response_id": "r"}, None)):  # fmt: skip
+                        ({"prompt": "x", "input": "x", "suffix": "y", "previous_response_id": "r"}, None)):  # fmt: skip
         with pytest.raises(openai.BadRequestError) as caught:
             client.post(f"/{path}", body=body, cast_to=object)
         assert caught.value.body["param"], (body, param)
@@ -426,7 +598,7 @@ def test_no_answer_has_advice_about_flags_or_files(client, engine, monkeypatch):
     for data in (b"{", b"[" * 200 + b"]" * 200, json.dumps({"messages": ASK, "n": 99}).encode()):
         ask(data)
     with monkeypatch.context() as patch:
-        patch.setattr("serving.requests.checked_grammar", partial(missing, "pip install llguidance"))
+        patch.setattr("serving.fields.checked_grammar", partial(missing, "pip install llguidance"))
         ask(json.dumps({"messages": ASK, "grammar": "x"}).encode())
         script(patch, engine, "some more text", gate=partial(missing, "--dtype bfloat16"))
         ask(chat)

@@ -168,7 +168,7 @@ def test_what_is_no_request_gets_the_error_object(engine, small):
 
 def test_every_path_but_the_page_and_health_needs_the_key(engine):
     """Every path but / and /health is a 401 without the exact key, and an answer with it."""
-    with running(engine, api_key="se cret") as server:
+    with running(engine, api_keys=("other", "se cret")) as server:
         paths = ("/v1/models", "/metrics", "/v1/nothing", PATH, "//v1/models", "/health/../metrics", "/health/")
         for path in paths:
             for headers in ({}, {"authorization": "Bearer se cre"}, {"authorization": "Basic se cret"}):
@@ -340,11 +340,11 @@ def test_a_server_that_others_reach_has_a_key(monkeypatch):
     """A host that is not loopback gets a random key unless one is given; defaults of sampling reach the settings."""
     monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
     settings = lambda *words: serve.settings_of(serve.build_parser().parse_args(list(words)))  # noqa: E731
-    assert settings().api_key is None and settings().loopback and settings().model == "demo"
+    assert settings().api_keys == () and settings().loopback and settings().model == "demo"
     made = settings("--host", "0.0.0.0")
-    assert len(made.api_key) >= 32 and made.api_key != settings("--host", "0.0.0.0").api_key
+    assert len(made.api_keys[0]) >= 32 and made.api_keys != settings("--host", "0.0.0.0").api_keys
     monkeypatch.setenv(serve.KEY_VARIABLE, "k")
-    assert settings("--host", "0.0.0.0").api_key == "k" == settings().api_key
+    assert settings("--host", "0.0.0.0").api_keys == ("k",) == settings().api_keys
     assert settings("--api-key", "x", "--temperature", "0.5").defaults == {"temperature": 0.5}
 
 

@@ -94,7 +94,7 @@ def test_the_page_makes_no_markup_of_texts(server):
 
 def test_the_page_needs_no_key_and_its_requests_do(engine):
     """With a key set, / is answered without it, and /v1/models is not."""
-    with running(engine, api_key="secret") as server:
+    with running(engine, api_keys=("secret",)) as server:
         assert httpx.get(server.address).status_code == 200
         assert httpx.get(f"{server.address}/v1/models").status_code == 401
         assert httpx.get(f"{server.address}//").status_code == 401

@@ -9,7 +9,7 @@ import pytest
 
 from options import DEMO
 from runtime.results import Chunk, GenerationResult
-from serving.answers import HERMES, LLAMA, MISTRAL, Answer, Event, ToolCallParser, tool_format
+from serving.answers import HERMES, LLAMA, MISTRAL, Answer, Event, ToolCallParser, as_text, tool_format
 from tokenizer import load_tokenizer
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": "x</y"}}'
@@ -120,3 +120,20 @@ def test_a_mark_that_is_a_special_token_is_seen():
         answer.take(Event(0, [Chunk(0, ids, tokenizer.decode(ids))]))
     answer.take(Event(0, [], GenerationResult(1, 0.0, 0, stop_reason="eos")))
     assert (answer.text, [call.name for call in answer.calls], answer.finish) == ("Yes. ", ["add"], "tool_calls")
+
+
+def test_tools_calls_and_results_as_text():
+    """A result that no call stands before, two results in two messages of the user, a description that is not there."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+    ]
+    written = as_text(messages, [{"type": "function", "function": {"name": "add", "parameters": {}}}])
+    assert [message["role"] for message in written] == ["user", "assistant", "user"]
+    assert written[0]["content"].endswith("\n\n1 + 1?") and '{"name": "add"' in written[0]["content"]
+    assert parse(HERMES, written[1]["content"]) == ("", [("add", {"a": 1})] * 2)
+    assert written[2]["content"] == "<tool_response>2</tool_response>\n<tool_response>3</tool_response>"
+    assert as_text(messages[:1], []) == messages[:1]

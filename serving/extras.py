@@ -1,0 +1,132 @@
+"""Small endpoints that decode nothing: llama.cpp's for token ids, prompts and facts, and OpenAI's for embeddings."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine import Engine
+from model import chain_ancestors
+from runtime.lease import Lease
+from serving.fields import ApiError, Fields, wrong
+from serving.messages import count_tokens
+from serving.requests import Ask, chat_ask, text_prompts
+from serving.scheduler import ServeSettings, prompts_of, why_too_long
+from tokenizer import Tokenizer
+
+MAX_INPUTS = 256  # texts that one request may have embedded
+CHUNK = 256  # tokens of one forward
+
+
+def tokenize(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
+    """POST /tokenize: the ids of a text. The text of control tokens in it stays text."""
+    fields = Fields(body)
+    fields.refuse("parse_special", (False,), "the text of control tokens stays text.")
+    text = fields.required("content", str)
+    tokenizer = _tokenizer(engine)
+    if reason := why_too_long(len(text), engine.ctx):
+        raise wrong("content", reason)
+    ids = tokenizer.encode(text, add_bos=fields.get("add_special", bool, False))
+    if not fields.get("with_pieces", bool, False):
+        return {"tokens": ids}
+    return {"tokens": [{"id": i, "piece": _piece(tokenizer.pieces.get(i, b""))} for i in ids]}
+
+
+def detokenize(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
+    """POST /detokenize: the text of ids, with the text of control tokens."""
+    ids = Fields(body).required("tokens", list)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise wrong("tokens", "must be a list of token ids")
+    return {"content": _tokenizer(engine).decode(ids, skip_special=False, continuation=True)}
+
+
+def apply_template(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
+    """POST /apply-template: the prompt that a request to /v1/chat/completions would have, as text."""
+    (ids,) = prompts_of(engine, chat_ask(body))
+    return {"prompt": _tokenizer(engine).decode(ids, skip_special=False)}
+
+
+def embeddings(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
+    """POST /v1/embeddings: one vector of length 1 for each text, the mean of the last hidden states of its tokens."""
+    fields = Fields(body)
+    coded = fields.get("encoding_format", str, "float")
+    if coded not in ("float", "base64"):
+        raise wrong("encoding_format", f"is {coded!r:.40}; allowed: float, base64")
+    fields.refuse("dimensions", (engine.model.config.hidden_size,), "the vectors have the model's own size.")
+    inputs = text_prompts(body.get("input"), "input")
+    if len(inputs) > MAX_INPUTS:
+        raise wrong("input", f"has {len(inputs)} texts; allowed: at most {MAX_INPUTS}")
+    prompts = prompts_of(engine, Ask({}, prompts=inputs, source="input"))
+    V = engine.model.config.vocab_size
+    for i, ids in enumerate(prompts):
+        if not 1 <= len(ids) <= engine.ctx or not all(0 <= token < V for token in ids):
+            allowed = f"allowed: 1 to {engine.ctx:,}, each with an id below {V:,}"
+            raise wrong("input", f"number {i} has {len(ids):,} tokens; {allowed}")
+    data = []
+    for i, ids in enumerate(prompts):
+        vector = engine.together(_embed, ids)
+        value = base64.b64encode(vector.numpy().tobytes()).decode() if coded == "base64" else vector.tolist()
+        data.append({"object": "embedding", "index": i, "embedding": value})
+    tokens = sum(map(len, prompts))
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": settings.model, "usage": usage}
+
+
+@torch.inference_mode()
+def _embed(engine: Engine, ids: list[int]) -> torch.Tensor:
+    """The mean of the final hidden states of these ids, scaled to length 1: fp32 [H] on the host. It has a cache of its
+    own, so that the caches of chats stay valid."""
+    model = engine.model
+    with Lease(engine.queue), engine.backend.active():
+        slots = -(-len(ids) // CHUNK) * CHUNK
+        kv = model.new_cache(1, slots)
+        total = torch.zeros(model.config.hidden_size, device=model.device)
+        for start in range(0, len(ids), CHUNK):
+            part = ids[start : start + CHUNK]
+            tokens = torch.tensor([part + [0] * (CHUNK - len(part))], device=model.device)
+            depth = torch.arange(CHUNK, device=model.device)[None]
+            at = torch.tensor([start], device=model.device)
+            nodes = model.nodes(at, depth, chain_ancestors(1, CHUNK, model.device), slots)
+            hidden, _ = model(tokens, nodes, kv)
+            total += hidden[0, : len(part)].float().sum(0)
+        return torch.nn.functional.normalize(total, dim=0).cpu()
+
+
+def properties(engine: Engine, settings: ServeSettings) -> dict[str, Any]:
+    """GET /props: what llama.cpp's clients ask of a server."""
+    tokenizer = engine.tokenizer
+    return {
+        "default_generation_settings": {"n_ctx": engine.ctx, "params": settings.defaults},
+        "total_slots": 1,
+        "model_path": settings.model,
+        "chat_template": tokenizer.chat_template if tokenizer else "",
+        "modalities": {"vision": False, "audio": False},
+        "build_info": "eaglet",
+    }
+
+
+def _tokenizer(engine: Engine) -> Tokenizer:
+    if engine.tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer", None, "invalid_value")
+    return engine.tokenizer
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """A token's text, or its bytes where they are only a part of a character."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+Deed = Callable[[Engine, ServeSettings, dict[str, Any]], dict[str, Any]]
+SMALL: dict[str, Deed] = {
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+    "/apply-template": apply_template,
+    "/v1/embeddings": embeddings,
+    "/v1/messages/count_tokens": count_tokens,
+}

@@ -1,0 +1,191 @@
+"""/v1/messages, Anthropic's API: reading a request, and answers made of blocks of text and tool calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from engine import Engine
+from serving.answers import Part, ToolCall
+from serving.completions import Message, Writer
+from serving.fields import ApiError, Fields, read_constraint, unsupported, wrong
+from serving.requests import Ask, chosen_tools, common, force_call, tool_of
+from serving.scheduler import Job, ServeSettings, prompts_of
+from tokenizer import Tokenizer
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+MODES = {"auto": "auto", "any": "required", "none": "none"}  # their tool_choice -> OpenAI's
+
+
+def message_ask(body: dict[str, Any]) -> Ask:
+    """Read a request to /v1/messages."""
+    fields = Fields(body)
+    fields.required("max_tokens", int)
+    ask = common(fields, "max_tokens")
+    ask.n = 1
+    if ask.steps:
+        raise unsupported("eaglet.steps", "use /v1/chat/completions or /v1/completions.")
+    if fields.given("stop_sequences"):
+        ask.given["stop"] = tuple(fields.get("stop_sequences", list))
+    if fields.inner("thinking").values.get("type") == "enabled":
+        raise unsupported("thinking", "this server does not tell thinking from text.")
+    for name in ("container", "mcp_servers"):
+        fields.refuse(name, ([],), "this server runs nothing but the model.")
+    grammar = read_constraint(fields, fields.inner("output_config"), "format")
+    if grammar is not None:
+        ask.given["grammar"] = grammar
+    fields.required("messages", list)
+    if fields.given("system"):
+        ask.messages.append({"role": "system", "content": _text(fields, "system")})
+    for message in fields.items("messages"):
+        ask.messages += _messages(message)
+    _read_tools(ask, fields)
+    return ask
+
+
+def _read_tools(ask: Ask, fields: Fields) -> None:
+    """The tools and which of them may or must be called."""
+    tools = []
+    for tool in fields.items("tools"):
+        if (kind := tool.get("type", str, "custom")) != "custom":
+            raise unsupported(tool.name("type"), f"{kind!r:.40}; tools must be the client's own.")
+        tools.append(tool_of(tool, "input_schema"))
+    choice = fields.inner("tool_choice")
+    kind = choice.get("type", str, "auto")
+    if kind not in (*MODES, "tool"):
+        raise wrong(choice.name("type"), f"is {kind!r:.40}; allowed: {', '.join(MODES)}, tool")
+    name = choice.required("name", str) if kind == "tool" else None
+    ask.one_call = choice.get("disable_parallel_tool_use", bool, False)
+    ask.tools, grammar = chosen_tools(tools, MODES.get(kind, "required"), name, choice.name("name"))
+    force_call(ask, grammar)
+
+
+def _text(fields: Fields, name: str) -> str:
+    """A text, or blocks that all are text."""
+    value = fields.values.get(name)
+    if isinstance(value, str):
+        return value
+    texts = []
+    for block in fields.items(name):
+        if (kind := block.required("type", str)) != "text":
+            raise unsupported(block.name("type"), f"{kind!r:.40}; this model reads text only.")
+        texts.append(block.required("text", str))
+    return "".join(texts)
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    """The messages, as chat templates take them, that one of theirs stands for: results of tools are messages there."""
+    role = fields.required("role", str)
+    if role not in ("user", "assistant", "system"):
+        raise wrong(fields.name("role"), f"is {role!r:.40}; allowed: user, assistant")
+    if isinstance(fields.values.get("content"), str):
+        return [{"role": role, "content": fields.values["content"]}]
+    fields.required("content", list)
+    text, calls, results = "", list[dict[str, Any]](), list[dict[str, Any]]()
+    for block in fields.items("content"):
+        kind = block.required("type", str)
+        if kind == "text":
+            text += block.required("text", str)
+        elif kind == "tool_use" and role == "assistant":
+            called = {"name": block.required("name", str), "arguments": block.get("input", dict, {})}
+            calls.append({"id": block.required("id", str), "type": "function", "function": called})
+        elif kind == "tool_result" and role == "user":
+            result = {"role": "tool", "content": _text(block, "content")}
+            results.append(result | {"tool_call_id": block.required("tool_use_id", str)})
+        elif kind not in ("thinking", "redacted_thinking"):
+            raise unsupported(block.name("type"), f"{kind!r:.40}; allowed here: text and tool calls.")
+    if results and not text:
+        return results
+    return [*results, {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})]
+
+
+def count_tokens(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
+    """POST /v1/messages/count_tokens: the tokens of the prompt that a request would have."""
+    (ids,) = prompts_of(engine, message_ask({"max_tokens": 1} | body))
+    return {"input_tokens": len(ids)}
+
+
+class MessageWriter(Writer):
+    """/v1/messages. White space between calls is no block of its own."""
+
+    prefix = "msg_"
+
+    def __init__(self, job: Job, model: str, tokenizer: Tokenizer | None):
+        super().__init__(job, model, tokenizer)
+        self.answer = job.answers[0]
+        self._blocks = 0  # that have begun
+        self._open = False  # whether a block of text has begun and not ended
+        self._held = ""  # white space that is sent if text follows
+
+    def start(self) -> Iterator[Message]:
+        yield self._event("message_start", message=self._message([], None))
+
+    def part(self, part: Part) -> Iterator[Message]:
+        text = self._held + part.text
+        self._held = ""
+        if self._open or text.strip():
+            if not self._open:
+                self._open = True
+                yield from self._begin({"type": "text", "text": ""})
+            if text:
+                yield self._delta({"type": "text_delta", "text": text})
+        else:
+            self._held = text
+        for call in part.calls:
+            yield from self._end_text()
+            yield from self._begin(_call(call) | {"input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+            yield self._event("content_block_stop", index=self._blocks - 1)
+
+    def end(self) -> Iterator[Message]:
+        yield from self._end_text()
+        reason, sequence = self._stop()
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        yield self._event("message_delta", delta=delta, usage=self._usage(), timings=self.timings())
+        yield self._event("message_stop")
+
+    def whole(self) -> dict[str, Any]:
+        text = self.answer.text
+        blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() else []
+        blocks += [_call(call) for call in self.answer.calls]
+        return self._message(blocks, self._stop()[0]) | {"stop_sequence": self._stop()[1], "timings": self.timings()}
+
+    def error(self, error: ApiError) -> Message:
+        return Message(error.body(), "error")
+
+    def _event(self, kind: str, /, **data: Any) -> Message:
+        return Message({"type": kind} | data, kind)
+
+    def _begin(self, block: dict[str, Any]) -> Iterator[Message]:
+        self._blocks += 1
+        yield self._event("content_block_start", index=self._blocks - 1, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> Message:
+        return self._event("content_block_delta", index=self._blocks - 1, delta=delta)
+
+    def _end_text(self) -> Iterator[Message]:
+        if self._open:
+            self._open = False
+            yield self._event("content_block_stop", index=self._blocks - 1)
+
+    def _stop(self) -> tuple[str, str | None]:
+        """Why the answer ended, and the stop sequence that ended it."""
+        result = self.job.streams[0].result
+        if result.stop_reason != "stop" or self.tokenizer is None or self.answer.calls:
+            return STOP_REASONS[self.answer.finish], None
+        written = self.tokenizer.decode(result.token_ids, continuation=True)
+        return "stop_sequence", next((text for text in self.job.params.stop if text in written), None)
+
+    def _message(self, blocks: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+        message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks}
+        return message | {"stop_reason": reason, "stop_sequence": None, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, int]:
+        result = self.job.streams[0].result
+        counts = {"input_tokens": result.prompt_tokens - result.cached_tokens, "output_tokens": result.new_tokens}
+        return counts | {"cache_read_input_tokens": result.cached_tokens, "cache_creation_input_tokens": 0}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}

@@ -1,0 +1,253 @@
+"""The server's endpoints beside chats and completions, who may use it, and what happens when the context is full."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+import torch
+
+pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
+pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
+httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
+
+from serving_kit import instruct_folder, running, script  # noqa: E402
+
+from generate import load  # noqa: E402
+from sampling import SamplingParams  # noqa: E402
+from scripts import serve  # noqa: E402
+
+ASK = [{"role": "user", "content": "def f(x):"}]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return load(instruct_folder(tmp_path_factory.mktemp("instruct")), drafter="ngram", device="cpu", threads=1, ctx=512)
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with running(engine) as server:
+        yield server
+
+
+def post(server, path: str, **body):
+    """The answer to a request, and its status."""
+    answer = httpx.post(server.address + path, json=body, timeout=60)
+    return answer.json(), answer.status_code
+
+
+def refused(answer, param: str, status: int = 400) -> str:
+    """Check that an answer is an error about a field. Returns its message."""
+    body, got = answer
+    assert got == status and body["error"]["param"] == param, body
+    return body["error"]["message"]
+
+
+def test_ids_and_texts(engine, server):
+    """Ids that are not the engine's own, a control token that a user's text can write, a text that does not come back."""
+    text = "def f(x): \u00e4</s>"
+    ids = engine.tokenizer.encode(text, add_bos=False)
+    assert post(server, "/tokenize", content=text)[0] == {"tokens": ids}
+    assert post(server, "/tokenize", content=text, add_special=True)[0]["tokens"] == engine.tokenizer.encode(text)
+    pieces = post(server, "/tokenize", content=text, with_pieces=True)[0]["tokens"]
+    assert [token["id"] for token in pieces] == ids and not set(ids) & engine.tokenizer.special_ids
+    assert post(server, "/detokenize", tokens=ids)[0]["content"].strip() == text
+    refused(post(server, "/tokenize", content=text, parse_special=True), "parse_special")
+    refused(post(server, "/tokenize", content="x" * 20_000), "content")
+    refused(post(server, "/tokenize"), "content")
+    refused(post(server, "/detokenize", tokens=["a"]), "tokens")
+
+
+def test_the_prompt_of_a_chat_and_the_facts(engine, server):
+    """A prompt other than that of /v1/chat/completions, and a context that clients cannot learn."""
+    prompt = post(server, "/apply-template", messages=ASK)[0]["prompt"]
+    assert prompt.endswith("<user>def f(x):<assistant>")
+    facts = httpx.get(f"{server.address}/props").json()
+    assert facts["default_generation_settings"]["n_ctx"] == 512 and "<tool_call>" in facts["chat_template"]
+    assert facts["total_slots"] == 1
+    refused(post(server, "/apply-template", messages=[]), "messages")
+
+
+def test_a_last_message_of_the_assistant_is_continued(engine, server):
+    """An answer that begins anew behind what the client wrote for the model, or that repeats it."""
+    begun = [*ASK, {"role": "assistant", "content": "    return x"}]
+    ids = engine.tokenizer.encode_chat(ASK) + engine.tokenizer.encode("    return x", continuation=True)
+    text = engine.generate(ids, SamplingParams(max_new_tokens=8)).run()[0].text
+    answer = post(server, "/v1/chat/completions", messages=begun, max_tokens=8, continue_final_message=True)[0]
+    assert answer["choices"][0]["message"]["content"] == text and answer["usage"]["prompt_tokens"] == len(ids)
+    asked = dict(messages=begun, max_tokens=8)
+    refused(post(server, "/v1/chat/completions", **asked, continue_final_message=False), "continue_final_message")
+    refused(post(server, "/v1/chat/completions", **asked, add_generation_prompt=True), "add_generation_prompt")
+
+
+def test_embeddings_are_the_mean_of_the_last_hidden_states(engine, server):
+    """A vector that depends on the batch or on padding, whose length is not 1, or that spoils a chat's caches."""
+    texts = ["def main():\n", "import os\n" * 150]
+    before = post(server, "/v1/completions", prompt=texts[0])[0]["choices"]
+    body = post(server, "/v1/embeddings", input=texts)[0]
+    vectors = [torch.tensor(entry["embedding"]) for entry in body["data"]]
+    assert [entry["index"] for entry in body["data"]] == [0, 1] and body["usage"]["prompt_tokens"] > 256
+    for text, vector in zip(texts, vectors, strict=True):
+        ids = engine.tokenizer.encode(text)
+        with torch.inference_mode():
+            hidden = engine.model.forward_train(torch.tensor([ids]))[0][0].float().mean(0)
+        assert abs(float(vector.norm()) - 1) < 1e-5
+        assert float(torch.nn.functional.cosine_similarity(vector, hidden, dim=0)) > 0.999
+    coded = post(server, "/v1/embeddings", input=texts[0], encoding_format="base64")[0]["data"][0]["embedding"]
+    alone = torch.frombuffer(bytearray(base64.b64decode(coded)), dtype=torch.float32)
+    assert torch.equal(alone, vectors[0])
+    assert post(server, "/v1/completions", prompt=texts[0])[0]["choices"] == before
+    refused(post(server, "/v1/embeddings", input=[]), "input")
+    refused(post(server, "/v1/embeddings", input=[[99999]]), "input")
+    refused(post(server, "/v1/embeddings", input=[""] * 257), "input")
+    refused(post(server, "/v1/embeddings", input="x", dimensions=3), "dimensions")
+    refused(post(server, "/v1/embeddings", input="x", encoding_format="text"), "encoding_format")
+
+
+@pytest.fixture
+def claude(server):
+    anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed (pip install anthropic)")
+    with anthropic.Anthropic(base_url=server.address, api_key="none", max_retries=0) as client:
+        yield client
+
+
+TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}},
+        "required": ["a"], "additionalProperties": False}}  # fmt: skip
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def test_messages_give_the_engines_own_answer(engine, claude):
+    """Anthropic's client: another text than the engine's, in a stream or whole, a wrong reason to stop, a wrong count."""
+    system = {"role": "system", "content": "Be brief."}
+    prompt = engine.tokenizer.encode_chat([system, *ASK])
+    text = engine.generate(prompt, SamplingParams(max_new_tokens=12)).run()[0].text
+    asked = dict(model="demo", max_tokens=12, messages=ASK, system="Be brief.")
+    whole = claude.messages.create(**asked)
+    assert whole.content[0].text == text and whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 12
+    assert whole.usage.input_tokens + whole.usage.cache_read_input_tokens == len(prompt)
+    with claude.messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == text
+        final = stream.get_final_message()
+    assert final.content[0].text == text and final.stop_reason == "max_tokens" and final.usage.output_tokens == 12
+    stop = text[4:7]
+    ended = claude.messages.create(**asked, stop_sequences=["never", stop])
+    assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", stop)
+    counted = claude.messages.count_tokens(model="demo", messages=ASK, system=[{"type": "text", "text": "Be brief."}])
+    assert counted.input_tokens == len(prompt)
+
+
+def test_messages_with_tools(engine, claude, monkeypatch):
+    """Calls that are lost between blocks, results that the template never sees, and a forced call that is none."""
+    pytest.importorskip("llguidance")
+    asked = dict(model="demo", max_tokens=60, messages=ASK, tools=[TOOL])
+    for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
+        (block,) = claude.messages.create(**asked, tool_choice=choice).content
+        assert block.type == "tool_use" and list(block.input) == ["a"]
+    blocks = [{"type": "text", "text": "Well."}, {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}]
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "42"}]}
+    turns = [*ASK, {"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
+    with monkeypatch.context() as patch:
+        made = script(patch, engine, f"Let me see.\n{CALL}\n{CALL}")
+        whole = claude.messages.create(**asked | {"messages": turns})
+        with claude.messages.stream(**asked | {"messages": turns}) as stream:
+            final = stream.get_final_message()
+        assert made[0].result.prompt_tokens == made[1].result.prompt_tokens > 60
+    for answer in (whole, final):
+        assert [block.type for block in answer.content] == ["text", "tool_use", "tool_use"]
+        assert answer.content[1].input == {"a": 1} and answer.stop_reason == "tool_use"
+    assert whole.content[0].text == final.content[0].text
+
+
+def test_bad_messages_are_errors_of_anthropics_form(claude, server):
+    """An error that Anthropic's client cannot read, or that names no field."""
+    import anthropic
+
+    image = [{"type": "image", "source": {}}]
+    for more, param in (
+        ({"messages": [{"role": "user", "content": image}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "x " * 1000}]}, "messages"),
+    ):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            claude.post("/v1/messages", body={"max_tokens": 4, "messages": ASK} | more, cast_to=object)
+        body = caught.value.body
+        assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+        assert body["error"]["param"] == param, body
+    assert claude.models.list().data[0].id == "demo"
+
+
+def test_what_does_not_exist_is_told_what_does(server):
+    """A 404 or 405 that leaves a client guessing."""
+    body = httpx.get(f"{server.address}/v1/nothing").json()["error"]
+    assert (
+        body["code"] == "unknown_url" and "/v1/chat/completions" in body["message"] and "/tokenize" in body["message"]
+    )
+    body = httpx.get(f"{server.address}/v1/completions").json()["error"]
+    assert body["code"] == "method_not_allowed" and "allowed: POST" in body["message"]
+
+
+def test_listed_sites_and_names_and_every_key_may_use_the_server(engine):
+    """A listed site whose page gets no answer, a container's name that is refused, a second key that is wrong."""
+    site = "https://app.example"
+    with running(engine, cors_origins=(site,), allowed_hosts=("box",)) as server:
+        url = f"{server.address}/v1/models"
+        answer = httpx.get(url, headers={"origin": site, "host": "box:8000"})
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == site
+        asked = httpx.options(url, headers={"origin": site, "access-control-request-method": "POST"})
+        assert asked.status_code == 204 and "Authorization" in asked.headers["access-control-allow-headers"]
+        assert httpx.get(url, headers={"origin": "https://other.example"}).status_code == 403
+        assert "access-control-allow-origin" not in httpx.get(url).headers
+        assert httpx.get(url, headers={"host": "other:8000"}).status_code == 403
+    with running(engine, api_keys=("a", "b"), cors_origins=("*",)) as server:
+        url = f"{server.address}/v1/models"
+        for headers in ({"authorization": "Bearer a"}, {"authorization": "Bearer b"}, {"x-api-key": "b"}):
+            assert httpx.get(url, headers=headers).status_code == 200
+        assert httpx.get(url, headers={"x-api-key": "c", "origin": site}).status_code == 401
+        assert httpx.options(url, headers={"origin": site}).status_code == 204
+    args = serve.build_parser().parse_args("--api-key a --api-key b --cors-origin * --allowed-host box".split())
+    made = serve.settings_of(args)
+    assert made.api_keys == ("a", "b") and made.cors_origins == ("*",) and made.allowed_hosts == ("box",)
+
+
+def test_times_are_histograms(server):
+    """Buckets that do not add up, and times of requests that made nothing."""
+    post(server, "/v1/completions", prompt="x", max_tokens=4)
+    server.idle()
+    text = httpx.get(f"{server.address}/metrics").text
+    for name in ("queue_seconds", "time_to_first_token_seconds", "time_between_tokens_seconds"):
+        times = server.api.metrics.times[name]
+        assert times.number > 0 and times.counts == sorted(times.counts) and times.counts[-1] <= times.number
+        assert f'eaglet_{name}_bucket{{le="+Inf"}} {times.number}\n' in text and f"eaglet_{name}_sum" in text
+
+
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(engine, server):
+    """A dead end, a chat that loses its system message or its last question, and turns that vanish without a word."""
+    long = {"role": "user", "content": "word " * 60}
+    reply = {"role": "assistant", "content": "yes " * 60}
+    system = {"role": "system", "content": "Be brief."}
+    turns = [system, *[long, reply] * 6, *ASK]
+    refused(post(server, "/v1/chat/completions", messages=turns, max_tokens=8), "messages")
+    with running(engine, drop_oldest=True) as dropping:
+        answer = post(dropping, "/v1/chat/completions", messages=turns, max_tokens=8)[0]
+        dropped = answer["timings"]["dropped_messages"]
+        kept = [system, *turns[1 + dropped :]]
+        assert dropped % 2 == 0 and dropped > 0 and len(kept) > 2
+        ids = engine.tokenizer.encode_chat(kept)
+        assert answer["usage"]["prompt_tokens"] == len(ids) <= 512 - 8
+        assert len(engine.tokenizer.encode_chat([system, *turns[dropped - 1 :]])) > 512 - 8, "more would have fitted"
+        text = engine.generate(ids, SamplingParams(max_new_tokens=8)).run()[0].text
+        assert answer["choices"][0]["message"]["content"] == text
+        short = post(dropping, "/v1/chat/completions", messages=ASK, max_tokens=8)[0]
+        assert "dropped_messages" not in short["timings"]
+        refused(post(dropping, "/v1/chat/completions", messages=[{"role": "user", "content": "x " * 600}]), "messages")
+    items = [message for message in turns if message is not system]
+    answer = post(server, "/v1/responses", input=items, max_output_tokens=8, truncation="auto")[0]
+    assert answer["timings"]["dropped_messages"] == dropped and answer["truncation"] == "auto"
+    refused(post(server, "/v1/responses", input=items, max_output_tokens=8), "input")
+    refused(post(server, "/v1/responses", input="x", truncation="some"), "truncation")

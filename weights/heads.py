@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
@@ -269,9 +269,9 @@ def _read_described(given: Any, where: str) -> EagleConfig:
     """The EagleConfig that `asdict` wrote. Raises ValueError in one line for a wrong type, range or combination."""
     check(given, _json_shape(EagleConfig), where, "the head")
     layer = {k: tuple(v) if isinstance(v, list) else v for k, v in given["layer"].items()}
-    layer = ModelConfig(**layer | {"rope": RopeConfig(**layer["rope"])})
+    layer = ModelConfig(**layer | {"rope": RopeConfig(**layer.get("rope", {}))})
     ModelConfig.from_hf(config_to_hf(layer), where)  # checks the ranges
-    config = EagleConfig(**given | {"layer": layer, "taps": tuple(given["taps"])})
+    config = EagleConfig(**given | {"layer": layer, "taps": tuple(given.get("taps", ()))})
     sizes = (config.target_hidden_size, config.target_vocab_size)
     wide = config.version == 3
     taps = list(config.taps)
@@ -284,7 +284,11 @@ def _read_described(given: Any, where: str) -> EagleConfig:
 
 
 def _json_shape(kind: type) -> dict[str, Any]:
-    """The shape (`support.reader.check`) of a dataclass that `asdict` and JSON have passed. No other keys are allowed."""
+    """The shape (`support.reader.check`) of a dataclass that `asdict` and JSON have passed. No other keys are allowed.
+
+    A field with a default may be missing, because an earlier version wrote the file before the field was there.
+    """
+    required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
 
     def shape(hint: Any) -> Any:
         if is_dataclass(hint):
@@ -293,7 +297,8 @@ def _json_shape(kind: type) -> dict[str, Any]:
             return [get_args(hint)[0]]
         return tuple(get_args(hint)) or hint  # a union such as int | None, or a plain type
 
-    return {name: shape(hint) for name, hint in get_type_hints(kind).items()} | {"*": ()}
+    hints = get_type_hints(kind).items()
+    return {name + "?" * (name not in required): shape(hint) for name, hint in hints} | {"*": ()}
 
 
 class _HeadReader:

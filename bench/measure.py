@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from bench.arms import Arm, EngineArm, Sample, shown
-from bench.environment import gpu_state
-from bench.records import RESAMPLES, Line, Row, Settings, remarks, summarise
+from bench.records import RESAMPLES, Line, Row, Settings, gpu_state, remarks, summarise
 from bench.suites import Prompts, Question
 from cli.prove import find_fork, is_bitwise, is_rounding_tie
 from engine import Engine

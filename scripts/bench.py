@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.arms import NO_STOP, SUITES, arms_of
-from bench.environment import environment
 from bench.measure import Bench, run_session
 from bench.paper import SUITE_TABLES
 from bench.peers import LIBRARIES, check_peers, is_gguf, peers_of
 from bench.random_models import SHAPES, random_engine
-from bench.records import Lines, Settings, broken
+from bench.records import Lines, Settings, broken, environment
 from bench.report import check_outputs, report, write_plot
 from bench.steps import SLACK, numbers, step_lines
 from bench.suites import ask

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.environment import environment
+from bench.records import environment
 from support.errors import UsageError, command_parser, run_command
 from support.files import write_json
 

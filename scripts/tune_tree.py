@@ -17,9 +17,8 @@ from statistics import fmean
 from typing import Any
 
 from bench.arms import NO_STOP, SAME_TOKENS, EngineArm, build_engine
-from bench.environment import environment
 from bench.measure import Bench
-from bench.records import Settings, summarise
+from bench.records import Settings, environment, summarise
 from bench.report import result_table
 from bench.suites import ask
 from drafting import tuned_tree_path

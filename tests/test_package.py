@@ -164,7 +164,7 @@ def test_the_wheel_says_what_it_needs(wheel):
     with zipfile.ZipFile(wheel) as file:
         about = file.read(f"eaglet_decoder-{generate.VERSION}.dist-info/METADATA").decode()
     assert "\nName: eaglet-decoder\n" in about and "\nRequires-Dist: torch>=2.11,<3\n" in about
-    for name in ("gguf", "llguidance", "starlette", "uvicorn", "jinja2", "tokenizers", "sentencepiece"):
+    for name in ("llguidance", "starlette", "uvicorn", "jinja2", "tokenizers", "sentencepiece"):
         assert f"\nRequires-Dist: {name}>=" in about, name
     for page in [
         ROOT / "README.md",

@@ -228,7 +228,7 @@ class EagleHead(nn.Module):
         group = attention.heads // attention.kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         memory.append((k, v))
-        T, scale = x.shape[1], 1 / math.sqrt(attention.head_dim)
+        T, scale = x.shape[1], attention.scale
         causal = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
         scores = [(q @ memory[0][0].mT * scale).masked_fill(~causal, -math.inf)]
         scores += [(q * own).sum(-1, keepdim=True) * scale for own, _ in memory[1:]]

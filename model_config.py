@@ -24,8 +24,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {"num_key_value_heads": 8, "head_dim": 128},
     "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6},
 }
-# Families with experts: how many there are, and how many each token uses, where config.json leaves them out.
+# Families whose queries, keys and values always have a bias, or never. Of the others config.json says it.
+QKV_BIAS = {"qwen2": True, "mistral": False, "mixtral": False, "phi3": False}
 MLP_BIAS = ("granite", "llama", "seed_oss", "smollm3")  # families whose config.json may ask for one
+# Families with experts: how many there are, and how many each token uses, where config.json leaves them out.
 EXPERTS = {"mixtral": (8, 2), "qwen3_moe": (128, 8)}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -167,8 +169,8 @@ class ModelConfig:
             per_token = read.integer("num_experts_per_tok", per_token)
         if per_token > experts:
             raise read.error(f"num_experts_per_tok {per_token} exceeds num_local_experts {experts}.")
-        known_bias = {"qwen2": True, "mistral": False, "mixtral": False, "phi3": False}.get(family)
-        bias = read.boolean("attention_bias", family == "seed_oss") if known_bias is None else known_bias
+        bias = QKV_BIAS.get(family)
+        bias = read.boolean("attention_bias", family == "seed_oss") if bias is None else bias
         multiplied = {}
         if family == "granite":
             names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")

@@ -8,7 +8,6 @@ model of any size needs no file and little more memory than it keeps.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,12 +57,11 @@ def head_config(target: ModelConfig, version: int) -> EagleConfig:
         # of a target with a vocabulary of 32,000, which then needs no table of draft ids.
         taps = default_taps(target.num_hidden_layers)
         vocab = min(vocab, 32000)
-    # A head's layer is a plain LLaMA layer of the target's sizes. It has no experts, no window, and no norms on queries
-    # and keys, also where the target has them.
-    layer = replace(
-        target, model_type="llama", num_hidden_layers=1, vocab_size=vocab, windows=(), num_local_experts=0,
-        num_experts_per_tok=0, qk_norm=False, unrotated=(), residual_multiplier=1.0, attention_multiplier=0.0,
-    )  # fmt: skip
+    # A head's layer is a plain LLaMA layer of the target's sizes, whatever else the target's layers have.
+    same = """hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim max_position_embeddings
+        rms_norm_eps rope tie_word_embeddings qkv_bias o_bias mlp_bias dtype bos_token_id eos_token_ids"""
+    sizes = {name: vars(target)[name] for name in same.split()}
+    layer = ModelConfig("llama", num_hidden_layers=1, vocab_size=vocab, **sizes)
     return EagleConfig(version, layer, target.hidden_size, taps, fc_bias=version == 1, has_lm_head=version == 3)
 
 

@@ -328,7 +328,7 @@ def _tree_attention_triton(
     int8 = kv.dtype == torch.int8
     octave = min((S // 1024 + 1).bit_length() - 1, 4)
     splits = 8 * octave + triton.cdiv(S - 1024 * (2**octave - 1), 128 << octave)
-    wgmma = not (q.is_cuda and lacks_fences(torch.cuda.get_device_capability(q.device)))
+    wgmma = not (region and q.is_cuda and lacks_fences(torch.cuda.get_device_capability(q.device)))
     tiles = attention_tiles(dim, region, int8, window, wgmma)
     grid = batch * kv_heads, triton.cdiv(rows, tiles["BM"]), 1 if region else tiles["BM"] // tiles["RT"] + splits
     parts = 0 if region else splits + 1

@@ -7,7 +7,6 @@ weights alive.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -144,8 +143,7 @@ def stack(layers: Sequence[nn.Module], norm: Tensor | None = None, input_norm: b
         return None
     attention, eps = layers[0].attention, layers[0].post_norm.eps
     windows = [layer.attention.window for layer in layers]
-    scale = attention.scale
-    return torch.ops.eaglet_cpu.stack_layers.default(flat(weights), norm, windows, eps, scale)
+    return torch.ops.eaglet_cpu.stack_layers.default(flat(weights), norm, windows, eps, attention.scale)
 
 
 def layer_weights(layer: nn.Module, input_norm: bool) -> LayerWeights | None:
@@ -204,6 +202,12 @@ def static_draft(drafter: TreeDrafter) -> Tensor | None:
     for level, (source, place) in zip(tables.levels, drafter.picks, strict=True):
         levels += flat(LevelRows(source, place, level.visible, level.node, level.valid))
     tree, levels = ([t.contiguous() for t in tensors] for tensors in (flat(nodes), levels))
-    scale = 1 / math.sqrt(head.layer.attention.head_dim)
-    numbers = children, head.layer.post_norm.eps, scale, head.config.norm_before_residual, drafter.scoring == "noisy"
+    layer = head.layer
+    numbers = (
+        children,
+        layer.post_norm.eps,
+        layer.attention.scale,
+        head.config.norm_before_residual,
+        drafter.scoring == "noisy",
+    )
     return torch.ops.eaglet_cpu.tree_draft.default(flat(weights), tree, levels, *numbers)

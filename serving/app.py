@@ -330,9 +330,8 @@ class Guard:
         listed = self._is_listed(origin.decode("latin-1"))
         shared = [(b"access-control-allow-origin", origin), (b"vary", b"Origin")] if listed else []
         try:
-            if (
-                listed and scope["method"] == "OPTIONS"
-            ):  # a browser asks before it sends the request itself, without the key
+            # A browser asks before it sends the request itself, and it asks without the key.
+            if listed and scope["method"] == "OPTIONS":
                 app = Response(status_code=204, headers=PREFLIGHT)
             else:
                 self._check(scope)

@@ -186,6 +186,7 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
     """
     c = model.config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    fused = c.model_type in FUSED
     views: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed_tokens.weight}
 
     def put(at: str, names: str, module: torch.nn.Module, sizes: list[int] | None = None) -> None:
@@ -197,21 +198,15 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
     for i, block in enumerate(model.layers):
         at = f"model.layers.{i}"
         put(at, "input_layernorm", block.input_norm)
-        fused = c.model_type in FUSED
-        if fused:
-            put(f"{at}.self_attn", "qkv_proj", block.attention.qkv)
-        else:
-            put(f"{at}.self_attn", "q_proj k_proj v_proj", block.attention.qkv, [q, kv, kv])
+        qkv, gate_up = ("qkv_proj", "gate_up_proj") if fused else ("q_proj k_proj v_proj", "gate_proj up_proj")
+        put(f"{at}.self_attn", qkv, block.attention.qkv, None if fused else [q, kv, kv])
         put(f"{at}.self_attn", "o_proj", block.attention.o)
         if c.qk_norm:
             put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
             put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
         put(at, "post_attention_layernorm", block.post_norm)
         if not c.num_local_experts:
-            if fused:
-                put(f"{at}.mlp", "gate_up_proj", block.mlp.gate_up)
-            else:
-                put(f"{at}.mlp", "gate_proj up_proj", block.mlp.gate_up, [c.intermediate_size] * 2)
+            put(f"{at}.mlp", gate_up, block.mlp.gate_up, None if fused else [c.intermediate_size] * 2)
             put(f"{at}.mlp", "down_proj", block.mlp.down)
             continue
         place, names = EXPERT_NAMES[c.model_type]

@@ -10,7 +10,7 @@ Code that a compiled step traces does not belong here (see tree_building.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -218,6 +218,12 @@ class TreeTables:
     children: Tensor  # [B, N, max_children], 0 = none
     source_row: Tensor  # [B, N] run row of each node's parent
     levels: tuple[Level, ...]
+
+    def first(self, rows: int) -> TreeTables:
+        """The trees of the first sequences, as views."""
+        own = {name: value[:rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        levels = (Level(level.depth, *(table[:rows] for table in level[1:])) for level in self.levels)
+        return replace(self, **own, levels=tuple(levels))
 
 
 def check_width(tree: DynamicTree | TreeTables, vocab_size: int) -> None:

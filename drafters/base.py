@@ -7,6 +7,7 @@ host. Shape letters: B batch, N nodes, D depth, S slots, V vocabulary, F feature
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -96,6 +97,17 @@ class Drafter:
     def price(self, share: float) -> None:
         """Learn what checking one more node takes, as a share of the time of a plain step."""
 
+    def first(self, rows: int) -> Drafter:
+        """This drafter for the first rows of the batch. What it keeps for each row is shared as views."""
+        view = copy.copy(self)
+        view.caches = tuple(cache.narrow(-4, 0, rows) for cache in self.caches)
+        return view
+
+    def swap(self, a: int, b: int, length: int) -> None:
+        """Exchange what is kept for two rows. Rows of its caches from `length` on are not valid. No host sync."""
+        for cache in self.caches:
+            swap_rows(cache, a, b, length)
+
     def bytes_per_step(self, model: Transformer) -> float:
         """Weight bytes that one draft reads."""
         return 0.0
@@ -103,6 +115,14 @@ class Drafter:
     def buffers(self) -> list[Tensor]:
         """The tensors that a step writes in place."""
         return [*self.caches]
+
+
+def swap_rows(cache: Tensor, a: int, b: int, length: int) -> None:
+    """Exchange the first `length` slots of two rows of a cache [..., B, Hkv, S, hd]."""
+    first, second = (cache.select(-4, row).narrow(-2, 0, min(length, cache.shape[-2])) for row in (a, b))
+    kept = first.clone()
+    first.copy_(second)
+    second.copy_(kept)
 
 
 def take_rows(values: Tensor, index: Tensor) -> Tensor:

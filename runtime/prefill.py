@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from numbers import Integral
 from typing import TypeAlias
@@ -74,25 +74,18 @@ class Prefill:
             self.forward = torch.compile(_run_chunk, fullgraph=True, dynamic=False)
 
     def first_token(
-        self,
-        row: int,
-        prompt: list[int],
-        mode: SamplingMode,
-        start: int = 0,
-        allowed: Tensor | None = None,
-        after_chunk: Callable[[], None] = lambda: None,
-    ) -> tuple[int, Logprobs | None]:
-        """Run prompt[start:] and set up the row. Returns the first token, and its Logprobs [1, 1] if the mode has them.
+        self, row: int, prompt: list[int], mode: SamplingMode, start: int = 0, allowed: Tensor | None = None
+    ) -> Generator[None, None, tuple[int, Logprobs | None]]:
+        """Run prompt[start:] and set up the row. Comes back between two chunks of the prompt, so that others can go on.
 
-        Args:
-            allowed: the tokens that may come first, int32 [W] as in `sampling.restrict`; None: all.
-            after_chunk: called after every chunk of the prompt. What it raises leaves the row unfinished.
+        allowed: the tokens that may come first, int32 [W] as in `sampling.restrict`; None: all.
 
-        Raises ArithmeticError if the logits after the prompt cannot be used.
+        Returns the first token, and its Logprobs [1, 1] if the mode has them. Raises ArithmeticError if the logits after
+        the prompt cannot be used.
         """
         state = self.state
         P = len(prompt)
-        raw_logits, noise = self.logits(row, prompt, mode, start, after_chunk)
+        raw_logits, noise = yield from self._logits(row, prompt, mode, start)
         logits = self.penalised(row, raw_logits, prompt, P, mode)
         if allowed is not None:
             logits = sampling.restrict(logits, allowed.to(logits.device).view(1, 1, -1))
@@ -110,14 +103,19 @@ class Prefill:
         state.counts[row, first] = 1
         return int(first), logprobs
 
-    def logits(
-        self, row: int, text: list[int], mode: SamplingMode, start: int = 0,
-        after_chunk: Callable[[], None] = lambda: None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Fill the caches with text[start:]; logits [1, 1, V] after its last token, and the noise of that position.
+    def logits(self, row: int, text: list[int], mode: SamplingMode) -> tuple[Tensor, Tensor | None]:
+        """Fill the caches with a text; logits [1, 1, V] after its last token, and the noise of that position."""
+        chunks = self._logits(row, text, mode, 0)
+        while True:
+            try:
+                next(chunks)
+            except StopIteration as end:
+                return end.value
 
-        The last token's feature becomes the pending one.
-        """
+    def _logits(
+        self, row: int, text: list[int], mode: SamplingMode, start: int
+    ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
+        """`logits` of text[start:], chunk by chunk. The last token's feature becomes the pending one."""
         state = self.state
         P = len(text)
         device = self.model.device
@@ -134,7 +132,8 @@ class Prefill:
                 self.model, self.drafter, kv, row, chunk.to(device), nexts.to(device), where
             )
             start += take
-            after_chunk()
+            if start < P:
+                yield
         state.features[row, 0] = features[0, take - 1]
         logits = self.model.logits(hidden_states[:, take - 1 : take])
         if not bool(sampling.finite(logits).all()):

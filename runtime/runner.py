@@ -128,15 +128,19 @@ class Pacer:
     PLAIN = 64
     PROBE = 8
 
-    def __init__(self, break_even: float):
+    def __init__(self, break_even: float, plain_seconds: float = 0.0):
+        """plain_seconds: of a plain step, where speculative ones differ too much to be measured before: then the times of
+        the last steps say what break-even is."""
         self.break_even = break_even
+        self.plain_seconds = plain_seconds
         self.speculating = True
         self.counts: list[float] = []
+        self.seconds: list[float] = []
         self.needed = self.WINDOW
         self.plain = 0
 
-    def take(self, speculative: bool, counts: Sequence[int]) -> None:
-        """Learn how many tokens a step emitted for each unfinished sequence.
+    def take(self, speculative: bool, counts: Sequence[int], seconds: float) -> None:
+        """Learn how many tokens a step emitted for each unfinished sequence, and how long it took.
 
         Steps that were launched before the last change of mind belong to neither phase and are ignored.
         """
@@ -146,12 +150,14 @@ class Pacer:
             self.plain += 1
             if self.plain >= self.PLAIN:
                 self.speculating = True
-                self.counts = []
+                self.counts, self.seconds = [], []
                 self.needed = self.PROBE
             return
         self.counts = [*self.counts[1 - self.WINDOW :], statistics.fmean(counts)]
+        self.seconds = [*self.seconds[1 - self.WINDOW :], seconds]
         if len(self.counts) >= self.needed:
             self.needed = self.WINDOW
-            if statistics.fmean(self.counts) < self.break_even:
+            even = statistics.median(self.seconds) / self.plain_seconds if self.plain_seconds else self.break_even
+            if statistics.fmean(self.counts) < even:
                 self.speculating = False
                 self.plain = 0

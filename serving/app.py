@@ -207,14 +207,14 @@ class Api:
         return Reply(writer, self.settings.send_seconds, functools.partial(self._ended, request.scope["path"], writer))
 
     async def small(self, request: Request, deed: Deed) -> Response:
-        """A request that decodes nothing. One that runs the model waits for the requests before it."""
+        """A request that decodes nothing. One that runs the model does so between two steps of the others."""
         self.scheduler.check()
         try:
             body = parse_object(await read_body(request, self.settings.max_body))
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
-        worker = self.engine.queue.worker() if deed is embeddings else self._preparing
-        done = asyncio.get_running_loop().run_in_executor(worker, deed, self.engine, self.settings, body)
+        loop = asyncio.get_running_loop()
+        done = loop.run_in_executor(self._preparing, deed, self.engine, self.settings, body)
         return JSONResponse(await done)
 
     async def properties(self, request: Request) -> Response:

@@ -20,7 +20,6 @@ from engine import Engine, EngineConfig
 from runtime import runner as runner_module
 from runtime import stepping
 from runtime.fused import compile_parts
-from runtime.lease import Lease
 from runtime.prefill import Prefill
 from runtime.request import Request
 from runtime.runner import WARM_UP, Pacer, Runner, capture_graph

@@ -35,8 +35,8 @@ from model import Transformer
 from runtime.batch import Batch
 from runtime.prompt_cache import PromptCache
 from runtime.request import Request
-from runtime.streams import Driver
 from runtime.stepping import EngineConfig
+from runtime.streams import Driver
 from sampling import SamplingParams
 from support.errors import INTERNAL, UsageError, UserError, one_line
 from tokenizer import Tokenizer

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from model import Transformer
 from sampling import SamplingMode, SamplingState
+from tree import DynamicTree, TreeTables
 
 
 class StepParts(NamedTuple):
@@ -70,6 +71,7 @@ class Drafter:
     # Its KV caches [..., B, Hkv, S, hd]. What they hold of a token depends on the text up to there alone.
     caches: tuple[Tensor, ...] = ()
     cached_models: tuple[nn.Module, ...] = ()  # those whose keys and values the caches hold
+    tree: DynamicTree | TreeTables | None = None  # what it drafts, if that is one tree for each row, or one for all
     grafted: bool = False  # whether n-gram nodes were added to another drafter's tree
 
     def __init__(self, N: int, D: int, feature_size: int, taps: tuple[int, ...] = ()):
@@ -98,9 +100,14 @@ class Drafter:
         """Learn what checking one more node takes, as a share of the time of a plain step."""
 
     def first(self, rows: int) -> Drafter:
-        """This drafter for the first rows of the batch. What it keeps for each row is shared as views."""
+        """This drafter for the first rows of the batch. What it keeps for each row is shared as views.
+
+        A drafter that keeps more for each row than caches and trees extends this and `swap`.
+        """
         view = copy.copy(self)
         view.caches = tuple(cache.narrow(-4, 0, rows) for cache in self.caches)
+        if isinstance(self.tree, TreeTables):
+            view.tree = self.tree.first(rows)
         return view
 
     def swap(self, a: int, b: int, length: int) -> None:

@@ -128,11 +128,6 @@ class MedusaDrafter(Drafter):
         self.shared_noise = shared_noise
         self.scoring = "noisy" if shared_noise else "probability"
 
-    def first(self, rows: int) -> MedusaDrafter:
-        view = super().first(rows)
-        view.tree = self.tree.first(rows)
-        return view
-
     def bytes_per_step(self, model: Transformer) -> float:
         """The heads that are used, and the target's LM head if they share it."""
         used = sum(weight_bytes(self.heads[i]) for i in range(self.D))

@@ -107,7 +107,6 @@ class TreeDrafter(Drafter):
         if self.dynamic:
             view.level_depth = view._level_depth(rows)
         else:
-            view.tree = self.tree.first(rows)
             view.picks = list(zip(*_picks(view.tree), strict=True))
         return view
 

@@ -206,7 +206,7 @@ class Batch:
         state.n[row] = engine.ctx - 1
         state.count[row] = 1
         allowed = request.constraint.allowed() if request.constraint else None
-        self._reading = request, engine.prefill.first_token(row, request.prompt, request.mode, start, allowed)
+        self._reading = request, engine.prefill.read(row, request.prompt, request.mode, start, allowed)
         return True
 
     def _arrange(self, row: int, prompt: list[int]) -> Saved | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from numbers import Integral
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -73,7 +73,11 @@ class Prefill:
         if compiled:
             self.forward = torch.compile(_run_chunk, fullgraph=True, dynamic=False)
 
-    def first_token(
+    def first_token(self, *request: Any) -> tuple[int, Logprobs | None]:
+        """`read` at once, with the same arguments."""
+        return _result(self.read(*request))
+
+    def read(
         self, row: int, prompt: list[int], mode: SamplingMode, start: int = 0, allowed: Tensor | None = None
     ) -> Generator[None, None, tuple[int, Logprobs | None]]:
         """Run prompt[start:] and set up the row. Comes back between two chunks of the prompt, so that others can go on.
@@ -105,12 +109,7 @@ class Prefill:
 
     def logits(self, row: int, text: list[int], mode: SamplingMode) -> tuple[Tensor, Tensor | None]:
         """Fill the caches with a text; logits [1, 1, V] after its last token, and the noise of that position."""
-        chunks = self._logits(row, text, mode, 0)
-        while True:
-            try:
-                next(chunks)
-            except StopIteration as end:
-                return end.value
+        return _result(self._logits(row, text, mode, 0))
 
     def _logits(
         self, row: int, text: list[int], mode: SamplingMode, start: int
@@ -169,6 +168,15 @@ class Prefill:
             tokens = state.tokens[row].index_select(0, (at + level).clamp(max=state.slots - 1))
             features = state.history[row].index_select(0, (at + level[:-1]) % HISTORY)
             self.drafter.prefill(row, tokens[None], features[None], torch.full_like(level[:1], at))
+
+
+def _result(parts: Generator[None, None, Any]) -> Any:
+    """What a generator returns, after all its parts."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
 
 
 def _run_chunk(

@@ -27,7 +27,7 @@ from engine import Engine
 from runtime.prompt_cache import PromptCache
 from runtime.results import GenerationResult
 from serving.completions import ChatWriter, CompletionWriter, Writer
-from serving.extras import SMALL, Deed, embeddings, properties
+from serving.extras import SMALL, Deed, properties
 from serving.fields import FORBIDDEN, SERVER, ApiError, parse_object
 from serving.messages import MessageWriter, message_ask
 from serving.requests import Parse, chat_ask, completion_ask, response_ask

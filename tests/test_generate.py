@@ -380,7 +380,7 @@ def test_a_fork_s_margin_in_units_of_the_last_place():
     with torch.inference_mode(), engine.backend.active():
         logits = engine.prefill.logits(0, prompt, SamplingParams().mode)[0][0, 0]
     a, b = logits.topk(2).indices.tolist()
-    distance, ulps = engine.margin(0, prompt, len(prompt), SamplingParams(), a, b)
+    distance, ulps = engine.margin(prompt, len(prompt), SamplingParams(), a, b)
     above = torch.nextafter(logits[a].bfloat16(), torch.tensor(1e9, dtype=torch.bfloat16)).float()
     assert distance == pytest.approx(float(logits[a] - logits[b]))
     assert ulps == pytest.approx(distance / float(above - logits[a]))

@@ -13,10 +13,10 @@ import time
 import numpy as np
 import pytest
 import torch
+from runtime.lease import Lease, LeaseQueue
 from tiny import PROMPT, TREES, PieceTokenizer, V, eagle_engine, tiny_head, tiny_model
 
 from engine import Engine
-from runtime.lease import Lease, LeaseQueue
 from sampling import SamplingParams
 from step import Observer
 from support.machine import release_threads
@@ -405,7 +405,7 @@ def test_a_request_leaves_no_threads_of_openmp_behind():
     class Busy(Observer):
         """Makes OpenMP start its threads, which a tiny model does not."""
 
-        def step(self, output):
+        def step(self, output, results):
             torch.ones(1 << 22).exp().sum()
             counts.append(len(os.listdir("/proc/self/task")))
 

@@ -105,7 +105,7 @@ class Watcher(Observer):
     def __init__(self, engine: Engine):
         self.engine, self.emitted, self.unread = engine, [], []
 
-    def step(self, output):
+    def step(self, output, results):
         self.emitted.append(output.emitted[0, : int(output.count[0])].tolist())
         self.unread.append(self.engine.runner.issued - self.engine.runner.taken)
 
@@ -359,7 +359,7 @@ def test_buffers_name_all_that_a_step_writes(kind):
     step then, because its graphs must know the addresses of all that they write. Catches a name too many as well."""
     drafter = drafter_of(kind, 2) if kind else None
     engine = Engine(MODEL, drafter=drafter, config=EngineConfig(batch_size=2, eagle_always=kind == "lookahead"))
-    engine._measure = lambda mode: (1.0, 1.0)
+    engine._measure = lambda *_: (1.0, 1.0)
     params = settings(7, max_new_tokens=5)
     engine.generate_batch(PROMPTS[:2], params).run()
     with torch.inference_mode(), Writes() as writes:
@@ -493,7 +493,7 @@ def accident_engine(graphs: bool) -> Engine:
     engine = Engine(
         MODEL, letters(), drafter_of("eagle1-chain", 2), EngineConfig(batch_size=2, lag=2, eagle_always=False)
     )
-    engine._measure = lambda mode: (1.0, 50.0)
+    engine._measure = lambda *_: (1.0, 50.0)
     return with_graphs(engine) if graphs else engine
 
 
@@ -663,7 +663,7 @@ def test_plain_steps_while_speculation_does_not_pay(shifts, lag):
     drafter = Turning(TREES["chain4"], [truth])
     drafter.shifts = shifts
     engine = Engine(MODEL, drafter=drafter, config=EngineConfig(lag=lag, eagle_always=False))
-    engine._measure = lambda mode: (1.0, 2.0)
+    engine._measure = lambda *_: (1.0, 2.0)
     result = engine.generate(PROMPT, params).run()[0]
     assert engine.break_even_tau == 2.0
     assert tuple(result.token_ids) == expected
@@ -703,7 +703,7 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
     params = settings(2, max_new_tokens=90)
     always = Engine(MODEL, drafter=drafter_of(kind, 2), config=EngineConfig(batch_size=2))
     engine = Engine(MODEL, drafter=drafter_of(kind, 2), config=EngineConfig(batch_size=2, lag=lag, eagle_always=False))
-    engine._measure = lambda mode: (1.0, 99.0)
+    engine._measure = lambda *_: (1.0, 99.0)
     prompts = [PROMPT, PROMPT[:5]]
     caught, real = [], engine.prefill.catch_up
     monkeypatch.setattr(engine.prefill, "catch_up", lambda *args: caught.append(args) or real(*args))
@@ -796,7 +796,7 @@ def test_plain_steps_and_catching_up_do_not_recompile(scope, monkeypatch):
     torch._dynamo.reset()
     for name, value in (("WINDOW", 2), ("PLAIN", 5), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)
-    monkeypatch.setattr(Engine, "_measure", lambda self, mode: (1.0, 99.0))
+    monkeypatch.setattr(Engine, "_measure", lambda *_: (1.0, 99.0))
     monkeypatch.setattr(stepping, "compile_parts", lambda on_gpu, how: compile_parts(True, how, "eager"))
     compiled = dict(compile=True) if scope == "parts" else {}
     engine = Engine(

@@ -39,7 +39,7 @@ class Collector(Observer):
     def __init__(self):
         self.outputs = []
 
-    def step(self, output):
+    def step(self, output, results):
         self.outputs.append(output)
 
 

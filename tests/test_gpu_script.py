@@ -49,7 +49,8 @@ def test_a_tiny_run_writes_the_records_of_its_parts(tmp_path, monkeypatch):
     lines = read_json_lines(tmp_path / "cpu-tiny-steps-tiny-int4.jsonl")
     timed = [line for line in lines if line["type"] == "step"]
     assert {line["nodes"] for line in timed} == {1, 16}
-    assert all(line["microseconds"] and min(line["microseconds"].values()) > 0 for line in timed)
+    kernels = [line["microseconds"] for line in lines if line["type"] == "kernels"]
+    assert len(kernels) == len(timed) and all(times and min(times.values()) > 0 for times in kernels)
     assert "test_kernels_gpu" in (tmp_path / "cpu-tiny.log").read_text()
 
 
@@ -117,8 +118,8 @@ def test_step_times_have_a_line_per_arm_batch_and_context(tmp_path, capsys):
     flags = "--device cpu --shape tiny --steps 16,40 --widths 4 --batches 1,2 --ctx 64 --max-new-tokens 4 -q".split()
     assert bench.main([*flags, "--arm", "e3=eagle=random:3;tree=chain:3", "--json", str(out)]) == 0
     *lines, summary = read_json_lines(out)
-    assert summary["steps"] == lines and "step ms" in capsys.readouterr().out
-    rows = {(line["arm"], line["batch"], line["context"]): line for line in lines}
+    assert summary["steps"] == lines[::2] and "step ms" in capsys.readouterr().out
+    rows = {(line["arm"], line["batch"], line["context"]): line for line in lines[::2]}
     names = {"plain": 1, "e3": 4, "plain, 4 nodes": 4}
     assert set(rows) == {(name, batch, context) for name in names for batch in (1, 2) for context in (16, 40)}
     for (name, _, _), line in rows.items():
@@ -128,6 +129,27 @@ def test_step_times_have_a_line_per_arm_batch_and_context(tmp_path, capsys):
     kv = random_models.SHAPES["tiny"]
     cached = 2 * kv.num_key_value_heads * kv.head_dim * kv.num_hidden_layers * 4 * 40
     assert two - one == cached + 4 * kv.hidden_size  # and one more row of the embedding
+
+
+def test_a_step_time_is_written_at_once_and_an_arm_that_fails_loses_no_other(tmp_path, monkeypatch, capfd):
+    """All step times of a run that is killed under the profiler, and those of the arms behind one that raises."""
+    out, seen = tmp_path / "steps.jsonl", []
+
+    def profiled(*_):
+        seen.append([line["type"] for line in read_json_lines(f"{out}.part")])
+        if len(seen) == 2:
+            raise RuntimeError("no profiler here")
+        return {}
+
+    monkeypatch.setattr(steps, "kernel_times", profiled)
+    flags = "--device cpu --shape tiny --steps 16 --widths 4,5 --ctx 128 -q --only plain".split()
+    assert bench.main([*flags, "--json", str(out)]) == 1
+    assert seen == [["step"], ["step", "kernels", "step"], ["step", "kernels", "step", "failed", "step"]]
+    *_, summary = read_json_lines(out)
+    assert [line["arm"] for line in summary["steps"]] == ["plain", "plain, 4 nodes", "plain, 5 nodes"]
+    assert summary["failed"][0]["error"] == "RuntimeError: no profiler here"
+    said = capfd.readouterr().err
+    assert "Traceback" in said and "step of plain, batch 1, context 16: " in said
 
 
 def test_step_times_need_room(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -54,25 +55,45 @@ def test_a_tiny_run_writes_the_records_of_its_parts(tmp_path, monkeypatch):
     assert "test_kernels_gpu" in (tmp_path / "cpu-tiny.log").read_text()
 
 
-def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, monkeypatch):
-    """A part that raises and one that ignores the interrupt are noted, the interrupted one keeps what it wrote on SIGINT,
-    and the last part still runs."""
+def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, monkeypatch, capsys):
+    """A part that raises, is killed, or ignores the interrupt is noted, the interrupted one keeps what it wrote,
+    one that needs what is not installed is a line, and the last part still runs."""
     code = {
         "raises": "raise RuntimeError('no such kernel')",
+        "killed": "import os, signal; print('so far', flush=True); os.kill(os.getpid(), signal.SIGKILL)",
         "polite": "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: open(r'{}', 'w').write('kept')",
         "deaf": "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)",
         "last": "print('the end')",
     }
     kept = tmp_path / "kept.txt"
     parts = [gpu.Part(name, [sys.executable, "-c", text.format(kept)], 2) for name, text in code.items()]
+    parts.insert(4, gpu.Part("bare", [sys.executable, "-c", "raise SystemExit(1)"], 2, ("sys", "no_such_module")))
     monkeypatch.setattr(gpu, "parts", lambda *_: parts)
-    monkeypatch.setattr(gpu, "GRACE", 2.0)
+    monkeypatch.setattr(gpu, "GRACE", 1.0)
     assert gpu.main([*TINY, "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert (
+        "bare: skipped, because no_such_module cannot be imported" in printed
+        and "failed: raises, killed, pol" in printed
+    )
+    assert printed.index("so far") < printed.index("== polite") < printed.index("the end")
     summary = json.loads((tmp_path / "cpu-tiny-summary.json").read_text())
-    assert [part["ended"] for part in summary["parts"]] == [1, "stopped after 2 s", "stopped after 2 s", 0]
+    assert [part["ended"] for part in summary["parts"]] == [1, -9, *["stopped after 2 s"] * 2, "skipped", 0]
     log = (tmp_path / "cpu-tiny.log").read_text()
     assert "RuntimeError: no such kernel" in log and "Traceback" in log and "the end" in log
     assert kept.read_text() == "kept"
+
+
+def test_step_times_need_torch_and_numpy_alone(tmp_path):
+    """A machine with a GPU and no other package, and an import before the first figure that it does not need."""
+    wanted = "tqdm safetensors sentencepiece tokenizers jinja2 prompt_toolkit llguidance starlette uvicorn pytest"
+    wanted += " transformers gguf matplotlib torch._inductor.compile_fx"
+    flags = "--device cpu --shape tiny --quant int4 --steps 32 --ctx 128 --only plain -q --json".split()
+    code = f"import sys; sys.modules |= dict.fromkeys({wanted.split()})\nfrom scripts import bench\n"
+    code += f"sys.exit(bench.main({[*flags, str(tmp_path / 'first.jsonl')]}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=gpu.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "step of plain, batch 1, context 32" in done.stderr, done.stderr
+    assert len(read_json_lines(tmp_path / "first.jsonl")) == 3
 
 
 def test_an_interrupt_keeps_the_summary(tmp_path, monkeypatch):

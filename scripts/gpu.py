@@ -11,7 +11,8 @@ times, the peers and the start. NAME is the GPU's. A file of a part that was kil
 
     NAME-first.jsonl     the step time of plain decoding, after seconds   (scripts.bench --steps)
     NAME-steps-*.jsonl   step times of real shapes with random weights, and the microseconds of every kernel
-    NAME-demo.jsonl      the demo model's decoders against each other and against transformers, if installed
+    NAME-peer-*.jsonl    plain decoding of a real shape beside torch's own int4 kernel and beside transformers
+    NAME-demo.jsonl      the demo model's decoders against each other
     NAME-tilings         the fastest tiling of every layer shape          (scripts.tune_kernels)
     NAME-start-*.jsonl   one short request with empty caches of compiled kernels, and with filled ones
     NAME-summary.json    the machine, the parts, how they ended and how long they took
@@ -67,6 +68,10 @@ def parts(out: Path, name: str, tiny: bool) -> list[Part]:
         flags = ["--shape", shape, *arms, "--steps", contexts, "--ctx", ctx, *(["--quant", quant] if quant else [])]
         return [*flags, "--json", str(out / f"{name}-{kind}.jsonl")]
 
+    def shaped(kind: str, quant: str) -> list[str]:
+        flags = ["--shape", "tiny" if tiny else "llama-2-7b", *(["--quant", quant] if quant else [])]
+        return [*flags, "--json", str(out / f"{name}-{kind}.jsonl")]
+
     # Step times are captured without --compile, which takes minutes.
     timed = [*python, "scripts.bench", "-q", *(["--device", "cpu"] if tiny else [])]
     near, far = (("32", "128"), ("32", "128")) if tiny else (("128", "4096"), ("128,2048", "4096"))
@@ -76,12 +81,16 @@ def parts(out: Path, name: str, tiny: bool) -> list[Part]:
         kind = f"steps-{short}-{quant or 'half'}"
         arms = [word for tree in trees for word in ("--arm", f"{tree}=eagle=random:{version};tree={tree}")]
         run.append(Part(kind, [*timed, *steps(kind, shape, quant, arms, *far)], 150))
+    torch_peer = ["--baseline", "torch", "--temperature", "0", "--reps", "2", "--max-seconds", "40", "--only", "plain"]
+    peers = [Part("peer-torch", [*bench, *torch_peer, *shaped("peer-torch", "int4")], 240)]
+    hf = ["--baseline", "hf", *torch_peer[2:]]
+    peers.append(Part("peer-hf", [*bench, *hf, *shaped("peer-hf", "")], 150, ("transformers",)))
     tests = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/test_kernels_gpu.py", "tests/test_engine_gpu.py"]
     run.append(Part("tests", [*python, "pytest", *tests, *["--collect-only"] * tiny], 300, FILES + ("pytest",)))
     one = "--limit 1 --max-new-tokens 8 --reps 1 --temperature 0 --only plain"
+    run += peers
     demo = one if tiny else "--max-seconds 60"
-    peers = [] if tiny or importlib.util.find_spec("transformers") is None else ["--baseline", "hf"]
-    run.append(Part("demo", [*bench, *peers, *demo.split(), "--json", str(out / f"{name}-demo.jsonl")], 150, FILES))
+    run.append(Part("demo", [*bench, *demo.split(), "--json", str(out / f"{name}-demo.jsonl")], 150, FILES))
     tilings = ["--models", "llama-2-7b", "llama-3-8b", "--seconds", "200", "--tuned", str(out / f"{name}-tilings")]
     run.append(Part("tilings", [*python, "scripts.tune_kernels", *(["--help"] if tiny else tilings)], 240, ("triton",)))
     caches = [f"{key}={out / f'{name}-caches'}" for key in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")]

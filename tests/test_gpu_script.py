@@ -17,7 +17,9 @@ from fake_cuda import OneDevice, fake_gpu, step_engine
 
 import model as model_module
 from bench import random_models, steps
+from bench.arms import NO_STOP
 from bench.measure import step_bytes
+from bench.peers import PackedInt4, TorchArm
 from sampling import SamplingParams
 from scripts import bench, gpu
 from step import decode_step
@@ -41,8 +43,8 @@ def test_a_tiny_run_writes_the_records_of_its_parts(tmp_path, monkeypatch):
     """A part whose command cannot run, that leaves no file, or that comes before the step times. The parts that are left
     out differ from these in a flag."""
     names = [part.name for part in gpu.parts(tmp_path, "cpu-tiny", True)]
-    assert names == ["first", "steps-tiny-int4", "tests", "demo", "tilings", "start-cold", "start-warm"]
-    run = [names[1], names[2], names[4], names[6]]
+    assert names == ["first", *"steps-tiny-int4 tests peer-torch peer-hf demo tilings start-cold start-warm".split()]
+    run = [names[1], names[2], names[6], names[8]]
     assert gpu.main([*TINY, "--out", str(tmp_path), "--only", *run]) == 0
     summary = json.loads((tmp_path / "cpu-tiny-summary.json").read_text())
     assert [part["part"] for part in summary["parts"]] == run
@@ -233,3 +235,41 @@ def test_the_cuda_timing_code_uses_the_api_as_it_is(monkeypatch):
     torch.cuda.Event.return_value.record.side_effect = lambda: calls.append("record")
     assert steps.milliseconds(lambda: calls.append("call"), lambda: calls.append("before"), device) == 1.5
     assert calls[3:] == ["before", "record", "call", "record"]
+
+
+# ---- torch by itself, as a peer ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["tiny"])
+def test_torch_alone_decodes_our_tokens(shape):
+    """A peer that is fast because it computes another model: on float weights it decodes what ours decodes, and on int4
+    what ours decodes on the floats that its codes stand for."""
+    with torch.inference_mode():
+        engine = random_models.random_engine(shape, device="cpu", dtype="float32", ctx=64)
+        params = SamplingParams(max_new_tokens=24, stop_ids=NO_STOP)
+        prompt = list(range(7, 20))
+        want = engine.generate_batch([prompt], params).run()[0].token_ids
+        assert len(set(want)) > 3
+        peer = TorchArm(engine.model, 64, False, False)
+        assert peer.run(prompt, params).token_ids == want == peer.run(prompt, params).token_ids
+
+        weight, x = torch.randn(64, 96), torch.randn(5, 96)
+        linear = PackedInt4(weight)
+        scale, offset = linear.scales.transpose(0, 1).unsqueeze(-2).unbind(-1)
+        groups = weight.view(64, 3, 32)
+        codes = ((groups - offset[..., 0, None]) / scale[..., 0, None]).round().clamp(-8, 7)
+        restored = (codes * scale[..., 0, None] + offset[..., 0, None]).view(64, 96)
+        assert 0 < (restored - weight).abs().max() <= scale.max() * 0.501
+        torch.testing.assert_close(linear(x), x @ restored.T, rtol=1e-4, atol=1e-4)
+
+
+def test_torch_alone_runs_beside_our_engine(tmp_path, capsys):
+    """The peer's flag, its int4 weights made from packed ones, and what it cannot run, each in one line."""
+    out = tmp_path / "peer.jsonl"
+    flags = "--device cpu --shape tiny --baseline torch --only plain --max-new-tokens 4 --reps 1 --limit 1 -q".split()
+    assert bench.main([*flags, "--quant", "int4", "--temperature", "0", "--json", str(out)]) == 0
+    rows = read_json_lines(out)[-1]["rows"]
+    assert [row["arm"] for row in rows] == ["plain", "torch int4"] and rows[1]["speedup"]["median"] > 0
+    assert bench.main(flags) == 2 and "--temperature 0" in capsys.readouterr().err
+    flags[flags.index("tiny")] = "tiny-moe"
+    assert bench.main([*flags, "--temperature", "0"]) == 2 and "leave it out" in capsys.readouterr().err

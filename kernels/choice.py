@@ -408,12 +408,14 @@ def draft_topk(
     scores = torch.empty(B, W, count, dtype=torch.float32, device=logits.device)
     wide = triton.next_power_of_2(count)
     block, warps = _block(V, wide)
+    most = 128 if warps == 16 else None  # Without a number, ptxas would rather spill than use more than 64 registers.
     sample = noise is not None
     strides = (noise.stride(0), noise.stride(1) * (noise.shape[1] > 1)) if sample else (0, 0)
     draft_topk_kernel[B * W,](
         logits, noise if sample else logits, ids if draft_ids is None else draft_ids, *settings, ids, scores, *strides, W,
         V, count, KP=wide, BLOCK=block, BLOCKS=triton.next_power_of_2(triton.cdiv(V, block)), SAMPLE=sample,
         FILTERS=filters and sample, NOISY=noisy and sample, TRIMMED=draft_ids is not None, num_warps=warps,
+        maxnreg=most,
     )  # fmt: skip
     return ids, scores
 

@@ -3,6 +3,7 @@
 Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter.py runs them.
 """
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -91,10 +92,15 @@ def test_a_step_launches_few_kernels(
 
 @needs_triton
 @pytest.mark.parametrize("shape,nodes,batch,most", [
-    ("llama-2-7b", 1, 1, 169), ("llama-2-7b", 24, 1, 320), ("llama-2-7b", 24, 4, 330),
+    ("llama-2-7b", 1, 1, 169), ("llama-2-7b", 24, 1, 320), ("llama-2-7b", 24, 4, 330), ("mixtral-8x7b", 1, 1, 300),
+    ("mixtral-8x7b", 1, 4, 300), ("qwen3-30b-a3b", 1, 1, 400),
 ])  # fmt: skip
 def test_a_whole_step_launches_no_more_with_the_copies_inside_operators(monkeypatch, shape, nodes, batch, most):
-    """A copy that an operator makes before its kernel, once per draft level and layer, and which nobody counts."""
+    """A copy that an operator makes before its kernel, once per draft level and layer, and which nobody counts; and
+    routing to experts that falls apart into a softmax, a top-k, sorts and sums."""
+    sizes = dict(hidden_size=2048, intermediate_size=768, num_hidden_layers=48, num_key_value_heads=4, qk_norm=True)
+    many = replace(SHAPES["mixtral-8x7b"], num_local_experts=128, num_experts_per_tok=8, windows=(0,) * 48, **sizes)
+    monkeypatch.setitem(SHAPES, "qwen3-30b-a3b", many)
     with fake_gpu(monkeypatch):
         counts, _ = counted(step_engine(shape, "int4", 1, nodes, LAYERS, batch), {})
     layers = sum(count for (part, _), count in counts.items() if part == "layer")

@@ -182,6 +182,26 @@ def test_interpreted_choice_is_the_plain_one(ours):
 
 
 @interpreted
+def test_interpreted_filters_keep_what_plain_code_keeps(ours, monkeypatch):
+    """A nucleus that does not fit in the registers, so that its threshold needs the logits again, ties at a threshold,
+    and a row of one value. The noise prefers the least survivor, so that a survivor too many or too few shows."""
+    monkeypatch.setattr(choice, "_block", lambda size, at_least=1: (128, 1))
+    state = SamplingState(4, torch.get_default_device())
+    state.set([
+        SamplingParams(temperature=1.0, top_p=0.8), SamplingParams(temperature=0.6, top_k=7, top_p=0.9, min_p=0.02),
+        SamplingParams(temperature=1.5, top_k=300, top_p=0.99), SamplingParams(temperature=1.0, top_k=600),
+    ])  # fmt: skip
+    logits = torch.randn(4, 4, 700) * torch.tensor([3, 0.1, 3, 0])[:, None]
+    logits[:, 2] = (logits[:, 2] * 2).round() / 2
+    depth, mode = torch.zeros(4, 1, dtype=torch.int64), SamplingMode(sample=True, filters=True)
+    for rows in logits.split(1, 1):
+        rows, noise = rows.contiguous(), rows * -50
+        want, _ = sampling._choose.reference(rows, noise, depth, sampling._settings(state), True)
+        got, _ = sampling.choose_and_check(rows, noise, state, mode, depth)
+        assert torch.equal(got, want)
+
+
+@interpreted
 @pytest.mark.parametrize("V,filters,noisy", [(97, True, True), (4500, True, False), (9000, False, True)])
 def test_interpreted_draft_topk_is_the_plain_one(ours, V, filters, noisy):
     """A child that is lost between blocks of the vocabulary, removed tokens in front of survivors, noise looked up by

@@ -236,7 +236,7 @@ def attend_kernel(
     NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM query rows: keys [0, limit) on matrix units, limit = 16 floor((p - 16) / 16), then the tail.
-    Grid (B Hkv, row tiles, BM / RT programs for tails and one per split).
+    Grid (B Hkv, row tiles, up to BM / RT programs for tails and one per split).
 
     The program of a row tile that arrives last merges the partial sums of each row in the order of its keys. With
     REGION, for prefill, one program does a row tile alone, and there is no tail.
@@ -246,7 +246,7 @@ def attend_kernel(
     tile = tl.program_id(1)
     part = tl.program_id(2)
     b = bh // HKV
-    TAILS: tl.constexpr = BM // RT
+    TAILS = tl.minimum(tl.cdiv(ROWS, RT), BM // RT)
     if not REGION:
         # The grid follows the size of the cache. A split behind the history ends here, after one load.
         if (part >= TAILS) & (_split_bounds(tl.maximum(part - TAILS, 0))[0] >= tl.load(start + b)):
@@ -345,7 +345,8 @@ def _tree_attention_triton(
     splits = 8 * octave + triton.cdiv(S - 1024 * (2**octave - 1), 128 << octave)
     wgmma = not (region and q.is_cuda and lacks_fences(torch.cuda.get_device_capability(q.device)))
     tiles = attention_tiles(dim, region, int8, window, wgmma)
-    grid = batch * kv_heads, triton.cdiv(rows, tiles["BM"]), 1 if region else tiles["BM"] // tiles["RT"] + splits
+    tails = min(triton.cdiv(rows, tiles["RT"]), tiles["BM"] // tiles["RT"])
+    grid = batch * kv_heads, triton.cdiv(rows, tiles["BM"]), 1 if region else tails + splits
     parts = 0 if region else splits + 1
     acc = q.new_empty(batch * kv_heads, parts, rows, dim, dtype=torch.float32)
     ml = q.new_empty(batch * kv_heads, parts, rows, 2, dtype=torch.float32)

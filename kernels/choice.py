@@ -137,25 +137,23 @@ def unordered(image):
 
 @jit
 def greatest_images(row, V, BLOCK: tl.constexpr):
-    """((a, b, c, d), bound): the images of a row's logits above `bound`, each in one of the four [BLOCK], int32.
+    """((a, b, c), bound): the images of a row's logits above `bound`, each in one of the three [BLOCK], int32.
 
-    Lane i of the four holds the greatest four logits of all i + k BLOCK. The bound is the greatest of all others, so that
-    about 2,000 logits of a long row lie above it, and all logits of a row of up to four blocks.
+    Lane i holds the greatest three logits of all i + k BLOCK. The bound is the greatest of all others, so that
+    about 1,000 logits of a long row lie above it, and all logits of a row of up to three blocks.
     """
     lane = tl.arange(0, BLOCK)
     a = tl.full((BLOCK,), -2147483648, tl.int32)
     b = a
     c = a
-    d = a
     rest = a
     for start in range(0, V, BLOCK):
         x = tl.where(start + lane < V, ordered(load_logits(row, start + lane, start + lane < V)), -2147483648)
         a, x = tl.maximum(a, x), tl.minimum(a, x)
         b, x = tl.maximum(b, x), tl.minimum(b, x)
         c, x = tl.maximum(c, x), tl.minimum(c, x)
-        d, x = tl.maximum(d, x), tl.minimum(d, x)
         rest = tl.maximum(rest, x)
-    return (a, b, c, d), tl.max(rest, 0)
+    return (a, b, c), tl.max(rest, 0)
 
 
 @jit
@@ -171,8 +169,7 @@ def kept_weight(image, above, top, temperature, WEIGHTED: tl.constexpr):
 def kept_mass(kept, weights, t):
     """The sum of the weights of all kept images from t on, int64."""
     mass = tl.where(kept[0] >= t, weights[0], 0).to(tl.int64) + tl.where(kept[1] >= t, weights[1], 0)
-    mass = mass + tl.where(kept[2] >= t, weights[2], 0) + tl.where(kept[3] >= t, weights[3], 0)
-    return tl.sum(mass, 0)
+    return tl.sum(mass + tl.where(kept[2] >= t, weights[2], 0), 0)
 
 
 @jit
@@ -189,7 +186,7 @@ def heaviest(
     above = tl.maximum(floor, bound + 1)
     weights = (
         kept_weight(kept[0], above, top, temperature, WEIGHTED), kept_weight(kept[1], above, top, temperature, WEIGHTED),
-        kept_weight(kept[2], above, top, temperature, WEIGHTED), kept_weight(kept[3], above, top, temperature, WEIGHTED),
+        kept_weight(kept[2], above, top, temperature, WEIGHTED),
     )  # fmt: skip
     if kept_mass(kept, weights, least) >= target:
         t = tl.where(kept_mass(kept, weights, zero) >= target, zero, least)

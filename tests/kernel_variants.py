@@ -10,7 +10,7 @@ import fake_cuda
 import torch
 import triton.language as tl
 
-from kernels import choice, draft, kv, records
+from kernels import choice, draft, experts, kv, records
 from kernels.attention import attend_kernel, attention_tiles, lacks_fences
 from kernels.experts import expert_kernel
 from kernels.linear import NO_HEADS, launch_tile, linear_kernel
@@ -115,7 +115,7 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
         NATIVE=True,
     )
     if expert:
-        pointers |= dict(pairs="*i32", offsets="*i32")
+        pointers |= dict.fromkeys(("pairs", "used", "offsets"), "*i32")
     else:
         pointers |= dict(bias=act, residual=act, norm_weight=act, normed=act, ids="*i32", part="*fp32", count="*i32")
         constants |= dict(BIAS=False, RESIDUAL=not gated and not top, SPLIT=4, TOPK=10 if top else 0)
@@ -252,6 +252,11 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
         draft.commit(accepted, new(B, N, kind=flag), new(B, N, 3 * H, kind=half), buffers)
     for row, kind in ((128, half), (132, torch.int8)):
         kv.commit_kv.triton(new(32, 2, B, 8, S, row, kind=kind), new(B, D + 1), new(B, D + 1))
+    for (E, k), kind in itertools.product(((8, 2), (128, 8)), (half, wide) if B == 1 else ()):
+        for rows in (1, 200):
+            experts.route.triton(new(rows, E, kind=kind), k, True)
+        y, rest, norm = new(B, k, H, kind=kind), new(B, H, kind=kind), new(H, kind=kind)
+        experts.mix.triton(y, new(B, k, kind=kind), rest, None if kind == wide else norm, 1e-5)
 
 
 def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
@@ -270,6 +275,12 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
             found.append(attention("fp16", region=True, int8=int8, dim=dim, arch=arch))
             found.append(attention("bf16", region=True, window=4096, int8=int8, dim=dim, arch=arch))
     found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128)]
-    found += norm_and_rope() + small_work()
+    small = small_work()
+    found += norm_and_rope() + small
     early = [attention("fp16"), attention("bf16", int8=True), *norm_and_rope()] if arch >= 90 else []
+    early += [
+        v
+        for v in small
+        if arch >= 90 and v.kernel in (experts.route_kernel, experts.sort_pairs_kernel, experts.mix_kernel)
+    ]
     return found + [v._replace(name=f"{v.name} overlap", constants=v.constants | {"OVERLAP": True}) for v in early]

@@ -373,19 +373,23 @@ class Guard:
 
 
 HERE = Path(__file__).parent
-# The page may run its own script and style, which it names by their hashes, and talk to its own server. That is all.
+# The page may run its own scripts and style, which it names by their hashes, and talk to its own server. That is all.
 POLICY = (
-    "default-src 'none'; connect-src 'self'; script-src '{script}'; style-src '{style}'; "
+    "default-src 'none'; connect-src 'self'; script-src {scripts}; style-src {style}; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
 def chat_page() -> HTMLResponse:
     """The page with its headers. The same answer serves every request."""
-    style, script = (with_drawings((HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
-    page = (HERE / "page.html").read_text(encoding="utf-8").replace("%page.css%", style).replace("%page.js%", script)
+    files = ("page.html", "page.css", "page.js", "markdown.js", "answer.js", "vendor/markdown-it.min.js")
+    page, style, script, markdown, answer, library = ((HERE / name).read_text(encoding="utf-8") for name in files)
+    script = with_drawings(script.replace("%markdown.js%", markdown).replace("%answer.js%", answer))
+    style = with_drawings(style)
+    for name, text in (("page.css", style), ("markdown-it.min.js", library), ("page.js", script)):
+        page = page.replace(f"%{name}%", text)
     headers = {
-        "Content-Security-Policy": POLICY.format(script=_hash(script), style=_hash(style)),
+        "Content-Security-Policy": POLICY.format(scripts=f"{_hash(library)} {_hash(script)}", style=_hash(style)),
         "Cache-Control": "no-cache",
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
@@ -395,4 +399,4 @@ def chat_page() -> HTMLResponse:
 
 def _hash(text: str) -> str:
     """How a Content-Security-Policy names a script or a style that stands in the page."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -165,6 +165,7 @@ class Answer {
 
 function choose(answer, number) {
   if (!answer.steps[number]) return;
+  if (!chosen) clear();
   mark(false);
   chosen = {answer, number};
   mark(true);

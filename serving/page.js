@@ -287,8 +287,16 @@ function another(text = "") {
 }
 part("new").onclick = () => another();
 
+// Hides what takes room from the conversation.
+function clear() {
+  shut();
+  show("gear", "settings", false);
+  show("list", "chats", false);
+}
+
 // Shows or hides what a button stands for.
 function show(button, name, now = part(name).hidden) {
+  if (now) clear();
   part(name).hidden = !now;
   part(button).setAttribute("aria-expanded", now);
 }

@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser: Chromium from the package PyQt6-WebEngine, with rules of the package axe-core-python.
+"""The page at `/` in a real browser: Chromium of the package PyQt6-WebEngine, with rules of the package axe-core-python.
 
 EAGLET_SHOTS=FOLDER keeps pictures of what the tests saw.
 """
@@ -254,7 +254,10 @@ def test_a_growing_text_draws_its_last_block_only(browser):
         for (let i = 0; i < 30; i++) made.piece(`paragraph *${i}*\\n\\n`, -1, "");
         made.draw();
         drawn = [...made.text.children];
-        for (const piece of ["more ", "of **it", "** and", "\\n\\n- a", "\\n- b"]) { made.piece(piece, -1, ""); made.draw(); }
+        for (const piece of ["more ", "of **it", "** and", "\\n\\n- a", "\\n- b"]) {
+            made.piece(piece, -1, "");
+            made.draw();
+        }
     """)
     assert browser.do("drawn.every((block, i) => made.text.children[i] === block)")
     whole = "new Answer().whole(made.source).text.innerHTML"
@@ -275,7 +278,9 @@ def test_tokens_keep_their_colours_and_trees_in_markdown(engine, browser):
         const [answer, number] = span.at;
         return answer.steps[number].kept.join('').includes(span.textContent); })""")
     browser.click(".token")
-    assert browser.do("part('tree').querySelectorAll('.node').length == chosen.answer.steps[chosen.number].nodes.length")
+    assert browser.do(
+        "part('tree').querySelectorAll('.node').length == chosen.answer.steps[chosen.number].nodes.length"
+    )
     browser.do("""
         var made = new Answer(), steps = [["Some", " **b"], ["old**", " wo"], ["rds &", "amp; 1"], ["\\n\\n1. ", "1 x"]];
         steps.forEach((kept, i) => kept.forEach(text => made.piece(text, i, "token d1")));
@@ -317,12 +322,16 @@ def sees(browser: Browser) -> None:
     """Check what is on the screen: the field is in sight and free, nothing is wider, and axe finds nothing."""
     assert browser.do("document.documentElement.scrollWidth <= innerWidth")
     assert browser.do("document.documentElement.scrollHeight <= innerHeight")
-    assert browser.do("""(() => { const {left, top, width, height} = box.getBoundingClientRect();
-        return top + height <= innerHeight && document.elementFromPoint(left + width / 2, top + height / 2) == box; })()""")
+    assert browser.do("""(() => {
+        const {left, top, width, height} = box.getBoundingClientRect();
+        return top + height <= innerHeight && document.elementFromPoint(left + width / 2, top + height / 2) == box;
+    })()""")
     package = pytest.importorskip("axe_core_python", reason="the rules of axe are not installed (axe-core-python)")
     browser.do((resources.files(package) / "axe.min.js").read_text(encoding="utf-8") + "; null")
-    browser.do("window.found = null; axe.run().then(r => { found = JSON.stringify(r.violations.map(v => [v.id, v.nodes.map("
-               "n => n.html.slice(0, 120) + (n.any[0]?.message || ''))])); }); null")  # fmt: skip
+    browser.do("""window.found = null; axe.run().then(result => {
+        const element = node => node.html.slice(0, 120) + (node.any[0]?.message || "");
+        found = JSON.stringify(result.violations.map(rule => [rule.id, rule.nodes.map(element)]));
+    }); null""")
     assert json.loads(browser.until("found")) == []
 
 
@@ -341,7 +350,9 @@ def test_a_full_context_offers_a_new_chat(browser, engine, monkeypatch):
     monkeypatch.undo()
     browser.put(most="")
     browser.ask("x = 1\n")
-    assert "the context is full" in browser.texts(".figures")[-1] and browser.texts("#notice button") == ["Start a new chat"]
+    assert "the context is full" in browser.texts(".figures")[-1] and browser.texts("#notice button") == [
+        "Start a new chat"
+    ]
 
 
 def test_a_server_that_is_gone_is_said_once(app, engine):
@@ -354,9 +365,9 @@ def test_a_server_that_is_gone_is_said_once(app, engine):
     for _ in range(2):
         browser.ask("Still here?")
         assert browser.do("box.value") == "Still here?" and browser.texts(".user, .text") == shown
-        assert [text for text in browser.texts("body *") if text.startswith("The server does not answer")] == browser.texts(
-            "#notice"
-        )
+        assert [
+            text for text in browser.texts("body *") if text.startswith("The server does not answer")
+        ] == browser.texts("#notice")
     browser.shot("gone")
     browser.click(".regenerate")
     browser.until("!running")
@@ -367,7 +378,9 @@ def test_a_server_that_is_gone_is_said_once(app, engine):
 
 def test_chats_are_few_and_can_be_deleted(browser, engine, monkeypatch):
     """A storage that grows until the browser refuses, and chats that nobody can delete."""
-    browser.do("keep(Array.from({length: 60}, (_, i) => ({id: `${i}`, messages: [{role: 'user', content: `chat ${i}`}]})))")
+    browser.do(
+        "keep(Array.from({length: 60}, (_, i) => ({id: `${i}`, messages: [{role: 'user', content: `chat ${i}`}]})))"
+    )
     assert browser.do("kept().length") == 50
     browser.do("keep(Array.from({length: 9}, (_, i) => ({id: `${i}`, messages: [{role: 'user', content: "
                "`chat ${i}` + 'x'.repeat(200000)}]})))")  # fmt: skip
@@ -375,7 +388,13 @@ def test_chats_are_few_and_can_be_deleted(browser, engine, monkeypatch):
     script(monkeypatch, engine, "Yes.")
     browser.put(watch=False)
     browser.ask("Kept?")
-    assert browser.do("kept().map(one => one.messages[0].content.slice(0, 6))") == ["Kept?", "chat 0", "chat 1", "chat 2", "chat 3"]
+    assert browser.do("kept().map(one => one.messages[0].content.slice(0, 6))") == [
+        "Kept?",
+        "chat 0",
+        "chat 1",
+        "chat 2",
+        "chat 3",
+    ]
     browser.click("#list")
     browser.do("document.querySelector('#chats [aria-label=\"delete the chat Kept?\"]').click()")
     assert browser.texts(".user") == [] and browser.do("kept().length") == 4

@@ -94,7 +94,7 @@ class Browser:
         self.page.load(QUrl(address)) if address else self.view.reload()
         self._wait(lambda: bool(loaded), "the page does not load")
         self.page.loadFinished.disconnect(loaded.append)
-        self.until("part('model').textContent")
+        self.until("part('model').textContent || !part('login').hidden")
 
     def do(self, code: str) -> Any:
         """What a script's last expression gives."""
@@ -318,11 +318,11 @@ def test_the_page_is_clean(engine, browser, monkeypatch, dark):
         browser.click(button)
 
 
-def sees(browser: Browser) -> None:
+def sees(browser: Browser, field: bool = True) -> None:
     """Check what is on the screen: the field is in sight and free, nothing is wider, and axe finds nothing."""
     assert browser.do("document.documentElement.scrollWidth <= innerWidth")
     assert browser.do("document.documentElement.scrollHeight <= innerHeight")
-    assert browser.do("""(() => {
+    assert not field or browser.do("""(() => {
         const {left, top, width, height} = box.getBoundingClientRect();
         return top + height <= innerHeight && document.elementFromPoint(left + width / 2, top + height / 2) == box;
     })()""")
@@ -403,3 +403,19 @@ def test_chats_are_few_and_can_be_deleted(browser, engine, monkeypatch):
     browser.do("localStorage.setItem(CHATS, '{]'); localStorage.setItem(SETTINGS, '3')")
     browser.go()
     assert browser.texts(".user") == []
+
+
+def test_the_page_asks_for_the_key(app, engine):
+    """A page that stays empty behind a key, or that keeps a wrong one."""
+    with running(engine, api_keys=("secret",)) as server:
+        browser = Browser(app, server.address, PHONE)
+        sees(browser, field=False)
+        for key in ("wrong", "secret"):
+            browser.do(f"part('key').value = {key!r}; part('login').requestSubmit()")
+            browser.until(f"part('login').hidden == {json.dumps(key == 'secret')} && part('hello').textContent")
+        browser.put(watch=False, most="8")
+        browser.ask("x = 1")
+        assert browser.texts(".user") == ["x = 1"] and browser.do("localStorage.length") == 2
+        assert "secret" not in browser.do("JSON.stringify(localStorage)")
+    browser.page.problems = [text for text in browser.page.problems if "401" not in text]
+    browser.close()

@@ -383,11 +383,9 @@ POLICY = (
 def chat_page() -> HTMLResponse:
     """The page with its headers. The same answer serves every request."""
     files = ("page.html", "page.css", "page.js", "markdown.js", "answer.js", "vendor/markdown-it.min.js")
-    page, style, script, markdown, answer, library = ((HERE / name).read_text(encoding="utf-8") for name in files)
-    script = with_drawings(script.replace("%markdown.js%", markdown).replace("%answer.js%", answer))
-    style = with_drawings(style)
-    for name, text in (("page.css", style), ("markdown-it.min.js", library), ("page.js", script)):
-        page = page.replace(f"%{name}%", text)
+    page, style, script, *parts, library = (with_drawings((HERE / name).read_text(encoding="utf-8")) for name in files)
+    script = script.replace("%markdown.js%", parts[0]).replace("%answer.js%", parts[1])
+    page = page.replace("%page.css%", style).replace("%markdown-it.min.js%", library).replace("%page.js%", script)
     headers = {
         "Content-Security-Policy": POLICY.format(scripts=f"{_hash(library)} {_hash(script)}", style=_hash(style)),
         "Cache-Control": "no-cache",

@@ -59,7 +59,8 @@ def test_the_wheel_has_one_package(wheel):
     needed = "__init__.py __main__.py py.typed loading.py model.py demo/config.json "
     needed += "kernels/cpu.cpp kernels/cpu_draft.cpp kernels/cpu_step.cpp kernels/cpu.h kernels/team.h "
     needed += "cli/page.html cli/drawings.js cli/drawings.css "
-    needed += "serving/page.html serving/page.css serving/page.js"
+    needed += "serving/page.html serving/page.css serving/page.js serving/answer.js serving/markdown.js "
+    needed += "serving/vendor/markdown-it.min.js serving/vendor/LICENSE"
     assert {f"eaglet/{name}" for name in needed.split()} <= set(names)
     rooms = {path.relative_to(ROOT).as_posix() for room in backend.rooms() for path in (ROOT / room).glob("*.py")}
     missing = {f"eaglet/{name}" for name in rooms} - set(names)

@@ -160,8 +160,7 @@ class Experts(SelfCounting):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, H] -> expert weights [M, k] in x.dtype, expert ids [M, k]."""
-        weight, index = self.router(x).softmax(-1, dtype=torch.float32).topk(self.per_token, -1)
-        return (weight / weight.sum(-1, keepdim=True) if self.normalised else weight).to(x.dtype), index
+        return kernels.choose_experts(self.router(x), self.per_token, self.normalised)
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None

@@ -23,6 +23,7 @@ from cli.prove import find_fork, is_bitwise, is_rounding_tie
 from engine import Engine
 from sampling import SamplingParams
 from support.machine import peak_memory, resident_memory
+from support.progress import say
 from weights.heads import read_card
 
 CARD = ("inputs", "regenerated", "data", "loss", "parameters", "steps")  # what is kept of a head's CARD.json
@@ -212,7 +213,7 @@ def run_session(
     started = time.perf_counter()
     settings = bench.settings
     runs: list[Line] = []
-    done: Line = {"warm_up": [], "arms": [], "steps": [], "interrupted": False}
+    done: Line = {"warm_up": [], "arms": [], "steps": [], "failed": [], "interrupted": False}
     try:
         if compare:
             done["warm_up"] = bench.warm_up()
@@ -221,9 +222,12 @@ def run_session(
                 runs.append(line)
                 emit(line)
         for line in steps:  # measured as they are taken
-            bench.progress(0.0, f"steps: {line['arm']}, context {line['context']}")
-            done["steps"].append(line)
             emit(line)
+            if line["type"] == "step":
+                say("step of {arm}, batch {batch}, context {context}: {ms:.3f} ms".format_map(line))
+                done["steps"].append(line)
+            elif line["type"] == "failed":
+                done["failed"].append(line)
     except KeyboardInterrupt:
         done["interrupted"] = True
     rows = summarise(runs, settings) if any(r["baseline"] for r in runs) else []
@@ -248,6 +252,7 @@ def _notes(bench: Bench, done: Line) -> list[str]:
     kept = {fact["arm"]: fact["options"].get("weights") for fact in done["arms"]}
     notes = [f"{arm}: its weights are {what}" for arm, what in kept.items() if what]
     notes += [f"skipped (too long for ctx {bench.ctx}): {skipped}" for skipped in dict.fromkeys(bench.skipped)]
+    notes += [f"{failed['arm']} failed: {failed['error']}" for failed in done["failed"]]
     notes += [bench.cut] if bench.cut else []
     unsteady = [f"{w['arm']} (T = {w['temperature']:g})" for w in done["warm_up"] if not w["agreed"]]
     if unsteady:

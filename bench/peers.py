@@ -1,4 +1,5 @@
-"""Other engines as arms of a benchmark: transformers and llama.cpp. They promise nothing about their tokens."""
+"""Other engines as arms of a benchmark: transformers, llama.cpp, and torch by itself. They promise nothing about their
+tokens."""
 
 from __future__ import annotations
 
@@ -8,26 +9,30 @@ import importlib.metadata
 import importlib.util
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bench.arms import NO_STOP, OTHER_ENGINE, Arm, Sample
 from engine import Engine
 from memory_plan import float_bytes
-from model import Transformer
+from model import Transformer, apply_rope
 from options import LoadOptions
 from sampling import SamplingParams
 from support.errors import NotEnoughMemory, UsageError
 from support.machine import default_device, free_memory, shapes_only, size_text, synchronize
 from weights.checkpoint import Checkpoint
 from weights.hf import config_to_hf, hf_views, unpacked
+from weights.quantized import QuantLinear
 
 # What --baseline takes, and what each is imported and installed as.
 LIBRARIES = {"hf": ("transformers", "transformers"), "llama.cpp": ("llama_cpp", "llama-cpp-python")}
+LIBRARIES["torch"] = ("torch", "torch")
 
 
 def need_library(baseline: str) -> None:
@@ -66,6 +71,10 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         arms += [HFArm(kind, twin, base.tokenizer, copied) for kind in ("hf", "hf-static")]
     if "llama.cpp" in args.baseline:
         arms.append(LlamaCppArm(args.checkpoint, ctx))
+    if "torch" in args.baseline:
+        if any(args.temperature):
+            raise UsageError("--baseline torch decodes greedily; add --temperature 0.")
+        arms.append(TorchArm(base.model, ctx, base.model.quant == "int4", base.model.device.type == "cuda"))
     return arms
 
 
@@ -205,3 +214,110 @@ class LlamaCppArm:
                 break
         stream.close()
         return Sample(ids, times[0] - started, times[-1] - times[0])
+
+
+# ---- torch by itself --------------------------------------------------------------------------------------
+
+
+class PackedInt4(nn.Module):
+    """A linear on torch's own int4 kernel: groups with a scale and an offset, rounded to the nearest code."""
+
+    def __init__(self, weight: Tensor):
+        """weight [out, in]; `in` is a multiple of 32, on a GPU of 128."""
+        super().__init__()
+        n, k = weight.shape
+        self.group = next(size for size in (128, 64, 32) if k % size == 0)
+        groups = weight.float().view(n, -1, self.group)
+        low, high = groups.aminmax(dim=-1, keepdim=True)
+        scale = ((high - low) / 15).clamp(min=1e-6)
+        codes = ((groups - low) / scale).round().clamp(0, 15).to(torch.int32).view(n, k)
+        # the kernel computes (code - 8) * scale + offset
+        self.scales = torch.cat((scale, low + 8 * scale), -1).transpose(0, 1).to(weight.dtype).contiguous()
+        if weight.is_cuda:
+            pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+            self.packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+        else:
+            self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = torch.ops.aten._weight_int4pack_mm if x.is_cuda else torch.ops.aten._weight_int4pack_mm_for_cpu
+        return kernel(x, self.packed, self.group, self.scales)
+
+
+class TorchArm:
+    """Greedy decoding by torch alone: a static cache, attention over all of it, and a compiled step in a CUDA graph.
+
+    It is what gpt-fast showed to be fast on a GPU, written anew, and runs plain LLaMA models. int4: its weights are
+    rounded again, from the floats that ours stand for, for torch's int4 kernel in bfloat16. Otherwise they are ours.
+    """
+
+    label = OTHER_ENGINE
+
+    def __init__(self, model: Transformer, ctx: int, int4: bool, compiled: bool):
+        """Raises UsageError for a model that is no plain LLaMA."""
+        c = self.config = model.config
+        if c.model_type != "llama" or c.qkv_bias or c.o_bias or c.mlp_bias or model.lm_head is None:
+            raise UsageError("--baseline torch runs LLaMA models without biases and tied embeddings; leave it out.")
+        self.name = "torch compiled" if compiled else "torch"
+        self.name += " int4" if int4 else ""
+        self.options = {"torch": torch.__version__, "int4": int4, "compiled": compiled}
+        self.model, self.dtype = model, torch.bfloat16 if int4 and model.device.type == "cuda" else model.dtype
+
+        static: list[Tensor] = [model.embed_tokens.weight, model.rotary.cos, model.rotary.sin]
+
+        def linear(owner: nn.Module) -> Callable[[Tensor], Tensor]:
+            weight = owner.dequantize(self.dtype) if isinstance(owner, QuantLinear) else owner.weight
+            made = PackedInt4(weight) if int4 else partial(F.linear, weight=weight.to(self.dtype))
+            static.extend((made.packed, made.scales) if int4 else made.keywords.values())
+            return made
+
+        self.layers = [
+            [linear(part) for part in (b.attention.qkv, b.attention.o, b.mlp.gate_up, b.mlp.down)]
+            + [norm.weight.to(self.dtype) for norm in (b.input_norm, b.post_norm)]
+            for b in model.layers
+        ]
+        self.norm, self.head = model.norm.weight.to(self.dtype), linear(model.lm_head)
+        with torch.device(model.device):
+            size = (len(self.layers), 2, 1, c.num_key_value_heads, ctx, c.head_dim)
+            self.kv, self.slots = torch.zeros(size, dtype=self.dtype), torch.arange(ctx)
+        static += [self.kv, self.slots, self.norm, *(norm for layer in self.layers for norm in layer[4:])]
+        if compiled:  # otherwise a graph copies every weight in each step, and cannot write the cache
+            for tensor in static:
+                torch._dynamo.mark_static_address(tensor)
+        options = {"mode": "reduce-overhead", "fullgraph": True, "dynamic": False}
+        self.step = torch.compile(self.forward, **options) if compiled else self.forward
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids and positions int64 [T] -> the most likely next id [1]. Writes the cache at `positions`."""
+        c, T = self.config, len(ids)
+        x = self.model.embed_tokens.weight[ids].to(self.dtype)
+        cos, sin = (table[None, positions] for table in (self.model.rotary.cos, self.model.rotary.sin))
+        seen = self.slots <= positions[:, None]
+        sizes = [c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads]
+        for (qkv, o, gate_up, down, before, after), kv in zip(self.layers, self.kv, strict=True):
+            y = F.rms_norm(x, before.shape, before, c.rms_norm_eps)
+            q, k, v = qkv(y).view(1, T, -1, c.head_dim).split(sizes, 2)
+            kv[0].index_copy_(2, positions, apply_rope(k, cos, sin).transpose(1, 2))
+            kv[1].index_copy_(2, positions, v.transpose(1, 2))
+            q = apply_rope(q, cos, sin).transpose(1, 2)
+            y = F.scaled_dot_product_attention(q, kv[0], kv[1], attn_mask=seen, enable_gqa=sizes[0] != sizes[1])
+            x = x + o(y.transpose(1, 2).reshape(T, -1))
+            gate, up = gate_up(F.rms_norm(x, after.shape, after, c.rms_norm_eps)).chunk(2, -1)
+            x = x + down(F.silu(gate) * up)
+        return self.head(F.rms_norm(x[-1:], self.norm.shape, self.norm, c.rms_norm_eps)).argmax(-1)
+
+    @torch.inference_mode()
+    def run(self, prompt: list[int], params: SamplingParams) -> Sample:
+        """One request from an empty cache. The host waits for a token only where one may stop the text."""
+        device, stops = self.model.device, [i for i in params.stop_ids if i not in NO_STOP]
+        synchronize(device)
+        started = time.perf_counter()
+        ids = [self.forward(torch.tensor(prompt, device=device), self.slots[: len(prompt)])]
+        synchronize(device)
+        first = time.perf_counter()
+        for at in range(len(prompt), len(prompt) + params.max_new_tokens - 1):
+            if stops and int(ids[-1]) in stops:
+                break
+            ids.append(self.step(ids[-1], self.slots[at : at + 1]).clone())  # a replay overwrites its output
+        found = torch.cat(ids).tolist()
+        return Sample(found, first - started, time.perf_counter() - first)

@@ -7,17 +7,16 @@ runs a few more steps and says which kernels the time went to.
 
 from __future__ import annotations
 
-import itertools
-import random
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from bench.arms import Arm, EngineArm, build_engine
+from bench.arms import NO_STOP, Arm, EngineArm, build_engine
 from bench.measure import step_bytes
 from bench.records import Line
 from engine import Engine
@@ -26,7 +25,7 @@ from sampling import SamplingParams
 from support.errors import UsageError
 from support.machine import synchronize
 
-SLACK = 8  # tokens that the request decodes which fills the caches
+SLACK = 8  # free tokens behind the context
 ROUNDS = 15
 PROFILED = 5  # steps under the profiler
 LONGEST = 24  # of the kernels that a line names
@@ -88,58 +87,96 @@ def pin(engine: Engine, context: int) -> None:
         buffer.fill_(value)
 
 
+def fill_(engine: Engine) -> None:
+    """Fill the caches of an engine with random numbers: a prompt would need kernels of its own to be compiled."""
+    state = engine.state
+    for buffer in (state.kv, state.features, state.history, *engine.drafter.caches):
+        if buffer.is_floating_point():
+            buffer.normal_()
+        else:  # int8 keys and values with their scales
+            buffer.random_(0, 2)
+    state.tokens.random_(0, engine.model.config.vocab_size)
+
+
 def ready_step(engine: Engine, context: int) -> Callable[[], Any]:
-    """A step of the engine behind a real prompt of `context` tokens, as a call that does not wait for the device."""
-    ids = random.Random(0).choices(range(engine.model.config.vocab_size), k=context - SLACK)
-    params = SamplingParams(max_new_tokens=SLACK, stop_ids=(2**31 - 1,))
-    engine.generate_batch([ids] * engine.batch_size, params).run()  # compiles, captures, fills the caches
-    graph = engine.graph(params.mode)
+    """A step of the engine as a call that does not wait for the device. It runs behind whatever `pin` says.
+
+    Only a compiled engine decodes a request first, which compiles and captures.
+    """
+    params, graph = SamplingParams(max_new_tokens=SLACK, stop_ids=NO_STOP), None
+    if engine.config.compile:
+        engine.generate_batch([[1]] * engine.batch_size, params).run()
+        graph = engine.graph(params.mode)
+    fill_(engine)
+    pin(engine, context)
     return graph.replay if graph is not None else captured(partial(engine.step, params.mode), engine.model.device)
 
 
-def step_engines(arms: Sequence[Arm], widths: Sequence[int], batch: int, ctx: int) -> dict[str, Engine]:
-    """Our arms with `batch` sequences, and plain decoding through forwards of each width."""
-    ours = [arm for arm in arms if isinstance(arm, EngineArm)]
-    base = ours[0].engine
-    engines = {arm.name: build_engine(base, arm.options | {"batch_size": batch}, ctx) for arm in ours}
-    return engines | {f"plain, {width} nodes": engines[ours[0].name].twin(width) for width in widths}
+def engine_of(arm: EngineArm, batch: int, ctx: int) -> Engine:
+    """The arm's own engine if it has `batch` sequences, or another one that has."""
+    engine = arm.engine
+    return engine if engine.batch_size == batch else build_engine(engine, arm.options | {"batch_size": batch}, ctx)
+
+
+class Ready(NamedTuple):
+    """An engine whose step can be timed."""
+
+    engine: Engine
+    step: Callable[[], Any]
+
+    def time(self, context: int) -> float:
+        """Milliseconds of one step behind `context` tokens."""
+        device = self.engine.model.device
+        synchronize(device)
+        with self.engine.backend.active():
+            return milliseconds(self.step, partial(pin, self.engine, context), device)
 
 
 @torch.inference_mode()
 def step_lines(
-    arms: Sequence[Arm], contexts: Sequence[int], widths: Sequence[int], batches: Sequence[int], bandwidth: float
-) -> Iterator[Line]:
-    """One line per engine, batch and context. The engines of a batch are timed in turn, the medians of ROUNDS count.
+    arms: Sequence[Arm], contexts: Sequence[int], widths: Sequence[int], batches: Sequence[int], ctx: int,
+    bandwidth: float,
+) -> Iterator[Line]:  # fmt: skip
+    """A line per engine, batch and context as soon as it is timed, and after it one with the time of every kernel.
 
-    bandwidth: of a copy, in bytes per second. The first arm is plain decoding, to which every ratio refers.
+    Each engine is built when its turn comes, and timed in turn with plain decoding, the first arm, to which its ratio
+    refers. The medians of ROUNDS count. An engine that fails gives a line that says so, and the others follow.
+
+    ctx: allocated tokens. bandwidth: of a copy, in bytes per second.
     """
+    ours = [arm for arm in arms if isinstance(arm, EngineArm)]
+    wide = [(f"plain, {width} nodes", ours[0], width) for width in widths]
     for batch in batches:
-        engines = step_engines(arms, widths, batch, max(contexts) + SLACK)
-        for context in contexts:
-            device = arms[0].engine.model.device
-            samples: dict[str, list[float]] = {name: [] for name in engines}
-            steps = {}
-            for name, engine in engines.items():
+        plain: Ready | None = None
+        for name, arm, width in [(arm.name, arm, 0) for arm in ours] + wide:
+            place = {"arm": name, "batch": batch}
+            try:
+                engine = plain.engine.twin(width) if plain and width else engine_of(arm, batch, ctx)
                 with engine.backend.active():
-                    steps[name] = ready_step(engine, context)
-            for round_, (name, engine) in itertools.product(range(ROUNDS + 1), engines.items()):
-                synchronize(device)
-                with engine.backend.active():
-                    took = milliseconds(steps[name], partial(pin, engine, context), device)
-                if round_:  # the first one warms up
-                    samples[name].append(took)
-            kernels = {}
-            for name, engine in engines.items():
-                with engine.backend.active():
-                    kernels[name] = kernel_times(steps[name], partial(pin, engine, context), device)
-            plain = statistics.median(samples[arms[0].name])
-            for name, engine in engines.items():
-                ordered = sorted(samples[name])
-                median, size = statistics.median(ordered), step_bytes(engine, context)
-                yield {
-                    "type": "step", "arm": name, "nodes": engine.drafter.N, "depth": engine.drafter.D, "batch": batch,
-                    "context": context, "ms": round(median, 5), "p10": round(ordered[len(ordered) // 10], 5),
-                    "p90": round(ordered[-1 - len(ordered) // 10], 5), "rounds": len(ordered), "bytes": round(size),
-                    "share_of_copy": round(size / (median / 1e3) / bandwidth, 4), "of_plain": round(median / plain, 4),
-                    "captured": device.type == "cuda", "microseconds": kernels[name],
-                }  # fmt: skip
+                    ready = Ready(engine, ready_step(engine, contexts[0]))
+                plain = plain or ready
+                for context in contexts:
+                    yield {"type": "step"} | _timed(ready, plain, place | {"context": context}, bandwidth)
+                    with engine.backend.active():
+                        kernels = kernel_times(ready.step, partial(pin, engine, context), engine.model.device)
+                    yield {"type": "kernels", **place, "context": context, "microseconds": kernels}
+            except Exception as error:  # of any library: what the other arms can tell must not be lost
+                if plain is None:
+                    raise
+                traceback.print_exc()
+                yield {"type": "failed", **place, "error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _timed(ready: Ready, plain: Ready, place: Line, bandwidth: float) -> Line:
+    """Time an engine in turn with plain decoding."""
+    pair = [ready] if ready is plain else [ready, plain]
+    rounds = [[one.time(place["context"]) for one in pair] for _ in range(ROUNDS + 1)][1:]  # the first one warms up
+    ordered, base = sorted(times[0] for times in rounds), statistics.median(times[-1] for times in rounds)
+    engine, median = ready.engine, statistics.median(ordered)
+    size = step_bytes(engine, place["context"])
+    return place | {
+        "nodes": engine.drafter.N, "depth": engine.drafter.D, "ms": round(median, 5),
+        "p10": round(ordered[len(ordered) // 10], 5), "p90": round(ordered[-1 - len(ordered) // 10], 5),
+        "rounds": len(ordered), "bytes": round(size), "share_of_copy": round(size / (median / 1e3) / bandwidth, 4),
+        "of_plain": round(median / base, 4), "captured": engine.model.device.type == "cuda",
+    }  # fmt: skip

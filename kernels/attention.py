@@ -159,13 +159,14 @@ def _attend_chunks(
 @jit
 def _attend_tail(
     query, kv, kv_scales, visible, bh, b, ok, t, n, p, limit, v_offset, S, T, R, scale, HD: tl.constexpr,
-    HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
+    HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr, RT: tl.constexpr, KT: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """The same over the tail, the keys from `limit` on, for RT rows.
 
     Key i of the tail is position limit + i, whichever slot holds it: history, or the i-th visible row of the
     region. So verification and plain decoding reduce the same operands in the same places. Every query
-    gathers only rows that it sees. Others are loaded as zero.
+    gathers only rows that it sees. Others are loaded as zero. A tail has at most 32 keys where rows see their own path
+    alone, so that a step of KT = 32 keys is the only one.
     """
     base = bh.to(tl.int64) * S * (HD + 4 * INT8)
     values = kv + base + v_offset
@@ -179,8 +180,8 @@ def _attend_tail(
     top = tl.full((RT,), float("-inf"), tl.float32)
     total = tl.zeros((RT,), tl.float32)
     acc = tl.zeros((RT, HDP), tl.float32)
-    for step in range(tl.cdiv(tl.max(tl.where(ok, n - limit + count, 0), 0), 16)):
-        j = limit[:, None] + step * 16 + tl.arange(0, 16)[None, :]
+    for step in range(tl.cdiv(tl.max(tl.where(ok, n - limit + count, 0), 0), KT)):
+        j = limit[:, None] + step * KT + tl.arange(0, KT)[None, :]
         nth = j - n
         row = tl.sum(tl.where(rank[:, None, :] == nth[:, :, None] + 1, r[None, None, :], 0), 2)
         slot = tl.where(nth < 0, j, tl.minimum(n + row, S - 1))
@@ -208,14 +209,34 @@ def _store_partial(acc_part, ml_part, at, m, d, top, total, acc, ok, real, HD: t
 
 
 @jit
+def _load_partial(acc_part, ml_part, i, splits, last, m, d, limit, ok, real, ROWS, HD: tl.constexpr):
+    """(maxima, sums, weighted values) of rows m in part i: a split, then the tail, then nothing."""
+    first = tl.where(i < splits, _split_bounds(i)[0], tl.where(i == splits, -1, 2147483647))
+    live = ok & (first < limit)
+    row = tl.where(i < splits, i * ROWS, last) + m
+    top = tl.load(ml_part + row * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(ml_part + row * 2 + 1, mask=live, other=0, cache_modifier=".cg")
+    rows = acc_part + row[:, None] * HD + d[None, :]
+    return top, total, tl.load(rows, mask=live[:, None] & real, other=0, cache_modifier=".cg")
+
+
+@jit
+def _merge(top, total, acc, part):
+    """The sums of `_load_partial` added to those of the parts before it. A part without keys changes no bit."""
+    new, safe, shrink = _rescale(top, part[0])
+    weight = tl.exp(part[0] - safe)
+    return new, total * shrink + part[1] * weight, acc * shrink[:, None] + part[2] * weight[:, None]
+
+
+@jit
 def attend_kernel(
     q, kv, kv_scales, start, visible, positions, acc_part, ml_part, arrived, out, v_offset, S, T, R, ROWS, PARTS,
     scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
-    REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
+    REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, KT: tl.constexpr, INT8: tl.constexpr,
     NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM query rows: keys [0, limit) on matrix units, limit = 16 floor((p - 16) / 16), then the tail.
-    Grid (B Hkv, row tiles, BM / RT programs for tails and one per split).
+    Grid (B Hkv, row tiles, up to BM / RT programs for tails and one per split).
 
     The program of a row tile that arrives last merges the partial sums of each row in the order of its keys. With
     REGION, for prefill, one program does a row tile alone, and there is no tail.
@@ -225,7 +246,7 @@ def attend_kernel(
     tile = tl.program_id(1)
     part = tl.program_id(2)
     b = bh // HKV
-    TAILS: tl.constexpr = BM // RT
+    TAILS = tl.minimum(tl.cdiv(ROWS, RT), BM // RT)
     if not REGION:
         # The grid follows the size of the cache. A split behind the history ends here, after one load.
         if (part >= TAILS) & (_split_bounds(tl.maximum(part - TAILS, 0))[0] >= tl.load(start + b)):
@@ -256,7 +277,7 @@ def attend_kernel(
             query_few = tl.load(q + bh * ROWS * HD + at_few, mask=real_few, other=0).to(tl.float32)
             top_few, total_few, acc_few = _attend_tail(
                 query_few, kv, kv_scales, visible, bh, b, ok_few, t_few, n_few, p_few, limit_few, v_offset, S, T, R,
-                scale, HD, HDP, RP, WINDOW, RT, INT8)  # fmt: skip
+                scale, HD, HDP, RP, WINDOW, RT, KT, INT8)  # fmt: skip
             _store_partial(acc_part, ml_part, last, few, d, top_few, total_few, acc_few, ok_few, real_few, HD)
         else:
             query = tl.load(q + at, mask=real, other=0)
@@ -273,18 +294,11 @@ def attend_kernel(
         top = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
         acc = tl.zeros((BM, HDP), tl.float32)
-        for i in range(splits + 1):
-            live = ok & (tl.where(i < splits, _split_bounds(i)[0], -1) < limit)
-            row = tl.where(i < splits, i * ROWS, last) + m
-            top_i = tl.load(ml_part + row * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
-            total_i = tl.load(ml_part + row * 2 + 1, mask=live, other=0, cache_modifier=".cg")
-            rows = acc_part + row[:, None] * HD + d[None, :]
-            acc_i = tl.load(rows, mask=live[:, None] & real, other=0, cache_modifier=".cg")
-            new, safe, shrink = _rescale(top, top_i)
-            weight = tl.exp(top_i - safe)
-            total = total * shrink + total_i * weight
-            acc = acc * shrink[:, None] + acc_i * weight[:, None]
-            top = new
+        for i in range(0, splits + 1, 2):  # two at a time, so that their loads wait together
+            one = _load_partial(acc_part, ml_part, i, splits, last, m, d, limit, ok, real, ROWS, HD)
+            two = _load_partial(acc_part, ml_part, i + 1, splits, last, m, d, limit, ok, real, ROWS, HD)
+            top, total, acc = _merge(top, total, acc, one)
+            top, total, acc = _merge(top, total, acc, two)
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]
     # Row m is token t of the query head m // T among those that share the keys. out is [B,T,Hq,hd].
     to = ((b * T + t) * HKV + bh % HKV) * (ROWS // T) + m // T
@@ -307,11 +321,12 @@ def attention_tiles(dim: int, region: bool, int8: bool, window: int, wgmma: bool
     tiles = dict(
         BM=64 if region and not int8 and wgmma else 32,
         BK=64 >> ((region or int8) + (dim > 128)),
-        RT=4 if dim <= 128 else 2,
+        RT=2 if dim <= 128 else 1,
+        KT=32,
     )
     wide = dim > 128 and (window > 0 or int8)
     # Without a limit ptxas may stop at 128 or 168 registers, too few for a window or for short heads.
-    limit = None if region else 255 if window > 0 or wide else 168 if dim <= 64 else None
+    limit = None if region else 255 if window > 0 or dim > 64 else 168
     return tiles | dict(num_warps=8 if region or wide else 4, num_stages=2, maxnreg=limit)
 
 
@@ -330,7 +345,8 @@ def _tree_attention_triton(
     splits = 8 * octave + triton.cdiv(S - 1024 * (2**octave - 1), 128 << octave)
     wgmma = not (region and q.is_cuda and lacks_fences(torch.cuda.get_device_capability(q.device)))
     tiles = attention_tiles(dim, region, int8, window, wgmma)
-    grid = batch * kv_heads, triton.cdiv(rows, tiles["BM"]), 1 if region else tiles["BM"] // tiles["RT"] + splits
+    tails = min(triton.cdiv(rows, tiles["RT"]), tiles["BM"] // tiles["RT"])
+    grid = batch * kv_heads, triton.cdiv(rows, tiles["BM"]), 1 if region else tails + splits
     parts = 0 if region else splits + 1
     acc = q.new_empty(batch * kv_heads, parts, rows, dim, dtype=torch.float32)
     ml = q.new_empty(batch * kv_heads, parts, rows, 2, dtype=torch.float32)

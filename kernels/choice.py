@@ -110,11 +110,12 @@ def masses(row, V, top, temperature, floor, a, b, c, WEIGHTED: tl.constexpr, BLO
 
     A weight is 1, or if WEIGHTED the token's probability in units of 2^-30 (`sampling._weight`), and 0 below `floor`.
     """
-    lane = tl.arange(0, BLOCK)
-    sum_a = tl.zeros((BLOCK,), tl.int64)
-    sum_b = tl.zeros((BLOCK,), tl.int64)
-    sum_c = tl.zeros((BLOCK,), tl.int64)
-    for start in range(0, V, BLOCK):
+    HALF: tl.constexpr = (BLOCK + 1) // 2  # fewer registers
+    lane = tl.arange(0, HALF)
+    sum_a = tl.zeros((HALF,), tl.int64)
+    sum_b = tl.zeros((HALF,), tl.int64)
+    sum_c = tl.zeros((HALF,), tl.int64)
+    for start in range(0, V, HALF):
         i = start + lane
         z = load_logits(row, i, i < V)
         image = ordered(z)
@@ -129,42 +130,99 @@ def masses(row, V, top, temperature, floor, a, b, c, WEIGHTED: tl.constexpr, BLO
 
 
 @jit
-def heaviest(row, V, top, temperature, floor, target, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """The greatest int32 t for which {image >= t} weighs `target` or more, -2^31 if there is none. Two bits per pass."""
+def unordered(image):
+    """The floats of which `ordered` makes these integers. Zeros are positive."""
+    return tl.where(image < 0, image ^ 0x7FFFFFFF, image).to(tl.float32, bitcast=True)
+
+
+@jit
+def greatest_images(row, V, BLOCK: tl.constexpr):
+    """((a, b, c), bound): the images of a row's logits above `bound`, each in one of the three [BLOCK], int32.
+
+    Lane i holds the greatest three logits of all i + k BLOCK. The bound is the greatest of all others, so that
+    about 1,000 logits of a long row lie above it, and all logits of a row of up to three blocks.
+    """
+    lane = tl.arange(0, BLOCK)
+    a = tl.full((BLOCK,), -2147483648, tl.int32)
+    b = a
+    c = a
+    rest = a
+    for start in range(0, V, BLOCK):
+        x = tl.where(start + lane < V, ordered(load_logits(row, start + lane, start + lane < V)), -2147483648)
+        a, x = tl.maximum(a, x), tl.minimum(a, x)
+        b, x = tl.maximum(b, x), tl.minimum(b, x)
+        c, x = tl.maximum(c, x), tl.minimum(c, x)
+        rest = tl.maximum(rest, x)
+    return (a, b, c), tl.max(rest, 0)
+
+
+@jit
+def kept_weight(image, above, top, temperature, WEIGHTED: tl.constexpr):
+    """The weights of `masses`, int32, of the images from `above` on. All others weigh 0."""
+    weight = tl.full(image.shape, 1, tl.int32)
+    if WEIGHTED:
+        weight = (tl.exp((unordered(image) - top) / temperature) * 1073741824.0).to(tl.int32)
+    return tl.where(image >= above, weight, 0)
+
+
+@jit
+def kept_mass(kept, weights, t):
+    """The sum of the weights of all kept images from t on, int64."""
+    mass = tl.where(kept[0] >= t, weights[0], 0).to(tl.int64) + tl.where(kept[1] >= t, weights[1], 0)
+    return tl.sum(mass + tl.where(kept[2] >= t, weights[2], 0), 0)
+
+
+@jit
+def heaviest(
+    row, V, kept, bound, top, temperature, floor, target, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The greatest int32 t for which {image >= t} weighs `target` or more, -2^31 if there is none.
+
+    It is found bit by bit. Only if the logits of `greatest_images` weigh too little, all logits are read again for every
+    second bit.
+    """
     least = tl.full((), -2147483648, tl.int32)
     zero = tl.full((), 0, tl.int32)
-    whole, _, _ = masses(row, V, top, temperature, floor, zero, zero, zero, WEIGHTED, BLOCK)
-    t = tl.where(whole >= target, zero, least)
-    for step in range(16):
-        digit = zero + (1 << tl.maximum(29 - 2 * step, 0))
-        one, two, three = masses(
-            row, V, top, temperature, floor, t + digit, t + 2 * digit, t + 3 * digit, WEIGHTED, BLOCK
-        )
-        reached = (one >= target).to(tl.int32) + (two >= target).to(tl.int32) + (three >= target).to(tl.int32)
-        t += digit * reached
+    above = tl.maximum(floor, bound + 1)
+    weights = (
+        kept_weight(kept[0], above, top, temperature, WEIGHTED), kept_weight(kept[1], above, top, temperature, WEIGHTED),
+        kept_weight(kept[2], above, top, temperature, WEIGHTED),
+    )  # fmt: skip
+    if kept_mass(kept, weights, least) >= target:
+        t = tl.where(kept_mass(kept, weights, zero) >= target, zero, least)
+        for step in range(31):
+            digit = zero + (1 << (30 - step))
+            t += tl.where(kept_mass(kept, weights, t + digit) >= target, digit, 0)
+    else:
+        whole, _, _ = masses(row, V, top, temperature, floor, zero, zero, zero, WEIGHTED, BLOCK)
+        t = tl.where(whole >= target, zero, least)
+        for step in range(16):
+            digit = zero + (1 << tl.maximum(29 - 2 * step, 0))
+            one, two, three = masses(
+                row, V, top, temperature, floor, t + digit, t + 2 * digit, t + 3 * digit, WEIGHTED, BLOCK
+            )
+            reached = (one >= target).to(tl.int32) + (two >= target).to(tl.int32) + (three >= target).to(tl.int32)
+            t += digit * reached
     return t
 
 
 @jit
 def threshold(row, V, temperature, top_k, top_p, min_p, BLOCK: tl.constexpr):
     """The least logit of a row that survives top-k, then top-p and min-p (`sampling.survivors`)."""
-    lane = tl.arange(0, BLOCK)
-    tops = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, V, BLOCK):
-        tops = tl.maximum(tops, load_logits(row, start + lane, start + lane < V))
-    top = tl.max(tops, 0)
+    kept, bound = greatest_images(row, V, BLOCK)
+    top = unordered(tl.max(kept[0], 0))
     temperature = tl.maximum(temperature, 1.1754943508222875e-38)
     least = tl.full((), -2147483648, tl.int32)
     by_count = least
     if top_k > 0:
-        by_count = heaviest(row, V, top, temperature, least, top_k, False, BLOCK)
+        by_count = heaviest(row, V, kept, bound, top, temperature, least, top_k, False, BLOCK)
     by_mass = least
     if top_p < 1:
         total, _, _ = masses(row, V, top, temperature, by_count, least, least, least, True, BLOCK)
         target = tl.maximum(tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
-        by_mass = heaviest(row, V, top, temperature, by_count, target, True, BLOCK)
+        by_mass = heaviest(row, V, kept, bound, top, temperature, by_count, target, True, BLOCK)
     image = tl.maximum(tl.maximum(by_count, by_mass), -0x7F800000)  # the image of the lowest finite number
-    cut = tl.where(image < 0, image ^ 0x7FFFFFFF, image).to(tl.float32, bitcast=True)
+    cut = unordered(image)
     if min_p > 0:
         cut = tl.maximum(cut, top + temperature * tl.log(min_p))
     return tl.minimum(cut, top)
@@ -408,12 +466,14 @@ def draft_topk(
     scores = torch.empty(B, W, count, dtype=torch.float32, device=logits.device)
     wide = triton.next_power_of_2(count)
     block, warps = _block(V, wide)
+    most = 128 if warps == 16 else None  # Without a number, ptxas would rather spill than use more than 64 registers.
     sample = noise is not None
     strides = (noise.stride(0), noise.stride(1) * (noise.shape[1] > 1)) if sample else (0, 0)
     draft_topk_kernel[B * W,](
         logits, noise if sample else logits, ids if draft_ids is None else draft_ids, *settings, ids, scores, *strides, W,
         V, count, KP=wide, BLOCK=block, BLOCKS=triton.next_power_of_2(triton.cdiv(V, block)), SAMPLE=sample,
         FILTERS=filters and sample, NOISY=noisy and sample, TRIMMED=draft_ids is not None, num_warps=warps,
+        maxnreg=most,
     )  # fmt: skip
     return ids, scores
 

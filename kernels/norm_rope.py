@@ -46,7 +46,7 @@ def rms_norm_kernel(x, w, out, SIZE, eps, LEVELS: tl.constexpr, OVERLAP: tl.cons
     norm_row(x, w, out, at, at, SIZE, eps, LEVELS)
 
 
-def _row_options(size: int) -> dict[str, int]:
+def row_options(size: int) -> dict[str, int]:
     """Constants and compiler options of a kernel whose programs norm a row of `size` values each."""
     levels = (size - 1).bit_length()
     return dict(LEVELS=levels, num_warps=min(16, max(4, 2**levels // 1024)))
@@ -56,7 +56,7 @@ def _norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     size = x.shape[-1]
-    rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, **_row_options(size), **overlapping())
+    rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, **row_options(size), **overlapping())
     return out
 
 

@@ -48,7 +48,7 @@ def linear_config(
     added up alike.
 
     It takes the tiling that lets the busiest multiprocessor end first, with at least four blocks of 128 k values
-    for each program. A warp has 32 output columns.
+    for each program. Partial sums of 60 rows may be a quarter of the weight's bytes. A warp has 32 output columns.
     """
     blocks = -(-k // 128)
     even = n * k / multiprocessors
@@ -56,20 +56,35 @@ def linear_config(
     def cost(config: LinearConfig) -> float:
         """Estimated time, as the number of weights that a multiprocessor can load in it."""
         most = -(-(-(-n // config.block_n) * config.split_k) // multiprocessors)  # programs on the busiest one
-        work = most * -(-blocks // config.split_k) * config.block_n * 128
-        # Six warps load a multiprocessor's share of the memory's rate. With more of them it may load 1.4 shares.
-        seconds = max(even, work / min(1.4, most * config.warps / 6))
+        work = -(-blocks // config.split_k) * config.block_n * 128
+        # What does not fit beside the others runs after them. Six warps load a multiprocessor's share of the memory's
+        # rate. With more of them it may load 1.4 shares.
+        rounds, rest = divmod(most, resident(config, bits, capability))
+        rounds = [resident(config, bits, capability)] * rounds + [rest] * (rest > 0)
+        seconds = max(even, sum(count * work / min(1.4, count * config.warps / 6) for count in rounds))
         if config.split_k > 1:  # The hand-over takes as long as loading 16 KB, and meanwhile little else is loaded.
-            seconds += (16384 + 2 * partial_bytes(config, n, 16) / multiprocessors) * 8 / bits
+            seconds += (16384 + 2 * partial_bytes(config, n, 60) / multiprocessors) * 8 / bits
         return seconds * (1.05 if config.block_n == 64 else 1)  # A narrow tile reads x more often.
 
     wide = [] if bits == 16 else [128]
-    splits = range(1, max(1, min(MOST_SPLITS, blocks // 4)) + 1)
+    most = min(MOST_SPLITS, blocks // 4, 1 + k * bits // (4 * 8 * 8 * 60))
+    splits = range(1, max(1, most) + 1)
     found = [
-        LinearConfig(block, split, block // 32, 4 if bits == 4 else 3) for split in splits for block in [*wide, 64]
+        LinearConfig(block, split, block // 32, stages)
+        for split in splits
+        for block in [*wide, 64]
+        for stages in ([4, 3] if bits == 4 else [3])
     ]
     best = min((without_wgmma(config, capability) for config in found), key=cost)
     return best._replace(accumulate="float16") if geforce and bits == 4 and capability >= (8, 6) else best
+
+
+def resident(config: LinearConfig, bits: int, capability: tuple[int, int]) -> int:
+    """How many programs on 16 rows a multiprocessor runs at once, by its shared memory and its registers."""
+    shared = 1024 * (228 if capability[0] in (9, 10) else 164 if capability == (8, 0) else 100)
+    stage = 128 * (config.block_n * bits // 8 + 16 * 2)  # of the weight, and of x in 16 bits
+    # Reductions take 0.5 KB and the driver takes 1 KB. A warp has up to 128 registers per thread.
+    return max(1, min(shared // ((config.stages - 1) * stage + 1536), 16 // config.warps))
 
 
 def without_wgmma(config: LinearConfig, capability: tuple[int, int]) -> LinearConfig:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors.torch import load, save
 from torch import Tensor
 
 from drafters.base import Drafter
@@ -151,6 +150,8 @@ class PromptCache:
     def _fetch(self, saved: Saved) -> bool:
         """Bring a text into memory and count it as the last used one. False if its file is damaged or gone."""
         if saved.file is not None:
+            from safetensors.torch import load
+
             kept = cache.fetch(saved.file)
             if kept is None or (kept.about["ids"], kept.about["drafted"]) != (saved.ids, saved.drafted):
                 self._drop(saved)
@@ -175,6 +176,8 @@ class PromptCache:
             return
         while self.disk_bytes + saved.nbytes > self.disk_limit:
             self._drop(next(other for other in self.entries if other.file is not None))
+        from safetensors.torch import save
+
         # in the order of writing, and unlike the name that any other process gives at the same time
         file = self.folder / f"{time.time_ns():020}-{secrets.token_hex(8)}{ENDING}"
         rows = save({f"rows{i}": part for i, part in enumerate(saved.rows)})

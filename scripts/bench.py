@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--suite", choices=tuple(SUITES), help="every head with the trees of the EAGLE paper, or by tree and rule")
     add("--head", **many, metavar="DIR", help="with --suite: an EAGLE head (default: those beside the checkpoint)")
     add("--only", default="", metavar="A,B", help="of the default arms only these (plain is always in)")
-    what = "hf: transformers generate with dynamic and static cache; llama.cpp: on the same GGUF file (repeatable)"
+    what = "hf: transformers, dynamic and static cache; llama.cpp: on the same GGUF file; torch: on its int4 kernel"
     add("--baseline", **many, choices=tuple(LIBRARIES), help=what)
     add = parser.add_argument_group("questions").add_argument
     add("--questions", **many, metavar="FILE", help="questions in MT-bench layout (repeatable)")
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     bench, model = prepare(args, contexts, progress)
     bandwidth = copy_bandwidth(bench.arms[0].engine.model.device)
     compared = bool(args.questions or not contexts)
-    steps = step_lines(bench.arms, contexts, widths, batches, bandwidth) if contexts else ()
+    steps = step_lines(bench.arms, contexts, widths, batches, bench.ctx, bandwidth) if contexts else ()
     summary = run_session(bench, steps, compared, model, bandwidth, lines.write)
     progress.close()
     lines.write(summary)
@@ -153,11 +153,11 @@ def run(args: argparse.Namespace) -> int:
         kept = f"; the runs that were done are in {written}" if written else ""
         print(f"interrupted{kept}", file=sys.stderr)
         return INTERRUPTED
-    return int(any(map(broken, summary["rows"])))
+    return int(bool(summary["failed"]) or any(map(broken, summary["rows"])))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. Exit code 1: an arm that promises the same tokens gave others."""
+    """Run the command line. Exit code 1: an arm gave other tokens than it promises, or failed."""
     args = build_parser().parse_args(argv)
     return run_command(lambda: run(args), args.debug)
 

@@ -6,11 +6,13 @@
 
 Every part is a process of its own with a time limit. What a part measured is kept whatever happens to it or after it:
 each writes as it goes into the folder --out. A part that takes too long is interrupted as by Ctrl-C, and killed 10
-seconds later. NAME is the GPU's.
+seconds later. One that needs a package which is missing says so in one line. torch and numpy are enough for the step
+times, the peers and the start. NAME is the GPU's. A file of a part that was killed ends in .part.
 
     NAME-first.jsonl     the step time of plain decoding, after seconds   (scripts.bench --steps)
     NAME-steps-*.jsonl   step times of real shapes with random weights, and the microseconds of every kernel
-    NAME-demo.jsonl      the demo model's decoders against each other and against transformers, if installed
+    NAME-peer-*.jsonl    plain decoding of a real shape beside torch's own int4 kernel and beside transformers
+    NAME-demo.jsonl      the demo model's decoders against each other
     NAME-tilings         the fastest tiling of every layer shape          (scripts.tune_kernels)
     NAME-start-*.jsonl   one short request with empty caches of compiled kernels, and with filled ones
     NAME-summary.json    the machine, the parts, how they ended and how long they took
@@ -40,15 +42,19 @@ from support.errors import UsageError, command_parser, run_command
 from support.files import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
+FILES = ("safetensors", "sentencepiece")  # read the demo model
 GRACE = 10.0  # seconds between the interrupt and the kill
+LOOK = 0.5  # seconds between two looks at what a part wrote
+SKIPPED = "skipped"
 
 
 class Part(NamedTuple):
-    """A command and its time limit in seconds."""
+    """A command, its time limit in seconds, and the modules without which it cannot run."""
 
     name: str
     command: list[str]
     seconds: float
+    needs: tuple[str, ...] = ()
 
 
 def parts(out: Path, name: str, tiny: bool) -> list[Part]:
@@ -62,6 +68,10 @@ def parts(out: Path, name: str, tiny: bool) -> list[Part]:
         flags = ["--shape", shape, *arms, "--steps", contexts, "--ctx", ctx, *(["--quant", quant] if quant else [])]
         return [*flags, "--json", str(out / f"{name}-{kind}.jsonl")]
 
+    def shaped(kind: str, quant: str) -> list[str]:
+        flags = ["--shape", "tiny" if tiny else "llama-2-7b", *(["--quant", quant] if quant else [])]
+        return [*flags, "--json", str(out / f"{name}-{kind}.jsonl")]
+
     # Step times are captured without --compile, which takes minutes.
     timed = [*python, "scripts.bench", "-q", *(["--device", "cpu"] if tiny else [])]
     near, far = (("32", "128"), ("32", "128")) if tiny else (("128", "4096"), ("128,2048", "4096"))
@@ -71,34 +81,47 @@ def parts(out: Path, name: str, tiny: bool) -> list[Part]:
         kind = f"steps-{short}-{quant or 'half'}"
         arms = [word for tree in trees for word in ("--arm", f"{tree}=eagle=random:{version};tree={tree}")]
         run.append(Part(kind, [*timed, *steps(kind, shape, quant, arms, *far)], 150))
+    torch_peer = ["--baseline", "torch", "--temperature", "0", "--reps", "2", "--max-seconds", "40", "--only", "plain"]
+    peers = [Part("peer-torch", [*bench, *torch_peer, *shaped("peer-torch", "int4")], 240)]
+    hf = ["--baseline", "hf", *torch_peer[2:]]
+    peers.append(Part("peer-hf", [*bench, *hf, *shaped("peer-hf", "")], 150, ("transformers",)))
     tests = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/test_kernels_gpu.py", "tests/test_engine_gpu.py"]
-    run.append(Part("tests", [*python, "pytest", *tests, *["--collect-only"] * tiny], 300))
+    run.append(Part("tests", [*python, "pytest", *tests, *["--collect-only"] * tiny], 300, FILES + ("pytest",)))
     one = "--limit 1 --max-new-tokens 8 --reps 1 --temperature 0 --only plain"
+    run += peers
     demo = one if tiny else "--max-seconds 60"
-    peers = [] if tiny or importlib.util.find_spec("transformers") is None else ["--baseline", "hf"]
-    run.append(Part("demo", [*bench, *peers, *demo.split(), "--json", str(out / f"{name}-demo.jsonl")], 150))
+    run.append(Part("demo", [*bench, *demo.split(), "--json", str(out / f"{name}-demo.jsonl")], 150, FILES))
     tilings = ["--models", "llama-2-7b", "llama-3-8b", "--seconds", "200", "--tuned", str(out / f"{name}-tilings")]
-    run.append(Part("tilings", [*python, "scripts.tune_kernels", *(["--help"] if tiny else tilings)], 240))
+    run.append(Part("tilings", [*python, "scripts.tune_kernels", *(["--help"] if tiny else tilings)], 240, ("triton",)))
     caches = [f"{key}={out / f'{name}-caches'}" for key in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")]
     for kind in ("start-cold", "start-warm"):  # the second one finds what the first one compiled
-        run.append(Part(kind, ["env", *caches, *bench, *one.split(), "--json", str(out / f"{name}-{kind}.jsonl")], 150))
+        shape = ["--shape", "tiny" if tiny else "llama-2-7b", "--quant", "int4", *one.split()]
+        run.append(Part(kind, ["env", *caches, *bench, *shape, "--json", str(out / f"{name}-{kind}.jsonl")], 150))
     return run
 
 
 def run_part(part: Part, log: Path) -> dict[str, Any]:
-    """Run one part with its output in `log`, whose new lines also go to the terminal. Says how it ended."""
+    """Run one part with its output in `log`, whose new lines go to the terminal at once. Says how it ended."""
+    line: dict[str, Any] = {"part": part.name, "ended": "", "seconds": 0.0, "command": part.command}
+    if missing := [module for module in part.needs if importlib.util.find_spec(module) is None]:
+        print(f"== {part.name}: skipped, because {' and '.join(missing)} cannot be imported", flush=True)
+        return line | {"ended": SKIPPED, "missing": missing}
     print(f"== {part.name}: {' '.join(part.command)}  (at most {part.seconds:.0f} s)", flush=True)
-    began, at = time.monotonic(), log.stat().st_size if log.exists() else 0
-    with log.open("a", encoding="utf-8") as out:
+    began = time.monotonic()
+    with log.open("a", encoding="utf-8") as out, log.open(encoding="utf-8", errors="replace") as new:
+        new.seek(0, os.SEEK_END)
         process = subprocess.Popen(part.command, stdout=out, stderr=out, cwd=ROOT, start_new_session=True)
-        ended: int | str = f"stopped after {part.seconds:.0f} s"
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                ended = process.wait(part.seconds)
+            while process.poll() is None and time.monotonic() - began < part.seconds:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LOOK)
+                print(new.read(), end="", flush=True)
+            late = process.poll() is None
         finally:
             end(process)
-    print(log.read_bytes()[at:].decode(errors="replace")[-4000:], flush=True)
-    return {"part": part.name, "ended": ended, "seconds": round(time.monotonic() - began, 1), "command": part.command}
+        print(new.read(), flush=True)
+    ended = f"stopped after {part.seconds:.0f} s" if late else process.returncode
+    return line | {"ended": ended, "seconds": round(time.monotonic() - began, 1)}
 
 
 def end(process: subprocess.Popen) -> None:
@@ -131,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
             summary["parts"].append(run_part(part, args.out / f"{name}.log"))
         finally:
             write_json(args.out / f"{name}-summary.json", summary)
-    failed = [line["part"] for line in summary["parts"] if line["ended"] != 0]
+    failed = [line["part"] for line in summary["parts"] if line["ended"] not in (0, SKIPPED)]
     print(f"results in {args.out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return int(bool(failed))
 

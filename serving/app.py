@@ -373,19 +373,21 @@ class Guard:
 
 
 HERE = Path(__file__).parent
-# The page may run its own script and style, which it names by their hashes, and talk to its own server. That is all.
+# The page may run its own scripts and style, which it names by their hashes, and talk to its own server. That is all.
 POLICY = (
-    "default-src 'none'; connect-src 'self'; script-src '{script}'; style-src '{style}'; "
+    "default-src 'none'; connect-src 'self'; script-src {scripts}; style-src {style}; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
 def chat_page() -> HTMLResponse:
     """The page with its headers. The same answer serves every request."""
-    style, script = (with_drawings((HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
-    page = (HERE / "page.html").read_text(encoding="utf-8").replace("%page.css%", style).replace("%page.js%", script)
+    files = ("page.html", "page.css", "page.js", "markdown.js", "answer.js", "vendor/markdown-it.min.js")
+    page, style, script, *parts, library = (with_drawings((HERE / name).read_text(encoding="utf-8")) for name in files)
+    script = script.replace("%markdown.js%", parts[0]).replace("%answer.js%", parts[1])
+    page = page.replace("%page.css%", style).replace("%markdown-it.min.js%", library).replace("%page.js%", script)
     headers = {
-        "Content-Security-Policy": POLICY.format(script=_hash(script), style=_hash(style)),
+        "Content-Security-Policy": POLICY.format(scripts=f"{_hash(library)} {_hash(script)}", style=_hash(style)),
         "Cache-Control": "no-cache",
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
@@ -395,4 +397,4 @@ def chat_page() -> HTMLResponse:
 
 def _hash(text: str) -> str:
     """How a Content-Security-Policy names a script or a style that stands in the page."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -158,7 +158,7 @@ def _finite(value: int | float) -> bool:
 # and what to do instead. docs/server.md lists the fields that are only hints, which are ignored.
 NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     # OpenAI
-    "logit_bias": (({}, []), "leave it out."),
+    "logit_bias": (({}, []), "use guided_choice, guided_regex or grammar."),
     "web_search_options": ((), "this server searches nothing."),
     # llama.cpp
     "dynatemp_range": ((0,), "use temperature."),
@@ -179,6 +179,13 @@ NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora": (([],), "this server has one model."),
     "grammar_lazy": ((False,), "a grammar holds from the first token."),
     "parse_tool_calls": ((True,), "leave out the tools instead."),
+    "grammar_triggers": (([],), "a grammar holds from the first token."),
+    "preserved_tokens": (([],), "the text has no control tokens."),
+    "chat_format": ((), "the chat template decides how calls are read."),
+    "thinking_forced_open": ((False,), "end the messages with one of the assistant to begin the answer."),
+    "reasoning_budget": ((-1,), "use max_tokens."),
+    "adaptive_target": ((-1,), "use top_p or min_p."),
+    "enable_thinking": ((), "use chat_template_kwargs, if the template has such a variable."),
     # vLLM
     "use_beam_search": ((False,), "use n."),
     "length_penalty": ((1,), "it belongs to beam search."),
@@ -202,6 +209,20 @@ def refuse_unknown(fields: Fields) -> None:
     """Refuse the fields of NOT_HERE, unless their values ask for nothing."""
     for name, (allowed, why) in NOT_HERE.items():
         fields.refuse(name, allowed, why)
+
+
+def allowed_tools(choice: Fields, flat: bool) -> tuple[str, list[str]]:
+    """What a tool_choice of the type allowed_tools asks for: auto or required, and the names of the tools.
+
+    flat: as /v1/responses has it, where its fields stand in tool_choice itself.
+    """
+    holder = choice if flat else choice.inner("allowed_tools")
+    mode = holder.required("mode", str)
+    if mode not in ("auto", "required"):
+        raise wrong(holder.name("mode"), f"is {mode!r:.40}; allowed: auto, required")
+    holder.required("tools", list)
+    tools = [tool if flat else tool.inner("function") for tool in holder.items("tools")]
+    return mode, [tool.required("name", str) for tool in tools]
 
 
 def read_constraint(fields: Fields, holder: Fields, form: str) -> str | None:

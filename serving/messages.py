@@ -35,7 +35,8 @@ def message_ask(body: dict[str, Any]) -> Ask:
     grammar = read_constraint(fields, fields.inner("output_config"), "format")
     if grammar is not None:
         ask.given["grammar"] = grammar
-    fields.required("messages", list)
+    if not fields.required("messages", list):
+        raise wrong("messages", "is empty")
     if fields.given("system"):
         ask.messages.append({"role": "system", "content": _text(fields, "system")})
     for message in fields.items("messages"):

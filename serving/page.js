@@ -1,9 +1,16 @@
 %drawings.js%
+%markdown.js%
+%answer.js%
 // The chat. Texts of the user and of the model become text nodes and never markup.
 "use strict";
 const log = part("log"), box = part("box");
 const KEY = "eaglet-key";  // the API key stays in this tab
-let messages = [], running = null, about = {}, chosen = null;
+const OPEN = "eaglet-open";  // the chat that this tab shows
+const CHATS = "eaglet-chats", SETTINGS = "eaglet-settings";  // kept in the browser
+const MOST_CHATS = 50, MOST_CHARACTERS = 1000000;
+const GONE = "The server does not answer. Your text is back in the field; send it again when the server runs.";
+let chat = newChat(), turns = [], running = null, about = {}, chosen = null;
+let edited = null;  // the message that the text in the field will replace
 
 // Does something that makes the conversation longer, and stays at its end if that was in sight.
 function growing(work) {
@@ -21,7 +28,7 @@ async function call(path, more = {}) {
   if (answer.ok) return answer;
   const body = await answer.json().catch(() => ({}));
   throw Object.assign(new Error(body.error?.message || `the server answers with status ${answer.status}`),
-    {status: answer.status});
+    {status: answer.status, code: body.error?.code});
 }
 
 async function* events(stream) {
@@ -37,140 +44,190 @@ async function* events(stream) {
 }
 
 // What is sent for a list of messages. A model without a chat template goes on with their text.
-function request(asked) {
+function request(asked, again) {
   const body = {model: about.id, stream: true, eaglet: {steps: part("watch").checked}};
-  const most = part("most").valueAsNumber || about.max_model_len;
-  const given = {temperature: part("temperature").valueAsNumber, seed: part("seed").valueAsNumber, max_tokens: most};
+  const most = part("most").valueAsNumber || about.max_model_len, seed = again ? NaN : part("seed").valueAsNumber;
+  const given = {temperature: part("temperature").valueAsNumber, seed, max_tokens: most};
   for (const [name, value] of Object.entries(given)) if (!Number.isNaN(value)) body[name] = value;
-  if (about.chat_template) return ["/v1/chat/completions", {...body, messages: asked}];
+  const system = part("system").value.trim() ? [{role: "system", content: part("system").value}] : [];
+  if (about.chat_template) return ["/v1/chat/completions", {...body, messages: [...system, ...asked]}];
   return ["/v1/completions", {...body, prompt: asked.map(message => message.content).join("")}];
 }
 
-// ---------------------------------------------------------------- an answer
+// ---------------------------------------------------------------- what the browser keeps
 
-class Answer {
-  constructor() {
-    this.block = add(log, "article", "", "answer");
-    this.text = add(this.block, "div", "", about.chat_template ? "text" : "text code");
-    this.figures = add(this.block, "p", "waiting for the server", "figures soft");
-    this.steps = [];
-    this.pieces = [];  // the elements of each step's tokens
-    this.content = this.end = this.scores = "";
-    this.timings = null;
-  }
+function newChat() {
+  return {id: crypto.getRandomValues(new Uint32Array(2)).join("-"), messages: []};
+}
 
-  take(chunk) {
-    const choice = chunk.choices[0];
-    const text = choice.delta ? choice.delta.content || "" : choice.text;
-    this.content += text;
-    this.end = choice.finish_reason || this.end;
-    this.timings = chunk.timings || this.timings;
-    if (chunk.first !== undefined) {
-      this.scores = chunk.scores;
-      add(this.text, "span", chunk.first, "d0");
-    }
-    if (chunk.steps) chunk.steps.forEach(step => this.step(step));
-    else this.text.append(text);
-    this.count();
-  }
-
-  step(step) {
-    const number = this.steps.push(step) - 1;
-    this.pieces.push(step.kept.map((token, j) => {
-      const piece = add(this.text, "span", token, `token ${tintOf(step, j)}`);
-      piece.at = [this, number];
-      piece.tabIndex = number || j ? -1 : 0;  // the arrow keys go on from the first one
-      return piece;
-    }));
-    if (step.nodes.some(isDrafted)) part("legend").hidden = false;
-    if (chosen?.answer == this) describe();
-  }
-
-  // The figures so far, or those of the server once it has sent them.
-  count() {
-    const t = this.timings, sum = values => values.reduce((a, b) => a + b, 0);
-    const drafted = this.steps.filter(step => step.nodes.some(isDrafted));
-    const lengths = steps => sum(steps.map(step => step.kept.length));
-    const tokens = t ? t.predicted_n : this.steps.length ? 1 + lengths(this.steps) : 0;
-    const rate = t ? t.predicted_per_second : 1000 * (tokens - 1) / sum(this.steps.map(step => step.ms));
-    const tau = t ? t.tau : lengths(drafted) / drafted.length;
-    const facts = tokens ? [`${tokens} tokens`] : [];
-    if (rate > 0) facts.push(`${rate.toFixed(1)} tokens/s`);
-    if (tau > 0) facts.push(`tau ${tau.toFixed(2)}`);
-    if (t) facts.push(`${t.cache_n} of ${t.cache_n + t.prompt_n} prompt tokens cached`, `seed ${t.seed}`);
-    const ends = {length: "the token limit is reached", stopped: "stopped"};
-    if (ends[this.end]) facts.push(ends[this.end]);
-    this.figures.textContent = facts.join("  \u00b7  ") || "answering";
+// What is kept under a name. A browser may refuse to keep anything.
+function recalled(name, otherwise) {
+  try {
+    return JSON.parse(localStorage.getItem(name)) || otherwise;
+  } catch {
+    return otherwise;
   }
 }
 
-async function answer(text) {
-  const history = messages, asked = [...history, {role: "user", content: text}];
+// The chats that are kept, the newest first.
+function kept() {
+  const list = recalled(CHATS, []);
+  return Array.isArray(list) ? list.filter(one => one && typeof one.id == "string" && Array.isArray(one.messages)) : [];
+}
+
+// Keeps these chats, without the oldest ones if there are too many.
+function keep(chats) {
+  for (const list = chats.slice(0, MOST_CHATS); list.length; list.pop()) {
+    const text = JSON.stringify(list);
+    try {
+      if (text.length <= MOST_CHARACTERS) return localStorage.setItem(CHATS, text);
+    } catch {
+      continue;  // the browser has less room
+    }
+  }
+  try {
+    localStorage.removeItem(CHATS);
+  } catch { /* nothing was kept */ }
+}
+
+const keepChat = one => one.deleted || keep([one, ...kept().filter(other => other.id != one.id)]);
+
+function forget(ids) {
+  if (ids.includes(chat.id)) {
+    chat.deleted = true;
+    openChat(newChat());
+  }
+  keep(kept().filter(one => !ids.includes(one.id)));
+  list();
+}
+
+function list() {
+  const all = kept(), place = part("chats");
+  place.replaceChildren();
+  for (const one of all) {
+    const row = add(place, "div", "", "row"), title = one.messages[0]?.content || "empty";
+    const name = add(row, "button", shortened(title.replace(/\s+/g, " "), 60), "name");
+    const away = add(row, "button", "\u00d7");
+    name.onclick = () => { show("list", "chats", false); openChat(one); };
+    away.onclick = () => forget([one.id]);
+    away.setAttribute("aria-label", `delete the chat ${name.textContent}`);
+    if (one.id == chat.id) name.setAttribute("aria-current", "true");
+  }
+  add(place, "p", all.length ? "Kept in this browser only." : "No chats are kept yet.", "soft");
+  if (all.length) add(place, "button", "Delete all").onclick = () => forget(all.map(one => one.id));
+}
+
+// Shows a chat instead of the one that is shown.
+function openChat(other) {
+  running?.abort();
+  running = null;
+  shut();
+  say("");
+  chat = other;
+  edited = null;
+  turns = [];
+  log.replaceChildren(part("hello"));
+  part("legend").hidden = true;
+  for (const {role, content} of chat.messages) {
+    if (role == "user") turns.push(userTurn(content));
+    else turns.push(new Answer().whole(content).block);
+  }
+  part("hello").hidden = turns.length > 0;
+  sessionStorage.setItem(OPEN, chat.id);
+  busy(false, turns.length ? "the chat is open" : "a new chat");
+  log.scrollTop = log.scrollHeight;
+  box.focus();
+}
+
+// ---------------------------------------------------------------- asking
+
+// Sends a text as message number `from`, in place of that message and all behind it. If no answer begins, all is as before.
+async function send(text, from, again = false) {
+  const mine = chat, before = {messages: mine.messages, turns, edited};
+  const asked = [...mine.messages.slice(0, from), {role: "user", content: text}];
   const controller = running = new AbortController();
+  shut();
+  say("");
+  edited = null;
   part("hello").hidden = true;
-  add(log, "div", text, about.chat_template ? "user" : "user code");
-  const made = new Answer();
+  turns.slice(from).forEach(turn => turn.remove());
+  turns = [...turns.slice(0, from), userTurn(text)];
+  const made = new Answer(), shown = turns = [...turns, made.block];
   log.scrollTop = log.scrollHeight;
   busy(true, "answering");
+  let failure = null;
   try {
-    const [path, body] = request(asked);
+    const [path, body] = request(asked, again);
     const response = await call(path, {method: "POST", body: JSON.stringify(body), signal: controller.signal});
     for await (const chunk of events(response.body)) {
       if (chunk.error) throw new Error(chunk.error.message);
-      growing(() => made.take(chunk));
+      made.take(chunk);
     }
     if (!made.end) throw new Error("the connection ended before the answer did");
   } catch (error) {
     made.end = made.end || "stopped";
-    if (error.name != "AbortError") growing(() => { add(made.block, "p", `error: ${error.message}`, "error").role = "alert"; });
-    if (error.status == 401) part("login").hidden = false;
-    if (!made.content && !box.value && history == messages) box.value = text;
+    failure = error;
   }
-  growing(() => made.count());
-  if (made.content) history.push(asked.at(-1), {role: "assistant", content: made.content});
-  if (running == controller) {
-    running = null;
-    busy(false, `The answer has ended: ${made.figures.textContent}`);
+  growing(() => made.draw());
+  if (made.content) {
+    mine.messages = [...asked, {role: "assistant", content: made.content}];
+    keepChat(mine);
   }
+  if (running != controller) return;  // another chat is shown
+  running = null;
+  busy(false, `The answer has ended: ${made.figures.textContent}`);
+  if (!made.content && failure) {
+    turns = before.turns;
+    edited = before.edited;
+    shown.forEach(turn => turn.remove());
+    log.append(...turns);
+    part("hello").hidden = turns.length > 0;
+    if (!again && !box.value) box.value = text;
+  }
+  report(failure, made);
+}
+
+// Says what went wrong with an answer, and what can be done.
+function report(failure, made) {
+  if (failure?.status == 401) part("login").hidden = false;
+  if (failure?.code == "context_length_exceeded" || made.isFull())
+    say(failure?.message || "The context is full.", "Start a new chat", () => another(box.value));
+  else if (failure instanceof TypeError && !made.content) say(GONE);
+  else if (failure && failure.name != "AbortError")
+    say(failure instanceof TypeError ? "The server went away in the middle of the answer." : `error: ${failure.message}`);
+}
+
+// Says something above the field, in place of what was said before. name, deed: of a button.
+function say(text, name = "", deed = null) {
+  part("notice").textContent = text;
+  part("notice").hidden = !text;
+  if (name) action(part("notice"), name, deed);
+}
+
+function regenerate(number) {
+  if (!running) send(chat.messages[number - 1].content, number - 1, true);
+}
+
+function edit(number) {
+  if (running) return;
+  edited = number;
+  box.value = turns[number].querySelector(".user").textContent;
+  say("What you send replaces this message and all behind it.", "Cancel", () => {
+    edited = null;
+    box.value = "";
+    say("");
+    fit();
+    box.focus();
+  });
+  fit();
+  box.focus();
 }
 
 function busy(now, status) {
   part("send").hidden = now;
   part("stop").hidden = !now;
   part("status").textContent = status;
-}
-
-// ---------------------------------------------------------------- the tree of a step
-
-function choose(answer, number) {
-  if (!answer.steps[number]) return;
-  const before = chosen;
-  before?.answer.pieces[before.number].forEach(piece => piece.classList.remove("on"));
-  chosen = {answer, number};
-  answer.pieces[number].forEach(piece => piece.classList.add("on"));
-  part("panel").hidden = false;
-  part("tree").replaceChildren(drawTree(answer.steps[number]));
-  part("scores").textContent = answer.scores;
-  describe();
-  answer.pieces[number].at(-1).scrollIntoView({block: "nearest"});
-}
-
-function describe() {
-  const {answer, number} = chosen, count = answer.steps.length;
-  part("where").textContent = `Step ${number + 1} of ${count}: ${inWords(answer.steps[number])}`;
-  part("prev").disabled = number == 0;
-  part("next").disabled = number == count - 1;
-}
-
-const move = by => chosen && choose(chosen.answer, chosen.number + by);
-
-function shut() {
-  if (!chosen) return;
-  const {answer, number} = chosen, inside = part("panel").contains(document.activeElement);
-  answer.pieces[number].forEach(piece => piece.classList.remove("on"));
-  chosen = null;
-  part("panel").hidden = true;
-  if (inside) answer.pieces[number][0].focus({preventScroll: true});
+  log.classList.toggle("busy", now);
 }
 
 // ---------------------------------------------------------------- what the user does
@@ -182,7 +239,7 @@ log.addEventListener("focusin", event => {
 log.onkeydown = event => {
   const by = {ArrowLeft: -1, ArrowRight: 1}[event.key], from = event.target.at;
   if (!by || !from) return;
-  const all = from[0].pieces.flat().filter(piece => piece.textContent);
+  const all = [...from[0].text.querySelectorAll(".token")];
   const to = all[all.indexOf(event.target) + by];
   if (!to) return;
   event.preventDefault();
@@ -214,28 +271,52 @@ part("ask").onsubmit = event => {
   const text = box.value;
   if (running || !text.trim()) return;
   box.value = "";
-  answer(text).finally(fit);
+  send(text, edited ?? chat.messages.length).finally(fit);
   fit();
 };
 part("stop").onclick = () => {
   running?.abort();
   box.focus();
 };
-part("new").onclick = () => {
-  running?.abort();
-  running = null;
+
+// Starts a chat with a text in the field.
+function another(text = "") {
+  openChat(newChat());
+  box.value = text;
+  fit();
+}
+part("new").onclick = () => another();
+
+// Hides what takes room from the conversation.
+function clear() {
   shut();
-  messages = [];
-  log.replaceChildren(part("hello"));
-  part("hello").hidden = false;
-  part("legend").hidden = true;
-  busy(false, "a new chat");
-  box.focus();
+  show("gear", "settings", false);
+  show("list", "chats", false);
+}
+
+// Shows or hides what a button stands for.
+function show(button, name, now = part(name).hidden) {
+  if (now) clear();
+  part(name).hidden = !now;
+  part(button).setAttribute("aria-expanded", now);
+}
+part("gear").onclick = () => show("gear", "settings");
+part("list").onclick = () => {
+  list();
+  show("list", "chats");
 };
-part("gear").onclick = () => {
-  part("settings").hidden = !part("settings").hidden;
-  part("gear").setAttribute("aria-expanded", !part("settings").hidden);
+
+const settings = ["system", "temperature", "seed", "most", "watch"].map(part);
+const valueOf = input => input.type == "checkbox" ? "checked" : "value";
+part("settings").onchange = () => {
+  try {
+    localStorage.setItem(SETTINGS, JSON.stringify(Object.fromEntries(settings.map(one => [one.id, one[valueOf(one)]]))));
+  } catch { /* they hold until the page is closed */ }
 };
+for (const [id, value] of Object.entries(recalled(SETTINGS, {}))) {
+  const one = settings.find(one => one.id == id);
+  if (one) one[valueOf(one)] = value;
+}
 part("login").onsubmit = event => {
   event.preventDefault();
   sessionStorage.setItem(KEY, part("key").value);
@@ -250,7 +331,8 @@ async function start() {
       : "This model has no chat template, so it goes on with your text. Choose a word to see the tree of its step.";
     part("login").hidden = true;
     part("ask").hidden = false;
-    box.focus();
+    part("says").hidden = !about.chat_template;
+    if (!chat.messages.length) openChat(kept().find(one => one.id == sessionStorage.getItem(OPEN)) || chat);
   } catch (error) {
     part("ask").hidden = true;
     part("login").hidden = error.status != 401;

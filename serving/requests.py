@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 
 from runtime.grammar import checked_grammar
 from sampling_params import MAX_LOGPROBS
-from serving.fields import Fields, grammar_of, quoted, read_constraint, refuse_unknown, unsupported, wrong
+from serving.fields import (
+    Fields,
+    allowed_tools,
+    grammar_of,
+    quoted,
+    read_constraint,
+    refuse_unknown,
+    unsupported,
+    wrong,
+)
 from support.reader import parse_json
 
 MAX_CHOICES = 16  # answers that one request may ask for
@@ -288,8 +297,13 @@ def read_tools(fields: Fields, flat: bool = False) -> Tools:
     if choice in ("none", "auto", "required"):
         return chosen_tools(tools, choice)
     named = fields.inner("tool_choice")
-    if (kind := named.required("type", str)) != "function":
-        raise unsupported(named.name("type"), f"{kind!r:.40}; allowed: function.")
+    if (kind := named.required("type", str)) == "allowed_tools":
+        mode, names = allowed_tools(named, flat)
+        if unknown := set(names) - {tool["function"]["name"] for tool in tools}:
+            raise wrong("tool_choice", f"allows {min(unknown)!r:.80}, which is none of the tools")
+        return chosen_tools([tool for tool in tools if tool["function"]["name"] in names], mode)
+    if kind != "function":
+        raise unsupported(named.name("type"), f"{kind!r:.40}; allowed: function, allowed_tools.")
     holder = named if flat else named.inner("function")
     return chosen_tools(tools, "required", holder.required("name", str), holder.name("name"))
 

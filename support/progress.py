@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from tqdm import tqdm
+try:  # a GPU machine may have torch alone, and goes without the bar
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
 
 FORMAT = "{percentage:3.0f}%|{bar:20}| {elapsed}, {remaining} left  {desc}"
 LOG_SECONDS = 20  # between two lines where stderr is no terminal
@@ -14,7 +17,7 @@ class Progress:
     """A bar while it is called, which leaves nothing behind. Where stderr is a file, it is a line every 20 seconds."""
 
     def __init__(self, quiet: bool = False):
-        self.quiet = quiet
+        self.quiet = quiet or tqdm is None
         self.bar: tqdm | None = None
 
     def __call__(self, share: float, text: str = "") -> None:
@@ -50,7 +53,10 @@ class Progress:
 
 def say(text: str) -> None:
     """Print a line on stderr, above a bar that may stand there."""
-    tqdm.write(text, file=sys.stderr)
+    if tqdm is None:
+        print(text, file=sys.stderr, flush=True)
+    else:
+        tqdm.write(text, file=sys.stderr)
 
 
 class _Log:

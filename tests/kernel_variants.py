@@ -10,7 +10,7 @@ import fake_cuda
 import torch
 import triton.language as tl
 
-from kernels import choice, draft, kv, records
+from kernels import choice, draft, experts, kv, records
 from kernels.attention import attend_kernel, attention_tiles, lacks_fences
 from kernels.experts import expert_kernel
 from kernels.linear import NO_HEADS, launch_tile, linear_kernel
@@ -19,6 +19,7 @@ from kernels.packing import dequantize_kernel
 from kernels.tuned import linear_config
 
 ARCHITECTURES = (86, 89, 90, 120)
+QUICK_ARCHITECTURES = (86, 90)  # of tests that run without --slow
 LIMITS = {16: 2.7, 32: 3.5}  # rows -> thread instructions per int4 weight, in these forms of fp16 layers:
 MAIN = ("", "narrow", "gate-up", "top-10", "experts", "experts gate-up", "fp16-acc", "norm", "qkv")
 # The linear layers: (bits, dtype, numbers of tokens, forms). A form is as `linear` takes it.
@@ -38,6 +39,7 @@ LINEARS = (
     # Small groups have many scales, so that registers are short.
     (4, "fp16", (16, 64), ("g64", "g32")),
     (4, "bf16", (16, 64), ("g64 zeros", "g32 zeros")),
+    (4, "bf16", (32,), ("g32 zeros",)),
     (4, "bf16", (64,), ("g64 gate-up", "g32 gate-up")),
     (8, "fp16", (16, 32, 64), ("",)),
     (8, "fp16", (16, 64), ("gate-up",)),
@@ -52,14 +54,14 @@ LINEARS = (
     (16, "fp16", (16,), ("experts", "experts gate-up")),
     *((bits, dtype, (32,), ("top-10",)) for bits in (4, 8) for dtype in ("fp16", "bf16")),
 )
-# The main int4 loop, and those that have been too large: (bits, dtype, tokens, form, architectures). Each is compiled for
-# two architectures, one with the shared memory of a server's GPU and one without where it copies most.
+# The main int4 loop, and those that have been too large: (bits, dtype, tokens, form, architectures). With --slow
+# all four have them, among the others.
 QUICK = (
     (4, "fp16", 16, "", (86, 90)),
-    (4, "fp16", 32, "gate-up", (89, 120)),
-    (4, "fp16", 64, "zeros", (90, 120)),
-    (4, "bf16", 32, "g32 zeros", (86, 89)),
-    (4, "bf16", 16, "experts g32 gate-up", (89, 120)),
+    (4, "fp16", 32, "gate-up", (86,)),
+    (4, "fp16", 64, "zeros", (90,)),
+    (4, "bf16", 32, "g32 zeros", (86,)),
+    (4, "bf16", 16, "experts g32 gate-up", (90,)),
 )
 
 
@@ -113,7 +115,7 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
         NATIVE=True,
     )
     if expert:
-        pointers |= dict(pairs="*i32", offsets="*i32")
+        pointers |= dict.fromkeys(("pairs", "used", "offsets"), "*i32")
     else:
         pointers |= dict(bias=act, residual=act, norm_weight=act, normed=act, ids="*i32", part="*fp32", count="*i32")
         constants |= dict(BIAS=False, RESIDUAL=not gated and not top, SPLIT=4, TOPK=10 if top else 0)
@@ -250,13 +252,18 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
         draft.commit(accepted, new(B, N, kind=flag), new(B, N, 3 * H, kind=half), buffers)
     for row, kind in ((128, half), (132, torch.int8)):
         kv.commit_kv.triton(new(32, 2, B, 8, S, row, kind=kind), new(B, D + 1), new(B, D + 1))
+    for (E, k), kind in itertools.product(((8, 2), (128, 8)), (half, wide) if B == 1 else ()):
+        for rows in (1, 200):
+            experts.route.triton(new(rows, E, kind=kind), k, True)
+        y, rest, norm = new(B, k, H, kind=kind), new(B, H, kind=kind), new(H, kind=kind)
+        experts.mix.triton(y, new(B, k, kind=kind), rest, None if kind == wide else norm, 1e-5)
 
 
 def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
     """All kernel variants. quick: of the main int4 loop and one of each kind that has been too large, those of `arch`."""
     if quick:
         found = [linear(bits, dtype, m, form, arch) for bits, dtype, m, form, archs in QUICK if arch in archs]
-        return found + ([attention("fp16", dim=256)] if arch in (86, 90) else [])
+        return found + [attention("fp16", dim=256)]
     rows = LINEARS + (EARLY if arch >= 90 else ())
     found = [
         linear(bits, dtype, m, form, arch) for bits, dtype, tokens, forms in rows for form in forms for m in tokens
@@ -268,6 +275,12 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
             found.append(attention("fp16", region=True, int8=int8, dim=dim, arch=arch))
             found.append(attention("bf16", region=True, window=4096, int8=int8, dim=dim, arch=arch))
     found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128)]
-    found += norm_and_rope() + small_work()
+    small = small_work()
+    found += norm_and_rope() + small
     early = [attention("fp16"), attention("bf16", int8=True), *norm_and_rope()] if arch >= 90 else []
+    early += [
+        v
+        for v in small
+        if arch >= 90 and v.kernel in (experts.route_kernel, experts.sort_pairs_kernel, experts.mix_kernel)
+    ]
     return found + [v._replace(name=f"{v.name} overlap", constants=v.constants | {"OVERLAP": True}) for v in early]

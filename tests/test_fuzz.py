@@ -392,6 +392,11 @@ TALK = [
     {"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "a"}]},
     {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "1", "content": "2"},
 ]  # fmt: skip
+CLAUDE = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": "b"}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "2"}]},
+]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 BODIES = {
     "/v1/chat/completions": [
@@ -403,8 +408,28 @@ BODIES = {
     "/v1/responses": [
         {"model": "demo", "input": "a", "max_output_tokens": 16, "instructions": "i", "temperature": 0.1, "tools": []},
         {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}], "max_output_tokens": 16},
+        {"input": "a", "max_output_tokens": 2, "truncation": "auto", "tools": [{"type": "function", **TOOL["function"]}],
+         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}},
     ],
-}
+    "/v1/messages": [
+        {"model": "m", "messages": CLAUDE, "max_tokens": 2, "system": [{"type": "text", "text": "s"}], "top_k": 3,
+         "tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": {"type": "auto"}, "stop_sequences": ["x"]},
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": True, "temperature": 0.5},
+    ],
+    "/v1/messages/count_tokens": [{"messages": CLAUDE, "system": "s", "tools": [{"name": "f", "input_schema": SCHEMA}]}],
+    "/v1/embeddings": [{"model": "m", "input": ["a", "b"], "encoding_format": "base64"}, {"input": [[1, 2], [3]]}],
+    "/tokenize": [{"content": "a b", "add_special": True, "with_pieces": True, "parse_special": False}],
+    "/detokenize": [{"tokens": [1, 2, 300]}],
+    "/apply-template": [{"messages": TALK, "tools": [TOOL], "chat_template_kwargs": {"a": True}}],
+}  # fmt: skip
+OTHERS = [  # fields of other servers
+    {"grammar": 'root ::= "a" | "b"'}, {"json_schema": SCHEMA}, {"guided_regex": "[a-z]+"}, {"guided_choice": ["a", "b"]},
+    {"structured_outputs": {"json": SCHEMA}}, {"stop_token_ids": [3], "ignore_eos": True}, {"n_predict": -1},
+    {"echo": True, "logprobs": None},
+    {"stream": True, "stream_options": {"include_usage": True}, "eaglet": {"steps": True}},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TOOL]}}},
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -467,7 +492,9 @@ def test_damaged_requests_get_an_answer(server):
     for case in range(CASES // 5):
         rng = random.Random(f"http {case}")
         path = rng.choice(list(BODIES))
-        body = json.dumps(rng.choice(BODIES[path])).encode()
+        asked = rng.choice(BODIES[path])
+        more = rng.choice(OTHERS) if path.endswith("completions") and rng.random() < 0.3 else {}
+        body = json.dumps(asked | more).encode()
         in_head = rng.random() < 0.3
         if not in_head:
             body = altered_json(body, rng) if rng.random() < 0.9 else flipped(body, rng, len(body))

@@ -533,7 +533,7 @@ def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeyp
     drafted = output["steps"] - len(output["plain_steps"])
     assert 0 < drafted < output["steps"] and f"over {drafted} of {output['steps']} steps" in err
     assert output["tau"] == pytest.approx((139 - output["plain_tokens"]) / drafted) and output["tau"] > 2
-    code, _, err = run(capsys, *flags, "--prove")
+    code, _, err = run(capsys, *flags, "--prove", "--max-new-tokens", "20")
     assert code == 0 and "drafting" not in err
     always = json.loads(run(capsys, *flags, "--json", "--eagle-always")[1])
     assert always["token_ids"] == output["token_ids"] and always["plain_tokens"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -16,7 +17,9 @@ from fake_cuda import OneDevice, fake_gpu, step_engine
 
 import model as model_module
 from bench import random_models, steps
+from bench.arms import NO_STOP
 from bench.measure import step_bytes
+from bench.peers import PackedInt4, TorchArm
 from sampling import SamplingParams
 from scripts import bench, gpu
 from step import decode_step
@@ -40,8 +43,8 @@ def test_a_tiny_run_writes_the_records_of_its_parts(tmp_path, monkeypatch):
     """A part whose command cannot run, that leaves no file, or that comes before the step times. The parts that are left
     out differ from these in a flag."""
     names = [part.name for part in gpu.parts(tmp_path, "cpu-tiny", True)]
-    assert names == ["first", "steps-tiny-int4", "tests", "demo", "tilings", "start-cold", "start-warm"]
-    run = [names[1], names[2], names[4], names[6]]
+    assert names == ["first", *"steps-tiny-int4 tests peer-torch peer-hf demo tilings start-cold start-warm".split()]
+    run = [names[1], names[2], names[6], names[8]]
     assert gpu.main([*TINY, "--out", str(tmp_path), "--only", *run]) == 0
     summary = json.loads((tmp_path / "cpu-tiny-summary.json").read_text())
     assert [part["part"] for part in summary["parts"]] == run
@@ -49,29 +52,50 @@ def test_a_tiny_run_writes_the_records_of_its_parts(tmp_path, monkeypatch):
     lines = read_json_lines(tmp_path / "cpu-tiny-steps-tiny-int4.jsonl")
     timed = [line for line in lines if line["type"] == "step"]
     assert {line["nodes"] for line in timed} == {1, 16}
-    assert all(line["microseconds"] and min(line["microseconds"].values()) > 0 for line in timed)
+    kernels = [line["microseconds"] for line in lines if line["type"] == "kernels"]
+    assert len(kernels) == len(timed) and all(times and min(times.values()) > 0 for times in kernels)
     assert "test_kernels_gpu" in (tmp_path / "cpu-tiny.log").read_text()
 
 
-def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, monkeypatch):
-    """A part that raises and one that ignores the interrupt are noted, the interrupted one keeps what it wrote on SIGINT,
-    and the last part still runs."""
+def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, monkeypatch, capsys):
+    """A part that raises, is killed, or ignores the interrupt is noted, the interrupted one keeps what it wrote,
+    one that needs what is not installed is a line, and the last part still runs."""
     code = {
         "raises": "raise RuntimeError('no such kernel')",
+        "killed": "import os, signal; print('so far', flush=True); os.kill(os.getpid(), signal.SIGKILL)",
         "polite": "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: open(r'{}', 'w').write('kept')",
         "deaf": "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)",
         "last": "print('the end')",
     }
     kept = tmp_path / "kept.txt"
     parts = [gpu.Part(name, [sys.executable, "-c", text.format(kept)], 2) for name, text in code.items()]
+    parts.insert(4, gpu.Part("bare", [sys.executable, "-c", "raise SystemExit(1)"], 2, ("sys", "no_such_module")))
     monkeypatch.setattr(gpu, "parts", lambda *_: parts)
-    monkeypatch.setattr(gpu, "GRACE", 2.0)
+    monkeypatch.setattr(gpu, "GRACE", 1.0)
     assert gpu.main([*TINY, "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert (
+        "bare: skipped, because no_such_module cannot be imported" in printed
+        and "failed: raises, killed, pol" in printed
+    )
+    assert printed.index("so far") < printed.index("== polite") < printed.index("the end")
     summary = json.loads((tmp_path / "cpu-tiny-summary.json").read_text())
-    assert [part["ended"] for part in summary["parts"]] == [1, "stopped after 2 s", "stopped after 2 s", 0]
+    assert [part["ended"] for part in summary["parts"]] == [1, -9, *["stopped after 2 s"] * 2, "skipped", 0]
     log = (tmp_path / "cpu-tiny.log").read_text()
     assert "RuntimeError: no such kernel" in log and "Traceback" in log and "the end" in log
     assert kept.read_text() == "kept"
+
+
+def test_step_times_need_torch_and_numpy_alone(tmp_path):
+    """A machine with a GPU and no other package, and an import before the first figure that it does not need."""
+    wanted = "tqdm safetensors sentencepiece tokenizers jinja2 prompt_toolkit llguidance starlette uvicorn pytest"
+    wanted += " transformers gguf matplotlib torch._inductor.compile_fx"
+    flags = "--device cpu --shape tiny --quant int4 --steps 32 --ctx 128 --only plain -q --json".split()
+    code = f"import sys; sys.modules |= dict.fromkeys({wanted.split()})\nfrom scripts import bench\n"
+    code += f"sys.exit(bench.main({[*flags, str(tmp_path / 'first.jsonl')]}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=gpu.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "step of plain, batch 1, context 32" in done.stderr, done.stderr
+    assert len(read_json_lines(tmp_path / "first.jsonl")) == 3
 
 
 def test_an_interrupt_keeps_the_summary(tmp_path, monkeypatch):
@@ -117,8 +141,8 @@ def test_step_times_have_a_line_per_arm_batch_and_context(tmp_path, capsys):
     flags = "--device cpu --shape tiny --steps 16,40 --widths 4 --batches 1,2 --ctx 64 --max-new-tokens 4 -q".split()
     assert bench.main([*flags, "--arm", "e3=eagle=random:3;tree=chain:3", "--json", str(out)]) == 0
     *lines, summary = read_json_lines(out)
-    assert summary["steps"] == lines and "step ms" in capsys.readouterr().out
-    rows = {(line["arm"], line["batch"], line["context"]): line for line in lines}
+    assert summary["steps"] == lines[::2] and "step ms" in capsys.readouterr().out
+    rows = {(line["arm"], line["batch"], line["context"]): line for line in lines[::2]}
     names = {"plain": 1, "e3": 4, "plain, 4 nodes": 4}
     assert set(rows) == {(name, batch, context) for name in names for batch in (1, 2) for context in (16, 40)}
     for (name, _, _), line in rows.items():
@@ -128,6 +152,27 @@ def test_step_times_have_a_line_per_arm_batch_and_context(tmp_path, capsys):
     kv = random_models.SHAPES["tiny"]
     cached = 2 * kv.num_key_value_heads * kv.head_dim * kv.num_hidden_layers * 4 * 40
     assert two - one == cached + 4 * kv.hidden_size  # and one more row of the embedding
+
+
+def test_a_step_time_is_written_at_once_and_an_arm_that_fails_loses_no_other(tmp_path, monkeypatch, capfd):
+    """All step times of a run that is killed under the profiler, and those of the arms behind one that raises."""
+    out, seen = tmp_path / "steps.jsonl", []
+
+    def profiled(*_):
+        seen.append([line["type"] for line in read_json_lines(f"{out}.part")])
+        if len(seen) == 2:
+            raise RuntimeError("no profiler here")
+        return {}
+
+    monkeypatch.setattr(steps, "kernel_times", profiled)
+    flags = "--device cpu --shape tiny --steps 16 --widths 4,5 --ctx 128 -q --only plain".split()
+    assert bench.main([*flags, "--json", str(out)]) == 1
+    assert seen == [["step"], ["step", "kernels", "step"], ["step", "kernels", "step", "failed", "step"]]
+    *_, summary = read_json_lines(out)
+    assert [line["arm"] for line in summary["steps"]] == ["plain", "plain, 4 nodes", "plain, 5 nodes"]
+    assert summary["failed"][0]["error"] == "RuntimeError: no profiler here"
+    said = capfd.readouterr().err
+    assert "Traceback" in said and "step of plain, batch 1, context 16: " in said
 
 
 def test_step_times_need_room(capsys):
@@ -190,3 +235,41 @@ def test_the_cuda_timing_code_uses_the_api_as_it_is(monkeypatch):
     torch.cuda.Event.return_value.record.side_effect = lambda: calls.append("record")
     assert steps.milliseconds(lambda: calls.append("call"), lambda: calls.append("before"), device) == 1.5
     assert calls[3:] == ["before", "record", "call", "record"]
+
+
+# ---- torch by itself, as a peer ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["tiny"])
+def test_torch_alone_decodes_our_tokens(shape):
+    """A peer that is fast because it computes another model: on float weights it decodes what ours decodes, and on int4
+    what ours decodes on the floats that its codes stand for."""
+    with torch.inference_mode():
+        engine = random_models.random_engine(shape, device="cpu", dtype="float32", ctx=64)
+        params = SamplingParams(max_new_tokens=24, stop_ids=NO_STOP)
+        prompt = list(range(7, 20))
+        want = engine.generate_batch([prompt], params).run()[0].token_ids
+        assert len(set(want)) > 3
+        peer = TorchArm(engine.model, 64, False, False)
+        assert peer.run(prompt, params).token_ids == want == peer.run(prompt, params).token_ids
+
+        weight, x = torch.randn(64, 96), torch.randn(5, 96)
+        linear = PackedInt4(weight)
+        scale, offset = linear.scales.transpose(0, 1).unsqueeze(-2).unbind(-1)
+        groups = weight.view(64, 3, 32)
+        codes = ((groups - offset[..., 0, None]) / scale[..., 0, None]).round().clamp(-8, 7)
+        restored = (codes * scale[..., 0, None] + offset[..., 0, None]).view(64, 96)
+        assert 0 < (restored - weight).abs().max() <= scale.max() * 0.501
+        torch.testing.assert_close(linear(x), x @ restored.T, rtol=1e-4, atol=1e-4)
+
+
+def test_torch_alone_runs_beside_our_engine(tmp_path, capsys):
+    """The peer's flag, its int4 weights made from packed ones, and what it cannot run, each in one line."""
+    out = tmp_path / "peer.jsonl"
+    flags = "--device cpu --shape tiny --baseline torch --only plain --max-new-tokens 4 --reps 1 --limit 1 -q".split()
+    assert bench.main([*flags, "--quant", "int4", "--temperature", "0", "--json", str(out)]) == 0
+    rows = read_json_lines(out)[-1]["rows"]
+    assert [row["arm"] for row in rows] == ["plain", "torch int4"] and rows[1]["speedup"]["median"] > 0
+    assert bench.main(flags) == 2 and "--temperature 0" in capsys.readouterr().err
+    flags[flags.index("tiny")] = "tiny-moe"
+    assert bench.main([*flags, "--temperature", "0"]) == 2 and "leave it out" in capsys.readouterr().err

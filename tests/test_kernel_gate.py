@@ -23,7 +23,7 @@ def assert_gates_hold(arch: int, quick: bool) -> None:
     assert not any("HGMMA" in op for row in linears for op in row["matrix"])
 
 
-@pytest.mark.parametrize("arch", kernel_variants.ARCHITECTURES)
+@pytest.mark.parametrize("arch", kernel_variants.QUICK_ARCHITECTURES)
 def test_the_kernels_at_risk_pass_the_gates(arch):
     """No spill, no decoded weight through shared memory, no wgmma, and at most 2.7 instructions per int4 weight at 16
     rows in the kernels that have been too large before."""

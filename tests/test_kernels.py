@@ -26,8 +26,9 @@ from bench.random_models import SHAPES
 from drafters.base import DraftInput
 from eagle_draft import EagleDrafter, EagleHead
 from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
+from kernels.experts import mix, sort_pairs
 from kernels.packing import decode_ptx, from_planes, to_planes
-from kernels.tuned import partial_bytes, unsplit, without_wgmma
+from kernels.tuned import partial_bytes, resident, unsplit, without_wgmma
 from load import open_backend
 from model import Experts
 from options import LoadOptions
@@ -299,9 +300,8 @@ def test_experts_equal_a_loop_over_tokens(bits):
     up, down = stored(bits, 64, 32, 32, experts=(4,)), stored(bits, 32, 32, 32, seed=1, experts=(4,))
     x, weights = torch.randn(5, 32, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64)
     ids = torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0], [0, 1]])  # expert 2 is idle
-    got = packed_experts(
-        x, ids, weights, pack(bits, up, torch.float64, "plain"), pack(bits, down, torch.float64, "plain")
-    )
+    packed = (pack(bits, w, torch.float64, "plain") for w in (up, down))
+    got, _ = packed_experts(x, sort_pairs(weights, ids, 4), *packed)
     for t in range(5):
         want = 0
         for j in range(2):
@@ -324,10 +324,10 @@ def test_linear_config_is_a_function_of_shape_alone():
 
 
 @pytest.mark.parametrize("model", ["llama-2-7b", "llama-3-8b", "mixtral-8x7b"])
-@pytest.mark.parametrize("gpu", GPUS[:3])
+@pytest.mark.parametrize("gpu", GPUS)
 def test_partial_sums_are_a_small_share_of_the_weights(model, gpu):
     """Catches a tiling that fills the GPU at any price: a linear split 8 ways moved half its weight bytes again."""
-    total, partial = 0, {16: 0, 32: 0}
+    total, partial = 0, {16: 0, 60: 0}
     for name, (n, k) in tune_kernels.layers(model).items():
         bits, count = (8, 1) if name == "lm_head" else (4, SHAPES[model].num_hidden_layers)
         config = kernels.linear_config(n, k, bits, *gpu)
@@ -336,7 +336,22 @@ def test_partial_sums_are_a_small_share_of_the_weights(model, gpu):
         total += count * n * k * (bits / 8 + (2 / 128 if bits == 4 else 0))
         for tokens in partial:
             partial[tokens] += count * partial_bytes(config, n, tokens)
-    assert partial[16] <= 0.05 * total and partial[32] <= 0.10 * total
+    most = 0.10 if gpu[0] == 82 else 0.11
+    assert partial[16] <= 0.05 * total and partial[60] <= most * total
+
+
+def test_linear_config_counts_the_programs_that_fit_on_a_multiprocessor():
+    """Catches 172 programs on 164 places, of which eight run alone at the end, and a tiling that leaves a
+    multiprocessor with a single program."""
+    for model in ("llama-2-7b", "llama-3-8b"):
+        for n, k in tune_kernels.layers(model).values():
+            for gpu in GPUS:
+                config = kernels.linear_config(n, k, 4, *gpu)
+                assert resident(config, 4, gpu[1]) >= 2
+    config = kernels.linear_config(22016, 4096, 4)
+    programs = -(-22016 // config.block_n) * config.split_k
+    assert programs <= 82 * resident(config, 4, (8, 6))
+    assert [resident(LinearConfig(stages=stages), 4, (8, 6)) for stages in (4, 3)] == [2, 3]
 
 
 def test_no_tiling_of_hopper_lets_triton_use_wgmma():
@@ -782,11 +797,41 @@ def test_interpreted_experts(bits, dtype):
     x, weights = torch.randn(18, 64).to(dtype), torch.rand(18, 2)
     ids = torch.stack([torch.tensor([0, 2]) if i else torch.tensor([2, 0]) for i in range(18)])
     with REFERENCE.active():
-        want = packed_experts(x.double(), ids, weights, *layouts[0])
-    got = packed_experts(x, ids, weights, *layouts[1])
+        want, _ = packed_experts(x.double(), sort_pairs(weights, ids, 3), *layouts[0])
+    got, _ = packed_experts(x, sort_pairs(weights, ids, 3), *layouts[1])
     assert error(got, want) < TOLERANCE[dtype]
-    alone = packed_experts(x[7:8], ids[7:8], weights[7:8], *layouts[1])[0]
-    assert error(alone, got[7].double()) < TOLERANCE[dtype]  # bitwise on a GPU; NumPy's order depends on the tile
+    alone, _ = packed_experts(x[7:8], sort_pairs(weights[7:8], ids[7:8], 3), *layouts[1])
+    assert error(alone[0], got[7].double()) < TOLERANCE[dtype]  # bitwise on a GPU; NumPy's order depends on the tile
+
+
+@interpreted
+@pytest.mark.parametrize("T,E,k,normalised,dtype", [
+    (1, 8, 2, True, torch.float16), (70, 8, 2, True, torch.bfloat16), (5, 5, 3, False, torch.float32),
+    (19, 128, 8, True, torch.float16), (3, 2, 1, False, torch.float16),
+])  # fmt: skip
+def test_interpreted_routes(T, E, k, normalised, dtype):
+    """Catches an expert that is chosen twice, a tie that goes to the higher id, an id out of range for NaN, pairs that
+    are lost or out of order where several programs route, and a row whose weights depend on the others."""
+    logits = (torch.randn(T, E) * 4).round().to(dtype)  # many are equal
+    logits[0, 0] = float("nan")
+    got, want = kernels.route(logits, k, normalised), kernels.route.reference(logits, k, normalised)
+    for name in ("ids", "pairs", "used", "offsets"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    torch.testing.assert_close(got.weights, want.weights, equal_nan=True)
+    assert T == 1 or torch.equal(kernels.route(logits[-1:], k, normalised).weights[0], got.weights[-1])
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_interpreted_mix(dtype):
+    """Catches a slot that gets the weight of another one, a residual that is added before the sum is rounded, and a
+    norm of what was not stored."""
+    y, weights, residual, norm = (torch.randn(*shape).to(dtype) for shape in ((3, 2, 96), (3, 2), (3, 96), (96,)))
+    for arguments in ((residual, norm, 1e-5), (None, norm, 1e-5), (residual, None, 0.0)):
+        got, want = mix(y, weights, *arguments), mix.reference(y, weights, *arguments)
+        for a, b in zip(got, want, strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype
+            torch.testing.assert_close(a, b)
 
 
 def triton_attention(*args):
@@ -949,7 +994,7 @@ def test_interpreted_norm_refuses_what_no_kernel_can_do():
     q, kv, *rest = attention_case(torch.float32, [5, 6], 20)
     packed = pack(8, stored(8, 32, 32), torch.float32, "dense")
     plain = [pack(8, stored(8, 32, 32, experts=(2,)), torch.float32, "plain")] * 2
-    ids, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    routes = sort_pairs(torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), 2)
     qkv, angle, slots = torch.randn(2, 1, 8, 16), torch.randn(2, 1, 8), torch.zeros(2, 1, dtype=torch.int64)
     calls = {
         "rms_norm": (lambda: kernels.rms_norm(x, x[0, 0], 1e-5), "dtype is float64"),
@@ -958,7 +1003,7 @@ def test_interpreted_norm_refuses_what_no_kernel_can_do():
             lambda: kernels.rope_write_kv(qkv, angle, angle, kv.mT.contiguous().mT, slots), "not contiguous"
         ),
         "packed_linear": (lambda: packed_linear(torch.randn(3, 32), packed), "packed as 'dense'"),
-        "packed_experts": (lambda: packed_experts(torch.randn(3, 16), ids, weights, *plain), "packed as 'plain'"),
+        "packed_experts": (lambda: packed_experts(torch.randn(3, 16), routes, *plain), "packed as 'plain'"),
     }  # fmt: skip
     assert set(calls) <= set(kernels.OPERATIONS)
     for name, (call, why) in calls.items():

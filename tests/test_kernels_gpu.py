@@ -11,6 +11,7 @@ import torch
 import eagle_draft
 import kernels
 from kernels import packed_experts, packed_linear
+from kernels.experts import mix, sort_pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPES = [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (6144, 4096), (1000, 1120)]
@@ -99,10 +100,30 @@ def test_experts_on_device(bits, dtype):
                 gate, value = (up_matrix[ids[t, j]] @ x[t].double()).chunk(2)
                 hidden = torch.nn.functional.silu(gate) * value
                 want[t] += weights[t, j].double() * (down_matrix[ids[t, j]] @ hidden)
-        got = packed_experts(x, ids, weights, up, down)
+        got, _ = packed_experts(x, sort_pairs(weights, ids, 8), up, down)
         assert error(got, want) < 2 * TOLERANCE[dtype]
-        one = packed_experts(x[:1], ids[:1], weights[:1], up, down)
+        one, _ = packed_experts(x[:1], sort_pairs(weights[:1], ids[:1], 8), up, down)
         assert torch.equal(got[:1], one)
+
+
+@pytest.mark.parametrize("experts,count", [(8, 2), (128, 8)])
+def test_routes_and_their_sum_on_device(experts, count):
+    """Which experts a row uses, and the sum of their outputs, depend on the row alone and are what plain code says."""
+    for tokens in (1, 26, 200):
+        logits = torch.randn(tokens, experts, device="cuda").half()
+        got, want = kernels.route(logits, count, True), kernels.route.reference(logits, count, True)
+        assert all(torch.equal(a, b) for a, b in zip(got[1:], want[1:], strict=True))
+        torch.testing.assert_close(got.weights, want.weights)
+        assert torch.equal(kernels.route(logits[-1:], count, True).weights[0], got.weights[-1])
+        y, rest = (
+            torch.randn(tokens, count, 2048, device="cuda").half(),
+            torch.randn(tokens, 2048, device="cuda").half(),
+        )
+        norm = torch.randn(2048, device="cuda").half()
+        mixed = mix(y, got.weights, rest, norm, 1e-5)
+        for a, b in zip(mixed, mix.reference(y, got.weights, rest, norm, 1e-5), strict=True):
+            torch.testing.assert_close(a, b, rtol=4e-3, atol=4e-3)
+        assert torch.equal(mix(y[-1:], got.weights[-1:], rest[-1:], norm, 1e-5)[1][0], mixed[1][-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

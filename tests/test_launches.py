@@ -3,6 +3,7 @@
 Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter.py runs them.
 """
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -91,10 +92,15 @@ def test_a_step_launches_few_kernels(
 
 @needs_triton
 @pytest.mark.parametrize("shape,nodes,batch,most", [
-    ("llama-2-7b", 1, 1, 169), ("llama-2-7b", 24, 1, 320), ("llama-2-7b", 24, 4, 330),
+    ("llama-2-7b", 1, 1, 169), ("llama-2-7b", 24, 1, 320), ("llama-2-7b", 24, 4, 330), ("mixtral-8x7b", 1, 1, 300),
+    ("mixtral-8x7b", 1, 4, 300), ("qwen3-30b-a3b", 1, 1, 400),
 ])  # fmt: skip
 def test_a_whole_step_launches_no_more_with_the_copies_inside_operators(monkeypatch, shape, nodes, batch, most):
-    """A copy that an operator makes before its kernel, once per draft level and layer, and which nobody counts."""
+    """A copy that an operator makes before its kernel, once per draft level and layer, and which nobody counts; and
+    routing to experts that falls apart into a softmax, a top-k, sorts and sums."""
+    sizes = dict(hidden_size=2048, intermediate_size=768, num_hidden_layers=48, num_key_value_heads=4, qk_norm=True)
+    many = replace(SHAPES["mixtral-8x7b"], num_local_experts=128, num_experts_per_tok=8, windows=(0,) * 48, **sizes)
+    monkeypatch.setitem(SHAPES, "qwen3-30b-a3b", many)
     with fake_gpu(monkeypatch):
         counts, _ = counted(step_engine(shape, "int4", 1, nodes, LAYERS, batch), {})
     layers = sum(count for (part, _), count in counts.items() if part == "layer")
@@ -173,6 +179,26 @@ def test_interpreted_choice_is_the_plain_one(ours):
         assert torch.equal(got[usable], want[usable]) and torch.equal(checked, usable)
     rows = sampling.choose(logits[:, 1:], noise, state, SamplingMode(True, True), depth[:, 1:])
     assert torch.equal(rows[:2], sampling.choose(logits, noise, state, SamplingMode(True, True), depth)[:2, 1:])
+
+
+@interpreted
+def test_interpreted_filters_keep_what_plain_code_keeps(ours, monkeypatch):
+    """A nucleus that does not fit in the registers, so that its threshold needs the logits again, ties at a threshold,
+    and a row of one value. The noise prefers the least survivor, so that a survivor too many or too few shows."""
+    monkeypatch.setattr(choice, "_block", lambda size, at_least=1: (128, 1))
+    state = SamplingState(4, torch.get_default_device())
+    state.set([
+        SamplingParams(temperature=1.0, top_p=0.8), SamplingParams(temperature=0.6, top_k=7, top_p=0.9, min_p=0.02),
+        SamplingParams(temperature=1.5, top_k=300, top_p=0.99), SamplingParams(temperature=1.0, top_k=600),
+    ])  # fmt: skip
+    logits = torch.randn(4, 4, 700) * torch.tensor([3, 0.1, 3, 0])[:, None]
+    logits[:, 2] = (logits[:, 2] * 2).round() / 2
+    depth, mode = torch.zeros(4, 1, dtype=torch.int64), SamplingMode(sample=True, filters=True)
+    for rows in logits.split(1, 1):
+        rows, noise = rows.contiguous(), rows * -50
+        want, _ = sampling._choose.reference(rows, noise, depth, sampling._settings(state), True)
+        got, _ = sampling.choose_and_check(rows, noise, state, mode, depth)
+        assert torch.equal(got, want)
 
 
 @interpreted

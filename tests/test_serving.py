@@ -507,7 +507,7 @@ def test_fields_that_change_the_text_are_refused_and_hints_are_ignored(client):
     """A field that would change the text and is ignored, and a hint that changes the text or is an error."""
     page = (Path(__file__).resolve().parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
     listed = {
-        kind: re.findall("`([a-z_]+)`", re.search(rf"^\| {kind} \|.*$", page, re.M)[0])
+        kind: re.findall("`([a-z_.]+)`", re.search(rf"^\| {kind} \|.*$", page, re.M)[0])
         for kind in ("refused", "ignored")
     }
     assert set(NOT_HERE) <= set(listed["refused"]) and len(listed["ignored"]) > 25
@@ -521,6 +521,83 @@ def test_fields_that_change_the_text_are_refused_and_hints_are_ignored(client):
     plain = client.post("/chat/completions", body=asked, cast_to=object)
     hinted = client.post("/chat/completions", body=asked | dict.fromkeys(listed["ignored"], 0.123), cast_to=object)
     assert hinted["choices"] == plain["choices"]
+
+
+# Every field of OpenAI's chat request and of llama.cpp's, each with a value that asks for something.
+CHAT_FIELDS = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty"), 0.5),
+    **dict.fromkeys(("max_completion_tokens", "max_tokens", "n_predict", "n", "top_k", "seed"), 2),
+    **dict.fromkeys(("logprobs", "parallel_tool_calls", "store", "cache_prompt", "timings_per_token"), True),
+    **dict.fromkeys(("return_tokens", "return_progress", "ignore_eos", "backend_sampling", "verbose"), True),
+    **dict.fromkeys(("grammar_lazy", "post_sampling_probs", "thinking_forced_open", "enable_thinking"), True),
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"), "a"),
+    **dict.fromkeys(("verbosity", "reasoning_effort", "reasoning_format", "speculative.type", "chat_format"), "low"),
+    **dict.fromkeys(("dynatemp_range", "dynatemp_exponent", "typical_p", "xtc_probability", "xtc_threshold"), 0.5),
+    **dict.fromkeys(("dry_multiplier", "dry_base", "mirostat_tau", "mirostat_eta", "adaptive_target"), 0.5),
+    **dict.fromkeys(("adaptive_decay", "top_n_sigma", "speculative.p_min"), 0.5),
+    **dict.fromkeys(
+        ("repeat_last_n", "dry_allowed_length", "dry_penalty_last_n", "mirostat", "n_probs", "min_keep"), 2
+    ),
+    **dict.fromkeys(("n_indent", "n_keep", "n_discard", "n_cmpl", "n_cache_reuse", "t_max_predict_ms", "id_slot"), 2),
+    **dict.fromkeys(("speculative.n_max", "speculative.n_min", "reasoning_budget"), 2),
+    **dict.fromkeys(("samplers", "dry_sequence_breakers", "preserved_tokens", "response_fields", "stop"), ["a"]),
+    **dict.fromkeys(("metadata", "prediction", "web_search_options", "chat_template_kwargs"), {"a": "b"}),
+    "audio": {"voice": "a", "format": "wav"},
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
+    "grammar": "start: /a/",
+    "grammar_triggers": [{"type": 0, "value": "a"}],
+    "json_schema": {"type": "integer"},
+    "logit_bias": {"5": 1},
+    "lora": [{"id": 0, "scale": 1}],
+    "modalities": ["audio"],
+    "parse_tool_calls": False,
+    "reasoning_in_content": True,
+    "response_format": {"type": "json_object"},
+    "stream_options": {"include_usage": True, "include_obfuscation": False},
+    "tool_choice": "none",
+    "tools": TOOLS,
+    "top_logprobs": 2,
+}
+
+
+def test_every_field_of_a_chat_is_honoured_refused_or_a_hint(client):
+    """A field that other servers have and that no line of docs/server.md names, or that does not what that line says."""
+    pytest.importorskip("llguidance")
+    page = (Path(__file__).resolve().parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
+    refused = re.search(r"^\| refused \|.*$", page, re.M)[0]
+    for name, value in CHAT_FIELDS.items():
+        assert f"`{name}`" in page, f"docs/server.md does not name {name}"
+        body = {"messages": ASK, "max_tokens": 2, "logprobs": name == "top_logprobs", name: value}
+        try:
+            answer = client.post("/chat/completions", body=body, cast_to=object)
+        except openai.BadRequestError as error:
+            assert f"`{name}`" in refused and error.body["param"] == name, name
+            continue
+        assert f"`{name}`" not in refused and answer["choices"][0]["finish_reason"], name
+
+
+def test_allowed_tools_are_the_ones_that_the_model_sees(client, engine):
+    """A tool_choice that is refused or ignored, so that a tool is called that the client forbade."""
+    pytest.importorskip("llguidance")
+    prompts = []
+    for choice in ("auto", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function",
+                   "function": {"name": "add"}}]}}):  # fmt: skip
+        tools = ADDERS[:1] if choice == "auto" else [ADDERS[0], {"type": "function", "function": {"name": "other"}}]
+        asked = dict(model="demo", messages=ASK, tools=tools, tool_choice=choice, max_tokens=2)
+        prompts.append(client.chat.completions.create(**asked).usage.prompt_tokens)
+    assert prompts[0] == prompts[1]
+    choice["allowed_tools"]["mode"] = "required"
+    answer = client.chat.completions.create(**asked | {"max_tokens": 60})
+    assert answer.choices[0].message.tool_calls[0].function.name == "add"
+    flat = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
+    tools = [ADDER | {"type": "function"}, {"type": "function", "name": "other"}]
+    response = client.responses.create(model="demo", input="x", tools=tools, tool_choice=flat)
+    assert [item.type for item in response.output] == ["function_call"] and response.output[0].name == "add"
+    for change, param in (({"mode": "none"}, "tool_choice.mode"), ({"tools": [{"name": "sub"}]}, "tool_choice")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model="demo", input="x", tools=tools, tool_choice=flat | change)
+        assert caught.value.body["param"] == param
 
 
 def test_fields_of_other_servers_that_are_honoured(client, engine):

@@ -172,6 +172,7 @@ def test_bad_messages_are_errors_of_anthropics_form(claude, server):
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x " * 1000}]}, "messages"),
     ):
         with pytest.raises(anthropic.BadRequestError) as caught:

@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory):
 
 
 def run_main(checkpoint, monkeypatch, tmp_path, *flags: str) -> int:
-    common = "--device cpu --ctx 128 --max-new-tokens 4 --reps 1 -q --trees chain:1 dynamic:6,2,3".split()
+    common = "--device cpu --ctx 128 --max-new-tokens 4 --reps 1 --prompts 2 -q --trees chain:1 dynamic:6,2,3".split()
     return tune_tree.main(["--checkpoint", str(checkpoint), *common, *flags])
 
 

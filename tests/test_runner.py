@@ -19,6 +19,7 @@ from drafters.ngram import NGramDrafter, WithNGrams
 from engine import Engine, EngineConfig
 from runtime import runner as runner_module
 from runtime import stepping
+from runtime.batch import Batch
 from runtime.fused import compile_parts
 from runtime.prefill import Prefill
 from runtime.request import Request
@@ -96,7 +97,7 @@ def test_a_late_stop_leaves_rows_that_the_cache_disowns():
         engine = Late(MODEL, letters(), config=EngineConfig(lag=lag))
         held = len(PROMPT) + engine.generate(PROMPT, params).run()[0].new_tokens - 1
         assert engine.reached == held + lag
-        assert len(engine._cached[0]) == held
+        assert len(engine.batch.texts[0].ids) == held
 
 
 class Watcher(Observer):
@@ -301,15 +302,15 @@ def test_warm_up_and_capture_change_nothing():
     steps, real = [], engine._step
     engine._step = lambda *args, **named: steps.append(1) or real(*args, **named)
     with torch.inference_mode():
-        engine._write_settings([settings(0)])
         before = {k: v.clone() for k, v in contents(engine).items()}
-        engine._capture(engine.drafter, settings(0).mode)
+        engine._capture(engine.drafter, settings(0).mode, engine.whole)
     assert len(steps) == WARM_UP + 1
     for name, new in contents(engine).items():
         old = before[name]
         if name in ("kv", "draft"):
             for b in range(2):
-                held = len(engine._cached[b]) if name == "kv" else engine._drafted[b]
+                text = engine.batch.texts[b]
+                held = len(text.ids) if name == "kv" else text.drafted
                 assert held > 4 and torch.equal(new[..., b, :, :held, :], old[..., b, :, :held, :])
         elif name not in ("ring", "step", "tokens"):
             assert torch.equal(new, old), name
@@ -363,7 +364,7 @@ def test_buffers_name_all_that_a_step_writes(kind):
     params = settings(7, max_new_tokens=5)
     engine.generate_batch(PROMPTS[:2], params).run()
     with torch.inference_mode(), Writes() as writes:
-        engine._step_call(engine.drafter, params.mode)[1]()
+        engine._step_call(engine.drafter, params.mode, engine.whole)[1]()
     own = engine.drafter.buffers()
     assert addresses(own) <= writes.written <= addresses([*engine.state.buffers(), *own])
     assert len(addresses(own)) == {"": 0, "ngram": 0, "lookahead": 2}.get(kind, 1)
@@ -466,21 +467,21 @@ def test_capture_graph_gives_the_stream_back_after_any_error(when):
 # Where a request can be cut short. Every one of these methods is made to fail with every kind of error.
 INJECTION_POINTS = [
     (Engine, "_allocate"),
-    (Engine, "_forget_caches"),
-    (Engine, "_write_settings"),
-    (Engine, "_first_runs"),
+    (Engine, "first_runs"),
     (Engine, "_capture"),
     (Engine, "_measure"),
-    (Prefill, "first_token"),
-    (Prefill, "logits"),
-    (Lease, "check"),
+    (Prefill, "read"),
     (Engine, "launch"),
     (Engine, "read"),
     (Engine, "finish"),
     (Prefill, "catch_up"),
-    (Request, "prefill"),
-    (Request, "_launch_steps"),
+    (Request, "begin"),
+    (Request, "take"),
     (Request, "cached"),
+    (Batch, "_admit"),
+    (Batch, "_arrange"),
+    (Batch, "_launch"),
+    (Batch, "_end"),
     (Runner, "begin"),
     (Runner, "launch"),
     (Runner, "read"),
@@ -538,6 +539,7 @@ def test_the_engine_survives_every_injection_point(owner, point, after, monkeypa
         if point == "_measure":
             vars(engine).pop("_measure", None)
             engine.timings.clear()
+        engine._prepared.clear()
         with monkeypatch.context() as patch:
             patch.setattr(owner, point, failing)
             with pytest.raises(error, match=f"planted in {point}"):
@@ -558,7 +560,7 @@ def test_rows_of_a_request_that_was_cut_short_stand_still():
     for _, _ in zip(stream, range(4), strict=False):
         pass
     stream.close()
-    assert not engine.state.done.any()
+    assert engine.state.done.all()
     reached = engine.state.n.clone()
     engine.warm_up(settings(0))
     assert engine.state.done.all() and torch.equal(engine.state.n, reached)
@@ -615,25 +617,25 @@ def test_pacer_gives_up_after_a_window_and_probes_again():
     because of one bad step."""
     pacer = Pacer(2.0)
     for _ in range(15):
-        pacer.take(True, [1, 2])
+        pacer.take(True, [1, 2], 1.0)
         assert pacer.speculating
-    pacer.take(True, [1, 1])
+    pacer.take(True, [1, 1], 1.0)
     assert not pacer.speculating
-    pacer.take(True, [5])  # this step was under way, so it belongs to no phase
+    pacer.take(True, [5], 1.0)  # this step was under way, so it belongs to no phase
     for _ in range(63):
-        pacer.take(False, [1, 1])
+        pacer.take(False, [1, 1], 1.0)
         assert not pacer.speculating
-    pacer.take(False, [1])
+    pacer.take(False, [1], 1.0)
     assert pacer.speculating
     for i in range(8):
-        pacer.take(False, [1])
+        pacer.take(False, [1], 1.0)
         assert pacer.speculating
-        pacer.take(True, [3 if i < 4 else 0, 1])  # tau 1.25; a probe is 8 steps, not 16
+        pacer.take(True, [3 if i < 4 else 0, 1], 1.0)  # tau 1.25; a probe is 8 steps, not 16
     assert not pacer.speculating
     for _ in range(64):
-        pacer.take(False, [1])
+        pacer.take(False, [1], 1.0)
     for i in range(100):
-        pacer.take(True, [3 if i % 16 else 1])
+        pacer.take(True, [3 if i % 16 else 1], 1.0)
         assert pacer.speculating
 
 
@@ -716,7 +718,7 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
         cache = getattr(getattr(engine.drafter, "drafter", engine.drafter), "cache", None)
         if cache is not None:
             other = getattr(always.drafter, "drafter", always.drafter).cache
-            rows = min(end, engine._drafted[b], always._drafted[b])
+            rows = min(end, engine.batch.texts[b].drafted, always.batch.texts[b].drafted)
             assert rows > 40
             torch.testing.assert_close(cache[..., b, :, :rows, :], other[..., b, :, :rows, :])
     turns = [p + r.token_ids + [7] for p, r in zip(prompts, ours, strict=True)]

@@ -92,10 +92,9 @@ class Engine(Stepper):
         with self.driver.alone():
             started = time.perf_counter()
             mode = (params or SamplingParams()).mode
-            if not self.ready(mode, self.view(1)):
-                self.batch.drain()
-                with self.paused():
-                    self.first_runs(mode, self.view(1))
+            self.batch.drain()
+            with self.paused():
+                self.first_runs(mode, self.view(1))
             return time.perf_counter() - started
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:

@@ -11,6 +11,7 @@ changes places with the last one.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -26,10 +27,10 @@ from runtime.request import Request
 from runtime.runner import Pacer
 from runtime.stepping import Stepper, View
 from sampling import Logprobs, SamplingMode, SamplingParams
-from step import HISTORY, RING, StepOutput
+from step import RING, StepOutput
 
 READ = CHUNKS[-1]  # tokens of prompts that are read between two steps
-BEHIND = HISTORY // 2  # tokens of plain steps after which a drafter catches up, whether or not it drafts
+BEHIND = 100  # tokens of plain steps after which a drafter catches up, whether or not it drafts; fewer than HISTORY
 
 
 class Launched(NamedTuple):
@@ -57,7 +58,9 @@ class Batch:
         self._reading: tuple[Request, Reading] | None = None  # whose prompt is being read
         self._pending: deque[Launched] = deque()
         self._pacers: dict[int, Pacer] = {}  # by the number of rows
+        self._paced = 0  # rows of the last one used
         self._speculating = True  # whether the steps under way draft
+        self._kind: tuple[SamplingMode, int] | None = None  # of the steps under way: settings and rows
         self._ended = 0  # requests so far
         self._begun = 0.0  # when the oldest step under way began, or the one before it ended
 
@@ -145,10 +148,13 @@ class Batch:
         request.inbox.end(error)
 
     def _abandon(self, error: Exception | None) -> None:
-        """End all requests that have a row, after a failure that may have left the buffers in any state."""
+        """End all requests that have a row, after a failure that may have left the buffers in any state. Where none has
+        one, the first that waits has failed."""
         failed = [request for request in self.rows if request is not None]
+        if not failed and self.waiting:
+            failed = [self.waiting.popleft()]
         self.rows = [None] * len(self.rows)
-        self._reading = None
+        self._reading = self._kind = None
         self._pending.clear()
         self.forget()
         for request in failed:
@@ -198,7 +204,9 @@ class Batch:
         if not self.waiting or None not in self.rows:
             return False
         self._close_gaps()
-        request = self.waiting.popleft()
+        if not self.running:
+            self._begin()
+        request = self.waiting[0]
         engine, state = self.engine, self.engine.state
         row = self.rows.index(None)
         request.restored = self._arrange(row, request.prompt)
@@ -208,6 +216,7 @@ class Batch:
             start = max(0, min(start - 1, text.drafted))
         self.texts[row] = Text()  # nothing is valid until the request has ended well
         self.rows[row], request.row, request.began = request, row, time.perf_counter()
+        self.waiting.popleft()
         request.result.cached_tokens = start
         self._write_settings(row, request.params)
         # Until its prompt has been read, steps may run this row, too. What they write lies behind all prompts.
@@ -216,6 +225,14 @@ class Batch:
         allowed = request.constraint.allowed() if request.constraint else None
         self._reading = request, engine.prefill.read(row, request.prompt, request.mode, start, allowed)
         return True
+
+    def _begin(self) -> None:
+        """Start afresh, because nothing is decoded at the moment."""
+        self._pending.clear()  # nobody reads what they emit
+        self.engine.runner.begin()
+        self._pacers.clear()
+        self._speculating = True
+        self._kind = None
 
     def _arrange(self, row: int, prompt: list[int]) -> Saved | None:
         """Have the free row `row` hold as much of a prompt as any row or kept text has, and lose no text that is newer
@@ -278,26 +295,24 @@ class Batch:
         self._close_gaps()
         live = [r for r in self.rows if r and not self._is_read(r)]
         if not live:
-            self._pending.clear()  # nobody reads what they emit
-            self._pacers.clear()
-            self._speculating = True
-            self.engine.runner.begin()
             return
         view = self.engine.view(max(request.row for request in live) + 1)
         mode = SamplingMode.covering(request.mode for request in live)
-        if not self.engine.ready(mode, view):
+        if self._kind != (mode, view.rows):
             self.drain()
-            live = [r for r in live if not r.ended]
+            if any(request.ended for request in live):
+                return
             with self.engine.paused():
                 self.engine.first_runs(mode, view)
-            if not live:
-                return
+            self._kind = mode, view.rows
         self._launch(view, mode, live)
         self._hand_out()
 
     def _pacer(self, view: View, mode: SamplingMode) -> Pacer:
-        if view.rows not in self._pacers:
-            self._pacers[view.rows] = Pacer(self.engine.break_even_tau)
+        if view.rows not in self._pacers:  # it goes on from what was found with another number of rows
+            last = self._pacers.get(self._paced, Pacer(0.0))
+            self._pacers[view.rows] = copy.copy(last)
+        self._paced = view.rows
         pacer, seconds = self._pacers[view.rows], self.engine.step_seconds
         pacer.break_even = self.engine.break_even_tau
         pacer.plain_seconds = seconds[0] if seconds and view.drafter.prunes(mode) else 0.0
@@ -306,9 +321,10 @@ class Batch:
     def _launch(self, view: View, mode: SamplingMode, live: list[Request]) -> None:
         """Launch as many steps as may run ahead of the host."""
         engine = self.engine
-        if not self._pending:
-            self._begun = time.perf_counter()
+        started = time.perf_counter()
         lag = 0 if engine.observers or mode.logprobs or mode.grammar else engine.lag
+        if not self._pending or not lag:
+            self._begun = started
         speculating = self._pacer(view, mode).speculating
         if not speculating or not self._pending:  # plain steps under way end before drafting comes back
             returns = speculating and not self._speculating

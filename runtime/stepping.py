@@ -106,7 +106,6 @@ class Stepper:
         # seconds of a plain and of a speculative step, by the settings and the number of rows
         self.timings: dict[tuple[SamplingMode, int], tuple[float, float]] = {}
         self.step_seconds: tuple[float, float] | None = None  # those of the present steps
-        self._prepared: set[tuple[SamplingMode, int]] = set()  # of which the first runs are done
         self.warm: set[tuple] = set()  # kinds of step that have run compiled
         self.compile_seconds = 0.0  # time spent on their first runs
         self.observers: list[Observer] = []
@@ -152,7 +151,7 @@ class Stepper:
 
     def view(self, rows: int) -> View:
         """The first rows. A GPU and compiled steps have views of 1, 2, 4, 8, ... rows, a CPU has one of each number."""
-        if self.model.device.type == "cuda" or self.config.compile:
+        if self.runner.capturing or self.model.device.type == "cuda" or self.config.compile:
             rows = min(1 << (rows - 1).bit_length(), self.batch_size)
         if rows not in self._views:
             view = View(rows, self.state.first(rows), self.drafter.first(rows), self.fallback)
@@ -164,12 +163,16 @@ class Stepper:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Within the block all sequences count as finished, so that steps change nothing. None may be under way."""
-        done = self.state.done.clone()
+        caches = {cache.data_ptr() for cache in self.drafter.caches}  # what steps write there is written again
+        kept = [buffer for buffer in self.drafter.buffers() if buffer.data_ptr() not in caches]
+        kept.append(self.state.done)
+        before = [buffer.clone() for buffer in kept]
         self.state.done.fill_(True)
         try:
             yield
         finally:
-            self.state.done.copy_(done)
+            for buffer, value in zip(kept, before, strict=True):
+                buffer.copy_(value)
             self.runner.begin()
 
     @property
@@ -202,11 +205,6 @@ class Stepper:
         """The CUDA graph that replays such a step, or None."""
         return self.runner.graphs.get(self._step_call(self.drafter, mode, self.whole)[0], (None,))[0]
 
-    def ready(self, mode: SamplingMode, view: View) -> bool:
-        """Whether all that steps of this kind need at first is done, and which times hold for them."""
-        self.step_seconds = self.timings.get((mode, view.rows))
-        return (mode, view.rows) in self._prepared
-
     def first_runs(self, mode: SamplingMode, view: View) -> None:
         """Capture, compile and time what steps of this kind need at first. All sequences have to be finished, or
         `paused`, so that the steps that run here change nothing."""
@@ -222,10 +220,11 @@ class Stepper:
                 self.compile_seconds += time.perf_counter() - started
         if view.drafter.unpriced:
             view.drafter.price(self._measure_price(mode, view))
-        if self.fallback is not None and (view.rows > 1 or not view.drafter.prunes(mode)):
-            self.timings[mode, view.rows] = self._measure(mode, view)
-        self._prepared.add((mode, view.rows))
-        self.ready(mode, view)
+        key = mode, view.rows
+        paced = self.fallback is not None and (view.rows > 1 or not view.drafter.prunes(mode))
+        if paced and key not in self.timings:
+            self.timings[key] = self._measure(mode, view)
+        self.step_seconds = self.timings[key] if paced else None
 
     def _measure_price(self, mode: SamplingMode, view: View, nodes: int = 4) -> float:
         """The extra time of one node, as a share of the time of a plain step."""

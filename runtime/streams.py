@@ -179,7 +179,7 @@ class Stream:
         self._driver = driver
         self._enter = enter
         self._settle = settle
-        self._entered = False
+        self._entered = self._stopped = False
         self._entering = threading.Lock()
         self._reading = threading.RLock()
 
@@ -222,6 +222,8 @@ class Stream:
         with self._reading:
             self.start()
             self._driver.serve(self._inbox)
+            if self._stopped:
+                self.close()
             chunk = self.take()
         if chunk is None:
             release_threads()  # the next request may run in another thread
@@ -233,6 +235,7 @@ class Stream:
 
         The thread that reads the stream finds its end after the step, or the part of the prompt, that runs now.
         """
+        self._stopped = True
         for request in self._requests:
             request.stop()
 

@@ -368,6 +368,8 @@ class RankedBatch(Batch):
                 with self.ranked.ranks.lost():
                     raise error
             except RankLost as lost:
+                if self.ranked.ranks.rank:  # this process ends, and rank 0 says why
+                    raise
                 error = lost
         super()._abandon(error)
 

@@ -87,8 +87,10 @@ class Batch:
     def go_on(self) -> None:
         """Go on by one part: at most one step of all rows that decode, and one part of a prompt."""
         try:
+            decoding = bool(self._live())
             self._read_prompts()
-            self._decode()
+            if decoding:  # else the first tokens go out at once
+                self._decode()
         except Exception as error:  # every reader is told; the engine can go on with other requests
             self._abandon(error)
         except BaseException:  # Ctrl-C, at any line
@@ -269,6 +271,10 @@ class Batch:
                 return
             self._swap(free, last)
 
+    def _live(self) -> list[Request]:
+        """The requests that decode."""
+        return [request for request in self.rows if request and not self._is_read(request)]
+
     def _is_read(self, request: Request) -> bool:
         return self._reading is not None and self._reading[0] is request
 
@@ -293,14 +299,14 @@ class Batch:
     def _decode(self) -> None:
         """Launch steps of all rows that decode, and hand out what the oldest one emitted."""
         self._close_gaps()
-        live = [r for r in self.rows if r and not self._is_read(r)]
+        live = self._live()
         if not live:
             return
         view = self.engine.view(max(request.row for request in live) + 1)
         mode = SamplingMode.covering(request.mode for request in live)
         if self._kind != (mode, view.rows):
             self.drain()
-            if any(request.ended for request in live):
+            if any(request.ended for request in live):  # the next part sees which are left
                 return
             with self.engine.paused():
                 self.engine.first_runs(mode, view)

@@ -326,7 +326,8 @@ def attention_tiles(dim: int, region: bool, int8: bool, window: int, wgmma: bool
     )
     wide = dim > 128 and (window > 0 or int8)
     # Without a limit ptxas may stop at 128 or 168 registers, too few for a window or for short heads.
-    limit = None if region else 255 if window > 0 or dim > 64 else 168
+    # Heads of 256 without a window need no more, and with a limit they spill on sm_90.
+    limit = None if region or (dim > 128 and not (window > 0 or wide)) else 255 if window > 0 or dim > 64 else 168
     return tiles | dict(num_warps=8 if region or wide else 4, num_stages=2, maxnreg=limit)
 
 

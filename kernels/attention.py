@@ -159,14 +159,14 @@ def _attend_chunks(
 @jit
 def _attend_tail(
     query, kv, kv_scales, visible, bh, b, ok, t, n, p, limit, v_offset, S, T, R, scale, HD: tl.constexpr,
-    HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr, RT: tl.constexpr, KT: tl.constexpr, INT8: tl.constexpr,
+    HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """The same over the tail, the keys from `limit` on, for RT rows.
 
     Key i of the tail is position limit + i, whichever slot holds it: history, or the i-th visible row of the
     region. So verification and plain decoding reduce the same operands in the same places. Every query
     gathers only rows that it sees. Others are loaded as zero. A tail has at most 32 keys where rows see their own path
-    alone, so that a step of KT = 32 keys is the only one.
+    alone, so that there is one step.
     """
     base = bh.to(tl.int64) * S * (HD + 4 * INT8)
     values = kv + base + v_offset
@@ -180,8 +180,8 @@ def _attend_tail(
     top = tl.full((RT,), float("-inf"), tl.float32)
     total = tl.zeros((RT,), tl.float32)
     acc = tl.zeros((RT, HDP), tl.float32)
-    for step in range(tl.cdiv(tl.max(tl.where(ok, n - limit + count, 0), 0), KT)):
-        j = limit[:, None] + step * KT + tl.arange(0, KT)[None, :]
+    for step in range(tl.cdiv(tl.max(tl.where(ok, n - limit + count, 0), 0), 32)):
+        j = limit[:, None] + step * 32 + tl.arange(0, 32)[None, :]
         nth = j - n
         row = tl.sum(tl.where(rank[:, None, :] == nth[:, :, None] + 1, r[None, None, :], 0), 2)
         slot = tl.where(nth < 0, j, tl.minimum(n + row, S - 1))
@@ -232,7 +232,7 @@ def _merge(top, total, acc, part):
 def attend_kernel(
     q, kv, kv_scales, start, visible, positions, acc_part, ml_part, arrived, out, v_offset, S, T, R, ROWS, PARTS,
     scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
-    REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, KT: tl.constexpr, INT8: tl.constexpr,
+    REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
     NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM query rows: keys [0, limit) on matrix units, limit = 16 floor((p - 16) / 16), then the tail.
@@ -277,7 +277,7 @@ def attend_kernel(
             query_few = tl.load(q + bh * ROWS * HD + at_few, mask=real_few, other=0).to(tl.float32)
             top_few, total_few, acc_few = _attend_tail(
                 query_few, kv, kv_scales, visible, bh, b, ok_few, t_few, n_few, p_few, limit_few, v_offset, S, T, R,
-                scale, HD, HDP, RP, WINDOW, RT, KT, INT8)  # fmt: skip
+                scale, HD, HDP, RP, WINDOW, RT, INT8)  # fmt: skip
             _store_partial(acc_part, ml_part, last, few, d, top_few, total_few, acc_few, ok_few, real_few, HD)
         else:
             query = tl.load(q + at, mask=real, other=0)
@@ -322,11 +322,14 @@ def attention_tiles(dim: int, region: bool, int8: bool, window: int, wgmma: bool
         BM=64 if region and not int8 and wgmma else 32,
         BK=64 >> ((region or int8) + (dim > 128)),
         RT=2 if dim <= 128 else 1,
-        KT=32,
     )
     wide = dim > 128 and (window > 0 or int8)
-    # Without a limit ptxas may stop at 128 or 168 registers, too few for a window or for short heads.
-    limit = None if region else 255 if window > 0 or dim > 64 else 168
+    # Without a limit ptxas may stop at 128 or 168 registers, too few for a window or for short heads. Heads of 256
+    # without a window need no more, and with a limit they spill on sm_90.
+    if region or dim > 128 and not wide:
+        limit = None
+    else:
+        limit = 255 if window > 0 or dim > 64 else 168
     return tiles | dict(num_warps=8 if region or wide else 4, num_stages=2, maxnreg=limit)
 
 

@@ -55,26 +55,27 @@ def linear_config(
 
     def cost(config: LinearConfig) -> float:
         """Estimated time, as the number of weights that a multiprocessor can load in it."""
-        most = -(-(-(-n // config.block_n) * config.split_k) // multiprocessors)  # programs on the busiest one
+        programs = -(-(-(-n // config.block_n) * config.split_k) // multiprocessors)  # on the busiest one
+        fit = resident(config, bits, capability)
         work = -(-blocks // config.split_k) * config.block_n * 128
         # What does not fit beside the others runs after them. Six warps load a multiprocessor's share of the memory's
         # rate. With more of them it may load 1.4 shares.
-        rounds, rest = divmod(most, resident(config, bits, capability))
-        rounds = [resident(config, bits, capability)] * rounds + [rest] * (rest > 0)
+        rounds, rest = divmod(programs, fit)
+        rounds = [fit] * rounds + [rest] * (rest > 0)
         seconds = max(even, sum(count * work / min(1.4, count * config.warps / 6) for count in rounds))
         if config.split_k > 1:  # The hand-over takes as long as loading 16 KB, and meanwhile little else is loaded.
             seconds += (16384 + 2 * partial_bytes(config, n, 60) / multiprocessors) * 8 / bits
         return seconds * (1.05 if config.block_n == 64 else 1)  # A narrow tile reads x more often.
 
     wide = [] if bits == 16 else [128]
-    most = min(MOST_SPLITS, blocks // 4, 1 + k * bits // (4 * 8 * 8 * 60))
-    splits = range(1, max(1, most) + 1)
+    splits = range(1, max(1, min(MOST_SPLITS, blocks // 4)) + 1)
     found = [
         LinearConfig(block, split, block // 32, stages)
         for split in splits
         for block in [*wide, 64]
         for stages in ([4, 3] if bits == 4 else [3])
     ]
+    found = [config for config in found if 4 * partial_bytes(config, n, 60) <= n * k * bits / 8]
     best = min((without_wgmma(config, capability) for config in found), key=cost)
     return best._replace(accumulate="float16") if geforce and bits == 4 and capability >= (8, 6) else best
 

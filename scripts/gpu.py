@@ -64,39 +64,43 @@ def parts(out: Path, name: str, tiny: bool) -> list[Part]:
     shapes = {"tiny": ("tiny", 3)} if tiny else {"l2-7b": ("llama-2-7b", 1), "l3-8b": ("llama-3-8b", 3)}
     trees = ("dynamic:16,5,8", "dynamic:24,6,8", "dynamic:60,7,10")[: 1 if tiny else 3]
 
-    def steps(kind: str, shape: str, quant: str, arms: list[str], contexts: str, ctx: str) -> list[str]:
-        flags = ["--shape", shape, *arms, "--steps", contexts, "--ctx", ctx, *(["--quant", quant] if quant else [])]
-        return [*flags, "--json", str(out / f"{name}-{kind}.jsonl")]
+    usual = "tiny" if tiny else "llama-2-7b"
 
-    def shaped(kind: str, quant: str) -> list[str]:
-        flags = ["--shape", "tiny" if tiny else "llama-2-7b", *(["--quant", quant] if quant else [])]
-        return [*flags, "--json", str(out / f"{name}-{kind}.jsonl")]
+    def written(kind: str) -> list[str]:
+        return ["--json", str(out / f"{name}-{kind}.jsonl")]
+
+    def random(shape: str, quant: str) -> list[str]:
+        return ["--shape", shape, *(["--quant", quant] if quant else [])]
+
+    def steps(kind: str, shape: str, quant: str, arms: list[str], contexts: str, ctx: str) -> list[str]:
+        return [*random(shape, quant), *arms, "--steps", contexts, "--ctx", ctx, *written(kind)]
+
+    def peer(library: str, quant: str, seconds: float, *needs: str) -> Part:
+        kind, much = f"peer-{library}", "--temperature 0 --reps 2 --max-seconds 40 --only plain".split()
+        command = [*bench, "--baseline", library, *much, *random(usual, quant), *written(kind)]
+        return Part(kind, command, seconds, needs)
 
     # Step times are captured without --compile, which takes minutes.
     timed = [*python, "scripts.bench", "-q", *(["--device", "cpu"] if tiny else [])]
     near, far = (("32", "128"), ("32", "128")) if tiny else (("128", "4096"), ("128,2048", "4096"))
     only = ["--only", "plain"]
-    run = [Part("first", [*timed, *steps("first", "tiny" if tiny else "llama-2-7b", "int4", only, *near)], 90)]
+    run = [Part("first", [*timed, *steps("first", usual, "int4", only, *near)], 90)]
     for quant, (short, (shape, version)) in itertools.product(("int4",) if tiny else ("int4", ""), shapes.items()):
         kind = f"steps-{short}-{quant or 'half'}"
         arms = [word for tree in trees for word in ("--arm", f"{tree}=eagle=random:{version};tree={tree}")]
         run.append(Part(kind, [*timed, *steps(kind, shape, quant, arms, *far)], 150))
-    torch_peer = ["--baseline", "torch", "--temperature", "0", "--reps", "2", "--max-seconds", "40", "--only", "plain"]
-    peers = [Part("peer-torch", [*bench, *torch_peer, *shaped("peer-torch", "int4")], 240)]
-    hf = ["--baseline", "hf", *torch_peer[2:]]
-    peers.append(Part("peer-hf", [*bench, *hf, *shaped("peer-hf", "")], 150, ("transformers",)))
     tests = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/test_kernels_gpu.py", "tests/test_engine_gpu.py"]
     run.append(Part("tests", [*python, "pytest", *tests, *["--collect-only"] * tiny], 300, FILES + ("pytest",)))
     one = "--limit 1 --max-new-tokens 8 --reps 1 --temperature 0 --only plain"
-    run += peers
+    run += [peer("torch", "int4", 240), peer("hf", "", 150, "transformers")]
     demo = one if tiny else "--max-seconds 60"
-    run.append(Part("demo", [*bench, *demo.split(), "--json", str(out / f"{name}-demo.jsonl")], 150, FILES))
+    run.append(Part("demo", [*bench, *demo.split(), *written("demo")], 150, FILES))
     tilings = ["--models", "llama-2-7b", "llama-3-8b", "--seconds", "200", "--tuned", str(out / f"{name}-tilings")]
     run.append(Part("tilings", [*python, "scripts.tune_kernels", *(["--help"] if tiny else tilings)], 240, ("triton",)))
     caches = [f"{key}={out / f'{name}-caches'}" for key in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")]
     for kind in ("start-cold", "start-warm"):  # the second one finds what the first one compiled
-        shape = ["--shape", "tiny" if tiny else "llama-2-7b", "--quant", "int4", *one.split()]
-        run.append(Part(kind, ["env", *caches, *bench, *shape, "--json", str(out / f"{name}-{kind}.jsonl")], 150))
+        request = [*random(usual, "int4"), *one.split(), *written(kind)]
+        run.append(Part(kind, ["env", *caches, *bench, *request], 150))
     return run
 
 

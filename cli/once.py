@@ -22,7 +22,8 @@ from engine import Engine
 from load import load
 from options import options_from, settings_given
 from runtime.grammar import json_grammar
-from runtime.results import Chunk, GenerationResult, Stream
+from runtime.results import Chunk, GenerationResult
+from runtime.streams import Stream
 from sampling import SamplingParams
 from sampling_params import with_suggestions
 from support.errors import INTERRUPTED, BadFileError, UsageError

@@ -522,7 +522,7 @@ def test_quiet_prints_no_report(capsys):
 def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeypatch):
     """The break-even, both step times and the plain tokens are reported, tau counts drafted steps only, and
     --eagle-always and --prove decode without the fallback."""
-    monkeypatch.setattr("engine.Engine._measure", lambda self, mode: (5e-3, 45e-3))
+    monkeypatch.setattr("engine.Engine._measure", lambda self, mode, view: (5e-3, 45e-3))
     flags = ["--eagle", str(DEMO / head), "--max-new-tokens", "140", "--dtype", "float64"]
     code, _, err = run(capsys, *flags)
     line = next(line for line in err.splitlines() if line.startswith("drafting pays above"))

@@ -115,7 +115,7 @@ def ready_step(engine: Engine, context: int) -> Callable[[], Any]:
 def engine_of(arm: EngineArm, batch: int, ctx: int) -> Engine:
     """The arm's own engine if it has `batch` sequences, or another one that has."""
     engine = arm.engine
-    return engine if engine.batch_size == batch else build_engine(engine, arm.options | {"batch_size": batch}, ctx)
+    return engine if engine.batch_size == batch else build_engine(engine, arm.options | {"slots": batch}, ctx)
 
 
 class Ready(NamedTuple):

@@ -63,7 +63,7 @@ class EngineConfig:
     def of(cls, options: LoadOptions, backend: kernels.KernelBackend, head: EagleHead | None = None) -> EngineConfig:
         """The configuration that resolved options ask for."""
         return cls(
-            options.batch_size, options.ctx, options.compile, options.compile_mode, backend,
+            options.slots, options.ctx, options.compile, options.compile_mode, backend,
             eagle_always=options.eagle_always, kv_dtype=torch.int8 if options.kv == "int8" else None,
             options=options, head=head,
         )  # fmt: skip

@@ -10,10 +10,10 @@ import argparse
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from bench.random_models import random_head
 from drafters.medusa import MEDUSA_FILES
@@ -64,6 +64,15 @@ class Sample:
     text: str = ""
 
 
+class Timing(NamedTuple):
+    """What requests that ran together took."""
+
+    tokens: int
+    seconds: float  # from the first prompt to the last token
+    first_seconds: list[float]  # until the first token of each
+    decoding: float  # tokens per second from the moment on when all had a first token
+
+
 def timed_request(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
 ) -> tuple[list[GenerationResult], float, float]:
@@ -101,6 +110,26 @@ class EngineArm:
         (result,), ttft, seconds = timed_request(self.engine, [prompt], params)
         steps = [len(ids) for ids in result.tokens_per_step]
         return Sample(result.token_ids, ttft, seconds, steps, result.text)
+
+    def together(self, clients: int, tokens: int) -> Callable[[Sequence[list[int]], SamplingParams], Timing]:
+        """What decodes so many prompts together, from empty caches, in an engine with a slot for each.
+
+        tokens: that each of them needs. Plain steps replace drafted ones where these do not pay, as for a user.
+        """
+        engine = build_engine(self.engine, {"eagle_always": False} | self.options | {"slots": clients}, tokens)
+
+        def run(prompts: Sequence[list[int]], params: SamplingParams) -> Timing:
+            engine.batch.forget()
+            stream, first, late, now = engine.generate_batch(prompts, params), {}, 0, 0.0
+            started = time.perf_counter()
+            for chunk in stream:
+                now = time.perf_counter() - started
+                late += len(chunk.token_ids) if len(first) == clients else 0
+                first.setdefault(chunk.row, now)
+            rate = late / (now - max(first.values()))
+            return Timing(sum(r.new_tokens for r in stream.results), now, list(first.values()), rate)
+
+        return run
 
 
 class Arm(Protocol):

@@ -29,7 +29,7 @@ from sampling import SamplingMode, SamplingParams, SamplingState
 OURS = ("noise", "choose", "draft_topk", "draft_tree", "commit")
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter.py")
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
-LAYERS = 8
+LAYERS = 4
 TOP_P = dict(temperature=1.0, top_p=0.9)
 
 
@@ -103,7 +103,7 @@ def test_a_whole_step_launches_no_more_with_the_copies_inside_operators(monkeypa
     """A copy that an operator makes before its kernel, once per draft level and layer, and which nobody counts; and
     routing to experts that falls apart into a softmax, a top-k, sorts and sums."""
     sizes = dict(hidden_size=2048, intermediate_size=768, num_hidden_layers=48, num_key_value_heads=4, qk_norm=True)
-    many = replace(SHAPES["mixtral-8x7b"], num_local_experts=128, num_experts_per_tok=8, windows=(0,) * 48, **sizes)
+    many = replace(SHAPES["mixtral-8x7b"], num_local_experts=16, num_experts_per_tok=8, windows=(0,) * 48, **sizes)
     monkeypatch.setitem(SHAPES, "qwen3-30b-a3b", many)
     with fake_gpu(monkeypatch):
         counts, _ = counted(step_engine(shape, "int4", 1, nodes, LAYERS, batch), {})

@@ -63,6 +63,11 @@ class Engine(Stepper):
         """Keep the caches of earlier prompts in this prompt cache from now on. Call it between requests."""
         self.batch.prompt_cache = cache
 
+    def forget(self) -> None:
+        """Forget what the caches hold of requests that have ended, so that the next ones reuse nothing."""
+        with self.driver.alone():
+            self.batch.forget()
+
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The request's stop ids, or else the tokenizer's, or else the config's."""
         if params.stop_ids:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from cli.prompt import DEMO_PROMPT, Prompt, read_prompt, stdin_is_fed
 from options import DEMO, FULL, LoadKeywords, add_options, add_sampling, sampling_from
 from support import cache
-from support.errors import Parser, UsageError, at_least, run_command
+from support.errors import Parser, UsageError, run_command
 from support.files import check_folder
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = request.add_argument
     add("--input", metavar="FILE", help="a file of requests, as OpenAI's batch API has them: one JSON object a line")
     add("--output", metavar="FILE", help="--input: the answers, in the same order; a run that was interrupted goes on")
-    add("--batch-size", type=at_least(1), default=1, metavar="N",
+    add("--batch-size", type=int, default=1, metavar="N",
         help="answers to the prompt, with seeds seed, seed + 1, ... (default: 1)")  # fmt: skip
     add("--raw", action="store_true", help="continue the prompt as plain text, whatever the model is")
     add("--chat", action="store_true", help="interactive chat; keeps history and the cache between turns")
@@ -175,6 +175,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UsageError("give one of --grammar, --json-schema.")
     if "logprobs" in args and not args.json:
         raise UsageError("--logprobs are part of the JSON output; add --json.")
+    if args.batch_size < 1:
+        raise UsageError(f"--batch-size is {args.batch_size}; allowed: 1 or more.")
     check_folder("--html", args.html)
     check_folder("--output", args.output)
     if args.batch_size > 1 and (args.show_tree or args.html):

@@ -334,15 +334,17 @@ class RankedBatch(Batch):
             self._lead()
         except RankLost as error:  # nothing can go on
             self._abandon(error)
-            for request in (*self.waiting, *self._arrived):
+            self.waiting += self._arrived
+            self._arrived.clear()
+            for request in list(self.waiting):
                 self._end(request, error)
 
     def _lead(self) -> None:
         with interrupts_wait(), self.ranked.ranks.lost():
             while self._arrived:
-                request = self._arrived.popleft()
+                request = self._arrived[0]
                 self.ranked.tell("begin", request.prompt, request.params)
-                self.enter(request)
+                self.enter(self._arrived.popleft())
             self.ranked.tell("next")
             self.go_on()
             self._parts += 1
@@ -419,6 +421,9 @@ class RankedEngine(Engine):
 
     def margin(self, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int) -> tuple[float, float]:
         return self.together(Engine.margin, text, prompt, params, a, b)
+
+    def forget(self) -> None:
+        self.together(Engine.forget)
 
     def keep_prompts(self, cache: PromptCache) -> None:
         """Earlier prompts are not kept: only the last one's keys and values can be reused."""

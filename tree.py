@@ -207,6 +207,7 @@ class TreeTables:
 
     N: int
     D: int
+    mixed: bool  # whether the sequences have different trees
     branching: tuple[int, ...]  # per depth 0..D-1: the most children of any node there
     max_children: int
     run_rows: int
@@ -270,4 +271,4 @@ def tree_tables(trees: Sequence[StaticTree], device: torch.device | str = "cpu")
             visible[:, :, -W:] |= torch.eye(W, dtype=torch.bool)
             levels.append(Level(d, node, live, source_row.gather(1, node), rank.gather(1, node), visible))
     tensors = (parent, depth, rank, valid, ancestors, children, source_row)
-    return TreeTables(N, D, branching, K, run_rows, *tensors, tuple(levels))
+    return TreeTables(N, D, len(set(trees)) > 1, branching, K, run_rows, *tensors, tuple(levels))

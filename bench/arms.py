@@ -79,10 +79,8 @@ def timed_request(
     """Decode a batch of prompts from empty caches.
 
     Returns the results, the seconds until the last sequence had its first token, and the seconds from then to the end.
-    One-token requests that share no prefix with the prompts go before, so that nothing of an earlier run is reused.
     """
-    others = [[(prompt[0] + 1) % engine.model.config.vocab_size] for prompt in prompts]
-    engine.generate_batch(others, replace(params, max_new_tokens=1)).run()
+    engine.forget()
     synchronize(engine.model.device)
     stream = engine.generate_batch(prompts, params)
     begun = last = time.perf_counter()
@@ -119,7 +117,7 @@ class EngineArm:
         engine = build_engine(self.engine, {"eagle_always": False} | self.options | {"slots": clients}, tokens)
 
         def run(prompts: Sequence[list[int]], params: SamplingParams) -> Timing:
-            engine.batch.forget()
+            engine.forget()
             stream, first, late, now = engine.generate_batch(prompts, params), {}, 0, 0.0
             started = time.perf_counter()
             for chunk in stream:

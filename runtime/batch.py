@@ -28,6 +28,7 @@ from runtime.runner import Pacer
 from runtime.stepping import Stepper, View
 from sampling import Logprobs, SamplingMode, SamplingParams
 from step import RING, StepOutput
+from tree import TreeTables
 
 READ = CHUNKS[-1]  # tokens of prompts that are read between two steps
 BEHIND = 100  # tokens of plain steps after which a drafter catches up, whether or not it drafts; fewer than HISTORY
@@ -268,8 +269,9 @@ class Batch:
         return None
 
     def _close_gaps(self) -> None:
-        """Have the rows that decode come first."""
-        while True:
+        """Have the rows that decode come first. Where each row has a tree of its own, they stay where they are."""
+        tree = self.engine.drafter.tree
+        while not (isinstance(tree, TreeTables) and tree.mixed):
             free = self.rows.index(None) if None in self.rows else len(self.rows)
             last = max((r.row for r in self.rows if r and not self._is_read(r)), default=0)
             if last <= free:

@@ -32,6 +32,7 @@ from kernels.packing import dequantize
 from model import Transformer
 from model_config import ModelConfig
 from runtime.fused import fused_parts, static_draft
+from runtime.stepping import View
 from sampling import SamplingMode
 from sampling_params import SamplingParams
 from step import DecodeState, draft_input
@@ -678,7 +679,7 @@ def test_nodes_are_pruned_by_their_measured_price(monkeypatch):
     """Catches a price that is not measured, measured again for every request, or not used."""
     model, measured = quantized_model("int4"), []
 
-    def measure(engine: Engine, mode: SamplingMode, *drafters: PlainDrafter) -> tuple[float, float]:
+    def measure(engine: Engine, mode: SamplingMode, view: View, *drafters: PlainDrafter) -> tuple[float, float]:
         measured.append([drafter.N for drafter in drafters])
         return 1.0, 1.4
 

@@ -106,6 +106,7 @@ class Stepper:
         # seconds of a plain and of a speculative step, by the settings and the number of rows
         self.timings: dict[tuple[SamplingMode, int], tuple[float, float]] = {}
         self.step_seconds: tuple[float, float] | None = None  # those of the present steps
+        self.prices: dict[int, tuple[float, float]] = {}  # by the number of rows (`_measure_price`)
         self.warm: set[tuple] = set()  # kinds of step that have run compiled
         self.compile_seconds = 0.0  # time spent on their first runs
         self.observers: list[Observer] = []
@@ -152,13 +153,17 @@ class Stepper:
     def view(self, rows: int) -> View:
         """The first rows. A GPU and compiled steps have views of 1, 2, 4, 8, ... rows, a CPU has one of each number."""
         if self.runner.capturing or self.model.device.type == "cuda" or self.config.compile:
-            rows = min(1 << (rows - 1).bit_length(), self.batch_size)
+            rows = self._rounded(rows)
         if rows not in self._views:
             view = View(rows, self.state.first(rows), self.drafter.first(rows), self.fallback)
             if self.compile_mode.scope == "whole" and self.compile_mode.inductor:
                 _mark_static(view.state.buffers() + view.drafter.buffers())
             self._views[rows] = view
         return self._views[rows]
+
+    def _rounded(self, rows: int) -> int:
+        """The next power of two, or all rows."""
+        return min(1 << (rows - 1).bit_length(), self.batch_size)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -218,19 +223,24 @@ class Stepper:
                 self.read()
                 self.warm.add(key)
                 self.compile_seconds += time.perf_counter() - started
+        # what was found for as many rows, or for the next power of two, holds for this view
+        rows = self._rounded(view.rows)
         if view.drafter.unpriced:
-            view.drafter.price(self._measure_price(mode, view))
-        key = mode, view.rows
+            if rows not in self.prices:
+                self.prices[rows] = self._measure_price(mode, self.view(rows))
+            view.drafter.price(self.prices[rows][1])
         paced = self.fallback is not None and (view.rows > 1 or not view.drafter.prunes(mode))
-        if paced and key not in self.timings:
-            self.timings[key] = self._measure(mode, view)
-        self.step_seconds = self.timings[key] if paced else None
+        if paced and (mode, rows) not in self.timings:
+            # a pruned tree has as many nodes as the text allows, so its steps are timed while they decode
+            known = view.drafter.prunes(mode) and rows in self.prices
+            self.timings[mode, rows] = (self.prices[rows][0], 0.0) if known else self._measure(mode, self.view(rows))
+        self.step_seconds = self.timings[mode, rows] if paced else None
 
-    def _measure_price(self, mode: SamplingMode, view: View, nodes: int = 4) -> float:
-        """The extra time of one node, as a share of the time of a plain step."""
+    def _measure_price(self, mode: SamplingMode, view: View, nodes: int = 4) -> tuple[float, float]:
+        """Seconds of a plain step, and the extra time of one node as a share of that."""
         steps = (PlainDrafter(self.model, width, features_of=self.drafter) for width in (1, 1 + nodes))
         plain, wide = self._time_steps(mode, view, *steps)
-        return max(0.0, wide / plain - 1) / nodes
+        return plain, max(0.0, wide / plain - 1) / nodes
 
     def _measure(self, mode: SamplingMode, view: View) -> tuple[float, float]:
         """Seconds of a plain and of a speculative step."""

@@ -711,7 +711,7 @@ def test_pruned_trees_of_a_batch_keep_what_one_of_them_needs():
         plain, *drafted = ([r.token_ids for r in e.generate_batch([[1, 5, 9], [4, 2]], params).run()] for e in engines)
         assert all(ids == plain for ids in drafted)
     for settings, paced in ((params, False), (replace(params, top_k=5), True)):  # with top-k the whole tree is checked
-        engines[1].generate_batch([[1, 5, 9], [4, 2]], settings).run()
+        engines[1].generate([1, 5, 9], settings).run()
         assert engines[1].fallback is not None and (engines[1].step_seconds is not None) == paced
 
 

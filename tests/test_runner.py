@@ -616,9 +616,9 @@ def test_pacer_gives_up_after_a_window_and_probes_again():
     because of one bad step."""
     pacer = Pacer(2.0)
     for _ in range(15):
-        pacer.take(True, [1, 2], 1.0)
+        pacer.take(True, [1], 1.0)
         assert pacer.speculating
-    pacer.take(True, [1, 1], 1.0)
+    pacer.take(True, [2], 1.0)
     assert not pacer.speculating
     pacer.take(True, [5], 1.0)  # this step was under way, so it belongs to no phase
     for _ in range(63):
@@ -629,13 +629,29 @@ def test_pacer_gives_up_after_a_window_and_probes_again():
     for i in range(8):
         pacer.take(False, [1], 1.0)
         assert pacer.speculating
-        pacer.take(True, [3 if i < 4 else 0, 1], 1.0)  # tau 1.25; a probe is 8 steps, not 16
+        pacer.take(True, [2 if i < 4 else 1], 1.0)  # tau 1.5; a try is 8 steps, not 16
     assert not pacer.speculating
-    for _ in range(64):
+    for _ in range(127):  # the next try waits twice as long
         pacer.take(False, [1], 1.0)
+        assert not pacer.speculating
+    pacer.take(False, [1], 1.0)
     for i in range(100):
         pacer.take(True, [3 if i % 16 else 1], 1.0)
         assert pacer.speculating
+    for _ in range(16):
+        pacer.take(True, [1], 1.0)
+    assert not pacer.speculating and pacer.pause == 64
+
+
+@pytest.mark.parametrize("rows, steps", [(2, 8), (8, 2), (16, 2)])
+def test_many_sequences_tell_soon_whether_drafting_pays(rows, steps):
+    """Sixteen steps of a tree in eight sequences cost as much as a hundred plain ones: tries that slow everybody down."""
+    pacer = Pacer(0.0, plain_seconds=1.0)
+    for _ in range(steps - 1):
+        pacer.take(True, [2] * rows, 3.0)
+        assert pacer.speculating
+    pacer.take(True, [2] * rows, 3.0)
+    assert not pacer.speculating
 
 
 class Turning(ScriptedDrafter):

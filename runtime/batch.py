@@ -238,7 +238,8 @@ class Batch:
         """Start afresh, because nothing is decoded at the moment."""
         self._pending.clear()  # nobody reads what they emit
         self.engine.runner.begin()
-        self._pacers.clear()
+        self._pacers.pop(1, None)  # what one text was like says nothing of the next one
+        self._paced = 0
         self._speculating = True
         self._kind = None
 
@@ -322,9 +323,9 @@ class Batch:
         self._hand_out()
 
     def _pacer(self, view: View, mode: SamplingMode) -> Pacer:
-        if view.rows not in self._pacers:  # it goes on from what was found with another number of rows
-            last = self._pacers.get(self._paced, Pacer(0.0))
-            self._pacers[view.rows] = copy.copy(last)
+        if view.rows not in self._pacers:  # where drafting does not pay for few rows, it does not for more
+            fewer = self._pacers.get(self._paced) if self._paced < view.rows else None
+            self._pacers[view.rows] = copy.copy(fewer or Pacer(0.0))
         self._paced = view.rows
         pacer, seconds = self._pacers[view.rows], self.engine.step_seconds
         pacer.break_even = self.engine.break_even_tau

@@ -715,7 +715,12 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
     """Catches draft rows of plainly decoded tokens that are missing, shifted by one or made from other features.
     Acceptance would be lost silently. Tokens and all later draft rows must be those of an engine that never stopped,
     also in the next turn."""
-    for name, value in (("WINDOW", 3), ("PLAIN", 37), ("PROBE", 3)):  # 37: more than one chunk of catching up
+    for name, value in (
+        ("WINDOW", 3),
+        ("PLAIN", 37),
+        ("LONGEST", 37),
+        ("PROBE", 3),
+    ):  # 37: more than one chunk of catching up
         monkeypatch.setattr(Pacer, name, value)
     params = settings(2, max_new_tokens=90)
     always = Engine(MODEL, drafter=drafter_of(kind, 2), config=EngineConfig(batch_size=2))
@@ -727,7 +732,8 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
     ours, theirs = (e.generate_batch(prompts, params).run() for e in (engine, always))
     assert [r.token_ids for r in ours] == [r.token_ids for r in theirs]
     assert all(r.plain_tokens > 40 for r in ours) and {row for row, *_ in caught} == {0, 1}
-    assert all(30 < end - start <= HISTORY for _, start, end in caught)
+    spans = [end - start for _, start, end in caught]  # short where a row goes on alone
+    assert max(spans) <= HISTORY and sum(span > 30 for span in spans) >= 2
     places = [{tuple(text.ids): b for b, text in enumerate(e.batch.texts)} for e in (engine, always)]
     for ids, b in places[0].items():
         a = places[1][ids]
@@ -740,6 +746,7 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
             torch.testing.assert_close(cache[..., b, :, :rows, :], other[..., a, :, :rows, :])
     turns = [p + r.token_ids + [7] for p, r in zip(prompts, ours, strict=True)]
     engine.timings = dict.fromkeys(engine.timings, (1.0, 0.0))
+    engine.batch._pacers.clear()
     short = settings(2, max_new_tokens=9)
     assert outcome(engine.generate_batch(turns, short).run()) == outcome(always.generate_batch(turns, short).run())
 

@@ -1,29 +1,30 @@
-"""The engine: one request at a time, from prompt ids to a stream of tokens.
+"""The engine: requests that are decoded together, from prompt ids to streams of tokens.
 
-It prefills the prompt (reusing the prefix that its caches still hold), launches steps ahead of the host, applies the stop
+It reads prompts (reusing the prefixes that its caches still hold), launches steps ahead of the host, applies the stop
 rules, and falls back to plain decoding while drafting does not pay. It works on token ids and only passes text through.
+`runtime/batch.py` says which request runs when.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import torch
 
 from drafters.base import Drafter, PlainDrafter
 from model import Transformer
+from runtime.batch import Batch
 from runtime.grammar import Grammars
-from runtime.lease import Lease, LeaseQueue, Left
 from runtime.prefill import Prompt, prompts_ids
 from runtime.prompt_cache import PromptCache
 from runtime.request import Request
-from runtime.results import AsyncStream, Chunk, GenerationResult, SequenceOutput, Stream, mark_interrupted
+from runtime.results import GenerationResult, SequenceOutput
 from runtime.stepping import EngineConfig, Stepper
+from runtime.streams import AsyncStream, Driver, Inbox, Stream
 from sampling import SamplingParams
 from sampling_params import per_row
 from step import MAX_STOP_IDS
@@ -33,7 +34,8 @@ Result = TypeVar("Result")
 
 
 class Engine(Stepper):
-    """Decodes one batch at a time with a target, a drafter and static buffers. `load.load` builds it."""
+    """Decodes with a target, a drafter and static buffers, as many requests at once as it has rows. `load.load` builds
+    it."""
 
     def __init__(
         self,
@@ -49,13 +51,22 @@ class Engine(Stepper):
         self.options, self.plan, self.head = config.options, config.plan, config.head
         self.generation = config.generation
         self.grammars = Grammars(tokenizer, model.config.vocab_size)
-        self._forget_caches()
-        self.prompt_cache = PromptCache()  # keeps texts that the caches no longer hold; this one keeps none
-        self.queue = LeaseQueue()  # requests run one after another
+        self.batch = Batch(self, self.write_settings)
+        self.driver = Driver(self.batch)
+
+    @property
+    def prompt_cache(self) -> PromptCache:
+        """Keeps the texts that no row holds any more."""
+        return self.batch.prompt_cache
 
     def keep_prompts(self, cache: PromptCache) -> None:
         """Keep the caches of earlier prompts in this prompt cache from now on. Call it between requests."""
-        self.prompt_cache = cache
+        self.batch.prompt_cache = cache
+
+    def forget(self) -> None:
+        """Forget what the caches hold of requests that have ended, so that the next ones reuse nothing."""
+        with self.driver.alone():
+            self.batch.forget()
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The request's stop ids, or else the tokenizer's, or else the config's."""
@@ -83,18 +94,19 @@ class Engine(Stepper):
 
         Waits for the engine, as a request does. Returns the seconds that the work took.
         """
-        params = params or SamplingParams()
-        with Lease(self.queue):
+        with self.driver.alone():
             started = time.perf_counter()
-            self._write_settings([params])
-            self._first_runs(params.mode)
+            mode = (params or SamplingParams()).mode
+            self.batch.drain()
+            with self.paused():
+                self.first_runs(mode, self.view(1))
             return time.perf_counter() - started
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Decode one prompt. Returns a Stream of Chunks whose `result` is complete when the stream ends.
 
         The prompt is text to continue, a list of token ids, or a one-dimensional numpy array or torch tensor of ids. Any
-        number of threads may use one engine. Their requests run one after another (see Stream).
+        number of threads may use one engine. Their requests run together (see Stream).
 
         Raises, in one line and before any kernel runs:
             TypeError: for a prompt of another type.
@@ -107,18 +119,28 @@ class Engine(Stepper):
 
         A task that is cancelled closes its stream (see AsyncStream).
         """
-        return AsyncStream(self.generate(prompt, params), self.queue.worker())
+        return AsyncStream(self.generate(prompt, params))
 
     def generate_batch(
         self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Stream:
-        """Decode up to batch_size prompts of any lengths together. Otherwise as `generate`.
+        """Decode any number of prompts together, as many at a time as there are rows. Otherwise as `generate`.
 
         params: for all prompts, where prompt b draws with seed + b, or one per prompt. The text of a prompt does not
             depend on the settings of the others.
         """
         prompts = prompts_ids(prompts, self.tokenizer)
-        params = per_row(params or SamplingParams(), len(prompts))
+        requests, inbox = self.requests(prompts, per_row(params or SamplingParams(), len(prompts)))
+
+        def enter() -> None:
+            for request in requests:
+                self.batch.submit(request)
+
+        results = [request.result for request in requests]
+        return Stream(requests, results, inbox, self.driver, enter, self.batch.settle)
+
+    def requests(self, prompts: list[list[int]], params: Sequence[SamplingParams]) -> tuple[list[Request], Inbox]:
+        """Requests with these settings, which are not queued yet, and the inbox that takes their chunks."""
         self._check_request(prompts, params)
         chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 and not self.drafter.p_min else 0
         outputs = [
@@ -128,14 +150,14 @@ class Engine(Stepper):
             )
             for prompt, row in zip(prompts, params, strict=True)
         ]  # fmt: skip
-        lease = Lease(self.queue)
         constraints = [self.grammars.constraint(p.grammar, self.stop_ids(p)) if p.grammar else None for p in params]
-        request = Request(self, prompts, params, outputs, constraints)
-        return Stream(self._run(request, lease), request.results, lease)
+        inbox = Inbox(len(prompts))
+        parts = enumerate(zip(prompts, params, outputs, constraints, strict=True))
+        return [Request(*part, inbox, index) for index, part in parts], inbox
 
     def _check_request(self, prompts: list[list[int]], rows: list[SamplingParams]) -> None:
-        if not 1 <= len(prompts) <= self.batch_size:
-            raise ValueError(f"{len(prompts)} prompts, but the engine holds 1 to {self.batch_size}; use --batch-size.")
+        if not prompts:
+            raise ValueError("no prompts; give at least one.")
         V = self.model.config.vocab_size
         for prompt, params in zip(prompts, rows, strict=True):
             if len(self.stop_ids(params)) > MAX_STOP_IDS:
@@ -157,70 +179,28 @@ class Engine(Stepper):
                 )
 
     @torch.inference_mode()
-    def _run(self, request: Request, lease: Lease) -> Generator[Chunk]:
-        try:
-            if not lease.wait():
-                return
-            rows = (self._cached, self._drafted, request.prompts)
-            reuse = self.prompt_cache.exchange(self.state, self.drafter, *rows)
-            self._forget_caches()  # nothing is valid until the request has ended well
-            self._write_settings(request.params)
-            self._first_runs(request.mode)
-            for b, prompt in enumerate(request.prompts):
-                yield request.prefill(b, prompt, *reuse[b], lease.go_on)
-                lease.check()
-            self.runner.begin()
-            while not request.finished:
-                for chunk in request.advance():
-                    yield chunk
-                    lease.check()
-            self._keep_caches(request)
-        except Left:
-            return
-        except Exception:
-            self.prompt_cache.distrust()
-            raise
-        except GeneratorExit:  # the reader left between two chunks, and what it was given is in the caches
-            lease.end(partial(self._keep_caches, request))
-            raise
-        finally:
-            lease.end()
-            mark_interrupted(request.results)
-
-    def _keep_caches(self, request: Request) -> None:
-        for b in range(len(request.prompts)):
-            self._cached[b], self._drafted[b] = request.cached(b)
-
-    def _forget_caches(self) -> None:
-        # for each row the ids whose target rows are valid, and the number of valid draft rows
-        self._cached: list[list[int]] = [[] for _ in range(self.batch_size)]
-        self._drafted = [0] * self.batch_size
-
-    def _write_settings(self, params: Sequence[SamplingParams]) -> None:
-        """Write a request's settings into the static buffers. Every sequence counts as finished until its prefill."""
+    def write_settings(self, row: int, params: SamplingParams) -> None:
+        """Write a request's settings into a row of the static buffers. It counts as finished until its prompt is read."""
         state = self.state
-        state.done.fill_(True)
-        state.sampling.set([*params, *[SamplingParams()] * (self.batch_size - len(params))])
-        state.stop_ids.fill_(-1)
-        for b, row in enumerate(params):
-            stop_ids = self.stop_ids(row)
-            state.stop_ids[b, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
-            state.limit[b] = row.max_new_tokens
-        state.seen.zero_()
-        state.counts.zero_()
+        stop_ids = self.stop_ids(params)
+        state.done[row] = True
+        state.sampling.set_row(row, params)
+        state.stop_ids[row] = -1
+        state.stop_ids[row, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
+        state.limit[row] = params.max_new_tokens
+        state.seen[row] = False
+        state.counts[row] = 0
 
     @torch.inference_mode()
-    def margin(
-        self, row: int, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int
-    ) -> tuple[float, float]:
+    def margin(self, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int) -> tuple[float, float]:
         """The margin between tokens a and b after `text`, whose first `prompt` ids are the prompt.
 
         Returns the difference of their sampling keys z + T g, and the same in units of the last place of the larger logit
         in the model's dtype. It tells a rounding tie from a bug.
         """
-        with Lease(self.queue), self.backend.active():
-            self._forget_caches()
-            self.state.sampling.set(params)
+        with self.driver.alone(), self.backend.active():
+            row = self.batch.free_row()
+            self.state.sampling.set_row(row, params)
             logits, noise = self.prefill.logits(row, list(text), params.mode)
             logits = self.prefill.penalised(row, logits, text, prompt, params.mode)
             temperature = self.state.sampling.row(row).temperature

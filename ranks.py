@@ -20,7 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,11 +32,11 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from drafters.base import Drafter
 from engine import Engine, Result
 from model import Transformer
-from runtime.lease import Lease, Left
+from runtime.batch import Batch
 from runtime.prompt_cache import PromptCache
 from runtime.request import Request
-from runtime.results import Chunk, GenerationResult, Stream
 from runtime.stepping import EngineConfig
+from runtime.streams import Driver
 from sampling import SamplingParams
 from support.errors import INTERNAL, UsageError, UserError, one_line
 from tokenizer import Tokenizer
@@ -290,18 +291,89 @@ def same_model(ranks: Ranks, described: Any) -> None:
             raise OtherRank(f"rank {rank} has another checkpoint, or other options, than rank 0. Give all the same.")
 
 
-class _AgreedLease:
-    """A lease whose request ends early in all ranks, or in none."""
+class RankedBatch(Batch):
+    """The requests of an engine in several processes. Rank 0 says which of them begin and end, and when all go on."""
 
-    def __init__(self, lease: Lease, ranks: Ranks):
-        self.lease = lease
-        self.ranks = ranks
-        self.wait, self.check, self.end = lease.wait, lease.check, lease.end
+    def __init__(self, engine: RankedEngine):
+        super().__init__(engine, engine.write_settings)
+        self.ranked = engine
+        self.known: dict[int, Request] = {}  # by the number that all ranks know
+        self._arrived: deque[Request] = deque()
+        self._count = 0  # of requests
+        self._parts = 0  # that all have done
+        self._checked: list[Request] = []  # those whose tokens are compared next
 
-    def go_on(self) -> None:
-        """Raise Left if the request of rank 0 shall end."""
-        if self.ranks.agree(self.lease.ending):
-            raise Left
+    @property
+    def busy(self) -> bool:
+        return bool(self._arrived) or super().busy
+
+    def submit(self, request: Request) -> None:
+        self._arrived.append(request)
+
+    def enter(self, request: Request) -> None:
+        """Queue the next request. All ranks call it for the same one."""
+        self.known[self._count] = request
+        self._count += 1
+        self._checked.append(request)
+        self.waiting.append(request)
+
+    def settle(self) -> None:
+        ending = [number for number, request in self.known.items() if request.stopping and not request.ended]
+        if ending:
+            with interrupts_wait():
+                self.ranked.tell("stop", ending)
+                self.stop(ending)
+
+    def stop(self, numbers: Sequence[int]) -> None:
+        """End these requests. All ranks call it."""
+        self.end([self.known[number] for number in numbers])
+
+    def iterate(self) -> None:
+        try:
+            self.settle()
+            self._lead()
+        except RankLost as error:  # nothing can go on
+            self._abandon(error)
+            self.waiting += self._arrived
+            self._arrived.clear()
+            for request in list(self.waiting):
+                self._end(request, error)
+
+    def _lead(self) -> None:
+        with interrupts_wait(), self.ranked.ranks.lost():
+            while self._arrived:
+                request = self._arrived[0]
+                self.ranked.tell("begin", request.prompt, request.params)
+                self.enter(self._arrived.popleft())
+            self.ranked.tell("next")
+            self.go_on()
+            self._parts += 1
+            if self._parts % CHECK_EVERY == 0 or not self.busy:
+                self.ranked.tell("compare")
+                self.compare()
+
+    def compare(self) -> None:
+        """Raise RankLost unless all ranks have decoded the same tokens so far. All ranks call it."""
+        ranks = self.ranked.ranks
+        texts = ranks.gather([list(request.result.token_ids) for request in self._checked])
+        for rank, theirs in enumerate(texts):
+            if theirs != texts[0]:
+                raise RankLost(
+                    f"rank {rank} decoded other tokens than rank 0: a bug, or hardware that computes differently."
+                )
+        self._checked = [request for request in self._checked if not request.ended]
+        self.known = {number: request for number, request in self.known.items() if not request.ended}
+
+    def _abandon(self, error: Exception | None) -> None:
+        if isinstance(error, ExchangeFailed | dist.DistError):
+            try:
+                with self.ranked.ranks.lost():
+                    raise error
+            except RankLost as lost:
+                if self.ranked.ranks.rank:  # this process ends, and rank 0 says why
+                    raise
+                error = lost
+        super()._abandon(error)
 
 
 class RankedEngine(Engine):
@@ -323,8 +395,11 @@ class RankedEngine(Engine):
         self.ranks = ranks
         self.number = ranks.engines  # among those that share the processes, which all make them in the same order
         ranks.engines += 1
+        self.batch = RankedBatch(self)
+        self.driver = Driver(self.batch)
 
-    def _tell(self, *words: object) -> None:
+    def tell(self, *words: object) -> None:
+        """Rank 0 says what comes next to the others, which `follow`."""
         if self.ranks.rank == 0:
             self.ranks.tell(self.number, *words)
 
@@ -332,8 +407,11 @@ class RankedEngine(Engine):
         return RankedEngine(self.model, self.tokenizer, drafter, config, self.ranks)
 
     def together(self, deed: Callable[..., Result], *arguments: object) -> Result:
-        self._tell("together", deed, *arguments)
-        return deed(self, *arguments)
+        with self.driver.alone():
+            while self.ranks.rank == 0 and None not in self.batch.rows:  # a deed may need a row
+                self.batch.iterate()
+            self.tell("together", deed, *arguments)
+            return deed(self, *arguments)
 
     def twin(self, width: int) -> Engine:
         return self.together(Engine.twin, width)
@@ -341,43 +419,14 @@ class RankedEngine(Engine):
     def warm_up(self, params: SamplingParams | None = None) -> float:
         return self.together(Engine.warm_up, params)
 
-    def margin(
-        self, row: int, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int
-    ) -> tuple[float, float]:
-        return self.together(Engine.margin, row, text, prompt, params, a, b)
+    def margin(self, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int) -> tuple[float, float]:
+        return self.together(Engine.margin, text, prompt, params, a, b)
+
+    def forget(self) -> None:
+        self.together(Engine.forget)
 
     def keep_prompts(self, cache: PromptCache) -> None:
         """Earlier prompts are not kept: only the last one's keys and values can be reused."""
-
-    def _run(self, request: Request, lease: Lease) -> Generator[Chunk]:
-        chunks = super()._run(request, _AgreedLease(lease, self.ranks))
-        return self._lead(request, lease, chunks) if self.ranks.rank == 0 else chunks
-
-    def _lead(self, request: Request, lease: Lease, chunks: Generator[Chunk]) -> Generator[Chunk]:
-        steps, begun = 0, False
-        try:
-            if not lease.wait():
-                return
-            with interrupts_wait():
-                self._tell("begin", request.prompts, request.params)
-                begun = True
-            while True:
-                lease.check()
-                with interrupts_wait(), self.ranks.lost():
-                    self._tell("next")
-                    chunk = next(chunks, None)
-                    steps += 1
-                    if chunk is None or steps % CHECK_EVERY == 0:
-                        self._tell("compare")
-                        compare(self.ranks, request.results)
-                if chunk is None:
-                    return
-                yield chunk
-        finally:
-            if begun and lease.held:
-                with contextlib.suppress(RankLost):
-                    self._tell("close")
-            chunks.close()
 
 
 @contextlib.contextmanager
@@ -399,34 +448,23 @@ def interrupts_wait() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def compare(ranks: Ranks, results: Sequence[GenerationResult]) -> None:
-    """Raise RankLost unless all ranks have decoded the same tokens so far. All ranks call it."""
-    texts = ranks.gather([list(result.token_ids) for result in results])
-    for rank, theirs in enumerate(texts):
-        if theirs != texts[0]:
-            raise RankLost(
-                f"rank {rank} decoded other tokens than rank 0: a bug, or hardware that computes differently."
-            )
-
-
 def follow(engine: RankedEngine, ranks: Ranks) -> None:
     """Do in this process what rank 0 says, until it ends."""
-    engines: dict[int, Engine] = {engine.number: engine}
-    streams: dict[int, Stream] = {}
+    engines: dict[int, RankedEngine] = {engine.number: engine}
     with ranks.lost():
         while True:
             match ranks.hear():
                 case _, "end":
                     return ranks.leave()
-                case number, "begin", prompts, params:
-                    streams[number] = engines[number].generate_batch(prompts, params)
+                case number, "begin", prompt, params:
+                    [request], _ = engines[number].requests([prompt], [params])
+                    engines[number].batch.enter(request)
                 case number, "next":
-                    with contextlib.suppress(ArithmeticError):  # rank 0 meets it, too, and reports it
-                        next(streams[number], None)
+                    engines[number].batch.go_on()
+                case number, "stop", numbers:
+                    engines[number].batch.stop(numbers)
                 case number, "compare":
-                    compare(ranks, streams[number].results)
-                case number, "close":
-                    streams[number].close()
+                    engines[number].batch.compare()
                 case number, "together", deed, *arguments:
                     with contextlib.suppress(ValueError):  # as above
                         made = deed(engines[number], *arguments)

@@ -49,10 +49,8 @@ class SamplingState:
 
     def set(self, params: SamplingParams | Sequence[SamplingParams]) -> None:
         """Copy the settings of all rows into the buffers, from one SamplingParams or one per row (`per_row`)."""
-        rows = per_row(params, self.seed.shape[0])
-        for name, buffer in vars(self).items():
-            for b, row in enumerate(rows):
-                buffer.select(0, b).fill_(self._value(row, name))
+        for b, row in enumerate(per_row(params, self.seed.shape[0])):
+            self.set_row(b, row)
 
     @staticmethod
     def _value(params: SamplingParams, name: str) -> float:
@@ -68,10 +66,22 @@ class SamplingState:
         # overflow, and at 1e30 the choice is uniform already.
         return min(max(value, FP32_TINY), 1e30) if name == "temperature" else value
 
+    def set_row(self, b: int, params: SamplingParams) -> None:
+        """Copy the settings of row b into the buffers."""
+        for name, buffer in vars(self).items():
+            buffer.select(0, b).fill_(self._value(params, name))
+
     def row(self, b: int) -> "SamplingState":
         """The settings of row b alone, as views of these buffers."""
+        return self._part(b, 1)
+
+    def first(self, rows: int) -> "SamplingState":
+        """The settings of the first rows, as views of these buffers."""
+        return self._part(0, rows)
+
+    def _part(self, begin: int, rows: int) -> "SamplingState":
         view = copy.copy(self)
-        vars(view).update({name: buffer[b : b + 1] for name, buffer in vars(self).items()})
+        vars(view).update({name: buffer.narrow(0, begin, rows) for name, buffer in vars(self).items()})
         return view
 
 

@@ -9,15 +9,16 @@ Shape letters: B batch, N nodes, D depth, S slots, V vocabulary, F feature size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import kernels
 import sampling
-from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts
+from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, swap_rows
 from kernels.records import Accepted, StepBuffers
 from model import Transformer
 from sampling import Logprobs, SamplingMode, SamplingState
@@ -26,6 +27,8 @@ from verify import accept, multi_round
 PHASES = ("draft", "verify", "accept")  # accept is choosing, walking and committing
 MAX_STOP_IDS = 32
 HISTORY = 128  # features kept for a drafter that catches up: more than Pacer.PLAIN and the longest run of a step
+# the buffers of a DecodeState whose first axis is the batch
+PER_ROW = """tokens n root count features history done produced limit stop_ids seen counts allowed""".split()
 RING = 8  # steps whose output the device keeps, which is more than may run ahead of the host
 
 
@@ -73,6 +76,22 @@ class DecodeState:
             self.allowed = torch.full((B, drafter.N, -(-V // 32)), -1, dtype=torch.int32)
         self.sampling = SamplingState(B, model.device)
 
+    def first(self, rows: int) -> DecodeState:
+        """The buffers of the first rows alone, as views."""
+        view = copy.copy(self)
+        view.kv = self.kv.narrow(2, 0, rows)
+        view.ring = self.ring.narrow(1, 0, rows)
+        view.sampling = self.sampling.first(rows)
+        vars(view).update({name: vars(self)[name].narrow(0, 0, rows) for name in PER_ROW})
+        return view
+
+    def swap(self, a: int, b: int, length: int) -> None:
+        """Exchange what two rows hold, of which the first `length` slots are valid in either. No host sync."""
+        both, swapped = [a, b], [b, a]
+        for buffer in (*(vars(self)[name] for name in PER_ROW), *vars(self.sampling).values()):
+            buffer[both] = buffer[swapped]
+        swap_rows(self.kv, a, b, length)
+
     def step_buffers(self) -> StepBuffers:
         """What a commit reads and writes, under the names that the kernels use."""
         return StepBuffers(
@@ -116,8 +135,11 @@ class Observer:
     def mark(self, phase: str) -> None:
         """Called inside a step: with "start" before it, then at the end of each of PHASES."""
 
-    def step(self, output: StepOutput) -> None:
-        """Called after the host has read a step, with the tensors of that step."""
+    def step(self, output: StepOutput, results: Sequence[Any]) -> None:
+        """Called after the host has read a step, with the tensors of that step.
+
+        results: of the requests that had the rows, None for a row without one. The step is not part of them yet.
+        """
 
 
 def decode_step(

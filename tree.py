@@ -10,7 +10,7 @@ Code that a compiled step traces does not belong here (see tree_building.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -207,6 +207,7 @@ class TreeTables:
 
     N: int
     D: int
+    mixed: bool  # whether the sequences have different trees
     branching: tuple[int, ...]  # per depth 0..D-1: the most children of any node there
     max_children: int
     run_rows: int
@@ -218,6 +219,12 @@ class TreeTables:
     children: Tensor  # [B, N, max_children], 0 = none
     source_row: Tensor  # [B, N] run row of each node's parent
     levels: tuple[Level, ...]
+
+    def first(self, rows: int) -> TreeTables:
+        """The trees of the first sequences, as views."""
+        own = {name: value[:rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        levels = (Level(level.depth, *(table[:rows] for table in level[1:])) for level in self.levels)
+        return replace(self, **own, levels=tuple(levels))
 
 
 def check_width(tree: DynamicTree | TreeTables, vocab_size: int) -> None:
@@ -264,4 +271,4 @@ def tree_tables(trees: Sequence[StaticTree], device: torch.device | str = "cpu")
             visible[:, :, -W:] |= torch.eye(W, dtype=torch.bool)
             levels.append(Level(d, node, live, source_row.gather(1, node), rank.gather(1, node), visible))
     tensors = (parent, depth, rank, valid, ancestors, children, source_row)
-    return TreeTables(N, D, branching, K, run_rows, *tensors, tuple(levels))
+    return TreeTables(N, D, len(set(trees)) > 1, branching, K, run_rows, *tensors, tuple(levels))

@@ -12,6 +12,7 @@ from engine import Engine
 from model import Experts
 from runtime.results import GenerationResult
 from sampling import SamplingParams
+from sampling_params import per_row
 from weights.quantized import QuantLinear
 
 TIE_MARGIN = 1e-4
@@ -76,7 +77,7 @@ def find_fork(
     if index is None:
         return Fork(row, min(len(ours), len(theirs)), math.inf, math.inf)
     text = [*prompt, *ours[:index]]
-    return Fork(row, index, *plain.margin(row, text, len(prompt), params, ours[index], theirs[index]))
+    return Fork(row, index, *plain.margin(text, len(prompt), per_row(params, row + 1)[row], ours[index], theirs[index]))
 
 
 def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult]) -> Proof:

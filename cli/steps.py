@@ -67,50 +67,58 @@ class StepView:
 
 
 class StepRecorder(Observer):
-    """Collects the steps of the first row of one request.
+    """Collects the steps of the first sequence of one stream.
 
     It reads every step's tensors on the host, which costs speed. It never changes what is decoded.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, result: GenerationResult | None = None):
+        """result: of the sequence whose steps are wanted, if it is known already."""
         self.tokenizer = engine.tokenizer
+        self.result = result
         self.steps: list[Step] = []
         self.first = ""  # the text of the first token, which the prompt's forward gives
         self.views: list[StepView] = []
         self.scoring = engine.drafter.scoring
         self.grafted = engine.drafter.grafted
+        self._decoder = None if engine.tokenizer is None else engine.tokenizer.stream(continuation=True)
+        self._seconds = 0.0  # that the steps so far have taken
         engine.add_observer(self)
 
-    def step(self, output: StepOutput) -> None:
-        count = int(output.count[0])
-        if count == 0:
+    def step(self, output: StepOutput, results: Sequence[GenerationResult | None]) -> None:
+        row = next((b for b, result in enumerate(results) if result is not None and result is self.result), None)
+        if row is None:
             return
+        count = int(output.count[row])
         draft = output.draft
         columns = (draft.tokens, draft.parent, draft.depth, draft.valid, draft.scores.clamp(max=0).exp())
-        chosen = (output.path[0, :count], output.emitted[0, :count])
-        self.steps.append(Step(*(column[0].tolist() for column in columns), *(ids.tolist() for ids in chosen)))
+        chosen = (output.path[row, :count], output.emitted[row, :count])
+        self.steps.append(Step(*(column[row].tolist() for column in columns), *(ids.tolist() for ids in chosen)))
 
     def follow(self, chunks: Iterable[Chunk], result: GenerationResult) -> Iterator[Chunk]:
-        """Pass the chunks of a request on. Before a step's chunk is passed on, its view is appended to `views`.
+        """Pass the chunks of a stream on. Before a step's chunk is passed on, its view is appended to `views`.
 
-        `result` is that of the request's first row. The time of a step comes from there, so neither the recorder's work
-        nor the reader's is in it.
+        result: of the first sequence.
         """
-        decoder = None if self.tokenizer is None else self.tokenizer.stream(continuation=True)
-        seconds = 0.0
+        self.result = result
         for chunk in chunks:
             if chunk.row == 0:
-                ids = chunk.token_ids
-                kept = [self.text(token) if decoder is None else decoder.push([token]) for token in ids]
-                if len(self.steps) == len(self.views):  # no step has run yet
-                    self.first = "".join(kept)
-                else:
-                    step = self.steps[len(self.views)]
-                    own = len(ids) == len(step.emitted)
-                    ms = (result.decode_seconds - seconds) * 1e3
-                    self.views.append(StepView(self.nodes(step, own), kept, own, ms))
-                    seconds = result.decode_seconds
+                self.push(chunk)
             yield chunk
+
+    def push(self, chunk: Chunk) -> None:
+        """Take a chunk of the sequence, before the next step runs. The time of a step comes from the result, so neither
+        the recorder's work nor the reader's is in it."""
+        decoder, ids = self._decoder, chunk.token_ids
+        kept = [self.text(token) if decoder is None else decoder.push([token]) for token in ids]
+        if len(self.steps) == len(self.views):  # no step has run yet
+            self.first = "".join(kept)
+            return
+        step = self.steps[len(self.views)]
+        own = len(ids) == len(step.emitted)
+        ms = (self.result.decode_seconds - self._seconds) * 1e3
+        self.views.append(StepView(self.nodes(step, own), kept, own, ms))
+        self._seconds = self.result.decode_seconds
 
     def nodes(self, step: Step, own: bool) -> list[Node]:
         """The drafted nodes that count, and where `own` says so the target's own token below the last accepted one."""
@@ -171,7 +179,7 @@ class Gauge(Observer):
             self.times[phase] = torch.cuda.Event(enable_timing=True, external=True)
         self.times[phase].record()
 
-    def step(self, output: StepOutput) -> None:
+    def step(self, output: StepOutput, results: Sequence[GenerationResult | None]) -> None:
         before = self.times["start"]
         for phase in PHASES:
             now = self.times[phase]

@@ -7,6 +7,7 @@ host. Shape letters: B batch, N nodes, D depth, S slots, V vocabulary, F feature
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from model import Transformer
 from sampling import SamplingMode, SamplingState
+from tree import DynamicTree, TreeTables
 
 
 class StepParts(NamedTuple):
@@ -69,6 +71,7 @@ class Drafter:
     # Its KV caches [..., B, Hkv, S, hd]. What they hold of a token depends on the text up to there alone.
     caches: tuple[Tensor, ...] = ()
     cached_models: tuple[nn.Module, ...] = ()  # those whose keys and values the caches hold
+    tree: DynamicTree | TreeTables | None = None  # what it drafts, if that is one tree for each row, or one for all
     grafted: bool = False  # whether n-gram nodes were added to another drafter's tree
 
     def __init__(self, N: int, D: int, feature_size: int, taps: tuple[int, ...] = ()):
@@ -96,6 +99,22 @@ class Drafter:
     def price(self, share: float) -> None:
         """Learn what checking one more node takes, as a share of the time of a plain step."""
 
+    def first(self, rows: int) -> Drafter:
+        """This drafter for the first rows of the batch. What it keeps for each row is shared as views.
+
+        A drafter that keeps more for each row than caches and trees extends this and `swap`.
+        """
+        view = copy.copy(self)
+        view.caches = tuple(cache.narrow(-4, 0, rows) for cache in self.caches)
+        if isinstance(self.tree, TreeTables):
+            view.tree = self.tree.first(rows)
+        return view
+
+    def swap(self, a: int, b: int, length: int) -> None:
+        """Exchange what is kept for two rows. Rows of its caches from `length` on are not valid. No host sync."""
+        for cache in self.caches:
+            swap_rows(cache, a, b, length)
+
     def bytes_per_step(self, model: Transformer) -> float:
         """Weight bytes that one draft reads."""
         return 0.0
@@ -103,6 +122,14 @@ class Drafter:
     def buffers(self) -> list[Tensor]:
         """The tensors that a step writes in place."""
         return [*self.caches]
+
+
+def swap_rows(cache: Tensor, a: int, b: int, length: int) -> None:
+    """Exchange the first `length` slots of two rows of a cache [..., B, Hkv, S, hd]."""
+    first, second = (cache.select(-4, row).narrow(-2, 0, min(length, cache.shape[-2])) for row in (a, b))
+    kept = first.clone()
+    first.copy_(second)
+    second.copy_(kept)
 
 
 def take_rows(values: Tensor, index: Tensor) -> Tensor:

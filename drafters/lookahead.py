@@ -60,6 +60,15 @@ class LookaheadDrafter(Drafter):
         self.window[row].fill_(-1)
         self.pool[row].fill_(-1)
 
+    def first(self, rows: int) -> LookaheadDrafter:
+        view = super().first(rows)
+        view.window, view.pool = self.window[:rows], self.pool[:rows]
+        return view
+
+    def swap(self, a: int, b: int, length: int) -> None:
+        for kept in self.buffers():
+            kept[[a, b]] = kept[[b, a]]
+
     def draft(self, inputs: DraftInput) -> Draft:
         B = inputs.n.shape[0]
         rows = self.depth.shape[0]

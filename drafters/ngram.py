@@ -97,6 +97,15 @@ class WithNGrams(Drafter):
         """N and D of a tree of N and D with K n-gram nodes. The depth has room for one run of K tokens."""
         return N + K, max(D, min(K, MAX_DEPTH))
 
+    def first(self, rows: int) -> WithNGrams:
+        view = super().first(rows)
+        view.drafter = self.drafter.first(rows)
+        view.caches = view.drafter.caches
+        return view
+
+    def swap(self, a: int, b: int, length: int) -> None:
+        self.drafter.swap(a, b, length)
+
     def bytes_per_step(self, model: Transformer) -> float:
         return self.drafter.bytes_per_step(model)
 

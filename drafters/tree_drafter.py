@@ -70,6 +70,7 @@ class TreeDrafter(Drafter):
         self.tree = tree
         self.rotary = model.rotary
         self.shared_noise, self.multi_round, self.p_min, self.unpriced, self.ngram_nodes = rule
+        self.measured_price = rule.unpriced
         self.dynamic = isinstance(tree, DynamicTree)
         self.scoring = "noisy" if (self.dynamic or rule.p_min) and rule.shared_noise else "probability"
         if rule.multi_round and self.dynamic:
@@ -89,12 +90,25 @@ class TreeDrafter(Drafter):
         levels = [torch.full((width,), level, device=device) for level, width in enumerate(widths)]
         self.row_depth = torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *levels])[None]  # below the first
         if self.dynamic:  # of every level's rows in the batch, from the first row of the level on
-            first = torch.arange(0, scratch, tree.topk, device=device)
-            depth = self.row_depth.view(-1, 1, tree.topk) - first[:, None, None]
-            self.level_first, self.level_depth = first[:, None], depth.expand(-1, batch_size, -1).flatten(0, 1)
+            self.level_first = torch.arange(0, scratch, tree.topk, device=device)[:, None]
+            self.level_depth = self._level_depth(batch_size)
         self.chain = chain_ancestors(1, self.D + 1, device).contiguous()
         # of a static tree's levels: the row of the level above that a node grows from, and the place of its candidate
         self.picks = [] if self.dynamic else list(zip(*_picks(tree), strict=True))
+
+    def _level_depth(self, batch: int) -> Tensor:
+        depth = self.row_depth.view(-1, 1, self.tree.topk) - self.level_first[..., None]
+        return depth.expand(-1, batch, -1).flatten(0, 1)
+
+    def first(self, rows: int) -> TreeDrafter:
+        view = super().first(rows)
+        view.cache = view.caches[0]
+        view.unpriced = self.measured_price  # a node's price depends on the number of rows
+        if self.dynamic:
+            view.level_depth = view._level_depth(rows)
+        else:
+            view.picks = list(zip(*_picks(view.tree), strict=True))
+        return view
 
     def prunes(self, mode: sampling.SamplingMode) -> bool:
         # a grammar writes forced tokens into the tree; the rest is what the C++ kernels lack

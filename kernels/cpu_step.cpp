@@ -321,7 +321,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> commit(std::vector<Tensor> walk, cons
     bool& finished = booleans(buffers.done)[b];
     const bool live = !finished;
     const int64_t start = integers(buffers.n)[b], many = live ? integers(accepted.count)[b] : 0;
-    int64_t* row = integers(buffers.ring) + (step * B + b) * width;
+    int64_t* row = integers(buffers.ring) + step * buffers.ring.stride(0) + b * width;
     for (int64_t level = 0; level < P; ++level) {
       const int64_t at = b * P + level, node = integers(path)[at], token = integers(accepted.emitted)[at];
       const bool is_new = level < many, good = booleans(usable)[b * N + node] || !is_new;
@@ -353,10 +353,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> commit(std::vector<Tensor> walk, cons
 }
 
 // `kernels.commit_kv` of a float32 or int8 cache [L,2,B,Hkv,S,row]: rows move from source to target [B,P]. A row whose
-// target is the last slot goes nowhere, because nobody reads that slot.
+// target is the last slot goes nowhere, because nobody reads that slot. The cache may be the first rows of a larger one.
 void commit_kv(Tensor kv, const Tensor& source, const Tensor& target) {
   const int64_t B = kv.size(2), heads = kv.size(3), S = kv.size(4), P = source.size(1);
-  const int64_t bytes = kv.size(5) * (kv.scalar_type() == ScalarType::Float ? 4 : 1);
+  const int64_t element = kv.scalar_type() == ScalarType::Float ? 4 : 1, bytes = kv.size(5) * element;
   std::vector<std::pair<int64_t, int64_t>> moves;
   std::vector<char> rows;
   for (int64_t b = 0; b < B; ++b) {
@@ -366,7 +366,7 @@ void commit_kv(Tensor kv, const Tensor& source, const Tensor& target) {
         moves.emplace_back(integers(source)[p] * bytes, integers(target)[p] * bytes);
     rows.resize(moves.size() * bytes);
     for (int64_t i = 0; i < kv.size(0) * 2 * heads && !moves.empty(); ++i) {
-      char* head = (char*)kv.data_ptr() + ((i / heads * B + b) * heads + i % heads) * S * bytes;
+      char* head = (char*)kv.data_ptr() + i / heads * kv.stride(1) * element + (b * heads + i % heads) * S * bytes;
       for (size_t m = 0; m < moves.size(); ++m) std::memcpy(&rows[m * bytes], head + moves[m].first, bytes);
       for (size_t m = 0; m < moves.size(); ++m) std::memcpy(head + moves[m].second, &rows[m * bytes], bytes);
     }

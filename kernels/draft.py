@@ -373,7 +373,7 @@ def accept_shapes(tokens: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor
 @jit
 def commit_kernel(
     path, count, bonus, emitted, usable, tokens, n, root, valid_rows, produced, limit, done, stop_ids, ring, step,
-    out_count, finite, source, target, N, P, S, RING, WIDTH, B, STOPS: tl.constexpr, PP: tl.constexpr,
+    out_count, finite, source, target, N, P, S, RING, WIDTH, STRIDE, STOPS: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
     """The small part of `step.commit` for one sequence. Grid (B,)."""
     b = tl.program_id(0)
@@ -402,7 +402,7 @@ def commit_kernel(
     good = (tl.load(usable + b * N + node, mask=inside, other=0) != 0) | (new == 0)
     tl.store(finite + b * P + level, good, mask=inside)
     tl.store(out_count + b, many)
-    ring += (tl.load(step) % RING * B + b) * WIDTH
+    ring += tl.load(step) % RING * STRIDE + b * WIDTH
     tl.store(ring, many)
     tl.store(ring + 1, finished.to(tl.int64))
     tl.store(ring + 2 + 2 * level, token, mask=inside)
@@ -448,7 +448,7 @@ def commit(
         usable.contiguous(),
         buffers.tokens, buffers.n, buffers.root, buffers.count, buffers.produced, buffers.limit, buffers.done,
         buffers.stop_ids, ring, buffers.step, count, finite, source, target, N, P, buffers.tokens.shape[1], ring.shape[0],
-        ring.shape[2], B, STOPS=buffers.stop_ids.shape[1], PP=triton.next_power_of_2(P), num_warps=1,
+        ring.shape[2], ring.stride(0), STOPS=buffers.stop_ids.shape[1], PP=triton.next_power_of_2(P), num_warps=1,
     )  # fmt: skip
     block = min(1024, triton.next_power_of_2(F))
     keep = history.shape[1] > 0

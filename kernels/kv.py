@@ -90,7 +90,7 @@ def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
 
 
 @jit
-def move_kernel(kv, source, target, BH, H, S, P, ROW, PP: tl.constexpr, BLOCK: tl.constexpr):
+def move_kernel(kv, source, target, BH, H, S, P, ROW, STRIDE, PP: tl.constexpr, BLOCK: tl.constexpr):
     """`commit_kv` for one head of one layer. Grid (L 2 B H,). All rows are read before any is written."""
     pid = tl.program_id(0)
     b = pid % BH // H
@@ -99,7 +99,7 @@ def move_kernel(kv, source, target, BH, H, S, P, ROW, PP: tl.constexpr, BLOCK: t
     there = p < P
     before = tl.load(source + b * P + p, mask=there, other=0)
     after = tl.load(target + b * P + p, mask=there, other=0)
-    kv += pid.to(tl.int64) * S * ROW
+    kv += (pid // BH).to(tl.int64) * STRIDE + (pid % BH).to(tl.int64) * S * ROW
     mask = there[:, None] & (d < ROW)
     rows = tl.load(kv + before[:, None] * ROW + d, mask=mask)
     tl.debug_barrier()
@@ -111,24 +111,31 @@ def _move_triton(kv: Tensor, source: Tensor, target: Tensor) -> None:
     count = source.shape[1]
     wide = triton.next_power_of_2(count)
     move_kernel[layers * 2 * batch * heads,](
-        kv, source.contiguous(), target.contiguous(), batch * heads, heads, slots, count, row, PP=wide,
-        BLOCK=triton.next_power_of_2(row), num_warps=4,
+        kv, source.contiguous(), target.contiguous(), batch * heads, heads, slots, count, row, kv.stride(1),
+        PP=wide, BLOCK=triton.next_power_of_2(row), num_warps=4,
     )  # fmt: skip
 
 
-def _move_cpu_problem(kv: Tensor, _source: Tensor, _target: Tensor) -> str | None:
-    return "" if kv.dtype in (torch.float32, torch.int8) and kv.is_contiguous() else None
+def _move_problem(kv: Tensor, _source: Tensor, _target: Tensor) -> str:
+    return (
+        "" if kv.stride(0) == 2 * kv.stride(1) and not cache_problem(kv.select(0, 0)) else "the cache is not contiguous"
+    )
+
+
+def _move_cpu_problem(kv: Tensor, *places: Tensor) -> str | None:
+    return "" if kv.dtype in (torch.float32, torch.int8) and not _move_problem(kv, *places) else None
 
 
 @operation(
     "commit_kv", "commit", _move_triton, lambda kv, source, target: None, mutates=("kv",),
-    problem=lambda kv, source, target: "" if kv.is_contiguous() else "the cache is not contiguous",
-    cpu=lambda *args: torch.ops.eaglet_cpu.commit_kv.default(*args), cpu_problem=_move_cpu_problem,
+    problem=_move_problem, cpu=lambda *args: torch.ops.eaglet_cpu.commit_kv.default(*args),
+    cpu_problem=_move_cpu_problem,
 )  # fmt: skip
 def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
     """Move the rows of the accepted path to their final slots in all layers, in place.
 
-    All rows are gathered before any is written, so source and target may overlap. kv [L,2,B,Hkv,S,hd];
+    All rows are gathered before any is written, so source and target may overlap. kv [L,2,B,Hkv,S,hd], which may be
+    the first rows of a larger batch;
     source, target [B,P] int64 slots, with a fixed P (= D+1). A row past the accepted count should have the
     same slot in both, or the trash row as its target. No host sync.
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from numbers import Integral
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -73,26 +73,23 @@ class Prefill:
         if compiled:
             self.forward = torch.compile(_run_chunk, fullgraph=True, dynamic=False)
 
-    def first_token(
-        self,
-        row: int,
-        prompt: list[int],
-        mode: SamplingMode,
-        start: int = 0,
-        allowed: Tensor | None = None,
-        after_chunk: Callable[[], None] = lambda: None,
-    ) -> tuple[int, Logprobs | None]:
-        """Run prompt[start:] and set up the row. Returns the first token, and its Logprobs [1, 1] if the mode has them.
+    def first_token(self, *request: Any) -> tuple[int, Logprobs | None]:
+        """`read` at once, with the same arguments."""
+        return _result(self.read(*request))
 
-        Args:
-            allowed: the tokens that may come first, int32 [W] as in `sampling.restrict`; None: all.
-            after_chunk: called after every chunk of the prompt. What it raises leaves the row unfinished.
+    def read(
+        self, row: int, prompt: list[int], mode: SamplingMode, start: int = 0, allowed: Tensor | None = None
+    ) -> Generator[None, None, tuple[int, Logprobs | None]]:
+        """Run prompt[start:] and set up the row. Comes back between two chunks of the prompt, so that others can go on.
 
-        Raises ArithmeticError if the logits after the prompt cannot be used.
+        allowed: the tokens that may come first, int32 [W] as in `sampling.restrict`; None: all.
+
+        Returns the first token, and its Logprobs [1, 1] if the mode has them. Raises ArithmeticError if the logits after
+        the prompt cannot be used.
         """
         state = self.state
         P = len(prompt)
-        raw_logits, noise = self.logits(row, prompt, mode, start, after_chunk)
+        raw_logits, noise = yield from self._logits(row, prompt, mode, start)
         logits = self.penalised(row, raw_logits, prompt, P, mode)
         if allowed is not None:
             logits = sampling.restrict(logits, allowed.to(logits.device).view(1, 1, -1))
@@ -110,14 +107,14 @@ class Prefill:
         state.counts[row, first] = 1
         return int(first), logprobs
 
-    def logits(
-        self, row: int, text: list[int], mode: SamplingMode, start: int = 0,
-        after_chunk: Callable[[], None] = lambda: None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Fill the caches with text[start:]; logits [1, 1, V] after its last token, and the noise of that position.
+    def logits(self, row: int, text: list[int], mode: SamplingMode) -> tuple[Tensor, Tensor | None]:
+        """Fill the caches with a text; logits [1, 1, V] after its last token, and the noise of that position."""
+        return _result(self._logits(row, text, mode, 0))
 
-        The last token's feature becomes the pending one.
-        """
+    def _logits(
+        self, row: int, text: list[int], mode: SamplingMode, start: int
+    ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
+        """`logits` of text[start:], chunk by chunk. The last token's feature becomes the pending one."""
         state = self.state
         P = len(text)
         device = self.model.device
@@ -134,7 +131,8 @@ class Prefill:
                 self.model, self.drafter, kv, row, chunk.to(device), nexts.to(device), where
             )
             start += take
-            after_chunk()
+            if start < P:
+                yield
         state.features[row, 0] = features[0, take - 1]
         logits = self.model.logits(hidden_states[:, take - 1 : take])
         if not bool(sampling.finite(logits).all()):
@@ -170,6 +168,15 @@ class Prefill:
             tokens = state.tokens[row].index_select(0, (at + level).clamp(max=state.slots - 1))
             features = state.history[row].index_select(0, (at + level[:-1]) % HISTORY)
             self.drafter.prefill(row, tokens[None], features[None], torch.full_like(level[:1], at))
+
+
+def _result(parts: Generator[None, None, Any]) -> Any:
+    """What a generator returns, after all its parts."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
 
 
 def _run_chunk(

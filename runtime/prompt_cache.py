@@ -32,12 +32,19 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 @dataclass(eq=False)
-class Saved:
-    """A text and what the caches held of it. Its tensors are on the host, or else in a file."""
+class Text:
+    """What the caches hold of a text."""
 
-    ids: list[int]
-    drafted: int  # rows of the draft caches that are valid
-    nbytes: int
+    ids: list[int] = field(default_factory=list)
+    drafted: int = 0  # rows of the draft caches that are valid
+    used: int = 0  # when a row came to hold it; a larger number is later
+
+
+@dataclass(eq=False)
+class Saved(Text):
+    """A text whose tensors are on the host, or else in a file."""
+
+    nbytes: int = 0
     rows: list[Tensor] = field(default_factory=list)
     file: Path | None = None
 
@@ -70,7 +77,6 @@ class PromptCache:
         self.keep = keep
         self.entries: list[Saved] = []  # the most recently used one comes last
         self.hits = 0
-        self._restored: list[Saved] = []  # by the request that has the engine
         if self.disk_limit and folder is not None:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for part in folder.glob(f"*{ENDING}.*"):  # of a process that was killed while it wrote
@@ -88,55 +94,32 @@ class PromptCache:
         """What the copies take on disk."""
         return sum(saved.nbytes for saved in self.entries if saved.file is not None)
 
-    def exchange(
-        self,
-        state: DecodeState,
-        drafter: Drafter,
-        held: Sequence[list[int]],
-        drafted: Sequence[int],
-        prompts: Sequence[list[int]],
-    ) -> list[tuple[list[int], int]]:
-        """Prepare the caches for the prompts of a request.
-
-        Args:
-            held, drafted: for each row the ids that it holds now, and the number of its valid draft rows.
-
-        Returns both for each row as they are afterwards.
-        """
-        rows = list(zip(held, drafted, strict=True))
-        self._restored = []
-        if self.limit or self.disk_limit:
-            for b, prompt in enumerate(prompts):
-                rows[b] = self._exchange_row(state, drafter, b, *rows[b], prompt)
-        return rows
-
-    def _exchange_row(
-        self, state: DecodeState, drafter: Drafter, row: int, ids: list[int], drafted: int, prompt: list[int]
-    ) -> tuple[list[int], int]:
-        """Prepare one row. It holds `ids` and `drafted` draft rows now. Returns what it holds afterwards."""
-        common = common_length(ids, prompt)
-        if len(ids) - common >= WORTHWHILE:
-            self._save(state, drafter, row, ids, drafted)
-        best = max(self.entries, key=lambda saved: _usable(saved.ids, saved.drafted, prompt, drafter), default=None)
-        if best is None:
-            return ids, drafted
-        gained = _usable(best.ids, best.drafted, prompt, drafter) - _usable(ids, drafted, prompt, drafter)
-        if gained < WORTHWHILE or not self._fetch(best):
-            return ids, drafted
+    def exchange(self, state: DecodeState, drafter: Drafter, row: int, text: Text, prompt: list[int]) -> Saved | None:
+        """Prepare the caches of a row, which hold `text`, for a prompt. Returns the copied text that the row got, which
+        `text` is afterwards, or None."""
+        if not (self.limit or self.disk_limit):
+            return None
+        if len(text.ids) - common_length(text.ids, prompt) >= WORTHWHILE:
+            self._save(state, drafter, row, text.ids, text.drafted)
+        best = max(self.entries, key=lambda saved: usable(saved, prompt, drafter), default=None)
+        if best is None or usable(best, prompt, drafter) - usable(text, prompt, drafter) < WORTHWHILE:
+            return None
+        if not self._fetch(best):
+            return None
         places = list(cache_rows(state, drafter, row, len(best.ids), best.drafted))
         if [place.shape for place in places] != [part.shape for part in best.rows]:  # a file of another engine
             self._drop(best)
-            return ids, drafted
+            return None
         for place, part in zip(places, best.rows, strict=True):
             place.copy_(part)
         self.hits += 1
-        self._restored.append(best)
+        text.ids, text.drafted = list(best.ids), best.drafted
         self._shrink()
-        return list(best.ids), best.drafted
+        return best
 
-    def distrust(self) -> None:
-        """Drop the texts that the request got back, because it failed: what it went on from may be wrong."""
-        for saved in [saved for saved in self._restored if saved in self.entries]:
+    def distrust(self, saved: Saved) -> None:
+        """Drop a text that a request got back, because the request failed: what it went on from may be wrong."""
+        if saved in self.entries:
             self._drop(saved)
 
     def close(self) -> None:
@@ -161,7 +144,7 @@ class PromptCache:
         if nbytes > max(self.limit, self.disk_limit):
             return
         copies = [part.to("cpu", copy=True).contiguous() for part in rows]
-        self.entries.append(Saved(list(ids), drafted, nbytes, copies))
+        self.entries.append(Saved(list(ids), drafted, nbytes=nbytes, rows=copies))
         self._shrink()
 
     def _fetch(self, saved: Saved) -> bool:
@@ -211,13 +194,13 @@ class PromptCache:
             saved.file.unlink(missing_ok=True)
 
 
-def _usable(ids: list[int], drafted: int, prompt: list[int], drafter: Drafter) -> int:
-    """How many tokens of a prompt need not be run if a row holds these ids and draft rows."""
-    common = common_length(ids, prompt)
-    return common if drafter.D == 0 else min(common, drafted)
+def usable(text: Text, prompt: list[int], drafter: Drafter) -> int:
+    """How many tokens of a prompt need not be run if a row holds this text."""
+    common = common_length(text.ids, prompt)
+    return common if drafter.D == 0 else min(common, text.drafted)
 
 
 def _described(file: Path) -> Saved | None:
     """What a file holds, without its rows. None for a file that cannot be used."""
     kept = cache.fetch(file, payload=False)
-    return kept and Saved(kept.about["ids"], kept.about["drafted"], file.stat().st_size, file=file)
+    return kept and Saved(kept.about["ids"], kept.about["drafted"], nbytes=file.stat().st_size, file=file)

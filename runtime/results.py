@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from runtime.lease import Lease
 from sampling import Logprobs, SamplingParams
 
 
@@ -192,150 +187,8 @@ class SequenceOutput:
         return new
 
 
-class Stream:
-    """An iterator of Chunks. Its `results` fill while it runs.
-
-    One stream at a time runs on an engine. It has the engine from its first step until it ends, is closed, or is dropped
-    and collected as garbage. Requests of other threads wait meanwhile, in the order of their first steps. A thread that
-    starts another request before its own stream has ended takes the engine over: the old stream can do no further step.
-
-    Leaving a stream early (break, Ctrl-C) is safe. Where the stream has a name, it lives as long as the name does, so
-    close it, or write `with engine.generate(prompt) as stream:`, which closes it at the end of the block.
-    """
-
-    def __init__(self, chunks: Generator[Chunk], results: list[GenerationResult], lease: Lease):
-        self._chunks = chunks
-        self.results = results
-        self.lease = lease
-        self._stepping = threading.RLock()
-
-    @property
-    def result(self) -> GenerationResult:
-        """The outcome of the first sequence. It is complete when the stream has ended."""
-        return self.results[0]
-
-    def __iter__(self) -> Iterator[Chunk]:
-        return self
-
-    def __next__(self) -> Chunk:
-        with self._stepping:
-            if self.lease.ending:
-                self.close()
-            return next(self._chunks)
-
-    def stop(self) -> None:
-        """End the stream soon, without waiting for it. Any thread may call this.
-
-        The thread that reads the stream finds its end after the step, or the part of the prompt, that runs now.
-        """
-        self.lease.leave()
-
-    def close(self) -> None:
-        """Stop here, and let the next request run. Sequences that had not finished are marked as interrupted.
-
-        What was decoded so far stays in the caches, so a request that goes on from there starts fast. Any thread may
-        call this: a step that runs in another thread ends first. Closing twice does nothing.
-        """
-        self.lease.leave()
-        with self._stepping:
-            self._chunks.close()
-            self.lease.end()
-            mark_interrupted(self.results)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def run(self) -> list[GenerationResult]:
-        """Run to the end and return the results."""
-        for _ in self:
-            pass
-        return self.results
-
-
 def mark_interrupted(results: list[GenerationResult]) -> None:
     """Say of all unfinished results that they were interrupted."""
     for result in results:
         if result.stop_reason == "unfinished":
             result.stop_reason = "interrupted"
-
-
-class AsyncStream:
-    """An asynchronous iterator of Chunks: `async for chunk in engine.agenerate(prompt)`.
-
-    It is to an asyncio task what a Stream is to a thread. Requests of other tasks and threads wait in order, and a task
-    that starts another request before its own stream has ended takes the engine over. A stream is closed when the task
-    that reads it is cancelled or ends, when `aclose()` is called, and when it is dropped.
-    """
-
-    def __init__(self, stream: Stream, worker: Executor):
-        self._stream = stream
-        self._worker = worker  # one thread: a close that is handed in runs after the step before it
-        self._watched: tuple[asyncio.Task[Any], Callable[[asyncio.Task[Any]], None]] | None = None
-
-    @property
-    def results(self) -> list[GenerationResult]:
-        """The outcomes of all sequences. They fill while the stream runs."""
-        return self._stream.results
-
-    @property
-    def result(self) -> GenerationResult:
-        """The outcome of the first sequence. It is complete when the stream has ended."""
-        return self._stream.result
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        task = asyncio.current_task()
-        assert task is not None  # a coroutine runs in a task
-        self._end_with(task)
-        arrived = False
-        try:
-            await asyncio.wrap_future(self._stream.lease.ask(task))
-            chunk = await asyncio.wrap_future(self._worker.submit(next, self._stream, None))
-            arrived = True
-        finally:
-            if not arrived:  # the task was cancelled, or the step failed
-                self._close_soon()
-        if chunk is None:
-            self._forget_task()
-            raise StopAsyncIteration
-        return chunk
-
-    async def aclose(self) -> None:
-        """Stop here, and let the next request run. Sequences that had not finished are marked as interrupted."""
-        self._forget_task()
-        await asyncio.wrap_future(self._worker.submit(self._stream.close))
-
-    async def run(self) -> list[GenerationResult]:
-        """Run to the end and return the results."""
-        async for _ in self:
-            pass
-        return self.results
-
-    def _end_with(self, task: asyncio.Task[Any]) -> None:
-        """Close the stream when the task that reads it ends, whatever still refers to the stream."""
-        if self._watched is not None and self._watched[0] is task:
-            return
-        self._forget_task()
-        reference = weakref.ref(self)  # a task that lives on must not keep a stream that it dropped
-
-        def ended(task: asyncio.Task[Any]) -> None:
-            stream = reference()
-            if stream is not None:
-                stream._close_soon()
-
-        self._watched = task, ended
-        task.add_done_callback(ended)
-
-    def _forget_task(self) -> None:
-        if self._watched is not None:
-            task, ended = self._watched
-            task.remove_done_callback(ended)
-        self._watched = None
-
-    def _close_soon(self) -> None:
-        self._worker.submit(self._stream.close)

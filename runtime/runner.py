@@ -118,25 +118,31 @@ class Runner:
 
 
 class Pacer:
-    """Decides in each request whether to draft: not while tau is below break-even.
+    """Decides whether to draft: not while tau is below break-even.
 
-    It looks at the last WINDOW steps. While decoding is plain it lets PLAIN tokens pass, and then PROBE speculative steps
-    decide whether drafting comes back.
+    It looks at the last WINDOW steps, or at fewer where several sequences tell more in each. While decoding is plain it
+    lets PLAIN steps pass, and then a few speculative steps decide whether drafting comes back. Where it does not, the
+    next try waits twice as long.
     """
 
-    WINDOW = 16
-    PLAIN = 64
-    PROBE = 8
+    WINDOW = 16  # steps of one sequence
+    PROBE = 8  # the same for a try
+    PLAIN, LONGEST = 64, 512  # plain steps between two tries
 
-    def __init__(self, break_even: float):
+    def __init__(self, break_even: float, plain_seconds: float = 0.0):
+        """plain_seconds: of a plain step, where speculative ones differ too much to be measured before: then the times of
+        the last steps say what break-even is."""
         self.break_even = break_even
+        self.plain_seconds = plain_seconds
         self.speculating = True
         self.counts: list[float] = []
+        self.seconds: list[float] = []
         self.needed = self.WINDOW
         self.plain = 0
+        self.pause = self.PLAIN
 
-    def take(self, speculative: bool, counts: Sequence[int]) -> None:
-        """Learn how many tokens a step emitted for each unfinished sequence.
+    def take(self, speculative: bool, counts: Sequence[int], seconds: float) -> None:
+        """Learn how many tokens a step emitted for each unfinished sequence, and how long it took.
 
         Steps that were launched before the last change of mind belong to neither phase and are ignored.
         """
@@ -144,14 +150,18 @@ class Pacer:
             return
         if not speculative:
             self.plain += 1
-            if self.plain >= self.PLAIN:
+            if self.plain >= self.pause:
                 self.speculating = True
-                self.counts = []
+                self.counts, self.seconds = [], []
                 self.needed = self.PROBE
             return
         self.counts = [*self.counts[1 - self.WINDOW :], statistics.fmean(counts)]
-        if len(self.counts) >= self.needed:
-            self.needed = self.WINDOW
-            if statistics.fmean(self.counts) < self.break_even:
+        self.seconds = [*self.seconds[1 - self.WINDOW :], seconds]
+        if len(self.counts) >= max(2, self.needed // len(counts)):
+            even = statistics.median(self.seconds) / self.plain_seconds if self.plain_seconds else self.break_even
+            if statistics.fmean(self.counts) < even:
                 self.speculating = False
                 self.plain = 0
+                self.pause = min(2 * self.pause, self.LONGEST) if self.needed == self.PROBE else self.PLAIN
+            else:
+                self.needed = self.WINDOW

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +33,7 @@ class EngineConfig:
     """How an engine runs, and what `load.load` knows of it.
 
     Args:
-        batch_size: sequences that are decoded together.
+        batch_size: rows, which is how many sequences are decoded together.
         ctx: tokens of prompt and output that fit; default: all positions of the model.
         compile, compile_mode: one of options.COMPILE_MODES.
         backend: the kernels; default: Triton on a GPU, the reference on a CPU.
@@ -62,10 +63,19 @@ class EngineConfig:
     def of(cls, options: LoadOptions, backend: kernels.KernelBackend, head: EagleHead | None = None) -> EngineConfig:
         """The configuration that resolved options ask for."""
         return cls(
-            options.batch_size, options.ctx, options.compile, options.compile_mode, backend,
+            options.slots, options.ctx, options.compile, options.compile_mode, backend,
             eagle_always=options.eagle_always, kv_dtype=torch.int8 if options.kv == "int8" else None,
             options=options, head=head,
         )  # fmt: skip
+
+
+class View(NamedTuple):
+    """The first rows of an engine: their buffers, and what drafts for them. Steps run on one of these."""
+
+    rows: int
+    state: DecodeState
+    drafter: Drafter
+    fallback: Drafter | None
 
 
 class Stepper:
@@ -86,13 +96,17 @@ class Stepper:
         stand_in = PlainDrafter(model, features_of=drafter)
         self.fallback: Drafter | None = None if self.always_on else stand_in
         self.state = self._allocate()
+        self.whole = View(self.batch_size, self.state, self.drafter, self.fallback)
+        self._views = {self.batch_size: self.whole}
         self.compile_mode = COMPILE_MODES[config.compile_mode] if config.compile else CompileMode("", None, False)
         captured = self.compile_mode.captured and on_gpu
         self.runner = Runner(self.state.ring, self.state.step, torch.cuda if on_gpu else None, captured)
         self._compile(self.compile_mode, on_gpu)
-        self.constrained = ConstrainedSteps(model, self.state, self.runner, self.parts)
-        self.timings: dict[SamplingMode, tuple[float, float]] = {}  # seconds of a plain and of a speculative step
-        self.step_seconds: tuple[float, float] | None = None  # those of the present request
+        self.constrained = ConstrainedSteps(model, self.runner, self.parts)
+        # seconds of a plain and of a speculative step, by the settings and the number of rows
+        self.timings: dict[tuple[SamplingMode, int], tuple[float, float]] = {}
+        self.step_seconds: tuple[float, float] | None = None  # those of the present steps
+        self.prices: dict[int, tuple[float, float]] = {}  # by the number of rows (`_measure_price`)
         self.warm: set[tuple] = set()  # kinds of step that have run compiled
         self.compile_seconds = 0.0  # time spent on their first runs
         self.observers: list[Observer] = []
@@ -130,12 +144,41 @@ class Stepper:
         if mode.scope != "whole":
             return
         if mode.inductor:  # Inductor captures no step that writes a buffer whose address may change
-            for buffer in self.state.buffers() + self.drafter.buffers():
-                torch._dynamo.mark_static_address(buffer)
+            _mark_static(self.state.buffers() + self.drafter.buffers())
         # torch limits recompilations per code object, so the plain step gets a code object of its own
         plain_step = lambda *args, **named: decode_step(*args, **named)  # noqa: E731
         self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=mode.inductor)
         self._plain_step = torch.compile(plain_step, fullgraph=True, dynamic=False, mode=mode.inductor)
+
+    def view(self, rows: int) -> View:
+        """The first rows. A GPU and compiled steps have views of 1, 2, 4, 8, ... rows, a CPU has one of each number."""
+        if self.runner.capturing or self.model.device.type == "cuda" or self.config.compile:
+            rows = self._rounded(rows)
+        if rows not in self._views:
+            view = View(rows, self.state.first(rows), self.drafter.first(rows), self.fallback)
+            if self.compile_mode.scope == "whole" and self.compile_mode.inductor:
+                _mark_static(view.state.buffers() + view.drafter.buffers())
+            self._views[rows] = view
+        return self._views[rows]
+
+    def _rounded(self, rows: int) -> int:
+        """The next power of two, or all rows."""
+        return min(1 << (rows - 1).bit_length(), self.batch_size)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block all sequences count as finished, so that steps change nothing. None may be under way."""
+        caches = {cache.data_ptr() for cache in self.drafter.caches}  # what steps write there is written again
+        kept = [buffer for buffer in self.drafter.buffers() if buffer.data_ptr() not in caches]
+        kept.append(self.state.done)
+        before = [buffer.clone() for buffer in kept]
+        self.state.done.fill_(True)
+        try:
+            yield
+        finally:
+            for buffer, value in zip(kept, before, strict=True):
+                buffer.copy_(value)
+            self.runner.begin()
 
     @property
     def break_even_tau(self) -> float:
@@ -165,41 +208,45 @@ class Stepper:
 
     def graph(self, mode: SamplingMode) -> Any:
         """The CUDA graph that replays such a step, or None."""
-        return self.runner.graphs.get(self._step_call(self.drafter, mode)[0], (None,))[0]
+        return self.runner.graphs.get(self._step_call(self.drafter, mode, self.whole)[0], (None,))[0]
 
-    def _first_runs(self, mode: SamplingMode) -> None:
-        """Capture, compile and time what the first request of a kind needs.
-
-        All sequences are finished, so the steps that run here change nothing.
-        """
-        for drafter in (d for d in (self.drafter, self.fallback) if d is not None):
+    def first_runs(self, mode: SamplingMode, view: View) -> None:
+        """Capture, compile and time what steps of this kind need at first. All sequences have to be finished, or
+        `paused`, so that the steps that run here change nothing."""
+        for drafter in (d for d in (view.drafter, view.fallback) if d is not None):
             started = time.perf_counter()
-            key = self._step_call(drafter, mode)[0]
-            self._capture(drafter, mode)
+            key = self._step_call(drafter, mode, view)[0]
+            self._capture(drafter, mode, view)
             if self.config.compile and key not in self.warm:  # the first run compiles, which is no time of decoding
                 self.runner.begin()
-                self.launch(drafter, mode)
+                self.launch(drafter, mode, view)
                 self.read()
                 self.warm.add(key)
                 self.compile_seconds += time.perf_counter() - started
-        if self.drafter.unpriced:
-            self.drafter.price(self._measure_price(mode))
-        paced = self.fallback is not None and not self.drafter.prunes(mode)
-        if paced and mode not in self.timings:
-            self.timings[mode] = self._measure(mode)
-        self.step_seconds = self.timings[mode] if paced else None
+        # what was found for as many rows, or for the next power of two, holds for this view
+        rows = self._rounded(view.rows)
+        if view.drafter.unpriced:
+            if rows not in self.prices:
+                self.prices[rows] = self._measure_price(mode, self.view(rows))
+            view.drafter.price(self.prices[rows][1])
+        paced = self.fallback is not None and (view.rows > 1 or not view.drafter.prunes(mode))
+        if paced and (mode, rows) not in self.timings:
+            # a pruned tree has as many nodes as the text allows, so its steps are timed while they decode
+            known = view.drafter.prunes(mode) and rows in self.prices
+            self.timings[mode, rows] = (self.prices[rows][0], 0.0) if known else self._measure(mode, self.view(rows))
+        self.step_seconds = self.timings[mode, rows] if paced else None
 
-    def _measure_price(self, mode: SamplingMode, nodes: int = 4) -> float:
-        """The extra time of one node, as a share of the time of a plain step."""
+    def _measure_price(self, mode: SamplingMode, view: View, nodes: int = 4) -> tuple[float, float]:
+        """Seconds of a plain step, and the extra time of one node as a share of that."""
         steps = (PlainDrafter(self.model, width, features_of=self.drafter) for width in (1, 1 + nodes))
-        plain, wide = self._time_steps(mode, *steps)
-        return max(0.0, wide / plain - 1) / nodes
+        plain, wide = self._time_steps(mode, view, *steps)
+        return plain, max(0.0, wide / plain - 1) / nodes
 
-    def _measure(self, mode: SamplingMode) -> tuple[float, float]:
+    def _measure(self, mode: SamplingMode, view: View) -> tuple[float, float]:
         """Seconds of a plain and of a speculative step."""
-        return self._time_steps(mode, self.fallback, self.drafter)
+        return self._time_steps(mode, view, view.fallback, view.drafter)
 
-    def _time_steps(self, mode: SamplingMode, *drafters: Drafter) -> tuple[float, float]:
+    def _time_steps(self, mode: SamplingMode, view: View, *drafters: Drafter) -> tuple[float, float]:
         """Seconds of a step with each of two drafters, timed alternately with as many under way as in decoding."""
         self.runner.begin()
         times: list[list[float]] = [[], []]
@@ -207,17 +254,17 @@ class Stepper:
             for drafter, seconds in zip(drafters, times, strict=True):
                 started = time.perf_counter()
                 for _ in range(1 + self.lag):
-                    self.launch(drafter, mode)
+                    self.launch(drafter, mode, view)
                 for _ in range(1 + self.lag):
                     self.read()
                 seconds.append((time.perf_counter() - started) / (1 + self.lag))
         return statistics.median(times[0][1:]), statistics.median(times[1][1:])
 
-    def _capture(self, drafter: Drafter, mode: SamplingMode) -> None:
+    def _capture(self, drafter: Drafter, mode: SamplingMode, view: View) -> None:
         with self.backend.active():
             if mode.grammar:
-                return self.constrained.capture(drafter, mode, self._marker())
-            self.runner.capture(*self._step_call(drafter, mode))
+                return self.constrained.capture(drafter, mode, view.state, self._marker())
+            self.runner.capture(*self._step_call(drafter, mode, view))
 
     def _marker(self) -> Callable[[str], None] | None:
         """Tells the observers of phases where a step is. None if there are no such observers."""
@@ -229,7 +276,7 @@ class Stepper:
 
         return mark if marking else None
 
-    def _step_call(self, drafter: Drafter, mode: SamplingMode) -> tuple[tuple, Callable[[], StepOutput]]:
+    def _step_call(self, drafter: Drafter, mode: SamplingMode, view: View) -> tuple[tuple, Callable[[], StepOutput]]:
         """The key of a step's graph, and the step as a function without arguments."""
         step = self._plain_step if drafter is self.fallback else self._step
         named = {"parts": self.parts}
@@ -240,16 +287,18 @@ class Stepper:
         def call() -> StepOutput:
             if mark is not None:
                 mark("start")
-            return step(self.model, drafter, self.state, mode, **named)
+            return step(self.model, drafter, view.state, mode, **named)
 
-        return (drafter.N, drafter.D, mode), call
+        return (drafter.N, drafter.D, mode, view.rows), call
 
-    def launch(self, drafter: Drafter, mode: SamplingMode, constraints: Sequence[Constraint | None] = ()) -> StepOutput:
-        """Launch a step of this drafter. constraints: of the rows, for a mode with grammars."""
+    def launch(
+        self, drafter: Drafter, mode: SamplingMode, view: View, constraints: Sequence[Constraint | None] = ()
+    ) -> StepOutput:
+        """Launch a step of this drafter on the rows of a view. constraints: of the rows, for a mode with grammars."""
         with self.backend.active():
             if mode.grammar:
-                return self.constrained.launch(drafter, mode, constraints, self._marker())
-            return self.runner.launch(*self._step_call(drafter, mode))
+                return self.constrained.launch(drafter, mode, view.state, constraints, self._marker())
+            return self.runner.launch(*self._step_call(drafter, mode, view))
 
     def read(self) -> list[list[int]]:
         """Wait for the oldest step under way: its row of the ring, one list for each sequence."""
@@ -258,3 +307,8 @@ class Stepper:
     def finish(self, row: int) -> None:
         """End a row that the host has finished. The steps under way still add to it, and nobody reads what they add."""
         self.state.done.select(0, row).fill_(True)
+
+
+def _mark_static(buffers: Sequence[torch.Tensor]) -> None:
+    for buffer in buffers:
+        torch._dynamo.mark_static_address(buffer)

@@ -10,7 +10,6 @@ import torch
 
 from engine import Engine
 from model import chain_ancestors
-from runtime.lease import Lease
 from serving.fields import ApiError, Fields, wrong
 from serving.messages import count_tokens
 from serving.requests import Ask, chat_ask, text_prompts
@@ -80,7 +79,7 @@ def _embed(engine: Engine, ids: list[int]) -> torch.Tensor:
     """The mean of the final hidden states of these ids, scaled to length 1: fp32 [H] on the host. It has a cache of its
     own, so that the caches of chats stay valid."""
     model = engine.model
-    with Lease(engine.queue), engine.backend.active():
+    with engine.driver.alone(), engine.backend.active():
         slots = -(-len(ids) // CHUNK) * CHUNK
         kv = model.new_cache(1, slots)
         total = torch.zeros(model.config.hidden_size, device=model.device)
@@ -100,7 +99,7 @@ def properties(engine: Engine, settings: ServeSettings) -> dict[str, Any]:
     tokenizer = engine.tokenizer
     return {
         "default_generation_settings": {"n_ctx": engine.ctx, "params": settings.defaults},
-        "total_slots": 1,
+        "total_slots": engine.batch_size,
         "model_path": settings.model,
         "chat_template": tokenizer.chat_template if tokenizer else "",
         "modalities": {"vision": False, "audio": False},

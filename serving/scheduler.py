@@ -1,9 +1,10 @@
-"""Requests on the engine: how they become streams, wait in order, are decoded one at a time, and tell what they made."""
+"""Requests on the engine: how they become streams, wait in order, are decoded together, and tell what they made."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections import deque
@@ -18,7 +19,8 @@ from cli.steps import StepRecorder
 from engine import Engine
 from ranks import RankLost
 from runtime.grammar import GrammarError
-from runtime.results import GenerationResult, Stream
+from runtime.results import GenerationResult
+from runtime.streams import Stream
 from sampling_params import SamplingParams, SettingError, with_suggestions
 from serving.answers import Answer, Event, as_text
 from serving.fields import BUSY, SERVER, ApiError, parse_object, unsupported, wrong
@@ -44,7 +46,7 @@ class ServeSettings:
     cors_origins: tuple[str, ...] = ()  # pages of these sites may use the server; "*": of all sites
     allowed_hosts: tuple[str, ...] = ()  # names under which a server without a key answers, beside the local ones
     loopback: bool = True  # whether only this machine can reach the server
-    max_queue: int = 8  # requests that may wait for the one that runs
+    max_queue: int = 8  # requests that may wait for a slot
     max_body: int = 2 * MB  # bytes of a request
     max_tokens: int | None = None  # tokens of one answer; None: what is left of the context
     drop_oldest: bool = False  # leave out the oldest turns of a chat that does not fit, instead of refusing it
@@ -54,9 +56,9 @@ class ServeSettings:
 
 
 class Job:
-    """One request on an engine: its streams, decoded one after another in the engine's worker thread.
+    """One request on an engine: its streams, decoded in the engine's own thread.
 
-    The thread never waits for a client. What it decodes is kept here until somebody reads it, which is at most the text
+    That thread never waits for a client. What it decodes is kept here until somebody reads it, which is at most the text
     of the answers.
     """
 
@@ -74,15 +76,17 @@ class Job:
         self.params = params
         self.streams = streams
         self.cancelled = False
-        self.started = False
-        self.queue_seconds = 0.0
+        self.failure: Exception | None = None
+        self.finished = asyncio.Event()  # set when nothing more will be decoded
         self.task: asyncio.Task[None] | None = None
         tools = {tool["function"]["name"] for tool in ask.tools}
         for_all = engine.tokenizer, engine.stop_ids(params), tools, ask.one_call, ask.logprobs is not None, ask.forced
         self.answers = [Answer(i, *for_all) for i in range(len(streams))]
         self._engine = engine
         self._max_seconds = max_seconds
-        self._failure: BaseException | None = None
+        self._asked = self._until = 0.0
+        self._recorders: list[StepRecorder | None] = [None] * len(streams)
+        self._left = len(streams)  # streams that have not ended
         self._ended = False
         self._loop = loop
         self._events: deque[Event] = deque()
@@ -94,43 +98,68 @@ class Job:
         """The results of the choices that have ended."""
         return [answer.result for answer in self.answers if answer.result is not None]
 
+    @property
+    def started(self) -> bool:
+        """Whether the engine has a row for it, or had one."""
+        return any(stream.began for stream in self.streams)
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long it waited for a row."""
+        began = min((stream.began for stream in self.streams if stream.began), default=time.perf_counter())
+        return began - self._asked
+
     def cancel(self) -> None:
         """Stop after the step, or the part of a prompt, that runs now. A job that still waits gives up its place."""
         self.cancelled = True
         for stream in self.streams:
             stream.stop()
-        if self.task is not None and not self.started:
-            self.task.cancel()
 
-    def run(self) -> None:
-        """Decode everything. This runs in the worker thread."""
-        until = time.monotonic() + self._max_seconds
+    def start(self) -> None:
+        """Queue all streams. Raises ApiError where the steps cannot be recorded."""
+        self._asked = time.perf_counter()
+        self._until = time.monotonic() + self._max_seconds
+        if self.ask.steps:  # only such a request is watched, because the engine then waits for the host
+            self._recorders = [self._recorder(stream.result) for stream in self.streams]
+        for index, stream in enumerate(self.streams):
+            stream.start(functools.partial(self._news, index))
+
+    def _news(self, index: int) -> None:
+        """Take what a stream has made. The engine's thread calls this."""
+        stream = self.streams[index]
         try:
-            for index, stream in enumerate(self.streams):
-                with stream:
-                    self._decode(index, stream, until)
-                if self.cancelled:
+            while stream.ready:
+                chunk = stream.take()
+                if chunk is None:
+                    if not self.cancelled:
+                        self._put(Event(index, [], stream.result), urgent=True)
+                    self._close(index)
                     return
-                self._put(Event(index, [], stream.result), urgent=True)
-        except BaseException as error:
-            self._failure = error
-            raise
-
-    def _decode(self, index: int, stream: Stream, until: float) -> None:
-        """Run a stream. Only a request that asks for its steps is watched, because the engine then waits for the host."""
-        recorder = self._recorder() if self.ask.steps else None
-        try:
-            for chunk in recorder.follow(stream, stream.result) if recorder else stream:
+                recorder = self._recorders[index]
+                if recorder:
+                    recorder.push(chunk)
                 self._put(Event(index, [chunk], seen=_seen(recorder, stream.result) if recorder else {}))
-                if time.monotonic() > until:
-                    break
-        finally:
-            if recorder:
-                self._engine.remove_observer(recorder)
+        except Exception as error:
+            self.failure = error
+            self.cancel()
+            self._close(index)
+            return
+        if time.monotonic() > self._until:
+            stream.stop()
 
-    def _recorder(self) -> StepRecorder:
+    def _close(self, index: int) -> None:
+        """A stream has ended."""
+        recorder, self._recorders[index] = self._recorders[index], None
+        if recorder:
+            self._engine.remove_observer(recorder)
+        self._left -= 1
+        if not self._left:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                self._loop.call_soon_threadsafe(self.finished.set)
+
+    def _recorder(self, result: GenerationResult) -> StepRecorder:
         try:
-            return StepRecorder(self._engine)
+            return StepRecorder(self._engine, result)
         except ValueError as error:
             raise unsupported("eaglet.steps", one_line(error, notes=False)) from None
 
@@ -166,11 +195,17 @@ class Job:
             for event in self._take():
                 yield event
             if ended:
-                if self._failure is not None:
-                    raise self._failure
+                if self.failure is not None:
+                    raise self.failure
                 return
             await _is_set(self._urgent, GATHER)
             self._urgent.clear()
+
+    async def complete(self) -> None:
+        """Wait for the whole answers. Raises what stopped the decoding."""
+        async for event in self.events():
+            if event is not None:
+                self.answers[event.index].take(event)
 
     def _take(self) -> list[Event]:
         """The events so far, those of one choice as one."""
@@ -302,20 +337,19 @@ def _too_long(ask: Ask, message: str) -> ApiError:
 
 
 class Scheduler:
-    """Admits jobs up to a limit and runs them one at a time, in the order in which they came."""
+    """Admits jobs up to a limit. The engine decodes as many together as it has rows, in the order in which they came."""
 
     def __init__(self, engine: Engine, settings: ServeSettings):
         self.engine = engine
         self.settings = settings
-        self.jobs: set[Job] = set()  # those that wait and the one that runs
+        self.jobs: set[Job] = set()  # those that wait and those that run
         self.draining = False
         self.broken = False  # whether the GPU can no longer be used
         self._seconds = 1.0  # that a job takes, as a moving mean
-        self._one_at_a_time = asyncio.Lock()
 
     @property
     def running(self) -> int:
-        """How many jobs run, 0 or 1."""
+        """How many jobs are decoded."""
         return sum(job.started for job in self.jobs)
 
     @property
@@ -323,38 +357,36 @@ class Scheduler:
         """How many jobs wait."""
         return len(self.jobs) - self.running
 
+    @property
+    def tokens_per_second(self) -> float:
+        """What the jobs under way get together, each at its own mean rate so far."""
+        results = [stream.result for job in self.jobs for stream in job.streams if not job.finished.is_set()]
+        return sum(result.new_tokens / result.decode_seconds for result in results if result.decode_seconds)
+
     def check(self) -> None:
         """Raise ApiError if no request can be taken now."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", None, "shutting_down", SERVER, 5, close=True)
-        if len(self.jobs) > self.settings.max_queue:
-            seconds = min(60, max(1, round(self._seconds * len(self.jobs))))
+        if len(self.jobs) >= self.settings.max_queue + self.engine.batch_size:
+            seconds = min(60, max(1, round(self._seconds * len(self.jobs) / self.engine.batch_size)))
             why = f"{self.waiting} requests wait already, which is the limit"
             raise ApiError(429, f"{why}; try again in {seconds} s", None, "queue_full", BUSY, seconds)
 
     def admit(self, job: Job) -> None:
-        """Queue a job. Raises ApiError if the queue is full."""
+        """Queue a job. Raises ApiError if the queue is full, and where the job cannot be watched as it asks."""
         self.check()
+        job.start()
         self.jobs.add(job)
-        job.task = asyncio.create_task(self._run(job))
+        job.task = asyncio.create_task(self._follow(job))
 
-    async def _run(self, job: Job) -> None:
+    async def _follow(self, job: Job) -> None:
         asked = time.monotonic()
-        try:
-            async with self._one_at_a_time:
-                job.started = True
-                begun = time.monotonic()
-                job.queue_seconds = begun - asked
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self.engine.queue.worker(), job.run)
-                self._seconds += 0.2 * (time.monotonic() - begun - self._seconds)
-        except (torch.AcceleratorError, RankLost):  # no kernel runs any more in this process, or another one is gone
-            self.broken = self.draining = True
-        except Exception:  # the reader of the events reports it
-            pass
-        finally:
-            self.jobs.discard(job)
-            job.end()
+        await job.finished.wait()
+        if isinstance(job.failure, torch.AcceleratorError | RankLost):
+            self.broken = self.draining = True  # no kernel runs any more in this process, or another one is gone
+        self._seconds += 0.2 * (time.monotonic() - asked - self._seconds)
+        self.jobs.discard(job)
+        job.end()
 
 
 def engine_error(error: BaseException) -> ApiError:

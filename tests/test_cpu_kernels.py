@@ -32,6 +32,7 @@ from kernels.packing import dequantize
 from model import Transformer
 from model_config import ModelConfig
 from runtime.fused import fused_parts, static_draft
+from runtime.stepping import View
 from sampling import SamplingMode
 from sampling_params import SamplingParams
 from step import DecodeState, draft_input
@@ -678,7 +679,7 @@ def test_nodes_are_pruned_by_their_measured_price(monkeypatch):
     """Catches a price that is not measured, measured again for every request, or not used."""
     model, measured = quantized_model("int4"), []
 
-    def measure(engine: Engine, mode: SamplingMode, *drafters: PlainDrafter) -> tuple[float, float]:
+    def measure(engine: Engine, mode: SamplingMode, view: View, *drafters: PlainDrafter) -> tuple[float, float]:
         measured.append([drafter.N for drafter in drafters])
         return 1.0, 1.4
 
@@ -710,7 +711,7 @@ def test_pruned_trees_of_a_batch_keep_what_one_of_them_needs():
         plain, *drafted = ([r.token_ids for r in e.generate_batch([[1, 5, 9], [4, 2]], params).run()] for e in engines)
         assert all(ids == plain for ids in drafted)
     for settings, paced in ((params, False), (replace(params, top_k=5), True)):  # with top-k the whole tree is checked
-        engines[1].generate_batch([[1, 5, 9], [4, 2]], settings).run()
+        engines[1].generate([1, 5, 9], settings).run()
         assert engines[1].fallback is not None and (engines[1].step_seconds is not None) == paced
 
 

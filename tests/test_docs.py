@@ -132,7 +132,7 @@ def test_the_servers_page_has_every_metric_and_default():
     assert not [name for name in ABOUT if f"`{name}`" not in page]
     rows = re.findall(r"^\| `--([a-z-]+)` \| (\w+) \|", page, re.M)
     args = vars(serve.build_parser().parse_args([]))
-    assert len(rows) == 8
+    assert len(rows) == 9
     for name, default in rows:
         assert {"none": "None", "off": "False"}.get(default, default) == str(args[name.replace("-", "_")]), name
 

@@ -69,7 +69,7 @@ def test_a_restored_row_is_bitwise_what_was_saved():
     """A copy that loses a layer, the values, or the draft rows: drafts that are rejected although the text is known."""
     shared = engine("eagle", PromptCache(8))
     first, _ = turn(shared, CHATS[0])
-    length, drafted = len(shared._cached[0]), shared._drafted[0]
+    length, drafted = len(shared.batch.texts[0].ids), shared.batch.texts[0].drafted
     before = [shared.state.kv[..., :length, :].clone(), shared.drafter.cache[..., :drafted, :].clone()]
     turn(shared, CHATS[1])
     shared.generate([*first, 1], SamplingParams(max_new_tokens=1)).run()

@@ -87,7 +87,7 @@ def cases(size: int) -> list[dict]:
     """Every family plainly; LLaMA with every drafter, sampled as a batch; quantized models; split embeddings."""
     found = [{"checkpoint": name, "temperature": float(size == 4)} for name in FAMILIES]
     drafters = DRAFTERS if size == 2 else DRAFTERS[3:4]
-    found += [{"checkpoint": "llama", "temperature": 1.0, "batch_size": 3, **drafter} for drafter in drafters]
+    found += [{"checkpoint": "llama", "temperature": 1.0, "slots": 3, **drafter} for drafter in drafters]
     found += [{"checkpoint": name, **DRAFTERS[3]} for name in ("int4", "int8", "mixtral-int4")[: 3 if size == 2 else 1]]
     found += [{"checkpoint": name, "split": True, **DRAFTERS[3]} for name in ("llama", "int4")]
     return found + [{"checkpoint": "tied", "split": True}, {"checkpoint": "tied", "rounded": "int4"}]
@@ -166,7 +166,7 @@ def test_requests_that_end_early_leave_the_processes_in_step():
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout)
     assert all(several == alone for several, alone in seen["texts"])
-    assert "another request started" in seen["overtaken"] and seen["stopped"] == "interrupted"
+    assert seen["stopped"] == "interrupted"
     assert seen["identical"] == 24
     local = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}
     assert seen["addresses"] and set(seen["addresses"]) <= local

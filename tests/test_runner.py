@@ -19,8 +19,8 @@ from drafters.ngram import NGramDrafter, WithNGrams
 from engine import Engine, EngineConfig
 from runtime import runner as runner_module
 from runtime import stepping
+from runtime.batch import Batch
 from runtime.fused import compile_parts
-from runtime.lease import Lease
 from runtime.prefill import Prefill
 from runtime.request import Request
 from runtime.runner import WARM_UP, Pacer, Runner, capture_graph
@@ -97,7 +97,7 @@ def test_a_late_stop_leaves_rows_that_the_cache_disowns():
         engine = Late(MODEL, letters(), config=EngineConfig(lag=lag))
         held = len(PROMPT) + engine.generate(PROMPT, params).run()[0].new_tokens - 1
         assert engine.reached == held + lag
-        assert len(engine._cached[0]) == held
+        assert len(engine.batch.texts[0].ids) == held
 
 
 class Watcher(Observer):
@@ -106,7 +106,7 @@ class Watcher(Observer):
     def __init__(self, engine: Engine):
         self.engine, self.emitted, self.unread = engine, [], []
 
-    def step(self, output):
+    def step(self, output, results):
         self.emitted.append(output.emitted[0, : int(output.count[0])].tolist())
         self.unread.append(self.engine.runner.issued - self.engine.runner.taken)
 
@@ -195,8 +195,8 @@ def with_graphs(engine: Engine) -> Engine:
 def test_graphs_replay_what_eager_steps_compute(kind, tree):
     """Catches a buffer that is rebound instead of written, and a number of the host (position, temperature, seed,
     stop id, row count) that is fixed in the graph. A replay would repeat the request in which it was captured.
-    Requests with other prompts, batches and settings follow each other, and every kind of step is captured once, when
-    it is first needed."""
+    Requests with other prompts, batches and settings follow each other, and every kind of step is captured once for
+    every number of rows, when it is first needed."""
     engine, eager = with_graphs(make(kind, tree, 2, 3)), make(kind, tree, 0, 3)
     for number, index in enumerate((2, 1, 0, 7, 2, 3)):
         params = settings(index, seed=number, max_new_tokens=5 + number, stop_ids=(90 + number,))
@@ -205,9 +205,9 @@ def test_graphs_replay_what_eager_steps_compute(kind, tree):
             eager.generate_batch(prompts, params).run()
         )
         captured = [entry for entry in engine.runner.cuda.log if entry[0] == "captured"]
-        assert len(captured) == len(engine.runner.graphs) == (1, 1, 2, 3, 3, 4)[number]
+        assert len(captured) == len(engine.runner.graphs) == (1, 2, 3, 4, 4, 5)[number]
     assert {pool for _, pool in captured} == {engine.runner.pool}  # one memory pool for all graphs
-    assert len({mode for *_, mode in engine.runner.graphs}) == 4
+    assert len({mode for _, _, mode, _ in engine.runner.graphs}) == 4
 
 
 @pytest.mark.parametrize("kind", ("eagle1-grams", "draft", "ngram", "lookahead"))
@@ -241,7 +241,7 @@ def test_the_gauge_counts_graph_launches():
 
 def test_graphs_are_captured_on_request():
     """Catches a first request that captures again after `warm_up`, settings of another kind that count as captured,
-    and a request that differs after a warm-up or loses its cached prefix."""
+    and a request that differs after a warm-up, or around one, or loses its cached prefix."""
     params, kinds = settings(2), (settings(0), settings(2))
     engine, plain_engine = with_graphs(make("eagle1", "paper25", 2)), make("eagle1", "paper25", 2)
     assert engine.warm_up(params) > 0 and len(engine.runner.graphs) == 1
@@ -259,9 +259,8 @@ def test_graphs_are_captured_on_request():
     assert again.token_ids == make("eagle1", "paper25", 0).generate(text + [7], params).run()[0].token_ids
     stream = engine.generate(PROMPT, params)
     next(iter(stream))
-    engine.warm_up(params)
-    with pytest.raises(RuntimeError, match="another request"):
-        stream.run()
+    engine.warm_up(settings(1))
+    assert stream.run()[0].token_ids == list(plain(params))
 
 
 def test_capture_order_and_waits():
@@ -302,15 +301,15 @@ def test_warm_up_and_capture_change_nothing():
     steps, real = [], engine._step
     engine._step = lambda *args, **named: steps.append(1) or real(*args, **named)
     with torch.inference_mode():
-        engine._write_settings([settings(0)])
         before = {k: v.clone() for k, v in contents(engine).items()}
-        engine._capture(engine.drafter, settings(0).mode)
+        engine._capture(engine.drafter, settings(0).mode, engine.whole)
     assert len(steps) == WARM_UP + 1
     for name, new in contents(engine).items():
         old = before[name]
         if name in ("kv", "draft"):
             for b in range(2):
-                held = len(engine._cached[b]) if name == "kv" else engine._drafted[b]
+                text = engine.batch.texts[b]
+                held = len(text.ids) if name == "kv" else text.drafted
                 assert held > 4 and torch.equal(new[..., b, :, :held, :], old[..., b, :, :held, :])
         elif name not in ("ring", "step", "tokens"):
             assert torch.equal(new, old), name
@@ -360,11 +359,11 @@ def test_buffers_name_all_that_a_step_writes(kind):
     step then, because its graphs must know the addresses of all that they write. Catches a name too many as well."""
     drafter = drafter_of(kind, 2) if kind else None
     engine = Engine(MODEL, drafter=drafter, config=EngineConfig(batch_size=2, eagle_always=kind == "lookahead"))
-    engine._measure = lambda mode: (1.0, 1.0)
+    engine._measure = lambda *_: (1.0, 1.0)
     params = settings(7, max_new_tokens=5)
     engine.generate_batch(PROMPTS[:2], params).run()
     with torch.inference_mode(), Writes() as writes:
-        engine._step_call(engine.drafter, params.mode)[1]()
+        engine._step_call(engine.drafter, params.mode, engine.whole)[1]()
     own = engine.drafter.buffers()
     assert addresses(own) <= writes.written <= addresses([*engine.state.buffers(), *own])
     assert len(addresses(own)) == {"": 0, "ngram": 0, "lookahead": 2}.get(kind, 1)
@@ -382,7 +381,8 @@ def test_a_rebound_buffer_is_caught():
     engine, eager = with_graphs(make("eagle1", "paper25", 2)), make("eagle1", "paper25", 0)
     engine._step = rebinding
     with pytest.raises(AssertionError):
-        assert steps_of(engine, PROMPT, settings(2)) == steps_of(eager, PROMPT, settings(2))
+        for prompt in (PROMPT, PROMPT[:5]):  # the graph is captured in the first request
+            assert steps_of(engine, prompt, settings(2)) == steps_of(eager, prompt, settings(2))
 
 
 def interrupt():
@@ -467,21 +467,21 @@ def test_capture_graph_gives_the_stream_back_after_any_error(when):
 # Where a request can be cut short. Every one of these methods is made to fail with every kind of error.
 INJECTION_POINTS = [
     (Engine, "_allocate"),
-    (Engine, "_forget_caches"),
-    (Engine, "_write_settings"),
-    (Engine, "_first_runs"),
+    (Engine, "first_runs"),
     (Engine, "_capture"),
     (Engine, "_measure"),
-    (Prefill, "first_token"),
-    (Prefill, "logits"),
-    (Lease, "check"),
+    (Prefill, "read"),
     (Engine, "launch"),
     (Engine, "read"),
     (Engine, "finish"),
     (Prefill, "catch_up"),
-    (Request, "prefill"),
-    (Request, "_launch_steps"),
+    (Request, "begin"),
+    (Request, "take"),
     (Request, "cached"),
+    (Batch, "_admit"),
+    (Batch, "_arrange"),
+    (Batch, "_launch"),
+    (Batch, "_end"),
     (Runner, "begin"),
     (Runner, "launch"),
     (Runner, "read"),
@@ -494,7 +494,7 @@ def accident_engine(graphs: bool) -> Engine:
     engine = Engine(
         MODEL, letters(), drafter_of("eagle1-chain", 2), EngineConfig(batch_size=2, lag=2, eagle_always=False)
     )
-    engine._measure = lambda mode: (1.0, 50.0)
+    engine._measure = lambda *_: (1.0, 50.0)
     return with_graphs(engine) if graphs else engine
 
 
@@ -559,7 +559,7 @@ def test_rows_of_a_request_that_was_cut_short_stand_still():
     for _, _ in zip(stream, range(4), strict=False):
         pass
     stream.close()
-    assert not engine.state.done.any()
+    assert engine.state.done.all()
     reached = engine.state.n.clone()
     engine.warm_up(settings(0))
     assert engine.state.done.all() and torch.equal(engine.state.n, reached)
@@ -616,26 +616,42 @@ def test_pacer_gives_up_after_a_window_and_probes_again():
     because of one bad step."""
     pacer = Pacer(2.0)
     for _ in range(15):
-        pacer.take(True, [1, 2])
+        pacer.take(True, [1], 1.0)
         assert pacer.speculating
-    pacer.take(True, [1, 1])
+    pacer.take(True, [2], 1.0)
     assert not pacer.speculating
-    pacer.take(True, [5])  # this step was under way, so it belongs to no phase
+    pacer.take(True, [5], 1.0)  # this step was under way, so it belongs to no phase
     for _ in range(63):
-        pacer.take(False, [1, 1])
+        pacer.take(False, [1, 1], 1.0)
         assert not pacer.speculating
-    pacer.take(False, [1])
+    pacer.take(False, [1], 1.0)
     assert pacer.speculating
     for i in range(8):
-        pacer.take(False, [1])
+        pacer.take(False, [1], 1.0)
         assert pacer.speculating
-        pacer.take(True, [3 if i < 4 else 0, 1])  # tau 1.25; a probe is 8 steps, not 16
+        pacer.take(True, [2 if i < 4 else 1], 1.0)  # tau 1.5; a try is 8 steps, not 16
     assert not pacer.speculating
-    for _ in range(64):
-        pacer.take(False, [1])
+    for _ in range(127):  # the next try waits twice as long
+        pacer.take(False, [1], 1.0)
+        assert not pacer.speculating
+    pacer.take(False, [1], 1.0)
     for i in range(100):
-        pacer.take(True, [3 if i % 16 else 1])
+        pacer.take(True, [3 if i % 16 else 1], 1.0)
         assert pacer.speculating
+    for _ in range(16):
+        pacer.take(True, [1], 1.0)
+    assert not pacer.speculating and pacer.pause == 64
+
+
+@pytest.mark.parametrize("rows, steps", [(2, 8), (8, 2), (16, 2)])
+def test_many_sequences_tell_soon_whether_drafting_pays(rows, steps):
+    """Sixteen steps of a tree in eight sequences cost as much as a hundred plain ones: tries that slow everybody down."""
+    pacer = Pacer(0.0, plain_seconds=1.0)
+    for _ in range(steps - 1):
+        pacer.take(True, [2] * rows, 3.0)
+        assert pacer.speculating
+    pacer.take(True, [2] * rows, 3.0)
+    assert not pacer.speculating
 
 
 class Turning(ScriptedDrafter):
@@ -664,7 +680,7 @@ def test_plain_steps_while_speculation_does_not_pay(shifts, lag):
     drafter = Turning(TREES["chain4"], [truth])
     drafter.shifts = shifts
     engine = Engine(MODEL, drafter=drafter, config=EngineConfig(lag=lag, eagle_always=False))
-    engine._measure = lambda mode: (1.0, 2.0)
+    engine._measure = lambda *_: (1.0, 2.0)
     result = engine.generate(PROMPT, params).run()[0]
     assert engine.break_even_tau == 2.0
     assert tuple(result.token_ids) == expected
@@ -699,31 +715,38 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
     """Catches draft rows of plainly decoded tokens that are missing, shifted by one or made from other features.
     Acceptance would be lost silently. Tokens and all later draft rows must be those of an engine that never stopped,
     also in the next turn."""
-    for name, value in (("WINDOW", 3), ("PLAIN", 37), ("PROBE", 3)):  # 37: more than one chunk of catching up
+    for name, value in (
+        ("WINDOW", 3),
+        ("PLAIN", 37),
+        ("LONGEST", 37),
+        ("PROBE", 3),
+    ):  # 37: more than one chunk of catching up
         monkeypatch.setattr(Pacer, name, value)
     params = settings(2, max_new_tokens=90)
     always = Engine(MODEL, drafter=drafter_of(kind, 2), config=EngineConfig(batch_size=2))
     engine = Engine(MODEL, drafter=drafter_of(kind, 2), config=EngineConfig(batch_size=2, lag=lag, eagle_always=False))
-    engine._measure = lambda mode: (1.0, 99.0)
+    engine._measure = lambda *_: (1.0, 99.0)
     prompts = [PROMPT, PROMPT[:5]]
     caught, real = [], engine.prefill.catch_up
     monkeypatch.setattr(engine.prefill, "catch_up", lambda *args: caught.append(args) or real(*args))
     ours, theirs = (e.generate_batch(prompts, params).run() for e in (engine, always))
     assert [r.token_ids for r in ours] == [r.token_ids for r in theirs]
     assert all(r.plain_tokens > 40 for r in ours) and {row for row, *_ in caught} == {0, 1}
-    assert all(30 < end - start <= HISTORY for _, start, end in caught)
-    for b in range(2):
-        end = max(end for row, _, end in caught if row == b)
+    spans = [end - start for _, start, end in caught]  # short where a row goes on alone
+    assert max(spans) <= HISTORY and sum(span > 30 for span in spans) >= 2
+    places = [{tuple(text.ids): b for b, text in enumerate(e.batch.texts)} for e in (engine, always)]
+    for ids, b in places[0].items():
+        a = places[1][ids]
+        end = max(end for _, _, end in caught)
         cache = getattr(getattr(engine.drafter, "drafter", engine.drafter), "cache", None)
         if cache is not None:
             other = getattr(always.drafter, "drafter", always.drafter).cache
-            rows = min(end, engine._drafted[b], always._drafted[b])
+            rows = min(end, engine.batch.texts[b].drafted, always.batch.texts[a].drafted)
             assert rows > 40
-            torch.testing.assert_close(cache[..., b, :, :rows, :], other[..., b, :, :rows, :])
+            torch.testing.assert_close(cache[..., b, :, :rows, :], other[..., a, :, :rows, :])
     turns = [p + r.token_ids + [7] for p, r in zip(prompts, ours, strict=True)]
-    for e in (engine, always):
-        e.step_seconds = None
-        e.fallback = None
+    engine.timings = dict.fromkeys(engine.timings, (1.0, 0.0))
+    engine.batch._pacers.clear()
     short = settings(2, max_new_tokens=9)
     assert outcome(engine.generate_batch(turns, short).run()) == outcome(always.generate_batch(turns, short).run())
 
@@ -797,7 +820,7 @@ def test_plain_steps_and_catching_up_do_not_recompile(scope, monkeypatch):
     torch._dynamo.reset()
     for name, value in (("WINDOW", 2), ("PLAIN", 5), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)
-    monkeypatch.setattr(Engine, "_measure", lambda self, mode: (1.0, 99.0))
+    monkeypatch.setattr(Engine, "_measure", lambda *_: (1.0, 99.0))
     monkeypatch.setattr(stepping, "compile_parts", lambda on_gpu, how: compile_parts(True, how, "eager"))
     compiled = dict(compile=True) if scope == "parts" else {}
     engine = Engine(

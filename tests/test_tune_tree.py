@@ -168,7 +168,7 @@ def test_an_unshifted_head_races_with_its_own_drafter():
     for unshifted in (False, True):
         head = tiny_head(model, unshifted=unshifted)
         base = eagle_engine(head, trees.chain(2))
-        opts = options.LoadOptions(eagle="x", ctx=64, device="cpu")
+        opts = options.LoadOptions(eagle="x", slots=1, ctx=64, device="cpu")
         base = base.sibling(None, replace(base.config, options=opts, head=head))
         drafter = build_engine(base, {"tree": "paper25"}, 64).drafter
         assert isinstance(drafter, TreeDrafter) and isinstance(drafter, UnshiftedDrafter) == unshifted

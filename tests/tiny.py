@@ -116,7 +116,7 @@ class ScriptedDrafter(Drafter):
     Node i at depth d gets `truth[n + d] + shift + rank`. With shift 0 rank 0 is right (an oracle), with shift 1
     everything is wrong (hostile).
 
-    It has nothing but `draft`, so it also shows that a drafter needs no more than that.
+    It has nothing but `draft`, and what rows need that change places.
     """
 
     def __init__(self, tree, truth: list[list[int]], shift: int = 0, vocab: int = V):
@@ -124,6 +124,14 @@ class ScriptedDrafter(Drafter):
         super().__init__(self.tree.N, self.tree.D, feature_size=32)
         self.shift, self.vocab = shift, vocab
         self.truth = torch.tensor([row + [0] * (CTX + 40 - len(row)) for row in truth])
+
+    def first(self, rows: int):
+        view = super().first(rows)
+        view.truth = self.truth[:rows]
+        return view
+
+    def swap(self, a: int, b: int, length: int) -> None:
+        self.truth[[a, b]] = self.truth[[b, a]]
 
     def shape(self, inputs: DraftInput):
         t = self.tree
@@ -160,7 +168,7 @@ def fake_clock(monkeypatch) -> Clock:
     clock = Clock()
     for name in ("engine.time", "cli.steps.time"):
         monkeypatch.setattr(name, clock)
-    for module in ("stepping", "request"):
+    for module in ("stepping", "batch"):
         monkeypatch.setattr(f"runtime.{module}.time", clock)
     return clock
 

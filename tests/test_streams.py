@@ -1,4 +1,4 @@
-"""lease.py, the streams of results.py and prompts: many threads and tasks on one engine, and every kind of prompt."""
+"""runtime/streams.py, runtime/batch.py and prompts: many threads and tasks on one engine, and every kind of prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 from tiny import PROMPT, TREES, PieceTokenizer, V, eagle_engine, tiny_head, tiny_model
 
 from engine import Engine
-from runtime.lease import Lease, LeaseQueue
 from sampling import SamplingParams
 from step import Observer
 from support.machine import release_threads
@@ -27,8 +26,8 @@ PROMPTS = [PROMPT[: 4 + i] + [i + 1] for i in range(10)]
 PARAMS = [SamplingParams(temperature=i % 3 / 2, seed=i, max_new_tokens=12) for i in range(10)]
 
 
-def engine() -> Engine:
-    return eagle_engine(HEAD, TREES["chain4"])
+def engine(rows: int = 1) -> Engine:
+    return eagle_engine(HEAD, TREES["chain4"], rows)
 
 
 def alone() -> list[list[int]]:
@@ -50,12 +49,20 @@ def until(condition) -> None:
         time.sleep(0.002)
 
 
+class Slow(Observer):
+    """Makes a step take 5 ms."""
+
+    def step(self, output, results):
+        time.sleep(0.005)
+
+
 # ------------------------------------------------------------------ threads
 
 
-def test_two_threads_and_ten_tasks_get_what_they_would_get_alone():
+@pytest.mark.parametrize("rows", [1, 3])
+def test_two_threads_and_ten_tasks_get_what_they_would_get_alone(rows):
     """Requests that step into each other's caches, wait for each other for ever, or draw another one's noise."""
-    shared, expected = engine(), alone()
+    shared, expected = engine(rows), alone()
     found: dict[str, list[list[int]]] = {}
 
     def read(name: str) -> None:
@@ -81,39 +88,26 @@ def test_two_threads_and_ten_tasks_get_what_they_would_get_alone():
     assert found == {"a": expected, "b": expected}
 
 
-def test_requests_are_served_in_the_order_in_which_they_asked():
+def test_requests_get_rows_in_the_order_in_which_they_asked():
     """A request that waits for ever because younger ones are always faster."""
-    shared, order = engine(), []
-    first = shared.generate(PROMPT, PARAMS[0])
-    next(first)
-    for i in range(5):
-
-        def request(i=i) -> None:
-            with shared.generate(PROMPTS[i], PARAMS[i]) as stream:
-                next(stream)
-                order.append(i)
-
-        in_thread(request)
-        until(lambda i=i: len(shared.queue._waiting) == i + 1)
-    assert order == []
-    first.close()
-    until(lambda: len(order) == 5)
-    assert order == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("leave", ["end", "close", "with", "drop", "cycle", "raise"])
-def test_a_stream_that_is_left_lets_the_next_thread_run(leave):
-    """An abandoned stream that holds the engine although nobody reads it any more."""
     shared = engine()
-    stream = shared.generate(PROMPT, PARAMS[0])
-    next(stream)
-    done: list[int] = []
-    thread = in_thread(lambda: done.extend(shared.generate(PROMPTS[1], PARAMS[1]).run()[0].token_ids))
-    until(lambda: shared.queue._waiting)
-    assert not done
-    if leave == "end":
+    streams = [shared.generate(PROMPTS[i], PARAMS[i]) for i in range(5)]
+    for stream in streams:
+        stream.start()
+    for stream in reversed(streams):
         stream.run()
-    elif leave == "close":
+    began = [stream.began for stream in streams]
+    assert began == sorted(began) and all(began)
+
+
+@pytest.mark.parametrize("leave", ["close", "with", "drop", "cycle", "raise"])
+def test_a_stream_that_is_left_ends(leave):
+    """An abandoned stream that holds a row although nobody can read it any more."""
+    shared = engine()
+    stream = shared.generate(PROMPT, SamplingParams(max_new_tokens=60))
+    result = stream.result
+    next(stream)
+    if leave == "close":
         stream.close()
     elif leave == "with":
         with stream:
@@ -130,37 +124,33 @@ def test_a_stream_that_is_left_lets_the_next_thread_run(leave):
     if leave in ("drop", "cycle"):
         del stream
         gc.collect()
-    thread.join(20)
-    assert done == alone()[1]
+    assert shared.generate(PROMPTS[1], PARAMS[1]).run()[0].token_ids == alone()[1]
+    assert result.stop_reason == "interrupted" and result.new_tokens < 20
 
 
-def test_a_thread_does_not_wait_for_its_own_stream():
-    """A thread that asks again while its own stream is unfinished, and so waits for itself for ever. Its new request goes
-    on in the place of the old one, before the threads that wait."""
-    shared, order = engine(), []
-    old = shared.generate(PROMPT, PARAMS[0])
-    next(old)
-    thread = in_thread(lambda: (shared.generate(PROMPTS[2], PARAMS[2]).run(), order.append("other")))
-    until(lambda: shared.queue._waiting)
-    new = shared.generate(PROMPTS[1], PARAMS[1])
-    next(new)
-    order.append("own")
-    with pytest.raises(RuntimeError, match="another request started"):
-        next(old)
-    assert new.run()[0].token_ids == alone()[1]
-    thread.join(20)
-    assert order == ["own", "other"]
+def test_chunks_that_nobody_reads_wait():
+    """A stream that loses what was decoded while another one was read."""
+    for rows in (1, 2):
+        shared = engine(rows)
+        slow = shared.generate(PROMPTS[2], PARAMS[2])
+        ids = list(next(slow).token_ids)
+        assert shared.generate(PROMPTS[1], PARAMS[1]).run()[0].token_ids == alone()[1]
+        assert slow.result.stop_reason == ("length" if rows == 1 else slow.result.stop_reason)
+        for chunk in slow:
+            ids += chunk.token_ids
+        assert ids == alone()[2]
 
 
 def test_a_stream_can_be_closed_from_another_thread():
     """A server that cannot stop the answer, or the waiting, of a client that has left."""
     shared = engine()
+    shared.add_observer(Slow())
     stream = shared.generate(PROMPT, SamplingParams(max_new_tokens=100))
     reader = in_thread(lambda: [time.sleep(0.001) for _ in stream])
     until(lambda: stream.result.new_tokens > 2)
     waiting = shared.generate(PROMPTS[1], PARAMS[1])
     waiter = in_thread(lambda: waiting.run())
-    until(lambda: shared.queue._waiting)
+    until(lambda: shared.batch.waiting)
     waiting.close()
     waiter.join(20)
     stream.close()
@@ -176,6 +166,7 @@ def test_a_stream_can_be_closed_from_another_thread():
 def test_the_event_loop_stays_free_and_a_cancelled_task_closes_its_stream():
     """Steps that block a server's loop, and a client that left whose answer goes on."""
     shared, ticks = engine(), []
+    shared.add_observer(Slow())
 
     async def tick() -> None:
         while True:
@@ -206,12 +197,13 @@ def test_the_event_loop_stays_free_and_a_cancelled_task_closes_its_stream():
 
 
 def test_a_stream_ends_with_the_task_that_read_it():
-    """A failed task whose kept traceback holds the stream, so that all others wait for ever; and a task that waits for
-    its own first stream."""
+    """A failed task whose kept traceback holds the stream, so that others wait for its row; and a task that waits for its
+    own first stream."""
     shared, kept = engine(), []
+    shared.add_observer(Slow())
 
     async def fails() -> None:
-        stream = shared.agenerate(PROMPT, PARAMS[0])
+        stream = shared.agenerate(PROMPT, SamplingParams(max_new_tokens=100))
         kept.append(stream)
         async for _ in stream:
             raise ZeroDivisionError
@@ -219,12 +211,13 @@ def test_a_stream_ends_with_the_task_that_read_it():
     async def main() -> None:
         assert isinstance((await asyncio.gather(fails(), return_exceptions=True))[0], ZeroDivisionError)
         first = shared.agenerate(PROMPTS[1], PARAMS[1])
-        await anext(first)
+        ids = list((await anext(first)).token_ids)
         (second,) = await shared.agenerate(PROMPTS[2], PARAMS[2]).run()
         assert second.token_ids == alone()[2]
-        with pytest.raises(RuntimeError, match="another request started"):
-            await anext(first)
-        left = shared.agenerate(PROMPTS[1], PARAMS[1])
+        async for chunk in first:
+            ids += chunk.token_ids
+        assert ids == alone()[1] and kept[0].result.stop_reason == "interrupted"
+        left = shared.agenerate(PROMPTS[1], SamplingParams(max_new_tokens=100))
         await anext(left)
         await left.aclose()
         assert left.result.stop_reason == "interrupted"
@@ -232,81 +225,47 @@ def test_a_stream_ends_with_the_task_that_read_it():
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_a_blocking_request_in_an_event_loop_is_refused_where_it_would_wait():
-    """`generate` in a task while another task's stream is open: the loop would stop, and with it the open stream."""
+def test_a_blocking_request_in_an_event_loop_gets_its_text():
+    """`generate` in a task while another task's stream is open: both would wait for each other."""
     shared = engine()
 
     async def main() -> None:
         opened = asyncio.Event()
 
-        async def reader() -> None:
+        async def reader() -> list[int]:
+            ids = []
             async with asyncio.timeout(20):
-                async for _ in shared.agenerate(PROMPT, SamplingParams(max_new_tokens=40)):
+                async for chunk in shared.agenerate(PROMPTS[2], PARAMS[2]):
+                    ids += chunk.token_ids
                     opened.set()
+            return ids
 
         reading = asyncio.create_task(reader())
         await opened.wait()
-        with pytest.raises(RuntimeError, match="use engine.agenerate here"):
-            shared.generate(PROMPTS[1], PARAMS[1]).run()
-        await reading
         assert shared.generate(PROMPTS[1], PARAMS[1]).run()[0].token_ids == alone()[1]
+        assert await reading == alone()[2]
 
     asyncio.run(main())
 
 
-def test_a_blocking_request_does_not_overtake_the_step_of_a_worker_thread():
-    """`generate` in a task whose own cancelled step still runs in the worker thread: both would write the same caches."""
-    shared = engine()
-    inside, go_on = threading.Event(), threading.Event()
+def test_an_error_reaches_the_reader_and_no_other():
+    """A request whose logits are not finite takes the others down, or ends without a word where a thread of the engine
+    decodes it."""
+    shared = engine(2)
+    real = shared.prefill.forward
 
-    class Slow:
-        marks = False
+    def forward(model, drafter, kv, row, tokens, *rest):
+        hidden_states, features = real(model, drafter, kv, row, tokens, *rest)
+        return (hidden_states * float("nan") if tokens[0, 0] == V - 1 else hidden_states), features
 
-        def step(self, output) -> None:
-            inside.set()
-            assert go_on.wait(20)
+    shared.prefill.forward = forward
 
     async def main() -> None:
-        shared.add_observer(watching := Slow())
-        stream = shared.agenerate(PROMPT, SamplingParams(max_new_tokens=40))
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await stream.run()
-        assert inside.is_set()
-        with pytest.raises(RuntimeError, match="close the other stream first"):
-            shared.generate(PROMPTS[1], PARAMS[1]).run()
-        next_one = asyncio.create_task(shared.agenerate(PROMPTS[2], PARAMS[2]).run())
-        await asyncio.sleep(0.01)
-        shared.remove_observer(watching)
-        go_on.set()
-        assert (await next_one)[0].token_ids == alone()[2]
-        assert stream.result.stop_reason == "interrupted"
-        assert shared.generate(PROMPTS[1], PARAMS[1]).run()[0].token_ids == alone()[1]
+        good, bad = (shared.agenerate(p, PARAMS[1]) for p in (PROMPTS[1], [V - 1, 3]))
+        results = await asyncio.gather(good.run(), bad.run(), return_exceptions=True)
+        assert results[0][0].token_ids == alone()[1] and isinstance(results[1], ArithmeticError)
 
     asyncio.run(main())
-
-
-def test_a_stream_that_is_closed_elsewhere_does_not_touch_the_next_request():
-    """A server that closes a stream while its thread starts another request, whose caches get the old one's record."""
-    queue = LeaseQueue()
-    first, second = Lease(queue), Lease(queue)
-    assert first.wait()
-    order: list[str] = []
-    asked = threading.Event()
-
-    def keep() -> None:
-        thread = in_thread(lambda: (asked.set(), second.wait(), order.append("second"), second.end()))
-        asked.wait(20)
-        time.sleep(0.05)
-        order.append("kept")
-        kept.append(thread)
-
-    kept: list[threading.Thread] = []
-    first.end(keep)
-    kept[0].join(20)
-    assert order == ["kept", "second"]
-    first.end(lambda: order.append("twice"))
-    assert order == ["kept", "second"]
 
 
 # ------------------------------------------------------------------ prompts
@@ -328,7 +287,7 @@ def test_a_stream_that_is_closed_elsewhere_does_not_touch_the_next_request():
 def test_every_kind_of_ids_is_the_same_prompt(prompt):
     """An array or tensor of ids that the engine refuses, or decodes as another prompt."""
     model = engine()
-    assert model.generate(prompt, PARAMS[0]).run() and model._cached[0][:3] == [3, 5, 7]
+    assert model.generate(prompt, PARAMS[0]).run() and model.batch.texts[0].ids[:3] == [3, 5, 7]
 
 
 def test_text_is_encoded_with_the_tokenizer():
@@ -390,7 +349,7 @@ def test_a_stopped_stream_ends_within_a_part_of_its_prompt():
     assert list(stream) == [] and seen == [0] and stream.result.stop_reason == "interrupted"
     made.prefill.forward = real
     again = made.generate(long, PARAMS[2]).run()[0]
-    assert again.cached_tokens == 0 and again.token_ids == engine().generate(long, PARAMS[2]).run()[0].token_ids
+    assert again.token_ids == engine().generate(long, PARAMS[2]).run()[0].token_ids
     stream = made.generate(long, PARAMS[2])
     first = next(stream)
     stream.stop()
@@ -405,7 +364,7 @@ def test_a_request_leaves_no_threads_of_openmp_behind():
     class Busy(Observer):
         """Makes OpenMP start its threads, which a tiny model does not."""
 
-        def step(self, output):
+        def step(self, output, results):
             torch.ones(1 << 22).exp().sum()
             counts.append(len(os.listdir("/proc/self/task")))
 

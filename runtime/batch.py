@@ -1,0 +1,383 @@
+"""Continuous batching: which requests have a row of the engine, and what runs next.
+
+A request waits until a row is free. Its prompt is read in parts, between the steps of the others, and then its row joins
+the steps. It leaves when its text ends, and the others go on. What a row holds stays there, so that a later request that
+begins alike need not read it again. The tokens of a request do not depend on the others: a row's bits do not, its noise
+has its own seed, and a tree only decides how many tokens a step emits.
+
+The rows that decode are the first ones of the engine, and a step runs those alone. So a row that becomes free among them
+changes places with the last one.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from runtime.grammar import GrammarError
+from runtime.prefill import CHUNKS, not_finite
+from runtime.prompt_cache import WORTHWHILE, PromptCache, Saved, Text, cache_rows, common_length, usable
+from runtime.request import Request
+from runtime.runner import Pacer
+from runtime.stepping import Stepper, View
+from sampling import Logprobs, SamplingMode, SamplingParams
+from step import RING, StepOutput
+from tree import TreeTables
+
+READ = CHUNKS[-1]  # tokens of prompts that are read between two steps
+BEHIND = 100  # tokens of plain steps after which a drafter catches up, whether or not it drafts; fewer than HISTORY
+
+
+class Launched(NamedTuple):
+    """A step under way."""
+
+    rows: tuple[Request | None, ...]
+    speculative: bool
+    output: StepOutput
+
+
+Reading = Generator[None, None, tuple[int, Logprobs | None]]
+
+
+class Batch:
+    """The requests of an engine. All methods but `submit` come from the thread that has the engine at the moment."""
+
+    def __init__(self, engine: Stepper, write_settings: Callable[[int, SamplingParams], None]):
+        """write_settings: writes a request's settings into a row of the static buffers."""
+        self.engine = engine
+        self.rows: list[Request | None] = [None] * engine.batch_size
+        self.texts = [Text() for _ in self.rows]
+        self.prompt_cache = PromptCache()  # keeps texts that no row holds any more; this one keeps none
+        self.waiting: deque[Request] = deque()
+        self._write_settings = write_settings
+        self._reading: tuple[Request, Reading] | None = None  # whose prompt is being read
+        self._pending: deque[Launched] = deque()
+        self._pacers: dict[int, Pacer] = {}  # by the number of rows
+        self._paced = 0  # rows of the last one used
+        self._speculating = True  # whether the steps under way draft
+        self._kind: tuple[SamplingMode, int] | None = None  # of the steps under way: settings and rows
+        self._ended = 0  # requests so far
+        self._begun = 0.0  # when the oldest step under way began, or the one before it ended
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.waiting) or any(self.rows)
+
+    @property
+    def running(self) -> int:
+        """How many requests have a row."""
+        return sum(request is not None for request in self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of unfinished requests the caches hold."""
+        return sum(request.length for request in self.rows if request is not None)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Any thread may call this."""
+        self.waiting.append(request)
+
+    def iterate(self) -> None:
+        """End the requests that shall end, and go on."""
+        self.settle()
+        self.go_on()
+
+    @torch.inference_mode()
+    def go_on(self) -> None:
+        """Go on by one part: at most one step of all rows that decode, and one part of a prompt."""
+        try:
+            decoding = bool(self._live())
+            self._read_prompts()
+            if decoding:  # else the first tokens go out at once
+                self._decode()
+        except Exception as error:  # every reader is told; the engine can go on with other requests
+            self._abandon(error)
+        except BaseException:  # Ctrl-C, at any line
+            self._abandon(None)
+            raise
+
+    def settle(self) -> None:
+        """End the requests that shall end."""
+        self.end([request for request in (*self.rows, *self.waiting) if request and request.stopping])
+
+    def end(self, requests: Sequence[Request]) -> None:
+        """End these requests now. What they have decoded stays in the caches."""
+        for request in requests:
+            self._end(request)
+
+    def drain(self) -> None:
+        """Hand out what the steps under way emit, so that none is left."""
+        while self._pending:
+            self._hand_out()
+
+    def forget(self) -> None:
+        """Forget what the caches hold of texts that have ended."""
+        self.texts = [Text() for _ in self.rows]
+
+    def free_row(self) -> int:
+        """A row that no request has, whose text is forgotten. Iterates until there is one."""
+        while None not in self.rows:
+            self.iterate()
+        row = self.rows.index(None)
+        self.texts[row] = Text()
+        return row
+
+    # ---- ends ------------------------------------------------------------------------------------------------
+
+    def _end(self, request: Request, error: Exception | None = None) -> None:
+        """A request ends: with its text, with an error, or because its reader left."""
+        if request.ended:
+            return
+        if request.row < 0:
+            self.waiting.remove(request)
+        else:
+            self._ended += 1
+            ids, drafted = request.cached() if error is None else ([], 0)
+            self.engine.finish(request.row)
+            self.texts[request.row] = Text(ids, drafted, self._ended)
+            self.rows[request.row] = None
+        if self._is_read(request):
+            self._reading = None
+        if error is not None and request.restored is not None:
+            self.prompt_cache.distrust(request.restored)
+        self._tell_end(request, error)
+
+    def _tell_end(self, request: Request, error: Exception | None) -> None:
+        request.ended = True
+        if not request.finished:
+            request.result.stop_reason = "interrupted"
+        request.inbox.end(error)
+
+    def _abandon(self, error: Exception | None) -> None:
+        """End all requests that have a row, after a failure that may have left the buffers in any state. Where none has
+        one, the first that waits has failed."""
+        failed = [request for request in self.rows if request is not None]
+        if not failed and self.waiting:
+            failed = [self.waiting.popleft()]
+        self.rows = [None] * len(self.rows)
+        self._reading = self._kind = None
+        self._pending.clear()
+        self.forget()
+        for request in failed:
+            if request.restored is not None:
+                self.prompt_cache.distrust(request.restored)
+            self._tell_end(request, error)
+        self.engine.state.done.fill_(True)
+        self.engine.runner.begin()
+
+    # ---- prompts ---------------------------------------------------------------------------------------------
+
+    def _read_prompts(self) -> None:
+        """Read the next part of a prompt, or several prompts that are short."""
+        read = 0
+        while read < READ and (self._reading or self._admit()):
+            request, parts = self._reading
+            started = time.perf_counter()
+            try:
+                with self.engine.backend.active():
+                    next(parts)
+            except StopIteration as end:
+                self._reading = None
+                read += len(request.prompt) - request.result.cached_tokens
+                self._take(request, partial(request.begin, *end.value))
+                read_all = True
+            except (ArithmeticError, GrammarError) as error:
+                self._end(request, error)
+                read_all = True
+            else:
+                read_all = False
+            request.result.prefill_seconds += time.perf_counter() - started
+            if not read_all:
+                return
+
+    def _take(self, request: Request, take: Callable[[], object]) -> None:
+        """Let a request take what was decoded. A grammar that cannot be followed ends that request alone."""
+        try:
+            take()
+        except GrammarError as error:
+            self._end(request, error)
+        else:
+            if request.finished:
+                self._end(request)
+
+    def _admit(self) -> bool:
+        """Give the first request that waits a row. False if there is none, or no free row."""
+        if not self.waiting or None not in self.rows:
+            return False
+        self._close_gaps()
+        if not self.running:
+            self._begin()
+        request = self.waiting[0]
+        engine, state = self.engine, self.engine.state
+        row = self.rows.index(None)
+        request.restored = self._arrange(row, request.prompt)
+        text = self.texts[row]
+        start = min(common_length(text.ids, request.prompt), len(request.prompt) - 1)
+        if engine.drafter.D > 0:  # draft row i holds token i + 1, which must agree too
+            start = max(0, min(start - 1, text.drafted))
+        self.texts[row] = Text()  # nothing is valid until the request has ended well
+        self.rows[row], request.row, request.began = request, row, time.perf_counter()
+        self.waiting.popleft()
+        request.result.cached_tokens = start
+        self._write_settings(row, request.params)
+        # Until its prompt has been read, steps may run this row, too. What they write lies behind all prompts.
+        state.n[row] = engine.ctx - 1
+        state.count[row] = 1
+        allowed = request.constraint.allowed() if request.constraint else None
+        self._reading = request, engine.prefill.read(row, request.prompt, request.mode, start, allowed)
+        return True
+
+    def _begin(self) -> None:
+        """Start afresh, because nothing is decoded at the moment."""
+        self._pending.clear()  # nobody reads what they emit
+        self.engine.runner.begin()
+        self._pacers.pop(1, None)  # what one text was like says nothing of the next one
+        self._paced = 0
+        self._speculating = True
+        self._kind = None
+
+    def _arrange(self, row: int, prompt: list[int]) -> Saved | None:
+        """Have the free row `row` hold as much of a prompt as any row or kept text has, and lose no text that is newer
+        than another one. Returns the kept text that it got, if it got one."""
+        drafter = self.engine.drafter
+        held = [
+            Text(*request.cached()) if request else text for request, text in zip(self.rows, self.texts, strict=True)
+        ]
+        gains = [usable(text, prompt, drafter) for text in held]
+        free = [b for b, request in enumerate(self.rows) if request is None]
+        best = max(range(len(gains)), key=lambda b: (gains[b], self.rows[b] is None))
+        own = max(free, key=lambda b: gains[b])
+        if gains[own] < min(WORTHWHILE, max(1, len(self.texts[own].ids) // 2)):  # it may be worth more to others
+            own = min(free, key=lambda b: (len(self.texts[b].ids) > 0, self.texts[b].used))
+        self._swap(row, own)
+        text, state = self.texts[row], self.engine.state
+        restored = self.prompt_cache.exchange(state, drafter, row, text, prompt)
+        common = gains[best]
+        if self.rows[best] is None or common < usable(text, prompt, drafter) + WORTHWHILE:
+            return restored
+        drafted = min(common, held[best].drafted)
+        places, parts = (cache_rows(state, drafter, b, common, drafted) for b in (row, best))
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(part)
+        text.ids, text.drafted = prompt[:common], drafted
+        return None
+
+    def _close_gaps(self) -> None:
+        """Have the rows that decode come first. Where each row has a tree of its own, they stay where they are."""
+        tree = self.engine.drafter.tree
+        while not (isinstance(tree, TreeTables) and tree.mixed):
+            free = self.rows.index(None) if None in self.rows else len(self.rows)
+            last = max((r.row for r in self.rows if r and not self._is_read(r)), default=0)
+            if last <= free:
+                return
+            self._swap(free, last)
+
+    def _live(self) -> list[Request]:
+        """The requests that decode."""
+        return [request for request in self.rows if request and not self._is_read(request)]
+
+    def _is_read(self, request: Request) -> bool:
+        return self._reading is not None and self._reading[0] is request
+
+    def _swap(self, a: int, b: int) -> None:
+        """Exchange two rows. Those under way go on with what they have."""
+        if a == b:
+            return
+        engine = self.engine
+        # what the host does not know yet of steps under way
+        ahead = RING * (engine.drafter.D + 1) + 1
+        length = max(r.length if r else len(text.ids) for r, text in ((self.rows[i], self.texts[i]) for i in (a, b)))
+        engine.state.swap(a, b, length + ahead)
+        engine.drafter.swap(a, b, length + ahead)
+        for held in (self.rows, self.texts):
+            held[a], held[b] = held[b], held[a]
+        for i in (a, b):
+            if (request := self.rows[i]) is not None:
+                request.row = i
+
+    # ---- steps -----------------------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        """Launch steps of all rows that decode, and hand out what the oldest one emitted."""
+        self._close_gaps()
+        live = self._live()
+        if not live:
+            return
+        view = self.engine.view(max(request.row for request in live) + 1)
+        mode = SamplingMode.covering(request.mode for request in live)
+        if self._kind != (mode, view.rows):
+            self.drain()
+            if any(request.ended for request in live):  # the next part sees which are left
+                return
+            with self.engine.paused():
+                self.engine.first_runs(mode, view)
+            self._kind = mode, view.rows
+        self._launch(view, mode, live)
+        self._hand_out()
+
+    def _pacer(self, view: View, mode: SamplingMode) -> Pacer:
+        if view.rows not in self._pacers:  # where drafting does not pay for few rows, it does not for more
+            fewer = self._pacers.get(self._paced) if self._paced < view.rows else None
+            self._pacers[view.rows] = copy.copy(fewer or Pacer(0.0))
+        self._paced = view.rows
+        pacer, seconds = self._pacers[view.rows], self.engine.step_seconds
+        pacer.break_even = self.engine.break_even_tau
+        pacer.plain_seconds = seconds[0] if seconds and view.drafter.prunes(mode) else 0.0
+        return pacer
+
+    def _launch(self, view: View, mode: SamplingMode, live: list[Request]) -> None:
+        """Launch as many steps as may run ahead of the host."""
+        engine = self.engine
+        started = time.perf_counter()
+        lag = 0 if engine.observers or mode.logprobs or mode.grammar else engine.lag
+        if not self._pending or not lag:
+            self._begun = started
+        speculating = self._pacer(view, mode).speculating
+        if not speculating or not self._pending:  # plain steps under way end before drafting comes back
+            returns = speculating and not self._speculating
+            for request in live:
+                if returns or request.length - request.drafted > BEHIND and engine.fallback is not None:
+                    with engine.backend.active():
+                        engine.prefill.catch_up(request.row, request.drafted, request.length)
+                    request.drafted = request.length
+            self._speculating = speculating
+        drafter = view.drafter if self._speculating else view.fallback
+        constraints = [r.constraint if r and not self._is_read(r) else None for r in self.rows[: view.rows]]
+        while self._speculating is speculating and len(self._pending) <= lag:
+            output = engine.launch(drafter, mode, view, constraints)
+            rows = tuple(r if r in live else None for r in self.rows[: view.rows])
+            self._pending.append(Launched(rows, self._speculating, output))
+
+    def _hand_out(self) -> None:
+        """Read the oldest step under way. The seconds are those of the steps alone, or where steps run ahead of the host,
+        the time that passed."""
+        engine = self.engine
+        ring = engine.read()
+        launched = self._pending.popleft()
+        now = time.perf_counter()
+        seconds, self._begun = now - self._begun, now
+        there = [(b, request) for b, request in enumerate(launched.rows) if request and not request.ended]
+        pacer = self._pacers.get(len(launched.rows))
+        if pacer is not None and there:
+            pacer.take(launched.speculative, [ring[b][0] for b, _ in there], seconds)
+        if not self._pending:  # nothing has overwritten the output
+            results = [request and request.result for request in launched.rows]
+            for observer in list(engine.observers):
+                observer.step(launched.output, results)
+        plain = not launched.speculative and engine.fallback is not None
+        for b, request in there:
+            logprobs = launched.output.logprobs
+            part = ring[b], launched.speculative, plain, logprobs and logprobs.row(b), seconds
+            self._take(request, partial(self._step, request, *part))
+
+    def _step(self, request: Request, *part: Any) -> None:
+        position = request.take(*part)
+        if position is not None:
+            self._end(request, not_finite(self.engine.model.dtype, position))

@@ -1,0 +1,349 @@
+"""How a caller gets the chunks of its requests: streams for threads and for asyncio, and who runs the steps meanwhile.
+
+A caller that waits alone runs the steps itself, in its own thread. As soon as another one waits too, or where asyncio
+waits, the engine's own thread runs them for all, until nothing is left to decode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from runtime.results import Chunk, GenerationResult, mark_interrupted
+from support.machine import release_threads
+
+YIELD = 1e-3  # seconds that the engine's thread leaves to a caller that wants the engine for itself
+
+
+class Inbox:
+    """The chunks of one stream that nobody has read yet. The thread that decodes fills it."""
+
+    def __init__(self, requests: int):
+        """requests: how many will end."""
+        self.chunks: deque[Chunk] = deque()
+        self.left = requests
+        self.error: Exception | None = None
+        self.listener: Callable[[], None] = lambda: None  # told of all news, in the thread that decodes
+        self._news = threading.Condition()
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to read: a chunk, an error, or the end."""
+        return bool(self.chunks) or self.error is not None or not self.left
+
+    def put(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self._tell()
+
+    def end(self, error: Exception | None = None) -> None:
+        """One request gets nothing more. An error is raised for the reader behind the chunks that came before it."""
+        self.left -= 1
+        self.error = self.error or error
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._news:
+            self._news.notify_all()
+        self.listener()
+
+    def wait(self) -> None:
+        """Wait until there is something to read."""
+        with self._news:
+            while not self.ready:
+                self._news.wait()
+
+    def take(self) -> Chunk | None:
+        """The next chunk, or None at the end. Raises the error of a request that failed. Call it when it is `ready`."""
+        if self.chunks:
+            return self.chunks.popleft()
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return None
+
+
+class Work(Protocol):
+    """What a Driver runs. All calls but `busy` come from the one thread that has the engine at the moment."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+
+    def iterate(self) -> None:
+        """Go on by one part: at most one step, and one part of a prompt."""
+
+
+class Driver:
+    """Decides which thread runs the work."""
+
+    def __init__(self, work: Work):
+        self._work = work
+        self._turn = threading.Lock()  # who has it runs the work
+        self._guard = threading.Lock()
+        self._owner = 0  # the thread that has the turn
+        self._guests = 0  # that wait to have the engine for themselves
+        self._pumping = False  # whether the engine's own thread runs, or is about to
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within the block nobody else runs the work. The block may be entered again within itself."""
+        if self._owner == threading.get_ident():
+            yield
+            return
+        self._guests += 1
+        try:
+            self._turn.acquire()
+        finally:
+            self._guests -= 1
+        self._owner = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._owner = 0
+            self._turn.release()
+
+    def serve(self, inbox: Inbox) -> None:
+        """Return when the inbox has something to read. Meanwhile this thread runs the work, unless another one does."""
+        if inbox.ready:
+            return
+        if self._pumping or not self._turn.acquire(blocking=False):
+            self.pump()
+            inbox.wait()
+            return
+        self._owner = threading.get_ident()
+        try:
+            while not inbox.ready and not (self._pumping or self._guests):
+                self._work.iterate()
+        finally:
+            self._owner = 0
+            self._turn.release()
+        if not inbox.ready:
+            release_threads()  # of this thread, because another one goes on
+            time.sleep(YIELD if self._guests else 0)
+            self.serve(inbox)
+
+    def pump(self) -> None:
+        """Have the engine's own thread run the work until nothing is left. Returns at once."""
+        with self._guard:
+            if not self._pumping:
+                self._pumping = True
+                threading.Thread(target=self._pump, name="eaglet", daemon=True).start()
+
+    def _pump(self) -> None:
+        while True:
+            with self._guard:
+                if not self._work.busy:
+                    self._pumping = False
+                    break
+            with self.alone():
+                self._work.iterate()
+            if self._guests:
+                time.sleep(YIELD)
+        release_threads()
+
+
+class Stoppable(Protocol):
+    """What a stream knows of its requests."""
+
+    ended: bool
+    began: float  # when it got a row (`time.perf_counter`), 0.0 before
+
+    def stop(self) -> None: ...
+
+
+class Stream:
+    """An iterator of Chunks. Its `results` fill while it runs.
+
+    Any number of streams may run on one engine, also in one thread. They are decoded together, as many as the engine has
+    rows, and the others wait for a row in the order of their first steps. A stream that nobody reads goes on while others
+    are read.
+
+    Leaving a stream early (break, Ctrl-C) is safe. Where the stream has a name, it lives as long as the name does, so
+    close it, or write `with engine.generate(prompt) as stream:`, which closes it at the end of the block.
+    """
+
+    def __init__(
+        self, requests: Sequence[Stoppable], results: list[GenerationResult], inbox: Inbox, driver: Driver,
+        enter: Callable[[], None], settle: Callable[[], None],
+    ):  # fmt: skip
+        """enter: queues the requests. settle: ends those that shall end, while nothing else runs."""
+        self.results = results
+        self._requests = requests
+        self._inbox = inbox
+        self._driver = driver
+        self._enter = enter
+        self._settle = settle
+        self._entered = self._stopped = False
+        self._entering = threading.Lock()
+        self._reading = threading.RLock()
+
+    @property
+    def result(self) -> GenerationResult:
+        """The outcome of the first sequence. It is complete when the stream has ended."""
+        return self.results[0]
+
+    def start(self, listener: Callable[[], None] | None = None) -> None:
+        """Queue the requests now, not at the first step. listener: the engine's own thread decodes, and calls this
+        whenever there is news."""
+        with self._entering:
+            if self._entered:
+                return
+            self._entered = True
+            if listener is not None:
+                self._inbox.listener = listener
+            self._enter()
+        if listener is not None:
+            self._driver.pump()
+
+    @property
+    def began(self) -> float:
+        """When the first request got a row of the engine (`time.perf_counter`), 0.0 before that."""
+        return min((request.began for request in self._requests if request.began), default=0.0)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` has something: a chunk, the end, or an error."""
+        return self._inbox.ready
+
+    def take(self) -> Chunk | None:
+        """What comes next, where the stream is `ready`: a chunk, or None at the end. Raises a request's error."""
+        return self._inbox.take()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        with self._reading:
+            self.start()
+            self._driver.serve(self._inbox)
+            if self._stopped:
+                self.close()
+            chunk = self.take()
+        if chunk is None:
+            release_threads()  # the next request may run in another thread
+            raise StopIteration
+        return chunk
+
+    def stop(self) -> None:
+        """End the stream soon, without waiting for it. Any thread may call this.
+
+        The thread that reads the stream finds its end after the step, or the part of the prompt, that runs now.
+        """
+        self._stopped = True
+        for request in self._requests:
+            request.stop()
+
+    def close(self) -> None:
+        """Stop here. Sequences that had not finished are marked as interrupted.
+
+        What was decoded so far stays in the caches, so a request that goes on from there starts fast. Any thread may
+        call this: a step that runs in another thread ends first. Closing twice does nothing.
+        """
+        self.stop()
+        with self._entering:
+            entered, self._entered = self._entered, True
+        if not entered:
+            self._inbox.left = 0
+        elif not all(request.ended for request in self._requests):
+            with self._driver.alone():
+                self._settle()
+        self._inbox.chunks.clear()
+        mark_interrupted(self.results)
+        release_threads()  # the next request may run in another thread
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        for request in self._requests:  # any thread may collect garbage, also one that runs a step
+            request.stop()
+
+    def run(self) -> list[GenerationResult]:
+        """Run to the end and return the results."""
+        for _ in self:
+            pass
+        return self.results
+
+
+class AsyncStream:
+    """An asynchronous iterator of Chunks: `async for chunk in engine.agenerate(prompt)`.
+
+    It is to an asyncio task what a Stream is to a thread. The steps run in the engine's own thread, whether or not the
+    task reads. A stream ends when the task that reads it is cancelled, when `aclose()` is called, and when it is dropped.
+    """
+
+    def __init__(self, stream: Stream):
+        self._stream = stream
+        self._news = asyncio.Event()
+        self._reader: asyncio.Task[Any] | None = None
+
+    @property
+    def results(self) -> list[GenerationResult]:
+        """The outcomes of all sequences. They fill while the stream runs."""
+        return self._stream.results
+
+    @property
+    def result(self) -> GenerationResult:
+        """The outcome of the first sequence. It is complete when the stream has ended."""
+        return self._stream.result
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        self._end_with(asyncio.current_task())
+        self._stream.start(in_loop(asyncio.get_running_loop(), self._news))
+        try:
+            while not self._stream.ready:
+                await self._news.wait()
+                self._news.clear()
+        except BaseException:  # the task was cancelled
+            self._stream.stop()
+            raise
+        chunk = self._stream.take()
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+    def _end_with(self, task: asyncio.Task[Any] | None) -> None:
+        """Stop the stream when the task that reads it ends, whatever still refers to the stream."""
+        if task is None or self._reader is task:
+            return
+        self._reader = task
+        reference = weakref.ref(self)  # a task that lives on must not keep a stream that it dropped
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            stream = reference()
+            if stream is not None and stream._reader is task:
+                stream._stream.stop()
+
+        task.add_done_callback(ended)
+
+    async def aclose(self) -> None:
+        """Stop here. Sequences that had not finished are marked as interrupted."""
+        await asyncio.to_thread(self._stream.close)
+
+    async def run(self) -> list[GenerationResult]:
+        """Run to the end and return the results."""
+        async for _ in self:
+            pass
+        return self.results
+
+
+def in_loop(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> Callable[[], None]:
+    """A listener that sets an event of asyncio."""
+
+    def told() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(event.set)
+
+    return told

@@ -116,7 +116,7 @@ def random_head(model: Transformer, version: int, quant: str | None = None) -> E
         head.draft_ids = torch.arange(drafted, device=model.device) * model.config.vocab_size // drafted
     fill_random_(head, model.device, model.dtype)
     head.rotary.build(model.device, model.rotary.length)
-    head.trim()
+    head.finish()
     return head
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -477,6 +477,21 @@ def apply_spec_(module: nn.Module, spec: QuantSpec, names: Collection[str] = ())
             new.append(QuantLinear(empty, bias, per_token))
         replace_module(module, name, QuantExperts(child, *new) if experts else new[0])
     return module
+
+
+def row_parts(linears: Sequence[nn.Linear | QuantLinear], first: int) -> nn.Linear | QuantLinear:
+    """One linear with the rows from `first` on of several that have the same input, none of which is packed."""
+    tensors = [layer.state_dict() for layer in linears]
+    stored = {}
+    for name in tensors[0]:  # the rows are the first axis of weights and codes, and the last one of scales
+        rows_first = name in ("weight", "qweight")
+        parts = [held[name][first:] if rows_first else held[name][..., first:] for held in tensors]
+        stored[name] = torch.cat(parts, 0 if rows_first else -1)
+    if "weight" not in stored:
+        return QuantLinear(stored)
+    out = nn.Linear(*stored["weight"].shape[::-1], bias=False, device="meta")
+    out.weight = nn.Parameter(stored["weight"].detach(), requires_grad=False)
+    return out
 
 
 def replace_module(module: nn.Module, name: str, new: nn.Module) -> None:

@@ -196,7 +196,7 @@ def best_prefixes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> Draft
         place = torch.arange(size, size + best.shape[1], device=root.device).expand_as(best)
         size += best.shape[1]
     pool, totals, parent = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
-    live = 1 + (totals > -torch.inf).sum(1, keepdim=True)
+    live = 1 + (totals > -torch.inf).sum(1)
     tree = DraftTree(*_select.reference(pool, totals, parent, root, None, N, D, live))
     shown = torch.where(tree.valid, tree.scores, -torch.inf).to(torch.promote_types(scores.dtype, torch.float32))
     return tree._replace(scores=shown, tokens=tree.tokens.where(tree.valid, 0))

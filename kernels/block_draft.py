@@ -96,7 +96,7 @@ def convolve_kernel(
         tap = SIDE * TAPS + t
         weight = tl.load(base + tap * H + d, mask=ok, other=0).to(tl.float32)
         weight += tl.load(delta + (row * 2 * TAPS + tap) * (H // GROUP) + d // GROUP, mask=ok, other=0).to(tl.float32)
-        total += weight * tl.load(y + (row - t) * H + d, mask=ok & (i >= t), other=0).to(tl.float32)
+        total += weight * tl.load(y + (row - t) * H + d, mask=d < tl.where(i >= t, H, 0), other=0).to(tl.float32)
     tl.store(out + row * H + d, total.to(out.dtype.element_ty), mask=ok)
 
 
@@ -228,7 +228,7 @@ def prefixes_kernel(
     scores += b * D * K
     NONE: tl.constexpr = float("-inf")
     first = tl.load(scores).to(tl.float64)
-    total = tl.where((j == 0) & (first == first), first, NONE)
+    total = tl.where(j == 0, tl.where(first == first, first, NONE), NONE)
     base = tl.zeros((NP,), tl.float64)
     above = j * 0
     level = j * 0
@@ -249,8 +249,8 @@ def prefixes_kernel(
         tl.store(out_parent + b * N + i, tl.where(ok, up, 0).to(tl.int64))
         tl.store(out_scores + b * N + i, best.to(tl.float32))
         tl.store(valid + b * N + i, ok)
-        beside = tl.load(scores + d * K + r + 1, mask=ok & (r + 1 < K), other=NONE).to(tl.float64)
-        below = tl.load(scores + (d + 1) * K, mask=ok & (d + 1 < D), other=NONE).to(tl.float64)
+        beside = tl.load(scores + d * K + r + 1, mask=r + 1 < tl.where(ok, K, 0), other=NONE).to(tl.float64)
+        below = tl.load(scores + (d + 1) * K, mask=d + 1 < tl.where(ok, D, 0), other=NONE).to(tl.float64)
         total = tl.where(here, tl.where(beside == beside, w + beside, NONE), total)
         rank = tl.where(here, r + 1, rank)
         new = j == i

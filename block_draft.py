@@ -138,7 +138,7 @@ class BlockHead(nn.Module):
 
         layers: runs all layers instead of `run_layers`, as `Transformer.forward` takes it.
         """
-        x = self.target.embed_tokens(tokens)
+        x = self.target.embed_tokens(tokens).to(self.norm.weight.dtype)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         if self.config.conv_taps:
@@ -149,6 +149,36 @@ class BlockHead(nn.Module):
         else:
             normed, _ = (layers or Transformer.run_layers)(self, x, nodes, cache, ())
         return normed if self.config.slot0 else normed[:, 1:]
+
+    @torch.no_grad()
+    def draft_along(self, tokens: Tensor, features: Tensor, every: int) -> None:
+        """Draft blocks after known tokens [B, T] with these features [B, T, F], from every so many positions on, and
+        correct them by these tokens, so that all linears see what they see in decoding. For GPTQ, before `finish`."""
+        c, (B, T) = self.config.layer, tokens.shape
+        slots = self.config.slots
+        cache = self.new_cache(B, T + slots)
+        rotary, norms = (
+            Rotary(self.rotary.cos, self.rotary.sin),
+            [layer.attention.k_norm.weight for layer in self.layers],
+        )
+        _, normed = linear(self.fc, features, norm=self.hidden_norm)
+        first = c.num_attention_heads * c.head_dim
+        kv = torch.stack([layer.attention.qkv(normed)[..., first:] for layer in self.layers], 2)
+        kv = kv.unflatten(-1, (2, c.num_key_value_heads, c.head_dim)).to(cache.dtype)
+        start, level = torch.zeros_like(tokens[:, 0]), torch.arange(T, device=tokens.device)[None]
+        _, places, cos, sin = kernels.place_rows(start, level, rotary, T + slots)[:4]
+        kernels.write_context(kv, torch.stack(norms), c.rms_norm_eps, cos, sin, cache, places)
+        masks = [mask.expand(B, -1, -1) for mask in slot_masks(self.config, tokens.device)]
+        for anchor in range(every, T - self.config.depth, every):
+            where = kernels.place_rows(start + anchor, level[:, :slots], rotary, T + slots)
+            nodes = Nodes(where[2], where[3], where[0], where[1], start + anchor, *masks)
+            block = torch.full((B, slots), self.config.mask_id, device=tokens.device)
+            block[:, 0] = tokens[:, anchor]
+            hidden, state = self(block, nodes, cache), None
+            if self.lm_head is not None:
+                self.narrow_logits(hidden)
+            for d in range(self.config.depth if self.config.markov else 0):
+                _, state = self.factors(tokens[:, anchor + d, None], hidden[:, d], state)
 
     def narrow_logits(self, hidden: Tensor) -> Tensor:
         """What slots give [B, depth, H] -> their own logits [B, depth, Vd], in the dtype that the LM head computes in."""
@@ -187,6 +217,15 @@ class BlockHead(nn.Module):
         gate, candidate, out = linear(self.mix, torch.cat((state, e, h), -1)).chunk(3, -1)
         gate = torch.sigmoid(gate)
         return torch.tanh(out), gate * state + (1 - gate) * torch.tanh(candidate)
+
+
+def slot_masks(config: BlockConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which slots a slot sees, bool [1, slots, slots]: where attention is full, and where it has a window."""
+    place = torch.arange(config.slots, device=device)
+    near = (place[:, None] - place).abs() < (max(config.layer.windows) or config.slots)
+    before, everything = place[:, None] >= place, torch.ones_like(near)
+    masks = (before if config.causal else everything), (before if config.causal_window else everything) & near
+    return masks[0][None], masks[1][None]
 
 
 class Slots(NamedTuple):
@@ -231,16 +270,11 @@ class BlockDrafter(TreeDrafter):
         self.p_min, self.unpriced, self.measured_price = rule.p_min, rule.unpriced, rule.unpriced
         if rule.shared_noise and (rule.p_min or config.markov):
             self.scoring = "noisy"
-        device, n = self.cache.device, config.slots
+        device = self.cache.device
         self.used = max(self.D, 1)  # slots that are
-        self.masks = torch.full((1, n - 1), config.mask_id, device=device)
-        place = torch.arange(n, device=device)
-        self.block_depth = place[None]
-        near = (place[:, None] - place).abs() < (max(config.layer.windows) or n)
-        before = place[:, None] >= place
-        everything = torch.ones_like(before)
-        self.visible = (before if config.causal else everything)[None]
-        self.visible_window = ((before if config.causal_window else everything) & near)[None]
+        self.masks = torch.full((1, config.slots - 1), config.mask_id, device=device)
+        self.block_depth = torch.arange(config.slots, device=device)[None]
+        self.visible, self.visible_window = slot_masks(config, device)
 
     @property
     def draft_ids(self) -> Tensor | None:

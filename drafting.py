@@ -109,15 +109,21 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
     matches = options.batch_size == 1 and options.verify == "match"
     block = head if isinstance(head, BlockConfig) else None
     if options.device != "cuda" or not matches or isinstance(head, EagleConfig) and head.unshifted or head is None:
-        return "paper25" if block is None or not matches else f"dynamic:26,{min(block.depth, 8) - 1},8"
+        return "paper25" if block is None else block_tree(block)
     weight_bytes = {"int4": 0.5, "int8": 1.0}.get((quantization or "float")[:4], 2.0)
     capability = torch.cuda.get_device_capability()
     rows = weight_bytes * PRODUCTS.get(capability, SLOWEST)
     if weight_bytes < 1 and capability in GRAPHICS:
         rows *= 2  # int4 may add in fp16 there, which is twice as fast
     nodes, topk = (60, 10) if rows >= 60 else (32 if rows >= 32 else 16, 8)
-    expansions = min(block.depth, 8) - 1 if block else 7 if head.version == 3 else 5
-    return f"dynamic:{nodes},{expansions},{topk}"
+    if block:
+        return block_tree(block, nodes, topk)
+    return f"dynamic:{nodes},{7 if head.version == 3 else 5},{topk}"
+
+
+def block_tree(config: BlockConfig, nodes: int = 26, topk: int = 8) -> str:
+    """A dynamic tree that a block head can draft. A chain where a dynamic one is not allowed is up to the user."""
+    return f"dynamic:{nodes},{min(config.depth, 8) - 1},{topk}"
 
 
 def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig | BlockConfig | None) -> LoadOptions:

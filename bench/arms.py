@@ -26,9 +26,9 @@ from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import UsageError
 from support.machine import synchronize
+from weights.block_heads import read_head
 from weights.checkpoint import load_config
 from weights.files import local_path, read_entries
-from weights.heads import read_eagle
 
 SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE = "same tokens", "same distribution", "other engine"
 LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)  # from the strongest promise to none
@@ -157,7 +157,7 @@ def find_drafters(directory: Path, config: ModelConfig) -> Iterator[tuple[str, P
         if any((folder / name).is_file() for name in MEDUSA_FILES):
             yield "medusa", folder
             continue
-        for kind, reader, more in (("eagle", read_eagle, (config,)), ("draft_checkpoint", load_config, ())):
+        for kind, reader, more in (("eagle", read_head, (config,)), ("draft_checkpoint", load_config, ())):
             with contextlib.suppress(ValueError):
                 reader(folder, *more)
                 yield kind, folder
@@ -223,7 +223,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     if base.head is not None and opts.drafter_kind == "eagle":
         head = base.head
     elif opts.drafter_kind == "eagle" and opts.eagle.startswith("random:"):
-        head = random_head(model, int(opts.eagle.removeprefix("random:")), model.quant)
+        head = random_head(model, opts.eagle.removeprefix("random:"), model.quant)
     else:
         files = read_drafter(opts, model.config, base.tokenizer)
         head = build_head(files.head, model, opts, base.tokenizer) if files.head else None

@@ -132,6 +132,17 @@ def block_tensors(config: BlockConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     return table
 
 
+def context_rows(file: BlockFile) -> dict[str, Tensor]:
+    """The parts of a head's tensors that are stored a second time, for the keys and values of the text."""
+    layer = file.config.layer
+    first = layer.num_attention_heads * layer.head_dim
+    names = [name for name in file.tensors if ".attention.qkv." in name]
+    return {
+        name: t[first:] if name.endswith(("weight", "qweight")) else t[..., first:]
+        for name, t in ((name, file.tensors[name]) for name in names)
+    }
+
+
 def is_block_head(path: str | Path) -> bool:
     """Whether a folder, or the folder of a file, has the config.json of a block head."""
     path = local_path(path)

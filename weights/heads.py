@@ -58,6 +58,11 @@ class EagleConfig:
     target_vocab_size: int = 0  # needed to save a head that has a draft vocabulary
     unshifted: bool = False  # version 1: feature i goes with token i, not i + 1 (an ablation of the paper)
 
+    @property
+    def kind(self) -> str:
+        """What it is called in reports."""
+        return f"EAGLE-{self.version}"
+
     def layout(self, layers: int) -> str:
         """What `save_eagle` writes for a target of that many layers, and which programs read it correctly."""
         names = f"EAGLE-{self.version}, SafeAILab tensor names; "

@@ -73,10 +73,10 @@ def tree_shape(options: LoadOptions) -> tuple[int, int]:
 def build_trees(options: LoadOptions, device: torch.device) -> DynamicTree | TreeTables:
     """The dynamic tree, or the tables of one static tree per sequence."""
     trees = [parse_tree(name) for name in options.trees]
-    if len(trees) not in (1, options.batch_size):
-        raise ValueError(f"{len(trees)} trees for a batch of {options.batch_size}; give one tree, or one per sequence.")
+    if len(trees) > 1 and len(trees) != options.slots:
+        raise ValueError(f"{len(trees)} trees for {options.slots} slots; give one tree, or one per slot.")
     if not any(isinstance(tree, DynamicTree) for tree in trees):
-        return tree_tables(trees * options.batch_size if len(trees) == 1 else trees, device)
+        return tree_tables(trees * options.slots if len(trees) == 1 else trees, device)
     if len(set(trees)) > 1:
         raise ValueError("trees of a batch must all be static, or all the same dynamic tree.")
     return trees[0]
@@ -106,10 +106,14 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
     Reading a weight takes the time of PRODUCTS[GPU] products per byte. Rows that need more of them are not free.
     quantization: of the target, as `Checkpoint.quantization` names it.
     """
-    matches = options.batch_size == 1 and options.verify == "match"
     block = head if isinstance(head, BlockConfig) else None
-    if options.device != "cuda" or not matches or isinstance(head, EagleConfig) and head.unshifted or head is None:
-        return "paper25" if block is None else block_tree(block)
+    if block and options.verify != "match":
+        return f"chain:{block.depth}"
+    if block and options.device != "cuda":
+        return block_tree(block)
+    unshifted = isinstance(head, EagleConfig) and head.unshifted
+    if head is None or unshifted or options.device != "cuda" or options.verify != "match":
+        return "paper25"
     weight_bytes = {"int4": 0.5, "int8": 1.0}.get((quantization or "float")[:4], 2.0)
     capability = torch.cuda.get_device_capability()
     rows = weight_bytes * PRODUCTS.get(capability, SLOWEST)
@@ -122,7 +126,7 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
 
 
 def block_tree(config: BlockConfig, nodes: int = 26, topk: int = 8) -> str:
-    """A dynamic tree that a block head can draft. A chain where a dynamic one is not allowed is up to the user."""
+    """The dynamic tree that a block head drafts by default."""
     return f"dynamic:{nodes},{min(config.depth, 8) - 1},{topk}"
 
 
@@ -300,12 +304,12 @@ def build_drafter(
 
 
 def _new_drafter(model: Transformer, options: LoadOptions, head: DraftHead | None, draft: Checkpoint | None) -> Drafter:
-    B = options.batch_size
+    B = options.slots
     kind = options.drafter_kind
     tree = build_trees(options, model.device)
     rounds = {"match": "", "multi-round": "without", "multi-round-replacement": "with"}[options.verify]
     rule = DraftRule(options.draft_noise, rounds)
-    slots = options.ctx + tree_shape(options)[0] + 1
+    length = options.ctx + tree_shape(options)[0] + 1
     drafter: Drafter
     if kind == "ngram":
         drafter = NGramDrafter(model, tree.N, tree.D)
@@ -320,12 +324,12 @@ def _new_drafter(model: Transformer, options: LoadOptions, head: DraftHead | Non
             small = draft.load(model.device, model.dtype, None, options.ctx)
         pack_(small, small.dtype)
         check_width(tree, small.config.vocab_size)
-        drafter = DraftModelDrafter(model, small, tree, B, slots, rule)
+        drafter = DraftModelDrafter(model, small, tree, B, length, rule)
     else:
         unpriced = options.prune == BY_PRICE
         p_min = (PRUNE if unpriced else options.prune or 0) / 100
         ngram_nodes = options.ngram_nodes if p_min else 0
         rule = rule._replace(p_min=p_min, unpriced=unpriced, ngram_nodes=ngram_nodes)
         make = eagle_drafter if isinstance(head, EagleHead) else BlockDrafter
-        drafter = make(head, tree, B, slots, rule)
+        drafter = make(head, tree, B, length, rule)
     return WithNGrams(drafter, options.ngram_nodes) if options.ngram_nodes and not options.prune else drafter

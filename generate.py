@@ -4,6 +4,7 @@
     python generate.py --checkpoint DIR -p "Why is the sky blue?"   # an instruct model answers, another one continues
     echo "Why is the sky blue?" | python generate.py --checkpoint DIR --eagle HEAD --compile
     python generate.py --checkpoint DIR --chat
+    python generate.py --checkpoint DIR --input requests.jsonl --output answers.jsonl
 
     from generate import load
     engine = load("demo", eagle="demo/eagle1")
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from cli.prompt import DEMO_PROMPT, Prompt, read_prompt, stdin_is_fed
 from options import DEMO, FULL, LoadKeywords, add_options, add_sampling, sampling_from
 from support import cache
-from support.errors import Parser, UsageError, run_command
+from support.errors import Parser, UsageError, at_least, run_command
 from support.files import check_folder
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Once(argparse.Action):
 
 def build_parser() -> argparse.ArgumentParser:
     style = argparse.RawDescriptionHelpFormatter
-    usage = "python generate.py [-p TEXT | -f FILE | --chat] [--checkpoint DIR] [--eagle HEAD] [options]"
+    usage = "python generate.py [-p TEXT | -f FILE | --chat | --input FILE] [--checkpoint DIR] [--eagle HEAD] [options]"
     parser = Parser(prog="generate.py", usage=usage, description=__doc__, formatter_class=style)
     request = parser.add_argument_group("request")
     add = functools.partial(request.add_argument, action=Once)
@@ -78,6 +79,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("-f", "--prompt-file", metavar="FILE", help="the same from a file; - is stdin, and a pipe is read without it")
     add("--prompt-ids", metavar="5,17,9", help="token ids to continue; needs no tokenizer")
     add = request.add_argument
+    add("--input", metavar="FILE", help="a file of requests, as OpenAI's batch API has them: one JSON object a line")
+    add("--output", metavar="FILE", help="--input: the answers, in the same order; a run that was interrupted goes on")
+    add("--batch-size", type=at_least(1), default=1, metavar="N",
+        help="answers to the prompt, with seeds seed, seed + 1, ... (default: 1)")  # fmt: skip
     add("--raw", action="store_true", help="continue the prompt as plain text, whatever the model is")
     add("--chat", action="store_true", help="interactive chat; keeps history and the cache between turns")
     add("--system", metavar="TEXT", help="system message, before the prompt or of the chat")
@@ -120,6 +125,10 @@ def run(args: argparse.Namespace) -> int:
         return cache_command(args.cache)
     sampling_from(args)  # refuses settings that are out of range
     check_arguments(args)
+    if args.input:
+        from serving.batch import run_file
+
+        return run_file(args)
     prompt = Prompt("") if args.chat else read_prompt(args)
     from cli.once import run_request
 
@@ -142,27 +151,32 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise UsageError for arguments that do not go together."""
     drafts = args.eagle or args.drafter or args.draft_checkpoint or args.medusa
     given = [name for name in ("prompt", "prompt_ids", "prompt_file") if vars(args)[name] is not None]
+    if (args.input is None) != (args.output is None):
+        raise UsageError("--input FILE and --output FILE belong together; give both.")
     if args.prove and args.verify != "match":
         raise UsageError("--prove compares tokens; --verify multi-round promises only the distribution.")
     if args.prove and not drafts:
         raise UsageError("--prove replays without the drafter; it needs one, like --eagle HEAD.")
-    if len(given) > 1 or (args.chat and given):
-        raise UsageError("give one of --prompt, --prompt-file, --prompt-ids, --chat.")
+    if len(given) + args.chat + bool(args.input) > 1:
+        raise UsageError("give one of --prompt, --prompt-file, --prompt-ids, --chat, --input.")
     names = "raw gauge prove show_tree html json json_schema".split()
     for_one_request = [f"--{name.replace('_', '-')}" for name in names if vars(args)[name]]
     for_one_request += ["--grammar"] * ("grammar" in args) + ["--batch-size"] * (args.batch_size > 1)
-    if args.chat and for_one_request:
-        raise UsageError(f"{for_one_request[0]} is for one request; it does not go with --chat.")
+    if (args.chat or args.input) and for_one_request:
+        raise UsageError(f"{for_one_request[0]} is for one request; it does not go with --chat or --input.")
     if args.when_full != FULL[0] and not args.chat:
         raise UsageError("--when-full is for a chat; add --chat.")
     message = args.chat or (given and args.prompt_ids is None) or (not given and stdin_is_fed())
-    if (args.template or args.system) and (args.raw or not message):
+    if args.input and args.system:
+        raise UsageError("--system is part of a request; put it into the messages of --input.")
+    if (args.template or args.system) and not args.input and (args.raw or not message):
         raise UsageError("--template and --system shape a message: give -p TEXT without --raw, or add --chat.")
     if args.json_schema and "grammar" in args:
         raise UsageError("give one of --grammar, --json-schema.")
     if "logprobs" in args and not args.json:
         raise UsageError("--logprobs are part of the JSON output; add --json.")
     check_folder("--html", args.html)
+    check_folder("--output", args.output)
     if args.batch_size > 1 and (args.show_tree or args.html):
         raise UsageError("--show-tree and --html show one sequence; use --batch-size 1.")
 

@@ -55,6 +55,8 @@ from weights.files import Progress, check_sha256, local_path
 from weights.quantized import pack_
 from weights.shards import Shard
 
+SLOTS = (8, 4, 2, 1)  # how many --slots 0 tries
+
 
 def load(
     checkpoint: str | Path = DEMO,
@@ -140,6 +142,8 @@ def _load(
     if asked.compile and not options.compile:
         say("note    nothing to compile: the C++ kernels run (--kernels reference --compile compiles the reference)")
     backend = open_backend(options, say)
+    if not options.slots:
+        options = replace(options, slots=fit_slots(checkpoint, files, options, ranks))
     checkpoint, plan = check_plan(checkpoint, files, options, ranks, say)
     for note in (*checkpoint.notes, *(files.head.notes if files.head else ())):
         say(f"note    {note}")
@@ -180,16 +184,28 @@ def check_plan(
 
     Raises NotEnoughMemory where it still does not fit. All ranks call it, and all split the embedding or none.
     """
-    device = torch.device(options.device)
-    plan, free = plan_memory(checkpoint, files, options), free_memory(device)
+    plan, free = plan_memory(checkpoint, files, options), _free(options, ranks)
     if ranks:
-        free = free if device.type == "cuda" else free // ranks.size  # processes on one CPU share its memory
         if any(heard(ranks, "", plan.total > free)):
             checkpoint = checkpoint.sharded(checkpoint.shard._replace(embedding=True))
             plan = plan_memory(checkpoint, files, options)
             say("note    the embedding is split to save memory: one more exchange per forward and level of drafting.")
     check_memory(plan, free, options)
     return checkpoint, plan
+
+
+def fit_slots(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions, ranks: Ranks | None) -> int:
+    """The most of SLOTS that memory holds. All ranks call it, and all get the same number."""
+    free = _free(options, ranks)
+    fitting = (n for n in SLOTS if plan_memory(checkpoint, files, replace(options, slots=n)).total <= free)
+    most = next(fitting, SLOTS[-1])
+    return min(heard(ranks, "", most)) if ranks else most
+
+
+def _free(options: LoadOptions, ranks: Ranks | None) -> int:
+    """Bytes that this process may use."""
+    device = torch.device(options.device)
+    return free_memory(device) // (ranks.size if ranks and device.type == "cpu" else 1)
 
 
 def open_backend(options: LoadOptions, report: Callable[[str], None]) -> kernels.KernelBackend:

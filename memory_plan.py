@@ -71,20 +71,20 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     options = options.with_defaults(config)
     dtype = DTYPES[options.dtype]
     element = dtype.itemsize
-    B, ctx = options.batch_size, options.ctx
+    B, ctx = options.slots, options.ctx
     N, D = tree_shape(options)
-    slots = ctx + N + 1
+    length = ctx + N + 1  # of a row of the cache
 
-    def cache_bytes(geometry: ModelConfig, layers: int, slots: int, int8: bool = False) -> int:
+    def cache_bytes(geometry: ModelConfig, layers: int, length: int, int8: bool = False) -> int:
         row = geometry.head_dim + kernels.KV_SCALE if int8 else geometry.head_dim * element
-        return B * slots * 2 * geometry.num_key_value_heads * row * layers
+        return B * length * 2 * geometry.num_key_value_heads * row * layers
 
-    kv = cache_bytes(config, config.num_hidden_layers, slots, options.kv == "int8")
+    kv = cache_bytes(config, config.num_hidden_layers, length, options.kv == "int8")
     rotary = 4 * ctx * config.head_dim
-    buffers = B * slots * 8 + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
+    buffers = B * length * 8 + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
     drafter = 0
     if head is not None:
-        kv += cache_bytes(head.config.layer, head.config.layer.num_hidden_layers, slots + 128)
+        kv += cache_bytes(head.config.layer, head.config.layer.num_hidden_layers, length + 128)
         rounded = options.kernels == "cpu" and bool(checkpoint.quantization)
         drafter = held_bytes(head.tensors, dtype, options.device, options.kernels, rounded=rounded)
         # a trimmed vocabulary copies rows of the target's LM head and holds their ids, which a head's own file has
@@ -97,7 +97,7 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
         buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * head.config.layer.head_dim
     if draft is not None:
-        kv += cache_bytes(draft.config, draft.config.num_hidden_layers, slots + 128)
+        kv += cache_bytes(draft.config, draft.config.num_hidden_layers, length + 128)
         drafter = model_bytes(draft, options)
     if options.medusa:
         path = local_path(options.medusa)
@@ -121,8 +121,8 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
         hint = "Try --kv int8."
     elif fits >= 256:
         hint = f"Try --ctx {fits // 64 * 64}."
-    elif options.batch_size > 1:
-        per_sequence = (plan.kv + plan.buffers + plan.graphs) / options.batch_size
+    elif options.slots > 1:
+        per_sequence = (plan.kv + plan.buffers + plan.graphs) / options.slots
         most = int((free - plan.weights - plan.head) / per_sequence)
-        hint = f"Try --batch-size {most}." if most > 0 else hint
+        hint = f"Try --slots {most}." if most > 0 else hint
     raise NotEnoughMemory(f"not enough memory: plan {size_text(plan.total)}, free {size_text(free)}. {hint}")

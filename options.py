@@ -76,7 +76,10 @@ class LoadOptions:
         "first compare the model's files with SHA256SUMS in its folder (stored), or its one weights file with a digest",
         metavar="stored|HEX",
     )
-    batch_size: int = option("sequences that are decoded together, with seeds seed, seed + 1, ...", 1, least=1)
+    slots: int | None = option(
+        "sequences that are decoded together; 0: 8, or fewer where memory holds no more (default: 1; for a server or a "
+        "file of requests: 0)", least=0,
+    )  # fmt: skip
     ctx: int | None = option("context to allocate (default: the model's, at most 8192)", least=2)
     device: str | None = option("default: the GPU if there is one", choices=("cuda", "cpu"))
     dtype: str | None = option("default: the checkpoint's; float32 on a CPU", choices=DTYPES)
@@ -234,7 +237,9 @@ class LoadOptions:
         dtype = self.dtype or ("float32" if device == "cpu" else config.dtype)
         ctx = self.ctx or min(config.max_positions, 8192)
         mode = self.kernel_mode
-        return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=mode, compile=self.compile and mode != "cpu")
+        slots = 1 if self.slots is None else self.slots
+        compiles = self.compile and mode != "cpu"
+        return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=mode, compile=compiles, slots=slots)
 
     def open_checkpoint(self, draft: bool = False) -> Checkpoint:
         """The checkpoint, or the draft LLM's, with what the options say about reading its weights."""
@@ -252,7 +257,7 @@ class LoadKeywords(TypedDict, total=False):
     """
 
     sha256: str | None
-    batch_size: int
+    slots: int | None
     ctx: int | None
     device: str | None
     dtype: str | None

@@ -10,10 +10,10 @@ import argparse
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from bench.random_models import random_head
 from drafters.medusa import MEDUSA_FILES
@@ -35,7 +35,7 @@ LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)  # from the strongest pr
 NO_STOP = (2**31 - 1,)  # no token has this id, so decoding goes on to the length limit
 # Fields of LoadOptions that all arms share, and those that name files (looked up in the checkpoint's folder too).
 COMMON = (
-    "checkpoint", "device", "dtype", "quant", "threads", "ctx", "batch_size", "kernels", "activations", "overlap",
+    "checkpoint", "device", "dtype", "quant", "threads", "ctx", "slots", "kernels", "activations", "overlap",
     "compile", "compile_mode", "tp",
 )  # fmt: skip
 PATHS = ("eagle", "draft_checkpoint", "medusa")
@@ -62,6 +62,15 @@ class Sample:
     decode_seconds: float
     tokens_per_step: list[int] | None = None  # ids per target forward after the prompt's; None: unknown
     text: str = ""
+
+
+class Timing(NamedTuple):
+    """What requests that ran together took."""
+
+    tokens: int
+    seconds: float  # from the first prompt to the last token
+    first_seconds: list[float]  # until the first token of each
+    decoding: float  # tokens per second from the moment on when all had a first token
 
 
 def timed_request(
@@ -101,6 +110,26 @@ class EngineArm:
         (result,), ttft, seconds = timed_request(self.engine, [prompt], params)
         steps = [len(ids) for ids in result.tokens_per_step]
         return Sample(result.token_ids, ttft, seconds, steps, result.text)
+
+    def together(self, clients: int, tokens: int) -> Callable[[Sequence[list[int]], SamplingParams], Timing]:
+        """What decodes so many prompts together, from empty caches, in an engine with a slot for each.
+
+        tokens: that each of them needs. Plain steps replace drafted ones where these do not pay, as for a user.
+        """
+        engine = build_engine(self.engine, {"eagle_always": False} | self.options | {"slots": clients}, tokens)
+
+        def run(prompts: Sequence[list[int]], params: SamplingParams) -> Timing:
+            engine.batch.forget()
+            stream, first, late, now = engine.generate_batch(prompts, params), {}, 0, 0.0
+            started = time.perf_counter()
+            for chunk in stream:
+                now = time.perf_counter() - started
+                late += len(chunk.token_ids) if len(first) == clients else 0
+                first.setdefault(chunk.row, now)
+            rate = late / (now - max(first.values()))
+            return Timing(sum(r.new_tokens for r in stream.results), now, list(first.values()), rate)
+
+        return run
 
 
 class Arm(Protocol):

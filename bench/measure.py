@@ -213,7 +213,7 @@ def run_session(
     started = time.perf_counter()
     settings = bench.settings
     runs: list[Line] = []
-    done: Line = {"warm_up": [], "arms": [], "steps": [], "failed": [], "interrupted": False}
+    done: Line = {"warm_up": [], "arms": [], "steps": [], "clients": [], "failed": [], "interrupted": False}
     try:
         if compare:
             done["warm_up"] = bench.warm_up()
@@ -226,6 +226,8 @@ def run_session(
             if line["type"] == "step":
                 say("step of {arm}, batch {batch}, context {context}: {ms:.3f} ms".format_map(line))
                 done["steps"].append(line)
+            elif line["type"] == "clients":
+                done["clients"].append(line)
             elif line["type"] == "failed":
                 done["failed"].append(line)
     except KeyboardInterrupt:

@@ -42,7 +42,7 @@ class Rows:
         for arm, fact in self.facts.items():
             options = fact["options"]
             alike = verify is None or options.get("verify", "match") == verify
-            if alike and options.get("tree") == tree and options.get("batch_size", 1) == 1:
+            if alike and options.get("tree") == tree and (options.get("slots") or 1) == 1:
                 out.append(arm)
         return out
 

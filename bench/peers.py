@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.arms import NO_STOP, OTHER_ENGINE, Arm, Sample
+from bench.arms import NO_STOP, OTHER_ENGINE, Arm, Sample, Timing
 from engine import Engine
 from memory_plan import float_bytes
 from model import Transformer, apply_rope
@@ -214,6 +215,47 @@ class LlamaCppArm:
                 break
         stream.close()
         return Sample(ids, times[0] - started, times[-1] - times[0])
+
+    def together(self, clients: int, tokens: int) -> Callable[[Sequence[list[int]], SamplingParams], Timing]:
+        """What decodes so many prompts together, greedily, in one context with a sequence for each.
+
+        tokens: that each of them needs. The prompts are read one after another, each in one batch.
+        """
+        import llama_cpp as lib
+
+        options = lib.llama_context_default_params()
+        options.n_ctx, options.n_seq_max, options.kv_unified = tokens * clients, clients, True
+        options.n_batch = options.n_ubatch = max(512, tokens)
+        options.n_threads = options.n_threads_batch = torch.get_num_threads()
+        context = lib.llama_init_from_model(self.llama.model, options)
+        vocabulary = self.llama.n_vocab()
+        batch = lib.llama_batch_init(max(tokens, clients), 0, 1)
+
+        def decode(rows: Sequence[tuple[int, int, int, bool]]) -> list[int]:
+            """Run tokens (id, position, sequence, whether its next token is wanted). Returns the likeliest next ones."""
+            batch.n_tokens = len(rows)
+            for i, (token, position, sequence, wanted) in enumerate(rows):
+                batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
+                batch.seq_id[i][0], batch.logits[i] = sequence, wanted
+            if lib.llama_decode(context, batch):
+                raise RuntimeError("llama.cpp could not decode a batch.")
+            chosen = [i for i, row in enumerate(rows) if row[3]]
+            logits = [lib.llama_get_logits_ith(context, i) for i in chosen]
+            return [int(np.ctypeslib.as_array(row, (vocabulary,)).argmax()) for row in logits]
+
+        def run(prompts: Sequence[list[int]], params: SamplingParams) -> Timing:
+            lib.llama_memory_clear(lib.llama_get_memory(context), True)
+            started, firsts, last = time.perf_counter(), [], []
+            for sequence, prompt in enumerate(prompts):
+                end = len(prompt) - 1
+                last += decode([(token, i, sequence, i == end) for i, token in enumerate(prompt)])
+                firsts.append(time.perf_counter() - started)
+            for step in range(params.max_new_tokens - 1):
+                last = decode([(last[s], len(prompt) + step, s, True) for s, prompt in enumerate(prompts)])
+            seconds, late = time.perf_counter() - started, len(prompts) * (params.max_new_tokens - 1)
+            return Timing(len(prompts) + late, seconds, firsts, late / (seconds - firsts[-1]))
+
+        return run
 
 
 # ---- torch by itself --------------------------------------------------------------------------------------

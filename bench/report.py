@@ -107,6 +107,18 @@ def step_table(lines: Sequence[Line]) -> str:
     return table("arm|nodes|batch|context|step ms|p10 to p90|of copy bandwidth|of plain".split("|"), body)
 
 
+def client_table(lines: Sequence[Line]) -> str:
+    """The table of --clients: what requests that run together get."""
+    body = []
+    for line in lines:
+        cells = [line["arm"], str(line["clients"]), number(line["tokens_per_second"], 1)]
+        cells += [f"{line['low']:.1f} to {line['high']:.1f}", f"{line['of_one']:.2f}x"]
+        waits = (number(line[name], 0) for name in ("first_token_ms", "last_first_token_ms"))
+        body.append([*cells, number(line["with_prompts"], 1), *waits])
+    head = "arm|clients|tok/s together|lowest to highest|of one, plain|with prompts|first token ms|of the last client"
+    return table(head.split("|"), body)
+
+
 def report(summary: dict[str, Any]) -> None:
     """Print the markdown page."""
     rows, settings, bandwidth = summary["rows"], summary["settings"], summary["copy_bandwidth"]
@@ -123,6 +135,8 @@ def report(summary: dict[str, Any]) -> None:
             print(f"\n{cost}")
     if summary["steps"]:
         print(f"\n{step_table(summary['steps'])}")
+    if summary["clients"]:
+        print(f"\n{client_table(summary['clients'])}")
     for note in summary["notes"]:
         print(f"note  {note}")
     print(f"\n{summary['seconds']:.0f} s")

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.arms import NO_STOP, Arm, EngineArm, build_engine
+from bench.arms import NO_STOP, Arm, EngineArm, Timing, build_engine
 from bench.measure import step_bytes
+from bench.peers import LlamaCppArm
 from bench.records import Line
 from engine import Engine
 from runtime.runner import capture_graph
@@ -25,6 +26,8 @@ from sampling import SamplingParams
 from support.errors import UsageError
 from support.machine import synchronize
 
+CLIENT_ROUNDS = 5
+PROMPT = 200  # tokens of a client's prompt
 SLACK = 8  # free tokens behind the context
 ROUNDS = 15
 PROFILED = 5  # steps under the profiler
@@ -115,7 +118,7 @@ def ready_step(engine: Engine, context: int) -> Callable[[], Any]:
 def engine_of(arm: EngineArm, batch: int, ctx: int) -> Engine:
     """The arm's own engine if it has `batch` sequences, or another one that has."""
     engine = arm.engine
-    return engine if engine.batch_size == batch else build_engine(engine, arm.options | {"batch_size": batch}, ctx)
+    return engine if engine.batch_size == batch else build_engine(engine, arm.options | {"slots": batch}, ctx)
 
 
 class Ready(NamedTuple):
@@ -165,6 +168,43 @@ def step_lines(
                     raise
                 traceback.print_exc()
                 yield {"type": "failed", **place, "error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def client_lines(
+    arms: Sequence[Arm], clients: Sequence[int], prompt: list[int], params: SamplingParams
+) -> Iterator[Line]:
+    """A line per arm and number of clients: their tokens per second, all together, and the time to their first tokens.
+
+    All begin at once. The pairs of arm and number are timed in turn, CLIENT_ROUNDS times, and medians count. The ratio is
+    to the first arm with one client. Arms that cannot decode together are left out.
+
+    prompt: ids of which every client gets a part of its own, PROMPT tokens.
+    """
+    tokens = PROMPT + params.max_new_tokens
+    together = [arm for arm in arms if isinstance(arm, EngineArm | LlamaCppArm)]
+    runs = {(arm.name, count): arm.together(count, tokens) for arm in together for count in clients}
+    parts = [
+        (prompt * (1 + PROMPT * (i + 1) // len(prompt)))[PROMPT * i : PROMPT * (i + 1)] for i in range(max(clients))
+    ]
+    timings: dict[tuple[str, int], list[Timing]] = {pair: [] for pair in runs}
+    for number in range(CLIENT_ROUNDS + 1):
+        for pair, run in runs.items():
+            timing = run(parts[: pair[1]], params)
+            if number:  # the first one warms up
+                timings[pair].append(timing)
+    base = 0.0
+    for (name, count), taken in timings.items():
+        rates = sorted(timing.decoding for timing in taken)
+        rate = statistics.median(rates)
+        base = base or rate
+        firsts = [[statistics.median(t.first_seconds) for t in taken], [max(t.first_seconds) for t in taken]]
+        middle, last = (round(1e3 * statistics.median(seconds), 1) for seconds in firsts)
+        whole = statistics.median(timing.tokens / timing.seconds for timing in taken)
+        yield {"type": "clients", "arm": name, "clients": count, "prompt_tokens": PROMPT} | {
+            "new_tokens": params.max_new_tokens, "rounds": len(rates), "first_token_ms": middle,
+            "last_first_token_ms": last, "tokens_per_second": round(rate, 1), "low": round(rates[0], 1),
+            "high": round(rates[-1], 1), "of_one": round(rate / base, 3), "with_prompts": round(whole, 1),
+        }  # fmt: skip
 
 
 def _timed(ready: Ready, plain: Ready, place: Line, bandwidth: float) -> Line:

@@ -19,7 +19,8 @@ from cli.report import Report
 from cli.steps import StepRecorder
 from cli.tree_text import coloured, wants_colour
 from engine import Engine
-from runtime.results import Chunk, GenerationResult, Stream
+from runtime.results import Chunk, GenerationResult
+from runtime.streams import Stream
 from sampling import SamplingParams
 from sampling_params import with_suggestions
 from support import cache

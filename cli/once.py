@@ -22,7 +22,8 @@ from engine import Engine
 from load import load
 from options import options_from, settings_given
 from runtime.grammar import json_grammar
-from runtime.results import Chunk, GenerationResult, Stream
+from runtime.results import Chunk, GenerationResult
+from runtime.streams import Stream
 from sampling import SamplingParams
 from sampling_params import with_suggestions
 from support.errors import INTERRUPTED, BadFileError, UsageError
@@ -48,6 +49,8 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
     report = Report(args.quiet or args.json)
     started = time.perf_counter()
     options = options_from(args)
+    if options["slots"] is None:  # all answers together
+        options["slots"] = args.batch_size
     # what compares or shows speculative steps needs all of them
     options["eagle_always"] |= bool(args.prove or args.show_tree or args.html or args.gauge)
     if (args.device or default_device()) == "cpu":

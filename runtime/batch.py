@@ -74,6 +74,11 @@ class Batch:
         """How many requests have a row."""
         return sum(request is not None for request in self.rows)
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens of unfinished requests the caches hold."""
+        return sum(request.length for request in self.rows if request is not None)
+
     def submit(self, request: Request) -> None:
         """Queue a request. Any thread may call this."""
         self.waiting.append(request)

@@ -66,7 +66,7 @@ class EngineConfig:
     ) -> EngineConfig:
         """The configuration that resolved options ask for."""
         return cls(
-            options.batch_size, options.ctx, options.compile, options.compile_mode, backend,
+            options.slots, options.ctx, options.compile, options.compile_mode, backend,
             eagle_always=options.eagle_always, kv_dtype=torch.int8 if options.kv == "int8" else None,
             options=options, head=head,
         )  # fmt: skip

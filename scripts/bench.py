@@ -6,6 +6,7 @@
     python -m scripts.bench --baseline hf --plot out.png
     python -m scripts.bench --suite paper --checkpoint DIR --head HEAD --questions mt_bench/question.jsonl
     python -m scripts.bench --checkpoint FILE.gguf --kernels cpu --only plain --baseline hf --baseline llama.cpp
+    python -m scripts.bench --checkpoint FILE.gguf --clients 1,2,4,8,16 --baseline llama.cpp
     python -m scripts.bench --shape llama-3-8b --quant int4 --steps 128,2048 --widths 16,60 --arm "e3=eagle=random:3"
 
 An arm is NAME=OPTIONS: `key=value` pairs of `load.LoadOptions` separated by `;`. The first arm is plain decoding, and
@@ -17,8 +18,10 @@ distribution` or of an `other engine` get a ratio with that label. results/READM
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -28,9 +31,9 @@ from bench.measure import Bench, run_session
 from bench.paper import SUITE_TABLES
 from bench.peers import LIBRARIES, check_peers, is_gguf, peers_of
 from bench.random_models import SHAPES, random_engine
-from bench.records import Lines, Settings, broken, environment
+from bench.records import Line, Lines, Settings, broken, environment
 from bench.report import check_outputs, report, write_plot
-from bench.steps import SLACK, numbers, step_lines
+from bench.steps import SLACK, client_lines, numbers, step_lines
 from bench.suites import ask
 from cli.report import ranks_json
 from load import load
@@ -75,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", default="", metavar="128,2048", help="the time of a step of every arm behind so many tokens")
     add("--widths", default="", metavar="8,60", help="with --steps: also plain steps of so many nodes")
     add("--batches", default="1", metavar="1,4", help="with --steps: with so many sequences")
+    add("--clients", default="", metavar="1,8", help="decode for so many clients together, llama.cpp too; greedily")
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="JSON lines: every run, then the summary; -: the summary on stdout")
     add("--plot", metavar="PNG", help="speed and acceptance by depth (needs matplotlib)")
@@ -93,6 +97,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise UsageError("--head belongs to --suite; another arm is --arm NAME=eagle=HEAD.")
     if (args.tp or 1) > 1 and (args.shape or args.baseline):
         raise UsageError("--tp splits a checkpoint among our own engines; leave --shape and --baseline out.")
+    if (args.tp or 1) > 1 and args.clients:
+        raise UsageError("--clients measures one process; leave --tp out.")
     given = {f.name: vars(args)[f.name] for f in fields(Settings) if f.name in vars(args)}
     return Settings(tuple(dict.fromkeys(args.temperature)), random_weights=bool(args.shape), **given)
 
@@ -133,12 +139,19 @@ def run(args: argparse.Namespace) -> int:
     contexts = numbers("--steps", args.steps) if args.steps else []
     widths = numbers("--widths", args.widths) if args.widths else []
     batches = numbers("--batches", args.batches)
+    clients = numbers("--clients", args.clients) if args.clients else []
     lines, progress = Lines(args.json), Progress(args.quiet)
     bench, model = prepare(args, contexts, progress)
     bandwidth = copy_bandwidth(bench.arms[0].engine.model.device)
-    compared = bool(args.questions or not contexts)
-    steps = step_lines(bench.arms, contexts, widths, batches, bench.ctx, bandwidth) if contexts else ()
-    summary = run_session(bench, steps, compared, model, bandwidth, lines.write)
+    alone: list[Iterable[Line]] = []
+    if contexts:
+        alone.append(step_lines(bench.arms, contexts, widths, batches, bench.ctx, bandwidth))
+    if clients:
+        text = [token for question in bench.questions for token in bench.prompts.first(question)]
+        params = SamplingParams(max_new_tokens=args.max_new_tokens, stop_ids=NO_STOP)
+        alone.append(client_lines(bench.arms, clients, text, params))
+    compared = bool(args.questions or not alone) and not clients
+    summary = run_session(bench, itertools.chain(*alone), compared, model, bandwidth, lines.write)
     progress.close()
     lines.write(summary)
     written = lines.close(summary["interrupted"])

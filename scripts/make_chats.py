@@ -27,7 +27,7 @@ from support.files import append_json_lines, read_json_lines
 from tokenizer import Tokenizer
 from training.data import groups
 
-LOADED = ("checkpoint", "batch_size", "ctx", "device", "dtype", "kernels", "compile")
+LOADED = ("checkpoint", "slots", "ctx", "device", "dtype", "kernels", "compile")
 # What every second question begins with. Without them a small model asks the same few kinds of questions.
 _OPENINGS = """
 Write a Python function that|Write a program in C++ which|What does this code print?|Fix the bug in this function:
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
     parser = command_parser("scripts.make_chats", __doc__)
-    add_options(parser, *LOADED, batch_size=32, ctx=1024)
+    add_options(parser, *LOADED, slots=32, ctx=1024)
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE", help="JSON lines to write; the questions are kept beside it")
     add("--count", type=at_least(1), default=4000, help="questions to try (default: 4000)")

@@ -5,7 +5,8 @@
     EAGLET_API_KEY=secret python -m scripts.serve --checkpoint DIR --host 0.0.0.0 --port 8080
 
 http://127.0.0.1:8000/ is a chat in the browser. docs/server.md describes all endpoints, every limit and every error.
-Requests run one after another on one engine. SIGTERM and Ctrl-C let the requests under way end.
+Requests are decoded together, as many as there are slots (--slots), and no answer depends on the others. SIGTERM and
+Ctrl-C let the requests under way end.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="room on disk for those that memory does not hold; 0: none (default: 2048)")  # fmt: skip
     add("--keep-prompt-cache", action="store_true", help="leave them on disk at the end, for the next start")
     add_sampling(parser, *DEFAULTS, of_model=True)
-    add_options(parser)
+    add_options(parser, slots=0)
     return parser
 
 
@@ -75,8 +76,6 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"the server needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    if args.batch_size > 1:
-        raise UsageError("the server decodes one request at a time; leave --batch-size out.")
     sampling_from(args)  # refuses settings that are out of range
 
     from cli.report import Report

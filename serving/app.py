@@ -48,16 +48,25 @@ ABOUT = {
     "draft_step_tokens_total": "counter: tokens that these gave; divided by draft_steps_total this is tau",
     "prefill_seconds_total": "counter: time spent reading prompts",
     "decode_seconds_total": "counter: time spent decoding",
-    "requests_running": "gauge: requests that decode now, 0 or 1",
-    "requests_waiting": "gauge: requests that wait",
+    "requests_running": "gauge: requests that have a slot",
+    "requests_waiting": "gauge: requests that wait for one",
+    "slots": "gauge: requests that can be decoded together",
+    "slots_tokens": "gauge: tokens of prompts and answers under way that their caches hold",
+    "slots_tokens_max": "gauge: tokens that the caches have room for",
+    "tokens_per_second": "gauge: tokens that the requests under way get in a second, all together",
     "prompt_cache_entries": "gauge: texts whose caches are kept",
     "prompt_cache_bytes": "gauge: bytes that they take in memory",
     "prompt_cache_disk_bytes": "gauge: bytes that they take on disk",
     "prompt_cache_hits_total": "counter: requests that went on from one of them",
 }
 READING = ("/", "/health", "/metrics", "/props", "/v1/models")
-ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-PATHS = (*READING, *ANSWERING, *SMALL)
+ENDPOINTS: dict[str, tuple[Parse, type[Writer]]] = {  # what reads a request, and what writes its answer
+    "/v1/chat/completions": (chat_ask, ChatWriter),
+    "/v1/completions": (completion_ask, CompletionWriter),
+    "/v1/responses": (response_ask, ResponseWriter),
+    "/v1/messages": (message_ask, MessageWriter),
+}
+PATHS = (*READING, *ENDPOINTS, *SMALL)
 TIMES = {
     "queue_seconds": "time that a request waited",
     "time_to_first_token_seconds": "time from a request to its first token",
@@ -118,7 +127,10 @@ class Metrics:
 
     def text(self, scheduler: Scheduler, cache: PromptCache) -> str:
         """All figures in Prometheus' text format."""
+        engine = scheduler.engine
         now = dict(self.counts) | {"requests_running": scheduler.running, "requests_waiting": scheduler.waiting}
+        now |= {"slots": engine.batch_size, "slots_tokens": engine.batch.tokens}
+        now |= {"slots_tokens_max": engine.batch_size * engine.ctx, "tokens_per_second": scheduler.tokens_per_second}
         now |= {"prompt_cache_entries": len(cache.entries), "prompt_cache_hits_total": cache.hits}
         now |= {"prompt_cache_bytes": cache.held_bytes, "prompt_cache_disk_bytes": cache.disk_bytes}
         lines: list[str] = []
@@ -179,10 +191,7 @@ class Api:
 
         routes = [
             *(small(path, deed) for path, deed in SMALL.items()),
-            post("/v1/chat/completions", chat_ask, ChatWriter),
-            post("/v1/completions", completion_ask, CompletionWriter),
-            post("/v1/responses", response_ask, ResponseWriter),
-            post("/v1/messages", message_ask, MessageWriter),
+            *(post(path, *kinds) for path, kinds in ENDPOINTS.items()),
             Route("/", self.chat),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
@@ -298,7 +307,7 @@ async def _error(request: Request, error: Exception) -> Response:
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
         what = f"{request.method} {request.scope['path']!r:.80}: {error.detail}"
         if error.status_code == 404:
-            what += f"; there are GET {', '.join(READING)} and POST {', '.join((*ANSWERING, *SMALL))}"
+            what += f"; there are GET {', '.join(READING)} and POST {', '.join((*ENDPOINTS, *SMALL))}"
         elif error.status_code == 405:
             what += f"; allowed: {(error.headers or {}).get('Allow', 'none')}"
         error = ApiError(error.status_code, what, None, code)

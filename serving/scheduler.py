@@ -46,7 +46,7 @@ class ServeSettings:
     cors_origins: tuple[str, ...] = ()  # pages of these sites may use the server; "*": of all sites
     allowed_hosts: tuple[str, ...] = ()  # names under which a server without a key answers, beside the local ones
     loopback: bool = True  # whether only this machine can reach the server
-    max_queue: int = 8  # requests that may wait for the one that runs
+    max_queue: int = 8  # requests that may wait for a slot
     max_body: int = 2 * MB  # bytes of a request
     max_tokens: int | None = None  # tokens of one answer; None: what is left of the context
     drop_oldest: bool = False  # leave out the oldest turns of a chat that does not fit, instead of refusing it
@@ -201,6 +201,12 @@ class Job:
             await _is_set(self._urgent, GATHER)
             self._urgent.clear()
 
+    async def complete(self) -> None:
+        """Wait for the whole answers. Raises what stopped the decoding."""
+        async for event in self.events():
+            if event is not None:
+                self.answers[event.index].take(event)
+
     def _take(self) -> list[Event]:
         """The events so far, those of one choice as one."""
         taken: list[Event] = []
@@ -350,6 +356,12 @@ class Scheduler:
     def waiting(self) -> int:
         """How many jobs wait."""
         return len(self.jobs) - self.running
+
+    @property
+    def tokens_per_second(self) -> float:
+        """What the jobs under way get together, each at its own mean rate so far."""
+        results = [stream.result for job in self.jobs for stream in job.streams if not job.finished.is_set()]
+        return sum(result.new_tokens / result.decode_seconds for result in results if result.decode_seconds)
 
     def check(self) -> None:
         """Raise ApiError if no request can be taken now."""

@@ -50,9 +50,7 @@ class Reply:
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for event in self.job.events():
-                if event is not None:
-                    self.job.answers[event.index].take(event)
+            await self.job.complete()
             response = JSONResponse(self.writer.whole())
         except Exception as failure:
             response = error_response(engine_error(failure))

@@ -218,10 +218,11 @@ def append_json_lines(path: str | Path, *values: dict[str, Any]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
-        file.seek(0)
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+        if size := file.seek(0, os.SEEK_END):
+            file.seek(size - 1)
+            if file.read() != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
         file.write(b"".join(json.dumps(value).encode() + b"\n" for value in values))
         file.flush()
         os.fsync(file.fileno())

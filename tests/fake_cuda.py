@@ -317,7 +317,7 @@ def step_engine(shape, quant, version, nodes, layers, batch=1):
     config = replace(config, num_hidden_layers=layers, windows=config.windows[:layers])
     drafting = {"eagle": "random", "tree": TREES[nodes]} if nodes > 1 else {}
     dtype = "float16" if quant else "bfloat16"  # the quantized kernels are fastest in fp16
-    options = LoadOptions(shape, ctx=256, batch_size=batch, dtype=dtype, device="cuda", eagle_always=True, **drafting)
+    options = LoadOptions(shape, ctx=256, slots=batch, dtype=dtype, device="cuda", eagle_always=True, **drafting)
     backend = open_backend(LoadOptions(device="cuda"), lambda note: None)
     with torch.no_grad(), backend.active():
         target = random_model(config, quant, device, DTYPES[dtype])

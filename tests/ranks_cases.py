@@ -35,8 +35,8 @@ def decode(model: Transformer, checkpoint: Checkpoint, options: LoadOptions, par
     if files.head:
         head = build_head(files.head, model, options)
     drafter = build_drafter(model, options, KernelBackend("reference", "cpu"), head, files.model)
-    engine = Engine(model, None, drafter, EngineConfig(batch_size=options.batch_size, ctx=options.ctx))
-    results = engine.generate_batch(PROMPTS[: options.batch_size], params).run()
+    engine = Engine(model, None, drafter, EngineConfig(batch_size=options.slots, ctx=options.ctx))
+    results = engine.generate_batch(PROMPTS[: options.slots], params).run()
     return [result.token_ids for result in results], results[0].tau
 
 

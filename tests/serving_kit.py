@@ -8,6 +8,7 @@ import json
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,10 @@ def running(engine: Engine, **settings: Any) -> Iterator[Running]:
 
 
 class ScriptedStream:
-    """Stands in for a Stream: it gives the tokens of a text one by one, and counts them.
+    """Stands in for a Stream: a thread of its own gives the tokens of a text one by one, and counts them.
 
     gate: is called before every token after the first one, so that a test can hold the answer there.
+    turn: whose holder decodes; the others wait for it, as requests wait for a row.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class ScriptedStream:
         prompt: list[int],
         params: SamplingParams,
         text: str,
+        turn: threading.Lock,
         logprob: Callable[[int], TokenLogprob] | None = None,
         gate: Callable[[], object] | None = None,
     ):
@@ -109,21 +112,49 @@ class ScriptedStream:
         self.params = params
         self.logprob = logprob
         self.gate = gate
+        self.turn = turn
         self.given = 0
         self.closed = False
         self.stopped = False
+        self.began = 0.0
+        self.news: deque[Chunk | Exception | None] = deque()
         self.result = GenerationResult(len(prompt), params.temperature, params.seed)
 
     def stop(self) -> None:
         self.stopped = True
 
-    def __enter__(self) -> ScriptedStream:
-        return self
+    @property
+    def ready(self) -> bool:
+        return bool(self.news)
 
-    def __exit__(self, *error: object) -> None:
+    def take(self) -> Chunk | None:
+        news = self.news.popleft()
+        if isinstance(news, Exception):
+            raise news
+        return news
+
+    def start(self, listener: Callable[[], None]) -> None:
+        threading.Thread(target=self._decode, args=(listener,), daemon=True).start()
+
+    def _decode(self, listener: Callable[[], None]) -> None:
+        end: Exception | None = None
+        while not self.turn.acquire(timeout=0.01):
+            if self.stopped:
+                break
+        else:
+            self.began = time.perf_counter()
+            try:
+                for chunk in self._chunks():
+                    self.news.append(chunk)
+                    listener()
+            except Exception as error:
+                end = error
+            self.turn.release()
         self.closed = True
+        self.news.append(end)
+        listener()
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def _chunks(self) -> Iterator[Chunk]:
         for token in self.ids:
             if self.gate is not None and self.given:
                 self.gate()
@@ -139,9 +170,10 @@ class ScriptedStream:
 def script(monkeypatch, engine: Engine, text: str, **more: Any) -> list[ScriptedStream]:
     """Let the engine answer every request with a text. Returns the streams that it makes from now on."""
     made: list[ScriptedStream] = []
+    turn = threading.Lock()
 
     def generate(prompt, params):
-        made.append(ScriptedStream(engine, prompt, params, text, **more))
+        made.append(ScriptedStream(engine, prompt, params, text, turn, **more))
         return made[-1]
 
     monkeypatch.setattr(engine, "generate", generate)

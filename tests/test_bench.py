@@ -721,7 +721,7 @@ def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
         assert type(engine.drafter) is not type(Engine(base.model).drafter), kind
         result = engine.generate([1, 5, 9], SamplingParams(max_new_tokens=8)).run()
         assert result[0].token_ids == plain[0].token_ids and engine.model is base.model, kind
-    two = bench_arms.build_engine(base, given["eagle"] | {"batch_size": 2}, 64)
+    two = bench_arms.build_engine(base, given["eagle"] | {"slots": 2}, 64)
     both = two.generate_batch([[1, 5, 9], [4, 4]], SamplingParams(max_new_tokens=8)).run()
     assert both[0].token_ids == plain[0].token_ids
     # --tree auto: what tune_tree wrote for this head, and a one-line error where it wrote nothing

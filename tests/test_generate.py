@@ -275,7 +275,7 @@ def test_weights_rounded_at_load_are_named(flags, capsys):
 def test_a_plan_that_does_not_fit_names_the_change_that_does(capsys, monkeypatch):
     """A plan that does not fit is exit code 4 and names a --ctx that would."""
     monkeypatch.setattr("load.free_memory", lambda device: 40_000_000)
-    code = main(["--ctx", "2048", "--batch-size", "4"])
+    code = main(["--ctx", "2048", "--slots", "4"])
     err = capsys.readouterr().err
     assert code == 4 and re.search(r"Try --ctx \d+", err), err
 
@@ -333,10 +333,10 @@ def test_ctrl_c_prints_the_report_and_exits_130(tmp_path):
         {"device": "tpu"},
         {"ctx": "100"},
         {"ctx": -5},
-        {"batch_size": "2"},
+        {"slots": "2"},
         {"kernels": "cuda"},
         {"verify": "maybe"},
-        {"batch_size": None},
+        {"slots": -1},
         {"ngram_nodes": True},
         {"drafter": "ngram", "draft_noise": "off"},
         {"eagle_always": 1},
@@ -522,7 +522,7 @@ def test_quiet_prints_no_report(capsys):
 def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeypatch):
     """The break-even, both step times and the plain tokens are reported, tau counts drafted steps only, and
     --eagle-always and --prove decode without the fallback."""
-    monkeypatch.setattr("engine.Engine._measure", lambda self, mode: (5e-3, 45e-3))
+    monkeypatch.setattr("engine.Engine._measure", lambda self, mode, view: (5e-3, 45e-3))
     flags = ["--eagle", str(DEMO / head), "--max-new-tokens", "140", "--dtype", "float64"]
     code, _, err = run(capsys, *flags)
     line = next(line for line in err.splitlines() if line.startswith("drafting pays above"))

@@ -36,8 +36,12 @@ TOP_P = dict(temperature=1.0, top_p=0.9)
 # ---- counts ------------------------------------------------------------------------------------------------
 
 
-def counted(engine, settings):
-    """The launches of one step by (part, operator). The parts are target layers, draft layers, draft, and the rest."""
+def counted(engine, settings, rows=None):
+    """The launches of one step by (part, operator). The parts are target layers, draft layers, draft, and the rest.
+
+    rows: how many of the engine's rows run; all of them where it is left out.
+    """
+    view = engine.view(rows or engine.batch_size)
     pin(engine, 128)
     count = Launches()
 
@@ -55,11 +59,11 @@ def counted(engine, settings):
 
     with (
         in_part(model.Block, "forward", "layer"), in_part(eagle_draft.EagleHead, "layer_forward", "draft layer"),
-        in_part(type(engine.drafter), "draft", "draft"), in_part(step, "accept_and_commit", "settle"),
+        in_part(type(view.drafter), "draft", "draft"), in_part(step, "accept_and_commit", "settle"),
         torch.no_grad(), engine.backend.active(), OneDevice(), count,
     ):  # fmt: skip
-        step.decode_step(engine.model, engine.drafter, engine.state, SamplingParams(**settings).mode)
-    return count.counts, len(engine.drafter.level_widths()) + 1 if engine.drafter.D else 0
+        step.decode_step(engine.model, view.drafter, view.state, SamplingParams(**settings).mode)
+    return count.counts, len(view.drafter.level_widths()) + 1 if view.drafter.D else 0
 
 
 @needs_triton
@@ -107,6 +111,19 @@ def test_a_whole_step_launches_no_more_with_the_copies_inside_operators(monkeypa
     first = counts["layer", "rms_norm_kernel"] % LAYERS  # the first layer's norm is nobody's epilogue
     rest = sum(counts.values()) - layers
     assert rest + first + (layers - first) * SHAPES[shape].num_hidden_layers // LAYERS <= most, counts
+
+
+@needs_triton
+@pytest.mark.parametrize("nodes", [1, 24])
+def test_a_step_of_some_slots_launches_as_much_as_one_of_a_full_engine(monkeypatch, nodes):
+    """Launches for each row, and copies because the first rows of a buffer are no longer contiguous."""
+    with fake_gpu(monkeypatch):
+        engine = step_engine("llama-2-7b", "int4", 1, nodes, 2, batch=8)
+        counts = {rows: counted(engine, {}, rows)[0] for rows in (1, 2, 3, 4, 8)}
+    assert counts[2] == counts[3] == counts[4], counts
+    wide = counts[8] - counts[4]  # so many nodes no longer have RoPE inside the projection
+    assert not wide or wide == {("layer", "rope_kernel"): 2}, wide
+    assert sum(counts[4].values()) <= sum(counts[1].values()) + 10, counts
 
 
 # ---- the kernels against plain code ------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from weights.quantized import MODES
 TYPED = {
     "checkpoint": ("models/x", "models/x"),
     "sha256": ("stored", "stored"),
-    "batch_size": ("3", 3),
+    "slots": ("3", 3),
     "ctx": ("256", 256),
     "device": ("cpu", "cpu"),
     "dtype": ("bfloat16", "bfloat16"),
@@ -215,7 +215,7 @@ def test_options_that_go_together_are_accepted():
         dict(kv="int8"),
         dict(medusa="m", draft_noise=False, tree="medusa:mc_sim_7b_63"),
         dict(drafter="lookahead", ngram_nodes=4),
-        dict(eagle="e", batch_size=2, tree=("paper25", "chain:2")),
+        dict(eagle="e", slots=2, tree=("paper25", "chain:2")),
     ):
         LoadOptions(**changes).check()
 
@@ -239,7 +239,7 @@ def test_shapes_of_what_is_drafted():
         (32, 6): dict(eagle="e", ngram_nodes=6),
         (57, 10): dict(drafter="lookahead", tree="chain:2"),
         (61, 10): dict(drafter="lookahead", ngram_nodes=4),
-        (5, 4): dict(eagle="e", batch_size=2, tree=("chain:4", "chain:2")),
+        (5, 4): dict(eagle="e", slots=2, tree=("chain:4", "chain:2")),
     }
     for shape, changes in shapes.items():
         assert tree_shape(LoadOptions(**changes)) == shape, changes
@@ -256,7 +256,7 @@ def test_defaults_depend_on_the_model_and_the_machine(monkeypatch):
         found = LoadOptions().with_defaults(config)
         assert (found.device, found.dtype, found.ctx) == (device, dtype, 2048)
     assert LoadOptions().with_defaults(replace(config, max_position_embeddings=100_000)).ctx == 8192
-    given = LoadOptions(device="cpu", dtype="float16", ctx=77)
+    given = LoadOptions(device="cpu", dtype="float16", ctx=77, slots=2)
     assert given.with_defaults(config) == given
 
 
@@ -409,7 +409,7 @@ def test_the_default_tree_fits_the_gpu(monkeypatch, capability, int4, int8, half
     for quantization, nodes in (("int4 (gptq)", int4), ("int8", int8), (None, half)):
         tree = parse_tree(default_tree(on_gpu, quantization, head))
         assert tree.N == nodes and tree.depth == 7
-    for other in (replace(on_gpu, batch_size=2), replace(on_gpu, verify="multi-round"), replace(on_gpu, device="cpu")):
+    for other in (replace(on_gpu, verify="multi-round"), replace(on_gpu, device="cpu")):
         assert default_tree(other, "int4", head) == "paper25"
 
 

@@ -295,5 +295,5 @@ def test_a_misspelt_option_is_one_line():
     """A TypeError about a constructor that the user never called."""
     with pytest.raises(TypeError, match="load has no option 'eagel'; did you mean 'eagle'"):
         generate.load(eagel="demo/eagle1")
-    with pytest.raises(TypeError, match="load has no option 'xyzzy'; allowed: sha256, batch_size, ctx"):
+    with pytest.raises(TypeError, match="load has no option 'xyzzy'; allowed: sha256, slots, ctx"):
         generate.load(xyzzy=1)

@@ -87,7 +87,7 @@ def cases(size: int) -> list[dict]:
     """Every family plainly; LLaMA with every drafter, sampled as a batch; quantized models; split embeddings."""
     found = [{"checkpoint": name, "temperature": float(size == 4)} for name in FAMILIES]
     drafters = DRAFTERS if size == 2 else DRAFTERS[3:4]
-    found += [{"checkpoint": "llama", "temperature": 1.0, "batch_size": 3, **drafter} for drafter in drafters]
+    found += [{"checkpoint": "llama", "temperature": 1.0, "slots": 3, **drafter} for drafter in drafters]
     found += [{"checkpoint": name, **DRAFTERS[3]} for name in ("int4", "int8", "mixtral-int4")[: 3 if size == 2 else 1]]
     found += [{"checkpoint": name, "split": True, **DRAFTERS[3]} for name in ("llama", "int4")]
     return found + [{"checkpoint": "tied", "split": True}, {"checkpoint": "tied", "rounded": "int4"}]

@@ -224,7 +224,8 @@ def test_the_engine_does_not_wait_for_a_reader(engine, monkeypatch):
 
     async def decode() -> tuple[int, int]:
         job = Job(asyncio.get_running_loop(), engine, Ask({}), SamplingParams(), made, 60)
-        await asyncio.to_thread(job.run)
+        job.start()
+        await job.finished.wait()
         decoded = made[0].given
         job.end()
         events = [event async for event in job.events()]
@@ -325,7 +326,7 @@ def test_the_command_says_what_is_wrong_in_one_line(capsys, monkeypatch):
         taken.listen()
         cases = {
             "cannot listen on": ["--port", str(taken.getsockname()[1])],
-            "one request at a time": ["--batch-size", "2"],
+            "slots is -1": ["--slots", "-1"],
             "temperature is -1.0": ["--temperature", "-1"],
         }
         for said, arguments in cases.items():

@@ -184,7 +184,7 @@ def test_probabilities_on_the_page_are_the_draft_s_own():
     engine = eagle_engine(head, TREES["chain4"], multi_round="without")
     real, recorder = engine.drafter.draft, StepRecorder(engine)
     engine.drafter.draft = lambda inputs: taken.append(real(inputs)) or taken[-1]
-    engine.generate(PROMPT, SamplingParams(1.0, seed=2, max_new_tokens=6)).run()
+    followed(engine, recorder, SamplingParams(1.0, seed=2, max_new_tokens=6))
     for step, draft in zip(recorder.steps, taken, strict=True):
         own = [float(draft.q[0, i, step.tokens[i + 1]]) for i in range(4)]
         assert step.score[1:] == pytest.approx([math.prod(own[: i + 1]) for i in range(4)], rel=1e-6)

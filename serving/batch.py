@@ -1,0 +1,167 @@
+"""`generate.py --input FILE --output FILE`: answers to a file of requests, one JSON object a line, as OpenAI's batch API
+has them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cli.report import Report
+from engine import Engine
+from load import load
+from options import options_from, settings_given
+from ranks import RankLost
+from serving.app import ENDPOINTS
+from serving.completions import new_id
+from serving.fields import ApiError
+from serving.scheduler import Scheduler, ServeSettings, engine_error, prepare
+from support.errors import UsageError
+from support.files import append_json_lines, read_json_lines, read_text
+from support.progress import Progress
+from support.reader import check, json_lines, refusal
+
+AHEAD = 2  # requests under way for each slot, so that none waits for its next one
+LINE = {"custom_id": str, "method": str, "url": str, "body": {}}
+Line = dict[str, Any]
+
+
+def read_requests(path: Path) -> list[Line]:
+    """The lines of a file of requests. Raises BadFileError for one that is no request, or whose id came before."""
+    requests: dict[str, Line] = {}
+    for where, value in json_lines(read_text(path), path):
+        request = check(value, LINE, where)
+        if request["method"] != "POST" or request["url"] not in ENDPOINTS:
+            allowed = f"POST to {', '.join(ENDPOINTS)}"
+            raise refusal(where, f"{request['method']:.20} {request['url']:.80}; allowed: {allowed}.")
+        if request["custom_id"] in requests:
+            raise refusal(where, f"the custom_id {request['custom_id']!r:.80} came before.")
+        requests[request["custom_id"]] = request
+    if not requests:
+        raise refusal(path, "it is empty; give one request a line.")
+    return list(requests.values())
+
+
+def read_answers(path: Path, requests: Sequence[Line]) -> list[Line]:
+    """The answers that an interrupted run has left. Raises UsageError where they are not those of the first requests."""
+    answers = read_json_lines(path, {"custom_id": str})
+    for answer, request in zip(answers, requests, strict=False):
+        if answer["custom_id"] != request["custom_id"]:
+            raise UsageError(f"{path} holds answers to other requests; name another --output, or delete it.")
+    if len(answers) > len(requests):
+        raise UsageError(f"{path} holds more answers than there are requests; name another --output, or delete it.")
+    return answers
+
+
+def answer_file(engine: Engine, settings: ServeSettings, requests: Sequence[Line], output: Path, quiet: bool) -> str:
+    """Append the answers to these requests to a file, in their order. Returns a line about what was done.
+
+    As many requests run together as the engine has slots. A request that is wrong gets its error as an answer. Whatever
+    was answered before an interruption stays in the file.
+    """
+    return asyncio.run(_Run(engine, settings, output, quiet).answer_all(requests))
+
+
+def run_file(args: argparse.Namespace) -> int:
+    """What `generate.py --input FILE --output FILE` does. Returns the exit code."""
+    requests, output = read_requests(Path(args.input)), Path(args.output)
+    answered = len(read_answers(output, requests))
+    report = Report(args.quiet)
+    if answered:
+        report.line(f"note    {output} has {answered:,} of {len(requests):,} answers already")
+    if answered == len(requests):
+        return 0
+    started = time.perf_counter()
+    options = options_from(args)
+    engine = load(progress=report.progress, report=report.line, **options | {"slots": options["slots"] or 0})
+    if args.template and engine.tokenizer is not None:
+        engine.tokenizer.use_template(args.template)
+    report.head(engine, time.perf_counter() - started)
+    name = Path(args.checkpoint).resolve().name
+    limits = {"max_queue": AHEAD * engine.batch_size, "max_seconds": math.inf}
+    settings = ServeSettings(name, **limits, defaults={"seed": 0} | settings_given(args))
+    report.line(answer_file(engine, settings, requests[answered:], output, args.quiet))
+    return 0
+
+
+class _Run:
+    """One run over a file."""
+
+    def __init__(self, engine: Engine, settings: ServeSettings, output: Path, quiet: bool):
+        self.engine = engine
+        self.settings = settings
+        self.output = output
+        self.progress = Progress(quiet)
+        self.scheduler = Scheduler(engine, settings)
+        self.preparing = ThreadPoolExecutor(1)
+        self.pending: deque[asyncio.Task[Line]] = deque()  # in the order of the requests
+        self.tokens = self.wrong = self.done = 0
+
+    async def answer_all(self, requests: Sequence[Line]) -> str:
+        """Answer the requests. Raises what keeps the engine from going on."""
+        loop = asyncio.get_running_loop()
+        room = asyncio.Semaphore(AHEAD * self.engine.batch_size)
+        began = loop.time()
+
+        async def answer(request: Line) -> Line:
+            try:
+                return await self._answer(request)
+            finally:
+                room.release()
+
+        try:
+            for request in requests:
+                await room.acquire()
+                self.pending.append(loop.create_task(answer(request)))
+                self._write(len(requests), loop.time() - began)
+            while self.pending:
+                await asyncio.wait([self.pending[0]])
+                self._write(len(requests), loop.time() - began)
+        finally:
+            self.progress.close()
+            for job in self.scheduler.jobs:
+                job.cancel()
+        seconds = loop.time() - began
+        refused = f"   {self.wrong:,} refused, and their lines say why" if self.wrong else ""
+        rate = self.tokens / max(seconds, 1e-9)
+        return f"{self.done:,} requests   {self.tokens:,} tok   {seconds:.1f} s   {rate:.1f} tok/s{refused}"
+
+    def _write(self, total: int, seconds: float) -> None:
+        """Write the answers whose turn has come."""
+        answers: list[Line] = []
+        while self.pending and self.pending[0].done():
+            answers.append(self.pending.popleft().result())
+        if answers:
+            append_json_lines(self.output, *answers)
+            self.done += len(answers)
+            self.progress(self.done / total, f"{self.done} of {total}, {self.tokens / max(seconds, 1e-9):.0f} tok/s")
+
+    async def _answer(self, request: Line) -> Line:
+        parse, writer_class = ENDPOINTS[request["url"]]
+        loop, name = asyncio.get_running_loop(), new_id("batch_req_")
+        body = json.dumps(request["body"]).encode()
+        try:
+            prepared = prepare, loop, self.engine, self.settings, parse, body
+            job = await loop.run_in_executor(self.preparing, *prepared)
+            writer = writer_class(job, self.settings.model, self.engine.tokenizer)
+            self.scheduler.admit(job)
+            await job.complete()
+            status, answer = 200, writer.whole()
+            self.tokens += sum(result.new_tokens for result in job.results)
+        except (torch.AcceleratorError, RankLost):  # no other request can be answered either
+            raise
+        except (ApiError, ArithmeticError, ValueError) as failure:
+            error = engine_error(failure)
+            status, answer = error.status, error.body()
+            self.wrong += 1
+        response = {"status_code": status, "request_id": name, "body": answer}
+        return {"id": name, "custom_id": request["custom_id"], "response": response, "error": None}

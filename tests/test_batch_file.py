@@ -1,0 +1,124 @@
+"""Files of requests: `generate.py --input FILE --output FILE`."""
+
+import json
+
+import pytest
+
+import generate
+import load as loading
+from drafting import DraftFiles
+from engine import Engine
+from load import fit_slots, load
+from memory_plan import plan_memory
+from options import DEMO, LoadOptions
+from runtime.results import GenerationResult
+from sampling_params import SamplingParams
+from weights.checkpoint import Checkpoint
+
+PATH = "/v1/completions"
+FLAGS = ["--checkpoint", str(DEMO), "--ctx", "256", "-q"]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Engine:
+    return load(DEMO, ctx=256)
+
+
+def line(number: int, body: dict, **more) -> dict:
+    return {"custom_id": f"r{number}", "method": "POST", "url": PATH, "body": body} | more
+
+
+def written(path, lines) -> list[str]:
+    """The arguments that answer these lines."""
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return ["--input", str(path), "--output", str(path.with_suffix(".out"))]
+
+
+def answers(path) -> list[dict]:
+    return [json.loads(one) for one in path.with_suffix(".out").read_text().splitlines()]
+
+
+def expected(alone: Engine, body: dict) -> str:
+    result: GenerationResult = alone.generate(
+        body["prompt"], SamplingParams(body.get("temperature", 0.0), max_new_tokens=body["max_tokens"])
+    ).run()[0]
+    return result.text
+
+
+def test_every_request_of_a_file_is_answered_as_alone_and_in_order(tmp_path, alone, capsys):
+    """Answers in the order in which they end, texts that depend on the others, and a wrong request that ends the run."""
+    bodies = [{"prompt": f"x{i} = ", "max_tokens": 3 + 29 * i % 40, "temperature": float(i % 2)} for i in range(11)]
+    lines = [line(i, body) for i, body in enumerate(bodies)]
+    lines.insert(4, line(99, {"prompt": "x", "max_tokens": 0}))
+    path = tmp_path / "in.jsonl"
+    assert generate.main([*FLAGS, "--slots", "3", "--eagle", str(DEMO / "eagle1"), *written(path, lines)]) == 0
+    found = answers(path)
+    assert [one["custom_id"] for one in found] == [one["custom_id"] for one in lines]
+    wrong = found.pop(4)["response"]
+    assert wrong["status_code"] == 400 and wrong["body"]["error"]["param"] == "max_tokens"
+    for one, body in zip(found, bodies, strict=True):
+        assert one["response"]["status_code"] == 200 and one["error"] is None
+        assert one["response"]["body"]["choices"][0]["text"] == expected(alone, body)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_was_interrupted_goes_on_behind_its_last_answer(tmp_path, capsys):
+    """Answers that are made again or twice, a half-written last line, and answers to another file."""
+    path = tmp_path / "in.jsonl"
+    lines = [line(i, {"prompt": f"x{i} = ", "max_tokens": 4}) for i in range(5)]
+    arguments = [*FLAGS, *written(path, lines)]
+    assert generate.main(arguments) == 0
+    output = path.with_suffix(".out")
+    first = output.read_text()
+    kept = first.splitlines(keepends=True)
+    output.write_text("".join(kept[:2]) + kept[2][:30])
+    assert generate.main(arguments) == 0
+    assert output.read_text().startswith("".join(kept[:2])) and len(answers(path)) == 5
+    texts = [[one["response"]["body"]["choices"] for one in map(json.loads, text.splitlines())]
+             for text in (first, output.read_text())]  # fmt: skip
+    assert texts[0] == texts[1]
+    arguments[-4:] = written(path, lines[1:])
+    assert generate.main(arguments) == 2
+    assert "holds answers to other requests" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content, said", [
+    ("", "it is empty"),
+    ("{", "line 1"),
+    (json.dumps({"custom_id": "a", "method": "POST", "url": PATH}), "no 'body'"),
+    (json.dumps(line(1, {}, url="/v1/nothing")), "line 1: POST /v1/nothing; allowed: POST to /v1/chat/completions"),
+    (json.dumps(line(1, {})) + "\n\n" + json.dumps(line(1, {})), "line 3: the custom_id 'r1' came before"),
+])  # fmt: skip
+def test_a_file_that_is_no_file_of_requests_is_one_line(tmp_path, capsys, content, said):
+    """A traceback, or half of a file answered, for a line that is no request."""
+    path = tmp_path / "in.jsonl"
+    path.write_text(content)
+    assert generate.main([*FLAGS, "--input", str(path), "--output", str(tmp_path / "out")]) == 3
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--input", "x"], "give both"),
+    (["--input", "x", "--output", "y", "-p", "z"], "give one of"),
+    (["--input", "x", "--output", "y", "--json"], "--json is for one request"),
+    (["--input", "x", "--output", "y", "--system", "z"], "--system is part of a request"),
+])  # fmt: skip
+def test_what_does_not_go_with_a_file_is_refused(capsys, arguments, said):
+    """An option that is ignored without a word."""
+    assert generate.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_slots_are_as_many_as_memory_holds(monkeypatch):
+    """A server that does not start because eight caches do not fit, or that has one slot where eight fit."""
+    checkpoint = Checkpoint.open(DEMO)
+    options = LoadOptions(ctx=512, device="cpu", dtype="float32", slots=0)
+    room = {
+        n: plan_memory(checkpoint, DraftFiles(), LoadOptions(ctx=512, device="cpu", slots=n)).total for n in (1, 4, 8)
+    }
+    for free, slots in ((room[8], 8), (room[8] - 1, 4), (room[4] - 1, 2), (room[1] - 1, 1)):
+        monkeypatch.setattr(loading, "free_memory", lambda device, free=free: free)
+        assert fit_slots(checkpoint, DraftFiles(), options, None) == slots
+    monkeypatch.undo()
+    assert load(DEMO, ctx=128, slots=0).batch_size == 8

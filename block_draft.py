@@ -177,8 +177,9 @@ class BlockHead(nn.Module):
             hidden, state = self(block, nodes, cache), None
             if self.lm_head is not None:
                 self.narrow_logits(hidden)
+            mixed = self.mixed(hidden)
             for d in range(self.config.depth if self.config.markov else 0):
-                _, state = self.factors(tokens[:, anchor + d, None], hidden[:, d], state)
+                _, state = self.factors(tokens[:, anchor + d, None], mixed[:, d], state)
 
     def narrow_logits(self, hidden: Tensor) -> Tensor:
         """What slots give [B, depth, H] -> their own logits [B, depth, Vd], in the dtype that the LM head computes in."""
@@ -197,10 +198,15 @@ class BlockHead(nn.Module):
             return None
         return kernels.packed_topk(hidden, packed, count)
 
+    def mixed(self, hidden: Tensor) -> Tensor:
+        """What `factors` reads of the slots [B, depth, H], all at once."""
+        return linear(self.mix, hidden) if self.config.markov == "selector" else hidden
+
     def factors(self, tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What corrects the logits of a slot after each of the target's tokens [B, W] before it.
 
-        hidden [B, H]: of the slot. state [B, W, r]: of a recurrent head, None at the first slot.
+        hidden [B, H]: of the slot, for a selector what it makes of that (`mixed`). state [B, W, r]: of a recurrent head,
+        None at the first slot.
 
         Returns the factors [B, W, r] whose products with the successors are added to the logits, and the next state.
         """
@@ -209,7 +215,7 @@ class BlockHead(nn.Module):
         if kind == "vanilla":
             return e, None
         if kind == "selector":
-            return e * linear(self.mix, hidden)[:, None], None
+            return e * hidden[:, None], None
         h = hidden[:, None].expand(-1, e.shape[1], -1)
         if kind == "gated":
             return torch.sigmoid(linear(self.mix, torch.cat((h, e), -1))) * e, None
@@ -231,7 +237,8 @@ def slot_masks(config: BlockConfig, device: torch.device) -> tuple[Tensor, Tenso
 class Slots(NamedTuple):
     """What the forward of a block gives."""
 
-    hidden: Tensor  # [B, D, H]
+    hidden: Tensor  # [B, D, H] what the LM head reads
+    mixed: Tensor  # [B, D, H or r] what corrections read
     logits: Tensor | None  # [B, D, Vd]; None where nothing but the best of them are wanted
     ids: Tensor | None  # [B, D, K] the shortlists of a head that corrects them: places in the draft vocabulary
     scores: Tensor | None  # [B, D, K] and their log-probabilities before that
@@ -264,6 +271,8 @@ class BlockDrafter(TreeDrafter):
             hint = f"use --tree chain:{config.depth}, or another tree of that depth"
             raise ValueError(f"the tree is {tree.D} deep, but this head drafts {config.depth} tokens at once; {hint}.")
         check_width(tree, head.vocab_size)
+        if not isinstance(tree, DynamicTree) and not rule.multi_round and 0 < tree.D == tree.N - 1 and tree.valid.all():
+            tree = DynamicTree(tree.N, tree.D - 1, 1)  # a chain, for which this is the shortest way
         unpruned = rule._replace(p_min=0.0, unpriced=False, ngram_nodes=0)
         super().__init__(head, head.feature_size, config.taps, tree, batch_size, slots + config.slots, unpruned)
         self.head = head
@@ -323,10 +332,11 @@ class BlockDrafter(TreeDrafter):
         hidden = self.head(tokens, nodes, self.cache, inputs.parts.layers).narrow(1, 0, self.used)
         config = self.head.config
         if not config.markov:
-            return Slots(hidden, self.head.narrow_logits(hidden) if self._whole_logits(inputs) else None, None, None)
+            logits = self.head.narrow_logits(hidden) if self._whole_logits(inputs) else None
+            return Slots(hidden, hidden, logits, None, None)
         widest = self.tree.topk if self.dynamic else self.tree.max_children
         logits, ids, scores = self._best(inputs, hidden, min(max(config.shortlist, widest), self.head.vocab_size), True)
-        return Slots(hidden, logits, ids, scores)
+        return Slots(hidden, self.head.mixed(hidden), logits, ids, scores)
 
     def _best(
         self, inputs: DraftInput, hidden: Tensor, count: int, noisy: bool
@@ -347,7 +357,7 @@ class BlockDrafter(TreeDrafter):
         """Rows of the target's tokens [B, W] at a depth. state: theirs, of a recurrent head."""
         if not self.head.config.markov:
             return Rows(slots, depth, tokens.shape[1], None, None)
-        return Rows(slots, depth, tokens.shape[1], *self.head.factors(tokens, slots.hidden[:, depth], state))
+        return Rows(slots, depth, tokens.shape[1], *self.head.factors(tokens, slots.mixed[:, depth], state))
 
     def _level(
         self, inputs: DraftInput, rows: tuple[Tensor, ...], depth: int, first: int, tokens: Tensor, above: Rows,

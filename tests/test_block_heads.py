@@ -79,7 +79,7 @@ def test_logits_are_those_of_the_formulas(tmp_path, name):
         path, state = [ANCHOR, 5, 60, 5, 33], None
         for d in range(min(len(path), head.config.depth)):
             tokens = torch.tensor([[path[d]]])
-            factor, state = head.factors(tokens, slots.hidden[:, d], state)
+            factor, state = head.factors(tokens, slots.mixed[:, d], state)
             bias = factor[0, 0] @ head.successor.weight.T
             want = corrected(config, tensors, out, z, path[: d + 1])
             torch.testing.assert_close(z[d] + bias, want, rtol=0, atol=1e-10)

@@ -23,7 +23,7 @@ from support.files import read_json
 from support.reader import ConfigReader, check, is_a, parse_json, refusal
 from weights.files import Entry, check_entries, local_path, read_entries, tensor_files
 from weights.hf import config_to_hf, read_rows, write_directory
-from weights.quantized import TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
+from weights.quantized import LOOKED_UP, TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
 from weights.stored import read_stored
 
 PREFIXES = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
@@ -31,7 +31,6 @@ ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
 # What the head's decoder layer takes from the head's config, and what --eagle-config may set.
 HEAD_KEYS = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling".split()
 OVERRIDES = (*HEAD_KEYS, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
-TABLES = ("embed_tokens", "predecessor", "successor")  # are looked up and not rounded
 Config = TypeVar("Config")
 SIZES = {2048: "1B", 3072: "3B", 4096: "7B or 8B", 5120: "13B", 6656: "33B", 8192: "70B"}
 
@@ -256,7 +255,7 @@ def read_quantized(
     dtypes: dict[str, torch.dtype] = {}
     for name, shape in table.items():
         base, _, leaf = name.rpartition(".")
-        rounded = leaf == "weight" and len(shape) == 2 and base not in TABLES
+        rounded = leaf == "weight" and len(shape) == 2 and name not in LOOKED_UP
         bits = _bits(spec, base, shape[1], where) if rounded else 16
         if bits == 16:
             shapes[name] = shape

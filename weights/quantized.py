@@ -34,6 +34,8 @@ ALGORITHMS = ("rtn", "gptq")
 HEADS = ("fp16", "int8", "int4")
 GROUPS = (32, 64, 128)
 TENSORS = ("qweight", "scales", "zeros", "mins", "perm")
+# Tables whose rows are looked up, so that they are neither rounded nor packed, but for a tied embedding.
+LOOKED_UP = ("embed_tokens.weight", "predecessor.weight", "successor.weight")
 Stored = Mapping[str, Tensor]  # the tensors of one quantized weight, by the names of TENSORS
 
 
@@ -437,7 +439,7 @@ def held_bytes(
             total += count // shape[-1] * padded(shape[-1])
         elif leaf in ("zeros", "mins", "perm") or not tensor.dtype.is_floating_point:
             total += count * width
-        elif tiles and leaf == "weight" and len(shape) == 2 and (tied or not name.endswith("embed_tokens.weight")):
+        elif tiles and leaf == "weight" and len(shape) == 2 and (tied or not name.endswith(LOOKED_UP)):
             total += count + 4 * shape[0] if rounded else count * (width if shape[0] % kernels.CPU_TILE == 0 else 4)
         else:
             total += count * dtype.itemsize
